@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from fedpact.deploy import local
-from fedpact.deploy.write import Choices, write
+from fedpact.deploy.write import Choices, write_deployment
 from fedpact.engines.simulation import simulate
 from fedpact.plan import Plan
 
@@ -34,8 +34,8 @@ def main() -> None:
     plan = Plan.read(None, ["sites=3", "rounds=8", "run.evaluate_every=100", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "deployment"
-        federation = write(directory, plan, Choices(port=18944, seeds="test"))
-        lines = (local.carry_out(directory) / "rounds.jsonl").read_text().splitlines()
+        federation = write_deployment(directory, plan, Choices(port=18944, seeds="test"))
+        lines = (local.run_all_parties(directory) / "rounds.jsonl").read_text().splitlines()
         total = {r["round"]: r["seconds"] for r in map(json.loads, lines)}
         server = by_round(directory / "server" / "log.txt", SERVER)
         sites = [by_round(directory / "sites" / n / "log.txt", SITE) for n in federation.names]

@@ -126,7 +126,7 @@ def _algorithms() -> Iterator[str]:
     yield "# Algorithms\n\n"
     yield "Each is one file; what it says at its top stands here, with its `[settings]`. "
     yield "`fedpact algorithms NAME` shows the same.\n\n"
-    for name in sources.algorithms():
+    for name in sources.algorithm_names():
         one = tables.algorithm(name)
         yield from _table(one.settings, name, about="")
         yield f"```text\n{one.text}\n```\n\n"

@@ -30,7 +30,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedpact import draws, persample, privacy
-from fedpact.engines.workshop import Workshop
+from fedpact.engines.workshop import TrainingSetup
 from fedpact.losses import squared_error
 from fedpact.params import FlatModel
 from fedpact.persample import memory
@@ -64,11 +64,11 @@ def _without_waiting(descriptor: int) -> None:
 
 os.fsync = _without_waiting
 
-_VERIFY, _verified = Workshop._verify, set()
+_VERIFY, _verified = TrainingSetup._verify, set()
 
 
-def _once(shop: Workshop, kernel: PerSampleKernel | BatchClippedKernel) -> None:
-    """In place of Workshop._verify, which is over half of a small private run.
+def _once(shop: TrainingSetup, kernel: PerSampleKernel | BatchClippedKernel) -> None:
+    """In place of TrainingSetup._verify, which is over half of a small private run.
 
     It tries a model on made-up records, so what it finds follows from what stands in the key. A
     model that was refused, and one of a test's own, is tried every time.
@@ -82,7 +82,7 @@ def _once(shop: Workshop, kernel: PerSampleKernel | BatchClippedKernel) -> None:
             _verified.add(key)
 
 
-Workshop._verify = _once
+TrainingSetup._verify = _once
 
 _SVG = Chart.svg
 
@@ -133,8 +133,8 @@ def card(monkeypatch):
     for package in (persample, draws, privacy):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             module = importlib.import_module(found.name)
-            if "at_hand" in vars(module):
-                monkeypatch.setattr(module, "at_hand", lambda _: False)
+            if "on_cpu" in vars(module):
+                monkeypatch.setattr(module, "on_cpu", lambda _: False)
     monkeypatch.setattr(memory, "fitting", lambda run, device: 64)
 
 

@@ -58,14 +58,14 @@ def test_a_reply_that_was_not_included_is_forgotten(client):
     assert [ask(site, 1, -1), ask(site, 2, 1), ask(site, 3, 1)] == [1, 2, 2]
 
 
-def test_a_repeated_task_sees_the_same_memory_also_after_a_restart(client):
+def test_repeated_task_sees_the_same_memory_after_restart(client):
     site = client()
     assert [ask(site, 1, -1), ask(site, 2, 1), ask(site, 2, 1)] == [1, 2, 2]
     again = client()
     assert [ask(again, 2, 1), ask(again, 3, 2)] == [2, 3]
 
 
-def test_memory_that_could_not_be_written_is_written_by_the_next_task(client, monkeypatch):
+def test_unwritten_memory_is_written_by_the_next_task(client, monkeypatch):
     """The disk is full for a moment; a restart must not find what was before."""
     site = client()
     ask(site, 1, -1)
@@ -89,6 +89,6 @@ def test_a_refusal_is_a_code_and_quotes_nothing(client, error, code):
     assert answer == Refusal("run", 3, "a", code)
 
 
-def test_a_task_of_another_algorithm_is_refused_before_any_computing(client):
+def test_other_algorithms_task_is_refused_before_computing(client):
     site = client(refusing(AssertionError))
     assert site.handle(Task("run", 1, "other", {}, {}), None) == Refusal("run", 1, "a", "policy")

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpact.control import PREFIX, Ali, Controller, server, site
+from fedpact.control import CONTROL_PREFIX, Ali, Controller, server, site
 from fedpact.errors import InputError
 from fedpact.local import sgd, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
@@ -93,9 +93,9 @@ def replies(controller, made, w, steps, memories=None, inner=plain_sgd):
 
 def folded(controller, made, w, steps, memories=None, inner=plain_sgd):
     """What the server holds after one round from w, without any before it."""
-    fold = server.Fold(server.Told(w, steps, RATE), PREFIX)
+    fold = server.Fold(server.SiteReport(w, steps, RATE), CONTROL_PREFIX)
     after = weighted_mean(fold.through(replies(controller, made, w, steps, memories, inner)))
-    return server.released({}, fold), after.vectors["w"]
+    return server.update_averages({}, fold), after.vectors["w"]
 
 
 CONTROLLER = Controller(Ali(), RATE)
@@ -157,7 +157,7 @@ def mean_over(made, values):
     return sum(p * x for p, x in zip(shares(made).values(), values, strict=True))
 
 
-def test_the_expectation_of_the_estimators_is_the_truth_and_the_stated_bias():
+def test_estimators_expectation_is_truth_plus_stated_bias():
     made, w = sites(3)
     steps = 3
     found = estimates(made, w, steps, 800)
@@ -263,9 +263,9 @@ def test_the_spread_falls_with_sites_and_rounds():
         for _ in range(trials):
             numbers = {}
             for _ in range(rounds):
-                fold = server.Fold(server.Told(w, 2, RATE), PREFIX)
+                fold = server.Fold(server.SiteReport(w, 2, RATE), CONTROL_PREFIX)
                 weighted_mean(fold.through(replies(CONTROLLER, made, w, 2)))
-                numbers = server.released(numbers, fold)
+                numbers = server.update_averages(numbers, fold)
             found.append(numbers[name])
             stated = numbers[f"{name}_variance"]
         return float(torch.tensor(found).std()), math.sqrt(stated)
@@ -362,7 +362,7 @@ def first_state(controller):
 def told(numbers):
     """A reply with these numbers of the controller."""
     zero = torch.zeros(2, dtype=torch.float64)
-    sent = {f"{PREFIX}{name}": value for name, value in numbers.items()}
+    sent = {f"{CONTROL_PREFIX}{name}": value for name, value in numbers.items()}
     return Reply("run", 1, "a", 1.0, {"w": zero}, sent)
 
 
@@ -437,7 +437,7 @@ def test_the_choice_is_that_of_the_theory():
     drift = tau.Drift(0.5, 1.0, 0.1, 1.0)
     spent, previous = 1, 1
     for number, steps in enumerate(chosen[1:], 1):
-        left = tau.allowed(1585 - spent, 317 - number)
+        left = tau.allowed_iterations(1585 - spent, 317 - number)
         assert steps == tau.best_tau(drift, 0.12, left, min(2 * previous, 1585 - spent, 100))
         spent, previous = spent + steps, steps
     assert max(chosen) == 3
@@ -548,7 +548,7 @@ def test_raw_estimates_are_the_papers():
     middle = mean_over(made, gradients)
     spread = mean_over(made, [float((g - middle).square().sum()) for g in gradients])
     drift = server.drift(
-        {k.removeprefix(PREFIX): v for k, v in state.numbers.items()}, RATE, len(w)
+        {k.removeprefix(CONTROL_PREFIX): v for k, v in state.numbers.items()}, RATE, len(w)
     )
     assert drift.lipschitz == pytest.approx(mean_over(made, lipschitz))
     assert drift.smoothness == pytest.approx(mean_over(made, smoothness))
@@ -558,7 +558,7 @@ def test_raw_estimates_are_the_papers():
 def test_what_is_watched_is_what_was_released():
     made, w = sites(1)
     oracle = made["s0"][0]
-    watched = site.Watched(oracle)
+    watched = site.RecordingOracle(oracle)
     assert watched.noise_variance == oracle.v
     model = sgd(watched, w, 3, RATE)
     assert watched.count == 3
@@ -585,7 +585,7 @@ def test_dot_is_the_sum_of_products():
 
 
 def test_weights_are_checked():
-    fold = server.Fold(server.Told(torch.zeros(2), 1, RATE), PREFIX)
+    fold = server.Fold(server.SiteReport(torch.zeros(2), 1, RATE), CONTROL_PREFIX)
     bad = Reply("run", 1, "a", math.nan, {"w": torch.zeros(2)}, {})
     with pytest.raises(InputError, match="weight"):
         list(fold.through([bad]))

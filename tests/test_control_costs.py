@@ -13,7 +13,7 @@ def costs(rounds):
     return total
 
 
-def test_the_split_is_found_exactly_where_the_rounds_lie_on_a_line():
+def test_time_split_is_exact_for_rounds_on_a_line():
     found = costs([(t, 2.0 + 0.25 * t) for t in (1, 4, 2, 9)])
     assert found.split_seconds() == pytest.approx((2.0, 0.25), rel=1e-12)
     assert (found.rounds, found.sent, found.steps) == (4, 40, 16)

@@ -29,7 +29,7 @@ def imported() -> dict[str, set[str]]:
     return found
 
 
-def test_every_import_is_declared_and_every_declaration_is_imported():
+def test_declared_dependencies_are_exactly_the_imports():
     hard = {distribution(text) for text in PROJECT["dependencies"]}
     extras = PROJECT["optional-dependencies"]
     asked = {

@@ -42,7 +42,7 @@ def test_the_page_is_what_the_stored_results_make():
         assert sum(float(row[5]) for row in mine) == pytest.approx(hours, abs=0.0501 * len(mine))
 
 
-def test_the_figure_is_of_the_stored_results_and_shows_every_line():
+def test_figure_draws_every_line_from_stored_results():
     found = drawing.lines(Book(Stored()))
     text = drawing.FIGURE.read_text(encoding="utf-8")
     assert f"of {drawing.digest(found)}" in text, "run `make evidence`"
@@ -98,7 +98,7 @@ def _read(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_every_measured_number_on_the_page_is_a_mean_of_stored_ones():
+def test_page_numbers_are_means_of_stored_measurements():
     text = page.PAGE.read_text(encoding="utf-8")
     found = set(re.findall(r"(\d+\.\d+)(?: ± \d+\.\d+| \(1 seed\))", text))
     assert len(found) > 10
@@ -133,7 +133,7 @@ def test_columns_are_within_both_budgets_and_the_papers_epsilon():
             assert column.rounds_of(tau) * tau <= column.iterations
 
 
-def test_rounds_of_fedfdp_are_those_that_the_papers_conversion_allows():
+def test_fedfdp_rounds_are_those_the_papers_conversion_allows():
     for epsilon, rounds in fedfdp.ROUNDS.items():
         event = SampledGaussian(0.05, 2.0)
         assert rounds == max_steps(event, Budget(epsilon, 1e-5), "rdp", "mironov")

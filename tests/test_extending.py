@@ -22,7 +22,7 @@ from tests.test_architecture import (
 )
 
 import fedpact
-from fedpact.data.kinds import KINDS, Kind, PartitionSettings, check_kinds
+from fedpact.data.kinds import PARTITION_KINDS, PartitionKind, PartitionSettings, check_kinds
 from fedpact.errors import FedpactError
 from fedpact.metrics import METRICS, Metric, check_names
 from fedpact.persample.apart import batch_table
@@ -97,7 +97,7 @@ from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.privacy.oracle import PrivateOracle, Records, Terms
 from fedpact.report.charts.drawing import Chart
-from fedpact.report.comparison import document, render, rows
+from fedpact.report.comparison import document, render_comparison, rows
 from fedpact.report.outcomes import read_comparison
 from fedpact.theory.accounting import Budget
 from typer.testing import CliRunner
@@ -149,7 +149,7 @@ print(json.dumps({
     "privacy": json.loads((run / "privacy.json").read_text()),
     "row": rows(found)[0].metrics,
     "comparison": document(found),
-    "compared": render(found),
+    "compared": render_comparison(found),
     "length": length,
     "way": kernel.way(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)),
 }))
@@ -239,11 +239,15 @@ def test_an_incomplete_partition_is_an_error():
         return []
 
     with pytest.raises(FedpactError, match="depth"):
-        check_kinds({**KINDS, "new": Kind(split, own=("depth",))}, PartitionSettings)
+        check_kinds(
+            {**PARTITION_KINDS, "new": PartitionKind(split, own=("depth",))}, PartitionSettings
+        )
     with pytest.raises(FedpactError, match="beta"):
-        check_kinds({k: v for k, v in KINDS.items() if k != "dirichlet"}, PartitionSettings)
+        check_kinds(
+            {k: v for k, v in PARTITION_KINDS.items() if k != "dirichlet"}, PartitionSettings
+        )
     with pytest.raises(TypeError):
-        Kind()
+        PartitionKind()
 
 
 @pytest.mark.parametrize("name", ["loss", "scores", "status", "fairness", "worst_accuracy", "a b"])

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from fedpact.errors import DataError, InputError
-from fedpact.files import PARTIAL, only_one, replacing, understood, write_whole
+from fedpact.files import PARTIAL, only_one, parse_errors, replacing, write_whole
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_what_was_open_to_others_is_private_once_it_is_replaced(tmp_path, umask)
     assert mode(tmp_path / "reply") == 0o600
 
 
-def test_a_write_that_ends_badly_leaves_the_old_content_and_nothing_else(tmp_path):
+def test_failed_write_leaves_the_old_content_only(tmp_path):
     write_whole(tmp_path / "file", b"old")
 
     def write():
@@ -97,7 +97,7 @@ with only_one(Path(sys.argv[1]), "held"):
 """
 
 
-def test_a_lock_is_held_by_one_and_vanishes_with_a_killed_process(tmp_path):
+def test_lock_has_one_holder_and_vanishes_with_its_process(tmp_path):
     path = tmp_path / "run" / "lock"
     command = [sys.executable, "-c", HOLDER, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
@@ -115,12 +115,12 @@ def test_a_lock_is_held_by_one_and_vanishes_with_a_killed_process(tmp_path):
 @pytest.mark.parametrize(
     "error", [b"\xff".decode, lambda: [][0], lambda: {}["a"], lambda: int("x"), lambda: None.a]
 )
-def test_whatever_a_damaged_file_raises_is_one_sentence_with_what_to_do(tmp_path, error):
+def test_damaged_file_errors_are_one_sentence_with_a_remedy(tmp_path, error):
     path = tmp_path / "reply.bin"
     refused = pytest.raises(DataError, match=r"reply\.bin cannot be understood .*; move it away")
-    with refused, understood(path, "move it away"):
+    with refused, parse_errors(path, "move it away"):
         error()
-    with pytest.raises(FileNotFoundError), understood(path, "move it away"):
+    with pytest.raises(FileNotFoundError), parse_errors(path, "move it away"):
         path.read_bytes()
 
 

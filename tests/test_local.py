@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpact.errors import InputError
-from fedpact.local import proximal_sgd, sgd, weighed, weighted_mean
+from fedpact.local import proximal_sgd, sgd, weigh_replies, weighted_mean
 from fedpact.messages import Reply
 
 
@@ -108,12 +108,12 @@ def test_weights_are_checked(weight):
 def test_uniform_weights_are_alike_and_lazy():
     replies = [reply("a", 30.0, torch.tensor([1.0]), 2.0), reply("b", 10.0, torch.tensor([5.0]))]
     asked = iter(replies)
-    even = weighed(asked, "uniform")
+    even = weigh_replies(asked, "uniform")
     assert next(iter(even)).weight == 1.0
     assert next(asked) is replies[1]
-    mean = weighted_mean(weighed(replies, "uniform"), numbers=("loss",))
+    mean = weighted_mean(weigh_replies(replies, "uniform"), numbers=("loss",))
     assert (float(mean.vectors["w"]), mean.numbers["loss"]) == (3.0, 1.0)
-    by_size = weighted_mean(weighed(replies, "size"), numbers=("loss",))
+    by_size = weighted_mean(weigh_replies(replies, "size"), numbers=("loss",))
     assert (float(by_size.vectors["w"]), by_size.numbers["loss"]) == (2.0, 1.5)
 
 

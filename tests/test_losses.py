@@ -21,7 +21,7 @@ def test_cross_entropy_of_sequences_is_a_mean_over_positions():
 
 
 @pytest.mark.parametrize("wrong", [4, -1, -100, 2**40])
-def test_a_class_that_there_is_none_of_has_no_loss_and_no_gradient(wrong):
+def test_unknown_class_has_zero_loss_and_gradient(wrong):
     logits, y = torch.randn(3, 4).double().requires_grad_(), torch.tensor([0, wrong, 3])
     losses = cross_entropy(logits, y)
     assert losses.isnan().tolist() == [False, True, False]

@@ -24,8 +24,8 @@ from fedpact.messages import (
     State,
     Step,
     Task,
+    encode_parts,
     encoded_length,
-    encoded_parts,
     from_bytes,
     to_bytes,
 )
@@ -111,7 +111,7 @@ def tensors(draw: st.DrawFn) -> dict[str, Tensor]:
     value=st.one_of([message(kind) for kind in (Task, Reply, Refusal, Step, State)]),
     held=tensors(),
 )
-def test_a_block_is_what_the_library_writes_and_its_length_is_known_before(
+def test_block_matches_safetensors_and_length_is_known(
     value: Message, held: dict[str, Tensor]
 ) -> None:
     if not isinstance(value, Refusal):
@@ -128,7 +128,7 @@ def test_a_block_is_what_the_library_writes_and_its_length_is_known_before(
 
 def test_the_parts_of_a_block_are_the_vectors_own_memory() -> None:
     w = torch.arange(4.0, requires_grad=True)
-    _, part = encoded_parts(State({"w": w}))
+    _, part = encode_parts(State({"w": w}))
     with torch.no_grad():
         w[1] = 7.0
     assert bytes(part) == bytes(torch.tensor([0.0, 7.0, 2.0, 3.0]).numpy())
@@ -316,7 +316,7 @@ def test_a_record_of_what_is_not_finite_is_strict_json() -> None:
     assert back.epsilon == {"a": math.inf}
 
 
-def test_a_record_with_what_is_no_number_in_place_of_a_metric_is_none() -> None:
+def test_non_numeric_metric_invalidates_the_record() -> None:
     for odd in ("text", {"a": 1}, [1]):
         line = json.dumps({**json.loads(RoundRecord(round=0).to_json()), "psi": odd})
         with pytest.raises((TypeError, ValueError)):

@@ -107,7 +107,7 @@ def test_a_model_of_ones_own_is_given_images_as_they_are(way: str, nested: bool)
 
 
 @pytest.mark.parametrize("rows", [3, 1])
-def test_a_model_that_writes_over_what_it_is_tested_on_is_refused(rows: int) -> None:
+def test_model_that_overwrites_its_test_data_is_refused(rows: int) -> None:
     """Even where nothing changes, in one batch out of several; a later layer may write."""
     x, y = torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)
     for first in (nn.ReLU(inplace=True), nn.Hardtanh(inplace=True)):
@@ -245,9 +245,7 @@ def test_entropy_obeys_the_chain_rule(values: list[float], data: st.DataObject) 
 
 
 @given(st.lists(st.floats(1e-9, 1), min_size=1, max_size=20), st.floats(1e-6, 1e6))
-def test_entropy_sees_shares_alone_and_is_highest_where_they_are_equal(
-    values: list[float], scale: float
-) -> None:
+def test_entropy_depends_on_shares_and_peaks_at_equality(values: list[float], scale: float) -> None:
     found = entropy(values)
     assert entropy([scale * value for value in values]) == pytest.approx(found, abs=1e-9)
     assert entropy([*values, 0.0]) == pytest.approx(found, abs=1e-12)

@@ -18,7 +18,7 @@ def model():
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def test_the_vector_holds_the_parameters_in_order_and_the_model_computes_the_same():
+def test_vector_orders_parameters_and_computes_the_same():
     module, x = model(), torch.randn(5, 3)
     before, outputs = [p.detach().clone() for p in module.parameters()], module(x)
     flat = FlatModel(module)
@@ -29,7 +29,7 @@ def test_the_vector_holds_the_parameters_in_order_and_the_model_computes_the_sam
     assert torch.equal(module(x), outputs)
 
 
-def test_writing_the_vector_changes_the_model_and_the_other_way_round():
+def test_vector_and_model_share_memory():
     module = model()
     flat = FlatModel(module)
     flat.load(torch.arange(float(flat.size)))
@@ -142,7 +142,7 @@ def test_a_vector_is_finite_when_every_entry_is(entries, dtype):
     assert all_finite(vector) == bool(vector.isfinite().all())
 
 
-def test_neither_sums_that_overflow_nor_infinities_that_cancel_deceive():
+def test_overflow_and_cancelling_infinities_are_detected():
     most = torch.finfo(torch.float32).max
     assert all_finite(torch.full((100,), most))
     assert all_finite(torch.full((100,), -most))
@@ -179,7 +179,7 @@ def settings_of_torch():
         place.fp32_precision = precision
 
 
-def test_products_keep_all_digits_until_the_last_who_asks_has_left(settings_of_torch):
+def test_full_precision_lasts_until_the_last_holder_leaves(settings_of_torch):
     places = settings_of_torch
 
     def found():
@@ -200,7 +200,7 @@ def test_products_keep_all_digits_until_the_last_who_asks_has_left(settings_of_t
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_a_gpus_products_keep_all_digits_and_models_can_be_traced(settings_of_torch, allowed):
+def test_gpu_products_are_full_precision_and_traceable(settings_of_torch, allowed):
     vector = types.SimpleNamespace(device=torch.device("cuda"))  # its settings need no GPU
     backends = torch.backends
     backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = allowed
@@ -224,7 +224,7 @@ def test_settings_that_contradict_each_other_are_told(settings_of_torch):
         pass
 
 
-def test_a_caller_who_asked_for_medium_precision_has_it_afterwards():
+def test_callers_medium_precision_is_restored():
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:

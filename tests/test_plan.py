@@ -85,7 +85,7 @@ def test_a_number_that_is_none_of_a_keys_is_told_as_a_number(value):
     assert "list" not in str(told.value)
 
 
-def test_a_clip_that_its_schedule_makes_too_small_is_told_with_the_round_and_the_schedule():
+def test_too_small_scheduled_clip_names_round_and_schedule():
     inverse = {"clip": 1e-30, "clip_schedule": "inverse", "clip_halved_after": 2.5}
     with pytest.raises(PlanError, match=r"clip of round 2, by privacy\.clip_schedule, is 7\.14"):
         Plan(rounds=3, privacy=inverse)
@@ -108,7 +108,7 @@ def test_two_that_were_typed_are_too_many_as_well(tmp_path):
     assert (plan.batch_size, plan.sampling_rate) == (3, None)
 
 
-def test_an_override_of_one_way_to_set_the_batch_replaces_the_other():
+def test_override_of_batch_size_replaces_sampling_rate():
     plan = Plan.read(None, ["batch_size=64"])
     assert plan.batch_size == 64
     assert plan.sampling_rate is None
@@ -225,14 +225,14 @@ def test_spare_rounds_are_reserved_within_the_same_budget(algorithm):
     assert spare.steps * 10 == longer.steps * 8
 
 
-def test_spare_rounds_do_not_go_with_a_tau_that_follows_what_is_left():
+def test_spare_rounds_are_refused_with_budget_controlled_tau():
     with pytest.raises(PlanError, match="spare_rounds"):
         Plan.parse({"control": {"kind": "ali", "iterations": 9}, "budget": {"spare_rounds": 1}})
 
 
-def test_every_key_and_every_setting_of_an_algorithm_has_a_meaning():
+def test_every_key_and_algorithm_setting_has_a_meaning():
     # From the docstring of its class, "key: what it means.", or an algorithm's table of symbols.
-    tables = [*everything(), *(algorithm(name).settings for name in sources.algorithms())]
+    tables = [*everything(), *(algorithm(name).settings for name in sources.algorithm_names())]
     assert len(tables) > 30
     assert [key.name for table in tables for key in table.keys if len(key.meaning) < 5] == []
 

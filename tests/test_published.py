@@ -57,14 +57,14 @@ def test_an_archive_keeps_what_it_holds_and_adds_what_is_new(tmp_path):
     assert Archive(path).names() == {"a", "b", "c"}
 
 
-def test_what_was_spent_is_alike_to_a_two_thousandth_and_no_further():
+def test_spent_epsilon_agrees_to_one_in_2000():
     assert alike({"1.000000": 4}, {"0.999600": 4})
     assert not alike({"1.000000": 4}, {"0.999400": 4})
     assert not alike({"1.000000": 4}, {"1.000000": 3})
 
 
 @pytest.mark.parametrize("row", [row for row in unlike.ROWS if unlike.ROWS[row][0] == "digits"])
-def test_what_is_recommended_for_unlike_budgets_is_what_the_figures_are_of(row):
+def test_published_figures_use_the_unequal_budget_advice(row):
     stored = json.loads(unlike.STORED.read_text())
     for name, plan in unlike.both(row).items():
         assert stored[f"{row}: {name}"]["plan"] == json.loads(json.dumps(plan))

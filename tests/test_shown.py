@@ -45,10 +45,10 @@ def compared(folder: Path) -> Compared:
 
 
 @pytest.mark.drawn
-def test_a_figure_that_is_laid_out_once_is_what_matplotlib_draws_by_itself(tmp_path, monkeypatch):
+def test_single_layout_equals_matplotlibs_own_drawing(tmp_path, monkeypatch):
     builder(tmp_path)(SITES)
     run = read_run(tmp_path)
-    for draw in (figures.accuracy, figures.site_accuracy, budgets.epsilon):
+    for draw in (figures.accuracy, figures.site_accuracy, budgets.draw_epsilon):
         figure, other, bare = (draw(run).chart for _ in range(3))
         before = figure.get_layout_engine(), figure.canvas
         once = figure.svg
@@ -110,7 +110,7 @@ def test_cards_are_whole_and_names_are_text(tmp_path):
     assert "settings.local_steps" not in plan  # nobody chose it
 
 
-def test_cards_are_legible_in_both_schemes_and_a_notebooks_theme_goes_first(tmp_path):
+def test_cards_are_legible_in_both_themes_notebook_first(tmp_path):
     (tmp_path / "run").mkdir()
     found = result(tmp_path / "run")
     parts = [found, compared(tmp_path / "c"), Plan.read(None), found.figures()["sites"]]
@@ -152,7 +152,7 @@ def test_tables_have_a_row_a_round_a_run_a_setting(tmp_path, monkeypatch):
 
 
 @pytest.mark.drawn
-def test_figures_are_matplotlibs_and_are_saved_with_their_legends(tmp_path):
+def test_figures_are_matplotlib_and_saved_with_legends(tmp_path):
     (tmp_path / "run").mkdir()
     found = result(tmp_path / "run").figures()
     assert set(found) == {"accuracy", "sites", "epsilon", "bytes", "labels", "psi"}
@@ -169,7 +169,7 @@ def test_figures_are_matplotlibs_and_are_saved_with_their_legends(tmp_path):
     assert {"Accuracy against rounds", "Loss against ε"} <= titles
 
 
-def test_the_bar_writes_over_one_output_and_only_where_a_notebook_is(monkeypatch):
+def test_progress_bar_uses_one_output_in_notebooks_only(monkeypatch):
     display = pytest.importorskip("IPython.display", reason="IPython is not installed")
     assert not in_notebook()
     shown: list[str] = []

@@ -14,12 +14,12 @@ from benchmarks.scale import Scale
 from benchmarks.timing import Others, Spread
 from fedpact.algorithms import Summed
 from fedpact.deploy import local
-from fedpact.deploy.write import Choices, write
+from fedpact.deploy.write import Choices, write_deployment
 from fedpact.engines.secure import wire
-from fedpact.engines.secure.circle import Circle
-from fedpact.engines.secure.keys import AHEAD
-from fedpact.engines.secure.opened import Opened
-from fedpact.engines.secure.ring import Weighing
+from fedpact.engines.secure.circle import MaskingGraph
+from fedpact.engines.secure.keys import SUMS_AHEAD
+from fedpact.engines.secure.opened import UnmaskedSums
+from fedpact.engines.secure.ring import FixedPointMean
 from fedpact.engines.secure.server import Session
 from fedpact.engines.secure.site import Masker
 from fedpact.messages import Refusal, Reply, Step, Task
@@ -51,7 +51,7 @@ def _alone(scale: Scale) -> tuple[list[Row], bool]:
         for everybody in (True, False):
             begin, each = _seconds(sites, d, everybody, scale.of(3, 1))
             goal = {"goal": 5.0} if not everybody and (sites, d) == (100, 7850) else {}
-            found = Spread.of([begin / AHEAD + one for one in each])
+            found = Spread.of([begin / SUMS_AHEAD + one for one in each])
             who = "all others" if everybody else f"{_circle(sites, False).graph.neighbours} others"
             rows.append(
                 Row(
@@ -67,11 +67,11 @@ def _alone(scale: Scale) -> tuple[list[Row], bool]:
     return rows, not others.undisturbed
 
 
-def _circle(sites: int, everybody: bool) -> Circle:
+def _circle(sites: int, everybody: bool) -> MaskingGraph:
     threshold = 2 * sites // 3 + 1
-    circle = Circle([f"site-{i:03d}" for i in range(sites)], threshold, max(1, sites // 10))
+    circle = MaskingGraph([f"site-{i:03d}" for i in range(sites)], threshold, max(1, sites // 10))
     if everybody:
-        circle = Circle([f"site-{i:03d}" for i in range(sites)], threshold, threshold - 1)
+        circle = MaskingGraph([f"site-{i:03d}" for i in range(sites)], threshold, threshold - 1)
         circle.graph = Neighbourhoods(sites, (), threshold)
     return circle
 
@@ -81,9 +81,10 @@ def _seconds(sites: int, d: int, everybody: bool, rounds: int) -> tuple[float, l
     circle = _circle(sites, everybody)
     own = {f"site-{i:03d}": ec.generate_private_key(ec.SECP256R1()) for i in range(sites)}
     public = {site: key.public_key() for site, key in own.items()}
-    coding, w = Weighing(float(sites), Summed(), sites), torch.randn(d)
+    coding, w = FixedPointMean(float(sites), Summed(), sites), torch.randn(d)
     maskers = {
-        site: Masker(site, key, public, circle, coding, Opened(None)) for site, key in own.items()
+        site: Masker(site, key, public, circle, coding, UnmaskedSums(None))
+        for site, key in own.items()
     }
 
     def asked(site: str, question: Step) -> Step:
@@ -95,7 +96,7 @@ def _seconds(sites: int, d: int, everybody: bool, rounds: int) -> tuple[float, l
             raise RuntimeError(f"{site} refuses {question.step!r}: {given.code}")
         return given
 
-    session, began = Session.of("run", 1, public, circle, AHEAD), time.process_time()
+    session, began = Session.of("run", 1, public, circle, SUMS_AHEAD), time.process_time()
     for ask, take in (
         (session.ask_keys, session.take_keys),
         (session.ask_shares, session.take_shares),
@@ -118,7 +119,7 @@ def _seconds(sites: int, d: int, everybody: bool, rounds: int) -> tuple[float, l
 
 
 def _deployed(scale: Scale) -> tuple[list[Row], bool]:
-    others, rounds = Others(), scale.of(AHEAD, 1)
+    others, rounds = Others(), scale.of(SUMS_AHEAD, 1)
     plan = Plan.parse({"sites": 3, "rounds": rounds, "run": {"evaluate_every": 10**6}})
     if scale.tiny:
         plain, masked = [1.0], [2.0]
@@ -141,6 +142,6 @@ def _rounds(plan: Plan) -> list[float]:
     """Return the seconds of each round of a deployment on this machine."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "deployment"
-        write(directory, plan, Choices(port=_PORT))
-        lines = (local.carry_out(directory) / "rounds.jsonl").read_text().splitlines()
+        write_deployment(directory, plan, Choices(port=_PORT))
+        lines = (local.run_all_parties(directory) / "rounds.jsonl").read_text().splitlines()
     return [record["seconds"] for record in map(json.loads, lines) if record["round"]]

@@ -9,7 +9,7 @@ from benchmarks.problems import PROBLEMS, RATE
 from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import Work, by_turns, milliseconds
-from fedpact.engines.inprocess import Bench
+from fedpact.engines.inprocess import Worker
 from fedpact.engines.stacked import Ask, Lockstep, Seat, SeatDraws, Stack
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
@@ -57,7 +57,7 @@ def _works(model: str, batch: int, sites: int) -> dict[str, Work]:
     terms = steps.terms_of(batch)
     weights = [form.vector.clone() for _ in records]
 
-    def step(i: int, bench: Bench) -> None:
+    def step(i: int, bench: Worker) -> None:
         draws = bench.draws(0, f"site-{i}", 1)
         oracle = PrivateOracle(
             steps.AtHand(*records[i]), bench.private, terms, draws, lambda *_: None
@@ -67,11 +67,11 @@ def _works(model: str, batch: int, sites: int) -> dict[str, Work]:
 
     def alone() -> None:
         for i in range(sites):
-            step(i, Bench(kernel))
+            step(i, Worker(kernel))
 
-    def seat(ask: Ask) -> Bench:
+    def seat(ask: Ask) -> Worker:
         kernel = Seat(FlatModel(problem.module()), cross_entropy, ask)
-        return Bench(kernel, partial(SeatDraws, ask))
+        return Worker(kernel, partial(SeatDraws, ask))
 
     table = Lockstep(sites, seat, stack.answers)
     jobs = [lambda own, i=i: step(i, own) for i in range(sites)]

@@ -27,7 +27,7 @@ import torch
 import fedpact
 from fedpact.data import datasets
 from fedpact.data.dataset import Dataset
-from fedpact.engines.scene import kept
+from fedpact.engines.scene import find_feature_cache
 from fedpact.features.settings import FeatureSettings
 
 HERE = Path(__file__).parent
@@ -55,8 +55,8 @@ def planned(name: str, overrides: list[str]) -> fedpact.Plan:
 
 def set_aside(plan: fedpact.Plan) -> Dataset:
     """Return the training records' features, with a sixth of them in the test set's place."""
-    data = datasets.load(plan.data)
-    x = plan.stage()(data.x, data.x[0], data.name, kept(plan, data)).x
+    data = datasets.load_dataset(plan.data)
+    x = plan.stage()(data.x, data.x[0], data.name, find_feature_cache(plan, data)).x
     order = torch.randperm(len(data.y), generator=torch.Generator().manual_seed(17))
     test, train = order[: len(order) // 6], order[len(order) // 6 :]
     y = data.y

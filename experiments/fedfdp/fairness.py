@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import fedpact
-from fedpact.comparison.pool import News
+from fedpact.comparison.pool import RunProgress
 
 BASE = Path(__file__).parent / "fashion_mnist.toml"
 # With C = 0.1 a record counts C/‖g‖, a few hundredths, unless 1 + λΔ is below it: only a λ of
@@ -38,7 +38,7 @@ def plans(row: str, model: str) -> dict[str, fedpact.Plan]:
     return found
 
 
-def told(news: News) -> None:
+def told(news: RunProgress) -> None:
     """Say which run has ended, or how accurate it is after a round."""
     if news.ended or news.accuracy is not None:
         how = news.failed or ("ended" if news.ended else f"round {news.round}: {news.accuracy:.1%}")

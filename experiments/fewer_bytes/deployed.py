@@ -15,7 +15,7 @@ from typing import Any
 
 import fedpact
 from fedpact.deploy import local
-from fedpact.deploy.write import Choices, write
+from fedpact.deploy.write import Choices, write_deployment
 from fedpact.messages import RoundRecord
 
 HERE = Path(__file__).parent
@@ -56,9 +56,9 @@ def deployed(chosen: fedpact.Plan, port: int) -> tuple[list[RoundRecord], int]:
     """Carry a deployment out and return its rounds, and d."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "d"
-        write(directory, chosen, Choices(port=port))
+        write_deployment(directory, chosen, Choices(port=port))
         allow(directory)
-        run = local.carry_out(directory)
+        run = local.run_all_parties(directory)
         lines = (run / "rounds.jsonl").read_text().splitlines()
         summary = json.loads((run / "summary.json").read_text())
     d = summary["model_parameters"]

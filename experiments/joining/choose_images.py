@@ -25,7 +25,7 @@ from run import EPSILONS, STUDIES, Setting
 from torch import Tensor
 
 from fedpact.data.partition import make_partition
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.theory.accounting import Budget, SampledGaussian
 from fedpact.theory.calibration import smallest_scale
 
@@ -56,7 +56,7 @@ class Records:
     def __init__(self, name: str) -> None:
         study = STUDIES[name]
         self._plan = Setting("fedavg", 1.0, 1, 1.0).plan(study.tables, study.delta, 0)
-        self._data = Scene.of(self._plan).dataset
+        self._data = SimulationSetup.of(self._plan).dataset
         x = self._data.x.flatten(1)
         bias = torch.full((len(x), 1), study.tables.get("logistic", {}).get("bias", 1.0))
         self._x = torch.cat([x, bias], 1)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import fedpact
-from fedpact.recommend.circumstances import Circumstances, told_of_columns
+from fedpact.recommend.circumstances import Circumstances, describe_columns
 from fedpact.recommend.recommendation import Recommendation
 from fedpact.theory.accounting import Budget
 
@@ -42,7 +42,7 @@ ROWS: dict[str, tuple[str, float, float, int, bool | None, dict[str, Any], int]]
 def configuration(row: str, trust: str) -> dict[str, Any]:
     """Return what is recommended for a row, with the row's partition."""
     data, epsilon, delta, sites, mirror, partition, _ = ROWS[row]
-    known = told_of_columns(None, data, None)
+    known = describe_columns(None, data, None)
     where = {} if partition["kind"] == "natural" else {"partition": partition}
     asked = Circumstances(
         data, (Budget(epsilon, delta),), 100, sites, trust, 0, mirror, **known, **where

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import fedpact
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.params import FlatModel
-from fedpact.recommend.circumstances import Circumstances, told_of_columns
+from fedpact.recommend.circumstances import Circumstances, describe_columns
 from fedpact.recommend.noise import SiteNoise
 from fedpact.recommend.recommendation import Recommendation
 from fedpact.theory.accounting import Budget
@@ -47,10 +47,10 @@ def both(row: str) -> dict[str, dict[str, Any]]:
     asked = Circumstances(
         *(data, budgets, 100, 0 if data == FLAMBY else len(budgets), "own", 0),
         size=size,
-        **told_of_columns(None, data, size),
+        **describe_columns(None, data, size),
     )
     found = Recommendation.of(asked).raw
-    scene, clip = Scene.of(fedpact.Plan.parse(found)), found["privacy"]["clip"]
+    scene, clip = SimulationSetup.of(fedpact.Plan.parse(found)), found["privacy"]["clip"]
     sizes = list(scene.sizes.values())
     noise = SiteNoise(budgets, sizes, [None] * len(budgets), clip, None, dealt=True)
     length = 1.0 if "features" in found else clip / 0.2

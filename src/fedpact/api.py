@@ -13,33 +13,39 @@ from typing import Any, Final, cast
 import torch
 
 from fedpact.data.dataset import Dataset
-from fedpact.data.given.handed import dataset_of, digest_of
-from fedpact.data.given.parts import called
-from fedpact.engines.extended import extended, put_on
-from fedpact.engines.served import Served
+from fedpact.data.given.handed import digest_of, from_python
+from fedpact.data.given.parts import describe_value
+from fedpact.engines.extended import begin_extension, extend_plan
+from fedpact.engines.served import Predictor
 from fedpact.engines.simulation import OnRound, Simulated, simulate
-from fedpact.engines.together import held, keep_before, put_back, restored
+from fedpact.engines.together import exclusive, keep_before, recover, rollback
 from fedpact.errors import DataError, InputError, PlanError
 from fedpact.files import check_out
-from fedpact.folder import Folder, folder_of_run, instead_of_run, unused
+from fedpact.folder import Folder, explain_not_a_run, find_unused_path, folder_of_run
 from fedpact.messages import RoundRecord
-from fedpact.own.named import check_same, handed_name, is_handed, not_here, with_handed
+from fedpact.own.named import (
+    check_same,
+    is_handed,
+    name_handed_in,
+    not_in_process,
+    with_user_objects,
+)
 from fedpact.plan import Plan
 from fedpact.report.charts import budgets, figures
-from fedpact.report.page import headline, write_report
+from fedpact.report.page import build_headline, write_report
 from fedpact.report.reading import RunFolder, read_run
 from fedpact.shown.cards import CardFigure, card, frame
 from fedpact.shown.progress import Bar, in_notebook
-from fedpact.text import fares, upper
+from fedpact.text import headline_metric, upper
 
 _INSTEAD: Final = "result.records and result.summary"
 _DRAWN: Final = {
     "accuracy": figures.accuracy,
-    "loss": figures.loss,
+    "loss": figures.draw_loss,
     "sites": figures.site_accuracy,
-    "epsilon": budgets.epsilon,
+    "epsilon": budgets.draw_epsilon,
     "bytes": budgets.traffic,
-    "labels": figures.labels,
+    "labels": figures.draw_labels,
 }
 
 
@@ -54,7 +60,9 @@ class Result(Simulated):
         of = summary.get("average") or {} if self.average else summary
         found = of.get("accuracy"), of.get("loss")
         if found != (None, None):
-            parts.append(" ".join(fares(*found)) + (" of the average" if self.average else ""))
+            parts.append(
+                " ".join(headline_metric(*found)) + (" of the average" if self.average else "")
+            )
         parts.append(self._privacy)
         return f"Result({', '.join(parts)}; {str(self.folder)!r})"
 
@@ -74,7 +82,7 @@ class Result(Simulated):
         seeded = "SIMULATION: protects nobody" if run.seeded else ""
         return card(
             f"{run.plan.get('algorithm')} on {run.plan.get('data')}",
-            [CardFigure(c.label, c.value, c.note, c.bad) for c in headline(run)],
+            [CardFigure(c.label, c.value, c.note, c.bad) for c in build_headline(run)],
             warning=seeded if run.private else "NOT PRIVATE",
             bad=not run.private,
             below=str(self.folder / "report.html"),
@@ -139,7 +147,8 @@ def run(
         plan, out = first, second if out is None else out
         if not isinstance(out, str | PathLike | None):
             raise PlanError(
-                f"out is {called(out)}: expected the path of a run's folder, which stands second "
+                f"out is {describe_value(out)}: expected the path of a run's folder, which stands "
+                f"second "
                 "beside a plan; hand records in as data=..."
             )
         if settings:
@@ -155,7 +164,7 @@ def run(
     folder = check_out(default_folder(plan) if out is None else Path(out))
     if on_round is None:
         on_round = _bar(plan) if in_notebook() else lambda _: None
-    with held(folder):
+    with exclusive(folder):
         result = simulate(plan, folder, data=records, engine=engine, on_round=on_round, stop=stop)
         write_report(folder)
     return Result(**vars(result))
@@ -177,7 +186,7 @@ def _bar(plan: Plan) -> OnRound:
 
     def show(record: RoundRecord) -> None:
         if record.accuracy is not None:
-            seen["fares"] = f"{' '.join(fares(record.accuracy, record.loss))}, "
+            seen["fares"] = f"{' '.join(headline_metric(record.accuracy, record.loss))}, "
         most = max(record.epsilon.values(), default=0.0)
         spent = f"ε {upper(most)}" if plan.private else "NOT PRIVATE"
         bar(record.round, seen["fares"] + spent)
@@ -215,15 +224,15 @@ def with_own(
     other records. DataError: these are none.
     """
     document = plan.document()
-    own, records = with_handed(document, model=model, loss=loss, metrics=metrics), None
+    own, records = with_user_objects(document, model=model, loss=loss, metrics=metrics), None
     if data is None and test is not None:
         data = plan.data
     if isinstance(data, str | Path) and test is None:
         own["data"] = str(data)
     elif data is not None:
         columns = plan.label, plan.site, plan.person
-        records = dataset_of(data, plan.records, *columns, test, plan.task.target)
-        name = handed_name(records.name, digest_of(records))
+        records = from_python(data, plan.records, *columns, test, plan.task.target)
+        name = name_handed_in(records.name, digest_of(records))
         known = is_handed(plan.data)
         if known and plan.data.rpartition("@")[2] != name.rpartition("@")[2]:
             raise PlanError(
@@ -252,13 +261,13 @@ def load(
     another.
     """
     if not isinstance(cast(Any, folder), str | PathLike):
-        raise InputError(f"folder is {called(folder)}: expected the path of a run's folder")
-    restored(Path(folder))
+        raise InputError(f"folder is {describe_value(folder)}: expected the path of a run's folder")
+    recover(Path(folder))
     place = folder_of_run(Path(folder))
     if not (place / "plan.json").exists():
-        raise DataError(f"{folder} has no plan.json, so no run: {instead_of_run(Path(folder))}")
+        raise DataError(f"{folder} has no plan.json, so no run: {explain_not_a_run(Path(folder))}")
     check_same(Folder(place).read_json("plan.json"), loss=loss, metrics=metrics)
-    served, found = Served.of(place, model, average=average), Folder(place)
+    served, found = Predictor.of(place, model, average=average), Folder(place)
     rounds = place / "rounds.jsonl"
     lines = rounds.read_text(encoding="utf-8").splitlines() if rounds.exists() else []
     records = [RoundRecord.from_json(line) for line in lines]
@@ -289,8 +298,11 @@ def extend(
     policy does not allow it; the run is then as it was.
     """
     place = Folder(Path(folder))
-    with held(place.path):
-        plan, ready = extended(place, rounds, epsilon), data if isinstance(data, Dataset) else None
+    with exclusive(place.path):
+        plan, ready = (
+            extend_plan(place, rounds, epsilon),
+            data if isinstance(data, Dataset) else None,
+        )
         given = None if ready else data
         own, found = with_own(plan, model=model, data=given, test=test, loss=loss, metrics=metrics)
         records = ready or found
@@ -303,20 +315,20 @@ def extend(
         _check_here(own, records, place.path, rounds)
         keep_before(place.path)
         try:
-            put_on(place, plan)
+            begin_extension(place, plan)
             result = simulate(
                 plan, place.path, data=records, engine=engine, on_round=on_round, stop=stop
             )
         finally:
             # Whatever ended it: nothing was promised yet, or it is settled, and goes on if resumed.
-            put_back(place.path)
+            rollback(place.path)
         write_report(place.path)
     return Result(**vars(result))
 
 
 def _check_here(plan: Plan, records: Dataset | None, folder: Path, rounds: int) -> None:
     """Raise PlanError: what was handed in from Python is not handed in again."""
-    missing = not_here(plan.document())
+    missing = not_in_process(plan.document())
     if records is not None:
         missing.pop("data", None)
     if missing:
@@ -339,4 +351,4 @@ def default_folder(plan: Plan) -> Path:
     # A path's last part, or a name such as synthetic(0.5,0.5), as a folder may be called.
     data = re.sub(r"\.(csv|parquet|npz)$", "", Path(plan.data).name)
     data = re.sub(r"[^A-Za-z0-9._+-]+", "-", data).strip("-")
-    return unused(Path("runs") / f"{plan.algorithm}-{data}-{now}")
+    return find_unused_path(Path("runs") / f"{plan.algorithm}-{data}-{now}")

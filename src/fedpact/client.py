@@ -13,7 +13,7 @@ from typing import Final, Generic, TypeVar
 import torch
 
 from fedpact.errors import BudgetExhausted, PolicyRefused, PrivacyError
-from fedpact.files import understood, write_whole
+from fedpact.files import parse_errors, write_whole
 from fedpact.ledger.ledger import Ledger
 from fedpact.messages import (
     EVALUATION,
@@ -23,15 +23,15 @@ from fedpact.messages import (
     State,
     Task,
     Vectors,
-    encoded_parts,
+    encode_parts,
     from_bytes,
 )
 from fedpact.methods import Method
 from fedpact.privacy.oracle import Oracle
 from fedpact.privacy.policy import Policy
 
-Bench = TypeVar("Bench")
-Held = TypeVar("Held", Task, State, Local)
+Context = TypeVar("Context")
+Payload = TypeVar("Payload", Task, State, Local)
 
 _CPU: Final = torch.device("cpu")
 _NOTHING: Final = State()
@@ -44,8 +44,8 @@ _LOST = (
 )
 
 
-class Client(Generic[Bench]):
-    """One site. `Bench` is whatever the engine computes with: a worker's model and kernel.
+class Client(Generic[Context]):
+    """One site. `Context` is whatever the engine computes with: a worker's model and kernel.
 
     oracle: makes the site's oracle for one task and memory, on one bench.
     ledger: None in a plain run.
@@ -60,12 +60,12 @@ class Client(Generic[Bench]):
         name: str,
         size: float,
         method: Method,
-        oracle: Callable[[Task, State, Bench], Oracle],
+        oracle: Callable[[Task, State, Context], Oracle],
         ledger: Ledger | None,
         memory: Path,
         policy: Policy | None = None,
         device: torch.device = _CPU,
-        examine: Callable[[Task, State, Bench], Vectors] | None = None,
+        examine: Callable[[Task, State, Context], Vectors] | None = None,
     ) -> None:
         self.name, self._size = name, size
         self._method = method
@@ -82,12 +82,12 @@ class Client(Generic[Bench]):
         if self._policy:
             self._policy.check_task(task.algorithm)
 
-    def handle(self, task: Task, bench: Bench) -> Reply | Refusal:
+    def handle(self, task: Task, bench: Context) -> Reply | Refusal:
         """Answer a task. A refusal's code depends on public quantities only."""
         try:
             if task.algorithm == EVALUATION and self._examine is not None:
                 # Its records are others than those that `memory` follows from.
-                memory = self.remembered(task)
+                memory = self.read_memory(task)
                 return self._reply(task, Local(self._examine(task, memory, bench)))
             self._check(task)
             memory = self._memory.for_task(task)
@@ -104,7 +104,7 @@ class Client(Generic[Bench]):
         self._memory.keep(task.round, _moved(_CPU, local.memory))
         return self._reply(task, local)
 
-    def remembered(self, task: Task) -> State:
+    def read_memory(self, task: Task) -> State:
         """Return what the site remembers of the round that a task says was included last."""
         return self._memory.after(task.included)
 
@@ -140,7 +140,7 @@ class Client(Generic[Bench]):
         return Local(dict(oracle.shares), public)
 
 
-def remembered(path: Path, included: int) -> State:
+def read_memory(path: Path, included: int) -> State:
     """Return what a site remembers, as its next task would find it; only reads.
 
     path: its memory.safetensors. included: the round whose reply the server included last, -1 for
@@ -149,7 +149,7 @@ def remembered(path: Path, included: int) -> State:
     return _Memory(path).after(included)
 
 
-def _moved(device: torch.device, held: Held) -> Held:
+def _moved(device: torch.device, held: Payload) -> Payload:
     """The same on a device; itself where it is there already."""
     if all(vector.device == device for vector in held.vectors.values()):
         return held
@@ -190,13 +190,13 @@ class _Memory:
         # Most algorithms remember nothing; then nothing is written.
         if memory is not _NOTHING or path in self._there:
             numbers = {**memory.numbers, "/round": round_number}
-            write_whole(path, *encoded_parts(State(memory.vectors, numbers)))
+            write_whole(path, *encode_parts(State(memory.vectors, numbers)))
             self._there.add(path)
 
     def _read(self, path: Path) -> tuple[State, int]:
         if path not in self._there:
             return _NOTHING, -1
-        with understood(path, _LOST):
+        with parse_errors(path, _LOST):
             stored = from_bytes(path.read_bytes())
             numbers = dict(stored.numbers) if isinstance(stored, State) else {}
             vectors = stored.vectors if isinstance(stored, State) else {}

@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 _DEFAULT = Path(__file__).with_name("default.toml")
 
-DEFAULTS = "defaults"
+DEFAULTS_KEY = "defaults"
 """The key of a written plan under which stands what was left to its default."""
 
 _FORM = re.compile(r"(constrained-)?(float|int|str|bool)$|(list|literal)\[")
 _ONE_OF = {"batch_size": "sampling_rate", "sampling_rate": "batch_size"}
 
 
-def unmarked(raw: Mapping[str, Any]) -> dict[str, Any]:
+def remove_marks(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration without what it marks as left to its default, and without the marks.
 
     Raises PlanError: the marks are no list of keys.
     """
     # What is no table is left to whoever reads the keys.
-    return without(raw, [*marked(raw), DEFAULTS]) if isinstance(raw, Mapping) else raw
+    return without(raw, [*read_marks(raw), DEFAULTS_KEY]) if isinstance(raw, Mapping) else raw
 
 
 def read_configuration(
     path: Path | str | None,
     overrides: Sequence[str] = (),
-    read: Callable[[Mapping[str, Any]], dict[str, Any]] = unmarked,
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = remove_marks,
 ) -> dict[str, Any]:
     """Read a configuration, None for the embedded default, and write `key=value` overrides into it.
 
@@ -46,7 +46,7 @@ def read_configuration(
     if path is None and overridden(overrides, "algorithm") not in (None, raw["algorithm"]):
         del raw["settings"]
     # Two that were typed stand together, so that the plan refuses them.
-    give_way(raw, [key_of(setting) for setting in overrides])
+    drop_overridden(raw, [key_of(setting) for setting in overrides])
     for setting in overrides:
         override(raw, setting)
     return raw
@@ -61,7 +61,7 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "dtype") and hasattr(value, "tolist") else value
 
 
-def give_way(raw: dict[str, Any], keys: Collection[str]) -> None:
+def drop_overridden(raw: dict[str, Any], keys: Collection[str]) -> None:
     """Take out what a configuration has in another way than keys that are now to be set."""
     for key in keys:
         if (other := _ONE_OF.get(key)) is not None and other not in keys:
@@ -77,35 +77,38 @@ def overridden(overrides: Sequence[str], key: str) -> Any:
     return found.get(key)
 
 
-def given(
+def select_given(
     raw: Mapping[str, Any], document: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return what of a configuration was given, and what it marks as default and is none here.
 
     document: makes of a configuration what would be written of it, every default in its place.
     """
-    bare = unmarked(raw)
-    if DEFAULTS not in raw:
+    bare = remove_marks(raw)
+    if DEFAULTS_KEY not in raw:
         return bare
-    written, here = leaves(raw), leaves(document(bare))
-    same = [key for key in marked(raw) if written.get(key) == here.get(key)]
-    return without(raw, [*same, DEFAULTS])
+    written, here = flatten(raw), flatten(document(bare))
+    same = [key for key in read_marks(raw) if written.get(key) == here.get(key)]
+    return without(raw, [*same, DEFAULTS_KEY])
 
 
-def typed_in(raw: Mapping[str, Any] | Path, overrides: Sequence[str] = ()) -> list[str] | None:
+def find_typed_keys(
+    raw: Mapping[str, Any] | Path, overrides: Sequence[str] = ()
+) -> list[str] | None:
     """Return the keys that somebody types now: None, all, but of a written plan the overrides'."""
     raw = read_file(raw) if isinstance(raw, Path) else raw
-    if not isinstance(raw, Mapping) or DEFAULTS not in raw:
+    if not isinstance(raw, Mapping) or DEFAULTS_KEY not in raw:
         return None
     return [key_of(setting) for setting in overrides]
 
 
-def marked(raw: Mapping[str, Any]) -> list[str]:
+def read_marks(raw: Mapping[str, Any]) -> list[str]:
     """Return the keys that a written plan marks as defaults. Raises PlanError: it is no list."""
-    found = raw.get(DEFAULTS, [])
+    found = raw.get(DEFAULTS_KEY, [])
     if not (isinstance(found, list) and all(isinstance(key, str) for key in found)):
         raise PlanError(
-            f"{DEFAULTS} is {found!r}: expected the list of keys that were left to their defaults, "
+            f"{DEFAULTS_KEY} is {found!r}: expected the list of keys that were left to their "
+            f"defaults, "
             "as a run's plan.json has it; leave it out"
         )
     return found
@@ -124,22 +127,22 @@ def without(raw: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def leaves(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a document's leaves by dotted key; an empty table is a leaf of its own.
 
-    >>> leaves({"a": {"b": 1, "c": {}}, "d": 2})
+    >>> flatten({"a": {"b": 1, "c": {}}, "d": 2})
     {'a.b': 1, 'a.c': {}, 'd': 2}
     """
     found: dict[str, Any] = {}
     for key, value in document.items():
         if isinstance(value, Mapping) and value:
-            found.update(leaves(value, f"{prefix}{key}."))
+            found.update(flatten(value, f"{prefix}{key}."))
         else:
             found[prefix + key] = value
     return found
 
 
-def left(model: "BaseModel", prefix: str = "") -> Iterable[str]:
+def defaults_used(model: "BaseModel", prefix: str = "") -> Iterable[str]:
     """Every dotted key of a configuration that nobody gave, so that its default counts."""
     from pydantic import BaseModel
 
@@ -147,7 +150,7 @@ def left(model: "BaseModel", prefix: str = "") -> Iterable[str]:
         value = getattr(model, key)
         if isinstance(value, BaseModel):
             # What nobody gave holds nothing that anybody gave.
-            yield from left(value, f"{prefix}{key}.")
+            yield from defaults_used(value, f"{prefix}{key}.")
         elif key not in model.model_fields_set:
             yield prefix + key
 
@@ -183,7 +186,7 @@ def override(raw: dict[str, Any], setting: str) -> None:
     key, equals, text = setting.partition("=")
     if not equals or not key:
         raise PlanError(f"--set {setting!r}: expected key=value, as in privacy.epsilon=1")
-    put(raw, key.strip(), value_of(text), f"--set {setting!r}")
+    set_key(raw, key.strip(), value_of(text), f"--set {setting!r}")
 
 
 def value_of(text: str) -> Any:
@@ -195,11 +198,11 @@ def value_of(text: str) -> Any:
 
 
 def key_of(setting: str) -> str:
-    """Return the key of `key=value` as `leaves` has it, whichever way its names are quoted."""
+    """Return the key of `key=value` as `flatten` has it, whichever way its names are quoted."""
     return ".".join(_names(setting.partition("=")[0].strip(), f"--set {setting!r}"))
 
 
-def put(raw: dict[str, Any], key: str, value: Any, who: str) -> None:
+def set_key(raw: dict[str, Any], key: str, value: Any, who: str) -> None:
     """Write a value under a dotted key. who: begins the error. Raises PlanError: no such place."""
     *tables, last = _names(key, who)
     for table in tables:

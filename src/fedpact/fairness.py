@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedpact.errors import InputError, PlanError
 from fedpact.messages import Numbers, State
-from fedpact.privacy.around import BatchAround, OracleAround
+from fedpact.privacy.around import BatchAround, OracleWrapper
 from fedpact.privacy.oracle import (
     UNIFORM,
     Batch,
@@ -72,7 +72,7 @@ class LossRelease(BaseModel):
             return {"loss": self.loss_noise, "below": self.count_noise}
         return {"loss": self.loss_noise}
 
-    def released(self, batch: Batch, w: Tensor, bound: float) -> tuple[float, float]:
+    def release(self, batch: Batch, w: Tensor, bound: float) -> tuple[float, float]:
         """Return the loss F_i at w [d], clipped to C_l = bound, and the next C_l."""
         found = self.answers(batch, w, bound)
         return found["loss"], self.after(bound, found)
@@ -93,7 +93,7 @@ class LossRelease(BaseModel):
 
     def loss_range(self, terms: Terms) -> Range:
         """Return what an honest site's released loss can be: C_l is at most most_loss_bound."""
-        return reach.loss(terms, self.most_loss_bound)
+        return reach.bound_loss(terms, self.most_loss_bound)
 
     def next_bound(self, bound: float, share: float) -> float:
         """Return C_l exp(-η_q (b - γ)) within its range; share: b, of losses at most C_l."""
@@ -161,7 +161,7 @@ class FairRelease(LossRelease):
             bound = task.numbers.get("loss_bound", self.loss_bound)
             return self.answers(batch, task.vectors["w"], bound), State()
         bound = memory.get("loss_bound", self.loss_bound)
-        loss, bound = self.released(batch, w, bound)
+        loss, bound = self.release(batch, w, bound)
         return {"loss": loss}, State(numbers={"loss_bound": bound})
 
     def update(self, before: Numbers, means: Numbers) -> dict[str, float]:
@@ -198,7 +198,7 @@ def weighting(rule: WeightRule, given: float, reference: float) -> Weighting:
     return Fair(lam, reference) if lam > 0 else Uniform()
 
 
-class FairOracle(OracleAround):
+class FairOracle(OracleWrapper):
     """An oracle whose gradients weigh records; the last batch asked for also answers `extra`.
 
     What opens a round is the solver's own, without weights.
@@ -219,7 +219,7 @@ class FairOracle(OracleAround):
         return self._last
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """See Oracle."""
+        """Yield `count` batches that answer the channels; each is closed by the next one."""
         if count > 1:
             for batch in self._inner.batches(count - 1, *channels):
                 yield FairBatch(batch, self._weights)
@@ -237,7 +237,8 @@ class FairBatch(BatchAround):
         self._weights = weights
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """See Batch. Raises InputError: the solver has weights of its own."""
+        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over.
+        Raises InputError: the solver has weights of its own."""
         if not isinstance(weighting, Uniform):
             raise InputError(f"weighting is {weighting}: expected none, the batch has one already")
         return self._inner.gradient(w, self._weights)

@@ -111,7 +111,7 @@ def private_opener(path: str, flags: int) -> int:
 
 
 @contextlib.contextmanager
-def understood(path: Path, advice: str) -> Iterator[None]:
+def parse_errors(path: Path, advice: str) -> Iterator[None]:
     """Raise DataError, with what to do, for whatever a damaged file makes its reader raise.
 
     FileNotFoundError passes: whether there has to be a file is the reader's to know.

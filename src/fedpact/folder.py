@@ -37,8 +37,8 @@ from torch import Tensor
 
 from fedpact.control.costs import Costs
 from fedpact.errors import DataError, InputError
-from fedpact.files import understood, write_whole
-from fedpact.messages import RoundRecord, State, encoded_parts, from_bytes
+from fedpact.files import parse_errors, write_whole
+from fedpact.messages import RoundRecord, State, encode_parts, from_bytes
 from fedpact.records.rounds import strict
 
 WAITS = "waits.json"
@@ -68,7 +68,7 @@ def folder_of_run(place: Path) -> Path:
     return place / RUN if (place / "federation.toml").exists() else place
 
 
-def instead_of_run(folder: Path) -> str:
+def explain_not_a_run(folder: Path) -> str:
     """Return which folder to give in place of one that is no run's."""
     if (folder / "comparison.json").exists():
         return (
@@ -86,7 +86,7 @@ def instead_of_run(folder: Path) -> str:
     return "give the folder that `fedpact run` wrote with --out, or run the plan again"
 
 
-def named_columns(names: Sequence[str], by: Tensor) -> dict[str, dict[str, float]]:
+def name_columns(names: Sequence[str], by: Tensor) -> dict[str, dict[str, float]]:
     """Return columns.json's content. by: means and deviations of the columns [2 m]."""
     mean, deviation = by.chunk(2)
     named = zip(names, mean.tolist(), deviation.tolist(), strict=True)
@@ -115,7 +115,7 @@ def read_scales(path: Path, names: Sequence[str]) -> dict[str, dict[str, float]]
     return read
 
 
-def unused(path: Path) -> Path:
+def find_unused_path(path: Path) -> Path:
     """Return a path, or with the first number behind it that nothing has: names go by seconds."""
     numbered = (path.with_name(f"{path.name}-{n}") for n in count(2))
     return next(one for one in chain([path], numbered) if not one.exists())
@@ -158,7 +158,7 @@ class Checkpoint:
         progress = {"/round": self.round, **costs}
         included = {f"/included/{site}": last for site, last in self.included.items()}
         numbers = {**self.state.numbers, **progress, **included}
-        return encoded_parts(State(self.state.vectors, numbers))
+        return encode_parts(State(self.state.vectors, numbers))
 
     @staticmethod
     def from_bytes(block: bytes) -> "Checkpoint":
@@ -229,7 +229,7 @@ class Folder:
         """Return the last committed round and the records up to it; later lines are dropped."""
         state, rounds = self.path / "state.safetensors", self.path / "rounds.jsonl"
         try:
-            with understood(state, _LOST):
+            with parse_errors(state, _LOST):
                 checkpoint = Checkpoint.from_bytes(state.read_bytes())
             # One line a round, round 0 included; whatever follows was never committed.
             lines = rounds.read_bytes().splitlines()
@@ -239,7 +239,7 @@ class Folder:
                 "it ended before its first round was written; start it anew"
             ) from None
         kept = lines[: checkpoint.round + 1]
-        with understood(rounds, _LOST):
+        with parse_errors(rounds, _LOST):
             records = [RoundRecord.from_json(line.decode()) for line in kept]
             if [record.round for record in records] != list(range(checkpoint.round + 1)):
                 raise ValueError(f"it has no line for each of the rounds 0 to {checkpoint.round}")

@@ -61,7 +61,7 @@ def proximal_sgd(
     return w
 
 
-def weighed(replies: Iterable[Reply], aggregation: Aggregation) -> Iterable[Reply]:
+def weigh_replies(replies: Iterable[Reply], aggregation: Aggregation) -> Iterable[Reply]:
     """Yield the replies, one at a time, with the weights that `aggregation` gives them."""
     if aggregation == "size":
         return replies

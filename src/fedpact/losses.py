@@ -44,7 +44,7 @@ def cross_entropy(outputs: Tensor, y: Tensor, /) -> Tensor:
     )
 
 
-def known_classes(y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+def mask_known_classes(y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """Return which of the classes y [n] are among 0..classes - 1, and y with 0 for the others.
 
     torch itself would raise for the whole batch, end a GPU's process, or take -100 for no record.
@@ -54,7 +54,7 @@ def known_classes(y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
 
 
 def _each_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    known, y = known_classes(y, logits.shape[-1])
+    known, y = mask_known_classes(y, logits.shape[-1])
     return torch.where(known, F.cross_entropy(logits, y, reduction="none"), math.nan)
 
 
@@ -65,7 +65,7 @@ class WeightedEntropy:
     weights: tuple[float, ...]
 
     def __call__(self, outputs: Tensor, y: Tensor, /) -> Tensor:
-        """See Loss. outputs [B, K], y [B]."""
+        """Return the losses [B]. outputs [B, K], y [B]."""
         # Term by term, which keeps records apart; a weight of another class's is never read.
         weight = sum(w * (y == k) for k, w in enumerate(self.weights))
         return weight * cross_entropy(outputs, y)
@@ -79,7 +79,7 @@ def pixel_entropy(outputs: Tensor, y: Tensor, /) -> Tensor:
     >>> round(float(each.exp()), 4)
     2.0
     """
-    known, y = known_classes(y, outputs.shape[1])
+    known, y = mask_known_classes(y, outputs.shape[1])
     each = torch.where(known, F.cross_entropy(outputs, y, reduction="none"), math.nan)
     return each.flatten(1).mean(1)
 
@@ -94,7 +94,7 @@ class LabelEntropy:
     weights: tuple[float, ...] = ()
 
     def __call__(self, outputs: Tensor, y: Tensor, /) -> Tensor:
-        """See Loss. outputs: logits [B, K], y [B, K] of 0 and 1.
+        """Return the losses [B]. outputs: logits [B, K], y [B, K] of 0 and 1.
 
         >>> import torch
         >>> LabelEntropy()(torch.zeros(1, 3), torch.ones(1, 3)).exp()

@@ -138,7 +138,7 @@ class Local:
     memory: State = field(default_factory=State)
 
 
-def split(state: State, prefix: str) -> tuple[State, State]:
+def split_state(state: State, prefix: str) -> tuple[State, State]:
     """Return what a part keeps under `prefix`, without the prefix, and the rest."""
     own_v = {k.removeprefix(prefix): v for k, v in state.vectors.items() if k.startswith(prefix)}
     own_n = {k.removeprefix(prefix): n for k, n in state.numbers.items() if k.startswith(prefix)}
@@ -148,7 +148,7 @@ def split(state: State, prefix: str) -> tuple[State, State]:
 
 
 def join(own: State, prefix: str, rest: State) -> State:
-    """Return the rest with a part's own under `prefix`: what `split` takes apart."""
+    """Return the rest with a part's own under `prefix`: what `split_state` takes apart."""
     vectors = {prefix + key: vector for key, vector in own.vectors.items()}
     numbers = {prefix + key: number for key, number in own.numbers.items()}
     return State({**rest.vectors, **vectors}, {**rest.numbers, **numbers})
@@ -208,10 +208,10 @@ def to_bytes(message: Message) -> bytes:
 
     Raises InputError: a field, or a vector, that is not of a type that can be sent.
     """
-    return b"".join(encoded_parts(message))
+    return b"".join(encode_parts(message))
 
 
-def encoded_parts(message: Message) -> list[bytes | memoryview]:
+def encode_parts(message: Message) -> list[bytes | memoryview]:
     """Return what `to_bytes` joins: a header, then every vector's own memory. Raises as it does."""
     head, vectors = _header(message)
     return [head, *map(_memory, vectors)]
@@ -227,7 +227,7 @@ def _hash(message: Message) -> str:
     # The hash that processors have instructions for. A simulation's ledger knows a request by it:
     # whoever changes it counts noise.DRAWS up, so that no run goes on in the middle of a round.
     digest = hashlib.sha256()
-    for part in encoded_parts(message):
+    for part in encode_parts(message):
         digest.update(part)
     return digest.hexdigest()[:32]
 

@@ -39,7 +39,7 @@ def all_finite(vector: Tensor) -> bool:
     return bool(vector.sum().isfinite()) or bool(vector.isfinite().all())
 
 
-def at_hand(tensor: Tensor) -> bool:
+def on_cpu(tensor: Tensor) -> bool:
     """Whether the host can look at the numbers without waiting."""
     return tensor.device.type == "cpu"
 
@@ -49,7 +49,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
     A GPU reads pinned memory by itself; for a copy from any other the host waits.
     """
-    if device.type == "cuda" and at_hand(tensor):
+    if device.type == "cuda" and on_cpu(tensor):
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
@@ -70,7 +70,7 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def begin_alone() -> None:
+def init_worker_thread() -> None:
     """Have torch compute on the calling thread alone from now on: how a thread of a pool begins.
 
     torch gives a thread its number at the first operation that asks, by what any other thread has

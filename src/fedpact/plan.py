@@ -9,7 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedpact import algorithms, configuration
 from fedpact.algorithms import BaseSettings
-from fedpact.configuration import DEFAULTS, given, left, plan_error, read_configuration, typed_in
+from fedpact.configuration import (
+    DEFAULTS_KEY,
+    defaults_used,
+    find_typed_keys,
+    plan_error,
+    read_configuration,
+    select_given,
+)
 from fedpact.control.limits import Limits, Running
 from fedpact.data.form import PlanRecords, RecordForm
 from fedpact.data.kinds import PartitionSettings
@@ -20,7 +27,7 @@ from fedpact.features.settings import FeatureSettings
 from fedpact.features.stage import FeatureStage
 from fedpact.ledger.about import About
 from fedpact.methods import Method, effective
-from fedpact.methods.combine import check_extended, check_mode, check_part, combined
+from fedpact.methods.combine import check_extended, check_mode, check_part, combine_wrappers
 from fedpact.methods.compressed import CompressionSettings
 from fedpact.methods.controlled import ControlSettings
 from fedpact.methods.fair import FairnessSettings
@@ -32,8 +39,8 @@ from fedpact.methods.stepped import LocalSettings
 from fedpact.models.initial import InitialSettings
 from fedpact.models.papers import LogisticSettings
 from fedpact.models.views import ViewSettings
-from fedpact.own.named import Named, handed_in
-from fedpact.privacy.once import Once
+from fedpact.own.named import Named, get_handed_in
+from fedpact.privacy.once import FullDataRelease
 from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import Terms
@@ -146,7 +153,7 @@ class Plan(ShownPlan, BaseModel):
     @cached_property
     def method(self) -> Method:
         """The algorithm with its settings, and all that goes around it."""
-        return combined(
+        return combine_wrappers(
             self.algorithm,
             self.algorithm_settings,
             self.fairness,
@@ -188,7 +195,9 @@ class Plan(ShownPlan, BaseModel):
     @property
     def handed(self) -> list[str]:
         """The names of what was handed in from Python, which no other process can import."""
-        return [n for key, own in handed_in(self.document()).items() if key != "data" for n in own]
+        return [
+            n for key, own in get_handed_in(self.document()).items() if key != "data" for n in own
+        ]
 
     @property
     def form(self) -> RecordForm:
@@ -258,7 +267,7 @@ class Plan(ShownPlan, BaseModel):
         return self.privacy.together(result)
 
     @cached_property
-    def evaluation_terms(self) -> Once | None:
+    def evaluation_terms(self) -> FullDataRelease | None:
         """What a site releases of its held-out records, and for what; None: nothing.
 
         Raises BudgetExhausted: no noise is enough for it.
@@ -300,7 +309,9 @@ class Plan(ShownPlan, BaseModel):
         if self.batch_size is None:
             whole["sampling_rate"] = self.sampling_rate or _RATE
         none = {"sampling_rate": self.sampling_rate, "control.iterations": self.control.iterations}
-        return whole | {DEFAULTS: effective.unset(left(self), used, self.settings, none)}
+        return whole | {
+            DEFAULTS_KEY: effective.defaulted_keys(defaults_used(self), used, self.settings, none)
+        }
 
     @staticmethod
     def parse(raw: Mapping[str, Any], typed: Collection[str] | None = None) -> "Plan":
@@ -308,7 +319,9 @@ class Plan(ShownPlan, BaseModel):
 
         typed: the keys that are refused where they do nothing; left out, all but a plan.json's.
         """
-        return _validated(given(raw, _document), typed_in(raw) if typed is None else typed)
+        return _validated(
+            select_given(raw, _document), find_typed_keys(raw) if typed is None else typed
+        )
 
     @staticmethod
     def read(path: Path | str | None, overrides: Sequence[str] = ()) -> "Plan":
@@ -317,8 +330,8 @@ class Plan(ShownPlan, BaseModel):
         A value is read as TOML, and as a plain string where that fails: `privacy.epsilon=1`,
         `data=mnist`. Raises PlanError: the file or an override cannot be read.
         """
-        typed = None if path is None else typed_in(Path(path), overrides)
-        raw = read_configuration(path, overrides, lambda found: given(found, _document))
+        typed = None if path is None else find_typed_keys(Path(path), overrides)
+        raw = read_configuration(path, overrides, lambda found: select_given(found, _document))
         private = any(configuration.key_of(text).startswith("privacy") for text in overrides)
         if path is None and not private and algorithms.load(raw["algorithm"]).Settings().plain_only:
             # The embedded configuration's word on privacy is not the user's.

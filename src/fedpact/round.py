@@ -37,9 +37,9 @@ from fedpact.messages import (
     State,
     Task,
 )
-from fedpact.methods.folding import Tally, folded
+from fedpact.methods.folding import Tally, fold_replies
 from fedpact.methods.released import CONSTANTS
-from fedpact.methods.short import START, ShortenedTask, unshortened
+from fedpact.methods.short import START, DeltaTask, expand_task
 from fedpact.params import all_finite
 from fedpact.plan import Plan
 
@@ -87,7 +87,7 @@ class Rounds:
     transport: Transport
     evaluate: Evaluate
     stop: Callable[[], bool] = lambda: False
-    own: bool = False
+    in_process: bool = False
     sums: int = 0
     status: str = "running"
     early: Early = field(default_factory=Early)
@@ -122,7 +122,7 @@ class Rounds:
                         self.status = "budget"
                     yield outcome
 
-    def opened(self, at: Checkpoint, record: RoundRecord) -> tuple[Checkpoint, RoundRecord]:
+    def open_run(self, at: Checkpoint, record: RoundRecord) -> tuple[Checkpoint, RoundRecord]:
         """Return a run's start after round 0, in which sites release what it begins with.
 
         The same of a run that begins with nothing. Nothing is trained, and nothing committed: what
@@ -186,7 +186,7 @@ class Rounds:
         record = self.evaluate(after, record)
         return after, replace(record, seconds=time.perf_counter() - started)
 
-    def ended(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
+    def finish(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
         """Return the last round's record with an evaluation, where a run that is over lacks one."""
         if self.status == "stopped" or not at.round or record.evaluation:
             return record
@@ -215,7 +215,7 @@ class Rounds:
             for reply in tally.through(self.transport.exchange(tasks)):
                 evaluation[reply.site] = {c: v.tolist() for c, v in reply.vectors.items()}
         except FedpactError as error:
-            if self.own:
+            if self.in_process:
                 raise
             # What was trained stays; a server that is started again asks again.
             _log.warning("round %d was not evaluated: %s", number, error)
@@ -245,9 +245,9 @@ class Rounds:
 
     def _updated(self, state: State, replies: Iterator[Reply], tally: Tally) -> State:
         """Fold the replies; strangers' that bring the update down count as refusals."""
-        if self.own:
+        if self.in_process:
             return self.plan.method.update(state, replies)
-        outcome = folded(self.plan.method, state, list(replies))
+        outcome = fold_replies(self.plan.method, state, list(replies))
         for site, why in outcome.blamed.items():
             _log.warning("site %s: its reply is rejected: the update fails by it: %s", site, why)
             tally.reject(site)
@@ -294,7 +294,7 @@ class Rounds:
             # Who took part in the last round has what it was told then; before the first one every
             # site has the plan's start.
             if short is not None and (last == at.round or at.round == 0):
-                distinct[last] = ShortenedTask(*told_by, changes=short)
+                distinct[last] = DeltaTask(*told_by, changes=short)
             else:
                 distinct[last] = Task(*told_by)
         return {site: distinct[last] for site, last in included.items()}
@@ -309,18 +309,18 @@ class Rounds:
         if not at.round:
             # A reply is taken to be as long as its task in full. Its codes have half as many bytes:
             # some 4 bits a coordinate where noise is most of it, so 16 leave room for the rest.
-            expected = sum(task.wire_bytes + unshortened(task).wire_bytes for task in tasks)
+            expected = sum(task.wire_bytes + expand_task(task).wire_bytes for task in tasks)
             if self.plan.method.coded:
                 numbers = sum(v.nbytes for task in tasks for v in task.vectors.values())
                 expected -= numbers // 2
         else:
-            short = [task for task in tasks if isinstance(task, ShortenedTask)]
+            short = [task for task in tasks if isinstance(task, DeltaTask)]
             # The first round told next to nothing: here as much as the next one will.
             expected = (at.costs.sent + sum(task.wire_bytes for task in short)) / at.round
             if short:
                 # Blocks of codes vary, and who comes back is told the model, which the mean lacks.
                 spare += expected / 4
-                spare += sum(t.wire_bytes for t in tasks if not isinstance(t, ShortenedTask))
+                spare += sum(t.wire_bytes for t in tasks if not isinstance(t, DeltaTask))
         return max(0.0, (allowed - spare - at.costs.sent) // expected)
 
     def _evaluation_bytes(self, at: Checkpoint) -> int:

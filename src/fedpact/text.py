@@ -21,14 +21,14 @@ def upper(value: float, digits: int = 4) -> str:
     return _rounded(value, digits, ROUND_CEILING)
 
 
-def guarded(epsilon: float, alone: float | None, honest: int) -> str:
+def format_epsilon(epsilon: float, alone: float | None, honest: int) -> str:
     """Return ε as an upper bound; where sites share noise, with what holds without the others.
 
     alone: ε against everybody together. honest: how many sites' shares the first needs, 0: none.
 
-    >>> guarded(1.0, None, 0)
+    >>> format_epsilon(1.0, None, 0)
     '1'
-    >>> guarded(1.0, 4.1523, 7)
+    >>> format_epsilon(1.0, 4.1523, 7)
     '1 if at least 7 sites of each sum are honest, 4.153 if no other is'
     """
     if not honest:
@@ -97,7 +97,7 @@ def percent(value: float | None) -> str:
     return f"{100 * value:.1f} %" if math.isfinite(value) else "not a number"
 
 
-def fares(
+def headline_metric(
     accuracy: float | None, loss: float | None, form: Callable[[float | None], str] = percent
 ) -> tuple[str, str]:
     """Return by what a model is judged, and its value: accuracy, or mean loss where there is none.
@@ -105,7 +105,7 @@ def fares(
     Labels that are numbers are not right or wrong: their accuracy is NaN. None: not evaluated.
     form: of an accuracy.
 
-    >>> fares(0.9234, 0.25), fares(math.nan, 0.25), fares(None, None)
+    >>> headline_metric(0.9234, 0.25), headline_metric(math.nan, 0.25), headline_metric(None, None)
     (('accuracy', '92.3 %'), ('mean loss', '0.25'), ('accuracy', '–'))
     """
     if loss is not None and (accuracy is None or math.isnan(accuracy)):
@@ -124,14 +124,14 @@ def size(count: float) -> str:
     >>> size(999), size(12_345_678)
     ('999 B', '12.3 MB')
     """
-    value, unit = scaled(count)
+    value, unit = choose_byte_unit(count)
     return f"{number(count / value, digits=3)} {unit}"
 
 
-def scaled(count: float) -> tuple[float, str]:
+def choose_byte_unit(count: float) -> tuple[float, str]:
     """Return the decimal unit that suits a number of bytes, as (bytes of one unit, its name).
 
-    >>> scaled(5e9)
+    >>> choose_byte_unit(5e9)
     (1000000000.0, 'GB')
     """
     for value, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
@@ -156,10 +156,10 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60:,} h {minutes % 60} min"
 
 
-def written(form: Literal["number", "percent"], value: float | None) -> str:
+def format_metric(form: Literal["number", "percent"], value: float | None) -> str:
     """Return a metric's value in its form; a dash for None.
 
-    >>> written("percent", 0.5), written("number", 0.0125)
+    >>> format_metric("percent", 0.5), format_metric("number", 0.0125)
     ('50.0 %', '0.0125')
     """
     return percent(value) if form == "percent" else number(value)
@@ -192,14 +192,14 @@ def toml_key(name: str) -> str:
     return name if bare else toml(name)
 
 
-def beside_commonest(accuracy: float | None, commonest: Mapping[str, Any] | None) -> str:
+def against_majority_class(accuracy: float | None, commonest: Mapping[str, Any] | None) -> str:
     """Return what an accuracy is to be held against: answering the commonest class each time.
 
     commonest: as summary.json has it. Empty where either is unknown.
 
-    >>> beside_commonest(0.95, {"name": "no", "accuracy": 0.9})
+    >>> against_majority_class(0.95, {"name": "no", "accuracy": 0.9})
     "always answering 'no' gives 90.00%"
-    >>> beside_commonest(0.9, {"name": "no", "accuracy": 0.9})
+    >>> against_majority_class(0.9, {"name": "no", "accuracy": 0.9})
     "no better than always answering 'no', which gives 90.00%"
     """
     if accuracy is None or commonest is None:

@@ -10,11 +10,11 @@ from fedpact.cli.plan import forecast
 from fedpact.data.datasets import from_arrays
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines.inprocess import InProcess
-from fedpact.engines.parties.admission import expected_form
-from fedpact.engines.scene import Scene
+from fedpact.engines.parties.admission import expect_form
+from fedpact.engines.scene import SimulationSetup
 from fedpact.engines.secure.ring import Form
 from fedpact.engines.simulation import simulate
-from fedpact.engines.workshop import Workshop
+from fedpact.engines.workshop import TrainingSetup
 from fedpact.errors import PlanError, PolicyRefused
 from fedpact.folder import Checkpoint, Folder
 from fedpact.ledger.ledger import read_entries
@@ -211,7 +211,7 @@ def test_a_server_of_a_deployment_knows_the_form_of_replies(tables, data):
     """It finds the form by made-up records, without memory: later rounds' replies have it too."""
     asked = plan(tables, PRIVATE, FLOATS)
     method = asked.method
-    workshop = Workshop(asked, data.x[0], 3)
+    workshop = TrainingSetup(asked, data.x[0], 3)
     state = method.init(FlatModel(workshop.module()).vector)
     terms, kernel = asked.terms({"a": 20.0})["a"], workshop.bench().private
     memory = State()
@@ -222,7 +222,7 @@ def test_a_server_of_a_deployment_knows_the_form_of_replies(tables, data):
         oracle = PrivateOracle(records, kernel, terms, draws, lambda *_: None, lambda: 31.0)
         local = method.local(task, oracle, memory)
         memory = local.memory
-        assert Form.of(local.vectors, local.numbers) == expected_form(workshop, task)
+        assert Form.of(local.vectors, local.numbers) == expect_form(workshop, task)
         reply = Reply("run", number, "a", 20.0, local.vectors, local.numbers)
         state = method.update(state, iter([reply]))
 
@@ -302,7 +302,7 @@ def test_what_makes_no_sense_is_refused(tables, told):
 @pytest.mark.parametrize(
     "tables", [{"algorithm": "ali_dpfl"}, {"control": {"kind": "ali"}}], ids=["own", "around"]
 )
-def test_where_noise_is_calibrated_there_is_a_number_of_iterations(tables):
+def test_calibrated_noise_has_an_iteration_count(tables):
     rounds, given = {"rounds": 7}, {"iterations": 5 * 7}
     key = "control" if "control" in tables else "settings"
     left, said = plan(tables, rounds), plan(tables, rounds, {key: {**tables.get(key, {}), **given}})
@@ -314,7 +314,7 @@ def test_where_noise_is_calibrated_there_is_a_number_of_iterations(tables):
 
 
 def test_the_forecast_says_what_it_may_spend(data):
-    told = forecast(Scene.of(plan(ALI, PRIVATE), data))
+    told = forecast(SimulationSetup.of(plan(ALI, PRIVATE), data))
     assert (told["rounds"], told["iterations"]) == (12, 31)
     for site in told["sites"].values():
         spent = site["epsilon_by_round"]
@@ -322,7 +322,7 @@ def test_the_forecast_says_what_it_may_spend(data):
         assert 0 < spent[0] < spent[-1] <= 2.0
     settings = {"learning_rate": 0.3}
     asked = plan({"algorithm": "ali_dpfl", "settings": settings}, privacy={"sigma": 3.0})
-    scene = Scene.of(asked, data)
+    scene = SimulationSetup.of(asked, data)
     assert forecast(scene)["iterations"] == min(t.steps for t in scene.terms.values())
 
 

@@ -91,7 +91,7 @@ def test_a_reply_is_as_long_as_fedavgs():
     assert local.numbers == {}
 
 
-def test_the_site_states_gradient_is_the_losses_once_the_round_moves_nothing():
+def test_state_gradient_is_the_losses_at_a_fixed_point():
     """h_i = ∇F_i(w*) at the fixed point, so Σ p_i h_i = 0: w* is the optimum of Σ p_i F_i."""
     oracles = {site: Quadratic(site) for site in SIZES}
     state, memories = after(400, Settings(), oracles, torch.ones(D).double())

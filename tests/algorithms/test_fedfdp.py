@@ -118,7 +118,7 @@ def test_without_a_fairness_weight_the_reference_does_not_count():
 @pytest.mark.parametrize(
     ("loss", "bound"), [(1.5, 1.5), (-3.0, 0.01), (0.0, 0.01), (50.0, 10.0), (math.nan, 0.01)]
 )
-def test_the_papers_rule_takes_the_released_mean_within_its_range(loss, bound):
+def test_papers_rule_uses_the_released_mean_in_its_range(loss, bound):
     reply = answer(Told(loss=loss), Settings(loss_bound_rule="mean"))
     assert reply.memory.numbers == {"loss_bound": bound}
 
@@ -146,7 +146,7 @@ def test_exponential_losses_are_underestimated_by_the_quantile():
         assert clipped == pytest.approx(quantile, rel=1e-3)
 
 
-def test_a_site_with_fewer_records_than_declared_stays_within_the_ceiling():
+def test_site_with_fewer_records_stays_within_the_ceiling():
     """Its share of losses below is at most (1 + n/N)/2, under γ = 0.9 for n < 0.8 N."""
     settings, memory = Settings(), State()
     for _ in range(200):

@@ -11,7 +11,7 @@ from torch import nn
 from fedpact.algorithms import fedproxvr
 from fedpact.algorithms.fedproxvr import Settings
 from fedpact.data.datasets import from_arrays
-from fedpact.draws.seeded import SeededDraws, stream
+from fedpact.draws.seeded import SeededDraws, seeded_generator
 from fedpact.engines.simulation import simulate
 from fedpact.ledger.ledger import read_entries
 from fedpact.losses import cross_entropy
@@ -95,7 +95,7 @@ def test_the_random_iterate_is_one_of_the_path_and_costs_no_more():
 
 @pytest.mark.parametrize("solver", ["sarah", "svrg"])
 @pytest.mark.parametrize("theta", [0.9, 0.5, 0.05])
-def test_accuracy_ends_the_round_at_the_first_iterate_that_has_it(solver, theta):
+def test_accuracy_ends_the_round_at_its_first_iterate(solver, theta):
     """‖∇J(w_t)‖ = ‖∇F(w̄)‖ times the contraction^t, so t is known; what follows is not asked for."""
     site, eta, mu = Quadratic(), 0.1, 0.7
     contraction = (1 - eta * site.a) / (1 + eta * mu)
@@ -112,7 +112,7 @@ def test_accuracy_ends_the_round_at_the_first_iterate_that_has_it(solver, theta)
 @pytest.mark.parametrize("solver", ["sarah", "svrg", "sgd"])
 def test_all_of_a_run_is_in_its_ledgers_and_within_its_budget(tmp_path, solver, opening_rate):
     """Each round is the opening at q_a and τ events at q; dp-accounting's sum of all is below ε."""
-    draws = stream("records")
+    draws = seeded_generator("records")
     x, y = torch.randn(90, 4, generator=draws), torch.randint(3, (90,), generator=draws)
     settings = {
         "solver": solver,
@@ -149,8 +149,8 @@ def test_a_sampled_opening_is_the_full_gradient_on_average():
     15 coordinates within six standard errors each: fails once in 3e7.
     """
     model = FlatModel(nn.Linear(4, 3, dtype=torch.float64))
-    x = torch.randn(40, 4, generator=stream("x"), dtype=torch.float64)
-    y = torch.randint(3, (40,), generator=stream("y"))
+    x = torch.randn(40, 4, generator=seeded_generator("x"), dtype=torch.float64)
+    y = torch.randint(3, (40,), generator=seeded_generator("y"))
     kernel, w = PlainKernel(model, cross_entropy), model.vector.clone()
 
     def openings(rate, count):

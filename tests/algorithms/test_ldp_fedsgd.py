@@ -186,7 +186,7 @@ def half_square(outputs, y, /):
     return outputs.square().sum(1) / 2
 
 
-def test_the_papers_step_averages_the_noise_and_keeps_its_utility_bound():
+def test_papers_step_averages_noise_within_utility_bound():
     """η_t = G/(Cλt) with C = G, λ = 1: w_T - w* is the mean of the T aggregates' noises.
 
     4000 numbers: the energy's relative deviation is 2.2 %.

@@ -14,14 +14,14 @@ from tests.conformance.test_fixed_points import SITES, START, P
 from fedpact import algorithms
 from fedpact.algorithms import mr_mtl
 from fedpact.algorithms.mr_mtl import Settings
-from fedpact.client import remembered
+from fedpact.client import read_memory
 from fedpact.data.datasets import from_arrays
 from fedpact.engines.simulation import simulate
 from fedpact.folder import Folder
 from fedpact.losses import cross_entropy
 from fedpact.messages import Reply, State, Task
 from fedpact.methods import Method
-from fedpact.methods.server import Averaged, ServerSettings, averaged
+from fedpact.methods.server import Averaged, ServerSettings, read_average
 from fedpact.metrics import evaluate
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
@@ -46,7 +46,7 @@ def test_without_lambda_each_site_is_alone_bit_for_bit(private, steps):
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_with_lambda_without_end_every_own_model_is_fedavgs_bit_for_bit(private):
+def test_mr_mtl_lambda_inf_equals_fedavg(private):
     bed, twin = Federation(private=private), Federation(private=private)
     method = Method("mr_mtl", Settings(proximal=1e300, local_steps=2))
     state = bed.run(method, 4)
@@ -55,7 +55,7 @@ def test_with_lambda_without_end_every_own_model_is_fedavgs_bit_for_bit(private)
         assert torch.equal(method.own_model(state.vectors["w"], bed.memories[site]), expected)
 
 
-def test_with_kappa_without_end_every_own_model_is_fedavgs_bit_for_bit_where_there_is_noise():
+def test_mr_mtl_kappa_inf_equals_fedavg_with_noise():
     bed, twin = Federation(private=True), Federation(private=True)
     method = Method("mr_mtl", Settings(proximal=0.0, proximal_noise=1e300, local_steps=2))
     state = bed.run(method, 4)
@@ -75,7 +75,7 @@ def test_without_noise_kappa_changes_nothing():
 
 
 @pytest.mark.parametrize("proximal", [0.0, 1e300])
-def test_its_averages_ends_are_the_averages_of_its_ends_bit_for_bit(proximal):
+def test_average_of_ends_is_end_of_average_exactly(proximal):
     """[server] average = "exponential" around FedAvg is the reference, with one decay."""
     server = ServerSettings(average="exponential", average_decay=0.7)
     together = Federation(private=True)
@@ -84,7 +84,7 @@ def test_its_averages_ends_are_the_averages_of_its_ends_bit_for_bit(proximal):
     for site, count in together.counts.items():
         counts = together.counts if proximal else {site: count}
         twin = Federation(private=True, counts=counts)
-        expected = averaged(twin.run(Averaged(fedavg(), server, 5), 5))
+        expected = read_average(twin.run(Averaged(fedavg(), server, 5), 5))
         own = method.own_model(state.vectors["w"], together.memories[site])
         assert torch.equal(own, expected)
 
@@ -101,7 +101,7 @@ def noisy(**variances):
     return {name: replace(SITES[name], noise_variance=v) for name, v in variances.items()}
 
 
-def test_kappa_at_a_site_is_a_lambda_of_kappa_times_its_noise_bit_for_bit():
+def test_site_kappa_is_lambda_of_kappa_times_noise():
     by_noise = Settings(local_steps=2, proximal=0.5, proximal_noise=2.0)
     found = rounds(by_noise, 5, sites=noisy(a=0.25, b=0.25))
     expected = rounds(Settings(local_steps=2, proximal=1.0), 5)
@@ -116,7 +116,7 @@ def test_kappa_at_a_site_is_a_lambda_of_kappa_times_its_noise_bit_for_bit():
         assert torch.equal(*own)
 
 
-def test_with_kappa_the_fixed_point_is_the_optimum_over_the_own_models_and_their_centre():
+def test_kappa_fixed_point_is_the_joint_optimum():
     variances, settings = {"a": 0.04, "b": 3.0}, Settings(learning_rate=0.1, proximal_noise=2.0)
     w, memories = rounds(settings, 600, sites=noisy(**variances))
 
@@ -158,9 +158,7 @@ class Flat:
         (Settings(proximal=0.05), (0.05, 0.5)),
     ],
 )
-def test_kappa_leaves_the_same_noise_in_own_models_of_unlike_sites_and_lambda_does_not(
-    settings, expected
-):
+def test_kappa_equalises_noise_of_own_models_and_lambda_not(settings, expected):
     """Of sites of which one's gradients have ten times the other's variance.
 
     20,000 coordinates: a variance's relative error has a deviation of 1 %, and b² is off by 3 %.
@@ -213,7 +211,7 @@ def test_the_fixed_point_is_the_optimum_of_the_papers_objective(weight):
         np.testing.assert_allclose(own.numpy(), expected, rtol=0, atol=1e-10)
 
 
-def test_w_is_the_mean_of_the_own_models_and_is_so_again_after_lost_rounds():
+def test_w_is_the_mean_of_own_models_after_lost_rounds():
     settings = Settings(learning_rate=0.1, local_steps=2, proximal=1.0)
 
     def off(w, memories):
@@ -246,7 +244,7 @@ def some_data():
     return from_arrays(x, generator.integers(0, 2, 90), name="made up")
 
 
-def test_a_site_is_evaluated_with_its_own_model_and_everybody_with_the_mean(tmp_path):
+def test_sites_evaluate_own_models_and_the_server_the_mean(tmp_path):
     data = some_data()
     plan, result = a_run(tmp_path, data, settings={"proximal": 0.2})
     checkpoint, _ = Folder(tmp_path).restore()
@@ -254,7 +252,7 @@ def test_a_site_is_evaluated_with_its_own_model_and_everybody_with_the_mean(tmp_
     partition = json.loads((tmp_path / "partition.json").read_text())
     pooled, differ = [], False
     for site, score in result.records[-1].scores.items():
-        memory = remembered(Folder(tmp_path).site(site) / "memory.safetensors", 3)
+        memory = read_memory(Folder(tmp_path).site(site) / "memory.safetensors", 3)
         held = partition["held_out"][site]
         for own in (True, False):
             model.load(plan.method.own_model(w, memory) if own else w)
@@ -270,7 +268,7 @@ def test_a_site_is_evaluated_with_its_own_model_and_everybody_with_the_mean(tmp_
     assert json.loads((tmp_path / "privacy.json").read_text())["own_models"] is True
 
 
-def test_a_run_that_is_stopped_and_resumed_has_the_same_own_models(tmp_path):
+def test_resumed_run_has_the_same_own_models(tmp_path):
     data, once, twice = some_data(), tmp_path / "once", tmp_path / "twice"
     plan, whole = a_run(once, data, rounds=4)
     seen = []

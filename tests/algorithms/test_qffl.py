@@ -123,7 +123,7 @@ class Told:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_the_loss_is_that_of_the_broadcast_model_on_the_first_batch(steps):
+def test_loss_is_the_broadcast_models_on_the_first_batch(steps):
     oracle, settings = Told(loss=1.5, share=0.4), Settings(learning_rate=0.5, local_steps=steps)
     start = torch.tensor([3.0, 4.0])
     task = Task("run", 1, "qffl", {"w": start}, {})
@@ -142,7 +142,7 @@ def test_the_loss_is_that_of_the_broadcast_model_on_the_first_batch(steps):
 
 @pytest.mark.parametrize("mechanism", ["per_sample", "batch_clipped"])
 @pytest.mark.parametrize("steps", [1, 4])
-def test_the_noise_that_is_taken_out_of_the_movement_is_what_is_in_it(mechanism, steps):
+def test_noise_correction_equals_the_noise_in_the_movement(mechanism, steps):
     """An empty site moves by noise alone: ‖w - w̄‖² is τ η² v times a chi-square of d degrees.
 
     d = 4000: its relative deviation is 2.2 %. Two-sided test of level 1e-6.

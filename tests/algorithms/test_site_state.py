@@ -126,7 +126,7 @@ def close(one, other):
 
 
 @both
-def test_the_servers_state_follows_from_the_states_of_who_replied(name, tmp_path):
+def test_server_state_follows_the_replying_sites_states(name, tmp_path):
     """scaffold: c = Σ p_i c_i and w = w̄ - τη c. feddyn: w = Σ p_i w_i - Σ p_i h_i/α, where
     w_i = w̄ - (h_i - h_i before)/α. Sums and p_i are of those who replied in that round."""
     rounds, key = Rounds(name, tmp_path), {"scaffold": "c", "feddyn": "h"}[name]
@@ -149,7 +149,7 @@ def test_the_servers_state_follows_from_the_states_of_who_replied(name, tmp_path
 
 
 @both
-def test_who_is_left_reaches_their_optimum_and_all_do_when_it_returns(name, tmp_path):
+def test_remaining_sites_reach_their_optimum_until_return(name, tmp_path):
     # Ten rounds leave a twentieth of the way or less: 1e-4 of it after thirty.
     near, rounds = 1e-4, Rounds(name, tmp_path)
     assert float((rounds.many(30) - optimum("abc")).norm()) < near

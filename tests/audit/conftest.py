@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from fedpact.audit.target import Target, private_oracle
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.plan import Plan
 
 
 def target(*overrides):
     """One release of every record, at a large ε: few runs tell what the noise hides."""
     quick = ["rounds=1", "sampling_rate=1.0", "privacy.epsilon=6.0"]
-    return Target.of(Scene.of(Plan.read(None, [*quick, *overrides])))
+    return Target.of(SimulationSetup.of(Plan.read(None, [*quick, *overrides])))
 
 
 def halved_noise(records, kernel, terms, draws):

@@ -14,8 +14,8 @@ from fedpact.audit.many_runs import attacks, many_runs
 from fedpact.audit.membership import membership
 from fedpact.audit.noise_level import noise_levels, noise_tests
 from fedpact.audit.one_run import _shares, one_run
-from fedpact.audit.target import Target, mislabelled, play, private_oracle
-from fedpact.engines.scene import Scene
+from fedpact.audit.target import Target, draw_mislabelled, private_oracle, simulate_rounds
+from fedpact.engines.scene import SimulationSetup
 from fedpact.errors import DataError, InputError, PlanError
 from fedpact.plan import Plan
 from fedpact.privacy.batches import clip_for
@@ -68,8 +68,8 @@ def test_each_rounds_clip_is_attacked(audited, monkeypatch, bounds_alone):
 
     assert many_runs(target, runs=40).passed
     assert bounds_fail(many_runs(dataclasses.replace(target, make=stays), runs=40))
-    canaries = mislabelled(target, 8)
-    for number, asked in enumerate(play(target, target.records, 2, "test"), start=1):
+    canaries = draw_mislabelled(target, 8)
+    for number, asked in enumerate(simulate_rounds(target, target.records, 2, "test"), start=1):
         clip = target.terms.at(number).clip
         rows = _shares(target, canaries, asked[0])
         assert float(rows.norm(dim=1).max()) == pytest.approx(clip, rel=1e-5)
@@ -140,7 +140,7 @@ def test_the_canary_is_as_bad_as_it_can_be(plain):
 
 def test_play_asks_what_the_algorithm_asks(audited):
     target = audited.target("settings.local_steps=3", "rounds=2")
-    rounds = list(play(target, target.records, 2, "test"))
+    rounds = list(simulate_rounds(target, target.records, 2, "test"))
     assert [[(a.batch, a.channel) for a in asked] for asked in rounds] == [
         [(0, "gradient"), (1, "gradient"), (2, "gradient")]
     ] * 2
@@ -151,8 +151,8 @@ def test_play_asks_what_the_algorithm_asks(audited):
 
 
 def test_canaries_are_mislabelled_and_repeatable(plain):
-    made = mislabelled(plain, 300)
-    again = mislabelled(plain, 300)
+    made = draw_mislabelled(plain, 300)
+    again = draw_mislabelled(plain, 300)
     assert torch.equal(made.x, again.x)
     assert torch.equal(made.y, again.y)
     assert 0 <= int(made.y.min()) <= int(made.y.max()) < plain.classes
@@ -160,7 +160,7 @@ def test_canaries_are_mislabelled_and_repeatable(plain):
         same = (plain.spare.x == x).flatten(1).all(1)
         assert same.any()
         assert (plain.spare.y[same] != y).all()
-    assert len(mislabelled(plain, 5000).y) == 5000
+    assert len(draw_mislabelled(plain, 5000).y) == 5000
 
 
 def test_one_run_passes_and_learns_with_less_noise(audited):
@@ -204,7 +204,7 @@ def test_one_run_guesses_only_what_it_may(audited):
 
 def test_membership():
     """An overfitted plain twin gives members away, the private model does not."""
-    private = Scene.of(Plan.read(None, ["rounds=5", "partition.held_out=0.3"]))
+    private = SimulationSetup.of(Plan.read(None, ["rounds=5", "partition.held_out=0.3"]))
     found = membership(private)
     assert found.passed
     assert found.auc.low <= 0.5 + 0.05
@@ -215,7 +215,7 @@ def test_membership():
 
 
 def test_membership_needs_others(monkeypatch):
-    scene = Scene.of(Plan.read(None, ["partition.held_out=0.0"]))
+    scene = SimulationSetup.of(Plan.read(None, ["partition.held_out=0.0"]))
     alone = dataclasses.replace(scene.dataset, x_test=None, y_test=None)
     with pytest.raises(DataError, match=r"partition\.held_out"):
         membership(dataclasses.replace(scene, dataset=alone))
@@ -223,12 +223,12 @@ def test_membership_needs_others(monkeypatch):
 
 def test_a_plain_run_has_no_claim():
     with pytest.raises(PlanError, match="claims no ε"):
-        Target.of(Scene.of(Plan.read(None, ["privacy.mode=none"])))
+        Target.of(SimulationSetup.of(Plan.read(None, ["privacy.mode=none"])))
 
 
 def test_unknown_site():
     with pytest.raises(InputError, match="site-00"):
-        Target.of(Scene.of(Plan.read(None)), "nowhere")
+        Target.of(SimulationSetup.of(Plan.read(None)), "nowhere")
 
 
 @pytest.mark.parametrize("bad", [0, -1])

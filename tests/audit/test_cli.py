@@ -13,7 +13,7 @@ from fedpact.audit.many_runs import many_runs
 from fedpact.audit.target import Target
 from fedpact.cli import audit as carried_out
 from fedpact.cli.main import app
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.errors import DataError, InputError, PlanError, PrivacyError
 from fedpact.plan import Plan
 from fedpact.privacy import batches
@@ -168,7 +168,7 @@ def test_a_wrong_claim_is_marked_in_the_runs_report(run, monkeypatch, audited):
     assert "CONTRADICTS THE CLAIM" in (run / "report.html").read_text()
 
 
-def test_the_audit_of_a_folder_is_of_its_own_configuration_and_records(run, tmp_path):
+def test_folder_audit_uses_its_configuration_and_records(run, tmp_path):
     result = audit(str(run), "--set", "privacy.epsilon=8.0")
     assert isinstance(result.exception, PlanError)
     assert "the folder of a run" in str(result.exception)
@@ -187,10 +187,10 @@ def test_bad_options(arguments):
     assert invoke("--method", "one-run", *arguments).exit_code != 0
 
 
-def test_the_site_that_is_attacked_is_one_that_releases_something():
+def test_attacked_site_releases_something():
     """Where the first site is drawn in no round, or in fewer than another one."""
     for seed in range(50):
-        scene = Scene.of(Plan(sites=6, sites_per_round=1, rounds=3, seed=seed))
+        scene = SimulationSetup.of(Plan(sites=6, sites_per_round=1, rounds=3, seed=seed))
         steps = {name: terms.steps for name, terms in scene.terms.items()}
         if not steps["site-00"]:
             break

@@ -11,13 +11,13 @@ import pytest
 import torch
 from scipy import stats
 
-from fedpact.audit.bounds import curve_p_value, lost_by, refuted
+from fedpact.audit.bounds import curve_p_value, make_loss_bound, refutes
 from fedpact.audit.many_runs import attacks
 from fedpact.audit.noise_level import noise_alone, noise_levels, noise_tests
 from fedpact.audit.sampling import sampling_tests
 from fedpact.audit.target import private_oracle
-from fedpact.draws.seeded import stream
-from fedpact.draws.shares import rounded
+from fedpact.draws.seeded import seeded_generator
+from fedpact.draws.shares import round_shares
 
 # All five with -m slow.
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
@@ -42,7 +42,7 @@ class Draws:
 
     def share(self, total, unit, units, step, purpose):
         noise = self.gaussian(len(total), total, step, purpose).double()
-        return rounded(total, unit, units, noise).long()
+        return round_shares(total, unit, units, noise).long()
 
 
 class SameAtEveryStep(Draws):
@@ -52,7 +52,9 @@ class SameAtEveryStep(Draws):
 
 class SameInEveryRequest(Draws):
     def gaussian(self, size, like, step, purpose):
-        return torch.randn(size, generator=stream("fixed", step, purpose), dtype=like.dtype)
+        return torch.randn(
+            size, generator=seeded_generator("fixed", step, purpose), dtype=like.dtype
+        )
 
 
 class SameAsTheStepBefore(Draws):
@@ -85,7 +87,7 @@ class FirstRecords(Draws):
 
 class FixedSize(Draws):
     def batch(self, records, rate, step):
-        generator = stream("fixed size", *self.inner._key, step)
+        generator = seeded_generator("fixed size", *self.inner._key, step)
         return torch.randperm(records, generator=generator)[: round(rate * records)].sort().values
 
 
@@ -95,7 +97,9 @@ class Epochs(Draws):
     def batch(self, records, rate, step):
         size = max(1, round(rate * records))
         epoch, place = divmod(step, records // size)
-        order = torch.randperm(records, generator=stream("epoch", *self.inner._key, epoch))
+        order = torch.randperm(
+            records, generator=seeded_generator("epoch", *self.inner._key, epoch)
+        )
         return order[place * size : (place + 1) * size].sort().values
 
 
@@ -185,7 +189,7 @@ def test_right_noise_on_a_grid_is_normal_as_often_as_is_said(target, queries):
         ("algorithm=fedfdp", "settings.fairness_weight=0.6", "sampling_rate=0.5"),
     ],
 )
-def test_the_right_mechanism_passes_at_other_rates_and_with_weights(overrides, audited):
+def test_correct_mechanism_passes_at_other_rates_and_weights(overrides, audited):
     other = audited.target(*overrides)
     asked = attacks(other)[0].queries
     found = [*noise_checks(other, asked), *sampling_tests(other, asked)]
@@ -229,9 +233,9 @@ def test_what_a_batch_adds_up_to_is_tested_too(seed, mistake, audited, target, q
 @pytest.mark.parametrize(("canaries", "guesses"), [(200, 200), (400, 80)])
 def test_a_true_curve_is_refuted_as_often_as_allowed(epsilon, canaries, guesses):
     """Randomised response at (ε, 0) guesses right with e^ε/(1 + e^ε): the error, summed exactly."""
-    lost = lost_by([(epsilon, 0.0)])
+    lost = make_loss_bound([(epsilon, 0.0)])
     law = stats.binom(guesses, 1 / (1 + math.exp(-epsilon)))
-    least = next((v for v in range(guesses + 1) if refuted(lost, canaries, guesses, v, 0.05)), None)
+    least = next((v for v in range(guesses + 1) if refutes(lost, canaries, guesses, v, 0.05)), None)
     if least is not None:
         assert law.sf(least - 1) <= 0.05
 
@@ -239,6 +243,6 @@ def test_a_true_curve_is_refuted_as_often_as_allowed(epsilon, canaries, guesses)
 def test_a_wrong_curve_is_refuted_and_says_more_than_one_point():
     # 1,000 canaries, a Gaussian with μ = 1: the surest 20 % are right at 90 %.
     right = [(1.0, 0.0)]
-    assert curve_p_value(lost_by(right), 1000, 200, 180) < 0.01
-    assert curve_p_value(lost_by([(6.0, 0.0)]), 1000, 200, 180) > 0.5
-    assert curve_p_value(lost_by([(math.inf, 0.5)]), 100, 100, 100) == 1.0
+    assert curve_p_value(make_loss_bound(right), 1000, 200, 180) < 0.01
+    assert curve_p_value(make_loss_bound([(6.0, 0.0)]), 1000, 200, 180) > 0.5
+    assert curve_p_value(make_loss_bound([(math.inf, 0.5)]), 100, 100, 100) == 1.0

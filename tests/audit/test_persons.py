@@ -12,18 +12,18 @@ import pytest
 from fedpact.audit.many_runs import many_runs
 from fedpact.audit.one_run import one_run
 from fedpact.audit.target import Target, private_oracle
-from fedpact.data.datasets import from_arrays, load
-from fedpact.engines.scene import Scene
+from fedpact.data.datasets import from_arrays, load_dataset
+from fedpact.engines.scene import SimulationSetup
 from fedpact.plan import Plan
 from fedpact.theory.persons import epsilon_per_person
 
 
 def target(**privacy):
-    digits = load("digits")
+    digits = load_dataset("digits")
     whose = [f"p{i}" for i in np.random.default_rng(1).integers(0, 500, len(digits.y))]
     data = from_arrays(digits.x, digits.y, classes=digits.classes, person=whose)
     plan = {"rounds": 4, "sites": 2, "sampling_rate": 0.5, "privacy": privacy}
-    return Target.of(Scene.of(Plan.parse(plan), data))
+    return Target.of(SimulationSetup.of(Plan.parse(plan), data))
 
 
 pytestmark = pytest.mark.usefixtures("bounds_alone")
@@ -57,7 +57,7 @@ def test_a_clip_for_each_record_of_a_person_is_found(persons):
     assert not all(bound.passed for bound in found.bounds)
 
 
-def test_records_of_a_person_cost_the_mixtures_epsilon_and_more_where_k_is_not_kept():
+def test_persons_cost_the_mixture_epsilon_and_more_beyond_k():
     """Each record sampled for itself: up to five it stands; thirty of one person break it."""
     of_records = target(epsilon=0.3)
     history = {of_records.terms.event: 4}

@@ -12,8 +12,8 @@ from fedpact.audit.crafted import crafted_records, requests
 from fedpact.audit.findings import checks
 from fedpact.audit.sensitivity import measure_sensitivity
 from fedpact.audit.target import Target, private_oracle
-from fedpact.data.datasets import from_arrays, load
-from fedpact.engines.scene import Scene
+from fedpact.data.datasets import from_arrays, load_dataset
+from fedpact.engines.scene import SimulationSetup
 from fedpact.losses import cross_entropy
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import PrivateOracle
@@ -46,7 +46,7 @@ def target(model="logistic", seed=0, *overrides):
         generator = np.random.default_rng(7)
         x = generator.integers(0, 12, (400, 5))
         data = from_arrays(x, generator.integers(0, 4, 400), classes=[*"abcd"])
-    return Target.of(Scene.of(plan, data))
+    return Target.of(SimulationSetup.of(plan, data))
 
 
 class Rows:
@@ -283,11 +283,13 @@ def test_every_rounds_clip_is_measured(audited):
 
 
 def test_a_person_moves_a_sum_by_one_clip():
-    digits = load("digits")
+    digits = load_dataset("digits")
     whose = [f"p{i}" for i in np.random.default_rng(1).integers(0, 500, len(digits.y))]
     data = from_arrays(digits.x, digits.y, classes=digits.classes, person=whose)
     privacy = {"unit": "person", "person_records": 5}
-    one = Target.of(Scene.of(Plan.parse({"rounds": 2, "sites": 2, "privacy": privacy}), data))
+    one = Target.of(
+        SimulationSetup.of(Plan.parse({"rounds": 2, "sites": 2, "privacy": privacy}), data)
+    )
     assert {len(each.y) for each in crafted_records(one)} == {5}
     (channel,) = measure_sensitivity(one).channels
     assert 0.98 < channel.single.size <= 1

@@ -8,7 +8,7 @@ from tests.audit.test_mechanism import Draws, noise_checks
 
 from fedpact.audit.many_runs import attacks
 from fedpact.audit.sampling import sampling_tests
-from fedpact.audit.views import views
+from fedpact.audit.views import list_views
 
 SHARED = (
     "sampling_rate=0.25",
@@ -26,7 +26,7 @@ def target(audited):
 
 
 def found_by(target, name, **changed):
-    view = views(target, **changed)[name]
+    view = list_views(target, **changed)[name]
     asked = attacks(view)[0].queries
     return [*noise_checks(view, asked), *sampling_tests(view, asked)]
 
@@ -76,7 +76,7 @@ def test_wrong_shares_are_found(target, name, kind):
 
 def test_each_view_claims_its_own_epsilon(target):
     """That of the terms: with h honest sites, and with none."""
-    terms, found = target.terms, views(target)
+    terms, found = target.terms, list_views(target)
     delta = terms.budget.delta
     assert found["sum"].claimed(terms.steps, delta) <= terms.budget.epsilon * (1 + 1e-9)
     alone = found["alone"].claimed(terms.steps, delta)
@@ -86,4 +86,4 @@ def test_each_view_claims_its_own_epsilon(target):
 
 def test_own_noise_has_one_view(audited):
     own = audited.target("sampling_rate=0.25")
-    assert views(own) == {"": own}
+    assert list_views(own) == {"": own}

@@ -327,7 +327,7 @@ def test_what_opacus_is_given_computes_the_same(name):
         torch.testing.assert_close(given(x), module(x))
 
 
-def test_only_factors_and_head_of_the_low_rank_transformer_are_trained():
+def test_low_rank_transformer_trains_only_factors_and_head():
     named = PROBLEMS["tiny lora"].module().named_parameters()
     trained = [name for name, p in named if p.requires_grad]
     # Two layers of four products, with two factors each; the head has weight and bias.
@@ -446,7 +446,7 @@ def test_turns_are_compared_turn_by_turn(monkeypatch):
     assert not turns.busy
 
 
-def test_disturbed_turns_do_not_count_unless_there_are_few_others(monkeypatch):
+def test_disturbed_timings_count_only_if_few_others_exist(monkeypatch):
     seconds = [(float(n), 100.0 + n) for n in range(100)]
     turns = measured(monkeypatch, [False, True], 3, seconds)
     # Runs 0 and 1 are for trying; then every second turn is quiet, until three are disturbed.

@@ -105,9 +105,9 @@ def test_errors_name_what_is_wrong(arguments, error, message):
 
 @pytest.fixture
 def few_points(monkeypatch):
-    monkeypatch.setattr(tradeoffs_module, "STEPS", (70_000, 700_000))
+    monkeypatch.setattr(tradeoffs_module, "STEP_COUNTS", (70_000, 700_000))
     monkeypatch.setattr(tradeoffs_module, "EPSILONS", (0.3,))
-    monkeypatch.setattr(tradeoffs_module, "EXACT", ("rdp",))
+    monkeypatch.setattr(tradeoffs_module, "EXACT_ACCOUNTANTS", ("rdp",))
 
 
 def test_tradeoffs_as_printed(few_points, monkeypatch):

@@ -29,7 +29,7 @@ def five(run: dict) -> float:
 def test_a_run_says_what_evaluations_cost_and_showed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs.run(None, SMALL, tmp_path / "run", "local", as_json=False)
+    runs.execute_run(None, SMALL, tmp_path / "run", "local", as_json=False)
     told = " ".join(capsys.readouterr().out.split())
     assert "covers every release of the training" in told
     found = json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]
@@ -62,9 +62,9 @@ def test_a_plan_says_beforehand_what_evaluations_cost(
         lines = [line.split(",", 1)[1] for line in path.read_text().splitlines()]
         path.write_text("\n".join(lines) + "\n")
     asked = [f"data={path}", "label=sick", *SMALL, *([f"person={person}"] if person else [])]
-    plans.plan(None, asked, as_json=True)
+    plans.execute_plan(None, asked, as_json=True)
     found = json.loads(capsys.readouterr().out)
-    plans.plan(None, asked)
+    plans.execute_plan(None, asked)
     told = " ".join(capsys.readouterr().out.split())
     once = Plan.read(None, asked).evaluation_terms
     assert once is not None
@@ -88,4 +88,4 @@ def test_a_plan_says_beforehand_what_evaluations_cost(
 )
 def test_what_does_not_go_together_is_refused(more: list[str], told: str) -> None:
     with pytest.raises((PlanError, DataError), match=told):
-        plans.plan(None, [*SMALL, *more])
+        plans.execute_plan(None, [*SMALL, *more])

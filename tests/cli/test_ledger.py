@@ -52,7 +52,7 @@ def twice(tmp_path):
     return run
 
 
-def test_reservations_add_up_across_runs_until_the_policy_ends_them(twice, tmp_path):
+def test_reservations_add_across_runs_up_to_the_policy(twice, tmp_path):
     for path in (tmp_path / "kept").iterdir():
         proof = receipt(path)
         assert len(proof["runs"]) == 2
@@ -63,7 +63,7 @@ def test_reservations_add_up_across_runs_until_the_policy_ends_them(twice, tmp_p
         twice("three", 3, epsilon=0.5)
 
 
-def test_a_policy_that_is_tightened_counts_for_a_run_that_goes_on(twice, tmp_path):
+def test_tightened_policy_applies_to_a_continued_run(twice, tmp_path):
     """By itself the run is within it; with the two before it is not."""
     policy = tmp_path / "policy.toml"
     policy.write_text(POLICY.replace("epsilon_ever = 2.0", "epsilon_ever = 3.0"))
@@ -81,9 +81,9 @@ def test_the_commands_say_it_as_json(twice, tmp_path, capsys):
     commands.show_spend(kept, as_json=True)
     shown = json.loads(capsys.readouterr().out)["ledgers"]
     assert {each["site"] for each in shown.values()} == {"site-00", "site-01"}
-    commands.verify(kept, None, as_json=True)
+    commands.execute_verify(kept, None, as_json=True)
     assert json.loads(capsys.readouterr().out)["intact"] is True
-    commands.export(kept, tmp_path / "receipt.json", as_json=True)
+    commands.execute_export(kept, tmp_path / "receipt.json", as_json=True)
     exported = json.loads((tmp_path / "receipt.json").read_text())
     for path, told in exported.items():
         # Two runs of other plans: nobody says of which data, or what for; the day is today's.
@@ -118,10 +118,10 @@ def test_an_altered_ledger_is_told(twice, tmp_path):
         .replace(b'"round": 2', b'"round": 3')
     )
     with pytest.raises(LedgerError, match="altered"):
-        commands.verify(tmp_path / "kept", None, as_json=False)
+        commands.execute_verify(tmp_path / "kept", None, as_json=False)
 
 
-def test_a_torn_last_line_is_told_and_counts_as_all_that_is_reserved(twice, tmp_path, capsys):
+def test_torn_last_line_counts_as_the_whole_reservation(twice, tmp_path, capsys):
     path = sorted((tmp_path / "kept").iterdir())[0]
     before = receipt(path)
     assert not before["unreadable_last_line"]
@@ -132,7 +132,7 @@ def test_a_torn_last_line_is_told_and_counts_as_all_that_is_reserved(twice, tmp_
         assert (
             run["epsilon_spent"] == run["epsilon_reserved"] >= before["runs"][name]["epsilon_spent"]
         )
-    commands.verify(tmp_path / "kept", None, as_json=False)
+    commands.execute_verify(tmp_path / "kept", None, as_json=False)
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("a crash left unreadable") == 1
     commands.show_spend(tmp_path / "kept", as_json=False)
@@ -150,7 +150,7 @@ def test_a_receipt_of_exact_numbers_is_strict_json(twice, tmp_path, capsys):
     path = sorted((tmp_path / "kept").iterdir())[0]
     with Ledger(path, "site-00", hypothetical=True) as ledger:
         ledger.expose(next(iter(receipt(path)["runs"])), 1)
-    commands.export(path, tmp_path / "receipt.json", as_json=False)
+    commands.execute_export(path, tmp_path / "receipt.json", as_json=False)
 
     def refuse(word):
         raise AssertionError(word)
@@ -173,15 +173,15 @@ def test_names_of_runs_are_not_cut_short(twice, tmp_path, capsys, monkeypatch):
 
 def test_what_is_no_ledger_is_told(tmp_path):
     with pytest.raises(LedgerError, match="holds no ledger"):
-        commands.verify(tmp_path, None, as_json=False)
+        commands.execute_verify(tmp_path, None, as_json=False)
     with pytest.raises(LedgerError, match="is no ledger"):
-        commands.verify(tmp_path / "missing", None, as_json=False)
+        commands.execute_verify(tmp_path / "missing", None, as_json=False)
 
 
-def test_a_receipt_of_a_simulated_run_says_of_which_data_and_what_for(tmp_path):
+def test_simulated_runs_receipt_states_data_and_purpose(tmp_path):
     about = {"purpose": "to try it", "data_version": "1998"}
     simulate(Plan.parse({"rounds": 1, "sites": 2, "about": about}), tmp_path / "run")
-    commands.export(tmp_path / "run", tmp_path / "receipt.json", as_json=False)
+    commands.execute_export(tmp_path / "run", tmp_path / "receipt.json", as_json=False)
     for told in json.loads((tmp_path / "receipt.json").read_text()).values():
         assert told["data_set"] == {"name": "digits", "version": "1998"}
         assert [run["purpose"] for run in told["runs"].values()] == ["to try it"]
@@ -219,9 +219,14 @@ def own(tmp_path):
     return simulate(Plan.parse(plan), tmp_path / "own").folder
 
 
-@pytest.mark.parametrize("asked", [commands.verify, commands.show_spend, commands.export])
+@pytest.mark.parametrize(
+    "asked", [commands.execute_verify, commands.show_spend, commands.execute_export]
+)
 def test_a_ledger_that_is_gone_or_not_to_be_seen_is_told(own, asked, monkeypatch, tmp_path):
-    given = {commands.verify: (None, True), commands.export: (tmp_path / "r.json", True)}
+    given = {
+        commands.execute_verify: (None, True),
+        commands.execute_export: (tmp_path / "r.json", True),
+    }
     scandir, hidden = os.scandir, own / "sites" / "site-01"
 
     def denied(place):

@@ -12,20 +12,20 @@ import pytest
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
+from fedpact.cli.plan import execute_plan as show_plan
 from fedpact.cli.plan import forecast
-from fedpact.cli.plan import plan as show_plan
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.errors import FedpactError, PlanError
 from fedpact.plan import Plan
 from fedpact.privacy.columns import most_moved
-from fedpact.recommend.optimise import optimised
+from fedpact.recommend.optimise import optimise_budgets
 from fedpact.theory.accounting import SampledGaussian, epsilon
 
 ROOT = Path(__file__).parents[2]
 
 
 def scene(*overrides):
-    return Scene.of(Plan.read(None, ["rounds=20", "sites=2", *overrides]))
+    return SimulationSetup.of(Plan.read(None, ["rounds=20", "sites=2", *overrides]))
 
 
 @pytest.mark.parametrize(
@@ -33,9 +33,9 @@ def scene(*overrides):
     [(), ("privacy.sizes=noisy",), ("algorithm=fedproxvr", "settings.local_steps=2")],
     ids=["batches alone", "a noisy size", "openings of rounds"],
 )
-def test_the_choice_keeps_the_budget_together_with_what_is_no_batch(overrides):
+def test_choice_keeps_the_budget_with_non_batch_releases(overrides):
     whole = scene(*overrides)
-    (case,) = optimised(whole, passes=4.0)["cases"]
+    (case,) = optimise_budgets(whole, passes=4.0)["cases"]
     chosen, terms = case["chosen"], whole.terms["site-00"]
     history = terms.history(0, terms.openings)
     if terms.openings:
@@ -50,14 +50,16 @@ def test_the_choice_keeps_the_budget_together_with_what_is_no_batch(overrides):
 
 
 def test_a_small_batch_is_beaten_and_the_gain_is_shown():
-    (case,) = optimised(scene("sampling_rate=0.02", "privacy.sigma=1.0"), passes=2.0)["cases"]
+    (case,) = optimise_budgets(scene("sampling_rate=0.02", "privacy.sigma=1.0"), passes=2.0)[
+        "cases"
+    ]
     assert case["gain"] > 1.2
     assert case["chosen"]["snr"] > case["configured"]["snr"]
 
 
 def test_a_plain_run_has_nothing_to_choose():
     with pytest.raises(PlanError, match="there is none"):
-        optimised(scene("privacy.mode=none"), None)
+        optimise_budgets(scene("privacy.mode=none"), None)
 
 
 @pytest.mark.parametrize("tau", [1, 3, 5])
@@ -65,7 +67,7 @@ def test_a_plain_run_has_nothing_to_choose():
 def test_what_is_configured_has_the_steps_that_its_noise_leaves(sigma, tau):
     """A σ that was given ends a run where its budget does, be it within the first round."""
     own = f"settings.local_steps={tau}", "sampling_rate=0.5", f"privacy.sigma={sigma}"
-    (case,) = optimised(scene("algorithm=fedprox", *own), None)["cases"]
+    (case,) = optimise_budgets(scene("algorithm=fedprox", *own), None)["cases"]
     for told in (case["configured"], case["chosen"]):
         event = SampledGaussian(told["sampling_rate"], told["sigma"])
         assert epsilon(Counter({event: told["steps"]}), case["delta"]) <= case["epsilon"]
@@ -81,7 +83,7 @@ def test_a_plan_says_with_how_many_others_a_site_shares_masks(
 ):
     """As many may work for the server as leave no room for two lists: c = 2t - K - 1."""
     changes = [f"sites={sites}", "rounds=1", f"secure_aggregation.threshold={threshold}"]
-    found = forecast(Scene.of(Plan.read(None, changes)))["secure_aggregation"]
+    found = forecast(SimulationSetup.of(Plan.read(None, changes)))["secure_aggregation"]
     assert found == {
         "threshold": threshold,
         "sites": sites,
@@ -92,7 +94,7 @@ def test_a_plan_says_with_how_many_others_a_site_shares_masks(
     assert told in capsys.readouterr().out
 
 
-def test_plan_and_report_name_their_columns_as_the_documentation_does(monkeypatch, capsys):
+def test_plan_and_report_name_columns_as_documented(monkeypatch, capsys):
     page = (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8")
     _, table = page.split("## Reading a plan and a report")
     rows = re.findall(r"^\| ([^|]+) \|", table.split("\n\n")[2], re.MULTILINE)
@@ -145,7 +147,7 @@ def test_channels_are_told_from_the_least_to_the_most(capsys):
 def test_rounds_are_weighed_by_what_signal_there_is(budget):
     """The ratio of all records' way to the noise's, by hand: at q = 1 it is one release's."""
     whole = scene(f"privacy.epsilon={budget}", "sampling_rate=1.0", "rounds=50")
-    (case,) = optimised(whole, passes=None)["cases"]
+    (case,) = optimise_budgets(whole, passes=None)["cases"]
     chosen, weights = case["chosen"], whole.bench().private.model.size
     records, steps = sum(whole.sizes.values()), chosen["steps"]
     rate = chosen["sampling_rate"]
@@ -179,12 +181,12 @@ def test_what_is_proposed_is_a_plan_that_has_what_is_said_of_it(
 ) -> None:
     tables = {"sites": 3, "rounds": 10, **tables}
     plan = Plan.parse(tables)
-    (case,) = optimised(Scene.of(plan), passes)["cases"]
+    (case,) = optimise_budgets(SimulationSetup.of(plan), passes)["cases"]
     told = case["chosen"]
     if told["local_steps"] != plan.method.steps():
         tables = {**tables, "settings": {"local_steps": told["local_steps"]}}
     proposed = {key: told[key] for key in ("rounds", "sampling_rate")}
-    for terms in Scene.of(Plan.parse({**tables, **proposed})).terms.values():
+    for terms in SimulationSetup.of(Plan.parse({**tables, **proposed})).terms.values():
         assert terms.event.sigma == pytest.approx(told["sigma"], rel=1e-9)
         snr = math.sqrt(told["rounds"] * told["local_steps"]) * terms.rate / terms.event.sigma
         assert snr == pytest.approx(told["snr"], rel=1e-9)
@@ -200,18 +202,18 @@ def test_of_shared_noise_every_site_is_told_the_loudest_ones():
     shared = {"trust": "sum", "honest": 2, "epsilon": [1.0, 2.0, 8.0]}
     tables = {"sites": 3, "rounds": 10, "sampling_rate": 1.0, "settings": {"local_steps": 1}}
     tables |= {"privacy": shared, "secure_aggregation": {"threshold": 3}}
-    cases = optimised(Scene.of(Plan.parse(tables)), None)["cases"]
+    cases = optimise_budgets(SimulationSetup.of(Plan.parse(tables)), None)["cases"]
     assert [case["epsilon"] for case in cases] == [1.0, 2.0, 8.0]
     for case in cases:
         told = case["chosen"]
         proposed = {key: told[key] for key in ("rounds", "sampling_rate")}
-        for terms in Scene.of(Plan.parse({**tables, **proposed})).terms.values():
+        for terms in SimulationSetup.of(Plan.parse({**tables, **proposed})).terms.values():
             assert terms.event.sigma == pytest.approx(told["sigma"], rel=1e-9)
         # All records are in every step already.
         assert case["gain"] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_rounds_are_weighed_where_each_record_is_clipped_and_the_model_is_linear():
+def test_rounds_are_forecast_for_clipped_linear_models():
     """Of a clipped mean over the batch noise is not what the rule takes it for."""
     tables = {"sites": 3, "rounds": 10, "sampling_rate": 1.0}
     for changed, known in (
@@ -219,7 +221,9 @@ def test_rounds_are_weighed_where_each_record_is_clipped_and_the_model_is_linear
         ({"privacy": {"mode": "batch_clipped"}}, False),
         ({"model": "mlp"}, False),
     ):
-        (case,) = optimised(Scene.of(Plan.parse({**tables, **changed})), None)["cases"]
+        (case,) = optimise_budgets(SimulationSetup.of(Plan.parse({**tables, **changed})), None)[
+            "cases"
+        ]
         assert (case["useful_rounds"] is not None) == known
 
 
@@ -237,7 +241,7 @@ def test_where_nothing_can_be_proposed_it_says_why(
     tables: dict[str, Any], passes: float | None, why: str
 ) -> None:
     with pytest.raises(FedpactError, match=why):
-        optimised(Scene.of(Plan.parse(tables)), passes)
+        optimise_budgets(SimulationSetup.of(Plan.parse(tables)), passes)
 
 
 def test_it_says_how_far_noise_moves_a_released_mean(tmp_path, caplog):
@@ -251,7 +255,7 @@ def test_it_says_how_far_noise_moves_a_released_mean(tmp_path, caplog):
         plan |= {"privacy": {"epsilon": granted}}
         told = tmp_path / f"{sites}.json"
         told.write_text(json.dumps(plan))
-        scene = Scene.of(Plan.parse(plan))
+        scene = SimulationSetup.of(Plan.parse(plan))
         sigma = next(iter(scene.terms.values())).columns.sigma
         noise = sigma * most_moved(1) * math.sqrt(sites) / sum(scene.sizes.values())
         shown = CliRunner().invoke(app, ["plan", str(told)]).stdout
@@ -290,6 +294,6 @@ def test_of_unlike_budgets_as_many_rounds_pay_as_was_recommended(tmp_path, trust
     asked = ("recommend", "digits", "--epsilon", "0.5,1,2", *trust, "--out", str(out), "--json")
     done = CliRunner().invoke(app, asked)
     rounds = json.loads(done.stdout)["configuration"]["rounds"]
-    found = optimised(Scene.of(Plan.read(out)), None)["cases"]
+    found = optimise_budgets(SimulationSetup.of(Plan.read(out)), None)["cases"]
     assert {abs(case["useful_rounds"] - rounds) <= 1 for case in found} == {True}
     assert len({case["useful_rounds"] for case in found}) == 1

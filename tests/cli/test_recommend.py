@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from fedpact.algorithms import ldp_fedsgd
 from fedpact.cli.main import app
-from fedpact.deploy.write import Choices, write
-from fedpact.engines.scene import Scene
+from fedpact.deploy.write import Choices, write_deployment
+from fedpact.engines.scene import SimulationSetup
 from fedpact.errors import InputError
 from fedpact.messages import Reply
 from fedpact.plan import Plan
@@ -66,12 +66,12 @@ def test_noise_for_the_sum_has_its_threshold():
 
 
 @pytest.mark.parametrize("honest", range(1, 10))
-def test_a_plan_with_noise_for_the_sum_runs_however_few_sites_are_relied_on(tmp_path, honest):
+def test_shared_noise_plan_runs_with_few_honest_sites(tmp_path, honest):
     out = tmp_path / "study.toml"
     asked = ("digits", "--epsilon", "1", "--trust", "sum", "--honest", str(honest))
     assert cli("recommend", *asked, "--out", str(out)).exit_code == 0
     # Loads all that a run needs, and refuses what a run would.
-    assert Scene.of(Plan.read(out)).plan.privacy.honest == honest
+    assert SimulationSetup.of(Plan.read(out)).plan.privacy.honest == honest
 
 
 def test_only_shape_classes_and_number_of_records_count(tmp_path):
@@ -162,7 +162,7 @@ def test_data_with_sites_of_their_own_keep_them(tmp_path):
     assert "3 sites of its own" in f"{refused.exception}{refused.output}"
 
 
-def test_more_sites_than_there_are_records_for_are_refused_before_anything_is_written(tmp_path):
+def test_more_sites_than_records_is_refused_before_writing(tmp_path):
     out = tmp_path / "study.toml"
     done = cli("recommend", "digits", "--epsilon", "1", "--sites", "5000", "--out", str(out))
     assert done.exit_code != 0
@@ -204,7 +204,7 @@ def test_columns_that_nothing_is_declared_of_are_named(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("shape", [(2, 30), (6, 5, 2), (3, 2, 2, 5)])
-def test_how_the_numbers_of_an_array_are_arranged_changes_nothing(tmp_path, shape):
+def test_memory_layout_of_arrays_changes_nothing(tmp_path, shape):
     """Logistic regression reads sixty numbers, whatever their axes: the same step and clip."""
     draw = np.random.default_rng(0)
     x, y = draw.uniform(-1, 1, (400, 60)).astype(np.float32), draw.integers(0, 3, 400)
@@ -220,7 +220,7 @@ def test_how_the_numbers_of_an_array_are_arranged_changes_nothing(tmp_path, shap
 
 
 @pytest.mark.parametrize("shape", [(60,), (2, 30)])
-def test_numbers_that_get_further_have_a_longer_clip_and_a_shorter_step(tmp_path, shape):
+def test_larger_values_get_a_longer_clip_and_shorter_step(tmp_path, shape):
     draw = np.random.default_rng(0)
     x, y = draw.uniform(-1, 1, (400, *shape)).astype(np.float32), draw.integers(0, 3, 400)
     np.savez(tmp_path / "x.npz", x=x, y=y)
@@ -280,7 +280,7 @@ def test_a_delta_of_one_record_in_a_site_is_warned_of(tmp_path, caplog, delta, t
     assert ("far below 1/N" in " ".join(cli("plan", str(file)).output.split())) is told
 
 
-def test_records_that_a_linear_model_has_no_use_for_are_refused_with_what_has(tmp_path):
+def test_records_unfit_for_linear_models_get_alternatives(tmp_path):
     file, columns = tmp_path / "words.npz", tmp_path / "columns.toml"
     np.savez(file, x=np.arange(80).reshape(20, 4), y=np.arange(20) % 2)
     asked = ("recommend", str(file), "--epsilon", "1")
@@ -306,7 +306,7 @@ def test_ranges_that_no_record_has_are_told_of_by_what_they_make(tmp_path, far):
     assert "declare the ranges that their numbers do have" in str(done.exception)
 
 
-def test_of_a_text_it_recommends_logistic_regression_on_its_last_words(tmp_path):
+def test_text_gets_logistic_regression_on_its_last_words(tmp_path):
     """By its form alone: whichever characters stand in it, the configuration is the same."""
     file, columns = tmp_path / "text.npz", tmp_path / "columns.toml"
     classes = json.dumps([str(k) for k in range(6)])
@@ -339,7 +339,9 @@ def test_of_a_named_data_set_it_declares_what_is_known(tmp_path, monkeypatch):
     """As if it had been handed over by --columns; which of others is given is that."""
     digits = tmp_path / "digits.toml"
     digits.write_text('[records]\nscale = "range"\nlow = 0.0\nhigh = 1.0\n')
-    monkeypatch.setattr("fedpact.recommend.circumstances.known", {"digits": digits}.get)
+    monkeypatch.setattr(
+        "fedpact.recommend.circumstances.find_configuration", {"digits": digits}.get
+    )
     asked = ("recommend", "digits", "--epsilon", "1")
     found = document(*asked)["configuration"]
     assert found == document(*asked, "--columns", str(digits))["configuration"]
@@ -364,9 +366,7 @@ def test_of_a_table_it_says_what_half_of_the_columns_would_give(tmp_path):
 
 
 @pytest.mark.parametrize(("epsilon", "little"), [(0.1, True), (8.0, False)])
-def test_where_noise_goes_as_far_as_the_signal_columns_that_say_little_are_left_out(
-    tmp_path, monkeypatch, epsilon, little
-):
+def test_noise_at_signal_level_drops_uninformative_columns(tmp_path, monkeypatch, epsilon, little):
     draws = np.random.default_rng(0)
     file, columns, out = (tmp_path / name for name in ("t.csv", "columns.toml", "study.toml"))
     rows = [f"{draws.integers(0, 100)},{draws.integers(0, 9)},{i % 2}" for i in range(400)]
@@ -375,13 +375,15 @@ def test_where_noise_goes_as_far_as_the_signal_columns_that_say_little_are_left_
         '[records.columns.age]\nrange = [0, 120]\nscale = "range"\n'
         '[records.columns.shoe]\nrange = [0, 9]\nscale = "range"\n'
     )
-    monkeypatch.setattr("fedpact.recommend.circumstances.known", {str(file): columns}.get)
+    monkeypatch.setattr(
+        "fedpact.recommend.circumstances.find_configuration", {str(file): columns}.get
+    )
     monkeypatch.setattr("fedpact.recommend.circumstances.KNOWN", {str(file): ("shoe",)})
     asked = ("recommend", str(file), "--epsilon", str(epsilon), "--label", "sick", "--sites", "2")
     found = document(*asked, "--out", str(out))
     assert little or found["alternatives"][0]["snr"] > 5
     plan = Plan.parse(tomllib.loads(out.read_text()))
-    assert Scene.of(plan).raw.features == (("age",) if little else ("age", "shoe"))
+    assert SimulationSetup.of(plan).raw.features == (("age",) if little else ("age", "shoe"))
     assert ("records.drop" in found["reasons"]) == little
     # Who names a file says by it what is used.
     named = document(*asked, "--columns", str(columns))["configuration"]
@@ -417,11 +419,11 @@ def test_records_that_do_not_train_do_not_count(tmp_path, beside, share):
     plan = Plan.parse(found["configuration"])
     # Whose a record is says nothing of it; what is held out stays so.
     assert plan.person == "who"
-    assert Scene.of(plan).raw.features == ("age", "bmi")
+    assert SimulationSetup.of(plan).raw.features == ("age", "bmi")
     assert plan.evaluation.share == (0.3 if beside else 0.0)
 
 
-def test_roles_that_the_file_declares_are_taken_and_what_is_typed_goes_first(tmp_path):
+def test_declared_roles_apply_and_typed_ones_take_precedence(tmp_path):
     file, _, _, *rest = table(tmp_path, f'label = "ill"\nsite = "bmi"\n{AGE}')
     plan = Plan.parse(document("recommend", file, *rest[:2], "--epsilon", "2")["configuration"])
     assert (plan.label, plan.site, plan.partition.kind) == ("ill", "bmi", "natural")
@@ -441,7 +443,7 @@ def test_a_promise_to_persons_is_refused_and_not_passed_over(tmp_path):
     assert 'has privacy.unit = "person": what is recommended is for records' in str(done.exception)
 
 
-def test_what_scales_columns_is_taken_off_the_budget_as_the_run_does(tmp_path):
+def test_column_scaling_cost_is_taken_from_the_budget(tmp_path):
     both = "".join(
         f'[records.columns.{name}]\nrange = [0, 120]\nscale = "released"\n'
         for name in ("age", "bmi")
@@ -513,7 +515,7 @@ def noise_of(tmp_path):
 
 
 @pytest.mark.parametrize("released", [False, True], ids=["declared", "released"])
-def test_sites_of_unlike_budgets_have_the_step_that_their_noise_together_allows(tmp_path, released):
+def test_unequal_budgets_get_the_step_of_their_joint_noise(tmp_path, released):
     scale = "released" if released else "range"
     columns = f'[records.columns.age]\nrange = [0, 120]\nscale = "{scale}"\n'
     asked = table(tmp_path, f'person = "who"\n{columns}')
@@ -530,7 +532,7 @@ def test_sites_of_unlike_budgets_have_the_step_that_their_noise_together_allows(
     # What the algorithm makes of such sites.
     assert raw["algorithm"] == "ldp_fedsgd"
     own, clip = ldp_fedsgd.Settings(**raw["settings"]), raw["privacy"]["clip"]
-    held, w = Scene.of(Plan.parse(raw)).sizes, torch.zeros(chosen["weights"])
+    held, w = SimulationSetup.of(Plan.parse(raw)).sizes, torch.zeros(chosen["weights"])
     # Four fifths of 400 train, about: persons are held out as a whole.
     sizes = {name: size * 320 / sum(held.values()) for name, size in held.items()}
     replies = [
@@ -568,7 +570,7 @@ def test_sites_that_may_be_far_apart_are_weighed_with_more_care(beside):
     assert penalty == pytest.approx(found["rounds"] * apart * clip**2, rel=0.01)
 
 
-def test_of_unlike_budgets_noise_for_the_sum_is_the_most_careful_sites(tmp_path):
+def test_shared_noise_follows_the_most_careful_site(tmp_path):
     asked, out = ("digits", "--trust", "sum"), str(tmp_path / "study.toml")
     found = document("recommend", *asked, "--epsilon", "1,2,4", "--out", out)
     assert found["configuration"]["sites"] == 3
@@ -578,7 +580,7 @@ def test_of_unlike_budgets_noise_for_the_sum_is_the_most_careful_sites(tmp_path)
     assert alone["alternatives"][0] == found["alternatives"][0]
 
 
-def test_a_declared_number_of_records_stands_in_place_of_the_counted_one(tmp_path):
+def test_declared_record_count_replaces_the_counted_one(tmp_path):
     """One site's file, or one made up alike, is enough: no number of it is in what is said."""
     found = []
     for rows in (40, 52):
@@ -605,7 +607,7 @@ def test_it_writes_over_nothing(tmp_path, name):
     assert (tmp_path / "records.csv").read_text() == "mine"
 
 
-def test_one_sites_file_is_enough_where_the_number_of_records_is_declared(tmp_path):
+def test_one_sites_file_suffices_with_a_declared_count(tmp_path):
     """Four rows for five sites, and a column that names one of them, which the plan leaves out."""
     file, columns, out = (tmp_path / name for name in ("t.csv", "columns.toml", "study.toml"))
     rows = ["age,hospital,ill", *(f"{20 + i},north,{i % 2}" for i in range(4))]
@@ -654,7 +656,7 @@ def test_classes_that_were_found_are_told_written_and_told_again(tmp_path, caplo
     assert "found in the labels" not in caplog.text
     assert found["configuration"]["records"]["classes"] == ["no", "yes"]
     plan = Plan.parse({**found["configuration"], "records": {"columns": {}}})
-    write(tmp_path / "federation", plan, Choices())
+    write_deployment(tmp_path / "federation", plan, Choices())
     assert f"federation.toml is everybody's: {told}" in caplog.text
 
 

@@ -23,7 +23,7 @@ import pytest
 import fedpact as package
 from fedpact.cli.main import main
 from fedpact.client import Client
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.folder import Folder
 
 QUICK = ["--set", "rounds=3", "--set", "run.workers=1"]
@@ -51,7 +51,7 @@ def fedpact(*arguments, cwd):
     return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
-def test_a_full_disk_is_told_without_a_traceback_and_the_run_goes_on_later(tmp_path, monkeypatch):
+def test_full_disk_is_reported_and_the_run_resumes(tmp_path, monkeypatch):
     commit = Folder.commit
 
     def full(folder, at, record):
@@ -71,9 +71,7 @@ def test_a_full_disk_is_told_without_a_traceback_and_the_run_goes_on_later(tmp_p
 @pytest.mark.parametrize(
     ("number", "told"), [(errno.EFBIG, "fedpact resume"), (errno.EROFS, "may read and write")]
 )
-def test_what_the_machine_does_not_allow_is_told_without_a_traceback(
-    tmp_path, monkeypatch, number, told
-):
+def test_machine_limits_are_reported_without_traceback(tmp_path, monkeypatch, number, told):
     def refused(*given, **named):
         raise OSError(number, os.strerror(number), "there")
 
@@ -84,9 +82,7 @@ def test_what_the_machine_does_not_allow_is_told_without_a_traceback(
     assert told in done.stderr
 
 
-def test_a_folder_of_anothers_is_read_and_found_out_before_anything_is_computed(
-    tmp_path, monkeypatch
-):
+def test_other_runs_folder_is_detected_before_computing(tmp_path, monkeypatch):
     assert fedpact("run", *QUICK, "--out", "r", cwd=tmp_path).returncode == 0
 
     def refused(path, *given, **named):
@@ -223,9 +219,7 @@ def test_a_run_reports_again_and_a_plan_foretells_what_it_spends(tmp_path):
         (("plan", "--set", "privacy.delta=2"), "privacy.delta"),
     ],
 )
-def test_bad_input_is_one_paragraph_exit_code_2_and_nothing_written(
-    tmp_path, monkeypatch, arguments, told
-):
+def test_bad_input_is_one_paragraph_and_exit_code_2(tmp_path, monkeypatch, arguments, told):
     (tmp_path / "short.csv").write_text("a,b,y\n1,2,0\n")
     np.savez(tmp_path / "range.npz", x=np.zeros((40, 3), np.float32), y=np.full(40, -1))
     far = np.array([0, 1] * 19 + [1, 10**9])
@@ -275,7 +269,7 @@ def test_interrupt_ends_after_the_round_and_resume_goes_on(tmp_path, monkeypatch
 
 def test_interrupt_before_the_first_round_ends_at_once(tmp_path, monkeypatch):
     """While records are read and features made no round is under way that could be waited for."""
-    monkeypatch.setattr(Scene, "of", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(SimulationSetup, "of", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     done = fedpact("run", *QUICK, "--out", "r", cwd=tmp_path)
     assert done.returncode == 130
@@ -319,7 +313,7 @@ def test_a_run_without_any_accuracy_says_why(tmp_path):
     assert "none: there is no test set, and no site holds a record out" in done.stdout
 
 
-def test_runs_in_one_place_of_ledgers_say_what_they_come_to_together(tmp_path):
+def test_runs_sharing_ledgers_report_their_total(tmp_path):
     given = ["--set", "run.ledgers='kept'", "--set", "privacy.epsilon=1.0", "--set", "sites=2"]
     first = fedpact("run", *QUICK, *given, "--out", "runs/one", cwd=tmp_path)
     assert first.returncode == 0, first.stderr

@@ -85,7 +85,7 @@ def test_account_loads_numbers_only():
     assert not top(modules) & {"torch", "matplotlib", "pydantic", "flwr"}
 
 
-def test_a_command_says_what_it_does_and_an_incomplete_file_is_an_error(monkeypatch, tmp_path):
+def test_command_has_help_and_incomplete_file_is_an_error(monkeypatch, tmp_path):
     assert {"account", "run", "deploy"} <= set(commands.names())
     for name in commands.names():
         assert commands.load(name).get_short_help_str(), name
@@ -106,7 +106,7 @@ COMMANDS = dict(pair for name in commands.names() for pair in each(commands.load
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_says_what_each_argument_is_and_ends_with_examples_that_can_be_typed(name):
+def test_help_explains_arguments_and_ends_with_examples(name):
     command = COMMANDS[name]
     assert all(getattr(given, "help", None) for given in command.params), name
     assert commands.examples(name)
@@ -126,7 +126,7 @@ def test_help_shows_them():
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_completes_commands_and_options_without_loading_anything(shell):
+def test_shell_completion_loads_nothing(shell):
     def completed(line: str) -> str:
         given = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}  # bash
         given |= {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}

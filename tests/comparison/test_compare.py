@@ -14,7 +14,7 @@ import pytest
 import fedpact
 from fedpact.cli.main import main
 from fedpact.comparison import pool
-from fedpact.comparison.pool import Job, News
+from fedpact.comparison.pool import Job, RunProgress
 from fedpact.errors import PlanError
 from fedpact.ledger.receipt import receipt
 from fedpact.plan import Plan
@@ -30,14 +30,14 @@ PLANS = {"one": FEDAVG, "two": FEDFDP, "broken": BROKEN}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, list[News]]:
-    news: list[News] = []
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, list[RunProgress]]:
+    news: list[RunProgress] = []
     folder = tmp_path_factory.mktemp("compare") / "c"
     return fedpact.compare(PLANS, [3], folder, on_news=news.append), news
 
 
 def test_a_run_of_a_comparison_is_the_run_of_its_plan(
-    whole: tuple[Comparison, list[News]], tmp_path: Path
+    whole: tuple[Comparison, list[RunProgress]], tmp_path: Path
 ) -> None:
     # Another process, another number of threads: the same bits as fedpact.run in this one.
     comparison, _ = whole
@@ -50,7 +50,7 @@ def test_a_run_of_a_comparison_is_the_run_of_its_plan(
 
 
 def test_the_page_and_the_document_hold_what_the_runs_say(
-    whole: tuple[Comparison, list[News]],
+    whole: tuple[Comparison, list[RunProgress]],
 ) -> None:
     comparison, _ = whole
     document = json.loads((comparison.folder / "comparison.json").read_text())
@@ -67,7 +67,9 @@ def test_the_page_and_the_document_hold_what_the_runs_say(
     assert (comparison.folder / "comparison.html").stat().st_size > 10_000
 
 
-def test_a_run_that_fails_takes_no_other_with_it(whole: tuple[Comparison, list[News]]) -> None:
+def test_a_run_that_fails_takes_no_other_with_it(
+    whole: tuple[Comparison, list[RunProgress]],
+) -> None:
     comparison, news = whole
     one, two, broken = comparison.entries
     assert (len(one.outcomes), len(two.outcomes), len(broken.outcomes)) == (1, 1, 0)
@@ -79,10 +81,10 @@ def test_a_run_that_fails_takes_no_other_with_it(whole: tuple[Comparison, list[N
 
 
 def test_what_has_ended_is_not_run_again_and_what_is_missing_is(
-    whole: tuple[Comparison, list[News]], monkeypatch: pytest.MonkeyPatch
+    whole: tuple[Comparison, list[RunProgress]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comparison, _ = whole
-    folder, news = comparison.folder, list[News]()
+    folder, news = comparison.folder, list[RunProgress]()
     two = {name: PLANS[name] for name in ("one", "two")}
     times = {path: path.stat().st_mtime_ns for path in folder.glob("*/seed-3/**/*")}
     again = fedpact.compare(two, [3], folder, on_news=news.append)
@@ -99,8 +101,8 @@ def test_what_has_ended_is_not_run_again_and_what_is_missing_is(
     assert (folder / "two" / "seed-3" / "model.safetensors").read_bytes() == model
 
 
-def test_what_trying_costs_is_counted_from_the_ledgers_of_runs_that_are_there(
-    whole: tuple[Comparison, list[News]],
+def test_tuning_cost_is_counted_from_existing_ledgers(
+    whole: tuple[Comparison, list[RunProgress]],
 ) -> None:
     folder = whole[0].folder
     two = {name: PLANS[name] for name in ("one", "two")}
@@ -136,7 +138,7 @@ def test_trying_is_counted_only_where_it_adds_up(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_the_table_and_fails_where_a_run_did(
-    whole: tuple[Comparison, list[News]],
+    whole: tuple[Comparison, list[RunProgress]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -192,14 +194,14 @@ def test_a_sweep_runs_every_value_and_calls_it_no_inequality(
     assert "Worst site over privacy.epsilon" in page
 
 
-def test_a_folder_of_other_plans_is_refused(whole: tuple[Comparison, list[News]]) -> None:
+def test_a_folder_of_other_plans_is_refused(whole: tuple[Comparison, list[RunProgress]]) -> None:
     other = Plan.parse({**FEDAVG.model_dump(mode="json"), "rounds": 3})
     with pytest.raises(PlanError, match="holds a run of another configuration"):
         fedpact.compare({"new": FEDFDP, "one": other}, [3], whole[0].folder)
     assert not (whole[0].folder / "new").exists()
 
 
-def test_ctrl_c_ends_after_the_round_and_the_same_command_goes_on(
+def test_ctrl_c_ends_after_the_round_and_reruns_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [sys.executable, "-c", "from fedpact.cli.main import main; main()", "compare"]
@@ -218,7 +220,7 @@ def test_ctrl_c_ends_after_the_round_and_the_same_command_goes_on(
     assert done < 201
     plan = Plan.read(None, ["rounds=200", "sites=2", "run.evaluate_every=30"])
     monkeypatch.setattr(Job, "here", True)
-    news: list[News] = []
+    news: list[RunProgress] = []
     comparison = fedpact.compare({"default": plan}, 1, tmp_path / "c", on_news=news.append)
     (entry,) = comparison.entries
     assert entry.missing == {}

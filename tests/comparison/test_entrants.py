@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from fedpact.comparison.compare import compare, shares, untimed
-from fedpact.comparison.entrants import comparable, named, read_plans, seeded, seeds_of
+from fedpact.comparison.compare import compare, serialise_timed, shares
+from fedpact.comparison.entrants import comparable, name_plans, read_plans, reseed, seeds_of
 from fedpact.engines.process import available_cores
 from fedpact.errors import InputError, PlanError
 from fedpact.plan import Plan
@@ -73,7 +73,7 @@ def test_files_of_one_name_are_numbered(config: Path, tmp_path: Path) -> None:
 
 def test_plans_in_a_list_are_named_by_algorithm() -> None:
     plans = [Plan(), Plan(rounds=3), Plan(algorithm="fedfdp"), Plan(rounds=4)]
-    found = named(plans)
+    found = name_plans(plans)
     assert list(found) == ["fedavg", "fedavg-2", "fedfdp", "fedavg-3"]
     assert list(found.values()) == plans
 
@@ -81,25 +81,25 @@ def test_plans_in_a_list_are_named_by_algorithm() -> None:
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".a", "a b", "é", "a\n"])
 def test_names_that_cannot_be_folders_are_refused(name: str) -> None:
     with pytest.raises(InputError, match="an entry is called"):
-        named({name: Plan()})
+        name_plans({name: Plan()})
 
 
 def test_no_plans_and_names_alike_are_refused() -> None:
     with pytest.raises(InputError, match="nothing to compare"):
-        named([])
+        name_plans([])
     with pytest.raises(InputError, match="differ by more than case"):
-        named({"a": Plan(), "A": Plan()})
+        name_plans({"a": Plan(), "A": Plan()})
 
 
 def test_a_plan_alone_is_one_and_what_is_no_plan_is_told() -> None:
-    assert named(Plan()) == named([Plan()])
-    assert named(plan for plan in [Plan()]) == named([Plan()])
+    assert name_plans(Plan()) == name_plans([Plan()])
+    assert name_plans(plan for plan in [Plan()]) == name_plans([Plan()])
     for path in ("study.toml", Path("study.toml"), ["study.toml"], {"a": Path("study.toml")}):
         with pytest.raises(InputError, match=r"Plan\.read\('study\.toml'\)"):
-            named(path)  # type: ignore[arg-type]
+            name_plans(path)  # type: ignore[arg-type]
     for other in ({"a": {"rounds": 1}}, 3, None, [None]):
         with pytest.raises(InputError, match=r"plans holds a \w+: make a plan of it"):
-            named(other)  # type: ignore[arg-type]
+            name_plans(other)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_plan_alone_is_one_and_what_is_no_plan_is_told() -> None:
         ({"run": {"ledgers": "kept"}}, "two: run.ledgers is 'kept'"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_anything_is_written(
+def test_incomparable_plans_are_refused_before_writing(
     tmp_path: Path, change: dict, told: str
 ) -> None:
     plans = {"one": Plan(), "two": Plan.parse(change)}
@@ -123,8 +123,8 @@ def test_runs_that_are_measured_by_time_do_not_share_a_machine(tmp_path: Path) -
     plan = Plan.parse({"budget": {"seconds": 60.0}})
     with pytest.raises(PlanError, match=r"jobs is 2 and fedavg has budget\.seconds = 60"):
         compare([plan], 2, tmp_path / "c", jobs=2)
-    assert untimed({"a": Plan(), "b": plan}, 0) == untimed({"b": plan}, 1) == 1
-    assert untimed({"a": Plan()}, 3) == 3
+    assert serialise_timed({"a": Plan(), "b": plan}, 0) == serialise_timed({"b": plan}, 1) == 1
+    assert serialise_timed({"a": Plan()}, 3) == 3
     assert list(tmp_path.iterdir()) == []
 
 
@@ -139,9 +139,9 @@ def test_all_run_with_the_same_seeds() -> None:
 
 def test_a_seed_changes_nothing_else() -> None:
     plan = Plan.parse({"rounds": 9, "run": {"evaluate_every": 3}})
-    changed = seeded(plan, 5, workers=4)
+    changed = reseed(plan, 5, workers=4)
     assert (changed.seed, changed.run.workers, changed.run.evaluate_every) == (5, 4, 3)
-    assert seeded(changed, plan.seed, workers=1).run.workers == 4
+    assert reseed(changed, plan.seed, workers=1).run.workers == 4
     assert changed.model_copy(update={"seed": 0, "run": plan.run}) == plan
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedpact.comparison import pool, worker
-from fedpact.comparison.pool import Job, News, carry_out
+from fedpact.comparison.pool import Job, RunProgress, run_jobs
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
 
@@ -66,9 +66,9 @@ def never() -> bool:
 
 
 def test_every_job_ends_once_and_its_rounds_come_in_order(tmp_path: Path) -> None:
-    news: list[News] = []
+    news: list[RunProgress] = []
     wanted = jobs(tmp_path, *"abcde")
-    assert carry_out(wanted, 2, news.append, never) == {}
+    assert run_jobs(wanted, 2, news.append, never) == {}
     for job in wanted:
         mine = [n for n in news if n.job is job]
         assert [(n.round, n.accuracy, n.ended) for n in mine] == [
@@ -83,19 +83,19 @@ def test_no_more_jobs_at_a_time_than_asked_for(tmp_path: Path) -> None:
     under_way: set[Job] = set()
     most = 0
 
-    def watch(news: News) -> None:
+    def watch(news: RunProgress) -> None:
         nonlocal most
         (under_way.discard if news.ended else under_way.add)(news.job)
         most = max(most, len(under_way))
 
-    carry_out(jobs(tmp_path, *"abcdef"), 1, watch, never)
+    run_jobs(jobs(tmp_path, *"abcdef"), 1, watch, never)
     # The news of an end may come together with the next one's first round, never after it.
     assert most == 1
 
 
 def test_as_many_jobs_as_asked_for_are_under_way_at_once(tmp_path: Path) -> None:
     # Each waits for the other before it ends: one after the other, neither would.
-    assert carry_out(jobs(tmp_path, "meets1", "meets2"), 2, lambda _: None, never) == {}
+    assert run_jobs(jobs(tmp_path, "meets1", "meets2"), 2, lambda _: None, never) == {}
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_as_many_jobs_as_asked_for_are_under_way_at_once(tmp_path: Path) -> None
     ],
 )
 def test_a_failure_is_explained_and_the_others_go_on(tmp_path: Path, name: str, told: str) -> None:
-    news: list[News] = []
-    failed = carry_out(jobs(tmp_path, "a", name, "b"), 3, news.append, never)
+    news: list[RunProgress] = []
+    failed = run_jobs(jobs(tmp_path, "a", name, "b"), 3, news.append, never)
     assert list(failed) == [(name, 1)]
     assert failed[name, 1].startswith(told)
     ends = {n.job.name: n.failed for n in news if n.ended}
@@ -126,17 +126,17 @@ def test_a_failure_that_is_mended_leaves_no_trace(tmp_path: Path) -> None:
     kept = tmp_path / "a" / "s0.error.txt"
     kept.parent.mkdir()
     kept.write_text("from last time")
-    assert carry_out(jobs(tmp_path, "a"), 1, lambda _: None, never) == {}
+    assert run_jobs(jobs(tmp_path, "a"), 1, lambda _: None, never) == {}
     assert not kept.exists()
 
 
 def test_a_run_that_prints_much_is_not_held_up(tmp_path: Path) -> None:
-    assert carry_out(jobs(tmp_path, "floods"), 1, lambda _: None, never) == {}
+    assert run_jobs(jobs(tmp_path, "floods"), 1, lambda _: None, never) == {}
 
 
-def test_stop_lets_runs_end_after_their_round_and_begins_no_other(tmp_path: Path) -> None:
-    news: list[News] = []
-    failed = carry_out(jobs(tmp_path, "slow", "slow", "a", "b"), 2, news.append, lambda: bool(news))
+def test_stop_finishes_running_rounds_and_starts_nothing(tmp_path: Path) -> None:
+    news: list[RunProgress] = []
+    failed = run_jobs(jobs(tmp_path, "slow", "slow", "a", "b"), 2, news.append, lambda: bool(news))
     # One that is not stopped fails in the end.
     assert failed == {}
     assert {n.job.name for n in news} == {"slow"}
@@ -145,12 +145,12 @@ def test_stop_lets_runs_end_after_their_round_and_begins_no_other(tmp_path: Path
 def test_an_interrupt_here_ends_all_processes_at_once(tmp_path: Path) -> None:
     processes: list[int] = []
 
-    def interrupt(news: News) -> None:
+    def interrupt(news: RunProgress) -> None:
         processes.extend(children())
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        carry_out(jobs(tmp_path, "deaf", "deaf"), 2, interrupt, never)
+        run_jobs(jobs(tmp_path, "deaf", "deaf"), 2, interrupt, never)
     # They would have slept for ten minutes each.
     assert processes
     for process in processes:
@@ -168,10 +168,10 @@ def children() -> list[int]:
 def test_ctrl_c_on_the_terminal_does_not_reach_the_processes(tmp_path: Path) -> None:
     sessions: list[int] = []
 
-    def look(_: News) -> None:
+    def look(_: RunProgress) -> None:
         sessions.extend(os.getsid(p) for p in children())
 
-    carry_out(jobs(tmp_path, "slow"), 1, look, lambda: bool(sessions))
+    run_jobs(jobs(tmp_path, "slow"), 1, look, lambda: bool(sessions))
     assert sessions
     assert os.getsid(0) not in sessions
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from fedpact.comparison.entrants import read_plans
-from fedpact.comparison.sweep import read_sweeps, swept
+from fedpact.comparison.sweep import expand_sweep, read_sweeps
 from fedpact.errors import PlanError
-from fedpact.own.named import name_of
+from fedpact.own.named import name_object
 from fedpact.plan import Plan
 
 PLAN = Plan.parse({"rounds": 7, "sites": 3, "settings": {"learning_rate": 0.25}})
@@ -33,7 +33,7 @@ def test_values_are_read_as_set_reads_them(text, values):
 
 def test_several_keys_make_all_combinations():
     values = {"privacy.epsilon": [1.0, 2.0], "settings.local_steps": [1, 5, 9]}
-    entries, points = swept({"a": PLAN}, values)
+    entries, points = expand_sweep({"a": PLAN}, values)
     assert [tuple(point.values.values()) for point in points.values()] == list(
         itertools.product([1.0, 2.0], [1, 5, 9])
     )
@@ -51,14 +51,15 @@ def test_several_keys_make_all_combinations():
 
 def test_what_follows_from_a_swept_key_follows_it():
     (few, many), _ = (
-        list(part.values()) for part in swept({"a": Plan(algorithm="ali_dpfl")}, {"rounds": [4, 8]})
+        list(part.values())
+        for part in expand_sweep({"a": Plan(algorithm="ali_dpfl")}, {"rounds": [4, 8]})
     )
     assert (few.steps, many.steps) == (5 * 4, 5 * 8)
 
 
 def test_an_algorithm_is_swept_over_the_settings_that_it_knows():
     plans = read_plans([], ["fedavg", "fedprox"])
-    entries, points = swept(plans, {"settings.proximal": [0.1, 1.0]})
+    entries, points = expand_sweep(plans, {"settings.proximal": [0.1, 1.0]})
     assert list(entries) == ["fedavg", "fedprox-proximal-0.1", "fedprox-proximal-1.0"]
     assert points["fedavg"].values == {}
 
@@ -80,7 +81,7 @@ def test_an_algorithm_is_swept_over_the_settings_that_it_knows():
 )
 def test_a_sweep_that_does_not_fit_is_refused(texts, told):
     with pytest.raises(PlanError) as refused:
-        swept({"a": PLAN}, read_sweeps(texts))
+        expand_sweep({"a": PLAN}, read_sweeps(texts))
     assert told in str(refused.value)
 
 
@@ -93,14 +94,17 @@ class NetB(NetA):
 
 
 def test_models_are_swept_as_classes_and_numbers_as_arrays():
-    entries, points = swept({"a": PLAN}, {"model": [NetA, NetB]})
-    assert [plan.model for plan in entries.values()] == [name_of(NetA), name_of(NetB)]
-    assert [point.values["model"] for point in points.values()] == [name_of(NetA), name_of(NetB)]
-    entries, _ = swept({"a": PLAN}, {"rounds": np.array([3, 4])})
+    entries, points = expand_sweep({"a": PLAN}, {"model": [NetA, NetB]})
+    assert [plan.model for plan in entries.values()] == [name_object(NetA), name_object(NetB)]
+    assert [point.values["model"] for point in points.values()] == [
+        name_object(NetA),
+        name_object(NetB),
+    ]
+    entries, _ = expand_sweep({"a": PLAN}, {"rounds": np.array([3, 4])})
     assert [plan.rounds for plan in entries.values()] == [3, 4]
-    entries, _ = swept({"a": PLAN}, {"privacy.sigma": [None, 20.0]})
+    entries, _ = expand_sweep({"a": PLAN}, {"privacy.sigma": [None, 20.0]})
     assert [plan.privacy.sigma for plan in entries.values()] == [None, 20.0]
-    entries, _ = swept({"a": Plan(sampling_rate=0.1)}, {"batch_size": [3.0, 5.0]})
+    entries, _ = expand_sweep({"a": Plan(sampling_rate=0.1)}, {"batch_size": [3.0, 5.0]})
     assert [plan.sampling_rate for plan in entries.values()] == [None, None]
 
 
@@ -119,4 +123,4 @@ def test_models_are_swept_as_classes_and_numbers_as_arrays():
 )
 def test_what_is_no_sweep_is_told_with_what_to_give(sweep, told):
     with pytest.raises(PlanError, match=told):
-        swept({"a": PLAN}, sweep)
+        expand_sweep({"a": PLAN}, sweep)

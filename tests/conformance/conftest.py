@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpact import algorithms
-from fedpact.draws.seeded import SeededDraws, stream
+from fedpact.draws.seeded import SeededDraws, seeded_generator
 from fedpact.ledger.ledger import Ledger
 from fedpact.losses import Loss, cross_entropy
 from fedpact.messages import Local, Reply, State, Task, from_bytes, to_bytes
@@ -73,16 +73,16 @@ class Federation:
         self.sites = sorted(self.counts)
         self.sizes = self.sizes or {site: float(n) for site, n in self.counts.items()}
         self.model = FlatModel(nn.Linear(FEATURES, CLASSES, dtype=self.dtype))
-        w = torch.randn(self.model.size, generator=stream("w"), dtype=torch.float64)
+        w = torch.randn(self.model.size, generator=seeded_generator("w"), dtype=torch.float64)
         self.w = w.to(self.dtype)
         self.model.load(self.w)
         self.kernel = PerSampleKernel(self.model, self.loss)
         self.plain = PlainKernel(self.model, self.loss)
-        self.records = {site: self.made_up(site, n) for site, n in self.counts.items()}
+        self.records = {site: self.make_dummy_records(site, n) for site, n in self.counts.items()}
 
-    def made_up(self, site: str, count: int) -> Records:
+    def make_dummy_records(self, site: str, count: int) -> Records:
         """Records whose classes lean to one that differs from site to site."""
-        generator = stream("records", site)
+        generator = seeded_generator("records", site)
         x = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
         lean = x.new_tensor([3.0, 1.0, 1.0]).roll(ord(site[0]))
         y = torch.multinomial(lean, count, True, generator=generator) if count else torch.empty(0)

@@ -55,7 +55,7 @@ def rounds(made, method, count):
 
 def fault(made, method, task, reply):
     bounds = declared(made, method, task, reply.site)
-    opened = method.opened(reply, task.vectors)
+    opened = method.decode_reply(reply, task.vectors)
     return bounds.fault(opened.vectors, reply.numbers, task.vectors)
 
 
@@ -77,9 +77,9 @@ def test_all_that_is_sent_is_declared(federation, case):
     made = federation(private=True)
     for task, reply in rounds(made, case, 2):
         bounds = declared(made, case, task, reply.site)
-        assert bounds.undeclared(reply.vectors, reply.numbers) == []
+        assert bounds.find_undeclared(reply.vectors, reply.numbers) == []
         assert set(bounds.numbers) == set(reply.numbers)
-        assert all(case.asked()[name].holds(value) for name, value in task.numbers.items())
+        assert all(case.task_numbers()[name].holds(value) for name, value in task.numbers.items())
 
 
 def lies(method, task, reply):
@@ -150,7 +150,7 @@ def test_compressed_replies_too(federation, kind, name):
         # Enough rounds for what topk leaves out to add up.
         for task, reply in rounds(made, method, 12):
             assert fault(made, method, task, reply) is None
-            opened = method.opened(reply, task.vectors)
+            opened = method.decode_reply(reply, task.vectors)
             for lie in (1e30, -1e30):
                 vectors = {n: v + lie for n, v in opened.vectors.items()}
                 bounds = declared(made, method, task, reply.site)

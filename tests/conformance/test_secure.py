@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from fedpact.algorithms import Summed
-from fedpact.engines.secure.ring import Weighing
+from fedpact.engines.secure.ring import FixedPointMean
 from fedpact.errors import PlanError
 from fedpact.plan import Plan
 
@@ -24,7 +24,7 @@ def allowed(tables):
 
 def as_means(replies, summed):
     """The replies as `Secured` hands them on, without the encoding and the masks."""
-    weighing = Weighing(sum(reply.weight for reply in replies), summed, len(replies))
+    weighing = FixedPointMean(sum(reply.weight for reply in replies), summed, len(replies))
     weights = torch.tensor([weighing.weight(reply) for reply in replies], dtype=torch.float64)
     shares = weights / weights.sum()
     names, numbers = replies[0].vectors, weighing.private(replies[0].numbers)

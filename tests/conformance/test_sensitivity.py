@@ -72,19 +72,29 @@ def quiet(federation):
 @given(record=records, weighting=weightings, scale=st.sampled_from([0.0, 1e-3, 1.0, 1e3]))
 @settings(deadline=None, max_examples=150)
 def test_gradient(record, weighting, scale, quiet):
-    check(quiet, quiet.made_up("b", 30), record, [("gradient", (quiet.w * scale, weighting))])
+    check(
+        quiet,
+        quiet.make_dummy_records("b", 30),
+        record,
+        [("gradient", (quiet.w * scale, weighting))],
+    )
 
 
 @given(record=records, bound=st.floats(1e-6, 1e6), scale=st.sampled_from([0.0, 1e-3, 1.0, 1e3]))
 @settings(deadline=None, max_examples=150)
 def test_loss_and_below(record, bound, scale, quiet):
     w = quiet.w * scale
-    check(quiet, quiet.made_up("b", 30), record, [("loss", (w, bound)), ("below", (w, bound))])
+    check(
+        quiet,
+        quiet.make_dummy_records("b", 30),
+        record,
+        [("loss", (w, bound)), ("below", (w, bound))],
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308])
 def test_a_record_that_is_no_number_adds_nothing(value, quiet):
-    held = quiet.made_up("b", 30)
+    held = quiet.make_dummy_records("b", 30)
     for weighting in (Uniform(), Fair(0.6, 2.0)):
         queries = [("gradient", (quiet.w, weighting)), ("loss", (quiet.w, BOUND))]
         check(quiet, held, ([value, 0.0, 1.0], 0), [*queries, ("below", (quiet.w, BOUND))])
@@ -184,7 +194,7 @@ class AfterTheWeight(Unclamped):
 )
 def test_a_broken_gradient_is_rejected(broken, reference, federation):
     bed = federation(private=True, sigma=0.0, clip=CLIP, rate=1.0)
-    held = bed.made_up("b", 5)
+    held = bed.make_dummy_records("b", 5)
     bed.w = torch.zeros_like(bed.w)
     # At w = 0 the loss is ln 3 and ‖g‖ = 0.82 ‖(x, 1)‖: C/‖g‖ = 0.03, and 1 + λΔ = -10 or 1.7.
     query = ("gradient", (bed.w, Fair(0.6, reference)))
@@ -213,7 +223,7 @@ def test_a_broken_number_is_rejected(channel, wrong, federation):
             return self.inner.below(w, bound) * wrong
 
     queries = [(channel, (bed.w, 1e-3))]
-    held, record = bed.made_up("b", 5), ([1.0, 2.0, 3.0], 0)
+    held, record = bed.make_dummy_records("b", 5), ([1.0, 2.0, 3.0], 0)
     check(bed, held, record, queries)
     with pytest.raises(AssertionError, match=channel):
         check(dataclasses.replace(bed, around=Louder), held, record, queries)
@@ -227,7 +237,7 @@ def test_a_loss_below_zero_adds_nothing(federation):
     bed.w = torch.ones_like(bed.w)
     query = ("loss", (bed.w, BOUND))
     for x in ([-1e3, 0.0, 0.0], [1e3, 0.0, 0.0], [-4.0, 0.0, 0.0]):
-        check(bed, bed.made_up("b", 30), (x, 0), [query])
+        check(bed, bed.make_dummy_records("b", 30), (x, 0), [query])
 
 
 def test_the_papers_own_counterexample():

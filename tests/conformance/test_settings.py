@@ -22,7 +22,7 @@ def settings_of(name, **given):
 
 
 @each
-def test_a_plan_records_every_setting_in_effect_and_marks_those_left(name):
+def test_plan_records_all_settings_and_marks_defaults(name):
     plan = Plan.read(None, [f"algorithm={name}", "seed=0"])
     document = json.loads(json.dumps(plan.document()))
     own = settings_of(name)
@@ -83,7 +83,7 @@ def test_it_runs_on_the_embedded_configuration_by_its_name_alone(name, tmp_path)
 
 
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
-def test_settings_that_two_share_are_compared_as_they_are_in_effect(names):
+def test_shared_settings_are_compared_as_in_effect(names):
     plans = read_plans([], names)
     documents = {name: plan.document() for name, plan in plans.items()}
     unequal = {d.key for d in differences(documents) if d.unequal}

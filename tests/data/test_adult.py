@@ -8,9 +8,9 @@ import torch
 
 from fedpact.data import files
 from fedpact.data.columns.scaling import Scaling
-from fedpact.data.datasets import load
+from fedpact.data.datasets import load_dataset
 from fedpact.data.files import Source
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.errors import DataError
 from fedpact.plan import Plan
 
@@ -46,7 +46,7 @@ def adult(tmp_path, monkeypatch):
 
 def test_columns_are_what_the_experiment_declares(adult, caplog):
     form = Plan.read(TOML).records.shared()
-    data = load("adult", form=form)
+    data = load_dataset("adult", form=form)
     assert (data.y.tolist(), data.y_test.tolist()) == ([0, 1], [0])
     assert "column marital-status, row 3" in caplog.text
     scaling = Scaling.of(form, data.x.shape[1:], data.features)
@@ -66,7 +66,7 @@ def test_columns_are_what_the_experiment_declares(adult, caplog):
 
 def test_without_a_declaration_the_words_are_told_of(adult):
     with pytest.raises(DataError, match=r"no record is left.* adult: .* workclass"):
-        load("adult")
+        load_dataset("adult")
 
 
 def test_a_column_that_is_left_out_is_not_read(adult):
@@ -75,16 +75,16 @@ def test_a_column_that_is_left_out_is_not_read(adult):
     left = [*set(records.columns) - {"age", "sex"}, "fnlwgt"]
     declared = {name: records.columns[name] for name in ("age", "sex")}
     dropped = records.model_copy(update={"drop": left, "columns": declared})
-    data = load("adult", form=dropped.shared())
+    data = load_dataset("adult", form=dropped.shared())
     assert data.features == ("age", "sex")
     assert data.x.tolist() == [[50.0, 1.0], [20.0, 0.0], [30.0, 0.0]]
     with pytest.raises(DataError, match=r"records.drop names no such"):
-        load("adult", form=records.model_copy(update={"drop": ["no such"]}).shared())
+        load_dataset("adult", form=records.model_copy(update={"drop": ["no such"]}).shared())
 
 
 def test_the_published_files(real_data):
     """Rows by label as published: 7,841 of 32,561 and 3,846 of 16,281 have more than 50,000."""
-    scene = Scene.of(Plan.read(TOML))
+    scene = SimulationSetup.of(Plan.read(TOML))
     data = scene.dataset
     assert (len(data.y), int(data.y.sum())) == (32561, 7841)
     assert (len(data.y_test), int(data.y_test.sum())) == (16281, 3846)

@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 
 from fedpact.data.columns.advice import advise
 from fedpact.data.form import Column, RecordForm
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.engines.simulation import simulate
 from fedpact.plan import Plan
 
@@ -42,17 +42,17 @@ def told(caplog):
 @pytest.mark.parametrize("shape", [(1, 8, 8), (16, 4), (64,)])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 def test_pixels_that_nobody_scaled_are_told_of_once(tmp_path, caplog, shape, dtype):
-    Scene.of(plan_of(pixels(tmp_path / "x.npz", shape=shape, dtype=dtype)))
+    SimulationSetup.of(plan_of(pixels(tmp_path / "x.npz", shape=shape, dtype=dtype)))
     (one,) = told(caplog)
     assert "as far as 255 from 0 (found by looking" in one
     assert '[records]\nlow = ...\nhigh = ...\nscale = "range"' in one
 
 
-def test_the_remedy_works_and_says_nothing_of_what_is_in_the_file(tmp_path, caplog):
+def test_remedy_works_and_reveals_nothing_of_the_file(tmp_path, caplog):
     data = pixels(tmp_path / "x.npz")
     bad = simulate(plan_of(data), tmp_path / "bad").summary
     told(caplog)
-    Scene.of(plan_of(data, {"low": 0, "high": 300}))
+    SimulationSetup.of(plan_of(data, {"low": 0, "high": 300}))
     (one,) = told(caplog)
     assert "as far as 300 from 0. " in one
     assert "255" not in one
@@ -68,7 +68,7 @@ def test_the_remedy_works_and_says_nothing_of_what_is_in_the_file(tmp_path, capl
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("shape", [(1, 8, 8), (64,)])
 def test_a_record_that_is_no_number_hides_nothing(tmp_path, caplog, shape, value):
-    Scene.of(plan_of(pixels(tmp_path / "x.npz", shape=shape, _5=value)))
+    SimulationSetup.of(plan_of(pixels(tmp_path / "x.npz", shape=shape, _5=value)))
     assert "as far as 255 from 0" in told(caplog)[0]
 
 
@@ -79,7 +79,7 @@ def test_features_that_do_not_depend_on_the_scale_need_none(tmp_path, caplog, ki
     small = plan_of(str(tmp_path / "y.npz"), model="logistic", features=made)
     with np.load(tmp_path / "x.npz") as stored:
         np.savez(tmp_path / "y.npz", x=stored["x"] / 255, y=stored["y"])
-    large, small = (Scene.of(each).dataset.x for each in (plan, small))
+    large, small = (SimulationSetup.of(each).dataset.x for each in (plan, small))
     assert told(caplog) == []
     assert float((large - small).norm(dim=1).max()) < 1e-3  # of unit rows
 
@@ -89,7 +89,7 @@ def test_one_wide_column_without_a_name_is_told_by_its_place(tmp_path, caplog):
     x = draw.uniform(-1, 1, (100, 9)).astype(np.float32)
     x[:, 4] *= 80
     np.savez(tmp_path / "x.npz", x=x, y=draw.integers(0, 2, 100))
-    Scene.of(plan_of(str(tmp_path / "x.npz")))
+    SimulationSetup.of(plan_of(str(tmp_path / "x.npz")))
     (one,) = told(caplog)
     assert "[records.columns.4]" in one
     assert "[records]\n" not in one
@@ -102,7 +102,7 @@ def test_a_deviation_that_does_not_suit_the_numbers_is_told_of(tmp_path, caplog,
     x[7, 0] = np.nan
     np.savez(tmp_path / "x.npz", x=x, y=draw.integers(0, 2, 200))
     own = {"scale": "standard", "mean": 54, "deviation": deviation}
-    Scene.of(plan_of(str(tmp_path / "x.npz"), {"columns": {"0": own}}))
+    SimulationSetup.of(plan_of(str(tmp_path / "x.npz"), {"columns": {"0": own}}))
     found = told(caplog)
     assert len(found) == (deviation == 0.5)
     assert all("0 (2" in one and "by mean = 54 and deviation = 0.5" in one for one in found)
@@ -138,7 +138,7 @@ def narrow(path, *, names):
 
 
 @pytest.mark.parametrize(("file", "names"), [("x.npz", ()), ("x.csv", tuple("abcdef"))])
-def test_records_that_stay_near_0_are_told_of_and_the_remedy_works(tmp_path, caplog, file, names):
+def test_records_near_zero_are_reported_with_a_remedy(tmp_path, caplog, file, names):
     """No column is narrower than the others: all of them are, as of numbers in another unit."""
     data = narrow(tmp_path / file, names=names)
     label = {"label": "y"} if names else {}
@@ -153,7 +153,7 @@ def test_records_that_stay_near_0_are_told_of_and_the_remedy_works(tmp_path, cap
     assert good["accuracy"] > 0.8 > bad["accuracy"]
 
 
-def test_a_site_is_told_how_short_its_records_are_by_powers_of_ten(caplog):
+def test_site_hears_its_record_length_by_powers_of_ten(caplog):
     short = torch.tensor([[0.03, 0.04], [0.0, 0.01], [float("nan"), 9.0]])
     advise("t.csv", RecordForm(), (2,), ("a", "b"), short, values=False)
     assert "no record is longer than up to 1e-01" in caplog.text
@@ -179,9 +179,7 @@ LITTLE = "much farther from 0 than they differ"
         ({"range": [0, 90], "mean": 70.0, "deviation": 1.0, "scale": "standard"}, (7.0, 7.1)),
     ],
 )
-def test_numbers_that_differ_little_beside_how_far_they_are_from_0_are_told_of(
-    caplog, declared, ends
-):
+def test_small_differences_far_from_zero_are_reported(caplog, declared, ends):
     form = RecordForm.model_validate({"columns": {"a": declared} if declared else {}})
     x = None
     if ends is not None:

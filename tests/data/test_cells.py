@@ -9,12 +9,12 @@ import pandas as pd
 import pytest
 import torch
 
-from fedpact.data.datasets import from_arrays, load
+from fedpact.data.datasets import from_arrays, load_dataset
 from fedpact.data.form import Column, LabelForm, PlanRecords, RecordForm
-from fedpact.data.given.handed import dataset_of
+from fedpact.data.given.handed import from_python
 from fedpact.data.given.parts import parts_of
 from fedpact.data.given.persons import persons_of
-from fedpact.data.sieve import Sieve
+from fedpact.data.sieve import RecordFilter
 from fedpact.data.sites import load_site
 from fedpact.errors import DataError
 
@@ -87,10 +87,12 @@ def used(way, table, role, path):
     else:
         try:
             if way == "file":
-                found = load(str(path), "y", "where", person="who", classes=classes, form=form)
+                found = load_dataset(
+                    str(path), "y", "where", person="who", classes=classes, form=form
+                )
             else:
                 records = PlanRecords(classes=classes, columns=form.columns)
-                found = dataset_of(table, records, "y", "where", "who", target=form.target)
+                found = from_python(table, records, "y", "where", "who", target=form.target)
         except DataError as error:
             if "no record is left" not in str(error):
                 raise
@@ -152,7 +154,7 @@ FRAMES = {
 @pytest.mark.parametrize("null", [False, True])
 @pytest.mark.parametrize(("frame", "kind"), [(f, k) for f in FRAMES for k in FLOATS if f not in
                                              ("gaps", "category") or k != "float16"])  # fmt: skip
-def test_what_a_float_can_tell_apart_is_its_columns_in_python_too(frame, kind, null):
+def test_float_resolution_is_the_columns_in_python_too(frame, kind, null):
     """From there on two persons may be one; before, of 32 bits they were, in silence.
 
     Of 16 bits pandas has neither Float16 nor categories.
@@ -161,7 +163,7 @@ def test_what_a_float_can_tell_apart_is_its_columns_in_python_too(frame, kind, n
     gap = float("nan") if frame in ("dict", "tensor", "frame", "category") else None
     whose = [end, end - 1, -end, 3.0, gap if null else 4.0]
     cells = parts_of(FRAMES[frame](kind, whose)).columns["who"]
-    sieve = Sieve("table", 5, 1)
+    sieve = RecordFilter("table", 5, 1)
     found = np.array(persons_of(cells, sieve))
     assert sieve.good.tolist() == [False, True, False, True, not null]
     assert found[[1, 3]].tolist() == [str(int(end - 1)), "3"]
@@ -203,7 +205,7 @@ def test_a_persons_name_that_no_string_can_hold_is_nobodys(tmp_path):
 
 
 @pytest.mark.parametrize("odd", [None, [1], [0, None], [0, 2], [], [0, 1, 0]])
-def test_several_labels_in_a_cell_that_do_not_fit_take_their_record_out(odd, tmp_path):
+def test_unfit_multi_label_cell_drops_its_record(odd, tmp_path):
     """Before, a site whose file had such a cell stopped with an error of NumPy's."""
     table, path = (
         pa.table({"v": [1.0, 2.0, 3.0], "y": [[0, 1], odd, [1, 1]]}),

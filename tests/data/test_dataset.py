@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 
 from fedpact.data import datasets, heart
 from fedpact.data.dataset import Dataset
-from fedpact.data.datasets import from_arrays, load
+from fedpact.data.datasets import from_arrays, load_dataset
 from fedpact.data.given.parts import parts_of
 from fedpact.errors import DataError
 
@@ -45,7 +45,7 @@ def test_a_data_set_holds_no_value_that_is_not_finite(bad, places):
         ("site", {"site": ("north", "south\x08")}),
     ],
 )
-def test_a_name_that_a_terminal_obeys_is_refused_wherever_it_comes_from(role, given):
+def test_names_with_terminal_controls_are_refused(role, given):
     names = {"classes": ("ill", "well"), **given}
     with pytest.raises(DataError, match=rf"has a {role} '.*\\x.*': expected a name without"):
         Dataset("d", torch.zeros(2, 2), torch.tensor([0, 1]), **names)
@@ -135,7 +135,7 @@ def test_numeric_class_names_are_sorted_by_size():
 
 
 def test_digits_split_is_stratified_and_complete():
-    data = load("digits")
+    data = load_dataset("digits")
     assert data.x_test is not None
     assert data.y_test is not None
     assert len(data.x) + len(data.x_test) == 1797
@@ -144,12 +144,12 @@ def test_digits_split_is_stratified_and_complete():
     assert data.x.max() == 1
     train, test = data.y.bincount(), data.y_test.bincount()
     assert torch.equal(test, (train + test) // 5)
-    assert torch.equal(data.x, load("digits").x)
+    assert torch.equal(data.x, load_dataset("digits").x)
 
 
-def test_the_digits_that_come_with_the_package_are_scikit_learns_and_have_their_licence():
+def test_bundled_digits_match_scikit_learn_with_licence():
     pixels, labels = load_digits(return_X_y=True)
-    data = load("digits")
+    data = load_dataset("digits")
     # The test set is every fifth of a class; joined again, each record is there once.
     x = torch.cat([data.x, data.x_test]).reshape(-1, 64).double() * 16
     ours = sorted(
@@ -167,7 +167,7 @@ def test_the_digits_that_come_with_the_package_are_scikit_learns_and_have_their_
     assert "BSD 3-Clause" in licence
 
 
-def test_heart_disease_reads_what_is_missing_as_the_declared_finding():
+def test_heart_disease_reads_missing_as_declared_finding():
     def features(line: str) -> np.ndarray:
         return heart._features(heart._columns(line))
 
@@ -188,7 +188,7 @@ def write(path: Path, text: str) -> str:
 
 
 def test_csv(tmp_path):
-    data = load(write(tmp_path / "t.csv", CSV), label="out", site="city")
+    data = load_dataset(write(tmp_path / "t.csv", CSV), label="out", site="city")
     assert torch.equal(data.x, torch.tensor([[61, 0.5], [47, 1e-3], [39, -2]]))
     assert data.classes == ("no", "yes")
     assert data.y.tolist() == [1, 0, 0]
@@ -198,10 +198,10 @@ def test_csv(tmp_path):
 
 def test_sites_that_name_the_classes_agree_on_the_labels(tmp_path):
     path = write(tmp_path / "t.csv", "x,y\n1,yes\n2,zebra\n")
-    assert load(path, label="y").y.tolist() == [0, 1]
-    assert load(path, label="y", classes=("no", "yes")).y.tolist() == [1]
+    assert load_dataset(path, label="y").y.tolist() == [0, 1]
+    assert load_dataset(path, label="y", classes=("no", "yes")).y.tolist() == [1]
     with pytest.raises(DataError, match=r"column y is none of the 2 classes.* records\.classes"):
-        load(path, label="y", classes=("0", "1"))
+        load_dataset(path, label="y", classes=("0", "1"))
 
 
 @pytest.mark.parametrize(
@@ -227,20 +227,20 @@ def test_sites_that_name_the_classes_agree_on_the_labels(tmp_path):
 )
 def test_a_csv_that_cannot_be_used_is_explained(tmp_path, text, label, site, message):
     with pytest.raises(DataError, match=message):
-        load(write(tmp_path / "t.csv", text), label=label, site=site)
+        load_dataset(write(tmp_path / "t.csv", text), label=label, site=site)
 
 
 def test_no_error_quotes_a_value(tmp_path):
     path = write(tmp_path / "t.csv", "x,y\nsecret,b\n")
     with pytest.raises(DataError) as error:
-        load(path, label="y")
+        load_dataset(path, label="y")
     assert "secret" not in str(error.value)
 
 
 def test_a_csv_in_another_encoding_is_refused(tmp_path):
     (tmp_path / "t.csv").write_bytes("x,y\n1,é\n".encode("latin-1"))
     with pytest.raises(DataError, match=r'every one is not UTF-8 text; .* "CSV UTF-8"'):
-        load(str(tmp_path / "t.csv"), label="y")
+        load_dataset(str(tmp_path / "t.csv"), label="y")
 
 
 def test_parquet_equals_csv(tmp_path):
@@ -251,7 +251,7 @@ def test_parquet_equals_csv(tmp_path):
     parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
     rows = "\n".join(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))
     text = write(tmp_path / "t.csv", f"{','.join(columns)}\n{rows}\n")
-    a, b = (load(p, label="out", site="city") for p in (str(tmp_path / "t.parquet"), text))
+    a, b = (load_dataset(p, label="out", site="city") for p in (str(tmp_path / "t.parquet"), text))
     assert torch.equal(a.x, b.x)
     assert torch.equal(a.y, b.y)
     assert (a.classes, a.site) == (b.classes, b.site)
@@ -272,28 +272,28 @@ def test_parquet_with_a_column_that_is_no_feature(tmp_path, column, message):
 
     parquet.write_table(pyarrow.table({"x": column, "y": ["a", "b"]}), tmp_path / "t.parquet")
     with pytest.raises(DataError, match=message):
-        load(str(tmp_path / "t.parquet"), label="y")
+        load_dataset(str(tmp_path / "t.parquet"), label="y")
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "t.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # what a missing module looks like
     with pytest.raises(DataError, match=r"fedpact\[parquet\]"):
-        load(str(tmp_path / "t.parquet"), label="y")
+        load_dataset(str(tmp_path / "t.parquet"), label="y")
 
 
 def test_a_broken_parquet_is_refused(tmp_path):
     pytest.importorskip("pyarrow", reason="pyarrow, an extra, is not installed")
     (tmp_path / "t.parquet").write_bytes(b"PAR1 not really PAR1")
     with pytest.raises(DataError, match="cannot be read as Parquet"):
-        load(str(tmp_path / "t.parquet"), label="y")
+        load_dataset(str(tmp_path / "t.parquet"), label="y")
 
 
 def test_npz_round_trip(tmp_path):
     path = tmp_path / "t.npz"
     x, y = np.random.default_rng(0).normal(size=(5, 3)), np.array([0, 1, 2, 1, 0])
     np.savez(path, x=x, y=y, x_test=x[:2], y_test=y[:2], site=np.array(list("ababa")))
-    data = load(str(path))
+    data = load_dataset(str(path))
     assert torch.equal(data.x, torch.from_numpy(x).float())
     assert data.y.tolist() == y.tolist()
     assert data.y_test is not None
@@ -313,24 +313,24 @@ def test_npz_round_trip(tmp_path):
 def test_an_npz_that_cannot_be_used_is_explained(tmp_path, arrays, message):
     np.savez(tmp_path / "t.npz", **arrays)
     with pytest.raises(DataError, match=message):
-        load(str(tmp_path / "t.npz"))
+        load_dataset(str(tmp_path / "t.npz"))
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.parquet", "t.npz"])
 def test_a_missing_file_is_named(name):
     with pytest.raises(DataError, match=f"{name} does not exist"):
-        load(name, **({} if name == "t.npz" else {"label": "y"}))
+        load_dataset(name, **({} if name == "t.npz" else {"label": "y"}))
 
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(DataError) as error:
-        load("mnits")
+        load_dataset("mnits")
     assert "'mnits'" in str(error.value)
     assert all(name in str(error.value) for name in (*datasets.NAMES, ".csv", ".parquet", ".npz"))
 
 
 def test_settings_that_do_not_belong_to_the_data_set_are_refused():
     with pytest.raises(DataError, match=r"only \.csv and \.parquet"):
-        load("digits", label="y")
+        load_dataset("digits", label="y")
     with pytest.raises(DataError, match="its own classes"):
-        load("digits", classes=("a",))
+        load_dataset("digits", classes=("a",))

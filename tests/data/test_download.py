@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fedpact.cli.commands.data import app
 from fedpact.data import files
-from fedpact.data.datasets import NAMES, load
+from fedpact.data.datasets import NAMES, load_dataset
 from fedpact.data.download import download
 from fedpact.data.files import Source
 from fedpact.errors import DataError
@@ -40,11 +40,11 @@ def server(tmp_path):
         thread.join()
 
 
-def test_download_gets_what_is_missing_or_damaged_and_nothing_else(server, small_mnist, cache):
+def test_download_fetches_only_missing_or_damaged_files(server, small_mnist, cache):
     url, folder = server
     put(folder, small_mnist)
     assert download("mnist", url) == list(small_mnist)
-    assert len(load("mnist").x) == 20
+    assert len(load_dataset("mnist").x) == 20
     assert download("mnist", url) == []
     here = cache / "data" / "mnist"
     (here / "t10k-labels.gz").write_bytes(b"damaged")
@@ -109,7 +109,7 @@ def test_an_archive_gives_its_named_members_only(tmp_path, cache, monkeypatch):
     written = {str(p.relative_to(cache / "data" / "cifar10")) for p in cache.rglob("*.*")} - {"."}
     assert {name for name in written if name.endswith(".bin")} == set(batches)
     assert not list(tmp_path.rglob("outside"))
-    data = load("cifar10")
+    data = load_dataset("cifar10")
     assert data.x.shape == (20, 3, 32, 32)
     first = np.frombuffer(batches["cifar-10-batches-bin/data_batch_1.bin"], np.uint8)
     assert data.y[0] == first[0]
@@ -164,7 +164,7 @@ def test_list_prints_one_document(mnist_dir):
     assert "fashion_mnist" in run("list").stdout
 
 
-def test_list_has_own_files_of_the_directory_and_every_name_that_can_be_read(mnist_dir):
+def test_list_shows_own_files_and_every_readable_name(mnist_dir):
     own = mnist_dir.parent / "ward" / "patients.csv"
     own.parent.mkdir()
     own.write_text("age,ill\n1,0\n")

@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from fedpact.data.datasets import load
+from fedpact.data.datasets import load_dataset
 from fedpact.data.form import Column, LabelForm, RecordForm
 from fedpact.data.sites import load_site
 
@@ -43,7 +43,7 @@ def of_site(path):
 
 def in_a_simulation(path):
     """As whose sites the persons are."""
-    return load(str(path), "y", "person", classes=("a", "b"), form=FORM)
+    return load_dataset(str(path), "y", "person", classes=("a", "b"), form=FORM)
 
 
 @pytest.mark.parametrize("kind", FILES)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedpact.data import files, images
-from fedpact.data.datasets import load
+from fedpact.data.datasets import load_dataset
 from fedpact.data.files import Source
 from fedpact.errors import DataError
 
@@ -26,7 +26,7 @@ def pixels(contents: dict[str, bytes], part: str, n: int) -> np.ndarray:
 
 
 def test_idx_files_become_normalised_images(small_mnist, mnist_dir):
-    data = load("mnist")
+    data = load_dataset("mnist")
     assert data.x_test is not None
     for x, part, n in ((data.x, "train", 20), (data.x_test, "t10k", 10)):
         expected = (pixels(small_mnist, part, n) / 255 - 0.1307) / 0.3081
@@ -50,7 +50,7 @@ def test_a_damaged_file_is_never_decoded(mnist_dir, damage):
     content[100] ^= 1
     path.write_bytes({"flip": content, "shorten": content[:-1], "empty": b""}[damage])
     with pytest.raises(DataError) as error:
-        load("mnist")
+        load_dataset("mnist")
     published = files.SOURCES["mnist"].files["train-images.gz"]
     assert str(path) in str(error.value)
     assert published in str(error.value)
@@ -58,22 +58,22 @@ def test_a_damaged_file_is_never_decoded(mnist_dir, damage):
 
 
 def test_a_file_may_lie_compressed(mnist_dir):
-    plain = load("mnist")
+    plain = load_dataset("mnist")
     for path in list(mnist_dir.iterdir()):
         path.with_name(path.name + ".xz").write_bytes(lzma.compress(path.read_bytes()))
         path.unlink()
     next(files.cache_dir().glob("*.npz")).unlink()
-    assert torch.equal(load("mnist").x, plain.x)
+    assert torch.equal(load_dataset("mnist").x, plain.x)
     next(files.cache_dir().glob("*.npz")).unlink()
     path = mnist_dir / "train-images.gz.xz"
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(DataError, match="cannot be read"):
-        load("mnist")
+        load_dataset("mnist")
 
 
-def test_without_a_data_directory_the_message_says_how_to_get_one(small_mnist):
+def test_missing_data_directory_error_says_how_to_get_one(small_mnist):
     with pytest.raises(DataError) as error:
-        load("mnist")
+        load_dataset("mnist")
     for part in ("FEDPACT_DATA is not set", "fedpact data download mnist", "train-images.gz"):
         assert part in str(error.value)
 
@@ -86,35 +86,35 @@ def no_decoder(source):
 
 
 def test_the_second_load_does_not_decode(mnist_dir, monkeypatch):
-    first = load("mnist")
+    first = load_dataset("mnist")
     monkeypatch.setattr(images, "_decode_idx", no_decoder)
-    assert torch.equal(load("mnist").x, first.x)
+    assert torch.equal(load_dataset("mnist").x, first.x)
     monkeypatch.setenv("FEDPACT_CACHE", str(mnist_dir / "elsewhere"))
     with pytest.raises(AssertionError, match="decoded again"):  # the patch does reach the decoder
-        load("mnist")
+        load_dataset("mnist")
 
 
 def test_other_checksums_have_another_cache_entry(mnist_dir, small_mnist, monkeypatch):
-    load("mnist")
+    load_dataset("mnist")
     labels = gzip.compress(gzip.decompress(small_mnist["train-labels.gz"])[:-1] + b"\5", mtime=0)
     put(mnist_dir, {"train-labels.gz": labels})
     old = files.SOURCES["mnist"]
     sums = {**old.files, "train-labels.gz": hashlib.md5(labels).hexdigest()}
     changed = Source("mnist", sums, old.home, old.licence)
     monkeypatch.setitem(files.SOURCES, "mnist", changed)
-    assert load("mnist").y[-1] == 5
+    assert load_dataset("mnist").y[-1] == 5
 
 
 @pytest.mark.parametrize("place", [0.0, 0.1, 0.5, 0.9, 0.999])
 def test_a_cache_with_a_flipped_byte_is_made_again(mnist_dir, cache, place):
-    first = load("mnist")
+    first = load_dataset("mnist")
     (entry,) = cache.iterdir()
     good = entry.read_bytes()
     bad = bytearray(good)
     bad[int(place * len(bad))] ^= 0xFF
     entry.write_bytes(bad)
     with pytest.warns(UserWarning, match="is damaged"):
-        again = load("mnist")
+        again = load_dataset("mnist")
     assert torch.equal(again.x, first.x)
     assert torch.equal(again.y, first.y)
     with zipfile.ZipFile(entry) as made:
@@ -123,19 +123,19 @@ def test_a_cache_with_a_flipped_byte_is_made_again(mnist_dir, cache, place):
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"\x80\x04pickle", b"\x93NUMPY"])
 def test_a_cache_that_is_something_else_is_made_again(mnist_dir, cache, content):
-    first = load("mnist")
+    first = load_dataset("mnist")
     (entry,) = cache.iterdir()
     entry.write_bytes(content)
     with pytest.warns(UserWarning, match="is damaged"):
-        assert torch.equal(load("mnist").x, first.x)
-    assert torch.equal(load("mnist").x, first.x)  # and without a warning
+        assert torch.equal(load_dataset("mnist").x, first.x)
+    assert torch.equal(load_dataset("mnist").x, first.x)  # and without a warning
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(mnist_dir, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FEDPACT_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.warns(UserWarning, match="set FEDPACT_CACHE"):
-        assert len(load("mnist").x) == 20
+        assert len(load_dataset("mnist").x) == 20
 
 
 def test_the_cache_holds_no_half_written_file(mnist_dir, cache, monkeypatch):
@@ -145,7 +145,7 @@ def test_the_cache_holds_no_half_written_file(mnist_dir, cache, monkeypatch):
 
     monkeypatch.setattr(files.np, "savez", fails)
     with pytest.warns(UserWarning, match="disk full"):
-        load("mnist")
+        load_dataset("mnist")
     assert list(cache.iterdir()) == []
 
 

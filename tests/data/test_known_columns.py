@@ -6,8 +6,8 @@ import pytest
 
 from fedpact.configuration import read_configuration
 from fedpact.data import heart
-from fedpact.data.columns.known import KNOWN, known
-from fedpact.engines.scene import loaded
+from fedpact.data.columns.known import KNOWN, find_configuration
+from fedpact.engines.scene import load_data
 from fedpact.plan import Plan
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -15,13 +15,13 @@ PLANS = {"adult": "adult/adult.toml", "heart_disease_flamby": "heart/heart.toml"
 
 
 def declared(name):
-    path = known(name)
+    path = find_configuration(name)
     assert path is not None
     return Plan.parse({"records": read_configuration(path)["records"]}).records
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_an_experiment_on_a_named_data_set_declares_what_is_known_of_it(name):
+def test_named_data_set_declares_its_known_columns(name):
     plan = Plan.read(EXPERIMENTS / PLANS[name])
     assert plan.data == name
     assert plan.records == declared(name)
@@ -29,7 +29,7 @@ def test_an_experiment_on_a_named_data_set_declares_what_is_known_of_it(name):
 
 @pytest.mark.parametrize("name", ["digits", "no_such_data", "../adult", "adult.csv"])
 def test_of_others_nothing_is_known(name):
-    assert known(name) is None
+    assert find_configuration(name) is None
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_of_others_nothing_is_known(name):
         ("heart_disease_flamby", heart._FLAMBY_RANGES, 13),
     ],
 )
-def test_heart_disease_begins_at_the_normal_finding_and_codes_at_their_share(name, ranges, count):
+def test_heart_disease_defaults_to_normal_findings(name, ranges, count):
     found = declared(name).columns
     share = dict.fromkeys(heart._BINARY, 1 / 2)
     share |= {code: 1 / len(codes) for code, codes in heart._CODES.items()}
@@ -58,6 +58,6 @@ def test_heart_disease_begins_at_the_normal_finding_and_codes_at_their_share(nam
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_they_fit_the_data(name, real_data):
-    data = loaded(Plan(data=name, records=declared(name)))
+    data = load_data(Plan(data=name, records=declared(name)))
     assert len(data.y) > 700
     assert set(declared(name).columns) == set(data.features)

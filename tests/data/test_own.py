@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from fedpact.data.datasets import from_arrays, load
+from fedpact.data.datasets import from_arrays, load_dataset
 from fedpact.data.form import PlanRecords, RecordForm
-from fedpact.data.given.handed import refitted
+from fedpact.data.given.handed import refit
 from fedpact.data.given.persons import persons_of
-from fedpact.data.sieve import Sieve
+from fedpact.data.sieve import RecordFilter
 from fedpact.data.sites import load_site
 from fedpact.data.tables import read_table
 from fedpact.errors import DataError
@@ -61,9 +61,7 @@ def check_only_the_good(found):
 
 
 @pytest.mark.parametrize(("column", "value"), [(c, v) for c, values in BAD.items() for v in values])
-def test_a_cell_that_does_not_fit_takes_its_record_out_and_no_other(
-    tmp_path, caplog, column, value
-):
+def test_bad_cell_drops_its_own_record_only(tmp_path, caplog, column, value):
     """The owner's log names file, column and row. Before, one such cell kept the site out."""
     row = list(GOOD[0])
     row[HEADER.index(column)] = value
@@ -76,7 +74,7 @@ def test_a_cell_that_does_not_fit_takes_its_record_out_and_no_other(
     assert f"{path}: 1 of 3 records are left out" in told
     assert f"column {column}, row 2 (counted from 1) is " in told
     caplog.clear()
-    load(str(path), "out", classes=CLASSES, form=FORM)
+    load_dataset(str(path), "out", classes=CLASSES, form=FORM)
     # In a simulation the owner of the records is who looks at the screen.
     assert repr(value) in caplog.records[0].message
 
@@ -191,7 +189,7 @@ def test_a_range_in_float32_takes_its_own_bounds(tmp_path):
     assert found.numbers.tolist() == [0, 2]
 
 
-def test_what_a_label_means_does_not_follow_from_the_others_types(tmp_path):
+def test_label_meaning_does_not_follow_other_values_types(tmp_path):
     """1 may be the class called "1" or the one at place 1: who shares records has to say which."""
     path, classes, x = tmp_path / "r.npz", ("1", "2", "3"), np.zeros((2, 2))
     with pytest.raises(DataError, match='labels = "names" or "numbers"'):
@@ -202,7 +200,7 @@ def test_what_a_label_means_does_not_follow_from_the_others_types(tmp_path):
             assert arrays(path, x, labels, form, classes).y.tolist() == expected
 
 
-def test_what_can_stand_for_a_missing_value_is_said_where_one_is_missing(tmp_path, caplog):
+def test_missing_value_error_lists_possible_replacements(tmp_path, caplog):
     lines = [f"{'' if k % 2 else k},{'a' if k % 3 else ''}" for k in range(600)]
     (tmp_path / "t.csv").write_text("\n".join(["age,out", *lines]))
     for fill, told in ({}, True), ({"fill": 40.0}, False):
@@ -261,10 +259,10 @@ def test_arrays_of_a_simulation_are_sifted_alike(caplog):
     assert "ward: 2 of 6 records are left out" in told
     assert "column 1, row 1 (counted from 0) is no finite number: nan" in told
     assert "column 0, row 4 (counted from 0) is beyond its declared range: 9.0" in told
-    again = refitted(data, PlanRecords(low=0.0))
+    again = refit(data, PlanRecords(low=0.0))
     assert torch.equal(again.x, data.x)
     with pytest.raises(DataError, match=r"records\.classes declares"):
-        refitted(data, PlanRecords(classes=["x", "y"]))
+        refit(data, PlanRecords(classes=["x", "y"]))
 
 
 def test_parquet_is_sifted_alike(tmp_path):
@@ -301,7 +299,7 @@ def test_text_that_no_string_can_hold_takes_its_record_out(tmp_path):
     assert arrays(tmp_path / "y.npz", x.astype(float), labels).x.tolist() == [[1, 2], [5, 6]]
 
 
-def test_a_cell_of_parquet_that_cannot_be_read_takes_its_record_out(tmp_path):
+def test_unreadable_parquet_cell_drops_its_record(tmp_path):
     arrow = pytest.importorskip("pyarrow", reason="reads Parquet: the extra `parquet`")
     from pyarrow import parquet
 
@@ -334,22 +332,20 @@ def test_the_order_of_a_files_columns_is_the_federations(tmp_path):
 def test_a_persons_number_that_a_float_rounds_is_nobodys(kind):
     """From 2^p on, p the bits of its mantissa, two whole numbers may be one float."""
     end = 2.0 ** (np.finfo(kind).nmant + 1)
-    sieve = Sieve("r.npz", 4, 1)
+    sieve = RecordFilter("r.npz", 4, 1)
     whose = np.array(persons_of(np.array([end, end - 1, -end, 3], kind), sieve))
     assert sieve.good.tolist() == [False, True, False, True]
     assert whose[[1, 3]].tolist() == [str(int(end - 1)), "3"]
-    assert f"floats round, from {end:.0f} on" in sieve.told(values=False)[0]
+    assert f"floats round, from {end:.0f} on" in sieve.describe(values=False)[0]
     # Text says whose it is, however long, and whole numbers that nothing makes floats of.
     for exact in ([2**53, 2**53 + 1], [str(2**53), str(2**53 + 1)], np.array([2**53 - 1, 7])):
-        sieve = Sieve("r.npz", 2, 1)
+        sieve = RecordFilter("r.npz", 2, 1)
         assert len(set(persons_of(exact, sieve))) == 2
         assert sieve.good.all()
 
 
 @pytest.mark.parametrize("name", ["", "Unnamed: 1"])
-def test_a_column_without_a_name_is_left_out_where_it_numbers_rows_and_told_elsewhere(
-    tmp_path, name
-):
+def test_unnamed_row_number_column_is_dropped(tmp_path, name):
     rows = [f"{i},{i % 7},{i % 2}" for i in range(40)]
     first, second = tmp_path / "first.csv", tmp_path / "second.csv"
     first.write_text("\n".join([f"{name},a,y", *rows]))
@@ -368,7 +364,7 @@ def test_a_column_without_a_name_is_left_out_where_it_numbers_rows_and_told_else
 @pytest.mark.parametrize(
     "kind", [np.bool_, np.uint8, np.int32, np.int64, np.uint64, np.float32, np.float64]
 )
-def test_numbers_are_the_same_beside_text_and_beside_a_missing_value(tmp_path, kind, values):
+def test_numbers_are_equal_beside_text_and_missing_values(tmp_path, kind, values):
     """2^60 + 2^36 + 1 is 2^60 in float32 by way of float64, and the number above it by itself."""
     draw = np.random.default_rng(0)
     bits = draw.integers(0, 2, (60, 1)) << draw.integers(0, 56, (60, 4))
@@ -391,7 +387,7 @@ def load_one(folder, x, form, values):
 @pytest.mark.parametrize("odd", [math.nan, 5, "x"])
 @pytest.mark.parametrize("how", [None, "names", "numbers"])
 @pytest.mark.parametrize("classes", [("True", "False"), ("False", "True"), ("no", "yes")])
-def test_truth_values_are_the_same_labels_beside_one_that_is_none(tmp_path, classes, how, odd):
+def test_truth_values_are_equal_labels_beside_missing_ones(tmp_path, classes, how, odd):
     """numpy makes 1.0, 1 or "True" of them, by what the other label is."""
     form, x = RecordForm(labels=how), np.zeros((4, 2))
     truth = [True, False, True]
@@ -402,7 +398,7 @@ def test_truth_values_are_the_same_labels_beside_one_that_is_none(tmp_path, clas
         assert [classes[k] for k in alone.y.tolist()] == list(map(str, truth))
 
 
-def test_codes_that_floats_round_are_nobodys_and_no_class_with_and_without_a_missing_one(tmp_path):
+def test_integers_beyond_2_53_are_missing(tmp_path):
     """17 digits, as of SNOMED CT: a column of pandas' or an array is of floats beside a blank."""
     code = 32570731000036101
     codes, x = [code, code + 4, code], np.zeros((4, 2))

@@ -10,7 +10,7 @@ import torch
 from experiments.recommend import check
 
 from fedpact.data import files, heart, images
-from fedpact.data.datasets import load
+from fedpact.data.datasets import load_dataset
 from fedpact.data.partition import PartitionSettings, make_partition
 
 PER_LABEL = {
@@ -28,7 +28,7 @@ SHAPES = {"mnist": (1, 28, 28), "fashion_mnist": (1, 28, 28), "cifar10": (3, 32,
     "name", ["mnist", "fashion_mnist", pytest.param("cifar10", marks=pytest.mark.slow)]
 )
 def test_images_have_the_published_counts_and_moments(real_data, name):
-    data = load(name)
+    data = load_dataset(name)
     assert data.x_test is not None
     assert data.y_test is not None
     train, test = PER_LABEL[name]
@@ -58,7 +58,7 @@ def std(name: str) -> tuple[float, ...]:
 
 def test_one_cifar_batch(real_data):
     source = files.SOURCES["cifar10"]
-    x, y = images.cifar_batch(files.read(source, "cifar-10-batches-bin/test_batch.bin"))
+    x, y = images.cifar_batch(files.read_verified(source, "cifar-10-batches-bin/test_batch.bin"))
     assert np.bincount(y).tolist() == [1000] * 10
     # The test images come from the distribution of the training images, whose moments are
     # published; a wrong order of channels or planes moves a mean by 0.009 or more. Image means
@@ -76,7 +76,7 @@ ROWS = {
 
 
 def test_heart_disease_has_the_published_rows_per_hospital(real_data):
-    data = load("heart_disease")
+    data = load_dataset("heart_disease")
     assert data.site is not None
     sites = np.array(data.site)
     for name, (rows, ill) in ROWS.items():
@@ -106,7 +106,7 @@ def test_heart_disease_first_record_by_hand(real_data):
         *(0, 0, 1),
         *(0, 1, 0),
     ]
-    torch.testing.assert_close(load("heart_disease").x[0], torch.tensor(expected))
+    torch.testing.assert_close(load_dataset("heart_disease").x[0], torch.tensor(expected))
 
 
 def test_a_record_is_encoded_without_looking_at_the_others(real_data):
@@ -119,7 +119,7 @@ def test_a_record_is_encoded_without_looking_at_the_others(real_data):
 
 
 def test_the_natural_partition_keeps_hospitals_apart(real_data):
-    data = load("heart_disease")
+    data = load_dataset("heart_disease")
     assert data.site is not None
     partition = make_partition(data, PartitionSettings(kind="natural"), sites=4, seed=0)
     assert list(partition.train) == list(ROWS)
@@ -136,11 +136,11 @@ def test_every_other_file_has_its_published_checksum(real_data: Path):
         assert {files.state(source, file) for file in source.files} == {"ok"}
 
 
-def test_flambys_cut_has_the_published_sizes_and_scikit_learns_test_parts(real_data):
+def test_flamby_split_has_published_sizes_and_test_parts(real_data):
     """Trained on and tested, per hospital, as FLamby's fed_heart_disease has them."""
     from sklearn.model_selection import train_test_split
 
-    data = load("heart_disease_flamby")
+    data = load_dataset("heart_disease_flamby")
     assert data.x.shape == (740, 13)
     assert data.x[:, :5].abs().max() <= 1
     for block in data.x[:, 8:].split((3, 2), dim=1):  # all 0: the code of reference
@@ -162,7 +162,7 @@ def test_flambys_cut_has_the_published_sizes_and_scikit_learns_test_parts(real_d
 
 def test_flambys_first_record_by_hand(real_data):
     # Cleveland's first line: 63,1,1,145,233,1,2,150,0,2.3,3,0,6,0
-    x = load("heart_disease_flamby").x[0]
+    x = load_dataset("heart_disease_flamby").x[0]
     five = (63 - 50) / 30, (145 - 140) / 60, (233 - 250) / 150, (150 - 135) / 75, (2.3 - 3) / 3
     torch.testing.assert_close(x, torch.tensor([*five, 1, 1, 0, 0, 0, 0, 0, 1]))
 

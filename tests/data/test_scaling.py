@@ -11,14 +11,14 @@ from pydantic import ValidationError
 
 from fedpact.data.columns.advice import advise
 from fedpact.data.columns.scaling import Scaling
-from fedpact.data.datasets import from_arrays, from_frame, load
+from fedpact.data.datasets import from_arrays, from_frame, load_dataset
 from fedpact.data.form import Column, PlanRecords, RecordForm
 from fedpact.data.sites import load_site
-from fedpact.deploy.write import Choices, write
+from fedpact.deploy.write import Choices, write_deployment
 from fedpact.engines.parties.federation import Federation, read_plan
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.engines.simulation import simulate
-from fedpact.engines.workshop import Workshop
+from fedpact.engines.workshop import TrainingSetup
 from fedpact.errors import DataError
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
@@ -76,7 +76,7 @@ def test_columns_by_hand_from_every_kind_of_table(tmp_path):
     form = PlanRecords(columns=COLUMNS).shared()
     path = table(tmp_path / "t.csv")
     wanted = torch.tensor(WANTED)
-    found = load(str(path), "out", form=form)
+    found = load_dataset(str(path), "out", form=form)
     assert torch.equal(prepared(found, form), wanted)
     assert Scaling.of(form, (6,), found.features).names == (*NAMES, "sex")
 
@@ -101,7 +101,7 @@ def test_columns_by_hand_from_every_kind_of_table(tmp_path):
     parquet.write_table(
         arrow.table({k: arrow.array(list(v)) for k, v in cells.items()}), tmp_path / "t.parquet"
     )
-    stored = load(str(tmp_path / "t.parquet"), "out", form=form)
+    stored = load_dataset(str(tmp_path / "t.parquet"), "out", form=form)
     assert torch.equal(prepared(stored, form), wanted)
 
 
@@ -157,8 +157,10 @@ def test_a_declaration_for_all_values_has_numbers_alone(form):
 def test_one_record_more_changes_no_other(tmp_path):
     """What is filled, scaled and encoded follows from the record and the constants alone."""
     form = PlanRecords(columns=COLUMNS).shared()
-    alone = load(str(table(tmp_path / "a.csv", ROWS[:2])), "out", form=form)
-    more = load(str(table(tmp_path / "b.csv", [*ROWS[:2], *ROWS[2:] * 5])), "out", form=form)
+    alone = load_dataset(str(table(tmp_path / "a.csv", ROWS[:2])), "out", form=form)
+    more = load_dataset(
+        str(table(tmp_path / "b.csv", [*ROWS[:2], *ROWS[2:] * 5])), "out", form=form
+    )
     assert torch.equal(prepared(alone, form), prepared(more, form)[:2])
 
 
@@ -190,7 +192,7 @@ def test_an_unscaled_table_is_warned_of_and_its_remedy_works(tmp_path, caplog):
     assert '[records.columns.age]\nrange = [..., ...]\nclamp = true\nscale = "range"' in told
     caplog.clear()
     declared = {"columns": {"age": {"range": [0, 120]}}}
-    Scene.of(asked(data, **declared))
+    SimulationSetup.of(asked(data, **declared))
     (told,) = [r.message for r in caplog.records if "far from 0" in r.message]
     # Of what was declared, and never of what is in the file.
     assert "age (120)" in told
@@ -206,29 +208,29 @@ def test_an_unscaled_table_is_warned_of_and_its_remedy_works(tmp_path, caplog):
 
 def test_codes_are_advised_to_be_encoded(tmp_path, caplog):
     data = wide(tmp_path / "t.csv")
-    Scene.of(asked(data, columns={"age": {"categories": [float(k) for k in range(20, 80)]}}))
+    SimulationSetup.of(
+        asked(data, columns={"age": {"categories": [float(k) for k in range(20, 80)]}})
+    )
     assert 'scale = "one-hot"' in caplog.text
 
 
 def test_a_model_is_built_for_what_comes_out(tmp_path):
     plan = asked(str(table(tmp_path / "t.csv", ROWS[:4] * 5)), columns=COLUMNS)
-    scene = Scene.of(plan)
+    scene = SimulationSetup.of(plan)
     assert (scene.raw.x.shape[1], scene.dataset.x.shape[1]) == (6, 10)
     assert scene.dataset.features[3:6] == ("ward=A", "ward=B", "ward=C")
     example = plan.stage().example(torch.zeros(6))
-    assert FlatModel(Workshop(plan, example, 2).module()).size == 2 * 10 + 2
+    assert FlatModel(TrainingSetup(plan, example, 2).module()).size == 2 * 10 + 2
 
 
 def test_columns_of_another_table_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"records\.columns declares ages"):
-        Scene.of(asked(wide(tmp_path / "t.csv"), columns={"ages": {"fill": 0}}))
+        SimulationSetup.of(asked(wide(tmp_path / "t.csv"), columns={"ages": {"fill": 0}}))
 
 
 @pytest.mark.parametrize("features", ["none", "own"])
 @pytest.mark.parametrize(("value", "deviation"), [(3e38, 0.5), (2.0, 1e-300)])
-def test_a_record_whose_scaled_value_is_none_is_left_out_by_itself(
-    caplog, value, deviation, features
-):
+def test_record_with_undefined_scaled_value_is_dropped_alone(caplog, value, deviation, features):
     """(x - mean) / deviation is beyond float32 for it alone: it must not end anybody's run."""
     x = np.zeros((60, 4), np.float32)
     x[:, 1] = np.arange(60)
@@ -244,16 +246,16 @@ def test_a_record_whose_scaled_value_is_none_is_left_out_by_itself(
     )
     labels = [0, 1] * 30
     with caplog.at_level(logging.WARNING, logger="fedpact"):
-        scene = Scene.of(plan, from_arrays(x, labels))
+        scene = SimulationSetup.of(plan, from_arrays(x, labels))
     assert "1 of 60 records have no finite numbers as they are scaled" in caplog.text
     assert "places 7 " in caplog.text
     rest = [k for k in range(60) if k != 7]
-    without = Scene.of(plan, from_arrays(x[rest], [labels[k] for k in rest]))
+    without = SimulationSetup.of(plan, from_arrays(x[rest], [labels[k] for k in rest]))
     assert torch.equal(scene.dataset.x, without.dataset.x)
     assert torch.equal(scene.raw.x, without.raw.x)
 
 
-def test_what_is_declared_of_a_column_that_is_dropped_counts_for_nothing(tmp_path):
+def test_declarations_of_dropped_columns_are_ignored(tmp_path):
     """Numbers, names and forms are those of a table that has no such column."""
     dropped = {"ward", "dose"}
     places = [k for k, name in enumerate(HEADER) if name not in dropped]
@@ -263,7 +265,10 @@ def test_what_is_declared_of_a_column_that_is_dropped_counts_for_nothing(tmp_pat
     path, short = table(tmp_path / "t.csv"), tmp_path / "short.csv"
     with short.open("w", newline="") as file:
         csv.writer(file).writerows([[row[k] for k in places] for row in [HEADER, *ROWS]])
-    one, other = load(str(path), "out", form=whole), load(str(short), "out", form=without)
+    one, other = (
+        load_dataset(str(path), "out", form=whole),
+        load_dataset(str(short), "out", form=without),
+    )
     assert one.features == other.features
     assert torch.equal(one.x, other.x)
     assert torch.equal(prepared(one, whole), prepared(other, without))
@@ -277,7 +282,7 @@ def test_what_is_declared_of_a_column_that_is_dropped_counts_for_nothing(tmp_pat
     assert torch.equal(site.x, one.x)
 
 
-def test_a_deployment_of_sites_own_tables_leaves_declared_columns_out(tmp_path):
+def test_deployed_tables_drop_declared_columns(tmp_path):
     path, rows = tmp_path / "t.csv", [row[:] for row in ROWS[:4] for _ in range(10)]
     plan = Plan(
         data=str(table(path, rows)),
@@ -288,12 +293,12 @@ def test_a_deployment_of_sites_own_tables_leaves_declared_columns_out(tmp_path):
         records={"columns": COLUMNS, "drop": ["ward"], "classes": ["no", "yes"]},
         partition={"held_out": 0.0},
     )
-    federation = write(tmp_path / "d", plan, Choices(records=False))
+    federation = write_deployment(tmp_path / "d", plan, Choices(records=False))
     assert federation.features == ("age", "dose", "bmi", "code", "sex")
     own = tmp_path / "d" / "sites" / "site-01"
     plan, federation = read_plan(own / "plan.json"), Federation.read(own / "federation.toml")
     record = federation.stage(plan, own).example(federation.example())
-    assert record.shape == Scene.of(plan).dataset.x.shape[1:] == (7,)
+    assert record.shape == SimulationSetup.of(plan).dataset.x.shape[1:] == (7,)
 
 
 def test_a_column_that_stays_near_0_beside_others_is_told_of(caplog):
@@ -322,7 +327,7 @@ def test_a_column_that_stays_near_0_beside_others_is_told_of(caplog):
     assert "stay near 0: rate (0.0" in caplog.text
 
 
-def test_a_range_that_single_precision_does_not_resolve_is_refused():
+def test_range_unresolved_in_float32_is_refused():
     with pytest.raises(ValidationError, match="take an offset off in the file"):
         Column.model_validate({"range": [1.7e9, 1.7e9 + 60], "scale": "range"})
     # 128 numbers between them, or all whole numbers that there are.
@@ -330,7 +335,7 @@ def test_a_range_that_single_precision_does_not_resolve_is_refused():
         assert Column.model_validate({"range": ends, "scale": "range"}).high == ends[1]
 
 
-def test_categories_that_are_one_number_in_single_precision_are_refused():
+def test_categories_equal_in_float32_are_refused():
     for few in ([16777216.0, 16777217.0], [0.1, 0.1 + 1e-12]):
         with pytest.raises(ValidationError, match="the same number in single precision"):
             Column.model_validate({"categories": few, "scale": "one-hot"})

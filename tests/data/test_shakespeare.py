@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from fedpact.data.datasets import load
+from fedpact.data.datasets import load_dataset
 from fedpact.data.text import shakespeare
 from fedpact.engines.simulation import simulate
-from fedpact.engines.workshop import Workshop
+from fedpact.engines.workshop import TrainingSetup
 from fedpact.errors import DataError, ModelError
 from fedpact.models.build import build
 from fedpact.params import FlatModel
@@ -58,7 +58,7 @@ def test_the_models_keep_records_apart_and_learn_privately(tmp_path, model):
             "privacy": {"epsilon": 1e3},
         }
     )
-    kernel = Workshop(plan, data.x[0], 65).bench(check=True).private
+    kernel = TrainingSetup(plan, data.x[0], 65).bench(check=True).private
     assert kernel.way(data.x[:4], data.y[:4]) == "graph"
     assert simulate(plan, tmp_path / "run", data=data).summary["accuracy"] > 0.5
 
@@ -74,14 +74,14 @@ def test_their_sizes_are_those_that_are_told(model, size):
 
 
 @pytest.mark.parametrize("model", ["ngram", "lstm", "transformer"])
-def test_words_that_no_class_is_of_are_told_of_before_records_are_left_out(model):
+def test_words_without_a_class_are_reported_before_dropping(model):
     plan = Plan.parse({"model": model, "records": {"vocabulary": 7}})
     with pytest.raises(ModelError, match=r"vocabulary = 7 and 6 classes"):
-        Workshop(plan, torch.zeros(5, dtype=torch.int64), 6).module()
-    Workshop(plan, torch.zeros(5, dtype=torch.int64), 7).module()
+        TrainingSetup(plan, torch.zeros(5, dtype=torch.int64), 6).module()
+    TrainingSetup(plan, torch.zeros(5, dtype=torch.int64), 7).module()
 
 
-def test_logistic_regression_on_the_last_characters_is_what_it_says():
+def test_logistic_on_last_characters_matches_its_formula():
     """Against its own formula: logits from three one-hot characters, the nearer ones longer."""
     model = build("ngram", torch.zeros(40, dtype=torch.int64), 5, 0)
     w, bias = (p.detach() for p in model.parameters())
@@ -104,7 +104,7 @@ def test_logistic_regression_on_the_last_characters_is_what_it_says():
 
 
 def test_the_published_text(real_data):
-    data = load("shakespeare")
+    data = load_dataset("shakespeare")
     assert len(set(data.site)) == 71
     assert data.x.shape == (20378, 40)
     text = (real_data / "shakespeare" / "input.txt").read_text()

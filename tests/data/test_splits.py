@@ -161,7 +161,7 @@ def test_power_law_with_labels_is_the_setting_of_fedproxvr():
 
 
 @pytest.mark.parametrize(("sites", "low", "high"), [(100, 37, 1350), (10, 454, 3939)])
-def test_fedproxvrs_devices_train_on_three_quarters_of_two_labels(sites, low, high):
+def test_fedproxvr_devices_train_on_3_of_4_with_two_labels(sites, low, high):
     # Fashion-MNIST and MNIST with the public test set among the records: 7,000 of each label.
     data = records([7000] * 10)
     chosen = PartitionSettings(

@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 
 from fedpact.api import default_folder
-from fedpact.data.datasets import load
+from fedpact.data.datasets import load_dataset
 from fedpact.data.partition import PartitionSettings, make_partition
 from fedpact.data.synthetic import Synthetic, covariance
 from fedpact.errors import DataError
@@ -29,14 +29,14 @@ def chi_square(squares: float, degrees: int) -> None:
 
 
 def by_device(name: str):
-    data = load(name)
+    data = load_dataset(name)
     sites = np.asarray(data.site)
     for k, site in enumerate(np.unique(sites)):
         chosen = torch.from_numpy(np.flatnonzero(sites == site))
         yield k, data.x[chosen].double().numpy(), data.y[chosen].numpy()
 
 
-def test_records_of_a_device_are_normal_with_its_mean_and_covariance():
+def test_device_records_are_normal_with_given_moments():
     name = "synthetic(1,1, sites=3, smallest=5000, largest=5000)"
     made = Synthetic.parse(name)
     for k, x, _ in by_device(name):
@@ -99,7 +99,7 @@ def test_beta_shifts_the_inputs_of_a_device_by_one_number():
     chi_square(float(np.square(shifts).sum()), 300)
 
 
-def test_without_alpha_and_beta_models_and_means_are_standard_normal():
+def test_zero_alpha_beta_give_standard_normal_models():
     devices = [Synthetic(sites=100).device(k) for k in range(100)]
     for part in ("w", "b", "v"):
         z = np.stack([getattr(device, part) for device in devices])
@@ -122,7 +122,7 @@ def test_sizes_follow_the_power_law_in_its_range():
 
 def test_one_quarter_of_each_device_is_held_out():
     # FedProxVR's setting: 100 devices, 75 % of each to train on.
-    data = load("synthetic(0,0)")
+    data = load_dataset("synthetic(0,0)")
     settings = PartitionSettings(kind="natural", held_out=0.25)
     partition = make_partition(data, settings, 100, 0)
     sizes = Synthetic().sizes()
@@ -148,9 +148,11 @@ def test_iid_devices_share_one_law():
     chi_square(float((first.w**2).sum()), 600)
 
 
-def test_the_seed_decides_and_more_devices_change_none_of_the_first():
+def test_seed_decides_and_more_devices_keep_the_first():
     name = "synthetic(0.5,0.5,sites={},seed={})"
-    a, again, other, more = (load(name.format(*v)) for v in ((5, 1), (5, 1), (5, 2), (7, 1)))
+    a, again, other, more = (
+        load_dataset(name.format(*v)) for v in ((5, 1), (5, 1), (5, 2), (7, 1))
+    )
     assert torch.equal(a.x, again.x)
     assert torch.equal(a.y, again.y)
     assert not torch.equal(a.x[:37], other.x[:37])
@@ -187,12 +189,12 @@ def test_names_are_read(name, expected):
 )
 def test_other_values_are_refused_with_what_is_expected(inside):
     with pytest.raises(DataError, match="expected synthetic\\(ALPHA,BETA\\)") as error:
-        load(f"synthetic({inside})")
+        load_dataset(f"synthetic({inside})")
     assert repr(f"synthetic({inside})") in str(error.value)
 
 
 def test_the_public_test_sets_records_join_the_others():
-    data, whole = load("digits"), load("digits+test")
+    data, whole = load_dataset("digits"), load_dataset("digits+test")
     assert whole.x_test is None
     assert whole.y_test is None
     assert torch.equal(whole.x, torch.cat([data.x, data.x_test]))
@@ -204,7 +206,7 @@ def test_the_public_test_sets_records_join_the_others():
 @pytest.mark.parametrize("name", ["synthetic(0,0,sites=2)+test", "digits+test+test"])
 def test_without_a_public_test_set_there_is_none_to_join(name):
     with pytest.raises(DataError, match=r"\+test needs a public test set"):
-        load(name)
+        load_dataset(name)
 
 
 @pytest.mark.parametrize(

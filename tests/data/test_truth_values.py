@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import fedpact
-from fedpact.data.datasets import from_frame, load
+from fedpact.data.datasets import from_frame, load_dataset
 from fedpact.data.form import Column, RecordForm
 from fedpact.data.given.persons import persons_of
 from fedpact.data.own import class_numbers
-from fedpact.data.sieve import Sieve
+from fedpact.data.sieve import RecordFilter
 from fedpact.errors import DataError
 
 FRAME = pd.DataFrame({"age": np.arange(40) / 40, "smoker": [True, False] * 20,
@@ -27,7 +27,7 @@ def read(kind, frame, tmp_path, form, classes=None):
         return from_frame(frame, "ill", classes=classes, form=form)
     path = tmp_path / f"t.{kind}"
     frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
-    return load(str(path), "ill", classes=classes, form=form)
+    return load_dataset(str(path), "ill", classes=classes, form=form)
 
 
 @pytest.mark.parametrize("kind", ["frame", "csv", "parquet"])
@@ -108,7 +108,7 @@ def test_one_class_is_refused_with_the_labels_that_are_found(classes):
         fedpact.from_arrays(np.zeros((40, 2)), labels, classes=classes)
 
 
-def test_many_labels_that_are_no_class_are_told_of_by_name_and_count(caplog):
+def test_many_unknown_labels_are_reported_by_name_and_count(caplog):
     labels = ["no"] * 10 + ["yes"] * 8 + ["Yes"] * 19 + ["?!"] * 3
     with caplog.at_level(logging.WARNING):
         data = from_frame(FRAME.assign(ill=labels), "ill", classes=["no", "yes"])
@@ -145,7 +145,9 @@ def test_codes_with_points_are_what_they_are(tmp_path):
         (["250", "250.0", "250.1", "250.10"], [0.0, 1.0, 2.0, 3.0]),
     ):
         own = Column(categories=names, other="x" if "x" in names else None)
-        data = load(str(tmp_path / "codes.csv"), "ill", form=RecordForm(columns={"code": own}))
+        data = load_dataset(
+            str(tmp_path / "codes.csv"), "ill", form=RecordForm(columns={"code": own})
+        )
         assert data.x[:, 0].tolist() == places * 3
 
 
@@ -186,7 +188,7 @@ def test_who_is_nobody_is_not_one_person(kind, nobody, tmp_path, caplog):
         data = from_frame(frame, "ill", person="patient")
     else:
         frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
-        data = load(str(path), "ill", person="patient")
+        data = load_dataset(str(path), "ill", person="patient")
     assert data.person == ("7", "7", "8") * 10
     assert "names no person" in caplog.text
 
@@ -215,12 +217,12 @@ def test_a_persons_number_that_text_rounds_is_nobodys(written, kept, tmp_path):
     """Parquet and frames tell a float by its type; a CSV has nothing but how it is written."""
     path = tmp_path / "t.csv"
     path.write_text(f'age,ill,patient\n1,a,"{written}"\n2,b,8\n')
-    assert len(load(str(path), "ill", person="patient").person) == 1 + kept
+    assert len(load_dataset(str(path), "ill", person="patient").person) == 1 + kept
 
 
 def test_a_name_is_what_one_sees_of_it():
     """Copied from elsewhere, one person's name has marks without width, or accents of their own."""
-    sieve = Sieve("t", 8, 1)
+    sieve = RecordFilter("t", 8, 1)
     names = ["Zoë", "Zoe\u0308", "\ufeffZoë", "Zo\u200bë", "Zoë\0", "Zoé", "Zoë²", "Zo\të"]
     assert persons_of(names, sieve) == ["Zoë"] * 5 + ["Zoé", "Zoë²", "Zo\të"]
     assert sieve.good.all()
@@ -233,19 +235,19 @@ def test_bytes_are_the_text_that_they_spell(kind, tmp_path):
     path = tmp_path / f"t.{kind}"
     if kind == "npz":
         np.savez(path, x=np.eye(40), y=[0, 1] * 20, person=np.array(whose))
-        data = load(str(path))
+        data = load_dataset(str(path))
     else:
         pytest.importorskip("pyarrow")
         labels = [b"yes", b"no"] * 20
         pd.DataFrame({"age": FRAME.age, "ill": labels, "who": whose}).to_parquet(path)
-        data = load(str(path), "ill", person="who")
+        data = load_dataset(str(path), "ill", person="who")
         assert data.classes == ("no", "yes")
     assert data.person == ("7", "8") * 10
 
 
-def test_bytes_name_a_declared_class_where_numbers_would_be_places():
+def test_bytes_name_a_declared_class_not_a_position():
     """As at a site, where classes are declared and nothing says how labels are written."""
-    sieve = Sieve("t", 3, 1)
+    sieve = RecordFilter("t", 3, 1)
     found = class_numbers([b"yes", "yes", b"no"], ("no", "yes"), None, "ill", sieve)
     assert found.tolist() == [1, 1, 0]
     assert sieve.good.all()
@@ -259,6 +261,6 @@ def test_a_spreadsheets_error_is_no_class_and_no_site():
 
 
 def test_a_number_that_a_decimal_has_exactly_is_a_name():
-    sieve = Sieve("t", 2, 1)
+    sieve = RecordFilter("t", 2, 1)
     persons_of([Decimal("320101199001990010.0000"), Decimal("1E+3")], sieve)
     assert sieve.good.all()

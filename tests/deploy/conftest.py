@@ -12,7 +12,7 @@ pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
 from flwr.supercore.task_identity import TaskIdentity
 from tests.deploy.grid import Clock, Run, allow
 
-from fedpact.deploy.write import Choices, write
+from fedpact.deploy.write import Choices, write_deployment
 from fedpact.engines.flower import transport, underway
 from fedpact.plan import Plan
 
@@ -40,7 +40,7 @@ def make():
 
     def new_deployment(directory: Path, choices=None, **plan) -> Path:
         chosen = Choices(port=free_port(), **(choices or {}))
-        write(directory, Plan.parse({**PLAN, **plan}), chosen)
+        write_deployment(directory, Plan.parse({**PLAN, **plan}), chosen)
         return directory
 
     return new_deployment

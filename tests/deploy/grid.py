@@ -37,26 +37,26 @@ class Node:
         self.handed = 0
 
     def hear(self, message):
-        question = from_bytes(codec.unpack(message.content)[0])
+        question = from_bytes(codec.from_record(message.content)[0])
         if getattr(question, "algorithm", "") == FINAL:
             # Of a run that is over: tests are of what went before.
             self.handed += 1
             return respond(self.site, self.key, message)
-        self.heard.append(codec.unpack(message.content)[0])
+        self.heard.append(codec.from_record(message.content)[0])
         return self.behave(message, lambda: self.answer(message))
 
     def answer(self, message):
         answer = respond(self.site, self.key, message)
-        self.said.append(codec.unpack(answer.content)[0])
+        self.said.append(codec.from_record(answer.content)[0])
         return answer
 
     def forge(self, message, block, key=None, name=None):
         signature = seal.sign(key or self.key, f"reply of {name or self.site.name}", block)
-        return Message(codec.pack(block, signature), reply_to=message)
+        return Message(codec.to_record(block, signature), reply_to=message)
 
     def change(self, message, answer, **changes):
         """The site's own answer with other fields, signed by it."""
-        reply = from_bytes(codec.unpack(answer().content)[0])
+        reply = from_bytes(codec.from_record(answer().content)[0])
         return self.forge(message, to_bytes(type(reply)(**{**vars(reply), **changes})))
 
 

@@ -27,7 +27,7 @@ from fedpact.engines.flower.transport import TooFewReplies
 from fedpact.engines.flower.worker import respond
 from fedpact.engines.parties import stored
 from fedpact.engines.parties.site import Site, answer
-from fedpact.engines.parties.standing import Standing
+from fedpact.engines.parties.standing import LedgerRegistry
 from fedpact.errors import DataError, FedpactError, LedgerError
 from fedpact.ledger.ledger import read_entries
 from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
@@ -108,7 +108,7 @@ def test_a_cut_last_line_is_told_as_another_entry(site_dir):
 
 @pytest.mark.parametrize("how", ["missing", "emptied", "fresh"])
 @pytest.mark.parametrize("left", EVIDENCE)
-def test_a_site_that_has_released_does_not_open_without_its_ledger(site_dir, tmp_path, how, left):
+def test_site_that_released_does_not_open_without_its_ledger(site_dir, tmp_path, how, left):
     """One file of those that a site leaves behind is enough to tell."""
     unused = Path(shutil.copytree(site_dir, tmp_path / "unused"))
     (site_dir / left).write_bytes(b"")
@@ -138,7 +138,7 @@ def _with_a_reply(tmp_path, site_dir):
     return other
 
 
-def test_a_log_without_an_answer_is_no_sign_that_the_site_has_released(site_dir):
+def test_log_without_an_answer_is_no_sign_of_a_release(site_dir):
     """A first start that failed has left one."""
     (site_dir / "log.txt").write_text("fedpact: policy policy.toml cannot be read\n")
     Site(site_dir).ledger.close()
@@ -191,7 +191,7 @@ def test_an_older_word_takes_nothing_back_of_a_later_one(site_dir, tmp_path):
     Site(snapshot).ledger.close()
 
 
-def test_a_servers_false_word_takes_nothing_back_of_what_the_site_knows_itself(site_dir):
+def test_server_lies_do_not_undo_what_the_site_knows(site_dir):
     """Its owner removes that word, and an older ledger still does not open."""
     with Site(site_dir) as site:
         told(site, 1)
@@ -208,7 +208,7 @@ def test_a_servers_false_word_takes_nothing_back_of_what_the_site_knows_itself(s
         Site(site_dir)
 
 
-def test_an_older_ledger_that_was_written_on_is_not_let_in_once_it_is_longer(site_dir, tmp_path):
+def test_rolled_back_ledger_stays_barred_after_growing_longer(site_dir, tmp_path):
     """The lengths agree with what the server has seen, and the entries do not."""
     with Site(site_dir) as site:
         told(site, 1)
@@ -223,7 +223,7 @@ def test_an_older_ledger_that_was_written_on_is_not_let_in_once_it_is_longer(sit
     assert charged(snapshot) == 3 * STEPS
 
 
-def test_whatever_is_put_back_and_copied_no_more_is_released_than_was_reserved(make, tmp_path):
+def test_no_restore_or_copy_releases_more_than_reserved(make, tmp_path):
     """Random restores and copies between rounds; counted are releases, in all copies together."""
     home = make(tmp_path / "d", rounds=6) / "sites" / "site-00"
     for seed in range(4):
@@ -262,20 +262,20 @@ def test_a_question_says_what_its_signature_covers(deployment):
     server = seal.read_private_key(deployment / "server" / "server.key")
     block = to_bytes(task_of(node.site))
     seen, agreed = (node.site.ledger.length + 1, "a" * 64), node.site.agreed
-    signature = seal.sign(server, seal.task_for("site-00", seen, agreed), block)
+    signature = seal.sign(server, seal.signing_context("site-00", seen, agreed), block)
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 10
 
     def given(record):
         message = Message(record, 10, "train")
         message.metadata.__dict__["_message_id"] = "x"
         content = respond(node.site, node.key, message).content
-        return from_bytes(codec.unpack(content)[0]).code
+        return from_bytes(codec.from_record(content)[0]).code
 
     try:
         for other in ((0, ""), (1, "a" * 64), (seen[0], "b" * 64), (seen[0], ""), ("1", 2), (1, 1)):
-            assert given(codec.pack(block, signature, other, agreed)) == "unsigned"
-        assert given(codec.pack(block, signature, seen)) == "unsigned"
-        assert given(codec.pack(block, signature, seen, agreed)) == "ledger"
+            assert given(codec.to_record(block, signature, other, agreed)) == "unsigned"
+        assert given(codec.to_record(block, signature, seen)) == "unsigned"
+        assert given(codec.to_record(block, signature, seen, agreed)) == "ledger"
     finally:
         node.site.ledger.close()
     assert charged(node.directory) == 0
@@ -345,7 +345,7 @@ SECURE = {"secure_aggregation": {"threshold": 2}}
 
 
 @pytest.mark.parametrize("plan", [{}, SECURE], ids=["plain", "secure"])
-def test_a_snapshot_that_is_started_again_stays_out_and_charges_nothing(federation, tmp_path, plan):
+def test_restarted_snapshot_stays_out_and_charges_nothing(federation, tmp_path, plan):
     """Taken after round 1, put back before round 3: by length alone it would be let in again."""
     run, nodes, _ = federation(**plan)
     node, snapshot = nodes[1], tmp_path / "snapshot"
@@ -371,7 +371,7 @@ def test_of_two_copies_that_take_turns_one_goes_on(federation, tmp_path, plan):
 
     def behave(message, answer):
         given, question = answer(), from_bytes(node.heard[-1])
-        refused = isinstance(from_bytes(codec.unpack(given.content)[0]), Refusal)
+        refused = isinstance(from_bytes(codec.from_record(given.content)[0]), Refusal)
         ends = refused or isinstance(question, Task) or question.step == "open"
         if ends and question.round < 4:
             if not copy.exists():
@@ -425,7 +425,7 @@ def _readmitted(node, number, directory, answer):
 
 def test_only_who_is_barred_is_let_in_again(federation):
     _, _, directory = federation()
-    standing = Standing(directory / "server" / "run")
+    standing = LedgerRegistry(directory / "server" / "run")
     assert not standing.look("site-00", -1, "a" * 64)
     for where, name, why in (
         (directory / "server", "site-01", "has site-00"),
@@ -512,7 +512,7 @@ def test_a_policy_that_is_taken_away_counts_too(site_dir):
     assert charged(site_dir) == STEPS
 
 
-def test_no_sum_is_opened_under_a_policy_that_was_tightened_in_its_round(federation):
+def test_tightened_policy_opens_no_sum_in_its_round(federation):
     run, nodes, _ = federation(**SECURE, rounds=2)
     heard = []
 
@@ -521,7 +521,7 @@ def test_no_sum_is_opened_under_a_policy_that_was_tightened_in_its_round(federat
         if (asked(nodes[0]), step) == (2, "open"):
             change(nodes[0].directory / "policy.toml", 'algorithms = ["fedavg"]', "algorithms = []")
         given = answer()
-        heard.append(from_bytes(codec.unpack(given.content)[0]))
+        heard.append(from_bytes(codec.from_record(given.content)[0]))
         return given
 
     nodes[0].behave = behave
@@ -584,9 +584,7 @@ class Disk:
 
 # One charges twice in a round, the other remembers something.
 @pytest.mark.parametrize("algorithm", ["fedproxvr", "scaffold"])
-def test_wherever_a_disk_fails_at_most_one_round_is_charged_in_vain(
-    make, tmp_path, monkeypatch, algorithm
-):
+def test_disk_failure_wastes_at_most_one_rounds_charge(make, tmp_path, monkeypatch, algorithm):
     """It fails at each of a round's operations in turn and stays so; the site is asked again and
     again, and started again by what looks after it; then the disk is mended."""
     home = make(tmp_path / "d", algorithm=algorithm, rounds=9, settings={}) / "sites" / "site-00"
@@ -636,7 +634,7 @@ def test_the_process_ends_once_its_site_has_stopped(site_dir, monkeypatch):
             return None, "a token"
 
     served = []
-    monkeypatch.setattr(worker, "Desk", Desk)
+    monkeypatch.setattr(worker, "TaskQueue", Desk)
     with Site(site_dir) as site:
 
         def serve(*_):

@@ -22,7 +22,7 @@ from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.federation import Federation
 from fedpact.engines.parties.site import Site, answer
 from fedpact.engines.parties.stored import LastReply
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.engines.simulation import simulate
 from fedpact.errors import PlanError
 from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
@@ -67,7 +67,7 @@ def test_a_deployment_has_the_simulations_bits(federate, tmp_path):
     assert all(torch.equal(deployed[name], simulated[name]) for name in deployed)
 
 
-def test_a_site_reads_its_own_table_and_says_which_columns_are_wide(make, tmp_path, caplog):
+def test_site_reads_its_table_and_reports_wide_columns(make, tmp_path, caplog):
     data = table(tmp_path / "t.csv")
     declared = {**DECLARED, "bmi": {"range": [10, 60], "clamp": True}}
     directory = make(
@@ -88,7 +88,7 @@ def test_a_site_reads_its_own_table_and_says_which_columns_are_wide(make, tmp_pa
     assert "federation.toml" in caplog.text
 
 
-def test_a_site_opens_without_a_record_whose_scaled_value_is_none(make, tmp_path, caplog):
+def test_site_drops_records_with_undefined_scaled_values(make, tmp_path, caplog):
     data = table(tmp_path / "t.csv")
     declared = {**DECLARED, "bmi": {**DECLARED["bmi"], "deviation": 0.5}}
     directory = make(
@@ -149,7 +149,7 @@ def tensors(path):
 
 
 @pytest.mark.parametrize("threshold", [0, 2])
-def test_what_scales_columns_is_released_once_and_is_the_simulations(begin, tmp_path, threshold):
+def test_column_scales_are_released_once_as_in_simulation(begin, tmp_path, threshold):
     """Under secure aggregation, too, where no single site's means are seen."""
     run, asked = begin({"seeds": "test"}, secure_aggregation={"threshold": threshold})
     records = run()
@@ -190,7 +190,7 @@ def of_tables(make, tmp_path, declared):
             node.site.ledger.close()
 
 
-def test_a_table_that_is_asked_about_may_have_its_columns_in_any_order(begin, tmp_path):
+def test_prediction_table_columns_may_be_in_any_order(begin, tmp_path):
     """Of a federation whose sites were given arrays for trying, too: the plan has the names."""
     run, asked = begin()
     run()
@@ -203,7 +203,7 @@ def test_a_table_that_is_asked_about_may_have_its_columns_in_any_order(begin, tm
         np.testing.assert_array_equal(result.predict(turned).probabilities, expected)
 
 
-def test_a_federation_of_tables_says_which_columns_its_model_takes(make, tmp_path):
+def test_table_federation_names_the_models_columns(make, tmp_path):
     with of_tables(make, tmp_path, DECLARED) as (run, _):
         run()
     for party in (run.directory / "server", run.nodes[0].directory):
@@ -214,7 +214,7 @@ def test_a_federation_of_tables_says_which_columns_its_model_takes(make, tmp_pat
 def test_a_public_test_set_is_scaled_as_the_sites_tables_are(make, tmp_path, declared):
     """An array has no names: its columns are those of federation.toml, in that order."""
     with of_tables(make, tmp_path, declared) as (run, data):
-        raw = Scene.of(run.nodes[0].site.plan.model_copy(update={"data": data})).raw
+        raw = SimulationSetup.of(run.nodes[0].site.plan.model_copy(update={"data": data})).raw
         np.savez(run.directory / "server" / "test.npz", x=raw.x.numpy(), y=raw.y.numpy())
         last = run()[-1]
     expected = load(run.directory / "server").evaluate(data)
@@ -237,9 +237,7 @@ def test_a_lost_reply_costs_no_second_release(begin):
 
 
 @pytest.mark.parametrize(("spare", "again"), [(0, [(0, 0, 1)]), (1, [(0, 0, 1), (0, 0, 1)])])
-def test_a_site_that_died_in_between_pays_again_and_only_from_what_was_reserved(
-    begin, spare, again
-):
+def test_crashed_site_pays_again_within_its_reservation(begin, spare, again):
     run, _ = begin(budget={"spare_rounds": spare})
     node, heard = run.nodes[0], []
 
@@ -276,12 +274,12 @@ def test_a_site_that_died_in_between_pays_again_and_only_from_what_was_reserved(
         (lambda r: {"vectors": {MEANS: r.vectors[MEANS][:2]}}, "form"),
     ],
 )
-def test_a_lie_about_columns_is_rejected_and_the_run_begins_without_it(begin, lie, why):
+def test_false_column_release_is_rejected_and_run_starts(begin, lie, why):
     run, _ = begin()
     node = run.nodes[1]
 
     def lies(message, answer):
-        reply = from_bytes(codec.unpack(answer().content)[0])
+        reply = from_bytes(codec.from_record(answer().content)[0])
         if isinstance(reply, Reply) and reply.round == 0:
             return node.forge(message, to_bytes(replace(reply, **lie(reply))))
         return answer()

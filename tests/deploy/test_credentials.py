@@ -162,7 +162,7 @@ def renew(deployment):
 
 
 @pytest.mark.parametrize(("days", "all_parties"), [(826, False), (3000, True), (4000, True)])
-def test_a_certificate_is_renewed_and_the_authority_only_where_it_would_end(
+def test_renewal_replaces_the_authority_only_when_it_would_end(
     deployment, monkeypatch, days, all_parties
 ):
     server, older = deployment / "server", (deployment / "server" / "ca.crt").read_bytes()

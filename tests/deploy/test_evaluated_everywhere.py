@@ -11,7 +11,7 @@ from tests.deploy.test_columns import RELEASED, table
 from tests.test_combinations import COLUMNS
 
 from fedpact import algorithms
-from fedpact.deploy.local import look
+from fedpact.deploy.local import inspect_deployment
 from fedpact.engines.parties.site import Site
 from fedpact.engines.simulation import simulate
 from fedpact.errors import PlanError
@@ -58,7 +58,7 @@ def test_it_releases_what_its_simulation_does_and_nothing_exact(federate, tmp_pa
     everything += [path.read_bytes() for path in server.rglob("*") if path.is_file()]
     for node in run.nodes:
         name = node.directory.name
-        exact = look(node.directory)["own_figures"]["rounds"]["2"]
+        exact = inspect_deployment(node.directory)["own_figures"]["rounds"]["2"]
         assert {**exact, **last.held_out[name]} == exact
         hits = np.array(exact["hits"]).reshape(-1, 2)
         # What scores of the simulation, found in another way, are of: the model that a site uses.
@@ -81,7 +81,7 @@ def test_owners_see_their_figures_where_nothing_is_released(federate, kind):
     run = federate({}, rounds=2, evaluation={"share": 0.3, "releases": []}, **KINDS[kind])
     run()
     for node in run.nodes:
-        figures = look(node.directory)["own_figures"]["rounds"]["2"]
+        figures = inspect_deployment(node.directory)["own_figures"]["rounds"]["2"]
         assert sum(figures["hits"]) > 20
         assert not any(name.endswith("/evaluation") for name in node.site.ledger.runs)
     found = read_run(run.directory / "server" / "run")
@@ -93,7 +93,7 @@ def test_owners_see_their_figures_where_nothing_is_released(federate, kind):
     assert "fedpact deploy status" in why_none(found)
 
 
-def test_under_masks_a_site_answers_evaluations_alone_in_the_clear(make, tmp_path):
+def test_masked_site_answers_evaluations_in_the_clear(make, tmp_path):
     plan = {"rounds": 2, "evaluation": HELD, **KINDS["masked"]}
     directory = make(tmp_path / "m", {"seeds": "test"}, **plan) / "sites" / "site-00"
     with Site(directory) as site:

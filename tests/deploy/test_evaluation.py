@@ -11,21 +11,21 @@ import torch
 from tests.deploy.grid import NAMES, killed_before
 
 from fedpact.cli import deploy as command
-from fedpact.deploy.local import look
+from fedpact.deploy.local import inspect_deployment
 from fedpact.engines.flower import codec
 from fedpact.engines.parties.examiner import _key
 from fedpact.engines.parties.records import own_records
 from fedpact.engines.parties.site import Site, answer
-from fedpact.engines.parties.standing import Standing
+from fedpact.engines.parties.standing import LedgerRegistry
 from fedpact.engines.simulation import simulate
 from fedpact.errors import LedgerError, PlanError, PolicyRefused
 from fedpact.ledger.receipt import receipt
-from fedpact.ledger.reservations import Beside
+from fedpact.ledger.reservations import CompanionReservation
 from fedpact.messages import EVALUATION, Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.plan import Plan
-from fedpact.report.page import headline, write_page
+from fedpact.report.page import build_headline, write_page
 from fedpact.report.reading import read_run
-from fedpact.theory.accounting import UNITS, SampledGaussian, epsilon
+from fedpact.theory.accounting import ADJACENCY_BY_UNIT, SampledGaussian, epsilon
 
 EVALUATION_TABLE = {"share": 0.3, "every": 2, "epsilon": 4.0, "loss_bound": 3.0}
 PLAN = {"rounds": 3, "evaluation": EVALUATION_TABLE}
@@ -44,7 +44,7 @@ def own(directory):
     return json.loads((directory / "own-figures.json").read_text())
 
 
-def test_it_evaluates_when_due_and_last_and_charges_what_it_was_given(ran):
+def test_evaluation_runs_when_due_and_last_and_is_charged(ran):
     assert [bool(record.evaluation) for record in ran.records] == [False, False, True, True]
     found = ran.summary["evaluation"]
     assert found["round"] == 3
@@ -92,7 +92,7 @@ def test_what_a_kill_left_beside_a_sites_files_is_removed(ran):
 
 def test_only_the_very_reply_that_was_seen_may_be_older(tmp_path):
     one, two, other = "a" * 64, "b" * 64, "c" * 64
-    standing = Standing(tmp_path)
+    standing = LedgerRegistry(tmp_path)
     assert standing.look("site", 6, one, "fedavg")
     assert standing.look("site", 7, two, EVALUATION)
     standing.save()
@@ -103,8 +103,8 @@ def test_only_the_very_reply_that_was_seen_may_be_older(tmp_path):
         ("fedavg", 6, other, False),
         ("fedavg", 5, one, False),
     ):
-        assert Standing(tmp_path).look("site", length, head, kind) is good, (kind, length)
-    assert Standing(tmp_path).seen("site") == (7, two)
+        assert LedgerRegistry(tmp_path).look("site", length, head, kind) is good, (kind, length)
+    assert LedgerRegistry(tmp_path).last_seen("site") == (7, two)
 
 
 def test_an_evaluation_that_no_site_answers_says_why(federate, monkeypatch, caplog):
@@ -137,7 +137,7 @@ def test_a_simulation_of_the_plan_releases_the_same_numbers(ran, tmp_path):
     assert all(exact is not None for exact in names)
 
 
-def test_the_exact_figures_are_in_no_message_and_no_file_but_the_owners(ran):
+def test_exact_figures_stay_in_the_owners_files(ran):
     """As text, and as bytes of either precision; numbers of so few digits that any may be met by
     chance are left out, and the table of hits is looked for as a whole.
     """
@@ -288,7 +288,7 @@ def test_a_lost_secret_is_not_replaced(evaluated):
         pass
 
 
-def test_another_run_on_the_same_ledger_draws_a_secret_of_its_own(evaluated):
+def test_each_run_on_a_ledger_draws_its_own_secret(evaluated):
     """The ledger adds the two up, whichever records each of them holds out."""
     with Site(evaluated) as site:
         first = site.run
@@ -312,16 +312,20 @@ def test_another_run_on_the_same_ledger_draws_a_secret_of_its_own(evaluated):
 
 def test_its_owner_sees_the_exact_figures_and_the_server_none(ran, capsys):
     site, server = ran.directory / "sites" / "site-01", ran.directory / "server"
-    figures = look(site)["own_figures"]
+    figures = inspect_deployment(site)["own_figures"]
     assert [*figures["rounds"]] == ["0", "1", "2", "3"]
-    command.status(site, as_json=False)
+    command.execute_status(site, as_json=False)
     told = capsys.readouterr().out
     assert "for its owner alone" in told
     for sums in figures["rounds"].values():
         hits = np.array(sums["hits"]).reshape(10, 2)
         assert f"{hits[:, 0].sum() / hits.sum():.4g}" in told
     assert f"{hits[3, 0] / hits[3].sum():.4g}" in told
-    assert look(server)["own_figures"] is look(ran.directory)["own_figures"] is None
+    assert (
+        inspect_deployment(server)["own_figures"]
+        is inspect_deployment(ran.directory)["own_figures"]
+        is None
+    )
 
 
 def test_a_site_that_holds_nothing_out_has_its_ledgers_status(federate, capsys):
@@ -329,20 +333,20 @@ def test_a_site_that_holds_nothing_out_has_its_ledgers_status(federate, capsys):
     run()
     site = run.nodes[0].directory
     assert not (site / "own-figures.json").exists()
-    command.status(site, as_json=False)
-    assert look(site)["own_figures"] is None
+    command.execute_status(site, as_json=False)
+    assert inspect_deployment(site)["own_figures"] is None
     told = capsys.readouterr().out
     assert run.nodes[0].site.name in told
     assert "Exact figures" not in told
 
 
 def test_status_has_what_evaluations_cost_and_the_adjacency(ran, capsys):
-    command.status(ran.directory / "sites" / "site-01", as_json=False)
+    command.execute_status(ran.directory / "sites" / "site-01", as_json=False)
     told = capsys.readouterr().out
     # Training reserved less than the 4 of evaluations.
     row = next(line for line in told.splitlines() if "site-01" in line)
     assert [cell.strip() for cell in row.split("│")][4] == "4"
-    assert f"adjacency: {UNITS['record']}" in told
+    assert f"adjacency: {ADJACENCY_BY_UNIT['record']}" in told
     assert "held out at most (4, 1e-05)" in told
 
 
@@ -350,11 +354,11 @@ def test_a_lie_is_rejected_and_the_others_are_evaluated(federate):
     run = federate({}, **PLAN)
 
     def lie(message, answered):
-        asked = from_bytes(codec.unpack(message.content)[0])
+        asked = from_bytes(codec.from_record(message.content)[0])
         if asked.algorithm != EVALUATION:
             return answered()
         huge = {"hits": torch.full((20,), 1e9, dtype=torch.float64)}
-        reply = from_bytes(codec.unpack(answered().content)[0])
+        reply = from_bytes(codec.from_record(answered().content)[0])
         return run.nodes[0].change(message, answered, vectors={**reply.vectors, **huge})
 
     run.nodes[0].behave = lie
@@ -376,7 +380,7 @@ def test_the_report_says_what_was_released_or_what_to_declare(ran, make, tmp_pat
     assert "no round was evaluated" not in page.lower()
     assert "[evaluation] share = 0.2" in page
     assert any(
-        "neither a public test set nor [evaluation]" in card.note for card in headline(found)
+        "neither a public test set nor [evaluation]" in card.note for card in build_headline(found)
     )
 
 
@@ -384,10 +388,10 @@ def test_init_says_what_to_declare(tmp_path, capsys):
     from fedpact.deploy.write import Choices
 
     given = ["sites=2", "rounds=2", "privacy.accountant=rdp"]
-    command.init(tmp_path / "d", None, given, Choices())
+    command.execute_init(tmp_path / "d", None, given, Choices())
     assert "declare [evaluation] share = 0.2" in capsys.readouterr().out
     masked = [*given, "secure_aggregation.threshold=2", "sites=3"]
-    command.init(tmp_path / "e", None, masked, Choices())
+    command.execute_init(tmp_path / "e", None, masked, Choices())
     told = " ".join(capsys.readouterr().out.split())
     assert "declare [evaluation] share = 0.2" in told
     assert "with releases = [] they release nothing" in told
@@ -396,5 +400,5 @@ def test_init_says_what_to_declare(tmp_path, capsys):
 def test_a_promise_beside_a_run_names_it(ran):
     entries = (ran.directory / "sites" / "site-00" / "ledger.jsonl").read_text().splitlines()
     promised = [json.loads(line) for line in entries]
-    beside = [Beside(e["beside"], e["split"]) for e in promised if "beside" in e]
+    beside = [CompanionReservation(e["beside"], e["split"]) for e in promised if "beside" in e]
     assert [each.beside for each in beside] == [ran.nodes[0].site.run]

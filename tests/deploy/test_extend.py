@@ -16,29 +16,29 @@ from tests.killed import killed_after
 from fedpact.api import load
 from fedpact.cli.deploy import _spend
 from fedpact.deploy import local
-from fedpact.deploy.extend import extend
-from fedpact.deploy.receipts import handed_on
+from fedpact.deploy.extend import extend_deployment
+from fedpact.deploy.receipts import build_receipt
 from fedpact.engines.parties.final import FinalModel
 from fedpact.engines.parties.site import Site
 from fedpact.engines.simulation import simulate
-from fedpact.engines.together import held, restored
+from fedpact.engines.together import exclusive, recover
 from fedpact.errors import DataError, InputError, PlanError, PolicyRefused
 from fedpact.ledger.receipt import receipt
 from fedpact.plan import Plan
 from fedpact.text import upper
 from fedpact.theory.accounting import SampledGaussian, epsilon
-from fedpact.watch.snapshot import look
+from fedpact.watch.snapshot import take_snapshot
 
 pytestmark = pytest.mark.usefixtures("clock")
 
 
 @pytest.mark.parametrize("plan", [{}, {"secure_aggregation": {"threshold": 2}}])
-def test_a_site_refuses_until_its_owner_allows_it_and_then_both_count(federate, plan):
+def test_extension_needs_the_owners_consent_and_counts_both(federate, plan):
     run = federate(None, rounds=2, about={"purpose": "trying it"}, **plan)
     run()
     for node in run.nodes:
         node.site.ledger.close()
-    extended, name, least = extend(run.directory, 2, None)
+    extended, name, least = extend_deployment(run.directory, 2, None)
     assert (extended.rounds, extended.after) == (4, 2)
     site = run.nodes[0].directory
     before = (site / "ledger.jsonl").read_bytes()
@@ -72,18 +72,20 @@ def test_a_site_refuses_until_its_owner_allows_it_and_then_both_count(federate, 
         by_site = load(node.directory).summary
         assert by_site["epsilon"] == {node.site.name: pytest.approx(sum(costs))}
         assert by_site["delta"] == {node.site.name: delta}
-        assert f"{by_site['epsilon'][node.site.name]!r} at δ = {delta!r}" in node.site.cost.told()
+        assert (
+            f"{by_site['epsilon'][node.site.name]!r} at δ = {delta!r}" in node.site.cost.describe()
+        )
         # To `deploy status`, and where the owner brings the model, as the receipt says it.
         spent = sum(part["epsilon_spent"] for part in (first, second))
         reserved = sum(part["epsilon_reserved"] for part in (first, second))
-        row = _spend(local.look(node.directory)["ledgers"][node.site.name], name)
+        row = _spend(local.inspect_deployment(node.directory)["ledgers"][node.site.name], name)
         assert row[:2] == (upper(spent), upper(reserved))
         assert row[4] == upper(delta)
         FinalModel.of(node.directory).bring(None)
         by_owner = load(node.directory).summary
         assert by_owner["epsilon"] == {node.site.name: pytest.approx(spent)}
         assert (by_owner["delta"], by_owner["rounds"]) == ({node.site.name: delta}, 4)
-        told = handed_on(node.directory / "ledger.jsonl")["runs"].values()
+        told = build_receipt(node.directory / "ledger.jsonl")["runs"].values()
         assert [run["purpose"] for run in told] == ["trying it"] * 2
 
 
@@ -118,20 +120,20 @@ def test_what_louder_rounds_have_left_at_a_site_is_no_lie(federate):
     for node in run.nodes:
         node.site.ledger.close()
     loud = run.nodes[0].site.cost.terms.event.sigma
-    extend(run.directory, 1, 200.0)
+    extend_deployment(run.directory, 1, 200.0)
     allow_all(run)
     again, records = carried_on(run)
     assert loud > 100 * again.nodes[0].site.cost.terms.event.sigma
     assert records[-1].refused == {}
 
 
-def test_the_average_of_the_last_models_is_of_the_longer_run_s_last(federate):
+def test_extended_runs_average_covers_its_last_models(federate):
     server = {"average": "tail", "average_share": 0.6}
     run = federate(None, rounds=2, server=server)
     run()
     for node in run.nodes:
         node.site.ledger.close()
-    extend(run.directory, 1, None)
+    extend_deployment(run.directory, 1, None)
     allow_all(run)
     _, records = carried_on(run)
     kept = run.directory / "server" / "run"
@@ -140,7 +142,7 @@ def test_the_average_of_the_last_models_is_of_the_longer_run_s_last(federate):
         for name in ("model-2", "model", "average")
     )
     torch.testing.assert_close(average, (w2 + w3) / 2)
-    assert records[-1].told_average("tail") == "tail average of rounds 2 to 3"
+    assert records[-1].describe_average("tail") == "tail average of rounds 2 to 3"
 
 
 def files_of(directory):
@@ -164,7 +166,7 @@ def test_parties_that_are_cut_off_while_they_are_extended_agree(ended, tmp_path,
     """
     before = files_of(ended)
     whole = Path(shutil.copytree(ended, tmp_path / "whole"))
-    extend(whole, 1, None)
+    extend_deployment(whole, 1, None)
     after = files_of(whole)
     assert {name for name in after if before.get(name) != after[name]} == {
         *("server/run/earlier.json", "server/run/environment.json"),
@@ -175,15 +177,15 @@ def test_parties_that_are_cut_off_while_they_are_extended_agree(ended, tmp_path,
     for changes in itertools.count():
         place = Path(shutil.copytree(ended, tmp_path / f"cut-{changes}"))
         with killed_after(monkeypatch, changes) as died:
-            extend(place, 1, None)
+            extend_deployment(place, 1, None)
         if not died:
             break
         party = place / ("server", "sites/site-01")[changes % 2]
         found = None
         with contextlib.suppress(DataError):
-            restored(party)
+            recover(party)
             found = files_of(party)
-        restored(*local.parties(place).values())
+        recover(*local.parties(place).values())
         assert files_of(place) in (before, after)
         assert found in (None, files_of(party))
         alone += found is not None
@@ -198,21 +200,21 @@ def parties_of(directory):
     return ["server", *(f"sites/{site.name}" for site in (directory / "sites").iterdir())]
 
 
-def test_a_site_by_itself_is_extended_once_for_each_run_that_has_ended(ended):
+def test_site_alone_is_extended_once_per_ended_run(ended):
     site = ended / "sites" / "site-00"
-    assert look(site)["status"].startswith("ended")
-    extend(site, 2, None)
+    assert take_snapshot(site)["status"].startswith("ended")
+    extend_deployment(site, 2, None)
     # What watches it knows that this reservation's rounds are still to come.
-    found = look(site)
+    found = take_snapshot(site)
     assert (found["status"], found["round"], found["rounds"]) == ("nothing answered yet", 1, 3)
     after = files_of(site)
     with pytest.raises(PlanError, match="not begun since it was extended"):
-        extend(site, 2, None)
+        extend_deployment(site, 2, None)
     assert files_of(site) == after
     # One that was away at the end, and charged for it all the same.
     other = ended / "sites" / "site-01"
     (other / "run" / "summary.json").unlink()
-    extend(other, 2, None)
+    extend_deployment(other, 2, None)
     assert (other / "plan.json").read_bytes() == (site / "plan.json").read_bytes()
 
 
@@ -226,10 +228,10 @@ def test_the_last_round_of_a_site_is_the_last_that_is_its_own(federate):
         each.site.ledger.close()
         (each.directory / "run" / "summary.json").unlink()
     for directory in others:
-        extend(directory, 1, None)
+        extend_deployment(directory, 1, None)
     # What it was never asked cannot tell it that the run has ended.
     with pytest.raises(PlanError, match="up to round 0 of 0"):
-        extend(node.directory, 1, None)
+        extend_deployment(node.directory, 1, None)
 
 
 def test_a_partys_directory_is_no_simulations(ended):
@@ -240,20 +242,20 @@ def test_a_partys_directory_is_no_simulations(ended):
         with pytest.raises(DataError, match="a deployment's party, whose run goes on"):
             simulate(plan, place)
     assert files_of(ended) == before
-    extend(ended, 1, None)
+    extend_deployment(ended, 1, None)
     with pytest.raises(DataError, match="a deployment's party, whose run goes on"):
         simulate(plan, ended / "server")
     with pytest.raises(PlanError, match="of a deployment `fedpact deploy up`"):
-        extend(ended, 1, None)
+        extend_deployment(ended, 1, None)
 
 
 def test_what_is_extended_is_nobody_elses_meanwhile(ended, monkeypatch):
     """A server that runs, a party that is started, and a second extension, each at its moment."""
     before = files_of(ended)
-    with held(ended / "server"), pytest.raises(InputError, match="has a server already"):
-        extend(ended, 1, None)
-    with held(ended / "sites" / "site-00"), pytest.raises(InputError, match="in use already"):
-        extend(ended, 1, None)
+    with exclusive(ended / "server"), pytest.raises(InputError, match="has a server already"):
+        extend_deployment(ended, 1, None)
+    with exclusive(ended / "sites" / "site-00"), pytest.raises(InputError, match="in use already"):
+        extend_deployment(ended, 1, None)
     assert files_of(ended) == before
 
     tried = []
@@ -261,11 +263,11 @@ def test_what_is_extended_is_nobody_elses_meanwhile(ended, monkeypatch):
     def another(place):
         for places in (local.parties(ended).values(), [place]):
             with pytest.raises(InputError, match="has a server already, or is being extended"):
-                restored(*places)
+                recover(*places)
             tried.append(places)
 
     monkeypatch.setattr("fedpact.deploy.extend._restate", another)
-    assert extend(ended, 1, None)[0].rounds == 2
+    assert extend_deployment(ended, 1, None)[0].rounds == 2
     assert len(tried) == 2
 
 
@@ -274,10 +276,10 @@ def test_a_deployment_that_cannot_be_extended_is_as_it_was(ended, monkeypatch):
     (ended / "server" / "run" / "privacy.json").write_text("{}")
     changed = files_of(ended)
     with pytest.raises(KeyError):
-        extend(ended, 1, None)
+        extend_deployment(ended, 1, None)
     assert files_of(ended) == changed
     (ended / "server" / "run" / "privacy.json").write_bytes(before["server/run/privacy.json"])
     monkeypatch.setattr("fedpact.deploy.extend._restate", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        extend(ended, 1, None)
+        extend_deployment(ended, 1, None)
     assert files_of(ended) == before

@@ -34,7 +34,7 @@ class Federation:
 
     def __init__(self, directory):
         self.directory, self.lines, self.names = directory, [], names_of(directory)
-        self.numbers = local.start(directory)
+        self.numbers = local.start_parties(directory)
 
     def committed(self):
         """The last committed round, -1 if none; every earlier record is there, unchanged."""
@@ -52,19 +52,19 @@ class Federation:
         wait_for(lambda: self.committed() >= number, self.directory)
 
     def runs(self, name):
-        return local.look(self.directory)["running"][name]
+        return local.inspect_deployment(self.directory)["running"][name]
 
     def kill(self, name):
         """End a party as a power cut would: its process, and Flower's, at once. Start it again."""
         if self.runs(name):  # not the server of a run that has ended
             os.killpg(self.numbers[name], signal.SIGKILL)
         wait_for(lambda: not self.runs(name), self.directory)
-        self.numbers |= local.start(self.directory, name)
+        self.numbers |= local.start_parties(self.directory, name)
 
     def finish(self, rounds):
         """Wait for the end, which nobody helps to come; look at what it is."""
         wait_for(lambda: not self.runs("server"), self.directory)
-        assert local.look(self.directory)["status"] == "finished"
+        assert local.inspect_deployment(self.directory)["status"] == "finished"
         assert self.committed() == rounds
         # Whoever was not ended by us has not ended.
         assert all(map(self.runs, self.names))

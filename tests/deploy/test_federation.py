@@ -40,14 +40,14 @@ def finished(make, elsewhere):
     )
     # As long as a site has not come the run does not begin, so strangers find the server there.
     for name in ("server", SITES[0]):
-        local.start(directory, name)
+        local.start_parties(directory, name)
     try:
         log = directory / "server" / "log.txt"
         wait_for(lambda: log.exists() and "is connected" in log.read_text(), directory)
         knocked = knock(directory, elsewhere / "strangers")
-        local.start(directory)
-        wait_for(lambda: not local.look(directory)["running"]["server"], directory)
-        return directory, knocked, local.look(directory)
+        local.start_parties(directory)
+        wait_for(lambda: not local.inspect_deployment(directory)["running"]["server"], directory)
+        return directory, knocked, local.inspect_deployment(directory)
     finally:
         local.stop(directory)
         for path in directory.rglob("log.txt"):
@@ -205,7 +205,7 @@ def check_that_the_logs_say_what_each_round_took(directory):
 
 
 def check_that_nothing_is_left_running(directory):
-    found = local.look(directory)
+    found = local.inspect_deployment(directory)
     assert not any(found["running"].values())
     for name, where in local.parties(directory).items():
         for process in Path("/proc").glob("[0-9]*/cwd"):

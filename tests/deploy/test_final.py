@@ -37,7 +37,7 @@ SECURE = {
 
 
 @pytest.mark.parametrize("plan", [{}, SECURE], ids=["plain", "secure"])
-def test_every_site_ends_with_the_servers_model_and_pays_nothing_for_it(federate, plan):
+def test_final_model_reaches_every_site_without_charge(federate, plan):
     run = federate(None, rounds=2, **plan)
     run()
     of_server = model_of(run.directory / "server")
@@ -49,7 +49,7 @@ def test_every_site_ends_with_the_servers_model_and_pays_nothing_for_it(federate
         np.testing.assert_array_equal(found.probabilities, digits.probabilities)
 
 
-def test_a_site_that_was_away_gets_it_when_the_server_is_started_again(federate):
+def test_absent_site_gets_the_final_model_after_restart(federate):
     run = federate(None, rounds=1)
     away, *rest = run.nodes
 
@@ -98,7 +98,7 @@ def test_a_site_with_a_head_of_its_own_keeps_its_own_model(federate):
         load(run.directory / "server")
 
 
-def test_a_model_of_another_form_is_refused_and_none_is_asked_alone(site_dir):
+def test_model_of_wrong_shape_is_refused(site_dir):
     with Site(site_dir) as site:
         w = site.plan.method.init(torch.zeros(650)).vectors["w"]
         before = site.ledger.length

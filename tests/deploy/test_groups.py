@@ -8,7 +8,7 @@ from tests.deploy.grid import NAMES
 from tests.evaluation.people import COLUMNS, people
 
 from fedpact.engines.parties.federation import Federation
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.engines.simulation import simulate
 from fedpact.errors import PlanError
 from fedpact.plan import Plan
@@ -46,4 +46,4 @@ def test_groups_that_are_not_declared_are_refused(table, groups, columns):
     table["records"]["columns"] = columns | ({} if columns else {"age": COLUMNS["age"]})
     plan = Plan.parse({**table, "evaluation": {**table["evaluation"], "groups": groups}})
     with pytest.raises((PlanError, ValueError), match=r"evaluation\.groups|no record is left"):
-        Scene.of(plan)
+        SimulationSetup.of(plan)

@@ -3,7 +3,7 @@
 import torch
 from safetensors.torch import load_file
 
-from fedpact.client import remembered
+from fedpact.client import read_memory
 from fedpact.engines.parties.federation import Federation, read_plan
 from fedpact.messages import from_bytes
 from fedpact.params import FlatModel
@@ -27,7 +27,7 @@ def test_a_head_is_at_its_site_and_nowhere_else(federate):
         assert len(replies) == 3
         for reply in replies:
             assert torch.equal(reply.vectors["w"][-HEAD:], began)
-        memory = remembered(node.directory / "memory.safetensors", 3)
+        memory = read_memory(node.directory / "memory.safetensors", 3)
         heads.append(memory.vectors["heads/own"])
         # No two of its numbers are anywhere in what sites have said or heard. Draws are secure: by
         # chance eight bytes are there less than once in 10^12 runs of this test.

@@ -27,7 +27,7 @@ class Link:
 
     def answer(self, question, block, inside=None):
         """inside: the number of the question that the answer's own metadata name."""
-        reply = Message(codec.pack(block, b"signature"), reply_to=question)
+        reply = Message(codec.to_record(block, b"signature"), reply_to=question)
         about = reply.metadata.reply_to_message_id
         reply.metadata.__dict__["_reply_to_message_id"] = inside or about
         number = reply.object_id
@@ -69,14 +69,14 @@ def grid():
 
 
 def question(node):
-    message = Message(codec.pack(b"question", b"signature"), node, "train")
+    message = Message(codec.to_record(b"question", b"signature"), node, "train")
     message.metadata.__dict__["_message_id"] = f"question to {node}"
     message.metadata.__dict__["_src_node_id"] = 1
     return message
 
 
 def blocks(messages):
-    return [codec.unpack(message.content)[0] for message in messages]
+    return [codec.from_record(message.content)[0] for message in messages]
 
 
 def test_an_answer_that_is_half_sent_holds_up_no_other(grid):
@@ -98,7 +98,7 @@ def test_an_answer_that_is_half_sent_holds_up_no_other(grid):
     assert link.asked == [[slow, quick]]
 
 
-def test_an_answer_that_never_comes_is_none_and_may_be_asked_for_again(grid):
+def test_missing_answer_is_none_and_can_be_asked_again(grid):
     link = grid._client
     number = link.answer(question(7), b"lost")
     link.PullObject = lambda request: PullObjectResponse(object_found=False)

@@ -16,7 +16,7 @@ from fedpact.plan import Plan
 FIRST = {"rounds": 1, "sites": 3, "privacy": {"mode": "none"}}
 
 
-def test_every_party_holds_the_start_and_a_simulation_gives_the_same(federate, tmp_path):
+def test_parties_share_the_initial_model_with_the_simulation(federate, tmp_path):
     first = fedpact.run(Plan.parse(FIRST), tmp_path / "first").folder
     start = {"weights": str(first), "trained_on": "public digits"}
     run = federate({"seeds": "test"}, rounds=1, initial=start)

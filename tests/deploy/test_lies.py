@@ -34,7 +34,7 @@ def telling(node, change):
 
     def behave(message, answer):
         task = from_bytes(node.heard[-1])
-        reply = from_bytes(codec.unpack(answer().content)[0])
+        reply = from_bytes(codec.from_record(answer().content)[0])
         return node.forge(message, to_bytes(Reply(**{**vars(reply), **change(task, reply)})))
 
     node.behave = behave
@@ -107,7 +107,7 @@ def test_the_other_site_alone_makes_the_round(federation):
     assert run.summary["status"] == "finished"
 
 
-def test_a_site_with_less_left_does_not_end_the_run_for_the_others(federation):
+def test_site_with_less_budget_does_not_end_the_run(federation):
     """In the first round it is the terms' number; later on arithmetic, whatever a site says."""
     run, nodes = federation(2, algorithm="ali_dpfl", settings={"iterations": 4}, rounds=4)
     telling(
@@ -125,10 +125,10 @@ def test_an_undeclared_number_stops_the_server_before_it_asks(federation, monkey
     """Whoever writes an algorithm that sends more than it bounds cannot deploy it."""
     from fedpact.algorithms import scaffold
     from fedpact.errors import PlanError
-    from fedpact.privacy.oracle import Bounds
+    from fedpact.privacy.oracle import ReplyBounds
 
     run, nodes = federation(1, algorithm="scaffold")
-    monkeypatch.setattr(scaffold, "bounds", lambda *_: Bounds({"w": 1.0}, {}))
+    monkeypatch.setattr(scaffold, "bounds", lambda *_: ReplyBounds({"w": 1.0}, {}))
     with pytest.raises(PlanError, match="sends local_steps without a bound"):
         run.refused()
     assert charged(nodes[0]) == 0
@@ -186,7 +186,7 @@ def asked(site, number=1, **changes):
         {"vectors": {"w": torch.full((650,), math.inf)}},
     ],
 )
-def test_a_task_that_the_plan_does_not_have_is_refused_and_costs_nothing(site_dir, changes):
+def test_task_outside_the_plan_is_refused_uncharged(site_dir, changes):
     with Site(site_dir) as site:
         task = asked(site, **changes)
         refusal = from_bytes(site.handle(task))

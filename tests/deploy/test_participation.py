@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tests.deploy.grid import FLOATS, NAMES, Clock, Grid
 
-from fedpact.client import remembered
+from fedpact.client import read_memory
 from fedpact.engines.flower import transport, underway
 from fedpact.engines.flower.server import coordinate
 from fedpact.engines.parties.coordinator import Coordinator
@@ -43,9 +43,7 @@ def charged(node):
 
 
 @pytest.mark.parametrize("compression", [FLOATS, {}], ids=["floats", "codes"])
-def test_only_who_is_drawn_is_asked_and_its_simulation_gives_the_same(
-    federate, tmp_path, compression
-):
+def test_only_drawn_sites_are_asked_as_in_simulation(federate, tmp_path, compression):
     run = federate({"seeds": "test"}, **PLAN, **compression)
     records, plan = run(), run.nodes[0].site.plan
     assert run.summary["status"] == "finished"
@@ -73,7 +71,7 @@ def test_only_who_is_drawn_is_asked_and_its_simulation_gives_the_same(
         assert torch.equal(model[key], value)
 
 
-def test_a_site_refuses_a_round_that_is_not_its_own_and_charges_nothing(make, tmp_path):
+def test_site_refuses_a_round_it_was_not_drawn_for(make, tmp_path):
     directory = make(tmp_path / "d", None, **PLAN, **FLOATS) / "sites" / "site-00"
     with Site(directory) as site:
         plan, length = site.plan, site.ledger.length
@@ -90,7 +88,7 @@ def test_a_site_refuses_a_round_that_is_not_its_own_and_charges_nothing(make, tm
         assert isinstance(from_bytes(site.handle(task)), Reply)
 
 
-def test_who_is_away_in_its_round_is_missing_in_it_and_nobody_takes_its_place(federate):
+def test_absent_drawn_site_is_missing_without_substitute(federate):
     run = federate(None, **PLAN, **FLOATS)
     away = run.nodes[0]
     away.here = False
@@ -103,7 +101,7 @@ def test_who_is_away_in_its_round_is_missing_in_it_and_nobody_takes_its_place(fe
     assert charged(away) == []
 
 
-def test_a_server_that_is_started_again_goes_on_with_the_same_draws(federate):
+def test_restarted_server_continues_the_same_draws(federate):
     whole = federate({"seeds": "test"}, "a", **PLAN, **FLOATS)
     cut = federate({"seeds": "test"}, "b", **PLAN, **FLOATS)
 
@@ -121,7 +119,7 @@ def test_a_server_that_is_started_again_goes_on_with_the_same_draws(federate):
         assert charged(node) == own(node.site.plan, node.directory.name)
 
 
-def test_a_site_that_is_never_drawn_opens_again_and_has_the_final_model(federate):
+def test_never_drawn_site_reopens_with_the_final_model(federate):
     """Its ledger knows of the run, so that what it leaves beside is not older than its ledger."""
     run = federate(None, rounds=1, sites_per_round=1)
     run()
@@ -155,7 +153,7 @@ def test_a_sites_final_model_has_the_head_of_its_last_round(federate):
     run()
     for node in run.nodes:
         last = own(node.site.plan, node.directory.name)[-1]
-        kept = remembered(node.directory / "memory.safetensors", last).vectors["heads/own"]
+        kept = read_memory(node.directory / "memory.safetensors", last).vectors["heads/own"]
         path = node.directory / "run" / "model.safetensors"
         assert torch.equal(load_file(path)["1.bias"], kept)
         # Of a site that was away at the end, and whose owner brings the model, it is the same.

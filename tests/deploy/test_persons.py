@@ -7,18 +7,18 @@ import pytest
 from safetensors.torch import save_file
 from tests.privacy.test_persons import table
 
-from fedpact.cli.deploy import status
+from fedpact.cli.deploy import execute_status
 from fedpact.engines.joining import of_run
 from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
 from fedpact.engines.parties.personal import personalise_site
 from fedpact.engines.parties.records import SiteSettings, own_records
 from fedpact.engines.parties.site import Site
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.engines.simulation import simulate
 from fedpact.errors import PlanError
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import Task
-from fedpact.theory.accounting import UNITS
+from fedpact.theory.accounting import ADJACENCY_BY_UNIT
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def of_persons(make, tmp_path):
 def test_status_says_that_epsilon_is_of_persons(of_persons, capsys):
     # Also before there is a ledger, and at the server, where there is none.
     for directory in (of_persons, of_persons / "server"):
-        status(directory, as_json=False)
-        assert f"adjacency: {UNITS['person']}" in capsys.readouterr().out
+        execute_status(directory, as_json=False)
+        assert f"adjacency: {ADJACENCY_BY_UNIT['person']}" in capsys.readouterr().out
 
 
 def test_a_site_counts_samples_and_promises_persons(of_persons):
@@ -47,9 +47,9 @@ def test_a_site_counts_samples_and_promises_persons(of_persons):
         read_plan(directory / "plan.json"),
     )
     assert federation.person == "person"
-    simulated = next(site for site in Scene.of(plan).sites if site.name == "site-00")
+    simulated = next(site for site in SimulationSetup.of(plan).sites if site.name == "site-00")
     with Site(directory) as site:
-        assert "add/remove one person" in site.cost.told()
+        assert "add/remove one person" in site.cost.describe()
         # As a simulation has them: the same records of the same persons, under the same numbers.
         held = site._records(Task("run", 1, "fedavg", {}, {}))
         assert held.count == federation.sites["site-00"].size

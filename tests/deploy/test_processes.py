@@ -43,7 +43,7 @@ def recorded(deployment, process):
 def test_a_stranger_that_has_the_number_by_now_is_left_alone(deployment, stranger):
     found = Process.of(stranger.pid)
     recorded(deployment, replace(found, started=found.started + "0"))
-    assert local.look(deployment)["running"]["site-00"] is False
+    assert local.inspect_deployment(deployment)["running"]["site-00"] is False
     assert local.stop(deployment) == []
     assert stranger.poll() is None
 
@@ -58,7 +58,7 @@ def test_a_process_whose_command_is_not_known_yet_is_waited_for(deployment, stra
 
     monkeypatch.setattr(running, "_command", late)
     recorded(deployment, Process.of(stranger.pid))
-    assert local.look(deployment)["running"]["site-00"] is True
+    assert local.inspect_deployment(deployment)["running"]["site-00"] is True
     # One that has ended never gets a command, and is not waited for.
     monkeypatch.setattr(running.time, "sleep", None)
     monkeypatch.setattr(running, "_command", lambda number: "")
@@ -77,7 +77,7 @@ def test_a_process_for_another_directory_is_left_alone(deployment, stranger, tmp
 
 def test_what_was_started_then_and_there_is_ended(deployment, stranger):
     recorded(deployment, Process.of(stranger.pid))
-    assert local.look(deployment)["running"]["site-00"] is True
+    assert local.inspect_deployment(deployment)["running"]["site-00"] is True
     assert local.stop(deployment) == ["site-00"]
     # 0 is what is told of a process that somebody else has waited for.
     assert stranger.wait() in (0, -signal.SIGTERM)
@@ -86,33 +86,35 @@ def test_what_was_started_then_and_there_is_ended(deployment, stranger):
 
 @pytest.mark.parametrize("by", [".", "sites/site-00"])
 @pytest.mark.parametrize("asked", [".", "sites/site-00"])
-def test_a_party_is_found_and_ended_whether_it_was_started_alone_or_with_all(
-    deployment, stranger, by, asked
-):
+def test_party_is_found_and_stopped_started_alone_or_together(deployment, stranger, by, asked):
     recorded(deployment / by, Process.of(stranger.pid))
-    assert local.look(deployment / "sites" / "site-01")["running"] == {"site-01": False}
+    assert local.inspect_deployment(deployment / "sites" / "site-01")["running"] == {
+        "site-01": False
+    }
     assert local.stop(deployment / "server") == []
-    assert local.look(deployment / asked)["running"]["site-00"] is True
+    assert local.inspect_deployment(deployment / asked)["running"]["site-00"] is True
     # A start finds it as well, and starts no second one.
-    assert local.start(deployment / asked, "site-00") == {"site-00": stranger.pid}
+    assert local.start_parties(deployment / asked, "site-00") == {"site-00": stranger.pid}
     assert local.stop(deployment / asked) == ["site-00"]
     assert stranger.wait() in (0, -signal.SIGTERM)
-    assert not any(local.look(deployment / asked)["running"].values())
+    assert not any(local.inspect_deployment(deployment / asked)["running"].values())
 
 
-def test_a_site_that_was_taken_out_of_the_federation_is_ended_as_well(deployment, stranger):
+def test_site_removed_from_the_federation_is_stopped_too(deployment, stranger):
     path = deployment / "server" / "federation.toml"
     before, _, after = path.read_text().partition('[sites."site-00"]')
     path.write_text(before + after[after.index("[sites.") :])
     assert "site-00" not in local.parties(deployment)
     recorded(deployment, Process.of(stranger.pid))
-    assert local.look(deployment)["running"]["site-00"] is True
+    assert local.inspect_deployment(deployment)["running"]["site-00"] is True
     # What is started or ended beside it does not forget it.
     assert local.stop(deployment, "site-01") == []
     assert "site-00" in json.loads((deployment / "processes.json").read_text())
     assert local.stop(deployment) == ["site-00"]
     assert stranger.wait() in (0, -signal.SIGTERM)
-    assert local.look(deployment)["running"].keys() == local.parties(deployment).keys()
+    assert (
+        local.inspect_deployment(deployment)["running"].keys() == local.parties(deployment).keys()
+    )
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -128,7 +130,7 @@ def test_who_waits_is_told_when_no_site_is_left(monkeypatch, capsys, elsewhere):
         found = {"running": running, "ended": ended, "ledgers": dict.fromkeys(sites)}
         return {**found, "round": None, "status": "not ended"}
 
-    monkeypatch.setattr(local, "look", look)
+    monkeypatch.setattr(local, "inspect_deployment", look)
     monkeypatch.setattr("fedpact.cli.deploy._POLL_SECONDS", 0)
     why = "server ended before" if elsewhere else "every site has ended by itself, as said above"
     with pytest.raises(FedpactError, match=why):
@@ -147,7 +149,7 @@ def test_a_signal_goes_to_what_was_looked_at(stranger):
     found.send(signal.SIGKILL, [])  # nobody has the number: no error
 
 
-@pytest.mark.parametrize("act", [local.start, local.stop, local.look])
+@pytest.mark.parametrize("act", [local.start_parties, local.stop, local.inspect_deployment])
 def test_a_mistyped_directory_is_told_and_nothing_is_made_there(tmp_path, act):
     (tmp_path / "empty").mkdir()
     for name in ("nowhere", "empty"):
@@ -159,10 +161,10 @@ def test_a_mistyped_directory_is_told_and_nothing_is_made_there(tmp_path, act):
 def test_a_damaged_record_of_processes_is_told(deployment):
     (deployment / "processes.json").write_bytes(b"\xff{")
     with pytest.raises(DataError, match=r"processes\.json cannot be understood"):
-        local.look(deployment)
+        local.inspect_deployment(deployment)
 
 
-def test_a_second_server_in_one_directory_is_refused_and_the_first_goes_on(deployment, monkeypatch):
+def test_second_server_in_a_directory_is_refused(deployment, monkeypatch):
     """Before it touches anything of the first one's: its run, its database, its port."""
     server = deployment / "server"
     monkeypatch.setattr(processes, "_flower", None)
@@ -209,12 +211,12 @@ def test_logs_and_flowers_files_are_their_owners(deployment):
     """A party that ends at once has a log all the same: its policy is missing."""
     site = deployment / "sites" / "site-00"
     (site / "policy.toml").unlink()
-    local.start(deployment, "site-00")
-    wait_for(lambda: not local.look(deployment)["running"]["site-00"], deployment)
-    assert "policy.toml" in local.last_words(deployment, "site-00")
+    local.start_parties(deployment, "site-00")
+    wait_for(lambda: not local.inspect_deployment(deployment)["running"]["site-00"], deployment)
+    assert "policy.toml" in local.last_log_lines(deployment, "site-00")
     # Who has only been told "started" learns of it, and nobody else has run.
     told = CliRunner().invoke(app, ["deploy", "status", str(deployment)])
-    words = local.last_words(deployment, "site-00")
+    words = local.last_log_lines(deployment, "site-00")
     assert f"site-00 has ended: {words}" in told.stdout
     assert told.stdout.count("has ended") == 1
     assert "Traceback" not in (site / "log.txt").read_text()

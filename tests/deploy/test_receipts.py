@@ -52,7 +52,7 @@ def test_it_says_what_for_on_what_data_and_when(site, receipt):
     assert not ({"records", "size", "count"} & {key.lower() for key in told})
 
 
-def test_whoever_has_the_federation_can_tell_that_the_site_wrote_it(site, receipt):
+def test_receipt_signature_verifies_against_the_federation(site, receipt):
     told = run("verify", receipt, "--federation", site / "federation.toml")
     assert "intact, signed by site 'site-00'" in told
     assert "only federation.toml says" in run("verify", receipt)
@@ -103,9 +103,7 @@ def test_what_is_no_signed_receipt_is_told(tmp_path, text, error, message):
         run("verify", tmp_path / "r.json")
 
 
-def test_a_ledger_that_lies_elsewhere_is_found_and_several_sites_are_signed_for_by_none(
-    deployment, site, tmp_path
-):
+def test_ledger_elsewhere_is_found_but_several_are_unsigned(deployment, site, tmp_path):
     (site / "ledger.jsonl").rename(tmp_path / "elsewhere.jsonl")
     text = (site / "site.toml").read_text()
     (site / "site.toml").write_text(

@@ -105,7 +105,7 @@ def store(site_dir, x, y):
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "ldp_fedsgd", "fedfdp"])
-def test_what_leaves_a_site_has_one_form_whatever_its_records_are(make, tmp_path, algorithm):
+def test_outgoing_message_form_is_independent_of_records(make, tmp_path, algorithm):
     """Codes, shapes, lengths, counts, ledgers; before, six of these did not open at all."""
     mode = {"mode": "batch_clipped"} if algorithm == "ldp_fedsgd" else {}
     privacy = {"accountant": "rdp", **mode}
@@ -165,7 +165,7 @@ def test_a_batch_that_raises_all_the_same_is_answered(word_sites, tmp_path, monk
     clean = everything(site_dir)
     found = torch.ones(0, dtype=torch.bool)
     monkeypatch.setattr(
-        "fedpact.engines.parties.records.taken", lambda x, y, *_: found.new_ones(len(y))
+        "fedpact.engines.parties.records.find_accepted", lambda x, y, *_: found.new_ones(len(y))
     )
     x, y = images(site_dir)
     store(site_dir, *with_record(x, y, 50, 0))

@@ -19,7 +19,7 @@ from fedpact.engines.secure import opened as opened_module
 from fedpact.engines.secure import site as site_module
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.server import BelowThreshold, Session
-from fedpact.engines.secure.shared import SharedSum, bits, centred
+from fedpact.engines.secure.shared import SharedSum, bits, centre_words
 from fedpact.engines.simulation import simulate
 from fedpact.errors import DataError, PlanError, PolicyRefused
 from fedpact.folder import Folder
@@ -85,7 +85,7 @@ def loses(node, step, number, times=None):
     return lost
 
 
-AHEAD = list(wire.AHEAD)
+AHEAD = list(wire.SETUP_STEPS)
 SUM = ["masked", "open"]
 SLOW = ["masked", "consistency", "unmask"]
 
@@ -196,7 +196,7 @@ def test_no_message_to_the_server_shows_a_sites_vector(federation):
         )
     run()
     for node, message in sent:
-        block = codec.unpack(message.content)[0]
+        block = codec.from_record(message.content)[0]
         given = from_bytes(block)
         assert isinstance(given, Step)
         stored = (node.directory / "reply.bin").read_bytes().partition(b"\n")[2]
@@ -278,7 +278,7 @@ def test_a_lost_answer_is_asked_for_again_and_is_the_same(federation):
 
 
 @pytest.mark.parametrize("step", [*AHEAD, *SLOW, "open"])
-def test_below_the_threshold_the_round_is_refused_and_no_sum_is_opened(federation, step):
+def test_round_below_threshold_is_refused_and_opens_no_sum(federation, step):
     """Two of five are left. Before `open` and `consistency` nobody has agreed to any sum, and the
     run goes on later without new charges; of a sum that was agreed to, one site's shares open
     nothing, and the round is a new attempt, charged anew."""
@@ -312,7 +312,7 @@ def test_below_the_threshold_the_round_is_refused_and_no_sum_is_opened(federatio
         assert after == [4] * 5
 
 
-def test_a_site_that_is_started_again_in_a_session_has_dropped_out_of_it(federation):
+def test_site_restarted_in_a_session_has_dropped_out(federation):
     run, nodes = federation()
 
     def restart(message, answer):
@@ -328,9 +328,7 @@ def test_a_site_that_is_started_again_in_a_session_has_dropped_out_of_it(federat
     assert records[2].refused == {}
 
 
-def test_a_server_that_died_after_it_asked_for_a_sum_asks_for_a_new_attempt(
-    federation, monkeypatch
-):
+def test_server_crash_after_asking_for_a_sum_starts_an_attempt(federation, monkeypatch):
     """The sites have opened the sum of round 2; the next is over fresh noise, and is charged."""
     run, nodes = federation(budget={"spare_rounds": 1})
     killed_before(run, 2, monkeypatch)
@@ -363,7 +361,7 @@ def test_a_site_that_comes_late_is_in_the_next_sum(federation):
 
 
 def test_a_session_ends_with_its_slots(federation, monkeypatch):
-    monkeypatch.setattr(exchange, "AHEAD", 2)
+    monkeypatch.setattr(exchange, "SUMS_AHEAD", 2)
     run, nodes = federation(rounds=5)
     assert [record.refused for record in run()[1:]] == [{}] * 5
     begun = [number for number, step in steps_of(nodes[0]) if step == "keys"]
@@ -372,7 +370,7 @@ def test_a_session_ends_with_its_slots(federation, monkeypatch):
     assert slots == ["0", "1", "0", "1", "0"]
 
 
-def test_a_site_that_would_not_begin_is_asked_again_more_and_more_seldom(federation):
+def test_refusing_site_is_asked_with_exponential_backoff(federation):
     """The others' keys go on meanwhile; once it begins, all is as it was."""
     run, nodes = federation(rounds=9)
 
@@ -408,9 +406,7 @@ def test_a_site_that_was_started_again_is_in_the_next_sum(federation):
     assert [n for n, step in steps_of(nodes[1]) if step == "keys"] == [1, 2]
 
 
-def test_sites_and_server_that_restart_before_a_sum_is_opened_charge_nothing_more(
-    federation, monkeypatch
-):
+def test_restarts_before_opening_a_sum_charge_nothing_more(federation, monkeypatch):
     """All have masked their vectors of round 2 when the server dies, and then every site: the
     stored replies are masked anew, under the same attempt."""
     run, nodes = federation()
@@ -441,7 +437,7 @@ def test_an_answer_from_another_session_step_or_site_is_rejected(federation, cha
     run, nodes = federation()
 
     def behave(message, answer):
-        given = from_bytes(codec.unpack(answer().content)[0])
+        given = from_bytes(codec.from_record(answer().content)[0])
         if isinstance(given, Step) and given.step == "keys":
             return nodes[0].forge(message, to_bytes(Step(**{**vars(given), **change})))
         return nodes[0].forge(message, to_bytes(given))
@@ -451,20 +447,20 @@ def test_an_answer_from_another_session_step_or_site_is_rejected(federation, cha
 
 
 @pytest.mark.parametrize("wrong", ["no keys", "another's signature", "a key that is none"])
-def test_a_site_without_right_keys_is_left_out_and_the_round_goes_on(federation, wrong):
+def test_site_without_valid_keys_is_excluded_from_the_round(federation, wrong):
     """Had the others been told of them, each would refuse the session."""
     run, nodes = federation()
 
     def behave(message, answer):
-        given = from_bytes(codec.unpack(answer().content)[0])
+        given = from_bytes(codec.from_record(answer().content)[0])
         if not isinstance(given, Step) or given.step != "keys":
             return nodes[0].forge(message, to_bytes(given))
         place, blocks = wire.place_of(given), {}
         advert = wire.to_advert(wire.blocks(given))
         if wrong == "another's signature":
-            blocks = wire.from_advert(advert.signed(nodes[1].key, "site-00", place))
+            blocks = wire.from_advert(advert.sign(nodes[1].key, "site-00", place))
         elif wrong == "a key that is none":
-            none = replace(advert, seal=bytes(32)).signed(nodes[0].key, "site-00", place)
+            none = replace(advert, seal=bytes(32)).sign(nodes[0].key, "site-00", place)
             blocks = wire.from_advert(none)
         return nodes[0].forge(message, to_bytes(wire.step(place, "site-00", "keys", blocks)))
 
@@ -522,9 +518,7 @@ def test_a_site_without_its_list_of_opened_sums_does_not_open(federation, how):
         Site(home)
 
 
-def test_a_site_that_deals_shares_of_nothing_is_left_out_of_the_next_attempt(
-    federation, monkeypatch
-):
+def test_site_with_invalid_shares_is_excluded_from_next_attempt(federation, monkeypatch):
     """It tells everybody the hash of another seed. The one attempt that it spoils is charged."""
     run, nodes = federation(budget={"spare_rounds": 1})
     lying = []
@@ -565,7 +559,7 @@ def test_the_run_ends_when_too_few_sites_have_budget_left(federation):
         assert spent["epsilon_spent"] <= spent["epsilon_reserved"]
 
 
-def test_the_run_ends_when_fewer_sites_have_budget_than_a_round_needs(federation):
+def test_run_ends_when_too_few_sites_have_budget(federation):
     """patience.least_replies is more than the threshold."""
     run, nodes = federation(patience={"least_replies": 3})
     for number in (101, 102):
@@ -590,7 +584,7 @@ def lies(node):
 
     def of(**changes):
         def behave(message, answer):
-            given = from_bytes(codec.unpack(answer().content)[0])
+            given = from_bytes(codec.from_record(answer().content)[0])
             if not isinstance(given, Step) or given.step != "masked":
                 return node.forge(message, to_bytes(given))
             reply = from_bytes(given.vectors["reply"].numpy().tobytes())
@@ -625,7 +619,7 @@ def test_bytes_are_those_that_went_over_the_wire(federation):
 
         def behave(message, answer):
             given = answer()
-            block = codec.unpack(given.content)[0]
+            block = codec.from_record(given.content)[0]
             up[from_bytes(block).round] += len(block)
             return given
 
@@ -639,7 +633,7 @@ def test_bytes_are_those_that_went_over_the_wire(federation):
     assert {r.round: r.bytes_down for r in records[1:]} == down
 
 
-def test_the_statement_says_what_it_adds_and_that_epsilon_does_not_use_it(federation):
+def test_statement_says_epsilon_ignores_secure_aggregation(federation):
     run, _ = federation()
     run()
     told = json.loads((run.directory / "server" / "run" / "privacy.json").read_bytes())
@@ -688,9 +682,7 @@ def shared_words(monkeypatch):
     "tables",
     [{}, {"algorithm": "fedfdp", "settings": {"loss_of": "common"}, "server": {"average": "tail"}}],
 )
-def test_shared_noise_gives_the_simulations_model_and_says_both_epsilons(
-    federation, tmp_path, tables
-):
+def test_shared_noise_matches_simulation_and_gives_both_epsilons(federation, tmp_path, tables):
     """The same draws, whole numbers that are summed exactly, and one step at the server: bit for
     bit."""
     shared = {**SHARED, "privacy": {**SHARED["privacy"], "clip_schedule": [1.0, 0.75, 0.5]}}
@@ -714,10 +706,10 @@ def test_shared_noise_gives_the_simulations_model_and_says_both_epsilons(
     assert min(last.epsilon_alone.values()) > max(last.epsilon.values())
     for node in nodes:
         assert node.site.cost.epsilon == last.epsilon[node.site.name]
-        assert repr(last.epsilon_alone[node.site.name]) in node.site.cost.told()
+        assert repr(last.epsilon_alone[node.site.name]) in node.site.cost.describe()
 
 
-def test_a_site_that_lost_its_reply_makes_no_second_share_of_one_attempt(federation, monkeypatch):
+def test_site_that_lost_its_reply_makes_no_second_share(federation, monkeypatch):
     """Its owner has moved reply.bin away and the server forgets what was opened: two sums of one
     attempt would differ by that site's own shares."""
     made, opened = shared_words(monkeypatch), []
@@ -790,7 +782,7 @@ def test_no_vector_is_in_two_sums_and_no_budget_is_overspent(federation, monkeyp
     for number, attempt, sites, total in opened:
         shares = [made[site, number, attempt] for site in sites]
         width = bits(Coordinator.of(run.directory / "server").terms)
-        assert centred(total, width).tolist() == sum(shares).tolist()
+        assert centre_words(total, width).tolist() == sum(shares).tolist()
     assert len({share.numpy().tobytes() for share in made.values()}) == len(made)
     for node in nodes:
         spent = next(iter(receipt(node.directory / "ledger.jsonl")["runs"].values()))

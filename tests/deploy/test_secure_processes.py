@@ -17,7 +17,7 @@ from fedpact.plan import Plan
 # That the bits are the simulation's is tested in memory (test_secure), and that processes carry
 # whatever bits there are without secure aggregation (test_federation).
 @pytest.mark.slow
-def test_processes_that_share_noise_out_train_the_simulations_model(make, tmp_path):
+def test_shared_noise_processes_train_the_simulated_model(make, tmp_path):
     """Digits, two rounds, the same draws in both: whole numbers are summed exactly, bit for bit."""
     directory = make(
         tmp_path / "d",
@@ -29,9 +29,9 @@ def test_processes_that_share_noise_out_train_the_simulations_model(make, tmp_pa
         privacy={"trust": "sum", "honest": 2, "accountant": "rdp"},
     )
     allow(directory)
-    local.start(directory)
+    local.start_parties(directory)
     try:
-        wait_for(lambda: local.look(directory)["status"] != "not ended", directory)
+        wait_for(lambda: local.inspect_deployment(directory)["status"] != "not ended", directory)
     finally:
         local.stop(directory)
         for path in directory.rglob("log.txt"):

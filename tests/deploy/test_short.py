@@ -95,7 +95,7 @@ def test_a_site_that_makes_another_start_is_told_the_servers(federation, secure,
     assert torch.equal(model_of(run), model_of(undisturbed))
 
 
-def test_without_a_retry_sites_of_another_start_are_told_the_servers(federate):
+def test_without_retry_other_starts_get_the_servers_model(federate):
     choices = {**CHOICES, "patience": {**CHOICES["patience"], "retries": 0}}
     run = federate(choices, "r", **{**PLAN, "secure_aggregation": {"threshold": 2}})
     for node in run.nodes[:2]:
@@ -193,7 +193,7 @@ def test_changes_that_are_none_cost_nothing(federation):
     """A server's mistake, or lie, about changes ends before anything is charged."""
     run = federation()
     site = run.nodes[0].site
-    good = integers.encode(torch.ones(650, dtype=torch.int64), 1e-3)
+    good = integers.pack_codes(torch.ones(650, dtype=torch.int64), 1e-3)
 
     def asked(number, **vectors):
         block = site.handle(Task(site.run, number, "fedavg", vectors, {}))
@@ -205,8 +205,8 @@ def test_changes_that_are_none_cost_nothing(federation):
     assert isinstance(asked(1, w=torch.zeros(650)), Reply)
     before = charged(run.nodes[0])
     bombs = {
-        "long": integers.encode(torch.zeros(651, dtype=torch.int64), 1e-3),
-        "nan": integers.encode(torch.ones(650, dtype=torch.int64), float("nan")),
+        "long": integers.pack_codes(torch.zeros(651, dtype=torch.int64), 1e-3),
+        "nan": integers.pack_codes(torch.ones(650, dtype=torch.int64), float("nan")),
         "torn": good[:-3],
         "type": good.float(),
     }
@@ -230,8 +230,8 @@ def test_the_reply_that_is_kept_answers_both_forms(federation):
     start = torch.linspace(-1, 1, 650)
     site.handle(Task(site.run, 1, "fedavg", {"w": start}, {}))
     codes = torch.arange(-325, 325)
-    short = Task(site.run, 2, "fedavg", {"grid/w": integers.encode(codes, 1e-3)}, {})
-    full = Task(site.run, 2, "fedavg", {"w": integers.moved(start, codes, 1e-3)}, {})
+    short = Task(site.run, 2, "fedavg", {"grid/w": integers.pack_codes(codes, 1e-3)}, {})
+    full = Task(site.run, 2, "fedavg", {"w": integers.apply_codes(start, codes, 1e-3)}, {})
     first = site.handle(from_bytes(to_bytes(short)))
     before = charged(run.nodes[0])
     assert site.handle(from_bytes(to_bytes(full))) == first

@@ -52,7 +52,7 @@ def test_it_charges_then_replies(site_dir):
     assert found["head"] == reply.ledger_head
 
 
-def test_a_repeated_question_gets_the_stored_reply_also_after_a_restart(site_dir):
+def test_repeated_question_gets_the_stored_reply_after_restart(site_dir):
     with Site(site_dir) as site:
         task = task_of(site)
         first = site.handle(task)
@@ -63,7 +63,7 @@ def test_a_repeated_question_gets_the_stored_reply_also_after_a_restart(site_dir
     assert charged(site_dir) == 2
 
 
-def test_another_question_in_an_answered_round_is_refused_without_a_charge(site_dir):
+def test_second_question_in_a_round_is_refused_uncharged(site_dir):
     with Site(site_dir) as site:
         site.handle(task_of(site, 2))
         for late in (
@@ -77,7 +77,7 @@ def test_another_question_in_an_answered_round_is_refused_without_a_charge(site_
     assert charged(site_dir) == 4
 
 
-def test_another_run_and_another_algorithm_are_refused_without_a_charge(site_dir):
+def test_other_run_or_algorithm_is_refused_uncharged(site_dir):
     with Site(site_dir) as site:
         other = task_of(site, run="somebody-elses")
         assert from_bytes(site.handle(other)) == Refusal(other.run, 1, "site-00", "run")
@@ -138,7 +138,7 @@ def test_its_owner_reads_a_bound_with_all_that_belongs_to_it(site_dir):
             assert all(part in told for part in ("δ = 1e-05", "add/remove one record", "rdp"))
 
 
-def test_what_goes_wrong_inside_leaves_as_a_code_and_no_word_more(site_dir, monkeypatch):
+def test_internal_failure_sends_only_an_error_code(site_dir, monkeypatch):
     with Site(site_dir) as site:
 
         def fail(*_):
@@ -169,7 +169,7 @@ def test_one_process_at_a_time(site_dir):
         ("smallest_sigma = ", "smallest_sigma = 1", "smallest_sigma"),
     ],
 )
-def test_a_run_outside_the_policy_is_refused_before_anything_is_promised(site_dir, old, new, told):
+def test_run_outside_policy_is_refused_before_reserving(site_dir, old, new, told):
     change(site_dir / "policy.toml", old, new)
     with pytest.raises(PolicyRefused, match=told):
         Site(site_dir)
@@ -182,7 +182,7 @@ def test_without_a_policy_it_takes_part_in_nothing(site_dir):
         Site(site_dir)
 
 
-def test_a_second_run_on_the_same_records_needs_a_policy_that_allows_both(site_dir):
+def test_second_run_on_same_records_needs_policy_for_both(site_dir):
     with Site(site_dir) as site:
         first = site.run
     change(site_dir / "federation.toml", f'run = "{first}"', 'run = "another"')
@@ -226,7 +226,7 @@ def test_test_seeds_are_refused_over_a_network(site_dir):
             Federation.read(path)
 
 
-def test_a_ledger_of_test_seeds_serves_no_real_run_and_the_other_way_round(site_dir, tmp_path):
+def test_test_seed_ledger_and_real_ledger_do_not_mix(site_dir, tmp_path):
     test = shutil.copytree(site_dir, tmp_path / "test")
     change(test / "federation.toml", 'seeds = "secure"', 'seeds = "test"')
     with Site(test) as one, Site(site_dir) as other:
@@ -239,7 +239,7 @@ def test_a_ledger_of_test_seeds_serves_no_real_run_and_the_other_way_round(site_
             Site(mixed)
 
 
-def test_memory_follows_what_the_server_included_also_over_a_restart(make, tmp_path):
+def test_memory_follows_included_rounds_across_restart(make, tmp_path):
     """fedfdp keeps its loss bound. What round 1 left is used by round 3 only if the server says
     that it included round 1; round 2's, which it did not include, is dropped."""
     whole = make(tmp_path / "fedfdp", algorithm="fedfdp", settings={})
@@ -278,9 +278,7 @@ DAMAGES = {
 @pytest.mark.parametrize(
     "name", ["reply.bin", "memory.safetensors", "pending-memory.safetensors", "opened.json"]
 )
-def test_a_damaged_file_is_told_with_what_to_do_and_nothing_is_promised(
-    make, tmp_path, name, damage
-):
+def test_damaged_file_gets_a_remedy_and_reserves_nothing(make, tmp_path, name, damage):
     plan = {"algorithm": "fedfdp", "settings": {}}
     if name == "opened.json":
         plan = {"secure_aggregation": {"threshold": 2}}

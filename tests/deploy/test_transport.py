@@ -17,7 +17,7 @@ from fedpact.engines.flower import codec, seal, transport, underway
 from fedpact.engines.flower.server import coordinate
 from fedpact.engines.flower.transport import TooFewReplies
 from fedpact.engines.flower.worker import respond
-from fedpact.engines.parties.admission import expected_form
+from fedpact.engines.parties.admission import expect_form
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.site import Site
 from fedpact.engines.secure.ring import Form
@@ -92,7 +92,7 @@ def waited(clock, nodes, run):
     return {r: end - start for (r, start), end in zip(began.items(), ends, strict=True)}
 
 
-def test_a_site_that_hangs_costs_one_round_its_time_and_not_every_round(federation, clock):
+def test_hanging_site_delays_one_round_only(federation, clock):
     run, nodes = federation
     nodes[0].hangs = True
     seconds = waited(clock, nodes, run)
@@ -149,11 +149,11 @@ class AfterTheEnd(Grid):
         message = self.waiting.get(number)
         if message is None or message.metadata.dst_node_id != 10:
             return False
-        question = from_bytes(codec.unpack(message.content)[0])
+        question = from_bytes(codec.from_record(message.content)[0])
         return question.round == self.at and self.at < self.until
 
     def push_messages(self, messages):
-        self.at = from_bytes(codec.unpack(messages[0].content)[0]).round
+        self.at = from_bytes(codec.from_record(messages[0].content)[0]).round
         return super().push_messages(messages)
 
 
@@ -177,7 +177,7 @@ def many(make, tmp_path):
         node.site.ledger.close()
 
 
-def test_a_site_that_answers_after_each_rounds_end_is_asked_ever_more_seldom(many, clock):
+def test_late_site_is_asked_with_exponential_backoff(many, clock):
     """Each such answer is charged for, and each such question is waited for in full."""
     began = clock.now
     nodes, records = many(until=10**6)
@@ -189,7 +189,7 @@ def test_a_site_that_answers_after_each_rounds_end_is_asked_ever_more_seldom(man
     assert clock.now - began == pytest.approx(5 * 0.6, abs=1.0)
 
 
-def test_a_site_that_answers_in_time_again_is_asked_in_each_round(many):
+def test_site_that_answers_in_time_again_is_asked_each_round(many):
     nodes, records = many(until=8)
     asked = sorted({from_bytes(block).round for block in nodes[0].heard})
     assert asked == [1, 2, 4, *range(8, 17)]
@@ -197,7 +197,7 @@ def test_a_site_that_answers_in_time_again_is_asked_in_each_round(many):
 
 
 @pytest.mark.parametrize("federation", [{"least_replies": 3, "retries": 3}], indirect=True)
-def test_who_is_asked_seldom_is_asked_where_there_are_too_few_others(federation):
+def test_slow_site_is_asked_where_too_few_others_remain(federation):
     run, _ = federation
     slow = underway.Slow()
     slow._next["site-00"] = 99
@@ -225,7 +225,7 @@ def test_a_site_that_was_started_again_is_asked_at_once(federation, clock):
     assert seconds[1] == pytest.approx(0.1)
 
 
-def test_a_site_that_is_away_is_not_waited_for_and_may_come_later(federation, clock):
+def test_absent_site_is_not_awaited_and_may_come_later(federation, clock):
     run, nodes = federation
     nodes[2].here = False
 
@@ -292,7 +292,7 @@ def lies(node):
 
 
 def _block(answer):
-    return codec.unpack(answer().content)[0]
+    return codec.from_record(answer().content)[0]
 
 
 def _reply(node, task):
@@ -352,7 +352,7 @@ def test_all_lies_of_form_are_told_apart_one_by_one(federation):
     coordinator = Coordinator.of(run.directory / "server")
     admission, _ = coordinator.admission()
     task = from_bytes(nodes[0].heard[0])
-    form = expected_form(coordinator.workshop(), task)
+    form = expect_form(coordinator.workshop(), task)
     good = _reply(nodes[0], task)
     assert admission.fault("site-00", task, Reply(**good), form) is None
     for vectors in (
@@ -399,13 +399,13 @@ def test_the_form_of_a_reply_is_found_for_every_algorithm(make, tmp_path, name):
 
 
 @pytest.mark.parametrize("kind", ["float16", "int8", "topk", "grid"])
-def test_compressed_replies_are_let_in_and_impossible_ones_are_not(make, tmp_path, kind):
+def test_compressed_replies_pass_and_impossible_ones_do_not(make, tmp_path, kind):
     patience = {"join_seconds": 0.0}
     directory = make(tmp_path / "d", {"patience": patience}, compression={"kind": kind}, rounds=2)
     nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
 
     def lie(message, answer):
-        reply = from_bytes(codec.unpack(answer().content)[0])
+        reply = from_bytes(codec.from_record(answer().content)[0])
         vectors = {
             name: vector.clone().fill_(-1 if vector.dtype.is_signed else 7)
             for name, vector in reply.vectors.items()
@@ -434,7 +434,7 @@ def test_a_task_that_the_server_did_not_sign_is_refused(federation):
     server = seal.read_private_key(run.directory / "server" / "server.key")
     stranger = seal.ec.generate_private_key(seal.ec.SECP384R1())
     agreed = nodes[0].site.agreed
-    own, other = (seal.task_for(name, (0, ""), agreed) for name in ("site-00", "site-01"))
+    own, other = (seal.signing_context(name, (0, ""), agreed) for name in ("site-00", "site-01"))
     for signature in (
         seal.sign(stranger, own, block),
         seal.sign(server, other, block),
@@ -442,15 +442,17 @@ def test_a_task_that_the_server_did_not_sign_is_refused(federation):
         seal.sign(server, own, block + b" "),
         b"",
     ):
-        message = Message(codec.pack(block, signature, agreed=agreed), 10, "train")
+        message = Message(codec.to_record(block, signature, agreed=agreed), 10, "train")
         message.metadata.__dict__["_message_id"] = "x"
-        answer = from_bytes(codec.unpack(respond(nodes[0].site, nodes[0].key, message).content)[0])
+        answer = from_bytes(
+            codec.from_record(respond(nodes[0].site, nodes[0].key, message).content)[0]
+        )
         assert answer == Refusal("", 0, "site-00", "unsigned")
     assert charged(nodes[0]) == 0
     signature = seal.sign(server, own, block)
-    good = Message(codec.pack(block, signature, agreed=agreed), 10, "train")
+    good = Message(codec.to_record(block, signature, agreed=agreed), 10, "train")
     good.metadata.__dict__["_message_id"] = "y"
-    answer = codec.unpack(respond(nodes[0].site, nodes[0].key, good).content)[0]
+    answer = codec.from_record(respond(nodes[0].site, nodes[0].key, good).content)[0]
     assert isinstance(from_bytes(answer), Reply)
 
 
@@ -480,7 +482,7 @@ def test_a_refusal_of_something_else_is_rejected(federation, change, wrong):
     assert [r.refused for r in run()[1:]] == [{"site-00": f"rejected: {wrong}"}] * 3
 
 
-def test_what_a_site_says_is_told_as_its_word_and_hides_no_other_advice(make, tmp_path):
+def test_site_advice_is_attributed_and_hides_no_other_advice(make, tmp_path):
     """A site chooses among the codes that there are: no text, and nothing in the server's name."""
     patience = {"round_seconds": 5, "join_seconds": 0, "retries": 0, "least_replies": 3}
     directory = make(tmp_path / "d", {"patience": patience}, rounds=1, **FLOATS)
@@ -534,18 +536,18 @@ def test_one_of_flowers_errors_in_place_of_a_task_is_refused(federation):
     """It has no record in it; the site's process goes on."""
     _, nodes = federation
     message = Message(Error(code=1, reason="none"), reply_to=_asked(10))
-    answer = codec.unpack(respond(nodes[0].site, nodes[0].key, message).content)[0]
+    answer = codec.from_record(respond(nodes[0].site, nodes[0].key, message).content)[0]
     assert from_bytes(answer) == Refusal("", 0, "site-00", "unsigned")
 
 
 def _asked(node):
-    message = Message(codec.pack(b"", b""), node, "train")
+    message = Message(codec.to_record(b"", b""), node, "train")
     message.metadata.__dict__["_message_id"] = "x"
     return message
 
 
 @pytest.mark.parametrize("federation", [{"least_replies": 2}], indirect=True)
-def test_the_run_ends_when_fewer_sites_have_budget_than_a_round_needs(federation):
+def test_run_ends_when_too_few_sites_have_budget(federation):
     """Two of three have spent theirs, and a round needs two: no later round can have enough."""
     run, nodes = federation
     for node in nodes[1:]:
@@ -566,7 +568,7 @@ def test_a_number_that_overflows_is_rejected(make, tmp_path, digits):
     nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
 
     def lie(message, answer):
-        block = codec.unpack(answer().content)[0]
+        block = codec.from_record(answer().content)[0]
         reply = from_bytes(block)
         (scale,) = reply.numbers.values()
         length = int.from_bytes(block[:8], "little")
@@ -596,7 +598,7 @@ def test_a_folder_of_another_run_is_left_alone(federation):
 
 
 @pytest.mark.parametrize("federation", [{"least_replies": 2}], indirect=True)
-def test_too_few_replies_stop_the_run_which_then_goes_on_without_new_charges(federation):
+def test_too_few_replies_stop_a_run_that_resumes_uncharged(federation):
     run, nodes = federation
     for node in nodes[1:]:
         node.behave = lambda message, answer, node=node: (
@@ -612,9 +614,7 @@ def test_too_few_replies_stop_the_run_which_then_goes_on_without_new_charges(fed
     assert [charged(node) for node in nodes] == [6, 6, 6]
 
 
-def test_a_server_that_died_before_it_committed_gets_the_same_replies_again(
-    federation, monkeypatch
-):
+def test_server_crash_before_commit_gets_the_same_replies(federation, monkeypatch):
     run, nodes = federation
     commit, sent = Folder.commit, []
 
@@ -706,7 +706,7 @@ def seen_with(node):
     found, behave = {}, node.behave
 
     def note(message, answer):
-        found.setdefault(from_bytes(node.heard[-1]).round, codec.seen(message.content))
+        found.setdefault(from_bytes(node.heard[-1]).round, codec.read_seen(message.content))
         return behave(message, answer)
 
     node.behave = note

@@ -7,7 +7,7 @@ from tests.watch.test_watch import parsed
 
 from fedpact.ledger.receipt import receipt
 from fedpact.watch import metrics, serving
-from fedpact.watch.snapshot import look
+from fedpact.watch.snapshot import take_snapshot
 
 pytestmark = pytest.mark.usefixtures("clock")
 
@@ -16,7 +16,7 @@ def test_a_site_shows_its_own_ledger_and_no_other_site(federate):
     run = federate(None, rounds=2)
     run()
     node = run.nodes[0]
-    told = look(node.directory)
+    told = take_snapshot(node.directory)
     (of,) = told["ledger"].values()
     (expected,) = receipt(node.directory / "ledger.jsonl")["runs"].values()
     assert of["epsilon_spent"] == expected["epsilon_spent"]
@@ -24,13 +24,13 @@ def test_a_site_shows_its_own_ledger_and_no_other_site(federate):
     assert (told["round"], of["rounds"]) == (2, 2)
     # Two rounds, and the model at the end.
     assert (told["answers"], told["refusals"]) == (3, {})
-    text = serving.encoded(told) + metrics.text(told)
+    text = serving.encode_json(told) + metrics.text(told)
     assert "site-00" in text
     assert not {"site-01", "site-02"} & set(re.findall(r"site-\d\d", text))
     # The server sees who was slow.
-    of_server = look(run.directory / "server")
+    of_server = take_snapshot(run.directory / "server")
     assert all(each["seconds"] is not None for each in of_server["sites"].values())
-    assert look(run.directory) == of_server
+    assert take_snapshot(run.directory) == of_server
     parsed(metrics.text(of_server))
 
 
@@ -39,7 +39,7 @@ def test_refusals_are_counted_by_code_for_the_owner(federate):
     path = run.nodes[0].directory / "policy.toml"
     path.write_text(re.sub("epsilon_per_run = .*", "epsilon_per_run = 1e-9", path.read_text()))
     run()
-    told = look(run.nodes[0].directory)
+    told = take_snapshot(run.nodes[0].directory)
     # The round, and the model at the end.
     assert told["refusals"] == {"policy": 2}
     assert told["ledger"][told["run"]]["epsilon_spent"] == 0

@@ -33,16 +33,14 @@ class Desk:
 @pytest.mark.parametrize(
     "error", [RuntimeError("No messages received"), ObjectPullError("a", "gone"), OSError("reset")]
 )
-def test_after_an_answer_that_was_not_handed_over_the_connection_is_made_anew(
-    site_dir, monkeypatch, caplog, error
-):
+def test_connection_is_renewed_after_an_undelivered_answer(site_dir, monkeypatch, caplog, error):
     """A SuperNode waits for the answer that it does not get for ever, while it counts as there."""
     desks = []
 
     def pull(client):
         raise error
 
-    monkeypatch.setattr(worker, "Desk", lambda *a: desks.append(Desk(*a)) or desks[-1])
+    monkeypatch.setattr(worker, "TaskQueue", lambda *a: desks.append(Desk(*a)) or desks[-1])
     monkeypatch.setattr(worker, "pull_task_input", pull)
     with Site(site_dir) as site:
         worker.work(site, site_dir, lambda: desks[-1].taken < 5)
@@ -50,12 +48,10 @@ def test_after_an_answer_that_was_not_handed_over_the_connection_is_made_anew(
     assert "was not handed over" in caplog.text
 
 
-def test_a_question_that_is_never_whole_is_not_waited_for_when_the_server_is_lost(
-    site_dir, monkeypatch, caplog
-):
+def test_partial_question_is_dropped_when_the_server_is_lost(site_dir, monkeypatch, caplog):
     """Flower waits two hours for its parts, while the server has long been there again."""
     desks, never = [], threading.Event()
-    monkeypatch.setattr(worker, "Desk", lambda *a: desks.append(Desk(*a)) or desks[-1])
+    monkeypatch.setattr(worker, "TaskQueue", lambda *a: desks.append(Desk(*a)) or desks[-1])
     monkeypatch.setattr(worker, "pull_task_input", lambda client: never.wait())
     there = [True, True, True]
     with Site(site_dir) as site:

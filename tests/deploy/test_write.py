@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.deploy import local
 from fedpact.deploy.texts import policy
-from fedpact.deploy.write import Choices, write
+from fedpact.deploy.write import Choices, write_deployment
 from fedpact.engines.flower import QUIET, codec, require_flower, seal
 from fedpact.engines.parties.federation import Federation, Patience, read_plan
 from fedpact.engines.parties.site import Site
@@ -58,7 +58,7 @@ def test_secrets_are_for_their_owner_only_and_no_two_are_alike(written):
     assert len({path.read_bytes() for path in secret}) == len(secret)
 
 
-def test_the_server_certificate_is_the_authoritys_and_names_the_host(make, tmp_path):
+def test_server_certificate_is_signed_and_names_the_host(make, tmp_path):
     directory = make(tmp_path / "d", {"host": "10.1.2.3"})
     server = x509.load_pem_x509_certificate((directory / "server" / "tls.crt").read_bytes())
     authority = x509.load_pem_x509_certificate((directory / "server" / "ca.crt").read_bytes())
@@ -120,9 +120,9 @@ def test_sites_with_records_of_their_own(make, tmp_path):
     ("change", "told"),
     [({"privacy": {"mode": "none"}}, "private runs"), ({"privacy": {"sizes": "noisy"}}, "sizes")],
 )
-def test_what_can_only_be_simulated_is_refused_before_anything_is_written(tmp_path, change, told):
+def test_simulation_only_features_are_refused_before_writing(tmp_path, change, told):
     with pytest.raises(PlanError, match=told):
-        write(tmp_path / "d", Plan.parse(change), Choices())
+        write_deployment(tmp_path / "d", Plan.parse(change), Choices())
     assert not (tmp_path / "d").exists()
 
 
@@ -141,15 +141,15 @@ def test_what_can_only_be_simulated_is_refused_before_anything_is_written(tmp_pa
 def test_a_choice_that_does_not_fit_leaves_nothing(tmp_path, choice, told):
     plan = Plan.parse({"sites": 2, "rounds": 2})
     with pytest.raises(PlanError, match=told):
-        write(tmp_path / "d", plan, Choices(**choice))
+        write_deployment(tmp_path / "d", plan, Choices(**choice))
     assert not list((tmp_path / "d").glob("*"))
     # What was wrong is put right in the same place.
-    assert write(tmp_path / "d", plan, Choices()).address == "127.0.0.1:8443"
+    assert write_deployment(tmp_path / "d", plan, Choices()).address == "127.0.0.1:8443"
 
 
 def test_nothing_is_written_over(written):
     with pytest.raises(PlanError, match="not empty"):
-        write(written, Plan.parse({}), Choices())
+        write_deployment(written, Plan.parse({}), Choices())
 
 
 def test_without_flower_the_extra_is_named(monkeypatch, tmp_path):
@@ -251,14 +251,14 @@ def test_everything_else_works_without_flower(tmp_path):
     assert "pip install 'fedpact[deploy]'" in done.stderr
 
 
-def test_a_block_survives_the_codec_and_anything_else_is_no_message():
+def test_block_survives_the_codec_and_other_data_is_refused():
     block, signature = bytes(range(256)) * 5, b"signed"
-    assert codec.unpack(codec.pack(block, signature)) == (block, signature)
-    packed = codec.pack(block, signature)
+    assert codec.from_record(codec.to_record(block, signature)) == (block, signature)
+    packed = codec.to_record(block, signature)
     for missing in ("fedpact", "seal"):
         record = type(packed)({k: v for k, v in packed.items() if k != missing})
         with pytest.raises(InputError, match="no fedpact message"):
-            codec.unpack(record)
+            codec.from_record(record)
 
 
 def test_a_signature_holds_for_one_block_one_purpose_and_one_key(written):
@@ -283,7 +283,7 @@ def test_keys_that_are_none_are_told_apart(written, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "good"), [("a_more1", False), ("a_more0", True), ("more1", True)])
-def test_a_name_that_extend_gives_is_refused_of_a_run_that_was_not_extended(written, name, good):
+def test_extension_name_is_refused_for_an_unextended_run(written, name, good):
     site = next(written.glob("sites/*"))
     plan = read_plan(site / "plan.json")
     found = Federation.read(site / "federation.toml").model_copy(update={"run": name})

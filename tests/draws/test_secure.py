@@ -199,7 +199,7 @@ def test_a_key_is_changed_in_time(monkeypatch):
         stream.words(count)
         assert (stream._encryptor is first) == kept
     monkeypatch.undo()
-    assert secure._KEY_LASTS < keystream.LONGEST
+    assert secure._KEY_LASTS < keystream.MAX_STREAM_WORDS
 
 
 def test_threads_have_keys_of_their_own():

@@ -105,7 +105,7 @@ def test_the_sum_is_left_alone(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_zero_has_one_sign(monkeypatch, dtype, there):
     """A negative sum that rounds to 0 is told from 0 by nothing, whatever the noise's sign."""
-    monkeypatch.setattr(grid, "at_hand", lambda _: there)
+    monkeypatch.setattr(grid, "on_cpu", lambda _: there)
     for tiny in (-1e-9, 0.0, 1e-9, -0.0):
         for z in (-1e-9, 1e-9, -0.0, 0.0):
             total = torch.full((5,), tiny, dtype=dtype)
@@ -122,7 +122,7 @@ def test_bad_numbers_are_refused(bad):
         noisy(torch.zeros(2), 1.0, bad, secure)
 
 
-def test_a_sensitivity_whose_spacing_has_no_reciprocal_is_refused():
+def test_sensitivity_without_invertible_spacing_is_refused():
     """1/Λ was infinite: NaN for a sum of 0 and infinity for others told the two apart."""
     for tiny in (1e-306, 5e-324):
         with pytest.raises(InputError, match=f"sensitivity is {tiny!r}"):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from scipy import stats
 
-from fedpact.draws.seeded import SeededDraws, stream
+from fedpact.draws.seeded import SeededDraws, seeded_generator
 
 LEVEL = 1e-6
 FLOAT = torch.zeros(0)
@@ -52,7 +52,7 @@ def test_draws_differ_by_every_part_of_their_key() -> None:
     [((1, 12), (11, 2)), (("a", "b"), ("ab",)), (("a,b",), ("a", "b")), ((1,), ("1",))],
 )
 def test_keys_are_unambiguous(one: tuple[str | int, ...], other: tuple[str | int, ...]) -> None:
-    drawn = [torch.rand(4, generator=stream(*key)) for key in (one, other, (*one, ""))]
+    drawn = [torch.rand(4, generator=seeded_generator(*key)) for key in (one, other, (*one, ""))]
     assert not torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
 
@@ -69,12 +69,12 @@ def test_all_of_the_generators_state_comes_from_the_key() -> None:
     }
     words = twister.random_raw(4000).astype(np.int64)
     # A float32 in [0, 1) takes the lower 24 bits of one word.
-    drawn = torch.rand(4000, generator=stream(*key)).double() * 2**24
+    drawn = torch.rand(4000, generator=seeded_generator(*key)).double() * 2**24
     assert drawn.tolist() == (words % 2**24).tolist()
 
 
 @pytest.mark.parametrize("rate", [0.02, 0.37, 0.9])
-def test_each_record_is_in_a_batch_with_its_rate_and_independently(rate: float) -> None:
+def test_records_are_sampled_independently_at_their_rate(rate: float) -> None:
     records, steps = 40, 3000
     draws = SeededDraws(3, "site", 1)
     inside = np.zeros((steps, records))

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 import fedpact
 from fedpact.data.form import PlanRecords
-from fedpact.data.given.handed import dataset_of
+from fedpact.data.given.handed import from_python
 from fedpact.errors import DataError
 
 RNG = np.random.default_rng(0)
@@ -135,12 +135,12 @@ def test_two_records_are_no_pair(tmp_path):
 def test_the_parts_of_a_split_are_not_left_out_in_silence(caplog):
     whole = FRAME.assign(out=WORDS)
     parts = {"train": whole[:40], "validation": whole[40:50], "test": whole[50:]}
-    data = dataset_of(parts, PlanRecords(), "out")
+    data = from_python(parts, PlanRecords(), "out")
     assert len(data.y) == 40
     assert len(data.y_test) == 10
     assert "the parts validation are not used" in caplog.text
     with pytest.raises(DataError, match=r"no test: hand in data\[\"train\"\] alone"):
-        dataset_of({k: parts[k] for k in ("train", "validation")}, PlanRecords(), "out")
+        from_python({k: parts[k] for k in ("train", "validation")}, PlanRecords(), "out")
 
 
 def test_objects_that_are_no_numbers_are_refused():

@@ -45,7 +45,7 @@ def test_a_run_is_the_same_run(algorithm, captured, request, tmp_path, monkeypat
     )
     here = simulate(plan, tmp_path / "here", data=from_arrays(x, y))
     request.getfixturevalue("card")
-    monkeypatch.setattr(noise, "at_hand", lambda _: True)
+    monkeypatch.setattr(noise, "on_cpu", lambda _: True)
     if captured:
         monkeypatch.setattr(capture, "recorder_for", lambda _: recorded)
     there = simulate(plan, tmp_path / "there", data=from_arrays(x, y))

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 import fedpact
 from fedpact.api import extend
 from fedpact.cli.main import app
-from fedpact.cli.run import resume
+from fedpact.cli.run import execute_resume
 from fedpact.engines.extended import with_rounds
-from fedpact.engines.scene import Scene
-from fedpact.engines.together import put_back
+from fedpact.engines.scene import SimulationSetup
+from fedpact.engines.together import rollback
 from fedpact.errors import DataError, InputError, PlanError, PolicyRefused
 from fedpact.ledger.about import About
 from fedpact.ledger.family import family, next_name
@@ -28,12 +28,12 @@ from fedpact.ledger.ledger import Ledger
 from fedpact.ledger.receipt import receipt
 from fedpact.plan import Plan
 from fedpact.report.exports.facts import Facts
-from fedpact.report.exports.model_card import as_text
+from fedpact.report.exports.model_card import render_model_card
 from fedpact.report.outcomes import Outcome
 from fedpact.report.reading import read_run
 from fedpact.report.repeat import repeat
 from fedpact.theory.accounting import Budget, SampledGaussian, epsilon
-from fedpact.watch.snapshot import look
+from fedpact.watch.snapshot import take_snapshot
 
 PLAIN = {"sites": 3, "algorithm": "scaffold", "privacy": {"mode": "none"}}
 PRIVATE = {"rounds": 2, "sites": 2, "privacy": {"accountant": "rdp", "epsilon": 1.0}}
@@ -76,7 +76,7 @@ def test_both_reservations_stand_in_the_ledger_and_add_up(private):
         assert second.records[3].epsilon[site] > first.records[-1].epsilon[site]
 
 
-def test_where_an_accuracy_ends_both_what_was_reserved_for_both_holds(tmp_path):
+def test_reservation_for_both_runs_holds_with_early_stopping(tmp_path):
     """How long each went depended on what it released: neither has spent what it was charged."""
     first = fedpact.run(Plan.parse({**PRIVATE, "budget": {"accuracy": 1e-6}}), tmp_path / "run")
     second = extend(tmp_path / "run", 3, epsilon=0.5)
@@ -122,7 +122,7 @@ def test_what_is_said_of_a_reservation_is_of_that_one_alone(private):
     run = read_run(folder)
     sigmas = sorted({r.sigma for s in run.site_privacy.values() for r in s.reservations})
     assert Outcome(0, run, None).sigma == (sigmas[0], sigmas[-1])
-    page, card = (folder / "report.html").read_text(), as_text(Facts(run, About()))
+    page, card = (folder / "report.html").read_text(), render_model_card(Facts(run, About()))
     for shown in (page, card):
         assert "privacy.epsilon (last reservation)" in shown
         assert "events were fixed before the run" not in shown
@@ -179,7 +179,7 @@ def bytes_of(folder):
     }
 
 
-def test_a_site_whose_policy_does_not_allow_it_refuses_and_the_run_is_as_it_was(tmp_path):
+def test_refusing_site_leaves_the_run_unchanged(tmp_path):
     plan = {**PRIVATE, "policy": policy_of(tmp_path, 1.5)}
     fedpact.run(Plan.parse(plan), tmp_path / "run")
     files = ("plan.json", "environment.json", "privacy.json", "summary.json", "rounds.jsonl")
@@ -212,9 +212,7 @@ def test_where_one_site_refuses_none_has_promised_anything(tmp_path):
     assert not receipt(tmp_path / "new" / "site-00.ledger.jsonl")["runs"]
 
 
-def test_a_run_that_is_killed_while_it_is_extended_is_either_as_it_was_or_goes_on(
-    tmp_path, monkeypatch
-):
+def test_kill_during_extension_leaves_old_or_extended_run(tmp_path, monkeypatch):
     """Between any two changes of the disk; then what was begun has the bits of one never cut."""
     monkeypatch.setattr("fedpact.api.write_report", lambda _: None)
     plan = {**PRIVATE, "rounds": 1, "policy": policy_of(tmp_path, 1.5)}
@@ -229,7 +227,7 @@ def test_a_run_that_is_killed_while_it_is_extended_is_either_as_it_was_or_goes_o
             extend(run, 1, epsilon=0.5)
         if not died:
             break
-        put_back(run)
+        rollback(run)
         if json.loads((run / "plan.json").read_text())["rounds"] == 1:
             undone += 1
             assert bytes_of(run) == bytes_of(tmp_path / "base")
@@ -260,12 +258,12 @@ def cut_off(tmp_path, monkeypatch):
     return tmp_path / "run", summary
 
 
-def test_after_a_kill_in_mid_extension_whoever_reads_the_run_reads_it_as_it_was(cut_off):
+def test_reading_after_a_killed_extension_sees_the_old_run(cut_off):
     folder, summary = cut_off
     again = shutil.copytree(folder, folder.with_name("again"))
-    assert look(folder)["status"].startswith("being extended, or cut off at that")
+    assert take_snapshot(folder)["status"].startswith("being extended, or cut off at that")
     assert fedpact.load(folder).summary == summary
-    assert look(folder)["status"] == summary["status"]
+    assert take_snapshot(folder)["status"] == summary["status"]
     told = json.loads(CliRunner().invoke(app, ["report", str(again), "--json"]).stdout)
     assert told["summary"] == summary
     assert Plan.read(again / "plan.json").rounds == 1
@@ -273,7 +271,7 @@ def test_after_a_kill_in_mid_extension_whoever_reads_the_run_reads_it_as_it_was(
 
 def test_nobody_puts_back_what_another_one_is_extending(tmp_path, monkeypatch):
     fedpact.run(Plan.parse({**PRIVATE, "rounds": 1}), tmp_path / "run")
-    real, tried = Scene.of, []
+    real, tried = SimulationSetup.of, []
 
     def meanwhile(*given):
         plan = Plan.parse({**PRIVATE, "rounds": 1})
@@ -281,7 +279,7 @@ def test_nobody_puts_back_what_another_one_is_extending(tmp_path, monkeypatch):
             lambda: fedpact.run(plan, tmp_path / "run"),
             lambda: extend(tmp_path / "run", 1),
             lambda: fedpact.load(tmp_path / "run"),
-            lambda: resume(tmp_path / "run", "local", as_json=True),
+            lambda: execute_resume(tmp_path / "run", "local", as_json=True),
         ):
             with pytest.raises(InputError, match="run is in use already"):
                 other()
@@ -289,7 +287,7 @@ def test_nobody_puts_back_what_another_one_is_extending(tmp_path, monkeypatch):
         return real(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Scene, "of", staticmethod(meanwhile))
+        patch.setattr(SimulationSetup, "of", staticmethod(meanwhile))
         assert extend(tmp_path / "run", 2).summary["rounds"] == 3
     assert len(tried) == 4
     assert Plan.read(tmp_path / "run" / "plan.json").after == 1

@@ -7,7 +7,7 @@ import torch
 import fedpact
 from fedpact.cli.main import main
 from fedpact.errors import ModelError, PlanError
-from fedpact.own.named import handed_in
+from fedpact.own.named import get_handed_in
 from fedpact.report.reading import read_run
 from fedpact.report.repeat import repeat
 
@@ -57,7 +57,7 @@ def test_what_was_handed_in_is_handed_in_again(tmp_path, elsewhere):
     stopped = fedpact.run("logistic", (X, Y), task=task, **SETTINGS, out=tmp_path / "r",
                           stop=lambda: True)  # fmt: skip
     plan = fedpact.Plan.read(stopped.folder / "plan.json")
-    assert set(handed_in(plan.document())) == {"data", "task.loss", "task.metrics"}
+    assert set(get_handed_in(plan.document())) == {"data", "task.loss", "task.metrics"}
     told = repeat(read_run(stopped.folder))
     assert told.command.endswith("data=..., loss=..., metrics=[...])")
     elsewhere()

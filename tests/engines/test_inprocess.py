@@ -50,7 +50,7 @@ def test_few_replies_wait_and_fewer_long_ones(length, ahead):
     assert most <= ahead
 
 
-def test_a_site_that_fails_ends_the_round_after_the_replies_before_it():
+def test_failing_site_ends_the_round_after_earlier_replies():
     for broken in (0, 3, 7, 39):
         members = {name: Broken() if name == NAMES[broken] else Site() for name in NAMES}
         with transport(members) as sites:

@@ -23,7 +23,7 @@ from fedpact.metrics import evaluate
 from fedpact.params import FlatModel
 from fedpact.personal import choice
 from fedpact.plan import Plan
-from fedpact.report.joining import joining_rows, paid
+from fedpact.report.joining import joining_rows, summarise_joining
 from fedpact.report.page import write_report
 from fedpact.report.reading import read_run
 
@@ -57,7 +57,7 @@ def run(tmp_path_factory):
     return folder, of_run(folder, data)
 
 
-def test_figures_are_of_held_out_records_and_the_sites_own_models(run):
+def test_figures_use_held_out_records_and_local_models(run):
     folder, found = run
     data, (at, records) = some_data(), Folder(folder).restore()
     partition = json.loads((folder / "partition.json").read_text())
@@ -101,7 +101,7 @@ def test_the_page_and_the_sentence_say_for_whom_it_paid(run):
     folder, found = run
     read = read_run(folder)
     assert [row.site for row in joining_rows([read])] == ["s0", "s1"]
-    told = paid([read])
+    told = summarise_joining([read])
     assert told.startswith("At ε = 2 joining ")
     page = write_report(folder).read_text()
     assert told in page
@@ -139,7 +139,7 @@ def test_of_own_models_it_is_those_that_are_compared(tmp_path):
     assert min(f["federated"] for f in found["sites"].values()) > mean
 
 
-def test_a_run_that_has_not_ended_or_holds_nothing_out_is_refused(tmp_path):
+def test_run_unfinished_or_without_held_out_is_refused(tmp_path):
     data = some_data()
     simulate(plan_of(), tmp_path / "a", data=data, stop=lambda: True)
     with pytest.raises(PlanError, match=r"stopped.*fedpact resume"):
@@ -154,7 +154,7 @@ def test_a_run_that_has_not_ended_or_holds_nothing_out_is_refused(tmp_path):
         of_run(tmp_path / "c")
 
 
-def test_compare_refuses_before_it_begins_where_nothing_is_held_out(tmp_path):
+def test_compare_refuses_first_if_nothing_is_held_out(tmp_path):
     with pytest.raises(PlanError, match=r"partition\.held_out is 0.*--joining"):
         compare([plan_of(partition={"held_out": 0.0})], 1, tmp_path / "c", joining=True)
     assert not (tmp_path / "c").exists()
@@ -179,7 +179,7 @@ def test_what_evaluations_hold_out_tells_what_joining_was_worth(tmp_path):
     assert min(map(len, parts.values())) > 0
 
 
-def test_local_in_compare_is_mr_mtl_without_lambda_at_the_same_budget():
+def test_local_in_compare_is_mr_mtl_with_lambda_0():
     settings = ["learning_rate=0.3", "proximal=0.2", "proximal_noise=7.0"]
     settings = [f"settings.{each}" for each in settings]
     plans = read_plans([], ["fedavg", "mr_mtl", "local"], settings)
@@ -194,7 +194,7 @@ def test_local_in_compare_is_mr_mtl_without_lambda_at_the_same_budget():
 
 
 @pytest.mark.usefixtures("here")
-def test_a_comparison_that_is_stopped_tells_of_no_further_site_and_goes_on_later(tmp_path):
+def test_stopped_comparison_pauses_joining_and_resumes(tmp_path):
     table = people(tmp_path / "people.csv")
     plan = Plan.parse({**table, "rounds": 1, "sites": 2, "partition": {"held_out": 0.3}})
     told, folder = list[tuple[str, int, int]](), tmp_path / "c"

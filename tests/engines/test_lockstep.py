@@ -37,7 +37,7 @@ def test_a_turns_questions_are_answered_together_and_in_order():
     assert at.serve([]) == []
 
 
-def test_jobs_run_in_the_workers_thread_and_keep_their_own_gradient_mode():
+def test_jobs_share_the_worker_thread_and_keep_grad_mode():
     found = []
 
     def silent(ask):

@@ -9,7 +9,7 @@ from tests import recounted
 
 from fedpact import algorithms
 from fedpact.cli import plan as command
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.engines.simulation import simulate
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
@@ -29,7 +29,7 @@ def plan(**changes):
 
 
 def true_sizes(whole):
-    return {site.name: len(site.y) for site in Scene.of(whole).sites}
+    return {site.name: len(site.y) for site in SimulationSetup.of(whole).sites}
 
 
 def stated(folder):
@@ -73,7 +73,7 @@ def test_the_released_size_divides_weighs_and_is_stated(tmp_path, monkeypatch):
     assert not any("declared sizes" in text for text in told["does_not_cover"])
 
 
-def test_the_size_is_charged_first_and_all_charges_keep_the_budget(tmp_path):
+def test_size_is_charged_first_and_charges_keep_the_budget(tmp_path):
     result = simulate(plan(), tmp_path / "run")
     for site in SITES:
         entries = charges(result.folder, site)
@@ -99,20 +99,20 @@ def test_a_resumed_run_has_the_same_sizes_and_charges_them_once(tmp_path, monkey
     for site in SITES:
         assert [e["round"] for e in charges(resumed.folder, site)] == [0, 1, 2, 3]
     assert torch.equal(FlatModel(resumed.model).vector, FlatModel(expected.model).vector)
-    other = Scene.of(plan(seed=1)).terms
+    other = SimulationSetup.of(plan(seed=1)).terms
     assert all(other[site].size != before["sites"][site]["size"] for site in SITES)
 
 
 def test_no_size_is_shown_before_it_is_charged(tmp_path, capsys):
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan().model_dump(mode="json")))
-    command.plan(file, as_json=True)
+    command.execute_plan(file, as_json=True)
     document = json.loads(capsys.readouterr().out)
     assert [terms["size"] for terms in document["sites"].values()] == [None] * 3
-    command.plan(file, optimise=True)
+    command.execute_plan(file, optimise=True)
     shown = capsys.readouterr().out
     assert shown.count("noisy") == 3
     for name, size in true_sizes(plan()).items():
-        released = Scene.of(plan()).terms[name].size
+        released = SimulationSetup.of(plan()).terms[name].size
         for number in (size, round(released)):
             assert not re.search(rf"(?<![\d.]){number}(?![\d%])", shown)

@@ -29,7 +29,7 @@ def table(path: Path, lines=()) -> str:
 
 
 @pytest.mark.parametrize("mode", ["per_sample", "none"])
-def test_a_bad_record_is_left_out_and_the_run_is_that_of_the_others(tmp_path, mode, caplog):
+def test_bad_record_is_dropped_and_the_run_uses_the_others(tmp_path, mode, caplog):
     """Model and scores, bit for bit; before, each of these lines stopped the run."""
     bad = ("abc,1,a", "1,1", ",1,b", "1e39,1,a", "500,0,a", "1,1,", "1,1,c")
     results = []
@@ -97,7 +97,7 @@ def test_a_public_data_set_is_held_against_a_declaration_too(tmp_path, caplog):
         simulate(plan, tmp_path / "run")
 
 
-def test_records_in_the_place_of_a_folder_are_told_where_they_belong(tmp_path):
+def test_records_in_place_of_a_folder_get_a_remedy(tmp_path):
     """Beside a plan the folder stands second, beside a model the records."""
     x, y = np.zeros((4, 2)), [0, 1, 0, 1]
     for given in ((x, y), x, 3):

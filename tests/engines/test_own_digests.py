@@ -103,7 +103,7 @@ def _digest(thing):
 
 
 @pytest.mark.parametrize("what", PAIRS)
-def test_what_decides_has_another_digest_and_the_same_once_more_has_not(what):
+def test_digest_changes_with_what_decides_and_only_then(what):
     def made(value):
         torch.manual_seed(0)
         return PAIRS[what](value)

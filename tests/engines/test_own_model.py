@@ -12,12 +12,12 @@ from torch import nn
 
 import fedpact
 from fedpact.api import plan_of as plan_of_settings
-from fedpact.data.datasets import load
+from fedpact.data.datasets import load_dataset
 from fedpact.data.form import PlanRecords
-from fedpact.data.given.handed import dataset_of, digest_of, refitted
-from fedpact.engines.scene import loaded
+from fedpact.data.given.handed import digest_of, from_python, refit
+from fedpact.engines.scene import load_data
 from fedpact.errors import DataError, InputError, ModelError, PlanError
-from fedpact.own.named import name_of
+from fedpact.own.named import name_object
 from fedpact.report.reading import read_run
 from fedpact.report.repeat import repeat
 
@@ -62,7 +62,7 @@ def test_the_readmes_ten_lines_run(tmp_path, monkeypatch, capsys):
     scope = {"__name__": "__main__"}
     exec(compile(code, "readme", "exec"), scope)
     result = scope["result"]
-    assert plan_of(result)["model"] == name_of(scope["Net"])
+    assert plan_of(result)["model"] == name_object(scope["Net"])
     record = json.loads((result.folder / "records.json").read_text())
     assert record["features"] == ["age", "b", "c"]
     told = "columns used: age, b, c; label ill, of classes no, yes; 60 records"
@@ -70,7 +70,7 @@ def test_the_readmes_ten_lines_run(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("no_page")
-def test_an_instance_begins_with_its_own_weights_and_is_left_as_it_was(tmp_path):
+def test_instance_starts_from_its_weights_and_is_unchanged(tmp_path):
     module = nn.Linear(3, 2)
     before = {k: v.clone() for k, v in module.state_dict().items()}
     result = fedpact.run(module, (X, Y), **SETTINGS, settings={"learning_rate": 1e-30},
@@ -97,16 +97,16 @@ def test_records_in_every_container_are_the_same_records(tmp_path):
         "with a test set": {"train": hugging, "test": hugging.select(range(5))},
     }
     dropped = PlanRecords(drop=["id"])
-    found = {kind: dataset_of(data, dropped, "ill") for kind, data in tables.items()}
+    found = {kind: from_python(data, dropped, "ill") for kind, data in tables.items()}
     assert len({digest_of(one) for one in found.values()}) == 2
     assert torch.equal(found["with a test set"].x_test, found["frame"].x[:5])
     served = fedpact.run("logistic", hugging, label="ill", drop=["id"], **SETTINGS,
                          out=tmp_path / "run")  # fmt: skip
     assert served.evaluate(hugging) == served.evaluate(X, Y)
-    found["csv"] = load(str(tmp_path / "t.csv"), "ill", form=dropped)
+    found["csv"] = load_dataset(str(tmp_path / "t.csv"), "ill", form=dropped)
     items = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
     for kind, data in {"arrays": (X, Y), "torch": items}.items():
-        found[kind] = dataset_of(data, PlanRecords(classes=["no", "yes"]))
+        found[kind] = from_python(data, PlanRecords(classes=["no", "yes"]))
     for kind, one in found.items():
         assert torch.equal(one.x, torch.from_numpy(X)), kind
         assert torch.equal(one.y, torch.from_numpy(Y)), kind
@@ -119,15 +119,15 @@ def test_pandas_index_is_no_feature_unless_it_is_asked_for(tmp_path, write):
     frame = FRAME.drop(columns="id").set_axis([f"{i}" for i in range(60)]).rename_axis(name)
     path = tmp_path / f"t.{write.removeprefix('to_')}"
     getattr(frame, write)(path)
-    assert load(str(path), "ill").features == ("a", "b", "c")
+    assert load_dataset(str(path), "ill").features == ("a", "b", "c")
     asked = [name or "", "c"]
-    assert load(str(path), "ill", form=PlanRecords(features=asked)).features == tuple(asked)
+    assert load_dataset(str(path), "ill", form=PlanRecords(features=asked)).features == tuple(asked)
 
 
 def test_wrong_columns_are_named():
     for wrong in ({"drop": ["idd"]}, {"features": ["a", "ill"]}):
         with pytest.raises(DataError, match="expected some of its columns a, b, c, ill, id"):
-            dataset_of(FRAME, PlanRecords(**wrong), "ill")
+            from_python(FRAME, PlanRecords(**wrong), "ill")
     with pytest.raises(PlanError, match="not both"):
         fedpact.Plan(records={"features": ["a"], "drop": ["b"]})
 
@@ -138,10 +138,10 @@ def test_arrays_have_no_columns_to_leave_out(tmp_path, wrong):
     file, records = tmp_path / "t.npz", PlanRecords(**wrong)
     np.savez(file, x=X, y=Y)
     ways = (
-        lambda: load(str(file), form=records),
-        lambda: loaded(fedpact.Plan(data=str(file), records=records)),
-        lambda: dataset_of((X, Y), records),
-        lambda: dataset_of(file, records),
+        lambda: load_dataset(str(file), form=records),
+        lambda: load_data(fedpact.Plan(data=str(file), records=records)),
+        lambda: from_python((X, Y), records),
+        lambda: from_python(file, records),
         lambda: fedpact.run("logistic", (X, Y), out=tmp_path / "run", **wrong, **SETTINGS),
     )
     for way in ways:
@@ -152,12 +152,12 @@ def test_arrays_have_no_columns_to_leave_out(tmp_path, wrong):
 def test_a_tables_test_set_may_be_arrays_in_its_order(tmp_path):
     file, dropped = tmp_path / "test.npz", PlanRecords(drop=["id"])
     np.savez(file, x=X[:7], y=Y[:7])
-    found = dataset_of(FRAME, dropped, "ill", test=file)
+    found = from_python(FRAME, dropped, "ill", test=file)
     assert found.features == ("a", "b", "c")
     assert torch.equal(found.x_test, torch.from_numpy(X[:7]))
 
 
-def test_arrays_beside_a_table_are_held_against_what_its_columns_may_hold(tmp_path):
+def test_arrays_beside_a_table_are_checked_by_column_limits(tmp_path):
     """By their places: a test set, and what a run is asked about."""
     frame = FRAME.assign(c=np.where(X[:, 2] > 0, "A", "B"))
     numbers = np.column_stack([X[:, :2], X[:, 2] <= 0]).astype(np.float32)
@@ -171,16 +171,16 @@ def test_arrays_beside_a_table_are_held_against_what_its_columns_may_hold(tmp_pa
     np.savez(file, x=numbers, y=Y)
     own = {"label": "ill", "records": given, **SETTINGS}
     result = fedpact.run("logistic", frame, test=file, out=tmp_path / "run", **own)
-    found = dataset_of(frame, PlanRecords.model_validate(given), "ill", test=file)
+    found = from_python(frame, PlanRecords.model_validate(given), "ill", test=file)
     assert torch.equal(found.x_test, torch.from_numpy(numbers[2:]))
-    table = dataset_of(frame, PlanRecords.model_validate(given), "ill", test=frame[:7])
+    table = from_python(frame, PlanRecords.model_validate(given), "ill", test=frame[:7])
     assert torch.equal(table.x_test, found.x[:7])
     by_name, by_place = result.predict(frame), result.predict(numbers)
     assert np.isnan(by_place.probabilities[:2]).all()
     assert np.array_equal(by_name.probabilities[2:], by_place.probabilities[2:])
     assert np.array_equal(result.predict(file).probabilities, by_place.probabilities, True)
     # A data set goes by name, too.
-    turned = dataset_of(frame[["c", "ill", "id", "b", "a"]], PlanRecords(**given), "ill")
+    turned = from_python(frame[["c", "ill", "id", "b", "a"]], PlanRecords(**given), "ill")
     assert turned.features == ("c", "b", "a")
     assert np.array_equal(result.predict(turned).probabilities, by_name.probabilities)
 
@@ -195,22 +195,22 @@ def test_of_a_table_one_column_of_arrays_may_be_chosen(tmp_path, chosen, more):
     asked = [result.predict(records).probabilities for records in (frame, X)]
     assert np.array_equal(*asked)
     records = PlanRecords.model_validate({**chosen, **more})
-    found = dataset_of(frame, records, "ill")
+    found = from_python(frame, records, "ill")
     with pytest.raises(DataError, match="leave columns out of its arrays"):
-        refitted(found, PlanRecords(drop=["image"]))
+        refit(found, PlanRecords(drop=["image"]))
 
 
-def test_columns_that_have_names_are_not_declared_by_their_places():
+def test_named_columns_cannot_be_declared_by_position():
     """Scaling goes by names: what is declared of "0" would be checked, and never scaled."""
-    data = dataset_of(FRAME, PlanRecords(drop=["id"]), "ill")
+    data = from_python(FRAME, PlanRecords(drop=["id"]), "ill")
     columns = {"0": {"scale": "standard", "mean": 0.0, "deviation": 0.1}}
     with pytest.raises(DataError, match="declares 0: expected some of its columns, which are a, b"):
-        refitted(data, PlanRecords(columns=columns))
+        refit(data, PlanRecords(columns=columns))
 
 
-def test_a_handed_in_table_is_asked_for_again_with_its_columns_named():
+def test_prediction_on_a_handed_in_table_needs_named_columns():
     with pytest.raises(DataError, match="handed in from Python"):
-        load("table@0123456789abcdef", "ill")
+        load_dataset("table@0123456789abcdef", "ill")
 
 
 def test_a_string_is_one_column():
@@ -220,7 +220,7 @@ def test_a_string_is_one_column():
 
 def test_pandas_missing_label_is_no_class():
     frame = FRAME.assign(ill=FRAME["ill"].astype("string").where(FRAME["id"] > 2, pd.NA))
-    found = dataset_of(frame, PlanRecords(drop=["id"]), "ill")
+    found = from_python(frame, PlanRecords(drop=["id"]), "ill")
     assert found.classes == ("no", "yes")
     assert len(found.y) == 57
 
@@ -228,11 +228,11 @@ def test_pandas_missing_label_is_no_class():
 def test_what_is_no_data_set_is_refused_with_what_would_be():
     for wrong in (3, iter([]), FRAME["a"], (X, Y, Y)):
         with pytest.raises(DataError, match="expected a path"):
-            dataset_of(wrong, PlanRecords())
+            from_python(wrong, PlanRecords())
     with pytest.raises(DataError, match="expected one; bring them into one form"):
-        dataset_of(_Items([(X[0], 0), (X[0, :2], 1)]), PlanRecords())
+        from_python(_Items([(X[0], 0), (X[0, :2], 1)]), PlanRecords())
     with pytest.raises(DataError, match="only a table has columns"):
-        dataset_of((X, Y), PlanRecords(), "ill")
+        from_python((X, Y), PlanRecords(), "ill")
 
 
 class _Items(torch.utils.data.Dataset):
@@ -253,7 +253,7 @@ def test_images_of_pillow_become_arrays_with_channels_first():
     items = _Items([(Image.fromarray(a), i % 2) for i, a in enumerate(raw)])
     items.classes = ["cat", "dog"]
     form = PlanRecords(low=0.0, high=255.0)
-    found = dataset_of(items, form)
+    found = from_python(items, form)
     assert np.array_equal(found.x.numpy(), np.moveaxis(raw, -1, 1).astype(np.float32))
     assert found.classes == ("cat", "dog")
 
@@ -264,7 +264,7 @@ def test_a_folder_says_what_was_handed_in_and_takes_no_other(tmp_path):
     plan = fedpact.Plan.read(first.folder / "plan.json")
     own = fedpact.from_arrays(X, Y)
     assert plan.data == f"arrays@{digest_of(own)[:16]}"
-    assert plan.model == name_of(local(4)) != name_of(local(5))
+    assert plan.model == name_object(local(4)) != name_object(local(5))
     other = (X + 1, Y)
     with pytest.raises(PlanError, match="hand in the records that it was made for"):
         fedpact.run(plan, data=other, out=tmp_path / "other")
@@ -297,16 +297,16 @@ def test_a_digest_tells_apart_what_differs_by_a_value_alone():
     class Wide(nn.Linear):
         wide = 3
 
-    width = name_of(Wide)
+    width = name_object(Wide)
     Wide.wide = 4
-    assert name_of(Wide) != width
+    assert name_object(Wide) != width
     one, two = (lambda: nn.Linear(3, 2)), (lambda: nn.Linear(4, 2))
-    assert name_of(one) != name_of(two)
-    assert name_of(net) == f"{__name__}:net"
+    assert name_object(one) != name_object(two)
+    assert name_object(net) == f"{__name__}:net"
     a, b = nn.Linear(3, 2), nn.Linear(3, 2)
-    assert name_of(a) != name_of(b)
+    assert name_object(a) != name_object(b)
     b.load_state_dict(a.state_dict())
-    assert name_of(a) == name_of(b)
+    assert name_object(a) == name_object(b)
 
 
 def test_settings_beside_a_plan_and_bad_plans_are_refused():
@@ -323,7 +323,7 @@ def test_settings_beside_a_plan_and_bad_plans_are_refused():
     assert all(key in str(parsed.value) for key in ("rounds is 0", "privacy.epsilon", "nonsense"))
 
 
-def test_compare_takes_models_and_records_and_gives_what_run_gives(tmp_path):
+def test_compare_accepts_models_and_records_as_run_does(tmp_path):
     """A local model in this process, an importable one in its own: each as `run` trains it."""
     plans = {
         "narrow": fedpact.Plan(model=local(2), **SETTINGS),

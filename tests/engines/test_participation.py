@@ -20,10 +20,10 @@ import fedpact
 from fedpact import algorithms
 from fedpact.algorithms import fedavg
 from fedpact.api import extend
+from fedpact.cli.plan import execute_plan as show_plan
 from fedpact.cli.plan import forecast
-from fedpact.cli.plan import plan as show_plan
 from fedpact.engines.flower import require_ray
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.engines.simulation import simulate
 from fedpact.errors import InputError, PlanError
 from fedpact.ledger.chain import read_entries
@@ -31,11 +31,11 @@ from fedpact.messages import Reply, State, from_bytes
 from fedpact.methods import Method
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.recommend.optimise import optimised
+from fedpact.recommend.optimise import optimise_budgets
 from fedpact.records.rounds import RoundRecord
 from fedpact.report.equality import differences
 from fedpact.report.exports.facts import Facts
-from fedpact.report.exports.model_card import as_text
+from fedpact.report.exports.model_card import render_model_card
 from fedpact.report.page import write_report
 from fedpact.report.reading import read_run
 
@@ -104,7 +104,7 @@ def test_only_who_takes_part_is_asked_and_answers(private):
             assert (record.epsilon[site] > before) == (site in record.asked)
             assert record.took_part(site) == (site in record.asked)
     assert not any(result.records[0].was_asked(site) for site in SITES)
-    sizes = {s.name: float(len(s.y)) for s in Scene.of(plan).sites}
+    sizes = {s.name: float(len(s.y)) for s in SimulationSetup.of(plan).sites}
     batches = sum(sizes[s] * 0.5 * 2 * len(own_rounds(plan, s)) for s in SITES)
     assert result.summary["records_read"] == pytest.approx(batches)
 
@@ -125,7 +125,7 @@ def test_it_is_written_down_and_shown(private):
         assert f'<td class="n">{own} of {own}</td>' in page
     # A model card tells no number of sites.
     run = read_run(result.folder)
-    card = as_text(Facts(run, plan.about))
+    card = render_model_card(Facts(run, plan.about))
     assert "no amplification by sampling of sites" in card
     assert "sites_per_round" not in card
 
@@ -218,7 +218,7 @@ def test_more_rounds_draw_on_and_reserve_their_own(tmp_path):
         assert said[site]["rounds"] == len(own_rounds(Plan.parse(PLAN), site))
 
 
-def test_a_site_that_is_never_drawn_promises_no_event_and_spends_nothing(tmp_path):
+def test_never_drawn_site_reserves_and_spends_nothing(tmp_path):
     plan = Plan.parse({**PLAN, "rounds": 1, "sites_per_round": 1})
     result = simulate(plan, tmp_path / "run")
     for site in SITES:
@@ -240,13 +240,13 @@ def test_a_site_that_is_never_drawn_promises_no_event_and_spends_nothing(tmp_pat
 @pytest.mark.parametrize("compression", ["none", "grid"])
 def test_bytes_are_of_those_that_take_part(tmp_path, compression):
     of = {**PLAN, "compression": {"kind": compression}}
-    told = forecast(Scene.of(Plan.parse(of)))["bytes"]
+    told = forecast(SimulationSetup.of(Plan.parse(of)))["bytes"]
     summary = simulate(Plan.parse(of), tmp_path / "run").summary
     sent = summary["bytes_down"] + summary["bytes_up"]
     assert told == pytest.approx(sent, rel=0.15)
     if compression == "none":
         every = Plan.parse({**of, "sites_per_round": None})
-        assert told / forecast(Scene.of(every))["bytes"] == pytest.approx(2 / 5)
+        assert told / forecast(SimulationSetup.of(every))["bytes"] == pytest.approx(2 / 5)
     limited = Plan.parse({**of, "budget": {"bytes": sent // 2}})
     cut = simulate(limited, tmp_path / "cut").summary
     assert cut["bytes_down"] + cut["bytes_up"] <= sent // 2
@@ -256,7 +256,7 @@ def test_bytes_are_of_those_that_take_part(tmp_path, compression):
 
 def test_a_plan_tells_rounds_and_epsilon_by_site(capsys):
     plan = Plan.parse(PLAN)
-    scene = Scene.of(plan)
+    scene = SimulationSetup.of(plan)
     found = forecast(scene)["sites"]
     for site in SITES:
         own = set(own_rounds(plan, site))
@@ -273,7 +273,7 @@ def test_a_plan_tells_rounds_and_epsilon_by_site(capsys):
     assert "rounds │" not in shown
     assert "no amplification by sampling of sites" in shown
     with pytest.raises(PlanError, match="sites_per_round = 2: it chooses for sites that take part"):
-        optimised(scene, None)
+        optimise_budgets(scene, None)
 
 
 CHOICES = [
@@ -333,7 +333,7 @@ def test_an_algorithm_says_itself_whether_a_part_will_do(name, private, tmp_path
         assert sum(e["count"] for e in charges) == sum(n for _, _, n in promised["events"])
 
 
-def test_an_algorithm_that_says_nothing_is_refused_whatever_it_borrows():
+def test_algorithm_without_participation_claim_is_refused():
     class Settings(fedavg.Settings):
         pass
 

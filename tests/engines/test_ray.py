@@ -158,7 +158,7 @@ def on_ray(runs, marked):
     return "".join(told)
 
 
-def test_rounds_on_ray_until_ctrl_c_and_the_rest_on_threads_are_one_run(runs, on_ray):
+def test_run_begun_on_ray_and_resumed_on_threads_is_one_run(runs, on_ray):
     stopped = json.loads((runs / "ray" / "summary.json").read_text())
     assert stopped["status"] == "stopped", on_ray
     rounds = stopped["rounds"]
@@ -201,26 +201,26 @@ def asked(site: VirtualSite, monkeypatch, block: bytes | None = None):
     from flwr.supercore.task_identity import TaskIdentity
 
     from fedpact.engines.flower import actor
-    from fedpact.engines.workshop import Workshop
+    from fedpact.engines.workshop import TrainingSetup
 
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-    kit = actor.Kit(Workshop(site.plan, torch.zeros(2), 2), [site])
+    kit = actor.ActorState(TrainingSetup(site.plan, torch.zeros(2), 2), [site])
     monkeypatch.setattr(actor, "_opened", {})
     monkeypatch.setattr(actor.ray, "get", lambda what: kit if what == "kit" else what)
     w = torch.zeros(6)
     task = Task("a-run", 1, "fedavg", {"w": w}, {})
-    message, context = actor.task_for(0, to_bytes(task) if block is None else block, 1)
-    return actor.opened(actor.open_app("kit")(message, context).content)
+    message, context = actor.encode_task(0, to_bytes(task) if block is None else block, 1)
+    return actor.decode_answer(actor.open_app("kit")(message, context).content)
 
 
 def test_an_actor_answers_as_the_client_does(site, monkeypatch):
-    from fedpact.engines.workshop import Workshop
+    from fedpact.engines.workshop import TrainingSetup
 
     block, spent = asked(site, monkeypatch)
     answer = from_bytes(block)
     assert isinstance(answer, Reply)
     task = Task("a-run", 1, "fedavg", {"w": torch.zeros(6)}, {})
-    here = site.client(None).handle(task, Workshop(site.plan, torch.zeros(2), 2).bench())
+    here = site.client(None).handle(task, TrainingSetup(site.plan, torch.zeros(2), 2).bench())
     assert to_bytes(here) == block
     assert spent == {}
 

@@ -16,8 +16,8 @@ from tests.features import backbones_of_users
 import fedpact
 from fedpact.api import load
 from fedpact.cli.main import main
-from fedpact.engines.scene import Scene
-from fedpact.engines.served import Served
+from fedpact.engines.scene import SimulationSetup
+from fedpact.engines.served import Predictor
 from fedpact.errors import DataError, InputError
 from fedpact.plan import Plan
 
@@ -59,7 +59,7 @@ def rows_of(path):
 
 
 def test_a_table_is_read_scaled_and_answered_as_in_training(table):
-    scene = Scene.of(table.plan)
+    scene = SimulationSetup.of(table.plan)
     with torch.no_grad():
         expected = table.result.model.eval()(scene.dataset.x).double().softmax(-1).numpy()
     found = load(table.where / "run").predict(table.where / "own.csv")
@@ -108,8 +108,8 @@ def digits(tmp_path_factory):
     return SimpleNamespace(plan=plan, folder=where / "run", run=fedpact.run(plan, where / "run"))
 
 
-def test_features_stand_in_place_of_images_and_accuracy_is_the_runs(digits):
-    data = Scene.of(digits.plan).raw
+def test_features_replace_images_with_the_runs_accuracy(digits):
+    data = SimulationSetup.of(digits.plan).raw
     found = load(digits.folder)
     assert found.evaluate(data.x_test, data.y_test).accuracy == digits.run.summary["accuracy"]
     assert found.summary == digits.run.summary
@@ -131,8 +131,8 @@ def test_records_of_another_form_are_refused(digits, records, told):
         digits.run.predict(records)
 
 
-def test_records_without_labels_are_predicted_from_a_file_and_evaluated_from_none(digits, tmp_path):
-    path, x = tmp_path / "new.npz", Scene.of(digits.plan).raw.x_test[:3].numpy()
+def test_unlabelled_file_is_predicted_but_not_evaluated(digits, tmp_path):
+    path, x = tmp_path / "new.npz", SimulationSetup.of(digits.plan).raw.x_test[:3].numpy()
     np.savez(path, x=x)
     found = digits.run.predict(path)
     np.testing.assert_array_equal(found.probabilities, digits.run.predict(x).probabilities)
@@ -163,8 +163,8 @@ def test_frames_are_rounds_and_sites(digits, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_exported_model_gives_the_same_scores(digits, tmp_path):
-    served = Served.of(digits.folder)
-    x, _ = served.staged(Scene.of(digits.plan).raw.x_test[:7])
+    served = Predictor.of(digits.folder)
+    x, _ = served.preprocess(SimulationSetup.of(digits.plan).raw.x_test[:7])
     digits.run.export(tmp_path / "model.pt")
     with torch.no_grad():
         assert torch.equal(torch.jit.load(tmp_path / "model.pt")(x), served.model(x))
@@ -179,27 +179,27 @@ def test_without_its_packages_onnx_is_told_how_to_have_them(digits, tmp_path, mo
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_onnx_file_gives_the_same_scores_to_another_reader_for_any_number(digits, tmp_path):
+def test_onnx_export_gives_equal_scores_for_any_batch_size(digits, tmp_path):
     reference = pytest.importorskip("onnx.reference", reason="fedpact[onnx] is not installed")
     pytest.importorskip("onnxscript", reason="fedpact[onnx] is not installed")
-    served, path = Served.of(digits.folder), tmp_path / "model.onnx"
+    served, path = Predictor.of(digits.folder), tmp_path / "model.onnx"
     digits.run.export(path)
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
     session = reference.ReferenceEvaluator(str(path))
     for count in (1, 7):
-        x, _ = served.staged(Scene.of(digits.plan).raw.x_test[:count])
+        x, _ = served.preprocess(SimulationSetup.of(digits.plan).raw.x_test[:count])
         (scores,) = session.run(None, {session.input_names[0]: x.numpy()})
         with torch.no_grad():
             np.testing.assert_allclose(scores, served.model(x).numpy(), rtol=1e-5, atol=1e-5)
 
 
-def test_columns_that_sites_release_are_scaled_by_what_they_released(table, tmp_path):
+def test_released_column_scales_are_applied_to_new_records(table, tmp_path):
     columns = {"age": {"range": [0.0, 120.0], "scale": "released", "fill": 50.0}}
     records = {"classes": ["no", "yes"], "columns": {**TABLE["records"]["columns"], **columns}}
     plan = Plan.parse({**TABLE, "data": table.plan.data, "records": records})
     result = fedpact.run(plan, tmp_path / "run")
     (by,) = json.loads((tmp_path / "run" / "columns.json").read_text()).values()
-    scene = Scene.of(plan)
+    scene = SimulationSetup.of(plan)
     x = scene.dataset.x.double()
     (place,) = scene.released
     x[:, place] = (x[:, place] - by["mean"]) / by["deviation"]
@@ -221,7 +221,7 @@ def test_columns_that_sites_release_are_scaled_by_what_they_released(table, tmp_
         path = tmp_path / "run" / "columns.json"
         path.unlink() if broken is None else path.write_text(json.dumps(broken))
         with pytest.raises(DataError, match=r"columns\.json does not say what the columns age"):
-            Served.of(tmp_path / "run")
+            Predictor.of(tmp_path / "run")
         path.write_text("{}")
 
 
@@ -252,7 +252,7 @@ def test_heads_of_the_sites_own_leave_no_model_to_ask(digits, tmp_path):
     plan["local"]["head"] = 10
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(DataError, match="a head of its own"):
-        Served.of(tmp_path)
+        Predictor.of(tmp_path)
 
 
 def test_the_average_that_a_server_kept_can_be_asked(table, tmp_path, capsys, monkeypatch):

@@ -46,7 +46,7 @@ def recount(folder, site, delta):
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedfdp"])
-def test_every_site_stays_within_its_budget_by_an_independent_recount(tmp_path, algorithm):
+def test_sites_stay_within_budget_by_independent_recount(tmp_path, algorithm):
     result = simulate(plan(algorithm=algorithm), tmp_path / "run")
     for site, reported in result.summary["epsilon"].items():
         spent = recount(result.folder, site, 1e-5)
@@ -82,7 +82,7 @@ def test_a_folder_of_another_plan_is_left_alone(tmp_path):
         simulate(plan(seed=1), tmp_path / "run")
 
 
-def test_a_run_that_breaks_off_within_a_round_spends_nothing_twice(tmp_path, monkeypatch):
+def test_run_cut_off_within_a_round_charges_nothing_twice(tmp_path, monkeypatch):
     whole = simulate(plan(algorithm="fedfdp"), tmp_path / "whole")
     from fedpact.algorithms import fedfdp
 
@@ -137,9 +137,9 @@ def test_a_plain_run_has_no_ledger_and_says_so(tmp_path):
 def test_a_plain_run_reaches_the_accuracy_of_logistic_regression(tmp_path):
     from sklearn.linear_model import LogisticRegression
 
-    from fedpact.data.datasets import load
+    from fedpact.data.datasets import load_dataset
 
-    data = load("digits")
+    data = load_dataset("digits")
     reference = LogisticRegression(max_iter=2000).fit(data.x.flatten(1).numpy(), data.y.numpy())
     goal = reference.score(data.x_test.flatten(1).numpy(), data.y_test.numpy())
     result = simulate(
@@ -189,7 +189,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path, changes):
     assert not (tmp_path / "run").exists()
 
 
-def test_batch_norm_is_refused_in_a_private_run_by_the_layers_name(tmp_path, monkeypatch):
+def test_batch_norm_is_refused_in_private_runs_by_layer_name(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
     with pytest.raises(InputError, match=r"'1'.*replace_batchnorm|'1'.*GroupNorm"):
         simulate(plan(model="models_of_users:normalised"), tmp_path / "run")
@@ -229,7 +229,7 @@ def test_a_model_that_looks_at_values_is_refused(tmp_path, monkeypatch):
     assert simulate(asked, tmp_path / "plain", data=data).summary["status"] == "finished"
 
 
-def test_a_model_that_looks_at_its_records_trains_without_privacy_alone(tmp_path, monkeypatch):
+def test_value_dependent_model_trains_only_without_privacy(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
     with pytest.raises(ModelError, match="cannot be differentiated record by record"):
         simulate(plan(model="models_of_users:pixels"), tmp_path / "private")
@@ -277,7 +277,7 @@ def test_the_state_after_a_plain_round_is_the_weighted_mean(tmp_path):
     np.testing.assert_allclose(found, seen["mean"], rtol=1e-5, atol=1e-7)
 
 
-def test_a_spent_site_leaves_and_the_others_go_on_or_the_run_stops(tmp_path):
+def test_spent_site_leaves_and_the_rest_go_on_or_stop(tmp_path):
     grants = {"site-01": {"sigma": 3.0, "epsilon": 1.0}}
     few = plan(rounds=12, sampling_rate=0.5, privacy={"per_site": grants})
     allowed = few.terms({"site-00": 9.0, "site-01": 9.0, "site-02": 9.0})["site-01"].steps
@@ -296,9 +296,7 @@ def test_a_spent_site_leaves_and_the_others_go_on_or_the_run_stops(tmp_path):
     assert (stopped.summary["status"], stopped.summary["rounds"]) == ("budget", allowed + 1)
 
 
-def test_the_servers_arithmetic_has_one_thread_and_what_is_done_with_its_outcome_all(
-    tmp_path, monkeypatch
-):
+def test_server_arithmetic_is_single_threaded_and_use_is_not(tmp_path, monkeypatch):
     """Numbers of threads as torch tells them: of the update, an evaluation and the caller's own."""
     seen = {"update": [], "evaluate": [], "on_round": []}
 
@@ -342,7 +340,7 @@ def test_a_run_that_diverges_ends_with_its_last_finite_model(tmp_path):
 @pytest.mark.parametrize(
     ("mode", "used"), [("per_sample", "fixed sequence"), ("none", "none")], ids=["private", "plain"]
 )
-def test_the_statement_says_by_which_accounting_and_the_ledger_used_it(tmp_path, mode, used):
+def test_statement_and_ledger_name_the_accounting_used(tmp_path, mode, used):
     result = simulate(plan(rounds=1, privacy={"mode": mode}), tmp_path / "run")
     told = json.loads((result.folder / "privacy.json").read_text())
     assert told["accounting"] == used
@@ -441,7 +439,7 @@ def test_a_byte_budget_too_small_for_a_round_sends_nothing(tmp_path):
     assert all(not charges(result.folder, site) for site in result.summary["epsilon"])
 
 
-def test_a_start_cut_off_before_its_first_state_leaves_no_record_behind(tmp_path):
+def test_start_cut_off_before_first_state_leaves_no_record(tmp_path):
     simulate(plan(), tmp_path / "run", stop=lambda: True)
     # As if killed between the record of round 0 and the state that counts it as done.
     (tmp_path / "run" / "state.safetensors").unlink()
@@ -467,9 +465,7 @@ def test_a_ledger_that_a_power_failure_shortened_is_not_believed(tmp_path):
     assert simulate(plan(), tmp_path / "run").records[-1].round == 5
 
 
-def test_a_model_that_cannot_be_stacked_is_refused_before_anything_is_written(
-    tmp_path, monkeypatch
-):
+def test_unstackable_model_is_refused_before_writing(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
     asked = plan(model="models_of_users:tied", run={"stacked": 4})
     with pytest.raises(PlanError, match=r"run.stacked = 4.*cannot be stacked"):
@@ -477,7 +473,7 @@ def test_a_model_that_cannot_be_stacked_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_device_that_is_not_there_is_refused_before_anything_is_written(tmp_path):
+def test_missing_device_is_refused_before_writing(tmp_path):
     with pytest.raises(PlanError, match=r"device is 'cuda:99': torch .* finds"):
         simulate(plan(run={"device": "cuda:99"}), tmp_path / "run")
     assert not (tmp_path / "run").exists()

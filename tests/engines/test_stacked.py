@@ -10,7 +10,7 @@ from torch import nn
 
 from fedpact.draws.keystream import CHUNK, KeyStream
 from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.stacked import Noise, PlainSeat, Seat, SeatDraws, Stack
+from fedpact.engines.stacked import NoiseRequest, PlainSeat, Seat, SeatDraws, Stack
 from fedpact.errors import InputError
 from fedpact.losses import cross_entropy, squared_error
 from fedpact.models import papers
@@ -246,7 +246,7 @@ def test_stacked_noise_is_each_sites_own_bit_for_bit(dtype):
         for own, total in zip(draws, totals, strict=True)
     ]
     asked = [
-        Noise(total, 1.5 * 0.2, own.noise_words(3, "gradient"))
+        NoiseRequest(total, 1.5 * 0.2, own.noise_words(3, "gradient"))
         for own, total in zip(draws, totals, strict=True)
     ]
     for expected, found, total in zip(alone, stack.answers(asked), totals, strict=True):
@@ -258,7 +258,7 @@ def test_sums_and_noise_are_answered_in_one_turn():
     model = FlatModel(MODELS["logistic"]().double())
     stack = Stack.of(model, cross_entropy)
     first, second = requests(model, torch.float64, 0.5, sizes=(4, 5))
-    noise = Noise(torch.zeros(3), 1.0, KeyStream(bytes(32)))
+    noise = NoiseRequest(torch.zeros(3), 1.0, KeyStream(bytes(32)))
     found = stack.answers([first, noise, second])
     assert found[1] is noise.total
     for answer, total in zip(found[::2], stack.answers([first, second]), strict=True):

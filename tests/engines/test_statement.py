@@ -5,22 +5,22 @@ import math
 
 import pytest
 
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.engines.simulation import simulate
-from fedpact.engines.statement import described, of_simulation
+from fedpact.engines.statement import describe_terms, of_simulation
 from fedpact.plan import Plan
 from fedpact.report.page import write_report
 from fedpact.text import upper
 from fedpact.theory.accounting import SampledGaussian, epsilon
 from fedpact.theory.persons import epsilon_per_person
-from fedpact.theory.shares import ADDED_DELTA, UNITS, added_delta
+from fedpact.theory.shares import ADDED_DELTA, SHARE_DEVIATION, added_delta
 
 # At this rate RDP is the smaller bound: PLD's grid pays for the tail of a single release.
 FAINT = {"sampling_rate": 1e-4, "privacy": {"epsilon": 0.5, "delta": 1e-4, "sigma": 1.0}}
 
 
 def statement(**changes):
-    return of_simulation(Scene.of(Plan.parse({"rounds": 3, "sites": 2, **changes})))
+    return of_simulation(SimulationSetup.of(Plan.parse({"rounds": 3, "sites": 2, **changes})))
 
 
 @pytest.mark.parametrize("mode", ["per_sample", "batch_clipped"])
@@ -38,9 +38,9 @@ def test_the_mechanism_is_named_and_decides_the_multiplier(mode):
 @pytest.mark.parametrize("changes", [{}, FAINT], ids=["PLD smaller", "either"])
 def test_the_number_is_that_of_the_accountant_it_names(accountant, changes):
     whole = {**changes, "privacy": {**changes.get("privacy", {}), "accountant": accountant}}
-    scene = Scene.of(Plan.parse({"rounds": 3, "sites": 2, **whole}))
+    scene = SimulationSetup.of(Plan.parse({"rounds": 3, "sites": 2, **whole}))
     for terms in scene.terms.values():
-        told = described(terms)
+        told = describe_terms(terms)
         event = SampledGaussian(terms.rate, told["sigma_joint"])
         each = {
             by: epsilon({event: told["steps"]}, told["delta"], by.lower()) for by in ("PLD", "RDP")
@@ -52,7 +52,7 @@ def test_the_number_is_that_of_the_accountant_it_names(accountant, changes):
         )
 
 
-def test_every_round_and_the_summary_are_by_the_accountant_of_the_plan(tmp_path):
+def test_every_epsilon_uses_the_plans_accountant(tmp_path):
     steps = {}
     for accountant in ("pld", "rdp"):
         whole = Plan.parse(
@@ -64,7 +64,7 @@ def test_every_round_and_the_summary_are_by_the_accountant_of_the_plan(tmp_path)
             }
         )
         result = simulate(whole, tmp_path / accountant)
-        (terms,) = {t.event: t for t in Scene.of(whole).terms.values()}.values()
+        (terms,) = {t.event: t for t in SimulationSetup.of(whole).terms.values()}.values()
         each = whole.steps // whole.rounds
         steps[accountant] = [record.epsilon["site-00"] for record in result.records]
         assert steps[accountant][-1] == epsilon({terms.event: 4 * each}, 1e-5, accountant)
@@ -72,7 +72,7 @@ def test_every_round_and_the_summary_are_by_the_accountant_of_the_plan(tmp_path)
     assert all(p < r for p, r in zip(steps["pld"][1:], steps["rdp"][1:], strict=True))
 
 
-def test_a_plain_run_names_no_mechanism_and_the_page_shows_the_private_one(tmp_path):
+def test_plain_run_names_no_mechanism_and_private_page_does(tmp_path):
     assert statement(privacy={"mode": "none"})["mechanism"] == "none"
     result = simulate(Plan.parse({"rounds": 1, "sites": 2}), tmp_path / "run")
     told = json.loads((result.folder / "privacy.json").read_text())
@@ -87,7 +87,7 @@ def test_the_event_that_opens_a_round_is_stated():
     """With it, what the statement lists costs exactly what it says is reserved."""
     plan = Plan.parse({"algorithm": "fedproxvr", "rounds": 3, "settings": {"local_steps": 2}})
     (terms, *_) = plan.terms({"a": 100.0}).values()
-    told = described(terms)
+    told = describe_terms(terms)
     opening = told["opening"]
     events = {
         SampledGaussian(told["rate"], told["sigma_joint"]): told["steps"],
@@ -95,7 +95,7 @@ def test_the_event_that_opens_a_round_is_stated():
     }
     assert (told["steps"], opening["count"]) == (6, 3)
     assert epsilon(events, told["delta"]) == told["epsilon_reserved"]
-    assert described(next(iter(Plan.parse({}).terms({"a": 9.0}).values())))["opening"] is None
+    assert describe_terms(next(iter(Plan.parse({}).terms({"a": 9.0}).values())))["opening"] is None
 
 
 @pytest.mark.parametrize(("rate", "alone"), [(1e-6, True), (5.1e-6, False)])
@@ -111,7 +111,7 @@ def test_it_says_what_epsilon_is_for_a_patient_with_five_visits(tmp_path):
     plan = Plan.parse({"rounds": 2, "sites": 2, "privacy": {"person_records": 7}})
     result = simulate(plan, tmp_path / "run")
     told = json.loads((tmp_path / "run/privacy.json").read_text())
-    terms = Scene.of(plan).terms
+    terms = SimulationSetup.of(plan).terms
     for name, site in told["sites"].items():
         assert list(site["epsilon_per_person"]) == ["2", "3", "5", "7", "10"]
         history = terms[name].history(terms[name].steps)
@@ -122,7 +122,7 @@ def test_it_says_what_epsilon_is_for_a_patient_with_five_visits(tmp_path):
     page = write_report(result.folder).read_text()
     assert "a patient with five visits" in page
     assert any("nobody counts them" in line for line in told["does_not_cover"])
-    plain = of_simulation(Scene.of(Plan.parse({"privacy": {"mode": "none"}})))
+    plain = of_simulation(SimulationSetup.of(Plan.parse({"privacy": {"mode": "none"}})))
     assert plain["per_person"] == ""
 
 
@@ -135,7 +135,7 @@ def test_shared_noise_has_both_of_a_person():
             "privacy": {"trust": "sum", "honest": 2},
         }
     )
-    scene = Scene.of(plan)
+    scene = SimulationSetup.of(plan)
     told = of_simulation(scene)
     for name, site in told["sites"].items():
         assert site["epsilon_alone_per_person"]["2"] > site["epsilon_per_person"]["2"]
@@ -145,7 +145,7 @@ def test_shared_noise_has_both_of_a_person():
         assert together == pytest.approx(epsilon_per_person({event: steps}, site["delta"], 5))
         assert 10 < together < site["epsilon_alone_per_person"]["5"]
         sums = float(len(scene.bench().private.model.vector)) * steps
-        assert added_delta(together, UNITS, 3, sums) <= ADDED_DELTA
+        assert added_delta(together, SHARE_DEVIATION, 3, sums) <= ADDED_DELTA
         own = SampledGaussian(event.q, event.sigma / math.sqrt(2))
         alone = epsilon_per_person({own: steps}, site["delta"], 5)
         assert site["epsilon_alone_per_person"]["5"] == pytest.approx(alone)

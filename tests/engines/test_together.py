@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from fedpact.engines.together import NOTE, held, keep_before, put_back, restored, settle
+from fedpact.engines.together import BACKUP_FILE, commit, exclusive, keep_before, recover, rollback
 from fedpact.errors import DataError, InputError
 
 PLANTED = {
@@ -39,16 +39,16 @@ def note_of(**files):
     }
 
 
-@pytest.mark.parametrize("name", ["before.json", NOTE])
+@pytest.mark.parametrize("name", ["before.json", BACKUP_FILE])
 @pytest.mark.parametrize("planted", [PLANTED, note_of(**PLANTED), {"accuracy": 0.9}, [1, 2]])
 def test_what_lies_above_a_party_is_nothing_to_it(site, tmp_path, name, planted):
     for place in (site.parent, site.parent.parent):
         (place / name).write_text(json.dumps(planted))
         (place / name).chmod(0o600)
     before = content(tmp_path)
-    with held(site, wait=True):
+    with exclusive(site, wait=True):
         pass
-    restored(site)
+    recover(site)
     assert content(tmp_path) == before
 
 
@@ -56,7 +56,7 @@ def test_what_lies_above_a_party_is_nothing_to_it(site, tmp_path, name, planted)
     "name",
     [
         *("policy.toml", "ledger.jsonl", "site.toml", "site.key", "../victim.txt", "lock"),
-        *("../../../victim.txt", "run/plan.json", "./plan.json", "/etc/nothing", "", NOTE),
+        *("../../../victim.txt", "run/plan.json", "./plan.json", "/etc/nothing", "", BACKUP_FILE),
     ],
 )
 @pytest.mark.parametrize("text", [None, "mine"])
@@ -64,13 +64,13 @@ def test_a_note_of_other_files_is_refused_before_any_is_touched(site, tmp_path, 
     planted(site, json.dumps(note_of(**{"plan.json": "mine", name: text})))
     before = content(tmp_path)
     with pytest.raises(DataError, match="is no text file that is changed so"):
-        restored(site)
+        recover(site)
     assert content(tmp_path) == before
 
 
 def planted(site, text):
-    (site / NOTE).write_text(text)
-    (site / NOTE).chmod(0o600)
+    (site / BACKUP_FILE).write_text(text)
+    (site / BACKUP_FILE).chmod(0o600)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def planted(site, text):
 )
 def test_what_is_no_note_is_told_with_what_to_do(site, text):
     planted(site, text)
-    with pytest.raises(DataError, match=f"{NOTE} cannot be understood.*then remove it"):
-        restored(site)
+    with pytest.raises(DataError, match=f"{BACKUP_FILE} cannot be understood.*then remove it"):
+        recover(site)
 
 
 def linked(note):
@@ -101,9 +101,9 @@ def piped(note):
 @pytest.mark.parametrize("made", [linked, piped, lambda note: note.chmod(0o620)])
 def test_a_note_that_another_could_write_is_not_obeyed(site, made):
     planted(site, json.dumps(note_of(**{"plan.json": "mine"})))
-    made(site / NOTE)
+    made(site / BACKUP_FILE)
     with pytest.raises(DataError, match="cannot be understood"):
-        restored(site)
+        recover(site)
     assert (site / "plan.json").read_text() == "plan.json of the owner"
 
 
@@ -113,12 +113,12 @@ def test_a_note_of_another_account_is_not_obeyed(site, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         with pytest.raises(DataError, match="no private file of the account"):
-            restored(site)
-    restored(site)
+            recover(site)
+    recover(site)
     assert (site / "plan.json").read_text() == "plan.json of the owner"
 
 
-def test_what_is_changed_in_several_folders_is_undone_in_all_or_in_none(tmp_path):
+def test_change_of_several_folders_is_undone_in_all_or_none(tmp_path):
     """Whichever of the notes are left, as a process that is killed leaves them."""
     places = [tmp_path / name for name in "abc"]
     for left in range(len(places) + 1):
@@ -129,9 +129,9 @@ def test_what_is_changed_in_several_folders_is_undone_in_all_or_in_none(tmp_path
         for place in places:
             (place / "plan.json").write_text("new")
         with pytest.raises(DataError, match="together with other folders"):
-            put_back(places[-1])
-        settle(*places[:left])
-        put_back(*places)
+            rollback(places[-1])
+        commit(*places[:left])
+        rollback(*places)
         found = {(place / "plan.json").read_text() for place in places}
         assert found == ({"new"} if left else {"old"})
         assert not [path for place in places for path in place.glob(".*")]
@@ -142,25 +142,25 @@ def test_a_party_that_was_changed_by_itself_is_undone_by_itself(site, tmp_path):
     other.mkdir()
     keep_before(site)
     (site / "plan.json").write_text("new")
-    put_back(other, site)
+    rollback(other, site)
     assert (site / "plan.json").read_text() == "plan.json of the owner"
 
 
 def test_a_folder_is_one_process_at_a_time(site):
-    with held(site):
+    with exclusive(site):
         keep_before(site)
         # As another shell would: nothing is put back below the first one's hands.
         with pytest.raises(InputError, match="in use already"):
-            restored(site)
-        with pytest.raises(InputError, match="in use already"), held(site):
+            recover(site)
+        with pytest.raises(InputError, match="in use already"), exclusive(site):
             pass
 
 
 def test_a_folder_that_is_made_for_its_lock_goes_with_it(tmp_path):
-    with contextlib.suppress(KeyError), held(tmp_path / "runs" / "new"):
+    with contextlib.suppress(KeyError), exclusive(tmp_path / "runs" / "new"):
         assert (tmp_path / "runs" / "new" / "lock").exists()
         raise KeyError
     assert not list(tmp_path.iterdir())
-    with held(tmp_path / "runs" / "new"):
+    with exclusive(tmp_path / "runs" / "new"):
         (tmp_path / "runs" / "new" / "plan.json").write_text("{}")
     assert (tmp_path / "runs" / "new" / "plan.json").exists()

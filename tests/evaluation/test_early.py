@@ -5,7 +5,7 @@ import json
 import pytest
 
 import fedpact
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.errors import PlanError
 from fedpact.evaluation.early import Early
 from fedpact.evaluation.outcome import released_accuracy
@@ -42,7 +42,7 @@ def test_when_it_ends():
     assert early.status == ""
 
 
-def test_a_plain_run_ends_after_the_first_round_that_is_good_enough_and_stays_ended(tmp_path):
+def test_plain_run_stops_at_target_and_stays_stopped(tmp_path):
     whole = fedpact.run(Plan.parse({**PLAIN, "run": {"evaluate_every": 1}}), tmp_path / "a")
     reached = [record.accuracy for record in whole.records]
     target = sorted(reached[1:])[2]
@@ -55,11 +55,11 @@ def test_a_plain_run_ends_after_the_first_round_that_is_good_enough_and_stays_en
     assert again.summary["rounds"] == first
 
 
-def test_a_private_run_ends_by_what_sites_released_and_has_spent_what_was_charged(tmp_path):
+def test_private_run_stops_by_released_values_at_charged_cost(tmp_path):
     """Of the released accuracies, noise and all, a target of nearly none is met in round 1."""
     plan = Plan.parse({**PRIVATE, "budget": {"accuracy": 1e-6}})
     result = fedpact.run(plan, tmp_path / "run")
-    form, once = Scene.of(plan).form, plan.evaluation_terms
+    form, once = SimulationSetup.of(plan).form, plan.evaluation_terms
     assert released_accuracy(result.records[1], form, once) >= 1e-6
     assert (result.summary["status"], result.summary["rounds"]) == ("accuracy", 1)
     for site in result.summary["epsilon"]:
@@ -69,7 +69,7 @@ def test_a_private_run_ends_by_what_sites_released_and_has_spent_what_was_charge
         assert training["epsilon_spent"] < training["epsilon_reserved"]
 
 
-def test_with_noise_for_the_sum_what_was_reserved_holds_alone_too(tmp_path):
+def test_shared_noise_reservation_holds_without_other_sites(tmp_path):
     privacy = {"epsilon": 2.0, "accountant": "rdp", "trust": "sum", "honest": 2}
     secure = {"threshold": 3}
     raw = {"rounds": 4, "sites": 3, "data": "digits", "budget": {"accuracy": 1e-6}}
@@ -84,7 +84,7 @@ def test_a_private_run_is_not_stopped_by_exact_numbers():
     private = {"privacy": {"epsilon": 2.0}, "rounds": 2, "sites": 2, "data": "synthetic_iid"}
     limits = {"budget": {"patience": 1}, "partition": {"held_out": 0.2}}
     with pytest.raises(PlanError, match="no accuracy is released"):
-        Scene.of(Plan.parse({**private, **limits}))
+        SimulationSetup.of(Plan.parse({**private, **limits}))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_without_an_accuracy_of_any_kind_it_is_said_what_to_set():
     budget = {"budget": {"accuracy": 0.5}, "data": "synthetic_iid", "sites": 2}
     plan = {**PRIVATE, **budget, "evaluation": {"share": 0.2, "releases": []}}
     with pytest.raises(PlanError, match=r'set evaluation\.releases = \["hits"\]'):
-        Scene.of(Plan.parse(plan))
+        SimulationSetup.of(Plan.parse(plan))
     plan = {**PLAIN, **budget, "partition": {"held_out": 0.0}}
     with pytest.raises(PlanError, match=r"set partition\.held_out"):
-        Scene.of(Plan.parse(plan))
+        SimulationSetup.of(Plan.parse(plan))

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fedpact.evaluation.figures import Figure, Sums, figures, ratio, roc_area
+from fedpact.evaluation.figures import Figure, Sums, estimate_figures, estimate_ratio, roc_area
 from fedpact.evaluation.settings import EvaluationSettings
 
 CLASSES, GROUPS = ("no", "yes"), ("a", "b")
@@ -26,10 +26,11 @@ def named(found: list[Figure]) -> dict[tuple[str, str], Figure]:
 
 
 def covers(exact, rng: np.random.Generator, of: dict[str, np.ndarray], *about) -> dict:
-    """How often each noisy figure's interval held the exact one. about: as `figures` takes it."""
+    """How often each noisy figure's interval held the exact one. about: as `estimate_figures` takes
+    it."""
     covered = dict.fromkeys(exact, 0)
     for _ in range(TRIES):
-        found = named(figures(sums(rng, of, 4.0), *about))
+        found = named(estimate_figures(sums(rng, of, 4.0), *about))
         for key, figure in found.items():
             covered[key] += figure.low <= exact[key].value <= figure.high
     for key, count in covered.items():
@@ -44,7 +45,7 @@ def test_intervals_cover_the_exact_figures_as_often_as_stated(scale: int) -> Non
     hits = scale * np.array([[[9.0, 3], [2, 10]], [[12, 0], [5, 7]]])
     roc = scale * np.stack([np.arange(10, 0, -1), np.arange(10)]).astype(float)
     of = {"hits": hits, "loss": np.array([0.3 * hits.sum()]), "roc": roc}
-    exact = named(figures(Sums(of, dict.fromkeys(of, 0.0)), SETTINGS, CLASSES, GROUPS))
+    exact = named(estimate_figures(Sums(of, dict.fromkeys(of, 0.0)), SETTINGS, CLASSES, GROUPS))
     covered = covers(exact, rng, of, SETTINGS, CLASSES, GROUPS)
     # Where nothing is cut off, a single ratio's interval is no wider than it has to be.
     if scale == 20:
@@ -54,7 +55,7 @@ def test_intervals_cover_the_exact_figures_as_often_as_stated(scale: int) -> Non
 def test_without_noise_they_are_the_figures_themselves() -> None:
     hits = np.array([[[9.0, 3], [2, 10]], [[12, 0], [5, 7]]])
     of = {"hits": hits, "loss": np.array([0.25 * 48])}
-    found = named(figures(Sums(of, dict.fromkeys(of, 0.0)), SETTINGS, CLASSES, GROUPS))
+    found = named(estimate_figures(Sums(of, dict.fromkeys(of, 0.0)), SETTINGS, CLASSES, GROUPS))
     assert found["accuracy", "all"].value == pytest.approx(28 / 48)
     assert found["accuracy", "class yes"].value == pytest.approx(7 / 24)
     assert found["loss", "clipped to 2"].value == pytest.approx(0.5)
@@ -84,13 +85,13 @@ def counted(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, dict]:
     return hits, wrong, rates
 
 
-def test_rates_of_more_than_two_classes_are_of_each_against_all_others() -> None:
+def test_multiclass_rates_are_one_against_rest() -> None:
     rng = np.random.default_rng(4)
     hits, wrong, rates = counted(rng)
     settings = EvaluationSettings(share=0.2, releases=["hits", "false_positives"])
     names, of = ("x", "y", "z"), {"hits": hits, "false_positives": wrong}
     plain = Sums(of, dict.fromkeys(of, 0.0))
-    exact = named(figures(plain, settings, names, GROUPS))
+    exact = named(estimate_figures(plain, settings, names, GROUPS))
     for (kind, g, c), rate in rates.items():
         figure = exact[f"{kind} positive rate of class {names[c]}", f"group {GROUPS[g]}"]
         assert figure.value == pytest.approx(rate) == figure.low == figure.high
@@ -99,7 +100,7 @@ def test_rates_of_more_than_two_classes_are_of_each_against_all_others() -> None
     # Over both groups, with noise: as often within their intervals as stated.
     covers(exact, rng, of, settings, names, GROUPS)
     # Without the false positives there is no gap of odds.
-    fewer = named(figures(Sums({"hits": hits}, {"hits": 0.0}), settings, names, GROUPS))
+    fewer = named(estimate_figures(Sums({"hits": hits}, {"hits": 0.0}), settings, names, GROUPS))
     assert ("equalised-odds gap", "groups") not in fewer
     gap = fewer["gap of true positive rates", "groups"].value
     assert gap == pytest.approx(max(gaps[:3]))
@@ -112,9 +113,7 @@ def area(negative: np.ndarray, positive: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(("count", "sigma"), [(60, 3.0), (1000, 3.0)])
-def test_the_roc_interval_covers_the_area_of_the_scores_themselves(
-    count: int, sigma: float
-) -> None:
+def test_roc_interval_covers_the_exact_area(count: int, sigma: float) -> None:
     """Bins included: the exact area is of scores, the released one of a histogram."""
     rng = np.random.default_rng(count)
     negative, positive = rng.beta(2, 3, count), rng.beta(3, 2, count // 2)
@@ -131,10 +130,10 @@ def test_the_roc_interval_covers_the_area_of_the_scores_themselves(
     assert value == pytest.approx(exact, abs=0.02)
 
 
-def test_where_noise_leaves_nothing_to_say_everything_is_possible() -> None:
-    assert ratio(1.0, 2.0, (100.0, 100.0, 200.0), 0.95)[1:] == (0.0, 1.0)
-    value, low, high = ratio(-3.0, -1.0, (1.0, 0.0, 1.0), 0.95)
+def test_overwhelming_noise_gives_the_full_interval() -> None:
+    assert estimate_ratio(1.0, 2.0, (100.0, 100.0, 200.0), 0.95)[1:] == (0.0, 1.0)
+    value, low, high = estimate_ratio(-3.0, -1.0, (1.0, 0.0, 1.0), 0.95)
     assert math.isnan(value)
     assert (low, high) == (0.0, 1.0)
     # Beyond all that can be: an empty interval would say nothing.
-    assert ratio(-50.0, 100.0, (1.0, 0.0, 1.0), 0.95) == (0.0, 0.0, 1.0)
+    assert estimate_ratio(-50.0, 100.0, (1.0, 0.0, 1.0), 0.95) == (0.0, 0.0, 1.0)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fedpact.draws.secure import SecureDraws
-from fedpact.draws.seeded import stream
-from fedpact.evaluation.figures import Sums, figures
+from fedpact.draws.seeded import seeded_generator
+from fedpact.evaluation.figures import Sums, estimate_figures
 from fedpact.evaluation.outcome import exact_figures
 from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.evaluation.totals import HeldOut, SumsForm
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel
-from fedpact.privacy.once import Once
+from fedpact.privacy.once import FullDataRelease
 from fedpact.theory.accounting import SampledGaussian
 
 TRIES = 400
@@ -26,7 +26,7 @@ TRIES = 400
 LEAST = 0.95 - 4.3 * math.sqrt(0.95 * 0.05 / TRIES)
 
 
-def once_of(settings: EvaluationSettings, rounds: int, spare: int = 0) -> Once:
+def once_of(settings: EvaluationSettings, rounds: int, spare: int = 0) -> FullDataRelease:
     found = settings.terms(rounds, spare, "best")
     if found is None:
         raise ValueError("nothing is held out")
@@ -34,11 +34,11 @@ def once_of(settings: EvaluationSettings, rounds: int, spare: int = 0) -> Once:
 
 
 @pytest.mark.parametrize(("unit", "size"), [("record", 60), ("person", 600)])
-def test_released_figures_are_in_their_intervals_as_often_as_stated(unit: str, size: int) -> None:
+def test_released_intervals_cover_at_the_stated_level(unit: str, size: int) -> None:
     """From held-out records to figures, with the noise of a deployment."""
     settings = EvaluationSettings(share=0.2, releases=["hits", "loss", "roc"], loss_bound=2.0)
     form, once = SumsForm(settings, ("no", "yes"), ("a", "b"), unit), once_of(settings, 1)
-    x = torch.randn(size, 3, generator=stream("release"))
+    x = torch.randn(size, 3, generator=seeded_generator("release"))
     y = (x[:, 0] > 0.3 * x[:, 1]).long()
     persons = torch.arange(size) // 3 if unit == "person" else None
     held = HeldOut(x, y, (x[:, 2] > 0).long(), persons)
@@ -54,8 +54,8 @@ def test_released_figures_are_in_their_intervals_as_often_as_stated(unit: str, s
     noise = dict.fromkeys(sums, once.sigma)
     for _ in range(TRIES):
         released = once.release(charge, lambda: {c: s.clone() for c, s in sums.items()}, draws)
-        noisy = Sums.added([plain(released)], noise)
-        for figure in figures(noisy, settings, form.classes, form.groups, unit):
+        noisy = Sums.add([plain(released)], noise)
+        for figure in estimate_figures(noisy, settings, form.classes, form.groups, unit):
             key = figure.name, figure.about
             covered[key] += figure.low <= exact[key] <= figure.high
     assert charged == {once.event: TRIES}
@@ -93,6 +93,6 @@ def test_half_the_noise_would_be_found_out() -> None:
     hits = np.array([30.0, 10, 20, 20])
     for _ in range(TRIES):
         noisy = Sums({"hits": hits + 4 * rng.standard_normal(4)}, {"hits": 2.0**2})
-        figure = figures(noisy, settings, ("no", "yes"), ("all",))[1]
+        figure = estimate_figures(noisy, settings, ("no", "yes"), ("all",))[1]
         covered += figure.low <= 50 / 80 <= figure.high
     assert covered / TRIES < LEAST

@@ -3,65 +3,65 @@
 import pytest
 import torch
 
-from fedpact.draws.seeded import stream
-from fedpact.evaluation.split import held_out, key_of_seed, split_of
+from fedpact.draws.seeded import seeded_generator
+from fedpact.evaluation.split import hold_out, key_of_seed, split_of
 
 KEY = key_of_seed(0, "site-00")
 
 
 def records(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(count, 3, generator=stream("split"))
-    return x, torch.randint(2, (count,), generator=stream("labels"))
+    x = torch.randn(count, 3, generator=seeded_generator("split"))
+    return x, torch.randint(2, (count,), generator=seeded_generator("labels"))
 
 
 def test_one_record_more_moves_no_other() -> None:
     x, y = records(200)
-    whole = held_out(x, y, 0.3, KEY)
+    whole = hold_out(x, y, 0.3, KEY)
     for out in (0, 100, 199):
         rest = torch.arange(200) != out
-        assert torch.equal(held_out(x[rest], y[rest], 0.3, KEY), whole[rest])
-    order = torch.randperm(200, generator=stream("order"))
-    assert torch.equal(held_out(x[order], y[order], 0.3, KEY), whole[order])
+        assert torch.equal(hold_out(x[rest], y[rest], 0.3, KEY), whole[rest])
+    order = torch.randperm(200, generator=seeded_generator("order"))
+    assert torch.equal(hold_out(x[order], y[order], 0.3, KEY), whole[order])
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5])
 def test_about_so_many_are_held_out(share: float) -> None:
     """5 deviations of a binomial count: outside once in 10^6."""
     x, y = records(4000)
-    count = int(held_out(x, y, share, KEY).sum())
+    count = int(hold_out(x, y, share, KEY).sum())
     assert abs(count - 4000 * share) < 5 * (4000 * share * (1 - share)) ** 0.5
 
 
 def test_a_person_is_on_one_side_whoever_else_is_there() -> None:
     x, y = records(300)
     names = [f"p{i % 100}" for i in range(300)]
-    whole = held_out(x, y, 0.4, KEY, names)
+    whole = hold_out(x, y, 0.4, KEY, names)
     assert torch.equal(whole[:100], whole[100:200])
     assert torch.equal(whole[:100], whole[200:])
     # By the name alone: other values, other persons, other places.
     some = torch.arange(0, 300, 7)
     assert torch.equal(
-        held_out(x[some] + 1, y[some], 0.4, KEY, [names[i] for i in some]), whole[some]
+        hold_out(x[some] + 1, y[some], 0.4, KEY, [names[i] for i in some]), whole[some]
     )
     # A split by records is none by persons.
-    by_record = held_out(x, y, 0.4, KEY)
+    by_record = hold_out(x, y, 0.4, KEY)
     assert not torch.equal(by_record[:100], by_record[100:200])
-    assert held_out(x[:0], y[:0], 0.4, KEY, []).shape == (0,)
+    assert hold_out(x[:0], y[:0], 0.4, KEY, []).shape == (0,)
 
 
 def test_a_site_without_records_holds_none_out() -> None:
-    assert held_out(torch.zeros(0, 1, 8, 8), torch.zeros(0).long(), 0.3, KEY).shape == (0,)
+    assert hold_out(torch.zeros(0, 1, 8, 8), torch.zeros(0).long(), 0.3, KEY).shape == (0,)
 
 
 def test_label_key_and_share_decide_too() -> None:
     x, y = records(1000)
-    whole = held_out(x, y, 0.5, KEY)
-    assert not torch.equal(held_out(x, 1 - y, 0.5, KEY), whole)
-    assert not torch.equal(held_out(x, y, 0.5, key_of_seed(0, "site-01")), whole)
+    whole = hold_out(x, y, 0.5, KEY)
+    assert not torch.equal(hold_out(x, 1 - y, 0.5, KEY), whole)
+    assert not torch.equal(hold_out(x, y, 0.5, key_of_seed(0, "site-01")), whole)
     # A larger share holds out those of a smaller one, and more.
-    assert (held_out(x, y, 0.6, KEY) | ~whole).all()
-    assert not held_out(x, y, 0.0, KEY).any()
-    assert held_out(x, y, 1.0, KEY).all()
+    assert (hold_out(x, y, 0.6, KEY) | ~whole).all()
+    assert not hold_out(x, y, 0.0, KEY).any()
+    assert hold_out(x, y, 1.0, KEY).all()
     assert (
         len(
             {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedpact.draws.seeded import stream
+from fedpact.draws.seeded import seeded_generator
 from fedpact.errors import PlanError
 from fedpact.evaluation.groups import Grouping
 from fedpact.evaluation.settings import EvaluationSettings
@@ -24,9 +24,9 @@ def kernel() -> PerSampleKernel:
 
 
 def held(count: int) -> HeldOut:
-    x = torch.randn(count, 3, generator=stream("totals"))
-    y = torch.randint(2, (count,), generator=stream("y"))
-    return HeldOut(x, y, torch.randint(3, (count,), generator=stream("group")))
+    x = torch.randn(count, 3, generator=seeded_generator("totals"))
+    y = torch.randint(2, (count,), generator=seeded_generator("y"))
+    return HeldOut(x, y, torch.randint(3, (count,), generator=seeded_generator("group")))
 
 
 def part(of: HeldOut, chosen: torch.Tensor) -> HeldOut:
@@ -45,7 +45,7 @@ def by_hand(one: HeldOut, w: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def test_they_are_what_counting_gives() -> None:
-    w, one = torch.randn(8, generator=stream("w")), held(50)
+    w, one = torch.randn(8, generator=seeded_generator("w")), held(50)
     found, expected = one.totals(FORM, kernel(), w), by_hand(one, w)
     assert torch.equal(found["hits"], expected["hits"].double().reshape(-1))
     assert torch.equal(found["roc"], expected["roc"].double().reshape(-1))
@@ -59,7 +59,7 @@ def test_false_positives_are_misses_by_the_class_that_is_said() -> None:
     settings = EvaluationSettings(share=0.2, releases=["hits", "false_positives"])
     form = SumsForm(settings, ("x", "y", "z"), ("a", "b", "c"))
     used = PerSampleKernel(FlatModel(nn.Linear(3, 3)), cross_entropy)
-    w, one = torch.randn(12, generator=stream("w of three")), held(50)
+    w, one = torch.randn(12, generator=seeded_generator("w of three")), held(50)
     # A record without scores is a miss, and nothing is said of it.
     one.x[7] = torch.nan
     expected = torch.zeros(3, 3, dtype=torch.float64)
@@ -81,7 +81,7 @@ def test_they_say_nothing_more_of_two_classes() -> None:
 
 def test_one_record_moves_each_channel_by_at_most_one() -> None:
     """And the other records' parts are as they were, to the last bit."""
-    w, one, used = torch.randn(8, generator=stream("w")), held(60), kernel()
+    w, one, used = torch.randn(8, generator=seeded_generator("w")), held(60), kernel()
     whole = one.totals(FORM, used, w)
     for out in range(0, 60, 7):
         rest = torch.arange(60) != out
@@ -92,8 +92,8 @@ def test_one_record_moves_each_channel_by_at_most_one() -> None:
             assert alone[channel].norm() <= 1
 
 
-def test_one_person_moves_each_channel_by_at_most_one_with_any_number_of_records() -> None:
-    w, one, used = torch.randn(8, generator=stream("w")), held(60), kernel()
+def test_person_moves_each_channel_by_at_most_one() -> None:
+    w, one, used = torch.randn(8, generator=seeded_generator("w")), held(60), kernel()
     whose = torch.cat(
         [torch.zeros(40), torch.arange(1, 8), torch.arange(1, 8), torch.full((6,), 3)]
     )
@@ -118,7 +118,7 @@ def test_one_person_moves_each_channel_by_at_most_one_with_any_number_of_records
 
 
 def test_whatever_a_record_does_it_is_one_record() -> None:
-    w, one = torch.randn(8, generator=stream("w")), held(3)
+    w, one = torch.randn(8, generator=seeded_generator("w")), held(3)
     one.x[1] = torch.inf
     found = one.totals(FORM, kernel(), w)
     assert found["hits"].sum() == found["roc"].sum() == 3

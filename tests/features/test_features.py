@@ -24,21 +24,21 @@ import fedpact
 from fedpact.audit.membership import membership
 from fedpact.data.datasets import from_arrays
 from fedpact.data.tables import read_npz
-from fedpact.draws.seeded import stream
-from fedpact.engines.scene import Scene
+from fedpact.draws.seeded import seeded_generator
+from fedpact.engines.scene import SimulationSetup
 from fedpact.engines.simulation import simulate
 from fedpact.errors import FedpactError, ModelError, PlanError
 from fedpact.features import cache, extract, settings
 from fedpact.features.cache import beside, features
 from fedpact.features.extract import Extractor, MadeBy
-from fedpact.features.kinds import KINDS, FeatureKind
-from fedpact.features.made import MADE, dead_leaves, made_images
+from fedpact.features.kinds import FEATURE_KINDS, FeatureKind
+from fedpact.features.made import MADE, dead_leaves, generate_images
 from fedpact.features.patches import Patches
 from fedpact.features.scattering import DIRECTIONS, Scattering, gabor
 from fedpact.features.settings import FeatureSettings
 from fedpact.features.stage import FeatureStage
 from fedpact.messages import Task
-from fedpact.own.digests import digest_of_code, digest_of_what_lasts
+from fedpact.own.digests import digest_of_code, stable_digest
 from fedpact.params import threads
 from fedpact.plan import Plan
 
@@ -54,7 +54,7 @@ ASKED = Task("run", 1, "fedavg", {}, {})
 
 
 def made(count, shape=SHAPE, seed=5):
-    return torch.rand(count, *shape, generator=stream("records", seed))
+    return torch.rand(count, *shape, generator=seeded_generator("records", seed))
 
 
 @pytest.fixture(scope="module", params=SMALL)
@@ -63,14 +63,14 @@ def small(request, tmp_path_factory):
     return Extractor(chosen, SHAPE, 0, tmp_path_factory.getbasetemp())
 
 
-def test_a_records_features_are_the_same_bits_whatever_stands_beside_it(small):
+def test_features_do_not_depend_on_neighbouring_records(small):
     x = made(150)
     x[7] *= 1e30
     x[9] = 0
     together = small(x)
     assert together.good.all()
     assert together.x.unique(dim=0).shape[0] >= 149
-    order = torch.randperm(150, generator=stream("order"))
+    order = torch.randperm(150, generator=seeded_generator("order"))
     assert torch.equal(small(x[order]).x, together.x[order])
     for some in (slice(0, 1), slice(9, 10), slice(3, 70), slice(149, 150)):
         assert torch.equal(small(x[some]).x, together.x[some])
@@ -123,17 +123,17 @@ def test_mirrored_images_have_the_same_features(tmp_path, kind):
 
 @pytest.mark.parametrize("width", [11, 12])
 @pytest.mark.parametrize("cells", [1, 2, 3, 4])
-def test_a_patchs_filter_has_a_twin_that_finds_the_same_in_mirrored_images(width, cells):
+def test_patch_filters_have_mirrored_twins(width, cells):
     """What the twins of the first filters are is seen in the bank: mirrored, and in the maps."""
     chosen = FeatureSettings(kind="patches", filters=24, size=4, cells=cells)
-    maps = KINDS["patches"].make(chosen, (2, 10, width), 0)
-    twins = KINDS["patches"].twins(chosen)
+    maps = FEATURE_KINDS["patches"].make(chosen, (2, 10, width), 0)
+    twins = FEATURE_KINDS["patches"].twins(chosen)
     assert torch.allclose(maps._bank[twins[:24]], maps._bank.flip(3), atol=1e-5)
     x = made(5, (2, 10, width))
     assert torch.allclose(maps(x.flip(3)), maps(x)[:, twins].flip(3), atol=1e-5)
     assert not torch.allclose(maps(x.flip(3)), maps(x).flip(3), atol=1e-2)
-    assert KINDS["patches"].twins(chosen.model_copy(update={"filters": 23})) is None
-    assert KINDS["scattering"].twins(chosen) is None
+    assert FEATURE_KINDS["patches"].twins(chosen.model_copy(update={"filters": 23})) is None
+    assert FEATURE_KINDS["scattering"].twins(chosen) is None
 
 
 def test_brightness_and_contrast_of_a_record_change_nothing(tmp_path):
@@ -142,7 +142,7 @@ def test_brightness_and_contrast_of_a_record_change_nothing(tmp_path):
     assert torch.allclose(of(x).x.float(), of(3 * x - 40).x.float(), atol=2e-3)
 
 
-def test_whitened_features_of_made_images_are_uncorrelated_where_they_vary(tmp_path):
+def test_whitened_features_are_uncorrelated_where_they_vary(tmp_path):
     """(Σ + rI)^-1 whitens: in an eigenbasis of Σ, variances are λ / (λ + r), correlations 0."""
     raw = Extractor(FeatureSettings(kind="scattering", cells=2, whiten=False), SHAPE, 3, tmp_path)
     mean, whitening = Extractor(
@@ -233,12 +233,12 @@ def test_made_images_in_parts_are_the_same_images():
     for start, stop in ((0, 8), (8, 9), (1003, 1500), (3999, MADE)):
         part = dead_leaves.__wrapped__(MADE, shape, 1, start, stop)
         assert torch.equal(part, whole[start:stop])
-    assert torch.equal(torch.cat(list(made_images(1000, shape, 1))), whole[:1000])
+    assert torch.equal(torch.cat(list(generate_images(1000, shape, 1))), whole[:1000])
 
 
 def test_large_images_are_made_in_parts_that_fit_into_memory():
     """4,000 of them would be 2.4 GB, and what draws them several times that."""
-    first = next(iter(made_images(MADE, (3, 224, 224), 1)))
+    first = next(iter(generate_images(MADE, (3, 224, 224), 1)))
     assert len(first) % 8 == 0
     assert first.numel() <= 2**24
 
@@ -279,7 +279,7 @@ def test_records_and_settings_that_do_not_go_together_are_told(
     tmp_path, monkeypatch, chosen, shape, word
 ):
     monkeypatch.setitem(
-        KINDS, "still", FeatureKind(lambda *_: lambda x: torch.ones(len(x), 4, 1, 1))
+        FEATURE_KINDS, "still", FeatureKind(lambda *_: lambda x: torch.ones(len(x), 4, 1, 1))
     )
     with pytest.raises(ModelError, match=word):
         Extractor(FeatureSettings(**chosen), shape, 0, tmp_path)(made(2, shape))
@@ -331,7 +331,7 @@ def test_code_that_a_factory_only_uses_is_in_the_caches_key(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("made", [lambda least: nn.Hardtanh(-1, least), backbones_of_users.Cut])
-def test_what_a_factory_in_another_file_gives_its_layers_is_in_the_key(tmp_path, monkeypatch, made):
+def test_layers_from_another_file_are_part_of_the_key(tmp_path, monkeypatch, made):
     """No made-up record is answered otherwise, and no file of the factory's is another."""
     chosen = FeatureSettings(kind=f"{OWN}:given", trained_on="nothing")
     found = []
@@ -390,7 +390,7 @@ for text in texts:
     return done.stdout.split()
 
 
-def test_code_that_answers_no_made_up_record_otherwise_is_in_the_key_too(tmp_path):
+def test_unused_code_is_part_of_the_key_too(tmp_path):
     """Of another file than the factory's, with a threshold beyond what is tried."""
     (tmp_path / "mine.py").write_text(
         "from helping import G\n\n\ndef made(shape):\n    return G()\n"
@@ -405,7 +405,7 @@ def test_code_that_answers_no_made_up_record_otherwise_is_in_the_key_too(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["counting_some", "noisy"])
-def test_no_record_is_in_anothers_features_whatever_a_module_does_at_it(tmp_path, name):
+def test_no_record_enters_anothers_features(tmp_path, name):
     """Its own are left out where it changes the module; random numbers are every record's alike."""
     chosen = FeatureSettings(kind=f"{OWN}:{name}", trained_on="nothing")
     x = torch.rand(5, 2, 3)
@@ -432,7 +432,7 @@ def test_what_a_module_holds_is_put_back_however_it_was_changed(tmp_path, name):
     assert whole.good.tolist() == [True, harmless, True, True, harmless, True]
 
 
-def test_several_threads_of_one_process_have_one_random_state_each(tmp_path):
+def test_threads_of_a_process_share_no_random_state(tmp_path):
     """Three at once: a record's draws are its own, whoever asks beside it."""
     chosen = FeatureSettings(kind=f"{OWN}:noisy", trained_on="nothing")
     one, x = Extractor(chosen, (2, 3), 0, tmp_path), torch.rand(200, 2, 3)
@@ -465,7 +465,7 @@ def test_a_file_that_its_layers_refer_to_by_name_is_in_the_key(tmp_path):
     assert first == again != other
 
 
-def test_a_model_is_asked_with_the_features_that_it_was_trained_on(tmp_path, monkeypatch):
+def test_prediction_uses_the_features_of_training(tmp_path, monkeypatch):
     x, y = torch.rand(60, 2, 3).numpy(), numpy.arange(60) % 2
     kind = {"kind": f"{OWN}:weighted", "trained_on": "nothing"}
     plan = Plan(model="logistic", sites=2, rounds=1, features=kind)
@@ -528,9 +528,7 @@ def test_what_made_features_is_the_same_on_any_number_of_threads(tmp_path):
         assert not found[0].is_as(other)
 
 
-def test_what_made_features_is_what_was_loaded_and_not_what_its_file_says_now(
-    tmp_path, monkeypatch
-):
+def test_features_use_the_loaded_code_not_the_changed_file(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "mine_edited.py"
     file.write_text(MINE.format(by=1.0))
@@ -543,15 +541,13 @@ def test_what_made_features_is_what_was_loaded_and_not_what_its_file_says_now(
 
 
 @pytest.mark.parametrize("name", ["callable_without_hash", "nested"])
-def test_any_callable_is_a_factory_and_may_itself_ask_for_features(tmp_path, name):
+def test_any_callable_is_a_factory_and_may_nest_features(tmp_path, name):
     stage = FeatureStage(FeatureSettings(kind=f"{OWN}:{name}", trained_on="nothing"), 0, tmp_path)
     x = torch.rand(4, 2, 3)
     assert stage(x, x[0], "x", None).good.all()
 
 
-def test_code_that_names_a_package_is_told_by_its_files_whoever_has_imported_what(
-    tmp_path, monkeypatch
-):
+def test_package_code_is_keyed_by_files_whatever_is_imported(tmp_path, monkeypatch):
     package = tmp_path / "of_mine"
     package.mkdir()
     for name in ("__init__", "used", "other"):
@@ -562,17 +558,17 @@ def test_code_that_names_a_package_is_told_by_its_files_whoever_has_imported_wha
     )
     monkeypatch.syspath_prepend(tmp_path)
     kind = importlib.import_module("mine_named").G
-    before = digest_of_code(kind), digest_of_what_lasts(kind())
+    before = digest_of_code(kind), stable_digest(kind())
     importlib.import_module("of_mine.other")
-    assert (digest_of_code(kind), digest_of_what_lasts(kind())) == before
+    assert (digest_of_code(kind), stable_digest(kind())) == before
     (package / "used.py").write_text("def f(x):\n    return -x\n")
-    assert digest_of_what_lasts(kind()) != before[1]
+    assert stable_digest(kind()) != before[1]
 
 
 def test_more_filters_than_made_images_have_patches_for_are_told():
     asked = FeatureSettings(kind="patches", filters=10_000, size=2)
     with pytest.raises(ModelError, match=r"features\.filters is 10000 of size 2.*lower filters"):
-        KINDS["patches"].make(asked, (1, 48, 48), 0)
+        FEATURE_KINDS["patches"].make(asked, (1, 48, 48), 0)
 
 
 def test_scripted_modules_are_taken(tmp_path):
@@ -591,7 +587,7 @@ def test_what_features_were_trained_on_is_one_line():
             Plan(features={"kind": f"{OWN}:scaled", "trained_on": nothing})
 
 
-def test_a_module_that_leaves_at_a_record_ends_no_party_and_the_users_interrupt_does(tmp_path):
+def test_sys_exit_in_user_module_is_contained(tmp_path):
     x = torch.rand(5, 2, 3)
     x[1] = 200.0
 
@@ -625,7 +621,7 @@ def test_how_long_a_modules_answers_are_does_not_matter(tmp_path):
         assert of("times_1", x * by).x[x.flatten(1).sum(1) > 0].float().norm(dim=1).min() > 0.99
 
 
-def test_a_plain_run_needs_no_word_on_what_its_backbone_was_trained_on():
+def test_plain_run_needs_no_statement_on_backbone_training():
     plan = Plan.parse({"features": {"kind": f"{OWN}:linear"}, "privacy": {"mode": "none"}})
     assert not plan.private
 
@@ -633,13 +629,15 @@ def test_a_plain_run_needs_no_word_on_what_its_backbone_was_trained_on():
 def test_words_are_no_images(tmp_path):
     data = from_arrays([[[1, 2], [3, 4]]] * 4, [0, 1, 0, 1])
     with pytest.raises(ModelError, match="words"):
-        Scene.of(Plan.parse({"features": SMALL["scattering"], "sites": 2}), data)
+        SimulationSetup.of(Plan.parse({"features": SMALL["scattering"], "sites": 2}), data)
 
 
 def test_a_kind_whose_setting_is_no_field_is_an_error(monkeypatch):
-    monkeypatch.setitem(KINDS, "odd", FeatureKind(lambda *_: nn.Identity(), own=("colour",)))
+    monkeypatch.setitem(
+        FEATURE_KINDS, "odd", FeatureKind(lambda *_: nn.Identity(), own=("colour",))
+    )
     with pytest.raises(FedpactError, match="colour"):
-        settings.check_kinds()
+        settings.check_feature_kinds()
 
 
 # ---------------------------------------------------------------- weights of somebody's own
@@ -700,7 +698,7 @@ def test_a_sha256_counts_in_either_case_and_what_is_none_is_told(tmp_path, table
         Plan.parse({table: {**chosen, "sha256": sha256[:-1]}})
 
 
-def test_records_at_which_a_backbone_fails_are_left_out_by_themselves(tmp_path, caplog):
+def test_records_at_which_a_backbone_fails_are_dropped(tmp_path, caplog):
     """One raises, one has no finite features: the others keep theirs, and the run goes on."""
     x = 4 + made(60, (2, 3))
     x[4], x[11, 0, 0] = 1000, 0
@@ -708,11 +706,11 @@ def test_records_at_which_a_backbone_fails_are_left_out_by_themselves(tmp_path, 
     plan = Plan.parse({"features": chosen, "sites": 2, "rounds": 1})
     labels = [0, 1] * 30
     with caplog.at_level(logging.WARNING, logger="fedpact"):
-        scene = Scene.of(plan, from_arrays(x, labels))
+        scene = SimulationSetup.of(plan, from_arrays(x, labels))
     assert "2 of 60 records have no features" in caplog.text
     assert "places 4, 11" in caplog.text
     rest = [k for k in range(60) if k not in (4, 11)]
-    without = Scene.of(plan, from_arrays(x[rest], [labels[k] for k in rest]))
+    without = SimulationSetup.of(plan, from_arrays(x[rest], [labels[k] for k in rest]))
     assert torch.equal(scene.dataset.x, without.dataset.x)
     assert torch.equal(scene.raw.x, x[rest])
 
@@ -755,7 +753,7 @@ def test_a_run_with_other_features_does_not_go_on(tmp_path):
 
 def test_an_audit_attacks_the_model_of_the_features():
     data = from_arrays(made(60, (8, 8)), [0, 1] * 30)
-    scene = Scene.of(Plan.parse({**DIGITS, "rounds": 1}), data)
+    scene = SimulationSetup.of(Plan.parse({**DIGITS, "rounds": 1}), data)
     assert scene.dataset.x.shape != scene.raw.x.shape
     assert membership(scene).members == sum(len(site.y) for site in scene.sites)
 
@@ -768,9 +766,7 @@ def test_what_takes_long_is_told_of(tmp_path, monkeypatch, capsys):
     assert "features of 100 of 100 records" in capsys.readouterr().err
 
 
-def test_whitening_is_made_once_a_machine_tells_how_far_it_is_and_has_the_same_bits(
-    tmp_path, monkeypatch, capsys
-):
+def test_whitening_is_cached_reports_progress_and_is_stable(tmp_path, monkeypatch, capsys):
     """Thousands of made images, however few the records: of large ones they are the work."""
     monkeypatch.setenv("FEDPACT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(extract, "TELL_EVERY", 0.0)
@@ -779,7 +775,7 @@ def test_whitening_is_made_once_a_machine_tells_how_far_it_is_and_has_the_same_b
     assert "of 4,000 made images, to whiten by" in capsys.readouterr().err
     (kept,) = (tmp_path / "cache" / "whitening").iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(extract, "made_images", None)
+        patch.setattr(extract, "generate_images", None)
         assert torch.equal(Extractor(settings, SHAPE, 0, tmp_path)(x).x, first)
         # Another seed has other filters or images, and its own.
         with pytest.raises(TypeError):
@@ -890,7 +886,7 @@ def test_a_pipe_in_the_caches_place_is_not_waited_for(tmp_path, counted, caplog)
     assert "is no cache of features" in caplog.text
 
 
-def test_a_factory_that_tells_records_apart_by_nothing_is_warned_of(tmp_path, caplog):
+def test_constant_features_are_warned_of(tmp_path, caplog):
     settings = FeatureSettings(kind=f"{OWN}:deaf", trained_on="nothing")
     Extractor(settings, SHAPE, 0, tmp_path)
     assert "answers zeros, ones and drawn numbers with the same" in caplog.text
@@ -910,15 +906,15 @@ def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path, counted, caplog)
 
 def test_a_deployed_sites_features_are_those_of_the_simulation(tmp_path, monkeypatch):
     pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
-    from fedpact.deploy.write import Choices, write
+    from fedpact.deploy.write import Choices, write_deployment
     from fedpact.engines.parties.coordinator import Coordinator
     from fedpact.engines.parties.site import Site
 
     monkeypatch.setenv("FEDPACT_CACHE", str(tmp_path / "cache"))
     plan = Plan.parse({**DIGITS, "privacy": {"accountant": "rdp"}})
     directory = tmp_path / "deployment"
-    write(directory, plan, Choices())
-    scene = Scene.of(plan)
+    write_deployment(directory, plan, Choices())
+    scene = SimulationSetup.of(plan)
     for site in scene.sites:
         home = directory / "sites" / site.name
         # What is handed out are records, and the features are the site's to compute.
@@ -932,7 +928,7 @@ def test_a_deployed_sites_features_are_those_of_the_simulation(tmp_path, monkeyp
 
 def test_a_deployments_parties_each_have_the_weights(tmp_path, monkeypatch):
     pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
-    from fedpact.deploy.write import Choices, write
+    from fedpact.deploy.write import Choices, write_deployment
     from fedpact.engines.parties.site import Site
 
     monkeypatch.setenv("FEDPACT_CACHE", str(tmp_path / "cache"))
@@ -943,7 +939,7 @@ def test_a_deployments_parties_each_have_the_weights(tmp_path, monkeypatch):
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     chosen = {"kind": f"{OWN}:linear", "weights": str(path), "sha256": sha256, "trained_on": "x"}
     plan = Plan.parse({"features": chosen, "sites": 3, "privacy": {"accountant": "rdp"}})
-    write(tmp_path / "d", plan, Choices())
+    write_deployment(tmp_path / "d", plan, Choices())
     path.unlink()
     with Site(tmp_path / "d" / "sites" / "site-00") as opened:
         assert opened._records(ASKED).x.shape[1] == 6

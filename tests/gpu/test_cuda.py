@@ -47,7 +47,7 @@ def test_the_kernels_sums_are_those_of_the_cpu(reference, name, way):
         assert float((found.cpu() - total).norm()) <= 1e-10 * float(total.norm())
 
 
-def test_noise_is_drawn_on_the_card_with_its_variance_and_repeats():
+def test_gpu_noise_has_its_variance_and_repeats():
     """A million numbers: a right σ is rejected once in 10^6, one 1 % off passes less often."""
     total = torch.zeros(10**6, device=CARD)
     draws = SeededDraws(0, "site", 1)

@@ -153,7 +153,7 @@ def test_the_ledger_of_another_site_or_kind_is_refused(path: Path, other: Any) -
 # What it allows
 
 
-def test_a_reservation_that_costs_more_than_its_budget_is_refused(ledger: Ledger) -> None:
+def test_reservation_above_its_budget_is_refused(ledger: Ledger) -> None:
     cost = epsilon({DEAR: 50}, 1e-5)
     length = ledger.length
     with pytest.raises(PolicyRefused, match=r"δ = 1e-05 \(add/remove one record\)"):
@@ -202,7 +202,7 @@ def test_what_is_not_reserved_is_refused(ledger: Ledger) -> None:
     assert ledger.length == length
 
 
-def test_in_a_simulation_a_request_is_charged_once_and_any_other_anew(ledger: Ledger) -> None:
+def test_simulated_request_is_charged_once_and_others_anew(ledger: Ledger) -> None:
     steps: list[tuple[dict[str, Any], int]] = [
         ({"count": 3}, 3),
         ({"count": 3}, 3),
@@ -273,9 +273,7 @@ def test_a_charge_is_on_the_disk_before_it_returns(
             assert synced == [(found.st_ino, found.st_size)]
 
 
-def test_a_simulations_charges_are_on_the_disk_when_its_ledger_is_closed(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simulated_charges_reach_disk_on_close(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promises before they return; charges at the end, and at once where another process looks."""
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
@@ -306,7 +304,7 @@ def test_the_last_charged_round_is_known_also_after_reopening(path: Path) -> Non
         assert ledger.last_round("third") == -1
 
 
-def test_what_a_killed_process_wrote_is_made_durable_before_it_is_believed(
+def test_killed_processs_charges_are_synced_before_use(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written(path, 1)
@@ -348,7 +346,7 @@ for kill in range(10):
 """
 
 
-def test_a_process_killed_while_it_charges_never_released_more_than_is_written(path: Path) -> None:
+def test_killed_process_never_released_more_than_written(path: Path) -> None:
     lines = python(KILLED, str(path)).stdout.splitlines()
     assert len(lines) == 10
     for kill, line in enumerate(lines):
@@ -622,7 +620,7 @@ def test_whatever_a_crash_left_at_the_end_is_counted(path: Path, tail: bytes) ->
     assert path.read_bytes().startswith(content + tail)
 
 
-def test_a_torn_line_is_counted_in_every_run_and_never_beyond_what_is_reserved(path: Path) -> None:
+def test_torn_line_counts_in_every_run_within_reservation(path: Path) -> None:
     with opened(path) as ledger:
         ledger.reserve("run", BUDGET, EVENTS)
         ledger.reserve("full", BUDGET, {DEAR: 6})
@@ -657,7 +655,7 @@ def test_a_torn_line_that_is_damaged_later_is_noticed(path: Path) -> None:
             opened(path)
 
 
-def test_a_crash_while_a_torn_line_is_being_counted_is_a_torn_line(
+def test_crash_while_counting_a_torn_line_is_a_torn_line(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = written(path, 4, 1) + b'{"number"'
@@ -671,9 +669,7 @@ def test_a_crash_while_a_torn_line_is_being_counted_is_a_torn_line(
 
 
 @pytest.mark.parametrize("times", [2, 3])
-def test_each_crash_before_the_one_before_it_was_counted_leaves_a_line_that_counts(
-    path: Path, times: int
-) -> None:
+def test_repeated_crashes_each_leave_a_counted_line(path: Path, times: int) -> None:
     content = written(path, 4, 1) + b'{"number": 4, "kind": "cha'
     for _ in range(times - 1):
         path.write_bytes(content)

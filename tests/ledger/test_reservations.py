@@ -7,7 +7,7 @@ import pytest
 from fedpact.errors import PolicyRefused
 from fedpact.ledger.ledger import Ledger
 from fedpact.ledger.receipt import receipt
-from fedpact.ledger.reservations import Beside
+from fedpact.ledger.reservations import CompanionReservation
 from fedpact.theory.accounting import Budget, SampledGaussian
 
 EVENT = SampledGaussian(0.1, 2.25)
@@ -15,7 +15,7 @@ EVENT = SampledGaussian(0.1, 2.25)
 
 def test_of_a_run_and_what_stands_beside_it_the_larger_counts(tmp_path: Path) -> None:
     """A record is one of those trained on or one of those held out, and bears one of both."""
-    path, beside = tmp_path / "ledger.jsonl", Beside("run", "split")
+    path, beside = tmp_path / "ledger.jsonl", CompanionReservation("run", "split")
     with Ledger(path, "a", hypothetical=True) as ledger:
         ledger.reserve("run", Budget(2.0, 1e-5), {EVENT: 1})
         ledger.reserve("run/evaluation", Budget(3.0, 1e-6), {EVENT: 1}, beside=beside)
@@ -23,7 +23,7 @@ def test_of_a_run_and_what_stands_beside_it_the_larger_counts(tmp_path: Path) ->
         assert ledger.total() == (4.0, 2e-5)
         assert ledger.total(without="run") == (1.0, 1e-5)
         # Told apart in another way, a record could have been both.
-        again = Beside("run", "another split")
+        again = CompanionReservation("run", "another split")
         with pytest.raises(PolicyRefused, match="other terms"):
             ledger.reserve("run/evaluation", Budget(3.0, 1e-6), {EVENT: 1}, beside=again)
         # Nor do two stand there, of which the same record could bear both.

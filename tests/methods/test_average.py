@@ -10,15 +10,15 @@ from tests.conformance.conftest import Federation
 import fedpact
 from fedpact import algorithms
 from fedpact.algorithms.fedavg import Settings
-from fedpact.cli.run import resume
-from fedpact.engines.scene import Scene
+from fedpact.cli.run import execute_resume
+from fedpact.engines.scene import SimulationSetup
 from fedpact.engines.simulation import simulate
 from fedpact.errors import PlanError
 from fedpact.folder import Folder
 from fedpact.losses import cross_entropy
 from fedpact.messages import Reply, State
 from fedpact.methods import Method
-from fedpact.methods.server import Averaged, ServerSettings, averaged
+from fedpact.methods.server import Averaged, ServerSettings, read_average
 from fedpact.metrics import evaluate
 from fedpact.plan import Plan
 from fedpact.records.rounds import RoundRecord
@@ -45,7 +45,7 @@ def path(server, rounds, models):
         state = next_state(method, state, w)
         assert torch.equal(state.vectors["w"], w)
         assert set(method.task(state).vectors) == {"w"}
-        found.append(averaged(state))
+        found.append(read_average(state))
     return found
 
 
@@ -66,7 +66,7 @@ def test_exponential_weights_fall_by_beta_and_add_up_to_one(models, beta):
 
 
 @pytest.mark.parametrize(("share", "last"), [(0.3, 3), (0.25, 3), (1.0, 10), (0.01, 1)])
-def test_the_tail_is_the_mean_of_the_last_rounds_and_before_it_the_last_model(models, share, last):
+def test_tail_is_the_mean_of_the_last_rounds(models, share, last):
     found = path(ServerSettings(average="tail", average_share=share), 10, models)
     for t, average in enumerate(found, start=1):
         tail = models[10 - last : t] or [models[t - 1]]
@@ -87,9 +87,7 @@ def test_the_tail_is_the_mean_of_the_last_rounds_and_before_it_the_last_model(mo
         (0.6, 10, 4, 5, 4),  # not 3: w_3 is gone
     ],
 )
-def test_the_tail_of_an_extended_run_is_a_mean_of_its_last_models(
-    models, share, rounds, done, longer, first
-):
+def test_tail_of_an_extended_run_covers_its_last_models(models, share, rounds, done, longer, first):
     server = ServerSettings(average="tail", average_share=share)
     before, after = beside(server, rounds), beside(server, longer, done)
     state = before.init(torch.zeros(3, dtype=torch.float64))
@@ -97,14 +95,14 @@ def test_the_tail_of_an_extended_run_is_a_mean_of_its_last_models(
         state = next_state(before if t <= done else after, state, w)
         begun = int(state.numbers["average/first"])
         mean = torch.stack(models[begun - 1 : t]).mean(0)
-        torch.testing.assert_close(averaged(state), mean, rtol=0, atol=1e-12)
+        torch.testing.assert_close(read_average(state), mean, rtol=0, atol=1e-12)
     assert begun == first
-    told = RoundRecord(longer, numbers=state.numbers).told_average("tail")
+    told = RoundRecord(longer, numbers=state.numbers).describe_average("tail")
     assert told == f"tail average of rounds {first} to {longer}"
 
 
 @pytest.mark.parametrize(("after", "first"), [(0, 3), (5, 5)])
-def test_what_a_tail_is_of_is_known_of_runs_of_before_states_said_it(models, after, first):
+def test_tail_is_known_for_runs_without_a_stated_one(models, after, first):
     """It began by T; which the T of before an extension was is not known, and w_5 is."""
     method = beside(ServerSettings(average="tail", average_share=5 / 7), 7, after)
     mean = torch.stack(models[2:5]).mean(0)
@@ -112,7 +110,7 @@ def test_what_a_tail_is_of_is_known_of_runs_of_before_states_said_it(models, aft
     for w in models[5:7]:
         state = next_state(method, state, w)
     mean = torch.stack(models[first - 1 : 7]).mean(0)
-    torch.testing.assert_close(averaged(state), mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(read_average(state), mean, rtol=0, atol=1e-12)
     assert state.numbers["average/first"] == first
 
 
@@ -121,7 +119,7 @@ def test_an_exponential_average_goes_on_when_a_run_is_extended(models):
     state = beside(server, 6).init(torch.zeros(3, dtype=torch.float64))
     for t, (w, whole) in enumerate(zip(models, path(server, 10, models), strict=True)):
         state = next_state(beside(server, 6) if t < 6 else beside(server, 10, 6), state, w)
-        assert torch.equal(averaged(state), whole)
+        assert torch.equal(read_average(state), whole)
 
 
 def values(folder):
@@ -138,7 +136,7 @@ def values(folder):
         {"compression": {"kind": "grid"}},
     ],
 )
-def test_a_run_is_the_same_but_for_the_average_that_stands_beside_it(tmp_path, table, tables):
+def test_averaging_leaves_the_run_itself_unchanged(tmp_path, table, tables):
     plan = Plan.parse({**SMALL, "server": table, **tables})
     alone = simulate(Plan.parse({**SMALL, **tables}), tmp_path / "alone")
     models = []
@@ -161,11 +159,13 @@ def test_a_run_is_the_same_but_for_the_average_that_stands_beside_it(tmp_path, t
         weights = 0.7 ** torch.arange(3.0, -1.0, -1.0)
     average = (weights / weights.sum()) @ w
     state = Folder(whole).restore()[0].state
-    torch.testing.assert_close(averaged(state), average, rtol=0, atol=1e-5)
+    torch.testing.assert_close(read_average(state), average, rtol=0, atol=1e-5)
     # The model's file has its tensors in the order of their names, as this one.
-    assert torch.equal(values(whole / "average.safetensors").sort()[0], averaged(state).sort()[0])
+    assert torch.equal(
+        values(whole / "average.safetensors").sort()[0], read_average(state).sort()[0]
+    )
     module = result.model
-    torch.nn.utils.vector_to_parameters(averaged(state), module.parameters())
+    torch.nn.utils.vector_to_parameters(read_average(state), module.parameters())
     data = dataset_of(plan)
     score = evaluate(module, cross_entropy, data.x_test, data.y_test)
     said = json.loads((whole / "summary.json").read_text())["average"]
@@ -178,7 +178,7 @@ def test_a_run_is_the_same_but_for_the_average_that_stands_beside_it(tmp_path, t
 
 
 def dataset_of(plan):
-    return Scene.of(plan, None, None).dataset
+    return SimulationSetup.of(plan, None, None).dataset
 
 
 @pytest.mark.parametrize("table", KINDS)
@@ -194,7 +194,7 @@ def test_a_resumed_run_has_the_same_average(tmp_path, table):
         assert torch.equal(*ends)
 
 
-def test_an_extended_run_has_the_average_of_its_last_rounds_and_says_which(tmp_path, capsys):
+def test_extended_run_states_which_rounds_it_averages(tmp_path, capsys):
     """Cut off in between, too: which models are in it lasts with the server's state."""
     run, models = tmp_path / "run", {}
 
@@ -204,10 +204,10 @@ def test_an_extended_run_has_the_average_of_its_last_rounds_and_says_which(tmp_p
     fedpact.run(Plan.parse({**SMALL, "server": KINDS[1]}), run, on_round=keep)
     fedpact.extend(run, 2, on_round=keep, stop=lambda: 5 in models)
     assert 6 not in models
-    resume(run, "local", as_json=False)
+    execute_resume(run, "local", as_json=False)
     state = Folder(run).restore()[0].state
     mean = torch.stack([models[4], models[5], state.vectors["w"]]).mean(0)
-    torch.testing.assert_close(averaged(state), mean)
+    torch.testing.assert_close(read_average(state), mean)
     assert "(tail average of rounds 4 to 6)" in capsys.readouterr().out
     assert "the tail average of rounds 4 to 6" in write_report(run).read_text()
 
@@ -225,7 +225,7 @@ def test_every_algorithm_has_an_average_of_its_models(name):
     for one, other in zip(paths["alone"], paths["beside"], strict=True):
         assert torch.equal(one.vectors["w"], other.vectors["w"])
     mean = torch.stack([one.vectors["w"] for one in paths["alone"]]).mean(0)
-    torch.testing.assert_close(averaged(paths["beside"][-1]), mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(read_average(paths["beside"][-1]), mean, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
-from fedpact.draws.seeded import stream
+from fedpact.draws.seeded import seeded_generator
 from fedpact.engines.simulation import simulate
 from fedpact.errors import InputError, PlanError
 from fedpact.ledger.receipt import receipt
@@ -30,7 +30,7 @@ class Says(Method):
         self._local = Local(vectors, numbers or {}, memory or State())
 
     def local(self, task, oracle, memory):
-        self.remembered = memory
+        self.read_memory = memory
         return self._local
 
     def task(self, state):
@@ -42,7 +42,9 @@ class Says(Method):
 
 
 def vector(name, size=D, dtype=torch.float32):
-    return torch.randn(size, generator=stream("compressed", name), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        size, generator=seeded_generator("compressed", name), dtype=torch.float64
+    ).to(dtype)
 
 
 def task(number=1, **vectors):
@@ -60,7 +62,7 @@ def there_and_back(x, kind, to=None, keep=0.1):
     to = to or task(w=torch.zeros_like(x))
     method = Compressed(Says({"w": x}), CompressionSettings(kind=kind, keep=keep))
     reply, _ = sent(method, to)
-    return method.opened(reply, to.vectors).vectors["w"], reply
+    return method.decode_reply(reply, to.vectors).vectors["w"], reply
 
 
 def test_float16_is_off_by_at_most_its_rounding():
@@ -91,7 +93,7 @@ def test_int8_is_off_by_less_than_a_level_and_unbiased():
     assert float((nearest - x.double()).abs().max()) > 6 * level / 2 / math.sqrt(draws)
 
 
-def test_int8_rounds_the_same_reply_the_same_and_others_independently():
+def test_int8_rounding_is_repeatable_and_independent():
     x = vector("x")
     first, again = there_and_back(x, "int8")[0], there_and_back(x, "int8")[0]
     assert torch.equal(first, again)
@@ -118,7 +120,7 @@ def test_error_feedback_loses_nothing_over_rounds():
         to = task(number, w=torch.zeros(D).double())
         reply, memory = sent(method, to, memory)
         whole += x
-        arrived += method.opened(reply, to.vectors).vectors["w"]
+        arrived += method.decode_reply(reply, to.vectors).vectors["w"]
     assert_close(arrived + memory.vectors["compressed/w"], whole, rtol=0, atol=1e-12)
 
 
@@ -138,7 +140,7 @@ def test_a_vector_that_was_not_told_and_one_that_diverged(kind):
     settings = CompressionSettings(kind=kind, keep=1.0)
     method = Compressed(Says({"g": g}, {"loss": 2.0}), settings)
     reply, _ = sent(method, task(w=w))
-    opened = method.opened(reply, {"w": w})
+    opened = method.decode_reply(reply, {"w": w})
     assert opened.numbers == {"loss": 2.0}
     assert_close(opened.vectors["g"], g, rtol=0, atol=float(g.abs().max()) / 100)
     bad = torch.full((D,), math.inf)
@@ -153,9 +155,11 @@ def test_the_inner_method_sees_its_own_memory_and_whole_replies():
     reply, memory = sent(method, to)
     assert memory.numbers == {"own": 3.0}
     sent(method, to, memory)
-    assert (inner.remembered.vectors, inner.remembered.numbers) == ({}, {"own": 3.0})
+    assert (inner.read_memory.vectors, inner.read_memory.numbers) == ({}, {"own": 3.0})
     method.update(State(to.vectors), [reply])
-    assert torch.equal(inner.got[0].vectors["w"], method.opened(reply, to.vectors).vectors["w"])
+    assert torch.equal(
+        inner.got[0].vectors["w"], method.decode_reply(reply, to.vectors).vectors["w"]
+    )
 
 
 def test_bytes_on_the_wire():
@@ -179,7 +183,9 @@ def test_places_that_are_none_are_refused(change):
     method = Compressed(Says({"w": vector("x")}), CompressionSettings(kind="topk", keep=0.002))
     reply, _ = sent(method, task(w=torch.zeros(D)))
     with pytest.raises(InputError, match="places"):
-        method.opened(replace(reply, vectors={**reply.vectors, **change}), {"w": torch.zeros(D)})
+        method.decode_reply(
+            replace(reply, vectors={**reply.vectors, **change}), {"w": torch.zeros(D)}
+        )
 
 
 @pytest.mark.parametrize("kind", ["float16", "int8", "topk"])

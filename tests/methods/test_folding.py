@@ -9,7 +9,7 @@ import torch
 from fedpact.folder import Checkpoint
 from fedpact.local import weighted_mean
 from fedpact.messages import Reply, State
-from fedpact.methods.folding import folded
+from fedpact.methods.folding import fold_replies
 from fedpact.plan import Plan
 from fedpact.round import Rounds
 
@@ -37,7 +37,7 @@ def reply(site, w=1.0, x=1.0, number=1):
 
 def test_nothing_is_left_out_of_what_works():
     replies = [reply(name, w) for name, w in (("a", 1.0), ("b", 2.0))]
-    outcome = folded(METHOD, START, replies)
+    outcome = fold_replies(METHOD, START, replies)
     assert outcome.blamed == {}
     assert torch.equal(outcome.state.vectors["w"], weighted_mean(replies).vectors["w"])
 
@@ -52,9 +52,9 @@ def test_nothing_is_left_out_of_what_works():
     ],
 )
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_the_reply_that_makes_it_fail_is_named_and_the_others_count(bad, why, place):
+def test_reply_that_breaks_the_update_is_named_and_skipped(bad, why, place):
     replies = [reply(name, **(bad if i == place else {})) for i, name in enumerate("abc")]
-    outcome = folded(Choosy(), START, replies)
+    outcome = fold_replies(Choosy(), START, replies)
     assert list(outcome.blamed) == ["abc"[place]]
     assert why in outcome.blamed["abc"[place]]
     assert torch.equal(outcome.state.vectors["w"], torch.full((2,), 2.0, dtype=torch.float64))
@@ -67,18 +67,18 @@ def test_of_replies_that_fail_together_only_the_largest_goes():
         def update(self, state, replies):
             return State({"w": sum(r.vectors["w"] for r in replies)})
 
-    outcome = folded(Sum(), START, [reply("a", 1.0), reply("b", 1e308), reply("c", 1.2e308)])
+    outcome = fold_replies(Sum(), START, [reply("a", 1.0), reply("b", 1e308), reply("c", 1.2e308)])
     assert list(outcome.blamed) == ["c"]
     assert outcome.state.vectors["w"].tolist() == [1e308, 1e308]
 
 
 def test_where_all_replies_lead_away_the_update_has_its_own_way():
     """A run that diverges is to end as one that diverged, not as one without sites."""
-    lost = folded(METHOD, START, [reply(name, math.inf) for name in "ab"])
+    lost = fold_replies(METHOD, START, [reply(name, math.inf) for name in "ab"])
     assert lost.blamed == {}
     assert not lost.state.vectors["w"].isfinite().any()
     with pytest.raises(ZeroDivisionError):
-        folded(Choosy(), START, [reply(name, x=0.0) for name in "ab"])
+        fold_replies(Choosy(), START, [reply(name, x=0.0) for name in "ab"])
 
 
 class Wire:
@@ -95,7 +95,7 @@ class Wire:
         yield from (reply(n, self.w if n == "b" else 1.0, number=number) for n in "abc")
 
 
-def test_the_round_goes_on_and_its_record_and_the_log_say_who_it_was(caplog):
+def test_round_continues_and_record_and_log_name_the_site(caplog):
     """Before, one infinite reply ended the run as diverged, and nobody was named."""
     wire = Wire(math.inf)
     rounds = Rounds(PLAN, "run", wire, lambda at, record: record)
@@ -114,6 +114,6 @@ def test_the_round_goes_on_and_its_record_and_the_log_say_who_it_was(caplog):
 
 
 def test_a_simulations_own_sites_diverge_as_one():
-    rounds = Rounds(PLAN, "run", Wire(math.inf), lambda at, record: record, own=True)
+    rounds = Rounds(PLAN, "run", Wire(math.inf), lambda at, record: record, in_process=True)
     assert list(rounds(Checkpoint(METHOD.init(torch.zeros(2)), 0, {}))) == []
     assert rounds.status == "diverged"

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from fedpact import algorithms
 from fedpact.draws.secure import SecureDraws
-from fedpact.draws.seeded import SeededDraws, stream
+from fedpact.draws.seeded import SeededDraws, seeded_generator
 from fedpact.engines.simulation import simulate
 from fedpact.errors import InputError, PlanError
 from fedpact.folder import Checkpoint, Folder
@@ -26,7 +26,7 @@ from fedpact.plan import Plan
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.reach import check_grid
 from fedpact.round import Rounds
-from fedpact.theory.shares import FINE_UNITS, UNITS
+from fedpact.theory.shares import FINE_UNITS, SHARE_DEVIATION
 
 GRID = {"compression": {"kind": "grid"}}
 RDP = {"accountant": "rdp"}
@@ -75,8 +75,8 @@ def released(plan, total, draws):
 
 
 @pytest.mark.parametrize("draws", [SeededDraws(1, "a", 1), SecureDraws()])
-@pytest.mark.parametrize(("steps", "units"), [(1, UNITS), (3, FINE_UNITS)])
-def test_the_oracle_releases_whole_numbers_of_noise_with_the_variance_of_both(draws, steps, units):
+@pytest.mark.parametrize(("steps", "units"), [(1, SHARE_DEVIATION), (3, FINE_UNITS)])
+def test_oracle_releases_integers_with_both_variances(draws, steps, units):
     """Σ (e - a)²/(ν² + 1/12) is χ²(d) to 1e-3 of its deviation; each bound fails once in 10^7.
 
     Half of the noise's deviation, or 3 % less or more, is found.
@@ -113,7 +113,7 @@ def reply_to(plan, task, total, seed=1):
 
 
 def task(number=1, dtype=torch.float32, **numbers):
-    w = torch.randn(D, generator=stream("gridded", number), dtype=torch.float64).to(dtype)
+    w = torch.randn(D, generator=seeded_generator("gridded", number), dtype=torch.float64).to(dtype)
     return Task("run", number, "fedavg", {"w": w, "c": torch.zeros_like(w)}, numbers)
 
 
@@ -123,9 +123,9 @@ def test_one_release_is_sent_as_the_oracle_rounded_it(name):
     total = torch.linspace(-0.1, 0.1, D)
     reply, terms = reply_to(plan, task(), total), terms_of(plan)
     (block,) = reply.vectors.values()
-    codes, _ = integers.decode(block, D)
-    unit = terms.sigmas["gradient"] * terms.clip / UNITS
-    drawn = SeededDraws(1, "a", 1).share(total, unit, UNITS, 0, "gradient")
+    codes, _ = integers.unpack_codes(block, D)
+    unit = terms.sigmas["gradient"] * terms.clip / SHARE_DEVIATION
+    drawn = SeededDraws(1, "a", 1).share(total, unit, SHARE_DEVIATION, 0, "gradient")
     sign = -1 if name == "fedavg" else 1
     assert torch.equal(sign * codes, drawn)
     assert 8 * encoded_length(reply) / D <= 4.4
@@ -155,7 +155,7 @@ def test_other_replies_have_at_most_the_noise_of_6_in_1000_more(name, settings):
     oracle = oracle_of(terms, kernel.total, SeededDraws(1, "a", 1))
     oracle._kernel = kernel
     local = plan.method.local(told, oracle, State())
-    codes, step = integers.decode(local.vectors["w"], D)
+    codes, step = integers.unpack_codes(local.vectors["w"], D)
     (c, _) = weights(plan.method, told)["w"]
     assert step == pytest.approx(c * math.sqrt(terms.noise_variance) / 4)
     square = float((codes.double() * step).square().sum()) / (c * c * terms.noise_variance)
@@ -226,7 +226,7 @@ def test_only_a_reply_that_is_one_release_has_the_coarser_grid():
     for tables in (several, {"algorithm": "feddyn", "settings": {"local_steps": 1}}):
         assert plan_of(**tables).method.units == FINE_UNITS
     for tables in ({}, {"algorithm": "ldp_fedsgd"}):
-        assert plan_of(**tables).method.units == UNITS
+        assert plan_of(**tables).method.units == SHARE_DEVIATION
     assert plan_of(secure_aggregation={"threshold": 2}).method.units == 0
 
 
@@ -245,7 +245,7 @@ def test_the_release_is_a_function_of_the_gaussian_one():
     total = torch.linspace(-3, 3, D, dtype=torch.float64)
     rounded, terms = released(plan_of(), total, SeededDraws(1, "a", 1))
     exact, _ = released(plan_of(compression={"kind": "none"}), total, SeededDraws(1, "a", 1))
-    unit = terms.sigmas["gradient"] * terms.clip / UNITS
+    unit = terms.sigmas["gradient"] * terms.clip / SHARE_DEVIATION
     # But for halves, where the two ways to add differ in the last bit: none in 20,000.
     assert_close(rounded / unit, (exact / unit + 0.5).floor(), rtol=0, atol=1e-6)
 
@@ -319,7 +319,7 @@ class Recorded:
 
 
 def rounds_of(plan, transport, at):
-    return list(Rounds(plan, "run", transport, lambda at, record: record, own=True)(at))
+    return list(Rounds(plan, "run", transport, lambda at, record: record, in_process=True)(at))
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold"])
@@ -358,7 +358,7 @@ def test_what_the_server_sends_is_the_model_bit_for_bit(name, server):
 
 
 @pytest.mark.parametrize("missing", [0, 2])
-def test_a_byte_budget_is_not_exceeded_by_a_model_for_who_comes_back(missing):
+def test_returning_sites_model_stays_within_the_byte_budget(missing):
     """Whatever the budget: the mean of rounds without a model in full says nothing of one with."""
     absent = {number: {"a", "b"} for number in ([5] if missing else [])}
     start = Checkpoint(plan_of().method.init(torch.zeros(D)), 0, {})
@@ -382,13 +382,13 @@ def test_what_the_server_leaves_out_does_not_add_up():
     plan = plan_of()
     state, total = State({"w": torch.zeros(D)}), torch.zeros(D, dtype=torch.float64)
     for number in range(100):
-        x = torch.randn(D, generator=stream("down", number), dtype=torch.float64)
-        codes, step = integers.coded(x, 1 / UNITS)
-        reply = Reply("run", number, "a", 1.0, {"w": integers.encode(codes, step)}, {})
+        x = torch.randn(D, generator=seeded_generator("down", number), dtype=torch.float64)
+        codes, step = integers.quantise(x, 1 / SHARE_DEVIATION)
+        reply = Reply("run", number, "a", 1.0, {"w": integers.pack_codes(codes, step)}, {})
         total += codes * step
         state = plan.method.update(state, [reply])
     block = plan.method.short(state)["grid/w"]
-    _, r = integers.decode(block, D)
+    _, r = integers.unpack_codes(block, D)
     assert 0.4 < r < 0.6
     assert float((state.vectors["w"].double() - total).abs().max()) <= r / 2 * (1 + 1e-3)
     assert 8 * len(block) / D < 3.2
@@ -396,7 +396,7 @@ def test_what_the_server_leaves_out_does_not_add_up():
 
 @pytest.mark.parametrize("change", ["unknown", "torn", "twice"])
 def test_changes_that_fit_no_model_are_refused(change):
-    block = integers.encode(torch.ones(5, dtype=torch.int64), 1.0)
+    block = integers.pack_codes(torch.ones(5, dtype=torch.int64), 1.0)
     vectors = {
         "unknown": {"grid/v": block},
         "torn": {"grid/w": block[:-2]},

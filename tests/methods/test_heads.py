@@ -8,7 +8,7 @@ import torch
 from tests.conformance.conftest import Federation, of
 from torch import nn
 
-from fedpact.client import remembered
+from fedpact.client import read_memory
 from fedpact.data.datasets import from_arrays
 from fedpact.engines import joining
 from fedpact.engines.simulation import simulate
@@ -21,7 +21,7 @@ from fedpact.methods.heads import NEEDS_ONE_MODEL, check_head
 from fedpact.metrics import evaluate
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.report.page import render
+from fedpact.report.page import render_run
 from fedpact.report.reading import read_run
 
 HEAD = 3  # of the 12 numbers of the federation's nn.Linear(3, 3): its bias
@@ -41,7 +41,7 @@ def method(name="fedavg", head=HEAD, steps=2, **tables):
 
 @both_forms
 @pytest.mark.parametrize("name", ["fedavg", "fedprox"])
-def test_a_site_alone_has_the_model_that_it_would_have_without_heads(private, name):
+def test_single_site_trains_as_without_heads(private, name):
     """Bit for bit: what is kept and what is sent come to the same where nobody else is."""
     ours, theirs = (Federation(private=private, counts={"a": 20}) for _ in range(2))
     headed, plain = method(name), of({"algorithm": name, "settings": {"local_steps": 2}})
@@ -88,7 +88,7 @@ class Constant:
         return torch.ones_like(w)
 
 
-def test_a_step_is_of_body_and_head_together_from_the_sites_own_head():
+def test_step_updates_body_and_the_sites_own_head():
     made, oracle = method(steps=1), Constant()
     told, own = torch.arange(12.0), torch.tensor([7.0, 8.0, 9.0])
     task = Task("run", 1, "fedavg", {"w": told}, {})
@@ -144,7 +144,7 @@ def headed(tmp_path_factory):
     return folder, *run(folder, privacy={"epsilon": 8.0})
 
 
-def test_sites_that_have_only_the_body_in_common_each_get_their_own(headed, tmp_path):
+def test_sites_sharing_only_the_body_learn_their_own_heads(headed, tmp_path):
     _, _, result = headed
     _, without = run(tmp_path, head=0, privacy={"epsilon": 8.0})
     ours, theirs = (
@@ -173,7 +173,7 @@ def test_what_is_measured_and_said_is_of_the_sites_own_models(headed):
     partition = json.loads((folder / "partition.json").read_text())
     right = records = 0
     for site, score in result.records[-1].scores.items():
-        memory = remembered(Folder(folder).site(site) / "memory.safetensors", plan.rounds)
+        memory = read_memory(Folder(folder).site(site) / "memory.safetensors", plan.rounds)
         model.load(plan.method.own_model(w, memory))
         held = partition["held_out"][site]
         assert evaluate(model.module, cross_entropy, data.x[held], data.y[held]) == score
@@ -184,7 +184,7 @@ def test_what_is_measured_and_said_is_of_the_sites_own_models(headed):
     assert privacy["accuracy_pooled"] is True
     assert any(f"own head, of {LAST} numbers" in line for line in privacy["covers"])
     assert any("shared part alone is no model" in line for line in privacy["simulator_only"])
-    page = " ".join(render(read_run(folder)).split())
+    page = " ".join(render_run(read_run(folder)).split())
     assert f"all of the global model but the last {LAST} numbers" in page
     assert "its head is each site&#39;s own" in page
 
@@ -192,8 +192,8 @@ def test_what_is_measured_and_said_is_of_the_sites_own_models(headed):
 def test_what_joining_was_worth_is_of_a_sites_own_model(headed, monkeypatch):
     folder, _, result = headed
     # Tuning itself has tests of its own.
-    monkeypatch.setattr(joining, "alone", lambda *_: None)
-    monkeypatch.setattr(joining, "personalised", lambda *_: None)
+    monkeypatch.setattr(joining, "train_locally", lambda *_: None)
+    monkeypatch.setattr(joining, "personalise_model", lambda *_: None)
     monkeypatch.setattr(joining, "on_held_out", lambda model, alone, tuned, w, *held: w)
     monkeypatch.setattr(joining, "asdict", lambda w: w.tolist())
     found = joining.of_run(folder, opposite())

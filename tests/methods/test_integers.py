@@ -9,7 +9,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpact.draws.seeded import stream
+from fedpact.draws.seeded import seeded_generator
 from fedpact.errors import InputError
 from fedpact.methods import integers
 
@@ -21,13 +21,13 @@ WHOLE = st.integers(-(2**63), 2**63 - 1)
 )
 def test_what_was_encoded_comes_back(codes, step):
     codes = torch.tensor(codes, dtype=torch.int64)
-    got, again = integers.decode(integers.encode(codes, step), len(codes))
+    got, again = integers.unpack_codes(integers.pack_codes(codes, step), len(codes))
     assert torch.equal(got, codes)
     assert again == step
 
 
 def normal(name, size, deviation):
-    z = torch.randn(size, generator=stream("integers", name), dtype=torch.float64)
+    z = torch.randn(size, generator=seeded_generator("integers", name), dtype=torch.float64)
     return z.mul_(deviation).add_(0.5).floor_().long()
 
 
@@ -35,15 +35,15 @@ def normal(name, size, deviation):
 def test_noise_takes_its_entropy_and_little_more(deviation, most):
     """The entropy of a rounded normal is log2(deviation sqrt(2πe)) as soon as it is 1 or more."""
     codes = normal("noise", 200_000, deviation)
-    bits = 8 * len(integers.encode(codes, 1.0)) / len(codes)
+    bits = 8 * len(integers.pack_codes(codes, 1.0)) / len(codes)
     assert math.log2(deviation * math.sqrt(2 * math.pi * math.e)) < bits + 0.01 < most + 0.01
 
 
 def test_one_large_number_does_not_make_all_of_them_long():
     codes = normal("outlier", 100_000, 4.0)
-    short = len(integers.encode(codes, 1.0))
+    short = len(integers.pack_codes(codes, 1.0))
     codes[7] = 10**9
-    assert len(integers.encode(codes, 1.0)) < 1.02 * short
+    assert len(integers.pack_codes(codes, 1.0)) < 1.02 * short
 
 
 def framed(raw, **how):
@@ -75,7 +75,7 @@ NO_SIZE = struct.pack("<d", 1.0) + zstandard.ZstdCompressor(write_content_size=F
 def test_what_encode_did_not_write_is_refused(block):
     vector = torch.frombuffer(bytearray(block), dtype=torch.uint8) if block else torch.zeros(0)
     with pytest.raises(InputError, match="expected what integers"):
-        integers.decode(vector.to(torch.uint8), 10)
+        integers.unpack_codes(vector.to(torch.uint8), 10)
 
 
 def test_nothing_is_unpacked_that_is_longer_than_expected(monkeypatch):
@@ -89,7 +89,7 @@ def test_nothing_is_unpacked_that_is_longer_than_expected(monkeypatch):
     bomb = torch.frombuffer(bytearray(framed(bytes(2**26))), dtype=torch.uint8)
     assert len(bomb) < 10_000
     with pytest.raises(InputError, match="says it holds 67108864 bytes, for 1000 numbers"):
-        integers.decode(bomb, 1000)
+        integers.unpack_codes(bomb, 1000)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
@@ -97,19 +97,19 @@ def test_other_types_and_shapes_are_refused(dtype):
     block = torch.frombuffer(bytearray(GOOD), dtype=torch.uint8)
     for other in (block.to(dtype), block.reshape(1, -1)):
         with pytest.raises(InputError, match="a vector of"):
-            integers.decode(other, 10)
+            integers.unpack_codes(other, 10)
 
 
 def test_a_vector_that_diverged_is_seen():
     for bad in (math.nan, math.inf):
-        codes, step = integers.coded(torch.tensor([1.0, bad]), 0.1)
-        got, again = integers.decode(integers.encode(codes, step), 2)
-        assert bool(integers.moved(torch.zeros(2), got, again).isnan().all())
+        codes, step = integers.quantise(torch.tensor([1.0, bad]), 0.1)
+        got, again = integers.unpack_codes(integers.pack_codes(codes, step), 2)
+        assert bool(integers.apply_codes(torch.zeros(2), got, again).isnan().all())
 
 
 @pytest.mark.parametrize("x", [[0.0], [0.0, 0.0, 1e-30], [1e300, 1.0, 0.0], [1e-300, 0.0]])
 def test_any_numbers_have_a_step(x):
     x = torch.tensor(x, dtype=torch.float64)
-    codes, step = integers.coded(x, integers.step_of(x))
-    off = integers.moved(torch.zeros_like(x), codes, step) - x
+    codes, step = integers.quantise(x, integers.step_of(x))
+    off = integers.apply_codes(torch.zeros_like(x), codes, step) - x
     assert float(off.abs().max()) <= 0.5 * step * (1 + 1e-9)

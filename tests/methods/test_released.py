@@ -15,7 +15,7 @@ from fedpact.audit.target import Target
 from fedpact.cli import plan as command
 from fedpact.draws.seeded import SeededDraws
 from fedpact.engines import joining, simulation
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.engines.simulation import simulate
 from fedpact.errors import FedpactError, LedgerError, PlanError, PolicyRefused
 from fedpact.ledger.ledger import Ledger
@@ -24,7 +24,7 @@ from fedpact.methods.released import CONSTANTS
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy import columns
-from fedpact.privacy.once import Once
+from fedpact.privacy.once import FullDataRelease
 from fedpact.privacy.oracle import Charge, PrivateOracle, Records
 from fedpact.theory.accounting import Budget
 
@@ -87,7 +87,7 @@ def test_without_noise_columns_are_standardised(data, tmp_path):
     """
     plain = plan(data, privacy={"mode": "none"})
     result = simulate(plain, tmp_path / "run")
-    scene = Scene.of(plain)
+    scene = SimulationSetup.of(plain)
     mean, deviation = independent(scene)
     told = json.loads((result.folder / "columns.json").read_text())
     assert list(told) == ["bmi", "age"]
@@ -110,7 +110,7 @@ def test_without_noise_columns_are_standardised(data, tmp_path):
 def test_a_large_budget_comes_near_the_numbers_themselves(data, tmp_path):
     rich = plan(data, privacy={"epsilon": 1e4, "column_share": 0.5})
     result = simulate(rich, tmp_path / "run")
-    mean, deviation = independent(Scene.of(rich))
+    mean, deviation = independent(SimulationSetup.of(rich))
     told = json.loads((result.folder / "columns.json").read_text())
     assert [one["mean"] for one in told.values()] == pytest.approx(mean, abs=0.01)
     assert [one["deviation"] for one in told.values()] == pytest.approx(deviation, abs=0.02)
@@ -139,7 +139,10 @@ def test_the_noise_has_the_stated_deviation():
     of = columns.release(2, Budget(1.0, 1e-5), "best", 0.04, 1)
     nobody = torch.zeros(0, 2)
     found = torch.stack(
-        [columns.released(of, lambda *_: None, nobody, SeededDraws(s, "a", 0)) for s in range(1000)]
+        [
+            columns.release_sums(of, lambda *_: None, nobody, SeededDraws(s, "a", 0))
+            for s in range(1000)
+        ]
     )
     assert float(found.std()) == pytest.approx(columns.deviation(of), rel=4 / math.sqrt(2 * 4000))
     assert columns.deviation(of) == of.event.sigma * columns.most_moved(2)
@@ -180,16 +183,16 @@ def test_the_release_is_charged_first_once_and_within_the_budget(data, tmp_path)
 def test_a_plan_says_what_the_release_takes(data, tmp_path, capsys):
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan(data).model_dump(mode="json")))
-    command.plan(file)
+    command.execute_plan(file)
     shown = capsys.readouterr().out
-    sigma = Scene.of(plan(data)).terms[SITES[0]].columns.event.sigma
+    sigma = SimulationSetup.of(plan(data)).terms[SITES[0]].columns.event.sigma
     assert f"site-00 releases what scales 2 columns before training: σ {sigma:.4f}" in shown
     assert "0.04 of the budget" in shown
 
 
 def test_a_larger_share_leaves_more_noise_for_training(data):
     few, many = (
-        Scene.of(plan(data, privacy={"column_share": share})).terms[SITES[0]]
+        SimulationSetup.of(plan(data, privacy={"column_share": share})).terms[SITES[0]]
         for share in (0.04, 0.5)
     )
     assert few.columns.sigma > many.columns.sigma
@@ -206,9 +209,7 @@ def test_a_resumed_run_releases_once(data, tmp_path):
         assert [e["round"] for e in charges(resumed.folder, site)] == [0, 1, 2, 3]
 
 
-def test_a_run_that_died_between_release_and_start_releases_the_same_again(
-    data, tmp_path, monkeypatch
-):
+def test_crash_between_release_and_start_repeats_the_release(data, tmp_path, monkeypatch):
     """Charged before it died: the second start is the same run, whose request is the same."""
     expected = simulate(plan(data), tmp_path / "whole")
 
@@ -314,12 +315,12 @@ def test_ledgers_that_are_open_elsewhere_have_it_too(data, tmp_path, monkeypatch
 )
 def test_what_does_not_go_together_is_refused(data, changes, message):
     with pytest.raises(PlanError, match=message):
-        Scene.of(plan(data, **changes))
+        SimulationSetup.of(plan(data, **changes))
 
 
 def test_the_oracle_releases_nothing_that_the_terms_do_not_have(data, tmp_path):
     """Other terms, or more columns than the event is of, are refused before a record is read."""
-    scene = Scene.of(plan(data))
+    scene = SimulationSetup.of(plan(data))
     terms = scene.terms[SITES[0]]
     assert columns.covers(terms.columns, 2)
     assert not columns.covers(terms.columns, 3)
@@ -349,46 +350,46 @@ def test_a_start_that_no_site_answers_ends_with_a_sentence(data, tmp_path):
         "delta_per_run = 0.1\nepsilon_ever = 9.0\ndelta_ever = 0.1\nsmallest_sigma = 0.1\n"
     )
     with pytest.raises(FedpactError, match="releases columns moments are not allowed here"):
-        Scene.of(plan(data, policy=str(policy)))
+        SimulationSetup.of(plan(data, policy=str(policy)))
 
 
 def test_what_takes_records_as_declared_refuses_the_run(data, tmp_path):
     """An audit, and what joining was worth, would be of other records than those trained on."""
     message = r'scale = "released": audits, comparisons and tuning'
     with pytest.raises(PlanError, match=message):
-        Target.of(Scene.of(plan(data)))
+        Target.of(SimulationSetup.of(plan(data)))
     folder = simulate(plan(data), tmp_path / "r").folder
     with pytest.raises(PlanError, match=message):
         joining.of_run(folder)
 
 
-def test_constants_follow_from_released_numbers_and_stay_within_reason():
+def test_constants_follow_released_numbers_within_limits():
     """Whatever noise made of the means: a mean in [-1, 1], a deviation above that of the noise."""
     # Mean squares less 1/2: of 0.7, of -2.5, and of 0.25 + 0.09.
     means = torch.tensor([5.0, 0.0, -0.5, 0.2, -3.0, -0.16], dtype=torch.float64)
     by = columns.constants(means, 0.01)
     assert by.tolist() == pytest.approx([1.0, 0.0, -0.5, 0.1, 0.1, 0.3])
     x = torch.tensor([[1.0, 7.0, -0.5]])
-    assert columns.scaled_by(x, (0, 2), torch.tensor([0.5, -0.5, 0.25, 2.0])).tolist() == [
+    assert columns.scale_columns(x, (0, 2), torch.tensor([0.5, -0.5, 0.25, 2.0])).tolist() == [
         [2, 7, 0]
     ]
 
 
-def test_what_is_said_of_noise_is_that_of_the_mean_that_the_server_makes(data):
+def test_stated_noise_is_that_of_the_servers_mean(data):
     """Σ c_i D_i z / Σ c_i N_i: `moved` is its deviation, and the floor of variances in `update`."""
     unlike = plan(data, privacy={"epsilon": [8.0, 2.0, 0.01]})
-    scene = Scene.of(unlike)
+    scene = SimulationSetup.of(unlike)
     each = [(one.columns, one.size) for one in scene.terms.values()]
     loud = [columns.deviation(of) for of, _ in each]
     assert unlike.privacy.least_noise_of(2) == min(loud)
-    parts = [columns.part(noise, min(loud)) for noise in loud]
+    parts = [columns.site_weight(noise, min(loud)) for noise in loud]
     assert parts[0] == 1.0 >= parts[1] > parts[2]
     # Beyond three times the least by the inverse of the variance.
     assert parts[2] * loud[2] ** 2 == pytest.approx(9 * loud[0] ** 2)
     whole = sum(c * n for c, (_, n) in zip(parts, each, strict=True))
     noise = math.hypot(*(c * d for c, d in zip(parts, loud, strict=True))) / whole
-    assert columns.moved(each) == pytest.approx(noise)
-    assert columns.moved([(None, 5.0)]) == 0.0
+    assert columns.mean_noise(each) == pytest.approx(noise)
+    assert columns.mean_noise([(None, 5.0)]) == 0.0
     replies = []
     for k, (c, d, (_, n)) in enumerate(zip(parts, loud, each, strict=True)):
         means = {"columns/means": torch.tensor([0.1, 0.1, -0.4, -0.4], dtype=torch.float64) * c}
@@ -402,41 +403,43 @@ def test_what_is_said_of_noise_is_that_of_the_mean_that_the_server_makes(data):
     assert by[2:].tolist() == pytest.approx([math.sqrt(noise)] * 2)
 
 
-def test_sites_of_like_budgets_count_by_their_records_whatever_their_sizes(data, tmp_path):
+def test_equal_budgets_weigh_sites_by_records(data, tmp_path):
     """A large site is no better judge of a column than all records are: nobody's part is less."""
     like = plan(data, privacy={"epsilon": 1.0}, partition={"kind": "dirichlet", "beta": 1.0})
-    scene = Scene.of(like)
+    scene = SimulationSetup.of(like)
     assert len({one.size for one in scene.terms.values()}) > 1
     quiet = like.privacy.least_noise_of(2)
-    assert {columns.part(columns.deviation(t.columns), quiet) for t in scene.terms.values()} == {1}
+    assert {
+        columns.site_weight(columns.deviation(t.columns), quiet) for t in scene.terms.values()
+    } == {1}
     # Noise of three times as much counts in full, too.
-    assert columns.part(3 * quiet, quiet) == 1.0
-    assert columns.part(1e300, quiet) == 2.0**-20
+    assert columns.site_weight(3 * quiet, quiet) == 1.0
+    assert columns.site_weight(1e300, quiet) == 2.0**-20
 
 
-def test_one_careful_site_does_not_scale_everybodys_columns_by_its_noise(data, tmp_path, caplog):
+def test_one_noisy_site_does_not_dominate_column_scales(data, tmp_path, caplog):
     """Constants are within what noise is said to do, and sampling, of the numbers themselves.
 
     By sizes alone the mean was an end of the range and the deviation some ten times it. Noise
     beyond five deviations fails once in 10^6 seeds.
     """
     careful = plan(data, privacy={"epsilon": [50.0, 50.0, 0.001]})
-    result, scene = simulate(careful, tmp_path / "run"), Scene.of(careful)
+    result, scene = simulate(careful, tmp_path / "run"), SimulationSetup.of(careful)
     mean, _ = independent(scene)
     told = json.loads((result.folder / "columns.json").read_text())
-    noise = columns.moved((one.columns, one.size) for one in scene.terms.values())
+    noise = columns.mean_noise((one.columns, one.size) for one in scene.terms.values())
     # The careful site's records hardly count: those of the others differ from all by sampling.
     far = 5 * noise + 0.15
     assert far < 0.6
     assert [one["mean"] for one in told.values()] == pytest.approx(mean, abs=far)
     assert all(one["deviation"] < 1 for one in told.values())
     assert "released mean" not in caplog.text
-    Scene.of(plan(data, privacy={"epsilon": 0.001}))
+    SimulationSetup.of(plan(data, privacy={"epsilon": 0.001}))
     assert "noise moves the released mean of a column" in caplog.text
 
 
 def test_once_is_what_the_release_is():
     of = columns.release(4, Budget(2.0, 1e-5), "best", 0.25, 3)
-    assert isinstance(of, Once)
+    assert isinstance(of, FullDataRelease)
     assert (of.times, list(of.releases)) == (3, ["columns moments"])
     assert CONSTANTS.startswith("columns/")

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from fedpact.algorithms.fedavg import Settings
-from fedpact.draws.seeded import stream
+from fedpact.draws.seeded import seeded_generator
 from fedpact.engines.simulation import simulate
 from fedpact.errors import InputError, PlanError
 from fedpact.local import weighted_mean
@@ -31,7 +31,8 @@ def replies(values, weights=None):
 
 def honest(count):
     return [
-        torch.randn(D, generator=stream("robust", i), dtype=torch.float64) for i in range(count)
+        torch.randn(D, generator=seeded_generator("robust", i), dtype=torch.float64)
+        for i in range(count)
     ]
 
 

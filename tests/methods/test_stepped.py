@@ -89,7 +89,7 @@ def test_a_reply_may_be_as_much_longer_as_momentum_makes_it(name):
         assert plain.bounds(task, terms).longest("w", task.vectors) < far
 
 
-def test_it_spends_what_plain_steps_spend_and_goes_on_where_it_ended(tmp_path):
+def test_optimizer_spends_as_plain_steps_and_resumes(tmp_path):
     tables = {"rounds": 4, "sites": 3, "run": {"workers": 1}, "settings": {"local_steps": 2}}
     plan = Plan.parse({**tables, "local": {"momentum": 0.9, "schedule": "cosine"}})
     whole = simulate(plan, tmp_path / "whole")

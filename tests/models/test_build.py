@@ -30,7 +30,7 @@ def test_the_papers_models_have_the_papers_sizes(name, shape, d):
     assert FlatModel(build(name, torch.zeros(shape), 10, 0)).size == d
 
 
-def test_weights_follow_the_seed_and_leave_the_global_generator_alone():
+def test_weights_follow_the_seed_not_the_global_generator():
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     one, same, other = (FlatModel(build("mlp", torch.zeros(4), 3, s)).vector for s in (1, 1, 2))

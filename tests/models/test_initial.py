@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fedpact
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.errors import ModelError, PlanError
 from fedpact.plan import Plan
 
@@ -37,7 +37,7 @@ def test_a_run_begins_where_the_other_ended_and_says_so(before, tmp_path):
     plan = Plan.parse({**SMALL, "initial": str(before)})
     block = (before / "model.safetensors").read_bytes()
     assert plan.initial.sha256 == hashlib.sha256(block).hexdigest()
-    assert same(Scene.of(plan).module(), before / "model.safetensors")
+    assert same(SimulationSetup.of(plan).module(), before / "model.safetensors")
     result = fedpact.run(plan, tmp_path / "second")
     ended = json.loads((before / "summary.json").read_text())
     assert result.records[0].accuracy == ended["accuracy"]
@@ -59,7 +59,7 @@ def test_a_path_and_a_result_are_as_good_as_the_folders_name(before):
         Plan(**{**SMALL, "initial": 3})
 
 
-def test_without_a_word_on_what_they_were_trained_by_no_private_plan_is_made(before, tmp_path):
+def test_private_plan_needs_a_statement_on_initial_weights(before, tmp_path):
     file = before / "model.safetensors"
     other = tmp_path / "model.safetensors"
     other.write_bytes(file.read_bytes())
@@ -73,18 +73,18 @@ def test_without_a_word_on_what_they_were_trained_by_no_private_plan_is_made(bef
     with pytest.raises(PlanError, match=r"initial\.trained_on"):
         Plan.parse({**SMALL, "initial": str(folder)})
     said = {"weights": str(other), "trained_on": "public digits"}
-    assert Plan.parse({**SMALL, "initial": said}).initial.told().endswith("public digits.")
+    assert Plan.parse({**SMALL, "initial": said}).initial.describe().endswith("public digits.")
 
 
-def test_words_of_ones_own_stand_beside_what_a_run_has_written_and_not_in_its_place(tmp_path):
+def test_own_words_complement_what_a_run_states(tmp_path):
     folder, plain = tmp_path / "run", tmp_path / "plain"
     fedpact.run(Plan.parse(SMALL), folder)
     fedpact.run(Plan.parse(PLAIN), plain)
     for weights, known in ((folder, "private run run, which spent"), (plain, "had no privacy")):
         said = {"weights": str(weights), "trained_on": "public"}
         plan = Plan.parse({**SMALL, "initial": said})
-        assert known in plan.initial.told()
-        assert plan.initial.told().endswith("said of it: public.")
+        assert known in plan.initial.describe()
+        assert plan.initial.describe().endswith("said of it: public.")
         # A plan that was written says the same when it is read again.
         assert Plan.parse(json.loads(plan.model_dump_json())) == plan
     # Of a file of somebody else's that lies there, as in a party's directory, it says nothing.
@@ -96,10 +96,10 @@ def test_words_of_ones_own_stand_beside_what_a_run_has_written_and_not_in_its_pl
     summary = json.loads((plain / "summary.json").read_text())
     del summary["weights"]
     (plain / "summary.json").write_text(json.dumps(summary))
-    assert "which had no privacy" in Plan.parse({**SMALL, "initial": said}).initial.told()
+    assert "which had no privacy" in Plan.parse({**SMALL, "initial": said}).initial.describe()
 
 
-def test_a_run_speaks_for_the_weights_that_it_wrote_and_for_no_others(tmp_path):
+def test_run_vouches_only_for_the_weights_it_wrote(tmp_path):
     folder = tmp_path / "run"
     fedpact.run(Plan.parse({**SMALL, "server": {"average": "exponential"}}), folder)
     for name in ("model", "average"):
@@ -132,7 +132,7 @@ def test_weights_of_another_model_are_refused_by_name(before, tmp_path, change, 
     save_file(tensors, tmp_path / "w.safetensors")
     plan = Plan.parse({**PLAIN, "initial": str(tmp_path / "w.safetensors")})
     with pytest.raises(ModelError, match=told):
-        Scene.of(plan)
+        SimulationSetup.of(plan)
 
 
 def test_a_file_that_was_changed_since_is_refused(before, tmp_path):
@@ -141,7 +141,7 @@ def test_a_file_that_was_changed_since_is_refused(before, tmp_path):
     plan = Plan.parse({**PLAIN, "initial": str(file)})
     file.write_bytes(file.read_bytes() + b"\n")
     with pytest.raises(ModelError, match="the plan names"):
-        Scene.of(plan)
+        SimulationSetup.of(plan)
     with pytest.raises(PlanError, match=r"initial\.weights.*cannot be read"):
         Plan.parse({**PLAIN, "initial": str(tmp_path / "nowhere")})
     with pytest.raises(PlanError, match=r"without initial\.weights"):
@@ -155,7 +155,7 @@ def test_what_is_no_state_dict_is_told_what_to_save(before, tmp_path):
     for match, content in told.items():
         torch.save(content, path)
         with pytest.raises(ModelError, match=rf"{match}, which is no tensor.*that part, as torch"):
-            Scene.of(Plan.parse({**PLAIN, "initial": str(path)}))
+            SimulationSetup.of(Plan.parse({**PLAIN, "initial": str(path)}))
     torch.save(torch.load(path.with_name("w.pt"))[0], path)
-    found = Scene.of(Plan.parse({**PLAIN, "initial": str(path)})).module()
+    found = SimulationSetup.of(Plan.parse({**PLAIN, "initial": str(path)})).module()
     assert same(found, before / "model.safetensors")

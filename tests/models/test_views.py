@@ -14,11 +14,11 @@ from torch import nn
 import fedpact
 from fedpact.audit.one_run import _shares
 from fedpact.audit.target import Asked, Target
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.errors import FedpactError, ModelError
 from fedpact.losses import cross_entropy
 from fedpact.models.build import build
-from fedpact.models.views import Views, ViewSettings, views
+from fedpact.models.views import Views, ViewSettings, make_views
 from fedpact.params import FlatModel
 from fedpact.persample.kernel import PerSampleKernel
 from fedpact.plan import Plan
@@ -44,7 +44,7 @@ def test_the_views_gradients_are_averaged_before_the_clip(name, shape):
     alone = copy.deepcopy(module)
     rows = []
     for j in range(len(x)):
-        losses = [cross_entropy(alone(v[j : j + 1]), y[j : j + 1]) for v in views(x, ALL)]
+        losses = [cross_entropy(alone(v[j : j + 1]), y[j : j + 1]) for v in make_views(x, ALL)]
         mean = torch.cat(losses).mean()
         found = torch.autograd.grad(mean, list(alone.parameters()))
         rows.append(torch.cat([row.reshape(-1) for row in found]))
@@ -67,7 +67,7 @@ def test_views_that_are_all_alike_change_nothing():
 def test_views_are_the_image_moved_and_mirrored():
     """By places: of a picture whose numbers say where they were."""
     x = torch.arange(36.0).view(1, 6, 6)
-    here, down, up, right, left = views(x, ViewSettings(shift=1))
+    here, down, up, right, left = make_views(x, ViewSettings(shift=1))
     assert torch.equal(here, x)
     inner = x[:, 1:-1, 1:-1]
     moved = {"up": (up, -1, 0), "down": (down, 1, 0), "left": (left, 0, -1), "right": (right, 0, 1)}
@@ -81,7 +81,7 @@ def test_views_are_the_image_moved_and_mirrored():
         for name, (view, _, _) in moved.items()
     }
     assert found == {name: [(a, b)] for name, (_, a, b) in moved.items()}
-    both = views(x, ViewSettings(shift=1, mirror=True))
+    both = make_views(x, ViewSettings(shift=1, mirror=True))
     assert len(both) == ViewSettings(shift=1, mirror=True).count
     assert all(torch.equal(a.flip(-1), b) for a, b in zip(both[:5], both[5:], strict=True))
 
@@ -101,7 +101,7 @@ def digits(*overrides):
 
 def test_a_run_says_so_and_spends_what_it_spends_without(tmp_path):
     plain = Plan.read(None, ["rounds=2", "sites=2"])
-    with_views, without = Scene.of(digits()), Scene.of(plain)
+    with_views, without = SimulationSetup.of(digits()), SimulationSetup.of(plain)
     assert with_views.terms == without.terms
     assert torch.equal(
         with_views.bench().private.model.vector, without.bench().private.model.vector
@@ -113,7 +113,7 @@ def test_a_run_says_so_and_spends_what_it_spends_without(tmp_path):
 
 
 def test_an_audit_looks_at_the_sum_that_sites_make():
-    target = Target.of(Scene.of(digits()))
+    target = Target.of(SimulationSetup.of(digits()))
     canaries = Records(target.spare.x[:5], target.spare.y[:5])
     asked = Asked(0, "gradient", (target.w,), torch.zeros(len(target.w)), target.terms)
     rows = _shares(target, canaries, asked)
@@ -134,7 +134,7 @@ def test_an_audit_looks_at_the_sum_that_sites_make():
 )
 def test_what_views_are_not_for_is_refused(overrides, named):
     with pytest.raises(FedpactError, match=named):
-        Scene.of(digits(*overrides))
+        SimulationSetup.of(digits(*overrides))
 
 
 class Centred(nn.Module):

@@ -169,7 +169,7 @@ def test_the_check_value():
     ],
     ids=str,
 )
-def test_the_optimum_is_what_it_says_and_nothing_drawn_lies_below_the_certified_bound(how):
+def test_certified_optimum_has_no_sample_below_its_bound(how):
     rng = random.Random(4)
     solver = how.get("solver", "sarah")
     for _ in range(6):
@@ -277,7 +277,7 @@ def test_a_change_of_units_scales_mu_and_the_objective(unit):
     assert scaled.objective == pytest.approx(unit * plain.objective)
 
 
-def test_dearer_computing_means_fewer_iterations_and_a_larger_penalty():
+def test_dearer_computing_needs_fewer_steps_larger_penalty():
     found = [minimise(SPEC, gamma) for gamma in np.geomspace(1e-5, 1, 11)]
     for quantity in ("beta", "tau", "decrease"):
         values = [getattr(best, quantity) for best in found]
@@ -287,7 +287,7 @@ def test_dearer_computing_means_fewer_iterations_and_a_larger_penalty():
         assert values == sorted(values)
 
 
-def test_more_heterogeneity_means_a_larger_penalty_and_more_exact_sites():
+def test_heterogeneity_needs_larger_penalty_and_exactness():
     found = [minimise(Losses(1.0, 0.5, s2), 0.01) for s2 in (0.0, 0.3, 1.0, 3.0, 10.0, 100.0)]
     for quantity in ("mu", "beta", "tau", "objective"):
         values = [getattr(best, quantity) for best in found]
@@ -320,7 +320,7 @@ def test_the_path_for_drawing_is_near_the_certified_optimum():
             assert drawn.mu == pytest.approx(best.mu, rel=0.004)
 
 
-def test_leaving_the_bound_is_never_worse_and_whole_iterations_are_never_better():
+def test_continuous_optimum_bounds_the_integer_one():
     rng = random.Random(6)
     for _ in range(10):
         losses, gamma = drawn(rng), 10 ** rng.uniform(-4, 1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedpact.errors import InputError
-from fedpact.papers.selection import LAWS, best_of, success, tried, winner_epsilon
+from fedpact.papers.selection import LAWS, best_of, count_trials, success, winner_epsilon
 from fedpact.theory import rdp
 from fedpact.theory.accounting import SampledGaussian, epsilon
 
@@ -113,7 +113,7 @@ def test_another_accountant_has_the_same(law, shape, mean):
 
 
 @pytest.mark.parametrize("mean", [2, 3, 10, 1000])
-def test_the_law_that_is_told_has_that_mean_and_is_the_one_that_is_bounded(mean):
+def test_stated_law_has_the_mean_and_is_the_one_bounded(mean):
     k = np.arange(1, 200 * mean)
     for law, shape in (("logarithmic", 0), ("geometric", 1)):
         gamma = float(LAWS[law].told(mean).rpartition("γ = ")[2])
@@ -127,9 +127,9 @@ def test_the_law_that_is_told_has_that_mean_and_is_the_one_that_is_bounded(mean)
         assert mean * (1 - 1e-9) <= (k * chances).sum() < mean * (1 + 1e-4)
 
 
-def test_runs_together_are_composed_and_the_dearest_setting_counts():
+def test_joint_runs_are_composed_and_the_dearest_counts():
     cheap, dear = {SampledGaussian(0.05, 4.0): 100}, {SampledGaussian(0.1, 2.0): 30}
-    found = tried([cheap, dear, dear], 1e-5)
+    found = count_trials([cheap, dear, dear], 1e-5)
     assert found.runs == 3
     assert found.every == epsilon(
         {SampledGaussian(0.05, 4.0): 100, SampledGaussian(0.1, 2.0): 60}, 1e-5
@@ -137,14 +137,14 @@ def test_runs_together_are_composed_and_the_dearest_setting_counts():
     assert found.one == epsilon(dear, 1e-5)
     for law, cost in found.winner.items():
         assert cost >= winner_epsilon([dear], 1e-5, 3, law) > found.one
-    twice = tried([cheap, dear], 1e-5, times=2)
+    twice = count_trials([cheap, dear], 1e-5, times=2)
     assert twice.runs == 4
     assert twice.every == epsilon(
         {SampledGaussian(0.05, 4.0): 200, SampledGaussian(0.1, 2.0): 60}, 1e-5
     )
 
 
-def test_the_best_of_a_fixed_number_is_not_covered_by_a_drawn_number():
+def test_best_of_fixed_number_is_not_covered_by_random_number():
     # Two answers, ε = 0.5 each way: the best of exactly 40 costs far more than the best of about
     # 40. With a fixed number only the composition holds.
     p, q = (
@@ -170,4 +170,4 @@ def test_errors_name_what_is_wrong():
     with pytest.raises(InputError, match="histories"):
         winner_epsilon([], 1e-5, 3)
     with pytest.raises(InputError, match="runs is 1"):
-        tried([{SampledGaussian(0.1, 2.0): 1}], 1e-5)
+        count_trials([{SampledGaussian(0.1, 2.0): 1}], 1e-5)

@@ -37,7 +37,7 @@ def test_the_printed_example():
     assert {p.curve: p.utility for p in points} == pytest.approx(printed, abs=6e-3)
 
 
-def test_one_convention_everywhere_does_not_give_the_printed_numbers():
+def test_single_convention_does_not_give_printed_numbers():
     honest = {b: old_point(PROBLEM, b, 0.3, 70_000) for b in ("proposed", "MA", "AC2")}
     assert honest["proposed"].utility == pytest.approx(1.06, abs=5e-3)
     assert honest["MA"].utility == pytest.approx(0.480, abs=5e-4)
@@ -84,7 +84,7 @@ def test_aggregate_noise_against_simulated_clients():
     assert aggregate_variance(sizes, rates, sigmas, 2.0) == pytest.approx(total / 20_000, rel=0.05)
 
 
-def test_both_forms_of_the_aggregate_agree_where_they_describe_the_same():
+def test_both_aggregate_forms_agree_on_the_same_case():
     # Per-sample sums with ω_k = N_k q_k/Σ and noise multiplied by the divisor q_k N_k.
     sizes, rates, sigmas = [100, 300], [0.1, 0.02], [1.0, 3.0]
     weights = [10 / 16, 6 / 16]
@@ -96,14 +96,14 @@ def test_both_forms_of_the_aggregate_agree_where_they_describe_the_same():
 
 
 @pytest.mark.parametrize("sigma", [0.01, 1.0, 30.0])
-def test_the_valid_rate_bound_is_the_gaussians_entropy_at_the_total_variance(sigma):
+def test_valid_rate_bound_is_gaussian_entropy_at_variance(sigma):
     total = math.sqrt(4 * (sigma**2 + 1 / 500))
     assert rate_bound(500, sigma, 2.0) == pytest.approx(gaussian_entropy(500, total))
     # Never below the noise's own entropy, which the paper's (12) violates at its own numbers.
     assert rate_bound(10_000, sigma, 1.0) >= gaussian_entropy(10_000, sigma)
 
 
-def test_the_entropy_bound_is_reached_by_a_gaussian_and_by_no_other_shape():
+def test_entropy_bound_is_attained_by_gaussians_only():
     # X of deviations (a, b), noise v: the sum's entropy in closed form. Equality where a = b.
     for a, b in ((1.0, 1.0), (2.0, 0.1), (0.0, 3.0)):
         exact = multivariate_normal(cov=np.diag([a * a + 0.5, b * b + 0.5])).entropy()
@@ -112,14 +112,14 @@ def test_the_entropy_bound_is_reached_by_a_gaussian_and_by_no_other_shape():
 
 
 @pytest.mark.parametrize(("size", "rate"), [(40, 0.25), (7, 1.0), (1, 0.5)])
-def test_the_moment_of_a_clipped_sum_is_that_of_its_number_of_records(size, rate):
+def test_clipped_sum_moment_is_that_of_its_record_count(size, rate):
     # All records alike, each of length C = 3: ‖X‖ = C B/(qN), B ~ Binomial(N, q), summed exactly.
     counts = np.arange(size + 1)
     moment = np.sum(binom.pmf(counts, size, rate) * (3.0 * counts / (rate * size)) ** 2)
     assert mean_of_clipped_moment(size, rate, 3.0) == pytest.approx(moment)
 
 
-def test_bits_at_a_fine_step_are_the_entropy_of_the_rounded_number():
+def test_fine_step_bits_are_the_rounded_numbers_entropy():
     # A Gaussian in steps of a hundredth of its deviation, its cells' probabilities added up.
     edges = np.arange(-700.5, 701.5) / 100
     cells = np.diff(norm.cdf(edges))
@@ -127,7 +127,7 @@ def test_bits_at_a_fine_step_are_the_entropy_of_the_rounded_number():
     assert bits_on_the_wire(entropy_bound(1, 1.0, 0.0), 1, 0.01) == pytest.approx(entropy, abs=1e-4)
 
 
-def test_the_papers_rate_falls_below_the_entropy_of_the_noise_alone():
+def test_papers_rate_falls_below_the_noise_entropy():
     assert paper_rate(10_000, 10.0, 1.0) < gaussian_entropy(10_000, 10.0)
 
 

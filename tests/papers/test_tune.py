@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fedpact.cli.main import app
-from fedpact.data.datasets import load
+from fedpact.data.datasets import load_dataset
 from fedpact.data.partition import Partition
 from fedpact.engines.simulation import simulate
 from fedpact.errors import DataError, InputError
@@ -216,7 +216,7 @@ def test_rounds_that_do_not_tell_gamma_are_refused(wrong):
 
 def softmax_gradients(run: Path) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """Each site's ∇F_n at the last model, by hand: logistic regression, mean of (p - y) x̃ᵀ."""
-    data = load("digits")
+    data = load_dataset("digits")
     sites = Partition.load(run / "partition.json").sites(data)
     w = Folder(run).restore()[0].state.vectors["w"].double().numpy()
     weights, bias = w[:640].reshape(10, 64), w[640:]
@@ -254,7 +254,7 @@ def test_the_estimates_of_a_run_are_those_computed_by_hand(private):
     assert found["lam"] == pytest.approx(0, abs=1e-5)  # float32
     every = np.concatenate(norms)
     assert np.quantile(every, 0.2) < found["L"]
-    x = load("digits").x.double().flatten(1)
+    x = load_dataset("digits").x.double().flatten(1)
     assert found["L"] <= float((x * x).sum(1).max() + 1) / 2
     assert any("no (ε, δ) covers" in note for note in found["notes"])
     assert Path(found["figure"]).exists()

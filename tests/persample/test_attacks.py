@@ -104,7 +104,7 @@ def test_positions_that_cancel_swallow_no_difference(big):
     assert moved(summed, x, y, r, CLASS) <= allowed(100, 0.05)
 
 
-def test_a_joint_product_of_what_the_norm_was_not_taken_from_would_be_found(monkeypatch):
+def test_joint_product_not_covered_by_the_norm_is_found(monkeypatch):
     # The mend taken out: norms by Gram matrices, the sum by one float32 product of all positions.
     def joint(share):
         g, u = share.g.double(), share.u.double()
@@ -126,7 +126,7 @@ def test_a_joint_product_of_what_the_norm_was_not_taken_from_would_be_found(monk
     assert max(found) > 2
 
 
-def test_a_release_of_the_oracle_moves_by_no_more_than_what_is_accounted_for():
+def test_oracle_release_moves_by_at_most_the_accounted_clip():
     kernel = made(Means(nn.Linear(16, 16, bias=False), 16))
     x, y = torch.randn(60, 40, 16), torch.full((60,), 2)
     x[:, :, 0] += 3
@@ -168,7 +168,7 @@ def alike(count, width, seed):
 
 @pytest.mark.parametrize("count", [127, 511, 512, 1024, 10_000, 100_000])
 @pytest.mark.parametrize("dense", [True, False])
-def test_sums_of_many_records_that_are_alike_round_within_the_slack(count, dense):
+def test_sums_of_many_equal_records_round_within_the_slack(count, dense):
     kernel = made(nn.Sequential(nn.Linear(4, 3)))
     if not dense:
         kernel._passes.dense = None

@@ -140,7 +140,7 @@ def test_nor_a_sum_of_differences(name, apart):
     attacked(name, lambda x, y, c, _: made.clipped_difference(x, y, w, anchor, c), 8)
 
 
-def test_nor_a_sum_of_several_sites_at_once_and_no_other_site_notices():
+def test_bound_holds_for_stacked_sites_and_others_are_untouched():
     models = [kernel.__wrapped__("dense").model for _ in range(3)]
     stack = Stack.of(models[0], cross_entropy)
     others = [records("dense", 20, seed) for seed in (1, 2)]

@@ -235,7 +235,7 @@ def test_normalisation_of_what_is_all_the_same(reference, layer, card, nobody_lo
         assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-12
 
 
-def test_a_record_beyond_measure_in_one_layer_adds_nothing_in_others(reference, card, nobody_looks):
+def test_record_overflowing_in_one_layer_adds_nothing_in_others(reference, card, nobody_looks):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), Own(4), nn.Linear(4, 3))
     # What such a record is to the other layers is a record like others.

@@ -37,7 +37,7 @@ PAPERS = [
     ("make", "shape", "batch"),
     [*((*one, 5) for one in PAPERS), *((*one, 1) for one in PAPERS[1:3])],
 )
-def test_the_papers_models_are_chains_and_agree_in_both_precisions(reference, make, shape, batch):
+def test_papers_models_are_chains_and_agree_in_both_precisions(reference, make, shape, batch):
     torch.manual_seed(0)
     x, y = torch.rand(batch, *shape), torch.arange(batch) % 10
     x[:, :, :9] = 0  # ties in pooling
@@ -128,7 +128,7 @@ def test_the_loss_may_be_any(reference):
 
 
 @pytest.mark.parametrize("wrong", [3, -1, -100, 99, 2**40])
-def test_a_record_without_a_class_of_the_models_is_left_out_in_every_way(reference, wrong):
+def test_record_with_an_unknown_class_is_left_out_in_every_way(reference, wrong):
     """With the bits that the sum has without it, whichever way the model takes."""
     x, y = reference.data(6, 4), torch.tensor([0, 1, 2, wrong, 1, 0])
     good = y != wrong
@@ -233,7 +233,7 @@ def test_layers_of_ones_own_that_overwrite_their_input(reference):
 
 
 @pytest.mark.parametrize("width", [3, 1024, 1025, 2600])
-def test_lengths_of_wide_records_are_good_to_1e_6_and_each_records_own(width):
+def test_norms_of_wide_records_are_good_to_1e_6_and_independent(width):
     x = torch.randn(9, width, generator=torch.Generator().manual_seed(0))
     x[2] *= 1e-30  # its squares are lost to float32
     x[3] *= 1e15

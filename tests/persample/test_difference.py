@@ -132,7 +132,7 @@ def test_near_the_anchor_no_record_adds_more_than_the_bound(reference, near):
                 assert float(found.double().norm()) >= bound * (1 - 1e-5)
 
 
-def test_near_the_anchor_float32_is_the_difference_to_what_float32_resolves(reference, near):
+def test_float32_difference_is_exact_to_rounding_near_the_anchor(reference, near):
     # Gradients of size 1 are known to about 1e-7 each in float32, so a difference of 1e-3 of them
     # is good to about 1e-4; the test leaves another factor of 10 for the depth of the model.
     make, kernels = near
@@ -191,7 +191,7 @@ def test_an_input_that_is_a_view_of_the_weights(reference):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("at_anchor", [True, False])
-def test_a_record_that_is_not_finite_at_either_point_adds_nothing(reference, at_anchor, way):
+def test_record_not_finite_at_either_point_adds_nothing(reference, at_anchor, way):
     module, x, y, w, direction = case(reference, mlp)
     anchor = w + direction
     kernel = reference.forced(way, module, squared_error)

@@ -24,7 +24,7 @@ def _given_extremes(*names):
     return done.returncode, done.stdout.splitlines()[-1], done.stderr[-2000:]
 
 
-def test_no_operation_that_is_known_to_look_ends_its_process_at_extreme_numbers():
+def test_data_dependent_operations_survive_extreme_numbers():
     code, last, errors = _given_extremes()
     assert (code, last) == (0, "done"), errors
 
@@ -121,7 +121,7 @@ def test_points_that_are_none_are_looked_up_nowhere(mode, beyond):
 @pytest.mark.parametrize("beyond", ["zeros", "border", "reflection"])
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_largest_points_are_none_and_others_are_as_torch_has_them(dims, beyond, dtype):
+def test_largest_points_are_dropped_and_others_match_torch(dims, beyond, dtype):
     x = torch.randn(2, 3, *[5] * dims, dtype=dtype)
     settings = 0, ["zeros", "border", "reflection"].index(beyond), False
     sampled = DONE_AS[torch.ops.aten.grid_sampler.default]
@@ -133,7 +133,7 @@ def test_the_largest_points_are_none_and_others_are_as_torch_has_them(dims, beyo
         assert sampled(x, grid, *settings).isnan().all()
 
 
-def test_what_is_not_written_holds_nothing_of_what_lay_there_before():
+def test_unwritten_memory_holds_no_earlier_values():
     """Of a record that no mask is for, numbers of whatever was computed before would stand."""
 
     class Signs(nn.Module):

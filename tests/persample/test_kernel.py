@@ -93,7 +93,7 @@ def test_no_record_adds_more_than_the_clip(seed, exponent, scale, weight):
     assert float(found.double().norm()) <= clip * (1 + 1e-5)
 
 
-def test_weights_are_a_function_of_the_losses_and_no_part_of_the_gradient(reference):
+def test_weights_follow_the_losses_and_are_not_differentiated(reference):
     module, (x, y) = mlp(), batch(7)
     rows = reference.per_sample(module, cross_entropy, x, y)
     losses = F.cross_entropy(module(x), y, reduction="none").detach()
@@ -128,7 +128,7 @@ def test_an_empty_batch_gives_zeros_without_touching_the_model():
 
 
 @pytest.mark.parametrize("convolution", [True, False])
-def test_a_record_that_is_not_finite_adds_nothing_and_disturbs_no_other(reference, convolution):
+def test_record_not_finite_adds_nothing_and_disturbs_no_other(reference, convolution):
     if convolution:
         module = cnn().double()
         given = torch.rand(6, 1, 28, 28, dtype=torch.float64), torch.arange(6)

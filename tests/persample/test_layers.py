@@ -153,7 +153,7 @@ def test_embedding(reference, batch, positions, entries, width, seed):
     check_layers(reference, layers, x, seed)
 
 
-def test_an_embedding_whose_gradients_hold_only_the_rows_that_were_read():
+def test_embedding_gradients_hold_only_the_rows_read():
     """torch's `sparse`: it says in what form an optimiser is given them, and changes no number."""
     x, y, sums = torch.arange(60).view(12, 5) % 7, torch.arange(12) % 3, []
     for sparse in (False, True):

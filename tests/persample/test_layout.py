@@ -126,7 +126,7 @@ def test_scattered_sums_move_by_one_record_on_any_library(reference, uneven):
         assert moved <= C * (1 + slack(101))
 
 
-def test_the_first_places_of_a_longer_injection_are_the_shorter_one():
+def test_longer_injection_begins_with_the_shorter_one():
     draws = SeededDraws(3, "site", 1)
     assert torch.equal(draws.places(9, 64, 2)[:5], draws.places(5, 64, 2))
     for one in (draws, SecureDraws()):

@@ -56,7 +56,7 @@ def test_the_check_finds_a_rule_that_claims_too_much(name, monkeypatch):
         _shown(name, MOST)
 
 
-def test_the_check_sees_a_product_that_asks_all_records_for_a_zero(monkeypatch):
+def test_check_sees_a_product_that_tests_all_records_for_zero(monkeypatch):
     # Its gradient goes another way where any number is 0, whoever's: it is not in the table.
     name = "aten.prod.dim_int"
     assert name not in RULES

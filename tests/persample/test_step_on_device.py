@@ -18,7 +18,7 @@ from fedpact.persample.kernel import PerSampleKernel
 from fedpact.privacy import guarded
 from fedpact.privacy.oracle import UNIFORM, Fair, PrivateOracle, Records, Terms
 from fedpact.theory.accounting import Budget
-from fedpact.theory.shares import UNITS
+from fedpact.theory.shares import SHARE_DEVIATION
 
 META = torch.device("meta")
 
@@ -155,7 +155,7 @@ def test_a_step_reads_no_number(name, channel):
 def test_a_step_of_persons_weights_and_a_grid_reads_no_number():
     kernel, x, y = on_meta("cnn")
     assert step(kernel, x, y, persons=torch.arange(20) // 2).device == META
-    assert step(kernel, x, y, weighting=Fair(1.0, 0.5), grid=UNITS).device == META
+    assert step(kernel, x, y, weighting=Fair(1.0, 0.5), grid=SHARE_DEVIATION).device == META
 
 
 def test_a_read_in_the_step_is_found(monkeypatch):

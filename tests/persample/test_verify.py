@@ -54,7 +54,7 @@ def test_models_that_keep_records_apart_pass(module, dtype):
     assert all(m.training for m in dropout)
 
 
-def test_an_encoder_layer_with_dropout_passes_and_keeps_its_dropout():
+def test_encoder_layer_passes_and_keeps_its_dropout():
     encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5, batch_first=True)
     verify(nn.Sequential(encoder, nn.Linear(4, 2)), torch.randn(3, 5, 4))
     assert encoder.self_attn.dropout == 0.5
@@ -182,7 +182,7 @@ def test_a_record_that_is_all_but_certain_is_no_reason_to_refuse():
 
 
 @pytest.mark.parametrize("records", [3, 4, 5, 8])
-def test_batches_of_records_that_are_all_but_certain_are_no_reason_to_refuse(records):
+def test_batches_of_nearly_certain_records_are_not_refused(records):
     """One record of each batch is far from certain; where most others are, so is their median."""
     for seed in range(30):
         torch.manual_seed(seed)
@@ -217,7 +217,7 @@ def test_batch_statistics_are_refused_with_name_and_replacement(layer, kernel):
     kernel(FlatModel(replace_batchnorm(model)), squared_error)
 
 
-def test_batchnorm_is_refused_when_training_is_switched_on_later_or_keeps_no_statistics():
+def test_late_or_stateless_batchnorm_is_refused():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     kernel = PerSampleKernel(FlatModel(model), squared_error)
     x = torch.randn(3, 4)
@@ -250,7 +250,7 @@ def test_replace_batchnorm_takes_over_what_the_layer_knew():
     assert isinstance(replace_batchnorm(nn.BatchNorm1d(8)), nn.GroupNorm)
 
 
-def test_a_replaced_model_passes_verify_and_trains_the_same_number_of_weights(reference):
+def test_replaced_model_passes_verify_with_as_many_weights(reference):
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(72, 2)
     ).double()
@@ -312,7 +312,7 @@ def test_a_derivative_of_ones_own_that_is_right_is_not_blamed(reference, monkeyp
         kernel.verify(x, y)
 
 
-def test_a_derivative_of_ones_own_is_named_and_what_is_advised_instead_is_exact(reference):
+def test_custom_derivative_is_named_and_the_advice_is_exact(reference):
     x, y = reference.data(5, 4), torch.arange(5) % 2
     torch.manual_seed(0)
     own = Stepped(Step.apply).double()

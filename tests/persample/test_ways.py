@@ -65,7 +65,7 @@ UNBATCHED = pytest.mark.filterwarnings("ignore:There is a performance drop")
 @UNBATCHED
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", ["causal", "causal, added", "others"])
-def test_torchs_transformer_with_a_mask_that_it_is_not_told_the_kind_of(reference, kind, padded):
+def test_torch_transformer_with_a_mask_of_unknown_kind(reference, kind, padded):
     """It looks into the mask whether it is the causal one, which a trace does not."""
 
     class Causal(nn.Module):
@@ -285,7 +285,7 @@ def test_what_neither_vmap_nor_a_trace_takes_is_refused(reference):
 
 
 @pytest.mark.parametrize("keep", [0, 20 * 2**20])
-def test_records_are_taken_as_many_at_a_time_as_there_is_room_for(reference, keep, monkeypatch):
+def test_passes_hold_as_many_records_as_memory_allows(reference, keep, monkeypatch):
     monkeypatch.setattr(norms, "KEEP_BYTES", keep)
     x, y = reference.data(40, 4), reference.data(40, 2, seed=1)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
@@ -363,7 +363,7 @@ def test_a_trace_follows_training_and_hooks(reference):
     assert exact()
 
 
-def test_how_records_are_differentiated_is_found_on_made_up_ones_and_once(reference, monkeypatch):
+def test_way_is_found_once_and_on_dummy_records(reference, monkeypatch):
     """A record that vmap fails at, as for want of memory, sends no later batch through the loop."""
     taken, seen = alone.Alone._vmapped, []
 

@@ -43,7 +43,7 @@ class Double(nn.Module):
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e-39, 1e-30, 1e-20, 1.0])
 @pytest.mark.parametrize("clip", [2.0**-60, 1.0, 2.0**60])
-def test_an_input_next_to_nothing_and_a_weight_next_to_everything(clip, size, dense):
+def test_tiny_inputs_with_huge_weights(clip, size, dense):
     """c ‖g‖ ‖u‖ <= C, and c ‖g‖ was no number of float32 where ‖u‖ is tiny."""
     torch.manual_seed(0)
     first, last = nn.Linear(4, 8, bias=False), nn.Linear(8, 3, bias=False)

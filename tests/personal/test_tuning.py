@@ -10,17 +10,17 @@ from scipy.stats import binom
 from torch import nn
 
 from fedpact.params import FlatModel
-from fedpact.personal.choice import LEAST, WEIGHTS, Validated, _parts, validated
+from fedpact.personal.choice import MIN_RECORDS_TO_TUNE, WEIGHTS, Validated, _parts, choose_lambda
 from fedpact.personal.joining import (
     Gain,
     SiteModel,
-    alone,
+    describe_joining,
     on_held_out,
     on_own_parts,
-    personalised,
-    sentence,
+    personalise_model,
+    train_locally,
 )
-from fedpact.personal.tuning import answers, tuned
+from fedpact.personal.tuning import answers, tune
 
 FEATURES, CLASSES = 3, 3
 
@@ -71,37 +71,37 @@ def reference(x, y, anchor, weight):
 @pytest.mark.parametrize("weight", [3.0, 0.1, 1e-3])
 def test_it_finds_the_minimum_that_another_solver_finds(weight):
     (x, y), anchor = drawn(80), vector(1)
-    w = tuned(model(), x, y, anchor, weight, anchor)
+    w = tune(model(), x, y, anchor, weight, anchor)
     np.testing.assert_allclose(w.numpy(), reference(x, y, anchor, weight), rtol=0, atol=1e-3)
 
 
-def test_without_lambda_it_is_the_optimum_of_the_records_alone_wherever_it_begins():
+def test_lambda_0_gives_the_local_optimum_from_any_start():
     """The softmax has a direction without effect per column: the losses are compared."""
     x, y = drawn(80)
     best = reference(x, y, torch.zeros(12, dtype=torch.float64), 0.0)
     for seed in (1, 2):
-        w = tuned(model(), x, y, vector(seed), 0.0, vector(seed))
+        w = tune(model(), x, y, vector(seed), 0.0, vector(seed))
         found = answers(model(), w, x, y)[1].mean()
         expected = answers(model(), torch.from_numpy(best), x, y)[1].mean()
         assert float(found) == pytest.approx(float(expected), abs=1e-6)
 
 
-def test_lambda_without_end_returns_the_released_model_bit_for_bit():
+def test_lambda_inf_returns_the_released_model_exactly():
     (x, y), anchor = drawn(20), vector(1)
-    assert torch.equal(tuned(model(), x, y, anchor, math.inf, vector(2)), anchor)
+    assert torch.equal(tune(model(), x, y, anchor, math.inf, vector(2)), anchor)
 
 
-def test_without_records_or_with_a_model_that_has_no_finite_loss_it_is_the_released_model():
+def test_without_records_or_finite_loss_the_model_is_kept():
     (x, y), anchor = drawn(20), vector(1)
-    assert torch.equal(tuned(model(), x[:0], y[:0], anchor, 0.1, anchor), anchor)
+    assert torch.equal(tune(model(), x[:0], y[:0], anchor, 0.1, anchor), anchor)
     x[3, 0] = math.nan
-    assert torch.equal(tuned(model(), x, y, anchor, 0.1, anchor), anchor)
+    assert torch.equal(tune(model(), x, y, anchor, 0.1, anchor), anchor)
 
 
 @pytest.mark.parametrize("records", range(5))
-def test_fewer_records_than_parts_choose_nothing_and_are_advised_against(records):
+def test_too_few_records_choose_nothing_and_are_advised(records):
     (x, y), wrong = drawn(20), vector(1)
-    choice = validated(model(), x[:records], y[:records], wrong)
+    choice = choose_lambda(model(), x[:records], y[:records], wrong)
     assert (choice.gained, choice.lost, choice.tune) == (0, 0, False)
     assert "do not" in choice.told
 
@@ -110,7 +110,7 @@ def test_thirty_records_are_advised_against_whatever_they_gain():
     """The released model is wrong everywhere: tuning gains all there is to gain."""
     x, y = drawn(30, noise=0.0)
     wrong = vector(1)
-    choice = validated(model(), x, y, wrong)
+    choice = choose_lambda(model(), x, y, wrong)
     assert choice.gained > choice.lost
     assert not choice.tune
     assert "30 records" in choice.told
@@ -118,18 +118,18 @@ def test_thirty_records_are_advised_against_whatever_they_gain():
 
 def test_enough_records_that_gain_much_are_advised_for():
     x, y = drawn(300, noise=0.0)
-    released = -tuned(model(), x, y, torch.zeros(12).double(), 1e-3, torch.zeros(12).double())
-    choice = validated(model(), x, y, released)
+    released = -tune(model(), x, y, torch.zeros(12).double(), 1e-3, torch.zeros(12).double())
+    choice = choose_lambda(model(), x, y, released)
     assert choice.tune
     assert choice.lost == 0
 
 
-def test_a_released_model_that_is_as_good_as_any_is_left_as_it_is():
+def test_optimal_released_model_is_left_unchanged():
     """Its expected advice is not to tune; with no true gain it is `tune` in 5 % at most."""
     x, y = drawn(8_200)
     many = x[200:], y[200:]
-    released = tuned(model(), *many, torch.zeros(12).double(), 1e-4, torch.zeros(12).double())
-    choice = validated(model(), x[:200], y[:200], released)
+    released = tune(model(), *many, torch.zeros(12).double(), 1e-4, torch.zeros(12).double())
+    choice = choose_lambda(model(), x[:200], y[:200], released)
     assert not choice.tune
 
 
@@ -140,7 +140,7 @@ def test_the_chance_is_mcnemars_times_the_choices(gained, lost):
     choice = Validated(0.1, len(after), torch.arange(len(after)), before, after)
     tail = sum(binom.pmf(k, gained + lost, 0.5) for k in range(gained, gained + lost + 1))
     assert choice.chance == pytest.approx(min(1.0, len(WEIGHTS) * tail))
-    assert choice.tune == (len(after) >= LEAST and len(WEIGHTS) * tail <= 0.05)
+    assert choice.tune == (len(after) >= MIN_RECORDS_TO_TUNE and len(WEIGHTS) * tail <= 0.05)
 
 
 def test_no_record_is_answered_by_a_model_that_it_trained():
@@ -150,15 +150,15 @@ def test_no_record_is_answered_by_a_model_that_it_trained():
     y = torch.randint(2, (60,), generator=generator)
     flat = FlatModel(nn.Linear(60, 2, dtype=torch.float64))
     start = torch.zeros_like(flat.vector)
-    choice = validated(flat, x, y, start)
-    seen = answers(flat, tuned(flat, x, y, start, 1e-4, start), x, y)[0]
+    choice = choose_lambda(flat, x, y, start)
+    seen = answers(flat, tune(flat, x, y, start, 1e-4, start), x, y)[0]
     assert seen.all()
     # Of 60 coins more than 45 heads have a chance of 2e-5.
     assert int(choice.after.sum()) <= 45
     assert sorted(choice.places.tolist()) == list(range(60))
 
 
-def test_nor_any_other_record_of_a_person_by_a_model_that_one_of_them_trained(monkeypatch):
+def test_persons_records_are_not_scored_by_their_own_model(monkeypatch):
     """Three equal visits each, labels that are noise: who has seen one visit knows the others."""
     monkeypatch.setattr("fedpact.personal.choice.WEIGHTS", (1e-3,))
     generator = torch.Generator().manual_seed(0)
@@ -167,7 +167,7 @@ def test_nor_any_other_record_of_a_person_by_a_model_that_one_of_them_trained(mo
     y = torch.randint(2, (60,), generator=generator)[whose]
     flat = FlatModel(nn.Linear(60, 2, dtype=torch.float64))
     start = torch.zeros_like(flat.vector)
-    choice = validated(flat, x, y, start, whose)
+    choice = choose_lambda(flat, x, y, start, whose)
     assert sorted(choice.places.tolist()) == list(range(180))
     # Of 60 coins more than 45 heads have a chance of 2e-5; each counts for three records.
     assert int(choice.after.sum()) <= 3 * 45
@@ -189,7 +189,7 @@ def test_the_parts_are_of_whole_persons_and_alike(records, persons):
     assert not _parts(torch.arange(4))
 
 
-def test_the_interval_holds_the_true_difference_as_often_as_it_says():
+def test_interval_covers_the_true_difference_as_stated():
     """Bonett and Price's, at 95 %: over 4,000 samples it fails in 4 to 6 %; four deviations are
     1.4 %, so it leaves 2.5 to 7.5 % with a chance below 1e-9."""
     rng = np.random.default_rng(0)
@@ -209,7 +209,10 @@ def test_what_joining_was_worth_is_what_the_hits_say():
     x, y = drawn(300)
     x, x_held, y, y_held = x[:200], x[200:], y[:200], y[200:]
     w = vector(3)
-    by_itself, own = alone(flat, x, y, torch.zeros(12).double()), personalised(flat, x, y, w)
+    by_itself, own = (
+        train_locally(flat, x, y, torch.zeros(12).double()),
+        personalise_model(flat, x, y, w),
+    )
     for figures, held in (
         (on_held_out(flat, by_itself, own, w, x_held, y_held), (x_held, y_held)),
         (on_own_parts(by_itself, own), None),
@@ -231,9 +234,9 @@ def test_the_sentence_names_every_site_once():
         "c": Gain(0.0, -0.1, 0.1),
         "d": Gain(math.nan, math.nan, math.nan),
     }
-    told = sentence(gains, "at ε = 1")
+    told = describe_joining(gains, "at ε = 1")
     assert told == "At ε = 1 joining pays for a; not for b; and cannot be told for c, d."
-    assert sentence({"c": gains["c"]}, "without privacy") == (
+    assert describe_joining({"c": gains["c"]}, "without privacy") == (
         "Without privacy joining pays for no site; and cannot be told for c."
     )
 
@@ -243,7 +246,7 @@ def test_persons_with_one_record_each_are_records():
     assert Gain.of(after, before, torch.randperm(40)) == Gain.of(after, before)
 
 
-def test_the_interval_of_persons_covers_where_that_of_equal_records_does_not():
+def test_person_interval_covers_where_record_interval_fails():
     """Persons with five equal records: by records the interval is √5 too narrow.
 
     60 persons of whom 30 % gain and 20 % lose. 95 % of 1,500 tries are below 92.6 % once in 10^5.

@@ -205,7 +205,7 @@ COMMON: dict[str, Any] = {
 
 
 def calibrated(**asked: Any) -> Terms:
-    return TermsRequest(**asked).calibrated()
+    return TermsRequest(**asked).calibrate()
 
 
 def with_noise(sigma: float, **asked: Any) -> Terms:
@@ -260,7 +260,7 @@ def test_a_channel_without_a_known_sensitivity_is_refused() -> None:
             calibrated(**COMMON | {"channels": sigmas}, accountant="best")
 
 
-def test_a_policys_smallest_sigma_is_compared_with_the_multiplier() -> None:
+def test_policys_smallest_sigma_applies_to_the_multiplier() -> None:
     allowed = {"algorithms": ("x",), "releases": ("gradient",), "smallest_sigma": 1.0}
     most = dict.fromkeys(("epsilon_per_run", "epsilon_ever"), 9.0)
     policy = Policy(**allowed, **most, **dict.fromkeys(("delta_per_run", "delta_ever"), 1e-3))
@@ -291,9 +291,7 @@ def test_a_plan_that_weights_records_is_refused_at_the_start() -> None:
     ("mechanism", "kernel"),
     [("per_sample", BatchClippedKernel), ("batch_clipped", PerSampleKernel)],
 )
-def test_a_kernel_that_clips_otherwise_than_the_terms_say_releases_nothing(
-    mechanism: Any, kernel: Any
-) -> None:
+def test_kernel_with_other_clipping_releases_nothing(mechanism: Any, kernel: Any) -> None:
     made = kernel(FlatModel(nn.Linear(1, 1, bias=False, dtype=torch.float64)), itself)
     with pytest.raises(AttributeError):
         release(records([1.0]), dataclasses.replace(TERMS, mechanism=mechanism), made)
@@ -322,7 +320,7 @@ def test_a_model_that_keeps_what_it_saw_is_refused() -> None:
         BatchClippedKernel(FlatModel(Counting()), itself).verify(torch.ones(3, 2), torch.ones(3))
 
 
-def test_what_python_remembers_of_a_batch_is_in_no_other_batchs_mean() -> None:
+def test_python_state_from_a_batch_enters_no_other_batch() -> None:
     """A loss that turns round once it has seen a record: sampling would save nothing against it."""
     seen: list[float] = []
 

@@ -42,7 +42,7 @@ def test_a_step_looks_at_no_number(card, no_operation_looks):
     assert not torch.equal(w, before)
 
 
-def test_losses_that_are_not_finite_are_left_out_of_what_is_released(card):
+def test_non_finite_losses_are_left_out_of_the_release(card):
     module, x, y = case("logistic", 18)
     draws = SeededDraws(0, "site", 1)
     bad = int(draws.batch(18, 0.5, 0)[1])
@@ -81,7 +81,7 @@ def test_noise_on_the_grid_goes_to_the_card(monkeypatch, no_operation_looks):
         return z.clone()
 
     here = grid.noisy(total, 1.5, 0.3, gaussian)
-    monkeypatch.setattr(grid, "at_hand", lambda _: False)
+    monkeypatch.setattr(grid, "on_cpu", lambda _: False)
     with no_operation_looks:
         there = grid.noisy(total, 1.5, 0.3, gaussian)
     assert there.dtype == total.dtype

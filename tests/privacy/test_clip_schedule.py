@@ -63,7 +63,7 @@ def test_a_reply_goes_as_far_as_its_rounds_clip_lets_it(tables):
 
 
 @pytest.mark.parametrize(("privacy", "tables"), [({}, {}), (SHARED, SUM)])
-def test_half_the_clip_in_every_round_is_the_run_with_half_the_clip(tmp_path, privacy, tables):
+def test_halved_clip_schedule_equals_the_halved_clip(tmp_path, privacy, tables):
     """Bit for bit, as halves are exact; and with it both ε, ledger and receipt."""
     half = {**privacy, "clip_schedule": [0.5]}
     one = simulate(plan_of(half, **tables), tmp_path / "one")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedpact.draws.seeded import SeededDraws, stream
+from fedpact.draws.seeded import SeededDraws, seeded_generator
 from fedpact.errors import InputError
 from fedpact.losses import cross_entropy
 from fedpact.params import FlatModel
@@ -41,8 +41,8 @@ class Bessel(Bag):
 
 
 def texts(count: int) -> Records:
-    x = torch.randint(WORDS, (count, 5), generator=stream("words"))
-    return Records(x, torch.randint(3, (count,), generator=stream("labels")))
+    x = torch.randint(WORDS, (count, 5), generator=seeded_generator("words"))
+    return Records(x, torch.randint(3, (count,), generator=seeded_generator("labels")))
 
 
 def with_bad(good: Records) -> Records:
@@ -90,11 +90,11 @@ def test_records_that_raise_together_only_are_taken_one_by_one():
         return some.sum(0)
 
     like = torch.zeros(3)
-    total = guarded.summed(take, x, y, None, like, lambda total: total / 2)
+    total = guarded.sum_finite(take, x, y, None, like, lambda total: total / 2)
     assert torch.allclose(total, x[[0, 1, 3, 4]].sum(0) / 2)
     assert total.dtype == like.dtype
-    assert not guarded.summed(take, x, y, None, like, None).any()
-    losses = guarded.measured(lambda some, labels, layout: take(some, labels)[:1], x, y)
+    assert not guarded.sum_finite(take, x, y, None, like, None).any()
+    losses = guarded.measure_losses(lambda some, labels, layout: take(some, labels)[:1], x, y)
     assert losses.isnan().tolist() == [False, False, True, False, False]
 
 

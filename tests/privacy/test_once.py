@@ -9,7 +9,7 @@ import torch
 from fedpact.draws.secure import SecureDraws
 from fedpact.draws.seeded import SeededDraws
 from fedpact.errors import InputError
-from fedpact.privacy.once import Once
+from fedpact.privacy.once import FullDataRelease
 from fedpact.theory.accounting import Budget, SampledGaussian
 
 BOUNDS = {"hits": 1.0, "loss": 3.0, "roc": 1.0}
@@ -29,7 +29,7 @@ def delta_of(mu: float, eps: float) -> float:
 @pytest.mark.parametrize("budget", [Budget(0.5, 1e-5), Budget(2.0, 1e-6)])
 def test_it_costs_what_it_was_given(times: int, budget: Budget) -> None:
     """By the closed form: m channels with σ and n releases are one Gaussian with μ = √(mn) / σ."""
-    found = Once.within("evaluation", BOUNDS, times, budget)
+    found = FullDataRelease.within("evaluation", BOUNDS, times, budget)
     mu = math.sqrt(3 * times) / found.sigma
     assert delta_of(mu, budget.epsilon) <= budget.delta
     assert delta_of(1.01 * mu, budget.epsilon) > budget.delta
@@ -47,7 +47,7 @@ def test_it_is_charged_before_a_record_is_read() -> None:
     def charge(event: SampledGaussian, purpose: tuple[str, ...]) -> None:
         order.append((event, purpose))
 
-    once = Once("evaluation", {"hits": 1.0}, 5.0, 1, Budget(1.0, 1e-5))
+    once = FullDataRelease("evaluation", {"hits": 1.0}, 5.0, 1, Budget(1.0, 1e-5))
     once.release(charge, sums, SeededDraws(0))
     assert order == [(SampledGaussian(1.0, 5.0), ("evaluation hits",)), "read"]
 
@@ -62,7 +62,7 @@ def test_it_is_charged_before_a_record_is_read() -> None:
 @pytest.mark.parametrize("draws", [SeededDraws(3), SecureDraws()])
 def test_each_channel_has_noise_of_its_own_in_its_own_unit(draws: SeededDraws) -> None:
     """Of 40,000 numbers the deviation is within 1.5 %: outside once in 10^5 runs (χ²)."""
-    once = Once("evaluation", {"a": 1.0, "b": 3.0}, 2.0, 1, Budget(1.0, 1e-5))
+    once = FullDataRelease("evaluation", {"a": 1.0, "b": 3.0}, 2.0, 1, Budget(1.0, 1e-5))
     zeros = {name: torch.zeros(40_000, dtype=torch.float64) for name in once.bounds}
     found = once.release(free, lambda: zeros, draws)
     assert found["a"].std() == pytest.approx(2.0, rel=0.016)
@@ -75,7 +75,7 @@ def test_each_channel_has_noise_of_its_own_in_its_own_unit(draws: SeededDraws) -
 def test_terms_that_are_none_are_refused(wrong: dict[str, float]) -> None:
     fields = {"name": "evaluation", "bounds": BOUNDS, "sigma": 1.0, "times": 1}
     with pytest.raises(InputError):
-        Once(**{**fields, "budget": Budget(1.0, 1e-5), **wrong})  # pyright: ignore[reportArgumentType]
+        FullDataRelease(**{**fields, "budget": Budget(1.0, 1e-5), **wrong})  # pyright: ignore[reportArgumentType]
     for bounds in ({}, {"hits": math.nan}):
         with pytest.raises(InputError):
-            Once("evaluation", bounds, 1.0, 1, Budget(1.0, 1e-5))
+            FullDataRelease("evaluation", bounds, 1.0, 1, Budget(1.0, 1e-5))

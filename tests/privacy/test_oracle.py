@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from fedpact.draws.seeded import SeededDraws, stream
+from fedpact.draws.seeded import SeededDraws, seeded_generator
 from fedpact.errors import BudgetExhausted, InputError, ModelError, PolicyRefused
 from fedpact.ledger.ledger import Ledger, read_entries
 from fedpact.losses import cross_entropy
@@ -44,12 +44,12 @@ def model(features: int = 3, dtype: torch.dtype = torch.float64) -> FlatModel:
 
 
 def point(size: int) -> Tensor:
-    return torch.randn(size, generator=stream("w"), dtype=torch.float64)
+    return torch.randn(size, generator=seeded_generator("w"), dtype=torch.float64)
 
 
 def records(count: int = 30, features: int = 3) -> Records:
-    x = torch.randn(count, features, generator=stream("x"), dtype=torch.float64)
-    return Records(x, torch.randint(2, (count,), generator=stream("y")))
+    x = torch.randn(count, features, generator=seeded_generator("x"), dtype=torch.float64)
+    return Records(x, torch.randint(2, (count,), generator=seeded_generator("y")))
 
 
 def free(*_: object) -> None:
@@ -87,7 +87,7 @@ def chosen(step: int, held: Records) -> Tensor:
 
 
 @pytest.mark.parametrize("weighting", [Uniform(), Fair(2.0, 0.7), Fair(0.0, 0.7), Fair(1e300, 0.0)])
-def test_the_gradient_is_the_clipped_sum_plus_noise_over_the_expected_size(
+def test_gradient_is_noisy_clipped_sum_over_expected_size(
     weighting: Uniform | Fair,
 ) -> None:
     held, w = records(), point(8)
@@ -106,11 +106,11 @@ def test_the_gradient_is_the_clipped_sum_plus_noise_over_the_expected_size(
         assert torch.allclose(batch.gradient(w, weighting), total / (0.3 * 40), rtol=0, atol=1e-12)
 
 
-def test_one_record_moves_a_loss_sum_by_its_bound_at_most_however_many_there_are() -> None:
+def test_one_record_moves_a_loss_sum_by_at_most_its_bound() -> None:
     """S(D + r) - S(D), of one noise, to 10^-9 of the bound; float32 is off by 10^-3."""
     many, bound = 300_000, 0.7
-    x = torch.randn(many, 3, generator=stream("x"), dtype=torch.float32)
-    held = Records(x, torch.randint(2, (many,), generator=stream("y")))
+    x = torch.randn(many, 3, generator=seeded_generator("x"), dtype=torch.float32)
+    held = Records(x, torch.randint(2, (many,), generator=seeded_generator("y")))
     terms = dataclasses.replace(TERMS, rate=1.0, sigmas={"gradient": 1.0, "loss": 1.0})
     kernel = PerSampleKernel(model(dtype=torch.float32), cross_entropy)
     sums = list[float]()
@@ -122,7 +122,7 @@ def test_one_record_moves_a_loss_sum_by_its_bound_at_most_however_many_there_are
     assert sums[1] - sums[0] == pytest.approx(float(own), abs=1e-9)
 
 
-def test_the_loss_is_the_clipped_sum_plus_noise_over_the_expected_size() -> None:
+def test_loss_is_noisy_clipped_sum_over_expected_size() -> None:
     held, w, bound = records(), point(8), 0.6
     losses, _ = each(held, w)
     assert (losses > bound).any()

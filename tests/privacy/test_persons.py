@@ -13,9 +13,9 @@ from fedpact.cli.plan import forecast
 from fedpact.data.datasets import from_arrays
 from fedpact.data.kinds import PartitionSettings
 from fedpact.data.partition import make_partition
-from fedpact.data.splits import held_out_persons, kept_records
+from fedpact.data.splits import hold_out_persons, limit_records_per_person
 from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.engines.simulation import simulate
 from fedpact.errors import DataError, PlanError, PolicyRefused
 from fedpact.ledger.ledger import Ledger
@@ -170,7 +170,7 @@ def study(tmp_path):
 
 def test_a_run_per_person_says_so_everywhere(study, tmp_path):
     plan = study()
-    scene = Scene.of(plan)
+    scene = SimulationSetup.of(plan)
     assert scene.dataset.features == ("age", "dose")
     for site in scene.sites:
         assert scene.terms[site.name].size == int(site.persons.max()) + 1 < len(site.y)
@@ -192,12 +192,12 @@ def test_a_run_per_person_says_so_everywhere(study, tmp_path):
     of_records = plan.model_copy(
         update={"privacy": plan.privacy.model_copy(update={"unit": "record"})}
     )
-    again = Scene.of(of_records)
+    again = SimulationSetup.of(of_records)
     assert {t.event for t in again.terms.values()} == {t.event for t in scene.terms.values()}
 
 
 def test_nobody_trains_one_visit_and_is_evaluated_on_another(study):
-    scene = Scene.of(study(partition={"kind": "iid", "held_out": 0.4}))
+    scene = SimulationSetup.of(study(partition={"kind": "iid", "held_out": 0.4}))
     whose = np.array(scene.dataset.person)
     train = {name: set(whose[i]) for name, i in scene.partition.train.items()}
     held = {name: set(whose[i]) for name, i in scene.partition.held_out.items()}
@@ -208,12 +208,12 @@ def test_nobody_trains_one_visit_and_is_evaluated_on_another(study):
 
 def test_who_is_held_out_depends_on_nobody_else():
     names = [f"p{i // 2}" for i in range(200)]
-    out = held_out_persons(names, np.arange(200), 0.3, 4)
-    assert held_out_persons(names[20:], np.arange(180), 0.3, 4).tolist() == out[20:].tolist()
+    out = hold_out_persons(names, np.arange(200), 0.3, 4)
+    assert hold_out_persons(names[20:], np.arange(180), 0.3, 4).tolist() == out[20:].tolist()
     # Each with all records; and also where nobody else is left.
     assert (out[::2] == out[1::2]).all()
     for i in (0, 50, 120):
-        assert held_out_persons(names[i : i + 2], np.arange(2), 0.3, 4).all() == out[i]
+        assert hold_out_persons(names[i : i + 2], np.arange(2), 0.3, 4).all() == out[i]
     # 100 persons at 0.3, six standard deviations.
     assert abs(out.sum() / 2 - 30) < 6 * math.sqrt(21)
 
@@ -249,13 +249,13 @@ def test_where_everybody_is_held_out_it_is_said():
 
 def test_beyond_k_records_of_a_person_none_is_used(study):
     names = ["a"] * 5 + ["b"] * 2 + ["c"]
-    good = kept_records(names, 2, 0)
+    good = limit_records_per_person(names, 2, 0)
     assert [int(good[:5].sum()), int(good[5:7].sum()), bool(good[7])] == [2, 2, True]
     # Others' records, and where they lie among them, change nothing.
     mixed = ["b", "a", "a", "c", "a", "b", "a", "d", "a"]
-    alone = kept_records(["a"] * 5, 2, 0)
-    assert kept_records(mixed, 2, 0)[[1, 2, 4, 6, 8]].tolist() == alone.tolist()
-    scene = Scene.of(study(privacy={"unit": "record", "person_records": 2}))
+    alone = limit_records_per_person(["a"] * 5, 2, 0)
+    assert limit_records_per_person(mixed, 2, 0)[[1, 2, 4, 6, 8]].tolist() == alone.tolist()
+    scene = SimulationSetup.of(study(privacy={"unit": "record", "person_records": 2}))
     for site in scene.sites:
         assert int(torch.bincount(site.persons).max()) == 2
         assert scene.terms[site.name].size == len(site.y)
@@ -267,7 +267,7 @@ def test_a_record_of_nobody_is_left_out(tmp_path, caplog):
     lines[3] = "," + lines[3].split(",", 1)[1]
     path.write_text("\n".join(lines) + "\n")
     plan = {"data": str(path), "label": "sick", "person": "patient_id", "sites": 2}
-    data = Scene.of(Plan.parse({**plan, "privacy": {"unit": "person"}})).dataset
+    data = SimulationSetup.of(Plan.parse({**plan, "privacy": {"unit": "person"}})).dataset
     assert len(data.y) == len(lines) - 2
     assert "column patient_id, row 3 (counted from 1) names no person" in caplog.text
     with pytest.raises(DataError, match="person has 2 entries for 3"):
@@ -286,7 +286,7 @@ def test_a_record_of_nobody_is_left_out(tmp_path, caplog):
 )
 def test_what_cannot_be_is_refused(study, changes, told):
     with pytest.raises((PlanError, DataError), match=told):
-        Scene.of(study(**changes))
+        SimulationSetup.of(study(**changes))
 
 
 def test_neither_unit_counts_as_the_other(tmp_path, study):
@@ -310,7 +310,7 @@ def test_neither_unit_counts_as_the_other(tmp_path, study):
         delta_ever=1e-3,
         smallest_sigma=1e-3,
     )
-    terms = next(iter(Scene.of(study()).terms.values()))
+    terms = next(iter(SimulationSetup.of(study()).terms.values()))
     with pytest.raises(PolicyRefused, match='writes unit = "person"'):
         policy.check_run("fedavg", terms, (0.0, 0.0))
     policy.model_copy(update={"unit": "person"}).check_run("fedavg", terms, (0.0, 0.0))
@@ -327,7 +327,7 @@ def test_plain_runs_average_over_persons_too(study, tmp_path, stacked):
         settings={"local_steps": 1, "learning_rate": 1.0},
         run={"stacked": stacked},
     )
-    scene = Scene.of(plan)
+    scene = SimulationSetup.of(plan)
     site, module = scene.sites[0], scene.module()
     flat = FlatModel(module)
     start = flat.vector.clone()

@@ -5,7 +5,7 @@ import pytest
 from fedpact.errors import InputError, PlanError, PolicyRefused
 from fedpact.ledger.ledger import Ledger
 from fedpact.ledger.reservations import over_runs
-from fedpact.privacy.policy import Policy, reserved
+from fedpact.privacy.policy import Policy, sum_reservations
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import Budget
 
@@ -70,7 +70,7 @@ def test_noise_of_more_honest_sites_than_declared_is_refused(honest, tmp_path):
     with Ledger(tmp_path / "ledger.jsonl", "a", hypothetical=True) as ledger:
         ledger.reserve("before", shared.budget, shared.history(10), shared.shared)
         counted = shared.epsilon_alone if honest < 2 else 2.0
-        assert reserved(ledger, "new", policy) == ((counted, 1e-5), shared.epsilon_alone)
+        assert sum_reservations(ledger, "new", policy) == ((counted, 1e-5), shared.epsilon_alone)
     if honest >= 2:
         policy.check_run("fedavg", shared, NOTHING)
     else:

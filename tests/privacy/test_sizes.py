@@ -41,7 +41,7 @@ def test_the_noise_has_the_stated_deviation(draws):
     assert not accepts(11)
 
 
-def test_one_record_moves_the_release_by_exactly_one_and_it_is_at_least_one():
+def test_one_record_moves_the_size_by_one_with_minimum_one():
     for seed in range(50):
         released = noisy_size(500, 7.0, seeded(seed))
         assert noisy_size(501, 7.0, seeded(seed)) - released == 1

@@ -35,7 +35,7 @@ def sigma_of(terms: Terms) -> float:
 
 
 def calibrated(**asked: Any) -> Terms:
-    return TermsRequest(**asked).calibrated()
+    return TermsRequest(**asked).calibrate()
 
 
 def with_noise(sigma: float, **asked: Any) -> Terms:
@@ -104,7 +104,7 @@ def test_rounding_never_lowers_the_joint_noise(spread: float) -> None:
         assert alone <= terms.event.sigma <= alone * (1 + 1e-12)
 
 
-def test_epsilon_after_grows_to_the_reserved_epsilon_and_bounds_a_recount() -> None:
+def test_epsilon_after_rounds_bounds_a_recount() -> None:
     terms = calibrated(**COMMON)
     costs = [terms.epsilon_after({terms.event: t}) for t in (0, 1, 30, 150, 299, 300)]
     assert costs[0] == 0

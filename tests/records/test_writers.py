@@ -25,7 +25,7 @@ def scalars(folder):
     }
 
 
-def test_tensorboard_reads_what_the_records_say_and_a_resumed_run_writes_it_once(tmp_path):
+def test_tensorboard_matches_records_once_after_resume(tmp_path):
     pytest.importorskip("tensorboard", reason="fedpact[tensorboard] is not installed")
     plan = Plan.parse({**SMALL, "run": {"log": ["tensorboard"], "evaluate_every": 1}})
     result = fedpact.run(plan, tmp_path / "run")
@@ -42,7 +42,7 @@ def test_tensorboard_reads_what_the_records_say_and_a_resumed_run_writes_it_once
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_mlflow_has_the_same_and_a_resumed_run_adds_nothing_twice(tmp_path, monkeypatch):
+def test_mlflow_matches_records_once_after_resume(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="fedpact[mlflow] is not installed")
     pytest.importorskip("sqlalchemy", reason="a database of MLflow's needs it")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -66,7 +66,7 @@ def test_of_a_deployment_only_what_was_released_is_written():
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "mlflow"])
-def test_without_the_extra_nothing_is_begun_and_the_command_is_named(kind, tmp_path, monkeypatch):
+def test_missing_extra_starts_nothing_and_names_the_install(kind, tmp_path, monkeypatch):
     for name in ("torch.utils.tensorboard", "mlflow"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(InputError, match=rf"pip install 'fedpact\[{kind}\]'"):

@@ -112,9 +112,9 @@ CASES = [
 @pytest.mark.parametrize(("terms", "delta"), CASES, ids=str)
 def test_where_a_grid_serves_both_agree(terms, delta):
     # dp-accounting's grid adds 0.1 % at most, the smoothing 0.4.
-    assert pld.resolved(terms, delta)
-    found = contour.epsilon(terms, delta)
-    assert found == pytest.approx(pld.epsilon(terms, delta), rel=6e-3)
+    assert pld.is_resolved(terms, delta)
+    found = contour.contour_epsilon(terms, delta)
+    assert found == pytest.approx(pld.pld_epsilon(terms, delta), rel=6e-3)
 
 
 def test_the_search_for_noise_ends_within_seconds_and_close():
@@ -152,7 +152,7 @@ def test_one_gaussian_by_forty_digits():
     with mp.workdps(40):
         for _ in range(200):
             mu, delta = float(10 ** draw.uniform(-10, 3)), float(10 ** draw.uniform(-30, -0.01))
-            found = gaussian.epsilon(mu, delta)
+            found = gaussian.gaussian_epsilon(mu, delta)
 
             def exact(e, m=mu):
                 return mp.ncdf(m / mp.mpf(2) - e / m) - mp.exp(e) * mp.ncdf(-m / mp.mpf(2) - e / m)
@@ -186,5 +186,5 @@ def test_the_limits_of_noise_are_right():
     # With δ = 0.3 above 1 - (1-q)³ = 0.271 the loss is at most -3 log(1-q), and 0 in truth.
     assert cost(0.1, 1e-200, delta=0.3) == 0
     both = {SampledGaussian(0.01, 1e-200): 3, SampledGaussian(1.0, 1.0): 1}
-    alone = gaussian.epsilon(1.0, 0.1 - (1 - 0.99**3))
+    alone = gaussian.gaussian_epsilon(1.0, 0.1 - (1 - 0.99**3))
     assert epsilon(both, 0.1, "pld") == pytest.approx(alone - 3 * math.log(0.99), rel=1e-9)

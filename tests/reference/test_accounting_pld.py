@@ -26,17 +26,17 @@ def exact_epsilon(delta_at, delta: float, top: float) -> float:
 @pytest.mark.parametrize(
     "releases", [[(0.5, 1)], [(1.0, 4)], [(20.0, 1000)], [(3.0, 2), (7.0, 5)]], ids=str
 )
-def test_plain_gaussians_are_within_a_thousandth_of_the_exact_value(releases, delta):
+def test_plain_gaussians_are_within_0_1_percent_of_exact(releases, delta):
     mu = math.sqrt(sum(t / s**2 for s, t in releases))
     exact = exact_epsilon(lambda e: gaussian_delta(mu, e), delta, mu**2 / 2 + 8 * mu)
-    got = pld.epsilon([(1.0, s, t) for s, t in releases], delta)
+    got = pld.pld_epsilon([(1.0, s, t) for s, t in releases], delta)
     assert exact <= got <= exact * 1.001
 
 
 @pytest.mark.parametrize(
     ("sigma", "count"), [(3.0, 10), (20.0, 1000), (100.0, 12305), (300.0, 10**5), (3000.0, 10**7)]
 )
-def test_the_rounding_of_the_transforms_stays_below_its_allowance(sigma, count):
+def test_transform_rounding_stays_below_its_allowance(sigma, count):
     # The release-by-release path, which epsilon() spares plain Gaussians: their δ is known exactly.
     step = pld.grid_step([(1.0, sigma, count)])
     composed = pld._repeated(pld._single(1.0, sigma, step), count)
@@ -68,8 +68,8 @@ def test_what_transforms_may_round_never_lowers_epsilon(monkeypatch, sigma, coun
             return self._found.get_epsilon_for_delta(most + error)
 
     monkeypatch.setattr(pld, "_repeated", Rounded)
-    assert pld.resolved(terms, delta)
-    assert exact <= pld.epsilon(terms, delta) <= 1.001 * exact
+    assert pld.is_resolved(terms, delta)
+    assert exact <= pld.pld_epsilon(terms, delta) <= 1.001 * exact
 
 
 @pytest.mark.parametrize("module", [running, persons])
@@ -94,7 +94,7 @@ def test_its_own_transforms_rounding_never_lowers_epsilon(monkeypatch, module):
     ("q", "sigma", "delta"),
     [(0.015, 1.1, 1e-5), (0.5, 0.7, 1e-6), (1e-3, 0.6, 1e-6), (0.9, 3.0, 1e-8)],
 )
-def test_one_sampled_release_is_within_a_thousandth_of_the_exact_value(q, sigma, delta):
+def test_sampled_release_is_within_0_1_percent_of_exact(q, sigma, delta):
     def delta_at(epsilon: float) -> float:
         """The larger δ of the two directions, from the loss's inverse in x."""
         both = []
@@ -110,7 +110,7 @@ def test_one_sampled_release_is_within_a_thousandth_of_the_exact_value(q, sigma,
         return float(max(both))
 
     exact = exact_epsilon(delta_at, delta, 60.0)
-    assert exact <= pld.epsilon([(q, sigma, 1)], delta) <= exact * 1.001
+    assert exact <= pld.pld_epsilon([(q, sigma, 1)], delta) <= exact * 1.001
 
 
 CASES = [
@@ -134,7 +134,7 @@ def test_agrees_with_dp_accounting(terms, delta):
     for q, sigma, count in terms:
         event = PoissonSampledDpEvent(q, GaussianDpEvent(sigma))
         theirs.compose(SelfComposedDpEvent(event, count))
-    assert pld.epsilon(terms, delta) == pytest.approx(theirs.get_epsilon(delta), rel=2e-3)
+    assert pld.pld_epsilon(terms, delta) == pytest.approx(theirs.get_epsilon(delta), rel=2e-3)
 
 
 @pytest.mark.parametrize(("terms", "delta"), CASES + EXTREME, ids=str)
@@ -152,7 +152,7 @@ def test_never_below_the_optimistic_estimate(terms, delta):
         )
         parts.append(pld._repeated(one, count))
     composed = functools.reduce(lambda a, b: a.compose(b), parts)
-    assert pld.epsilon(terms, delta) >= composed.get_epsilon_for_delta(delta) > 0
+    assert pld.pld_epsilon(terms, delta) >= composed.get_epsilon_for_delta(delta) > 0
 
 
 @pytest.mark.parametrize(("q", "sigma", "count"), [(1e-4, 50.0, 10**6), (1e-3, 30.0, 10**5)])
@@ -160,4 +160,4 @@ def test_many_small_releases_approach_their_central_limit(q, sigma, count):
     # Bu, Dong, Long, Su 2020: Gaussian DP with μ = q sqrt(T (e^(1/σ²) - 1)) in the limit.
     mu = q * math.sqrt(count * math.expm1(sigma**-2))
     limit = exact_epsilon(lambda e: gaussian_delta(mu, e), 1e-5, mu**2 / 2 + 8 * mu)
-    assert pld.epsilon([(q, sigma, count)], 1e-5) == pytest.approx(limit, rel=0.01)
+    assert pld.pld_epsilon([(q, sigma, count)], 1e-5) == pytest.approx(limit, rel=0.01)

@@ -49,7 +49,7 @@ def mean_norm(d: int) -> float:
     return math.sqrt(2) * math.exp(math.lgamma((d + 1) / 2) - math.lgamma(d / 2))
 
 
-def test_a3_lemma_3_has_the_noise_of_algorithm_1_not_of_its_own_analysis():
+def test_a3_lemma_3_uses_algorithm_1s_noise():
     d = 100
     lemma = 2 * math.sqrt(d) * SIGMA * CLIP / BATCH
     assert mean_norm(d) * SIGMA * CLIP > 30 * lemma  # g~ = g + N(0, σ²C²), above (6)
@@ -72,7 +72,7 @@ def best_tau(total, kappa: float = 100.0, most: int = 60) -> int:
     return max((t for t in bracket if bracket[t] > 0), key=lambda t: total(t) * bracket[t])
 
 
-def test_a5_the_trade_off_exists_only_if_the_iterations_depend_on_tau():
+def test_a5_trade_off_needs_iterations_that_depend_on_tau():
     allowed, rounds = 1585, 317
     assert best_tau(lambda tau: allowed) == 1
     assert best_tau(lambda tau: min(allowed, tau * rounds)) == 5  # both budgets spent
@@ -138,7 +138,7 @@ def test_a8_equations_14_and_18_lack_the_logarithm():
     assert float(moment(5)) == pytest.approx(float(exact), rel=1e-9)
 
 
-def test_a9_all_ten_printed_budgets_are_exceeded_and_the_last_by_much():
+def test_a9_all_ten_printed_budgets_are_exceeded():
     excess = {steps: mironov(steps) - epsilon for steps, epsilon in PRINTED.items()}
     last = excess.pop(1585)
     assert all(0 < value < 0.01 for value in excess.values())

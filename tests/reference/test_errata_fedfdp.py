@@ -163,7 +163,7 @@ def test_f7_the_convergence_bound_lost_a_factor_of_four():
     assert convergence(2, a, 1.0, 1.0, factor=4) == 12.25
 
 
-def test_f8_no_such_bound_can_hold_where_clipping_moves_the_optimum():
+def test_f8_no_such_bound_holds_where_clipping_moves_optimum():
     # One site, losses (w - x)²/2 for x = 0, 0, 0, 4: the optimum is 1. With C = 2 and full batches
     # w = 2/3 does not move, and stays a loss of 1/18 away; (18) goes to 0.
     records, clip, w = (0.0, 0.0, 0.0, 4.0), 2.0, 2 / 3
@@ -273,7 +273,7 @@ def test_f11_the_printed_budget_has_no_single_reading():
     assert epsilon({event: 600}, DELTA, "pld") == pytest.approx(3.09, abs=0.01)
 
 
-def test_f12_the_printed_spread_means_losses_in_the_hundred_thousands():
+def test_f12_printed_spread_means_losses_near_100000():
     # Ψ = Σ p_i (F_i - F)² <= max F_i², as losses are positive: Ψ = 1.1e11 needs a site whose
     # mean loss is above 3e5, in a table that gives the same model 93.40 % accuracy.
     rng = np.random.default_rng(3)

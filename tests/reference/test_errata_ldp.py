@@ -81,7 +81,7 @@ def test_l1_the_proposed_bound_is_unsound_inside_its_conditions():
     assert epsilon({SampledGaussian(RATE, multiplier): steps}, DELTA) < 5.52  # and at most this
 
 
-def test_l1_the_moments_accountant_without_its_remainder_is_unsound_too():
+def test_l1_moments_accountant_without_remainder_is_unsound():
     eps, steps = 3.0, 109_173
     variance = moments(eps, DELTA, steps, RATE)
     assert math.sqrt(variance) == pytest.approx(1.02, abs=1e-3)
@@ -113,7 +113,7 @@ def test_l2_equation_13_is_not_the_gaussian_mechanism():
     assert gaussian_delta(right, eps) < delta
 
 
-def test_l3_the_utility_bound_fails_where_clipping_moves_the_optimum():
+def test_l3_utility_bound_fails_where_clipping_moves_optimum():
     # λ = μ = 1: losses (w - x)²/2; three quarters of the users have x = 0, one quarter x = 4. The
     # optimum is 1. With C = 1 <= G the clipped mean is 0 at w = 1/3, where it stays.
     w, clip, users = 1 / 3, 1.0, ((0.75, 0.0), (0.25, 4.0))
@@ -197,7 +197,7 @@ def test_l4_an_entropy_that_exceeds_the_printed_bound(clip, sigma):
     assert entropy < noise_entropy(sigma**2 + 1, 1, clip)
 
 
-def test_l4_entropies_of_independent_summands_do_not_bound_that_of_the_sum():
+def test_l4_summand_entropies_do_not_bound_the_sums():
     # Two uniform laws on [0, 1/10]: h = log(1/10) each; the sum's triangular law has
     # h = 1/2 + log(1/10) > 2 log(1/10).
     a = 0.1
@@ -211,7 +211,7 @@ def utility(variance: float, steps: float) -> float:
     return steps / GRADIENT**2 * min(0.5, 1 / (1 + DIMENSION * variance / USERS))
 
 
-def test_l5_the_printed_example_takes_two_numbers_of_rounds_and_two_logarithms():
+def test_l5_printed_example_mixes_rounds_and_logarithms():
     few, many, eps = 7e3, 7e4, 0.3
     settings = (eps, DELTA, few, RATE)
     assert utility(proposed(*settings, math.log10), many) == pytest.approx(25.83, abs=0.01)

@@ -34,7 +34,7 @@ def test_v1_the_condition_on_a_is_solved(tau):
     assert 0.999 * a - 4 < 4 * math.sqrt(0.999 * a * (tau + 1))
 
 
-def test_v1_the_upper_bound_of_svrg_grows_like_beta_not_its_square():
+def test_v1_svrg_upper_bound_grows_like_beta():
     betas = (5, 10, 20, 50, 100, 200)
     assert [svrg_most(beta) for beta in betas] == [None, 0, 2, 8, 17, 37]
     assert [math.floor(sarah_most(beta)) for beta in betas] == [13, 57, 240, 1537, 6200, 24900]
@@ -50,7 +50,7 @@ def least_tau(beta: float, theta: float, mu: float, smooth: float, weak: float) 
     return 3 * (beta**2 * smooth**2 + mu**2) / (theta**2 * excess * smooth * (beta - 3))
 
 
-def test_v1_no_step_size_satisfies_14_unless_the_penalty_is_large():
+def test_v1_no_step_size_satisfies_14_for_small_penalties():
     # Remark 1 (1): for any θ in (0, 1) a large β satisfies (13) and (14). For SVRG the lower bound
     # is at least 3βL/(θ² μ~), and the upper one is below 0.198 β: with θ < 1 and μ~ <= 15 L never.
     smooth, weak = 1.0, 0.5
@@ -82,7 +82,7 @@ def test_v3_a_larger_penalty_can_need_fewer_iterations():
     )
 
 
-def test_v4_where_the_bounds_meet_is_not_the_least_number_of_iterations():
+def test_v4_crossing_bounds_is_not_the_fewest_iterations():
     smooth, weak, mu, theta = 1.0, 0.5, 22.35, 0.1802
     beta = brentq(lambda b: least_tau(b, theta, mu, smooth, weak) - sarah_most(b), 4, 60)  # (15)
     assert (beta, sarah_most(beta)) == (
@@ -119,7 +119,7 @@ def test_v4_the_equalities_cost_training_time(gamma, equal, free):
     assert better < 0.96 * least
 
 
-def test_v5_sites_with_different_optima_have_no_finite_divergence():
+def test_v5_different_optima_have_infinite_divergence():
     # F_n = (w -+ 1)²/2, p = 1/2: ∇F_n - ∇F = -+1, ∇F = w.
     for w in (1.0, 1e-3, 1e-9):
         gradients = np.array([w - 1, w + 1])

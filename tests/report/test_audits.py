@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedpact.errors import DataError
-from fedpact.report.page import headline, write_report
+from fedpact.report.page import build_headline, write_report
 from fedpact.report.reading import read_run
 
 Build = Callable[..., Path]
@@ -83,11 +83,11 @@ def test_a_claim_that_falls_is_marked_whatever_the_file_says(build: Build, place
     # Once in the headline, once in its row.
     assert text.count("CONTRADICTS THE CLAIM") == 2
     assert "THE CLAIM IS WRONG" in text
-    (card,) = [c for c in headline(read_run(folder)) if c.label == "ε audited"]
+    (card,) = [c for c in build_headline(read_run(folder)) if c.label == "ε audited"]
     assert card.bad
 
 
-def test_the_headline_shows_the_largest_bound_at_the_budgets_delta(build: Build) -> None:
+def test_headline_is_the_largest_bound_at_the_budgets_delta(build: Build) -> None:
     several = audit()
     several["checks"] += [
         {**several["checks"][0], "bound": 0.5, "method": "many-runs"},
@@ -95,7 +95,7 @@ def test_the_headline_shows_the_largest_bound_at_the_budgets_delta(build: Build)
     ]
     folder = build(SITES)
     shown(folder, several)
-    (card,) = [c for c in headline(read_run(folder)) if c.label == "ε audited"]
+    (card,) = [c for c in build_headline(read_run(folder)) if c.label == "ε audited"]
     assert card.value == "≥ 0.5 of 2"
     assert not card.bad
     for part in ("many-runs", "site north", "(2, 1e-05)", "add/remove one record", "95 %"):
@@ -105,7 +105,7 @@ def test_the_headline_shows_the_largest_bound_at_the_budgets_delta(build: Build)
 def test_a_run_without_an_audit_says_so(build: Build) -> None:
     folder = build(SITES)
     assert "Not audited" in shown(folder, None)
-    assert "ε audited" not in [card.label for card in headline(read_run(folder))]
+    assert "ε audited" not in [card.label for card in build_headline(read_run(folder))]
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,14 @@ from fedpact.report.comparison import (
     document,
     guarantees,
     inequality,
-    render,
+    render_comparison,
     rows,
     write_comparison,
 )
 from fedpact.report.effort import effort
 from fedpact.report.equality import differences
 from fedpact.report.outcomes import Comparison, SweepPoint, read_comparison, run_folder
-from fedpact.report.reached import reached
+from fedpact.report.reached import find_bytes_to_targets
 
 from .conftest import terms
 from .test_page import Page
@@ -145,7 +145,7 @@ def test_figures_are_means_and_sample_deviations_over_seeds(tmp_path: Path) -> N
         assert measure == expected
 
 
-def test_one_run_has_no_deviation_and_one_without_a_value_no_mean(tmp_path: Path) -> None:
+def test_deviation_needs_two_runs_and_mean_needs_a_value(tmp_path: Path) -> None:
     put(tmp_path, "x", 0, {0: 0.1, 3: 0.5})
     (entry,) = read(tmp_path, ["x"], [0]).entries
     found = entry.spread(lambda o: o.accuracy)
@@ -172,11 +172,11 @@ def test_the_servers_averages_stand_beside_the_last_models(tmp_path: Path) -> No
     assert found["tail"]["average_accuracy"]["mean"] == pytest.approx(0.75)
     assert found["tail"]["runs"]["1"]["average_loss"] == pytest.approx(0.2)
     assert found["none"]["average_accuracy"] is None
-    shown = render(comparison)
+    shown = render_comparison(comparison)
     # Once in each of the two tables, every row of which has the column.
     assert shown.count("accuracy, averaged model</th>") == 2
     assert "80.0 %" in shown
-    assert "server.average" not in render(alone)
+    assert "server.average" not in render_comparison(alone)
 
 
 def test_epsilon_is_the_largest_of_all_runs_and_rounded_up(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ UNLIKE = {"privacy": {"epsilon": [1.0, 2.0]}}
         ),
     ],
 )
-def test_plans_that_mean_the_same_are_equal_however_they_were_typed(
+def test_equivalent_plans_are_equal_however_typed(
     one: dict[str, Any], other: dict[str, Any]
 ) -> None:
     # As a sweep has it: typed now, a noise of no count is refused.
@@ -433,7 +433,7 @@ def test_a_page_without_any_run_is_written(tmp_path: Path) -> None:
     assert json.loads(json.dumps(document(comparison)))["entries"]["one"]["accuracy"] is None
 
 
-def test_settings_that_were_left_to_unlike_defaults_are_no_choice(tmp_path: Path) -> None:
+def test_settings_left_at_different_defaults_are_not_choices(tmp_path: Path) -> None:
     """τ of 1 and 5 is a choice where somebody made it, and else makes runs unequal."""
     steps = {"one": 1, "two": 5}
     plans = {
@@ -464,7 +464,7 @@ def test_settings_that_were_left_to_unlike_defaults_are_no_choice(tmp_path: Path
 
 
 @pytest.mark.drawn
-def test_accuracy_over_a_swept_key_is_mean_and_deviation_over_seeds(tmp_path: Path) -> None:
+def test_swept_accuracy_is_mean_and_deviation_over_seeds(tmp_path: Path) -> None:
     """Two algorithms at three ε each, as if a list had been typed in any order."""
     finals = {("a", 4.0): [0.7, 0.9], ("a", 0.5): [0.1, 0.3], ("b", 0.5): [0.2, 0.2]}
     points, plans = {}, {}
@@ -522,15 +522,15 @@ def test_the_table_says_what_each_did(tmp_path: Path) -> None:
     assert entry["local_steps"] == (1, 4)
     assert (entry["iterations"], entry["records_read"]) == (10, 600)
     for cell in ("1 to 4", "records read", "600"):
-        assert cell in render(again)
+        assert cell in render_comparison(again)
 
 
-def test_bytes_to_an_accuracy_are_those_up_to_the_first_evaluation_with_it(tmp_path: Path) -> None:
+def test_bytes_to_accuracy_stop_at_the_first_evaluation(tmp_path: Path) -> None:
     """300 bytes a round; both runs of an entry, or how many of them."""
     for seed, course in ((3, {0: 0.2, 2: 0.71, 4: 0.62}), (4, {0: 0.2, 2: 0.5, 4: 0.8})):
         put(tmp_path, "one", seed, course)
         put(tmp_path, "two", seed, {0: 0.2, 4: 0.66})
-    table = reached(read(tmp_path, ["one", "two"], [3, 4]))
+    table = find_bytes_to_targets(read(tmp_path, ["one", "two"], [3, 4]))
     assert table is not None
     assert table.levels == ["65.0 %", "70.0 %", "75.0 %", "80.0 %"]
     # Seed 3 after two rounds, seed 4 after four: 600 and 1,200 bytes.
@@ -540,10 +540,10 @@ def test_bytes_to_an_accuracy_are_those_up_to_the_first_evaluation_with_it(tmp_p
         *["1.2 kB (1 of 2 runs)"] * 2,
     )
     assert table.rows[1] == ("two", "1.2 kB ± 0 B", "–", "–", "–")
-    assert reached(Comparison(tmp_path, [])) is None
+    assert find_bytes_to_targets(Comparison(tmp_path, [])) is None
 
 
 def test_a_page_shows_bytes_to_an_accuracy(tmp_path: Path) -> None:
-    page = render(two(tmp_path))
+    page = render_comparison(two(tmp_path))
     assert "Bytes to an accuracy" in page
     assert "1.2 kB (1 of 2 runs)" in page

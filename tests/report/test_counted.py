@@ -9,9 +9,9 @@ import pytest
 
 from fedpact.errors import DataError
 from fedpact.ledger.ledger import Ledger
-from fedpact.ledger.reservations import Beside, Shared
+from fedpact.ledger.reservations import CompanionReservation, Shared
 from fedpact.papers.selection import LAWS, winner_epsilon
-from fedpact.report.counted import counted
+from fedpact.report.counted import count_tuning_cost
 from fedpact.theory import shares
 from fedpact.theory.accounting import Budget, History, SampledGaussian, epsilon
 
@@ -44,7 +44,10 @@ def run(
         with Ledger(file, site, hypothetical=True) as ledger:
             ledger.reserve(path.name, Budget(cost, delta), events, shared=shared, unit=unit)
             if held:
-                budget, beside = Budget(epsilon(held, delta), delta), Beside(path.name, split)
+                budget, beside = (
+                    Budget(epsilon(held, delta), delta),
+                    CompanionReservation(path.name, split),
+                )
                 ledger.reserve(f"{path.name} looks", budget, held, beside=beside, unit=unit)
             if expose:
                 ledger.expose(path.name, 1)
@@ -54,7 +57,7 @@ def run(
 def test_settings_add_up_by_site_and_the_dearest_site_is_told(tmp_path: Path) -> None:
     one = run(tmp_path / "one", a=CHEAP, b=CHEAP)
     two = run(tmp_path / "two", a=DEAR, b=CHEAP)
-    (found,) = counted({"one": {0: one}, "two": {0: two}})
+    (found,) = count_tuning_cost({"one": {0: one}, "two": {0: two}})
     at_a, at_b = {**CHEAP, **DEAR}, {SampledGaussian(0.05, 4.0): 200}
     both = epsilon(at_a, DELTA), epsilon(at_b, DELTA)
     assert found.found.every == max(both) > found.found.one == epsilon(DEAR, DELTA)
@@ -69,7 +72,7 @@ def test_settings_add_up_by_site_and_the_dearest_site_is_told(tmp_path: Path) ->
 LOOKS = {SampledGaussian(1.0, 6.0): 1}
 
 
-def test_a_record_pays_for_what_trains_on_it_or_for_what_looks_at_it(tmp_path: Path) -> None:
+def test_record_pays_for_training_or_for_evaluation(tmp_path: Path) -> None:
     """Two runs of one split: one of both sides in both. Unlike splits: any of four ways."""
 
     def found(second: str) -> Any:
@@ -78,7 +81,7 @@ def test_a_record_pays_for_what_trains_on_it_or_for_what_looks_at_it(tmp_path: P
             run(there / name, held=LOOKS, split=split, a=events)
             for name, split, events in (("one", "first", CHEAP), ("two", second, DEAR))
         ]
-        (told,) = counted({"one": {0: runs[0]}, "two": {0: runs[1]}})
+        (told,) = count_tuning_cost({"one": {0: runs[0]}, "two": {0: runs[1]}})
         return told.found
 
     trained, looked = (
@@ -94,32 +97,32 @@ def test_a_record_pays_for_what_trains_on_it_or_for_what_looks_at_it(tmp_path: P
 
 def test_of_more_splits_than_are_gone_through_both_sides_count(tmp_path: Path) -> None:
     runs = {n: run(tmp_path / str(n), held=LOOKS, split=f"s{n}", a=CHEAP) for n in range(7)}
-    _, found = counted({"one": runs, "two": {n: runs[n] for n in range(7)}})
+    _, found = count_tuning_cost({"one": runs, "two": {n: runs[n] for n in range(7)}})
     (event,), (look,) = CHEAP, LOOKS
     assert found.found.every == epsilon({event: 1400, look: 14}, DELTA)
 
 
-def test_seeds_are_alternatives_of_their_own_and_all_of_them_together_cost_more(
+def test_seeds_are_alternatives_and_cost_more_together(
     tmp_path: Path,
 ) -> None:
     runs = {
         name: {seed: run(tmp_path / f"{name}-{seed}", a=events) for seed in (0, 1, 2)}
         for name, events in (("one", CHEAP), ("two", DEAR))
     }
-    once, every = counted(runs)
+    once, every = count_tuning_cost(runs)
     assert once.found.every == epsilon({**CHEAP, **DEAR}, DELTA)
     thrice = {event: 3 * count for event, count in {**CHEAP, **DEAR}.items()}
     assert (every.found.runs, every.found.every) == (6, epsilon(thrice, DELTA))
     # Of one setting the seeds alone are what is chosen from; of one run, nothing is.
-    (seeds,) = counted({"one": runs["one"]})
+    (seeds,) = count_tuning_cost({"one": runs["one"]})
     assert seeds.found.runs == 3
-    assert counted({"one": {0: runs["one"][0]}}) == []
+    assert count_tuning_cost({"one": {0: runs["one"][0]}}) == []
 
 
-def test_shared_noise_has_an_epsilon_with_the_others_and_one_without(tmp_path: Path) -> None:
+def test_shared_noise_has_epsilon_with_and_without_others(tmp_path: Path) -> None:
     events = {SampledGaussian(1.0, 8.0): 10}
     runs = {name: {0: run(tmp_path / name, honest=4, a=events)} for name in ("one", "two")}
-    (found,) = counted(runs)
+    (found,) = count_tuning_cost(runs)
     whole = {SampledGaussian(1.0, 8.0): 20}
     assert found.alone is not None
     assert found.honest == 4
@@ -134,25 +137,25 @@ def test_shared_noise_has_an_epsilon_with_the_others_and_one_without(tmp_path: P
 def test_exact_numbers_and_what_is_not_known_have_no_epsilon(tmp_path: Path) -> None:
     one = run(tmp_path / "one", a=CHEAP)
     exact = run(tmp_path / "exact", expose=True, a=CHEAP)
-    (found,) = counted({"one": {0: one}, "exact": {0: exact}})
+    (found,) = count_tuning_cost({"one": {0: one}, "exact": {0: exact}})
     assert math.isinf(found.found.every)
     assert all(map(math.isinf, found.found.winner.values()))
     assert found.document["epsilon_of_every"] is None
     (tmp_path / "one" / "sites" / "a" / "ledger.jsonl").unlink()
     with pytest.raises(DataError, match=r"ledger\.jsonl is missing"):
-        counted({"one": {0: one}, "exact": {0: exact}})
+        count_tuning_cost({"one": {0: one}, "exact": {0: exact}})
 
 
 def test_ledgers_of_unlike_units_do_not_add_up(tmp_path: Path) -> None:
     one = run(tmp_path / "one", a=CHEAP)
     two = run(tmp_path / "two", unit="person", a=CHEAP)
     with pytest.raises(DataError, match="per person and per record"):
-        counted({"one": {0: one}, "two": {0: two}})
+        count_tuning_cost({"one": {0: one}, "two": {0: two}})
 
 
 def test_the_largest_delta_stands_for_all(tmp_path: Path) -> None:
     one = run(tmp_path / "one", a=CHEAP)
     two = run(tmp_path / "two", delta=1e-6, a=CHEAP)
-    (found,) = counted({"one": {0: one}, "two": {0: two}})
+    (found,) = count_tuning_cost({"one": {0: one}, "two": {0: two}})
     assert found.found.delta == DELTA
     assert found.found.every == epsilon({SampledGaussian(0.05, 4.0): 200}, DELTA)

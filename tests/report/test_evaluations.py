@@ -10,7 +10,7 @@ from tests.evaluation.people import people
 
 from fedpact.engines.simulation import simulate
 from fedpact.plan import Plan
-from fedpact.report.comparison import document, evaluation_lines, render
+from fedpact.report.comparison import document, evaluation_lines, render_comparison
 from fedpact.report.outcomes import read_comparison, run_folder
 from fedpact.report.page import write_report
 from fedpact.report.reading import read_run
@@ -48,7 +48,7 @@ def test_a_comparison_shows_the_means_of_what_was_released(runs: Path) -> None:
     (line,) = evaluation_lines(comparison)
     assert line.startswith("fedavg: as sites released it: records ")
     assert f"equalised-odds gap {percent(mean['value'])} ({interval})" in line
-    page = render(comparison)
+    page = render_comparison(comparison)
     assert "As sites released it" in page
     assert f'<td class="n">{interval}</td><td class="n">{percent(mean["exact"])}</td>' in page
     for about in ("group Female", "group Male"):
@@ -57,7 +57,7 @@ def test_a_comparison_shows_the_means_of_what_was_released(runs: Path) -> None:
             assert f"<td>{name}</td><td>{about}</td>" in page
 
 
-def test_a_report_shows_groups_their_gap_and_every_evaluated_round(runs: Path) -> None:
+def test_report_shows_groups_gap_and_evaluated_rounds(runs: Path) -> None:
     folder = run_folder(runs, "fedavg", 1)
     page = write_report(folder).read_text()
     found = figures(runs, 1)
@@ -74,9 +74,7 @@ def test_a_report_shows_groups_their_gap_and_every_evaluated_round(runs: Path) -
 
 
 @pytest.mark.parametrize("nothing", ["no privacy", "no releases"])
-def test_where_nothing_is_released_a_simulation_shows_exact_rates_and_says_who_sees_them(
-    tmp_path: Path, nothing: str
-) -> None:
+def test_simulation_shows_exact_rates_where_none_are_released(tmp_path: Path, nothing: str) -> None:
     table = people(tmp_path / "people.csv", rows=300)
     tables: dict[str, Any] = {"rounds": 2, "sites": 2}
     tables["evaluation"] = {**table["evaluation"], "every": 1}
@@ -109,4 +107,4 @@ def test_where_nothing_is_released_a_simulation_shows_exact_rates_and_says_who_s
     assert entry["evaluation"] is None
     assert entry["held_out"] == result.summary["held_out"]["figures"]
     text = percent(found["equalised-odds gap", "groups"]["value"])
-    assert f'<td class="n">–</td><td class="n">{text}</td>' in render(comparison)
+    assert f'<td class="n">–</td><td class="n">{text}</td>' in render_comparison(comparison)

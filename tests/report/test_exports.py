@@ -76,8 +76,8 @@ def facts(folder: Path, privacy: dict[str, Any] | None = None, **about: Any) -> 
 def texts(of: Facts) -> dict[str, str]:
     return {
         "registry": registry.as_yaml(registry.entry(of)),
-        "model-card": model_card.as_text(of),
-        "summary": summary.as_text(of) + json.dumps(summary.summary(of)),
+        "model-card": model_card.render_model_card(of),
+        "summary": summary.render_summary(of) + json.dumps(summary.summarise_facts(of)),
     }
 
 
@@ -109,7 +109,7 @@ def test_nothing_that_the_registry_requires_is_made_up(build: Build, key: str) -
         registry.entry(of)
 
 
-def test_epsilon_is_the_largest_of_all_sites_and_of_what_is_held_out(build: Build) -> None:
+def test_epsilon_is_the_largest_over_sites_and_held_out(build: Build) -> None:
     folder = build(NAMES, budgets=[*[1.0] * 11, 3.5])
     of = facts(folder, **ABOUT)
     # What the sites' terms reserved, in the hand-written files; rounded up, never down.
@@ -120,7 +120,7 @@ def test_epsilon_is_the_largest_of_all_sites_and_of_what_is_held_out(build: Buil
     of = facts(folder, held, **ABOUT)
     parameters = registry.entry(of)["deployment"]["privacy_loss"]["privacy_parameters"]
     assert parameters == {"epsilon": 4.25, "delta": 2e-5}
-    assert "ε at most 4.25, and δ = 2e-05" in model_card.as_text(of)
+    assert "ε at most 4.25, and δ = 2e-05" in model_card.render_model_card(of)
 
 
 def test_the_number_of_shared_noise_needs_nobody_else(build: Build) -> None:
@@ -135,7 +135,7 @@ def test_the_number_of_shared_noise_needs_nobody_else(build: Build) -> None:
     assert loss["privacy_parameters"]["epsilon"] == 6.5
     told = f"{upper(of.epsilon)} if at least 7 sites of each sum are honest, 6.5 if no other is"
     assert told in loss["privacy_parameters_details"]
-    assert told in model_card.as_text(of)
+    assert told in model_card.render_model_card(of)
 
 
 @pytest.mark.parametrize("budgets", [[1.0] * 12, [0.1 * (k + 1) for k in range(12)]])
@@ -149,10 +149,10 @@ def test_no_site_is_named_in_any_form(build: Build, budgets: list[float]) -> Non
             assert name.split("|")[0] not in text, form
 
 
-def test_small_cells_are_left_out_and_the_others_are_upper_bounds(build: Build) -> None:
+def test_small_cells_are_omitted_and_others_are_upper_bounds(build: Build) -> None:
     # Five sites in (1, 2], six in (2, 5], one alone in (5, 10].
     of = facts(build(NAMES, budgets=[*[1.5] * 5, *[2.5, 3.0, 4.0, 4.0, 4.5, 5.0], 8.0]))
-    found = summary.summary(of)
+    found = summary.summarise_facts(of)
     assert [(c["epsilon_above"], c["epsilon_at_most"], c["sites"]) for c in found["cells"]] == [
         (1, 2, 5),
         (2, 5, 6),
@@ -160,22 +160,22 @@ def test_small_cells_are_left_out_and_the_others_are_upper_bounds(build: Build) 
     spent = {site.epsilon_spent for site in of.run.site_privacy.values()}
     # Of 1.2016 the end of the class, and no site's own.
     assert all(1 < max(spent) < cell["epsilon_spent"] == 2 for cell in found["cells"])
-    text = summary.as_text(of)
+    text = summary.render_summary(of)
     # Neither the class of the one, nor how many sites there are.
     for hidden in ("8", "12", "at most 10"):
         assert hidden not in text
         assert hidden not in json.dumps(found)
     assert "| above 2, at most 5 | 6 |" in text
     few = facts(build(NAMES[:4]))
-    assert summary.summary(few)["cells"] == []
-    assert "so none is shown" in summary.as_text(few)
-    for form in (summary.as_text(few), model_card.as_text(few)):
+    assert summary.summarise_facts(few)["cells"] == []
+    assert "so none is shown" in summary.render_summary(few)
+    for form in (summary.render_summary(few), model_card.render_model_card(few)):
         assert "4 sites" not in form
 
 
 @pytest.mark.parametrize("epsilon", [1e-9, 1.0, 2.0, 5000.0, 9999.0])
 def test_every_budget_is_in_its_class(build: Build, epsilon: float) -> None:
-    (cell,) = summary.summary(facts(build(NAMES, budgets=[epsilon] * 12)))["cells"]
+    (cell,) = summary.summarise_facts(facts(build(NAMES, budgets=[epsilon] * 12)))["cells"]
     assert cell["epsilon_above"] < epsilon <= cell["epsilon_at_most"]
     assert cell["sites"] == 12
 
@@ -191,16 +191,16 @@ def test_a_cell_covers_whoever_is_held_out(build: Build, split_by: str, five: fl
     held = {"share": 0.2, "epsilon": 4.0, "epsilon_reserved": 3.75, "delta": 1e-3}
     held |= {"split_by": split_by, "epsilon_per_person": {"5": 9.0}}
     of = facts(folder, {"evaluation": held}, **ABOUT)
-    (cell,) = summary.summary(of)["cells"]
+    (cell,) = summary.summarise_facts(of)["cells"]
     assert (cell["epsilon_above"], cell["epsilon_at_most"]) == (2, 5)
     assert (cell["epsilon_spent"], cell["epsilon_spent_alone"]) == (5, 5)
     assert (cell["epsilon_of_person_of_five"], cell["delta"]) == (five, 1e-3)
     # What was released cost 1.5 so far; training, 1.2.
     of.run.summary["evaluation"] = {"figures": [], "epsilon_spent": dict.fromkeys(NAMES, 2.5)}
-    (cell,) = summary.summary(of)["cells"]
+    (cell,) = summary.summarise_facts(of)["cells"]
     assert cell["epsilon_spent"] == 5
     of.run.summary["evaluation"]["epsilon_spent"] = dict.fromkeys(NAMES, 1.5)
-    (cell,) = summary.summary(of)["cells"]
+    (cell,) = summary.summarise_facts(of)["cells"]
     assert cell["epsilon_spent"] == 2
     # The entry says whom it counts.
     loss = registry.entry(of)["deployment"]["privacy_loss"]
@@ -229,7 +229,7 @@ def test_the_card_does_not_say_who_gave_no_evaluation(build: Build) -> None:
     held = {"share": 0.2, "epsilon_reserved": 1.0, "delta": 1e-5}
     folder = build(NAMES, unevaluated={NAMES[0]: "budget"}, accuracy=None)
     of = facts(folder, {"evaluation": held, "accuracy_pooled": True}, **ABOUT)
-    card = model_card.as_text(of)
+    card = model_card.render_model_card(of)
     assert "no site has answered an evaluation yet" in card
     assert "Hospital" not in card
     assert "budget)" not in card
@@ -237,7 +237,7 @@ def test_the_card_does_not_say_who_gave_no_evaluation(build: Build) -> None:
 
 def test_the_card_has_their_headings_and_its_top_is_yaml(build: Build) -> None:
     of = facts(build(NAMES), {"randomness": "secure, at each site"}, **ABOUT, licence="mit")
-    _, top, card = model_card.as_text(of).split("---\n", 2)
+    _, top, card = model_card.render_model_card(of).split("---\n", 2)
     assert yaml.safe_load(top) == {
         "library_name": "fedpact",
         "model_name": ABOUT["name"],
@@ -261,14 +261,14 @@ def test_the_card_has_their_headings_and_its_top_is_yaml(build: Build) -> None:
 
 def test_held_out_figures_are_on_no_card_and_released_ones_are(build: Build) -> None:
     of = facts(build(["a", "b"]), {"accuracy_pooled": True})
-    assert "70.0 %" not in model_card.as_text(of)
+    assert "70.0 %" not in model_card.render_model_card(of)
     figure = {"name": "accuracy", "about": "all", "value": 0.625, "low": 0.5, "high": 0.75}
     of.run.summary["evaluation"] = {
         "level": 0.95,
         "figures": [{**figure, "exact": 0.6789}],
         "sites": {"a": [figure | {"value": 0.125}]},
     }
-    card = model_card.as_text(of)
+    card = model_card.render_model_card(of)
     assert "| accuracy, released: all | 62.5 % | 50.0 % to 75.0 % |" in card
     assert "67.9" not in card
     assert "12.5" not in card
@@ -280,12 +280,12 @@ def test_a_simulation_says_so_first_and_a_plain_run_has_no_entry(build: Build) -
     assert entry["basic"]["name"].startswith("SIMULATION, not a deployment")
     assert entry["basic"]["description"].startswith(SIMULATED)
     assert SIMULATED in entry["privacy_loss"]["privacy_parameters_details"]
-    assert SIMULATED in model_card.as_text(of).split("## ")[0]
-    assert SIMULATED in summary.as_text(of)
+    assert SIMULATED in model_card.render_model_card(of).split("## ")[0]
+    assert SIMULATED in summary.render_summary(of)
     plain = facts(build(NAMES, private=False), **ABOUT)
     with pytest.raises(PlanError, match="NOT PRIVATE"):
         registry.entry(plain)
-    card = model_card.as_text(plain)
+    card = model_card.render_model_card(plain)
     assert "**NOT PRIVATE" in card
     assert "not-private" in card
     assert "differential-privacy" not in card
@@ -326,7 +326,7 @@ def test_only_what_is_said_of_a_run_can_be_given_later(change: str, message: str
         about_of({}, [change])
 
 
-def test_the_card_has_the_settings_that_are_no_defaults_and_no_places(build: Build) -> None:
+def test_card_lists_non_default_settings_and_no_places(build: Build) -> None:
     of = facts(build(NAMES))
     changes: dict[str, Any] = {
         "sampling_rate": 0.25,
@@ -335,7 +335,7 @@ def test_the_card_has_the_settings_that_are_no_defaults_and_no_places(build: Bui
         "partition": {"kind": "iid", "held_out": 0.125},
     }
     of.run.plan.update(changes)
-    card = model_card.as_text(of)
+    card = model_card.render_model_card(of)
     assert "- sampling_rate: 0.25" in card
     assert "- partition.held_out: 0.125" in card
     assert "- settings.learning_rate: 0.125" in card
@@ -345,7 +345,7 @@ def test_the_card_has_the_settings_that_are_no_defaults_and_no_places(build: Bui
 
 
 @pytest.mark.parametrize(("split", "expected"), [("person", 10.0), ("record", None)])
-def test_a_person_of_several_records_may_pay_for_evaluations_as_well(
+def test_person_with_many_records_may_also_pay_evaluations(
     build: Build, split: str, expected: float | None
 ) -> None:
     folder = build(NAMES)
@@ -355,9 +355,9 @@ def test_a_person_of_several_records_may_pay_for_evaluations_as_well(
         site["epsilon_per_person"] = {"5": 8.0}
     held = {"epsilon_reserved": 1.0, "delta": 1e-5, "split_by": split}
     held["epsilon_per_person"] = {"5": 9.0}
-    (alone,) = summary.summary(facts(folder, privacy))["cells"]
+    (alone,) = summary.summarise_facts(facts(folder, privacy))["cells"]
     assert alone["epsilon_of_person_of_five"] == 10  # 8, to the class's end
-    (cell,) = summary.summary(facts(folder, privacy | {"evaluation": held}))["cells"]
+    (cell,) = summary.summarise_facts(facts(folder, privacy | {"evaluation": held}))["cells"]
     assert cell["epsilon_of_person_of_five"] == expected
-    told = summary.as_text(facts(folder, privacy | {"evaluation": held}))
+    told = summary.render_summary(facts(folder, privacy | {"evaluation": held}))
     assert "bears the evaluations' instead, (ε, δ) at most (1, 1e-05)" in told

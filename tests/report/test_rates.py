@@ -39,7 +39,7 @@ def test_the_bound_in_bits_follows_from_the_papers_quantities(build: Build) -> N
     assert found.rows[2][1] == f"{D * nats:,.0f} nats"
 
 
-def test_measured_bits_are_the_bytes_that_arrived_over_the_replies(build: Build) -> None:
+def test_measured_bits_are_received_bytes_per_reply(build: Build) -> None:
     # Round 4 has a refusal: 3 sites x 4 rounds less one reply, the same bytes. Round 0 sends none.
     folder = ldp(build(SITES, refused={"b": "budget"}))
     run = read_run(folder)
@@ -48,7 +48,7 @@ def test_measured_bits_are_the_bytes_that_arrived_over_the_replies(build: Build)
     assert found.measured == pytest.approx(8 * run.bytes[1] / (len(SITES) * ROUNDS - 1))
 
 
-def test_clipped_records_take_the_noise_and_the_moment_of_a_sum_over_its_expected_size(
+def test_clipped_sum_noise_and_moment_are_over_expected_size(
     build: Build,
 ) -> None:
     found = rates(read_run(ldp(build(SITES), "per_sample")))
@@ -82,12 +82,14 @@ def test_noisy_sizes_do_not_matter_to_a_clipped_mean(build: Build) -> None:
 
 
 def test_the_page_says_what_is_bounded_and_in_which_unit(build: Build) -> None:
-    from fedpact.report.page import render
+    from fedpact.report.page import render_run
 
-    page = render(read_run(ldp(build(SITES))))
+    page = render_run(read_run(ldp(build(SITES))))
     for words in ("differential entropy", "nats", "no bound", "says nothing about privacy"):
         assert words in page
-    assert "one noisy gradient a reply" in render(read_run(change(build(SITES), "plan", rounds=4)))
+    assert "one noisy gradient a reply" in render_run(
+        read_run(change(build(SITES), "plan", rounds=4))
+    )
 
 
 def coordinate(row: tuple[str, str, str, str]) -> float:

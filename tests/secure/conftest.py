@@ -11,15 +11,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.algorithms import Summed
 from fedpact.engines.secure import ring, wire
-from fedpact.engines.secure.circle import Circle
-from fedpact.engines.secure.opened import Opened
+from fedpact.engines.secure.circle import MaskingGraph
+from fedpact.engines.secure.opened import UnmaskedSums
 from fedpact.engines.secure.server import Session
 from fedpact.engines.secure.site import Masker
 from fedpact.messages import MOST_VECTORS, Reply, Task, from_bytes, to_bytes
 
 DIMENSION = 40
-SLOW = (*wire.AHEAD, "masked", "consistency", "unmask")
-FAST = (*wire.AHEAD, "masked", "open")
+SLOW = (*wire.SETUP_STEPS, "masked", "consistency", "unmask")
+FAST = (*wire.SETUP_STEPS, "masked", "open")
 
 
 def names(count):
@@ -42,23 +42,23 @@ class Party:
     sizes: dict = field(default_factory=dict)
     replies: dict = field(default_factory=dict)
     maskers: dict = field(default_factory=dict)
-    masked: dict = field(default_factory=dict)
+    mask: dict = field(default_factory=dict)
 
     def __post_init__(self):
         self.sites = names(self.count)
         against = self.against or 2 * self.threshold - self.count - 1
-        self.circle = Circle(self.sites, self.threshold, against)
+        self.circle = MaskingGraph(self.sites, self.threshold, against)
         self.keys = {site: ec.generate_private_key(ec.SECP256R1()) for site in self.sites}
         self.public = {site: key.public_key() for site, key in self.keys.items()}
         generator = torch.Generator().manual_seed(self.count)
         self.sizes = {site: 10.0 + 7 * i for i, site in enumerate(self.sites)}
-        self.weighing = ring.Weighing(sum(self.sizes.values()), self.summed, self.count)
+        self.weighing = ring.FixedPointMean(sum(self.sizes.values()), self.summed, self.count)
         for site in self.sites:
             w = torch.randn(self.length, generator=generator, dtype=torch.float64) * 3
             loss = float(torch.rand(1, generator=generator, dtype=torch.float64))
             reply = Reply("run", 1, site, self.sizes[site], {"w": w}, {"loss": loss})
             self.replies[site] = reply
-            self.maskers[site] = self.masker(site, Opened(None))
+            self.maskers[site] = self.masker(site, UnmaskedSums(None))
         self.task = Task("run", 1, "fedavg", {"w": torch.zeros(self.length).double()}, {})
 
     def masker(self, site, opened):
@@ -89,7 +89,7 @@ class Party:
                 this = session.slot(number, self.weighing)
                 task = replace(self.task, round=number)
                 asks = this.ask_masked(dict.fromkeys(self.sites, task))
-                self.masked = {}
+                self.mask = {}
             else:
                 asks = getattr(this or session, f"ask_{step}")()
             for site, question in asks.items():
@@ -97,8 +97,8 @@ class Party:
                     continue
                 answer = self.answer(site, question)
                 if step == "masked":
-                    self.masked[site] = wire.reply_in(answer)
-                    this.take_masked(site, self.masked[site])
+                    self.mask[site] = wire.reply_in(answer)
+                    this.take_masked(site, self.mask[site])
                 elif step in ("open", "unmask"):
                     this.take_opened(site, answer)
                 else:

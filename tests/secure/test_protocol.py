@@ -18,7 +18,7 @@ from tests.secure.conftest import SLOW
 
 from fedpact.algorithms import Summed
 from fedpact.engines.secure import keys, ring, shamir, wire
-from fedpact.engines.secure.opened import Opened
+from fedpact.engines.secure.opened import UnmaskedSums
 from fedpact.engines.secure.server import BelowThreshold, Session
 from fedpact.engines.secure.site import add_pair
 from fedpact.errors import DataError, InputError
@@ -93,7 +93,9 @@ def test_below_the_threshold_nothing_is_opened(party, step, monkeypatch):
     if step == "unmask":
         parts = {mine.circle.place(site): opened[site]["seed/site-00"] for site in opened}
         with contextlib.suppress(InputError):
-            assert not keys.is_committed(session.adverts["site-00"], 0, shamir.combined(parts))
+            assert not keys.is_committed(
+                session.adverts["site-00"], 0, shamir.recover_secret(parts)
+            )
 
 
 def test_sites_refuse_lists_below_the_threshold(party):
@@ -222,7 +224,7 @@ def test_a_signature_of_anything_else_opens_nothing(party, wrong):
         site = "site-02"
     else:
         attempt = 1
-    false = keys.signed_list(mine.keys[site], site, keys.of_attempt(attempt, roster), names, place)
+    false = keys.sign_list(mine.keys[site], site, keys.of_attempt(attempt, roster), names, place)
     session.signatures["site-01"] = false
     assert mine.answer("site-00", session.ask_unmask()["site-00"]).code == "keys"
     answer = wire.step(session.place, "site-01", "consistency", {"signature": false})
@@ -236,7 +238,7 @@ def test_a_stranger_counts_not_among_those_who_signed(party):
     names = sorted(session.replies)
     what = keys.of_attempt(0, session.session.roster)
     signed = session.signatures | {
-        "site-03": keys.signed_list(mine.keys["site-03"], "site-03", what, names, session.place)
+        "site-03": keys.sign_list(mine.keys["site-03"], "site-03", what, names, session.place)
     }
     question = wire.step(session.place, "site-00", "unmask", wire.under("signature/", signed))
     assert mine.answer("site-00", question).code == "keys"
@@ -259,14 +261,14 @@ def test_what_was_opened_outlives_a_restart(party, tmp_path):
     mine = party(4, 3)
     path = tmp_path / "opened.json"
     first, other = ("a", "b", "c"), ("a", "b", "d")
-    assert Opened(path).allows(mine.task, first)
-    assert Opened(path).allows(mine.task, first)
-    assert not Opened(path).allows(mine.task, other)
+    assert UnmaskedSums(path).allows(mine.task, first)
+    assert UnmaskedSums(path).allows(mine.task, first)
+    assert not UnmaskedSums(path).allows(mine.task, other)
     anew = dataclasses.replace(mine.task, attempt=1)
-    assert Opened(path).allows(anew, other)
-    assert not Opened(path).allows(anew, first)
-    assert not Opened(path).allows(mine.task, first)
-    assert Opened(path).allows(dataclasses.replace(mine.task, round=2), first)
+    assert UnmaskedSums(path).allows(anew, other)
+    assert not UnmaskedSums(path).allows(anew, first)
+    assert not UnmaskedSums(path).allows(mine.task, first)
+    assert UnmaskedSums(path).allows(dataclasses.replace(mine.task, round=2), first)
 
 
 def test_a_site_masks_one_vector_in_a_session(party):
@@ -286,7 +288,7 @@ def test_a_site_masks_one_vector_in_a_session(party):
     assert mine.answer("site-00", other).code == "asked"
 
 
-def test_questions_out_of_order_or_of_another_session_are_refused(party):
+def test_out_of_order_or_foreign_questions_are_refused(party):
     mine = party(3, 2)
     session = mine.session()
     mine.up_to(session, "keys")
@@ -313,14 +315,14 @@ def forged(name):
             "unsigned": dataclasses.replace(theirs, mask=own.advert().mask),
             "sealing key": dataclasses.replace(theirs, seal=own.advert().seal),
             "seed": dataclasses.replace(theirs, commitment=own.advert().commitment),
-            "signed by a stranger": own.advert().signed(stranger, "site-01", session.place),
-            "signed by another site": own.advert().signed(
+            "signed by a stranger": own.advert().sign(stranger, "site-01", session.place),
+            "signed by another site": own.advert().sign(
                 mine.keys["site-02"], "site-02", session.place
             ),
-            "of another session": own.advert().signed(
+            "of another session": own.advert().sign(
                 mine.keys["site-01"], "site-01", dataclasses.replace(session.place, session="x")
             ),
-            "of another round": own.advert().signed(
+            "of another round": own.advert().sign(
                 mine.keys["site-01"], "site-01", dataclasses.replace(session.place, round=2)
             ),
         }[name]
@@ -367,7 +369,7 @@ def test_a_site_that_signs_no_keys_has_dropped_out(party, field, bad):
     session = mine.session()
     mine.up_to(session, "keys")
     honest = session.adverts["site-01"]
-    advert = dataclasses.replace(honest, **{field: bad}).signed(
+    advert = dataclasses.replace(honest, **{field: bad}).sign(
         mine.keys["site-01"], "site-01", session.place
     )
     with pytest.raises(keys.SecretsDoNotFit, match="site-01"):
@@ -382,7 +384,7 @@ def test_what_a_site_commits_itself_to_is_a_hash(party, length):
     session = mine.session()
     mine.up_to(session, "keys")
     advert = dataclasses.replace(session.adverts["site-01"], commitment=bytes(length))
-    advert = advert.signed(mine.keys["site-01"], "site-01", session.place)
+    advert = advert.sign(mine.keys["site-01"], "site-01", session.place)
     with pytest.raises(keys.SecretsDoNotFit, match="commits itself"):
         session.take_keys("site-01", wire.step(session.place, "", "keys", wire.from_advert(advert)))
 
@@ -408,7 +410,7 @@ def test_a_site_takes_no_other_keys_for_its_own(party):
     mine = party(3, 2)
     session = mine.session()
     mine.up_to(session, "keys")
-    own = keys.Secrets(1).advert().signed(mine.keys["site-00"], "site-00", session.place)
+    own = keys.Secrets(1).advert().sign(mine.keys["site-00"], "site-00", session.place)
     session.adverts["site-00"] = own
     assert mine.answer("site-00", session.ask_shares()["site-00"]).code == "keys"
 
@@ -474,7 +476,7 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("liar", ["site-00", "site-02", "site-03"])
-def test_a_site_that_opens_wrong_shares_is_done_without_and_named(party, bad, liar, caplog):
+def test_site_with_wrong_shares_is_excluded_and_named(party, bad, liar, caplog):
     """There are three right ones of each secret without it, as many as the threshold."""
     mine = party(5, 3)
     session = mine.up_to(mine.session(), "unmask", {"site-04": "masked"})
@@ -499,7 +501,7 @@ def test_two_sites_that_open_wrong_shares_are_done_without(party):
 
 @pytest.mark.parametrize("secret", ["seed/site-00", "mask/site-04"])
 @pytest.mark.parametrize("openers", [3, 4])
-def test_who_dealt_shares_of_nothing_is_known_where_there_are_enough_others(party, secret, openers):
+def test_dealer_of_invalid_shares_is_named_by_enough_others(party, secret, openers):
     """With no share to spare it may as well be one of those who opened them."""
     mine = party(5, 3)
     session = mine.up_to(mine.session(), "unmask", {"site-04": "masked"})
@@ -531,12 +533,12 @@ def test_a_masked_vector_alone_is_uniform_and_a_plain_one_is_not(party):
     found = []
     for _ in range(2):
         mine.up_to(mine.session(), "masked")
-        found.append(mine.weighing.words(mine.masked["site-00"]))
-        for words in map(mine.weighing.words, mine.masked.values()):
+        found.append(mine.weighing.words(mine.mask["site-00"]))
+        for words in map(mine.weighing.words, mine.mask.values()):
             assert chi_square(words) < LIMIT
     assert chi_square(found[0] - found[1]) < LIMIT
     reply = mine.replies["site-00"]
-    plain = ring.encode(reply.vectors, reply.numbers, mine.weighing.share(reply), 3)
+    plain = ring.encode_fixed_point(reply.vectors, reply.numbers, mine.weighing.share(reply), 3)
     assert chi_square(plain) > 100 * LIMIT
 
 
@@ -545,9 +547,9 @@ def test_one_mask_left_on_is_still_uniform(party):
     mine = party(3, 2, length=DRAWS)
     session = mine.session()
     this = mine.up_to(session, "masked")
-    words = mine.weighing.words(mine.masked["site-00"])
+    words = mine.weighing.words(mine.mask["site-00"])
     own = mine.maskers["site-00"]._session.secrets
-    seed = keys.stream(own.seed(0), words)
+    seed = keys.expand_seed(own.seed(0), words)
     assert chi_square(words - seed) < LIMIT
     for peer in ("site-01", "site-02"):
         pairs = np.zeros_like(words)
@@ -562,13 +564,13 @@ def test_one_mask_left_on_is_still_uniform(party):
 def test_the_sum_cannot_wrap(count):
     """All coordinates at the end of the range, all weight on every site, is the worst there is."""
     x = {"w": torch.tensor([2.0**40, -(2.0**40), ring.RANGE, -ring.RANGE])}
-    words = ring.encode(x, {}, 1.0, count)
+    words = ring.encode_fixed_point(x, {}, 1.0, count)
     total = sum(int(word) for word in words.view(np.int64)[:1].tolist()) * count
     assert total == count * 2 ** (20 + ring.fraction_bits(count)) < 2**63
     summed = np.zeros_like(words)
     for _ in range(count):
         summed = summed + words
-    back, _ = ring.decode(
+    back, _ = ring.decode_fixed_point(
         summed, float(count), count, ring.Layout({"w": (x["w"].shape, x["w"].dtype)}, ())
     )
     assert back["w"].tolist() == [ring.RANGE, -ring.RANGE, ring.RANGE, -ring.RANGE]
@@ -583,7 +585,7 @@ def test_many_sites_are_refused_before_they_leave_no_bits():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_no_number_is_no_part_of_a_sum(party, value):
     with pytest.raises(DataError):
-        ring.encode({"w": torch.tensor([1.0, value])}, {}, 0.5, 3)
+        ring.encode_fixed_point({"w": torch.tensor([1.0, value])}, {}, 0.5, 3)
     mine = party(3, 2)
     reply = mine.replies["site-01"]
     mine.replies["site-01"] = dataclasses.replace(reply, numbers={"loss": value})
@@ -602,7 +604,7 @@ def test_numbers_that_are_public_stay_and_may_be_the_weight(party):
         numbers = {"batch_size": weights[site], "loss": reply.numbers["loss"]}
         mine.replies[site] = dataclasses.replace(reply, numbers=numbers)
     this = mine.up_to(mine.session(), "open")
-    assert {s: r.numbers for s, r in mine.masked.items()} == {
+    assert {s: r.numbers for s, r in mine.mask.items()} == {
         site: {"batch_size": weight} for site, weight in weights.items()
     }
     mine.sizes = weights

@@ -9,7 +9,7 @@ from tests.secure.conftest import SLOW, Party
 from tests.secure.test_protocol import check_mean, listed
 
 from fedpact.engines.secure import keys, shamir, wire
-from fedpact.engines.secure.opened import Opened
+from fedpact.engines.secure.opened import UnmaskedSums
 from fedpact.engines.secure.server import BelowThreshold
 from fedpact.messages import Step
 
@@ -33,7 +33,7 @@ def test_each_sum_of_a_session_has_masks_of_its_own(party):
     for number, away in enumerate(({}, {"site-01": "masked"}, {"site-02": "unmask"}, {}), 1):
         this = mine.up_to(session, "unmask", away, number)
         check_mean(mine, this, [s for s in mine.sites if away.get(s) != "masked"])
-        seen += [mine.weighing.words(r) for r in mine.masked.values()]
+        seen += [mine.weighing.words(r) for r in mine.mask.values()]
     # 42 words each; two that share one word, or a difference, in its place: once in 2^58.
     for i, one in enumerate(seen):
         for j, other in enumerate(seen[:i]):
@@ -57,7 +57,7 @@ def test_masks_of_unlike_attempts_do_not_cancel(party):
         for site, question in this.ask_masked(tasks).items():
             words = mine.weighing.words(wire.reply_in(mine.answer(site, question)))
             seed = mine.maskers[site]._session.secrets.seed(0)
-            total = total + words - keys.stream(seed, words)
+            total = total + words - keys.expand_seed(seed, words)
             plain = plain + mine.weighing.encode(mine.replies[site])
         assert (total == plain).all() if cancel else not (total == plain).any()
 
@@ -78,7 +78,7 @@ def test_a_slot_is_used_once_and_none_before_it_after(party):
     assert isinstance(mine.answer("site-00", last.ask_masked(tasks)["site-00"]), Step)
 
 
-def test_who_has_opened_the_sum_over_all_signs_no_other_list_and_the_other_way_round(party):
+def test_site_signs_one_list_per_attempt(party):
     """In this session, or in a later one over the same vectors."""
     mine = party(4, 3)
     session = mine.session(slots=2)
@@ -95,7 +95,7 @@ def test_who_has_opened_the_sum_over_all_signs_no_other_list_and_the_other_way_r
     assert mine.answer("site-00", listed(again, "site-00", few)).code == "opened"
 
 
-def test_what_is_opened_without_signatures_is_fewer_than_t_shares(party):
+def test_unsigned_opening_shows_fewer_than_t_shares(party):
     """A server that has some open the sum over all, and others one over a list: the first are
     fewer than t less those who collude, or there are no t signatures of the list."""
     mine = party(7, 5)
@@ -131,16 +131,16 @@ def test_no_site_masks_with_others_than_t_have_signed(party):
     assert isinstance(mine.answer("site-01", asks["site-01"]), Step)
 
 
-def test_a_site_that_was_started_again_signs_nothing_for_its_first_life(party):
+def test_restarted_site_signs_nothing_for_its_former_session(party):
     """It has other keys; what it signs under the session's name counts with those alone."""
     mine = party(4, 3)
     session = mine.session()
     this = mine.up_to(session, "consistency", {"site-03": "consistency"})
-    mine.maskers["site-03"] = mine.masker("site-03", Opened(None))
+    mine.maskers["site-03"] = mine.masker("site-03", UnmaskedSums(None))
     again = mine.session()
     again.place = session.place
     for site in mine.sites[:3]:
-        mine.maskers[site] = mine.masker(site, Opened(None))
+        mine.maskers[site] = mine.masker(site, UnmaskedSums(None))
     other = mine.up_to(again, "consistency")
     signed = other.signatures["site-03"]
     answer = wire.step(this.place, "site-03", "consistency", {"signature": signed})
@@ -148,7 +148,7 @@ def test_a_site_that_was_started_again_signs_nothing_for_its_first_life(party):
         this.take_consistency("site-03", answer)
 
 
-@pytest.mark.parametrize("slots", [0, keys.AHEAD + 1, -1])
+@pytest.mark.parametrize("slots", [0, keys.SUMS_AHEAD + 1, -1])
 def test_keys_for_no_sum_or_too_many_are_not_made(party, slots):
     mine = party(3, 2)
     question = wire.step(mine.session().place, "site-00", "keys", {"slots": b"%d" % slots})
@@ -160,7 +160,7 @@ def test_keys_and_shares_of_another_number_of_sums_are_refused(party):
     mine = party(3, 2)
     session = mine.session(slots=2)
     mine.up_to(session, "keys")
-    longer = keys.Secrets(3).advert().signed(mine.keys["site-01"], "site-01", session.place)
+    longer = keys.Secrets(3).advert().sign(mine.keys["site-01"], "site-01", session.place)
     with pytest.raises(keys.SecretsDoNotFit, match="each of 2 sums"):
         session.take_keys("site-01", wire.step(session.place, "", "keys", wire.from_advert(longer)))
     session.adverts["site-01"] = longer
@@ -170,7 +170,7 @@ def test_keys_and_shares_of_another_number_of_sums_are_refused(party):
     session = mine.session(slots=2)
     mine.up_to(session, "shares")
     own = mine.maskers["site-01"]._session.secrets
-    short = own.sealed("site-01", "site-00", session.adverts["site-00"].seal, b"x", session.place)
+    short = own.encrypt("site-01", "site-00", session.adverts["site-00"].seal, b"x", session.place)
     session.sealed["site-01"]["site-00"] = short
     assert mine.answer("site-00", session.ask_roster()["site-00"]).code == "keys"
 
@@ -180,10 +180,10 @@ def many():
     """Twenty of which two may be the server's: ten neighbours each."""
     mine = Party(20, 14, 2, length=9)
     assert mine.circle.graph.neighbours == 10
-    return mine, mine.session(slots=keys.AHEAD)
+    return mine, mine.session(slots=keys.SUMS_AHEAD)
 
 
-def test_neighbours_sum_what_all_would_for_every_number_of_survivors(many):
+def test_neighbour_sum_equals_full_sum_for_any_survivors(many):
     """Whoever is missing at whichever step; 14 to 20 of twenty."""
     mine, session = many
     draw = random.Random(3)

@@ -24,47 +24,47 @@ def test_the_modulus_is_prime():
 @pytest.mark.parametrize(("threshold", "at"), [(1, [4]), (2, [1, 2, 3]), (3, [1, 2, 5, 100, 7])])
 def test_any_threshold_of_shares_gives_each_secret_back(threshold, at):
     given = [bytes(32), b"\xff" * 32, secrets.token_bytes(32)]
-    found = shamir.split(given, threshold, at)
+    found = shamir.split_secrets(given, threshold, at)
     assert {len(row) for row in found.values()} == {3 * shamir.SHARE}
     for place, secret in enumerate(given):
         cut = slice(place * shamir.SHARE, (place + 1) * shamir.SHARE)
         for some in itertools.combinations(at, threshold):
-            assert shamir.combined({x: found[x][cut] for x in some}) == secret
+            assert shamir.recover_secret({x: found[x][cut] for x in some}) == secret
 
 
 def test_many_shares_at_large_places():
     """No carry from one polynomial into the next."""
     given = [b"\xff" * 32] * 4
-    found = shamir.split(given, 60, range(940, 1000))
+    found = shamir.split_secrets(given, 60, range(940, 1000))
     for place in range(4):
         cut = slice(place * shamir.SHARE, (place + 1) * shamir.SHARE)
-        assert shamir.combined({x: row[cut] for x, row in found.items()}) == given[0]
+        assert shamir.recover_secret({x: row[cut] for x, row in found.items()}) == given[0]
 
 
 def test_fewer_shares_go_with_every_secret_alike():
     """Two shares of three that are needed, and a third that makes any other secret of them."""
-    found = shamir.split([secrets.token_bytes(32)], 3, [1, 2, 3])
+    found = shamir.split_secrets([secrets.token_bytes(32)], 3, [1, 2, 3])
     y1, y2 = (int.from_bytes(found[x]) for x in (1, 2))
     for other in (0, 1, 2**256 - 1, secrets.randbelow(2**256)):
         # The parabola through (0, other), (1, y1), (2, y2) at 3: f(3) = 3 f(2) - 3 f(1) + f(0).
         third = (3 * y2 - 3 * y1 + other) % PRIME
         shares = {1: found[1], 2: found[2], 3: third.to_bytes(shamir.SHARE)}
-        assert shamir.combined(shares) == other.to_bytes(32)
+        assert shamir.recover_secret(shares) == other.to_bytes(32)
 
 
 @pytest.mark.parametrize("bad", [b"", b"x" * 32, b"\xff" * 33])
 def test_what_is_no_share_gives_no_secret(bad):
-    found = shamir.split([b"s" * 32], 2, [1, 2])
+    found = shamir.split_secrets([b"s" * 32], 2, [1, 2])
     if len(bad) == shamir.SHARE:
-        assert shamir.combined({1: bad, 2: found[2]}) != b"s" * 32
+        assert shamir.recover_secret({1: bad, 2: found[2]}) != b"s" * 32
         return
     with pytest.raises(InputError, match="33 bytes"):
-        shamir.combined({1: bad, 2: found[2]})
+        shamir.recover_secret({1: bad, 2: found[2]})
 
 
 def test_what_is_no_secret_is_not_split():
     for given, threshold, at in (([b"short"], 2, [1]), ([], 1, [1]), ([bytes(32)], 0, [1])):
         with pytest.raises(InputError, match="expected at least one of 32 bytes"):
-            shamir.split(given, threshold, at)
+            shamir.split_secrets(given, threshold, at)
     with pytest.raises(InputError, match="shares at 1 and more"):
-        shamir.split([bytes(32)], 1, [0])
+        shamir.split_secrets([bytes(32)], 1, [0])

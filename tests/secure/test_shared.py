@@ -32,10 +32,10 @@ from fedpact.ledger.remaining import remaining
 from fedpact.messages import Reply, State, Task
 from fedpact.methods import Method
 from fedpact.plan import Plan
-from fedpact.privacy.policy import Policy, reserved
+from fedpact.privacy.policy import Policy, sum_reservations
 from fedpact.report.page import write_report
 from fedpact.theory.accounting import Budget
-from fedpact.theory.shares import UNITS
+from fedpact.theory.shares import SHARE_DEVIATION
 
 
 def terms_of(plan, count=5, size=200.0):
@@ -47,16 +47,16 @@ def test_packed_words_come_back(width):
     generator = np.random.default_rng(width)
     for length in (1, 7, 8, 650, 2**16 + 3):
         words = generator.integers(0, 2**64, length, dtype=np.uint64, endpoint=False)
-        packed = shared.pack(words, width)
+        packed = shared.pack_bits(words, width)
         assert len(packed) == -(-length * width // 8)
-        back = shared.unpack(packed, width)[:length]
+        back = shared.unpack_bits(packed, width)[:length]
         assert (back == words & np.uint64(2**width - 1)).all()
 
 
 def test_signs_come_back():
     for width in (16, 19, 32):
         whole = np.array([0, 1, -1, 2 ** (width - 1) - 1, -(2 ** (width - 1))])
-        assert shared.centred(whole.astype(np.uint64), width).tolist() == whole.tolist()
+        assert shared.centre_words(whole.astype(np.uint64), width).tolist() == whole.tolist()
 
 
 @pytest.fixture
@@ -79,11 +79,11 @@ def test_what_is_opened_is_the_sum_of_shares_and_one_step_of_it(session, gone):
     """With one of two local parts that fedavg's clients have: w - η Σ e unit / Σ q N."""
     last, away = ("unmask", {gone: "masked"}) if gone else ("open", {})
     tried = session.up_to(session.session(), last, away)
-    masked = session.masked
+    masked = session.mask
     there = [site for site in session.sites if site != gone]
     total = sum(session.replies[site].vectors["gradient"] for site in there)
     width = shared.bits(session.coding.terms)
-    assert shared.centred(tried.total(), width).tolist() == total.tolist()
+    assert shared.centre_words(tried.total(), width).tolist() == total.tolist()
     layout = session.coding.layout(Form.of(session.task.vectors, ()))
     form = session.coding.form(layout)
     for reply in masked.values():
@@ -100,7 +100,7 @@ def test_what_is_opened_is_the_sum_of_shares_and_one_step_of_it(session, gone):
 def test_a_masked_share_is_spread_evenly(session):
     """Of 40 words the low 16 bits; an unmasked one has 11 of them equal to its sign."""
     session.up_to(session.session(), "masked")
-    words = np.concatenate([session.coding.words(m) for m in session.masked.values()])
+    words = np.concatenate([session.coding.words(m) for m in session.mask.values()])
     # 200 words: each of the top bits is set in half of them, but once in 10^9 (8.5 deviations).
     for bit in range(8, 16):
         share = float(((words >> np.uint64(bit)) & np.uint64(1)).mean())
@@ -180,9 +180,10 @@ def test_the_opened_sums_variance_for_each_number_of_survivors(survivors):
     a share more or less is off by 20."""
     count = 20000
     total = sum(
-        Fixed("seeded", f"s{i}").share(torch.zeros(count), 1.0, UNITS, 0) for i in range(survivors)
+        Fixed("seeded", f"s{i}").share(torch.zeros(count), 1.0, SHARE_DEVIATION, 0)
+        for i in range(survivors)
     )
-    expected = survivors * (UNITS**2 + 1 / 12)
+    expected = survivors * (SHARE_DEVIATION**2 + 1 / 12)
     found = float(total.double().square().mean())
     assert abs(found / expected - 1) < 6.1 * math.sqrt(2 / count)
 
@@ -191,15 +192,16 @@ def test_the_ring_holds_the_largest_sum_and_no_bit_more():
     terms = terms_of(plan_of())
     width = shared.bits(terms)
     most = sum(
-        1.001 * shared.most_records(t.batch_size) * UNITS / t.sigmas["gradient"]
+        1.001 * shared.most_records(t.batch_size) * SHARE_DEVIATION / t.sigmas["gradient"]
         for t in terms.values()
     )
     assert 16 <= width <= 32
-    assert most + 12 * UNITS * math.sqrt(5) < 2 ** (width - 1)
+    assert most + 12 * SHARE_DEVIATION * math.sqrt(5) < 2 ** (width - 1)
     large = terms_of(plan_of(sampling_rate=1.0), size=1e5)
     assert shared.bits(large) > width
     most = sum(
-        shared.most_records(t.batch_size) * UNITS / t.sigmas["gradient"] for t in large.values()
+        shared.most_records(t.batch_size) * SHARE_DEVIATION / t.sigmas["gradient"]
+        for t in large.values()
     )
     assert most > 2 ** (shared.bits(large) - 2)
     # Beyond 2^22 units floating point is not shown to round a sum as a real number.
@@ -216,17 +218,17 @@ def test_the_largest_legal_sum_does_not_wrap(sites, width):
     """
     some = plan_of(sampling_rate=1.0).terms({"site-00": 200.0})["site-00"]
     records = shared.most_records(some.batch_size)
-    noise = 12 * UNITS * math.sqrt(sites)
+    noise = 12 * SHARE_DEVIATION * math.sqrt(sites)
     for part, needed in ((0.998, width), (1.0001, width + 1)):
         largest = part * 2.0 ** (width - 1)
-        sigma = records * UNITS * sites / (largest - noise)
+        sigma = records * SHARE_DEVIATION * sites / (largest - noise)
         terms = {str(i): replace(some, sigmas={"gradient": sigma}) for i in range(sites)}
         assert shared.bits(terms) == needed
         for whole in (int(largest / sites), -int(largest / sites)):
             word = np.array([whole]).astype(np.uint32)
-            sent = [shared.unpack(shared.pack(word, needed), needed) for _ in terms]
+            sent = [shared.unpack_bits(shared.pack_bits(word, needed), needed) for _ in terms]
             total = np.sum(sent, axis=0, dtype=np.uint32)
-            assert shared.centred(total, shared.bits(terms)) == sites * whole
+            assert shared.centre_words(total, shared.bits(terms)) == sites * whole
 
 
 @pytest.mark.parametrize(
@@ -250,13 +252,13 @@ def test_the_largest_legal_sum_does_not_wrap(sites, width):
         ({"compression": {"kind": "topk"}}, "compression"),
     ],
 )
-def test_what_shared_noise_does_not_go_with_is_refused_with_the_reason(tables, why):
+def test_shared_noise_refuses_conflicts_with_the_reason(tables, why):
     with pytest.raises(PlanError, match=why):
         Plan.parse({**SUM, **tables})
 
 
 @pytest.mark.parametrize(("threshold", "honest"), [(4, 4), (4, 1), (3, 2), (5, 5)])
-def test_more_honest_sites_than_a_sum_is_sure_to_have_are_refused(threshold, honest):
+def test_more_honest_sites_than_a_sum_has_are_refused(threshold, honest):
     plan = plan_of(
         secure_aggregation={"threshold": threshold}, privacy={"trust": "sum", "honest": honest}
     )
@@ -298,8 +300,8 @@ def test_the_step_of_the_mean_is_the_mean_of_the_steps(name, rule):
         for _ in range(3)
     ]
     mean = {c: torch.stack([each[c] for each in sums]).mean(0) for c in terms.sigmas}
-    made = [method.local(task, shared.OfSum(each, terms, 1.0), State()) for each in sums]
-    one = method.local(task, shared.OfSum(mean, terms, 1.0), State())
+    made = [method.local(task, shared.NoisySumOracle(each, terms, 1.0), State()) for each in sums]
+    one = method.local(task, shared.NoisySumOracle(mean, terms, 1.0), State())
     assert not one.memory.vectors
     assert not one.memory.numbers
     for vector, found in one.vectors.items():
@@ -311,7 +313,9 @@ def test_the_step_of_the_mean_is_the_mean_of_the_steps(name, rule):
 
 
 def test_a_sum_answers_its_channels_and_nothing_else():
-    oracle = shared.OfSum({"gradient": torch.zeros(3)}, terms_of(plan_of())["site-00"], 10.0)
+    oracle = shared.NoisySumOracle(
+        {"gradient": torch.zeros(3)}, terms_of(plan_of())["site-00"], 10.0
+    )
     w = torch.zeros(3)
     for asked in (
         lambda: next(oracle.batches(2, "gradient")),
@@ -381,7 +385,7 @@ def test_alone_is_the_same_where_noise_is_a_sites_own():
         assert terms.epsilon_alone_after(history) == terms.epsilon_after(history)
 
 
-def test_what_rested_on_others_counts_alone_once_the_owner_no_longer_relies_on_them(tmp_path):
+def test_revoked_trust_counts_past_noise_as_own_only(tmp_path):
     """Earlier: ε = 2 with h = 3. A policy with a smaller h, or none, counts what needs nobody."""
     earlier = terms_of(plan_of())["site-00"]
     own = terms_of(Plan.parse({**SUM, "privacy": {"epsilon": 1.0}}))["site-00"]
@@ -401,10 +405,10 @@ def test_what_rested_on_others_counts_alone_once_the_owner_no_longer_relies_on_t
                 raw = {**limits, "epsilon_ever": ever, **(more if honest else {})}
                 policy = Policy.parse(raw)
                 if allowed:
-                    policy.check_run("fedavg", own, *reserved(ledger, "two", policy))
+                    policy.check_run("fedavg", own, *sum_reservations(ledger, "two", policy))
                 else:
                     with pytest.raises(PolicyRefused, match="epsilon_ever"):
-                        policy.check_run("fedavg", own, *reserved(ledger, "two", policy))
+                        policy.check_run("fedavg", own, *sum_reservations(ledger, "two", policy))
 
 
 def test_a_file_that_borrows_settings_says_nothing_of_its_own(monkeypatch):
@@ -414,7 +418,7 @@ def test_a_file_that_borrows_settings_says_nothing_of_its_own(monkeypatch):
     assert Method("scaffold", settings).needs_own_noise
 
 
-def test_a_policy_allows_the_assumption_only_if_its_owner_wrote_it(tmp_path):
+def test_only_the_owner_can_allow_the_honesty_assumption(tmp_path):
     base = """
 algorithms = ["fedavg"]
 releases = ["gradient"]

@@ -20,7 +20,7 @@ from fedpact.engines.simulation import simulate
 from fedpact.messages import Reply, Task
 from fedpact.privacy.policy import Policy
 from fedpact.theory.accounting import epsilon
-from fedpact.theory.shares import UNITS
+from fedpact.theory.shares import SHARE_DEVIATION
 
 AROUND = {"settings": {"learning_rate": 1.0}, "fairness": {"weight": 0.1, **COMMON}}
 
@@ -42,7 +42,7 @@ def test_one_event_of_all_channels_with_the_noise_of_all_shares():
 
 
 @pytest.mark.parametrize("tables", [{}, FAIR])
-def test_all_sites_add_what_the_most_careful_one_needs_and_all_steps_are_reserved(tables):
+def test_most_careful_site_sets_the_noise_and_steps_are_reserved(tables):
     """Also where rounding takes the last bit off σ √h / √h, as at these budgets."""
     grants = {"site-00": {"epsilon": 12.0}}
     plan = plan_of(
@@ -62,7 +62,7 @@ def test_all_sites_add_what_the_most_careful_one_needs_and_all_steps_are_reserve
 
 
 @pytest.mark.parametrize("survivors", [5, 6, 7])
-def test_the_opened_loss_and_count_have_the_noise_of_all_who_are_in_the_sum(survivors):
+def test_opened_loss_and_count_have_all_summed_noise(survivors):
     """n (ν² + 1/12) unit² / (Σ q N)², of empty batches. Off by 6.1 deviations once in 10^9; a
     share more or less is off by 7 or more."""
     plan = plan_of(**FAIR, sites=7, secure_aggregation={"threshold": 5})
@@ -75,7 +75,8 @@ def test_the_opened_loss_and_count_have_the_noise_of_all_who_are_in_the_sum(surv
     # What the coding makes of one unit in each channel; noise is drawn for all requests at once.
     drawn = {
         name: sum(
-            SeededDraws(5, site).share(nothing.expand(count), 1.0, UNITS, 0, name) for site in sites
+            SeededDraws(5, site).share(nothing.expand(count), 1.0, SHARE_DEVIATION, 0, name)
+            for site in sites
         )
         for name in ("loss", "below")
     }
@@ -91,7 +92,9 @@ def test_the_opened_loss_and_count_have_the_noise_of_all_who_are_in_the_sum(surv
     # Bounds: C_l = 2.5 of a loss; half a vote, around one half.
     for name, bound, centre in (("loss", 2.5, 0.0), ("below", 0.5, 0.5)):
         variance = (
-            survivors * (1 + 1 / (12 * UNITS**2)) * (some.sigmas[name] * bound / records) ** 2
+            survivors
+            * (1 + 1 / (12 * SHARE_DEVIATION**2))
+            * (some.sigmas[name] * bound / records) ** 2
         )
         square = np.square(np.array(found[name]) - centre).mean()
         assert abs(square / variance - 1) < 6.1 * math.sqrt(2 / count)

@@ -68,7 +68,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
     assert torch.equal(w(whole), w(parts))
 
 
-def test_the_report_says_what_it_adds_and_that_epsilon_does_not_use_it(tmp_path):
+def test_report_says_epsilon_ignores_secure_aggregation(tmp_path):
     result = simulate(Plan.parse({**BASE, **SECURE}), tmp_path / "run")
     told = json.loads((result.folder / "privacy.json").read_bytes())
     assert told["secure_aggregation"] == {

@@ -62,7 +62,7 @@ def configured(algorithm: str, key: str, value: float) -> dict[str, Any]:
     if algorithms.load(algorithm).Settings().plain_only:
         beside = {**beside, "privacy.mode": "none"}
     for name, each in {"partition.kind": "iid", **beside, key: value}.items():
-        configuration.put(raw, name, each, "test")
+        configuration.set_key(raw, name, each, "test")
     return raw
 
 
@@ -93,7 +93,7 @@ def test_a_number_is_refused_by_the_plan_or_the_run_ends(tmp_path, algorithm, ke
             Plan(**configured(algorithm, key, value))
 
 
-def test_a_list_of_numbers_and_those_of_single_sites_are_held_to_it():
+def test_lists_and_per_site_numbers_are_range_checked():
     for raw in (
         {"local": {"schedule": [1.0, 1e-31]}},
         {"privacy": {"per_site": {"a": {"epsilon": 1e31}}}},

@@ -7,9 +7,9 @@ from pydantic import BaseModel
 
 from fedpact import algorithms
 from fedpact.api import load, run
-from fedpact.cli.run import resume
-from fedpact.comparison.sweep import swept
-from fedpact.configuration import DEFAULTS
+from fedpact.cli.run import execute_resume
+from fedpact.comparison.sweep import expand_sweep
+from fedpact.configuration import DEFAULTS_KEY
 from fedpact.engines.extended import with_rounds
 from fedpact.errors import PlanError
 from fedpact.methods.effective import USES
@@ -118,13 +118,15 @@ def old(tmp_path_factory):
     run(plan, folder, on_round=done.append, stop=lambda: len(done) > 1)
     document = json.loads((folder / "plan.json").read_text())
     document["server"] |= OLD
-    document[DEFAULTS] = [k for k in document[DEFAULTS] if k.removeprefix("server.") not in OLD]
+    document[DEFAULTS_KEY] = [
+        k for k in document[DEFAULTS_KEY] if k.removeprefix("server.") not in OLD
+    ]
     (folder / "plan.json").write_text(json.dumps(document))
     return folder
 
 
 def test_a_run_of_before_is_resumed_read_extended_and_repeated(old):
-    resume(old, "local", as_json=True)
+    execute_resume(old, "local", as_json=True)
     assert load(old).summary["rounds"] == 2
     assert "server.adaptivity" in write_report(old).read_text()
     plan = Plan.read(old / "plan.json")
@@ -138,11 +140,11 @@ def test_what_is_typed_beside_an_old_plan_is_refused(old):
         Plan.read(old / "plan.json", ["server.momentum=0.7"])
 
 
-def test_a_sweep_may_leave_a_setting_of_others_without_effect_but_not_its_own():
+def test_sweep_may_idle_others_settings_but_not_its_own():
     base = {"base": Plan.parse({"server": {"optimiser": "momentum", "momentum": 0.5}})}
-    entries, _ = swept(base, {"server.optimiser": ["none", "momentum"]})
+    entries, _ = expand_sweep(base, {"server.optimiser": ["none", "momentum"]})
     assert {plan.server.optimiser for plan in entries.values()} == {"none", "momentum"}
     for plan in entries.values():
         assert Plan.parse(plan.document()) == plan
     with pytest.raises(PlanError, match=r"server\.adaptivity is 0\.1 with"):
-        swept(base, {"server.adaptivity": [0.1, 0.2]})
+        expand_sweep(base, {"server.adaptivity": [0.1, 0.2]})

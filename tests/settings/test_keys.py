@@ -105,7 +105,7 @@ def test_what_is_no_mistyped_key_is_left_to_the_plan(overrides):
     check_keys(None, overrides)
 
 
-def test_a_class_that_the_sources_do_not_tell_is_left_to_the_plan(tmp_path):
+def test_class_unknown_to_the_sources_is_left_to_the_plan(tmp_path):
     with pytest.raises(LookupError):
         keys(("fedpact.privacy.settings", "Nobody"))
     # A base from elsewhere may have any fields.
@@ -123,9 +123,7 @@ def test_a_configuration_that_is_no_table_is_left_to_the_plan(tmp_path):
 
 @pytest.mark.parametrize("content", ["", " \n\n", "\ufeff"])
 @pytest.mark.parametrize("name", ["empty.toml", "empty.json"])
-def test_a_file_that_a_refused_command_left_empty_is_no_wish_for_every_default(
-    tmp_path, name, content
-):
+def test_empty_file_of_a_refused_command_is_not_all_defaults(tmp_path, name, content):
     path = tmp_path / name
     path.write_text(content, encoding="utf-8")
     with pytest.raises(PlanError, match=rf"configuration \S*{name} is empty: expected keys"):

@@ -14,14 +14,14 @@ from pydantic import BaseModel
 
 from fedpact import algorithms
 from fedpact.cli.main import app
-from fedpact.configuration import leaves
+from fedpact.configuration import flatten
 from fedpact.engines.parties.federation import Federation
 from fedpact.engines.parties.records import SiteSettings
 from fedpact.errors import InputError, PlanError
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
 from fedpact.reference import forms, meanings, starting, tables
-from fedpact.reference.sources import declared
+from fedpact.reference.sources import declared_keys
 
 SETTINGS = [algorithms.load(name).Settings for name in algorithms.names()]
 CLASSES = [Plan, Federation, SiteSettings, Policy, *SETTINGS]
@@ -50,11 +50,11 @@ def limits(text: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("model", ALL, ids=lambda model: f"{model.__module__}.{model.__name__}")
-def test_default_range_and_whether_a_key_may_be_left_out_are_those_of_its_class(model):
-    known = declared((model.__module__, model.__name__))
+def test_default_range_and_optionality_match_the_class(model):
+    known = declared_keys((model.__module__, model.__name__))
     assert list(known) == list(model.model_fields)
     for name, field in model.model_fields.items():
-        form, default = forms.form(known[name]), forms.default(known[name])
+        form, default = forms.form(known[name]), forms.find_default(known[name])
         assert (default is forms.REQUIRED) == field.is_required(), name
         if not field.is_required() and form.table is None:
             assert default == field.get_default(call_default_factory=True), name
@@ -95,10 +95,10 @@ def test_all_of_its_comments_together_change_nothing(name):
     # Every key with a default stands in it; what has none would not be TOML.
     known = [t for t in tables.tables() if "NAME" not in t.name]
     keys = {k.name: k.default for t in [*known, tables.algorithm(name).settings] for k in t.keys}
-    assert set(leaves(raw)) >= {k for k, v in keys.items() if v is not None and k != "settings"}
+    assert set(flatten(raw)) >= {k for k, v in keys.items() if v is not None and k != "settings"}
 
 
-def test_of_keys_under_a_name_of_ones_own_and_of_those_without_default_the_names_are_told():
+def test_named_tables_and_keys_without_default_list_names():
     text = starting.starting_plan()
     for table in tables.tables():
         for key in table.keys:
@@ -166,13 +166,17 @@ def test_settings_and_algorithms_print_what_there_is(capsys):
 
 
 def test_a_key_that_no_docstring_names_has_no_meaning():
-    assert set(meanings.said("Of it. a: x: y; b, c: z.", ["a", "b", "c", "d"])) == {"a", "b", "c"}
+    assert set(meanings.parse_meanings("Of it. a: x: y; b, c: z.", ["a", "b", "c", "d"])) == {
+        "a",
+        "b",
+        "c",
+    }
     assert meanings.symbols("Title.\n\nClient does what it does") == {}
 
 
 def test_what_cannot_be_read_is_an_error_and_no_guess():
     with pytest.raises(LookupError):
-        declared(("fedpact.plan", "Plann"))
+        declared_keys(("fedpact.plan", "Plann"))
 
 
 @given(
@@ -192,7 +196,7 @@ def test_a_written_configuration_reads_as_what_was_written(raw):
     assert tomllib.loads(starting.configuration(raw, {})) == raw
 
 
-def test_what_is_said_beside_a_key_is_a_comment_whatever_it_names():
+def test_text_beside_a_key_is_a_comment():
     """A column may be called anything: a reason that names it ends no line and is no key."""
     odd = 'columns "a\nb = 3", c\x7f, d\x01\r\u2028 of no range'
     written = starting.configuration({"a": {"c": 2}}, {"a.c": odd})

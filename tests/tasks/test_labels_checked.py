@@ -61,7 +61,7 @@ def test_shapes_are_checked_before_anything_is_written(model, masks, task, why, 
     assert not (tmp_path / "r").exists()
 
 
-def test_masks_have_their_channel_taken_off_and_no_number_left_out():
+def test_masks_lose_their_channel_axis_and_keep_every_value():
     form = RecordForm(target=LabelForm(kind="pixels"))
     found = fedpact.from_arrays(IMAGES, MASKS[:, None], form=form)
     assert found.y.numpy().tolist() == MASKS.tolist()

@@ -12,9 +12,9 @@ from fedpact.tasks.measures import (
     area,
     calibration_error,
     commonest,
-    explained,
     f1,
     measures_of,
+    r_squared,
 )
 
 
@@ -52,7 +52,7 @@ def test_of_pixels_f1_is_the_dice_score_of_all_pixels():
     assert f1(outputs, y) == pytest.approx(expected)
 
 
-def test_a_calibrated_model_has_no_error_and_a_sure_one_all_of_it():
+def test_calibration_error_is_0_if_calibrated_and_1_if_sure():
     """Of four records told 3/4, three are right: no error. All wrong at certainty: error 1."""
     told = torch.tensor([[0.0, math.log(3)]]).expand(4, 2)
     assert calibration_error(told, torch.tensor([1, 1, 1, 0])) == pytest.approx(0, abs=1e-7)
@@ -64,9 +64,9 @@ def test_a_calibrated_model_has_no_error_and_a_sure_one_all_of_it():
 def test_explained_is_scikit_learns_r2():
     generator = np.random.default_rng(0)
     y, said = generator.normal(size=(2, 50))
-    found = explained(torch.from_numpy(said)[:, None], torch.from_numpy(y))
+    found = r_squared(torch.from_numpy(said)[:, None], torch.from_numpy(y))
     assert found == pytest.approx(r2_score(y, said))
-    assert math.isnan(explained(torch.zeros(3, 1), torch.ones(3)))
+    assert math.isnan(r_squared(torch.zeros(3, 1), torch.ones(3)))
 
 
 def test_what_is_not_defined_is_not_a_number():
@@ -83,7 +83,7 @@ def test_two_classes_are_measured_and_ten_only_where_it_is_asked():
     assert set(measures_of("number", None, 1)) == {"r2"}
 
 
-def test_the_commonest_class_is_that_of_most_labels_and_of_numbers_there_is_none():
+def test_commonest_class_has_most_labels_and_none_for_numbers():
     y, classes = torch.tensor([2, 0, 2, 1, 2]), ["a", "b", "c"]
     assert commonest(y, classes) == Commonest("c", 0.6)
     assert commonest(torch.tensor([[1, 1], [1, 0]]), classes) == Commonest("b", 0.75)

@@ -16,7 +16,7 @@ from fedpact.cli.compare import _Live, _print
 from fedpact.cli.main import main
 from fedpact.report.comparison import document
 from fedpact.watch.metrics import text as for_prometheus
-from fedpact.watch.snapshot import look
+from fedpact.watch.snapshot import take_snapshot
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(120, 3))
@@ -110,7 +110,7 @@ def test_python_shows_loss_and_measures(where, result):
     assert score.metrics == {"r2": pytest.approx(1 - missed / FRAME.bp.var(ddof=0), abs=1e-4)}
     assert "loss" in result.figures()
     assert "accuracy" not in result.figures()
-    told = for_prometheus(look(result.folder))
+    told = for_prometheus(take_snapshot(result.folder))
     assert "fedpact_accuracy" not in told
     assert "fedpact_loss{" in told
 

@@ -14,7 +14,7 @@ from torch import nn
 import fedpact
 from fedpact.comparison.pool import Job
 from fedpact.data.form import LabelForm, PlanRecords
-from fedpact.data.given.handed import dataset_of
+from fedpact.data.given.handed import from_python
 from fedpact.errors import DataError, InputError, ModelError, PlanError
 from fedpact.losses import LabelEntropy, WeightedEntropy, cross_entropy, pixel_entropy
 from fedpact.params import FlatModel
@@ -109,7 +109,7 @@ def test_a_regression_learns_in_the_labels_units(tmp_path):
 def test_labels_beyond_the_range_are_clamped_and_others_left_out(caplog):
     frame = FRAME[:4].assign(bp=[0.0, 100.0, 500.0, np.nan])
     target = LabelForm(kind="number", low=50.0, high=150.0)
-    found = dataset_of(frame, PlanRecords(), "bp", target=target)
+    found = from_python(frame, PlanRecords(), "bp", target=target)
     assert found.y.tolist() == [-1.0, 0.0, 1.0]
     assert found.classes == ("bp",)
     told = " ".join(caplog.messages)

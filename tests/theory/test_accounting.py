@@ -69,7 +69,7 @@ def test_fedfdp_values():
     assert epsilon({both: 600}, 1e-5, "pld") == pytest.approx(3.09, abs=5e-3)
 
 
-def test_one_full_batch_release_of_several_channels_equals_their_composition():
+def test_full_batch_channels_equal_their_composition():
     # At q = 1 sharing a batch changes nothing: joint() must agree with composing the channels.
     together = {joint(1.0, [2.0, 5.0, 9.0]): 3}
     apart = {SampledGaussian(1.0, s): 3 for s in (2.0, 5.0, 9.0)}
@@ -79,7 +79,7 @@ def test_one_full_batch_release_of_several_channels_equals_their_composition():
         )
 
 
-def test_adding_amplified_channels_is_no_bound_on_their_joint_release():
+def test_adding_amplified_channels_bounds_no_joint_release():
     # Two channels on one batch against two batches: the joint event costs more.
     same_batch = epsilon({joint(0.01, [1.0, 1.0]): 100}, 1e-5)
     two_batches = epsilon({SampledGaussian(0.01, 1.0): 200}, 1e-5)
@@ -105,9 +105,7 @@ def test_best_is_the_smaller_bound():
     delta=st.sampled_from([1e-9, 1e-5, 1e-2]),
     accountant=st.sampled_from(["pld", "rdp", "best"]),
 )
-def test_epsilon_grows_with_steps_rate_and_delta_and_falls_with_sigma(
-    q, sigma, steps, delta, accountant
-):
+def test_epsilon_is_monotone_in_steps_rate_delta_and_sigma(q, sigma, steps, delta, accountant):
     def cost(q=q, sigma=sigma, steps=steps, delta=delta):
         return epsilon({SampledGaussian(q, sigma): steps}, delta, accountant)
 

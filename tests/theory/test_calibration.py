@@ -47,14 +47,14 @@ def test_the_event_that_is_planned_may_be_the_one_that_is_spent():
     assert event.sigma == pytest.approx(smallest_sigma(BUDGET, 0.25, 317), rel=1e-3)
 
 
-def test_a_thousand_sites_need_one_search_a_rate_and_few_exact_answers(monkeypatch):
-    asked, exact = [], pld.epsilon
+def test_1000_sites_need_one_search_per_rate(monkeypatch):
+    asked, exact = [], pld.pld_epsilon
 
     def counting(terms, delta):
         asked.append(terms)
         return exact(terms, delta)
 
-    monkeypatch.setattr(pld, "epsilon", counting)
+    monkeypatch.setattr(pld, "pld_epsilon", counting)
     rates = [round_rate_up(32 / n) for n in np.linspace(37, 74, 1000)]
     sigma = {q: smallest_sigma(BUDGET, q, 317) for q in rates}
     assert len(sigma) <= 9
@@ -66,7 +66,7 @@ def test_a_thousand_sites_need_one_search_a_rate_and_few_exact_answers(monkeypat
 def test_a_delta_too_small_for_a_grid_is_searched_as_well():
     budget = Budget(2.0, 1e-13)
     event = {SampledGaussian(0.3, 20.0): 40}
-    assert not pld.resolved([(0.3, 20.0, 40)], budget.delta)
+    assert not pld.is_resolved([(0.3, 20.0, 40)], budget.delta)
     assert epsilon(event, budget.delta, "pld") < math.inf
     sigma = smallest_sigma(budget, 0.3, 40, "pld")
     cost = [epsilon({SampledGaussian(0.3, s): 40}, 1e-13, "pld") for s in (sigma, 0.999 * sigma)]

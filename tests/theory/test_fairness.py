@@ -55,7 +55,7 @@ def test_the_noise_term():
     assert noise_term(sigma=2.0, clip=0.5, dimension=3, batch=4.0) == 2 * 4 * 0.25 * 3 / 16
 
 
-def test_the_best_weight_is_zero_wherever_some_loss_is_below_the_mean():
+def test_best_weight_is_0_if_a_loss_is_below_the_mean():
     rng = random.Random(2)
     for _ in range(500):
         b = drawn(rng, -(10 ** rng.uniform(-3, 3)) * rng.choice([0, 1]))

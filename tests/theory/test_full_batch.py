@@ -56,7 +56,7 @@ def test_the_budget_is_kept_and_used(rounds):
     assert 0.999 * BUDGET.epsilon < spent <= BUDGET.epsilon
 
 
-def test_with_all_records_the_signal_to_noise_is_that_of_one_release():
+def test_full_batch_signal_to_noise_is_that_of_one_release():
     found = [full_batch(SIGMA, 60_000, 10, rounds) for rounds in (1, 10, 100)]
     ratios = [signal_to_noise(1.0, one.sigma, one.rounds, 60_000, 10, 7_850) for one in found]
     assert max(ratios) / min(ratios) < 1.001

@@ -15,7 +15,7 @@ from fedpact.theory.neighbours import (
     Neighbourhoods,
     most_shares,
     neighbourhoods,
-    spread,
+    spectral_spread,
 )
 
 CASES = [(16, 14, 2), (17, 15, 3), (20, 18, 1), (20, 14, 2), (40, 27, 4), (100, 67, 10)]
@@ -55,7 +55,7 @@ def parts(graph, threshold, against):
 
 
 @pytest.mark.parametrize(("sites", "threshold", "against"), CASES[:3])
-def test_whoever_is_left_out_and_corrupt_the_others_are_connected(sites, threshold, against):
+def test_remaining_graph_is_connected_for_any_dropout(sites, threshold, against):
     """Exhaustively; on fewer neighbours the same search finds a choice that splits them."""
     graph = neighbourhoods(sites, threshold, against)
     assert graph.neighbours < sites - 1
@@ -67,9 +67,7 @@ def test_whoever_is_left_out_and_corrupt_the_others_are_connected(sites, thresho
 
 
 @pytest.mark.parametrize(("sites", "threshold", "against"), CASES)
-def test_whom_a_search_leaves_out_to_cut_one_off_does_not_split_the_others(
-    sites, threshold, against
-):
+def test_dropouts_that_isolate_one_do_not_split_the_rest(sites, threshold, against):
     """An adversary that grows a part S and removes what is around it, from every site."""
     graph = neighbourhoods(sites, threshold, against)
     around, everybody = masks(graph), (1 << sites) - 1
@@ -98,7 +96,7 @@ def test_whom_a_search_leaves_out_to_cut_one_off_does_not_split_the_others(
 
 
 @pytest.mark.parametrize(("sites", "threshold", "against"), CASES)
-def test_each_has_k_neighbours_and_the_spread_is_that_of_its_matrix(sites, threshold, against):
+def test_graph_is_k_regular_with_its_matrixs_spread(sites, threshold, against):
     graph = neighbourhoods(sites, threshold, against)
     adjacency = graph.adjacency()
     assert (adjacency == adjacency.T).all()
@@ -107,10 +105,12 @@ def test_each_has_k_neighbours_and_the_spread_is_that_of_its_matrix(sites, thres
     values = np.linalg.eigvalsh(adjacency.astype(float) - np.eye(sites))
     assert values[-1] == pytest.approx(graph.neighbours)
     middle, half = (values[-2] + values[0]) / 2, (values[-2] - values[0]) / 2
-    assert spread(sites, graph.distances) == pytest.approx(half / (graph.neighbours - middle))
+    assert spectral_spread(sites, graph.distances) == pytest.approx(
+        half / (graph.neighbours - middle)
+    )
 
 
-def test_no_two_parts_without_an_edge_are_larger_than_the_spread_allows():
+def test_disconnected_parts_obey_the_spreads_bound():
     """Haemers' inequality for every S of 14 sites, with all that are not beside S for T."""
     sites, distances = 14, (1, 4)
     around = masks(Neighbourhoods(sites, distances, 1))
@@ -123,11 +123,11 @@ def test_no_two_parts_without_an_edge_are_larger_than_the_spread_allows():
         s, other = part.bit_count(), sites - beside.bit_count()
         if other:
             most = max(most, s * other / ((sites - s) * (sites - other)))
-    assert 0 < most <= spread(sites, distances) ** 2 + 1e-12
+    assert 0 < most <= spectral_spread(sites, distances) ** 2 + 1e-12
 
 
 @pytest.mark.parametrize(("sites", "threshold", "k"), [(20, 14, 10), (40, 40, 8), (100, 67, 46)])
-def test_too_few_neighbours_are_left_less_than_once_in_a_stated_number(sites, threshold, k):
+def test_too_few_neighbours_are_as_rare_as_stated(sites, threshold, k):
     """Exact hypergeometric tails, summed in another order; one more share would be too many."""
 
     def failure(shares):
@@ -147,7 +147,7 @@ def test_too_few_neighbours_are_left_less_than_once_in_a_stated_number(sites, th
         assert failure(shares + 1) >= Fraction(1, 2**BITS)
 
 
-def test_simulated_drop_outs_leave_neighbours_as_often_as_counted():
+def test_simulated_dropouts_leave_the_counted_neighbours():
     """At l so large that it fails often; 4000 draws, within 6 deviations: wrong once in 10^8."""
     sites, threshold, k, shares = 30, 20, 12, 7
     graph = Neighbourhoods(sites, (1, 3, 4, 8, 9, 13), shares)

@@ -48,7 +48,7 @@ def test_no_epsilon_is_too_large_for_the_grid():
 
 
 @pytest.mark.slow
-def test_fifty_random_settings_are_bounds_from_above_within_a_percent():
+def test_50_random_settings_are_upper_bounds_within_1_percent():
     """The library's grid errs to the safe side, and half the interval takes off half of that.
 
     By how much its answer falls so is then at least what it still is too large by: its own error.
@@ -112,7 +112,7 @@ def plane_delta(q, sigma, first, second, e):
 
 
 @pytest.mark.parametrize("angle", [0.0, 0.7, 1.6, 3.1])
-def test_records_that_point_elsewhere_are_no_easier_to_tell_apart(angle):
+def test_misaligned_records_are_no_easier_to_distinguish(angle):
     q, sigma, delta = 0.2, 1.0, 1e-2
     found = epsilon_per_person({SampledGaussian(q, sigma): 1}, delta, 2)
     first, second = np.array([1.0, 0.0]), np.array([math.cos(angle), math.sin(angle)])
@@ -126,7 +126,9 @@ def test_records_that_point_elsewhere_are_no_easier_to_tell_apart(angle):
 def test_without_sampling_all_records_are_one_gaussian():
     history = {SampledGaussian(1.0, 10.0): 4, SampledGaussian(1.0, 30.0): 1}
     mu = 3 * math.sqrt(4 / 100 + 1 / 900)
-    assert epsilon_per_person(history, 1e-5, 3) == pytest.approx(gaussian.epsilon(mu, 1e-5))
+    assert epsilon_per_person(history, 1e-5, 3) == pytest.approx(
+        gaussian.gaussian_epsilon(mu, 1e-5)
+    )
 
 
 def test_one_record_is_a_record_and_more_cost_more():
@@ -164,7 +166,7 @@ HEAVY = [
 
 
 @pytest.mark.parametrize("case", HEAVY)
-def test_one_record_costs_no_more_by_the_integral_than_by_the_grid_of_mixtures(case):
+def test_one_record_costs_no_more_by_integral_than_by_grid(case):
     """Two proven bounds of one number, of which one integrates and one composes on a grid."""
     q, sigma, count, delta = case
     history = {SampledGaussian(q, sigma): count}

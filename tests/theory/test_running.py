@@ -57,7 +57,7 @@ def delta_of_one(q: float, sigma: float, e: float) -> mpmath.mpf:
     return max(removed, added)
 
 
-def test_a_transform_has_the_least_length_without_primes_above_five():
+def test_transform_length_is_the_least_5_smooth():
     def smooth(n):
         for prime in (2, 3, 5):
             while n % prime == 0:
@@ -104,9 +104,7 @@ def test_gaussians_compose_as_their_closed_form():
 
 
 @pytest.mark.parametrize(("q", "sigma"), EVENTS)
-def test_compositions_lie_between_an_optimistic_pld_and_a_little_above_the_pessimistic_one(
-    q, sigma
-):
+def test_compositions_lie_between_optimistic_and_pessimistic(q, sigma):
     counts = (1, 2, 7, 60, 700, 2000)
     found = running.epsilons([((q, sigma, t),) for t in counts], 1e-5)
     optimistic = privacy_loss_distribution.from_gaussian_mechanism(
@@ -117,20 +115,18 @@ def test_compositions_lie_between_an_optimistic_pld_and_a_little_above_the_pessi
     )
     for count, bound in zip(counts, found, strict=True):
         least = optimistic.self_compose(count).get_epsilon_for_delta(1e-5) if count > 1 else 0.0
-        assert least <= bound <= 1.015 * pld.epsilon([(q, sigma, count)], 1e-5) + 1e-9
+        assert least <= bound <= 1.015 * pld.pld_epsilon([(q, sigma, count)], 1e-5) + 1e-9
 
 
 def test_unlike_releases_compose():
     terms = ((0.02, 1.0, 300), (0.3, 6.0, 40), (1.0, 10.0, 1))
     (found,) = running.epsilons([terms], 1e-5)
-    assert pld.epsilon(terms, 1e-5) * 0.999 <= found <= 1.015 * pld.epsilon(terms, 1e-5)
+    assert pld.pld_epsilon(terms, 1e-5) * 0.999 <= found <= 1.015 * pld.pld_epsilon(terms, 1e-5)
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp", "best"])
 @pytest.mark.parametrize(("q", "sigma"), EVENTS[:4])
-def test_two_thousand_rounds_never_fall_end_at_the_plan_and_stay_near_the_accountant(
-    q, sigma, accountant
-):
+def test_2000_rounds_are_monotone_and_near_the_accountant(q, sigma, accountant):
     event = SampledGaussian(q, sigma)
     planned = {event: 2000}
     report = [running_epsilon({event: t}, 1e-5, planned, accountant) for t in range(2001)]
@@ -148,7 +144,7 @@ def test_the_number_is_by_the_accountant_that_was_asked_for():
     event = SampledGaussian(1e-6, 1.0)
     history, planned = {event: 10**5}, {event: 10**6}
     by_pld, by_rdp = (running_epsilon(history, 1e-6, planned, a) for a in ("pld", "rdp"))
-    assert by_pld >= pld.epsilon([(1e-6, 1.0, 10**5)], 1e-6) * 0.999
+    assert by_pld >= pld.pld_epsilon([(1e-6, 1.0, 10**5)], 1e-6) * 0.999
     assert by_rdp == epsilon(history, 1e-6, "rdp")
     ali = SampledGaussian(0.015, 1.1)
     apart = [running_epsilon({ali: 50}, 1e-5, {ali: 2000}, a) for a in ("pld", "rdp", "best")]
@@ -221,7 +217,7 @@ def test_two_accountants_of_different_hands_agree_on_one_grid(q, sigma, delta):
     tolerance = 1e-4 if q < 1 else 5e-4
     for count in (1, 30, 317):
         by_hand = quick_epsilon({SampledGaussian(q, sigma): count}, delta, "pld")
-        assert by_hand == pytest.approx(pld.epsilon([(q, sigma, count)], delta), rel=tolerance)
+        assert by_hand == pytest.approx(pld.pld_epsilon([(q, sigma, count)], delta), rel=tolerance)
 
 
 def test_the_quick_one_keeps_to_the_accountant():

@@ -50,7 +50,7 @@ def test_a_sum_of_shares_has_the_law_that_is_accounted_for(honest, units):
         exact = summed(places, deviations)
         for value in (-3, -1, 0, 1, 2):
             off = abs(exact[value + REACH] - reference(places, deviations, value))
-            assert off <= shares.distance(units, honest) + 1e-13
+            assert off <= shares.distribution_error(units, honest) + 1e-13
 
 
 def test_the_laws_differ_where_shares_are_too_small():
@@ -79,21 +79,23 @@ def test_the_exact_hockey_stick_is_below_the_gaussians(honest, units):
             gaussian = ndtr(m / 2 - epsilon / m) - math.exp(epsilon) * ndtr(-m / 2 - epsilon / m)
             for one, other in ((p, q), (q, p)):
                 exact = float(np.maximum(one - math.exp(epsilon) * other, 0).sum())
-                slack = (1 + math.exp(epsilon)) * len(N) * shares.distance(units, honest) / 2
+                slack = (
+                    (1 + math.exp(epsilon)) * len(N) * shares.distribution_error(units, honest) / 2
+                )
                 assert exact <= gaussian + slack + 1e-12
 
 
-def test_what_is_taken_off_delta_is_enough_for_any_run_that_is_let_in():
+def test_delta_allowance_covers_every_admitted_run():
     shares.check_added_delta(8.0, 100, 1e9)
-    assert shares.added_delta(1.0, shares.UNITS, 9, 1e10) <= shares.ADDED_DELTA
+    assert shares.added_delta(1.0, shares.SHARE_DEVIATION, 9, 1e10) <= shares.ADDED_DELTA
     # An ε that is stated beside the promise, as of a person, is covered, or it is no bound.
-    assert shares.added_delta(10.0, shares.UNITS, 100, 1e9) <= shares.ADDED_DELTA
+    assert shares.added_delta(10.0, shares.SHARE_DEVIATION, 100, 1e9) <= shares.ADDED_DELTA
     assert shares.added_delta(1.0, 1.0, 9, 1e10) > 1
     for bad in ((300.0, 9, 1e9), (1e6, 9, 1.0), (8.0, 9, 1e18)):
         with pytest.raises(InputError, match="expected at most 1e-15"):
             shares.check_added_delta(*bad)
     with pytest.raises(InputError, match=r"units is 0\.4"):
-        shares.distance(0.4, 3)
+        shares.distribution_error(0.4, 3)
     for bad in (math.nan, -1.0, 0.0):
         with pytest.raises(InputError):
             shares.added_delta(bad, 4.0, 3, 10.0)
@@ -109,9 +111,9 @@ def test_what_is_covered_pays_for_the_laws_distance(mu, delta, budget):
         return ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon) * ndtr(-mu / 2 - epsilon / mu)
 
     def price(left):
-        return gaussian.epsilon(mu, left)
+        return gaussian.gaussian_epsilon(mu, left)
 
-    found = shares.covered(price, delta, budget, 1e9)
+    found = shares.cover(price, delta, budget, 1e9)
     distance = shares.ADDED_DELTA / (1 + math.exp(max(budget, shares.COVERED)))
     if found < 1e9:
         assert hockey_stick(found) + (1 + math.exp(found)) * distance <= delta * (1 + 1e-9)
@@ -123,13 +125,13 @@ def test_what_is_covered_pays_for_the_laws_distance(mu, delta, budget):
 
 def test_no_finite_price_leaves_what_a_share_costs_alone():
     for price in (math.inf, 1e6, math.nan):
-        assert shares.covered(lambda _, price=price: price, 1e-5, 8.0, 99.0) == 99.0
+        assert shares.cover(lambda _, price=price: price, 1e-5, 8.0, 99.0) == 99.0
 
 
 @pytest.mark.parametrize("honest", [1, 2, 7, 99])
 def test_a_share_alone_has_its_own_noise(honest):
     event = SampledGaussian(0.05, 2.8391)
-    own = shares.alone(event, honest)
+    own = shares.own_share_event(event, honest)
     assert own.q == event.q
     assert own.sigma**2 * honest == pytest.approx(event.sigma**2, rel=1e-14)
     assert own.sigma * math.sqrt(honest) < event.sigma

@@ -11,12 +11,12 @@ import pytest
 from fedpact.errors import InputError
 from fedpact.theory.tau import (
     Drift,
-    allowed,
+    allowed_iterations,
     best_tau,
     even_split,
+    gradient_spread,
     longest,
     objective,
-    spread,
     tau_by_kappa,
 )
 
@@ -71,15 +71,15 @@ def test_h_vanishes_with_the_smoothness_and_with_the_spread():
 def test_an_h_beyond_float64_is_infeasible_and_not_an_error():
     drift = Drift(1.0, 1.0, 1e200, 1.0)
     assert drift.h(5)[-1] == math.inf
-    assert best_tau(drift, 1e300, allowed(1000, 10), 100) in (1, 2)
-    assert objective(drift, 1.0, allowed(1000, 10), 5) == math.inf
-    assert tau_by_kappa(drift, allowed(1000, 10), 100)[-1] == (1, 0.0)
+    assert best_tau(drift, 1e300, allowed_iterations(1000, 10), 100) in (1, 2)
+    assert objective(drift, 1.0, allowed_iterations(1000, 10), 5) == math.inf
+    assert tau_by_kappa(drift, allowed_iterations(1000, 10), 100)[-1] == (1, 0.0)
 
 
 def test_the_spread_is_the_divergence_and_the_noise():
     # Lemma 3: E‖N(0, s² I_d)‖ <= s sqrt(d), which the paper doubles.
-    assert spread(0.3, 4, 0.25) == pytest.approx(0.3 + 2 * 2 * 0.25)
-    assert spread(0.3, 4, 0.0) == 0.3
+    assert gradient_spread(0.3, 4, 0.25) == pytest.approx(0.3 + 2 * 2 * 0.25)
+    assert gradient_spread(0.3, 4, 0.0) == 0.3
 
 
 # ---------------------------------------------------------------- the argmin
@@ -95,16 +95,16 @@ def test_tau_lies_between_one_and_the_even_split():
     rng = random.Random(3)
     for _ in range(200):
         left, rounds = rng.randrange(1, 3000), rng.randrange(1, 500)
-        tau = best_tau(drawn(rng), 10 ** rng.uniform(-4, 4), allowed(left, rounds), 100)
+        tau = best_tau(drawn(rng), 10 ** rng.uniform(-4, 4), allowed_iterations(left, rounds), 100)
         assert 1 <= tau <= math.ceil(left / rounds)
 
 
-def test_a_large_kappa_is_the_even_split_and_a_small_one_gives_one():
+def test_large_kappa_splits_evenly_and_small_kappa_gives_1():
     rng = random.Random(4)
     for _ in range(50):
         drift, left, rounds = drawn(rng), rng.randrange(1, 900), rng.randrange(10, 500)
         most = rng.randrange(1, 101)
-        total = allowed(left, rounds)
+        total = allowed_iterations(left, rounds)
         # T(τ) decides alone once ρh/(τκ) is below η/R_c.
         kappa = 1 + 10 * left * float(drift.cost(100).max()) / drift.learning_rate
         if kappa < 1e200:
@@ -115,10 +115,12 @@ def test_a_large_kappa_is_the_even_split_and_a_small_one_gives_one():
 @pytest.mark.parametrize(("left", "rounds"), [(1585, 317), (177, 158), (10, 3), (7, 7), (5, 9)])
 def test_the_even_split_is_the_rounded_up_quotient(left, rounds):
     for most in (1, 2, 4, 100):
-        assert even_split(allowed(left, rounds), most) == min(math.ceil(left / rounds), most)
-        assert best_tau(Drift(0.5, 1, 0.1, 1), EVEN, allowed(left, rounds), most) == even_split(
-            allowed(left, rounds), most
+        assert even_split(allowed_iterations(left, rounds), most) == min(
+            math.ceil(left / rounds), most
         )
+        assert best_tau(
+            Drift(0.5, 1, 0.1, 1), EVEN, allowed_iterations(left, rounds), most
+        ) == even_split(allowed_iterations(left, rounds), most)
 
 
 def test_as_many_rounds_as_iterations_give_one():
@@ -126,11 +128,14 @@ def test_as_many_rounds_as_iterations_give_one():
     for _ in range(50):
         left = rng.randrange(1, 2000)
         rounds = left + rng.randrange(0, 50)
-        assert best_tau(drawn(rng), 10 ** rng.uniform(-3, 9), allowed(left, rounds), 100) == 1
+        assert (
+            best_tau(drawn(rng), 10 ** rng.uniform(-3, 9), allowed_iterations(left, rounds), 100)
+            == 1
+        )
 
 
 def test_nothing_left_gives_one():
-    for total in (allowed(0, 10), allowed(10, 0)):
+    for total in (allowed_iterations(0, 10), allowed_iterations(10, 0)):
         assert best_tau(Drift(0.5, 1, 0.1, 1), 1.0, total, 100) == 1
         assert even_split(total, 100) == 1
         assert objective(Drift(0.5, 1, 0.1, 1), 1.0, total, 1) == math.inf
@@ -142,7 +147,10 @@ def test_brute_force_over_g_in_sixty_digits():
     seen = set()
     for _ in range(40):
         drift, kappa = drawn(rng), 10 ** rng.uniform(-2, 5)
-        total, most = allowed(rng.randrange(50, 2000), rng.randrange(5, 200)), rng.randrange(2, 60)
+        total, most = (
+            allowed_iterations(rng.randrange(50, 2000), rng.randrange(5, 200)),
+            rng.randrange(2, 60),
+        )
         values = {t: exact_g(drift, kappa, total(t), t) for t in range(1, most + 1)}
         tau = best_tau(drift, kappa, total, most)
         assert values[tau] == min(values.values())
@@ -153,7 +161,7 @@ def test_brute_force_over_g_in_sixty_digits():
 
 def test_phi_and_lambda_enter_the_argmin_by_their_product_alone():
     # G(τ) of the paper with φ and λ of their own: 1/(T (ηφ - ρh/(τλ²))) + sqrt(3)/3.
-    drift, total, kappa = Drift(0.5, 2.0, 0.3, 1.5), allowed(900, 60), 40.0
+    drift, total, kappa = Drift(0.5, 2.0, 0.3, 1.5), allowed_iterations(900, 60), 40.0
     for phi in (0.01, 1.0, 30.0):
         square = kappa / phi
         for tau in (1, 4, 9):
@@ -164,12 +172,12 @@ def test_phi_and_lambda_enter_the_argmin_by_their_product_alone():
 
 def test_rounds_may_cost_more_with_more_local_iterations():
     # 100 s; a round takes 1 s and 0.1 s an iteration: τ · 100/(1 + τ/10) is 500 at τ = 10.
-    total = allowed(500, lambda tau: 100 / (1 + tau / 10))
+    total = allowed_iterations(500, lambda tau: 100 / (1 + tau / 10))
     assert even_split(total, 100) == 10
     assert best_tau(Drift(0.5, 1, 0.1, 1), EVEN, total, 100) == 10
 
 
-def test_no_round_is_longer_than_twice_the_last_nor_than_a_hundred():
+def test_rounds_at_most_double_and_stay_below_100():
     assert [longest(tau) for tau in (1, 7, 50, 51, 400)] == [2, 14, 100, 100, 100]
 
 
@@ -181,7 +189,7 @@ def test_the_sensitivity_is_exact():
     rng = random.Random(7)
     for _ in range(30):
         drift, most = drawn(rng), rng.randrange(2, 101)
-        total = allowed(rng.randrange(50, 2000), rng.randrange(5, 200))
+        total = allowed_iterations(rng.randrange(50, 2000), rng.randrange(5, 200))
         found = tau_by_kappa(drift, total, most)
         taus, edges = [tau for tau, _ in found], [k for _, k in found]
         assert taus == sorted(set(taus), reverse=True)
@@ -201,18 +209,18 @@ def test_the_sensitivity_is_exact():
         lambda: Drift(0.1, 1, -1, 1),
         lambda: Drift(0.1, 1, 1, math.inf),
         lambda: Drift(0.1, 1, 1, 1).h(0),
-        lambda: spread(-1.0, 4, 0.1),
-        lambda: spread(1.0, 0, 0.1),
+        lambda: gradient_spread(-1.0, 4, 0.1),
+        lambda: gradient_spread(1.0, 0, 0.1),
         lambda: longest(0),
-        lambda: allowed(-1, 3),
-        lambda: allowed(10, math.nan),
-        lambda: allowed(10, lambda tau: math.nan)(1),
-        lambda: best_tau(Drift(0.1, 1, 1, 1), 0.0, allowed(10, 3), 5),
-        lambda: best_tau(Drift(0.1, 1, 1, 1), math.nan, allowed(10, 3), 5),
+        lambda: allowed_iterations(-1, 3),
+        lambda: allowed_iterations(10, math.nan),
+        lambda: allowed_iterations(10, lambda tau: math.nan)(1),
+        lambda: best_tau(Drift(0.1, 1, 1, 1), 0.0, allowed_iterations(10, 3), 5),
+        lambda: best_tau(Drift(0.1, 1, 1, 1), math.nan, allowed_iterations(10, 3), 5),
         lambda: best_tau(Drift(0.1, 1, 1, 1), 1.0, lambda tau: -1.0, 5),
-        lambda: best_tau(Drift(0.1, 1, 1, 1), 1.0, allowed(10, 3), 0),
-        lambda: even_split(allowed(10, 3), 0),
-        lambda: objective(Drift(0.1, 1, 1, 1), 1.0, allowed(10, 3), 2, phi=0.0),
+        lambda: best_tau(Drift(0.1, 1, 1, 1), 1.0, allowed_iterations(10, 3), 0),
+        lambda: even_split(allowed_iterations(10, 3), 0),
+        lambda: objective(Drift(0.1, 1, 1, 1), 1.0, allowed_iterations(10, 3), 2, phi=0.0),
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong):

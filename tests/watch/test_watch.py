@@ -18,7 +18,7 @@ from fedpact.errors import DataError, InputError
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
 from fedpact.watch import command, metrics, serving
-from fedpact.watch.snapshot import look
+from fedpact.watch.snapshot import take_snapshot
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def finished(tmp_path_factory):
 @pytest.fixture
 def page(finished):
     """The page's server for a finished run, and `get(path, **headers)`."""
-    with serving.server(finished.folder) as server:
+    with serving.create_server(finished.folder) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
 
@@ -88,7 +88,7 @@ class Links(HTMLParser):
         self.found += [value for name, value in attrs if name in ("src", "href", "action")]
 
 
-def test_nothing_is_asked_of_elsewhere_and_nobody_elsewhere_is_answered(page):
+def test_page_loads_nothing_external_and_serves_no_other_host(page):
     answer = page.get("")
     links = Links()
     links.feed(answer.body)
@@ -106,7 +106,7 @@ def test_a_round_that_is_being_written_is_left_for_the_next_look(finished, tmp_p
     (tmp_path / "plan.json").write_text((finished.folder / "plan.json").read_text())
     whole = RoundRecord(round=1, bytes_up=5, refused={"a": "absent"}).to_json()
     (tmp_path / "rounds.jsonl").write_text(f"{whole}\n{whole[:9]}")
-    told = look(tmp_path)
+    told = take_snapshot(tmp_path)
     assert (told["round"], told["bytes_up"], told["status"]) == (1, 5, "running")
     assert told["name"] == tmp_path.name
 
@@ -118,7 +118,7 @@ def test_an_epsilon_that_no_number_bounds_is_shown_as_such(finished, tmp_path):
     (tmp_path / "plan.json").write_text((finished.folder / "plan.json").read_text())
     sites = {name: {"epsilon_reserved": told, "delta": 1e-5} for name, told in [("a", None)]}
     (tmp_path / "privacy.json").write_text(json.dumps({"private": True, "sites": sites}))
-    found = look(tmp_path)
+    found = take_snapshot(tmp_path)
     assert found["sites"]["a"]["epsilon_spent"] == math.inf
     assert found["sites"]["a"]["epsilon_reserved"] == math.inf
     assert found["sites"]["b"]["epsilon_reserved"] is None
@@ -127,7 +127,7 @@ def test_an_epsilon_that_no_number_bounds_is_shown_as_such(finished, tmp_path):
     assert told["fedpact_epsilon_spent", labels] == math.inf
     done = CliRunner().invoke(app, ["watch", str(tmp_path), "--once"])
     assert "a: ε ∞" in done.stdout
-    assert json.loads(serving.encoded(found))["sites"]["a"]["epsilon_spent"] == "inf"
+    assert json.loads(serving.encode_json(found))["sites"]["a"]["epsilon_spent"] == "inf"
 
 
 def test_an_accuracy_that_no_site_would_release_is_marked(finished, page):
@@ -146,15 +146,15 @@ def test_an_accuracy_that_no_site_would_release_is_marked(finished, page):
 
 def test_once_json_and_what_is_no_run(finished, tmp_path):
     done = CliRunner().invoke(app, ["watch", str(finished.folder), "--json"])
-    assert json.loads(done.stdout) == look(finished.folder)
+    assert json.loads(done.stdout) == take_snapshot(finished.folder)
     done = CliRunner().invoke(app, ["watch", str(finished.folder), "--once"])
     assert "round 2 of 2" in done.stdout
     with pytest.raises(DataError, match="holds no run"):
-        look(tmp_path)
-    with serving.server(finished.folder) as server:
+        take_snapshot(tmp_path)
+    with serving.create_server(finished.folder) as server:
         taken = server.server_address[1]
         with pytest.raises(InputError, match=f"--port {taken}"):
-            serving.server(finished.folder, taken)
+            serving.create_server(finished.folder, taken)
 
 
 def test_ctrl_c_ends_it_without_a_traceback(finished, monkeypatch, capsys):
@@ -176,4 +176,4 @@ def test_labels_are_escaped_and_infinity_has_a_name():
     assert found["fedpact_epsilon_spent", (("run", "r"), ("site", 'a\\"b\\\\c'))] == float("inf")
     assert found["fedpact_refusals_total", (("code", "budget"), ("run", "r"),
                                             ("site", 'a\\"b\\\\c'))] == 2  # fmt: skip
-    assert json.loads(serving.encoded(told))["ledger"]["r"]["epsilon_spent"] == "inf"
+    assert json.loads(serving.encode_json(told))["ledger"]["r"]["epsilon_spent"] == "inf"

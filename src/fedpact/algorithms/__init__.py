@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedpact.errors import PlanError, nearest
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Bounds, Opening, Oracle, Range, Terms
+from fedpact.privacy.oracle import Opening, Oracle, Range, ReplyBounds, Terms
 
 
 @dataclass(frozen=True)
@@ -164,14 +164,14 @@ class Algorithm(Protocol):
         """Return what every site is told: "w" [d] and whatever else crosses the wire."""
         ...
 
-    def asked(self, settings: Any) -> dict[str, Range]:
+    def task_numbers(self, settings: Any) -> dict[str, Range]:
         """Return the numbers that a task may carry, each in its range; any of them may be absent.
 
         A site refuses a task with others. Its vectors are those of `task`, always.
         """
         ...
 
-    def bounds(self, task: Task, terms: Terms, settings: Any) -> Bounds:
+    def bounds(self, task: Task, terms: Terms, settings: Any) -> ReplyBounds:
         """Return what an honest reply to the task can be, of a site with these terms.
 
         Every vector and every number that `local` sends is named in it: what follows from the terms

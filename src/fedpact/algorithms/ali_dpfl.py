@@ -34,7 +34,7 @@ from fedpact.algorithms import BaseSettings, Neutral, fedavg
 from fedpact.control import Ali, Controller
 from fedpact.local import weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms
+from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms
 
 NEUTRAL: Neutral | None = Neutral(
     parent="fedavg", settings={"most_local_steps": 1}, parent_settings={"local_steps": 1}
@@ -51,17 +51,17 @@ class Settings(BaseSettings, Ali):
 
     @property
     def controlled(self) -> bool:
-        """See algorithms.BaseSettings."""
+        """Whether τ follows what is left of the budgets; see methods.Method."""
         return True
 
     @property
     def total_iterations(self) -> int | None:
-        """See algorithms.BaseSettings."""
+        """Of a controlled τ: the local iterations of all rounds together; None: what σ allows."""
         return self.iterations
 
     @property
     def unprotected(self) -> bool:
-        """See algorithms.BaseSettings."""
+        """Whether it lets exact numbers out of the sites, so that no run with it is private."""
         return self.estimator == "raw"
 
     @property
@@ -77,7 +77,7 @@ def channels(settings: Settings) -> dict[str, float]:
 
 
 def steps(settings: Settings, state: State | None = None) -> int:
-    """See algorithms.Algorithm; 0 where the iterations are used up."""
+    """Return the local iterations τ of the next round; 0 where the iterations are used up."""
     return settings.controller.steps(state)
 
 
@@ -91,12 +91,12 @@ def task(state: State, settings: Settings) -> State:
     return settings.controller.task(state, lambda rest: rest)
 
 
-def asked(settings: Settings) -> dict[str, Range]:
+def task_numbers(settings: Settings) -> dict[str, Range]:
     """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
-    return settings.controller.asked({})
+    return settings.controller.task_numbers({})
 
 
-def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
     """Bounds at the top; see algorithms.Algorithm."""
     solver = fedavg.Settings(learning_rate=settings.learning_rate)
     return settings.controller.bounds(task, terms, fedavg.bounds(task, terms, solver))

@@ -9,7 +9,7 @@ Symbols   paper  code           meaning, unit or range                        wh
 Client    w_i ← w;  τ times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own
 Server    w ← Σ p_i w_i
 Releases  τ gradient sums: τ events
-Bounds    w_i - w̄ = -η Σ g: at most η τ M C + η sqrt(τ) s (sqrt(d) + 9); see privacy.reach
+ReplyBounds    w_i - w̄ = -η Σ g: at most η τ M C + η sqrt(τ) s (sqrt(d) + 9); see privacy.reach
 Neutral   nothing: FedAvg is what others reduce to
 Differs   Poisson batches, divided by their expected size, where the paper runs epochs over shuffled
           batches; a fixed number of sites (sites_per_round) in place of a fraction C, by default
@@ -25,7 +25,7 @@ from torch import Tensor
 from fedpact.algorithms import BaseSettings, Neutral
 from fedpact.local import round_steps, sgd, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms, reach
+from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms, reach
 
 NEUTRAL: Neutral | None = None
 
@@ -39,7 +39,7 @@ class Settings(BaseSettings):
 
     @property
     def needs_own_noise(self) -> str:
-        """See BaseSettings."""
+        """Why noise that sites share out would not protect it; empty where it would."""
         if self.local_steps == 1:
             return ""
         return (
@@ -72,19 +72,19 @@ def task(state: State, settings: Settings) -> State:
     return state
 
 
-def asked(settings: Settings) -> dict[str, Range]:
+def task_numbers(settings: Settings) -> dict[str, Range]:
     """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
     del settings
     return {}
 
 
-def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
     """Bounds at the top; see algorithms.Algorithm."""
     steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
-    return Bounds({"w": moved(task, terms, steps, rate)}, {}, steps)
+    return ReplyBounds({"w": bound_movement(task, terms, steps, rate)}, {}, steps)
 
 
-def moved(task: Task, terms: Terms, steps: int, rate: float) -> float:
+def bound_movement(task: Task, terms: Terms, steps: int, rate: float) -> float:
     """Return how far `steps` steps of SGD of length `rate` go at most from the task's w."""
     d = len(task.vectors["w"])
     return reach.gradient(terms).longest(d, rate * steps, rate * rate * steps)

@@ -12,7 +12,8 @@ Client    w_i ← w̄;  τ times: w_i ← w_i - η (g(w_i) - h_i + α (w_i - w̄
           h_i ← h_i - α (w_i - w̄), from h_i = 0
           upload u_i = w_i - h_i/α
 Server    w ← Σ p_i u_i, which is Σ p_i w_i - h/α with the paper's h = Σ p_i h_i
-Bounds    with a = 1 - ηα, |a| < 1, and g_j the gradients that the site has released, last first:
+ReplyBounds    with a = 1 - ηα, |a| < 1, and g_j the gradients that the site has released, last
+first:
           h_i = αη Σ_j a^j g_j,  w_i - w̄ = ((1 - a^τ) h_i - αη Σ_{j<τ} a^j g_j)/α, so
           u_i - w̄ = η ((1 - 2a^τ) Σ_{j>=0} a^j g_{τ+j} - 2 Σ_{j<τ} a^j g_j); see privacy.reach
 Releases  τ gradient sums: τ events. u_i and h_i follow from them and cost nothing further
@@ -39,21 +40,21 @@ import torch
 from pydantic import Field
 
 from fedpact.algorithms import EVEN_IS_NOT_SUMMED, Neutral, Summed, fedprox
-from fedpact.algorithms.fedavg import asked, channels, init, steps, task
-from fedpact.local import Aggregation, proximal_sgd, round_steps, weighed, weighted_mean
+from fedpact.algorithms.fedavg import channels, init, steps, task, task_numbers
+from fedpact.local import Aggregation, proximal_sgd, round_steps, weigh_replies, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Bounds, Oracle, Terms, reach
+from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
 
 __all__ = [
     "NEUTRAL",
     "Settings",
-    "asked",
     "bounds",
     "channels",
     "init",
     "local",
     "steps",
     "task",
+    "task_numbers",
     "update",
 ]
 
@@ -76,11 +77,11 @@ class Settings(fedprox.Settings):
 
     @property
     def summed(self) -> Summed:
-        """See algorithms.BaseSettings."""
+        """What secure aggregation has to leave of single replies: by default their sizes only."""
         return Summed() if self.aggregation == "size" else EVEN_IS_NOT_SUMMED
 
 
-def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
     """Bounds at the top; see algorithms.Algorithm."""
     steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
     a = 1 - rate * settings.proximal
@@ -91,7 +92,7 @@ def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
         return rate**power * (old**power * ever + 2**power * now)
 
     longest = reach.gradient(terms).longest(len(task.vectors["w"]), both(1), both(2))
-    return Bounds({"w": longest}, {}, steps)
+    return ReplyBounds({"w": longest}, {}, steps)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
@@ -107,4 +108,4 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
     """Server at the top; see algorithms.Algorithm."""
     del state
-    return weighted_mean(weighed(replies, settings.aggregation))
+    return weighted_mean(weigh_replies(replies, settings.aggregation))

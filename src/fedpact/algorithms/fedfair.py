@@ -13,7 +13,7 @@ Client    minimises F_i + (λ/2) Σ p_i (F_i - F)²; w_i ← w, then on each bat
 Server    w ← Σ p_i w_i,  F ← Σ p_i F_i(w_i);  as long as F is no finite number, λ counts as 0
 Releases  exact numbers: a plan refuses it where privacy.mode is not "none". The loss before each
           step would be a release of its own; fedfdp weighs records inside their clip instead
-Bounds    none: nothing is clipped, and sites of a plain run are the simulation's own
+ReplyBounds    none: nothing is clipped, and sites of a plain run are the simulation's own
 Neutral   λ = 0 gives fedavg, bit for bit
 Differs   The weight is clamped at 0, as fedfdp's: below it a step would climb.
           Poisson batches, divided by their expected size, for batch loss and gradient alike: the
@@ -32,7 +32,7 @@ from fedpact.algorithms import BaseSettings, Neutral
 from fedpact.fairness import FAIR_LOSS, WeightRule, weight
 from fedpact.local import round_steps, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Bounds, Opening, Oracle, Range, Terms
+from fedpact.privacy.oracle import Opening, Oracle, Range, ReplyBounds, Terms
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_weight": 0.0})
 
@@ -55,12 +55,12 @@ class Settings(BaseSettings):
 
     @property
     def opening(self) -> Opening:
-        """See algorithms.BaseSettings: F_i(w_i)."""
+        """Releases F_i(w_i) before the local steps."""
         return Opening(1.0, {"loss": 1.0})
 
     @property
     def plain_only(self) -> str:
-        """See algorithms.BaseSettings."""
+        """Why a private run of it is refused; empty where it is not."""
         return (
             "it weighs each step by the batch's exact loss; algorithm = 'fedfdp' is its private "
             "form"
@@ -91,16 +91,16 @@ def task(state: State, settings: Settings) -> State:
     return state
 
 
-def asked(settings: Settings) -> dict[str, Range]:
+def task_numbers(settings: Settings) -> dict[str, Range]:
     """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
     del settings
     return {"loss": FAIR_LOSS}
 
 
-def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
     """Bounds at the top; see algorithms.Algorithm."""
     del task, terms, settings
-    return Bounds({"w": math.inf}, {"loss": Range(-math.inf, math.inf)})
+    return ReplyBounds({"w": math.inf}, {"loss": Range(-math.inf, math.inf)})
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

@@ -27,7 +27,8 @@ Server    w ← Σ p_i w_i,  F ← Σ p_i F_i;  as long as F is no finite number
           and with loss_of = "common" the step of C_l, by Σ p_i b_i or F, is the server's
 Releases  gradient sum, clipped loss sum, and the count under "quantile": one joint event a step,
           charged whole at every step, though loss and count are asked for at the last alone
-Bounds    w_i as fedavg, as a record's weight stays within its clip; F_i as LossRelease has it, b_i
+ReplyBounds    w_i as fedavg, as a record's weight stays within its clip; F_i as LossRelease has it,
+b_i
           as privacy.reach
 Neutral   λ = 0 gives fedavg, bit for bit
 Differs   The weight is clamped at 0 from below: as printed, a contribution can be longer than C.
@@ -49,11 +50,11 @@ from torch import Tensor
 
 from fedpact.algorithms import BaseSettings, Neutral
 from fedpact.algorithms.fedavg import Settings as FedAvg
-from fedpact.algorithms.fedavg import moved
+from fedpact.algorithms.fedavg import bound_movement
 from fedpact.fairness import FairOracle, FairRelease, WeightRule, weighting
 from fedpact.local import round_steps, sgd, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms
+from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_weight": 0.0})
 
@@ -73,12 +74,12 @@ class Settings(FairRelease, BaseSettings):
 
     @property
     def weighs_records(self) -> bool:
-        """See algorithms.BaseSettings."""
+        """Whether records of a batch get unlike weights, which batch clipping has no place for."""
         return self.fairness_weight > 0
 
     @property
     def needs_own_noise(self) -> str:
-        """See BaseSettings."""
+        """Why noise that sites share out would not protect it; empty where it would."""
         return FedAvg(local_steps=self.local_steps).needs_own_noise or self.why_own_noise
 
 
@@ -104,16 +105,16 @@ def task(state: State, settings: Settings) -> State:
     return state
 
 
-def asked(settings: Settings) -> dict[str, Range]:
+def task_numbers(settings: Settings) -> dict[str, Range]:
     """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
     return settings.told
 
 
-def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
     """Bounds at the top; see algorithms.Algorithm."""
     steps = round_steps(task, settings.local_steps)
-    longest = moved(task, terms, steps, settings.learning_rate)
-    return Bounds({"w": longest}, settings.ranges(terms), steps)
+    longest = bound_movement(task, terms, steps, settings.learning_rate)
+    return ReplyBounds({"w": longest}, settings.ranges(terms), steps)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

@@ -10,7 +10,7 @@ Client    w_i ← w̄;  τ times: w_i ← w_i - η (g(w_i) + μ (w_i - w̄)), g 
           steps on F_i(w) + (μ/2)‖w - w̄‖²                                     (2)
 Server    w ← Σ p_i w_i
 Releases  τ gradient sums: τ events
-Bounds    w_i - w̄ = -η Σ_j a^j g_{τ-j} over j < τ, a = 1 - ημ, |a| <= 1; see privacy.reach
+ReplyBounds    w_i - w̄ = -η Σ_j a^j g_{τ-j} over j < τ, a = 1 - ημ, |a| <= 1; see privacy.reach
 Neutral   μ = 0 gives fedavg, bit for bit
 Differs   τ steps for every site, where the paper solves to a local inexactness γ_i; sites all take
           part with weights p_i, where it samples them by p_i and averages evenly.
@@ -25,22 +25,22 @@ from typing import ClassVar, Self
 from pydantic import Field, model_validator
 
 from fedpact.algorithms import Neutral, fedavg
-from fedpact.algorithms.fedavg import asked, channels, init, steps, task, update
+from fedpact.algorithms.fedavg import channels, init, steps, task, task_numbers, update
 from fedpact.errors import PlanError
 from fedpact.local import proximal_sgd, round_steps
 from fedpact.messages import Local, State, Task
-from fedpact.privacy.oracle import Bounds, Oracle, Terms, reach
+from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
 
 __all__ = [
     "NEUTRAL",
     "Settings",
-    "asked",
     "bounds",
     "channels",
     "init",
     "local",
     "steps",
     "task",
+    "task_numbers",
     "update",
 ]
 
@@ -65,14 +65,14 @@ class Settings(fedavg.Settings):
         return self
 
 
-def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
     """Bounds at the top; see algorithms.Algorithm."""
     steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
     shrinks = abs(1 - rate * settings.proximal)
     total = rate * reach.geometric(shrinks, steps)
     squares = rate * rate * reach.geometric(shrinks**2, steps)
     longest = reach.gradient(terms).longest(len(task.vectors["w"]), total, squares)
-    return Bounds({"w": longest}, {}, steps)
+    return ReplyBounds({"w": longest}, {}, steps)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

@@ -21,7 +21,8 @@ Client    h(w) = (μ/2)‖w - w̄‖²,  prox(x) = (x + ημ w̄)/(1 + ημ)
 Server    w ← Σ p_i w_i
 Releases  v⁰: one gradient sum over the opening, an event of its own; then up to τ sums of
           gradient differences (sgd: of gradients), an event each
-Bounds    with e_t = w_t - w̄, m_t = ‖w_t - w_{t-1}‖, b = 1/(1 + ημ) and the bounds V on ‖v⁰‖, G on a
+ReplyBounds    with e_t = w_t - w̄, m_t = ‖w_t - w_{t-1}‖, b = 1/(1 + ημ) and the bounds V on ‖v⁰‖,
+G on a
           gradient, K R m on a difference over a movement m (R: of one that is clipped to 1):
           sarah  m_{t+1} <= b (1 + ηKR) m_t, m_1 <= bηV, ‖e‖ <= Σ m_t
           svrg   ‖e_{t+1}‖ <= b ((1 + ηKR) ‖e_t‖ + ηV)
@@ -63,7 +64,7 @@ from torch import Tensor
 from fedpact.algorithms import BaseSettings, Neutral
 from fedpact.local import round_steps, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Batch, Bounds, Opening, Oracle, Range, Terms, reach
+from fedpact.privacy.oracle import Batch, Opening, Oracle, Range, ReplyBounds, Terms, reach
 
 NEUTRAL: Neutral | None = None
 
@@ -96,12 +97,12 @@ class Settings(BaseSettings):
 
     @property
     def step_size(self) -> float:
-        """η."""
+        """The step size η."""
         return self.learning_rate or 1 / (self.step_divisor * self.smoothness)
 
     @property
     def opening(self) -> Opening:
-        """See algorithms.BaseSettings: v⁰."""
+        """Releases the anchor gradient v⁰ before the local steps."""
         return Opening(self.opening_rate, {"gradient": self.opening_noise})
 
 
@@ -128,24 +129,24 @@ def task(state: State, settings: Settings) -> State:
     return state
 
 
-def asked(settings: Settings) -> dict[str, Range]:
+def task_numbers(settings: Settings) -> dict[str, Range]:
     """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
     del settings
     return {}
 
 
-def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
     """Bounds at the top; see algorithms.Algorithm."""
     steps, w = round_steps(task, settings.local_steps), task.vectors["w"]
     eta, shrinks, d = settings.step_size, 1 / (1 + settings.step_size * settings.proximal), len(w)
     # What w's rounding moves is amplified like any movement.
-    ulps, center = 4 * torch.finfo(w.dtype).eps, reach.distance(w, None)
+    ulps, center = 4 * torch.finfo(w.dtype).eps, reach.measure_distance(w, None)
     far = moved = shrinks * eta * reach.gradient(terms.opening).longest(d) + ulps * center
     if settings.solver == "sgd":
         grows, each = 1.0, shrinks * eta * reach.gradient(terms).longest(d)
     else:
         bound = settings.difference_bound or settings.smoothness
-        grows, each = 1 + eta * bound * reach.difference(terms).longest(d), moved
+        grows, each = 1 + eta * bound * reach.bound_difference(terms).longest(d), moved
     longest = far
     for _ in range(steps):
         rounded = ulps * (center + far)
@@ -156,7 +157,7 @@ def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
             far = shrinks * grows * far + each + rounded
         # An early iterate may be what is sent, and sgd's first is the longest where V is large.
         longest = max(longest, far)
-    return Bounds({"w": longest}, {}, steps)
+    return ReplyBounds({"w": longest}, {}, steps)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

@@ -13,7 +13,8 @@ Server    w ← w - η_t Σ ω_k g_k
           ω_k = (κ J_k/J + ν)/(v_k + κ)         aggregation "least_noise", Σ ω_k = 1
 Releases  one gradient a round: one event. The paper's is privacy.mode = "batch_clipped", with
           sensitivity 2C; per-sample clipping works as well
-Bounds    g_k: C + C σ_k (sqrt(d) + 9), or M C + ... with per-sample clipping; see privacy.reach.
+ReplyBounds    g_k: C + C σ_k (sqrt(d) + 9), or M C + ... with per-sample clipping; see
+privacy.reach.
           |J_k| and C²σ_k² are what the site's terms say
 Neutral   a constant step gives fedavg with τ = 1 where all q_k are equal, to rounding: fedavg
           averages w - η g_k
@@ -41,7 +42,7 @@ from fedpact.algorithms import BaseSettings, Neutral, Summed
 from fedpact.check import non_negative, positive
 from fedpact.local import weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms, reach
+from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms, reach
 from fedpact.theory.aggregation import least_noise, multiplier
 
 NEUTRAL: Neutral | None = Neutral(
@@ -69,12 +70,12 @@ class Settings(BaseSettings):
 
     @property
     def needs_own_noise(self) -> str:
-        """See BaseSettings."""
+        """Why noise that sites share out would not protect it; empty where it would."""
         return ""
 
     @property
     def summed(self) -> Summed:
-        """See algorithms.BaseSettings: J_k and v_k are public."""
+        """What secure aggregation has to leave of single replies: J_k and v_k are public."""
         if self.aggregation == "batch_size":
             return Summed("batch_size", ("batch_size", "noise_variance"))
         return Summed(
@@ -106,18 +107,18 @@ def task(state: State, settings: Settings) -> State:
     return State({"w": state.vectors["w"]})
 
 
-def asked(settings: Settings) -> dict[str, Range]:
+def task_numbers(settings: Settings) -> dict[str, Range]:
     """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
     del settings
     return {}
 
 
-def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
     """Bounds at the top; see algorithms.Algorithm."""
     del settings
     public = {"batch_size": terms.batch_size, "noise_variance": terms.noise_variance}
     longest = reach.gradient(terms).longest(len(task.vectors["w"]))
-    return Bounds({"gradient": longest}, {n: reach.about(v) for n, v in public.items()})
+    return ReplyBounds({"gradient": longest}, {n: reach.widen(v) for n, v in public.items()})
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
@@ -129,7 +130,8 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """See algorithms.Algorithm. The state's "noise_variance" is the aggregate's, a coordinate."""
+    """Return the server's next state. The state's "noise_variance" is the aggregate's, a
+    coordinate."""
     w, number = state.vectors["w"], int(state.numbers["round"]) + 1
     rate = settings.learning_rate / (number if settings.step_schedule == "inverse" else 1)
     public = _Public()

@@ -49,7 +49,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings, Neutral, fedavg
-from fedpact.algorithms.fedavg import asked, bounds, channels, init, steps, task, update
+from fedpact.algorithms.fedavg import bounds, channels, init, steps, task, task_numbers, update
 from fedpact.local import round_steps
 from fedpact.messages import Local, State, Task
 from fedpact.privacy.oracle import Oracle
@@ -57,13 +57,13 @@ from fedpact.privacy.oracle import Oracle
 __all__ = [
     "NEUTRAL",
     "Settings",
-    "asked",
     "bounds",
     "channels",
     "init",
     "local",
     "steps",
     "task",
+    "task_numbers",
     "update",
 ]
 
@@ -90,11 +90,11 @@ class Settings(fedavg.Settings):
 
     @property
     def needs_own_noise(self) -> str:
-        """See BaseSettings; fedavg's is none at τ = 1, but here w_i is remembered."""
+        """Why noise cannot be shared: w_i is remembered, so τ = 1 makes no exception here."""
         return BaseSettings().needs_own_noise
 
     def own_model(self, w: Tensor, memory: State) -> Tensor | None:
-        """See BaseSettings."""
+        """Return a site's own model [d], where each trains one; None where w is everybody's."""
         held = _held(w, memory, self, self.local_steps)
         return _averaged(held, memory, self)[0] if _averages(memory, self) else held
 

@@ -19,7 +19,7 @@ Server    with Δ_i = (w̄ - w_i)/η:  w ← w̄ - Σ p_i F_i^q Δ_i / Σ p_i (q
           w ← w̄ + (Σ a_i w_i - w̄) / (1 + (q/η) Σ a_i D_i/F_i)
 Releases  gradient sum, clipped loss sum, and the count under "quantile": one joint event a step,
           charged whole at every step, though loss and count are asked for at the first alone
-Bounds    w_i as fedavg; F_i as LossRelease has it; D_i from 0 to the square of w_i's bound
+ReplyBounds    w_i as fedavg; F_i as LossRelease has it; D_i from 0 to the square of w_i's bound
 Neutral   q = 0 gives fedavg, bit for bit
 Differs   D_i is freed of the energy of the gradients' noise, which would shorten every step the
           more the larger the model: τ η² d v_i, as far as the noise of one step does not bend the
@@ -40,22 +40,22 @@ import torch
 from pydantic import Field
 
 from fedpact.algorithms import BaseSettings, Neutral
-from fedpact.algorithms.fedavg import asked, init, moved, steps, task
+from fedpact.algorithms.fedavg import bound_movement, init, steps, task, task_numbers
 from fedpact.fairness import LossRelease
-from fedpact.local import Aggregation, round_steps, sgd, weighed, weighted_mean
+from fedpact.local import Aggregation, round_steps, sgd, weigh_replies, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Bounds, Oracle, Terms, reach
+from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
 
 __all__ = [
     "NEUTRAL",
     "Settings",
-    "asked",
     "bounds",
     "channels",
     "init",
     "local",
     "steps",
     "task",
+    "task_numbers",
     "update",
 ]
 
@@ -86,12 +86,14 @@ def channels(settings: Settings) -> dict[str, float]:
     return {"gradient": 1.0, **settings.loss_channels}
 
 
-def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
     """Bounds at the top; see algorithms.Algorithm."""
     steps = round_steps(task, settings.local_steps)
-    found = Bounds({"w": moved(task, terms, steps, settings.learning_rate)}, {}, steps)
+    found = ReplyBounds(
+        {"w": bound_movement(task, terms, steps, settings.learning_rate)}, {}, steps
+    )
     far = found.longest("w", task.vectors)
-    numbers = {"loss": settings.loss_range(terms), "moved": reach.within(0.0, far * far)}
+    numbers = {"loss": settings.loss_range(terms), "moved": reach.range_between(0.0, far * far)}
     return replace(found, numbers=numbers)
 
 
@@ -103,7 +105,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     batches = oracle.batches(1, *channels(settings))
     batch = next(batches)
     w = start.add(batch.gradient(start), alpha=-rate)
-    loss, bound = settings.released(batch, start, bound)
+    loss, bound = settings.release(batch, start, bound)
     if steps > 1:
         w = sgd(oracle, w, steps - 1, rate)
     energy = steps * rate**2 * len(w) * oracle.noise_variance
@@ -114,7 +116,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
     """Server at the top; see algorithms.Algorithm."""
-    fair = _fair(weighed(replies, settings.aggregation), settings)
+    fair = _fair(weigh_replies(replies, settings.aggregation), settings)
     mean = weighted_mean(fair, numbers=("stretch",))
     stretch = settings.fairness_exponent / settings.learning_rate * mean.numbers["stretch"]
     return State({"w": torch.lerp(state.vectors["w"], mean.vectors["w"], 1 / (1 + stretch))})

@@ -13,7 +13,7 @@ Client    w_i ← w̄;  τ times: w_i ← w_i - η (g(w_i) - c_i + c), g on a Po
           upload u_i = w̄ - τη c_i: w_i without its corrections
           A site without c_i, in its first round, takes c for it: these are fedavg's steps
 Server    w ← Σ p_i u_i,  c ← (w̄ - w)/(τη), which is Σ p_i c_i
-Bounds    u_i - w̄ = -η Σ g, whatever c and c_i are: fedavg's; local_steps is the round's τ
+ReplyBounds    u_i - w̄ = -η Σ g, whatever c and c_i are: fedavg's; local_steps is the round's τ
 Releases  τ gradient sums: τ events. c_i is their mean and costs nothing further
 Neutral   τ = 1 gives fedavg, bit for bit
 Differs   u_i goes up, where the paper sends the changes of w_i and c_i: down 2d numbers, up d.
@@ -39,21 +39,21 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import EVEN_IS_NOT_SUMMED, Neutral, Summed, fedavg
-from fedpact.algorithms.fedavg import asked, channels, moved, steps, task
-from fedpact.local import Aggregation, round_steps, weighed, weighted_mean
+from fedpact.algorithms.fedavg import bound_movement, channels, steps, task, task_numbers
+from fedpact.local import Aggregation, round_steps, weigh_replies, weighted_mean
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Bounds, Oracle, Terms, reach
+from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
 
 __all__ = [
     "NEUTRAL",
     "Settings",
-    "asked",
     "bounds",
     "channels",
     "init",
     "local",
     "steps",
     "task",
+    "task_numbers",
     "update",
 ]
 
@@ -75,7 +75,7 @@ class Settings(fedavg.Settings):
 
     @property
     def summed(self) -> Summed:
-        """See algorithms.BaseSettings."""
+        """What secure aggregation has to leave of single replies: by default their sizes only."""
         return Summed() if self.aggregation == "size" else EVEN_IS_NOT_SUMMED
 
 
@@ -85,11 +85,11 @@ def init(w: Tensor, settings: Settings) -> State:
     return State({"w": w, "c": torch.zeros_like(w)})
 
 
-def bounds(task: Task, terms: Terms, settings: Settings) -> Bounds:
+def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
     """Bounds at the top; see algorithms.Algorithm."""
     steps = round_steps(task, settings.local_steps)
-    longest = moved(task, terms, steps, settings.learning_rate)
-    return Bounds({"w": longest}, {"local_steps": reach.about(steps)}, steps)
+    longest = bound_movement(task, terms, steps, settings.learning_rate)
+    return ReplyBounds({"w": longest}, {"local_steps": reach.widen(steps)}, steps)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
@@ -109,7 +109,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
     """Server at the top; see algorithms.Algorithm."""
-    replies = weighed(replies, settings.aggregation)
+    replies = weigh_replies(replies, settings.aggregation)
     mean = weighted_mean(replies, numbers=("local_steps",))
     w, steps = mean.vectors["w"], mean.numbers["local_steps"]
     c = torch.sub(state.vectors["w"], w).div_(settings.learning_rate * steps)

@@ -65,7 +65,7 @@ def one_run_epsilon(
     return _largest(lambda e: one_run_p_value(canaries, guesses, correct, e, delta) <= level)
 
 
-def refuted(
+def refutes(
     lost: Callable[[float], float], canaries: int, guesses: int, correct: int, level: float
 ) -> bool:
     """Return whether so many right guesses refute a trade-off curve, at this level of error.
@@ -91,23 +91,23 @@ def refuted(
 def curve_p_value(
     lost: Callable[[float], float], canaries: int, guesses: int, correct: int
 ) -> float:
-    """Return the least level, within 1 %, at which `refuted`; 1.0 where there is none."""
+    """Return the least level, within 1 %, at which `refutes`; 1.0 where there is none."""
     low, high = 1e-9, 1.0
-    if refuted(lost, canaries, guesses, correct, low):
+    if refutes(lost, canaries, guesses, correct, low):
         return low
-    if not refuted(lost, canaries, guesses, correct, high):
+    if not refutes(lost, canaries, guesses, correct, high):
         return high
     while high > 1.01 * low:
         middle = math.sqrt(low * high)
-        if refuted(lost, canaries, guesses, correct, middle):
+        if refutes(lost, canaries, guesses, correct, middle):
             high = middle
         else:
             low = middle
     return high
 
 
-def lost_by(curve: Sequence[tuple[float, float]]) -> Callable[[float], float]:
-    """Return `lost` of `refuted` for a mechanism that is (ε, δ)-private for all pairs given."""
+def make_loss_bound(curve: Sequence[tuple[float, float]]) -> Callable[[float], float]:
+    """Return `lost` of `refutes` for a mechanism that is (ε, δ)-private for all pairs given."""
     pairs = [(e, d) for e, d in curve if e < math.inf]
 
     def lost(x: float) -> float:
@@ -124,11 +124,13 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     if epsilon == math.inf:
         return math.inf
     low, high = 0.0, 1.0
-    while gaussian.epsilon(high, delta) < epsilon:
+    while gaussian.gaussian_epsilon(high, delta) < epsilon:
         high *= 2
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if gaussian.epsilon(middle, delta) < epsilon else (low, middle)
+        low, high = (
+            (middle, high) if gaussian.gaussian_epsilon(middle, delta) < epsilon else (low, middle)
+        )
     return low
 
 
@@ -147,7 +149,7 @@ def many_runs_power(claimed: float, delta: float, runs: int, confidence: float) 
     return shown
 
 
-def expected_right(mu: float, share: float) -> float:
+def expect_right(mu: float, share: float) -> float:
     """Return how many guesses are right, as a share, of the surest `share` of all canaries.
 
     Scores are N(μ/2, 1) with a canary and N(-μ/2, 1) without it, independent.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedpact.audit.target import Asked, Target, play
+from fedpact.audit.target import Asked, Target, simulate_rounds
 from fedpact.persample.weighting import Fair
 from fedpact.privacy.terms import Terms
 
@@ -117,7 +117,7 @@ def requests(target: Target, made: list[Crafted]) -> Iterator[BatchRequest]:
     """
     clips = target.terms.clips
     numbers = {clips.index(clip(clips)) + 1 for clip in (min, max)} if clips else {1}
-    *_, asked = play(target, target.records, min(2, target.rounds), "questions")
+    *_, asked = simulate_rounds(target, target.records, min(2, target.rounds), "questions")
     batches = dict[int, list[Asked]]()
     for a in asked:
         batches.setdefault(a.batch, []).append(a)

@@ -8,7 +8,7 @@ from typing import Any
 from fedpact.audit.bounds import auc_power
 from fedpact.audit.many_runs import ManyRuns
 from fedpact.audit.membership import Membership
-from fedpact.audit.noise_level import CONFIDENCE as NOISE_CONFIDENCE
+from fedpact.audit.noise_level import JOINT_CONFIDENCE as NOISE_CONFIDENCE
 from fedpact.audit.noise_level import Tested
 from fedpact.audit.one_run import OneRun
 from fedpact.audit.sensitivity import Sensitivity

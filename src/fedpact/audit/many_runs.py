@@ -25,9 +25,9 @@ from torch import Tensor
 from fedpact.audit.bounds import Counts, many_runs_epsilon, many_runs_power
 from fedpact.audit.noise_level import NoiseLevel, Tested, noise_alone, noise_levels, noise_tests
 from fedpact.audit.sampling import sampling_tests
-from fedpact.audit.target import Target, mislabelled, play
+from fedpact.audit.target import Target, draw_mislabelled, simulate_rounds
 from fedpact.check import count
-from fedpact.draws.seeded import SeededDraws, stream
+from fedpact.draws.seeded import SeededDraws, seeded_generator
 from fedpact.errors import InputError
 from fedpact.losses import cross_entropy
 from fedpact.persample.kernel import PlainKernel
@@ -94,11 +94,11 @@ class Attack:
         records = self.records
         if present:
             # Anywhere among the others: a batch of always the first records has it or has it not.
-            generator = stream(target.plan.seed, "audit", self.name, "place", *key)
+            generator = seeded_generator(target.plan.seed, "audit", self.name, "place", *key)
             at = int(torch.randint(len(records.y) + 1, (), generator=generator))
             k = target.canary_records
             x, y = (part.repeat_interleave(k, 0) for part in (self.canary.x, self.canary.y))
-            records = records.joined(x, y, at, together=True)
+            records = records.join(x, y, at, together=True)
         draws = SeededDraws(target.plan.seed, "audit", self.name, present, *key)
         oracle, rows = target.oracle(records, draws), list[list[float]]()
         for batch in oracle.batches(events, *self.queries):
@@ -209,7 +209,7 @@ class _Rule:
 
 def attacks(target: Target) -> list[Attack]:
     """Return the attacks to try: the canary among all the site's records, and beside one alone."""
-    *_, asked = play(target, target.records, min(2, target.rounds), "questions")
+    *_, asked = simulate_rounds(target, target.records, min(2, target.rounds), "questions")
     first = [a for a in asked if a.batch == asked[0].batch]
     alone = None if target.records.persons is None else torch.zeros(1, dtype=torch.int64)
     one = Records(target.records.x[:1], target.records.y[:1], persons=alone)
@@ -243,7 +243,7 @@ def _worst_record(target: Target, w: Tensor) -> Records:
     with the label that the model thinks least likely. Tokens cannot be scaled: mislabelled as is.
     """
     if not target.records.x.is_floating_point():
-        return mislabelled(target, 1)
+        return draw_mislabelled(target, 1)
     x, y, model = target.records.x[:1], target.records.y[:1], target.kernel.model
     model.load(w)
     found = list[tuple[float, Records]]()

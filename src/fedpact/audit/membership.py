@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpact.audit.bounds import Auc, auc, auc_ceiling
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.engines.simulation import simulate
 from fedpact.errors import DataError
 from fedpact.losses import cross_entropy
@@ -40,7 +40,7 @@ class Membership:
         return self.auc.low <= self.ceiling
 
 
-def membership(scene: Scene, confidence: float = 0.95) -> Membership:
+def membership(scene: SimulationSetup, confidence: float = 0.95) -> Membership:
     """Train by the plan, in a folder that is thrown away, and attack the model."""
     others = [(site.x_held, site.y_held) for site in scene.sites if len(site.y_held)]
     data = scene.dataset

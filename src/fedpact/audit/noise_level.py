@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from fedpact.audit.target import Target, bound_of
-from fedpact.draws.seeded import SeededDraws, stream
+from fedpact.draws.seeded import SeededDraws, seeded_generator
 from fedpact.privacy.oracle import Records
 
 _EVENTS = 200
@@ -20,7 +20,7 @@ _LONG = 64  # of vectors this long two that are the same are told from chance
 _SAMPLE = 20_000
 # The right noise is at the claim itself, not below it, so the check fails as often as this.
 _ERROR = 1e-3
-CONFIDENCE = 1 - _ERROR
+JOINT_CONFIDENCE = 1 - _ERROR
 """With which the upper bounds on all channels' noise hold together."""
 
 
@@ -60,17 +60,17 @@ class Tested:
         return self.p >= self.level
 
 
-Noise = Mapping[str, torch.Tensor]
+ChannelNoise = Mapping[str, torch.Tensor]
 """Each channel's noise in units of what the terms state, [requests, events, numbers]."""
 
 
-def noise_alone(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> Noise:
+def noise_alone(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> ChannelNoise:
     """Return the noise of releases of the site without any records."""
     return _noise(target, queries, target.no_records)
 
 
 def noise_levels(
-    target: Target, queries: Mapping[str, tuple[Any, ...]], alone: Noise | None = None
+    target: Target, queries: Mapping[str, tuple[Any, ...]], alone: ChannelNoise | None = None
 ) -> tuple[NoiseLevel, ...]:
     """Return the level of every channel; all are right at once with probability 0.999.
 
@@ -94,7 +94,7 @@ def noise_levels(
 
 
 def noise_tests(
-    target: Target, queries: Mapping[str, tuple[Any, ...]], alone: Noise | None = None
+    target: Target, queries: Mapping[str, tuple[Any, ...]], alone: ChannelNoise | None = None
 ) -> tuple[Tested, ...]:
     """Test that every channel's noise is N(0, 1) in units of its own, and new each time.
 
@@ -151,7 +151,9 @@ def _together(vectors: torch.Tensor) -> float:
     return min(1.0, n * (n - 1) * float(stats.norm.sf(float(z.max()))) * 2)
 
 
-def _noise(target: Target, queries: Mapping[str, tuple[Any, ...]], records: Records) -> Noise:
+def _noise(
+    target: Target, queries: Mapping[str, tuple[Any, ...]], records: Records
+) -> ChannelNoise:
     """Return each channel's noise over records.
 
     All records are in every batch: the rate is 1, and with it the sum is known.
@@ -177,7 +179,7 @@ def _noise(target: Target, queries: Mapping[str, tuple[Any, ...]], records: Reco
         if whole.terms.units:
             # Whole numbers of a coarse grid are not normal; spread over it, of which differences
             # have a finer one, they are, of a variance with what rounding and spreading add.
-            spread = stream(target.plan.seed, "audit", "spread", channel)
+            spread = seeded_generator(target.plan.seed, "audit", "spread", channel)
             unit = deviation / whole.terms.units
             width = unit / 2**0.5 if len(records.y) else unit
             centred += width * (

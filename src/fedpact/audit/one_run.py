@@ -25,15 +25,15 @@ from torch.func import functional_call, grad, vmap
 
 from fedpact.audit.bounds import (
     curve_p_value,
-    expected_right,
+    expect_right,
     gaussian_mu,
-    lost_by,
+    make_loss_bound,
     one_run_epsilon,
 )
 from fedpact.audit.noise_level import Tested
-from fedpact.audit.target import Asked, Target, mislabelled, play
+from fedpact.audit.target import Asked, Target, draw_mislabelled, simulate_rounds
 from fedpact.check import count
-from fedpact.draws.seeded import stream
+from fedpact.draws.seeded import seeded_generator
 from fedpact.errors import InputError, ModelError
 from fedpact.losses import cross_entropy
 from fedpact.privacy.mechanisms import mechanism_of
@@ -76,10 +76,12 @@ class OneRun:
 def one_run(target: Target, canaries: int = 500, confidence: float = 0.95) -> OneRun:
     """Audit the whole run of one site with m canaries, fewer where the model is very large."""
     m = min(count(canaries=canaries), max(1, _MOST_NUMBERS // target.w.numel()))
-    made = mislabelled(target, m)
-    coins = torch.randint(2, (m,), generator=stream(target.plan.seed, "audit", "coins")).bool()
+    made = draw_mislabelled(target, m)
+    coins = torch.randint(
+        2, (m,), generator=seeded_generator(target.plan.seed, "audit", "coins")
+    ).bool()
     # Each canary by itself: what a person of several equal records adds is the same.
-    records = target.records.joined(made.x[coins], made.y[coins], len(target.records.y))
+    records = target.records.join(made.x[coins], made.y[coins], len(target.records.y))
     scores, events, openings = _scores(target, records, made)
     # Each share of guesses bounds ε, and tests the curve.
     error = (1 - confidence) / (2 * len(_SHARES))
@@ -89,7 +91,7 @@ def one_run(target: Target, canaries: int = 500, confidence: float = 0.95) -> On
     best, guesses, correct = max(found)
     claimed = target.claimed(events, delta, openings)
     stated = [(target.claimed(events, d, openings), d) for d in (delta, *_DELTAS)]
-    p = min(curve_p_value(lost_by(stated), m, r, v) for r, v in guessed)
+    p = min(curve_p_value(make_loss_bound(stated), m, r, v) for r, v in guessed)
     told = f"trade-off curve at {len(stated)} δ (Mahloujifar, Melis, Chaudhuri 2024)"
     return OneRun(
         m, guesses, correct, events + openings, delta, best, claimed,
@@ -105,7 +107,7 @@ def _power(canaries: int, claimed: float, delta: float, error: float) -> float:
     for share in _SHARES:
         r = 2 * max(1, round(share * canaries / 2))
         r = min(r, canaries)
-        right = math.floor(r * expected_right(mu, share))
+        right = math.floor(r * expect_right(mu, share))
         shown.append(one_run_epsilon(canaries, r, right, delta, 1 - error))
     return max(shown)
 
@@ -128,7 +130,7 @@ def _scores(target: Target, records: Records, canaries: Records) -> tuple[Tensor
     m = len(canaries.y)
     precision, evidence = torch.eye(m, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)
     events = openings = gradients = 0
-    for asked in play(target, records, target.rounds, "one run"):
+    for asked in simulate_rounds(target, records, target.rounds, "one run"):
         opened = len({a.batch for a in asked if a.opening})
         openings += opened
         events += len({a.batch for a in asked}) - opened

@@ -16,7 +16,7 @@ import torch
 from scipy import stats
 
 from fedpact.audit.noise_level import Tested
-from fedpact.audit.target import Target, mislabelled, private_oracle
+from fedpact.audit.target import Target, draw_mislabelled, private_oracle
 from fedpact.draws.seeded import SeededDraws
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.oracle import Records
@@ -38,7 +38,7 @@ def sampling_tests(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> tu
     if not mechanism_of(target.terms.mechanism).summed or "gradient" not in queries:
         return ()
     query = queries["gradient"]
-    made = mislabelled(target, 40 * _MARKED)
+    made = draw_mislabelled(target, 40 * _MARKED)
     records, places, parts = _site(target, made, query)
     if parts is None:
         return ()

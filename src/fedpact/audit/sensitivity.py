@@ -158,7 +158,7 @@ def _measured(
         before = _sums(target, request, terms, batch)
         largest = in_batch if len(batch.y) else single
         for one in records:
-            joined = batch.joined(one.x, one.y, len(batch.y) // 2, together=True)
+            joined = batch.join(one.x, one.y, len(batch.y) // 2, together=True)
             after = _sums(target, request, terms, joined)
             for channel, query in request.queries.items():
                 move = after[channel] - before[channel]
@@ -226,15 +226,15 @@ def _batches(
     each = list({one.kind: one for one in made}.values())  # of a kind the site's rarest label
     yield "an empty batch", no_records, made
     for one in made[:1] + each[1:2]:
-        yield one.text, no_records.joined(one.x, one.y, 0, together=True), made
+        yield one.text, no_records.join(one.x, one.y, 0, together=True), made
     for one in made:
-        yield "its own copy", no_records.joined(one.x, one.y, 0, together=True), [one]
+        yield "its own copy", no_records.join(one.x, one.y, 0, together=True), [one]
     for size, tried in (
         (min(_SOME_RECORDS, math.ceil(terms.batch_size)), each),
         (min(_MOST_RECORDS, most_records(terms.batch_size)), each[:2]),
     ):
         rows = torch.arange(size) % len(site.y)
-        yield f"a batch of {size}", no_records.joined(site.x[rows], site.y[rows], 0), tried
+        yield f"a batch of {size}", no_records.join(site.x[rows], site.y[rows], 0), tried
 
 
 def _explained(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedpact.draws.seeded import Draws, SeededDraws, stream
-from fedpact.engines.scene import Scene
+from fedpact.draws.seeded import Draws, SeededDraws, seeded_generator
+from fedpact.engines.scene import SimulationSetup
 from fedpact.errors import InputError, PlanError
 from fedpact.messages import Reply, State, Task
 from fedpact.methods.released import check_as_declared
@@ -22,18 +22,20 @@ from fedpact.privacy.oracle import Oracle, PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.theory.accounting import epsilon
 
-Kernel = PerSampleKernel | BatchClippedKernel
+PrivateKernel = PerSampleKernel | BatchClippedKernel
 # Of a canary who is a person.
 _VISITS = 5
 
-MakeOracle = Callable[[Records, Kernel, Terms, Draws], Oracle]
+MakeOracle = Callable[[Records, PrivateKernel, Terms, Draws], Oracle]
 
 
 def _uncharged(*_: object) -> None:
     """An audit plays on made-up copies of a site: nothing is released, and no ledger charged."""
 
 
-def private_oracle(records: Records, kernel: Kernel, terms: Terms, draws: Draws) -> PrivateOracle:
+def private_oracle(
+    records: Records, kernel: PrivateKernel, terms: Terms, draws: Draws
+) -> PrivateOracle:
     """Return the oracle that a run would give the algorithm."""
     return PrivateOracle(records, kernel, terms, draws, _uncharged)
 
@@ -52,13 +54,13 @@ class Target:
     records: Records
     spare: Records
     classes: int
-    kernel: Kernel
+    kernel: PrivateKernel
     w: Tensor
     make: MakeOracle = private_oracle
     canary_records: int = 1
 
     @staticmethod
-    def of(scene: Scene, site: str | None = None) -> "Target":
+    def of(scene: SimulationSetup, site: str | None = None) -> "Target":
         """Return the named site of a scene, or the first of those that release most often.
 
         Raises InputError: there is none, it releases nothing, or the plan is not private.
@@ -182,28 +184,29 @@ class Recorder:
 
     @property
     def steps_left(self) -> float:
-        """See Oracle."""
+        """How many batches the site's reservation still allows, public; inf in a plain run."""
         return self._inner.steps_left
 
     @property
     def shares(self) -> Mapping[str, Tensor]:
-        """See Oracle."""
+        """What was released with a share of noise: channel -> int64 [d], on the terms' grid."""
         return self._inner.shares
 
     def opening(self, *channels: str) -> Any:
-        """See Oracle."""
+        """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
         return self._recorded(self._inner.opening(*channels), opening=True)
 
     def columns(self) -> Means:
-        """See Oracle."""
+        """Return what scales the site's columns, once, before the first round."""
         return self._inner.columns()
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
-        """See Oracle. A run that asks for this is not private, and not audited."""
+        """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge. A
+        run that asks for this is not private, and not audited."""
         return self._inner.unprotected(w)
 
     def batches(self, count: int, *channels: str) -> Iterator[Any]:
-        """See Oracle."""
+        """Yield `count` batches that answer the channels; each is closed by the next one."""
         for batch in self._inner.batches(count, *channels):
             yield self._recorded(batch, opening=False)
 
@@ -233,7 +236,9 @@ class _RecordingBatch:
         return ask
 
 
-def play(target: Target, records: Records, rounds: int, *key: str | int) -> Iterator[list[Asked]]:
+def simulate_rounds(
+    target: Target, records: Records, rounds: int, *key: str | int
+) -> Iterator[list[Asked]]:
     """Yield what the algorithm asks in each round of a federation of this one site.
 
     key: whatever tells this play's draws from those of others.
@@ -253,12 +258,12 @@ def play(target: Target, records: Records, rounds: int, *key: str | int) -> Iter
         yield recorder.asked
 
 
-def mislabelled(target: Target, count: int) -> Records:
+def draw_mislabelled(target: Target, count: int) -> Records:
     """Return canaries from the data's own law: spare records, each with another label than its own.
 
     Drawn with replacement where there are fewer spare ones. Deterministic in the plan's seed.
     """
-    generator = stream(target.plan.seed, "audit", "canaries")
+    generator = seeded_generator(target.plan.seed, "audit", "canaries")
     spare = target.spare
     if count <= len(spare.y):
         chosen = torch.randperm(len(spare.y), generator=generator)[:count]

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedpact.audit.target import Kernel, Target
+from fedpact.audit.target import PrivateKernel, Target
 from fedpact.draws.seeded import Draws
 from fedpact.privacy.oracle import Oracle, PrivateOracle, Records
 from fedpact.privacy.terms import Terms
@@ -22,7 +22,7 @@ from fedpact.privacy.terms import Terms
 Drawn = Callable[[Draws], Draws]
 
 
-def views(target: Target, drawn: Drawn = lambda draws: draws) -> Mapping[str, Target]:
+def list_views(target: Target, drawn: Drawn = lambda draws: draws) -> Mapping[str, Target]:
     """Return what to attack, by name; "" for the target itself where no noise is shared.
 
     drawn: what a test puts in place of a site's draws.
@@ -40,8 +40,8 @@ def views(target: Target, drawn: Drawn = lambda draws: draws) -> Mapping[str, Ta
     }
 
 
-def _making(shares: int, drawn: Drawn) -> Callable[[Records, Kernel, Terms, Draws], Oracle]:
-    def make(records: Records, kernel: Kernel, terms: Terms, draws: Draws) -> Oracle:
+def _making(shares: int, drawn: Drawn) -> Callable[[Records, PrivateKernel, Terms, Draws], Oracle]:
+    def make(records: Records, kernel: PrivateKernel, terms: Terms, draws: Draws) -> Oracle:
         sigmas = {name: sigma / math.sqrt(shares) for name, sigma in terms.sigmas.items()}
         own = replace(terms, sigmas=sigmas)
         return _Attacked(records, kernel, own, _Together(drawn(draws), shares), lambda *_: None)
@@ -60,7 +60,7 @@ class _Attacked(PrivateOracle):
 
 
 class _Together:
-    """See Draws. A share is the sum of `shares` of them, all but one of sites without records."""
+    """Draws of all sites at once: a share is the sum of `shares`, all but one of empty sites."""
 
     repeats = True
 

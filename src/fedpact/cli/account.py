@@ -1,4 +1,5 @@
-"""`fedpact account`: what releases cost, or what noise, rate or number of them a budget allows."""
+"""`fedpact execute_account`: what releases cost, or what noise, rate or number of them a budget
+allows."""
 
 import math
 from dataclasses import dataclass
@@ -13,18 +14,18 @@ from fedpact import check
 from fedpact.cli.console import show
 from fedpact.errors import InputError
 from fedpact.ledger.remaining import Remaining, remaining
-from fedpact.papers.selection import as_document, tried
+from fedpact.papers.selection import as_document, count_trials
 from fedpact.shown.tables import print_table
 from fedpact.theory.accounting import (
     ACCOUNTANTS,
-    UNITS,
+    ADJACENCY_BY_UNIT,
     Accountant,
     Budget,
     Conversion,
     History,
     SampledGaussian,
-    bound_by,
     epsilon,
+    find_binding_accountant,
     max_steps,
 )
 from fedpact.theory.calibration import largest_rate, smallest_sigma
@@ -64,7 +65,7 @@ class Setting:
         return [n for n in ("q", "sigma", "steps", "epsilon") if getattr(self, n) is None]
 
 
-def account(
+def execute_account(
     setting: Setting,
     way: tuple[str, str] | None,
     ledger: Path | None = None,
@@ -73,7 +74,8 @@ def account(
     tuned: int | None = None,
     as_json: bool = False,
 ) -> None:
-    """Carry out `fedpact account`. way: accountant and conversion; None for all side by side.
+    """Carry out `fedpact execute_account`. way: accountant and conversion; None for all side by
+    side.
 
     per_person: k, for a person of up to k records; None does not ask for it. tuned: m, for the
     best of m runs, likewise.
@@ -94,14 +96,20 @@ def account(
     if as_json:
         shared = {
             "solved_for": setting.open()[0],
-            "adjacency": UNITS[left.unit if left else "record"],
+            "adjacency": ADJACENCY_BY_UNIT[left.unit if left else "record"],
             "covers": covers,
             **({"ledger": _described(left, joint)} if left else {}),
         }
         body = answers[0] if way else {"results": answers}
         show(shared | body, True, lambda: None)
         return
-    _show(setting.open()[0], answers, covers, per_person, UNITS[left.unit if left else "record"])
+    _show(
+        setting.open()[0],
+        answers,
+        covers,
+        per_person,
+        ADJACENCY_BY_UNIT[left.unit if left else "record"],
+    )
 
 
 def _left(setting: Setting, ledger: Path | None, joint: bool) -> Remaining | None:
@@ -182,7 +190,7 @@ def _solve(
         "delta": delta,
         "target_epsilon": budget.epsilon if budget else None,
         "accountant": by,
-        "bound_by": bound_by(history, delta, by, how),
+        "bound_by": find_binding_accountant(history, delta, by, how),
         "conversion": how if ACCOUNTANTS[by].converts else None,
     }
 
@@ -221,7 +229,7 @@ def _tuned_alone(runs: int | None, ledger: Path | None, per_person: int | None) 
 def _tuned(answer: dict[str, Any], runs: int) -> dict[str, Any]:
     """Return what `runs` runs of an answer's setting cost, as plain data with its sentences."""
     event = SampledGaussian(answer["q"], answer["sigma"])
-    found = tried([{event: answer["steps"]}], answer["delta"], times=runs)
+    found = count_trials([{event: answer["steps"]}], answer["delta"], times=runs)
     return as_document(found)
 
 

@@ -1,4 +1,4 @@
-"""`fedpact audit`: attack a configuration, and set what comes out beside what it claims."""
+"""`fedpact execute_audit`: attack a configuration, and set what comes out beside what it claims."""
 
 import dataclasses
 from pathlib import Path
@@ -12,18 +12,18 @@ from fedpact.audit.membership import membership
 from fedpact.audit.one_run import one_run
 from fedpact.audit.sensitivity import measure_sensitivity
 from fedpact.audit.target import Target
-from fedpact.audit.views import views
+from fedpact.audit.views import list_views
 from fedpact.check import count
 from fedpact.cli.console import show
 from fedpact.data.partition import Partition
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.errors import DataError, InputError, PlanError, PrivacyError
 from fedpact.folder import Folder, check_writable
 from fedpact.params import one_thread
 from fedpact.plan import Plan
 from fedpact.report.page import write_report
 from fedpact.report.reading import read_run
-from fedpact.text import guarded
+from fedpact.text import format_epsilon
 
 CONFIDENCE = 0.95
 # A run of this many events takes minutes on a model above this size.
@@ -35,7 +35,7 @@ SENSITIVITY = "sensitivity"
 """The check that runs with every method."""
 
 
-def audit(
+def execute_audit(
     config: Path | None,
     run: Path | None,
     overrides: list[str],
@@ -43,17 +43,22 @@ def audit(
     canaries: int,
     as_json: bool,
 ) -> None:
-    """Carry out `fedpact audit`. run: the folder, if `config` is one. method: of METHODS, or all.
+    """Carry out `fedpact execute_audit`. run: the folder, if `config` is one. method: of METHODS,
+    or all.
 
     Raises PrivacyError: an attack contradicts the claim, or a sum exceeds its sensitivity.
     """
     count(canaries=canaries)
-    scene = Scene.of(Plan.read(config, overrides)) if run is None else _scene_of(run, overrides)
+    scene = (
+        SimulationSetup.of(Plan.read(config, overrides))
+        if run is None
+        else _scene_of(run, overrides)
+    )
     target = Target.of(scene)
     findings = dict[str, Finding]()
     with one_thread():
         findings[SENSITIVITY] = measure_sensitivity(target)
-        for view, attacked in views(target).items():
+        for view, attacked in list_views(target).items():
             for chosen in _methods(method, target):
                 if chosen == "membership" and chosen in findings:
                     continue
@@ -86,7 +91,7 @@ def _contradiction(site: str, failed: list[Check]) -> str:
     return f"the audit of site {site!r} contradicts its claim (method {names}): {how}"
 
 
-def _scene_of(run: Path, overrides: list[str]) -> Scene:
+def _scene_of(run: Path, overrides: list[str]) -> SimulationSetup:
     """Return a run's own plan, data and partition. Raises PlanError, DataError."""
     if overrides:
         raise PlanError(
@@ -102,7 +107,7 @@ def _scene_of(run: Path, overrides: list[str]) -> Scene:
             f"{run} has no partition.json: the run's records are not on this machine; audit "
             f"{run / 'plan.json'}, which tries its mechanism on a partition made anew"
         )
-    return Scene.of(
+    return SimulationSetup.of(
         Plan.parse(folder.read_json("plan.json")), None, Partition.load(folder.partition)
     )
 
@@ -114,7 +119,7 @@ def _methods(method: str, target: Target) -> list[str]:
     return [name for name in METHODS if many or name != "many-runs"]
 
 
-def _carry_out(method: str, scene: Scene, target: Target, canaries: int) -> Finding:
+def _carry_out(method: str, scene: SimulationSetup, target: Target, canaries: int) -> Finding:
     match method:
         case "one-run":
             return one_run(target, canaries, CONFIDENCE)
@@ -151,7 +156,7 @@ def _document(target: Target, findings: dict[str, Finding], found: list[Check]) 
 def _claimed(document: dict[str, Any]) -> str:
     if not document["honest"]:
         return f"{document['epsilon']:g}"
-    return guarded(document["epsilon"], document["epsilon_alone"], document["honest"])
+    return format_epsilon(document["epsilon"], document["epsilon_alone"], document["honest"])
 
 
 def _print(document: dict[str, Any], found: list[Check], run: Path | None) -> None:

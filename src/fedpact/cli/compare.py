@@ -1,4 +1,5 @@
-"""`fedpact compare`: several configurations or algorithms and seeds, one table and one page."""
+"""`fedpact execute_compare`: several configurations or algorithms and seeds, one table and one
+page."""
 
 import sys
 import time
@@ -16,11 +17,11 @@ from fedpact.cli.console import INTERRUPTED, StopOnInterrupt, show
 from fedpact.comparison.compare import compare as carry_out
 from fedpact.comparison.compare import comparison_folder
 from fedpact.comparison.entrants import read_plans
-from fedpact.comparison.pool import Job, News
-from fedpact.comparison.sweep import read_sweeps, swept
+from fedpact.comparison.pool import Job, RunProgress
+from fedpact.comparison.sweep import expand_sweep, read_sweeps
 from fedpact.files import check_out
 from fedpact.report.comparison import (
-    counted_lines,
+    describe_tuning_cost,
     document,
     evaluation_lines,
     guarantees,
@@ -28,18 +29,18 @@ from fedpact.report.comparison import (
     joining_lines,
     rows,
 )
-from fedpact.report.effort import HEADINGS as EFFORT
-from fedpact.report.effort import NOTE as EFFORT_NOTE
+from fedpact.report.effort import EFFORT_HEADINGS as EFFORT
+from fedpact.report.effort import EFFORT_NOTE as EFFORT_NOTE
 from fedpact.report.effort import effort
 from fedpact.report.outcomes import Comparison
 from fedpact.shown.tables import print_table
-from fedpact.tasks.measures import shown
-from fedpact.text import fares
+from fedpact.tasks.measures import find_display
+from fedpact.text import headline_metric
 
 _BETWEEN_LINES = 20.0  # seconds between two lines on one run, where there is no terminal
 
 
-def compare(
+def execute_compare(
     configs: Sequence[Path],
     chosen: Sequence[str],
     overrides: Sequence[str],
@@ -51,12 +52,13 @@ def compare(
     counted: bool,
     as_json: bool,
 ) -> None:
-    """Carry out `fedpact compare`. chosen: the algorithms to run each configuration with."""
+    """Carry out `fedpact execute_compare`. chosen: the algorithms to run each configuration
+    with."""
     check.count(seeds=seeds)
     plans, sweep = read_plans(configs, chosen, overrides), read_sweeps(sweeps)
     folder = check_out(out or comparison_folder())
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
-    console.print(f"{len(swept(plans, sweep)[0])} entries, {seeds} seeds, in {folder}")
+    console.print(f"{len(expand_sweep(plans, sweep)[0])} entries, {seeds} seeds, in {folder}")
     stop = StopOnInterrupt(console)
     stop()  # from here on: its processes are told by it
     with _Live(console) as live:
@@ -103,7 +105,7 @@ class _Live:
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
 
-    def __call__(self, news: News) -> None:
+    def __call__(self, news: RunProgress) -> None:
         """Show what a run has just done."""
         job = news.job
         if news.ended:
@@ -118,7 +120,7 @@ class _Live:
                 self._ended(before)
             self._show(job, "site", at, of, f"{site} alone and tuned")
         else:
-            told = " ".join(fares(news.accuracy, news.loss))
+            told = " ".join(headline_metric(news.accuracy, news.loss))
             known = news.accuracy is not None or news.loss is not None
             self._show(job, "round", news.round, job.plan.rounds, told if known else None)
 
@@ -164,7 +166,7 @@ def _print(comparison: Comparison) -> None:
     table = Table(title=Text(f"comparison {comparison.folder}"), title_justify="left")
     table.add_column("")
     table.add_column("seeds", justify="right")
-    metrics = [shown(name).label for name in comparison.measured]
+    metrics = [find_display(name).label for name in comparison.measured]
     last = ("worst site", "ε", "rounds", "bytes", "seconds")
     for heading in (*comparison.headings, *metrics, *last):
         table.add_column(heading, justify="right")
@@ -186,7 +188,7 @@ def _print(comparison: Comparison) -> None:
         *guarantees(comparison),
         *evaluation_lines(comparison),
         *joining_lines(comparison),
-        *counted_lines(comparison),
+        *describe_tuning_cost(comparison),
     ):
         out.print(Text(line), soft_wrap=True)
     for entry in comparison.entries:

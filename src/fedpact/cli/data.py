@@ -35,7 +35,7 @@ _ABOUT: Final = {
 """Name -> the public data set whose files it is made of, or its licence; what it is."""
 
 
-def list_(as_json: bool) -> None:
+def execute_list(as_json: bool) -> None:
     """Show what `data = ` may name: public data sets, made ones, own files of the directory."""
     rows: list[dict[str, Any]] = []
     for name in (*NAMES, *FORMS):
@@ -70,7 +70,7 @@ def _own_files(directory: Path) -> list[Path]:
     return sorted(path for path in found if not any(path.is_relative_to(at) for at in public))
 
 
-def verify(names: list[str], as_json: bool) -> None:
+def execute_verify(names: list[str], as_json: bool) -> None:
     """Compare every file with its published MD5. Fails where one is missing or damaged."""
     if names:
         chosen = [files.find_source(name) for name in names]
@@ -100,7 +100,7 @@ def verify(names: list[str], as_json: bool) -> None:
         )
 
 
-def download(names: list[str], home: str | None, as_json: bool) -> None:
+def execute_download(names: list[str], home: str | None, as_json: bool) -> None:
     """Fetch what is missing or damaged into the data directory, checked by the published MD5."""
     for name in names:
         files.find_source(name)

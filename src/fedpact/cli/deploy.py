@@ -13,7 +13,7 @@ from rich.text import Text
 from fedpact.cli.console import show
 from fedpact.deploy import keys, local, processes
 from fedpact.deploy.write import Choices
-from fedpact.deploy.write import write as write_deployment
+from fedpact.deploy.write import write_deployment as write_deployment
 from fedpact.engines.flower import require_flower
 from fedpact.engines.parties.federation import Federation
 from fedpact.errors import FedpactError
@@ -24,7 +24,7 @@ from fedpact.ledger.family import spend_of
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
 from fedpact.shown.tables import print_table
-from fedpact.text import exact_percent, fares, upper
+from fedpact.text import exact_percent, headline_metric, upper
 
 _POLL_SECONDS = 0.5
 _SHOWN = 5
@@ -34,8 +34,10 @@ _OWNERS = (
 )
 
 
-def init(directory: Path, config: Path | None, overrides: Sequence[str], choices: Choices) -> None:
-    """Carry out `fedpact deploy init`."""
+def execute_init(
+    directory: Path, config: Path | None, overrides: Sequence[str], choices: Choices
+) -> None:
+    """Carry out `fedpact deploy execute_init`."""
     plan = Plan.read(config, overrides)
     federation = write_deployment(directory, plan, choices)
     _out().print(
@@ -55,10 +57,10 @@ def init(directory: Path, config: Path | None, overrides: Sequence[str], choices
         _out().print(told, markup=False)
 
 
-def up(directory: Path, wait: bool) -> None:
-    """Carry out `fedpact deploy up`."""
+def execute_up(directory: Path, wait: bool) -> None:
+    """Carry out `fedpact deploy execute_up`."""
     require_flower()
-    started = local.start(directory)
+    started = local.start_parties(directory)
     _out().print(f"started: {', '.join(f'{name} ({pid})' for name, pid in started.items())}")
     if not wait:
         asked = f"fedpact deploy status {quote(str(directory))}"
@@ -70,26 +72,26 @@ def up(directory: Path, wait: bool) -> None:
             local.stop(directory)
 
 
-def status(directory: Path, as_json: bool) -> None:
-    """Carry out `fedpact deploy status`."""
-    found = local.look(directory)
+def execute_status(directory: Path, as_json: bool) -> None:
+    """Carry out `fedpact deploy execute_status`."""
+    found = local.inspect_deployment(directory)
     show(found, as_json, lambda: _print(found))
 
 
-def down(directory: Path) -> None:
-    """Carry out `fedpact deploy down`."""
+def execute_down(directory: Path) -> None:
+    """Carry out `fedpact deploy execute_down`."""
     _out().print(f"ended: {', '.join(local.stop(directory)) or 'nothing ran'}")
 
 
-def readmit(directory: Path, site: str) -> None:
-    """Carry out `fedpact deploy readmit`."""
+def execute_readmit(directory: Path, site: str) -> None:
+    """Carry out `fedpact deploy execute_readmit`."""
     _out().print(
         f"{site} is let in again; it was barred because it {local.readmit(directory, site)}"
     )
 
 
-def renew(authority: Path, directory: Path) -> None:
-    """Carry out `fedpact deploy renew`."""
+def execute_renew(authority: Path, directory: Path) -> None:
+    """Carry out `fedpact deploy execute_renew`."""
     federation = Federation.read(directory / "federation.toml")
     all_parties = keys.renew(authority, directory, federation.host)
     told = (
@@ -100,20 +102,20 @@ def renew(authority: Path, directory: Path) -> None:
     _out().print(f"new: {directory / 'tls.crt'}, with its key; {told}. Start the server again.")
 
 
-def server(directory: Path, as_json: bool) -> None:
-    """Carry out `fedpact deploy server`."""
+def execute_server(directory: Path, as_json: bool) -> None:
+    """Carry out `fedpact deploy execute_server`."""
     out = _out()
     summary = processes.run_server(directory, lambda record: out.print(_line(record)))
     show(summary, as_json, lambda: out.print(f"ended: {summary['status']}"))
 
 
-def site(directory: Path) -> None:
-    """Carry out `fedpact deploy site`."""
+def execute_site(directory: Path) -> None:
+    """Carry out `fedpact deploy execute_site`."""
     processes.run_site(directory)
 
 
-def model(directory: Path, source: Path | None) -> None:
-    """Carry out `fedpact deploy model`."""
+def execute_model(directory: Path, source: Path | None) -> None:
+    """Carry out `fedpact deploy execute_model`."""
     from fedpact.engines.parties.final import FinalModel
 
     place = FinalModel.of(directory).bring(source)
@@ -124,7 +126,7 @@ def _follow(directory: Path) -> None:
     """Print each committed round until the server's process has ended."""
     seen, out, told = -1, _out(), set[str]()
     while True:
-        found = local.look(directory)
+        found = local.inspect_deployment(directory)
         for name, words in found["ended"].items():
             if name not in told | {"server"}:
                 told.add(name)
@@ -151,7 +153,7 @@ def _follow(directory: Path) -> None:
 
 
 def _line(record: RoundRecord) -> str:
-    found = fares(record.accuracy, record.loss, exact_percent)
+    found = headline_metric(record.accuracy, record.loss, exact_percent)
     accuracy = "" if record.accuracy is None else f"  {' '.join(found)}"
     refused = "".join(f"  {site}: {code}" for site, code in record.refused.items())
     alone = max(record.epsilon_alone.values(), default=None)

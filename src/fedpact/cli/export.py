@@ -1,4 +1,4 @@
-"""`fedpact export`: a run's statement as a registry's entry, a model card, or a summary."""
+"""`fedpact execute_export`: a run's statement as a registry's entry, a model card, or a summary."""
 
 import sys
 from collections.abc import Sequence
@@ -13,8 +13,10 @@ from fedpact.report.exports.facts import Facts, about_of
 from fedpact.report.reading import read_run
 
 
-def export(run: Path, form: str, out: Path | None, overrides: Sequence[str], as_json: bool) -> None:
-    """Carry out `fedpact export`. form: "registry", "model-card" or "summary"."""
+def execute_export(
+    run: Path, form: str, out: Path | None, overrides: Sequence[str], as_json: bool
+) -> None:
+    """Carry out `fedpact execute_export`. form: "registry", "model-card" or "summary"."""
     if out is not None:
         check_file("--out", out)
     found = read_run(run)
@@ -23,9 +25,9 @@ def export(run: Path, form: str, out: Path | None, overrides: Sequence[str], as_
         document = registry.entry(facts)
         text = registry.as_yaml(document)
     elif form == "summary":
-        document, text = summary.summary(facts), summary.as_text(facts)
+        document, text = summary.summarise_facts(facts), summary.render_summary(facts)
     else:
-        text = model_card.as_text(facts)
+        text = model_card.render_model_card(facts)
         document = {"markdown": text}
     if out is not None:
         write_whole(out, text.encode(), private=False)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from fedpact.cli.console import show
 from fedpact.errors import LedgerError
-from fedpact.files import check_file, understood, write_whole
+from fedpact.files import check_file, parse_errors, write_whole
 from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt
 from fedpact.records.rounds import strict
@@ -30,7 +30,7 @@ def show_spend(where: Path, as_json: bool) -> None:
     show({"ledgers": receipts}, as_json, lambda: _print(receipts))
 
 
-def verify(where: Path, federation: Path | None, as_json: bool) -> None:
+def execute_verify(where: Path, federation: Path | None, as_json: bool) -> None:
     """Check every link of the chain of every ledger, or the signatures of an exported file.
 
     federation: the federation.toml whose keys count. An altered one is an error.
@@ -58,12 +58,12 @@ def verify(where: Path, federation: Path | None, as_json: bool) -> None:
 
 
 def _verify_signed(where: Path, federation: Path | None, as_json: bool) -> None:
-    """Check what `export` wrote at a site: who signed each receipt in the file."""
+    """Check what `execute_export` wrote at a site: who signed each receipt in the file."""
     from fedpact.deploy.receipts import check_signature
     from fedpact.engines.parties.federation import Federation
 
     known = None if federation is None else Federation.read(federation)
-    with understood(where, "ask the site's owner for the receipt again"):
+    with parse_errors(where, "ask the site's owner for the receipt again"):
         receipts = dict[str, Any](json.loads(where.read_bytes()))
     checked = {path: check_signature(told, known) for path, told in receipts.items()}
     lines = [f"{path}: {told}" for path, told in checked.items()]
@@ -74,19 +74,19 @@ def _verify_signed(where: Path, federation: Path | None, as_json: bool) -> None:
     )
 
 
-def export(where: Path, out: Path, as_json: bool) -> None:
+def execute_export(where: Path, out: Path, as_json: bool) -> None:
     """Write receipts: mechanisms, counts, budgets, date and purpose; nothing about records.
 
     where: as of the other commands. In a deployed site's directory it is signed with its key.
     """
-    from fedpact.deploy.receipts import handed_on, signed
+    from fedpact.deploy.receipts import build_receipt, sign_receipt
 
     check_file("--out", out)
     # A site's owner signs; whoever holds the directories of several signs for none of them.
     site = where if (where / "site.toml").exists() else None
-    receipts = {str(path): strict(handed_on(path, site)) for path in _ledgers(where)}
+    receipts = {str(path): strict(build_receipt(path, site)) for path in _ledgers(where)}
     if site is not None:
-        receipts = {path: signed(told, site) for path, told in receipts.items()}
+        receipts = {path: sign_receipt(told, site) for path, told in receipts.items()}
     text = json.dumps(receipts, indent=2, allow_nan=False)
     write_whole(out, text.encode() + b"\n", private=False)
     how = "unsigned" if site is None else f"signed with {site / 'site.key'}"

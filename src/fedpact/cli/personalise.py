@@ -1,4 +1,4 @@
-"""`fedpact personalise`: what tuning inside a site gives, and whether joining paid."""
+"""`fedpact execute_personalise`: what tuning inside a site gives, and whether joining paid."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,15 +11,21 @@ from rich.text import Text
 
 from fedpact.cli.console import show
 from fedpact.errors import PlanError
-from fedpact.personal.joining import SiteFigures, sentence
-from fedpact.report.joining import HEADINGS, NOTE, JoiningRow, joining_rows, paid
+from fedpact.personal.joining import SiteFigures, describe_joining
+from fedpact.report.joining import (
+    JOINING_HEADINGS,
+    JOINING_NOTE,
+    JoiningRow,
+    joining_rows,
+    summarise_joining,
+)
 from fedpact.report.page import write_page
 from fedpact.report.reading import RunFolder, read_run
 from fedpact.shown.tables import print_table
 
 
-def personalise(directory: Path, model: Path | None, as_json: bool) -> None:
-    """Carry out `fedpact personalise` on a deployed site's directory or a run's folder."""
+def execute_personalise(directory: Path, model: Path | None, as_json: bool) -> None:
+    """Carry out `fedpact execute_personalise` on a deployed site's directory or a run's folder."""
     if (directory / "site.toml").exists():
         _at_site(directory, model, as_json)
         return
@@ -42,7 +48,7 @@ def personalise(directory: Path, model: Path | None, as_json: bool) -> None:
         document = of_run(directory, on_site=tell)
     run = read_run(directory)
     write_page(run)
-    show({**document, "sentence": paid([run])}, as_json, lambda: _print_run(run))
+    show({**document, "sentence": summarise_joining([run])}, as_json, lambda: _print_run(run))
 
 
 def _at_site(directory: Path, model: Path | None, as_json: bool) -> None:
@@ -56,8 +62,8 @@ def _at_site(directory: Path, model: Path | None, as_json: bool) -> None:
 def _print_run(run: RunFolder) -> None:
     out = Console(highlight=False, soft_wrap=True)
     print_table(out, _table(joining_rows([run])))
-    out.print(Text(f"{NOTE}. Simulator only."))
-    out.print(Text(paid([run]) or ""))
+    out.print(Text(f"{JOINING_NOTE}. Simulator only."))
+    out.print(Text(summarise_joining([run]) or ""))
 
 
 def _print_site(site: str, figures: SiteFigures, file: str | None) -> None:
@@ -78,12 +84,12 @@ def _print_site(site: str, figures: SiteFigures, file: str | None) -> None:
         "saw it under its ε."
     )
     out.print(Text(figures.advice))
-    out.print(Text(sentence({site: figures.gain}, "for this run")))
+    out.print(Text(describe_joining({site: figures.gain}, "for this run")))
     out.print(Text(f"{file}: NOT PRIVATE, keep it here" if file else "no model was written"))
 
 
 def _table(rows: Sequence[JoiningRow]) -> Table:
-    table = Table("site", *HEADINGS)
+    table = Table("site", *JOINING_HEADINGS)
     for row in rows:
         table.add_row(*map(Text, (row.site, *row.cells)))
     return table

@@ -1,4 +1,4 @@
-"""`fedpact plan`: what a configuration will spend, before anything is spent."""
+"""`fedpact execute_plan`: what a configuration will spend, before anything is spent."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fedpact.cli.console import show
 from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.engines.secure.told import secure_terms
-from fedpact.engines.statement import per_person, released_of_held, site_terms
+from fedpact.engines.statement import describe_held_out_releases, per_person, site_terms
 from fedpact.errors import InputError
 from fedpact.evaluation import told
 from fedpact.messages import Reply, Task, encoded_length
@@ -23,19 +23,19 @@ from fedpact.methods import integers
 from fedpact.methods.gridded import UNITS_DOWN
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy.columns import moved
+from fedpact.privacy.columns import mean_noise
 from fedpact.privacy.terms import channels
-from fedpact.recommend.optimise import optimised, own_rounds
-from fedpact.recommend.told import loose
+from fedpact.recommend.optimise import optimise_budgets, own_rounds
+from fedpact.recommend.told import delta_too_large
 from fedpact.shown.tables import print_table
 from fedpact.text import size, upper
-from fedpact.theory.shares import UNITS
+from fedpact.theory.shares import SHARE_DEVIATION
 
 # How many times longer noise may be than it could without a word.
 _DROWNED: Final = 1.5
 
 
-def plan(
+def execute_plan(
     config: Path | None = None,
     overrides: Sequence[str] = (),
     *,
@@ -43,24 +43,24 @@ def plan(
     passes: float | None = None,
     as_json: bool = False,
 ) -> None:
-    """Carry out `fedpact plan`."""
+    """Carry out `fedpact execute_plan`."""
     if passes is not None and not optimise:
         raise InputError(f"--passes {passes:g} is of --optimise: ask for both, or leave it out")
     whole = Plan.read(config, overrides)
-    scene = Scene.of(whole)
+    scene = SimulationSetup.of(whole)
     document = forecast(scene)
     if optimise:
-        document["optimised"] = optimised(scene, passes)
+        document["optimised"] = optimise_budgets(scene, passes)
     show(document, as_json, lambda: _print(scene, document))
 
 
-def forecast(scene: Scene) -> dict[str, Any]:
+def forecast(scene: SimulationSetup) -> dict[str, Any]:
     """Return what the plan will spend if every site answers every round."""
     plan, rounds = scene.plan, own_rounds(scene.plan)
     total = _iterations(scene)
     size_of_message, size_of_all = _message_bytes(scene)
     sites = site_terms(scene.plan, scene.terms)
-    of_held = released_of_held(plan, scene.form, scene.dataset.person is not None)
+    of_held = describe_held_out_releases(plan, scene.form, scene.dataset.person is not None)
     own = scene.participants.rounds(plan.after, plan.rounds)
     return {
         "private": plan.private,
@@ -94,7 +94,7 @@ def forecast(scene: Scene) -> dict[str, Any]:
     }
 
 
-def _iterations(scene: Scene) -> int:
+def _iterations(scene: SimulationSetup) -> int:
     """Local iterations of all rounds; where τ is chosen on the way, the most that it can use."""
     plan = scene.plan
     if not plan.method.controlled or plan.method.iterations:
@@ -103,7 +103,7 @@ def _iterations(scene: Scene) -> int:
     return min((terms.steps for terms in scene.terms.values()), default=plan.steps)
 
 
-def _by_round(scene: Scene, site: str, total: int, *, alone: bool = False) -> list[float]:
+def _by_round(scene: SimulationSetup, site: str, total: int, *, alone: bool = False) -> list[float]:
     """ε after round 1, 2, ...; a site whose events are used up stays where it is.
 
     alone: without the noise of other sites.
@@ -123,7 +123,7 @@ def _by_round(scene: Scene, site: str, total: int, *, alone: bool = False) -> li
     ]
 
 
-def _message_bytes(scene: Scene) -> tuple[int, int]:
+def _message_bytes(scene: SimulationSetup) -> tuple[int, int]:
     """Bytes of a round and of all: what the algorithm tells a site, and a reply of such vectors.
 
     Where both are coded, as if they were noise: it is most of them. Who had no part in the round
@@ -133,7 +133,7 @@ def _message_bytes(scene: Scene) -> tuple[int, int]:
     told = method.task(method.init(FlatModel(scene.module()).vector))
     up, down = {"w": told.vectors["w"]}, told.vectors
     if method.coded:
-        up = {name: _coded(vector, UNITS) for name, vector in up.items()}
+        up = {name: _coded(vector, SHARE_DEVIATION) for name, vector in up.items()}
     if plan.compression.kind == "grid":
         down = {name: _coded(vector, UNITS_DOWN) for name, vector in down.items()}
     task = Task("run", 1, plan.algorithm, down, told.numbers)
@@ -150,10 +150,10 @@ def _message_bytes(scene: Scene) -> tuple[int, int]:
 def _coded(like: Tensor, units: float) -> Tensor:
     """Return a block of as many whole numbers of normal noise with this deviation."""
     noise = SeededDraws(0, "plan").gaussian(like.numel(), like, 0, "coded")
-    return integers.encode(*integers.coded(noise.double(), 1 / units))
+    return integers.pack_codes(*integers.quantise(noise.double(), 1 / units))
 
 
-def _print(scene: Scene, document: dict[str, Any]) -> None:
+def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
     out = Console(highlight=False, soft_wrap=True)
     plan = scene.plan
     out.print(
@@ -198,7 +198,7 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
             *([upper(terms["epsilon_alone_by_round"][-1])] if honest else []),
         )
     print_table(out, table)
-    if told_of_draw := scene.participants.told():
+    if told_of_draw := scene.participants.describe():
         out.print(told_of_draw)
     if honest:
         out.print(
@@ -217,7 +217,8 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
             )
     if (of := document["evaluation"]) is not None:
         out.print(
-            f"{told.line(of)} {of['times']} evaluations with noise of deviation {of['sigma']:.4g} "
+            f"{told.state_evaluation(of)} {of['times']} evaluations with noise of deviation "
+            f"{of['sigma']:.4g} "
             "in each of a site's counts."
         )
     out.print(
@@ -230,9 +231,9 @@ def _print(scene: Scene, document: dict[str, Any]) -> None:
         _print_optimised(out, document["optimised"])
 
 
-def _warnings(scene: Scene) -> Iterator[str]:
+def _warnings(scene: SimulationSetup) -> Iterator[str]:
     sizes = ((terms.budget.delta, terms.size) for terms in scene.terms.values())
-    if not scene.plan.noisy_sizes and (told_of := loose(sizes)):
+    if not scene.plan.noisy_sizes and (told_of := delta_too_large(sizes)):
         yield f"WARNING: {told_of}."
     if (longer := _drowned(scene)) > _DROWNED:
         yield (
@@ -243,7 +244,7 @@ def _warnings(scene: Scene) -> Iterator[str]:
         )
 
 
-def _drowned(scene: Scene) -> float:
+def _drowned(scene: SimulationSetup) -> float:
     """Return how many times longer the sites' noise is, all records alike, than it could be."""
     plan = scene.plan
     variances = [terms.noise_variance for terms in scene.terms.values()]
@@ -259,9 +260,9 @@ def _drowned(scene: Scene) -> float:
     return math.sqrt(alike * sum(1 / v for v in variances))
 
 
-def _moved(scene: Scene) -> str:
+def _moved(scene: SimulationSetup) -> str:
     """Say how far noise moves the released mean of a column: of all sites', as they are weighed."""
-    noise = moved((one.columns, one.size) for one in scene.terms.values())
+    noise = mean_noise((one.columns, one.size) for one in scene.terms.values())
     return f"; noise moves the mean of all sites by {noise:.2g} of half a range"
 
 
@@ -275,7 +276,7 @@ def _secured(threshold: int, sites: int, neighbours: int, against: int) -> str:
     )
 
 
-def _rounds(scene: Scene, document: dict[str, Any]) -> str:
+def _rounds(scene: SimulationSetup, document: dict[str, Any]) -> str:
     rounds, total = document["rounds"], document["iterations"]
     if scene.plan.method.controlled:
         return f"up to {rounds} rounds with up to {total} iterations in all, τ chosen on the way"

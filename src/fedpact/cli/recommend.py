@@ -1,4 +1,4 @@
-"""`fedpact recommend`: a configuration for a budget, from public numbers alone."""
+"""`fedpact execute_recommend`: a configuration for a budget, from public numbers alone."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +15,9 @@ from fedpact.recommend.recommendation import FITTED_ON, Recommendation
 from fedpact.shown.tables import print_table
 
 
-def recommend(asked: Circumstances, out: Path | None, *, as_json: bool) -> None:
-    """Carry out `fedpact recommend`. Raises InputError: `out` is there, or has another ending."""
+def execute_recommend(asked: Circumstances, out: Path | None, *, as_json: bool) -> None:
+    """Carry out `fedpact execute_recommend`. Raises InputError: `out` is there, or has another
+    ending."""
     if out is not None and (out.exists() or out.suffix != ".toml"):
         raise InputError(
             f"--out is {out}, {'which is there' if out.exists() else 'which is no TOML'}: name a "

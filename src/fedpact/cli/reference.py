@@ -16,7 +16,7 @@ from fedpact.shown.tables import print_table
 from fedpact.text import toml
 
 
-def settings(name: str | None, as_json: bool) -> None:
+def execute_settings(name: str | None, as_json: bool) -> None:
     """Show the tables of a configuration with their keys, or what one of them means."""
     found = tables.everything() if name is None else tables.find(name)
 
@@ -29,9 +29,9 @@ def settings(name: str | None, as_json: bool) -> None:
     show({"tables": [asdict(table) for table in found]}, as_json, text)
 
 
-def algorithms(name: str | None, as_json: bool) -> None:
+def execute_algorithms(name: str | None, as_json: bool) -> None:
     """List the algorithms, or show one: what it does, and its settings."""
-    found = [tables.algorithm(one) for one in ([name] if name else sources.algorithms())]
+    found = [tables.algorithm(one) for one in ([name] if name else sources.algorithm_names())]
 
     def text() -> None:
         if name:
@@ -47,7 +47,7 @@ def algorithms(name: str | None, as_json: bool) -> None:
     show({"algorithms": [asdict(one) for one in found]}, as_json, text)
 
 
-def init(file: Path, overrides: list[str], as_json: bool) -> None:
+def execute_init(file: Path, overrides: list[str], as_json: bool) -> None:
     """Write a plan to begin with. Raises InputError: the file is there, or cannot be written."""
     check_file("the file", file, ".toml")
     if os.path.lexists(file):
@@ -92,12 +92,12 @@ def _print(table: tables.KeyTable) -> None:
     grid = _grid("key", "type", "default", "meaning")
     for key in table.keys:
         told = f"{key.symbol}: {key.meaning}" if key.symbol else key.meaning
-        cells = (key.last, f"{key.type} {key.range}".strip(), default(key), told)
+        cells = (key.last, f"{key.type} {key.range}".strip(), format_default(key), told)
         grid.add_row(*map(Text, cells))
     print_table(console, grid)
 
 
-def default(key: tables.Key) -> str:
+def format_default(key: tables.Key) -> str:
     """Return a key's default for a reader."""
     if key.required:
         return "to be given"

@@ -1,5 +1,5 @@
-"""What a run left: `fedpact report` shows its figures and makes its page anew, `fedpact predict`
-and `fedpact evaluate` try its model on records of one's own."""
+"""What a run left: `fedpact execute_report` shows its figures and makes its page anew, `fedpact
+execute_predict` and `fedpact execute_evaluate` try its model on records of one's own."""
 
 import csv
 import io
@@ -19,13 +19,13 @@ from fedpact.cli.console import show
 from fedpact.engines.served import Predictions
 from fedpact.errors import InputError
 from fedpact.files import check_file, write_whole
-from fedpact.report.page import headline, write_page
+from fedpact.report.page import build_headline, write_page
 from fedpact.report.reading import RunFolder, read_run
 from fedpact.shown.tables import print_table
 
 
-def report(run: Path, as_json: bool) -> None:
-    """Carry out `fedpact report` on a run's folder."""
+def execute_report(run: Path, as_json: bool) -> None:
+    """Carry out `fedpact execute_report` on a run's folder."""
     found = read_run(run)
     try:
         path = write_page(found)
@@ -49,7 +49,7 @@ def _document(run: RunFolder, path: Path | None) -> dict[str, Any]:
 
 def _print(run: RunFolder, path: Path | None) -> None:
     table = Table(title=Text(f"run {run.path}"), show_header=False)
-    for card in headline(run):
+    for card in build_headline(run):
         note = card.note + (" (simulator only)" if card.simulator_only else "")
         # Text, because a site's name may look like markup.
         value = Text(card.value, style="bold red" if card.bad else "bold")
@@ -74,8 +74,10 @@ def _asked(run: Path, average: bool) -> Result:
     return found
 
 
-def predict(run: Path, records: Path, out: Path | None, as_json: bool, average: bool) -> None:
-    """Carry out `fedpact predict`. out: the file to write, or None for standard output.
+def execute_predict(
+    run: Path, records: Path, out: Path | None, as_json: bool, average: bool
+) -> None:
+    """Carry out `fedpact execute_predict`. out: the file to write, or None for standard output.
 
     average: see `fedpact.load`.
 
@@ -111,8 +113,8 @@ def predict(run: Path, records: Path, out: Path | None, as_json: bool, average: 
     show(document, as_json, tell)
 
 
-def evaluate(run: Path, records: Path, as_json: bool, average: bool) -> None:
-    """Carry out `fedpact evaluate`. average: see `fedpact.load`."""
+def execute_evaluate(run: Path, records: Path, as_json: bool, average: bool) -> None:
+    """Carry out `fedpact execute_evaluate`. average: see `fedpact.load`."""
     score = _asked(run, average).evaluate(records)
 
     def tell() -> None:

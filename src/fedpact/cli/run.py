@@ -1,4 +1,5 @@
-"""`fedpact run`, `resume` and `extend`: carry out a plan and show it as it goes."""
+"""`fedpact execute_run`, `execute_resume` and `execute_extend`: carry out a plan and show it as it
+goes."""
 
 import sys
 import time
@@ -15,8 +16,8 @@ from fedpact.api import Result, default_folder
 from fedpact.api import extend as carry_on
 from fedpact.api import run as carry_out
 from fedpact.cli.console import INTERRUPTED, StopOnInterrupt, show
-from fedpact.engines.extended import extended
-from fedpact.engines.together import restored
+from fedpact.engines.extended import extend_plan
+from fedpact.engines.together import recover
 from fedpact.errors import DataError
 from fedpact.folder import Folder
 from fedpact.ledger.receipt import receipt
@@ -24,41 +25,52 @@ from fedpact.messages import RoundRecord
 from fedpact.metrics import METRICS
 from fedpact.plan import Plan
 from fedpact.report import evaluations
-from fedpact.tasks.measures import shown
-from fedpact.text import beside_commonest, exact_percent, fares, guarded, size, upper, written
+from fedpact.tasks.measures import find_display
+from fedpact.text import (
+    against_majority_class,
+    exact_percent,
+    format_epsilon,
+    format_metric,
+    headline_metric,
+    size,
+    upper,
+)
 
 _RESERVED = "epsilon_reserved", "delta_reserved"
 
 
-def run(
+def execute_run(
     config: Path | None,
     overrides: Sequence[str],
     out: Path | None,
     engine: str,
     as_json: bool,
 ) -> None:
-    """Carry out `fedpact run`. out: the run's folder; None for a new one under runs/."""
+    """Carry out `fedpact execute_run`. out: the run's folder; None for a new one under runs/."""
     plan = Plan.read(config, overrides)
     _carry_out(plan, out or default_folder(plan), engine, as_json)
 
 
-def resume(folder: Path, engine: str, as_json: bool) -> None:
-    """Carry out `fedpact resume`. Raises DataError: no such folder."""
+def execute_resume(folder: Path, engine: str, as_json: bool) -> None:
+    """Carry out `fedpact execute_resume`. Raises DataError: no such folder."""
     if not folder.is_dir():
         raise DataError(f"{folder} is no folder: name the folder of a run, as under runs/")
-    restored(folder)
+    recover(folder)
     _carry_out(Plan.parse(Folder(folder).read_json("plan.json")), folder, engine, as_json)
 
 
-def extend(folder: Path, rounds: int, epsilon: float | None, engine: str, as_json: bool) -> None:
-    """Carry out `fedpact extend` on a simulated run, or on the files of a deployment's parties."""
+def execute_extend(
+    folder: Path, rounds: int, epsilon: float | None, engine: str, as_json: bool
+) -> None:
+    """Carry out `fedpact execute_extend` on a simulated run, or on the files of a deployment's
+    parties."""
     if (folder / "rounds.jsonl").exists():
-        restored(folder)
-        plan = extended(Folder(folder), rounds, epsilon)
+        recover(folder)
+        plan = extend_plan(Folder(folder), rounds, epsilon)
         carry = partial(carry_on, folder, rounds, epsilon=epsilon, engine=engine)
         _shown(plan, folder, carry, as_json)
         return
-    from fedpact.deploy.extend import extend as extend_parties
+    from fedpact.deploy.extend import extend_deployment as extend_parties
 
     plan, name, least = extend_parties(folder, rounds, epsilon)
     sigma = f"; smallest_sigma, of which this one has {least:.6g}" if least else ""
@@ -124,8 +136,10 @@ class _Live:
 
     def __call__(self, record: RoundRecord) -> None:
         if record.accuracy is not None:
-            self._fares = " ".join(fares(record.accuracy, record.loss, exact_percent))
-        self._metrics |= {shown(name).label: f"{v:.3g}" for name, v in record.metrics.items()}
+            self._fares = " ".join(headline_metric(record.accuracy, record.loss, exact_percent))
+        self._metrics |= {
+            find_display(name).label: f"{v:.3g}" for name, v in record.metrics.items()
+        }
         self._sent += record.bytes_up + record.bytes_down
         metrics = "  ".join(f"{label} {value}" for label, value in self._metrics.items())
         line = f"{self._fares}  {metrics}  {self._privacy(record)}  {size(self._sent)}"
@@ -159,7 +173,7 @@ class _Live:
 
 def _spent(summary: dict[str, Any]) -> str:
     alone = max(summary["epsilon_alone"].values(), default=None)
-    return guarded(max(summary["epsilon"].values()), alone, summary["honest"])
+    return format_epsilon(max(summary["epsilon"].values()), alone, summary["honest"])
 
 
 def _print_outcome(plan: Plan, result: Result) -> None:
@@ -179,8 +193,8 @@ def _print_outcome(plan: Plan, result: Result) -> None:
         f"{plan.algorithm} on {plan.data}: {summary['rounds']} rounds, {ends[summary['status']]}"
     )
     if summary["loss"] is not None:
-        label, value = fares(summary["accuracy"], summary["loss"], exact_percent)
-        against = beside_commonest(summary["accuracy"], summary.get("commonest"))
+        label, value = headline_metric(summary["accuracy"], summary["loss"], exact_percent)
+        against = against_majority_class(summary["accuracy"], summary.get("commonest"))
         out.print(f"{label:<10} {value}{against and f' ({against})'}")
     else:
         part = plan.partition.held_out
@@ -190,15 +204,15 @@ def _print_outcome(plan: Plan, result: Result) -> None:
             "site's): give more records, fewer sites or a larger part"
         )
     if (average := summary["average"]) is not None:
-        label, value = fares(average["accuracy"], average["loss"], exact_percent)
+        label, value = headline_metric(average["accuracy"], average["loss"], exact_percent)
         its = "" if label == "accuracy" else f"{label} "
-        kind = result.records[-1].told_average(plan.server.average)
+        kind = result.records[-1].describe_average(plan.server.average)
         out.print(f"average    {its}{value} ({kind})")
     for name, value in result.records[-1].metrics.items():
-        out.print(f"{shown(name).label:<10} {written(shown(name).form, value)}")
+        out.print(f"{find_display(name).label:<10} {format_metric(find_display(name).form, value)}")
     if summary["worst_site"] is not None:
         worst = summary["worst_site"]
-        label, value = fares(worst["accuracy"], worst["loss"], exact_percent)
+        label, value = headline_metric(worst["accuracy"], worst["loss"], exact_percent)
         its = "" if label == "accuracy" else f"{label} "
         out.print(f"worst site {worst['site']} at {its}{value} (simulator only)")
     if plan.private:
@@ -211,7 +225,9 @@ def _print_outcome(plan: Plan, result: Result) -> None:
         if plan.run.ledgers:
             _print_kept(out, Path(plan.run.ledgers), sorted(summary["delta"]))
         if summary["evaluation"]:
-            out.print(f"released   {evaluations.sentence(summary['evaluation']['figures'])}")
+            out.print(
+                f"released   {evaluations.describe_figures(summary['evaluation']['figures'])}"
+            )
             out.print(
                 f"           of held-out records, at {evaluations.cost(summary['evaluation'])}"
             )

@@ -12,22 +12,22 @@ from typing import Any
 from fedpact import check
 from fedpact.api import with_own
 from fedpact.comparison.compared import Compared
-from fedpact.comparison.entrants import comparable, named, seeded, seeds_of
+from fedpact.comparison.entrants import comparable, name_plans, reseed, seeds_of
 from fedpact.comparison.here import carry_out_here
-from fedpact.comparison.pool import Job, News, OnNews, carry_out
-from fedpact.comparison.sweep import swept
+from fedpact.comparison.pool import Job, OnNews, RunProgress, run_jobs
+from fedpact.comparison.sweep import expand_sweep
 from fedpact.data.dataset import Dataset
 from fedpact.engines.joining import SiteModels, of_run
 from fedpact.engines.process import available_cores
 from fedpact.errors import InputError, PlanError
 from fedpact.files import check_out, write_whole
-from fedpact.folder import Folder, unused
+from fedpact.folder import Folder, find_unused_path
 from fedpact.methods.released import check_as_declared
 from fedpact.own.named import is_handed
 from fedpact.plan import Plan
 from fedpact.records.rounds import strict
 from fedpact.report.comparison import document, write_comparison
-from fedpact.report.counted import counted as trying
+from fedpact.report.counted import count_tuning_cost as trying
 from fedpact.report.outcomes import RESUMABLE, Comparison, read_comparison, run_folder
 from fedpact.report.page import write_report
 from fedpact.report.reading import RunFolder
@@ -74,7 +74,7 @@ def compare(
     different data, a bad name or seed, a folder that cannot be or holds runs of other plans,
     several jobs for plans with budget.seconds.
     """
-    entries, points = swept(named(plans), sweep or {})
+    entries, points = expand_sweep(name_plans(plans), sweep or {})
     records = dict[str, Dataset | None]()
     for name, plan in entries.items():
         entries[name], records[name] = with_own(plan, model=model, data=data, test=test)
@@ -85,9 +85,9 @@ def compare(
         _countable(entries, seeds)
     chosen = seeds_of(entries, seeds)
     folder = _own_folder(out)
-    side_by_side, workers = shares(untimed(entries, jobs), len(entries) * len(chosen))
+    side_by_side, workers = shares(serialise_timed(entries, jobs), len(entries) * len(chosen))
     wanted = [
-        Job(name, seed, seeded(plan, seed, workers), run_folder(folder, name, seed), records[name])
+        Job(name, seed, reseed(plan, seed, workers), run_folder(folder, name, seed), records[name])
         # All entries with one seed before the next: what is there early can be compared.
         for seed in chosen
         for name, plan in entries.items()
@@ -95,7 +95,7 @@ def compare(
     missing = [job for job in wanted if not has_ended(job)]
     others = [job for job in missing if not job.here]
     on_news = on_news or _watcher(len(missing))
-    failed = carry_out(others, side_by_side, on_news, stop)
+    failed = run_jobs(others, side_by_side, on_news, stop)
     failed |= carry_out_here([job for job in missing if job.here], on_news, stop)
     if joining and not stop():
         _joining(wanted, on_news, stop)
@@ -118,7 +118,7 @@ def _watcher(runs: int) -> OnNews:
         return lambda _: None
     bar, ended = Bar(runs), set[tuple[str, int]]()
 
-    def show(news: News) -> None:
+    def show(news: RunProgress) -> None:
         if news.ended:
             ended.add((news.job.name, news.job.seed))
         bar(len(ended), f"{news.job.name}, seed {news.job.seed}")
@@ -191,12 +191,12 @@ def _telling(job: Job, on_news: OnNews, stop: Callable[[], bool]) -> Callable[[s
     def on_site(site: str, of: int) -> None:
         if stop():
             raise _Stopped
-        on_news(News(job, joining=(site, next(which), of)))
+        on_news(RunProgress(job, joining=(site, next(which), of)))
 
     return on_site
 
 
-def untimed(plans: Mapping[str, Plan], jobs: int) -> int:
+def serialise_timed(plans: Mapping[str, Plan], jobs: int) -> int:
     """Return the jobs, one where a budget is measured time, which runs side by side would share."""
     timed = [name for name, plan in plans.items() if plan.budget.seconds is not None]
     if timed and jobs > 1:
@@ -221,7 +221,7 @@ def _own_folder(out: Path | str | None) -> Path:
 
 def comparison_folder() -> Path:
     """Return a new folder's name under runs/."""
-    return unused(Path("runs") / f"compare-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
+    return find_unused_path(Path("runs") / f"compare-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
 
 
 def shares(jobs: int, runs: int) -> tuple[int, int]:

@@ -42,7 +42,7 @@ def read_plans(
     return found
 
 
-def named(plans: Plan | Mapping[str, Plan] | Sequence[Plan]) -> dict[str, Plan]:
+def name_plans(plans: Plan | Mapping[str, Plan] | Sequence[Plan]) -> dict[str, Plan]:
     """Return plans by name: as given, or named by algorithm and numbered where it repeats.
 
     Raises InputError: no plan, something else, or a name that cannot be a folder's.
@@ -117,7 +117,7 @@ def seeds_of(plans: Mapping[str, Plan], seeds: int | Sequence[int]) -> list[int]
     return found
 
 
-def seeded(plan: Plan, seed: int, workers: int) -> Plan:
+def reseed(plan: Plan, seed: int, workers: int) -> Plan:
     """Return a plan with another seed and, unless it names a number of workers, so many."""
     raw = plan.document()
     raw["seed"] = seed

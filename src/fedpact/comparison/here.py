@@ -4,7 +4,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from fedpact.api import run
-from fedpact.comparison.pool import Job, News, OnNews
+from fedpact.comparison.pool import Job, OnNews, RunProgress
 from fedpact.errors import FedpactError
 from fedpact.messages import RoundRecord
 
@@ -12,7 +12,7 @@ from fedpact.messages import RoundRecord
 def carry_out_here(
     jobs: Sequence[Job], on_news: OnNews, stop: Callable[[], bool]
 ) -> dict[tuple[str, int], str]:
-    """Carry out all jobs; return why those that failed did. See pool.carry_out."""
+    """Carry out all jobs; return why those that failed did. See pool.run_jobs."""
     failed = dict[tuple[str, int], str]()
     for job in jobs:
         if stop():
@@ -20,13 +20,13 @@ def carry_out_here(
         why = _carried_out(job, on_news, stop)
         if why is not None:
             failed[job.name, job.seed] = why
-        on_news(News(job, ended=True, failed=why))
+        on_news(RunProgress(job, ended=True, failed=why))
     return failed
 
 
 def _carried_out(job: Job, on_news: OnNews, stop: Callable[[], bool]) -> str | None:
     def on_round(record: RoundRecord) -> None:
-        on_news(News(job, record.round, record.accuracy, record.loss))
+        on_news(RunProgress(job, record.round, record.accuracy, record.loss))
 
     try:
         run(job.plan, job.folder, data=job.data, on_round=on_round, stop=stop)

@@ -41,7 +41,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class News:
+class RunProgress:
     """What a run has just done: a round, or its end. failed: why it ended without a result.
 
     joining: of a run that has ended, the site whose worth of joining is found, which and of how
@@ -57,10 +57,10 @@ class News:
     joining: tuple[str, int, int] | None = None
 
 
-OnNews = Callable[[News], None]
+OnNews = Callable[[RunProgress], None]
 
 
-def carry_out(
+def run_jobs(
     jobs: Sequence[Job], side_by_side: int, on_news: OnNews, stop: Callable[[], bool]
 ) -> dict[tuple[str, int], str]:
     """Carry out all jobs, so many at a time; return why those that failed did: (name, seed) -> why.
@@ -94,7 +94,7 @@ class _Pool:
 
     def __init__(self) -> None:
         self._running = set[subprocess.Popen[str]]()
-        self._queue: SimpleQueue[News] = SimpleQueue()
+        self._queue: SimpleQueue[RunProgress] = SimpleQueue()
         self._stopping = False
 
     def run(self, job: Job) -> None:
@@ -122,7 +122,7 @@ class _Pool:
             why = None
             if code != 0 and not self._stopping:
                 why = refusal or _explain(job, code, errors)
-        self._queue.put(News(job, ended=True, failed=why))
+        self._queue.put(RunProgress(job, ended=True, failed=why))
 
     def _converse(self, process: subprocess.Popen[str], job: Job) -> str | None:
         """Tell the process what to do and pass on its rounds; return its refusal, if any."""
@@ -139,10 +139,12 @@ class _Pool:
                 said = json.loads(line)
                 refusal = said.get("error", refusal)
                 if "round" in said:
-                    self._queue.put(News(job, said["round"], said["accuracy"], said.get("loss")))
+                    self._queue.put(
+                        RunProgress(job, said["round"], said["accuracy"], said.get("loss"))
+                    )
         return refusal
 
-    def news(self) -> Iterable[News]:
+    def news(self) -> Iterable[RunProgress]:
         """Yield what has happened since the last call."""
         with contextlib.suppress(Empty):
             while True:

@@ -9,9 +9,9 @@ from os import PathLike, fspath
 from typing import Any
 
 from fedpact import algorithms
-from fedpact.configuration import give_way, given, key_of, leaves, put, value_of
+from fedpact.configuration import drop_overridden, flatten, key_of, select_given, set_key, value_of
 from fedpact.errors import PlanError
-from fedpact.own.named import name_of, name_of_function
+from fedpact.own.named import name_object, name_of_function
 from fedpact.plan import Plan
 from fedpact.report.outcomes import SweepPoint
 
@@ -45,7 +45,7 @@ def read_sweeps(texts: Sequence[str]) -> dict[str, list[Any]]:
     return found
 
 
-def swept(
+def expand_sweep(
     plans: Mapping[str, Plan], sweeps: Mapping[str, Sequence[Any]]
 ) -> tuple[dict[str, Plan], dict[str, SweepPoint]]:
     """Return the plans with each combination of values, and where each entry is in the sweep.
@@ -81,7 +81,7 @@ def _plain(key: str, values: Any) -> list[Any]:
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
         raise PlanError(f"sweep {key}: its values are {values!r}: expected a list, as [{values!r}]")
-    name = name_of_function if key.startswith("task.") else name_of
+    name = name_of_function if key.startswith("task.") else name_object
     found = [value.item() if hasattr(value, "item") else name(value) for value in values]
     try:
         return json.loads(json.dumps(found, default=_at))
@@ -122,15 +122,15 @@ def _knows(plan: Plan, key: str) -> bool:
 def _changed(plan: Plan, chosen: Mapping[str, Any]) -> Plan:
     # What follows from other keys follows them where they change: only what was given is kept. What
     # one value of the sweep leaves without effect another one uses.
-    raw = given(plan.document(), lambda found: Plan.parse(found).document())
+    raw = select_given(plan.document(), lambda found: Plan.parse(found).document())
     keys = [key_of(key) for key in chosen]
-    give_way(raw, keys)
+    drop_overridden(raw, keys)
     for key, value in chosen.items():
-        put(raw, key, value, f"sweep {key}")
+        set_key(raw, key, value, f"sweep {key}")
     try:
         return Plan.parse(raw, typed=keys)
     except PlanError as error:
-        told = ", ".join(f"{key}={value}" for key, value in leaves(chosen).items())
+        told = ", ".join(f"{key}={value}" for key, value in flatten(chosen).items())
         raise PlanError(f"sweep {told}: {error}") from None
 
 

@@ -21,14 +21,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from fedpact.control import server, site
-from fedpact.messages import Local, Reply, State, Task, join, split
-from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms
+from fedpact.messages import Local, Reply, State, Task, join, split_state
+from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms
 from fedpact.theory import tau
 
 STEPS_A_ROUND: Final = 5
 """R_c over the rounds where σ is calibrated and nobody gives R_c: the τ of fedprox and scaffold."""
 
-PREFIX: Final = "control/"
+CONTROL_PREFIX: Final = "control/"
 _LEFT: Final = "left/"
 
 InnerLocal = Callable[[Task, Oracle, State], Local]
@@ -49,7 +49,7 @@ class Ali(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     kappa: float | None = Field(default=None, gt=0)
     iterations: int | None = Field(default=None, ge=1)
-    most_local_steps: int = Field(default=tau.LONGEST, ge=1, le=tau.LONGEST)
+    most_local_steps: int = Field(default=tau.MAX_LOCAL_STEPS, ge=1, le=tau.MAX_LOCAL_STEPS)
     estimator: Literal["released", "raw"] = "released"
 
 
@@ -81,7 +81,7 @@ class Controller:
         numbers = {"steps": 0.0, "even": 0.0}
         if self.ali.iterations is not None:
             numbers["iterations"] = float(self.ali.iterations)
-        return join(State({}, numbers), PREFIX, rest)
+        return join(State({}, numbers), CONTROL_PREFIX, rest)
 
     def steps(self, state: State | None) -> int:
         """Return τ of the next round, 0 if nothing is left; without a state the most it can be."""
@@ -96,7 +96,7 @@ class Controller:
         if not own.numbers["steps"]:
             return ChosenTau(1)
         most = min(tau.longest(int(own.numbers["steps"])), self.ali.most_local_steps, int(limit))
-        allowed = tau.allowed(limit, server.rounds_left(left.numbers))
+        allowed = tau.allowed_iterations(limit, server.rounds_left(left.numbers))
         drift = server.drift(own.numbers, self.learning_rate, len(rest.vectors["w"]))
         if drift is None:
             return ChosenTau(tau.even_split(allowed, most), even=True)
@@ -108,11 +108,11 @@ class Controller:
         told = inner(_parts(state)[2])
         return State(told.vectors, {**told.numbers, "local_steps": self.choose(state).steps})
 
-    def asked(self, inner: Mapping[str, Range]) -> dict[str, Range]:
-        """See algorithms.Algorithm; inner: the algorithm's own."""
+    def task_numbers(self, inner: Mapping[str, Range]) -> dict[str, Range]:
+        """Return the numbers that a task may carry; inner: those of the algorithm itself."""
         return {**inner, "local_steps": Range(1, self.ali.most_local_steps, whole=True)}
 
-    def bounds(self, task: Task, terms: Terms, inner: Bounds) -> Bounds:
+    def bounds(self, task: Task, terms: Terms, inner: ReplyBounds) -> ReplyBounds:
         """See algorithms.Algorithm; inner: the algorithm's own.
 
         The first round's replies say how many steps a site's reservation allows, less at most what
@@ -122,19 +122,19 @@ class Controller:
         spent = _ATTEMPTS * (int(task.numbers["local_steps"]) + self.opens)
         least = max(0, reserved - spent) if task.round == 1 else 0
         if self.ali.estimator == "raw":
-            sent, extra = site.raw_ranges(), {f"{PREFIX}gradient": math.inf}
+            sent, extra = site.raw_ranges(), {f"{CONTROL_PREFIX}gradient": math.inf}
         else:
             sent, extra = site.ranges(terms, d), dict[str, float]()
         sent["steps_left"] = Range(least, reserved)
-        numbers = {PREFIX + name: bound for name, bound in sent.items()}
+        numbers = {CONTROL_PREFIX + name: bound for name, bound in sent.items()}
         return replace(
             inner, vectors={**inner.vectors, **extra}, numbers={**inner.numbers, **numbers}
         )
 
     def local(self, task: Task, oracle: Oracle, memory: State, inner: InnerLocal) -> Local:
         """Return the algorithm's reply, with the numbers that `server` needs."""
-        own, rest = split(memory, PREFIX)
-        watched = site.Watched(oracle)
+        own, rest = split_state(memory, CONTROL_PREFIX)
+        watched = site.RecordingOracle(oracle)
         local = inner(task, watched, rest)
         w, model = task.vectors["w"], local.vectors.get("w")
         extra = dict[str, Tensor]()
@@ -144,26 +144,26 @@ class Controller:
         else:
             moved = None if model is None else w - model
             steps = int(task.numbers["local_steps"])
-            numbers = site.report(watched, own, moved, self.learning_rate, steps)
-            keep = site.remembered(watched)
+            numbers = site.build_report(watched, own, moved, self.learning_rate, steps)
+            keep = site.build_memory(watched)
         numbers["steps_left"] = min(float(oracle.steps_left), site.UNLIMITED)
-        sent = join(State(extra, numbers), PREFIX, State(local.vectors, local.numbers))
-        return Local(sent.vectors, sent.numbers, join(keep, PREFIX, local.memory))
+        sent = join(State(extra, numbers), CONTROL_PREFIX, State(local.vectors, local.numbers))
+        return Local(sent.vectors, sent.numbers, join(keep, CONTROL_PREFIX, local.memory))
 
     def update(self, state: State, replies: Iterable[Reply], inner: InnerUpdate) -> State:
         """Return the algorithm's next state, and the controller's."""
         own, _, rest = _parts(state)
         choice = self.choose(state)
-        told = server.Told(rest.vectors["w"], choice.steps, self.learning_rate)
-        fold = server.Fold(told, PREFIX)
+        told = server.SiteReport(rest.vectors["w"], choice.steps, self.learning_rate)
+        fold = server.Fold(told, CONTROL_PREFIX)
         after = inner(rest, fold.through(replies))
-        averages = server.raw if self.ali.estimator == "raw" else server.released
+        averages = server.raw if self.ali.estimator == "raw" else server.update_averages
         numbers = averages(own.numbers, fold)
         left = self._left(own, choice.steps, fold.least_left)
         if left < site.UNLIMITED / 2:
             numbers["iterations"] = left
         numbers |= {"steps": float(choice.steps), "even": own.numbers["even"] + choice.even}
-        return join(State({}, numbers), PREFIX, after)
+        return join(State({}, numbers), CONTROL_PREFIX, after)
 
     def _left(self, own: State, steps: int, said: float) -> float:
         """Return the iterations that are left after a round of so many.
@@ -180,6 +180,6 @@ class Controller:
 
 def _parts(state: State) -> tuple[State, State, State]:
     """Return the controller's own, what is left of the budgets, and the algorithm's."""
-    own, rest = split(state, PREFIX)
-    left, rest = split(rest, _LEFT)
+    own, rest = split_state(state, CONTROL_PREFIX)
+    left, rest = split_state(rest, _LEFT)
     return own, left, rest

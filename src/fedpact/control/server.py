@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedpact.check import positive
 from fedpact.control.site import UNLIMITED, dot
-from fedpact.messages import Numbers, Reply, State, split
+from fedpact.messages import Numbers, Reply, State, split_state
 from fedpact.theory import tau
 
 CLEAR: Final = 2.0
@@ -42,7 +42,7 @@ _VARIANCE: Final = "_variance"
 
 
 @dataclass(frozen=True)
-class Told:
+class SiteReport:
     """A round as the sites were told of it: w [d], τ >= 1, η > 0."""
 
     w: Tensor
@@ -57,7 +57,7 @@ class Fold:
     prefix: of the numbers' and vectors' names in a reply.
     """
 
-    told: Told
+    told: SiteReport
     prefix: str
     weight: float = 0.0
     sums: dict[str, float] = field(default_factory=dict[str, float])
@@ -73,7 +73,7 @@ class Fold:
 
     def _count(self, reply: Reply) -> None:
         weight = positive(weight=reply.weight)
-        sent = split(State(numbers=reply.numbers), self.prefix)[0].numbers
+        sent = split_state(State(numbers=reply.numbers), self.prefix)[0].numbers
         self.weight += weight
         self.least_left = min(self.least_left, sent["steps_left"])
         self._add("noise_squares", weight**2 * sent["noise"])
@@ -118,7 +118,7 @@ class Fold:
         return spread - len(told.w) * noise / told.steps
 
 
-def released(before: Numbers, fold: Fold) -> dict[str, float]:
+def update_averages(before: Numbers, fold: Fold) -> dict[str, float]:
     """Return the averages after a round, with those before it: every round counts alike."""
     counts = {name: before.get(name, 0.0) for name in ("rounds", "pairs")}
     after = {**before, **counts, "rounds": counts["rounds"] + 1, "noise": fold.mean_of("noise")}
@@ -173,7 +173,7 @@ def drift(numbers: Numbers, learning_rate: float, dimension: int) -> tau.Drift |
         learning_rate=learning_rate,
         lipschitz=math.sqrt(numbers["length"]),
         smoothness=math.sqrt(squares[0]),
-        spread=tau.spread(math.sqrt(max(0.0, squares[1])), dimension, math.sqrt(noise)),
+        spread=tau.gradient_spread(math.sqrt(max(0.0, squares[1])), dimension, math.sqrt(noise)),
     )
 
 

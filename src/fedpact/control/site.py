@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fedpact.messages import State
-from fedpact.privacy.around import BatchAround, OracleAround
+from fedpact.privacy.around import BatchAround, OracleWrapper
 from fedpact.privacy.oracle import UNIFORM, Batch, Oracle, Range, Terms, Weighting, reach
 
 UNLIMITED: Final = 2.0**53
@@ -60,8 +60,9 @@ class Probe:
     variance: float
 
 
-class Watched(OracleAround):
-    """An oracle that lets everything through, and keeps what `report` needs of the gradients."""
+class RecordingOracle(OracleWrapper):
+    """An oracle that lets everything through, and keeps what `build_report` needs of the
+    gradients."""
 
     def __init__(self, inner: Oracle) -> None:
         super().__init__(inner)
@@ -72,12 +73,12 @@ class Watched(OracleAround):
         self.total: Tensor | None = None
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """See Oracle."""
+        """Yield `count` batches that answer the channels; each is closed by the next one."""
         for batch in self._inner.batches(count, *channels):
             yield _WatchedBatch(batch, self)
 
     def opening(self, *channels: str) -> Batch:
-        """See Oracle."""
+        """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
         return _WatchedBatch(self._inner.opening(*channels), self)
 
     def keep(self, w: Tensor, g: Tensor, variance: float) -> None:
@@ -94,7 +95,7 @@ class Watched(OracleAround):
 
 
 class _WatchedBatch(BatchAround):
-    def __init__(self, inner: Batch, watched: Watched) -> None:
+    def __init__(self, inner: Batch, watched: RecordingOracle) -> None:
         super().__init__(inner)
         self._watched = watched
 
@@ -104,12 +105,12 @@ class _WatchedBatch(BatchAround):
         return g
 
 
-def report(
-    seen: Watched, memory: State, moved: Tensor | None, rate: float, steps: int
+def build_report(
+    seen: RecordingOracle, memory: State, moved: Tensor | None, rate: float, steps: int
 ) -> dict[str, float]:
     """Return the numbers of a site's reply, all of them in every round and finite.
 
-    memory: what `remembered` returned in an earlier round, or nothing. moved: w - w_i [d], None
+    memory: what `build_memory` returned in an earlier round, or nothing. moved: w - w_i [d], None
     where the reply has no model. rate: η. steps: τ. "straight" says that w - w_i = η Σ g over τ
     gradients, which is plain SGD.
     """
@@ -131,7 +132,7 @@ def report(
 
 
 def ranges(terms: Terms, d: int) -> dict[str, Range]:
-    """Return what the numbers of an honest `report` can be, of a model of d parameters.
+    """Return what the numbers of an honest `build_report` can be, of a model of d parameters.
 
     A gradient is at most G long (privacy.reach) and has noise of a variance v that is public, so
     its estimates lie between -dv and G², those of differences between -2dv and 4G². What lies
@@ -141,17 +142,17 @@ def ranges(terms: Terms, d: int) -> dict[str, Range]:
     longest = max((reach.gradient(each).longest(d) for each in kinds), default=0.0)
     noises = [each.noise_variance for each in kinds] or [0.0]
     square, v = longest * longest, max(noises)
-    yes_or_no, length = Range(0, 1, whole=True), reach.within(-d * v, square)
+    yes_or_no, length = Range(0, 1, whole=True), reach.range_between(-d * v, square)
     return {
         "pairs": yes_or_no,
         "straight": yes_or_no,
-        "change": reach.within(-2 * d * v, 4 * square),
-        "change_variance": reach.within(0.0, 8 * d * v * v),
+        "change": reach.range_between(-2 * d * v, 4 * square),
+        "change_variance": reach.range_between(0.0, 8 * d * v * v),
         "distance": Range(0.0, _FARTHEST),
         "length": length,
-        "length_variance": reach.within(0.0, 2 * d * v * v),
+        "length_variance": reach.range_between(0.0, 2 * d * v * v),
         "square": length,
-        "noise": Range(reach.about(min(noises)).least, reach.about(v).most),
+        "noise": Range(reach.widen(min(noises)).least, reach.widen(v).most),
     }
 
 
@@ -160,7 +161,7 @@ def raw_ranges() -> dict[str, Range]:
     return dict.fromkeys(("pairs", "lipschitz", "smoothness", "noise"), Range(-math.inf, math.inf))
 
 
-def remembered(seen: Watched) -> State:
+def build_memory(seen: RecordingOracle) -> State:
     """Return what a round with a single gradient leaves for the next one's comparison."""
     if seen.first is None or seen.count > 1:
         return State()
@@ -188,7 +189,7 @@ def raw_report(oracle: Oracle, w: Tensor, before: Tensor | None) -> tuple[dict[s
     return numbers, gradient
 
 
-def _pair(seen: Watched, memory: State) -> tuple[Probe, Probe] | None:
+def _pair(seen: RecordingOracle, memory: State) -> tuple[Probe, Probe] | None:
     """Return the first and the last release to compare."""
     if seen.first is None or seen.last is None:
         return None
@@ -214,7 +215,7 @@ def _compared(first: Probe, last: Probe) -> Mapping[str, float]:
     }
 
 
-def _is_straight(seen: Watched, moved: Tensor | None, rate: float) -> bool:
+def _is_straight(seen: RecordingOracle, moved: Tensor | None, rate: float) -> bool:
     if moved is None or seen.total is None:
         return False
     rest = moved - rate * seen.total

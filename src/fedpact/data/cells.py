@@ -29,7 +29,7 @@ _NARROW: Final = {
 
 
 @dataclass(frozen=True, eq=False)
-class Numbers(Sequence[Any]):
+class NumberCells(Sequence[Any]):
     """Cells of one type of numbers: values [n], and which of them are missing, bool [n].
 
     A cell is a number of Python's, or a float of 16 or 32 bits; None where it is missing.
@@ -43,7 +43,7 @@ class Numbers(Sequence[Any]):
 
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
-            return Numbers(self.values[place], self.missing[place])
+            return NumberCells(self.values[place], self.missing[place])
         if self.missing[place]:
             return None
         value = self.values[place]
@@ -80,7 +80,7 @@ def arrow_cells(column: Any) -> Cells:
     missing = column.is_null().to_numpy()
     if column.null_count:
         column = column.fill_null(pyarrow.scalar(0).cast(column.type))
-    return Numbers(column.to_numpy(), missing)
+    return NumberCells(column.to_numpy(), missing)
 
 
 def cells_of(column: Any, declared: Any = None) -> list[Any]:

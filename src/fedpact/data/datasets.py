@@ -1,6 +1,6 @@
 """Data sets by name, from a file, or from two arrays.
 
->>> digits = load("digits")
+>>> digits = load_dataset("digits")
 >>> tuple(digits.x.shape), tuple(digits.x_test.shape), len(digits.classes)
 ((1442, 1, 8, 8), (355, 1, 8, 8), 10)
 """
@@ -21,17 +21,17 @@ from fedpact.data.given import (
     Given,
     array_of,
     check_shapes,
+    filter_arrays,
     labels_of,
-    sifted_arrays,
     warn_of_channels,
 )
-from fedpact.data.given.classes import check_several, class_names, sorted_names
+from fedpact.data.given.classes import check_several, class_names, sort_names
 from fedpact.data.given.persons import persons_of
 from fedpact.data.given.targets import targets_of
 from fedpact.data.heart import load_flamby, load_heart
 from fedpact.data.images import load_digits, load_images
 from fedpact.data.own import class_numbers, is_missing, numbers_of_table, text_of
-from fedpact.data.sieve import Sieve, nothing_left
+from fedpact.data.sieve import RecordFilter, nothing_left
 from fedpact.data.synthetic import FORMS, Synthetic
 from fedpact.data.tables import SUFFIXES, Table, read_npz, read_table, table_of
 from fedpact.data.text.shakespeare import load_shakespeare
@@ -50,7 +50,7 @@ _ANY: Final = RecordForm()
 _WHOLE: Final = (np.dtype(np.int64), np.dtype(np.int32))
 
 
-def load(
+def load_dataset(
     name: str,
     label: str | None = None,
     site: str | None = None,
@@ -77,7 +77,7 @@ def load(
     Raises DataError: unknown name, missing or damaged file, a column not there, no record left.
     """
     if name.endswith(_WITH_TEST):
-        return _with_test(load(name.removesuffix(_WITH_TEST), label, site, classes=classes))
+        return _with_test(load_dataset(name.removesuffix(_WITH_TEST), label, site, classes=classes))
     if is_handed(name):
         raise DataError(
             f"data set {name} was handed in from Python and is no part of the plan: hand in the "
@@ -126,7 +126,7 @@ def load(
 def _adult(form: RecordForm) -> Dataset:
     parts = list[Given]()
     for end, table in zip(("", " (test)"), adult_tables(form), strict=True):
-        sieve = Sieve(f"adult{end}", table.count, 1)
+        sieve = RecordFilter(f"adult{end}", table.count, 1)
         x = numbers_of_table(table, form, "float32", sieve)
         y = class_numbers(table.columns[table.label], CLASSES, "names", table.label, sieve)
         parts.append(Given(x, y, sieve, table.features))
@@ -187,7 +187,7 @@ def from_arrays(
     check_several(name, names, [str(v) for v in labels[0].flat], form)
     values = "int64" if form.vocabulary or given[0][0].dtype in _WHOLE else "float32"
     parts = [
-        sifted_arrays(f"{name}{' (test)' if end else ''}", pair, names, form, values)
+        filter_arrays(f"{name}{' (test)' if end else ''}", pair, names, form, values)
         for end, pair in zip(ends, given, strict=True)
     ]
     sites: Sequence[Any] | None = None
@@ -211,7 +211,7 @@ def from_frame(
 ) -> Dataset:
     """Return a data set from a DataFrame, or whatever has `columns` and gives each as frame[name].
 
-    label, site, person, classes, form: as `load` takes them for a file. Raises DataError.
+    label, site, person, classes, form: as `load_dataset` takes them for a file. Raises DataError.
     """
     columns = {str(column): cells_of(frame[column]) for column in frame.columns}
     table = table_of(name, columns, label, site, person=person, form=form)
@@ -248,7 +248,7 @@ def with_columns(data: Dataset, form: RecordForm) -> Dataset:
 def _from_table(
     name: str, table: Table, classes: Sequence[str] | None, form: RecordForm
 ) -> Dataset:
-    sieve = Sieve(name, table.count, 1)
+    sieve = RecordFilter(name, table.count, 1)
     x = numbers_of_table(table, form, "int64" if form.vocabulary else "float32", sieve)
     labels = [text_of(label) for label in table.columns[table.label]]
     if form.target.kind not in ("class", "number"):
@@ -260,7 +260,7 @@ def _from_table(
         classes = (table.label,)
     elif classes is None:
         used = sieve.good.tolist()
-        classes = sorted_names(name, [v for v, good in zip(labels, used, strict=True) if good])
+        classes = sort_names(name, [v for v, good in zip(labels, used, strict=True) if good])
     names = tuple(map(str, classes))
     if form.target.kind == "class" and len(names) == 1:
         # Records of another may be among those that are left out, as for a value out of range.

@@ -155,7 +155,7 @@ def locate(source: Source, file: str) -> Path | None:
     return next((p for p in (plain, plain.with_name(plain.name + ".xz")) if p.is_file()), None)
 
 
-def read(source: Source, file: str) -> bytes:
+def read_verified(source: Source, file: str) -> bytes:
     """Return a file's content, which has the published MD5. Raises DataError otherwise."""
     path = locate(source, file)
     if path is None:
@@ -193,13 +193,13 @@ def state(source: Source, file: str) -> str:
     if locate(source, file) is None:
         return "missing"
     try:
-        read(source, file)
+        read_verified(source, file)
     except DataError:
         return "damaged"
     return "ok"
 
 
-def cached(source: Source, decode: Callable[[Source], Arrays]) -> Arrays:
+def load_cached(source: Source, decode: Callable[[Source], Arrays]) -> Arrays:
     """Return the data set's decoded arrays: from the cache, else decoded and then cached.
 
     The cached file is an uncompressed .npz, named by the files' checksums; each array in it carries

@@ -185,7 +185,7 @@ class Column(ValueRange):
         return self.model_copy(update={**places, **own})
 
     def number(self, value: str | float | None) -> float | None:
-        """See ValueRange: of a category in text its place."""
+        """Return the number of a value: of a category in text its place."""
         return float((self.names or []).index(value)) if isinstance(value, str) else value
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from fedpact.data.dataset import Dataset
-from fedpact.data.files import SOURCES, read
+from fedpact.data.files import SOURCES, read_verified
 
 _COLUMNS = (
     *("age", "sex", "cp", "trestbps", "chol", "fbs", "restecg"),
@@ -75,7 +75,7 @@ def load_heart() -> Dataset:
     source = SOURCES["heart_disease"]
     tables, y, site = list[dict[str, np.ndarray]](), [], []
     for file in source.files:
-        columns = _columns(read(source, file).decode("ascii"))
+        columns = _columns(read_verified(source, file).decode("ascii"))
         tables.append(_features(columns))
         y.append(columns["num"] > 0)
         site += [file.split(".")[1]] * len(y[-1])
@@ -102,7 +102,7 @@ def load_flamby() -> Dataset:
     tables, y, site, held = list[dict[str, np.ndarray]](), [], [], []
     for file in source.files:
         name = file.split(".")[1]
-        columns = _whole(_numbers(read(source, file).decode("ascii")))
+        columns = _whole(_numbers(read_verified(source, file).decode("ascii")))
         tables.append(_features(_filled(columns), _FLAMBY_RANGES, reference=True))
         y.append(columns["num"] > 0)
         held.append(np.isin(np.arange(len(y[-1])), split[name]))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedpact.data.dataset import Dataset
-from fedpact.data.files import SOURCES, Arrays, Source, cached, read
+from fedpact.data.files import SOURCES, Arrays, Source, load_cached, read_verified
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def load_images(name: str) -> Dataset:
     """
     about = _IMAGES[name]
     decode = _decode_cifar if name == "cifar10" else _decode_idx
-    arrays = cached(SOURCES[name], decode)
+    arrays = load_cached(SOURCES[name], decode)
     return Dataset(
         name=name,
         x=_normalised(arrays["x"], about),
@@ -100,7 +100,7 @@ def _decode_idx(source: Source) -> Arrays:
     # big-endian uint32, then the values.
     arrays = []
     for file in source.files:
-        content = gzip.decompress(read(source, file))
+        content = gzip.decompress(read_verified(source, file))
         shape = np.frombuffer(content, ">u4", count=content[3], offset=4)
         arrays.append(np.frombuffer(content, np.uint8, offset=4 + 4 * content[3]).reshape(shape))
     x, y, x_test, y_test = arrays
@@ -110,7 +110,9 @@ def _decode_idx(source: Source) -> Arrays:
 def _decode_cifar(source: Source) -> Arrays:
     # liblzma and MD5 release the interpreter's lock, so the batches decode in parallel.
     with ThreadPoolExecutor() as pool:
-        batches = list(pool.map(lambda file: cifar_batch(read(source, file)), source.files))
+        batches = list(
+            pool.map(lambda file: cifar_batch(read_verified(source, file)), source.files)
+        )
     *train, (x_test, y_test) = batches
     x, y = (np.concatenate(part) for part in zip(*train, strict=True))
     return {"x": x, "y": y, "x_test": x_test, "y_test": y_test}

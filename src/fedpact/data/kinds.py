@@ -1,4 +1,4 @@
-"""The kinds of partition: one entry of KINDS each, and the settings that they take.
+"""The kinds of partition: one entry of PARTITION_KINDS each, and the settings that they take.
 
 A kind is here whole: what deals the records, which settings are its own, what they have to be.
 Whatever is incomplete is an error when this file is imported; docs/extending.md adds a kind.
@@ -17,7 +17,7 @@ from fedpact.errors import FedpactError
 
 
 @dataclass(frozen=True)
-class Kind:
+class PartitionKind:
     """A way to spread records over sites.
 
     split: of labels y [n], the number of sites, the settings and a seeded generator, it returns one
@@ -52,28 +52,28 @@ def _power_law_mistake(settings: Any) -> str:
     return ""
 
 
-KINDS: Final[dict[str, Kind]] = {
-    "iid": Kind(lambda y, sites, _, rng: splits.iid(y, sites, rng)),
-    "dirichlet": Kind(
+PARTITION_KINDS: Final[dict[str, PartitionKind]] = {
+    "iid": PartitionKind(lambda y, sites, _, rng: splits.iid(y, sites, rng)),
+    "dirichlet": PartitionKind(
         lambda y, sites, s, rng: splits.dirichlet(y, sites, s.beta, rng),
         own=("beta",),
         least=splits.DIRICHLET_LEAST,
     ),
-    "labels": Kind(
-        lambda y, sites, s, rng: splits.labels(y, sites, s.labels_per_site, rng),
+    "labels": PartitionKind(
+        lambda y, sites, s, rng: splits.by_labels(y, sites, s.labels_per_site, rng),
         own=("labels_per_site",),
         mistake=_labels_mistake,
     ),
-    "shards": Kind(
+    "shards": PartitionKind(
         lambda y, sites, s, rng: splits.shards(y, sites, s.shards_per_site, rng),
         own=("shards_per_site",),
     ),
-    "power_law": Kind(
+    "power_law": PartitionKind(
         _power_law,
         own=("labels_per_site", "smallest", "largest", "exponent"),
         mistake=_power_law_mistake,
     ),
-    "natural": Kind(None),
+    "natural": PartitionKind(None),
 }
 
 
@@ -88,8 +88,10 @@ def site_names(sites: int) -> list[str]:
 
 
 def _known(kind: str) -> str:
-    if kind not in KINDS:
-        raise ValueError(f"{kind!r} is no kind of partition: expected one of {', '.join(KINDS)}")
+    if kind not in PARTITION_KINDS:
+        raise ValueError(
+            f"{kind!r} is no kind of partition: expected one of {', '.join(PARTITION_KINDS)}"
+        )
     return kind
 
 
@@ -125,10 +127,10 @@ class PartitionSettings(BaseModel):
 
     @model_validator(mode="after")
     def _fits_the_kind(self) -> Self:
-        for name in _SPECIFIC - set(KINDS[self.kind].own):
+        for name in _SPECIFIC - set(PARTITION_KINDS[self.kind].own):
             value, default = getattr(self, name), type(self).model_fields[name].default
             if value != default:
-                kinds = sorted(kind for kind, about in KINDS.items() if name in about.own)
+                kinds = sorted(kind for kind, about in PARTITION_KINDS.items() if name in about.own)
                 raise ValueError(
                     f"{name} is {value!r} with kind = {self.kind!r}: it is a setting of "
                     f"{' and '.join(kinds)}; leave it out or change the kind"
@@ -138,12 +140,12 @@ class PartitionSettings(BaseModel):
                 f'held_out = "own" with kind = {self.kind!r}: a data set has its test parts at its '
                 'own sites; use kind = "natural", or a fraction'
             )
-        if mistake := KINDS[self.kind].mistake(self):
+        if mistake := PARTITION_KINDS[self.kind].mistake(self):
             raise ValueError(mistake)
         return self
 
 
-def check_kinds(kinds: Mapping[str, Kind], settings: type[BaseModel]) -> None:
+def check_kinds(kinds: Mapping[str, PartitionKind], settings: type[BaseModel]) -> None:
     """Raise FedpactError: a kind's setting that is no field, or a field that no kind names."""
     shared = {"kind", "held_out"}
     named = {name for kind in kinds.values() for name in kind.own}
@@ -155,6 +157,6 @@ def check_kinds(kinds: Mapping[str, Kind], settings: type[BaseModel]) -> None:
         )
 
 
-check_kinds(KINDS, PartitionSettings)
+check_kinds(PARTITION_KINDS, PartitionSettings)
 # The settings that matter for some kinds only; in others they have to keep their default.
-_SPECIFIC: Final = {name for kind in KINDS.values() for name in kind.own}
+_SPECIFIC: Final = {name for kind in PARTITION_KINDS.values() for name in kind.own}

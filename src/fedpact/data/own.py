@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedpact.data.cells import Cells, Numbers
+from fedpact.data.cells import Cells, NumberCells
 from fedpact.data.form import Column, RecordForm, ValueRange
-from fedpact.data.sieve import MISSING, Sieve
+from fedpact.data.sieve import MISSING, RecordFilter
 from fedpact.data.tables import Table
 from fedpact.errors import DataError
 
@@ -44,7 +44,7 @@ class _Source:
     """Numbers as they were given, x [n, ...], with what a place in a record is called."""
 
     x: np.ndarray
-    sieve: Sieve
+    sieve: RecordFilter
     name: Callable[[int], str]
     value: _Value
 
@@ -59,7 +59,9 @@ class _Source:
             note(row, self.name(place), why, self.value(row, place))
 
 
-def numbers_of_table(table: Table, form: RecordForm, values: str, sieve: Sieve) -> np.ndarray:
+def numbers_of_table(
+    table: Table, form: RecordForm, values: str, sieve: RecordFilter
+) -> np.ndarray:
     """Return the features [n, d] of a table, float32 or int64, after its sieve has all faults.
 
     values: "float32" or "int64". Raises DataError: a column is declared that the table has not.
@@ -80,10 +82,12 @@ def numbers_of_table(table: Table, form: RecordForm, values: str, sieve: Sieve) 
             x[missing, k] = fill
         _mark_cells(np.isnan(x[:, k]), name, cells, names is not None, sieve)
     source = _Source(x, sieve, features.__getitem__, lambda row, k: columns[k][row])
-    return _fitted(source, form, values, features)
+    return _convert_numbers(source, form, values, features)
 
 
-def numbers_of_array(x: np.ndarray, form: RecordForm, values: str, sieve: Sieve) -> np.ndarray:
+def numbers_of_array(
+    x: np.ndarray, form: RecordForm, values: str, sieve: RecordFilter
+) -> np.ndarray:
     """Return x [n, ...] as float32 or int64, after its sieve has all faults.
 
     x: numbers or text. Raises DataError: columns are declared for other records than [n, d], one
@@ -104,7 +108,7 @@ def numbers_of_array(x: np.ndarray, form: RecordForm, values: str, sieve: Sieve)
     elif x.dtype.kind == "f":
         blank = np.isnan(x)
     if blank is not None and blank.any():
-        numbers = _filled(numbers, blank, form, features)
+        numbers = _fill_missing(numbers, blank, form, features)
     shape = x.shape[1:]
 
     def name(place: int) -> str:
@@ -114,11 +118,15 @@ def numbers_of_array(x: np.ndarray, form: RecordForm, values: str, sieve: Sieve)
     def value(row: int, place: int) -> Any:
         return x[row].reshape(-1)[place].item()
 
-    return _fitted(_Source(numbers, sieve, name, value), form, values, features)
+    return _convert_numbers(_Source(numbers, sieve, name, value), form, values, features)
 
 
 def class_numbers(
-    labels: Cells | np.ndarray, classes: Sequence[str], how: str | None, column: str, sieve: Sieve
+    labels: Cells | np.ndarray,
+    classes: Sequence[str],
+    how: str | None,
+    column: str,
+    sieve: RecordFilter,
 ) -> np.ndarray:
     """Return each record's class as its place in classes, int64 [n]; the sieve has the faults.
 
@@ -134,9 +142,9 @@ def class_numbers(
         if how == "names" or (how is None and (truth or isinstance(label, str | bytes | bool))):
             k = _named(label, place, place.get(str(label), -1))
         if k < 0 and how != "names":
-            *_, number = _SPELLED.get(text.lower(), (unpointed(text, place),))
+            *_, number = _SPELLED.get(text.lower(), (without_decimal_zeros(text, place),))
             k = _place_of(number, len(classes))
-        if _far(label):
+        if _beyond_float64(label):
             sieve.leave_out(row, column, "is a number from 2^53 on: write such names as text")
             k = 0
         elif k < 0 and is_blank(text):
@@ -165,7 +173,7 @@ def text_of(value: Any) -> str:
     return str(value).strip()
 
 
-def _far(value: Any) -> bool:
+def _beyond_float64(value: Any) -> bool:
     """Whether a number is another, and so another name, beside a missing one: see _LARGEST."""
     if isinstance(value, int | np.integer):
         return not -_LARGEST < value < _LARGEST
@@ -213,7 +221,7 @@ def check_columns(origin: str, form: RecordForm, features: Sequence[str]) -> Non
         )
 
 
-def _filled(
+def _fill_missing(
     x: np.ndarray, blank: np.ndarray, form: RecordForm, features: Sequence[str]
 ) -> np.ndarray:
     """Return x [n, ...] with what was declared in place of what is missing, bool like x."""
@@ -227,7 +235,9 @@ def _filled(
     return x
 
 
-def _fitted(source: _Source, form: RecordForm, values: str, features: Sequence[str]) -> np.ndarray:
+def _convert_numbers(
+    source: _Source, form: RecordForm, values: str, features: Sequence[str]
+) -> np.ndarray:
     """Return the numbers in their declared type, with what is beyond a range clamped or marked."""
     if values == "int64":
         x = _whole(source)
@@ -326,7 +336,9 @@ def _mark_part(source: _Source, part: Any, bad: np.ndarray, why: str, *, out: bo
     source.mark(whole, why, out=out)
 
 
-def _mark_cells(bad: np.ndarray, column: str, cells: Cells, names: bool, sieve: Sieve) -> None:
+def _mark_cells(
+    bad: np.ndarray, column: str, cells: Cells, names: bool, sieve: RecordFilter
+) -> None:
     for row in bad.nonzero()[0].tolist():
         value = cells[row]
         if is_blank(value):
@@ -338,7 +350,7 @@ def _mark_cells(bad: np.ndarray, column: str, cells: Cells, names: bool, sieve: 
 
 def _numbers(cells: Cells) -> np.ndarray:
     """Return cells as float64 [n], NaN for what is no number."""
-    if isinstance(cells, Numbers):
+    if isinstance(cells, NumberCells):
         return cells.floats()
     # One by one: numpy would read all of them in another way where one of them is of another type.
     return np.array([number_of(value) for value in cells], np.float64)
@@ -347,11 +359,11 @@ def _numbers(cells: Cells) -> np.ndarray:
 def _named(value: Any, place: Mapping[str, Any], unknown: Any) -> Any:
     """Return the place of the name that a value is; a truth value has several."""
     text = text_of(value)
-    names = (text, unpointed(text, place), *_NAMES_OF.get(text.lower(), ()))
+    names = (text, without_decimal_zeros(text, place), *_NAMES_OF.get(text.lower(), ()))
     return next((place[name] for name in names if name in place), unknown)
 
 
-def unpointed(text: str, names: Iterable[str] = ()) -> str:
+def without_decimal_zeros(text: str, names: Iterable[str] = ()) -> str:
     """Return "1" of "1.0", as pandas writes whole numbers beside an empty cell.
 
     Not where names have points: of codes 250 and 250.0 are two.
@@ -366,7 +378,7 @@ def _places(cells: Cells, own: Column) -> np.ndarray:
     unknown = np.nan if other is None else other
 
     def of(value: Any) -> float:
-        if _far(value):
+        if _beyond_float64(value):
             return unknown
         return _named(value, place, np.nan if is_blank(value) else unknown)
 

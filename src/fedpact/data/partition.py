@@ -1,9 +1,9 @@
 """Partition: which records each simulated site trains on, and which it keeps for evaluation.
 
->>> from fedpact.data.datasets import load
+>>> from fedpact.data.datasets import load_dataset
 >>> settings = PartitionSettings(kind="labels", labels_per_site=2)
->>> partition = make_partition(load("digits"), settings, sites=5, seed=1)
->>> [(site.name, len(site.y.unique())) for site in partition.sites(load("digits"))][:2]
+>>> partition = make_partition(load_dataset("digits"), settings, sites=5, seed=1)
+>>> [(site.name, len(site.y.unique())) for site in partition.sites(load_dataset("digits"))][:2]
 [('site-00', 2), ('site-01', 2)]
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from fedpact import check
 from fedpact.data import splits
 from fedpact.data.dataset import Dataset
-from fedpact.data.kinds import KINDS, PartitionSettings, site_names
+from fedpact.data.kinds import PARTITION_KINDS, PartitionSettings, site_names
 from fedpact.errors import DataError
 from fedpact.files import replacing
 
@@ -78,7 +78,7 @@ class Partition:
                 name,
                 *_take(dataset, self.train[name]),
                 *_take(dataset, self.held_out[name]),
-                splits.numbered(dataset.person, self.train[name]),
+                splits.number_persons(dataset.person, self.train[name]),
             )
             for name in self.train
         ]
@@ -160,14 +160,14 @@ def make_partition(
             "record's own choice would both say what is held out; leave one of them out"
         )
     rng = Generator(PCG64(check.natural(seed=seed)))
-    split = KINDS[settings.kind].split
+    split = PARTITION_KINDS[settings.kind].split
     if split is None:
         records = _natural(dataset, settings, sites)
     else:
-        least = KINDS[settings.kind].least
+        least = PARTITION_KINDS[settings.kind].least
         free = np.arange(len(dataset.y)) if dataset.held is None else np.flatnonzero(~dataset.held)
         whose = dataset.person and [dataset.person[i] for i in free.tolist()]
-        groups = splits.grouped(whose, len(free))
+        groups = splits.group_by_person(whose, len(free))
         what = "records" if dataset.person is None else "persons"
         if sites * least > len(groups):
             most = len(groups) // least
@@ -196,7 +196,7 @@ def make_partition(
         if held is not None:
             out = held(name, part)
         elif dataset.person is not None:
-            out = splits.held_out_persons(dataset.person, part, settings.held_out, seed)
+            out = splits.hold_out_persons(dataset.person, part, settings.held_out, seed)
         else:
             out = np.zeros(len(part), bool)
             count = min(round(settings.held_out * len(part)), len(part) - 1)
@@ -231,7 +231,7 @@ def _natural(dataset: Dataset, settings: PartitionSettings, sites: int) -> dict[
             f"data set {dataset.name} has no sites of its own: choose another kind of partition, "
             "or name the site of each record (site=...)"
         )
-    records = splits.natural(dataset.site)
+    records = splits.split_by_site(dataset.site)
     if dataset.held is not None and settings.held_out != "own":
         records = {name: _own_parts(dataset, part)[0] for name, part in records.items()}
     if len(records) != sites:

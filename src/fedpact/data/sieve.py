@@ -27,7 +27,7 @@ MISSING: Final = "is missing"
 
 
 @dataclass
-class Sieve:
+class RecordFilter:
     """The records of one file: which are left out, which hold a clamped value, and why.
 
     origin: the file. count: its records. first: the number of the first, as its owner counts.
@@ -88,7 +88,7 @@ class Sieve:
         """Note that a value of a record was set to a bound."""
         self._clamped.setdefault(row, (self._place(row, column, why), _plain(value)))
 
-    def told(self, *, values: bool) -> list[str]:
+    def describe(self, *, values: bool) -> list[str]:
         """Return what to tell the records' owner, in paragraphs. values: whether to quote them."""
         clamped = {row: what for row, what in self._clamped.items() if row not in self._out}
         many = self._unknown if values and len(self._unknown) > _PLACES else {}
@@ -115,7 +115,7 @@ class Sieve:
 
     def warn(self, *, values: bool) -> None:
         """Tell the records' owner, in the log of this machine and nowhere else."""
-        for paragraph in self.told(values=values):
+        for paragraph in self.describe(values=values):
             _logger.warning(paragraph)
 
     def _place(self, row: int, column: str, why: str) -> str:
@@ -140,7 +140,7 @@ def _quoted(value: Any) -> str:
     return whole if len(whole) <= _LONG else f"{whole[:_LONG]}... ({len(whole)} characters)"
 
 
-def nothing_left(sieve: Sieve, features: Sequence[str]) -> DataError:
+def nothing_left(sieve: RecordFilter, features: Sequence[str]) -> DataError:
     """Return what to tell the owner of records of which none is used: which columns are to blame.
 
     features: the columns of a table. For simulations alone: a deployed site tells nobody.
@@ -158,7 +158,7 @@ def nothing_left(sieve: Sieve, features: Sequence[str]) -> DataError:
         )
     wholly = sieve.wholly() if features else {}
     if not wholly:
-        told = sieve.told(values=False)[0]
+        told = sieve.describe(values=False)[0]
         return DataError(
             "no record is left: expected at least one; declare a column of words by its categories "
             "(records.columns) and what stands for a missing value (fill), or leave out columns "

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedpact.data.form import RecordForm
-from fedpact.data.given import Given, Sifted, array_of, check_shapes, labels_of, sifted_arrays
+from fedpact.data.given import Given, Sifted, array_of, check_shapes, filter_arrays, labels_of
 from fedpact.data.given.persons import persons_of
 from fedpact.data.given.targets import targets_of
 from fedpact.data.own import ambiguous, numbers_of_table
-from fedpact.data.sieve import Sieve
+from fedpact.data.sieve import RecordFilter
 from fedpact.data.tables import SUFFIXES, read_npz, read_table
 from fedpact.errors import DataError
 
@@ -51,7 +51,7 @@ def load_site(
         table = read_table(path, label, None, person, form)
         _check_form(path, (len(features or table.features),), shape)
         table = table.in_order(f"data file {path}", features)
-        sieve = Sieve(str(path), table.count, 1)
+        sieve = RecordFilter(str(path), table.count, 1)
         x = numbers_of_table(table, form, values, sieve)
         labels = table.columns[table.label]
         y = targets_of(labels, classes, form, table.label, sieve, how="names")
@@ -100,7 +100,7 @@ def _site_arrays(
     y = labels_of(str(path), "y", arrays["y"], form.target.kind, x.ndim)
     check_shapes(str(path), "", x, y, least=0, kind=form.target.kind)
     _check_form(path, x.shape[1:], shape)
-    found = sifted_arrays(str(path), (x, y), classes, form, values)
+    found = filter_arrays(str(path), (x, y), classes, form, values)
     if person is None:
         return found
     if person not in arrays:

@@ -1,7 +1,7 @@
 """How records go to sites: one function a kind, label arrays in, index arrays out.
 
 Each takes the labels y [n] (int64), the number of sites and a seeded generator, and returns one
-index array a site. No record goes to two sites; `labels` and `power_law` may leave some over.
+index array a site. No record goes to two sites; `by_labels` and `power_law` may leave some over.
 """
 
 import hashlib
@@ -70,7 +70,7 @@ def _dirichlet_counts(per_label: np.ndarray, sites: int, beta: float, rng: Gener
     return np.stack(rows)
 
 
-def labels(y: np.ndarray, sites: int, per_site: int, rng: Generator) -> Indices:
+def by_labels(y: np.ndarray, sites: int, per_site: int, rng: Generator) -> Indices:
     """Give every site exactly `per_site` labels, and each label's sites equal parts of it.
 
     Labels are used equally often, give or take one; one that no site was dealt is left over.
@@ -138,7 +138,7 @@ def power_law(
     """Draw sizes from p(s) ∝ s^-exponent on [smallest, largest]; fill each with its labels.
 
     With per_site = k a site's records come in equal parts (give or take one) from k labels, dealt
-    as in `labels`: the setting of FedProxVR's experiments. Without, they are drawn at random.
+    as in `by_labels`: the setting of FedProxVR's experiments. Without, they are drawn at random.
     Raises DataError: more records are needed than there are.
     """
     sizes = power_law_sizes(sites, bounds, exponent, rng)
@@ -180,7 +180,7 @@ def _enough(what: str, have: int, need: int) -> None:
         )
 
 
-def natural(site: Sequence[str]) -> dict[str, np.ndarray]:
+def split_by_site(site: Sequence[str]) -> dict[str, np.ndarray]:
     """Return the records of each named site, in the order of the names."""
     names = np.asarray(site)
     return {str(name): np.flatnonzero(names == name) for name in np.unique(names)}
@@ -210,7 +210,7 @@ class Groups:
         return np.concatenate(each) if each else np.zeros(0, np.int64)
 
 
-def grouped(person: Sequence[str] | None, count: int) -> Groups:
+def group_by_person(person: Sequence[str] | None, count: int) -> Groups:
     """Return the records by person; without names each of the `count` records is one."""
     if person is None:
         return Groups(np.arange(count), np.arange(count))
@@ -219,14 +219,14 @@ def grouped(person: Sequence[str] | None, count: int) -> Groups:
     return Groups(place, np.unique(place, return_index=True)[1])
 
 
-def numbered(person: Sequence[str] | None, indices: np.ndarray) -> Tensor | None:
+def number_persons(person: Sequence[str] | None, indices: np.ndarray) -> Tensor | None:
     """Return whose the records of these indices are, int64 [n] from 0 without gaps."""
     if person is None:
         return None
-    return torch.from_numpy(grouped([person[int(i)] for i in indices], len(indices)).place)
+    return torch.from_numpy(group_by_person([person[int(i)] for i in indices], len(indices)).place)
 
 
-def held_out_persons(
+def hold_out_persons(
     person: Sequence[str], part: np.ndarray, share: float, seed: int
 ) -> np.ndarray:
     """Return which of the records `part` [n] are held out, bool [n].
@@ -238,7 +238,9 @@ def held_out_persons(
     return np.array([drawn[name] < share for name in whose], bool)
 
 
-def kept_records(person: Sequence[str] | Sequence[int], most: int, seed: int) -> np.ndarray:
+def limit_records_per_person(
+    person: Sequence[str] | Sequence[int], most: int, seed: int
+) -> np.ndarray:
     """Return which records are used where a person may have at most `most` of them, bool [n].
 
     Of a person with more, those of some places among that person's own, by a digest of seed and

@@ -11,20 +11,22 @@ from pathlib import Path
 
 from fedpact.deploy.local import ledger_path, one_at_a_time, parties
 from fedpact.deploy.texts import federation as as_toml
-from fedpact.engines.extended import extended, put_on, with_rounds
+from fedpact.engines.extended import begin_extension, extend_plan, with_rounds
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.federation import Federation, read_plan
-from fedpact.engines.together import held, keep_before, put_back, settle
+from fedpact.engines.together import commit, exclusive, keep_before, rollback
 from fedpact.errors import PlanError
 from fedpact.files import write_whole
 from fedpact.folder import Folder
 from fedpact.ledger.chain import read_all
 from fedpact.ledger.family import next_name
 from fedpact.plan import Plan
-from fedpact.theory.calibration import rounded_down
+from fedpact.theory.calibration import round_down
 
 
-def extend(directory: Path, rounds: int, budget: float | None) -> tuple[Plan, str, float]:
+def extend_deployment(
+    directory: Path, rounds: int, budget: float | None
+) -> tuple[Plan, str, float]:
     """Extend the parties that lie in a directory, or the one; return plan, run's name, least σ.
 
     That is the least noise of any release of any site, with which a policy has to agree; 0 of a
@@ -33,16 +35,16 @@ def extend(directory: Path, rounds: int, budget: float | None) -> tuple[Plan, st
     """
     places = tuple(parties(directory).values())
     # Whoever starts them waits, and finds all files changed, or none.
-    with one_at_a_time(directory), held(*places):
+    with one_at_a_time(directory), exclusive(*places):
         plan = _agreed(places, rounds, budget)
         keep_before(*places)
         try:
             names = {_write(place, plan) for place in places}
             if len(names) > 1:
                 raise PlanError(f"the parties name other runs than one another: {', '.join(names)}")
-            settle(*places)
+            commit(*places)
         finally:
-            put_back(*places)
+            rollback(*places)
     return plan, names.pop(), _least_sigma(places[0], plan)
 
 
@@ -50,7 +52,7 @@ def _least_sigma(place: Path, plan: Plan) -> float:
     terms = Federation.read(place / "federation.toml").terms(plan).values()
     of_held = plan.evaluation_terms
     releases = [one.releases for one in terms] + ([of_held.releases] if of_held and terms else [])
-    return rounded_down(min(s for one in releases for s in one.values())) if releases else 0.0
+    return round_down(min(s for one in releases for s in one.values())) if releases else 0.0
 
 
 def _agreed(places: Sequence[Path], rounds: int, budget: float | None) -> Plan:
@@ -91,7 +93,7 @@ def _planned(place: Path, rounds: int, budget: float | None, *, alone: bool) -> 
         if alone:
             _check_ended(place, plan)
         return with_rounds(plan, plan.rounds, rounds, budget)
-    found = extended(folder, rounds, budget)
+    found = extend_plan(folder, rounds, budget)
     if found.after != plan.rounds:
         raise PlanError(
             f"the run ended after {found.after} of {plan.rounds} rounds: a deployment is extended "
@@ -105,7 +107,7 @@ def _write(place: Path, plan: Plan) -> str:
     federation = Federation.read(path)
     renamed = federation.model_copy(update={"run": next_name(federation.run)})
     if _is_server(place):
-        put_on(Folder(place / "run"), plan)
+        begin_extension(Folder(place / "run"), plan)
     Folder(place).write_json("plan.json", plan.document())
     write_whole(path, as_toml(renamed).encode(), private=False)
     if _is_server(place):

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedpact.errors import PlanError
-from fedpact.files import understood, write_whole
+from fedpact.files import parse_errors, write_whole
 
 _CURVE = ec.SECP384R1()
 # The server's; and the authority's, so that a new one of the server's concerns nobody else.
@@ -93,7 +93,7 @@ def renew(authority: Path, server: Path, host: str) -> bool:
 
 def _signer(authority: Path) -> ec.EllipticCurvePrivateKey:
     path = authority / "ca.key"
-    with understood(path, _ADVICE):
+    with parse_errors(path, _ADVICE):
         found = serialization.load_pem_private_key(_there(path), None)
         if not isinstance(found, ec.EllipticCurvePrivateKey):
             raise TypeError(f"ca.key is a {type(found).__name__}: expected an ECDSA key")
@@ -102,7 +102,7 @@ def _signer(authority: Path) -> ec.EllipticCurvePrivateKey:
 
 def _authority_at(directory: Path) -> x509.Certificate:
     path = directory / "ca.crt"
-    with understood(path, _ADVICE):
+    with parse_errors(path, _ADVICE):
         return x509.load_pem_x509_certificate(_there(path))
 
 

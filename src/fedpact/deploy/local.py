@@ -17,10 +17,10 @@ from fedpact.engines.flower import require_flower
 from fedpact.engines.parties.examiner import own_figures
 from fedpact.engines.parties.federation import Federation, parse_toml
 from fedpact.engines.parties.records import SiteSettings
-from fedpact.engines.parties.standing import Standing
-from fedpact.engines.together import restored
+from fedpact.engines.parties.standing import LedgerRegistry
+from fedpact.engines.together import recover
 from fedpact.errors import DataError, PlanError
-from fedpact.files import PRIVATE, only_one, understood, write_whole
+from fedpact.files import PRIVATE, only_one, parse_errors, write_whole
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
@@ -48,12 +48,12 @@ def parties(directory: Path) -> dict[str, Path]:
     return {_SERVER: server, **{name: directory / "sites" / name for name in names}}
 
 
-def start(directory: Path, only: str | None = None) -> dict[str, int]:
+def start_parties(directory: Path, only: str | None = None) -> dict[str, int]:
     """Start every party that does not run, or one of them; return name -> process number."""
     parties(directory)  # before there is a lock in a folder that is no deployment
     with one_at_a_time(directory):
         places = parties(directory)
-        restored(*places.values())
+        recover(*places.values())
         running = _running(directory, places)
         for name, where in places.items():
             if name not in running and only in (None, name):
@@ -86,25 +86,27 @@ def stop(directory: Path, only: str | None = None) -> list[str]:
     return sorted(chosen)
 
 
-def carry_out(directory: Path) -> Path:
+def run_all_parties(directory: Path) -> Path:
     """Start all parties, wait until the server has ended, stop the rest; return its run folder.
 
     Raises PlanError: it ended without a run, with the last words of its log.
     """
     require_flower()
-    start(directory)
+    start_parties(directory)
     try:
-        while look(directory)["running"][_SERVER]:
+        while inspect_deployment(directory)["running"][_SERVER]:
             time.sleep(0.5)
     finally:
         stop(directory)
     run = directory / _SERVER / "run"
     if not (run / "summary.json").exists():
-        raise PlanError(f"the server ended before its run had: {last_words(directory, _SERVER)}")
+        raise PlanError(
+            f"the server ended before its run had: {last_log_lines(directory, _SERVER)}"
+        )
     return run
 
 
-def look(directory: Path) -> dict[str, Any]:
+def inspect_deployment(directory: Path) -> dict[str, Any]:
     """Return who runs, the last committed round, and what each ledger on this machine says.
 
     evaluations: the (ε, δ) that they may cost whoever is held out; None without any. ended: how the
@@ -124,7 +126,7 @@ def look(directory: Path) -> dict[str, Any]:
         else None,
         "running": {name: name in running for name in {**places, **running}},
         "ended": {
-            name: last_words(directory, name)
+            name: last_log_lines(directory, name)
             for name, where in places.items()
             if name not in running and (where / "log.txt").exists()
         },
@@ -144,10 +146,10 @@ def readmit(directory: Path, site: str) -> str:
     server = parties(directory).get(_SERVER)
     if server is None:
         raise DataError(f"{directory} is a site's: name the server's directory, which bars sites")
-    return Standing(server / "run").readmit(site)
+    return LedgerRegistry(server / "run").readmit(site)
 
 
-def last_words(directory: Path, name: str) -> str:
+def last_log_lines(directory: Path, name: str) -> str:
     """Return the last line of a party's log."""
     log = parties(directory)[name] / "log.txt"
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
@@ -188,7 +190,7 @@ def _last_round(server: Path) -> dict[str, Any] | None:
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     if not lines:
         return None
-    with understood(path, "the server says more when it is started"):
+    with parse_errors(path, "the server says more when it is started"):
         record = RoundRecord.from_json(lines[-1].decode())
     told = ("round", "accuracy", "loss", "epsilon", "epsilon_alone", "refused", "seconds")
     return {name: getattr(record, name) for name in told}
@@ -260,7 +262,7 @@ def _whole_of(party: Path) -> Path:
 def _recorded(directory: Path) -> dict[str, Process]:
     """Return the processes that a directory's record names, which may have ended."""
     path = directory / "processes.json"
-    with suppress(FileNotFoundError), understood(path, "end what runs by hand, then remove it"):
+    with suppress(FileNotFoundError), parse_errors(path, "end what runs by hand, then remove it"):
         entries = json.loads(path.read_bytes()).items()
         return {name: Process(**entry) for name, entry in entries}
     return {}

@@ -22,7 +22,7 @@ import torch
 from fedpact.engines.flower import QUIET, program, require_flower
 from fedpact.engines.parties.coordinator import Coordinator
 from fedpact.engines.parties.site import Site
-from fedpact.engines.together import held
+from fedpact.engines.together import exclusive
 from fedpact.errors import FedpactError, InputError
 from fedpact.files import private_opener
 from fedpact.messages import RoundRecord
@@ -46,7 +46,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
     from fedpact.engines.flower import credentials, database
     from fedpact.engines.flower.server import serve
 
-    with _files_told(), _ended_by_signals(), held(directory):
+    with _files_told(), _ended_by_signals(), exclusive(directory):
         coordinator = Coordinator.of(directory)
         credentials.check_server(directory, coordinator.federation)
         _prepare(coordinator.federation.seeds == "test")
@@ -108,7 +108,7 @@ def run_site(directory: Path) -> None:
 
 def _opened(directory: Path) -> Site:
     # All its files are of one run: an extension is over by now, or waits until the site has opened.
-    with held(directory, wait=True):
+    with exclusive(directory, wait=True):
         return Site(directory)
 
 

@@ -19,7 +19,7 @@ from fedpact.engines.flower import seal
 from fedpact.engines.parties.federation import Federation, parse_toml
 from fedpact.engines.parties.records import SiteSettings
 from fedpact.errors import LedgerError
-from fedpact.files import understood
+from fedpact.files import parse_errors
 from fedpact.ledger.about import About
 from fedpact.ledger.family import family
 from fedpact.ledger.receipt import receipt
@@ -27,7 +27,7 @@ from fedpact.ledger.receipt import receipt
 _HOW = "ECDSA with SHA-384, of the rest as JSON with sorted keys and no spaces"
 
 
-def handed_on(ledger: Path, site: Path | None = None) -> dict[str, Any]:
+def build_receipt(ledger: Path, site: Path | None = None) -> dict[str, Any]:
     """Return a ledger's receipt with what is known about its data and purpose, and today's date.
 
     That is read from a deployed site's directory, `site` or where the ledger lies, or from the
@@ -43,7 +43,7 @@ def handed_on(ledger: Path, site: Path | None = None) -> dict[str, Any]:
         about, _ = _plan(site)
         name, version = settings.data_set, settings.data_version
     elif ledger.parent.parent.name == "sites" and (folder / "environment.json").exists():
-        with understood(folder / "environment.json", "put the run's folder back from a backup"):
+        with parse_errors(folder / "environment.json", "put the run's folder back from a backup"):
             run = json.loads((folder / "environment.json").read_bytes())["run"]
         about, name = _plan(folder)
         version = about.data_version
@@ -57,12 +57,12 @@ def handed_on(ledger: Path, site: Path | None = None) -> dict[str, Any]:
 
 def _plan(directory: Path) -> tuple[About, str]:
     path = directory / "plan.json"
-    with understood(path, "put it back from a backup, or from another party"):
+    with parse_errors(path, "put it back from a backup, or from another party"):
         raw = json.loads(path.read_bytes())
         return About.model_validate(raw["about"]), Path(raw["data"]).name
 
 
-def signed(told: Mapping[str, Any], site: Path) -> dict[str, Any]:
+def sign_receipt(told: Mapping[str, Any], site: Path) -> dict[str, Any]:
     """Return a receipt with the signature of the deployed site in this directory.
 
     told: strict JSON values. Raises InputError: no key that can sign.

@@ -5,11 +5,11 @@ from typing import Final
 from fedpact.data.form import RecordForm
 from fedpact.engines.parties.federation import Federation
 from fedpact.evaluation.groups import Grouping
-from fedpact.privacy.once import Once
+from fedpact.privacy.once import FullDataRelease
 from fedpact.privacy.terms import Terms
 from fedpact.text import toml, toml_key
-from fedpact.theory.accounting import UNITS
-from fedpact.theory.calibration import rounded_down, rounded_up
+from fedpact.theory.accounting import ADJACENCY_BY_UNIT
+from fedpact.theory.calibration import round_down, round_up
 
 APP = """\
 # What Flower wants to be told of a run. It carries no code that a site runs: a site's process
@@ -142,7 +142,7 @@ def _records(form: RecordForm) -> str:
     )
 
 
-def site(name: str, records: str, label: str | None, port: int) -> str:
+def render_site_toml(name: str, records: str, label: str | None, port: int) -> str:
     """Return site.toml."""
     column = (
         f'label = "{label}"' if label else '# label = "..."   # the label\'s column, of a table'
@@ -160,7 +160,7 @@ port = {port}                  # a free one of this machine, for the site's own 
 """
 
 
-def policy(algorithm: str, terms: Terms, evaluation: Once | None) -> str:
+def policy(algorithm: str, terms: Terms, evaluation: FullDataRelease | None) -> str:
     """Return policy.toml that allows exactly this run, on a site's terms.
 
     That sites share noise out is for the owner to allow in person.
@@ -170,13 +170,13 @@ def policy(algorithm: str, terms: Terms, evaluation: Once | None) -> str:
     epsilon, delta = terms.budget.epsilon, terms.budget.delta
     of_held = evaluation.budget if evaluation else terms.budget
     ever = max(epsilon, of_held.epsilon), max(delta, of_held.delta)
-    sigma = rounded_down(min(releases.values()) * (1 - _ELSEWHERE))
-    honest, alone = terms.honest, rounded_up(terms.epsilon_alone * (1 + _ELSEWHERE))
+    sigma = round_down(min(releases.values()) * (1 - _ELSEWHERE))
+    honest, alone = terms.honest, round_up(terms.epsilon_alone * (1 + _ELSEWHERE))
     unit = terms.protects
     return f"""\
 # What this site allows at most, whatever a server asks. What it does not name is refused.
 # As written it allows the run that it came with, once. (ε, δ) are for one {unit}:
-# {UNITS[unit]}.
+# {ADJACENCY_BY_UNIT[unit]}.
 unit = "{unit}"
 algorithms = ["{algorithm}"]
 releases = [{names}]

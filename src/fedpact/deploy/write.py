@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedpact.configuration import plan_error
 from fedpact.data.form import RecordForm
-from fedpact.data.given.targets import unscaled
+from fedpact.data.given.targets import unscale
 from fedpact.deploy import keys, texts
 from fedpact.engines.parties.federation import (
     Checks,
@@ -26,7 +26,7 @@ from fedpact.engines.parties.federation import (
     Patience,
     check_deployable,
 )
-from fedpact.engines.scene import Scene, undeclared_classes, units
+from fedpact.engines.scene import SimulationSetup, describe_undeclared_classes, units
 from fedpact.errors import PlanError
 from fedpact.files import check_out, replacing
 from fedpact.folder import Folder
@@ -55,7 +55,7 @@ class Choices:
     checks: Checks = field(default_factory=Checks)
 
 
-def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
+def write_deployment(directory: Path, plan: Plan, choices: Choices) -> Federation:
     """Write a deployment of a plan into a new directory and return its federation.
 
     Raises InputError of some kind for whatever does not fit; then nothing is left there.
@@ -65,8 +65,8 @@ def write(directory: Path, plan: Plan, choices: Choices) -> Federation:
         raise PlanError(f"{directory} is not empty: name a new directory for the deployment")
     address = _address(choices)
     check_deployable(plan)
-    scene = Scene.of(plan)
-    if told := undeclared_classes(plan, scene.dataset):
+    scene = SimulationSetup.of(plan)
+    if told := describe_undeclared_classes(plan, scene.dataset):
         _logger.warning("federation.toml is everybody's: %s", told)
     directory.mkdir(parents=True, exist_ok=True)
     try:
@@ -93,7 +93,9 @@ def _address(choices: Choices) -> str:
     return f"{choices.host}:{choices.port}"
 
 
-def _write(directory: Path, plan: Plan, scene: Scene, choices: Choices, address: str) -> Federation:
+def _write(
+    directory: Path, plan: Plan, scene: SimulationSetup, choices: Choices, address: str
+) -> Federation:
     plan, files = _beside(_naming_columns(plan, scene.raw.features))
     authority, server = directory / "authority", directory / "server"
     authority.mkdir(mode=0o700)
@@ -164,13 +166,13 @@ def _beside(plan: Plan) -> tuple[Plan, dict[str, Path]]:
     return plan.model_copy(update=changed), files
 
 
-def _declared(scene: Scene, with_records: bool) -> RecordForm:
+def _declared(scene: SimulationSetup, with_records: bool) -> RecordForm:
     """The form of what the sites read: arrays that are written for them, or tables of theirs."""
     form = scene.plan.records.shared()
     return form.in_arrays(scene.raw.features) if with_records else form
 
 
-def _person(scene: Scene, with_records: bool) -> str | None:
+def _person(scene: SimulationSetup, with_records: bool) -> str | None:
     """Return what of the sites' files says whose a record is; None where nothing does."""
     if not with_records:
         return scene.plan.person
@@ -184,7 +186,7 @@ def _write_shared(party: Path, authority: Path, plan: Plan, federation: Federati
     (party / "federation.toml").write_text(texts.federation(federation), encoding="utf-8")
 
 
-def _write_server(server: Path, scene: Scene) -> None:
+def _write_server(server: Path, scene: SimulationSetup) -> None:
     app = server / "app"
     app.mkdir()
     for name, text in (
@@ -199,12 +201,12 @@ def _write_server(server: Path, scene: Scene) -> None:
         np.savez(server / "test.npz", x=data.x_test.numpy(), y=_labels(scene, data.y_test))
 
 
-def _write_site(directory: Path, scene: Scene, name: str, with_records: bool) -> None:
+def _write_site(directory: Path, scene: SimulationSetup, name: str, with_records: bool) -> None:
     terms, plan = scene.terms[name], scene.plan
     records = "records.npz" if with_records else "/path/to/records.csv"
     label = None if with_records else plan.label or "label"
     (directory / "site.toml").write_text(
-        texts.site(name, records, label, _free_port()), encoding="utf-8"
+        texts.render_site_toml(name, records, label, _free_port()), encoding="utf-8"
     )
     text = texts.policy(plan.algorithm, terms, plan.evaluation_terms)
     (directory / "policy.toml").write_text(text, encoding="utf-8")
@@ -221,12 +223,12 @@ def _write_site(directory: Path, scene: Scene, name: str, with_records: bool) ->
             np.savez(file, allow_pickle=False, x=x.numpy(), y=_labels(scene, y), **named)
 
 
-def _labels(scene: Scene, y: Tensor) -> np.ndarray:
+def _labels(scene: SimulationSetup, y: Tensor) -> np.ndarray:
     """Return labels as a file has them: numbers in their own units, in the declared range."""
     target = scene.plan.task.target
     if target.kind != "number":
         return y.numpy()
-    return np.clip(unscaled(y.double().numpy(), target), target.low, target.high)
+    return np.clip(unscale(y.double().numpy(), target), target.low, target.high)
 
 
 def _write_script(path: Path, text: str) -> None:

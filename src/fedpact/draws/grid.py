@@ -38,7 +38,7 @@ from fedpact.check import positive
 from fedpact.draws.keystream import CHUNK
 from fedpact.draws.seeded import empty
 from fedpact.errors import InputError, PrivacyError
-from fedpact.params import at_hand, sent
+from fedpact.params import on_cpu, sent
 
 _COARSENESS: Final = 2.0**-10
 # Of a smaller Λ 1/Λ is infinite, and times 0 no number: whether a sum is 0 would be seen.
@@ -78,7 +78,7 @@ def noisy(total: Tensor, sigma: float, sensitivity: float, gaussian: Gaussian) -
     step = spacing(sensitivity, total.numel())
     scale = positive(sigma=sigma) * (sensitivity + step * math.sqrt(total.numel())) / step
     sums = total.detach()
-    if at_hand(sums):
+    if on_cpu(sums):
         return _added(sums, step, scale, gaussian)
     # The noise goes to a GPU, which need not be waited for.
     noise = _added(torch.zeros(len(sums), dtype=torch.float64), step, scale, gaussian)

@@ -39,7 +39,7 @@ from fedpact.params import from_numpy, one_thread
 # operation is long enough for several threads to take turns with the interpreter.
 CHUNK: Final = 1 << 17
 # From one place to the next, in words.
-LONGEST: Final = 2 * 2**32
+MAX_STREAM_WORDS: Final = 2 * 2**32
 
 _ZEROS: Final = memoryview(bytes(8 * CHUNK))
 # The upper 12 bits of a float64 in [1, 2); the others are then uniform there.
@@ -101,7 +101,8 @@ class KeyStream:
         return self
 
     def words(self, count: int, at: int = 0) -> Words:
-        """See WordSource. A view of the thread's room from `at` on: later calls write over it."""
+        """Return uint64 [count], count <= CHUNK, to be written over by whoever asked. A view of the
+        thread's room from `at` on: later calls write over it."""
         self._encryptor.update_into(_ZEROS[: 8 * count], memoryview(_room.bytes)[8 * at :])
         return _room.words[at : at + count]
 

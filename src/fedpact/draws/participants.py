@@ -76,7 +76,7 @@ class Participants:
         drawn = (set(self.of(number)) for number in range(max(after, 1), last + 1))
         return sum(len(now - before) for before, now in pairwise(drawn))
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return what a statement says of it, "" where all sites take part in every round.
 
         Without numbers, which would tell a model card's reader how many sites there are.

@@ -15,12 +15,14 @@ from pydantic import BaseModel, Field, model_validator
 
 from fedpact.errors import PlanError
 
-Kind = Literal["constant", "inverse", "cosine"]
+ScheduleKind = Literal["constant", "inverse", "cosine"]
 
 _MOST: Final = 1e6  # a step is made no longer: there is a learning rate for that
 
 
-def factor(schedule: Kind | list[float], halved_after: float, number: int, total: int) -> float:
+def factor(
+    schedule: ScheduleKind | list[float], halved_after: float, number: int, total: int
+) -> float:
     """Return f(t) for t = number, 1 .. total, >= 0."""
     if isinstance(schedule, list):
         return schedule[min(number, len(schedule)) - 1]
@@ -39,7 +41,7 @@ class Scheduled(BaseModel):
     holds for all that follow. halved_after: h of schedule = "inverse", steps until it is half.
     """
 
-    schedule: Kind | list[Annotated[float, Field(ge=0, le=_MOST)]] = Field(
+    schedule: ScheduleKind | list[Annotated[float, Field(ge=0, le=_MOST)]] = Field(
         default="constant", min_length=1
     )
     halved_after: float = Field(default=10.0, gt=0)

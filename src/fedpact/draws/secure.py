@@ -50,7 +50,7 @@ class FreshStream(KeyStream):
         self._left, self._process = _KEY_LASTS, (os.getpid(), _forks)
 
     def words(self, count: int, at: int = 0) -> Words:
-        """See KeyStream."""
+        """Return uint64 [count], count <= CHUNK, to be written over by whoever asked."""
         if count > self._left or self._process != (os.getpid(), _forks):
             self._renew()
         self._left -= count
@@ -61,7 +61,8 @@ class FreshStream(KeyStream):
 
 
 def _further(count: int) -> Words:
-    """See keystream.Further. The stream's own would be written over what it has just given."""
+    """Return `count` random words: the stream's own would be written over what it has just
+    given."""
     return np.frombuffer(bytearray(secrets.token_bytes(8 * count)), dtype=np.uint64)
 
 
@@ -73,7 +74,7 @@ class _OfThread(threading.local):
 
 
 class SecureDraws:
-    """See seeded.Draws: those for a deployment. Threads may share an object."""
+    """Draws for a deployment. Threads may share an object."""
 
     repeats = False
 
@@ -84,19 +85,20 @@ class SecureDraws:
         raise TypeError("SecureDraws are never copied: make new ones, with a key of their own")
 
     def batch(self, records: int, rate: float, step: int) -> Tensor:
-        """See seeded.Draws. Rate 1 takes every record and draws nothing."""
+        """Return the indices of a Poisson batch: each of `records` with probability `rate`. Rate 1
+        takes every record and draws nothing."""
         del step
         if rate == 1:
             return torch.arange(records)
         return poisson(self._own.stream, records, rate)
 
     def places(self, count: int, slots: int, step: int) -> Tensor:
-        """See seeded.Draws."""
+        """Return where the records of a batch stand: `count` different slots, drawn uniformly."""
         del step
         return injection(self._own.stream, count, slots)
 
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
-        """See seeded.Draws."""
+        """Return `size` standard normal numbers, of the type and on the device of `like`."""
         del step, purpose
         noise = empty(size, like.dtype)
         for part, z in self._parts(size):
@@ -104,7 +106,7 @@ class SecureDraws:
         return sent(noise, like.device)
 
     def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
-        """See seeded.Draws."""
+        """Return a sum [d] with a share of noise, rounded to a coarse grid; see draws.shares."""
         del step, purpose
         parts = self._parts(len(total))
         return shared(total, unit, units, ((part, sent(z, total.device)) for part, z in parts))
@@ -112,13 +114,14 @@ class SecureDraws:
     def add_noise(
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
     ) -> Tensor:
-        """See seeded.Draws. On the grid."""
+        """Return total [d] plus normal noise of σ times its sensitivity; total may be written over.
+        On the grid."""
 
         del step, purpose
         return grid.noisy(total, sigma, sensitivity, self._part)
 
     def _part(self, size: int, like: Tensor) -> Tensor:
-        """See grid.Gaussian, for a part of at most CHUNK numbers."""
+        """Return at most CHUNK numbers of `gaussian`."""
         del like
         return next(self._parts(size))[1]
 

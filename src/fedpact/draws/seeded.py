@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedpact.draws.keystream import KeyStream, Parts, injection, normals, poisson
 from fedpact.draws.shares import shared
-from fedpact.params import at_hand, from_numpy
+from fedpact.params import from_numpy, on_cpu
 
 DRAWS: Final = 4
 """Counts up when equal seeds come to give other draws; no run goes on across such a change."""
@@ -89,7 +89,7 @@ def _place(kind: str, step: int) -> bytes:
     return _digest_of(kind) + step.to_bytes(4, "big")
 
 
-def stream(*key: str | int) -> torch.Generator:
+def seeded_generator(*key: str | int) -> torch.Generator:
     """Return the generator that belongs to a key; other keys give independent streams.
 
     All of the generator's state comes from the key: manual_seed would keep 32 bits of it, and of
@@ -116,13 +116,14 @@ class SeededDraws:
         self._stream = KeyStream(_digest(self._key, 32))
 
     def batch(self, records: int, rate: float, step: int) -> Tensor:
-        """See Draws. Rate 1 takes every record and draws nothing."""
+        """Return the indices of a Poisson batch: each of `records` with probability `rate`. Rate 1
+        takes every record and draws nothing."""
         if rate == 1:
             return torch.arange(records)
         return poisson(self._stream.seek(_place("batch", step)), records, rate)
 
     def places(self, count: int, slots: int, step: int) -> Tensor:
-        """See Draws."""
+        """Return where the records of a batch stand: `count` different slots, drawn uniformly."""
         return injection(self._stream.seek(_place("places", step)), count, slots)
 
     def noise_words(self, step: int, purpose: str) -> KeyStream:
@@ -130,8 +131,8 @@ class SeededDraws:
         return self._stream.seek(_place("noise " + purpose, step))
 
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
-        """See Draws."""
-        if not at_hand(like):
+        """Return `size` standard normal numbers, of the type and on the device of `like`."""
+        if not on_cpu(like):
             generator = self._on(like.device, step, purpose)
             return like.new_empty(size).normal_(generator=generator)
         noise = empty(size, like.dtype)
@@ -140,20 +141,22 @@ class SeededDraws:
         return noise
 
     def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
-        """See Draws. The noise is that of `add_noise`, so that runs differ by rounding alone."""
+        """Return a sum [d] with a share of noise, rounded to a coarse grid; see draws.shares. The
+        noise is that of `add_noise`, so that runs differ by rounding alone."""
         return shared(total, unit, units, self._parts(total, step, purpose))
 
     def add_noise(
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
     ) -> Tensor:
-        """See Draws. Written to total itself, without a grid: whoever knows the seed needs none."""
+        """Return total [d] plus normal noise of σ times its sensitivity; total may be written over.
+        Written to total itself, without a grid: whoever knows the seed needs none."""
         for part, z in self._parts(total, step, purpose):
             total[part].add_(z, alpha=sigma * sensitivity)
         return total
 
     def _parts(self, vector: Tensor, step: int, purpose: str) -> Parts:
         """Yield normal numbers for all of a vector [d], part by part."""
-        if not at_hand(vector):
+        if not on_cpu(vector):
             return iter([(slice(None), self.gaussian(len(vector), vector, step, purpose))])
         return normals(self.noise_words(step, purpose), len(vector), vector.dtype)
 

@@ -13,7 +13,7 @@ from fedpact.check import positive
 from fedpact.draws.keystream import Parts
 
 
-def rounded(total: Tensor, unit: float, units: float, noise: Tensor) -> Tensor:
+def round_shares(total: Tensor, unit: float, units: float, noise: Tensor) -> Tensor:
     """Return floor(s/unit + ν z + 1/2) for a sum s [d], float64 [d] where z is.
 
     unit: of the grid, in units of the sum. units: ν, the noise's deviation on the grid. noise: z
@@ -29,5 +29,5 @@ def shared(total: Tensor, unit: float, units: float, parts: Parts) -> Tensor:
     """Return the same, int64 [d], for noise that comes in parts, of float32 or float64."""
     whole = torch.empty_like(total, dtype=torch.int64)
     for part, z in parts:
-        whole[part] = rounded(total[part], unit, units, z.double())
+        whole[part] = round_shares(total[part], unit, units, z.double())
     return whole

@@ -18,19 +18,19 @@ from fedpact.data.given import array_of, labels_of
 from fedpact.data.given.parts import (
     Parts,
     arrays_in,
-    chosen_columns,
+    choose_columns,
     holds_arrays,
     labels_in,
     parts_of,
 )
 from fedpact.data.given.targets import targets_of
 from fedpact.data.own import ambiguous, numbers_of_array, numbers_of_table
-from fedpact.data.sieve import Sieve
+from fedpact.data.sieve import RecordFilter
 from fedpact.data.tables import Table, read_columns, read_npz
 from fedpact.errors import DataError
 from fedpact.features.extract import MadeBy
 from fedpact.features.stage import FeatureStage
-from fedpact.files import understood
+from fedpact.files import parse_errors
 from fedpact.folder import Folder
 from fedpact.plan import Plan
 
@@ -39,7 +39,7 @@ _LABEL: Final = "\0label"
 
 
 @dataclass(frozen=True)
-class GivenForm:
+class RecordedForm:
     """The public form of a record as it is given: shape, "float32" or "int64", the labels' names.
 
     features: a table's columns in their order, () where nobody knows them or there are none.
@@ -57,7 +57,7 @@ class GivenForm:
         """A record of zeros."""
         return torch.zeros(self.shape, dtype=getattr(torch, self.values))
 
-    def by(self, stage: FeatureStage) -> "GivenForm":
+    def by(self, stage: FeatureStage) -> "RecordedForm":
         """Return it with what makes the records' features."""
         return replace(self, made_by=stage.made_by(self.example))
 
@@ -66,7 +66,7 @@ class GivenForm:
         folder.write_json(FORM, asdict(self))
 
     @staticmethod
-    def read(folder: Path) -> "GivenForm":
+    def read(folder: Path) -> "RecordedForm":
         """Read it from a run's folder. Raises DataError: it has none."""
         if not (folder / FORM).exists():
             raise DataError(
@@ -74,28 +74,28 @@ class GivenForm:
                 f"`fedpact resume {quote(str(folder))}` ends it, and writes that"
             )
         raw = Folder(folder).read_json(FORM)
-        with understood(folder / FORM, "put it back, or run the plan again in another folder"):
+        with parse_errors(folder / FORM, "put it back, or run the plan again in another folder"):
             shape, classes, features = (tuple(raw[key]) for key in ("shape", "classes", "features"))
             of = raw["made_by"]
             made_by = None if of is None else MadeBy(of["source"], tuple(of["answer"]))
-            return GivenForm(shape, raw["values"], classes, features, made_by)
+            return RecordedForm(shape, raw["values"], classes, features, made_by)
 
 
 @dataclass(frozen=True, eq=False)
-class AskedRecords:
+class PredictionInputs:
     """Records x [n, *shape], and their labels as they were given, None for none.
 
     sieve: who of them is used. features: the columns of a table. form, classes: what labels may be.
     """
 
     x: Tensor
-    sieve: Sieve
+    sieve: RecordFilter
     features: tuple[str, ...]
     labels: Sequence[Any] | np.ndarray | None
     form: RecordForm
     classes: tuple[str, ...]
 
-    def given(self, labels: Any) -> "AskedRecords":
+    def given(self, labels: Any) -> "PredictionInputs":
         """Return it with other labels: the classes' names or numbers, or arrays, as of arrays.
 
         A number whose text names another class is that one where the records are a table's.
@@ -119,13 +119,13 @@ class AskedRecords:
             raise DataError(
                 f"there are {len(self.labels)} labels for {len(self.x)} records: give one each"
             )
-        sieve = Sieve("labels", len(self.x), self.sieve.first)
+        sieve = RecordFilter("labels", len(self.x), self.sieve.first)
         y = targets_of(self.labels, self.classes, self.form, column, sieve)
         sieve.warn(values=True)
         return y, sieve.good
 
 
-def asked_records(records: Any, plan: Plan, own: GivenForm) -> AskedRecords:
+def read_prediction_inputs(records: Any, plan: Plan, own: RecordedForm) -> PredictionInputs:
     """Read records as those of a plan's run were. own: their form in that run.
 
     records: whatever a run takes (see data.given.handed), with labels or without; a .csv, .parquet
@@ -150,8 +150,8 @@ def asked_records(records: Any, plan: Plan, own: GivenForm) -> AskedRecords:
 
 
 def _of_parts(
-    origin: str, parts: Parts, broken: Mapping[int, str], plan: Plan, own: GivenForm
-) -> AskedRecords:
+    origin: str, parts: Parts, broken: Mapping[int, str], plan: Plan, own: RecordedForm
+) -> PredictionInputs:
     form, columns = plan.form, parts.columns
     if columns is None:
         y = parts.y
@@ -166,18 +166,20 @@ def _of_parts(
     labels = parts.named(str(plan.label)) if plan.label in columns else None
     names = form.model_copy(update={"labels": form.labels or "names"})
     if not own.features:
-        chosen = chosen_columns(columns, form, (plan.label, plan.site, plan.person))
+        chosen = choose_columns(columns, form, (plan.label, plan.site, plan.person))
         if len(chosen) == 1 and holds_arrays(columns.get(chosen[0])):
             y = None if labels is None else labels_in(labels, form)
             names = form.model_copy(update={"labels": "names"})
             return _of_array(origin, arrays_in(columns[chosen[0]], chosen[0]), y, names, own)
     table = _table(origin, columns, broken, plan, own)
-    sieve = Sieve(origin, table.count, 1)
+    sieve = RecordFilter(origin, table.count, 1)
     x = torch.from_numpy(numbers_of_table(table, plan.records.shared(), own.values, sieve))
-    return AskedRecords(x, sieve, table.features, labels, names, own.classes)
+    return PredictionInputs(x, sieve, table.features, labels, names, own.classes)
 
 
-def _of_array(origin: str, given: Any, y: Any, form: RecordForm, own: GivenForm) -> AskedRecords:
+def _of_array(
+    origin: str, given: Any, y: Any, form: RecordForm, own: RecordedForm
+) -> PredictionInputs:
     array = array_of(origin, "x", given)
     if array.shape[1:] != own.shape:
         shape = ", ".join(map(str, own.shape))
@@ -185,12 +187,12 @@ def _of_array(origin: str, given: Any, y: Any, form: RecordForm, own: GivenForm)
             f"{origin}: x has shape {array.shape}: expected [n, {shape}], as the run's records "
             "have; bring them into that form"
         )
-    sieve = Sieve(origin, len(array), 0)
+    sieve = RecordFilter(origin, len(array), 0)
     x = torch.from_numpy(numbers_of_array(array, form, own.values, sieve))
-    return AskedRecords(x, sieve, own.features, y, form, own.classes)
+    return PredictionInputs(x, sieve, own.features, y, form, own.classes)
 
 
-def _of_dataset(data: Dataset, plan: Plan, own: GivenForm) -> AskedRecords:
+def _of_dataset(data: Dataset, plan: Plan, own: RecordedForm) -> PredictionInputs:
     data = with_columns(data, plan.records)
     if own.features and data.features:
         # A file that it was read from may have another order.
@@ -205,7 +207,11 @@ def _of_dataset(data: Dataset, plan: Plan, own: GivenForm) -> AskedRecords:
 
 
 def _table(
-    origin: str, columns: Mapping[str, Cells], broken: Mapping[int, str], plan: Plan, own: GivenForm
+    origin: str,
+    columns: Mapping[str, Cells],
+    broken: Mapping[int, str],
+    plan: Plan,
+    own: RecordedForm,
 ) -> Table:
     if len(own.shape) != 1:
         raise DataError(

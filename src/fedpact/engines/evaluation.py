@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from fedpact.engines.extended import with_epsilon
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.folder import Checkpoint
 from fedpact.messages import RoundRecord, SiteScore, State
 from fedpact.methods.released import CONSTANTS
-from fedpact.methods.server import averaged
+from fedpact.methods.server import read_average
 from fedpact.metrics import evaluate, of_sites
-from fedpact.params import FlatModel, at_hand, threads
+from fedpact.params import FlatModel, on_cpu, threads
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.columns import scaled_by
+from fedpact.privacy.columns import scale_columns
 from fedpact.records.rounds import SumsBySite
 from fedpact.theory.accounting import History
 
@@ -42,7 +42,7 @@ class Evaluator:
 
     def __init__(
         self,
-        scene: Scene,
+        scene: SimulationSetup,
         charged: Callable[[str], History],
         remembered: Callable[[str, int], State],
         earlier: Mapping[str, float],
@@ -96,7 +96,7 @@ class Evaluator:
         self._by = at.state.vectors.get(CONSTANTS)
         w = at.state.vectors["w"]
         found = self._of(w, self._own_models(at), record)
-        average = averaged(at.state)
+        average = read_average(at.state)
         beside = record if average is None else self._of(average, {}, record)
         if beside.accuracy is None or beside.loss is None:
             return found
@@ -179,14 +179,14 @@ class Evaluator:
             self._moved[id(x)] = x.to(self._device), y.to(self._device)
         x, y = self._moved[id(x)]
         if self._by is not None:
-            x = scaled_by(x, self._scene.released, self._by)
+            x = scale_columns(x, self._scene.released, self._by)
         wanted = kept if self._measures else None
         # A GPU has no cache to stay in, and takes long to begin.
-        batch = 128 if at_hand(x) else 1024
+        batch = 128 if on_cpu(x) else 1024
         return evaluate(self._model.module, self._loss, x, y, batch, wanted)
 
 
-def judged(scene: Scene) -> Tensor:
+def select_judged_labels(scene: SimulationSetup) -> Tensor:
     """Return the labels that accuracy is of: the test set's, or all held-out records' together."""
     public = scene.dataset.y_test
     if public is not None and not scene.plan.local.head:

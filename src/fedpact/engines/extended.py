@@ -20,14 +20,14 @@ from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
 from fedpact.text import upper
-from fedpact.theory.accounting import History, added
+from fedpact.theory.accounting import History, add_budgets
 
 _ADDED: Final = ("epsilon", "delta", "epsilon_reserved")
 _OWN: Final = (*_ADDED, "steps", "rate", "clip", "sigmas", "multipliers", "sigma_joint", "opening")
 
 
 @dataclass(frozen=True)
-class Earlier:
+class PreviousReservations:
     """What a run had before its last reservation. runs: their names in ledgers, in order.
 
     sites: of each site what its statement says of all of them together. spent: ε of each.
@@ -41,7 +41,7 @@ class Earlier:
     more: tuple[Mapping[str, Any], ...] = ()
 
     @staticmethod
-    def read(folder: Folder) -> "Earlier":
+    def read(folder: Folder) -> "PreviousReservations":
         """Return what a run's folder holds of it. Raises DataError: damaged, or lost."""
         if not (folder.path / EARLIER).exists():
             plan = folder.path / "plan.json"
@@ -50,11 +50,11 @@ class Earlier:
                     f"{folder.path / EARLIER} is not there, and the run was extended: put it back "
                     "from a backup; without it nobody knows what the run had spent before"
                 )
-            return Earlier()
+            return PreviousReservations()
         raw = folder.read_json(EARLIER)
         try:
             told, more = tuple(raw["told"]), tuple(raw["more"])
-            return Earlier(tuple(raw["runs"]), raw["sites"], raw["spent"], told, more)
+            return PreviousReservations(tuple(raw["runs"]), raw["sites"], raw["spent"], told, more)
         except (KeyError, TypeError) as error:
             raise DataError(
                 f"{folder.path / EARLIER} has no {error}: put it back from a backup; without it "
@@ -132,7 +132,7 @@ def check_begun(plan: Plan, at: Checkpoint) -> None:
         )
 
 
-def extended(folder: Folder, rounds: int, budget: float | None) -> Plan:
+def extend_plan(folder: Folder, rounds: int, budget: float | None) -> Plan:
     """Return the plan of a run that has ended, with so many more rounds under a new reservation.
 
     budget: the new reservation's ε at every site; None: that of the run's plan.
@@ -171,7 +171,7 @@ def _check_room(folder: Folder, plan: Plan, at: Checkpoint) -> None:
 
 
 def with_rounds(plan: Plan, done: int, rounds: int, budget: float | None) -> Plan:
-    """Return a plan of which `done` rounds are over, with more. Raises as `extended` does."""
+    """Return a plan of which `done` rounds are over, with more. Raises as `extend_plan` does."""
     plan.check_extended()
     count(rounds=rounds)
     whole = plan.document()
@@ -186,20 +186,22 @@ def with_rounds(plan: Plan, done: int, rounds: int, budget: float | None) -> Pla
     return Plan.parse(changed)
 
 
-def put_on(folder: Folder, plan: Plan) -> str:
+def begin_extension(folder: Folder, plan: Plan) -> str:
     """Write into a run's folder that it goes on with an extended plan; return its new name.
 
     What it has promised and spent so far becomes earlier.json. Its statement is to be written anew.
     Whoever calls it keeps what the files held (together.keep_before) until all is done.
     """
-    before, environment = Earlier.read(folder), folder.read_json("environment.json")
+    before, environment = PreviousReservations.read(folder), folder.read_json("environment.json")
     said, summary = folder.read_json("privacy.json"), folder.read_json("summary.json")
     run, old = environment["run"], Plan.parse(folder.read_json("plan.json"))
     last = {name: _parts(each)[-1] for name, each in said["sites"].items()}
     own = _told(run, old.after, plan.after, last)
-    more = (*before.more, asked(old.document())) if old.after else ()
+    more = (*before.more, read_extension(old.document())) if old.after else ()
     told = (*before.told, own)
-    earlier = Earlier((*before.runs, run), said["sites"], summary["epsilon"], told, more)
+    earlier = PreviousReservations(
+        (*before.runs, run), said["sites"], summary["epsilon"], told, more
+    )
     name = next_name(run)
     folder.write_json(EARLIER, asdict(earlier))
     if not old.after:
@@ -210,7 +212,7 @@ def put_on(folder: Folder, plan: Plan) -> str:
     return name
 
 
-def asked(plan: Mapping[str, Any]) -> dict[str, Any]:
+def read_extension(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `extend` was asked for, which made this plan.json: rounds and ε, None for none.
 
     An ε that was left out and stands for all sites is told as well: it is the same.
@@ -221,7 +223,7 @@ def asked(plan: Mapping[str, Any]) -> dict[str, Any]:
     return {"rounds": plan["rounds"] - plan["after"], "epsilon": known}
 
 
-def kept_model(folder: Folder, plan: Plan) -> dict[str, str]:
+def keep_model(folder: Folder, plan: Plan) -> dict[str, str]:
     """Keep the model that an extended run had before, as model-ROUNDS.safetensors.
 
     Other plans may begin with it (models.initial). Returns names and digests of all that are kept.
@@ -245,7 +247,7 @@ def _sum(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
     reservations: what each had of its own, as one σ and one T are of one of them.
     """
-    sums = {key: added([one[key], other[key]]) for key in _ADDED}
+    sums = {key: add_budgets([one[key], other[key]]) for key in _ADDED}
     found = {**one, **sums, "steps": one["steps"] + other["steps"]}
     of, before = one["epsilon_per_person"] or {}, other["epsilon_per_person"] or {}
     found["epsilon_per_person"] = {k: of[k] + before[k] for k in of if k in before}

@@ -18,13 +18,13 @@ from typing import Final, Protocol, Self
 from fedpact.client import Client
 from fedpact.draws.seeded import SeededDraws
 from fedpact.messages import Refusal, Reply, Task
-from fedpact.params import begin_alone
+from fedpact.params import init_worker_thread
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.batch_clipped import BatchClippedKernel
 
 
 @dataclass(frozen=True)
-class Bench:
+class Worker:
     """What a worker computes with: a kernel over a model of its own, of the kind the run needs.
 
     draws: makes a simulated site's draws from seed, site and round.
@@ -52,10 +52,10 @@ _SOME: Final = 8
 _BYTES: Final = 2**20
 """Replies that are taken together, at most so many and so long, if they are as long as a task."""
 
-Job = Callable[[Bench], Reply | Refusal]
+WorkerJob = Callable[[Worker], Reply | Refusal]
 
 
-class Seats(Protocol):
+class WorkerSlots(Protocol):
     """Where a worker's sites sit."""
 
     @property
@@ -63,7 +63,7 @@ class Seats(Protocol):
         """How many sites a worker trains at a time."""
         ...
 
-    def serve(self, jobs: Sequence[Job]) -> list[Reply | Refusal]:
+    def serve(self, jobs: Sequence[WorkerJob]) -> list[Reply | Refusal]:
         """Carry out at most `size` jobs and return their results in order."""
         ...
 
@@ -72,21 +72,21 @@ class Seats(Protocol):
 class OneByOne:
     """A table for one site at a time."""
 
-    bench: Bench
+    bench: Worker
     size = 1
 
-    def serve(self, jobs: Sequence[Job]) -> list[Reply | Refusal]:
-        """See Seats."""
+    def serve(self, jobs: Sequence[WorkerJob]) -> list[Reply | Refusal]:
+        """Carry out at most `size` jobs and return their results in order."""
         return [job(self.bench) for job in jobs]
 
 
 class InProcess:
-    """See round.Transport. `workers` threads; `table` makes what each of them trains sites at."""
+    """A transport with `workers` threads; `table` makes what each of them trains sites at."""
 
     traffic = None
 
     def __init__(
-        self, clients: Mapping[str, Client[Bench]], workers: int, table: Callable[[], Seats]
+        self, clients: Mapping[str, Client[Worker]], workers: int, table: Callable[[], WorkerSlots]
     ) -> None:
         self._clients = dict(sorted(clients.items()))
         # How long each took last, in seconds.
@@ -94,11 +94,11 @@ class InProcess:
         self._workers = workers
         tables = [table() for _ in range(workers)]
         self._together = tables[0].size
-        self._free: SimpleQueue[Seats] = SimpleQueue()
+        self._free: SimpleQueue[WorkerSlots] = SimpleQueue()
         for one in tables:
             self._free.put(one)
         # torch counts intra-op threads per thread, so each worker sets its own.
-        self._pool = ThreadPoolExecutor(workers, "site", begin_alone)
+        self._pool = ThreadPoolExecutor(workers, "site", init_worker_thread)
 
     def __enter__(self) -> Self:
         return self
@@ -108,11 +108,11 @@ class InProcess:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """See round.Transport."""
+        """The names of the sites, sorted."""
         return tuple(self._clients)
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """See round.Transport."""
+        """Send each of these sites its task; yield the answers in the order of their names."""
         waiting = deque[Future[list[Reply | Refusal]]]()
         names, size = sorted(tasks), self._together
         longest = max((task.wire_bytes for task in tasks.values()), default=1)
@@ -125,14 +125,14 @@ class InProcess:
         while waiting:
             yield from _taken(waiting, some)
 
-    def _timed(self, name: str, task: Task, bench: Bench) -> Reply | Refusal:
+    def _timed(self, name: str, task: Task, bench: Worker) -> Reply | Refusal:
         began = time.perf_counter()
         try:
             return self._clients[name].handle(task, bench)
         finally:
             self.took[name] = time.perf_counter() - began
 
-    def _serve(self, jobs: Sequence[Job]) -> list[Reply | Refusal]:
+    def _serve(self, jobs: Sequence[WorkerJob]) -> list[Reply | Refusal]:
         table = self._free.get()
         try:
             return table.serve(jobs)

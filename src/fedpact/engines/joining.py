@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fedpact.client import remembered
+from fedpact.client import read_memory
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition
-from fedpact.data.splits import numbered
-from fedpact.engines.scene import Scene
+from fedpact.data.splits import number_persons
+from fedpact.engines.scene import SimulationSetup
 from fedpact.errors import PlanError
 from fedpact.folder import Checkpoint, Folder, check_writable
 from fedpact.methods.released import check_as_declared
@@ -25,9 +25,9 @@ from fedpact.personal.joining import (
     METHOD,
     SiteFigures,
     SiteModel,
-    alone,
     on_held_out,
-    personalised,
+    personalise_model,
+    train_locally,
 )
 from fedpact.plan import Plan
 
@@ -57,7 +57,7 @@ def of_run(
     check_as_declared(plan.method)
     plan.task.check_plain("what joining was worth")
     partition = Partition.load(folder.partition)
-    scene = Scene.of(plan, data, partition)
+    scene = SimulationSetup.of(plan, data, partition)
     if not any(len(site.y_held) for site in scene.sites):
         raise PlanError(
             f"{path}: no site holds records out (partition.held_out, or evaluation.share): without "
@@ -72,10 +72,10 @@ def of_run(
             if on_site is not None:
                 on_site(site.name, len(scene.sites))
             if site.name not in alones:
-                alones[site.name] = alone(model, site.x, site.y, initial, site.persons)
+                alones[site.name] = train_locally(model, site.x, site.y, initial, site.persons)
             w = models[site.name]
-            tuned = personalised(model, site.x, site.y, w, site.persons)
-            whose = numbered(scene.dataset.person, partition.held_out[site.name])
+            tuned = personalise_model(model, site.x, site.y, w, site.persons)
+            whose = number_persons(scene.dataset.person, partition.held_out[site.name])
             held = site.x_held, site.y_held, whose
             found[site.name] = on_held_out(model, alones[site.name], tuned, w, *held)
     document = {
@@ -109,12 +109,12 @@ def _follows_from(plan: Plan) -> str:
     return json.dumps(document, sort_keys=True)
 
 
-def _released(folder: Folder, plan: Plan, scene: Scene) -> Mapping[str, Tensor]:
+def _released(folder: Folder, plan: Plan, scene: SimulationSetup) -> Mapping[str, Tensor]:
     """Return the model that each site has from the federation, [d] each."""
     at = Checkpoint.from_bytes((folder.path / "state.safetensors").read_bytes())
     w, found = at.state.vectors["w"], dict[str, Tensor]()
     for site in scene.sites:
         path = folder.site(site.name) / "memory.safetensors"
-        own = plan.method.own_model(w, remembered(path, at.included.get(site.name, -1)))
+        own = plan.method.own_model(w, read_memory(path, at.included.get(site.name, -1)))
         found[site.name] = w if own is None else own
     return found

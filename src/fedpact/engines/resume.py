@@ -9,7 +9,7 @@ from fedpact.data.given.handed import digest_of
 from fedpact.draws.seeded import DRAWS
 from fedpact.engines.process import available_cores
 from fedpact.engines.run import environment_of
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.errors import DataError, LedgerError, PlanError
 from fedpact.files import PARTIAL
 from fedpact.folder import LOCK, Checkpoint, Folder
@@ -63,7 +63,7 @@ def is_known(folder: Folder, plan: Plan) -> bool:
     return begun
 
 
-def setting(folder: Folder, scene: Scene, *, known: bool, given: bool) -> dict[str, Any]:
+def setting(folder: Folder, scene: SimulationSetup, *, known: bool, given: bool) -> dict[str, Any]:
     """Return environment.json, which is written, with what else the run is of, unless it is known.
 
     given: whether the data set is none that the plan names; what it names has to hold the same

@@ -16,20 +16,20 @@ from typing import Any
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from fedpact.engines.extended import Earlier, check_begun, kept_model
+from fedpact.engines.extended import PreviousReservations, check_begun, keep_model
 from fedpact.evaluation.outcome import exact_outcome, outcome
 from fedpact.evaluation.totals import SumsForm
 from fedpact.files import remove_left, write_whole
-from fedpact.folder import COLUMNS, Checkpoint, Folder, named_columns
+from fedpact.folder import COLUMNS, Checkpoint, Folder, name_columns
 from fedpact.messages import RoundRecord
 from fedpact.methods.released import CONSTANTS
-from fedpact.methods.server import averaged
+from fedpact.methods.server import read_average
 from fedpact.metrics import METRICS, fairness, ranking
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
 from fedpact.tasks.measures import Commonest
-from fedpact.theory.accounting import added
+from fedpact.theory.accounting import add_budgets
 
 _version = cache(version)
 """Reads a package's files at every call otherwise: 2 ms each."""
@@ -51,7 +51,7 @@ def environment_of(run: str, *packages: str, **facts: Any) -> dict[str, Any]:
     }
 
 
-def tell_waits(folder: Folder, number: int, took: Mapping[str, float], told: float) -> float:
+def log_stragglers(folder: Folder, number: int, took: Mapping[str, float], told: float) -> float:
     """Write how long sites took, if the last time is long ago; return when it was written last."""
     if not took or time.monotonic() - told < _TELL_SECONDS:
         return told
@@ -59,7 +59,7 @@ def tell_waits(folder: Folder, number: int, took: Mapping[str, float], told: flo
     return time.monotonic()
 
 
-def start(
+def start_or_resume(
     folder: Folder,
     plan: Plan,
     module: Callable[[], nn.Module],
@@ -106,8 +106,8 @@ def finish(
     asked to sum of held-out records. commonest: of the labels that accuracy is of, where they are
     known.
     """
-    model, files = FlatModel(module), kept_model(folder, plan)
-    for name, w in (("average", averaged(at.state)), ("model", at.state.vectors["w"])):
+    model, files = FlatModel(module), keep_model(folder, plan)
+    for name, w in (("average", read_average(at.state)), ("model", at.state.vectors["w"])):
         if w is not None:
             model.load(w)
             tensors = {key: value.clone() for key, value in module.state_dict().items()}
@@ -117,9 +117,9 @@ def finish(
             files[path.name] = hashlib.sha256(block).hexdigest()
     if CONSTANTS in at.state.vectors:
         # Whoever uses the model scales records by the same.
-        found = named_columns(plan.records.released, at.state.vectors[CONSTANTS])
+        found = name_columns(plan.records.released, at.state.vectors[CONSTANTS])
         folder.write_json(COLUMNS, found)
-    found = _summary(plan, terms, sizes, records, status, Earlier.read(folder)) | {
+    found = _summary(plan, terms, sizes, records, status, PreviousReservations.read(folder)) | {
         "commonest": commonest and asdict(commonest),
         "model_parameters": model.size,
         # Which weights ε is of: whoever begins with a file can tell whether it is one of these.
@@ -137,7 +137,7 @@ def _summary(
     sizes: Mapping[str, float],
     records: list[RoundRecord],
     status: str,
-    earlier: Earlier,
+    earlier: PreviousReservations,
 ) -> dict[str, Any]:
     """The last round, and totals over all of them."""
     last = records[-1]
@@ -168,7 +168,9 @@ def _summary(
         "epsilon_alone": alone,
         "honest": plan.privacy.honest if plan.private else 0,
         "delta": {
-            n: added([t.budget.delta, earlier.delta(n)]) for n, t in terms.items() if plan.private
+            n: add_budgets([t.budget.delta, earlier.delta(n)])
+            for n, t in terms.items()
+            if plan.private
         },
         "adjacency": plan.privacy.adjacency if plan.private else None,
         "accountant": plan.privacy.accountant if plan.private else None,

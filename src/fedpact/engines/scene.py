@@ -15,25 +15,25 @@ from fedpact.data import datasets, files
 from fedpact.data.columns.advice import advise
 from fedpact.data.dataset import Dataset
 from fedpact.data.given.classes import REGRESSION
-from fedpact.data.given.handed import refitted
+from fedpact.data.given.handed import refit
 from fedpact.data.partition import Partition, SiteRecords, make_partition
-from fedpact.data.splits import kept_records, numbered
+from fedpact.data.splits import limit_records_per_person, number_persons
 from fedpact.data.tables import SUFFIXES
 from fedpact.draws.participants import Participants
 from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.inprocess import Bench
-from fedpact.engines.parties.entrance import taken
+from fedpact.engines.inprocess import Worker
+from fedpact.engines.parties.entrance import find_accepted
 from fedpact.engines.process import device_of
 from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.secure.shared import check_shares
-from fedpact.engines.workshop import Workshop
+from fedpact.engines.workshop import TrainingSetup
 from fedpact.errors import PlanError
 from fedpact.evaluation.early import check_public
 from fedpact.evaluation.groups import Grouping
-from fedpact.evaluation.split import held_out, key_of_seed, split_of
+from fedpact.evaluation.split import hold_out, key_of_seed, split_of
 from fedpact.evaluation.totals import HeldOut, SumsForm, form_of
 from fedpact.features.cache import beside
-from fedpact.features.stage import Staged
+from fedpact.features.stage import Transformed
 from fedpact.own.named import is_handed
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
@@ -48,7 +48,7 @@ _MANY_CLASSES: Final = 20
 
 
 @dataclass(frozen=True)
-class Scene:
+class SimulationSetup:
     """Everything a run needs, checked, before anything is written.
 
     raw: the records as they are. dataset: the same, or their features, where the plan has any.
@@ -63,16 +63,18 @@ class Scene:
     policy: Policy | None = None
 
     @staticmethod
-    def of(plan: Plan, data: Dataset | None = None, partition: Partition | None = None) -> "Scene":
+    def of(
+        plan: Plan, data: Dataset | None = None, partition: Partition | None = None
+    ) -> "SimulationSetup":
         """Load and check. Raises InputError of some kind for whatever does not fit."""
-        raw = loaded(plan) if data is None else refitted(data, plan.records, plan.form)
+        raw = load_data(plan) if data is None else refit(data, plan.records, plan.form)
         plan.task.check_data(raw)
         own = data is not None or is_table(plan.data)
         # What an image's features do with its scale is theirs: ours do not depend on it.
         made = plan.features.used and raw.x.ndim > 2
         if own and raw.x.is_floating_point() and not made:
             advise(raw.name, plan.records, raw.x.shape[1:], raw.features, raw.x)
-        raw, dataset = _tried(plan, raw, kept(plan, raw) if data is None else None)
+        raw, dataset = _tried(plan, raw, find_feature_cache(plan, raw) if data is None else None)
         if plan.privacy.unit == "person" and dataset.person is None:
             raise PlanError(
                 f'privacy.unit = "person" with data set {dataset.name}, which does not say whose '
@@ -90,7 +92,7 @@ class Scene:
             for site in sites:
                 own = terms.get(site.name) if plan.private else None
                 policy.check_run(plan.algorithm, own, (0.0, 0.0), evaluation=plan.evaluation_terms)
-        scene = Scene(plan, raw, dataset, partition, sites, terms, policy)
+        scene = SimulationSetup(plan, raw, dataset, partition, sites, terms, policy)
         _ = scene.form, scene.participants
         public = dataset.x_test is not None and not plan.local.head
         held_out = any(len(site.y_held) for site in sites)
@@ -145,10 +147,10 @@ class Scene:
     def held_out(self, site: SiteRecords) -> HeldOut:
         """Return a site's held-out records, as they are evaluated."""
         places, plan, groups = self.partition.held_out[site.name], self.plan, self.groups
-        persons, used = numbered(self.dataset.person, places), torch.ones(len(places)).bool()
+        persons, used = number_persons(self.dataset.person, places), torch.ones(len(places)).bool()
         most = plan.privacy.person_records
         if persons is not None and most is not None:
-            used = torch.from_numpy(kept_records(persons.tolist(), most, plan.seed))
+            used = torch.from_numpy(limit_records_per_person(persons.tolist(), most, plan.seed))
             persons = persons[used]
         x, y = site.x_held[used], site.y_held[used]
         raw = self.raw.x[torch.from_numpy(places)][used]
@@ -177,15 +179,15 @@ class Scene:
         return {site.name: _size(self.plan, site) for site in self.sites}
 
     @property
-    def workshop(self) -> Workshop:
+    def workshop(self) -> TrainingSetup:
         """What builds the plan's models and kernels for this data set's records, on the CPU."""
-        return Workshop.of(self.plan, self.dataset.x[0], len(self.dataset.classes))
+        return TrainingSetup.of(self.plan, self.dataset.x[0], len(self.dataset.classes))
 
     def module(self) -> nn.Module:
         """Return the model with its initial weights, the same at every call."""
         return self.workshop.module()
 
-    def bench(self, *, check: bool = False) -> Bench:
+    def bench(self, *, check: bool = False) -> Worker:
         """Return a worker's kernel; `check` tries the model on made-up records first."""
         return self.workshop.bench(check=check)
 
@@ -204,7 +206,7 @@ def is_table(data: str) -> bool:
     return _is_file(data) or data in datasets.TABLES
 
 
-def undeclared_classes(plan: Plan, data: Dataset) -> str:
+def describe_undeclared_classes(plan: Plan, data: Dataset) -> str:
     """Return what to know of classes that were taken from a file's labels; "" for declared ones."""
     if not _is_file(plan.data) or plan.records.classes is not None or data.kind != "class":
         return ""
@@ -226,15 +228,15 @@ def _held(plan: Plan, raw: Dataset, site: str, part: np.ndarray) -> np.ndarray:
     """Return which of a site's records hold themselves out, bool [n]."""
     chosen, key = torch.from_numpy(part), key_of_seed(plan.seed, site)
     whose = raw.person and [raw.person[i] for i in part.tolist()]
-    return held_out(raw.x[chosen], raw.y[chosen], plan.evaluation.share, key, whose).numpy()
+    return hold_out(raw.x[chosen], raw.y[chosen], plan.evaluation.share, key, whose).numpy()
 
 
-def loaded(plan: Plan) -> Dataset:
+def load_data(plan: Plan) -> Dataset:
     """Return the data set that a plan names, read by what the plan declares of its records."""
     if not is_table(plan.data):
-        named = datasets.load(plan.data, plan.label, plan.site, person=plan.person)
-        return refitted(named, plan.records, plan.form)
-    return datasets.load(
+        named = datasets.load_dataset(plan.data, plan.label, plan.site, person=plan.person)
+        return refit(named, plan.records, plan.form)
+    return datasets.load_dataset(
         plan.data,
         plan.label,
         plan.site,
@@ -255,14 +257,14 @@ def _tried(plan: Plan, raw: Dataset, cache: Path | None) -> tuple[Dataset, Datas
     train = stage(raw.x, example, raw.name, cache, features)
     of_test = None if test is None else stage(test, example, name, _of_test(cache), features)
     data = raw if not stage.used else _staged(raw, stage.names(example, features), train, of_test)
-    workshop = Workshop.of(plan, data.x[0], len(data.classes))
+    workshop = TrainingSetup.of(plan, data.x[0], len(data.classes))
     kernel = workshop.bench(check=True).kernel
     workshop.check_labels(data.y)
-    good = train.good & taken(data.x, data.y, kernel, data.name, data.numbers)
+    good = train.good & find_accepted(data.x, data.y, kernel, data.name, data.numbers)
     if data.x_test is None or data.y_test is None or of_test is None:
         return _only(raw, data, good, None)
     numbers = torch.arange(len(data.y_test))
-    good_test = of_test.good & taken(data.x_test, data.y_test, kernel, name, numbers)
+    good_test = of_test.good & find_accepted(data.x_test, data.y_test, kernel, name, numbers)
     return _only(raw, data, good, good_test)
 
 
@@ -273,11 +275,13 @@ def _only(
     return (used if raw is data else raw.only(good, of_test)), used
 
 
-def _staged(raw: Dataset, features: tuple[str, ...], train: Staged, test: Staged | None) -> Dataset:
+def _staged(
+    raw: Dataset, features: tuple[str, ...], train: Transformed, test: Transformed | None
+) -> Dataset:
     return replace(raw, x=train.x, x_test=None if test is None else test.x, features=features)
 
 
-def kept(plan: Plan, raw: Dataset) -> Path | None:
+def find_feature_cache(plan: Plan, raw: Dataset) -> Path | None:
     """Return where features of plan.data are cached: beside a file, else beside decoded sets."""
     if not plan.features.used:
         return None
@@ -296,7 +300,7 @@ def _used(plan: Plan, site: SiteRecords) -> SiteRecords:
     most = plan.privacy.person_records
     if most is None or site.persons is None:
         return site
-    good = torch.from_numpy(kept_records(site.persons.tolist(), most, plan.seed))
+    good = torch.from_numpy(limit_records_per_person(site.persons.tolist(), most, plan.seed))
     return replace(site, x=site.x[good], y=site.y[good], persons=site.persons[good])
 
 

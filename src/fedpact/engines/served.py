@@ -18,19 +18,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedpact.data.given.targets import unscaled
-from fedpact.engines.asked import AskedRecords, GivenForm, asked_records
-from fedpact.engines.workshop import Workshop
+from fedpact.data.given.targets import unscale
+from fedpact.engines.asked import PredictionInputs, RecordedForm, read_prediction_inputs
+from fedpact.engines.workshop import TrainingSetup
 from fedpact.errors import DataError, InputError, ModelError
 from fedpact.folder import COLUMNS, Folder, folder_of_run, read_scales
 from fedpact.messages import SiteScore
 from fedpact.metrics import evaluate
-from fedpact.models.weights import checked
+from fedpact.models.weights import read_checked
 from fedpact.own.named import model_again
 from fedpact.plan import Plan
-from fedpact.privacy.columns import scaled_by
-from fedpact.tasks.measures import shown
-from fedpact.text import written
+from fedpact.privacy.columns import scale_columns
+from fedpact.tasks.measures import find_display
+from fedpact.text import format_metric
 
 _BATCH: Final = 1024
 
@@ -70,23 +70,23 @@ class Evaluated(SiteScore):
         found = [] if math.isnan(self.accuracy) else [f"accuracy {self.accuracy:.2%}"]
         found.append(f"mean loss {self.loss:.4g}")
         for name, value in self.metrics.items():
-            about = shown(name)
-            found.append(f"{about.label} {written(about.form, value)}")
+            about = find_display(name)
+            found.append(f"{about.label} {format_metric(about.form, value)}")
         return ", ".join(found)
 
 
 @dataclass(frozen=True, eq=False)
-class Served:
+class Predictor:
     """A run's model with all that stands before it."""
 
     plan: Plan
-    form: GivenForm
+    form: RecordedForm
     model: nn.Module
     at: Path
     released: Mapping[str, Any]
 
     @staticmethod
-    def of(folder: Path, own: Any = None, *, average: bool = False) -> "Served":
+    def of(folder: Path, own: Any = None, *, average: bool = False) -> "Predictor":
         """Return the model of a run's folder, or of a deployment's party, by its directory.
 
         own: the module, class or factory, where it was handed in from Python. average: the average
@@ -100,7 +100,7 @@ class Served:
         if own is not None:
             # Its weights are the run's, so whatever it brings decides nothing.
             plan = plan.model_copy(update={"model": model_again(own, plan.model)})
-        form = GivenForm.read(folder)
+        form = RecordedForm.read(folder)
         beside = folder.absolute().parent
         if plan.local.head and not (beside / "site.toml").exists():
             raise DataError(
@@ -118,7 +118,7 @@ class Served:
                 "and the weights of then"
             )
         made = stage.example(form.example)
-        model = Workshop(plan, made, len(form.classes)).module()
+        model = TrainingSetup(plan, made, len(form.classes)).module()
         path = folder / ("average.safetensors" if average else "model.safetensors")
         if average and not path.exists():
             raise DataError(
@@ -133,17 +133,17 @@ class Served:
                 f"{path} cannot be read as the plan's model ({type(error).__name__}: {error}): "
                 "restore it, or run the plan again"
             ) from error
-        return Served(plan, form, model.eval(), at, released)
+        return Predictor(plan, form, model.eval(), at, released)
 
-    def staged(self, records: Any) -> tuple[Tensor, np.ndarray]:
+    def preprocess(self, records: Any) -> tuple[Tensor, np.ndarray]:
         """Return what the model is given of records, [m, ...], and which of the n these are.
 
-        records: as `asked_records` has them; labels are passed over.
+        records: as `read_prediction_inputs` has them; labels are passed over.
         Raises DataError: of another form.
         """
-        return self._staged(asked_records(records, self.plan, self.form))
+        return self._staged(read_prediction_inputs(records, self.plan, self.form))
 
-    def _staged(self, given: AskedRecords) -> tuple[Tensor, np.ndarray]:
+    def _staged(self, given: PredictionInputs) -> tuple[Tensor, np.ndarray]:
         x, sieve, features = given.x, given.sieve, given.features
         stage, example = self._stage, torch.zeros(self.form.shape, dtype=x.dtype)
         fits = torch.from_numpy(sieve.good)
@@ -152,13 +152,13 @@ class Served:
         if self.released:
             names = [self.released[name] for name in self.plan.records.released]
             by = torch.tensor([[n[key] for n in names] for key in ("mean", "deviation")])
-            made = scaled_by(made, stage.released(example, features), by.flatten())
+            made = scale_columns(made, stage.released(example, features), by.flatten())
         sieve.warn(values=True)
         return made[good], good.numpy()
 
     def predict(self, records: Any) -> Predictions:
-        """Return what the model says of records; see `staged` for what they may be."""
-        x, used = self.staged(records)
+        """Return what the model says of records; see `preprocess` for what they may be."""
+        x, used = self.preprocess(records)
         target, classes = self.plan.task.target, self.form.classes
         with torch.no_grad():
             # Of no record at all, too: it tells the outputs' form.
@@ -170,7 +170,7 @@ class Served:
         outputs = torch.cat(parts)
         if target.kind == "number":
             values = np.full(len(used), np.nan)
-            values[used] = unscaled(outputs.reshape(-1).numpy(), target)
+            values[used] = unscale(outputs.reshape(-1).numpy(), target)
             return Predictions(values, np.empty((len(used), 0)), used, classes)
         found = np.full((len(used), *outputs.shape[1:]), np.nan)
         several = target.kind == "several"
@@ -195,7 +195,7 @@ class Served:
         file, a table with the plan's label column, or pairs (x, y).
         Raises DataError: none, or none that is used.
         """
-        given = asked_records(records, self.plan, self.form)
+        given = read_prediction_inputs(records, self.plan, self.form)
         given = given if labels is None else given.given(labels)
         y, good = given.targets(self.plan.label or "y")
         x, used = self._staged(given)
@@ -212,7 +212,7 @@ class Served:
     def export(self, path: Path) -> None:
         """Write the model alone for use without fedpact: .pt as TorchScript, .onnx as ONNX.
 
-        It takes what `staged` returns, [n, ...], for any n, and returns scores [n, K].
+        It takes what `preprocess` returns, [n, ...], for any n, and returns scores [n, K].
         Raises InputError: another ending, or ONNX without the packages that torch needs for it.
         """
         example = self._stage.example(torch.zeros(self.form.shape, dtype=self._dtype))
@@ -259,6 +259,6 @@ def _begun_at(plan: Plan, folder: Path) -> Path:
     for at in (Path(), *folder.absolute().parents) if weights is not None else ():
         # Another file of that name is none, nor is one that may not be read.
         with suppress(ModelError):
-            checked(at / str(weights), sha256, "features.weights")
+            read_checked(at / str(weights), sha256, "features.weights")
             return at
     return Path()

@@ -16,24 +16,24 @@ from typing import Any
 
 from torch import nn
 
-from fedpact.client import remembered
+from fedpact.client import read_memory
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, SiteRecords
-from fedpact.engines.asked import GivenForm
-from fedpact.engines.evaluation import Evaluator, judged
-from fedpact.engines.extended import Earlier, check_begun
+from fedpact.engines.asked import RecordedForm
+from fedpact.engines.evaluation import Evaluator, select_judged_labels
+from fedpact.engines.extended import PreviousReservations, check_begun
 from fedpact.engines.flower import require_ray
 from fedpact.engines.inprocess import InProcess
 from fedpact.engines.process import allow_open_files, available_cores, keep_freed_memory
 from fedpact.engines.resume import check_complete, check_draws, check_there, is_known, setting
-from fedpact.engines.run import finish, start, tell_waits
-from fedpact.engines.scene import Scene
-from fedpact.engines.secure.simulated import secured
-from fedpact.engines.served import Evaluated, Predictions, Served
+from fedpact.engines.run import finish, log_stragglers, start_or_resume
+from fedpact.engines.scene import SimulationSetup
+from fedpact.engines.secure.simulated import secure_simulation
+from fedpact.engines.served import Evaluated, Predictions, Predictor
 from fedpact.engines.statement import of_simulation
-from fedpact.engines.together import settle
+from fedpact.engines.together import commit
 from fedpact.engines.virtual import VirtualSite
-from fedpact.engines.workshop import Workshop
+from fedpact.engines.workshop import TrainingSetup
 from fedpact.errors import InputError, PlanError
 from fedpact.evaluation import promise
 from fedpact.evaluation.early import Early
@@ -43,7 +43,7 @@ from fedpact.messages import RoundRecord, State
 from fedpact.params import FlatModel, one_thread
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
-from fedpact.privacy.policy import reserved
+from fedpact.privacy.policy import sum_reservations
 from fedpact.privacy.sizes import charge_size
 from fedpact.privacy.terms import Terms
 from fedpact.records.writers import Log, check_log
@@ -81,15 +81,16 @@ class Simulated:
     average: bool = False
 
     def predict(self, records: Any) -> Predictions:
-        """Return what the model says of records, read as in training; see served.Served.staged."""
+        """Return what the model says of records, read as in training; see
+        served.Predictor.preprocess."""
         return self._served.predict(records)
 
     def evaluate(self, records: Any, labels: Any = None) -> Evaluated:
-        """Return accuracy, loss and measures on labelled records; see served.Served.evaluate."""
+        """Return accuracy, loss and measures on labelled records; see served.Predictor.evaluate."""
         return self._served.evaluate(records, labels)
 
     def export(self, path: Path | str) -> None:
-        """Write the model alone, as TorchScript (.pt) or ONNX; see served.Served.export."""
+        """Write the model alone, as TorchScript (.pt) or ONNX; see served.Predictor.export."""
         self._served.export(Path(path))
 
     def frames(self) -> dict[str, Any]:
@@ -106,8 +107,8 @@ class Simulated:
         return {"rounds": frame(rounds, instead), "sites": frame(sites, instead)}
 
     @cached_property
-    def _served(self) -> Served:
-        return Served.of(self.folder, self.own, average=self.average)
+    def _served(self) -> Predictor:
+        return Predictor.of(self.folder, self.own, average=self.average)
 
 
 def simulate(
@@ -131,10 +132,10 @@ def simulate(
     check_log(plan.run.log)
     keep_freed_memory()
     folder = Folder(out)
-    known, earlier = is_known(folder, plan), Earlier.read(folder)
+    known, earlier = is_known(folder, plan), PreviousReservations.read(folder)
     if plan.after and not known:
         check_begun(plan, Checkpoint(State(), 0, {}))
-    scene = Scene.of(plan, data, Partition.load(folder.partition) if known else None)
+    scene = SimulationSetup.of(plan, data, Partition.load(folder.partition) if known else None)
     if not known and (told := scene.columns_used):
         print(told, file=sys.stderr)
     environment = setting(folder, scene, known=known, given=data is not None)
@@ -145,7 +146,7 @@ def simulate(
             check_there([site.ledger for site in sites if site.ledger])
         ledgers = _open_ledgers(sites, stack)
         # From the first promise on an extended run goes on, and is not as it was before.
-        settle(out)
+        commit(out)
         _promise(sites, ledgers)
         if not known or (earlier.runs and not (folder.path / "summary.json").exists()):
             # It states the released sizes, so it is written after they were charged.
@@ -157,18 +158,18 @@ def simulate(
             transport, charged = _on_threads(sites, workshop, ledgers, stack)
         took = transport.took if isinstance(transport, InProcess) else {}
         if plan.secure_aggregation.threshold:
-            transport = secured(transport, plan, scene.sizes, scene.terms)
+            transport = secure_simulation(transport, plan, scene.sizes, scene.terms)
         memories = {site.name: site.memory for site in sites}
         evaluator = Evaluator(
             scene,
             charged,
-            lambda site, included: remembered(memories[site], included),
+            lambda site, included: read_memory(memories[site], included),
             earlier.spent,
         )
-        rounds = Rounds(plan, run, transport, evaluator, stop, own=True, sums=scene.releases)
+        rounds = Rounds(plan, run, transport, evaluator, stop, in_process=True, sums=scene.releases)
         if not known:
             check_draws(folder, environment)
-        at, records = start(folder, plan, scene.module, evaluator, rounds.opened)
+        at, records = start_or_resume(folder, plan, scene.module, evaluator, rounds.open_run)
         if known:
             # Of a run that began here the ledgers may be open elsewhere, as at actors of Ray.
             check_complete(at, (*earlier.runs, run), ledgers)
@@ -184,10 +185,10 @@ def simulate(
         for committed, record in _on_one_thread(rounds(at)):
             at = committed
             folder.commit(at, record)
-            told = tell_waits(folder, at.round, took, told)
+            told = log_stragglers(folder, at.round, took, told)
             records.append(record)
             on_round(record)
-        records[-1] = evaluator(at, rounds.ended(at, records[-1]), last=True)
+        records[-1] = evaluator(at, rounds.finish(at, records[-1]), last=True)
         log(records[-1])
     return _finish(folder, scene, at, records, rounds.status)
 
@@ -231,7 +232,7 @@ def _check_engine(engine: str, plan: Plan) -> None:
 
 
 def _on_threads(
-    sites: list[VirtualSite], workshop: Workshop, ledgers: dict[str, Ledger], stack: ExitStack
+    sites: list[VirtualSite], workshop: TrainingSetup, ledgers: dict[str, Ledger], stack: ExitStack
 ) -> tuple[Transport, Callable[[str], History]]:
     """Return the transport to threads of this process, and what tells a site's charges."""
     clients = {site.name: site.client(ledgers.get(site.name)) for site in sites}
@@ -240,7 +241,7 @@ def _on_threads(
     return transport, partial(_charged, ledgers, sites[0].run)
 
 
-def _sensible_workers(sites: list[VirtualSite], workshop: Workshop) -> int:
+def _sensible_workers(sites: list[VirtualSite], workshop: TrainingSetup) -> int:
     """Return one a core, or one in all where they would only wait: for Python, or for the GPU."""
     if workshop.device != "cpu":
         return 1
@@ -250,7 +251,7 @@ def _sensible_workers(sites: list[VirtualSite], workshop: Workshop) -> int:
 
 
 def _on_ray(
-    sites: list[VirtualSite], workshop: Workshop, ledgers: dict[str, Ledger], stack: ExitStack
+    sites: list[VirtualSite], workshop: TrainingSetup, ledgers: dict[str, Ledger], stack: ExitStack
 ) -> tuple[Transport, Callable[[str], History]]:
     """Return the transport over Ray, and what it knows of charges. Closes the ledgers."""
     from fedpact.engines.flower.cluster import RayTransport
@@ -278,7 +279,7 @@ def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledge
             continue
         stack.enter_context(ledger)
         if site.policy:
-            others = reserved(ledger, site.run, site.policy)
+            others = sum_reservations(ledger, site.run, site.policy)
             of_held = site.plan.evaluation_terms
             site.policy.check_run(site.plan.algorithm, terms, *others, evaluation=of_held)
         _reserve(site, ledger, terms, only_ask=True)
@@ -306,7 +307,7 @@ def _reserve_evaluation(site: VirtualSite, ledger: Ledger) -> None:
         promise.reserve(ledger, site.run, once, site.split, site.plan.privacy.unit)
 
 
-def _sites(scene: Scene, folder: Folder, run: str) -> list[VirtualSite]:
+def _sites(scene: SimulationSetup, folder: Folder, run: str) -> list[VirtualSite]:
     kept, of_persons = scene.plan.run.ledgers, scene.plan.privacy.unit == "person"
 
     def virtual(site: SiteRecords) -> VirtualSite:
@@ -330,14 +331,14 @@ def _sites(scene: Scene, folder: Folder, run: str) -> list[VirtualSite]:
 
 
 def _finish(
-    folder: Folder, scene: Scene, at: Checkpoint, records: list[RoundRecord], status: str
+    folder: Folder, scene: SimulationSetup, at: Checkpoint, records: list[RoundRecord], status: str
 ) -> Simulated:
     folder.rewrite(records)
     raw = scene.raw
     values = str(raw.x.dtype).removeprefix("torch.")
-    given = GivenForm(tuple(raw.x.shape[1:]), values, raw.classes, raw.features)
+    given = RecordedForm(tuple(raw.x.shape[1:]), values, raw.classes, raw.features)
     given.by(scene.plan.stage()).write(folder)
     module = scene.module()
-    ended = scene.form, at, records, status, commonest(judged(scene), raw.classes)
+    ended = scene.form, at, records, status, commonest(select_judged_labels(scene), raw.classes)
     summary = finish(folder, scene.plan, scene.terms, scene.sizes, module, *ended)
     return Simulated(folder.path, records, summary, module)

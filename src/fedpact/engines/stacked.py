@@ -24,20 +24,20 @@ from torch import Tensor
 from fedpact.draws.keystream import KeyStream, normals_of, streams_at_once
 from fedpact.draws.seeded import SeededDraws
 from fedpact.losses import Loss
-from fedpact.params import FlatModel, at_hand
+from fedpact.params import FlatModel, on_cpu
 from fedpact.persample.dense import Dense
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.persample.layout import Placement
 from fedpact.persample.weighting import SiteSum, Weights
 
-Question = TypeVar("Question")
-Answer = TypeVar("Answer")
+QuestionT = TypeVar("QuestionT")
+AnswerT = TypeVar("AnswerT")
 SeatOf = TypeVar("SeatOf")
-Result = TypeVar("Result")
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(eq=False, slots=True)
-class Noise:
+class NoiseRequest:
     """One site's question: total [d] plus `scale` times the normal numbers made of `words`.
 
     Where it is answered, total is written over.
@@ -48,7 +48,7 @@ class Noise:
     words: KeyStream
 
 
-Ask = Callable[[SiteSum | Noise], Tensor | None]
+Ask = Callable[[SiteSum | NoiseRequest], Tensor | None]
 """A question to whoever stacks; None: the site has to answer it itself."""
 
 
@@ -69,7 +69,7 @@ class Seat(PerSampleKernel):
         shares: Tensor | None = None,
         layout: Placement | None = None,
     ) -> Tensor:
-        """See PerSampleKernel."""
+        """Σ_j c_j g_j [d] over the batch x, y [B, ...], with c_j = s_j min(w_j, C/‖g_j‖)."""
         # What is to be refused, or is too long, and an empty batch, is for the site's own kernel.
         if x.shape[0] and clip > 0 and most is None:
             total = self._ask(SiteSum(self.model, x.detach(), y, clip, weights, shares=shares))
@@ -88,7 +88,7 @@ class PlainSeat(PlainKernel):
     def weighted_sum(
         self, x: Tensor, y: Tensor, weights: Weights | None = None, shares: Tensor | None = None
     ) -> Tensor:
-        """See PlainKernel."""
+        """Σ_j s_j w_j g_j [d]; the weights are clamped to >= 0 and constants of the gradient."""
         if x.shape[0]:
             asked = SiteSum(self.model, x.detach(), y, math.inf, weights, plain=True, shares=shares)
             total = self._ask(asked)
@@ -107,10 +107,11 @@ class SeatDraws(SeededDraws):
     def add_noise(
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
     ) -> Tensor:
-        """See SeededDraws."""
-        if at_hand(total) and streams_at_once(total.numel(), total.dtype) > 1:
+        """Return total [d] plus normal noise of σ times its sensitivity; total may be written
+        over."""
+        if on_cpu(total) and streams_at_once(total.numel(), total.dtype) > 1:
             words = self.noise_words(step, purpose)
-            answer = self._ask(Noise(total, sigma * sensitivity, words))
+            answer = self._ask(NoiseRequest(total, sigma * sensitivity, words))
             if answer is not None:
                 return answer
         return super().add_noise(total, sigma, sensitivity, step, purpose)
@@ -128,11 +129,11 @@ class Stack:
         dense = Dense.of(model, loss)
         return None if dense is None else Stack(dense)
 
-    def answers(self, questions: Sequence[SiteSum | Noise]) -> list[Tensor | None]:
+    def answers(self, questions: Sequence[SiteSum | NoiseRequest]) -> list[Tensor | None]:
         """Return each question's answer; None where a site has to answer it itself."""
         found: list[Tensor | None] = [None] * len(questions)
         sums = {i: one for i, one in enumerate(questions) if isinstance(one, SiteSum)}
-        noise = {i: one for i, one in enumerate(questions) if isinstance(one, Noise)}
+        noise = {i: one for i, one in enumerate(questions) if isinstance(one, NoiseRequest)}
         for i, answer in zip(sums, self._dense.sums(list(sums.values())), strict=True):
             found[i] = answer
         for i, answer in zip(noise, _with_noise(list(noise.values())), strict=True):
@@ -140,9 +141,9 @@ class Stack:
         return found
 
 
-def _with_noise(requests: Sequence[Noise]) -> list[Tensor]:
+def _with_noise(requests: Sequence[NoiseRequest]) -> list[Tensor]:
     """Return each request's total [d], with its noise."""
-    kinds = {(one.total.numel(), one.total.dtype): list[Noise]() for one in requests}
+    kinds = {(one.total.numel(), one.total.dtype): list[NoiseRequest]() for one in requests}
     for one in requests:
         kinds[one.total.numel(), one.total.dtype].append(one)
     for (size, dtype), alike in kinds.items():
@@ -155,7 +156,7 @@ def _with_noise(requests: Sequence[Noise]) -> list[Tensor]:
     return [one.total for one in requests]
 
 
-class Lockstep(Generic[Question, Answer, SeatOf]):
+class Lockstep(Generic[QuestionT, AnswerT, SeatOf]):
     """Seats for so many sites. Used by one thread at a time.
 
     seat: makes what a site trains with, from its way to ask. answers: see the module.
@@ -164,8 +165,8 @@ class Lockstep(Generic[Question, Answer, SeatOf]):
     def __init__(
         self,
         seats: int,
-        seat: Callable[[Callable[[Question], Answer]], SeatOf],
-        answers: Callable[[Sequence[Question]], Sequence[Answer]],
+        seat: Callable[[Callable[[QuestionT], AnswerT]], SeatOf],
+        answers: Callable[[Sequence[QuestionT]], Sequence[AnswerT]],
     ) -> None:
         self._answers = answers
         self._seats = [seat(_ask) for _ in range(seats)]
@@ -176,7 +177,7 @@ class Lockstep(Generic[Question, Answer, SeatOf]):
         """The number of seats."""
         return len(self._seats)
 
-    def serve(self, jobs: Sequence[Callable[[SeatOf], Result]]) -> list[Result]:
+    def serve(self, jobs: Sequence[Callable[[SeatOf], ResultT]]) -> list[ResultT]:
         """Carry out at most `size` jobs, and return their results in order.
 
         A job's exception is raised when all jobs have ended, that of the first one. What `answers`
@@ -194,7 +195,7 @@ class Lockstep(Generic[Question, Answer, SeatOf]):
         self._own.sitting = sitting
         return _taken(said)
 
-    def _told(self, questions: list[Question]) -> Sequence[Any]:
+    def _told(self, questions: list[QuestionT]) -> Sequence[Any]:
         try:
             return [_Outcome(answer) for answer in self._answers(questions)]
         except BaseException as error:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.engines.secure.told import secure_lines, secure_terms
 from fedpact.evaluation import told as evaluations
 from fedpact.evaluation.totals import SumsForm
@@ -15,7 +15,7 @@ from fedpact.plan import Plan
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
 from fedpact.text import upper
-from fedpact.theory.accounting import bound_by, epsilon
+from fedpact.theory.accounting import epsilon, find_binding_accountant
 
 _COVERS = [
     "Everything a site sends during training: model updates, losses and counts. They pass the "
@@ -94,7 +94,7 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
     """Return the content of privacy.json. sites: how many take part."""
     mode, each = plan.privacy.mode, site_terms(plan, terms)
     of_person = _of_person(plan, side.persons) if plan.private else []
-    of_held = released_of_held(plan, side.form, side.persons)
+    of_held = describe_held_out_releases(plan, side.form, side.persons)
     covers, uncovered = _scope(plan, side.seeded)
     return {
         "private": plan.private,
@@ -118,14 +118,16 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "accuracy_pooled": side.pooled,
         "own_models": plan.method.has_own_models,
         "simulator_only": list(side.simulator_only),
-        "features": plan.features.told() or plan.views.told(),
-        "initial": plan.initial.told(),
+        "features": plan.features.describe() or plan.views.describe(),
+        "initial": plan.initial.describe(),
         "sites_per_round": plan.sites_per_round,
         "covers": [
             *covers,
             *_own_models(plan),
-            *filter(None, [plan.participants(terms).told() if plan.private else ""]),
-            *evaluations.lines(of_held, plan.evaluation, plan.privacy.unit, private=plan.private),
+            *filter(None, [plan.participants(terms).describe() if plan.private else ""]),
+            *evaluations.state_held_out(
+                of_held, plan.evaluation, plan.privacy.unit, private=plan.private
+            ),
             *secure_lines(plan, sites),
         ],
         "does_not_cover": [
@@ -153,7 +155,7 @@ def _placement(plan: Plan, seeded: bool) -> str:
     )
 
 
-def of_simulation(scene: Scene) -> dict[str, Any]:
+def of_simulation(scene: SimulationSetup) -> dict[str, Any]:
     """Return the content of a simulation's privacy.json."""
     simulator_only = list(_SIMULATOR_ONLY)
     headed = bool(scene.plan.local.head)
@@ -178,14 +180,16 @@ def _own_models(plan: Plan) -> list[str]:
     return [_OWN_MODELS] if plan.private and plan.method.has_own_models else []
 
 
-def released_of_held(plan: Plan, form: SumsForm, persons: bool) -> dict[str, Any] | None:
+def describe_held_out_releases(plan: Plan, form: SumsForm, persons: bool) -> dict[str, Any] | None:
     """Return what sites release of held-out records, as plain data; None where nothing.
 
     persons: whether sites know whose each record is.
     """
     once, few = plan.evaluation_terms, plan.privacy.told_records
     masked, own = bool(plan.secure_aggregation.threshold), plan.method.has_own_models
-    return once and evaluations.described(once, form, persons, few, own_models=own, masked=masked)
+    return once and evaluations.describe_evaluation(
+        once, form, persons, few, own_models=own, masked=masked
+    )
 
 
 def _of_person(plan: Plan, persons: bool) -> list[str]:
@@ -263,7 +267,7 @@ def site_terms(plan: Plan, terms: Mapping[str, Terms]) -> dict[str, Any]:
     if not plan.private:
         return {}
     told, rounds = plan.privacy.told_records, plan.participants(terms).rounds(0, plan.rounds)
-    return {n: described(one, told) | {"rounds": rounds[n]} for n, one in terms.items()}
+    return {n: describe_terms(one, told) | {"rounds": rounds[n]} for n, one in terms.items()}
 
 
 def per_person(
@@ -271,8 +275,8 @@ def per_person(
 ) -> str:
     """Return in words what ε is for a person with several records; "" where nobody is protected.
 
-    sites: what `site_terms` returns. unit: of the plan. of_held: what `released_of_held` returns.
-    Of each ε the largest of any site.
+    sites: what `site_terms` returns. unit: of the plan. of_held: what `describe_held_out_releases`
+    returns. Of each ε the largest of any site.
     """
     if not sites or unit == "person":
         return _PERSON if sites else ""
@@ -293,7 +297,7 @@ def per_person(
     )
 
 
-def described(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
+def describe_terms(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
     """Return one site's terms as plain data, with ε of all that is reserved and what bounds it.
 
     records: for how many of one person's ε is told beside that of one record.
@@ -325,7 +329,7 @@ def described(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
         if terms.honest
         else None,
         # "best" is the smallest of several: which it was.
-        "epsilon_by": bound_by(history, terms.delta, terms.accountant).upper(),
+        "epsilon_by": find_binding_accountant(history, terms.delta, terms.accountant).upper(),
     }
 
 

@@ -1,7 +1,7 @@
 """Several files that an extension changes together: all of them or none, whatever cuts it off.
 
 Before the first is changed, each folder gets a private note of what its own files hold. While the
-first folder's note is there nothing was changed, as far as anybody is told: `put_back` undoes it
+first folder's note is there nothing was changed, as far as anybody is told: `rollback` undoes it
 all. A note is of files of its own folder alone, which have fixed names, and is obeyed only if the
 account that reads it wrote it: no policy, ledger or key, and no other folder, follows from one.
 """
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedpact.errors import DataError
-from fedpact.files import only_one, sync, understood, write_whole
+from fedpact.files import only_one, parse_errors, sync, write_whole
 from fedpact.folder import ATTEMPTS, EARLIER, FIRST_PLAN, LOCK, RUN
 
-NOTE: Final = ".fedpact-before.json"
+BACKUP_FILE: Final = ".fedpact-before.json"
 """What the files of a folder held that are being changed together."""
 
 _NAMES: Final = (
@@ -30,8 +30,8 @@ _KIND: Final = "what these files held before they are changed together"
 
 
 @contextlib.contextmanager
-def held(*places: Path, wait: bool = False) -> Iterator[None]:
-    """Hold run folders or parties' directories for the block, after `put_back`.
+def exclusive(*places: Path, wait: bool = False) -> Iterator[None]:
+    """Hold run folders or parties' directories for the block, after `rollback`.
 
     Whoever runs, resumes or extends one holds it. wait: until nobody else does. A folder that is
     made for its lock goes again if the block leaves nothing in it. Raises InputError: it is held.
@@ -39,7 +39,7 @@ def held(*places: Path, wait: bool = False) -> Iterator[None]:
     roots = _roots(places)
     new = [each for root in roots for each in (root, *root.parents) if not each.exists()]
     with _locked(roots, wait):
-        put_back(*places)
+        rollback(*places)
         try:
             yield
         finally:
@@ -47,31 +47,31 @@ def held(*places: Path, wait: bool = False) -> Iterator[None]:
                 _remove_empty(each)
 
 
-def restored(*places: Path) -> None:
+def recover(*places: Path) -> None:
     """Undo a change that was cut off, for whoever is to read the files.
 
-    Raises InputError: it is going on. DataError: see `put_back`.
+    Raises InputError: it is going on. DataError: see `rollback`.
     """
     # No lock, and no write, where there is nothing to undo: a reader may read only.
     noted = [root for root in _roots(places) if _has_note(root)]
     if noted:
         with _locked(noted, wait=False):
-            put_back(*places)
+            rollback(*places)
 
 
 def keep_before(*places: Path) -> None:
     """Write down what the files hold, in each folder, as they are to be changed together.
 
-    Until `settle` they are not: `put_back` makes them what they were, also after a crash.
+    Until `commit` they are not: `rollback` makes them what they were, also after a crash.
     """
     roots = _roots(places)
     for root in roots:
         files = {name: _text(root / name) for name in _NAMES}
         note = {"fedpact": _KIND, "folders": len(roots), "files": files}
-        write_whole(root / NOTE, json.dumps(note).encode())
+        write_whole(root / BACKUP_FILE, json.dumps(note).encode())
 
 
-def put_back(*places: Path) -> None:
+def rollback(*places: Path) -> None:
     """Undo a change of several files that was not settled; nothing where there is none.
 
     Raises DataError: a note is none that this account wrote, or is of other folders, too.
@@ -82,7 +82,7 @@ def put_back(*places: Path) -> None:
         if note["folders"] > len(roots):
             raise DataError(
                 f"{root} was being extended together with other folders when that was cut off "
-                f"(its {NOTE}): `fedpact deploy up DIRECTORY` or `fedpact extend`, with the "
+                f"(its {BACKUP_FILE}): `fedpact deploy up DIRECTORY` or `fedpact extend`, with the "
                 "directory that was extended, makes all of them what they were, or what they were "
                 "to be; then this one can be used"
             )
@@ -94,7 +94,7 @@ def put_back(*places: Path) -> None:
         _drop(root)
 
 
-def settle(*places: Path) -> None:
+def commit(*places: Path) -> None:
     """Say that all files were changed together."""
     for root in _roots(places):
         _drop(root)
@@ -124,7 +124,7 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _has_note(root: Path) -> bool:
-    return os.path.lexists(root / NOTE)
+    return os.path.lexists(root / BACKUP_FILE)
 
 
 def _text(path: Path) -> str | None:
@@ -132,10 +132,10 @@ def _text(path: Path) -> str | None:
 
 
 def _note(root: Path) -> dict[str, Any] | None:
-    """Return a folder's note, None without one. Raises DataError: see `put_back`."""
-    path = root / NOTE
+    """Return a folder's note, None without one. Raises DataError: see `rollback`."""
+    path = root / BACKUP_FILE
     advice = "see who put it there and compare the folder with a backup, then remove it"
-    with contextlib.suppress(FileNotFoundError), understood(path, advice):
+    with contextlib.suppress(FileNotFoundError), parse_errors(path, advice):
         with open(path, "rb", opener=_unfollowed) as file:
             found = os.fstat(file.fileno())
             private = stat.S_ISREG(found.st_mode) and not found.st_mode & 0o077
@@ -167,5 +167,5 @@ def _write_back(root: Path, files: Mapping[str, str | None]) -> None:
 
 
 def _drop(root: Path) -> None:
-    (root / NOTE).unlink(missing_ok=True)
+    (root / BACKUP_FILE).unlink(missing_ok=True)
     sync(root)

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from fedpact.client import Client
-from fedpact.engines.inprocess import Bench
+from fedpact.engines.inprocess import Worker
 from fedpact.evaluation.promise import charge_of
 from fedpact.evaluation.totals import HeldOut, SumsForm
 from fedpact.ledger.ledger import Ledger
 from fedpact.messages import State, Task, Vectors
-from fedpact.methods.released import ColumnRecords, examined
+from fedpact.methods.released import ColumnRecords, find_examined
 from fedpact.persample.kernel import PlainKernel
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Charge, Oracle, PlainOracle, PrivateOracle, Records
@@ -58,13 +58,13 @@ class VirtualSite:
         """Open the site's ledger, None where it keeps none. Raises what Ledger raises."""
         return None if self.ledger is None else Ledger(self.ledger, self.name, hypothetical=True)
 
-    def client(self, ledger: Ledger | None) -> Client[Bench]:
+    def client(self, ledger: Ledger | None) -> Client[Worker]:
         """Return what answers the site's tasks. ledger: the site's own, open, with a promise."""
         plan, terms, device = self.plan, self.terms, torch.device(self.plan.run.device)
         scaled = ColumnRecords(self.records.to(device))
         size, seed, private = self.size, plan.seed, plan.private
 
-        def oracle(task: Task, memory: State, bench: Bench) -> Oracle:
+        def oracle(task: Task, memory: State, bench: Worker) -> Oracle:
             draws, records = bench.draws(seed, self.name, task.round), scaled(task)
             if terms is None or ledger is None:
                 opening = plan.method.opening
@@ -92,7 +92,7 @@ class VirtualSite:
             self._examine(ledger),
         )
 
-    def _examine(self, ledger: Ledger | None) -> Callable[[Task, State, Bench], Vectors] | None:
+    def _examine(self, ledger: Ledger | None) -> Callable[[Task, State, Worker], Vectors] | None:
         """Return what answers questions about held-out records; None where there are none."""
         held, form, once = self.held, self.form, self.plan.evaluation_terms
         if ledger is None or held is None or form is None or once is None:
@@ -101,9 +101,9 @@ class VirtualSite:
         device = torch.device(self.plan.run.device)
         held = replace(held, x=held.x.to(device), y=held.y.to(device))
 
-        def examine(task: Task, memory: State, bench: Bench) -> Vectors:
+        def examine(task: Task, memory: State, bench: Worker) -> Vectors:
             draws = bench.draws(self.plan.seed, self.name, task.round)
-            w, by = examined(self.plan.method, task, memory)
+            w, by = find_examined(self.plan.method, task, memory)
             sums = partial(held.totals, form, bench.private, w, by)
             return once.release(charge_of(ledger, task), sums, draws)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fedpact.draws.seeded import stream
-from fedpact.engines.inprocess import Bench, OneByOne, Seats
+from fedpact.draws.seeded import seeded_generator
+from fedpact.engines.inprocess import OneByOne, Worker, WorkerSlots
 from fedpact.errors import FedpactError, ModelError, PlanError
 from fedpact.losses import Loss
 from fedpact.methods.heads import check_head
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Workshop:
+class TrainingSetup:
     """Builds models and kernels for records like `example` [*shape], of which only the form counts.
 
     classes: the number of labels. device: where kernels compute; see process.device_of.
@@ -50,12 +50,12 @@ class Workshop:
     start: Mapping[str, Tensor] | None = None
 
     @staticmethod
-    def of(plan: Plan, example: Tensor, classes: int, at: Path = Path()) -> "Workshop":
+    def of(plan: Plan, example: Tensor, classes: int, at: Path = Path()) -> "TrainingSetup":
         """Return it with what the plan has the model begin with. Raises ModelError: not to be had.
 
         at: where a relative path of weights begins.
         """
-        return Workshop(plan, example, classes, start=plan.initial.tensors(at))
+        return TrainingSetup(plan, example, classes, start=plan.initial.tensors(at))
 
     def module(self) -> nn.Module:
         """Return the model with its initial weights, the same at every call.
@@ -80,7 +80,7 @@ class Workshop:
         """The plan's loss of a record."""
         return self.plan.task.per_record(self.classes)
 
-    def bench(self, *, check: bool = False) -> Bench:
+    def bench(self, *, check: bool = False) -> Worker:
         """Return a kernel of the plan's kind; `check` tries the model on made-up records first.
 
         Raises ModelError: a model that mixes records, or that cannot be trained as asked, or
@@ -92,14 +92,14 @@ class Workshop:
         model = self._model()
         mode = self.plan.privacy.mode
         if check and self.plan.task.loss is not None:
-            tried = self.plan.task.loss, self.loss, model.module, *self.made_up()
+            tried = self.plan.task.loss, self.loss, model.module, *self.make_dummy_records()
             check_loss(*tried, finite=mode != "none")
         if mode == "none":
-            return Bench(PlainKernel(model, self.loss))
+            return Worker(PlainKernel(model, self.loss))
         kernel = mechanism_of(mode).kernel(model, self.loss)
         if check:
             self._verify(kernel)
-        return Bench(kernel)
+        return Worker(kernel)
 
     def _check_own(self) -> None:
         """Check what makes the user's own model, before anything writes to what it has made."""
@@ -119,7 +119,7 @@ class Workshop:
         """
         try:
             with torch.no_grad():
-                outputs = self.module().eval()(self.made_up()[0])
+                outputs = self.module().eval()(self.make_dummy_records()[0])
         except Exception:
             # A plain run's model may take no made-up records; a private one's has been tried on
             # them. What it does at real ones shows when it trains.
@@ -134,7 +134,7 @@ class Workshop:
 
     def _verify(self, kernel: PerSampleKernel | BatchClippedKernel) -> None:
         try:
-            kernel.verify(*(v.to(self.device) for v in self.made_up()))
+            kernel.verify(*(v.to(self.device) for v in self.make_dummy_records()))
         except FedpactError:
             raise
         except Exception as error:
@@ -146,7 +146,7 @@ class Workshop:
                 "it take them"
             ) from error
 
-    def table(self) -> Seats:
+    def table(self) -> WorkerSlots:
         """Return where one worker trains sites: one by one, or as many together as the plan says.
 
         Raises PlanError: the plan stacks sites of a model that cannot be stacked.
@@ -172,20 +172,20 @@ class Workshop:
             module = Views(module, views, tuple(self.example.shape))
         return FlatModel(module.to(self.device), self.plan.run.precision)
 
-    def _seat(self, stacked: ModuleType, ask: "Ask") -> Bench:
+    def _seat(self, stacked: ModuleType, ask: "Ask") -> Worker:
         model = self._model()
         mode = self.plan.privacy.mode
         draws = partial(stacked.SeatDraws, ask)
         if mode == "none":
-            return Bench(stacked.PlainSeat(model, self.loss, ask), draws)
+            return Worker(stacked.PlainSeat(model, self.loss, ask), draws)
         seat, kind = stacked.Seat(model, self.loss, ask), mechanism_of(mode).kernel
         if issubclass(kind, PerSampleKernel):
-            return Bench(seat, draws)
-        return Bench(kind(model, self.loss, seat), draws)
+            return Worker(seat, draws)
+        return Worker(kind(model, self.loss, seat), draws)
 
     def separation(self) -> str:
         """Return how a private run's kernel keeps the records of a batch apart, in words."""
-        x, y = (v.to(self.device) for v in self.made_up())
+        x, y = (v.to(self.device) for v in self.make_dummy_records())
         return WAYS[self.bench().private.way(x, y)]
 
     def placement(self, kernel: PerSampleKernel | BatchClippedKernel, expected: float) -> str:
@@ -196,12 +196,12 @@ class Workshop:
         """
         if self.device != "cpu" or not isinstance(kernel, PerSampleKernel):
             return "scattered"
-        x, y = self.made_up()
+        x, y = self.make_dummy_records()
         return "compact" if kernel.invariant(x, y, expected) else "scattered"
 
-    def made_up(self) -> tuple[Tensor, Tensor]:
+    def make_dummy_records(self) -> tuple[Tensor, Tensor]:
         """Return four records x, y that are nobody's."""
-        generator = stream("made-up records")
+        generator = seeded_generator("made-up records")
         shape = (4, *self.example.shape)
         if self.example.is_floating_point():
             x = torch.randn(shape, generator=generator, dtype=self.example.dtype)

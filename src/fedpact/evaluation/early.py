@@ -13,7 +13,7 @@ from fedpact.errors import PlanError
 from fedpact.evaluation.outcome import released_accuracy
 from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.evaluation.totals import SumsForm
-from fedpact.privacy.once import Once
+from fedpact.privacy.once import FullDataRelease
 from fedpact.records.rounds import RoundRecord
 
 
@@ -29,7 +29,7 @@ class Early:
     accuracy: float | None = None
     patience: int | None = None
     form: SumsForm | None = None
-    once: Once | None = None
+    once: FullDataRelease | None = None
     after: int = 0
     seen: list[float] = field(default_factory=list[float])
 

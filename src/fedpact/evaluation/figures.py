@@ -54,13 +54,13 @@ class Sums:
     noise: Mapping[str, float]
 
     @staticmethod
-    def added(each: Sequence[Mapping[str, Sequence[float]]], noise: Mapping[str, float]) -> "Sums":
+    def add(each: Sequence[Mapping[str, Sequence[float]]], noise: Mapping[str, float]) -> "Sums":
         """Add up what sites released, at least one. noise: of each, the deviation by channel."""
         of = {c: np.sum([np.asarray(s[c], np.float64) for s in each], axis=0) for c in each[0]}
         return Sums(of, {c: len(each) * (noise[c] * _GRID) ** 2 for c in of})
 
 
-def figures(
+def estimate_figures(
     sums: Sums,
     settings: EvaluationSettings,
     classes: Sequence[str],
@@ -157,7 +157,7 @@ class _Counts:
             # Two classes: a miss of the other one is said to be of this one.
             return _share(others[:, ::-1], self.noise, level)
         variance = self.of_said, 0.0, self.noise * others.size
-        return ratio(float(self.said[group, c]), float(others.sum()), variance, level)
+        return estimate_ratio(float(self.said[group, c]), float(others.sum()), variance, level)
 
 
 def _of_groups(
@@ -201,14 +201,14 @@ def _share(table: Array, noise: float, level: float) -> tuple[float, float, floa
     """The share of hits in rows of (hits, misses) [k, 2], with its interval."""
     hits, misses = (float(n) for n in table.sum(0))
     part = noise * len(table)
-    return ratio(hits, hits + misses, (part, part, 2 * part), level)
+    return estimate_ratio(hits, hits + misses, (part, part, 2 * part), level)
 
 
 def _loss(sums: Sums, settings: EvaluationSettings) -> Figure:
     """The mean of the clipped losses, in [0, bound]."""
     table, bound = sums.of["hits"], settings.loss_bound
     variance = sums.noise["loss"], 0.0, sums.noise["hits"] * table.size
-    found = ratio(float(sums.of["loss"][0]), float(table.sum()), variance, settings.level)
+    found = estimate_ratio(float(sums.of["loss"][0]), float(table.sum()), variance, settings.level)
     return Figure("loss", f"clipped to {bound:g}", *(bound * part for part in found))
 
 
@@ -239,10 +239,10 @@ def _pairs(
         noise * float(n * of_positives.sum() + p * of_negatives.sum()),
         noise * len(negative) * (n * n + p * p),
     )
-    return ratio(a, n * p, variance, level)
+    return estimate_ratio(a, n * p, variance, level)
 
 
-def ratio(
+def estimate_ratio(
     a: float, b: float, variance: tuple[float, float, float], level: float
 ) -> tuple[float, float, float]:
     """Return θ = a/b, cut off at [0, 1], with its interval, of sums with Gaussian noise.

@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from fedpact.evaluation.figures import Figure, Sums, figures
+from fedpact.evaluation.figures import Figure, Sums, estimate_figures
 from fedpact.evaluation.totals import SumsForm
-from fedpact.privacy.once import Once
+from fedpact.privacy.once import FullDataRelease
 from fedpact.records.rounds import RoundRecord, SumsBySite
 from fedpact.theory.accounting import epsilon
 
 
 def outcome(
-    records: Sequence[RoundRecord], form: SumsForm, once: Once | None
+    records: Sequence[RoundRecord], form: SumsForm, once: FullDataRelease | None
 ) -> dict[str, Any] | None:
     """Return the last evaluation as plain data, None where the run released none.
 
@@ -55,7 +55,7 @@ def outcome(
     }
 
 
-def released_accuracy(record: RoundRecord, form: SumsForm, once: Once) -> float | None:
+def released_accuracy(record: RoundRecord, form: SumsForm, once: FullDataRelease) -> float | None:
     """Return the accuracy of all sites together as it was released, None where it was not."""
     if not record.evaluation:
         return None
@@ -116,7 +116,9 @@ def _beside(
 def _figures(
     form: SumsForm, sums: list[Mapping[str, Sequence[float]]], noise: Mapping[str, float]
 ) -> list[Figure]:
-    return figures(Sums.added(sums, noise), form.settings, form.classes, form.groups, form.unit)
+    return estimate_figures(
+        Sums.add(sums, noise), form.settings, form.classes, form.groups, form.unit
+    )
 
 
 def _plain(figure: Figure) -> dict[str, Any]:

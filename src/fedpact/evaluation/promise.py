@@ -3,24 +3,30 @@
 from collections.abc import Callable
 
 from fedpact.ledger.ledger import Ledger
-from fedpact.ledger.reservations import Beside
+from fedpact.ledger.reservations import CompanionReservation
 from fedpact.messages import Task
-from fedpact.privacy.once import Once
+from fedpact.privacy.once import FullDataRelease
 from fedpact.theory.accounting import SampledGaussian
 
 
-def name_of(run: str) -> str:
+def name_reservation(run: str) -> str:
     """Return what a ledger calls a run's evaluations. No run has such a name."""
     return f"{run}/evaluation"
 
 
-def reserve(ledger: Ledger, run: str, once: Once, split: str, unit: str) -> None:
+def reserve(ledger: Ledger, run: str, once: FullDataRelease, split: str, unit: str) -> None:
     """Promise a run's evaluations, of the records that a split holds out of its training.
 
     unit: whom its (ε, δ) is of, as the run's; a split by records is none by persons. Raises what
     Ledger.reserve raises, as where the split was another one.
     """
-    ledger.reserve(name_of(run), once.budget, once.history, beside=Beside(run, split), unit=unit)
+    ledger.reserve(
+        name_reservation(run),
+        once.budget,
+        once.history,
+        beside=CompanionReservation(run, split),
+        unit=unit,
+    )
 
 
 def charge_of(ledger: Ledger, task: Task) -> Callable[[SampledGaussian, tuple[str, ...]], None]:
@@ -28,7 +34,7 @@ def charge_of(ledger: Ledger, task: Task) -> Callable[[SampledGaussian, tuple[st
 
     def charge(event: SampledGaussian, purpose: tuple[str, ...]) -> None:
         ledger.charge(
-            name_of(task.run),
+            name_reservation(task.run),
             f"{task.round}/{task.digest}",
             event,
             1,

@@ -16,7 +16,7 @@ from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fedpact.privacy.once import Once
+from fedpact.privacy.once import FullDataRelease
 from fedpact.theory.accounting import Accountant, Budget
 
 DECLARE: Final = (
@@ -26,7 +26,7 @@ DECLARE: Final = (
 )
 """What is said where nothing is evaluated."""
 
-Release = Literal["hits", "loss", "roc", "false_positives"]
+ReleasedMeasure = Literal["hits", "loss", "roc", "false_positives"]
 
 
 class EvaluationSettings(BaseModel):
@@ -48,7 +48,7 @@ class EvaluationSettings(BaseModel):
     every: int = Field(default=0, ge=0)
     epsilon: float = Field(default=1.0, gt=0)
     delta: float = Field(default=1e-5, gt=0, lt=1)
-    releases: list[Release] = Field(default=["hits", "loss"])
+    releases: list[ReleasedMeasure] = Field(default=["hits", "loss"])
     loss_bound: float = Field(default=5.0, gt=0)
     bins: int = Field(default=20, ge=2, le=1000)
     level: float = Field(default=0.95, gt=0, lt=1)
@@ -100,7 +100,7 @@ class EvaluationSettings(BaseModel):
                 "many rounds as there are to be between evaluations"
             )
 
-    def with_releases(self, releases: list[Release]) -> "EvaluationSettings":
+    def with_releases(self, releases: list[ReleasedMeasure]) -> "EvaluationSettings":
         """Return the same with other sums."""
         return self.model_copy(update={"releases": releases})
 
@@ -108,7 +108,7 @@ class EvaluationSettings(BaseModel):
         """Return how many evaluations a run of so many rounds has."""
         return -(-rounds // self.every) if self.every else 1
 
-    def terms(self, rounds: int, spare: int, accountant: Accountant) -> Once | None:
+    def terms(self, rounds: int, spare: int, accountant: Accountant) -> FullDataRelease | None:
         """Return what a site releases in so many rounds, and as many evaluations more as are spare.
 
         None: nothing. Raises BudgetExhausted: no noise is enough for it.
@@ -117,7 +117,7 @@ class EvaluationSettings(BaseModel):
             return None
         times, bounds = self.times(rounds) + spare, dict.fromkeys(map(str, self.releases), 1.0)
         budget = Budget(self.epsilon, self.delta)
-        return Once.within("evaluation", bounds, times, budget, accountant)
+        return FullDataRelease.within("evaluation", bounds, times, budget, accountant)
 
     def is_due(self, round_number: int, rounds: int) -> bool:
         """Whether the model is evaluated after this round."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-def held_out(
+def hold_out(
     x: Tensor, y: Tensor, share: float, key: bytes, whose: Sequence[str] | None = None
 ) -> Tensor:
     """Return which records x [n, ...], y [n] are held out, bool [n]: about `share` of them.

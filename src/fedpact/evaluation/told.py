@@ -5,7 +5,7 @@ from typing import Any
 
 from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.evaluation.totals import SumsForm
-from fedpact.privacy.once import Once
+from fedpact.privacy.once import FullDataRelease
 from fedpact.text import upper
 from fedpact.theory.accounting import epsilon
 from fedpact.theory.persons import epsilon_per_person
@@ -16,8 +16,8 @@ _HELD_ONLY = (
 )
 
 
-def described(
-    once: Once,
+def describe_evaluation(
+    once: FullDataRelease,
     form: SumsForm,
     persons: bool,
     records: Sequence[int],
@@ -51,18 +51,19 @@ def described(
     }
 
 
-def lines(
+def state_held_out(
     of: dict[str, Any] | None, settings: EvaluationSettings, unit: str, *, private: bool
 ) -> list[str]:
-    """Return what a guarantee says of held-out records. of: what `described` returns, or None."""
+    """Return what a guarantee says of held-out records. of: what `describe_evaluation` returns, or
+    None."""
     if of is not None:
-        return [line(of)]
+        return [state_evaluation(of)]
     held = private and settings.used
     return [_HELD_ONLY.format(share=settings.share, unit=unit)] if held else []
 
 
-def line(of: dict[str, Any]) -> str:
-    """Return what a guarantee says of evaluations. of: what `described` returns."""
+def state_evaluation(of: dict[str, Any]) -> str:
+    """Return what a guarantee says of evaluations. of: what `describe_evaluation` returns."""
     person, whole = of["unit"] == "person", of["split_by"] == "person"
     each = "person, with all records," if whole else "record"
     told = (
@@ -83,7 +84,8 @@ def line(of: dict[str, Any]) -> str:
 
 
 def of_person(of: dict[str, Any]) -> str:
-    """Return what evaluations cost a person with several records. of: what `described` returns."""
+    """Return what evaluations cost a person with several records. of: what `describe_evaluation`
+    returns."""
     if of["unit"] == "person":
         return "Each of a person's m records counts 1/m in them."
     several = ", ".join(f"{k} records {upper(e)}" for k, e in of["epsilon_per_person"].items())

@@ -26,8 +26,8 @@ from fedpact.evaluation.groups import Grouping
 from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.persample.kernel import PlainKernel
 from fedpact.privacy.batches import Kernel
-from fedpact.privacy.columns import scaled_by
-from fedpact.privacy.guarded import measured
+from fedpact.privacy.columns import scale_columns
+from fedpact.privacy.guarded import measure_losses
 
 _FINE: Final = 2.0**20
 
@@ -110,7 +110,7 @@ class HeldOut:
         and the largest loss. Whatever it is depends on that record alone.
         """
         kernel.model.load(w.to(kernel.model.vector.device))
-        x = self.x if by is None else scaled_by(self.x, self.columns, by)
+        x = self.x if by is None else scale_columns(self.x, self.columns, by)
         with _evaluating(kernel.model.module):
             losses = _losses(kernel, x, self.y, len(form.classes)).cpu()
         y, group, weights = self.y.cpu(), self.group.cpu(), self._weights()
@@ -141,7 +141,7 @@ def _losses(kernel: Kernel | PlainKernel, x: Tensor, y: Tensor, classes: int) ->
         return torch.zeros(0, classes, dtype=torch.float64)
     # Where the model is: a simulation's held-out records are not.
     x, y = (part.to(kernel.model.vector.device) for part in (x, y))
-    each = [measured(kernel.losses, x, torch.full_like(y, c)) for c in range(classes)]
+    each = [measure_losses(kernel.losses, x, torch.full_like(y, c)) for c in range(classes)]
     return torch.stack(each, dim=1)
 
 

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedpact.errors import ModelError
-from fedpact.features.held import Held
+from fedpact.features.held import ModuleSnapshot
 from fedpact.features.settings import FeatureSettings
-from fedpact.models.weights import checked, tensors_of
-from fedpact.own.digests import digest_of_what_lasts
+from fedpact.models.weights import read_checked, tensors_of
+from fedpact.own.digests import stable_digest
 from fedpact.own.named import own_factory
 from fedpact.params import one_thread
 
@@ -75,7 +75,7 @@ class Backbone:
             self._fill(module, at / settings.weights, settings.sha256)
         self._module, self._seed = module.eval(), seed
         try:
-            self._held = Held(module)
+            self._held = ModuleSnapshot(module)
         except TypeError as error:
             raise ModelError(
                 f"{self._name} holds {error}: expected dense tensors with values in the CPU's "
@@ -138,7 +138,7 @@ class Backbone:
         of = (*self._module.parameters(), *self._module.buffers())
         state = [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in of]
         # Of code in other files than the factory's: what it refers to, and what it answers.
-        code = digest_of_what_lasts(self._module).encode()
+        code = stable_digest(self._module).encode()
         self.fingerprint = hashlib.sha256(b"".join([code, *state, *once])).hexdigest()
         if len(set(once)) == 1:
             _logger.warning(
@@ -180,7 +180,7 @@ class Backbone:
             return repr(type(error)).encode()
 
     def _fill(self, module: nn.Module, path: Path, sha256: str | None) -> None:
-        block = checked(path, sha256, "features.weights")
+        block = read_checked(path, sha256, "features.weights")
         tensors = tensors_of(path, block, "features.weights")
         try:
             module.load_state_dict(tensors)

@@ -35,12 +35,12 @@ def features(x: Tensor, extractor: Extractor, cache: Path | None) -> Found:
     if cache is None:
         return extractor(x)
     key = _key(x, extractor)
-    held = sealed.read(cache, key)
+    held = sealed.load_tensors(cache, key)
     if held is not None and held["x"].shape == (len(x), extractor.width):
         return Found(held["x"], held["good"])
     found = extractor(x)
     try:
-        sealed.write(cache, key, {"x": found.x, "good": found.good})
+        sealed.store_tensors(cache, key, {"x": found.x, "good": found.good})
     except OSError as error:
         _logger.warning("features are not cached, and computed again next time: %s", error)
     return found

@@ -32,11 +32,11 @@ from torch import Tensor
 
 from fedpact.errors import ModelError
 from fedpact.features.backbone import Backbone
-from fedpact.features.kinds import KINDS
-from fedpact.features.made import MADE, dead_leaves, made_images
+from fedpact.features.kinds import FEATURE_KINDS
+from fedpact.features.made import MADE, dead_leaves, generate_images
 from fedpact.features.settings import FeatureSettings
 from fedpact.features.whitening import whitening
-from fedpact.params import begin_alone
+from fedpact.params import init_worker_thread
 from fedpact.persample.products import linear
 
 VERSION: Final = 2
@@ -101,7 +101,7 @@ class Extractor:
             self._backbone = Backbone(settings, shape, self._seed, at)
         else:
             self._image = _image_shape(settings, shape)
-            kind = KINDS[settings.kind]
+            kind = FEATURE_KINDS[settings.kind]
             self._maps = kind.make(settings, self._image, self._seed)
             self._twins = kind.twins(settings)
 
@@ -196,7 +196,7 @@ class Extractor:
 
     def _made(self) -> Tensor:
         """Return made images' features [MADE, p]."""
-        made = made_images(MADE, self._image, self._seed)
+        made = generate_images(MADE, self._image, self._seed)
         parts = (some for part in made for some in part.split(_BATCH))
         found = list(_told(_by_threads(self._mapped_all, parts), MADE, "made images, to whiten by"))
         self._check_tells(whole := torch.cat(found))
@@ -255,7 +255,7 @@ def _by_threads(work: Callable[[Tensor], Tensor], parts: Iterable[Tensor]) -> It
     at work on a core, and what it rounds would follow from how many there are.
     """
     number, waiting = torch.get_num_threads(), deque[Future[Tensor]]()
-    pool = ThreadPoolExecutor(number, "features", begin_alone)
+    pool = ThreadPoolExecutor(number, "features", init_worker_thread)
     try:
         for part in parts:
             if len(waiting) == 2 * number:

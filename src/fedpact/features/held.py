@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 
-class Held:
+class ModuleSnapshot:
     """What a module holds now, whose parameters learn nothing from here on.
 
     Raises TypeError: tensors that cannot be compared.

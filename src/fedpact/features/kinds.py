@@ -1,4 +1,4 @@
-"""The kinds of features: one entry of KINDS each. docs/extending.md adds one.
+"""The kinds of features: one entry of FEATURE_KINDS each. docs/extending.md adds one.
 
 A kind makes maps from public numbers alone: settings, the shape of a record, a seed. Maps take a
 batch of records and give each its own, whatever stands beside it. What is the same for all kinds,
@@ -81,7 +81,7 @@ def _cells(settings: Any, default: int, most: int, shape: Shape) -> int:
     return cells
 
 
-KINDS: Final[dict[str, FeatureKind]] = {
+FEATURE_KINDS: Final[dict[str, FeatureKind]] = {
     "scattering": FeatureKind(_scattering, own=("cells",)),
     "patches": FeatureKind(
         _patches, own=("cells", "filters", "size", "threshold"), twins=_patches_twins

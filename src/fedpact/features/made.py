@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fedpact.draws.seeded import stream
+from fedpact.draws.seeded import seeded_generator
 
 MADE: Final = 4000
 """So many images say how features vary."""
@@ -25,7 +25,7 @@ _AT_ONCE: Final = 2**24
 """So many numbers of images are made at a time, or those of eight images."""
 
 
-def made_images(count: int, shape: tuple[int, int, int], seed: int) -> Iterator[Tensor]:
+def generate_images(count: int, shape: tuple[int, int, int], seed: int) -> Iterator[Tensor]:
     """Yield the first of MADE images [n, channels, height, width], in parts, n a multiple of 8.
 
     count: how many, a multiple of 8. See dead_leaves.
@@ -88,7 +88,7 @@ class _Drawn(NamedTuple):
 @lru_cache(maxsize=2)
 def _drawn(count: int, shape: tuple[int, int, int], seed: int) -> _Drawn:
     channels, height, width = shape
-    draws = stream("dead leaves", seed, *shape)
+    draws = seeded_generator("dead leaves", seed, *shape)
 
     def uniform(*size: int) -> Tensor:
         return torch.rand(size, generator=draws)

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedpact.draws.seeded import stream
+from fedpact.draws.seeded import seeded_generator
 from fedpact.errors import ModelError
-from fedpact.features.made import made_images
+from fedpact.features.made import generate_images
 
 _IMAGES: Final = 1000
 _FLAT: Final = 0.03
@@ -36,7 +36,7 @@ class Patches:
         threshold: float,
     ) -> None:
         self._cells, self._size, self._threshold = cells, size, threshold
-        draws = stream("patches", seed, *shape, size)
+        draws = seeded_generator("patches", seed, *shape, size)
         places = (shape[1] - size + 1) * (shape[2] - size + 1)
         place = torch.randint(places, (_IMAGES, 20), generator=draws)
         some = _at(shape, seed, size, place)
@@ -84,7 +84,7 @@ class Patches:
 
 def _at(shape: tuple[int, int, int], seed: int, size: int, place: Tensor) -> Tensor:
     """Return the patches of made images at places [n, m], as rows [n m, channels size²]."""
-    made = (image for part in made_images(len(place), shape, seed) for image in part.split(8))
+    made = (image for part in generate_images(len(place), shape, seed) for image in part.split(8))
     rows = list[Tensor]()
     for images, at in zip(made, place.split(8), strict=True):
         found = F.unfold(images, size).transpose(1, 2)

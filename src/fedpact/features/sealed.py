@@ -18,7 +18,7 @@ _DIGEST: Final = 32
 _TABLE: Final = 512  # bytes that a table of two tensors is shorter than
 
 
-def read(path: Path, key: bytes) -> dict[str, Tensor] | None:
+def load_tensors(path: Path, key: bytes) -> dict[str, Tensor] | None:
     """Return what is stored under a key, None if that is nothing or cannot be read."""
     try:
         if not path.is_file():  # nor a pipe, which would be waited for
@@ -34,7 +34,7 @@ def read(path: Path, key: bytes) -> dict[str, Tensor] | None:
     return load(block[_DIGEST:])
 
 
-def write(path: Path, key: bytes, tensors: Mapping[str, Tensor]) -> None:
+def store_tensors(path: Path, key: bytes, tensors: Mapping[str, Tensor]) -> None:
     """Store tensors, readable by their owner alone. Raises OSError: it cannot be written.
 
     So it does where another file has the place: of whom that is, is not known.

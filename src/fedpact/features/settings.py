@@ -19,9 +19,9 @@ from typing import Annotated, Any, Final, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from fedpact.errors import FedpactError, InputError
-from fedpact.features.kinds import KINDS
-from fedpact.ledger.about import Words
-from fedpact.models.weights import lowered
+from fedpact.features.kinds import FEATURE_KINDS
+from fedpact.ledger.about import JoinedText
+from fedpact.models.weights import lower_digest
 
 _OWN: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FACTORY: Final = "package.module:factory"
@@ -31,9 +31,10 @@ _SMALLEST_IMAGE: Final = 8
 
 
 def _known(kind: str) -> str:
-    if kind != "none" and kind not in KINDS and not _OWN.fullmatch(kind):
+    if kind != "none" and kind not in FEATURE_KINDS and not _OWN.fullmatch(kind):
         raise ValueError(
-            f"{kind!r} is no kind of features: expected one of none, {', '.join(KINDS)}, or your "
+            f"{kind!r} is no kind of features: expected one of none, {', '.join(FEATURE_KINDS)}, "
+            f"or your "
             "own as 'package.module:factory'"
         )
     return kind
@@ -65,8 +66,8 @@ class FeatureSettings(BaseModel):
     whiten: bool = True
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     weights: str | None = None
-    sha256: Annotated[str | None, AfterValidator(lowered)] = None
-    trained_on: Words | None = None
+    sha256: Annotated[str | None, AfterValidator(lower_digest)] = None
+    trained_on: JoinedText | None = None
 
     @property
     def used(self) -> bool:
@@ -76,7 +77,7 @@ class FeatureSettings(BaseModel):
     @property
     def factory(self) -> bool:
         """Whether the kind is somebody's own."""
-        return self.used and self.kind not in KINDS
+        return self.used and self.kind not in FEATURE_KINDS
 
     @property
     def why_unstated(self) -> str:
@@ -100,7 +101,7 @@ class FeatureSettings(BaseModel):
             f"{self.trained_on}."
         )
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return in a sentence what stands in place of the records; "" for nothing."""
         if not self.used:
             return ""
@@ -117,7 +118,7 @@ class FeatureSettings(BaseModel):
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if name not in own and value != field.default:
-                kinds = [kind for kind in (*KINDS, _FACTORY) if name in _own(kind)]
+                kinds = [kind for kind in (*FEATURE_KINDS, _FACTORY) if name in _own(kind)]
                 of = " and ".join(kinds)
                 raise ValueError(
                     f"{name} is {value!r} with kind = {self.kind!r}: it is a setting of {of}; "
@@ -135,12 +136,12 @@ def _own(kind: str) -> tuple[str, ...]:
     """The settings that matter with a kind."""
     if kind == "none":
         return ()
-    return (*_OF_KINDS, *KINDS[kind].own) if kind in KINDS else _OF_FACTORIES
+    return (*_OF_KINDS, *FEATURE_KINDS[kind].own) if kind in FEATURE_KINDS else _OF_FACTORIES
 
 
-def check_kinds() -> None:
+def check_feature_kinds() -> None:
     """Raise FedpactError: a kind's setting that is no field, or a field that no kind names."""
-    named = {name for kind in KINDS.values() for name in kind.own}
+    named = {name for kind in FEATURE_KINDS.values() for name in kind.own}
     shared = {"kind", *_OF_KINDS, *_OF_FACTORIES}
     if odd := named ^ (set(FeatureSettings.model_fields) - shared):
         raise FedpactError(
@@ -149,10 +150,10 @@ def check_kinds() -> None:
         )
 
 
-check_kinds()
+check_feature_kinds()
 
 
-def suited(shape: tuple[int, ...], mirror: bool | None) -> dict[str, Any]:
+def suggest_features(shape: tuple[int, ...], mirror: bool | None) -> dict[str, Any]:
     """Return the [features] table for records of this shape; none for tables.
 
     mirror: whether images mean the same mirrored, None: where they are in colour. Raises

@@ -79,7 +79,7 @@ class FeatureStage:
         kept: Path | None,
         features: Sequence[str] = (),
         known: Tensor | None = None,
-    ) -> "Staged":
+    ) -> "Transformed":
         """Return what stands in place of records x [n, *shape] on the CPU.
 
         example: a record [*shape]. origin: the records' file, for this machine's log alone. kept:
@@ -95,11 +95,11 @@ class FeatureStage:
             x = torch.where(good.view(-1, *[1] * (x.dim() - 1)), x, 0)
             _warn(origin, good | told, "no finite numbers as they are scaled by [records]")
         if not self.settings.used:
-            return Staged(x, good)
+            return Transformed(x, good)
         found = cache.features(x, self._extractor(example), kept)
         # Those without a scale are told of above.
         _warn(origin, found.good | ~good | told, f"no features of kind {self.settings.kind}")
-        return Staged(torch.where(good[:, None], found.x, 0).float(), good & found.good)
+        return Transformed(torch.where(good[:, None], found.x, 0).float(), good & found.good)
 
     def _scaling(self, record: Tensor, features: Sequence[str] = ()) -> Scaling:
         return Scaling.of(self.form, record.shape, features)
@@ -131,7 +131,7 @@ def _warn(origin: str, good: Tensor, what: str) -> None:
 
 
 @dataclass(frozen=True)
-class Staged:
+class Transformed:
     """What stands in place of records, x [n, ...], and which of them have it, bool [n]."""
 
     x: Tensor

@@ -36,13 +36,13 @@ def whitening(key: str, kind: str, p: int, made: Callable[[], Tensor]) -> tuple[
     of, held = bytes.fromhex(key), None
     # Without a directory to keep it in, as where nobody is at home, it is made each time.
     with suppress(DataError):
-        held = sealed.read(cache_dir() / "whitening" / key, of)
+        held = sealed.load_tensors(cache_dir() / "whitening" / key, of)
     if held is None:
         mean, whitens = _of(made().double())
         # As it lies in memory, so that products with it round as they did.
         held = {"mean": mean, "whitens'": whitens.T}
         with suppress(DataError, OSError):
-            sealed.write(cache_dir() / "whitening" / key, of, held)
+            sealed.store_tensors(cache_dir() / "whitening" / key, of, held)
     return held["mean"].clone(), held["whitens'"].clone().T
 
 

@@ -16,9 +16,9 @@ def _in_a_line(text: str) -> str:
     return found
 
 
-Line = Annotated[str, Field(pattern=f"^[^{_CONTROLS}]*$", max_length=2000)]
+OneLine = Annotated[str, Field(pattern=f"^[^{_CONTROLS}]*$", max_length=2000)]
 """A text on one line: it stands in receipts, tables and files of other forms."""
-Words = Annotated[str, AfterValidator(_in_a_line)]
+JoinedText = Annotated[str, AfterValidator(_in_a_line)]
 """A text of any length, not empty, of which lines are joined to one."""
 
 
@@ -38,19 +38,19 @@ class About(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    name: Line = ""
-    purpose: Line = ""
-    data_version: Line = ""
-    curators: list[Line] = Field(default_factory=list[str])
+    name: OneLine = ""
+    purpose: OneLine = ""
+    data_version: OneLine = ""
+    curators: list[OneLine] = Field(default_factory=list[str])
     curator_type: Literal["", "Government", "Industry", "Nonprofit"] = ""
-    region: Line = ""
+    region: OneLine = ""
     sector: Literal[
         "", "Technology", "Healthcare", "Education", "Government", "Energy", "Finance"
     ] = ""
     published: Annotated[str, BeforeValidator(_written)] = ""
-    authors: list[Line] = Field(default_factory=list[str])
-    licence: Line = ""
-    contact: Line = ""
+    authors: list[OneLine] = Field(default_factory=list[str])
+    licence: OneLine = ""
+    contact: OneLine = ""
 
     @model_validator(mode="after")
     def _is_a_day(self) -> Self:

@@ -20,41 +20,41 @@ from typing import Any, Final, cast
 from fedpact.errors import LedgerError
 from fedpact.files import private_opener, sync
 
-Entry = dict[str, Any]
+LedgerEntry = dict[str, Any]
 
 # json.dumps makes one of these on every call that does not take its defaults.
 _SORTED: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
-def _digest(body: Entry) -> str:
+def _digest(body: LedgerEntry) -> str:
     """The hash of an entry, from the rest of it."""
     return hashlib.sha256(_SORTED(body).encode()).hexdigest()
 
 
-def _without_hash(entry: Entry) -> Entry:
+def _without_hash(entry: LedgerEntry) -> LedgerEntry:
     return {key: value for key, value in entry.items() if key != "hash"}
 
 
-def _encode(entry: Entry) -> bytes:
+def _encode(entry: LedgerEntry) -> bytes:
     return json.dumps(entry).encode()
 
 
-def _decode(line: bytes) -> Entry | None:
+def _decode(line: bytes) -> LedgerEntry | None:
     """Return a line's JSON object, {} for other JSON, or None for what is no JSON."""
     try:
         entry = json.loads(line.decode("ascii"))
     except (ValueError, RecursionError):
         return None
-    return cast(Entry, entry) if isinstance(entry, dict) else {}
+    return cast(LedgerEntry, entry) if isinstance(entry, dict) else {}
 
 
 def _hash_of(torn: Sequence[bytes]) -> str | None:
     return hashlib.sha256(b"\n".join(torn)).hexdigest() if torn else None
 
 
-def _parse(path: Path, content: bytes) -> tuple[list[Entry], list[bytes]]:
+def _parse(path: Path, content: bytes) -> tuple[list[LedgerEntry], list[bytes]]:
     """Return the entries, and unreadable last lines. Raises LedgerError: a broken link."""
-    entries: list[Entry] = []
+    entries: list[LedgerEntry] = []
     torn: list[bytes] = []
     lines = content.split(b"\n")
     if not lines[-1]:
@@ -83,7 +83,7 @@ def _parse(path: Path, content: bytes) -> tuple[list[Entry], list[bytes]]:
     return entries, torn
 
 
-def read_entries(path: Path) -> list[Entry]:
+def read_entries(path: Path) -> list[LedgerEntry]:
     """Return a ledger's entries after checking every link of the chain; the file may be in use.
 
     Unreadable last lines are left out: opening the ledger counts them (see `read_all`).
@@ -92,7 +92,7 @@ def read_entries(path: Path) -> list[Entry]:
     return read_all(path)[0]
 
 
-def read_all(path: Path) -> tuple[list[Entry], bool]:
+def read_all(path: Path) -> tuple[list[LedgerEntry], bool]:
     """Return what read_entries does, and whether an unreadable line follows. Raises LedgerError."""
     try:
         entries, torn = _parse(path, path.read_bytes())
@@ -104,7 +104,7 @@ def read_all(path: Path) -> tuple[list[Entry], bool]:
 class Chained:
     """Entries that are known by their hashes, in a file that is open or was read."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[LedgerEntry]) -> None:
         self._heads: list[str] = ["", *(entry["hash"] for entry in entries)]
 
     @property
@@ -157,7 +157,7 @@ class HashChain(Chained):
         finally:
             self._file.close()
 
-    def append(self, body: Entry, *, wait: bool = True) -> Entry:
+    def append(self, body: LedgerEntry, *, wait: bool = True) -> LedgerEntry:
         """Write one entry to the disk and return it; if that fails, the file is left as it was.
 
         wait: until it is there. Without, it outlives the process, but perhaps not the machine.

@@ -27,10 +27,10 @@ from typing import Self
 
 from fedpact.check import count as at_least_one
 from fedpact.errors import LedgerError, PolicyRefused
-from fedpact.ledger.chain import Entry, HashChain, read_entries
+from fedpact.ledger.chain import HashChain, LedgerEntry, read_entries
 from fedpact.ledger.family import family
 from fedpact.ledger.reservations import (
-    Beside,
+    CompanionReservation,
     FixedSequence,
     Shared,
     cost_of_torn,
@@ -40,7 +40,7 @@ from fedpact.ledger.reservations import (
     over_runs,
 )
 from fedpact.theory import shares
-from fedpact.theory.accounting import UNITS, Budget, History, SampledGaussian
+from fedpact.theory.accounting import ADJACENCY_BY_UNIT, Budget, History, SampledGaussian
 
 __all__ = ["Ledger", "read_entries"]
 
@@ -111,7 +111,7 @@ class Ledger:
         budget: Budget,
         events: History,
         shared: Shared | None = None,
-        beside: Beside | None = None,
+        beside: CompanionReservation | None = None,
         unit: str = "record",
         only_ask: bool = False,
     ) -> None:
@@ -136,7 +136,7 @@ class Ledger:
                 if not cost <= promised:
                     raise PolicyRefused(
                         f"the events reserved for run {run!r} cost ε = {cost:.6g} at δ = "
-                        f"{budget.delta:g} ({UNITS[unit]}), more than the ε = "
+                        f"{budget.delta:g} ({ADJACENCY_BY_UNIT[unit]}), more than the ε = "
                         f"{promised:g} they were promised for"
                     )
             if not only_ask:
@@ -151,7 +151,7 @@ class Ledger:
                 "a site's runs on the same records have one unit"
             )
 
-    def _check_beside(self, run: str, beside: Beside | None) -> None:
+    def _check_beside(self, run: str, beside: CompanionReservation | None) -> None:
         for name, one in self._reserved.items():
             if beside and one.beside and one.beside.beside == beside.beside:
                 raise PolicyRefused(
@@ -197,7 +197,7 @@ class Ledger:
             if new <= 0:
                 return
             self._reserved[run].check(run, event, new)
-            body: Entry = {
+            body: LedgerEntry = {
                 "kind": "charge",
                 "mechanism": "sampled_gaussian",
                 "run": run,
@@ -214,10 +214,14 @@ class Ledger:
             self._chain.append(body, wait=not self.hypothetical)
             self._charged(key, new, round_number, attempt)
 
-    def _own_share(self, run: str, event: SampledGaussian) -> Entry:
+    def _own_share(self, run: str, event: SampledGaussian) -> LedgerEntry:
         """Return the second event that a charge of shared noise is: the site's own share of it."""
         shared = self._reserved[run].shared
-        return {} if shared is None else {"sigma_alone": shares.alone(event, shared.honest).sigma}
+        return (
+            {}
+            if shared is None
+            else {"sigma_alone": shares.own_share_event(event, shared.honest).sigma}
+        )
 
     def expose(self, run: str, round_number: int) -> None:
         """Write down that exact numbers leave the site, so that the run is not private.
@@ -319,7 +323,7 @@ class Ledger:
         if self._chain.torn:
             self._append(cost_of_torn(self._chain.torn, self._reserved))
 
-    def _append(self, body: Entry) -> None:
+    def _append(self, body: LedgerEntry) -> None:
         self._apply(self._chain.append(body))
 
     def _charged(self, key: _Request, count: int, round_number: int, attempt: int) -> None:
@@ -329,7 +333,7 @@ class Ledger:
         self._rounds[run] = max(self._rounds.get(run, -1), round_number)
         self._attempts.add((run, round_number, attempt))
 
-    def _apply(self, entry: Entry) -> None:
+    def _apply(self, entry: LedgerEntry) -> None:
         match entry["kind"]:
             case "reserve":
                 self._reserved[entry["run"]] = from_entry(entry)

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from fedpact.errors import LedgerError
-from fedpact.ledger.chain import Chained, Entry, read_all
+from fedpact.ledger.chain import Chained, LedgerEntry, read_all
 from fedpact.ledger.reservations import FIXED, over_runs
-from fedpact.ledger.witness import Witness
-from fedpact.text import guarded, upper
+from fedpact.ledger.witness import RollbackGuard
+from fedpact.text import format_epsilon, upper
 from fedpact.theory import shares
-from fedpact.theory.accounting import UNITS, SampledGaussian, epsilon
+from fedpact.theory.accounting import ADJACENCY_BY_UNIT, SampledGaussian, epsilon
 from fedpact.theory.persons import PERSON_RECORDS, epsilon_per_person
 
 _PLACED = {
@@ -35,7 +35,7 @@ def receipt(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise LedgerError(f"{path} is no ledger: name one site's ledger.jsonl")
     # Before the ledger is read, into which a site that runs writes first.
-    witness = Witness(path)
+    witness = RollbackGuard(path)
     entries, torn = read_all(path)
     witness.check(Chained(entries))
     if not entries or entries[0].get("kind") != "open":
@@ -51,7 +51,7 @@ def receipt(path: Path) -> dict[str, Any]:
         "site": entries[0]["site"],
         "hypothetical": entries[0]["hypothetical"],
         # A ledger's runs have one unit.
-        "adjacency": UNITS[next((run["unit"] for run in runs.values()), "record")],
+        "adjacency": ADJACENCY_BY_UNIT[next((run["unit"] for run in runs.values()), "record")],
         "accountant": "best of PLD and RDP",
         "covers": "every release of the runs it names",
         "runs": runs,
@@ -68,7 +68,7 @@ def receipt(path: Path) -> dict[str, Any]:
     return {**told, "sentence": _sentence(told)}
 
 
-def _day(entry: Entry) -> str | None:
+def _day(entry: LedgerEntry) -> str | None:
     """Return when an entry was written, in UTC by its machine's clock; None if it does not say."""
     time = entry.get("time")
     return None if time is None else datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds")
@@ -87,7 +87,7 @@ def _sentence(told: Mapping[str, Any]) -> str:
     whose = "person, with all records," if "person" in told["adjacency"] else "record"
     count = sum(run["beside"] is None for run in runs)
     many = f"{count} runs" if count > 1 else "run"
-    bound = guarded(told["epsilon_reserved"], told["epsilon_alone_reserved"], honest)
+    bound = format_epsilon(told["epsilon_reserved"], told["epsilon_alone_reserved"], honest)
     factor = "" if honest else f", a factor of at most {_odds(told['epsilon_reserved'])},"
     return (
         ("This is of a simulation, which protects nobody; a deployment could say: " * hypothetical)
@@ -107,7 +107,7 @@ def _together(runs: dict[str, dict[str, Any]], epsilon: str) -> tuple[float, flo
     return over_runs((r["beside"] or name, r[epsilon], r["delta"]) for name, r in runs.items())
 
 
-def _run(reservation: Entry, entries: list[Entry]) -> dict[str, Any]:
+def _run(reservation: LedgerEntry, entries: list[LedgerEntry]) -> dict[str, Any]:
     run, budget, delta = reservation["run"], reservation["epsilon"], reservation["delta"]
     spent = spent_of(run, entries)
     honest = reservation.get("honest", 0)
@@ -160,7 +160,7 @@ def _per_person(
         return {str(k): max(least, cost) for k, cost in found.items()}
     own = shares.all_alone(events, honest)
     found = {
-        k: shares.covered(
+        k: shares.cover(
             partial(epsilon_per_person, events, records=k),
             *(delta, budget),
             epsilon_per_person(own, delta, k),
@@ -170,7 +170,7 @@ def _per_person(
     return {str(k): max(least, cost) for k, cost in found.items()}
 
 
-def spent_of(run: str, entries: Sequence[Entry]) -> Counter[SampledGaussian]:
+def spent_of(run: str, entries: Sequence[LedgerEntry]) -> Counter[SampledGaussian]:
     """Return the events charged to a run, with those that torn lines are counted as."""
     spent = Counter[SampledGaussian]()
     for entry in entries:

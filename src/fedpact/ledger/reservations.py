@@ -8,7 +8,8 @@ if so many of them are honest. A second ε, at the same δ, is then promised for
 of each event: it holds against everybody. Every charge is one of both.
 
 A promise may stand beside a run's: of other records of the same site, as those held out of training
-(`Beside`). A record is one of either, so of the two the larger counts, and not their sum.
+(`CompanionReservation`). A record is one of either, so of the two the larger counts, and not their
+sum.
 """
 
 import re
@@ -20,7 +21,7 @@ from typing import Any, Final
 
 from fedpact.errors import BudgetExhausted, PolicyRefused
 from fedpact.theory import shares
-from fedpact.theory.accounting import Budget, SampledGaussian, added, epsilon
+from fedpact.theory.accounting import Budget, SampledGaussian, add_budgets, epsilon
 
 FIXED: Final = "fixed sequence"
 
@@ -55,7 +56,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Beside:
+class CompanionReservation:
     """Of which records a promise is: of others than those of run `beside`.
 
     split: what tells them apart, as a digest. It decides by each record alone, and as it is part of
@@ -74,7 +75,7 @@ class FixedSequence:
         budget: Budget,
         allowed: Counter[SampledGaussian],
         shared: Shared | None = None,
-        beside: Beside | None = None,
+        beside: CompanionReservation | None = None,
         unit: str = "record",
     ) -> None:
         self.budget, self.allowed, self.shared, self.beside = budget, allowed, shared, beside
@@ -157,7 +158,7 @@ def from_entry(entry: Mapping[str, Any]) -> FixedSequence:
     budget = Budget(entry["epsilon"], entry["delta"])
     shared = Shared(entry["honest"], entry["epsilon_alone"]) if "honest" in entry else None
     events = Counter({SampledGaussian(q, sigma): n for q, sigma, n in entry["events"]})
-    beside = Beside(entry["beside"], entry["split"]) if "beside" in entry else None
+    beside = CompanionReservation(entry["beside"], entry["split"]) if "beside" in entry else None
     return FixedSequence(budget, events, shared, beside, entry["unit"])
 
 
@@ -187,7 +188,7 @@ def over_runs(promised: Iterable[tuple[str, float, float]]) -> tuple[float, floa
     for run, cost, delta in promised:
         before = most.get(run, (0.0, 0.0))
         most[run] = max(before[0], cost), max(before[1], delta)
-    return added(e for e, _ in most.values()), added(d for _, d in most.values())
+    return add_budgets(e for e, _ in most.values()), add_budgets(d for _, d in most.values())
 
 
 def not_reserved(run: str, event: SampledGaussian) -> PolicyRefused:

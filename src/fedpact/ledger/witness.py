@@ -30,7 +30,7 @@ def is_place(length: int, head: str) -> bool:
     return head == "" if length == 0 else 0 < length < _MOST and bool(_HASH.fullmatch(head))
 
 
-class Witness:
+class RollbackGuard:
     """LEDGER.seen, of a ledger's path. Raises LedgerError: unreadable.
 
     Each has its own word in it, the latest entry that it has named: what one says, whether it is

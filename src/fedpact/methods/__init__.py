@@ -1,8 +1,8 @@
 """An algorithm with its settings: what the two sides of the wire carry out.
 
 `bound` makes one of an algorithm's file. What is independent of the algorithm goes around it: each
-wrapper is an `Around` that changes what passes through it, and keeps numbers and vectors of its own
-in the server's state and the site's memory under a prefix, "server/momentum".
+wrapper is an `MethodWrapper` that changes what passes through it, and keeps numbers and vectors of
+its own in the server's state and the site's memory under a prefix, "server/momentum".
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings, Summed
-from fedpact.messages import Local, Reply, State, Task, Vectors, join, split
-from fedpact.privacy.oracle import Bounds, Opening, Oracle, Range, Terms
+from fedpact.messages import Local, Reply, State, Task, Vectors, join, split_state
+from fedpact.privacy.oracle import Opening, Oracle, Range, ReplyBounds, Terms
 
-__all__ = ["Around", "Method", "join", "split"]
+__all__ = ["Method", "MethodWrapper", "join", "split_state"]
 
 
 class Method:
-    """See algorithms.Algorithm, whose functions these are, with the settings bound."""
+    """An algorithm's functions (algorithms.Algorithm) with the settings bound."""
 
     def __init__(self, name: str, settings: BaseSettings) -> None:
         self.name, self.settings = name, settings
@@ -106,11 +106,11 @@ class Method:
         """Return what every site is told."""
         return self._algorithm.task(state, self.settings)
 
-    def asked(self) -> Mapping[str, Range]:
+    def task_numbers(self) -> Mapping[str, Range]:
         """Return the numbers that a task may carry, each in its range."""
-        return self._algorithm.asked(self.settings)
+        return self._algorithm.task_numbers(self.settings)
 
-    def bounds(self, task: Task, terms: Terms) -> Bounds:
+    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
         """Return what an honest reply to the task can be, of a site with these terms."""
         return self._algorithm.bounds(task, terms.at(task.round), self.settings)
 
@@ -136,7 +136,7 @@ class Method:
         """Whether each site trains a model of its own."""
         return self.own_model(torch.empty(0), State()) is not None
 
-    def opened(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
+    def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
         """Return a reply as the algorithm made it, from what was sent of it.
 
         told: the vectors that the sites were told. Raises InputError: no site of ours sent it.
@@ -145,7 +145,7 @@ class Method:
         return reply
 
 
-class Around(Method):
+class MethodWrapper(Method):
     """A method around another one, which it leaves as it is. Wrappers override what they change."""
 
     def __init__(self, inner: Method) -> None:
@@ -153,95 +153,97 @@ class Around(Method):
 
     @property
     def channels(self) -> Mapping[str, float]:
-        """See Method."""
+        """What a batch releases: channel -> noise multiplier relative to the gradient's."""
         return self.inner.channels
 
     @property
     def opening(self) -> Opening | None:
-        """See Method."""
+        """What opens a round beside the batches, or None."""
         return self.inner.opening
 
     @property
     def weighs_records(self) -> bool:
-        """See Method."""
+        """Whether records of a batch get unlike weights."""
         return self.inner.weighs_records
 
     @property
     def unprotected(self) -> bool:
-        """See Method."""
+        """Whether exact numbers leave the sites, so that no run with it is private."""
         return self.inner.unprotected
 
     @property
     def controlled(self) -> bool:
-        """See Method."""
+        """Whether τ follows what is left of the budgets, which the loop then writes to the
+        state."""
         return self.inner.controlled
 
     @property
     def iterations(self) -> int | None:
-        """See Method."""
+        """Of a controlled τ: the local iterations of all rounds together, where they are given."""
         return self.inner.iterations
 
     @property
     def coded(self) -> bool:
-        """See Method."""
+        """Whether a reply's vectors are blocks of codes, as long as they came out."""
         return self.inner.coded
 
     @property
     def units(self) -> float:
-        """See Method."""
+        """The deviation of releases' noise in units of a coarse grid (Terms.grid), or 0."""
         return self.inner.units
 
     @property
     def summed(self) -> Summed:
-        """See Method."""
+        """What the update takes from single replies, where it is one weighted mean of them."""
         return self.inner.summed
 
     @property
     def needs_own_noise(self) -> str:
-        """See Method."""
+        """Why noise that sites share out would not protect it; empty where it would."""
         return self.inner.needs_own_noise
 
     @property
     def needs_all_sites(self) -> str:
-        """See Method."""
+        """Why no part of the sites can be asked in a round; empty where it can."""
         return self.inner.needs_all_sites
 
     def steps(self, state: State | None = None) -> int:
-        """See Method."""
+        """Return τ of the next round; without a state, the most that it can be."""
         return self.inner.steps(state)
 
     def init(self, w: Tensor) -> State:
-        """See Method."""
+        """Return the server's first state, from the initial model w [d]."""
         return self.inner.init(w)
 
     def task(self, state: State) -> State:
-        """See Method."""
+        """Return what every site is told."""
         return self.inner.task(state)
 
-    def asked(self) -> Mapping[str, Range]:
-        """See Method."""
-        return self.inner.asked()
+    def task_numbers(self) -> Mapping[str, Range]:
+        """Return the numbers that a task may carry, each in its range."""
+        return self.inner.task_numbers()
 
-    def bounds(self, task: Task, terms: Terms) -> Bounds:
-        """See Method."""
+    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
+        """Return what an honest reply to the task can be, of a site with these terms."""
         return self.inner.bounds(task, terms)
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        """See Method."""
+        """Return a site's reply and its next memory."""
         return self.inner.local(task, oracle, memory)
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """See Method."""
+        """Return the server's next state, folding the replies."""
         return self.inner.update(state, replies)
 
     def short(self, state: State) -> Vectors | None:
-        """See Method."""
+        """Return what may be told in place of `task`'s vectors (methods.short), or None."""
         return self.inner.short(state)
 
     def own_model(self, w: Tensor, memory: State) -> Tensor | None:
-        """See Method. A wrapper's own part of the memory has a prefix, and is passed over."""
+        """Return a site's own model [d] from the newest w and its memory; None where w is it. A
+        wrapper's own part of the memory has a prefix, and is passed over."""
         return self.inner.own_model(w, memory)
 
-    def opened(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
-        """See Method."""
-        return self.inner.opened(reply, told)
+    def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
+        """Return a reply as the algorithm made it, from what was sent of it."""
+        return self.inner.decode_reply(reply, told)

@@ -1,4 +1,4 @@
-"""Which algorithm goes with which wrapper: `combined` puts them together, or says why not.
+"""Which algorithm goes with which wrapper: `combine_wrappers` puts them together, or says why not.
 
 A combination is refused where it would not mean what its parts mean alone; docs/combinations.md
 has the table.
@@ -129,7 +129,7 @@ RELEASED_NEEDS_SIZES: Final = (
 )
 
 
-def combined(
+def combine_wrappers(
     name: str,
     settings: BaseSettings,
     fairness: FairnessSettings,

@@ -25,11 +25,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from fedpact.draws.seeded import stream
+from fedpact.draws.seeded import seeded_generator
 from fedpact.errors import InputError
-from fedpact.messages import Local, Reply, State, Task, join, split
-from fedpact.methods import Around, Method
-from fedpact.privacy.oracle import Bounds, Oracle, Terms, reach
+from fedpact.messages import Local, Reply, State, Task, join, split_state
+from fedpact.methods import Method, MethodWrapper
+from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
 
 _PREFIX = "compressed/"
 _LEVELS = 127
@@ -69,15 +69,16 @@ class CompressionSettings(BaseModel):
         return CompressionSettings.model_construct(given, kind=kind, keep=self.keep)
 
 
-class Compressed(Around):
+class Compressed(MethodWrapper):
     """A method whose replies' vectors are float16, int8 or topk; the outermost of all."""
 
     def __init__(self, inner: Method, compression: CompressionSettings) -> None:
         super().__init__(inner)
         self._kind, self._keep = compression.kind, compression.keep
 
-    def bounds(self, task: Task, terms: Terms) -> Bounds:
-        """See Method. With X the bound on ‖x‖, which is one on max|x| too:
+    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
+        """Return what an honest reply to the task can be, of a site with these terms. With X the
+        bound on ‖x‖, which is one on max|x| too:
 
         float16: s <= 2X, ‖error‖ <= (2^-11 + 2^-24 sqrt(d)) X.   int8: s <= X/127, ‖error‖ <=
         sqrt(d) s, and so at most X/127 sqrt(d).   topk: what is left out of v is at most r ‖v‖,
@@ -96,10 +97,10 @@ class Compressed(Around):
                 vectors[_PREFIX + name] = math.inf
             elif self._kind == "float16":
                 vectors[name] = most * (1 + 2**-11 + 2**-24 * math.sqrt(d))
-                numbers[_PREFIX + name] = reach.within(0.0, 2 * most)
+                numbers[_PREFIX + name] = reach.range_between(0.0, 2 * most)
             else:
                 vectors[name] = most * (1 + math.sqrt(d) / _LEVELS)
-                numbers[_PREFIX + name] = reach.within(0.0, most / _LEVELS)
+                numbers[_PREFIX + name] = reach.range_between(0.0, most / _LEVELS)
         return replace(inner, vectors=vectors, numbers=numbers)
 
     def _longest_round(self, task: Task) -> Task:
@@ -109,8 +110,8 @@ class Compressed(Around):
         return replace(task, numbers={**task.numbers, "local_steps": self.inner.steps()})
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        """See Method."""
-        left, rest = split(memory, _PREFIX)
+        """Return a site's reply and its next memory."""
+        left, rest = split_state(memory, _PREFIX)
         local = self.inner.local(task, oracle, rest)
         vectors, numbers = dict[str, Tensor](), dict(local.numbers)
         kept = dict[str, Tensor]()
@@ -126,20 +127,20 @@ class Compressed(Around):
         return Local(vectors, numbers, join(State(kept), _PREFIX, local.memory))
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """See Method."""
+        """Return the server's next state, folding the replies."""
         told = self.inner.task(state).vectors
         return self.inner.update(state, self._all_opened(replies, told))
 
-    def opened(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
-        """See Method."""
+    def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
+        """Return a reply as the algorithm made it, from what was sent of it."""
         names = [name for name in reply.vectors if not name.startswith(_PREFIX)]
         vectors = {name: self._restored(reply, name, told) for name in names}
         numbers = {n: v for n, v in reply.numbers.items() if not n.startswith(_PREFIX)}
-        return self.inner.opened(replace(reply, vectors=vectors, numbers=numbers), told)
+        return self.inner.decode_reply(replace(reply, vectors=vectors, numbers=numbers), told)
 
     def _all_opened(self, replies: Iterable[Reply], told: Mapping[str, Tensor]) -> Iterator[Reply]:
         for reply in replies:
-            yield self.opened(reply, told)
+            yield self.decode_reply(reply, told)
 
     def _rounded(self, x: Tensor, task: Task) -> tuple[Tensor, float]:
         """Return codes [d] and the scale s >= 0 by which they are multiplied again."""
@@ -154,7 +155,9 @@ class Compressed(Around):
         if not scale:
             return torch.zeros_like(x, dtype=torch.int8), 0.0
         seed = hashlib.blake2b(x.cpu().contiguous().numpy().tobytes()).hexdigest()
-        u = torch.rand(x.shape, generator=stream("rounding", task.round, seed), dtype=torch.float64)
+        u = torch.rand(
+            x.shape, generator=seeded_generator("rounding", task.round, seed), dtype=torch.float64
+        )
         # In float64 x / s is off by 1e-16 of itself; the clamp is for the coordinate with max|x|.
         codes = (x.double() / scale + u.to(x.device)).floor().clamp(-_LEVELS, _LEVELS)
         return codes.to(torch.int8), scale

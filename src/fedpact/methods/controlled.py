@@ -15,8 +15,8 @@ from fedpact.algorithms import BaseSettings
 from fedpact.control import Ali, Controller
 from fedpact.errors import PlanError
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.methods import Around, Method
-from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms
+from fedpact.methods import Method, MethodWrapper
+from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms
 
 
 class ControlSettings(Ali):
@@ -38,7 +38,7 @@ class ControlSettings(Ali):
         return self
 
 
-class Controlled(Around):
+class Controlled(MethodWrapper):
     """A method whose τ a controller chooses. Raises PlanError: no local steps, or chosen twice."""
 
     def __init__(self, inner: Method, ali: Ali) -> None:
@@ -48,50 +48,51 @@ class Controlled(Around):
 
     @property
     def controlled(self) -> bool:
-        """See Method."""
+        """Whether τ follows what is left of the budgets, which the loop then writes to the
+        state."""
         return True
 
     @property
     def iterations(self) -> int | None:
-        """See Method."""
+        """Of a controlled τ: the local iterations of all rounds together, where they are given."""
         return self._ali.iterations
 
     @property
     def needs_all_sites(self) -> str:
-        """See Method."""
+        """Why no part of the sites can be asked in a round; empty where it can."""
         return "[control]: τ follows what is left at every site, and its estimates are of all"
 
     @property
     def unprotected(self) -> bool:
-        """See Method."""
+        """Whether exact numbers leave the sites, so that no run with it is private."""
         return self.inner.unprotected or self._ali.estimator == "raw"
 
     def steps(self, state: State | None = None) -> int:
-        """See Method; 0 where the iterations are used up."""
+        """Return the local iterations τ of the next round; 0 where the iterations are used up."""
         return self._controller.steps(state)
 
     def init(self, w: Tensor) -> State:
-        """See Method."""
+        """Return the server's first state, from the initial model w [d]."""
         return self._controller.init(self.inner.init(w))
 
     def task(self, state: State) -> State:
-        """See Method."""
+        """Return what every site is told."""
         return self._controller.task(state, self.inner.task)
 
-    def asked(self) -> Mapping[str, Range]:
-        """See Method."""
-        return self._controller.asked(self.inner.asked())
+    def task_numbers(self) -> Mapping[str, Range]:
+        """Return the numbers that a task may carry, each in its range."""
+        return self._controller.task_numbers(self.inner.task_numbers())
 
-    def bounds(self, task: Task, terms: Terms) -> Bounds:
-        """See Method."""
+    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
+        """Return what an honest reply to the task can be, of a site with these terms."""
         return self._controller.bounds(task, terms, self.inner.bounds(task, terms))
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        """See Method."""
+        """Return a site's reply and its next memory."""
         return self._controller.local(task, oracle, memory, self.inner.local)
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """See Method."""
+        """Return the server's next state, folding the replies."""
         return self._controller.update(state, replies, self.inner.update)
 
 

@@ -33,7 +33,7 @@ def in_effect(settings: BaseSettings, controlled: bool) -> dict[str, Any]:
     return found | ({"learning_rate": settings.step_size} if "learning_rate" in found else {})
 
 
-def unset(
+def defaulted_keys(
     left: Iterable[str], settings: Iterable[str], given: Iterable[str], none: Mapping[str, Any]
 ) -> list[str]:
     """Return the keys of a plan that nobody gave, sorted.

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fedpact.fairness import FairOracle, FairRelease, WeightRule, weighting
 from fedpact.messages import Local, Reply, State, Task
-from fedpact.methods import Around, Method, join, split
-from fedpact.privacy.oracle import Bounds, Oracle, Range, Terms
+from fedpact.methods import Method, MethodWrapper, join, split_state
+from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms
 
 _PREFIX = "fair/"
 
@@ -36,7 +36,7 @@ class FairnessSettings(FairRelease):
     weight_rule: WeightRule = "fixed"
 
 
-class FairMethod(Around):
+class FairMethod(MethodWrapper):
     """A method whose sites weigh their records by loss; its replies have "w"."""
 
     def __init__(self, inner: Method, fairness: FairnessSettings) -> None:
@@ -45,46 +45,47 @@ class FairMethod(Around):
 
     @property
     def channels(self) -> Mapping[str, float]:
-        """See Method."""
+        """What a batch releases: channel -> noise multiplier relative to the gradient's."""
         return {**self.inner.channels, **self._fairness.loss_channels}
 
     @property
     def weighs_records(self) -> bool:
-        """See Method."""
+        """Whether records of a batch get unlike weights."""
         return True
 
     @property
     def needs_own_noise(self) -> str:
-        """See Method."""
+        """Why noise that sites share out would not protect it; empty where it would."""
         return self.inner.needs_own_noise or self._fairness.why_own_noise
 
     def init(self, w: Tensor) -> State:
-        """See Method."""
+        """Return the server's first state, from the initial model w [d]."""
         return join(State(numbers=self._fairness.first), _PREFIX, self.inner.init(w))
 
     def steps(self, state: State | None = None) -> int:
-        """See Method."""
-        return self.inner.steps(None if state is None else split(state, _PREFIX)[1])
+        """Return τ of the next round; without a state, the most that it can be."""
+        return self.inner.steps(None if state is None else split_state(state, _PREFIX)[1])
 
     def task(self, state: State) -> State:
-        """See Method."""
-        own, rest = split(state, _PREFIX)
+        """Return what every site is told."""
+        own, rest = split_state(state, _PREFIX)
         return join(own, _PREFIX, self.inner.task(rest))
 
-    def asked(self) -> Mapping[str, Range]:
-        """See Method."""
-        return {**self.inner.asked(), **_named(self._fairness.told)}
+    def task_numbers(self) -> Mapping[str, Range]:
+        """Return the numbers that a task may carry, each in its range."""
+        return {**self.inner.task_numbers(), **_named(self._fairness.told)}
 
-    def bounds(self, task: Task, terms: Terms) -> Bounds:
-        """See Method. A record's weight stays within its clip, so the vectors' do not change."""
+    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
+        """Return what an honest reply to the task can be, of a site with these terms. A record's
+        weight stays within its clip, so the vectors' do not change."""
         inner = self.inner.bounds(task, terms)
         ranges = _named(self._fairness.ranges(terms))
         return replace(inner, numbers={**inner.numbers, **ranges})
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        """See Method."""
-        fairness, (own, rest) = self._fairness, split(memory, _PREFIX)
-        told, _ = split(State(numbers=task.numbers), _PREFIX)
+        """Return a site's reply and its next memory."""
+        fairness, (own, rest) = self._fairness, split_state(memory, _PREFIX)
+        told, _ = split_state(State(numbers=task.numbers), _PREFIX)
         reference = told.numbers.get("loss", math.nan)
         weights = weighting(fairness.weight_rule, fairness.weight, reference)
         fair = FairOracle(oracle, weights, tuple(fairness.loss_channels))
@@ -95,8 +96,8 @@ class FairMethod(Around):
         return Local(local.vectors, {**local.numbers, **_named(sent)}, memory)
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """See Method."""
-        own, rest = split(state, _PREFIX)
+        """Return the server's next state, folding the replies."""
+        own, rest = split_state(state, _PREFIX)
         means = _Means(self._fairness.sent)
         after = self.inner.update(rest, means.through(replies))
         numbers = self._fairness.update(own.numbers, means.values)

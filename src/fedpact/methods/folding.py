@@ -22,7 +22,7 @@ class Folded:
     blamed: dict[str, str]
 
 
-def folded(method: Method, state: State, replies: Sequence[Reply]) -> Folded:
+def fold_replies(method: Method, state: State, replies: Sequence[Reply]) -> Folded:
     """Return the next state, without the replies that make the update raise or not finite.
 
     replies: at least one. Where all of them do, the update's own outcome with all: a state that is

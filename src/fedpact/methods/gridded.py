@@ -31,14 +31,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fedpact.messages import Local, Reply, State, Task, Vectors, join, split
-from fedpact.methods import Around, Method, integers
-from fedpact.methods.linear import Weights, weights
-from fedpact.methods.short import PREFIX, start_told
+from fedpact.messages import Local, Reply, State, Task, Vectors, join, split_state
+from fedpact.methods import Method, MethodWrapper, integers
+from fedpact.methods.linear import NoiseWeights, weights
+from fedpact.methods.short import DELTA_PREFIX, start_told
 from fedpact.params import all_finite
-from fedpact.privacy.around import OracleAround
-from fedpact.privacy.oracle import Batch, Bounds, Oracle, Terms
-from fedpact.theory.shares import FINE_UNITS, UNITS
+from fedpact.privacy.around import OracleWrapper
+from fedpact.privacy.oracle import Batch, Oracle, ReplyBounds, Terms
+from fedpact.theory.shares import FINE_UNITS, SHARE_DEVIATION
 
 _MODEL: Final = "w"
 _LEFT: Final = "left/w"
@@ -50,7 +50,7 @@ UNITS_DOWN: Final = 2.0
 _Question = tuple[int, tuple[tuple[str, float], ...]]
 
 
-class Gridded(Around):
+class Gridded(MethodWrapper):
     """A method whose vectors cross the wire as whole numbers; the outermost of all.
 
     up: whether replies do, which no masked one can.
@@ -59,23 +59,23 @@ class Gridded(Around):
     def __init__(self, inner: Method, *, up: bool) -> None:
         super().__init__(inner)
         self._up = up
-        self._weights = dict[_Question, Weights]()
+        self._weights = dict[_Question, NoiseWeights]()
 
     @property
     def coded(self) -> bool:
-        """See Method."""
+        """Whether a reply's vectors are blocks of codes, as long as they came out."""
         return self._up
 
     @property
     def units(self) -> float:
-        """See Method: finer where what is released is rounded once more."""
+        """The deviation of noise in units of a grid, finer where a release is rounded once more."""
         if not self._up:
             return 0.0
         one_release = self.steps() == 1 and not self.needs_own_noise
-        return UNITS if one_release else FINE_UNITS
+        return SHARE_DEVIATION if one_release else FINE_UNITS
 
-    def bounds(self, task: Task, terms: Terms) -> Bounds:
-        """See Method: a coordinate is rounded by half a step at most."""
+    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
+        """Return what an honest reply can be: a coordinate is rounded by half a step at most."""
         inner = self.inner.bounds(task, terms)
         if not self._up:
             return inner
@@ -88,7 +88,7 @@ class Gridded(Around):
         return replace(inner, vectors=vectors)
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        """See Method."""
+        """Return a site's reply and its next memory."""
         if not self._up:
             return self.inner.local(task, oracle, memory)
         opened = _Opened(oracle)
@@ -100,12 +100,12 @@ class Gridded(Around):
             step = _step(found[name], oracle.noise_variance, opened.variance)
             # Without noise, as on the records that are nobody's, nothing says how coarse.
             step = step or integers.step_of(vector if told is None else vector - told)
-            vectors[name] = integers.encode(*integers.coded(vector, step, told))
+            vectors[name] = integers.pack_codes(*integers.quantise(vector, step, told))
         return replace(local, vectors=vectors)
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """See Method."""
-        own, rest = split(state, PREFIX)
+        """Return the server's next state, folding the replies."""
+        own, rest = split_state(state, DELTA_PREFIX)
         before = self.inner.task(rest).vectors
         after = self.inner.update(rest, self._all_opened(replies, before))
         if not all(map(all_finite, after.vectors.values())):
@@ -117,45 +117,45 @@ class Gridded(Around):
                 change = vectors[name].double().sub_(start)
                 if name == _MODEL and _LEFT in own.vectors:
                     change += own.vectors[_LEFT]
-                units = UNITS_DOWN if name == _MODEL else integers.EXACT
-                codes, step = integers.coded(change, integers.step_of(change, units))
-                vectors[name] = integers.moved(start, codes, step)
-                sent[name] = integers.encode(codes, step)
+                units = UNITS_DOWN if name == _MODEL else integers.DEFAULT_STEPS
+                codes, step = integers.quantise(change, integers.step_of(change, units))
+                vectors[name] = integers.apply_codes(start, codes, step)
+                sent[name] = integers.pack_codes(codes, step)
                 if name == _MODEL:
                     sent[_LEFT] = change.sub_(vectors[name].double().sub_(start)).float()
-        return join(State(sent), PREFIX, State(vectors, after.numbers))
+        return join(State(sent), DELTA_PREFIX, State(vectors, after.numbers))
 
     def task(self, state: State) -> State:
-        """See Method."""
-        return self.inner.task(split(state, PREFIX)[1])
+        """Return what every site is told."""
+        return self.inner.task(split_state(state, DELTA_PREFIX)[1])
 
     def steps(self, state: State | None = None) -> int:
-        """See Method."""
-        return self.inner.steps(None if state is None else split(state, PREFIX)[1])
+        """Return τ of the next round; without a state, the most that it can be."""
+        return self.inner.steps(None if state is None else split_state(state, DELTA_PREFIX)[1])
 
     def short(self, state: State) -> Vectors | None:
-        """See Method."""
-        own, rest = split(state, PREFIX)
+        """Return what may be told in place of `task`'s vectors (methods.short), or None."""
+        own, rest = split_state(state, DELTA_PREFIX)
         codes = {name: block for name, block in own.vectors.items() if name != _LEFT}
         if not codes:
             # Nothing was changed yet: a plan's start is what its sites make themselves.
             return start_told(self.inner.task(rest).vectors)
         told = self.inner.task(rest).vectors
         whole = {name: vector for name, vector in told.items() if name not in codes}
-        return whole | {PREFIX + name: block for name, block in codes.items()}
+        return whole | {DELTA_PREFIX + name: block for name, block in codes.items()}
 
-    def opened(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
-        """See Method."""
+    def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
+        """Return a reply as the algorithm made it, from what was sent of it."""
         if self._up:
             vectors = {n: _restored(n, block, told) for n, block in reply.vectors.items()}
             reply = replace(reply, vectors=vectors)
-        return self.inner.opened(reply, told)
+        return self.inner.decode_reply(reply, told)
 
     def _all_opened(self, replies: Iterable[Reply], told: Mapping[str, Tensor]) -> Iterator[Reply]:
         for reply in replies:
-            yield self.opened(reply, told)
+            yield self.decode_reply(reply, told)
 
-    def _weights_of(self, task: Task) -> Weights:
+    def _weights_of(self, task: Task) -> NoiseWeights:
         """Return the weights of a reply to the task, found once a round for all sites."""
         question = task.round, tuple(sorted(task.numbers.items()))
         found = self._weights.get(question)
@@ -166,24 +166,24 @@ class Gridded(Around):
         return found
 
 
-class _Opened(OracleAround):
+class _Opened(OracleWrapper):
     """An oracle that lets everything through, and keeps the variance of the opening's noise."""
 
     variance = 0.0
 
     def opening(self, *channels: str) -> Batch:
-        """See Oracle."""
+        """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
         batch = self._inner.opening(*channels)
         self.variance = batch.noise_variance
         return batch
 
 
 def _step(weight: tuple[float, float], of_batches: float, of_opening: float) -> float:
-    """Return the unit of the grid, s: the deviation of the step's noise over UNITS."""
-    return math.sqrt(weight[0] ** 2 * of_batches + weight[1] ** 2 * of_opening) / UNITS
+    """Return the unit of the grid, s: the deviation of the step's noise over SHARE_DEVIATION."""
+    return math.sqrt(weight[0] ** 2 * of_batches + weight[1] ** 2 * of_opening) / SHARE_DEVIATION
 
 
 def _restored(name: str, block: Tensor, told: Mapping[str, Tensor]) -> Tensor:
     # What was not told is as long as w, which always is.
     start = told[name] if name in told else torch.zeros_like(told["w"])
-    return integers.moved(start, *integers.decode(block, start.numel()))
+    return integers.apply_codes(start, *integers.unpack_codes(block, start.numel()))

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from fedpact.errors import PlanError
-from fedpact.messages import Local, State, Task, join, split
-from fedpact.methods import Around, Method
+from fedpact.messages import Local, State, Task, join, split_state
+from fedpact.methods import Method, MethodWrapper
 from fedpact.privacy.oracle import Oracle
 
 _PREFIX: Final = "heads/"
@@ -82,7 +82,7 @@ def check_goes(name: str, chosen: Mapping[str, bool]) -> None:
         )
 
 
-class Headed(Around):
+class Headed(MethodWrapper):
     """A method whose sites keep the last `head` >= 1 numbers of w to themselves."""
 
     def __init__(self, inner: Method, head: int) -> None:
@@ -91,12 +91,12 @@ class Headed(Around):
 
     @property
     def needs_own_noise(self) -> str:
-        """See Method."""
+        """Why noise that sites share out would not protect it; empty where it would."""
         return "with [local] head each site's gradient is at a head of its own, which it keeps"
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        """See Method."""
-        own, rest = split(memory, _PREFIX)
+        """Return a site's reply and its next memory."""
+        own, rest = split_state(memory, _PREFIX)
         told = task.vectors["w"]
         began = replace(task, vectors={**task.vectors, "w": self._whole(told, own)})
         local = self.inner.local(began, oracle, rest)
@@ -109,8 +109,8 @@ class Headed(Around):
         return Local({**local.vectors, "w": sent}, local.numbers, kept)
 
     def own_model(self, w: Tensor, memory: State) -> Tensor | None:
-        """See Method."""
-        return self._whole(w, split(memory, _PREFIX)[0])
+        """Return a site's own model [d] from the newest w and its memory; None where w is it."""
+        return self._whole(w, split_state(memory, _PREFIX)[0])
 
     def _whole(self, w: Tensor, own: State) -> Tensor:
         """Return (u, v_i); w itself of a site that has no head yet."""

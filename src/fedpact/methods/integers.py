@@ -36,7 +36,7 @@ _KINDS: Final = {np.int8: 2**7 - 1, np.int16: 2**15 - 1, np.int32: 2**31 - 1, np
 
 _PART: Final = 1 << 15
 
-EXACT: Final = 12.0
+DEFAULT_STEPS: Final = 12.0
 """How many steps the deviation of a vector has where nothing is known of its noise."""
 
 _NORMAL: Final = 1.4826
@@ -60,7 +60,7 @@ class _OfThread(threading.local):
 _own = _OfThread()
 
 
-def step_of(x: Tensor, units: float = EXACT) -> float:
+def step_of(x: Tensor, units: float = DEFAULT_STEPS) -> float:
     """Return the deviation of x [d], by its median, over `units`; 1 where x is 0.
 
     Rounding to it adds 1/(12 units²) of the variance of a normal x. The median is the same on any
@@ -74,7 +74,7 @@ def step_of(x: Tensor, units: float = EXACT) -> float:
     return deviation / units if deviation / units > 0 else 1.0
 
 
-def coded(x: Tensor, step: float, start: Tensor | None = None) -> tuple[Tensor, float]:
+def quantise(x: Tensor, step: float, start: Tensor | None = None) -> tuple[Tensor, float]:
     """Return floor((x - start)/step + 1/2) [d], and the step: a larger one where codes had no room.
 
     start: [d], 0 by default. The codes are of the smallest signed type that holds them all. Of an x
@@ -88,7 +88,7 @@ def coded(x: Tensor, step: float, start: Tensor | None = None) -> tuple[Tensor, 
     most = float(np.abs(source if base is None else np.subtract(source, base, dtype=float)).max())
     if not math.isfinite(most):
         return torch.zeros(len(source), dtype=torch.int8), math.nan
-    return coded(x, 2 * most / _LARGEST, start)
+    return quantise(x, 2 * most / _LARGEST, start)
 
 
 def _filled(
@@ -112,7 +112,7 @@ def _filled(
     return True
 
 
-def moved(start: Tensor, codes: Tensor, step: float) -> Tensor:
+def apply_codes(start: Tensor, codes: Tensor, step: float) -> Tensor:
     """Return start + step · codes, of start's type: the same bits at whoever has all three.
 
     Two operations in float64 and one rounding, each of them exact to the bit by IEEE 754.
@@ -128,7 +128,7 @@ def moved(start: Tensor, codes: Tensor, step: float) -> Tensor:
     return from_numpy(target).to(start.device)
 
 
-def encode(codes: Tensor, step: float) -> Tensor:
+def pack_codes(codes: Tensor, step: float) -> Tensor:
     """Return the block of codes [d], of any signed type, and their step: uint8 [n]."""
     whole = codes.numpy()
     # numpy adds vectorised, and shifts to the left one by one.
@@ -139,8 +139,8 @@ def encode(codes: Tensor, step: float) -> Tensor:
     return torch.from_numpy(np.frombuffer(block, np.uint8).copy())
 
 
-def decode(block: Tensor, length: int) -> tuple[Tensor, float]:
-    """Return codes [length], of the smallest signed type, and step of what `encode` made.
+def unpack_codes(block: Tensor, length: int) -> tuple[Tensor, float]:
+    """Return codes [length], of the smallest signed type, and step of what `pack_codes` made.
 
     Raises InputError: it made no such block. Nothing longer than 8 bytes a code is ever unpacked.
     """

@@ -17,25 +17,25 @@ from torch import Tensor
 
 from fedpact.errors import PolicyRefused
 from fedpact.messages import State, Task
-from fedpact.methods import Around, Method
+from fedpact.methods import Method, MethodWrapper
 from fedpact.methods.stepped import Stepped
 from fedpact.persample.weighting import UNIFORM, Weighting
 from fedpact.privacy.batches import Batch
 from fedpact.privacy.columns import Means
 
-Weights = Mapping[str, tuple[float, float]]
+NoiseWeights = Mapping[str, tuple[float, float]]
 """Vector of a reply -> sqrt(Σ c_k²) over gradients of batches, and over those of openings."""
 
 _SOME_SHARE: Final = 0.5
 
 
-def weights(method: Method, task: Task) -> Weights:
+def weights(method: Method, task: Task) -> NoiseWeights:
     """Return the weights of a reply to a task; of this only numbers and round count.
 
     A difference of gradients counts for nothing, as its noise follows the trajectory: the weights
     are then of less noise than there is.
     """
-    while isinstance(method, Around) and not isinstance(method, Stepped):
+    while isinstance(method, MethodWrapper) and not isinstance(method, Stepped):
         method = method.inner
     steps = int(task.numbers.get("local_steps", method.steps()))
     small = replace(
@@ -71,28 +71,28 @@ class _Units:
         return found
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """See oracle.Oracle."""
+        """Yield `count` batches that answer the channels; each is closed by the next one."""
         del channels
         yield from (_Unit(self) for _ in range(count))
 
     def opening(self, *channels: str) -> Batch:
-        """See oracle.Oracle."""
+        """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
         del channels
         self.opened.add(self._given)
         return _Unit(self)
 
     def columns(self) -> Means:
-        """See oracle.Oracle."""
+        """Return what scales the site's columns, once, before the first round."""
         raise PolicyRefused("what scales columns was asked for: weights are of gradients alone")
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
-        """See oracle.Oracle."""
+        """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
         del w
         raise PolicyRefused("exact numbers were asked for: unit vectors have none")
 
 
 class _Unit:
-    """See Batch."""
+    """A batch that answers with unit vectors, whatever the records are."""
 
     noise_variance = 0.0
 
@@ -100,21 +100,21 @@ class _Unit:
         self._units = units
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """See Batch."""
+        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over."""
         del w, weighting
         return self._units.unit()
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
-        """See Batch."""
+        """Return the mean of ∇ℓ_j(w) - ∇ℓ_j(anchor), each clipped to `bound`: [d], [d] -> [d]."""
         del anchor, bound
         return torch.zeros_like(w)
 
     def loss(self, w: Tensor, bound: float) -> float:
-        """See Batch."""
+        """Return the mean of the losses at w [d], each clipped to [0, bound]."""
         del w
         return _SOME_SHARE * bound
 
     def below(self, w: Tensor, bound: float) -> float:
-        """See Batch."""
+        """Return the share of records with a loss of at most bound at w [d]; may leave [0, 1]."""
         del w, bound
         return _SOME_SHARE

@@ -9,7 +9,7 @@ constants that all sites are told from then on, with every task; each scales its
     columns/constants   [2 m], means then deviations, in the server's state and in each task; 0
                         before they are known
     columns/means       [2 m], c_i times a site's means: its reply to round 0
-    columns/part        c_i, by which they count (privacy.columns.part)
+    columns/part        c_i, by which they count (privacy.columns.site_weight)
     columns/noise       N_i times the variance of the noise in `means`, so that the weighted means
                         of all three say how loud the sum is
 """
@@ -26,10 +26,10 @@ from fedpact.check import positive
 from fedpact.errors import PlanError
 from fedpact.features.settings import FeatureSettings
 from fedpact.local import weighted_mean
-from fedpact.messages import Local, Reply, State, Task, join, split
-from fedpact.methods import Around, Method
+from fedpact.messages import Local, Reply, State, Task, join, split_state
+from fedpact.methods import Method, MethodWrapper
 from fedpact.privacy import columns
-from fedpact.privacy.oracle import Bounds, Oracle, Records, Terms, reach
+from fedpact.privacy.oracle import Oracle, Records, ReplyBounds, Terms, reach
 from fedpact.privacy.settings import Privacy
 
 CONSTANTS: Final = "columns/constants"
@@ -66,8 +66,10 @@ def check_as_declared(method: Method) -> None:
         )
 
 
-class Released(Around):
-    """See the module; outermost of all. count: m. quiet: of m, a site's least noise in its sums."""
+class Released(MethodWrapper):
+    """Releases the columns' scales in round 0; the outermost wrapper.
+
+    count: m. quiet: of m, a site's least noise in its sums."""
 
     def __init__(self, inner: Method, count: int, quiet: Callable[[int], float]) -> None:
         super().__init__(inner)
@@ -75,34 +77,35 @@ class Released(Around):
 
     @property
     def opens_run(self) -> bool:
-        """See Method."""
+        """Whether sites release something before the first round, in round 0."""
         return True
 
     def init(self, w: Tensor) -> State:
-        """See Method."""
+        """Return the server's first state, from the initial model w [d]."""
         nothing = State({_OWN: torch.zeros(2 * self.count, dtype=torch.float64)})
         return join(nothing, _PREFIX, self.inner.init(w))
 
     def task(self, state: State) -> State:
-        """See Method."""
-        own, rest = split(state, _PREFIX)
+        """Return what every site is told."""
+        own, rest = split_state(state, _PREFIX)
         return join(own, _PREFIX, self.inner.task(rest))
 
-    def bounds(self, task: Task, terms: Terms) -> Bounds:
-        """See Method. A record's part is at most Δ long, and N_i of them and noise are sent."""
+    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
+        """Return what an honest reply to the task can be, of a site with these terms. A record's
+        part is at most Δ long, and N_i of them and noise are sent."""
         if task.round:
             return self.inner.bounds(_without(task), terms)
         noise = 0.0 if terms.columns is None else columns.deviation(terms.columns)
         said = self._said(noise, terms.size)
-        numbers = {name: reach.about(value) for name, value in said.items()}
+        numbers = {name: reach.widen(value) for name, value in said.items()}
         if terms.columns is None:
-            return Bounds({}, numbers)
+            return ReplyBounds({}, numbers)
         longest = reach.RECORDS * columns.most_moved(self.count)
         release = reach.Release(longest, noise / terms.size)
-        return Bounds({_MEANS: said[_PART] * release.longest(2 * self.count)}, numbers)
+        return ReplyBounds({_MEANS: said[_PART] * release.longest(2 * self.count)}, numbers)
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        """See Method."""
+        """Return a site's reply and its next memory."""
         if task.round:
             return self.inner.local(_without(task), oracle, memory)
         found = oracle.columns()
@@ -112,12 +115,12 @@ class Released(Around):
     def _said(self, noise: float, size: float) -> dict[str, float]:
         """Return what a site says beside its means. noise: the deviation in its sums. size: N_i."""
         quiet = self._quiet(self.count) if noise else 0.0
-        part = columns.part(noise, quiet)
+        part = columns.site_weight(noise, quiet)
         return {_NOISE: (part * noise) ** 2 / size, _PART: part}
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """See Method."""
-        own, rest = split(state, _PREFIX)
+        """Return the server's next state, folding the replies."""
+        own, rest = split_state(state, _PREFIX)
         if bool(own.vectors[_OWN].any()):
             return join(own, _PREFIX, self.inner.update(rest, replies))
         weights = _Weights(replies)
@@ -127,11 +130,11 @@ class Released(Around):
         found = State({_OWN: columns.constants(mean.vectors[_MEANS] / part, loud)})
         return join(found, _PREFIX, rest)
 
-    def opened(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
-        """See Method."""
+    def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
+        """Return a reply as the algorithm made it, from what was sent of it."""
         if _MEANS in reply.vectors:
             return reply
-        return self.inner.opened(reply, {k: v for k, v in told.items() if k != CONSTANTS})
+        return self.inner.decode_reply(reply, {k: v for k, v in told.items() if k != CONSTANTS})
 
 
 class _Weights:
@@ -159,12 +162,12 @@ class ColumnRecords:
         if by is None or task.round == 0:
             return self._records
         if self._by is None or not torch.equal(by, self._by):
-            x = columns.scaled_by(self._records.x, self._records.columns, by)
+            x = columns.scale_columns(self._records.x, self._records.columns, by)
             self._scaled, self._by = replace(self._records, x=x), by.clone()
         return self._scaled
 
 
-def examined(method: Method, task: Task, memory: State) -> tuple[Tensor, Tensor | None]:
+def find_examined(method: Method, task: Task, memory: State) -> tuple[Tensor, Tensor | None]:
     """Return which model [d] a task has a site look at, and what scales the columns, if anything.
 
     memory: what the site remembers; of it and the task's w its own model is made, where it has one.

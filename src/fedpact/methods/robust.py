@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fedpact.errors import InputError, PlanError
 from fedpact.messages import Reply, State
-from fedpact.methods import Around, Method
+from fedpact.methods import Method, MethodWrapper
 
 
 class RobustSettings(BaseModel):
@@ -58,7 +58,7 @@ class RobustSettings(BaseModel):
             )
 
 
-class Robust(Around):
+class Robust(MethodWrapper):
     """A method whose aggregate of replies is robust; the innermost of all, and not "mean"."""
 
     def __init__(self, inner: Method, robust: RobustSettings) -> None:
@@ -66,7 +66,8 @@ class Robust(Around):
         self._rule, self._liars = robust.rule, robust.liars
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """See Method. All replies are held at once. Raises InputError: none."""
+        """Return the server's next state, folding the replies. All replies are held at once. Raises
+        InputError: none."""
         return self.inner.update(state, [self._one(list(replies))])
 
     def _one(self, replies: list[Reply]) -> Reply:

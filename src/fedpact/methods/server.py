@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fedpact.draws.schedules import Scheduled
 from fedpact.messages import Reply, State, Vectors
-from fedpact.methods import Around, Method, join, split
+from fedpact.methods import Method, MethodWrapper, join, split_state
 
 _PREFIX = "server/"
 _AVERAGE = "average/"
@@ -71,7 +71,7 @@ class ServerSettings(Scheduled):
         return self
 
 
-class Averaged(Around):
+class Averaged(MethodWrapper):
     """A method beside whose model the server keeps an average of it; not "none".
 
     The average is the state's vector "average/w" [d], of no site's concern. Of a tail the number
@@ -86,24 +86,24 @@ class Averaged(Around):
         self._first = rounds - math.ceil(server.average_share * rounds * (1 - 1e-12)) + 1
 
     def init(self, w: Tensor) -> State:
-        """See Method."""
+        """Return the server's first state, from the initial model w [d]."""
         return join(State({"w": w.clone()}, {"round": 0}), _AVERAGE, self.inner.init(w))
 
     def steps(self, state: State | None = None) -> int:
-        """See Method."""
-        return self.inner.steps(None if state is None else split(state, _AVERAGE)[1])
+        """Return τ of the next round; without a state, the most that it can be."""
+        return self.inner.steps(None if state is None else split_state(state, _AVERAGE)[1])
 
     def task(self, state: State) -> State:
-        """See Method."""
-        return self.inner.task(split(state, _AVERAGE)[1])
+        """Return what every site is told."""
+        return self.inner.task(split_state(state, _AVERAGE)[1])
 
     def short(self, state: State) -> Vectors | None:
-        """See Method."""
-        return self.inner.short(split(state, _AVERAGE)[1])
+        """Return what may be told in place of `task`'s vectors (methods.short), or None."""
+        return self.inner.short(split_state(state, _AVERAGE)[1])
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """See Method."""
-        own, rest = split(state, _AVERAGE)
+        """Return the server's next state, folding the replies."""
+        own, rest = split_state(state, _AVERAGE)
         after, number = self.inner.update(rest, replies), int(own.numbers["round"]) + 1
         average, numbers = own.vectors["w"], {"round": number}
         if self._server.average == "tail":
@@ -128,12 +128,12 @@ class Averaged(Around):
         return int(numbers.get("first", unsaid))
 
 
-def averaged(state: State) -> Tensor | None:
+def read_average(state: State) -> Tensor | None:
     """Return the average [d] that the server keeps beside its model, None where it keeps none."""
     return state.vectors.get(_AVERAGE + "w")
 
 
-class ServerOptimised(Around):
+class ServerOptimised(MethodWrapper):
     """A method whose aggregate is a step of a server optimiser; not "none". rounds: T."""
 
     def __init__(self, inner: Method, server: ServerSettings, rounds: int) -> None:
@@ -141,7 +141,7 @@ class ServerOptimised(Around):
         self._server, self._rounds = server, rounds
 
     def init(self, w: Tensor) -> State:
-        """See Method."""
+        """Return the server's first state, from the initial model w [d]."""
         own = {"momentum": torch.zeros_like(w)}
         if self._server.optimiser != "momentum":
             own["second_moment"] = torch.full_like(w, self._server.adaptivity**2)
@@ -150,16 +150,16 @@ class ServerOptimised(Around):
         return join(State(own, numbers), _PREFIX, self.inner.init(w))
 
     def steps(self, state: State | None = None) -> int:
-        """See Method."""
-        return self.inner.steps(None if state is None else split(state, _PREFIX)[1])
+        """Return τ of the next round; without a state, the most that it can be."""
+        return self.inner.steps(None if state is None else split_state(state, _PREFIX)[1])
 
     def task(self, state: State) -> State:
-        """See Method. The optimiser's vectors stay at the server."""
-        return self.inner.task(split(state, _PREFIX)[1])
+        """Return what every site is told. The optimiser's vectors stay at the server."""
+        return self.inner.task(split_state(state, _PREFIX)[1])
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """See Method."""
-        own, rest = split(state, _PREFIX)
+        """Return the server's next state, folding the replies."""
+        own, rest = split_state(state, _PREFIX)
         after = self.inner.update(rest, replies)
         w = rest.vectors["w"]
         vectors, step = self._stepped(own, after.vectors["w"] - w)

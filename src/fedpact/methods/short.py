@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from fedpact.errors import InputError
-from fedpact.messages import State, Task, Vectors, encoded_length, split
+from fedpact.messages import State, Task, Vectors, encoded_length, split_state
 from fedpact.methods import integers
 
-PREFIX: Final = "grid/"
+DELTA_PREFIX: Final = "grid/"
 """Of the names of vectors that are changes: in a short task, and in the server's state."""
 
-START: Final = PREFIX + "start"
+START: Final = DELTA_PREFIX + "start"
 """Of the vector that stands for all of a plan's start: its SHA-256, uint8 [32]."""
 
 
@@ -36,13 +36,13 @@ def start_told(vectors: Vectors) -> Vectors:
     return {START: torch.tensor(list(digest.digest()), dtype=torch.uint8)}
 
 
-def tells_start(task: Task) -> bool:
+def is_initial(task: Task) -> bool:
     """Whether a task's short form needs no earlier one."""
-    return isinstance(task, ShortenedTask) and START in task.changes
+    return isinstance(task, DeltaTask) and START in task.changes
 
 
 @dataclass(frozen=True)
-class ShortenedTask(Task):
+class DeltaTask(Task):
     """A whole task that has a short form. changes: what that tells in place of the vectors."""
 
     changes: Vectors = field(default_factory=dict[str, Tensor])
@@ -53,7 +53,7 @@ class ShortenedTask(Task):
         return encoded_length(shortest(self))
 
 
-def unshortened(task: Task) -> Task:
+def expand_task(task: Task) -> Task:
     """Return the task without a short form."""
     told = (task.run, task.round, task.algorithm, task.vectors, task.numbers)
     return Task(*told, task.included, task.attempt)
@@ -61,9 +61,9 @@ def unshortened(task: Task) -> Task:
 
 def shortest(task: Task) -> Task:
     """Return a task as it is sent."""
-    if not isinstance(task, ShortenedTask):
+    if not isinstance(task, DeltaTask):
         return task
-    return replace(unshortened(task), vectors=task.changes)
+    return replace(expand_task(task), vectors=task.changes)
 
 
 def whole(task: Task, base: Vectors | None) -> Task | None:
@@ -81,7 +81,7 @@ def whole(task: Task, base: Vectors | None) -> Task | None:
             )
         same = base is not None and torch.equal(start_told(base)[START], block)
         return replace(task, vectors=dict(base)) if base is not None and same else None
-    codes, rest = split(State(task.vectors, {}), PREFIX)
+    codes, rest = split_state(State(task.vectors, {}), DELTA_PREFIX)
     if not codes.vectors:
         return task
     if base is None:
@@ -90,5 +90,7 @@ def whole(task: Task, base: Vectors | None) -> Task | None:
     for name, block in codes.vectors.items():
         if name not in base or name in vectors:
             raise InputError(f"a task changes {name!r}: the last one had {sorted(base)}")
-        vectors[name] = integers.moved(base[name], *integers.decode(block, base[name].numel()))
+        vectors[name] = integers.apply_codes(
+            base[name], *integers.unpack_codes(block, base[name].numel())
+        )
     return replace(task, vectors=vectors)

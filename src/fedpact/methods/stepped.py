@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fedpact.draws.schedules import Scheduled
 from fedpact.messages import Local, State, Task
-from fedpact.methods import Around, Method
-from fedpact.privacy.around import BatchAround, OracleAround
-from fedpact.privacy.oracle import UNIFORM, Batch, Bounds, Oracle, Terms, Weighting, reach
+from fedpact.methods import Method, MethodWrapper
+from fedpact.privacy.around import BatchAround, OracleWrapper
+from fedpact.privacy.oracle import UNIFORM, Batch, Oracle, ReplyBounds, Terms, Weighting, reach
 
 
 class LocalSettings(Scheduled):
@@ -40,15 +40,15 @@ class LocalSettings(Scheduled):
         return self.momentum == 0 and self.schedule == "constant"
 
 
-class Stepped(Around):
+class Stepped(MethodWrapper):
     """A method whose sites' steps have momentum or a schedule. rounds: of the run."""
 
     def __init__(self, inner: Method, local: LocalSettings, rounds: int) -> None:
         super().__init__(inner)
         self._local, self._rounds = local, rounds
 
-    def bounds(self, task: Task, terms: Terms) -> Bounds:
-        """See Method."""
+    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
+        """Return what an honest reply to the task can be, of a site with these terms."""
         inner, steps = self.inner.bounds(task, terms), self.inner.steps()
         done, total = (task.round - 1) * steps, self._rounds * steps
         longer = max(self._local.factor(done + k, total) for k in range(1, steps + 1))
@@ -56,13 +56,13 @@ class Stepped(Around):
         return replace(inner, vectors={n: longer * far for n, far in inner.vectors.items()})
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        """See Method."""
+        """Return a site's reply and its next memory."""
         steps = self.inner.steps()
         total, done = self._rounds * steps, (task.round - 1) * steps
         return self.inner.local(task, _Moving(oracle, self._local, done, total), memory)
 
 
-class _Moving(OracleAround):
+class _Moving(OracleWrapper):
     """An oracle whose gradients have momentum and a schedule. done: steps of earlier rounds."""
 
     def __init__(self, inner: Oracle, local: LocalSettings, done: int, total: int) -> None:
@@ -71,7 +71,7 @@ class _Moving(OracleAround):
         self._momentum: Tensor | None = None
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """See Oracle."""
+        """Yield `count` batches that answer the channels; each is closed by the next one."""
         for batch in self._inner.batches(count, *channels):
             self._done += 1
             yield _MovingBatch(batch, self)
@@ -86,12 +86,12 @@ class _Moving(OracleAround):
 
 
 class _MovingBatch(BatchAround):
-    """See Batch."""
+    """A batch whose gradients the optimiser turns into steps."""
 
     def __init__(self, inner: Batch, moving: _Moving) -> None:
         super().__init__(inner)
         self._moving = moving
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """See Batch."""
+        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over."""
         return self._moving.moved(self._inner.gradient(w, weighting))

@@ -23,9 +23,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from torch import Tensor, nn
 
 from fedpact.errors import ModelError, PlanError
-from fedpact.ledger.about import Words
+from fedpact.ledger.about import JoinedText
 from fedpact.models.held import alike, all_held
-from fedpact.models.weights import block_of, checked, lowered, tensors_of
+from fedpact.models.weights import block_of, lower_digest, read_checked, tensors_of
 from fedpact.own.named import brings_weights, is_own
 
 _SETTING = "initial.weights"
@@ -56,8 +56,8 @@ class InitialSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     weights: str | None = Field(default=None, min_length=1)
-    sha256: Annotated[str | None, AfterValidator(lowered)] = None
-    trained_on: Words | None = None
+    sha256: Annotated[str | None, AfterValidator(lower_digest)] = None
+    trained_on: JoinedText | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -166,7 +166,7 @@ class InitialSettings(BaseModel):
             "cost whoever is in it is no part of this run's ε."
         )
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return in a sentence what the model begins with; "" for weights from the seed."""
         if self.weights is None:
             brought = f"The model began with weights of its own, trained on: {self.trained_on}."
@@ -185,7 +185,7 @@ class InitialSettings(BaseModel):
         if self.weights is None:
             return None
         path = self._path(at)
-        block = checked(path, self.sha256, _SETTING)
+        block = read_checked(path, self.sha256, _SETTING)
         return _tensors(path, tensors_of(path, block, _SETTING))
 
     def file(self) -> Path:

@@ -55,7 +55,7 @@ class ViewSettings(BaseModel):
             if self.used and found:
                 raise ValueError(f"[views] with {beside}: {why}; leave one out")
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return in a sentence what a record's gradient is; "" where it is that of the image."""
         if not self.used:
             return ""
@@ -86,15 +86,15 @@ class Views(nn.Module):
         self.called = f"{model_name(module)} with [views]"
 
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
-        each = views(x, self._settings) if self.training else [x]
+        """Return the outputs of every view [B, K, ...]; outside training of the image alone."""
+        each = make_views(x, self._settings) if self.training else [x]
         return torch.stack([self.module(view) for view in each], 1)
 
 
-def views(x: Tensor, settings: ViewSettings) -> list[Tensor]:
+def make_views(x: Tensor, settings: ViewSettings) -> list[Tensor]:
     """Return K times the images x [B, (c,) h, w], first as they are, each view of that image alone.
 
-    >>> views(torch.tensor([[[1.0, 2.0]]]), ViewSettings(mirror=True))[1]
+    >>> make_views(torch.tensor([[[1.0, 2.0]]]), ViewSettings(mirror=True))[1]
     tensor([[[2., 1.]]])
     """
     found = [x, *_shifted(x, settings.shift)]

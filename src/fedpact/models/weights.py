@@ -25,7 +25,7 @@ def block_of(path: Path, setting: str) -> bytes:
         ) from None
 
 
-def checked(path: Path, sha256: str | None, setting: str) -> bytes:
+def read_checked(path: Path, sha256: str | None, setting: str) -> bytes:
     """Return a file's bytes. Raises ModelError: unreadable, or not of this SHA-256."""
     block = block_of(path, setting)
     found = hashlib.sha256(block).hexdigest()
@@ -55,7 +55,7 @@ def tensors_of(path: Path, block: bytes, setting: str) -> Mapping[str, Any]:
         ) from error
 
 
-def lowered(sha256: str | None) -> str | None:
+def lower_digest(sha256: str | None) -> str | None:
     """Return a SHA-256 in lower case. Raises ValueError: it is none."""
     if sha256 is None or re.fullmatch(r"[0-9a-f]{64}", sha256.lower()):
         return sha256 and sha256.lower()

@@ -47,7 +47,7 @@ def digest_of_module(module: nn.Module) -> str:
     return _digest(_module(module, _Seen()))
 
 
-def digest_of_what_lasts(module: nn.Module) -> str:
+def stable_digest(module: nn.Module) -> str:
     """As digest_of_module, but for what has no name beyond this process, as a lock or a generator.
 
     So it is the same in another process, and two that differ in nothing else have the same.

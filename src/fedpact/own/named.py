@@ -42,12 +42,12 @@ def brings_weights(name: str) -> bool:
     return is_handed(name) and name.partition("@")[0].endswith(_WEIGHTS)
 
 
-def handed_name(name: str, digest: str) -> str:
+def name_handed_in(name: str, digest: str) -> str:
     """Return what a plan calls what was handed in. digest: SHA-256 in hexadecimal digits."""
     return f"{re.sub(r'[^A-Za-z0-9_.+-]+', '-', name).strip('-') or 'own'}@{digest[:_DIGITS]}"
 
 
-def handed_in(plan: Mapping[str, Any]) -> dict[str, list[str]]:
+def get_handed_in(plan: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return what a plan names that was handed in from Python, by the key that has it.
 
     plan: its content, as plan.json has it.
@@ -63,13 +63,13 @@ def handed_in(plan: Mapping[str, Any]) -> dict[str, list[str]]:
     return {key: names for key, names in own.items() if names}
 
 
-def not_here(plan: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return what `handed_in` does, without what this process has: the data are never kept."""
-    own = handed_in(plan).items()
+def not_in_process(plan: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return what `get_handed_in` does, without what this process has: the data are never kept."""
+    own = get_handed_in(plan).items()
     return {key: left for key, names in own if (left := [n for n in names if n not in _kept])}
 
 
-def with_handed(
+def with_user_objects(
     plan: Mapping[str, Any], *, model: Any = None, loss: Any = None, metrics: Any = None
 ) -> dict[str, Any]:
     """Return a plan's content with what is handed in, for the first time or again.
@@ -78,7 +78,7 @@ def with_handed(
     """
     found = dict(plan)
     if model is not None:
-        found["model"] = name_of(model)
+        found["model"] = name_object(model)
     own = dict[str, Any]() if loss is None else {"loss": name_of_function(loss)}
     if metrics is not None:
         several = cast(list[Any], metrics) if isinstance(metrics, list | tuple) else [metrics]
@@ -88,7 +88,7 @@ def with_handed(
 
 def check_same(plan: Mapping[str, Any], *, loss: Any = None, metrics: Any = None) -> None:
     """Keep a loss and metrics of a plan that are handed in again. Raises ModelError: others."""
-    own = with_handed(plan, loss=loss, metrics=metrics).get("task") or {}
+    own = with_user_objects(plan, loss=loss, metrics=metrics).get("task") or {}
     known = plan.get("task") or {}
     for key, given in (("loss", loss), ("metrics", metrics)):
         if given is not None and own[key] != known.get(key):
@@ -103,14 +103,14 @@ def model_again(model: Any, known: str) -> str:
 
     Its weights count for nothing, so a module of the class will do. Raises ModelError: another.
     """
-    name = name_of(model)
+    name = name_object(model)
     kind: Any = type(model) if isinstance(model, nn.Module) else model
     if callable(kind):
         title = getattr(kind, "__name__", type(kind).__name__)
         # What another process calls by its place, as a script that is imported, is the same code.
-        same = {name, name_of(kind), handed_name(title, digest_of_code(kind))}
+        same = {name, name_object(kind), name_handed_in(title, digest_of_code(kind))}
         of_class = isinstance(kind, type) and brings_weights(known)
-        if known in same or (of_class and known.startswith(handed_name(title + _WEIGHTS, ""))):
+        if known in same or (of_class and known.startswith(name_handed_in(title + _WEIGHTS, ""))):
             return name
     elif name == known:
         return name
@@ -120,14 +120,14 @@ def model_again(model: Any, known: str) -> str:
     )
 
 
-def name_of(thing: Any) -> Any:
+def name_object(thing: Any) -> Any:
     """Return what a plan calls a module, class or function; anything else as it is.
 
     A module is kept as it is now: what becomes of it later changes no run.
     """
     if isinstance(thing, nn.Module):
         kept = copy.deepcopy(thing).cpu()
-        name = handed_name(type(thing).__name__ + _WEIGHTS, digest_of_module(kept))
+        name = name_handed_in(type(thing).__name__ + _WEIGHTS, digest_of_module(kept))
         _kept[name] = lambda: copy.deepcopy(kept)
         return name
     if not callable(thing):
@@ -136,26 +136,26 @@ def name_of(thing: Any) -> Any:
     place = f"{getattr(thing, '__module__', None)}:{title}"
     if _found_at(place) is thing:
         return place
-    name = handed_name(title, digest_of_code(thing))
+    name = name_handed_in(title, digest_of_code(thing))
     _kept[name] = thing
     return name
 
 
 def name_of_function(thing: Any) -> Any:
-    """Return what a plan calls a loss or metric, as `name_of` does; a module is the function.
+    """Return what a plan calls a loss or metric, as `name_object` does; a module is the function.
 
     It is kept as it is now, and called with outputs and labels.
     """
     if not isinstance(thing, nn.Module):
-        return name_of(thing)
+        return name_object(thing)
     kept = copy.deepcopy(thing).cpu()
-    name = handed_name(type(thing).__name__, digest_of_module(kept))
+    name = name_handed_in(type(thing).__name__, digest_of_module(kept))
     _kept[name] = kept
     return name
 
 
 def _name_of_factory(thing: Any) -> str:
-    found = name_of(thing)
+    found = name_object(thing)
     if not isinstance(found, str):
         raise ValueError(f"{thing!r} is no model: expected a name, a module, a class or a factory")
     return found

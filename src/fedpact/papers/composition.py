@@ -30,11 +30,11 @@ OldBound = Literal["proposed", "MA", "AC1", "AC2"]
 OLD_BOUNDS: Final[tuple[OldBound, ...]] = get_args(OldBound)
 
 AC1_SLACK: Final = 1e-5  # the paper's δ~
-Log = Callable[[float], float]
+LogFunction = Callable[[float], float]
 
 
 def unconditional_noise(
-    bound: OldBound, budget: Budget, q: float, steps: int, log: Log = math.log
+    bound: OldBound, budget: Budget, q: float, steps: int, log: LogFunction = math.log
 ) -> float:
     """Return the paper's σ, noise over C a coordinate, by one of its four bounds. No guarantee.
 

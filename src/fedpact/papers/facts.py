@@ -36,12 +36,12 @@ class RunFacts(Protocol):
 
     @property
     def path(self) -> Path:
-        """The folder."""
+        """The run's folder."""
         ...
 
     @property
     def plan(self) -> Mapping[str, Any]:
-        """plan.json."""
+        """The content of plan.json."""
         ...
 
     @property

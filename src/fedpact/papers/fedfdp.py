@@ -13,7 +13,7 @@ from fedpact.papers.facts import RunFacts
 from fedpact.shown.tables import print_table
 from fedpact.theory.fairness import Slopes, best_weight, bound, noise_term
 
-DEFAULTS: dict[str, float] = {
+PAPER_VALUES: dict[str, float] = {
     "sigma": 2.0,
     "C": 0.1,
     "d": 582_026,
@@ -32,7 +32,7 @@ WHY_POSITIVE = (
     "λ* > 0 because Q0 > 0 was given: no record's loss may be below the mean loss, which no data "
     "satisfy (docs/errata.md, F10)."
 )
-INSTEAD = (
+ALTERNATIVES = (
     "Choose λ by a sweep of validation accuracy and Ψ: each fairness_weight a configuration of its "
     "own, side by side with `fedpact compare`. Or from released numbers: λ = c/F with c in (0, 1] "
     'and F the loss that the sites release, which settings = { weight_rule = "relative", '
@@ -42,7 +42,7 @@ INSTEAD = (
 
 
 @dataclass(frozen=True)
-class Question:
+class TheoremInputs:
     """The theorem's numbers. given: sigma, C, d, B, Q0, T, as far as they were given."""
 
     gradient_bound: float
@@ -54,11 +54,11 @@ class Question:
     given: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-def answer_question(question: Question, run: RunFacts | None) -> dict[str, Any]:
+def answer_question(question: TheoremInputs, run: RunFacts | None) -> dict[str, Any]:
     """Return what --json prints. Raises InputError, and DataError for a damaged run."""
     measured = _released(run) if run else {}
     released = measured.pop("loss", None)
-    known = DEFAULTS | measured | dict(question.given)
+    known = PAPER_VALUES | measured | dict(question.given)
     steps, dimension = int(known["T"]), int(known["d"])
     bounds = Slopes(
         gradient_bound=question.gradient_bound,
@@ -78,7 +78,7 @@ def answer_question(question: Question, run: RunFacts | None) -> dict[str, Any]:
     return {
         "lam": best,
         "why": WHY_POSITIVE if best > 0 else WHY_ZERO,
-        "instead": INSTEAD,
+        "instead": ALTERNATIVES,
         "sweep": sweep,
         "numbers": {
             "G": question.gradient_bound,

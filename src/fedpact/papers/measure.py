@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedpact.control.costs import Costs
 from fedpact.data.partition import Partition
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.errors import DataError, InputError
 from fedpact.folder import Folder
 from fedpact.losses import cross_entropy
@@ -173,7 +173,7 @@ def _estimates(run: Path) -> dict[str, Estimate]:
             "be estimated here; give --L, --lam and --sigma2"
         )
     plan = Plan.parse(Folder(run).read_json("plan.json"))
-    scene = Scene.of(plan, partition=Partition.load(Folder(run).partition))
+    scene = SimulationSetup.of(plan, partition=Partition.load(Folder(run).partition))
     checkpoint, _ = Folder(run).restore()
     model = FlatModel(scene.module().eval())
     points = [model.vector.clone(), checkpoint.state.vectors["w"]]

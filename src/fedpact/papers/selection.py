@@ -35,7 +35,7 @@ from fedpact.text import upper
 from fedpact.theory import rdp, special
 from fedpact.theory.accounting import History, SampledGaussian, epsilon
 
-Array = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 
 _ORDERS: Final = np.asarray(rdp.ORDERS)
 _ROUNDED: Final = 1 + 1e-12  # above the rounding of the few operations here
@@ -58,7 +58,7 @@ class Trials:
     winner: Mapping[str, float]
 
 
-def tried(histories: Sequence[History], delta: float, times: int = 1) -> Trials:
+def count_trials(histories: Sequence[History], delta: float, times: int = 1) -> Trials:
     """Return what runs cost that release these histories, each `times` times.
 
     histories: event -> how often, of each setting. delta: in (0, 1). Raises InputError: fewer than
@@ -75,7 +75,8 @@ def tried(histories: Sequence[History], delta: float, times: int = 1) -> Trials:
 
 
 def as_document(found: Trials) -> dict[str, Any]:
-    """Return it as plain data, with `lines`; None stands for an ε of which no bound was found."""
+    """Return it as plain data, with `describe_trials`; None stands for an ε of which no bound was
+    found."""
 
     def known(cost: float) -> float | None:
         return cost if math.isfinite(cost) else None
@@ -87,11 +88,11 @@ def as_document(found: Trials) -> dict[str, Any]:
         "epsilon_of_every": known(found.every),
         "epsilon_of_winner": {law: known(cost) for law, cost in found.winner.items()},
         "laws": {law: about.told(found.runs) for law, about in LAWS.items()},
-        "holds_for": lines(found),
+        "holds_for": describe_trials(found),
     }
 
 
-def lines(found: Trials) -> list[str]:
+def describe_trials(found: Trials) -> list[str]:
     """Return in words what trying costs, and for whom each ε holds."""
     runs, delta = found.runs, f"at δ = {upper(found.delta)}"
     drawn = "; ".join(
@@ -132,7 +133,7 @@ def winner_epsilon(
     return rdp.to_epsilon(best_of(np.maximum.reduce(each), mean, law), delta)
 
 
-def best_of(one: Array, mean: float, law: str) -> Array:
+def best_of(one: FloatArray, mean: float, law: str) -> FloatArray:
     """Return RDP of the best of K runs at each of rdp.ORDERS, from that of one run, `one`.
 
     mean: E[K], from 2 to 1e9. law: a name of LAWS. Raises InputError.
@@ -147,7 +148,7 @@ def best_of(one: Array, mean: float, law: str) -> Array:
     return found
 
 
-def _of_run(history: History) -> Array:
+def _of_run(history: History) -> FloatArray:
     total = np.zeros(len(_ORDERS))
     for event, count in history.items():
         if check.natural(count=count):
@@ -155,8 +156,8 @@ def _of_run(history: History) -> Array:
     return total
 
 
-def _negative_binomial(shape: int) -> Callable[[Array, float], Array]:
-    def bound(one: Array, mean: float) -> Array:
+def _negative_binomial(shape: int) -> Callable[[FloatArray, float], FloatArray]:
+    def bound(one: FloatArray, mean: float) -> FloatArray:
         gamma = success(mean, shape)
         others = (1 + shape) * ((1 - 1 / _ORDERS) * one - math.log(gamma) / _ORDERS)
         return one + float(np.nanmin(others)) + math.log(_expected(gamma, shape)) / (_ORDERS - 1)
@@ -164,7 +165,7 @@ def _negative_binomial(shape: int) -> Callable[[Array, float], Array]:
     return bound
 
 
-def _poisson(one: Array, mean: float) -> Array:
+def _poisson(one: FloatArray, mean: float) -> FloatArray:
     near = np.log1p(1 / (_ORDERS - 1))
     # Canonne, Kamath, Steinke 2020, Proposition 12, for every order at every ε^.
     a = _ORDERS[:, None]
@@ -199,7 +200,7 @@ class Law:
     told: P(K = k), from about E[K], as it is to be drawn.
     """
 
-    rdp: Callable[[Array, float], Array]
+    rdp: Callable[[FloatArray, float], FloatArray]
     told: Callable[[float], str]
 
 

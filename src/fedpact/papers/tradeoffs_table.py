@@ -22,9 +22,9 @@ from fedpact.shown.tables import print_table
 from fedpact.text import upper
 from fedpact.theory.accounting import Accountant
 
-STEPS = (70_000, 700_000)
+STEP_COUNTS = (70_000, 700_000)
 EPSILONS = (0.3, 0.5, 1.0, 2.0, 4.0)
-EXACT: tuple[Accountant, ...] = ("rdp", "pld")
+EXACT_ACCOUNTANTS: tuple[Accountant, ...] = ("rdp", "pld")
 STYLES = {"rdp": "s-.k", "pld": "o-k"}
 LABELS = {"rdp": "RDP, proven", "pld": "PLD, proven"}
 GUARANTEE = (
@@ -48,7 +48,7 @@ class TradeoffQuestion:
     paper: bool = False
 
 
-def asked(
+def build_question(
     preset: str | None,
     q: float | None,
     delta: float | None,
@@ -69,7 +69,7 @@ def asked(
         check.count(steps=number)
     for epsilon in epsilons:
         check.positive(epsilon=epsilon)
-    chosen = sorted(set(steps or STEPS)), sorted(set(epsilons or EPSILONS))
+    chosen = sorted(set(steps or STEP_COUNTS)), sorted(set(epsilons or EPSILONS))
     return TradeoffQuestion(problem, *chosen, paper=preset == "paper")
 
 
@@ -86,7 +86,7 @@ def tradeoffs(question: TradeoffQuestion, out: Path | None, as_json: bool) -> No
             console.print(told, highlight=False)
         some = (
             *(old_point(problem, bound, epsilon, steps, paper) for bound in OLD_BOUNDS),
-            *(exact_point(problem, by, epsilon, steps) for by in EXACT),
+            *(exact_point(problem, by, epsilon, steps) for by in EXACT_ACCOUNTANTS),
         )
         points += [with_proof(problem, point) for point in some]
     if out is not None:
@@ -130,7 +130,7 @@ def _cells(point: Point) -> list[str]:
         mark = "[bold red]UNSOUND[/]" if point.unsound else ""
         numbers = (f"{point.sigma:.4g}", upper(point.proven), mark)
         numbers += (f"{point.utility:.4g}", f"{point.rate:,.0f}")
-    state = "proven" if point.curve in EXACT else "violated" if point.notes else "hold"
+    state = "proven" if point.curve in EXACT_ACCOUNTANTS else "violated" if point.notes else "hold"
     return [f"{point.epsilon:g}", LABELS.get(point.curve, point.curve), *numbers, state]
 
 
@@ -150,7 +150,9 @@ def _draw(question: TradeoffQuestion, points: list[Point], out: Path) -> None:
         3, len(question.steps), figsize=size, sharex=True, squeeze=False, layout="constrained"
     )
     for column, steps in enumerate(question.steps):
-        exact = {by: [p for p in points if (p.curve, p.steps) == (by, steps)] for by in EXACT}
+        exact = {
+            by: [p for p in points if (p.curve, p.steps) == (by, steps)] for by in EXACT_ACCOUNTANTS
+        }
         _column(axes[:, column], question, steps, exact)
     axes[0][0].legend(fontsize="small")
     figure.suptitle(
@@ -203,7 +205,7 @@ def _column(
 
 def _marked(point: Point, exact: Mapping[str, list[Point]]) -> Point:
     """Return the point, noted where its σ is below the least with a proof, between known ones."""
-    known = [p for p in exact[EXACT[-1]] if p.sigma]
+    known = [p for p in exact[EXACT_ACCOUNTANTS[-1]] if p.sigma]
     epsilons, sigmas = ([math.log(getattr(p, key)) for p in known] for key in ("epsilon", "sigma"))
     least = float(np.interp(math.log(point.epsilon), epsilons, sigmas))
     if point.sigma is not None and math.log(point.sigma) < least - 0.01:

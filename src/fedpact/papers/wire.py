@@ -7,7 +7,7 @@ from typing import Any
 from fedpact.methods.gridded import UNITS_DOWN
 from fedpact.papers.facts import RunFacts
 from fedpact.text import number, size
-from fedpact.theory.shares import UNITS, entropy
+from fedpact.theory.shares import SHARE_DEVIATION, rounded_entropy
 
 _WHAT = (
     "Bytes of the messages as encoded, with names, numbers and signatures' fields around the "
@@ -56,9 +56,9 @@ def _grids(plan: Mapping[str, Any]) -> dict[str, float]:
     grid = plan.get("compression", {}).get("kind") == "grid"
     masked = plan.get("secure_aggregation", {}).get("threshold", 0)
     if plan.get("privacy", {}).get("trust") == "sum":
-        found["entropy of a share's noise, below its mask"] = UNITS
+        found["entropy of a share's noise, below its mask"] = SHARE_DEVIATION
     elif grid and not masked:
-        found["entropy of a reply's noise"] = UNITS
+        found["entropy of a reply's noise"] = SHARE_DEVIATION
     if grid:
         found["entropy of a change of the model"] = UNITS_DOWN
     return found
@@ -69,7 +69,7 @@ def _measured(name: str, sent: float, messages: int, d: int) -> tuple[str, str, 
 
 
 def _entropy(name: str, units: float, d: int) -> tuple[str, str, str, str]:
-    bits = entropy(units)
+    bits = rounded_entropy(units)
     each = "a half" if units == UNITS_DOWN else "a quarter"
     told = f"{name}, rounded to {each} of its deviation"
     return told, size(bits * d / 8), f"{number(bits)} bits", "–"

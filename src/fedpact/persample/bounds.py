@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedpact.errors import InputError
-from fedpact.params import at_hand
+from fedpact.params import on_cpu
 from fedpact.persample.norms import LARGEST
 from fedpact.persample.share import IN_FLOAT32, TOGETHER, unit_of
 
@@ -72,7 +72,7 @@ def usable(losses: Tensor, norms: Tensor, w: Tensor | None, occupied: Tensor | N
 
 def every_slot_finite(losses: Tensor, norms: Tensor, w: Tensor | None) -> bool:
     """Whether all slots are, which a GPU is not asked: the host would have to wait."""
-    if not at_hand(norms):
+    if not on_cpu(norms):
         return False
     # A sum is finite only if its terms are.
     return math.isfinite(sum(float(v.sum()) for v in (losses, norms, w) if v is not None))

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fedpact.losses import Loss, cross_entropy, known_classes
+from fedpact.losses import Loss, cross_entropy, mask_known_classes
 from fedpact.params import FlatModel
 from fedpact.persample.convolution import Convolved, Geometry, Pooled, Pooled2d, sparse
 from fedpact.persample.gradients import Made, Outer
@@ -321,7 +321,7 @@ def _differentiated(loss: Loss, outputs: Tensor, y: Tensor) -> tuple[Tensor, Ten
 
 def _cross_entropy(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     log = torch.log_softmax(outputs, 1)
-    known, y = known_classes(y, outputs.shape[1])
+    known, y = mask_known_classes(y, outputs.shape[1])
     losses, total = _aten.nll_loss_forward.default(log, y, None, 0, -100)
     ones = torch.ones_like(losses)
     g = _aten.nll_loss_backward.default(ones, log, y, None, 0, -100, total)

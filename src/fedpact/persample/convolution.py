@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedpact.params import at_hand
+from fedpact.params import on_cpu
 from fedpact.persample import norms
 from fedpact.persample.gradients import Outer
 from fedpact.persample.share import Part, Share, same
@@ -204,7 +204,7 @@ class Convolved(Share):
         self.element = g.element_size()
         self._positions = math.prod(g.shape[2:])
         self._layout: PatchOrder = layout or layout_of(
-            geometry.groups, weight, self._positions, cpu=at_hand(g)
+            geometry.groups, weight, self._positions, cpu=on_cpu(g)
         )
         patches = self._positions * weight[0].numel() * geometry.groups
         one = max(1, norms.chunk_bytes(g) // max(1, patches * self.element))
@@ -282,7 +282,7 @@ def sparse(geometry: Geometry, weight: Tensor, grad: Tensor, pooled: Pooled | No
 
     On CPUs, where embedding_bag is a routine of its own and faster than a product; untried on GPUs.
     """
-    if pooled is None or not at_hand(grad):
+    if pooled is None or not on_cpu(grad):
         return False
     simple = geometry.plain and geometry.stride == geometry.dilation == (1, 1)
     wide = geometry.kernel[1] * weight.shape[1] >= _WIDE

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpact.losses import Loss, cross_entropy
-from fedpact.params import FlatModel, at_hand, from_numpy
+from fedpact.params import FlatModel, from_numpy, on_cpu
 from fedpact.persample.bounds import coefficients
 from fedpact.persample.chain import chain_of, flattens
 from fedpact.persample.layout import Pass, Placement, laid_out, length_for, overhead
@@ -100,7 +100,7 @@ class Dense:
     def of(model: FlatModel, loss: Loss) -> "Dense | None":
         """Return what answers for such models, None where the model is no such chain."""
         chain = chain_of(model.module)
-        if chain is None or loss is not cross_entropy or not at_hand(model.vector):
+        if chain is None or loss is not cross_entropy or not on_cpu(model.vector):
             return None
         flat = bool(chain) and flattens(chain[0])
         layers = chain[1:] if flat else chain
@@ -161,7 +161,7 @@ class Dense:
 
     def fits(self, x: Tensor, y: Tensor) -> bool:
         """Whether x, y [B, ...] are records of the model's, at least one."""
-        fits = x.dtype == self._dtype and y.dtype == torch.int64 and at_hand(x)
+        fits = x.dtype == self._dtype and y.dtype == torch.int64 and on_cpu(x)
         rows = x.dim() == 2 or (x.dim() > 2 and self._flattens)
         return fits and rows and y.dim() == 1 and x.shape[0] == y.shape[0] and len(y) > 0
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss
-from fedpact.params import FlatModel, all_digits, at_hand, autocast, fewer_digits, model_name, sent
+from fedpact.params import FlatModel, all_digits, autocast, fewer_digits, model_name, on_cpu, sent
 from fedpact.persample.apart.independence import Mixers, check_agreement, check_separation
 from fedpact.persample.bounds import check_clip, coefficients, every_slot_finite, usable, within
 from fedpact.persample.call import wide
@@ -315,7 +315,7 @@ class PlainKernel:
         self._trainable = trainable(model)
         self._images = by_pixel(model.module)
         # A CPU's caches do not hold what convolutions leave of more records.
-        large = at_hand(model.vector) and any(p.dim() > 2 for p in self._trainable)
+        large = on_cpu(model.vector) and any(p.dim() > 2 for p in self._trainable)
         self._length = 128 if large else 1024
 
     def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:

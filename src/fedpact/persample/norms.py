@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fedpact.params import at_hand
+from fedpact.params import on_cpu
 
 KEEP_BYTES = 20 * 2**20
 """Up to this size a layer's per-sample gradients are kept from the norms to the sum.
@@ -60,7 +60,7 @@ def square_sums(rows: Tensor) -> Tensor:
 def rough_squares(rows: Tensor) -> Tensor:
     """The same in the rows' own type, unless on a GPU: too small where squares are lost to it."""
     flat = rows if rows.dim() == 2 else flattened(rows)
-    if not at_hand(flat):
+    if not on_cpu(flat):
         # Float64 costs a reduction there little, and nobody may ask whether it was needed.
         return _norms(flat, dim=1, dtype=torch.float64).square_()
     if flat.shape[1] <= BLOCK:
@@ -78,7 +78,7 @@ def exact(rough: list[Tensor], pieces: list[Tensor]) -> Tensor:
     found = _joined(rough, 0).double()
     if pieces and pieces[0].dtype == torch.float64:
         return found.clamp_min(LEAST)
-    if not at_hand(found) or not (found < SMALL).any():
+    if not on_cpu(found) or not (found < SMALL).any():
         return found
     start = 0
     for rows in pieces:
@@ -101,7 +101,7 @@ def most_of(g: Tensor, lengths: Tensor) -> Tensor | None:
     record is added then; it could not be seen beside any other.
     """
     near = lengths < NEAR
-    if at_hand(near) and not near.any():
+    if on_cpu(near) and not near.any():
         return None
     return torch.where(near, LARGEST / square_sums(g).sqrt(), torch.inf)
 
@@ -118,12 +118,12 @@ def _joined(tensors: list[Tensor], dim: int) -> Tensor:
 
 def chunk_bytes(like: Tensor) -> int:
     """About how many bytes are worked on at a time."""
-    return CHUNK_BYTES if at_hand(like) else CHUNK_BYTES_GPU
+    return CHUNK_BYTES if on_cpu(like) else CHUNK_BYTES_GPU
 
 
 def keep_bytes(like: Tensor) -> int:
     """Up to how many bytes a layer's per-sample gradients are kept from the norms to the sum."""
-    return KEEP_BYTES if at_hand(like) else KEEP_BYTES_GPU
+    return KEEP_BYTES if on_cpu(like) else KEEP_BYTES_GPU
 
 
 def chunks(batch: int, size: int, like: Tensor, most: int | None = None) -> list[slice]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedpact.errors import ModelError
 from fedpact.losses import Loss, is_ours
-from fedpact.params import FlatModel, at_hand, fewer_digits
+from fedpact.params import FlatModel, fewer_digits, on_cpu
 from fedpact.persample import memory, norms
 from fedpact.persample.alone import Alone
 from fedpact.persample.apart.batch_rules import Mixed
@@ -73,7 +73,7 @@ class Passes:
         full = model.precision != "bf16"  # autocast is for what autograd differentiates
         self.chain = Chain.of(model) if is_ours(loss) and full else None
         # A GPU gains nothing from numpy, and the passes are written for it.
-        self.dense = Dense.of(model, loss) if at_hand(model.vector) and full else None
+        self.dense = Dense.of(model, loss) if on_cpu(model.vector) and full else None
         self._ways: dict[object, _Way] = {}
         self._fits: dict[object, int] = {}
         self._space = Space(partial(fewer_digits, model))
@@ -101,7 +101,7 @@ class Passes:
         way = self._chain(x) or self._traced(x, y)
         if isinstance(way, Alone):
             return way.step
-        if not at_hand(x):
+        if not on_cpu(x):
             return length_for(expected, self._fitting(x, y), _GPU_OVERHEAD, exact=exact)
         instance, activations, overhead = way.cost(x)
         keep = norms.keep_bytes(self._model.vector)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedpact.params import at_hand
+from fedpact.params import on_cpu
 
 TOGETHER = 128
 """So many records' terms float32 may add in one product; docs/privacy.md has why."""
@@ -59,7 +59,7 @@ class Space:
 
     def take(self, rows: int, columns: int, like: Tensor) -> Tensor:
         """Rows [rows, columns] of numbers of the type and on the device of `like`, not set."""
-        if not at_hand(like):
+        if not on_cpu(like):
             # A GPU's memory is kept by torch, and what a captured pass works on is its own.
             return like.new_empty(rows, columns)
         if self._next == len(self._blocks):
@@ -148,7 +148,7 @@ def balanced(g: Tensor, u: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     A record of 1e38 whose g is 1e-20 may need a c_j g_j that float32 has no digits left for.
     """
     far = (lengths > FAR) & lengths.isfinite()
-    if at_hand(far) and not far.any():
+    if on_cpu(far) and not far.any():
         return g, u
     # At most 2^64, the root of the longest ‖u‖: a power of two, so no digit is lost.
     exponent = torch.where(far, torch.frexp(lengths)[1] // 2, 0).clamp_max(64)[:, None]

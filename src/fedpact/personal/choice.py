@@ -19,15 +19,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fedpact.draws.seeded import stream
+from fedpact.draws.seeded import seeded_generator
 from fedpact.params import FlatModel
-from fedpact.personal.tuning import answers, tuned
+from fedpact.personal.tuning import answers, tune
 from fedpact.theory.special import fair_coins_at_least
 
 WEIGHTS: Final = (1.0, 0.1, 1e-2, 1e-3, 1e-4)
 """The λ that are tried, in nats over squared length; the largest first, as each begins the next."""
 
-LEAST: Final = 50
+MIN_RECORDS_TO_TUNE: Final = 50
 """Records, or persons, with fewer than which no advice is to tune: a part is then ten."""
 
 LEVEL: Final = 0.05
@@ -81,16 +81,16 @@ class Validated:
     @property
     def tune(self) -> bool:
         """Whether the advice is to tune."""
-        return self._count >= LEAST and self.chance <= LEVEL
+        return self._count >= MIN_RECORDS_TO_TUNE and self.chance <= LEVEL
 
     @property
     def told(self) -> str:
         """The advice and its reason."""
         what = "records" if self.whose is None else "persons"
-        if self._count < LEAST:
+        if self._count < MIN_RECORDS_TO_TUNE:
             return (
                 f"do not tune: {self._count} {what} are too few to tell a gain from chance; "
-                f"expected at least {LEAST}"
+                f"expected at least {MIN_RECORDS_TO_TUNE}"
             )
         answered = (
             len(self.before) if self.whose is None else self.whose[self.places].unique().numel()
@@ -104,7 +104,7 @@ class Validated:
         return f"do not tune: {found}, which is within what chance does"
 
 
-def validated(
+def choose_lambda(
     model: FlatModel, x: Tensor, y: Tensor, anchor: Tensor, whose: Tensor | None = None
 ) -> Validated:
     """Return the λ that the records x [n, ...], y [n, ...] choose for a model anchor [d].
@@ -128,7 +128,7 @@ def _parts(whose: Tensor) -> list[Tensor]:
     """Return the places of records in parts, each of them persons with all of theirs."""
     if (persons := _persons(whose)) < _PARTS:
         return []
-    order = torch.randperm(persons, generator=stream("parts of a site's own records"))
+    order = torch.randperm(persons, generator=seeded_generator("parts of a site's own records"))
     rank = torch.argsort(order)[whose]
     drawn = torch.argsort(rank, stable=True)
     return [drawn[rank[drawn] % _PARTS == i] for i in range(_PARTS)]
@@ -149,7 +149,7 @@ def _answered(
         rest[part] = False
         w = anchor
         for i, weight in enumerate(WEIGHTS):
-            w = tuned(model, x[rest], y[rest], anchor, weight, w)
+            w = tune(model, x[rest], y[rest], anchor, weight, w)
             hits, costs = answers(model, w, x[part], y[part])
             right[i], losses[i] = torch.cat([right[i], hits]), torch.cat([losses[i], costs])
     return right, losses
@@ -159,5 +159,5 @@ def with_weight(model: FlatModel, x: Tensor, y: Tensor, anchor: Tensor, weight: 
     """Return the model tuned on all records with one λ, by way of the larger ones."""
     w = anchor
     for larger in (*(each for each in WEIGHTS if each > weight), weight):
-        w = tuned(model, x, y, anchor, larger, w)
+        w = tune(model, x, y, anchor, larger, w)
     return w

@@ -5,10 +5,10 @@ federated   the released model, or the site's own of an algorithm that has such
 tuned       the federated one tuned on the site's own records; never released
 as used     tuned where the advice is to tune, else federated: chosen without the held-out records
 
-The difference is that of the hits of `as used` and `alone` on the same held-out records. Its
-interval is Bonett and Price's for paired proportions (Psychological Methods 17, 2012): with a and b
-records that only one of the two answers rightly, of n, p = (a + 1)/(n + 2), r = (b + 1)/(n + 2) and
-p - r ± 1.96 sqrt((p + r - (p - r)²)/(n + 2)), 95 %.
+The difference is that of the hits of `as used` and `train_locally` on the same held-out records.
+Its interval is Bonett and Price's for paired proportions (Psychological Methods 17, 2012): with a
+and b records that only one of the two answers rightly, of n, p = (a + 1)/(n + 2), r = (b + 1)/(n +
+2) and p - r ± 1.96 sqrt((p + r - (p - r)²)/(n + 2)), 95 %.
 
 Where it is known whose each record is, persons count, each alike: what one's records say is not
 independent. An accuracy is then the mean over persons of their shares of hits, and the interval is
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedpact.params import FlatModel
-from fedpact.personal.choice import Validated, validated, with_weight
+from fedpact.personal.choice import Validated, choose_lambda, with_weight
 from fedpact.personal.tuning import answers
 
 _NORMAL: Final = 1.959963984540054
@@ -93,25 +93,25 @@ class SiteModel:
     choice: Validated
 
 
-def alone(
+def train_locally(
     model: FlatModel, x: Tensor, y: Tensor, initial: Tensor, whose: Tensor | None = None
 ) -> SiteModel:
     """Return a site's model of its own records x [n, ...], y [n, ...], from the initial one [d].
 
-    whose: of choice.validated.
+    whose: of choice.choose_lambda.
     """
-    choice = validated(model, x, y, initial, whose)
+    choice = choose_lambda(model, x, y, initial, whose)
     return SiteModel(with_weight(model, x, y, initial, choice.weight), choice)
 
 
-def personalised(
+def personalise_model(
     model: FlatModel, x: Tensor, y: Tensor, w: Tensor, whose: Tensor | None = None
 ) -> SiteModel:
     """Return the released model w [d] tuned on a site's records, whatever the advice is.
 
-    whose: of choice.validated.
+    whose: of choice.choose_lambda.
     """
-    choice = validated(model, x, y, w, whose)
+    choice = choose_lambda(model, x, y, w, whose)
     return SiteModel(with_weight(model, x, y, w, choice.weight), choice)
 
 
@@ -175,7 +175,7 @@ def _share(hits: Tensor, whose: Tensor | None) -> float:
     return float(by_person(hits.double(), whose).mean()) if len(hits) else math.nan
 
 
-def sentence(gains: Mapping[str, Gain], at: str) -> str:
+def describe_joining(gains: Mapping[str, Gain], at: str) -> str:
     """Return in words for which sites joining pays. at: how the run was protected, "at ε = 1"."""
     by: dict[Verdict, list[str]] = {"pays": [], "does not pay": [], "cannot be told": []}
     for name, gain in sorted(gains.items()):

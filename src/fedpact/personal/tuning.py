@@ -23,7 +23,7 @@ _AT_A_TIME = 1024  # records of one pass: a network's activations of all of them
 _ITERATIONS = 50
 
 
-def tuned(
+def tune(
     model: FlatModel, x: Tensor, y: Tensor, anchor: Tensor, weight: float, start: Tensor
 ) -> Tensor:
     """Return the w [d] that minimises F(w) + λ ‖w - a‖² over records x [n, ...], y [n, ...].

@@ -20,7 +20,7 @@ from fedpact.persample.kernel import PerSampleKernel
 from fedpact.persample.layout import Placement
 from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
 from fedpact.privacy.batches import NoisyBatch
-from fedpact.privacy.guarded import summed
+from fedpact.privacy.guarded import sum_finite
 
 # Scaling rounds each entry, by 2^-24 in float32: this keeps the true length at or below C.
 _SLACK = 1e-6
@@ -55,19 +55,21 @@ class BatchClippedKernel:
         return torch.where(norm.isfinite(), exact * scale, 0).to(mean.dtype)
 
     def way(self, x: Tensor, y: Tensor) -> str:
-        """See PerSampleKernel.way."""
+        """Return how records of the form of x, y [B, ...] are kept apart, as
+        PerSampleKernel.way."""
         return self._apart.way(x, y)
 
     def verify(self, x: Tensor, y: Tensor) -> None:
-        """See PerSampleKernel.verify."""
+        """Check that the model keeps the records of a batch apart. Raises ModelError otherwise."""
         self._apart.verify(x, y)
 
 
 class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):
-    """See batches.Batch. The mean gradient, clipped as a whole."""
+    """A batch whose mean gradient is clipped as a whole."""
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """See batches.Batch. Raises PolicyRefused: a weighting, part of a per-record clip."""
+        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over.
+        Raises PolicyRefused: a weighting, part of a per-record clip."""
         self.use("gradient")
         if not isinstance(weighting, Uniform):
             raise PolicyRefused(
@@ -82,11 +84,12 @@ class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):
             return clipped_mean(x, y, self._terms.clip)
 
         # Whatever it is, it lies in the ball of radius C, and 2C is what one record may do.
-        mean = summed(take, self._x, self._y, None, w, None)
+        mean = sum_finite(take, self._x, self._y, None, w, None)
         return self.noisy(mean, "gradient", self._terms.clip)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
-        """See batches.Batch. Raises PolicyRefused: a batch's mean difference has no proof here."""
+        """Return the mean of ∇ℓ_j(w) - ∇ℓ_j(anchor), each clipped to `bound`: [d], [d] -> [d].
+        Raises PolicyRefused: a batch's mean difference has no proof here."""
         del w, anchor, bound
         raise PolicyRefused(
             "a gradient difference was asked for under batch clipping, which has no sensitivity "

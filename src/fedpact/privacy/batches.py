@@ -18,7 +18,7 @@ from fedpact.persample.bounds import check_clip, slack, within
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.persample.layout import Placement
 from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
-from fedpact.privacy.guarded import measured, summed
+from fedpact.privacy.guarded import measure_losses, sum_finite
 
 
 def clip_for(clip: float, expected: float) -> float:
@@ -67,7 +67,7 @@ class Batch(Protocol):
         ...
 
 
-class Channels:
+class OpenChannels:
     """The channels of a batch that are still to be answered."""
 
     def __init__(self, channels: tuple[str, ...]) -> None:
@@ -87,8 +87,8 @@ class Channels:
         self._open.discard(channel)
 
 
-class PlainBatch(Channels):
-    """See Batch. Its channels close as a private batch's do, so that no plain run asks for more."""
+class PlainBatch(OpenChannels):
+    """A batch without noise whose channels close as a private one's do, so no run asks for more."""
 
     noise_variance = 0.0
 
@@ -106,7 +106,7 @@ class PlainBatch(Channels):
         super().__init__(channels)
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """See Batch."""
+        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over."""
         self.use("gradient")
         self._kernel.model.load(w)
         weights = None if isinstance(weighting, Uniform) else weighting
@@ -114,30 +114,30 @@ class PlainBatch(Channels):
         return total / self._expected
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
-        """See Batch; here the differences are not clipped."""
+        """Return the mean of ∇ℓ_j(w) - ∇ℓ_j(anchor), which are not clipped."""
         self.use("difference")
         del bound
         total = self._kernel.difference(self._x, self._y, w, anchor, self._shares)
         return total / self._expected
 
     def loss(self, w: Tensor, bound: float) -> float:
-        """See Batch; here the losses are not clipped."""
+        """Return the mean of the losses at w [d], which are not clipped."""
         self.use("loss")
         del bound
         self._kernel.model.load(w)
         losses = self._kernel.losses(self._x, self._y)
-        return float(shared(losses, self._shares).sum()) / self._expected
+        return float(person_shares(losses, self._shares).sum()) / self._expected
 
     def below(self, w: Tensor, bound: float) -> float:
-        """See Batch."""
+        """Return the share of records with a loss of at most bound at w [d]; may leave [0, 1]."""
         self.use("below")
         self._kernel.model.load(w)
         losses = self._kernel.losses(self._x, self._y)
-        votes = shared((losses <= bound).double() - 0.5, self._shares)
+        votes = person_shares((losses <= bound).double() - 0.5, self._shares)
         return float(votes.sum()) / self._expected + 0.5
 
 
-def shared(values: Tensor, shares: Tensor | None) -> Tensor:
+def person_shares(values: Tensor, shares: Tensor | None) -> Tensor:
     """Return what each record [B] adds where it has a share of a person's part; None: all of it."""
     return values if shares is None else values * sent(shares, values.device)
 
@@ -175,7 +175,7 @@ class NoiseTerms(Protocol):
 
     @property
     def noise_variance(self) -> float:
-        """See Batch."""
+        """The variance of a gradient's noise in each coordinate, public; 0 in a plain run."""
         ...
 
 
@@ -190,7 +190,7 @@ class AddNoise(Protocol):
 K = TypeVar("K", bound=Kernel)
 
 
-class NoisyBatch(Channels, Generic[K]):
+class NoisyBatch(OpenChannels, Generic[K]):
     """What private batches share. A channel answers once: a second answer would be a release."""
 
     def __init__(
@@ -210,24 +210,24 @@ class NoisyBatch(Channels, Generic[K]):
 
     @property
     def noise_variance(self) -> float:
-        """See Batch."""
+        """The variance of a gradient's noise in each coordinate, public; 0 in a plain run."""
         return self._terms.noise_variance
 
     def loss(self, w: Tensor, bound: float) -> float:
-        """See Batch."""
+        """Return the mean of the losses at w [d], each clipped to [0, bound]."""
         self.use("loss")
         check_clip("bound", positive(bound=bound))
         losses, finite = self._losses(w)
-        each = shared(torch.where(finite, losses.clamp(0, bound), 0), self._shares)
+        each = person_shares(torch.where(finite, losses.clamp(0, bound), 0), self._shares)
         total = each.sum().reshape(1)
         return float(self.noisy(total, "loss", bound)) / self._terms.batch_size
 
     def below(self, w: Tensor, bound: float) -> float:
-        """See Batch."""
+        """Return the share of records with a loss of at most bound at w [d]; may leave [0, 1]."""
         self.use("below")
         losses, finite = self._losses(w)
         votes = (losses <= positive(bound=bound)).double() - 0.5
-        each = shared(torch.where(finite, votes, 0), self._shares)
+        each = person_shares(torch.where(finite, votes, 0), self._shares)
         total = self.noisy(each.sum().reshape(1), "below", 0.5)
         return float(total) / self._terms.batch_size + 0.5
 
@@ -241,7 +241,7 @@ class NoisyBatch(Channels, Generic[K]):
     def _losses(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses [B] at w, and which of them are finite."""
         self._kernel.model.load(w)
-        losses = measured(self._kernel.losses, self._x, self._y, self._layout)
+        losses = measure_losses(self._kernel.losses, self._x, self._y, self._layout)
         return losses, losses.isfinite()
 
 
@@ -262,7 +262,7 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         return most if count > most else None
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """See Batch."""
+        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over."""
         self.use("gradient")
         self._kernel.model.load(w)
         clip = clip_for(self._terms.clip, self._terms.batch_size)
@@ -274,11 +274,11 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
             return clipped_sum(x, y, clip, weights, self._most(y, shares), shares, layout)
 
         finish = partial(within, clip=clip, most=most_records(self._terms.batch_size))
-        total = summed(take, self._x, self._y, self._shares, w, finish, self._layout)
+        total = sum_finite(take, self._x, self._y, self._shares, w, finish, self._layout)
         return self.noisy(total, "gradient", self._terms.clip).div_(self._terms.batch_size)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
-        """See Batch."""
+        """Return the mean of ∇ℓ_j(w) - ∇ℓ_j(anchor), each clipped to `bound`: [d], [d] -> [d]."""
         self.use("difference")
         if non_negative(bound=bound) == 0:
             return torch.zeros_like(w)
@@ -291,5 +291,5 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
             return clipped_difference(x, y, w, anchor, clip, most, shares, layout)
 
         finish = partial(within, clip=clip, most=most_records(self._terms.batch_size))
-        total = summed(take, self._x, self._y, self._shares, w, finish, self._layout)
+        total = sum_finite(take, self._x, self._y, self._shares, w, finish, self._layout)
         return self.noisy(total, "difference", bound).div_(self._terms.batch_size)

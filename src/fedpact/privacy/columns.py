@@ -10,7 +10,7 @@ multiplier σ, under add/remove of one record. What is added is rounded to multi
 whole numbers below 2^53 add without error: nothing else moves a sum.
 
 Divided by the declared N_i and weighted by N_i c_i, c_i <= 1 of what is much louder than others
-(`part`), the sites' releases are Σ c_i (sums + noise) / Σ c_i N_i. From there on all is
+(`site_weight`), the sites' releases are Σ c_i (sums + noise) / Σ c_i N_i. From there on all is
 post-processing: mean μ_j, deviation sqrt(max(v_j - μ_j², s, 2^-16)) with v_j the mean square and s
 the noise's own deviation, as what lies below it is noise. A deviation that came out too small would
 blow the column up.
@@ -27,7 +27,7 @@ from torch import Tensor
 from fedpact import check
 from fedpact.draws.seeded import Draws
 from fedpact.errors import PolicyRefused
-from fedpact.privacy.once import Once
+from fedpact.privacy.once import FullDataRelease
 from fedpact.theory.accounting import Accountant, Budget, SampledGaussian
 from fedpact.theory.calibration import smallest_scale
 
@@ -57,7 +57,9 @@ def most_moved(columns: int) -> float:
     return math.sqrt(1.25 * columns) * _SLACK
 
 
-def release(columns: int, budget: Budget, accountant: Accountant, share: float, times: int) -> Once:
+def release(
+    columns: int, budget: Budget, accountant: Accountant, share: float, times: int
+) -> FullDataRelease:
     """Return the event of m columns that takes a share of a budget. times: how many are reserved.
 
     1 / σ² adds up over Gaussian releases, and is what a budget has: with σ_1 the noise at which one
@@ -66,15 +68,17 @@ def release(columns: int, budget: Budget, accountant: Accountant, share: float, 
     """
     least = smallest_scale(budget, {SampledGaussian(1.0, 1.0): 1}, accountant)
     sigma = least / math.sqrt(check.positive(share=share))
-    return Once("columns", {_CHANNEL: most_moved(columns)}, sigma, times, budget, accountant)
+    return FullDataRelease(
+        "columns", {_CHANNEL: most_moved(columns)}, sigma, times, budget, accountant
+    )
 
 
-def covers(of: Once, columns: int) -> bool:
+def covers(of: FullDataRelease, columns: int) -> bool:
     """Whether the event is that of so many columns."""
     return columns > 0 and of.bounds.get(_CHANNEL) == most_moved(columns)
 
 
-def deviation(of: Once) -> float:
+def deviation(of: FullDataRelease) -> float:
     """Return the noise's standard deviation in each sum."""
     return of.sigma * of.bounds[_CHANNEL]
 
@@ -91,7 +95,7 @@ class Means(NamedTuple):
     size: float
 
 
-def part(noise: float, quiet: float) -> float:
+def site_weight(noise: float, quiet: float) -> float:
     """Return c_i in (0, 1]: how much of its N_i records a site's means count for.
 
     noise: the deviation in its sums; quiet: in those of the site with least. Of unlike budgets a
@@ -99,7 +103,7 @@ def part(noise: float, quiet: float) -> float:
     inverse of its variance, as means of least variance do. Sites of like budgets count by their
     records, whatever their sizes: noise in a sum does not depend on these.
 
-    >>> part(1.0, 1.0), part(3.0, 1.0), part(24.0, 1.0), part(0.0, 0.0)
+    >>> site_weight(1.0, 1.0), site_weight(3.0, 1.0), site_weight(24.0, 1.0), site_weight(0.0, 0.0)
     (1.0, 1.0, 0.015625, 1.0)
     """
     if noise <= _LOUDER * quiet:
@@ -107,21 +111,21 @@ def part(noise: float, quiet: float) -> float:
     return max((_LOUDER * quiet / noise) ** 2, _LEAST_PART)
 
 
-def moved(sites: Iterable[tuple[Once | None, float]]) -> float:
+def mean_noise(sites: Iterable[tuple[FullDataRelease | None, float]]) -> float:
     """Return the standard deviation of noise in the mean of all sites: of each its event and N_i.
 
     In halves of a column's range; 0 where no site releases any.
     """
     each = [(deviation(of), size) for of, size in sites if of is not None]
     quiet = min((noise for noise, _ in each), default=0.0)
-    parts = [(part(noise, quiet), noise, size) for noise, size in each]
+    parts = [(site_weight(noise, quiet), noise, size) for noise, size in each]
     whole = sum(c * n for c, _, n in parts)
     return math.hypot(*(c * noise for c, noise, _ in parts)) / whole if parts else 0.0
 
 
-def advise_of_loud(origin: str, sites: Iterable[tuple[Once | None, float]]) -> None:
+def advise_of_loud(origin: str, sites: Iterable[tuple[FullDataRelease | None, float]]) -> None:
     """Warn where noise moves released means by more than columns differ. origin: of the warning."""
-    if (far := moved(sites)) > _LOUD:
+    if (far := mean_noise(sites)) > _LOUD:
         _logger.warning(
             f"{origin}: noise moves the released mean of a column by {far:.2g} of half its range, "
             "more than columns differ, so what scales them is noise, and a model may do no better "
@@ -131,13 +135,13 @@ def advise_of_loud(origin: str, sites: Iterable[tuple[Once | None, float]]) -> N
         )
 
 
-def released(of: Once, charge: ChargeOnce, u: Tensor, draws: Draws) -> Tensor:
+def release_sums(of: FullDataRelease, charge: ChargeOnce, u: Tensor, draws: Draws) -> Tensor:
     """Return `sums` of records u [n, m] with noise, float64 [2 m]. Raises what `charge` raises."""
     return of.release(charge, lambda: {_CHANNEL: sums(u)}, draws)[_CHANNEL]
 
 
-def answered(
-    of: Once | None, u: Tensor, size: float, charge: ChargeOnce | None, draws: Draws
+def answer_columns(
+    of: FullDataRelease | None, u: Tensor, size: float, charge: ChargeOnce | None, draws: Draws
 ) -> Means:
     """Return Oracle.columns of records u [n, m]; size: N_i. Raises PolicyRefused: no such release.
 
@@ -148,7 +152,7 @@ def answered(
         raise PolicyRefused(
             f"what scales {u.shape[1]} columns was asked for: this run has {of} for the site"
         )
-    return Means(released(of, charge, u, draws) / size, deviation(of), size)
+    return Means(release_sums(of, charge, u, draws) / size, deviation(of), size)
 
 
 def sums(u: Tensor) -> Tensor:
@@ -174,7 +178,7 @@ def constants(means: Tensor, noise: float) -> Tensor:
     return torch.cat([mean, variance.sqrt()])
 
 
-def scaled_by(x: Tensor, columns: Sequence[int], by: Tensor) -> Tensor:
+def scale_columns(x: Tensor, columns: Sequence[int], by: Tensor) -> Tensor:
     """Return records x [n, d] with (u - μ) / deviation in the place of these columns.
 
     by: what `constants` returned.

@@ -24,7 +24,7 @@ _logger = logging.getLogger("fedpact.site")
 _told: set[str] = set()
 
 
-def summed(
+def sum_finite(
     take: _TakeShared,
     x: Tensor,
     y: Tensor,
@@ -61,7 +61,7 @@ def summed(
     return finish(total).to(like.dtype)
 
 
-def measured(losses: _Take, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
+def measure_losses(losses: _Take, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
     """Return losses(x, y, layout) [B] in float64, NaN for the records at which it raises."""
 
     def some(rows: slice) -> Tensor:

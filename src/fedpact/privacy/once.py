@@ -21,7 +21,7 @@ from fedpact.theory.calibration import smallest_scale
 
 
 @dataclass(frozen=True)
-class Once:
+class FullDataRelease:
     """What such a release is, how often it may be made, and what all of them may cost.
 
     name: what ledger, policy and noise know it by. bounds: channel -> b_c > 0. sigma: each
@@ -51,18 +51,20 @@ class Once:
         times: int,
         budget: Budget,
         accountant: Accountant = "best",
-    ) -> "Once":
+    ) -> "FullDataRelease":
         """Return the release with the least noise at which `times` of it are within the budget.
 
         Raises BudgetExhausted: no noise is enough. InputError.
         """
         planned = {SampledGaussian(1.0, 1.0): check.count(times=times)}
         least = smallest_scale(budget, planned, accountant)
-        found = Once(name, bounds, least * math.sqrt(len(bounds)), times, budget, accountant)
+        found = FullDataRelease(
+            name, bounds, least * math.sqrt(len(bounds)), times, budget, accountant
+        )
         while found.event.sigma < least:
             # Rounding must not push the reservation past the budget.
             sigma = math.nextafter(found.sigma, math.inf)
-            found = Once(name, bounds, sigma, times, budget, accountant)
+            found = FullDataRelease(name, bounds, sigma, times, budget, accountant)
         return found
 
     @property

@@ -44,15 +44,14 @@ from fedpact.privacy.batch_clipped import BatchClippedBatch, BatchClippedKernel
 from fedpact.privacy.batches import Batch, PerSampleBatch, PlainBatch
 from fedpact.privacy.charge import Charge
 from fedpact.privacy.mechanisms import mechanism_of
-from fedpact.privacy.reach import Bounds, Range
+from fedpact.privacy.reach import Range, ReplyBounds
 from fedpact.privacy.records import Records
 from fedpact.privacy.terms import Opening, Terms
-from fedpact.theory.shares import UNITS
+from fedpact.theory.shares import SHARE_DEVIATION
 
 __all__ = [
     "UNIFORM",
     "Batch",
-    "Bounds",
     "Charge",
     "Fair",
     "Opening",
@@ -61,6 +60,7 @@ __all__ = [
     "PrivateOracle",
     "Range",
     "Records",
+    "ReplyBounds",
     "Terms",
     "Uniform",
     "Weighting",
@@ -143,23 +143,23 @@ class PlainOracle:
         self._step = 0
 
     def batches(self, count: int, *channels: str) -> Iterator["PlainBatch"]:
-        """See Oracle."""
+        """Yield `count` batches that answer the channels; each is closed by the next one."""
         for _ in range(at_least_one(count=count)):
             batch = self._batch(self._rate, channels)
             yield batch
             batch.close()
 
     def opening(self, *channels: str) -> "PlainBatch":
-        """See Oracle."""
+        """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
         return self._batch(self._opening_rate, channels)
 
     def columns(self) -> columns.Means:
-        """See Oracle."""
+        """Return what scales the site's columns, once, before the first round."""
         found = columns.sums(self._records.x[:, list(self._records.columns)])
         return columns.Means(found / self._size, 0.0, self._size)
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
-        """See Oracle."""
+        """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
         return self._kernel.mean_over(self._records.x, self._records.y, w)
 
     def _batch(self, rate: float, channels: tuple[str, ...]) -> "PlainBatch":
@@ -204,21 +204,22 @@ class PrivateOracle:
 
     @property
     def batch_size(self) -> float:
-        """See Oracle."""
+        """The expected batch size q_i N_i, a public number."""
         return self._terms.batch_size
 
     @property
     def noise_variance(self) -> float:
-        """See Oracle."""
+        """The variance of a gradient's noise in each coordinate, public; 0 in a plain run."""
         return self._terms.noise_variance
 
     @property
     def steps_left(self) -> float:
-        """See Oracle."""
+        """How many batches the site's reservation still allows, public; inf in a plain run."""
         return self._left()
 
     def batches(self, count: int, *channels: str) -> Iterator[PerSampleBatch | BatchClippedBatch]:
-        """See Oracle. Raises BudgetExhausted and PolicyRefused, before any record is read."""
+        """Yield `count` batches that answer the channels; each is closed by the next one. Raises
+        BudgetExhausted and PolicyRefused, before any record is read."""
         self._charge(self._terms, self._step, at_least_one(count=count), channels)
         first = self._step
         self._step += count
@@ -228,7 +229,8 @@ class PrivateOracle:
             batch.close()
 
     def opening(self, *channels: str) -> PerSampleBatch | BatchClippedBatch:
-        """See Oracle. Raises BudgetExhausted, and PolicyRefused: the terms have no opening."""
+        """Return the batch that opens a round, of the rate that the algorithm's Opening names.
+        Raises BudgetExhausted, and PolicyRefused: the terms have no opening."""
         if not self._terms.openings:
             raise PolicyRefused(
                 f"an opening with {list(channels)} was asked for: this run's terms at the site "
@@ -240,13 +242,14 @@ class PrivateOracle:
         return self._batch(opening, self._step - 1, channels)
 
     def columns(self) -> columns.Means:
-        """See Oracle. Raises BudgetExhausted, and PolicyRefused: the terms have no such release."""
+        """Return what scales the site's columns, once, before the first round. Raises
+        BudgetExhausted, and PolicyRefused: the terms have no such release."""
         once = self._charge.once if isinstance(self._charge, Charge) else None
         u = self._records.x[:, list(self._records.columns)]
-        return columns.answered(self._terms.columns, u, self._terms.size, once, self._draws)
+        return columns.answer_columns(self._terms.columns, u, self._terms.size, once, self._draws)
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
-        """See Oracle."""
+        """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
         if self._exact is None:
             raise PolicyRefused(
                 "exact numbers over all records were asked for: this run protects its records; "
@@ -302,8 +305,8 @@ class PrivateOracle:
                 f"a second release of {purpose!r} was asked for in one round: sites that share "
                 "noise out make one"
             )
-        unit = sigma * bound / UNITS
-        self.shares[purpose] = self._draws.share(total, unit, UNITS, step, purpose)
+        unit = sigma * bound / SHARE_DEVIATION
+        self.shares[purpose] = self._draws.share(total, unit, SHARE_DEVIATION, step, purpose)
         return (self.shares[purpose].double() * unit).to(total.device, total.dtype)
 
     def _rounded(

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fedpact.configuration import plan_error
 from fedpact.errors import PlanError, PolicyRefused
 from fedpact.ledger.ledger import Ledger
-from fedpact.privacy.once import Once
+from fedpact.privacy.once import FullDataRelease
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import Budget, added
+from fedpact.theory.accounting import Budget, add_budgets
 
 # Strict: a word, true or "1" is not the number that its owner meant.
 _Positive = Annotated[float, Field(gt=0, strict=True)]
@@ -109,7 +109,7 @@ class Policy(BaseModel):
         terms: Terms | None,
         reserved: tuple[float, float],
         reserved_alone: float | None = None,
-        evaluation: Once | None = None,
+        evaluation: FullDataRelease | None = None,
     ) -> None:
         """Raise PolicyRefused for terms that the policy does not allow.
 
@@ -142,13 +142,13 @@ class Policy(BaseModel):
         _at_most("delta", terms.budget.delta, "delta_per_run", self.delta_per_run)
         # A record is trained on or held out, so of the two budgets it bears one.
         own = [terms.budget, *([self._allowed(evaluation)] if evaluation else [])]
-        epsilon = added([reserved[0], max(each.epsilon for each in own)])
-        delta = added([reserved[1], max(each.delta for each in own)])
+        epsilon = add_budgets([reserved[0], max(each.epsilon for each in own)])
+        delta = add_budgets([reserved[1], max(each.delta for each in own)])
         _at_most("epsilon", epsilon, "epsilon_ever", self.epsilon_ever)
         _at_most("delta", delta, "delta_ever", self.delta_ever)
         self._check_alone(terms, reserved[0] if reserved_alone is None else reserved_alone)
 
-    def _allowed(self, evaluation: Once) -> Budget:
+    def _allowed(self, evaluation: FullDataRelease) -> Budget:
         """Return what evaluations may cost. Raises PolicyRefused: more than the policy allows."""
         most = self.evaluation_epsilon_per_run, self.evaluation_delta_per_run
         if most[0] is None or most[1] is None:
@@ -175,10 +175,10 @@ class Policy(BaseModel):
         if per_run is not None and ever is not None:
             alone = terms.epsilon_alone
             _at_most("epsilon_alone", alone, "epsilon_alone_per_run", per_run)
-            _at_most("epsilon_alone", added([reserved, alone]), "epsilon_alone_ever", ever)
+            _at_most("epsilon_alone", add_budgets([reserved, alone]), "epsilon_alone_ever", ever)
 
 
-def reserved(ledger: Ledger, run: str, policy: Policy) -> tuple[tuple[float, float], float]:
+def sum_reservations(ledger: Ledger, run: str, policy: Policy) -> tuple[tuple[float, float], float]:
     """Return (Σ ε, Σ δ) of a ledger's other runs as a policy counts them, and Σ ε of none honest.
 
     What rests on more honest sites than the policy believes in counts as if there were none.

@@ -30,7 +30,7 @@ from fedpact.errors import PlanError
 from fedpact.messages import Numbers, Vectors
 from fedpact.privacy.batches import most_records
 from fedpact.privacy.mechanisms import mechanism_of
-from fedpact.privacy.once import Once
+from fedpact.privacy.once import FullDataRelease
 from fedpact.privacy.terms import Terms
 
 DEVIATIONS: Final = 9.0
@@ -67,18 +67,18 @@ class Range:
         return f"{kind} from {self.least:g} to {self.most:g}"
 
 
-def about(value: float) -> Range:
+def widen(value: float) -> Range:
     """Return the range of what is equal to a number up to its last digits."""
     return Range(value - abs(value) * _DIGITS, value + abs(value) * _DIGITS)
 
 
-def within(least: float, most: float) -> Range:
+def range_between(least: float, most: float) -> Range:
     """Return the range between two bounds that were derived without rounding, and some more."""
     return Range(least - abs(least) * (_LEEWAY - 1), most + abs(most) * (_LEEWAY - 1))
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ReplyBounds:
     """What an honest reply to a task can be.
 
     vectors: name -> the longest distance from what was told under that name, from 0 where nothing
@@ -93,14 +93,14 @@ class Bounds:
     def fault(self, vectors: Vectors, numbers: Numbers, told: Vectors) -> str | None:
         """Return what is beyond its bound, in words; None if nothing is.
 
-        vectors, numbers: of a reply; those without a bound are `undeclared`'s to find. told: what
-        the task had.
+        vectors, numbers: of a reply; those without a bound are `find_undeclared`'s to find. told:
+        what the task had.
         """
         for name, bound in self.numbers.items():
             if name in numbers and not bound.holds(numbers[name]):
                 return f"its number {name!r} is {numbers[name]!r}: expected {bound}"
         for name in self.vectors.keys() & vectors.keys():
-            far, most = distance(vectors[name], told.get(name)), self.longest(name, told)
+            far, most = measure_distance(vectors[name], told.get(name)), self.longest(name, told)
             if not far <= most:
                 return (
                     f"its vector {name!r} is {far:.6g} away from what was told: an honest one is "
@@ -116,12 +116,12 @@ class Bounds:
             return bound
         # Each step has a few operations on w, which round each coordinate by half an ulp or less.
         ulps = 4 * (self.steps + 2) * torch.finfo(start.dtype).eps
-        return bound + ulps * (bound + distance(start, None))
+        return bound + ulps * (bound + measure_distance(start, None))
 
     @staticmethod
     def of_mean(
-        each: Sequence["Bounds"], d: int, error: float, weights: Sequence[float] = ()
-    ) -> "Bounds":
+        each: Sequence["ReplyBounds"], d: int, error: float, weights: Sequence[float] = ()
+    ) -> "ReplyBounds":
         """Return the bounds of a weighted mean of replies that each keep theirs.
 
         each: at least one, with the same names. error: of the mean, in each of d coordinates.
@@ -143,14 +143,14 @@ class Bounds:
             )
             for name, some in ranges.items()
         }
-        return Bounds(vectors, numbers, max(b.steps for b in each))
+        return ReplyBounds(vectors, numbers, max(b.steps for b in each))
 
-    def undeclared(self, vectors: Collection[str], numbers: Collection[str]) -> list[str]:
+    def find_undeclared(self, vectors: Collection[str], numbers: Collection[str]) -> list[str]:
         """Return the names among these that have no bound, sorted."""
         return sorted((set(vectors) - set(self.vectors)) | (set(numbers) - set(self.numbers)))
 
 
-def distance(vector: Tensor, told: Tensor | None) -> float:
+def measure_distance(vector: Tensor, told: Tensor | None) -> float:
     """Return ‖vector - told‖, of [d] each; told: None for 0."""
     moved = vector if told is None else vector - told
     return float(moved.double().square().sum().sqrt())
@@ -185,25 +185,25 @@ def gradient(terms: Terms) -> Release:
     return Release(most * terms.clip, math.sqrt(terms.noise_variance))
 
 
-def difference(terms: Terms) -> Release:
+def bound_difference(terms: Terms) -> Release:
     """Return a batch's released gradient difference, each record's clipped to 1."""
     return Release(crowding(terms), terms.sigmas["difference"] / terms.batch_size)
 
 
-def loss(terms: Terms, bound: float) -> Range:
+def bound_loss(terms: Terms, bound: float) -> Range:
     """Return the range of a batch's released loss, each record's clipped to at most `bound` > 0."""
     noise = DEVIATIONS * terms.sigmas["loss"] / terms.batch_size
-    return within(-noise * bound, (crowding(terms) + noise) * bound)
+    return range_between(-noise * bound, (crowding(terms) + noise) * bound)
 
 
 def below(terms: Terms) -> Range:
     """Return the range of the released share of a batch's losses that are below a bound."""
     # Votes of ±1/2 over the expected size, and noise of half a vote, around 1/2.
     half = (crowding(terms) + DEVIATIONS * terms.sigmas["below"] / terms.batch_size) / 2
-    return within(0.5 - half, 0.5 + half)
+    return range_between(0.5 - half, 0.5 + half)
 
 
-def counts(once: Once, lengths: Mapping[str, int], records: float) -> Bounds:
+def counts(once: FullDataRelease, lengths: Mapping[str, int], records: float) -> ReplyBounds:
     """Return the bounds of sums that a site released once, of `records` that it declared, or fewer.
 
     lengths: how many numbers each channel has. A record moves a channel by at most its bound, so
@@ -213,7 +213,7 @@ def counts(once: Once, lengths: Mapping[str, int], records: float) -> Bounds:
         channel: Release(RECORDS * records * bound, once.sigma * bound).longest(lengths[channel])
         for channel, bound in once.bounds.items()
     }
-    return Bounds(found, {})
+    return ReplyBounds(found, {})
 
 
 def geometric(ratio: float, count: float) -> float:

@@ -35,7 +35,7 @@ class Records:
         """Return the records on a device."""
         return replace(self, x=self.x.to(device), y=self.y.to(device))
 
-    def joined(self, x: Tensor, y: Tensor, at: int, *, together: bool = False) -> "Records":
+    def join(self, x: Tensor, y: Tensor, at: int, *, together: bool = False) -> "Records":
         """Return the records with others x, y [m, ...] before place `at`.
 
         Where a batch is of persons, of a new person each, or of one `together`.

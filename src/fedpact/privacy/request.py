@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from fedpact import check
 from fedpact.errors import PlanError
-from fedpact.privacy.once import Once
+from fedpact.privacy.once import FullDataRelease
 from fedpact.privacy.terms import (
     Channels,
     Opening,
@@ -17,7 +17,7 @@ from fedpact.privacy.terms import (
 )
 from fedpact.theory import shares
 from fedpact.theory.accounting import (
-    UNITS,
+    ADJACENCY_BY_UNIT,
     Accountant,
     Budget,
     History,
@@ -52,7 +52,7 @@ class TermsRequest:
     openings: int = 0
     honest: int = 0
     grid: float = 0.0
-    columns: Once | None = None
+    columns: FullDataRelease | None = None
     clips: tuple[float, ...] = ()
     protects: str = "record"
 
@@ -64,7 +64,7 @@ class TermsRequest:
         added = shares.ADDED_DELTA if self.honest else 0.0
         return Budget(self.budget.epsilon, self.budget.delta - added) if added else self.budget
 
-    def calibrated(self) -> Terms:
+    def calibrate(self) -> Terms:
         """Return the terms with the least noise at which all that is planned is in the budget.
 
         Of shared noise σ is that of h shares together.
@@ -149,7 +149,8 @@ class TermsRequest:
         if not cost < budget.epsilon:
             raise PlanError(
                 f"privacy.size_noise is {self.size_noise:g}: the noisy size of site {self.site!r} "
-                f"alone costs ε = {cost:.4g} at δ = {budget.delta:g} ({UNITS[self.protects]}), of "
+                f"alone costs ε = {cost:.4g} at δ = {budget.delta:g} "
+                f"({ADJACENCY_BY_UNIT[self.protects]}), of "
                 f"the ε = {budget.epsilon:g} that it grants; raise size_noise, or declare sizes "
                 'with privacy.sizes = "public"'
             )
@@ -160,7 +161,8 @@ class TermsRequest:
         if not cost < budget.epsilon:
             raise PlanError(
                 f"what scales the columns of site {self.site!r} costs ε = {cost:.4g} at δ = "
-                f"{budget.delta:g} ({UNITS[self.protects]}) with {self.columns.times} releases and "
+                f"{budget.delta:g} ({ADJACENCY_BY_UNIT[self.protects]}) with {self.columns.times} "
+                f"releases and "
                 f"what else comes before training, of the ε = {budget.epsilon:g} that it grants; "
                 "lower privacy.column_share or budget.spare_rounds, or declare mean and deviation"
             )

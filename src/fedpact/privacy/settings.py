@@ -8,15 +8,21 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from fedpact import check
-from fedpact.draws.schedules import Kind, factor
+from fedpact.draws.schedules import ScheduleKind, factor
 from fedpact.errors import PlanError
 from fedpact.persample.bounds import check_clip
 from fedpact.privacy import columns
 from fedpact.privacy.mechanisms import MECHANISMS, mechanism_of
-from fedpact.privacy.once import Once
+from fedpact.privacy.once import FullDataRelease
 from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import ACCOUNTANTS, UNITS, Accountant, Budget, round_rate_up
+from fedpact.theory.accounting import (
+    ACCOUNTANTS,
+    ADJACENCY_BY_UNIT,
+    Accountant,
+    Budget,
+    round_rate_up,
+)
 from fedpact.theory.persons import MOST_RECORDS, PERSON_RECORDS
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -105,7 +111,7 @@ class Privacy(BaseModel):
     epsilon: _Epsilon | list[_Epsilon] = 2.0
     delta: _Delta | list[_Delta] = 1e-5
     clip: float = Field(default=1.0, gt=0)
-    clip_schedule: Kind | list[_Epsilon] = Field(default="constant", min_length=1)
+    clip_schedule: ScheduleKind | list[_Epsilon] = Field(default="constant", min_length=1)
     clip_halved_after: float = Field(default=10.0, gt=0)
     sigma: _Epsilon | list[_Epsilon] | None = None
     accountant: Annotated[Accountant, AfterValidator(_accountant)] = "best"
@@ -244,7 +250,7 @@ class Privacy(BaseModel):
     @property
     def adjacency(self) -> str:
         """Which data sets are neighbours."""
-        return UNITS[self.unit]
+        return ADJACENCY_BY_UNIT[self.unit]
 
     @property
     def told_records(self) -> tuple[int, ...]:
@@ -289,7 +295,7 @@ class Privacy(BaseModel):
 
     def release_of(
         self, released: tuple[str, ...], site: str, sites: tuple[str, ...], times: int
-    ) -> Once | None:
+    ) -> FullDataRelease | None:
         """Return how one of these sites releases what scales its columns; None: there are none."""
         if not released:
             return None
@@ -317,7 +323,7 @@ class Privacy(BaseModel):
         sigma = self.per_site.get(request.site, SiteGrant()).sigma
         if sigma is None and self.sigma is not None:
             sigma = _at(self.sigma, sites.index(request.site))
-        found = asked.calibrated() if sigma is None else asked.with_noise(sigma)
+        found = asked.calibrate() if sigma is None else asked.with_noise(sigma)
         return found if request.steps else replace(found, steps=0)
 
     def together(self, each: dict[str, Terms]) -> dict[str, Terms]:

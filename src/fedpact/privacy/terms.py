@@ -16,11 +16,11 @@ from fedpact.ledger.reservations import Shared
 from fedpact.persample.bounds import check_clip
 from fedpact.privacy.batches import clip_for
 from fedpact.privacy.mechanisms import mechanism_of, sensitivity
-from fedpact.privacy.once import Once
+from fedpact.privacy.once import FullDataRelease
 from fedpact.text import span
 from fedpact.theory import shares
 from fedpact.theory.accounting import (
-    UNITS,
+    ADJACENCY_BY_UNIT,
     Accountant,
     Budget,
     History,
@@ -73,8 +73,8 @@ class Terms:
     columns: how the site releases what its columns are scaled by, once; None where it does not.
     honest: h, how many sites' shares of noise protect a record together, where only sums over sites
     are opened; sigmas are then those of the site's own share. 0: the site's noise is enough alone.
-    grid: ν >= theory.shares.UNITS where each release is rounded to a grid of 1/ν of its noise's
-    deviation, 0 where the noise is not rounded so coarsely. Shares of noise always are.
+    grid: ν >= theory.shares.SHARE_DEVIATION where each release is rounded to a grid of 1/ν of its
+    noise's deviation, 0 where the noise is not rounded so coarsely. Shares of noise always are.
     clips: C of each round where it changes, the last of them for all that follow; see `at`.
     protects: whom size, rate and budget are of, "record" or "person".
     All sigmas 0, with any clip up to infinity, describes the noiseless twin: no ledger takes it.
@@ -96,13 +96,15 @@ class Terms:
     openings: int = 0
     honest: int = 0
     grid: float = 0.0
-    columns: Once | None = None
+    columns: FullDataRelease | None = None
     clips: tuple[float, ...] = ()
     protects: str = "record"
 
     def __post_init__(self) -> None:
-        if self.protects not in UNITS:
-            raise InputError(f"protects is {self.protects!r}: expected one of {', '.join(UNITS)}")
+        if self.protects not in ADJACENCY_BY_UNIT:
+            raise InputError(
+                f"protects is {self.protects!r}: expected one of {', '.join(ADJACENCY_BY_UNIT)}"
+            )
         check.positive(size=self.size)
         check.rate(rate=self.rate)
         check.rate(opening_rate=self.opening_rate)
@@ -138,10 +140,10 @@ class Terms:
         _ = self.multipliers
         if self.honest:
             self._check_shared()
-        if self.grid and (self.honest or not self.grid >= shares.UNITS):
+        if self.grid and (self.honest or not self.grid >= shares.SHARE_DEVIATION):
             raise InputError(
                 f"grid is {self.grid!r} with honest = {self.honest}: expected 0, or at least "
-                f"{shares.UNITS:g} and no shared noise, which has a grid of its own"
+                f"{shares.SHARE_DEVIATION:g} and no shared noise, which has a grid of its own"
             )
 
     def _check_shared(self) -> None:
@@ -167,7 +169,7 @@ class Terms:
     @property
     def adjacency(self) -> str:
         """Which data sets are neighbours."""
-        return UNITS[self.protects]
+        return ADJACENCY_BY_UNIT[self.protects]
 
     @property
     def delta(self) -> float:
@@ -177,14 +179,14 @@ class Terms:
     @property
     def units(self) -> float:
         """ν, the deviation of a release's noise in units of its coarse grid; 0 without one."""
-        return shares.UNITS if self.honest else self.grid
+        return shares.SHARE_DEVIATION if self.honest else self.grid
 
     def unit(self, channel: str, bound: float) -> float:
         """The unit of the grid that a share of a channel's sum is rounded to, in units of that sum.
 
         bound: of the channel, C for a gradient. Where noise is shared σ is the same at all sites.
         """
-        return self.sigmas[channel] * bound / shares.UNITS
+        return self.sigmas[channel] * bound / shares.SHARE_DEVIATION
 
     def at(self, round_number: int) -> "Terms":
         """Return the terms of a round, 1 on: with its clip, and noise of σ times that.
@@ -312,7 +314,7 @@ class Terms:
     def per_person(self, records: int, *, alone: bool = False) -> float:
         """Return ε at δ of all that is reserved for a person's `records` records together.
 
-        alone: if no other site's share is noise. Without it, see shares.covered.
+        alone: if no other site's share is noise. Without it, see shares.cover.
         """
         history = self.history(self.steps)
         if not self.honest:
@@ -322,7 +324,7 @@ class Terms:
         if alone:
             return cost
         price = partial(epsilon_per_person, history, records=records)
-        return shares.covered(price, self.budget.delta, self.budget.epsilon, cost)
+        return shares.cover(price, self.budget.delta, self.budget.epsilon, cost)
 
 
 def size_event(noise: float | None) -> dict[SampledGaussian, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedpact.configuration import read_configuration
-from fedpact.data.columns.known import KNOWN, known
+from fedpact.data.columns.known import KNOWN, find_configuration
 from fedpact.data.dataset import Dataset
 from fedpact.data.form import PlanRecords
 from fedpact.data.partition import make_partition
@@ -115,13 +115,13 @@ def _numbers(name: str, text: str) -> list[float]:
         ) from None
 
 
-def told_of_columns(columns: Path | None, data: str, size: int | None) -> dict[str, Any]:
+def describe_columns(columns: Path | None, data: str, size: int | None) -> dict[str, Any]:
     """Return what a file says of them: `records`, `little`, and the keys of `_BESIDE` it has.
 
     size: see Circumstances; then `data` may be one site's file, without a column of sites.
     Raises PlanError: nothing is declared, or ε is to be of persons.
     """
-    given = columns or known(data)
+    given = columns or find_configuration(data)
     if given is None:
         return {}
     raw = read_configuration(given)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedpact.privacy.once import Once
+from fedpact.privacy.once import FullDataRelease
 from fedpact.theory.accounting import Budget
 from fedpact.theory.aggregation import least_noise
 from fedpact.theory.calibration import smallest_sigma
@@ -33,13 +33,13 @@ class SiteNoise:
 
     budgets: Sequence[Budget]
     sizes: Sequence[float]
-    columns: Sequence[Once | None]
+    columns: Sequence[FullDataRelease | None]
     clip: float
     honest: int | None
     dealt: bool
 
     @property
-    def releases(self) -> list[tuple[Once | None, float]]:
+    def releases(self) -> list[tuple[FullDataRelease | None, float]]:
         """Of each site what it releases to scale columns, and N_k."""
         return list(zip(self.columns, self.sizes, strict=True))
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, Final
 
-from fedpact.engines.scene import Scene
+from fedpact.engines.scene import SimulationSetup
 from fedpact.errors import PlanError
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
@@ -14,11 +14,11 @@ from fedpact.theory.accounting import Budget
 from fedpact.theory.full_batch import signal_to_noise, useful_rounds
 from fedpact.theory.planner import MOST_STEPS, Choice, best
 
-LINEAR: Final = ("logistic", "ngram")
+LINEAR_MODELS: Final = ("logistic", "ngram")
 """Models of which the rule for rounds is known."""
 
 
-def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
+def optimise_budgets(scene: SimulationSetup, passes: float | None) -> dict[str, Any]:
     """Return for each distinct budget the best (q, σ, T, τ), beside what is configured.
 
     Raises PlanError: a plain run, which has no budget to spend, or no choice that it could have.
@@ -57,15 +57,15 @@ def optimised(scene: Scene, passes: float | None) -> dict[str, Any]:
             cases[key] = {
                 "epsilon": terms.budget.epsilon,
                 "delta": terms.budget.delta,
-                "configured": now.told(),
-                "chosen": best_one.told(),
+                "configured": now.to_dict(),
+                "chosen": best_one.to_dict(),
                 "gain": best_one.snr / now.snr,
                 "useful_rounds": useful,
             }
     return {"cases": list(cases.values())}
 
 
-def _best(scene: Scene, terms: Terms, rounds: int, passes: float) -> Choice:
+def _best(scene: SimulationSetup, terms: Terms, rounds: int, passes: float) -> Choice:
     """Return the best choice, with the σ that a plan of it has: calibrated as the plan's own is."""
     plan, own = scene.plan, scene.plan.algorithm_settings
     # What is not a batch is paid for first: a noisy size, the openings of the rounds.
@@ -75,7 +75,7 @@ def _best(scene: Scene, terms: Terms, rounds: int, passes: float) -> Choice:
     return _calibrated(scene, terms, one, rounds)
 
 
-def _calibrated(scene: Scene, terms: Terms, one: Choice, rounds: int) -> Choice:
+def _calibrated(scene: SimulationSetup, terms: Terms, one: Choice, rounds: int) -> Choice:
     """Return a choice with the σ that a site has by it: of shared noise that of the loudest."""
     plan, whose = scene.plan, [terms]
     if plan.privacy.honest:
@@ -84,16 +84,16 @@ def _calibrated(scene: Scene, terms: Terms, one: Choice, rounds: int) -> Choice:
     for each in whose:
         asked = plan.request(each.site, each.size, tuple(scene.terms), rounds)
         steps = asked.steps // plan.method.steps() * one.local_steps
-        sigmas.append(replace(asked, rate=one.rate, steps=steps).calibrated().event.sigma)
+        sigmas.append(replace(asked, rate=one.rate, steps=steps).calibrate().event.sigma)
     return replace(one, sigma=max(sigmas))
 
 
-def _useful(scene: Scene, terms: Terms, one: Choice) -> int | None:
+def _useful(scene: SimulationSetup, terms: Terms, one: Choice) -> int | None:
     """Return how many rounds pay at a choice's signal to noise; None where no rule says so.
 
     That ratio is nearly the same for one round and for 200, and the accuracy is not.
     """
-    if scene.plan.model not in LINEAR or not mechanism_of(terms.mechanism).summed:
+    if scene.plan.model not in LINEAR_MODELS or not mechanism_of(terms.mechanism).summed:
         return None
     records, shares = sum(scene.sizes.values()), len(scene.sites) / (terms.honest or 1)
     weights = FlatModel(scene.module()).size
@@ -101,14 +101,14 @@ def _useful(scene: Scene, terms: Terms, one: Choice) -> int | None:
     return useful_rounds(snr)
 
 
-def _together(scene: Scene, rounds: int) -> int | None:
+def _together(scene: SimulationSetup, rounds: int) -> int | None:
     """Return how many rounds pay by the noise of all sites, whose budgets are unlike.
 
     As they are weighed, of a plan that has all records in every step; None as of `_useful`.
     """
     plan = scene.plan
     summed = all(mechanism_of(terms.mechanism).summed for terms in scene.terms.values())
-    if plan.model not in LINEAR or not summed:
+    if plan.model not in LINEAR_MODELS or not summed:
         return None
     each = [
         _calibrated(scene, t, Choice(1.0, 1.0, rounds, 1), rounds) for t in scene.terms.values()

@@ -8,21 +8,21 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from fedpact.data.columns.advice import advise, square, undeclared
-from fedpact.engines.scene import is_table, loaded, undeclared_classes
+from fedpact.data.columns.advice import advise, find_undeclared, square
+from fedpact.engines.scene import describe_undeclared_classes, is_table, load_data
 from fedpact.errors import InputError
-from fedpact.features.settings import FeatureSettings, suited
+from fedpact.features.settings import FeatureSettings, suggest_features
 from fedpact.features.stage import FeatureStage
 from fedpact.models.build import build
 from fedpact.models.papers import LogisticSettings
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy.columns import advise_of_loud, moved
+from fedpact.privacy.columns import advise_of_loud, mean_noise
 from fedpact.privacy.settings import Privacy
 from fedpact.recommend.circumstances import Circumstances, check_kind, sizes_of, with_sites
 from fedpact.recommend.noise import SiteNoise
-from fedpact.recommend.scale import bias_of, clip_of, heaviest, told_of_bias, told_of_clip
-from fedpact.recommend.told import drowned, loose, pay
+from fedpact.recommend.scale import bias_of, clip_of, explain_bias, explain_clip, heaviest
+from fedpact.recommend.told import delta_too_large, noise_dominates, pay
 from fedpact.reference.starting import configuration
 from fedpact.theory.accounting import ADJACENCY
 from fedpact.theory.full_batch import FullBatch, full_batch, signal_to_noise
@@ -64,7 +64,7 @@ class Recommendation:
     @classmethod
     def of(cls, asked: Circumstances) -> "Recommendation":
         """Return what suits. Raises InputError of some kind for what does not fit together."""
-        data, form = loaded(Plan.parse(asked.document)), asked.records.shared()
+        data, form = load_data(Plan.parse(asked.document)), asked.records.shared()
         check_kind(data, form.vocabulary)
         asked = with_sites(asked, data)
         read = Plan.parse({**asked.document, "sites": asked.sites})
@@ -73,7 +73,7 @@ class Recommendation:
         sizes = sizes_of(asked, data, read)
         public = _Public.of(asked, example, square(form, names), sizes, len(data.classes))
         numbers = not (public.features or public.words)
-        bare = undeclared(form, names) if is_table(asked.data) and numbers else ""
+        bare = find_undeclared(form, names) if is_table(asked.data) and numbers else ""
         if numbers:
             advise(data.name, form, data.x.shape[1:], data.features, None)
         rows = public.rows(chosen := public.chosen())
@@ -83,13 +83,17 @@ class Recommendation:
             return replace(found, reasons={**found.reasons, "records.drop": why})
         raw, reasons = public.configuration(chosen), public.reasons(chosen)
         if (snr := rows[0].snr) < 1:
-            told = drowned(snr, columns=numbers, alone=public.honest == 1 and asked.sites > 2)
+            told = noise_dominates(
+                snr, columns=numbers, alone=public.honest == 1 and asked.sites > 2
+            )
             reasons["rounds"] = f"the fewest: {told[0]}"
             _logger.warning("%s: %s", data.name, ": ".join(told))
         advise_of_loud(data.name, public.noise.releases)
-        if told := loose(zip((b.delta for b in asked.budgets), sizes.values(), strict=True)):
+        if told := delta_too_large(
+            zip((b.delta for b in asked.budgets), sizes.values(), strict=True)
+        ):
             _logger.warning("%s: %s", data.name, told)
-        if told := undeclared_classes(read, data):
+        if told := describe_undeclared_classes(read, data):
             _logger.warning("%s: %s", data.name, told)
             raw["records"] = {**raw.get("records", {}), "classes": list(data.classes)}
             reasons["records.classes"] = "found in the labels, and public from here on: see to them"
@@ -144,7 +148,7 @@ class _Public:
                 "sites, and an --honest from 1 to one less, as a site that looks at a sum knows "
                 "its own share"
             )
-        features = suited(tuple(example.shape), asked.mirror) if asked.features else {}
+        features = suggest_features(tuple(example.shape), asked.mirror) if asked.features else {}
         length = 1.0 if features or _words(example) else math.sqrt(square)
         if not 0 < length <= _LONGEST:
             raise InputError(
@@ -252,12 +256,12 @@ class _Public:
             ),
             "features.mirror": "images that mean the same mirrored; --no-mirror if they do not",
             "logistic.start": "all classes alike: nearer to the end than any draw",
-            "logistic.bias": told_of_bias(bool(self.features)),
+            "logistic.bias": explain_bias(bool(self.features)),
             "settings.learning_rate": f"η, so that {way}: N = {self.records:,}",
             "server.momentum": "the same way in fewer rounds",
             "privacy.epsilon": "; ".join(filter(None, (self._whose(), self._release_told()))),
             **self._told_of_noise(chosen),
-            "privacy.clip": told_of_clip(heaviest(asked.document)),
+            "privacy.clip": explain_clip(heaviest(asked.document)),
             "privacy.honest": "whose noise protects a sum; ε alone needs none, and is stated too",
             "secure_aggregation.threshold": "the fewest of a sum with so many honest sites",
         }
@@ -290,7 +294,7 @@ class _Public:
 
     def _release_told(self) -> str:
         """Return what released columns take of ε, and how far noise moves them; "" for none."""
-        noise = moved(self.noise.releases)
+        noise = mean_noise(self.noise.releases)
         if not noise:
             return ""
         share, names = Privacy().column_share, len(self.asked.records.released)

@@ -20,7 +20,7 @@ def clip_of(length: float, heaviest: float) -> float:
     return float(f"{_CLIP * length * heaviest:.1g}")
 
 
-def told_of_clip(heaviest: float) -> str:
+def explain_clip(heaviest: float) -> str:
     """Return why it is that."""
     more = " and the largest class weight" if heaviest > 1 else ""
     return f"C, {_CLIP:g} of a record's length{more}: a share of its first gradient"
@@ -35,7 +35,7 @@ def bias_of(length: float) -> float:
     return min(1000.0, float(f"{_BIAS_SHARE * length:.1g}")) if length > _USUAL else _BIAS
 
 
-def told_of_bias(features: bool) -> str:
+def explain_bias(features: bool) -> str:
     """Return why it is that; of features there is none."""
     if features:
         return "it would take its part of every clip"

@@ -13,7 +13,7 @@ def pay(chosen: FullBatch) -> str:
     return "pay at this signal to noise"
 
 
-def loose(promised: Iterable[tuple[float, float]]) -> str:
+def delta_too_large(promised: Iterable[tuple[float, float]]) -> str:
     """Return what a δ of 1/N or more leaves open, of (δ, N) of each site; "" where none has it."""
     worst = max(promised, key=lambda one: one[0] * one[1], default=(0.0, 0.0))
     delta, size = worst
@@ -25,7 +25,7 @@ def loose(promised: Iterable[tuple[float, float]]) -> str:
     )
 
 
-def drowned(snr: float, *, columns: bool, alone: bool) -> tuple[str, str]:
+def noise_dominates(snr: float, *, columns: bool, alone: bool) -> tuple[str, str]:
     """Return how far noise goes, of a signal to noise below 1, and what would help.
 
     columns: whether a record's numbers are trained on as they are. alone: whether each site has all

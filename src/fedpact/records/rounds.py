@@ -65,7 +65,7 @@ class RoundRecord:
         """Whether a site was asked and has replied."""
         return self.was_asked(site) and site not in self.refused
 
-    def told_average(self, kind: str) -> str:
+    def describe_average(self, kind: str) -> str:
         """Return of which models the server's average is, in words. kind: server.average."""
         first = self.numbers.get("average/first")
         of = "the rounds' models" if first is None else f"rounds {first:.0f} to {self.round}"

@@ -42,7 +42,7 @@ def form(key: Declared) -> KeyForm:
     return replace(found, range=" and ".join(filter(None, (found.range, asked))))
 
 
-def default(key: Declared) -> Any:
+def find_default(key: Declared) -> Any:
     """Return what a key is if nobody says, None for nothing; REQUIRED: it has to be given.
 
     Of a table with keys it is None. Raises LookupError: the default cannot be read.

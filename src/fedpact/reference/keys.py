@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fedpact.configuration import read_configuration, unknown_key
 from fedpact.errors import PlanError
-from fedpact.reference.sources import Model, declared, table
+from fedpact.reference.sources import Model, declared_keys, table
 from fedpact.reference.tables import PLAN
 
 
@@ -64,4 +64,4 @@ def keys(model: Model) -> dict[str, Model | None]:
 
     Raises LookupError: no such class, or a base that cannot be read. OSError: no source file.
     """
-    return {key: table(it.annotation, it.home) for key, it in declared(model).items()}
+    return {key: table(it.annotation, it.home) for key, it in declared_keys(model).items()}

@@ -19,26 +19,30 @@ from fedpact.reference.sources import Model, docstring, heading, lineage
 _COLUMNS = ("paper", "code", "meaning", "who")
 
 
-def about(model: Model) -> str:
+def summarise_class(model: Model) -> str:
     """Return the first sentence of what a class says of itself."""
     text = " ".join(docstring(model).split("\n\n")[0].split())
     return re.split(r"(?<=\.) (?=[A-Z`_a-z])", text)[0]
 
 
-def meaning(model: Model, keys: Iterable[str]) -> dict[str, tuple[str, str]]:
+def find_meanings(model: Model, keys: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Return of each of a class' keys the meaning and the papers' symbol, "" for none."""
     names, told, rows = tuple(keys), dict[str, str](), dict[str, tuple[str, str]]()
     for place in lineage(model):
         table = symbols(heading(place[0]))
-        told = {key: row[1] for key, row in table.items()} | said(docstring(place), names) | told
+        told = (
+            {key: row[1] for key, row in table.items()}
+            | parse_meanings(docstring(place), names)
+            | told
+        )
         rows = table | rows
     return {key: (told.get(key, ""), rows.get(key, ("", ""))[0].strip("-")) for key in names}
 
 
-def said(text: str, keys: Iterable[str]) -> dict[str, str]:
+def parse_meanings(text: str, keys: Iterable[str]) -> dict[str, str]:
     """Return what a docstring says of these keys.
 
-    >>> said("Of a site. a, b: both > 0. Else it is refused. c: text.", ["a", "b", "c"])
+    >>> parse_meanings("Of a site. a, b: both > 0. Else it is refused. c: text.", ["a", "b", "c"])
     {'a': 'both > 0. Else it is refused.', 'b': 'both > 0. Else it is refused.', 'c': 'text.'}
     """
     one = "|".join(map(re.escape, sorted(keys, key=len, reverse=True)))

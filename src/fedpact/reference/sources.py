@@ -36,14 +36,14 @@ class _Module:
     imported: dict[str, Model]
 
 
-def declared(model: Model) -> dict[str, Declared]:
+def declared_keys(model: Model) -> dict[str, Declared]:
     """Return the keys of a class and its bases, in their order.
 
     Raises LookupError: no such class, or a base that cannot be read. OSError: no source file.
     """
     found = dict[str, Declared]()
     for base in reversed(_bases(model)):
-        found |= declared(base)
+        found |= declared_keys(base)
     for line in _class(model).body:
         if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
             continue
@@ -95,7 +95,7 @@ def resolve(name: ast.expr, module: str) -> tuple[str, ast.ClassDef | ast.expr]:
     return module, known.defined[last]
 
 
-def algorithms() -> list[str]:
+def algorithm_names() -> list[str]:
     """Return the names of all algorithms, sorted; as `algorithms.names`, without loading it."""
     files = (_ROOT / "algorithms").glob("*.py")
     return sorted(file.stem for file in files if not file.stem.startswith("_"))

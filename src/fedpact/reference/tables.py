@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from fedpact.errors import PlanError, nearest
 from fedpact.reference import forms, meanings
-from fedpact.reference.sources import Model, algorithms, declared, heading
+from fedpact.reference.sources import Model, algorithm_names, declared_keys, heading
 
 PLAN: Final[Model] = ("fedpact.plan", "Plan")
 
@@ -61,10 +61,10 @@ class Described:
 
 def tables(model: Model = PLAN, name: str = "") -> list[KeyTable]:
     """Return a class as a table, and after it the tables in it, each with all its keys."""
-    found, below, known = list[Key](), list[KeyTable](), declared(model)
-    meant = meanings.meaning(model, known)
+    found, below, known = list[Key](), list[KeyTable](), declared_keys(model)
+    meant = meanings.find_meanings(model, known)
     for key, place in known.items():
-        form, default = forms.form(place), forms.default(place)
+        form, default = forms.form(place), forms.find_default(place)
         full = f"{name}.{key}" if name else key
         told, symbol = meant[key]
         required = default is forms.REQUIRED
@@ -73,13 +73,13 @@ def tables(model: Model = PLAN, name: str = "") -> list[KeyTable]:
         if form.table is None or form.named:
             value = None if required else default
             found.append(Key(full, form.words, form.range, value, required, told, symbol))
-    return [KeyTable(name, meanings.about(model), tuple(found)), *below]
+    return [KeyTable(name, meanings.summarise_class(model), tuple(found)), *below]
 
 
 def algorithm(name: str) -> Described:
     """Return what is known of an algorithm. Raises PlanError: there is none of that name."""
-    if name not in algorithms():
-        known = algorithms()
+    if name not in algorithm_names():
+        known = algorithm_names()
         told = f"expected one of {', '.join(known)}{nearest(name, known)}"
         raise PlanError(f"algorithm is {name!r}: {told}")
     module = f"fedpact.algorithms.{name}"
@@ -113,7 +113,7 @@ def find(name: str) -> list[KeyTable]:
     known = tables()
     if found := [table for table in known if table.name and _within(table.name, name)]:
         return found
-    own = [algorithm(one) for one in algorithms()]
+    own = [algorithm(one) for one in algorithm_names()]
     known += [KeyTable(f"settings of {one.name}", "", one.settings.keys) for one in own]
     asked = [KeyTable(t.name, t.about, tuple(_named(t, name))) for t in known]
     if found := [table for table in asked if table.keys]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedpact.errors import DataError
-from fedpact.text import guarded, lower, upper
+from fedpact.text import format_epsilon, lower, upper
 
 _WORDS = {
     "ε": ("ε ≥ {}", "ε ≤ {}"),
@@ -100,7 +100,7 @@ class Audit:
     @property
     def claim(self) -> str:
         """(ε, δ) as it was claimed, with adjacency and accountant."""
-        epsilon = guarded(self.epsilon, self.epsilon_alone, self.honest)
+        epsilon = format_epsilon(self.epsilon, self.epsilon_alone, self.honest)
         return (
             f"(ε, δ) = ({epsilon}, {upper(self.delta)}) of site {self.site} for one "
             f"{self.unit}, {self.adjacency}; accountant {self.accountant}"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from operator import methodcaller
 
 from fedpact.report.outcomes import Entry, Outcome, Spread
-from fedpact.tasks.measures import shown
+from fedpact.tasks.measures import find_display
 from fedpact.text import number, percent, upper
 
 
@@ -52,9 +52,9 @@ def worst_cell(entry: Entry) -> str:
 
 
 def metric_cell(entry: Entry, name: str) -> str:
-    """Return a metric (tasks.measures.shown)."""
+    """Return a metric (tasks.measures.find_display)."""
     spread = entry.spread(methodcaller("metric", name))
-    return percent_cell(spread) if shown(name).form == "percent" else number_cell(spread)
+    return percent_cell(spread) if find_display(name).form == "percent" else number_cell(spread)
 
 
 def number_cell(spread: Spread | None) -> str:
@@ -64,4 +64,4 @@ def number_cell(spread: Spread | None) -> str:
 
 def spread_cell(spread: Spread | None, form: Callable[[float], str]) -> str:
     """Return a mean and its deviation in a form of single values; a dash for None."""
-    return number(None) if spread is None else spread.told(form)
+    return number(None) if spread is None else spread.describe(form)

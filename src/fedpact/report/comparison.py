@@ -22,17 +22,17 @@ from fedpact.report.cells import (
     worst_cell,
 )
 from fedpact.report.charts.overlay import on_the_way, sweeps
-from fedpact.report.effort import HEADINGS as EFFORT
-from fedpact.report.effort import NOTE as EFFORT_NOTE
+from fedpact.report.effort import EFFORT_HEADINGS as EFFORT
+from fedpact.report.effort import EFFORT_NOTE as EFFORT_NOTE
 from fedpact.report.effort import effort, effort_document
-from fedpact.report.joining import HEADINGS, NOTE, joining_rows, paid
-from fedpact.report.officer import compared
+from fedpact.report.joining import JOINING_HEADINGS, JOINING_NOTE, joining_rows, summarise_joining
+from fedpact.report.officer import explain_comparison
 from fedpact.report.outcomes import Comparison, Entry, Outcome, Spread, run_folder
-from fedpact.report.reached import reached
+from fedpact.report.reached import find_bytes_to_targets
 from fedpact.report.reading import RunFolder
 from fedpact.report.templates import page
-from fedpact.tasks.measures import shown
-from fedpact.text import duration, fares, size, upper, written
+from fedpact.tasks.measures import find_display
+from fedpact.text import duration, format_metric, headline_metric, size, upper
 
 SHARED = (
     "algorithms have defaults of their own: give a setting with --set settings.KEY=VALUE, and all "
@@ -41,7 +41,7 @@ SHARED = (
 
 _HELD = ", whether it is trained on or held out for evaluations"
 
-Measure = Callable[[Outcome], float | None]
+OutcomeMeasure = Callable[[Outcome], float | None]
 
 
 @dataclass(frozen=True)
@@ -144,17 +144,19 @@ def document(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def joined(comparison: Comparison) -> list[Entry]:
+def find_joining(comparison: Comparison) -> list[Entry]:
     """Return the entries of which a run says what joining was worth to its sites."""
     return [entry for entry in comparison.entries if joining_rows(_runs(entry))]
 
 
 def joining_lines(comparison: Comparison) -> list[str]:
     """Return for each such entry in one sentence for which sites joining paid."""
-    return [f"{entry.name}: {paid(_runs(entry))}" for entry in joined(comparison)]
+    return [
+        f"{entry.name}: {summarise_joining(_runs(entry))}" for entry in find_joining(comparison)
+    ]
 
 
-def counted_lines(comparison: Comparison) -> list[str]:
+def describe_tuning_cost(comparison: Comparison) -> list[str]:
     """Return what trying costs and for whom each ε holds; nothing where it was not asked."""
     return [
         *(f"{each.told}. {line}" for each in comparison.counted for line in each.lines),
@@ -182,7 +184,9 @@ def _uncounted(comparison: Comparison) -> list[str]:
 
 def evaluation_lines(comparison: Comparison) -> list[str]:
     """Return for each entry whose sites released evaluations what they released, as a sentence."""
-    told = {entry.name: evaluations.line(_runs(entry)) for entry in comparison.entries}
+    told = {
+        entry.name: evaluations.summarise_evaluations(_runs(entry)) for entry in comparison.entries
+    }
     return [f"{name}: {line}" for name, line in told.items() if line]
 
 
@@ -193,17 +197,17 @@ def _runs(entry: Entry) -> list[RunFolder]:
 def _joining_document(entry: Entry) -> dict[str, Any] | None:
     rows = joining_rows(_runs(entry))
     sites = {row.site: {**asdict(row), "joining": row.gain.verdict} for row in rows}
-    return {"sentence": paid(_runs(entry)), "sites": sites} if rows else None
+    return {"sentence": summarise_joining(_runs(entry)), "sites": sites} if rows else None
 
 
 def write_comparison(comparison: Comparison) -> Path:
     """Write comparison.html into the comparison's folder and return its path."""
     path = comparison.folder / "comparison.html"
-    write_whole(path, render(comparison).encode(), private=False)
+    write_whole(path, render_comparison(comparison).encode(), private=False)
     return path
 
 
-def render(comparison: Comparison) -> str:
+def render_comparison(comparison: Comparison) -> str:
     """Return the page as one HTML document."""
     outcomes = comparison.outcomes
     names = [entry.name for entry in comparison.entries]
@@ -218,7 +222,7 @@ def render(comparison: Comparison) -> str:
         shared=SHARED if comparison.left_apart else "",
         differences=comparison.differences,
         names=names,
-        metrics=[shown(name).label for name in comparison.measured],
+        metrics=[find_display(name).label for name in comparison.measured],
         rows=rows(comparison),
         effort=effort(comparison),
         effort_headings=EFFORT,
@@ -233,20 +237,23 @@ def render(comparison: Comparison) -> str:
         drawings=drawings,
         # One legend for all of them; a key may be missing from some.
         keys=list({key.label: key for drawing in drawings for key in drawing.keys}.values()),
-        meaning=compared(comparison.entries),
+        meaning=explain_comparison(comparison.entries),
         sweeps=sweeps(comparison),
-        joining={e.name: (paid(_runs(e)), joining_rows(_runs(e))) for e in joined(comparison)},
-        joining_note=NOTE,
-        joining_headings=HEADINGS,
+        joining={
+            e.name: (summarise_joining(_runs(e)), joining_rows(_runs(e)))
+            for e in find_joining(comparison)
+        },
+        joining_note=JOINING_NOTE,
+        joining_headings=JOINING_HEADINGS,
         counted=comparison.counted,
         uncounted=_uncounted(comparison),
-        released=evaluations.compared({e.name: _runs(e) for e in comparison.entries}),
-        reached=reached(comparison),
+        released=evaluations.compare_evaluations({e.name: _runs(e) for e in comparison.entries}),
+        reached=find_bytes_to_targets(comparison),
         runs=_run_rows(comparison),
     )
 
 
-_MEASURES: dict[str, Measure] = {
+_MEASURES: dict[str, OutcomeMeasure] = {
     "accuracy": lambda o: o.accuracy,
     "loss": lambda o: o.loss,
     "average_accuracy": lambda o: o.averaged("accuracy"),
@@ -261,7 +268,7 @@ _MEASURES: dict[str, Measure] = {
 }
 
 
-def _run_document(outcome: Outcome, told: Mapping[str, Measure]) -> dict[str, Any]:
+def _run_document(outcome: Outcome, told: Mapping[str, OutcomeMeasure]) -> dict[str, Any]:
     run = outcome.run
     return {
         "folder": str(run.path),
@@ -328,10 +335,13 @@ def _run_rows(comparison: Comparison) -> list[dict[str, Any]]:
             if outcome:
                 row["why"] = outcome.run.status
                 row["cells"] = (
-                    fares(outcome.accuracy, outcome.loss)[1],
+                    headline_metric(outcome.accuracy, outcome.loss)[1],
                     *(_averaged(outcome),) * (len(comparison.headings) - 1),
-                    *(written(shown(name).form, outcome.metric(name)) for name in names),
-                    fares(outcome.worst, outcome.worst_loss)[1],
+                    *(
+                        format_metric(find_display(name).form, outcome.metric(name))
+                        for name in names
+                    ),
+                    headline_metric(outcome.worst, outcome.worst_loss)[1],
                     spent_cell(outcome),
                 )
             found.append(row)
@@ -339,4 +349,4 @@ def _run_rows(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _averaged(outcome: Outcome) -> str:
-    return fares(outcome.averaged("accuracy"), outcome.averaged("loss"))[1]
+    return headline_metric(outcome.averaged("accuracy"), outcome.averaged("loss"))[1]

@@ -20,7 +20,7 @@ from typing import Any
 from fedpact.errors import DataError
 from fedpact.ledger.chain import read_entries
 from fedpact.ledger.reservations import from_entry
-from fedpact.papers.selection import LAWS, Trials, as_document, lines, tried
+from fedpact.papers.selection import LAWS, Trials, as_document, count_trials, describe_trials
 from fedpact.report.reading import RunFolder
 from fedpact.theory import shares
 from fedpact.theory.accounting import SampledGaussian
@@ -30,7 +30,7 @@ _SPLITS = 6
 
 
 @dataclass(frozen=True)
-class Trying:
+class TuningCost:
     """What so many runs cost. alone: without other sites' noise; None where none is needed.
 
     honest: of how many sites of each sum `found` needs the noise, 0 for none.
@@ -45,11 +45,11 @@ class Trying:
     def lines(self) -> list[str]:
         """What it costs and for whom each ε holds, in words."""
         if self.alone is None:
-            return lines(self.found)
+            return describe_trials(self.found)
         ifs = f"If at least {self.honest} sites of each sum are honest. "
         other = "If no other site is honest. "
-        return [ifs + line for line in lines(self.found)] + [
-            other + line for line in lines(self.alone)
+        return [ifs + line for line in describe_trials(self.found)] + [
+            other + line for line in describe_trials(self.alone)
         ]
 
     @property
@@ -77,7 +77,7 @@ class _Promise:
     units: frozenset[str]
 
 
-def counted(runs: Mapping[str, Mapping[int, RunFolder]]) -> list[Trying]:
+def count_tuning_cost(runs: Mapping[str, Mapping[int, RunFolder]]) -> list[TuningCost]:
     """Return what trying costs: each setting once, and with all seeds where there are several.
 
     runs: setting -> seed -> its run, private ones. Nothing where there are fewer than two runs.
@@ -98,7 +98,7 @@ def counted(runs: Mapping[str, Mapping[int, RunFolder]]) -> list[Trying]:
     if len(by_seed) > 1:
         told = f"all {len(promises)} runs, every seed of every setting counted"
         groups.append((told, [list(promises)]))
-    found = list[Trying]()
+    found = list[TuningCost]()
     for told, choices in groups:
         choices = [keys for keys in choices if len(keys) >= 2]
         if choices:
@@ -115,7 +115,7 @@ def _check_units(promises: Iterable[_Promise]) -> None:
         )
 
 
-def _worst(told: str, choices: Iterable[Sequence[Mapping[str, _Promise]]]) -> Trying:
+def _worst(told: str, choices: Iterable[Sequence[Mapping[str, _Promise]]]) -> TuningCost:
     """Return each figure of the choice and site where it is most. choices: of runs, by site."""
     found = dict[Any, tuple[Trials, Trials]]()
     honest = 0
@@ -131,7 +131,7 @@ def _worst(told: str, choices: Iterable[Sequence[Mapping[str, _Promise]]]) -> Tr
                 if key not in found:
                     found[key] = _at_site(fallen)
     together, alone = zip(*found.values(), strict=True)
-    return Trying(told, _largest(together), _largest(alone) if honest else None, honest)
+    return TuningCost(told, _largest(together), _largest(alone) if honest else None, honest)
 
 
 def _ways(runs: Sequence[_Promise]) -> Iterable[list[_Promise]]:
@@ -172,17 +172,17 @@ def _at_site(runs: Sequence[_Promise]) -> tuple[Trials, Trials]:
         nothing = Trials(count, delta, math.inf, math.inf, dict.fromkeys(LAWS, math.inf))
         return nothing, nothing
     own = [shares.all_alone(one.events, one.honest) if one.honest else one.events for one in runs]
-    alone = tried(own, delta)
+    alone = count_trials(own, delta)
     shared = [one.epsilon for one in runs if one.honest]
     if not shared:
         return alone, alone
     # Each run is off a Gaussian's law by so much, and K drawn ones by so much on average; one more
     # for the rounding of that average.
     left = delta - (count + 1) * shares.ADDED_DELTA
-    sums = tried([one.events for one in runs], left)
+    sums = count_trials([one.events for one in runs], left)
 
     def covered(cost: float, without: float) -> float:
-        # Less than shares.covered proves: several runs take ADDED_DELTA off δ each, and how much a
+        # Less than shares.cover proves: several runs take ADDED_DELTA off δ each, and how much a
         # larger ε needs of all of them has not been proven.
         return cost if cost <= max(min(shared), shares.COVERED) else without
 

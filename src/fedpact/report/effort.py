@@ -6,8 +6,8 @@ from typing import Any, Final
 from fedpact.report.outcomes import Comparison, Entry, Outcome
 from fedpact.text import number, span
 
-HEADINGS: Final = ("τ", "η", "iterations", "records read", "σ")
-NOTE: Final = (
+EFFORT_HEADINGS: Final = ("τ", "η", "iterations", "records read", "σ")
+EFFORT_NOTE: Final = (
     "τ: local iterations of a round; η: the length of a step; records read: in the batches of all "
     "sites, as expected; σ: of a step's joint noise, from the least of any site to the most"
 )
@@ -51,4 +51,4 @@ def _reach(entry: Entry, measure: Callable[[Outcome], tuple[float, float] | None
 
 def _mean(entry: Entry, measure: Callable[[Outcome], float | None]) -> str:
     spread = entry.spread(measure)
-    return number(None) if spread is None else spread.told(number)
+    return number(None) if spread is None else spread.describe(number)

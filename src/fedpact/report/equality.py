@@ -12,10 +12,10 @@ from itertools import combinations
 from typing import Any
 
 from fedpact import algorithms
-from fedpact.configuration import DEFAULTS, leaves
+from fedpact.configuration import DEFAULTS_KEY, flatten
 from fedpact.report.canonical import canonical
 
-Document = Mapping[str, Any]
+JsonMapping = Mapping[str, Any]
 
 # Part of what is being compared. Whatever is not named here has to be equal.
 _METHOD = (
@@ -25,7 +25,7 @@ _METHOD = (
 _METHOD_OF_PRIVACY = ("privacy.clip", "privacy.sigma")
 # Does not change what is trained; or differs between the runs of one entry.
 _NOTHING = ("run", "seed", "about")
-STEPS = "settings.local_steps"
+LOCAL_STEPS_KEY = "settings.local_steps"
 """Every algorithm has a τ, whether or not it is a setting."""
 _UNKNOWN = object()
 DATA = ("data", "label", "site")
@@ -43,7 +43,7 @@ class Difference:
     unequal: bool
 
 
-def differences(plans: Mapping[str, Document], swept: Collection[str] = ()) -> list[Difference]:
+def differences(plans: Mapping[str, JsonMapping], swept: Collection[str] = ()) -> list[Difference]:
     """Return every key in which plans (entry -> plan.json's content) differ, unequal ones first.
 
     swept: keys whose values are what is compared. Plans that mean the same do not differ, however
@@ -74,7 +74,7 @@ def differences(plans: Mapping[str, Document], swept: Collection[str] = ()) -> l
     return sorted(found, key=lambda difference: not difference.unequal)
 
 
-def _left_apart(key: str, values: Mapping[str, str], plans: Mapping[str, Document]) -> bool:
+def _left_apart(key: str, values: Mapping[str, str], plans: Mapping[str, JsonMapping]) -> bool:
     """Whether two algorithms differ in a setting that they share, and one of them was left."""
     return key.startswith("settings.") and any(
         values[one] != values[other]
@@ -84,28 +84,28 @@ def _left_apart(key: str, values: Mapping[str, str], plans: Mapping[str, Documen
     )
 
 
-def _is_left(key: str, plan: Document) -> bool:
-    return key in plan.get(DEFAULTS, ())
+def _is_left(key: str, plan: JsonMapping) -> bool:
+    return key in plan.get(DEFAULTS_KEY, ())
 
 
-def _note(key: str, plan: Document) -> str:
+def _note(key: str, plan: JsonMapping) -> str:
     return " by default" if _is_left(key, plan) else ""
 
 
-def _applicable(plan: Document) -> dict[str, Any]:
-    flat = leaves(canonical(plan))
-    flat.setdefault(STEPS, _steps(plan))
+def _applicable(plan: JsonMapping) -> dict[str, Any]:
+    flat = flatten(canonical(plan))
+    flat.setdefault(LOCAL_STEPS_KEY, _steps(plan))
     plain = flat.get("privacy.mode") == "none"
     return {
         key: value
         for key, value in flat.items()
-        if key.split(".")[0] not in (*_NOTHING, DEFAULTS)
+        if key.split(".")[0] not in (*_NOTHING, DEFAULTS_KEY)
         and value is not _UNKNOWN
         and not (plain and key.startswith("privacy.") and key != "privacy.mode")
     }
 
 
-def _steps(plan: Document) -> Any:
+def _steps(plan: JsonMapping) -> Any:
     """Return τ of a plan without such a setting."""
     name, control = plan.get("algorithm"), plan.get("control", {})
     if name not in algorithms.names():

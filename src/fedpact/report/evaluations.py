@@ -11,7 +11,7 @@ from fedpact.text import number, percent, upper
 _NUMBERS = ("records", "persons", "loss")
 
 
-def about(run: RunFolder) -> dict[str, Any] | None:
+def find_last_evaluation(run: RunFolder) -> dict[str, Any] | None:
     """Return the last evaluation for the page, None where there is none.
 
     Of a plain run it is exact, and nobody released it: level, cost and intervals are "" there.
@@ -39,12 +39,12 @@ def about(run: RunFolder) -> dict[str, Any] | None:
     }
 
 
-def figures(run: RunFolder) -> list[dict[str, str]]:
+def read_figures(run: RunFolder) -> list[dict[str, str]]:
     """Return what sites released together, of all of them; nothing of one site."""
     return [_row(figure) for figure in (run.released or {"figures": []})["figures"]]
 
 
-def headline(run: RunFolder) -> tuple[str, str] | None:
+def find_released_accuracy(run: RunFolder) -> tuple[str, str] | None:
     """Return the released accuracy and what it is, None where none was released."""
     found = run.released
     named = {(f["name"], f["about"]): f for f in found["figures"]} if found else {}
@@ -59,7 +59,7 @@ def headline(run: RunFolder) -> tuple[str, str] | None:
     return row["value"], note + (f"; exactly {row['exact']}" if row["exact"] else "")
 
 
-def spent(run: RunFolder, site: str) -> float:
+def bound_evaluation_cost(run: RunFolder, site: str) -> float:
     """Return ε of what a site's evaluations have released, an upper bound; 0 without any.
 
     All that is reserved counts where the run has not ended, or an answer of the site went missing.
@@ -100,7 +100,9 @@ def why_none(run: RunFolder, named: bool = True) -> str:
     return f"neither a public test set nor [evaluation] was declared. {DECLARE}"
 
 
-def compared(entries: Mapping[str, Sequence[RunFolder]]) -> list[tuple[str, dict[str, str]]]:
+def compare_evaluations(
+    entries: Mapping[str, Sequence[RunFolder]],
+) -> list[tuple[str, dict[str, str]]]:
     """Return (entry, row) of each figure that every run of an entry has of all sites together.
 
     Over several runs all are means, the interval's ends too: no narrower than it has to be. A plain
@@ -132,13 +134,13 @@ def _means(documents: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]
     return [_mean([of[key] for of in each]) for key in each[0] if all(key in of for of in each)]
 
 
-def line(runs: Sequence[RunFolder]) -> str | None:
+def summarise_evaluations(runs: Sequence[RunFolder]) -> str | None:
     """Return in one sentence what an entry's runs released; None where nothing."""
-    told = sentence(means(runs))
+    told = describe_figures(means(runs))
     return f"as sites released it: {told}" if told else None
 
 
-def sentence(figures: Sequence[dict[str, Any]]) -> str:
+def describe_figures(figures: Sequence[dict[str, Any]]) -> str:
     """Return the figures that are not of single classes and groups, with their intervals."""
     rows = [_row(figure) for figure in figures if not figure["of_part"]]
     return ", ".join(f"{row['name']} {row['value']} ({row['interval']})" for row in rows)

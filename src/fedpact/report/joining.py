@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedpact.personal.joining import METHOD, Gain, sentence
+from fedpact.personal.joining import METHOD, Gain, describe_joining
 from fedpact.report.reading import RunFolder
 from fedpact.text import percent, upper
 
-NOTE = (
+JOINING_NOTE = (
     "Accuracy on each site's own held-out records. Alone: the model of the site's own records, "
     "exact and never released. Tuned: the federated model tuned on the site's own records, exact "
     "and never released. The difference is between what the site would use, tuned where the "
@@ -40,15 +40,15 @@ class JoiningRow:
         return (
             *(percent(each) for each in (self.local, self.federated, self.tuned)),
             advice,
-            difference(self.gain),
+            format_difference(self.gain),
             self.gain.verdict,
         )
 
 
-HEADINGS = ("alone", "federated", "tuned", "advice", "difference", "joining")
+JOINING_HEADINGS = ("alone", "federated", "tuned", "advice", "difference", "joining")
 
 
-def difference(gain: Gain) -> str:
+def format_difference(gain: Gain) -> str:
     """Return a difference with its interval, in points."""
     if not math.isfinite(gain.mean):
         return "–"
@@ -79,10 +79,12 @@ def _row(site: str, figures: Sequence[Mapping[str, Any]]) -> JoiningRow:
     return JoiningRow(site, *means, tuned_in, len(figures), gain)
 
 
-def paid(runs: Sequence[RunFolder]) -> str | None:
+def summarise_joining(runs: Sequence[RunFolder]) -> str | None:
     """Return in one sentence for which sites joining paid; None where nothing says so."""
     rows = joining_rows(runs)
-    return sentence({row.site: row.gain for row in rows}, protection(runs)) if rows else None
+    return (
+        describe_joining({row.site: row.gain for row in rows}, protection(runs)) if rows else None
+    )
 
 
 def protection(runs: Sequence[RunFolder]) -> str:

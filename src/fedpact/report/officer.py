@@ -24,7 +24,7 @@ _NOTES: Final = (
 
 
 @dataclass(frozen=True)
-class Stake:
+class OddsStatement:
     """For whom ε is how much, and the bet on it. little: whether that protects hardly anybody."""
 
     who: str
@@ -39,11 +39,11 @@ class Meaning:
     """The first screen's panel. notes: what its words mean, where they stand."""
 
     question: str
-    stakes: list[Stake]
+    stakes: list[OddsStatement]
     notes: list[str]
 
 
-def stake(who: str, epsilon: float, delta: float) -> Stake:
+def stake(who: str, epsilon: float, delta: float) -> OddsStatement:
     """Return what ε leaves to a bet, each figure rounded up.
 
     >>> stake("one record", 2.0, 1e-5).odds, stake("one record", 2.0, 1e-5).right
@@ -52,14 +52,14 @@ def stake(who: str, epsilon: float, delta: float) -> Stake:
     'over 1,000 : 1'
     """
     if not math.isfinite(epsilon):
-        return Stake(who, upper(epsilon), "no limit", "100 %", True)
+        return OddsStatement(who, upper(epsilon), "no limit", "100 %", True)
     # The most wins per loss of a bet on whether one record was there; see docs/privacy.md. Beyond
     # e^700 there is no float; it is certainty in any case.
     wins = (math.exp(min(epsilon, 700.0)) + delta) / (1 - delta)
     little = wins > _MOST
     # Rounded up to a tenth, as bounds are.
     tenths = math.ceil(1000 / (1 + 1 / wins) - 1e-9)
-    return Stake(
+    return OddsStatement(
         who,
         upper(epsilon),
         f"over {_MOST:,.0f} : 1" if little else f"{float(upper(wins, digits=2)):g} : 1",
@@ -68,7 +68,7 @@ def stake(who: str, epsilon: float, delta: float) -> Stake:
     )
 
 
-def meaning(run: RunFolder) -> Meaning | None:
+def explain_run(run: RunFolder) -> Meaning | None:
     """Return what the run's guarantee means; None of a plain run."""
     if not run.private:
         return None
@@ -79,12 +79,12 @@ def meaning(run: RunFolder) -> Meaning | None:
     return Meaning(_question([run]), list(_stakes(run)), notes)
 
 
-def compared(entries: Sequence[Entry]) -> Meaning | None:
+def explain_comparison(entries: Sequence[Entry]) -> Meaning | None:
     """Return what the guarantees of a comparison's entries mean; None where none is private."""
     runs = [outcome.run for entry in entries if entry.private for outcome in entry.outcomes]
     if not runs:
         return None
-    names: dict[Stake, list[str]] = {}
+    names: dict[OddsStatement, list[str]] = {}
     for entry in entries:
         if entry.epsilon is None or entry.delta is None:
             continue
@@ -107,7 +107,7 @@ def _question(runs: Sequence[RunFolder]) -> str:
     )
 
 
-def _stakes(run: RunFolder) -> Iterable[Stake]:
+def _stakes(run: RunFolder) -> Iterable[OddsStatement]:
     sites = list(run.privacy["sites"].values())
     delta = _most(site["delta"] for site in sites)
     one = "one person, all records" if run.privacy["unit"] == "person" else "one record"

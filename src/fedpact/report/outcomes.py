@@ -16,8 +16,8 @@ from typing import Any
 from fedpact.errors import InputError
 from fedpact.metrics import METRICS, Fairness, fairness, ranking
 from fedpact.report import evaluations
-from fedpact.report.counted import Trying
-from fedpact.report.equality import Difference, Document, differences
+from fedpact.report.counted import TuningCost
+from fedpact.report.equality import Difference, JsonMapping, differences
 from fedpact.report.reading import RunFolder, read_run
 
 # Keys on which it depends which records are where.
@@ -52,7 +52,7 @@ class Outcome:
         return found if self.run.counted or name != "accuracy" else None
 
     def metric(self, name: str) -> float | None:
-        """Return a metric (tasks.measures.shown) of the last model; None if unknown."""
+        """Return a metric (tasks.measures.find_display) of the last model; None if unknown."""
         records = reversed(self.run.records)
         return next((r.metrics[name] for r in records if name in r.metrics), None)
 
@@ -95,7 +95,10 @@ class Outcome:
     @cached_property
     def _held_out(self) -> float:
         """The largest ε that evaluations have cost at a site: of other records, so nothing adds."""
-        return max((evaluations.spent(self.run, site) for site in self.run.site_privacy), default=0)
+        return max(
+            (evaluations.bound_evaluation_cost(self.run, site) for site in self.run.site_privacy),
+            default=0,
+        )
 
     @property
     def honest(self) -> int:
@@ -159,7 +162,7 @@ class Spread:
     mean: float
     deviation: float | None
 
-    def told(self, form: Callable[[float], str]) -> str:
+    def describe(self, form: Callable[[float], str]) -> str:
         """Return it in words; form: of a single value."""
         return f"{form(self.mean)} ± {form(self.deviation)}" if self.deviation else form(self.mean)
 
@@ -172,7 +175,7 @@ class Entry:
     """
 
     name: str
-    plan: Document
+    plan: JsonMapping
     outcomes: Sequence[Outcome]
     missing: Mapping[int, str]
 
@@ -248,7 +251,7 @@ class Comparison:
 
     folder: Path
     entries: Sequence[Entry]
-    counted: Sequence[Trying] = ()
+    counted: Sequence[TuningCost] = ()
     points: Mapping[str, SweepPoint] = field(default_factory=dict[str, SweepPoint])
 
     @property
@@ -323,7 +326,7 @@ class Comparison:
 
 def read_comparison(
     folder: Path,
-    plans: Mapping[str, Document],
+    plans: Mapping[str, JsonMapping],
     seeds: Sequence[int],
     failed: Mapping[tuple[str, int], str] | None = None,
 ) -> Comparison:

@@ -6,27 +6,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedpact.configuration import DEFAULTS, leaves
+from fedpact.configuration import DEFAULTS_KEY, flatten
 from fedpact.files import write_whole
 from fedpact.metrics import METRICS, fairness, ranking
 from fedpact.report import evaluations
 from fedpact.report.charts import budgets, figures
-from fedpact.report.joining import HEADINGS, NOTE, joining_rows, paid
-from fedpact.report.officer import meaning
+from fedpact.report.joining import JOINING_HEADINGS, JOINING_NOTE, joining_rows, summarise_joining
+from fedpact.report.officer import explain_run
 from fedpact.report.reading import RunFolder, read_run, setting_called
 from fedpact.report.repeat import repeat
 from fedpact.report.templates import page
-from fedpact.tasks.measures import shown
+from fedpact.tasks.measures import find_display
 from fedpact.text import (
-    beside_commonest,
+    against_majority_class,
     duration,
-    fares,
+    format_metric,
+    headline_metric,
     lower,
     number,
     percent,
     size,
     upper,
-    written,
 )
 from fedpact.theory.accounting import ACCOUNTANTS
 
@@ -68,11 +68,11 @@ def write_report(folder: Path) -> Path:
 def write_page(run: RunFolder) -> Path:
     """Write report.html beside the files that the run was read from, and return its path."""
     path = run.path / "report.html"
-    write_whole(path, render(run).encode(), private=False)
+    write_whole(path, render_run(run).encode(), private=False)
     return path
 
 
-def render(run: RunFolder) -> str:
+def render_run(run: RunFolder) -> str:
     """Return the page as one HTML document."""
     # The papers' theory is loaded when it is asked.
     from fedpact.papers.rates import rates
@@ -80,30 +80,30 @@ def render(run: RunFolder) -> str:
 
     given, defaults = _settings(run.plan)
     metrics = (figures.metric(run, name) for name in run.measured)
-    learned = (figures.accuracy(run), figures.loss(run), *metrics, figures.site_accuracy(run))
+    learned = (figures.accuracy(run), figures.draw_loss(run), *metrics, figures.site_accuracy(run))
     return page(
         "page",
         run=run,
         title=f"{run.plan.get('algorithm', 'a run')} on {run.plan.get('data', 'own data')}",
         facts=_facts(run),
-        cards=headline(run),
-        meaning=meaning(run),
+        cards=build_headline(run),
+        meaning=explain_run(run),
         learned=[drawing for drawing in learned if drawing],
         drawings={
-            "labels": figures.labels(run),
-            "epsilon": budgets.epsilon(run),
+            "labels": figures.draw_labels(run),
+            "epsilon": budgets.draw_epsilon(run),
             "bytes": budgets.traffic(run),
         },
         wire=wire(run, len(run.sites)),
         rates=rates(run),
         fair=_fair(run),
-        released=evaluations.about(run),
+        released=evaluations.find_last_evaluation(run),
         unevaluated=evaluations.why_none(run),
         sites=_site_rows(run),
         joining=joining_rows([run]),
-        paid=paid([run]),
-        joining_note=NOTE,
-        joining_headings=HEADINGS,
+        paid=summarise_joining([run]),
+        joining_note=JOINING_NOTE,
+        joining_headings=JOINING_HEADINGS,
         honest=run.privacy.get("honest", 0) if run.private else 0,
         accountant=_accountant(run),
         budgets=_budgets(run),
@@ -115,7 +115,7 @@ def render(run: RunFolder) -> str:
     )
 
 
-def headline(run: RunFolder) -> list[Card]:
+def build_headline(run: RunFolder) -> list[Card]:
     """Return the figures at the top of the page, which are also those of `fedpact report`."""
     down, up = run.bytes
     allowed = run.bytes_allowed
@@ -151,23 +151,23 @@ def _learning_cards(run: RunFolder) -> list[Card]:
         if pooled:
             loss += ", on the sites' own held-out records: "
             loss += "its head is each site's own" if run.head else "there is no public test set"
-        if against := beside_commonest(last.accuracy, run.summary.get("commonest")):
+        if against := against_majority_class(last.accuracy, run.summary.get("commonest")):
             loss += f"; {against}"
-        cards.append(Card(*fares(last.accuracy, last.loss), loss, simulator_only=pooled))
+        cards.append(Card(*headline_metric(last.accuracy, last.loss), loss, simulator_only=pooled))
         if last.average:
-            kind = last.told_average(run.plan["server"]["average"])
+            kind = last.describe_average(run.plan["server"]["average"])
             note = f"the {kind}; mean loss {number(last.average['loss'])}"
-            value = fares(last.average["accuracy"], last.average["loss"])[1]
+            value = headline_metric(last.average["accuracy"], last.average["loss"])[1]
             cards.append(Card("averaged model", value, note, simulator_only=pooled))
-    if (found := evaluations.headline(run)) is not None:
+    if (found := evaluations.find_released_accuracy(run)) is not None:
         cards.append(Card("accuracy, released", *found))
     elif not run.evaluated:
         cards.append(Card("accuracy", "not evaluated", evaluations.why_none(run)))
     for name in run.measured:
-        metric = shown(name)
+        metric = find_display(name)
         known = [record for record in run.records if name in record.metrics]
         if known:
-            value = written(metric.form, known[-1].metrics[name])
+            value = format_metric(metric.form, known[-1].metrics[name])
             note = f"{metric.note}; after round {known[-1].round}"
             cards.append(Card(metric.label, value, note, simulator_only=pooled or name in METRICS))
     if run.scores and run.counted:
@@ -329,15 +329,16 @@ def _refusals(run: RunFolder) -> list[dict[str, Any]]:
 
 def _settings(plan: dict[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Return what was given, and what was left to its default."""
-    rows, marked = _flat(plan), set(plan.get(DEFAULTS, ()))
+    rows, marked = _flat(plan), set(plan.get(DEFAULTS_KEY, ()))
     given, left = list[tuple[str, str]](), list[tuple[str, str]]()
     for key, value in rows:
-        if key != DEFAULTS:
+        if key != DEFAULTS_KEY:
             (left if key in marked else given).append((setting_called(plan, key), value))
     return given, left
 
 
 def _flat(document: dict[str, Any]) -> list[tuple[str, str]]:
     return [
-        (key, "–" if value in (None, {}) else str(value)) for key, value in leaves(document).items()
+        (key, "–" if value in (None, {}) else str(value))
+        for key, value in flatten(document).items()
     ]

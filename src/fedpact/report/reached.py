@@ -12,14 +12,14 @@ _MOST: Final = 4
 
 
 @dataclass(frozen=True)
-class Reached:
+class BytesToTarget:
     """A table: accuracies, and for each entry's name what its runs had sent by then."""
 
     levels: list[str]
     rows: list[tuple[str, ...]]
 
 
-def sent_until(outcome: Outcome, accuracy: float) -> float | None:
+def count_bytes_until(outcome: Outcome, accuracy: float) -> float | None:
     """Return the bytes, both ways, up to the first evaluation with it; None if there was none."""
     sent = 0
     for record in outcome.run.records:
@@ -29,7 +29,7 @@ def sent_until(outcome: Outcome, accuracy: float) -> float | None:
     return None
 
 
-def reached(comparison: Comparison) -> Reached | None:
+def find_bytes_to_targets(comparison: Comparison) -> BytesToTarget | None:
     """Return bytes to the highest multiples of 5 % that some run had; None: no run had any."""
     best = max((_best(outcome) for _, outcome in comparison.outcomes), default=0.0)
     # As a count of steps: 0.8 is no whole number of 0.05 in floating point.
@@ -38,7 +38,7 @@ def reached(comparison: Comparison) -> Reached | None:
     if not levels:
         return None
     rows = [(e.name, *(_cell(e, round(level, 9)) for level in levels)) for e in comparison.entries]
-    return Reached([percent(level) for level in levels], rows)
+    return BytesToTarget([percent(level) for level in levels], rows)
 
 
 def _best(outcome: Outcome) -> float:
@@ -47,7 +47,7 @@ def _best(outcome: Outcome) -> float:
 
 
 def _cell(entry: Entry, accuracy: float) -> str:
-    found = [sent for o in entry.outcomes if (sent := sent_until(o, accuracy)) is not None]
+    found = [sent for o in entry.outcomes if (sent := count_bytes_until(o, accuracy)) is not None]
     if not found:
         return "–"
     told = size(statistics.fmean(found))

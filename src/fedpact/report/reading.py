@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from fedpact.engines.together import restored
+from fedpact.engines.together import recover
 from fedpact.errors import DataError
-from fedpact.folder import instead_of_run
+from fedpact.folder import explain_not_a_run
 from fedpact.messages import RoundRecord, SiteScore
 from fedpact.report.audits import Audit
 from fedpact.report.charts.labels import LabelTable
@@ -228,7 +228,7 @@ def setting_called(plan: Mapping[str, Any], key: str) -> str:
 
 def read_run(folder: Path) -> RunFolder:
     """Read a run's folder. Raises DataError: a file is missing or is not what a run writes."""
-    restored(folder)
+    recover(folder)
     labels = _read(folder / "partition.json", needed=False)
     try:
         run = RunFolder(
@@ -269,7 +269,7 @@ def _read(path: Path, *, needed: bool = True) -> Document:
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path} cannot be read ({type(error).__name__}): expected a file of a run's folder; "
-            f"{instead_of_run(path.parent)}"
+            f"{explain_not_a_run(path.parent)}"
         ) from error
     if not isinstance(document, dict):
         raise DataError(

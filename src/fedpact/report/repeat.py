@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from fedpact.engines.extended import Earlier, asked
+from fedpact.engines.extended import PreviousReservations, read_extension
 from fedpact.folder import FIRST_PLAN, Folder
-from fedpact.own.named import handed_in
+from fedpact.own.named import get_handed_in
 from fedpact.report.reading import RunFolder
 
 
@@ -70,7 +70,7 @@ def repeat(run: RunFolder) -> Repeat:
     if randomness.startswith("seeded test"):
         return Repeat(shell, False, _TEST)
     words = [_SAME, *_conditions(run)]
-    own = handed_in(run.plan)
+    own = get_handed_in(run.plan)
     if own:
         what = " and ".join(f"{key} {', '.join(names)}" for key, names in own.items())
         told = _HANDED.format(what=what)
@@ -86,7 +86,7 @@ def _extensions(run: RunFolder) -> list[Mapping[str, Any]]:
     """Return what was asked for at each extension of the run, none where it was not extended."""
     if not run.plan.get("after"):
         return []
-    return [*Earlier.read(Folder(run.path)).more, asked(run.plan)]
+    return [*PreviousReservations.read(Folder(run.path)).more, read_extension(run.plan)]
 
 
 def _in_python(

@@ -53,7 +53,7 @@ DARK: Final = {
 _NAMES: Final = {colour: name for name, colour in LIGHT.items()}
 
 
-def themed(svg: str) -> str:
+def apply_theme(svg: str) -> str:
     """Return SVG whose colours are those of the page that it stands in."""
     return re.sub(
         r"#[0-9a-f]{6}\b",

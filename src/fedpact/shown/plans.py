@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fedpact.configuration import DEFAULTS, leaves
+from fedpact.configuration import DEFAULTS_KEY, flatten
 from fedpact.shown.cards import CardFigure, card, frame
 from fedpact.text import upper
 
@@ -19,7 +19,7 @@ class ShownPlan:
     def _repr_html_(self) -> str:
         plan: Any = self
         whole = plan.document()
-        chosen = sorted(set(leaves(whole)) - {*whole[DEFAULTS], DEFAULTS})
+        chosen = sorted(set(flatten(whole)) - {*whole[DEFAULTS_KEY], DEFAULTS_KEY})
         return card("Plan", _figures(self), below=f"chosen: {', '.join(chosen)}")
 
     def frame(self) -> Any:
@@ -29,8 +29,8 @@ class ShownPlan:
         """
         plan: Any = self
         whole = plan.document()
-        unset = set(whole.pop(DEFAULTS))
-        rows = [{"key": k, "value": v, "default": k in unset} for k, v in leaves(whole).items()]
+        unset = set(whole.pop(DEFAULTS_KEY))
+        rows = [{"key": k, "value": v, "default": k in unset} for k, v in flatten(whole).items()]
         return frame(rows, "plan.document()")
 
 

@@ -106,7 +106,7 @@ def calibration_error(outputs: Tensor, y: Tensor) -> float:
     return float(gap.abs().sum()) / len(confidence)
 
 
-def explained(outputs: Tensor, y: Tensor) -> float:
+def r_squared(outputs: Tensor, y: Tensor) -> float:
     """Return R² = 1 - Σ (y - ŷ)² / Σ (y - mean y)²; NaN where all labels are equal."""
     y = y.double()
     around = float(((y - y.mean()) ** 2).sum())
@@ -137,7 +137,7 @@ def commonest(y: Tensor, classes: Sequence[str]) -> Commonest | None:
     return Commonest(classes[most], float(counts[most]) / y.numel())
 
 
-KINDS: Final = {
+TASK_BY_LABELS: Final = {
     "class": "classification",
     "several": "multi_label",
     "number": "regression",
@@ -177,7 +177,7 @@ MEASURES: Final[Mapping[str, Measure]] = {
     ),
     "r2": Measure(
         "R²",
-        explained,
+        r_squared,
         ("number",),
         "number",
         "share of the labels' variance that is explained",
@@ -229,16 +229,16 @@ def short(name: str) -> str:
     return name.rpartition(":")[2].partition("@")[0]
 
 
-def shown(name: str) -> Metric | Measure:
+def find_display(name: str) -> Metric | Measure:
     """Return how a metric or measure of this name is shown."""
     known: Mapping[str, Metric | Measure] = {**METRICS, **MEASURES}
-    own = Measure(name, explained, (), "number", "of one's own", "A metric of one's own.")
+    own = Measure(name, r_squared, (), "number", "of one's own", "A metric of one's own.")
     return known.get(name, own)
 
 
 def _tasks(kinds: tuple[str, ...]) -> str:
     """Return the tasks of kinds of labels."""
-    return " or ".join(KINDS[kind] for kind in kinds)
+    return " or ".join(TASK_BY_LABELS[kind] for kind in kinds)
 
 
 def _measure(name: str, kind: str) -> Callable[[Tensor, Tensor], float]:

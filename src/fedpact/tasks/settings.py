@@ -30,11 +30,11 @@ from fedpact.losses import (
     squared_error,
 )
 from fedpact.own.named import NamedFunction, own_function
-from fedpact.tasks.measures import KINDS, measures_of
+from fedpact.tasks.measures import TASK_BY_LABELS, measures_of
 
-Kind = Literal["classification", "multi_label", "regression", "segmentation"]
+TaskKind = Literal["classification", "multi_label", "regression", "segmentation"]
 
-_TARGETS: Final[dict[str, Any]] = {task: kind for kind, task in KINDS.items()}
+_TARGETS: Final[dict[str, Any]] = {task: kind for kind, task in TASK_BY_LABELS.items()}
 _FORM: Final = "loss(outputs [B, ...], labels [B, ...]) -> losses [B]"
 
 
@@ -53,7 +53,7 @@ class TaskSettings(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    kind: Kind = "classification"
+    kind: TaskKind = "classification"
     range: list[float] | None = Field(default=None, min_length=2, max_length=2)
     class_weights: list[float] | None = Field(default=None, min_length=1)
     loss: NamedFunction | None = None

@@ -30,16 +30,16 @@ from fedpact.theory.rdp import Conversion
 __all__ = [
     "ACCOUNTANTS",
     "ADJACENCY",
-    "UNITS",
+    "ADJACENCY_BY_UNIT",
     "Accountant",
     "Budget",
     "Conversion",
     "History",
     "RunningEpsilon",
     "SampledGaussian",
-    "added",
-    "bound_by",
+    "add_budgets",
     "epsilon",
+    "find_binding_accountant",
     "joint",
     "max_steps",
     "quick_epsilon",
@@ -53,7 +53,7 @@ Accountant = str
 _MOST: Final = 10**18
 ADJACENCY: Final = "add/remove one record"
 """Which data sets are neighbours, in every ε of a record that is computed or shown."""
-UNITS: Final = {
+ADJACENCY_BY_UNIT: Final = {
     "record": ADJACENCY,
     "person": "add/remove one person with all of that person's records",
 }
@@ -94,7 +94,7 @@ class Budget:
         check.fraction(delta=self.delta)
 
 
-def added(parts: Iterable[float]) -> float:
+def add_budgets(parts: Iterable[float]) -> float:
     """Return the sum of budgets as they are written: three times 1e-05 is 3e-05."""
     return float(sum(Decimal(repr(float(part))) for part in parts))
 
@@ -129,14 +129,14 @@ def epsilon(
     2..64. inf says that no bound was found. Raises InputError.
     """
     check.fraction(delta=delta)
-    return _epsilon(_terms(history), delta, known(accountant), conversion)
+    return _epsilon(_terms(history), delta, check_accountant(accountant), conversion)
 
 
-def bound_by(
+def find_binding_accountant(
     history: History, delta: float, accountant: Accountant, conversion: Conversion = "balle"
 ) -> Accountant:
     """Return whose bound `epsilon` gives: the accountant itself, or of its parts the smallest."""
-    parts = ACCOUNTANTS[known(accountant)].parts or (accountant,)
+    parts = ACCOUNTANTS[check_accountant(accountant)].parts or (accountant,)
     return min(parts, key=lambda part: epsilon(history, delta, part, conversion))
 
 
@@ -149,7 +149,7 @@ def _terms(history: History) -> tuple[pld.Term, ...]:
     )
 
 
-def known(accountant: str) -> Accountant:
+def check_accountant(accountant: str) -> Accountant:
     """Return a name of ACCOUNTANTS. Raises InputError: another one."""
     if accountant not in ACCOUNTANTS:
         names = ", ".join(map(repr, ACCOUNTANTS))
@@ -173,7 +173,7 @@ def _bounds(accountant: Accountant, terms: tuple[pld.Term, ...]) -> list["Bound"
 
 
 def _pld_epsilon(terms: tuple[pld.Term, ...], delta: float, _: Conversion) -> float:
-    return pld.epsilon(terms, delta)
+    return pld.pld_epsilon(terms, delta)
 
 
 def _quick_pld(terms: tuple[pld.Term, ...], delta: float, _: Conversion) -> float:
@@ -181,7 +181,7 @@ def _quick_pld(terms: tuple[pld.Term, ...], delta: float, _: Conversion) -> floa
         return 0.0
     if all(q == 1 for q, _, _ in terms):
         # One Gaussian, in closed form: no search is needed for it.
-        return pld.epsilon(terms, delta)
+        return pld.pld_epsilon(terms, delta)
     return min(running.epsilons([terms], delta, pld.FINENESS))
 
 
@@ -208,7 +208,7 @@ def quick_epsilon(
     """
     check.fraction(delta=delta)
     terms = _terms(history)
-    bounds = _bounds(known(accountant), terms)
+    bounds = _bounds(check_accountant(accountant), terms)
     return min((bound.quick(terms, delta, conversion) for bound in bounds), default=math.inf)
 
 
@@ -277,7 +277,7 @@ class RunningEpsilon:
     """
 
     def __init__(self, planned: History, delta: float, accountant: Accountant = "best") -> None:
-        self._delta, self._accountant = check.fraction(delta=delta), known(accountant)
+        self._delta, self._accountant = check.fraction(delta=delta), check_accountant(accountant)
         self._counts: dict[SampledGaussian, list[int]] = {}
         # What stands in on the way is above PLD; any other accountant is asked itself.
         if accountant in ("best", "pld"):

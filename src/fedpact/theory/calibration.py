@@ -85,10 +85,10 @@ def _smallest_scale(
     conversion: Conversion,
     spent: tuple[tuple[SampledGaussian, int], ...],
 ) -> float:
-    """See smallest_scale. Sites on the same terms share one search."""
+    """Return `smallest_scale`, cached: sites on the same terms share one search."""
 
     def history(log_scale: float) -> History:
-        scale, total = rounded_up(math.exp(log_scale)), Counter(dict(spent))
+        scale, total = round_up(math.exp(log_scale)), Counter(dict(spent))
         for event, count in planned:
             total[SampledGaussian(event.q, scale * event.sigma)] += count
         return total
@@ -97,7 +97,7 @@ def _smallest_scale(
     least = _least(history, low, high, budget, accountant, conversion)
     if least is None:
         _exhausted(budget, accountant, conversion, dict(spent))
-    return rounded_up(math.exp(least))
+    return round_up(math.exp(least))
 
 
 def largest_rate(
@@ -127,12 +127,12 @@ def largest_rate(
     return min(1.0, math.exp(-least))
 
 
-def rounded_up(value: float) -> float:
+def round_up(value: float) -> float:
     """Return the least number of six digits that is not below a value > 0."""
     return _rounded(value, ROUND_CEILING)
 
 
-def rounded_down(value: float) -> float:
+def round_down(value: float) -> float:
     """Return the greatest number of six digits that is not above a value > 0."""
     return _rounded(value, ROUND_FLOOR)
 

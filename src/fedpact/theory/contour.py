@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from fedpact.theory import special
 
-Array = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 Term = tuple[float, float, int]  # q, σ, number of releases
 
 _SMOOTHING: Final = 2e-3  # of ε, what the additional release costs
@@ -54,7 +54,7 @@ _HALF_LOG_2PI: Final = 0.5 * math.log(2 * math.pi)
 _UNIT: Final = 2.0**-41  # a sum of a block's products is off by less, relative to its terms
 
 
-def epsilon(terms: Sequence[Term], delta: float) -> float:
+def contour_epsilon(terms: Sequence[Term], delta: float) -> float:
     """Return an upper bound on the ε of all releases together at δ; inf where none is found.
 
     terms: (q, σ, count), q in (0, 1], 0.05 <= σ <= 1e100, count >= 1. Milliseconds to a second.
@@ -102,7 +102,7 @@ class _Order:
             proven = found
         return proven
 
-    def _orders(self) -> Array:
+    def _orders(self) -> FloatArray:
         """Return orders c around the one that serves a Gaussian of the same spread, and below."""
         spread = self._plain + sum(r.count * r.variance for r in self._releases)
         return math.sqrt(-2 * math.log(self._usable) / spread) * 2.0 ** (np.arange(-40, 7) / 2)
@@ -134,10 +134,10 @@ class _Release:
         self.variance = math.log1p(q**2 * math.expm1(exponent)) if exponent < 30 else 30.0
         # Where P leaves at most `share` of the largest losses; Φ(-x) <= exp(-x²/2)/2.
         reach = math.sqrt(max(1.0, -2 * math.log(share)))
-        z: Array = np.linspace(0.0, reach + 1 / sigma, 2000)
+        z: FloatArray = np.linspace(0.0, reach + 1 / sigma, 2000)
         self._start = float(z[np.argmax(self._beyond(z) <= share)])
 
-    def _beyond(self, z: Array) -> Array:
+    def _beyond(self, z: FloatArray) -> FloatArray:
         """Return P's mass of the outcomes whose losses are larger than that at distance z from 0.
 
         Where a record is removed these lie above z, where it is added below -z.
@@ -149,7 +149,7 @@ class _Release:
             else tail
         )
 
-    def loss(self, z: Array) -> Array:
+    def loss(self, z: FloatArray) -> FloatArray:
         """Return log(1 + y)."""
         return np.log1p(self.q * np.expm1(z / self.sigma - 0.5 / self.sigma**2))
 
@@ -157,7 +157,7 @@ class _Release:
         """Return Re κ."""
         return 1 + c if self.removed else -c
 
-    def log_density(self, z: Array, c: float) -> Array:
+    def log_density(self, z: FloatArray, c: float) -> FloatArray:
         """Return the logarithm of the integrand at s = c."""
         return self.power(c) * self.loss(z) - z**2 / 2 - _HALF_LOG_2PI
 
@@ -203,8 +203,8 @@ class _Nodes:
     every E[(1+y)^κ], Re s = c, |Im s| <= U.
     """
 
-    losses: Array
-    weights: Array
+    losses: FloatArray
+    weights: FloatArray
     moment: float
     size: float
     error: float
@@ -247,7 +247,7 @@ def _step(release: _Release, c: float, top: float, low: float, high: float) -> t
     |1+y|² = (1+y)² (1 - 4ω(1-ω) sin²(θ/2)), and |arg(1+y)| <= θ min(1, 2ω). Over a cell each
     factor is bounded by its largest value at the cell's ends.
     """
-    edges: Array = np.linspace(
+    edges: FloatArray = np.linspace(
         low, high, max(200, math.ceil((high - low) / min(0.05, release.sigma / 20)))
     )
     loss, power = release.loss(edges), release.power(c)
@@ -339,7 +339,7 @@ class _Integral:
         return high
 
 
-def _moments(nodes: _Nodes, step: float, side: int) -> tuple[Array, Array]:
+def _moments(nodes: _Nodes, step: float, side: int) -> tuple[FloatArray, FloatArray]:
     """Return real and imaginary part of E[(1+y)^κ] - 1 at s = c + iku, k = 0 .. side² - 1.
 
     [side, side]. With k = k1 side + k2 the factor e^(iuL) is a product of two, and the sum over
@@ -356,6 +356,6 @@ def _moments(nodes: _Nodes, step: float, side: int) -> tuple[Array, Array]:
     return total.real, total.imag
 
 
-def _turned(angle: Array) -> NDArray[np.complex128]:
+def _turned(angle: FloatArray) -> NDArray[np.complex128]:
     """Return e^(i angle) - 1."""
     return -2 * np.sin(angle / 2) ** 2 + 1j * np.sin(angle)

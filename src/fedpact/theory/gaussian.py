@@ -16,12 +16,12 @@ from fedpact.theory import special
 _UNIT: Final = 2.0**-48  # above the rounding of the few operations below, relative
 
 
-def epsilon(mu: float, delta: float) -> float:
+def gaussian_epsilon(mu: float, delta: float) -> float:
     """Return ε at δ, too large by 1e-6 max(ε, μ) at most; inf for a μ of inf.
 
     An upper bound: what every operation may round is added to δ, and ε is rounded up.
 
-    >>> round(epsilon(1.0, 1e-5), 3)
+    >>> round(gaussian_epsilon(1.0, 1e-5), 3)
     4.377
     """
     if not mu < math.inf:

@@ -101,7 +101,7 @@ def neighbourhoods(sites: int, threshold: int, against: int) -> Neighbourhoods:
         least = _least(sites, threshold - against, shares - against)
         for number in range(_TRIES if shares > against and least > 0 else 0):
             distances = _distances(sites, k, number)
-            if spread(sites, distances) ** 2 < least - _MARGIN:
+            if spectral_spread(sites, distances) ** 2 < least - _MARGIN:
                 return Neighbourhoods(sites, distances, shares)
     return Neighbourhoods(sites, (), threshold)
 
@@ -128,7 +128,7 @@ def _sure(sites: int, there: int, k: int) -> int:
     return found
 
 
-def spread(sites: int, distances: tuple[int, ...]) -> float:
+def spectral_spread(sites: int, distances: tuple[int, ...]) -> float:
     """Return ρ/(k - θ), from 0 on: how far the graph is from one in which all are neighbours."""
     row = np.zeros(sites)
     for distance in distances:

@@ -34,10 +34,10 @@ from fedpact import check
 from fedpact.errors import InputError
 from fedpact.theory import pld
 from fedpact.theory.accounting import History, epsilon
-from fedpact.theory.pld import FINENESS, Term, fft_rounding, priced
-from fedpact.theory.running import ComposedLosses, LossMasses, Outcomes, connected_dots, ends
+from fedpact.theory.pld import FINENESS, Term, fft_rounding, round_up_term
+from fedpact.theory.running import ComposedLosses, LossMasses, Outcomes, connect_dots, ends
 
-Array = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 
 MOST_RECORDS: Final = 1000
 """The largest k: beyond it the mixture is no longer written out."""
@@ -88,18 +88,18 @@ def epsilon_per_person(history: History, delta: float, records: int) -> float:
 def _epsilon(terms: tuple[Term, ...], delta: float, records: int) -> float:
     at_once = [all_at_once(*term, records) for term in terms]
     if not terms or all(q == 1 for q, *_ in terms):
-        return pld.epsilon(at_once, delta)
-    if pld.sampled_at_all(at_once) <= delta:
+        return pld.pld_epsilon(at_once, delta)
+    if pld.participation_probability(at_once) <= delta:
         return 0.0
     found, fine = math.inf, False
     try:
         with np.errstate(all="ignore"):
-            found, fine = _by_grid([priced(*term) for term in terms], delta, records)
+            found, fine = _by_grid([round_up_term(*term) for term in terms], delta, records)
     except (ArithmeticError, ValueError, MemoryError):
         pass
     if fine and math.isfinite(found):
         return found
-    return min(found, pld.epsilon(at_once, delta))
+    return min(found, pld.pld_epsilon(at_once, delta))
 
 
 def all_at_once(q: float, sigma: float, count: int, records: int) -> Term:
@@ -112,7 +112,7 @@ def all_at_once(q: float, sigma: float, count: int, records: int) -> Term:
 
 
 def _by_grid(terms: Sequence[Term], delta: float, records: int) -> tuple[float, bool]:
-    """Return ε, and whether the grid was as fine as it should be. terms: as `priced`."""
+    """Return ε, and whether the grid was as fine as it should be. terms: as `round_up_term`."""
     counts = [t for *_, t in terms]
     count, outside = sum(counts), _OUTSIDE * delta
     usable = (delta - outside - 8 * fft_rounding(count)) * (1 - count * _PLACED)
@@ -163,7 +163,7 @@ class _Mixture:
         """share: the mass that may lie beyond either end."""
         weights = _binomial(q, records)
         reach = math.sqrt(max(1.0, -2 * math.log(share)))
-        x: Array = np.linspace(-reach * sigma, records + reach * sigma, _NODES)
+        x: FloatArray = np.linspace(-reach * sigma, records + reach * sigma, _NODES)
         beyond = sum(
             b * np.exp(-0.5 * (np.maximum(0.0, x - i) / sigma) ** 2) / 2
             for i, b in enumerate(weights)
@@ -174,7 +174,7 @@ class _Mixture:
         return whole._measured()
 
     def _measured(self) -> "_Mixture":
-        x: Array = np.linspace(*self.ends, _NODES)
+        x: FloatArray = np.linspace(*self.ends, _NODES)
         loss = self._loss(x)
         under_q = np.exp(-0.5 * (x / self.sigma) ** 2)
         deviations = list[float]()
@@ -185,13 +185,13 @@ class _Mixture:
         ends = (float(loss[0]), float(loss[-1]))
         return _Mixture(self.weights, self.sigma, self.ends, min(deviations), ends)
 
-    def _excess(self, x: Array) -> tuple[Array, Array]:
+    def _excess(self, x: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return h = log Σ_{i>=1} B(i) e^((2ix - i²)/(2σ²)) and its slope, at outcomes x.
 
         P/Q = B(0) + e^h. The slope lies between 1/σ² and k/σ².
         """
-        total: Array = np.full(x.shape, -np.inf)
-        slope: Array = np.zeros(x.shape)
+        total: FloatArray = np.full(x.shape, -np.inf)
+        slope: FloatArray = np.zeros(x.shape)
         for i, b in enumerate(self.weights):
             if not i or not b:
                 continue
@@ -201,7 +201,7 @@ class _Mixture:
             total = summed
         return total, slope / self.sigma**2
 
-    def _loss(self, x: Array) -> Array:
+    def _loss(self, x: FloatArray) -> FloatArray:
         rest = math.log(self.weights[0]) if self.weights[0] else -math.inf
         return np.logaddexp(rest, self._excess(x)[0])
 
@@ -214,15 +214,15 @@ class _Mixture:
         grid = np.arange(first, last + 1, dtype=np.float64) * step
         at, off = self._outcomes(grid)
         without = Outcomes.of(at / self.sigma)
-        with_it = without.scaled(self.weights[0])
+        with_it = without.scale(self.weights[0])
         for i, b in enumerate(self.weights):
             if i and b:
-                with_it = with_it.plus(Outcomes.of((at - i) / self.sigma).scaled(b))
-        removed = connected_dots(with_it, without, grid, first)
-        added = connected_dots(without.mirrored, with_it.mirrored, -grid[::-1], -last)
+                with_it = with_it.plus(Outcomes.of((at - i) / self.sigma).scale(b))
+        removed = connect_dots(with_it, without, grid, first)
+        added = connect_dots(without.mirrored, with_it.mirrored, -grid[::-1], -last)
         return removed, added, off
 
-    def _outcomes(self, grid: Array) -> tuple[Array, float]:
+    def _outcomes(self, grid: FloatArray) -> tuple[FloatArray, float]:
         """Return the outcomes with these losses, and by how much a loss is missed.
 
         By Newton's method on the convex h, which begins above its root from the second step on.
@@ -234,7 +234,7 @@ class _Mixture:
         aim = np.log(excess)
         x = np.full(grid.shape, -np.inf)
         open_ = np.isfinite(aim)
-        nodes: Array = np.linspace(*self.ends, _NODES)
+        nodes: FloatArray = np.linspace(*self.ends, _NODES)
         guess = np.interp(aim[open_], self._excess(nodes)[0], nodes)
         for _ in range(_STEPS):
             h, slope = self._excess(guess)

@@ -47,7 +47,7 @@ class Choice:
         """sqrt(T) q / σ."""
         return math.sqrt(self.steps) * self.rate / self.sigma
 
-    def told(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float]:
         """Return it as plain data, its rate and number of iterations by their keys in a plan."""
         return {
             "sampling_rate": self.rate,

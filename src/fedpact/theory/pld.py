@@ -54,7 +54,7 @@ class _Library(Protocol):
     ) -> _Distribution: ...
 
 
-def epsilon(terms: Sequence[Term], delta: float) -> float:
+def pld_epsilon(terms: Sequence[Term], delta: float) -> float:
     """Return an upper bound on the ε of all releases together at δ; inf where none is found.
 
     terms: (q, σ, count) with count >= 1, each event once. Milliseconds to a second.
@@ -63,21 +63,21 @@ def epsilon(terms: Sequence[Term], delta: float) -> float:
         return 0.0
     if all(q == 1 for q, _, _ in terms):
         return _at_full_rate(terms, delta)
-    if sampled_at_all(terms) <= delta:
+    if participation_probability(terms) <= delta:
         return 0.0
-    terms = [priced(*term) for term in terms]
+    terms = [round_up_term(*term) for term in terms]
     loud = [term for term in terms if term[1] >= _LEAST_SIGMA]
     found = _found(terms, delta)
     return found if len(loud) == len(terms) else min(found, _with_faint(terms, loud, delta))
 
 
 def _at_full_rate(terms: Sequence[Term], delta: float) -> float:
-    return gaussian.epsilon(math.hypot(*(math.sqrt(t) / s for _, s, t in terms)), delta)
+    return gaussian.gaussian_epsilon(math.hypot(*(math.sqrt(t) / s for _, s, t in terms)), delta)
 
 
 def _found(terms: Sequence[Term], delta: float) -> float:
-    if not resolved(terms, delta) and all(s >= _LEAST_SIGMA for _, s, _ in terms):
-        found = contour.epsilon(terms, delta)
+    if not is_resolved(terms, delta) and all(s >= _LEAST_SIGMA for _, s, _ in terms):
+        found = contour.contour_epsilon(terms, delta)
         if found < math.inf:
             return found
     if not _on_a_grid(terms):
@@ -105,10 +105,10 @@ def _with_faint(terms: Sequence[Term], loud: Sequence[Term], delta: float) -> fl
     if any(q == 1 for q, *_ in faint):
         return math.inf
     loss = -math.fsum(t * math.log1p(-q) for q, _, t in faint)
-    left = delta - sampled_at_all(faint)
+    left = delta - participation_probability(faint)
     if not left > 0:
         return math.inf
-    return (1 + 2.0**-45) * loss + epsilon(loud, left)
+    return (1 + 2.0**-45) * loss + pld_epsilon(loud, left)
 
 
 def _on_a_grid(terms: Sequence[Term]) -> bool:
@@ -116,14 +116,14 @@ def _on_a_grid(terms: Sequence[Term]) -> bool:
     return few and all(_GRIDS[0] <= s <= _GRIDS[1] for _, s, _ in terms)
 
 
-def sampled_at_all(terms: Sequence[Term]) -> float:
+def participation_probability(terms: Sequence[Term]) -> float:
     """Return the chance that a record is in any batch, rounded up: no δ has to be larger."""
     if any(q == 1 for q, *_ in terms):
         return 1.0
     return -math.expm1(math.fsum(t * math.log1p(-q) for q, _, t in terms)) * (1 + 2.0**-45)
 
 
-def priced(q: float, sigma: float, count: int) -> Term:
+def round_up_term(q: float, sigma: float, count: int) -> Term:
     """Return a term no cheaper than this one whose squares are numbers.
 
     ε grows with q and falls with σ.
@@ -131,10 +131,10 @@ def priced(q: float, sigma: float, count: int) -> Term:
     return max(q, _LEAST_RATE), min(sigma, _LARGEST_SIGMA), count
 
 
-def resolved(terms: Sequence[Term], delta: float, fineness: float = FINENESS) -> bool:
+def is_resolved(terms: Sequence[Term], delta: float, fineness: float = FINENESS) -> bool:
     """Return whether a grid serves: one fine beside a release's loss, and no rounding to speak of.
 
-    Else theory.contour does. terms as `priced`.
+    Else theory.contour does. terms as `round_up_term`.
     """
     count = sum(t for *_, t in terms)
     if not _on_a_grid(terms) or fft_rounding(count) > 0.01 * delta:

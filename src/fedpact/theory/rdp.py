@@ -20,7 +20,7 @@ from fedpact import check
 from fedpact.errors import InputError
 from fedpact.theory import special
 
-Array = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 Conversion = Literal["balle", "mironov"]
 
 # What ALI-DPFL and FedFDP minimise over; used with their conversion, Mironov's.
@@ -44,7 +44,7 @@ _LARGEST_SIGMA: Final = 1e100
 _SLACK: Final = 1e-10  # above the rounding of gammaln at the largest order
 
 
-def renyi(q: float, sigma: float, orders: tuple[float, ...] = ORDERS) -> Array:
+def renyi(q: float, sigma: float, orders: tuple[float, ...] = ORDERS) -> FloatArray:
     """Return RDP(α) of one release for every order, [len(orders)]; inf where not computable.
 
     q: sampling rate in (0, 1]; sigma: noise multiplier > 0; orders: each > 1. Raises InputError.
@@ -53,7 +53,7 @@ def renyi(q: float, sigma: float, orders: tuple[float, ...] = ORDERS) -> Array:
 
 
 @lru_cache(maxsize=4096)
-def _renyi(q: float, sigma: float, orders: tuple[float, ...]) -> Array:
+def _renyi(q: float, sigma: float, orders: tuple[float, ...]) -> FloatArray:
     a = _checked(orders)
     with np.errstate(all="ignore"):
         # ε falls with σ: a larger one is priced as the largest whose square is a number.
@@ -68,13 +68,13 @@ def _renyi(q: float, sigma: float, orders: tuple[float, ...]) -> Array:
     return values
 
 
-def _checked(orders: tuple[float, ...]) -> Array:
+def _checked(orders: tuple[float, ...]) -> FloatArray:
     if not all(1 < a < math.inf for a in orders):
         raise InputError(f"orders are {orders!r}: expected finite numbers > 1")
     return np.asarray(orders)
 
 
-def _log_moments(q: float, sigma: float, orders: Array) -> Array:
+def _log_moments(q: float, sigma: float, orders: FloatArray) -> FloatArray:
     """log A_α for every order; NaN or negative where the arithmetic fails."""
     whole = orders == np.floor(orders)
     values = np.empty_like(orders)
@@ -100,12 +100,12 @@ def _log_moment(q: float, sigma: float, order: int) -> float:
 
 
 @lru_cache(maxsize=512)
-def _binomials(order: int) -> tuple[Array, Array]:
+def _binomials(order: int) -> tuple[FloatArray, FloatArray]:
     k = np.arange(2, order + 1, dtype=np.float64)
     return k, special.log_binomial(np.float64(order), k)
 
 
-def _fractional(q: float, sigma: float, orders: Array) -> Array:
+def _fractional(q: float, sigma: float, orders: FloatArray) -> FloatArray:
     """log A_α for fractional α by two series, or the bound convexity gives where they fail.
 
     log A is convex in α and log A_1 = 0: the chord between the whole orders around α lies above
@@ -126,7 +126,7 @@ def _fractional(q: float, sigma: float, orders: Array) -> Array:
     return np.where(values >= np.maximum(below, 0.0), np.minimum(values, above), above)
 
 
-def _two_series(q: float, sigma: float, orders: Array, count: int) -> Array:
+def _two_series(q: float, sigma: float, orders: FloatArray, count: int) -> FloatArray:
     """Σ_k C(α,k) [q^k (1-q)^(α-k) e^{..} Φ(..) + q^(α-k) (1-q)^k e^{..} Φ(..)], rounded up.
 
     Section 3.3; the two sums are the integrals below and above z0, where 1-q and q exp(..) meet.
@@ -149,14 +149,17 @@ def _two_series(q: float, sigma: float, orders: Array, count: int) -> Array:
 
 
 @lru_cache(maxsize=16)
-def _series(orders: tuple[float, ...], count: int) -> tuple[Array, Array, Array]:
+def _series(orders: tuple[float, ...], count: int) -> tuple[FloatArray, FloatArray, FloatArray]:
     k = np.arange(count + 1, dtype=np.float64)
     a = np.asarray(orders)[:, None]
     return k, special.log_binomial(a, k), special.binomial_sign(a, k)
 
 
 def to_epsilon(
-    rdp: Array, delta: float, conversion: Conversion = "balle", orders: tuple[float, ...] = ORDERS
+    rdp: FloatArray,
+    delta: float,
+    conversion: Conversion = "balle",
+    orders: tuple[float, ...] = ORDERS,
 ) -> float:
     """Return the smallest ε over the orders that the RDP `rdp` [len(orders)] implies at δ.
 
@@ -169,7 +172,7 @@ def to_epsilon(
 
 
 @lru_cache(maxsize=256)
-def offset(delta: float, conversion: Conversion, orders: tuple[float, ...] = ORDERS) -> Array:
+def offset(delta: float, conversion: Conversion, orders: tuple[float, ...] = ORDERS) -> FloatArray:
     """Return what a conversion adds to RDP(α) to give ε, for every order, [len(orders)]."""
     check.fraction(delta=delta)
     a = _checked(orders)

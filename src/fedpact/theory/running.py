@@ -30,9 +30,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpact.theory import pld, special
-from fedpact.theory.pld import Term, fft_rounding, grid_step, loss_spread, priced, resolved
+from fedpact.theory.pld import (
+    Term,
+    fft_rounding,
+    grid_step,
+    is_resolved,
+    loss_spread,
+    round_up_term,
+)
 
-Array = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 
 # By default: the grid adds below 1/64 of its variance.
 _FINENESS: Final = 4.0
@@ -55,16 +62,16 @@ def epsilons(
     """
     if not path:
         return []
-    most = [priced(*term) for term in path[-1]]
+    most = [round_up_term(*term) for term in path[-1]]
     if all(q == 1 for q, *_ in most):
-        return [pld.epsilon(terms, delta) for terms in path]
-    if resolved(most, delta, fineness):
+        return [pld.pld_epsilon(terms, delta) for terms in path]
+    if is_resolved(most, delta, fineness):
         return _by_grid(path, most, delta, fineness)
     # What bounds a longer history bounds the shorter ones: few are asked for, from the longest on.
     found, last = list[float](), math.inf
     for i, terms in enumerate(reversed(path)):
         if i % _SPARSE == 0 and i < _SPARSE * _ASKED and last > 0:
-            last = pld.epsilon(terms, delta)
+            last = pld.pld_epsilon(terms, delta)
         found.append(last)
     return found[::-1]
 
@@ -97,7 +104,7 @@ class LossMasses:
     """Masses of the losses low, low + 1, ... (times the grid's step), and of an infinite one."""
 
     low: int
-    mass: Array
+    mass: FloatArray
     infinite: float
 
 
@@ -117,9 +124,9 @@ def _release(q: float, sigma: float, step: float, reach: float) -> tuple[LossMas
     excess = np.where(grid < -1, np.exp(grid) - (1 - q), np.expm1(grid) + q)
     at = sigma * (np.log(np.maximum(excess, 0.0)) - math.log(q)) + 0.5 / sigma
     without = Outcomes.of(at)
-    with_it = without.scaled(1 - q).plus(Outcomes.of(at - 1 / sigma).scaled(q))
-    removed = connected_dots(with_it, without, grid, first)
-    return removed, connected_dots(without.mirrored, with_it.mirrored, -grid[::-1], -last)
+    with_it = without.scale(1 - q).plus(Outcomes.of(at - 1 / sigma).scale(q))
+    removed = connect_dots(with_it, without, grid, first)
+    return removed, connect_dots(without.mirrored, with_it.mirrored, -grid[::-1], -last)
 
 
 def ends(low: float, high: float, step: float) -> tuple[int, int]:
@@ -139,12 +146,12 @@ class Outcomes:
     """
 
     below: float
-    between: Array
+    between: FloatArray
     above: float
-    tail: Array
+    tail: FloatArray
 
     @staticmethod
-    def of(at: Array) -> "Outcomes":
+    def of(at: FloatArray) -> "Outcomes":
         """Return those of N(0, 1) between neighbours of `at`, by the nearer tail."""
         left = at[1:] <= 0
         wide = special.normal_cdfs(np.where(left, at[1:], -at[:-1]))
@@ -152,7 +159,7 @@ class Outcomes:
         below, above = special.normal_cdfs(np.array([at[0], -at[-1]])).tolist()
         return Outcomes(below, wide - narrow, above, wide)
 
-    def scaled(self, share: float) -> "Outcomes":
+    def scale(self, share: float) -> "Outcomes":
         """Return this share of the mass."""
         below, between = share * self.below, share * self.between
         return Outcomes(below, between, share * self.above, share * self.tail)
@@ -172,7 +179,7 @@ class Outcomes:
         return Outcomes(self.above, self.between[::-1], self.below, self.tail[::-1])
 
 
-def connected_dots(p: Outcomes, r: Outcomes, grid: Array, first: int) -> LossMasses:
+def connect_dots(p: Outcomes, r: Outcomes, grid: FloatArray, first: int) -> LossMasses:
     """Return the losses log(P/Q) with all mass moved onto the grid.
 
     p, r: under P and Q, in the order of losses. What lies below the grid goes to its first point.
@@ -267,7 +274,7 @@ def _power(wave: NDArray[np.complex128], count: int) -> NDArray[np.complex128]:
     return result
 
 
-def _solve(mass: Array, losses: Array, delta: float) -> float:
+def _solve(mass: FloatArray, losses: FloatArray, delta: float) -> float:
     """Return the least ε >= 0 with Σ mass (1 - e^(ε - loss))+ <= δ; losses from 0 up."""
     above = np.cumsum(mass[::-1])[::-1]
     shrunk = _shrunk(mass, losses)
@@ -281,7 +288,7 @@ def _solve(mass: Array, losses: Array, delta: float) -> float:
     return found if found >= 0 else float(losses[i])
 
 
-def _shrunk(mass: Array, losses: Array) -> Array:
+def _shrunk(mass: FloatArray, losses: FloatArray) -> FloatArray:
     """Return Σ_{j >= i} mass_j e^(loss_i - loss_j) at every i, by blocks that floats can hold."""
     found, above = np.empty_like(mass), 0.0
     blocks = int((losses[-1] - losses[0]) // _BLOCK) + 1

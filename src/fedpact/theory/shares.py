@@ -11,7 +11,7 @@ With h shares that nobody else knows, Σ e_i is as good as a Gaussian of deviati
 
 with Z normal and h - 1 numbers U, uniform on [-1/2, 1/2]: post-processing of a Gaussian mechanism,
 wherever the a_i lie and however coarse the grid. docs/noise-for-the-sum.md has the proof. What the
-two laws differ by is added to δ: `added_delta`, which UNITS keeps below ADDED_DELTA.
+two laws differ by is added to δ: `added_delta`, which SHARE_DEVIATION keeps below ADDED_DELTA.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from fedpact.check import positive
 from fedpact.errors import InputError
 from fedpact.theory.accounting import History, SampledGaussian
 
-UNITS: Final = 4.0
+SHARE_DEVIATION: Final = 4.0
 """ν, a share's deviation in units of the grid: rounding adds 1/(12 ν²) = 0.5 % to its variance."""
 
 FINE_UNITS: Final = 16.0
@@ -37,13 +37,13 @@ COVERED: Final = 10.0
 """The least ε up to which ADDED_DELTA is checked to be enough."""
 
 _ROOM: Final = 0.01
-"""ε grows by less than this when δ for a larger ε is set aside, else `covered` gives up."""
+"""ε grows by less than this when δ for a larger ε is set aside, else `cover` gives up."""
 
 _TAIL: Final = 40.0
 """Beyond so many deviations a normal law has less than 1e-340."""
 
 
-def distance(units: float, shares: int) -> float:
+def distribution_error(units: float, shares: int) -> float:
     """Return how far the probability of a value may be off: (1 + α)^h - 1 + α.
 
     units: ν >= 1/2 of each share. shares: h >= 1. Raises InputError.
@@ -54,12 +54,12 @@ def distance(units: float, shares: int) -> float:
     return math.expm1(at_least_one(shares=shares) * math.log1p(alpha)) + alpha
 
 
-def entropy(units: float) -> float:
+def rounded_entropy(units: float) -> float:
     """Return the bits in a normal number of deviation `units` > 0 that is rounded to an integer.
 
     log2(units sqrt(2πe)) as soon as that is one or more.
 
-    >>> round(entropy(4.0), 4), round(math.log2(4.0 * math.sqrt(2 * math.pi * math.e)), 4)
+    >>> round(rounded_entropy(4.0), 4), round(math.log2(4.0 * math.sqrt(2 * math.pi * math.e)), 4)
     (4.0508, 4.0471)
     """
     scale, most = positive(units=units) * math.sqrt(2), math.ceil(_TAIL * units)
@@ -75,15 +75,15 @@ def added_delta(epsilon: float, units: float, shares: int, coordinates: float) -
     variation, over all values but those in the tails. Raises InputError.
     """
     values = 2 * _TAIL * units * math.sqrt(shares) + 2 * shares + 2
-    total = positive(coordinates=coordinates) * values * distance(units, shares) / 2
+    total = positive(coordinates=coordinates) * values * distribution_error(units, shares) / 2
     # Beyond ε = 700 no sum is short enough, and floats end.
     return (1 + math.exp(min(700.0, positive(epsilon=epsilon)))) * total
 
 
 def check_added_delta(epsilon: float, shares: int, coordinates: float) -> None:
-    """Raise InputError where the shares' laws cost more than ADDED_DELTA; see `covered`."""
+    """Raise InputError where the shares' laws cost more than ADDED_DELTA; see `cover`."""
     epsilon = max(epsilon, COVERED)
-    cost = added_delta(epsilon, UNITS, shares, coordinates)
+    cost = added_delta(epsilon, SHARE_DEVIATION, shares, coordinates)
     if not cost <= ADDED_DELTA:
         raise InputError(
             f'trust = "sum" over {coordinates:g} coordinates of {shares} shares at ε = '
@@ -92,7 +92,7 @@ def check_added_delta(epsilon: float, shares: int, coordinates: float) -> None:
         )
 
 
-def covered(price: Callable[[float], float], delta: float, budget: float, alone: float) -> float:
+def cover(price: Callable[[float], float], delta: float, budget: float, alone: float) -> float:
     """Return an ε of the shares' sum at δ, as of several records.
 
     price: δ -> the ε of the Gaussian that the shares make together. budget: ε >= 0 of the run's
@@ -116,7 +116,7 @@ def covered(price: Callable[[float], float], delta: float, budget: float, alone:
     return alone
 
 
-def alone(event: SampledGaussian, honest: int) -> SampledGaussian:
+def own_share_event(event: SampledGaussian, honest: int) -> SampledGaussian:
     """Return what is left of an event if no other share is noise: a site's own of h of them.
 
     event: with the noise of h = `honest` shares, >= 1.
@@ -126,9 +126,9 @@ def alone(event: SampledGaussian, honest: int) -> SampledGaussian:
 
 
 def all_alone(events: History, honest: int) -> History:
-    """Return `alone` of each event, with its number."""
+    """Return `own_share_event` of each event, with its number."""
     found = dict[SampledGaussian, int]()
     for event, number in events.items():
-        own = alone(event, honest)
+        own = own_share_event(event, honest)
         found[own] = found.get(own, 0) + number
     return found

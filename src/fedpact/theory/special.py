@@ -11,23 +11,23 @@ import numpy as np
 import scipy.special as _scipy  # pyright: ignore[reportMissingTypeStubs]
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 _special = cast(Any, _scipy)
 
 
-def log_binomial(n: Array | np.float64, k: Array) -> Array:
+def log_binomial(n: FloatArray | np.float64, k: FloatArray) -> FloatArray:
     """Return log |C(n, k)| for real n > 0 and whole k >= 0, elementwise."""
     return np.asarray(
         _special.gammaln(n + 1) - _special.gammaln(k + 1) - _special.gammaln(n - k + 1)
     )
 
 
-def binomial_sign(n: Array | np.float64, k: Array) -> Array:
+def binomial_sign(n: FloatArray | np.float64, k: FloatArray) -> FloatArray:
     """Return the sign of C(n, k) for fractional n > 0 and whole k >= 0, elementwise."""
     return np.asarray(_special.gammasgn(n - k + 1))
 
 
-def log_normal_cdf(x: Array) -> Array:
+def log_normal_cdf(x: FloatArray) -> FloatArray:
     """Return log Φ(x), elementwise, accurate far into the lower tail."""
     return np.asarray(_special.log_ndtr(x))
 
@@ -42,7 +42,7 @@ def normal_cdf(x: float) -> float:
     return float(_special.ndtr(x))
 
 
-def normal_cdfs(x: Array) -> Array:
+def normal_cdfs(x: FloatArray) -> FloatArray:
     """Return Φ(x), elementwise."""
     return np.asarray(_special.ndtr(x))
 
@@ -52,7 +52,7 @@ def fair_coins_at_least(heads: int, coins: int) -> float:
     return float(_special.bdtrc(heads - 1, coins, 0.5))
 
 
-def log_sum_exp(x: Array) -> float:
+def log_sum_exp(x: FloatArray) -> float:
     """Return log Σ e^x over all entries."""
     return float(_special.logsumexp(x))
 

@@ -29,7 +29,7 @@ Vector = NDArray[np.float64]
 Allowed = Callable[[int], float]
 """T(τ): the iterations that rounds of τ local iterations still allow in all."""
 
-LONGEST: Final = 100
+MAX_LOCAL_STEPS: Final = 100
 """No round has more local iterations than this; Algorithm 2 of the paper."""
 
 
@@ -70,7 +70,7 @@ class Drift:
             return self.lipschitz * self.h(most) / np.arange(1, most + 1)
 
 
-def spread(divergence: float, dimension: int, noise: float) -> float:
+def gradient_spread(divergence: float, dimension: int, noise: float) -> float:
     """Return s = ξ + 2 sqrt(d) σC/B. Raises InputError.
 
     divergence: ξ >= 0. noise: σC/B >= 0, that of one local gradient in each of d coordinates.
@@ -83,10 +83,10 @@ def spread(divergence: float, dimension: int, noise: float) -> float:
 
 def longest(previous: int) -> int:
     """Return τ_m = min(2 τ_prev, 100), the most local iterations of the next round."""
-    return min(2 * check.count(previous=previous), LONGEST)
+    return min(2 * check.count(previous=previous), MAX_LOCAL_STEPS)
 
 
-def allowed(iterations_left: float, rounds_left: float | Allowed) -> Allowed:
+def allowed_iterations(iterations_left: float, rounds_left: float | Allowed) -> Allowed:
     """Return T(τ) = min(iterations_left, τ · rounds_left).
 
     iterations_left: R_c >= 0, by the privacy budgets. rounds_left: R_s >= 0, by the communication
@@ -108,9 +108,9 @@ def even_split(iterations: Allowed, most: int) -> int:
 
     What is done without estimates: both budgets end together. 1 where nothing is left.
 
-    >>> even_split(allowed(1585, 317), most=100)
+    >>> even_split(allowed_iterations(1585, 317), most=100)
     5
-    >>> even_split(allowed(1585, 317), most=longest(2))
+    >>> even_split(allowed_iterations(1585, 317), most=longest(2))
     4
     """
     return int(np.argmax(_totals(iterations, most))) + 1
@@ -119,11 +119,12 @@ def even_split(iterations: Allowed, most: int) -> int:
 def best_tau(drift: Drift, kappa: float, iterations: Allowed, most: int) -> int:
     """Return τ*, the argmax of T(τ)(η - ρ h(τ)/(τκ)) over 1..most with a positive bracket.
 
-    kappa: κ > 0. iterations: T(τ) >= 0, see `allowed`. Of equals the least τ; 1 where nothing is
-    left. Raises InputError.
+    kappa: κ > 0. iterations: T(τ) >= 0, see `allowed_iterations`. Of equals the least τ; 1 where
+    nothing is left. Raises InputError.
 
     >>> drift = Drift(learning_rate=0.5, lipschitz=1.0, smoothness=0.1, spread=1.0)
-    >>> [best_tau(drift, kappa, allowed(1585, 317), 100) for kappa in (0.03, 0.12, 100.0)]
+    >>> [best_tau(drift, kappa, allowed_iterations(1585, 317), 100) for kappa in (0.03, 0.12,
+    ... 100.0)]
     [1, 3, 5]
     """
     totals, brackets = _totals(iterations, most), _brackets(drift, kappa, most)
@@ -146,7 +147,7 @@ def tau_by_kappa(drift: Drift, iterations: Allowed, most: int) -> list[tuple[int
     T(τ)(η - ρ h(τ)/(τκ)) is a line in 1/κ for each τ, and τ* the highest of them: exact, no grid.
 
     >>> drift = Drift(learning_rate=0.5, lipschitz=1.0, smoothness=0.1, spread=1.0)
-    >>> [(tau, round(k, 3)) for tau, k in tau_by_kappa(drift, allowed(1585, 317), 100)]
+    >>> [(tau, round(k, 3)) for tau, k in tau_by_kappa(drift, allowed_iterations(1585, 317), 100)]
     [(5, 0.216), (4, 0.158), (3, 0.103), (2, 0.05), (1, 0.0)]
     """
     totals = _totals(iterations, most)

@@ -8,18 +8,18 @@ from rich.console import Console
 
 from fedpact.text import upper
 from fedpact.watch import serving
-from fedpact.watch.snapshot import look
+from fedpact.watch.snapshot import take_snapshot
 
 
 def watch(directory: Path, port: int, once: bool, as_json: bool) -> None:
     """Carry out `fedpact watch`."""
     out = Console(highlight=False, soft_wrap=True)
     if once or as_json:
-        found = look(directory)
-        told = serving.encoded(found) if as_json else "\n".join(_lines(found))
+        found = take_snapshot(directory)
+        told = serving.encode_json(found) if as_json else "\n".join(_lines(found))
         out.print(told, markup=False)
         return
-    with serving.server(directory, port) as server:
+    with serving.create_server(directory, port) as server:
         where = serving.address(server)
         out.print(f"{where} shows {directory}, {where}metrics is for Prometheus; Ctrl-C ends it")
         try:

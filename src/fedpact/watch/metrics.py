@@ -35,7 +35,7 @@ _HELP: Final = {
 
 
 def text(of: Mapping[str, Any]) -> str:
-    """Return a snapshot (see snapshot.look) as a page for Prometheus."""
+    """Return a snapshot (see snapshot.take_snapshot) as a page for Prometheus."""
     samples = list(_of_site(of) if of["kind"] == "site" else _of_run(of))
     lines = list[str]()
     for name, (kind, told) in _HELP.items():

@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 
 from fedpact.errors import FedpactError, InputError
 from fedpact.watch.metrics import CONTENT_TYPE, text
-from fedpact.watch.snapshot import look
+from fedpact.watch.snapshot import take_snapshot
 
 _HOST: Final = "127.0.0.1"
 _POLICY: Final = (
@@ -28,14 +28,14 @@ _POLICY: Final = (
 )
 
 
-def server(directory: Path, port: int = 0) -> ThreadingHTTPServer:
+def create_server(directory: Path, port: int = 0) -> ThreadingHTTPServer:
     """Return the page's server, which listens and is not running yet. port: 0 for a free one.
 
     Raises DataError: the directory holds no run. InputError: the port cannot be had.
     """
-    look(directory)
+    take_snapshot(directory)
     try:
-        found = ThreadingHTTPServer((_HOST, port), _handler(lambda: look(directory)))
+        found = ThreadingHTTPServer((_HOST, port), _handler(lambda: take_snapshot(directory)))
     except (OSError, OverflowError) as error:
         raise InputError(
             f"--port {port} cannot be had ({error}): leave it out for a free one, or name another"
@@ -49,7 +49,7 @@ def address(of: ThreadingHTTPServer) -> str:
     return f"http://{_HOST}:{of.server_port}/"
 
 
-def encoded(snapshot: dict[str, Any]) -> str:
+def encode_json(snapshot: dict[str, Any]) -> str:
     """Return a snapshot as JSON, which has no infinity: "inf" in its place."""
     return json.dumps(_finite(snapshot), ensure_ascii=False)
 
@@ -69,7 +69,7 @@ def _handler(snapshot: Callable[[], dict[str, Any]]) -> type[BaseHTTPRequestHand
         """One request."""
 
         def do_GET(self) -> None:
-            """Answer."""
+            """Answer a request for the page or its data."""
             port = cast(ThreadingHTTPServer, self.server).server_port
             if self.headers.get("Host") not in (f"{_HOST}:{port}", f"localhost:{port}"):
                 self.send_error(HTTPStatus.FORBIDDEN)
@@ -90,7 +90,7 @@ def _handler(snapshot: Callable[[], dict[str, Any]]) -> type[BaseHTTPRequestHand
             if self.path == "/metrics":
                 self._send(CONTENT_TYPE, text(found))
             else:
-                self._send("application/json", encoded(found))
+                self._send("application/json", encode_json(found))
 
         def _send(self, kind: str, body: str, status: HTTPStatus = HTTPStatus.OK) -> None:
             block = body.encode()

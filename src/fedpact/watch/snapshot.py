@@ -14,18 +14,18 @@ from typing import Any
 from fedpact.engines.parties.federation import Federation, parse_toml
 from fedpact.engines.parties.progress import Progress
 from fedpact.engines.parties.records import SiteSettings
-from fedpact.engines.together import NOTE
+from fedpact.engines.together import BACKUP_FILE
 from fedpact.errors import DataError
 from fedpact.folder import WAITS, folder_of_run
 from fedpact.ledger.chain import read_all
 from fedpact.ledger.receipt import spent_of
 from fedpact.theory import shares
-from fedpact.theory.accounting import UNITS, epsilon
+from fedpact.theory.accounting import ADJACENCY_BY_UNIT, epsilon
 
 Document = dict[str, Any]
 
 
-def look(directory: Path) -> Document:
+def take_snapshot(directory: Path) -> Document:
     """Return what a run's folder, a server's or a site's directory, or a deployment's, says.
 
     Raises DataError: it is none of them. LedgerError: a site's ledger is damaged.
@@ -90,7 +90,7 @@ def _run(folder: Path) -> Document:
 
 
 def _status(folder: Path, summary: Mapping[str, Any], *, begun: bool) -> str:
-    if (folder / NOTE).exists():
+    if (folder / BACKUP_FILE).exists():
         return "being extended, or cut off at that: resume, load or extend it"
     return str(summary.get("status") or ("running" if begun else "not begun"))
 
@@ -156,7 +156,7 @@ def _ledger(path: Path, changed: int, length: int) -> Document:
             "unit": entry["unit"],
         }  # fmt: skip
     unit = next((run["unit"] for run in runs.values()), "record")
-    return {"runs": runs, "entries": len(entries), "adjacency": UNITS[unit]}
+    return {"runs": runs, "entries": len(entries), "adjacency": ADJACENCY_BY_UNIT[unit]}
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from typer.utils import get_params_from_function
 
 from fedpact.errors import FedpactError
 
-_BESIDE = {
+_COMMAND_FILE = {
     "algorithms": "settings",
     "evaluate": "predict",
     "extend": "run",
@@ -88,12 +88,12 @@ _EXAMPLES = {
 def names() -> list[str]:
     """Return the names of all commands, sorted."""
     found = (module.name for module in pkgutil.iter_modules(__path__))
-    return sorted([*_BESIDE, *(name for name in found if not name.startswith("_"))])
+    return sorted([*_COMMAND_FILE, *(name for name in found if not name.startswith("_"))])
 
 
 def home(name: str) -> str:
     """Return the name of the file that has a command."""
-    return _BESIDE.get(name, name)
+    return _COMMAND_FILE.get(name, name)
 
 
 def load(name: str) -> Command:

@@ -62,4 +62,4 @@ def account(
 
     setting = command.Setting(q, sigma, steps, epsilon, delta)
     way = None if every else (accountant, conversion)
-    command.account(setting, way, ledger, joint, per_person, tuned, as_json)
+    command.execute_account(setting, way, ledger, joint, per_person, tuned, as_json)

@@ -44,4 +44,4 @@ def audit(
         check_keys(config, overrides)
     from fedpact.cli import audit as command
 
-    command.audit(config, run, overrides, method.value, canaries, as_json)
+    command.execute_audit(config, run, overrides, method.value, canaries, as_json)

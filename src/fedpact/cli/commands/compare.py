@@ -48,6 +48,6 @@ def compare(
         check_keys(config, [*whole, *firsts])
     from fedpact.cli import compare as command
 
-    command.compare(
+    command.execute_compare(
         configs or [], chosen, overrides, sweeps, seeds, out, jobs, joining, counted, as_json
     )

@@ -14,7 +14,7 @@ def list_(as_json: AsJson = False) -> None:
     """Show the public data sets, and which of them the data directory holds."""
     from fedpact.cli import data as command
 
-    command.list_(as_json)
+    command.execute_list(as_json)
 
 
 @app.command()
@@ -27,7 +27,7 @@ def verify(
     """Compare every file with its published MD5. Fails where one is missing or damaged."""
     from fedpact.cli import data as command
 
-    command.verify(names or [], as_json)
+    command.execute_verify(names or [], as_json)
 
 
 @app.command()
@@ -42,4 +42,4 @@ def download(
     """Fetch what is missing or damaged into the data directory, checked by the published MD5."""
     from fedpact.cli import data as command
 
-    command.download(names, home, as_json)
+    command.execute_download(names, home, as_json)

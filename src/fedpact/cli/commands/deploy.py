@@ -52,7 +52,7 @@ def init(
     }
     seeds = "test" if test_seeds else "secure"
     choices = Choices(host=host, port=port, records=records, seeds=seeds, patience=patience)
-    command.init(directory, config, overrides, choices)
+    command.execute_init(directory, config, overrides, choices)
 
 
 @app.command()
@@ -63,7 +63,7 @@ def up(
     """Run the whole federation on this machine, or one party, in the background."""
     from fedpact.cli import deploy as command
 
-    command.up(directory, wait)
+    command.execute_up(directory, wait)
 
 
 @app.command()
@@ -71,7 +71,7 @@ def status(directory: Where, as_json: AsJson = False) -> None:
     """Show who runs, how far the run is, and what each site has spent."""
     from fedpact.cli import deploy as command
 
-    command.status(directory, as_json)
+    command.execute_status(directory, as_json)
 
 
 @app.command()
@@ -79,7 +79,7 @@ def down(directory: Where) -> None:
     """End what `up` started; `up` goes on with the run."""
     from fedpact.cli import deploy as command
 
-    command.down(directory)
+    command.execute_down(directory)
 
 
 @app.command()
@@ -90,7 +90,7 @@ def readmit(
     """Let a site in again whose ledger the server has refused; it needs the ledger last seen."""
     from fedpact.cli import deploy as command
 
-    command.readmit(directory, site)
+    command.execute_readmit(directory, site)
 
 
 @app.command()
@@ -101,7 +101,7 @@ def renew(
     """Write the server's TLS certificate anew, and the authority's where that ends before it."""
     from fedpact.cli import deploy as command
 
-    command.renew(authority, directory)
+    command.execute_renew(authority, directory)
 
 
 @app.command()
@@ -112,7 +112,7 @@ def server(
     """Run the server until the run has ended; started again, it goes on."""
     from fedpact.cli import deploy as command
 
-    command.server(directory, as_json)
+    command.execute_server(directory, as_json)
 
 
 @app.command()
@@ -120,7 +120,7 @@ def site(directory: Annotated[Path, typer.Argument(help="The site's directory.")
     """Take part as a site until stopped; started again, it goes on."""
     from fedpact.cli import deploy as command
 
-    command.site(directory)
+    command.execute_site(directory)
 
 
 @app.command()
@@ -137,4 +137,4 @@ def model(
     """Put the final model into a site's directory, where it was away when the server sent it."""
     from fedpact.cli import deploy as command
 
-    command.model(directory, source)
+    command.execute_model(directory, source)

@@ -38,4 +38,4 @@ def export(
     """Write what a run guarantees in the forms of others; no site is named in any of them."""
     from fedpact.cli import export as command
 
-    command.export(run, form.value, out, overrides, as_json)
+    command.execute_export(run, form.value, out, overrides, as_json)

@@ -37,7 +37,7 @@ def verify(
     """Check every link of each ledger's chain, or a receipt's signature; altered is an error."""
     from fedpact.cli import ledger as command
 
-    command.verify(where, federation, as_json)
+    command.execute_verify(where, federation, as_json)
 
 
 @app.command()
@@ -49,4 +49,4 @@ def export(
     """Write a receipt, signed at a deployed site: budgets and purpose, nothing about records."""
     from fedpact.cli import ledger as command
 
-    command.export(where, out, as_json)
+    command.execute_export(where, out, as_json)

@@ -21,4 +21,4 @@ def personalise(
     """Tune the final model inside a site, for its owner alone, or say that it is not worth it."""
     from fedpact.cli import personalise as command
 
-    command.personalise(directory, model, as_json)
+    command.execute_personalise(directory, model, as_json)

@@ -24,4 +24,4 @@ def plan(
     check_keys(config, overrides)
     from fedpact.cli import plan as command
 
-    command.plan(config, overrides, optimise=optimise, passes=passes, as_json=as_json)
+    command.execute_plan(config, overrides, optimise=optimise, passes=passes, as_json=as_json)

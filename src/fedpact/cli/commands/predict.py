@@ -27,11 +27,11 @@ def predict(
     """Say which class a run's model gives each record, with the probability of every class."""
     from fedpact.cli import report as command
 
-    command.predict(run, records, out, as_json, average)
+    command.execute_predict(run, records, out, as_json, average)
 
 
 def evaluate(run: Run, records: File, average: Average = False, as_json: AsJson = False) -> None:
     """Say how a run's model does on records with labels: exact figures, for whoever holds them."""
     from fedpact.cli import report as command
 
-    command.evaluate(run, records, as_json, average)
+    command.execute_evaluate(run, records, as_json, average)

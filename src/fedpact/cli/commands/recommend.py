@@ -66,14 +66,14 @@ def recommend(
     Of the data only shape, number of classes, records and own sites are read: they are public.
     With --records their number is not.
     """
-    from fedpact.cli.recommend import recommend as carry_out
-    from fedpact.recommend.circumstances import Circumstances, budgets, told_of_columns
+    from fedpact.cli.recommend import execute_recommend as carry_out
+    from fedpact.recommend.circumstances import Circumstances, budgets, describe_columns
 
     typed = {key: each for key, each in {"label": label, "site": site}.items() if each is not None}
     asked = Circumstances(
         *(data, budgets(epsilon, delta), rounds, sites or 0),
         *(trust, honest, mirror),
-        **{**told_of_columns(columns, data, records), **typed},
+        **{**describe_columns(columns, data, records), **typed},
         features=features,
         size=records,
     )

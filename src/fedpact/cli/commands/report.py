@@ -14,7 +14,7 @@ def report(
     """Show a run's key figures and write its report.html anew."""
     from fedpact.cli import report as command
 
-    command.report(run, as_json)
+    command.execute_report(run, as_json)
 
 
 def watch(

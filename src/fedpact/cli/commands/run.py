@@ -22,7 +22,7 @@ def run(
     check_keys(config, overrides)
     from fedpact.cli import run as command
 
-    command.run(config, overrides, out, engine, as_json)
+    command.execute_run(config, overrides, out, engine, as_json)
 
 
 def resume(
@@ -33,7 +33,7 @@ def resume(
     """Go on with a run from its last committed round."""
     from fedpact.cli import run as command
 
-    command.resume(folder, engine, as_json)
+    command.execute_resume(folder, engine, as_json)
 
 
 def extend(
@@ -50,4 +50,4 @@ def extend(
     """Add rounds to a run that has ended: a new reservation at every site, both ε together."""
     from fedpact.cli import run as command
 
-    command.extend(run, rounds, epsilon, engine, as_json)
+    command.execute_extend(run, rounds, epsilon, engine, as_json)

@@ -19,7 +19,7 @@ def settings(
     """Show what a plan may hold: every table and key with type, default, range and meaning."""
     from fedpact.cli import reference as command
 
-    command.settings(name, as_json)
+    command.execute_settings(name, as_json)
 
 
 def algorithms(
@@ -29,7 +29,7 @@ def algorithms(
     """List the algorithms, or show one: its paper, what it does and releases, its settings."""
     from fedpact.cli import reference as command
 
-    command.algorithms(name, as_json)
+    command.execute_algorithms(name, as_json)
 
 
 def init(
@@ -41,4 +41,4 @@ def init(
     check_keys(None, overrides)
     from fedpact.cli import reference as command
 
-    command.init(file, overrides, as_json)
+    command.execute_init(file, overrides, as_json)

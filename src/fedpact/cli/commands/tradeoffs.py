@@ -31,5 +31,5 @@ def tradeoffs(
     """Compare noise, utility and rate by older composition bounds and by exact accounting."""
     from fedpact.papers import tradeoffs_table as command
 
-    question = command.asked(preset, q, delta, steps or (), epsilon or ())
+    question = command.build_question(preset, q, delta, steps or (), epsilon or ())
     command.tradeoffs(question, out, as_json)

@@ -113,11 +113,11 @@ def fedfdp(
     long as Q0 <= 0, which is always so. With RUN its released numbers take the defaults' place.
     """
     from fedpact.cli.console import show
-    from fedpact.papers.fedfdp import Question, answer_question, print_answer
+    from fedpact.papers.fedfdp import TheoremInputs, answer_question, print_answer
     from fedpact.report.reading import read_run
 
     given = {"sigma": sigma, "C": clip, "d": dimension, "B": batch, "Q0": least, "T": steps}
-    question = Question(
+    question = TheoremInputs(
         gradient_bound=gradient_bound,
         smoothness=smoothness,
         convexity=convexity,

@@ -4,7 +4,7 @@ Nothing is done to their columns here: what stands for words, gaps and wide numb
 plan's [records], as for a table of one's own; adult.toml beside this file has it.
 """
 
-from fedpact.data.files import SOURCES, read
+from fedpact.data.files import SOURCES, read_verified
 from fedpact.data.form import RecordForm
 from fedpact.data.tables import Table, table_of
 
@@ -22,10 +22,12 @@ _LEFT_OUT = ("fnlwgt", "education")
 def adult_tables(form: RecordForm) -> tuple[Table, Table]:
     """Return the 32,561 records to train on and the 16,281 to test.
 
-    form: which columns are features. Raises DataError: no such column, or see read.
+    form: which columns are features. Raises DataError: no such column, or see read_verified.
     """
     source = SOURCES["adult"]
-    train, test = (_table(read(source, file).decode("ascii"), form) for file in source.files)
+    train, test = (
+        _table(read_verified(source, file).decode("ascii"), form) for file in source.files
+    )
     return train, test
 
 

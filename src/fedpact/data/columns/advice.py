@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fedpact.data.columns.scaling import rescaled
+from fedpact.data.columns.scaling import rescale
 from fedpact.data.form import Column, RecordForm, ValueRange
 from fedpact.text import toml, toml_key
 
@@ -117,7 +117,7 @@ def _reach(own: ValueRange, x: Tensor, few: bool) -> float:
         return 1.0
     low, high = _ends(x)
     # What is scaled may have a few numbers far off, beside which nothing else is narrow.
-    return 1.0 if low == high else min(_found(rescaled(x.double(), own)), 1.0)
+    return 1.0 if low == high else min(_found(rescale(x.double(), own)), 1.0)
 
 
 def _advise_of_little(
@@ -167,7 +167,7 @@ def _beside(own: ValueRange, x: Tensor | None) -> float:
         ends = own.low, own.high
     else:
         return 0.0
-    low, high = rescaled(torch.tensor(ends, dtype=torch.float64), own).tolist()
+    low, high = rescale(torch.tensor(ends, dtype=torch.float64), own).tolist()
     return abs(low + high) / abs(high - low) if low != high else 0.0
 
 
@@ -232,7 +232,7 @@ def _first(told: Sequence[str]) -> str:
     return ", ".join(told[:_SHOWN]) + more
 
 
-def undeclared(form: RecordForm, features: Sequence[str]) -> str:
+def find_undeclared(form: RecordForm, features: Sequence[str]) -> str:
     """Name the columns of which neither range, scale nor categories are declared; "" for none."""
     bare = [name for name in features if _extent(form.of(name)) is None]
     more = f" and {len(bare) - _SHOWN} more columns" if len(bare) > _SHOWN else ""

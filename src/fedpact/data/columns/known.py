@@ -21,6 +21,6 @@ KNOWN: Final = {
 """Data set -> those of its columns that are known to say little beside the others."""
 
 
-def known(data: str) -> Path | None:
+def find_configuration(data: str) -> Path | None:
     """Return the configuration whose [records] goes with a data set, None where there is none."""
     return Path(__file__).with_name(f"{data}.toml") if data in KNOWN else None

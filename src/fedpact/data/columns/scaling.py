@@ -77,14 +77,14 @@ class Scaling:
         if not self.used:
             return x
         if not self.form.columns:
-            return rescaled(x.double(), self.form).float()
+            return rescale(x.double(), self.form).float()
         columns = [
-            rescaled(x[:, [k]].double(), self.form.of(n)) for k, n in enumerate(self.features)
+            rescale(x[:, [k]].double(), self.form.of(n)) for k, n in enumerate(self.features)
         ]
         return torch.cat(columns, 1).float()
 
 
-def rescaled(x: Tensor, own: ValueRange) -> Tensor:
+def rescale(x: Tensor, own: ValueRange) -> Tensor:
     """Return what stands in place of numbers x [n, ...] of one declaration; both in float64."""
     if isinstance(own, Column):
         if own.scale == "one-hot":

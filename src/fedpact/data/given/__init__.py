@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fedpact.data.form import RecordForm
-from fedpact.data.given.parts import called
+from fedpact.data.given.parts import describe_value
 from fedpact.data.given.targets import targets_of
 from fedpact.data.own import is_blank, numbers_of_array
-from fedpact.data.sieve import Sieve
+from fedpact.data.sieve import RecordFilter
 from fedpact.errors import DataError
 
 _logger = logging.getLogger("fedpact")
@@ -30,7 +30,7 @@ class Given:
 
     x: np.ndarray
     y: np.ndarray
-    sieve: Sieve
+    sieve: RecordFilter
     features: tuple[str, ...] = ()
     persons: Sequence[str] | None = None
 
@@ -58,7 +58,7 @@ class Sifted:
     persons: tuple[str, ...] = ()
 
 
-def sifted_arrays(
+def filter_arrays(
     name: str,
     pair: tuple[np.ndarray, np.ndarray],
     classes: Sequence[str],
@@ -71,7 +71,7 @@ def sifted_arrays(
             f"data set {name}: y has shape {pair[1].shape}, and there are {len(classes)} labels, "
             f"{', '.join(map(str, classes))}: expected [n, {len(classes)}], 0 or 1 of each"
         )
-    sieve = Sieve(name, len(pair[1]), 0)
+    sieve = RecordFilter(name, len(pair[1]), 0)
     x = numbers_of_array(pair[0], form, values, sieve)
     return Given(x, targets_of(pair[1], classes, form, "y", sieve), sieve)
 
@@ -100,7 +100,8 @@ def array_of(name: str, what: str, values: Any) -> np.ndarray:
         ) from error
     if array.dtype.kind not in "biufU":
         raise DataError(
-            f"data set {name}: {what} is {called(values)} of type {array.dtype}: expected an array "
+            f"data set {name}: {what} is {describe_value(values)} of type {array.dtype}: expected "
+            f"an array "
             "of numbers, or strings for labels; convert it first, as with x.toarray() of a sparse "
             "matrix"
         )

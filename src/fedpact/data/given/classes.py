@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from fedpact.data.form import RecordForm
-from fedpact.data.own import is_blank, is_missing, unpointed
+from fedpact.data.own import is_blank, is_missing, without_decimal_zeros
 from fedpact.errors import DataError
 
 _FEW: Final = 20
@@ -31,7 +31,7 @@ def class_names(name: str, labels: Sequence[np.ndarray], form: RecordForm) -> tu
     if form.target.kind == "several":
         return tuple(map(str, range(labels[0].shape[1])))
     if labels[0].dtype.kind == "U":
-        return sorted_names(name, [str(v) for part in labels for v in part.reshape(-1).tolist()])
+        return sort_names(name, [str(v) for part in labels for v in part.reshape(-1).tolist()])
     found = np.unique(np.concatenate([part[np.isfinite(part)] for part in labels]))
     largest, records = int(max(found, default=0)), sum(part.size for part in labels)
     ask = "are they masks of class numbers" if form.target.kind == "pixels" else REGRESSION
@@ -52,12 +52,12 @@ def class_names(name: str, labels: Sequence[np.ndarray], form: RecordForm) -> tu
     return tuple(map(str, range(max(largest, 0) + 1)))
 
 
-def sorted_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
+def sort_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
     """Return the names of classes sorted, by size if they are numbers. Raises DataError."""
     given = [label.strip() for label in labels]
     names = sorted({label for label in given if not is_missing(label)})
     # Of classes that are numbers none is called "NA", as one of names may be; and 1.0 is 1.
-    whole = sorted({unpointed(label) for label in names if not is_blank(label)})
+    whole = sorted({without_decimal_zeros(label) for label in names if not is_blank(label)})
     try:
         numbers = [float(name) for name in whole]
     except ValueError:

@@ -24,8 +24,8 @@ from fedpact.data.form import LabelForm, PlanRecords, RecordForm
 from fedpact.data.given.parts import (
     Parts,
     arrays_in,
-    called,
-    chosen_columns,
+    choose_columns,
+    describe_value,
     holds_arrays,
     labels_in,
     parts_of,
@@ -38,7 +38,7 @@ _logger = logging.getLogger("fedpact")
 _BESIDE: Final = ("validation", "valid", "val", "dev")
 
 
-def dataset_of(
+def from_python(
     data: Any,
     records: PlanRecords,
     label: str | None = None,
@@ -56,19 +56,20 @@ def dataset_of(
         return data
     form = records.shared(target)
     if isinstance(data, str | Path):
-        found = datasets.load(
+        found = datasets.load_dataset(
             str(data), label, site, person=person, classes=records.classes, form=form
         )
         found = replace(found, name=Path(data).name)
         return found if test is None else _with_test(found, test, label, form)
     if isinstance(data, Mapping) and _is_split(data):
         test = _test_of(data) if test is None else test
-        return dataset_of(data["train"], records, label, site, person, test, target)
+        return from_python(data["train"], records, label, site, person, test, target)
     parts = parts_of(data)
     if parts.columns is None:
         if label or site or person:
             raise DataError(
-                f"label = {label!r}, site = {site!r}, person = {person!r} with {called(data)}: "
+                f"label = {label!r}, site = {site!r}, person = {person!r} with "
+                f"{describe_value(data)}: "
                 "only a table has columns to name; leave them out"
             )
         if isinstance(test, str | Path):
@@ -93,12 +94,14 @@ def _with_test(found: Dataset, test: Any, label: str | None, form: RecordForm) -
         if column is None:
             # Its columns stand as they were trained on, whatever they are called.
             own = own.by_place(found.features)
-        beside = datasets.load(str(test), column, classes=classes, form=own)
+        beside = datasets.load_dataset(str(test), column, classes=classes, form=own)
     else:
         others = parts_of(test, what="test")
         if (others.columns is None) != (label is None):
             table = "another table" if label else "a pair (x, y)"
-            raise DataError(f"test is {called(test)} beside data {found.name}: expected {table}")
+            raise DataError(
+                f"test is {describe_value(test)} beside data {found.name}: expected {table}"
+            )
         if others.columns is None:
             beside = from_arrays(others.x, others.y, name="test", classes=classes, form=form)
         else:
@@ -117,7 +120,7 @@ def digest_of(data: Dataset) -> str:
     return found.hexdigest()
 
 
-def refitted(data: Dataset, records: PlanRecords, form: RecordForm | None = None) -> Dataset:
+def refit(data: Dataset, records: PlanRecords, form: RecordForm | None = None) -> Dataset:
     """Return a data set held against what a plan declares; itself where that is nothing.
 
     form: the records' own, with what the plan says of labels.
@@ -166,7 +169,7 @@ def _of_table(
     if form.features is None:
         index = [name for name in parts.index if name not in (*roles, *form.drop)]
         form = form.model_copy(update={"drop": [*form.drop, *index]})
-    names = chosen_columns(columns, form, roles)
+    names = choose_columns(columns, form, roles)
     if label in columns and len(names) == 1 and holds_arrays(columns.get(names[0])):
         found = from_arrays(
             arrays_in(columns[names[0]], names[0]),
@@ -186,7 +189,9 @@ def _of_table(
 def _of_pairs(parts: Parts, test: Any, records: PlanRecords, form: RecordForm) -> Dataset:
     beside = None if test is None else parts_of(test, what="test")
     if beside is not None and beside.columns is not None:
-        raise DataError(f"test is {called(test)} beside records (x, y): expected a pair, too")
+        raise DataError(
+            f"test is {describe_value(test)} beside records (x, y): expected a pair, too"
+        )
     titles = parts.titles_of("")
     if titles and form.labels is None:
         form = form.model_copy(update={"labels": "numbers"})

@@ -62,11 +62,11 @@ def parts_of(data: Any, shape: tuple[int, ...] | None = None, what: str = "data"
             return Parts(x=pair[0], y=pair[1])
     if shape is None or _shape(data) == ():
         hint = "; hand in its .dataset" if hasattr(data, "dataset") else ""
-        raise DataError(f"{what} is {called(data)}: {_KINDS}{hint}")
+        raise DataError(f"{what} is {describe_value(data)}: {_KINDS}{hint}")
     return Parts(x=data)
 
 
-def chosen_columns(
+def choose_columns(
     columns: Mapping[str, Any], form: RecordForm, roles: Sequence[str | None]
 ) -> list[str]:
     """Return the columns that a record is made of. roles: label, site and person."""
@@ -96,7 +96,7 @@ def labels_in(cells: Sequence[Any], form: RecordForm) -> Any:
     return cells if form.target.kind == "number" else [str(value) for value in cells]
 
 
-def called(data: Any) -> str:
+def describe_value(data: Any) -> str:
     """Return what an error calls something of no use."""
     return f"a {type(data).__module__}.{type(data).__qualname__}"
 
@@ -111,7 +111,7 @@ def _of_items(data: Any, shape: tuple[int, ...] | None) -> Parts:
         return Parts(x=arrays_in(alone, "x"))
     if not items or not all(_is_pair(item, None) for item in items):
         raise DataError(
-            f"{called(data)}: expected pairs (x, y), at least one: a record "
+            f"{describe_value(data)}: expected pairs (x, y), at least one: a record "
             "and its label at each place; wrap it in a Dataset that gives them"
         )
     titles = getattr(data, "classes", None)
@@ -144,15 +144,16 @@ def _columns_of(data: Any) -> dict[str, list[Any]] | None:
         return None
     if isinstance(named, Mapping):
         parts = ", ".join(map(str, named))
-        raise DataError(f"{called(data)} has the parts {parts}: give one of them")
+        raise DataError(f"{describe_value(data)} has the parts {parts}: give one of them")
     keys = list(named)
     if len({str(key) for key in keys}) < len(keys):
         raise DataError(
-            f"{called(data)} has the columns {', '.join(map(str, keys))}: name each once"
+            f"{describe_value(data)} has the columns {', '.join(map(str, keys))}: name each once"
         )
     if isinstance(data, Mapping) and (odd := [k for k in keys if not _is_column(data[k])]):
         raise DataError(
-            f"{called(data)} has {', '.join(map(str, odd))}, which are no columns: hand in a table "
+            f"{describe_value(data)} has {', '.join(map(str, odd))}, which are no columns: hand in "
+            f"a table "
             "of columns of equal length, or (x, y), as (bunch.data, bunch.target) of scikit-learn's"
         )
     plain = getattr(data, "with_format", None)
@@ -163,7 +164,9 @@ def _columns_of(data: Any) -> dict[str, list[Any]] | None:
     found = {str(k): cells_of(whole[k], getattr(told.get(k), "dtype", None)) for k in keys}
     if len({len(cells) for cells in found.values()}) > 1:
         lengths = ", ".join(f"{name} {len(cells)}" for name, cells in found.items())
-        raise DataError(f"{called(data)} has columns of lengths {lengths}: expected equal ones")
+        raise DataError(
+            f"{describe_value(data)} has columns of lengths {lengths}: expected equal ones"
+        )
     return found
 
 

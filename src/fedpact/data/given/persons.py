@@ -12,9 +12,9 @@ from typing import Any, Final, cast
 
 import numpy as np
 
-from fedpact.data.cells import Cells, Numbers
-from fedpact.data.own import readable, text_of, unpointed
-from fedpact.data.sieve import Sieve
+from fedpact.data.cells import Cells, NumberCells
+from fedpact.data.own import readable, text_of, without_decimal_zeros
+from fedpact.data.sieve import RecordFilter
 from fedpact.errors import DataError
 
 _NOBODY: Final = frozenset(
@@ -29,7 +29,7 @@ _POINT: Final = re.compile(r"[+-]?[0-9]+[.,][0-9]*")
 _CONTROLS: Final = "".join(map(chr, (*range(33), *range(127, 161))))
 
 
-def persons_of(given: Cells | np.ndarray, sieve: Sieve, column: str = "person") -> list[str]:
+def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "person") -> list[str]:
     """Return whose each record is, n of them; the sieve has those that may be several persons'.
 
     Those are the records that name nobody, and those whose number was rounded, so that its
@@ -41,7 +41,7 @@ def persons_of(given: Cells | np.ndarray, sieve: Sieve, column: str = "person") 
             f"data set {sieve.origin}: person has {len(given)} entries for {sieve.count} records: "
             "give one person a record"
         )
-    values = given.values if isinstance(given, Numbers) else given
+    values = given.values if isinstance(given, NumberCells) else given
     if isinstance(values, np.ndarray) and values.dtype.kind in "iu":
         # Whole numbers of a column are floats once one of them is missing, as numpy and pandas
         # have it; such as those would round are nobody's without it, too.
@@ -59,7 +59,7 @@ def persons_of(given: Cells | np.ndarray, sieve: Sieve, column: str = "person") 
         elif _names_nobody(name):
             sieve.leave_out(row, column, "names no person")
     # No array of text, in which one name is as long as the longest.
-    return [unpointed(name) for name in written]
+    return [without_decimal_zeros(name) for name in written]
 
 
 def _shown(name: str) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from fedpact.data.cells import Cells
 from fedpact.data.form import LabelForm, RecordForm
 from fedpact.data.own import class_numbers, is_blank, number_of
-from fedpact.data.sieve import NO_NUMBER, Sieve
+from fedpact.data.sieve import NO_NUMBER, RecordFilter
 
 
 def targets_of(
@@ -21,7 +21,7 @@ def targets_of(
     classes: Sequence[str],
     form: RecordForm,
     column: str,
-    sieve: Sieve,
+    sieve: RecordFilter,
     how: str | None = None,
 ) -> np.ndarray:
     """Return labels as they are trained on, [n, ...]; the sieve has those that do not fit.
@@ -50,7 +50,7 @@ def targets_of(
     return kept.astype(np.float32 if kind == "several" else np.int64)
 
 
-def unscaled(values: Any, target: LabelForm) -> Any:
+def unscale(values: Any, target: LabelForm) -> Any:
     """Return numbers of -1..1 in the units of the label."""
     return target.low + (values + 1) * (target.high - target.low) / 2
 
@@ -70,7 +70,7 @@ def _several(cells: Cells, count: int) -> np.ndarray:
 
 
 def _numbers(
-    labels: Cells | np.ndarray, target: LabelForm, column: str, sieve: Sieve
+    labels: Cells | np.ndarray, target: LabelForm, column: str, sieve: RecordFilter
 ) -> np.ndarray:
     found = np.zeros(len(labels))
     for row, label in enumerate(labels):

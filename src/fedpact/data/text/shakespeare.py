@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from fedpact.data.dataset import Dataset
-from fedpact.data.files import SOURCES, read
+from fedpact.data.files import SOURCES, read_verified
 from fedpact.errors import DataError
 
 CHARACTERS: Final = (
@@ -29,7 +29,7 @@ def load_shakespeare() -> Dataset:
     """
     source = SOURCES["shakespeare"]
     (file,) = source.files
-    return of_roles(roles(read(source, file).decode("ascii")))
+    return of_roles(roles(read_verified(source, file).decode("ascii")))
 
 
 def roles(text: str) -> dict[str, str]:

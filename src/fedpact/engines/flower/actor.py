@@ -17,30 +17,31 @@ from flwr.clientapp import ClientApp
 
 from fedpact import errors
 from fedpact.engines.flower import codec
-from fedpact.engines.inprocess import Bench
+from fedpact.engines.inprocess import Worker
 from fedpact.engines.virtual import VirtualSite
-from fedpact.engines.workshop import Workshop
+from fedpact.engines.workshop import TrainingSetup
 from fedpact.errors import DataError, FedpactError
 from fedpact.messages import Task, from_bytes, to_bytes
 from fedpact.theory.accounting import History, SampledGaussian
 
 _PLACE = "partition-id"  # Flower's name for which of the virtual nodes it is
-_opened: dict[Any, tuple["Kit", Bench]] = {}
+_opened: dict[Any, tuple["ActorState", Worker]] = {}
 
 
 @dataclass(frozen=True)
-class Kit:
+class ActorState:
     """What all actors share. sites: references to VirtualSites in Ray's store, by their place."""
 
-    workshop: Workshop
+    workshop: TrainingSetup
     sites: Sequence[Any]
 
 
 def open_app(reference: Any) -> ClientApp:
-    """Return the app of the Kit that a reference leads to; an actor keeps the last one's bench."""
+    """Return the app of the ActorState that a reference leads to; an actor keeps the last one's
+    bench."""
     if reference not in _opened:
         torch.set_num_threads(1)
-        kit: Kit = ray.get(reference)
+        kit: ActorState = ray.get(reference)
         _opened.clear()
         _opened[reference] = kit, kit.workshop.bench()
     kit, bench = _opened[reference]
@@ -58,13 +59,13 @@ def open_app(reference: Any) -> ClientApp:
     return app
 
 
-def task_for(place: int, block: bytes, run: int) -> tuple[Message, Context]:
+def encode_task(place: int, block: bytes, run: int) -> tuple[Message, Context]:
     """Return what Flower hands to an actor: an encoded Task for the site at this place."""
-    message = Message(codec.pack(block, b""), dst_node_id=place + 1, message_type="train")
+    message = Message(codec.to_record(block, b""), dst_node_id=place + 1, message_type="train")
     return message, Context(run, place + 1, {_PLACE: place}, RecordDict(), {})
 
 
-def opened(answer: RecordDict) -> tuple[bytes, History]:
+def decode_answer(answer: RecordDict) -> tuple[bytes, History]:
     """Return the encoded answer of a site, and all that its run has been charged so far.
 
     Raises FedpactError, of the kind that was raised at the actor: the site failed there.
@@ -79,15 +80,17 @@ def opened(answer: RecordDict) -> tuple[bytes, History]:
         raise error
     spent: Any = answer["spent"]
     events = zip(spent["q"], spent["sigma"], spent["count"], strict=True)
-    return codec.unpack(answer)[0], {SampledGaussian(q, sigma): count for q, sigma, count in events}
+    return codec.from_record(answer)[0], {
+        SampledGaussian(q, sigma): count for q, sigma, count in events
+    }
 
 
-def _answer(site: VirtualSite, bench: Bench, message: Message) -> RecordDict:
-    task = _decoded(codec.unpack(message.content)[0])
+def _answer(site: VirtualSite, bench: Worker, message: Message) -> RecordDict:
+    task = _decoded(codec.from_record(message.content)[0])
     with site.open_ledger() or nullcontext() as ledger:
         block = to_bytes(site.client(ledger).handle(task, bench))
         spent = ledger.spent(site.run) if ledger else {}
-    record = codec.pack(block, b"")
+    record = codec.to_record(block, b"")
     record["spent"] = ConfigRecord(
         {
             "q": [event.q for event in spent],

@@ -23,10 +23,10 @@ from flwr.supercore.task_identity import TaskIdentity
 from ray.exceptions import RayError
 
 from fedpact.engines.flower import ray_address
-from fedpact.engines.flower.actor import Kit, open_app, opened, task_for
+from fedpact.engines.flower.actor import ActorState, decode_answer, encode_task, open_app
 from fedpact.engines.process import available_cores
 from fedpact.engines.virtual import VirtualSite
-from fedpact.engines.workshop import Workshop
+from fedpact.engines.workshop import TrainingSetup
 from fedpact.errors import FedpactError
 from fedpact.messages import Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.theory.accounting import History
@@ -48,7 +48,7 @@ class RayTransport:
     def __init__(
         self,
         sites: Sequence[VirtualSite],
-        workshop: Workshop,
+        workshop: TrainingSetup,
         workers: int | None,
         spent: Mapping[str, History],
     ) -> None:
@@ -62,7 +62,7 @@ class RayTransport:
         self._backend = _Backend(actors)
         try:
             # References keep what is in the store: as long as this transport lives.
-            self._kit = ray.put(Kit(workshop, [ray.put(_alone(site)) for site in sites]))
+            self._kit = ray.put(ActorState(workshop, [ray.put(_alone(site)) for site in sites]))
             self._backend.build(partial(open_app, self._kit))
         except BaseException as error:
             self._backend.end(self._owned)
@@ -83,7 +83,7 @@ class RayTransport:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """See round.Transport."""
+        """The names of the sites, sorted."""
         return tuple(sorted(self._places))
 
     def spent(self, site: str) -> History:
@@ -91,7 +91,8 @@ class RayTransport:
         return self._spent[site]
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """See round.Transport. Raises FedpactError: a site failed, or its actor ended."""
+        """Send each of these sites its task; yield the answers in the order of their names. Raises
+        FedpactError: a site failed, or its actor ended."""
         waiting = deque[Future[Reply | Refusal]]()
         for site in sorted(tasks):
             if len(waiting) >= 2 * self._backend.num_workers:
@@ -101,7 +102,7 @@ class RayTransport:
             yield waiting.popleft().result()
 
     def _ask(self, site: str, task: Task) -> Reply | Refusal:
-        message, context = task_for(self._places[site], to_bytes(task), _RUN)
+        message, context = encode_task(self._places[site], to_bytes(task), _RUN)
         try:
             reply, _ = self._backend.process_message(message, context)
         except RayError as error:
@@ -111,7 +112,7 @@ class RayTransport:
                 "import what the run needs. Nothing committed is lost: see to that, and resume "
                 "the run"
             ) from error
-        block, self._spent[site] = opened(reply.content)
+        block, self._spent[site] = decode_answer(reply.content)
         answer = from_bytes(block)
         if not isinstance(answer, Reply | Refusal):
             raise FedpactError(f"site {site!r} answered with a {type(answer).__name__}")
@@ -126,7 +127,7 @@ class _Backend(RayBackend):
         self._actors = actors
 
     def build(self, app_fn: Callable[[], ClientApp]) -> None:
-        """See RayBackend."""
+        """Keep the function that makes the client app."""
         self.app_fn = app_fn
         actor: Any = ClientAppActor
         self.pool = BasicActorPool(actor, dict(_EACH), self.actor_kwargs)

@@ -5,7 +5,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from fedpact.errors import InputError
 
 
-def pack(
+def to_record(
     block: bytes, signature: bytes, seen: tuple[int, str] = (0, ""), agreed: str = ""
 ) -> RecordDict:
     """Return the record that carries a block: the bytes of messages.to_bytes, unchanged.
@@ -19,8 +19,8 @@ def pack(
     return RecordDict({"fedpact": ArrayRecord({"message": array}), "seal": seal})
 
 
-def unpack(record: RecordDict) -> tuple[bytes, bytes]:
-    """Return block and signature of what `pack` made. Raises InputError: of anything else."""
+def from_record(record: RecordDict) -> tuple[bytes, bytes]:
+    """Return block and signature of what `to_record` made. Raises InputError: of anything else."""
     try:
         array, seal = record["fedpact"], record["seal"]
         if isinstance(array, ArrayRecord) and isinstance(seal, ConfigRecord):
@@ -32,8 +32,8 @@ def unpack(record: RecordDict) -> tuple[bytes, bytes]:
     raise _unreadable(record)
 
 
-def seen(record: RecordDict) -> tuple[int, str]:
-    """Return what a question says of the site's ledger. Raises InputError: as `unpack`."""
+def read_seen(record: RecordDict) -> tuple[int, str]:
+    """Return what a question says of the site's ledger. Raises InputError: as `from_record`."""
     seal = record.get("seal")
     if isinstance(seal, ConfigRecord):
         length, head = seal.get("length"), seal.get("head")
@@ -42,8 +42,9 @@ def seen(record: RecordDict) -> tuple[int, str]:
     raise _unreadable(record)
 
 
-def agreed(record: RecordDict) -> str:
-    """Return on what a question says that the parties agree. Raises InputError: as `unpack`."""
+def read_agreed(record: RecordDict) -> str:
+    """Return on what a question says that the parties agree. Raises InputError: as
+    `from_record`."""
     seal = record.get("seal")
     found = seal.get("agreed") if isinstance(seal, ConfigRecord) else None
     if isinstance(found, str):

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fedpact.engines.flower import seal
 from fedpact.engines.parties.federation import Federation
 from fedpact.errors import InputError, PlanError
-from fedpact.files import understood
+from fedpact.files import parse_errors
 
 _AGAIN = "take the file that `fedpact deploy init` wrote for this party"
 
@@ -72,7 +72,7 @@ def _check_public(federation: Federation) -> None:
 def _check_certificate(directory: Path, host: str) -> None:
     authority, path = _authority(directory), directory / "tls.crt"
     certificate, secret = _certificate(path), directory / "tls.key"
-    with understood(secret, _AGAIN):
+    with parse_errors(secret, _AGAIN):
         key = serialization.load_pem_private_key(_read(secret), None)
     if _bytes(key.public_key()) != _bytes(certificate.public_key()):
         raise PlanError(f"{secret} and {path} do not belong together: {_AGAIN}")
@@ -109,7 +109,7 @@ def _authority(directory: Path) -> x509.Certificate:
 
 
 def _certificate(path: Path) -> x509.Certificate:
-    with understood(path, _AGAIN):
+    with parse_errors(path, _AGAIN):
         return x509.load_pem_x509_certificate(_read(path))
 
 

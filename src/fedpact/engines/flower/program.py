@@ -16,7 +16,7 @@ import traceback
 from importlib.metadata import entry_points
 
 
-def run(name: str) -> int:
+def run_script(name: str) -> int:
     """Run the console script `name` with this process's arguments; return how it ended."""
     try:
         (script,) = entry_points(group="console_scripts", name=name)
@@ -37,7 +37,7 @@ def run(name: str) -> int:
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
-    status = run(sys.argv[0])
+    status = run_script(sys.argv[0])
     logging.shutdown()
     sys.stdout.flush()
     # Whatever other threads it has left.

@@ -33,7 +33,7 @@ _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 _HEARTBEAT_SECONDS = 10.0
 
 
-class Desk:
+class TaskQueue:
     """Where tasks of one kind are taken on: a SuperLink's or a SuperNode's Runtime API.
 
     secret: the file with the secret that both ends know. root: the certificate of a TLS address.

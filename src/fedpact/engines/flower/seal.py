@@ -63,7 +63,7 @@ def is_signed(key: ec.EllipticCurvePublicKey, purpose: str, block: bytes, signat
     return True
 
 
-def task_for(site: str, seen: tuple[int, str], agreed: str) -> str:
+def signing_context(site: str, seen: tuple[int, str], agreed: str) -> str:
     """Return what a question to a site is signed for.
 
     seen: of its ledger, (0, "") for nothing. agreed: on what, see Federation.agreed.

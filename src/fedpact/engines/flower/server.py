@@ -15,11 +15,11 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedpact.engines.flower import seal
 from fedpact.engines.flower.control import SuperLink
 from fedpact.engines.flower.inbox import PromptGrid
-from fedpact.engines.flower.runtime import Desk
+from fedpact.engines.flower.runtime import TaskQueue
 from fedpact.engines.flower.transport import FlowerTransport
-from fedpact.engines.parties.admission import expected_form
+from fedpact.engines.parties.admission import expect_form
 from fedpact.engines.parties.coordinator import Coordinator
-from fedpact.engines.secure.deployed import secured
+from fedpact.engines.secure.deployed import secure_deployment
 from fedpact.errors import FedpactError
 from fedpact.messages import RoundRecord
 
@@ -31,7 +31,7 @@ def coordinate(coordinator: Coordinator, grid: Grid, on_round: OnRound) -> dict[
     """Carry out a run over a Grid and return its summary."""
     key = seal.read_private_key(coordinator.directory / "server.key")
     admission, remember = coordinator.admission()
-    form = partial(expected_form, coordinator.workshop(), sums=coordinator.sums)
+    form = partial(expect_form, coordinator.workshop(), sums=coordinator.sums)
     federation, plan = coordinator.federation, coordinator.plan
     agreed = federation.agreed(plan)
     transport = FlowerTransport(
@@ -40,7 +40,7 @@ def coordinate(coordinator: Coordinator, grid: Grid, on_round: OnRound) -> dict[
     if not plan.secure_aggregation.threshold:
         return coordinator.run(transport, on_round)
     attempts = coordinator.attempts
-    secure = secured(transport, federation, plan, attempts, admission, form)
+    secure = secure_deployment(transport, federation, plan, attempts, admission, form)
     return coordinator.run(secure, on_round, transport)
 
 
@@ -51,7 +51,7 @@ def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str
     """
     root = coordinator.directory / "ca.crt"
     link = SuperLink(address, root)
-    desk = Desk(address, TaskType.SERVER_APP, coordinator.directory / "runtime.secret", root)
+    desk = TaskQueue(address, TaskType.SERVER_APP, coordinator.directory / "runtime.secret", root)
     try:
         link.wait(_START_SECONDS)
         link.enrol(coordinator.federation)
@@ -74,7 +74,7 @@ def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str
         link.close()
 
 
-def _token_of(desk: Desk, run: int) -> str:
+def _token_of(desk: TaskQueue, run: int) -> str:
     """Take on the task of this run; tasks of others, which somebody may have submitted, wait."""
     end = time.monotonic() + _START_SECONDS
     while time.monotonic() < end:

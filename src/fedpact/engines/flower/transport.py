@@ -20,7 +20,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedpact.engines.flower import codec, seal
-from fedpact.engines.flower.underway import Clock, Slow, UnderWay, advice, summary
+from fedpact.engines.flower.underway import Clock, PendingRequests, Slow, advice, summarise_round
 from fedpact.engines.parties.admission import REFUSALS, Admission
 from fedpact.engines.parties.federation import Federation
 from fedpact.engines.secure.exchange import Take
@@ -86,18 +86,19 @@ class FlowerTransport:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """See round.Transport."""
+        """The names of the sites, sorted."""
         return self._federation.names
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """See round.Transport. Raises TooFewReplies."""
+        """Send each of these sites its task; yield the answers in the order of their names. Raises
+        TooFewReplies."""
         began, before = time.perf_counter(), self._waiting.seconds
         patience, any_task = self._federation.patience, next(iter(tasks.values()))
         # The final model goes to whoever is there.
         least = 0 if any_task.algorithm == FINAL else patience.least_replies
         form = self._form(any_task)
         self._admission.check(form, any_task)
-        this = UnderWay(tasks, self._faults(tasks, form), least)
+        this = PendingRequests(tasks, self._faults(tasks, form), least)
         self._turn_away(this)
         self._wait_for_all()
         for _ in range(patience.retries + 1):
@@ -120,7 +121,7 @@ class FlowerTransport:
             raise TooFewReplies(
                 f"round {any_task.round} got {len(replies)} replies of at least "
                 f"{least} (patience.least_replies), after {patience.retries + 1} "
-                f"times {patience.round_seconds:g} s: {summary(this)}. {advice(this)}"
+                f"times {patience.round_seconds:g} s: {summarise_round(this)}. {advice(this)}"
             )
         waited = self._waiting.seconds - before
         own = time.perf_counter() - began - waited
@@ -128,7 +129,7 @@ class FlowerTransport:
         yield from (each for _, each in sorted({**replies, **this.refusals}.items()))
 
     def within_reach(self, number: int) -> dict[str, str]:
-        """See secure.exchange.Carrier."""
+        """Return the sites that would be asked something in a round, each with when it started."""
         self._wait_for_all()
         return {
             site: self._since[site]
@@ -138,12 +139,12 @@ class FlowerTransport:
         }
 
     def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:
-        """See secure.exchange.Carrier."""
+        """Ask each site its question and `take` each answer that is a Step."""
 
         def check(site: str, answer: Answer) -> str | None:
             return take(site, answer) if isinstance(answer, Step) else "unreadable"
 
-        this = UnderWay(asks, check, least)
+        this = PendingRequests(asks, check, least)
         self._turn_away(this)
         self._wait_for_all()
         self._collect(this)
@@ -159,7 +160,7 @@ class FlowerTransport:
 
         return fault
 
-    def _turn_away(self, this: UnderWay) -> None:
+    def _turn_away(self, this: PendingRequests) -> None:
         """Settle the answers of barred sites: they are not asked."""
         for site in this.open:
             if self._admission.standing.is_barred(site):
@@ -183,7 +184,7 @@ class FlowerTransport:
         with self._waiting:
             time.sleep(_POLL_SECONDS)
 
-    def _collect(self, this: UnderWay) -> None:
+    def _collect(self, this: PendingRequests) -> None:
         """Ask and listen until all are settled, or nobody is left to wait for, or time is up."""
         patience = self._federation.patience
         told = time.monotonic()
@@ -218,7 +219,7 @@ class FlowerTransport:
             if site in this.asked and (site in self._slow or site in self._nodes):
                 self._slow.add(site, this, patience.round_seconds)
 
-    def _present(self, this: UnderWay | None = None) -> dict[str, int]:
+    def _present(self, this: PendingRequests | None = None) -> dict[str, int]:
         """Return site -> node of the sites that are connected, as of a second ago.
 
         A site that was started again knows nothing of what it was asked before.
@@ -242,7 +243,7 @@ class FlowerTransport:
             self._nodes, self._looked = found, time.monotonic()
         return self._nodes
 
-    def _ask(self, this: UnderWay, present: dict[str, int]) -> None:
+    def _ask(self, this: PendingRequests, present: dict[str, int]) -> None:
         now, patience = time.monotonic(), self._federation.patience
         for site in this.open:
             last = this.asked.get(site)
@@ -253,9 +254,11 @@ class FlowerTransport:
                 continue
             question = this.tasks[site]
             block = to_bytes(shortest(question) if isinstance(question, Task) else question)
-            seen = self._admission.standing.seen(site)
-            purpose = seal.task_for(site, seen, self._agreed)
-            record = codec.pack(block, seal.sign(self._key, purpose, block), seen, self._agreed)
+            seen = self._admission.standing.last_seen(site)
+            purpose = seal.signing_context(site, seen, self._agreed)
+            record = codec.to_record(
+                block, seal.sign(self._key, purpose, block), seen, self._agreed
+            )
             # A site that comes back later is not to spend budget on a round that is over.
             message = Message(record, present[site], "train", ttl=patience.round_seconds)
             with self._waiting:
@@ -264,7 +267,7 @@ class FlowerTransport:
             this.asked[site] = now
             this.first.setdefault(site, now)
 
-    def _take(self, this: UnderWay, message: Message) -> None:
+    def _take(self, this: PendingRequests, message: Message) -> None:
         number = message.metadata.reply_to_message_id
         site = this.sent.pop(number, None)
         owed_by = self._slow.settle(number, answered=not message.has_error())
@@ -291,7 +294,9 @@ class FlowerTransport:
         else:
             this.answers[site] = answer
 
-    def _checked(self, this: UnderWay, site: str, message: Message) -> Reply | Step | Refusal | str:
+    def _checked(
+        self, this: PendingRequests, site: str, message: Message
+    ) -> Reply | Step | Refusal | str:
         """Return a site's answer, or what is wrong with it."""
         task, answer = this.tasks[site], self._opened(site, message)
         if isinstance(answer, str):
@@ -311,14 +316,14 @@ class FlowerTransport:
     def _opened(self, site: str, message: Message) -> Answer | str:
         """Return what a site has signed, or what is wrong with it."""
         try:
-            block, signature = codec.unpack(message.content)
+            block, signature = codec.from_record(message.content)
             if not seal.is_signed(self._keys[site], f"reply of {site}", block, signature):
                 return "key"
             return from_bytes(block, MOST_VECTORS + 4 * len(self.sites))
         except InputError:
             return "unreadable"
 
-    def _look(self, this: UnderWay, site: str, answer: Answer | str) -> None:
+    def _look(self, this: PendingRequests, site: str, answer: Answer | str) -> None:
         """Take notice of the ledger that a site's late answer shows, if it shows one."""
         try:
             reply = reply_in(answer) if isinstance(answer, Step) else answer
@@ -332,7 +337,7 @@ class FlowerTransport:
         if not fits and site in this.open:
             self._reject(this, site, "ledger")
 
-    def _reject(self, this: UnderWay, site: str, why: str) -> None:
+    def _reject(self, this: PendingRequests, site: str, why: str) -> None:
         _log.warning("site %s: its reply is rejected: %s", site, why)
         this.answers[site] = _refusal(this.tasks[site], site, f"rejected: {why}")
 

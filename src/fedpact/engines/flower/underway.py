@@ -8,7 +8,7 @@ from typing import Any
 
 from fedpact.messages import Message as Answer
 from fedpact.messages import Refusal, Reply, Step, Task
-from fedpact.methods.short import ShortenedTask, unshortened
+from fedpact.methods.short import DeltaTask, expand_task
 
 _log = logging.getLogger("fedpact.server")
 _LEDGER = (
@@ -31,7 +31,7 @@ class Clock:
 
 
 @dataclass
-class UnderWay:
+class PendingRequests:
     """One round, or one step of it, under way.
 
     check: what is wrong with a site's answer, in a word, None if nothing is; refusals pass by it.
@@ -64,9 +64,9 @@ class UnderWay:
     def tell_in_full(self, site: str) -> bool:
         """Have a site asked anew, by the whole of its task; false where that was what it had."""
         task = self.tasks[site]
-        if not isinstance(task, ShortenedTask):
+        if not isinstance(task, DeltaTask):
             return False
-        self.tasks = {**self.tasks, site: unshortened(task)}
+        self.tasks = {**self.tasks, site: expand_task(task)}
         self.asked.pop(site, None)
         return True
 
@@ -111,7 +111,7 @@ class Slow:
         """The numbers of the questions."""
         return list(self._owed)
 
-    def add(self, site: str, this: UnderWay, seconds: float) -> None:
+    def add(self, site: str, this: PendingRequests, seconds: float) -> None:
         """A site did not answer in time. seconds: for which Flower keeps what it was asked."""
         times, last = self._missed.get(site, (0, -1))
         number = this.tasks[site].round
@@ -168,7 +168,7 @@ class Slow:
         self._owed = {number: other for number, other in self._owed.items() if other != site}
 
 
-def advice(this: UnderWay) -> str:
+def advice(this: PendingRequests) -> str:
     """Return what to do where too few sites have replied.
 
     What sites say is told as their word: any of them may say what it likes.
@@ -205,7 +205,7 @@ def advice(this: UnderWay) -> str:
     return ". ".join(told)
 
 
-def summary(this: UnderWay) -> str:
+def summarise_round(this: PendingRequests) -> str:
     """Return what came of each site."""
     return ", ".join(
         f"{site} {answer.code if isinstance(answer, Refusal) else 'replied'}"

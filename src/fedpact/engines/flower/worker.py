@@ -14,7 +14,7 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message
 
 from fedpact.engines.flower import codec, seal
-from fedpact.engines.flower.runtime import Desk
+from fedpact.engines.flower.runtime import TaskQueue
 from fedpact.engines.parties.site import Site, answer
 from fedpact.errors import FedpactError, InputError
 from fedpact.messages import Refusal, Step, Task, from_bytes, to_bytes
@@ -35,9 +35,11 @@ def respond(site: Site, key: ec.EllipticCurvePrivateKey, message: Message) -> Me
     try:
         # A message may carry one of Flower's errors in place of a record.
         record = message.content if message.has_content() else RecordDict()
-        block, signature = codec.unpack(record)
-        seen, agreed = codec.seen(record), codec.agreed(record)
-        signed = seal.is_signed(server, seal.task_for(site.name, seen, agreed), block, signature)
+        block, signature = codec.from_record(record)
+        seen, agreed = codec.read_seen(record), codec.read_agreed(record)
+        signed = seal.is_signed(
+            server, seal.signing_context(site.name, seen, agreed), block, signature
+        )
     except InputError:
         block, seen, agreed, signed = b"", (0, ""), "", False
     if not signed:
@@ -46,7 +48,7 @@ def respond(site: Site, key: ec.EllipticCurvePrivateKey, message: Message) -> Me
         reply, told = _disagreed(site, block)
     else:
         reply, told = answer(site, block, seen)
-    record = codec.pack(reply, seal.sign(key, f"reply of {site.name}", reply))
+    record = codec.to_record(reply, seal.sign(key, f"reply of {site.name}", reply))
     seconds = time.perf_counter() - began
     site.note(reply, seconds)
     _log.info("%s, in %.3f s", told, seconds)
@@ -80,7 +82,7 @@ def work(
     """
     key = seal.read_private_key(directory / "site.key")
     address = f"127.0.0.1:{site.settings.port}"
-    desk = Desk(address, TaskType.CLIENT_APP, directory / "runtime.secret", None)
+    desk = TaskQueue(address, TaskType.CLIENT_APP, directory / "runtime.secret", None)
     try:
         while alive() and desk.silent_seconds < _SILENT_SECONDS:
             found = desk.next()
@@ -99,7 +101,7 @@ def work(
 def _serve(
     site: Site,
     key: ec.EllipticCurvePrivateKey,
-    desk: Desk,
+    desk: TaskQueue,
     token: str,
     alive: Callable[[], bool],
 ) -> bool:

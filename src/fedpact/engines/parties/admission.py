@@ -23,16 +23,16 @@ from typing import Final
 import torch
 
 from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.parties.standing import Standing
+from fedpact.engines.parties.standing import LedgerRegistry
 from fedpact.engines.secure.ring import Form
-from fedpact.engines.workshop import Workshop
+from fedpact.engines.workshop import TrainingSetup
 from fedpact.errors import InputError, PlanError
 from fedpact.messages import EVALUATION, FINAL, Reply, State, Task
 from fedpact.methods import Method
 from fedpact.params import FlatModel, all_finite
 from fedpact.persample.kernel import PlainKernel
 from fedpact.privacy.oracle import PlainOracle, Records
-from fedpact.privacy.reach import Bounds
+from fedpact.privacy.reach import ReplyBounds
 from fedpact.privacy.terms import Terms
 
 _log = logging.getLogger("fedpact.server")
@@ -55,8 +55,8 @@ REFUSALS: Final = frozenset({*_OF_A_QUESTION, *_OF_A_STEP})
 """The codes with which sites refuse: any question, or a step of secure aggregation."""
 
 
-def expected_form(
-    workshop: Workshop, task: Task, sums: Mapping[str, int] = MappingProxyType({})
+def expect_form(
+    workshop: TrainingSetup, task: Task, sums: Mapping[str, int] = MappingProxyType({})
 ) -> Form:
     """Return the form of every honest reply to this task, on records that are nobody's.
 
@@ -66,7 +66,7 @@ def expected_form(
         return Form.of({}, {})
     if task.algorithm == EVALUATION:
         return Form.of({c: torch.zeros(n, dtype=torch.float64) for c, n in sums.items()}, {})
-    x, y = workshop.made_up()
+    x, y = workshop.make_dummy_records()
     kernel = PlainKernel(FlatModel(workshop.module()), workshop.loss)
     records = Records(x, y, tuple(range(len(workshop.plan.records.released))))
     oracle = PlainOracle(records, kernel, 1.0, float(len(y)), SeededDraws(0))
@@ -86,8 +86,8 @@ class Admission:
         method: Method,
         terms: Mapping[str, Terms],
         longest: float,
-        standing: Standing,
-        examined: Callable[[Terms], Bounds] = lambda _: Bounds({}, {}),
+        standing: LedgerRegistry,
+        examined: Callable[[Terms], ReplyBounds] = lambda _: ReplyBounds({}, {}),
     ) -> None:
         self._method, self._terms, self._longest = method, terms, longest
         self.standing, self._examined = standing, examined
@@ -95,7 +95,7 @@ class Admission:
     def check(self, form: Form, task: Task) -> None:
         """Raise PlanError where the algorithm has not declared a bound on all that it sends."""
         any_terms = next(iter(self._terms.values()))
-        missing = self._bounds(task, any_terms).undeclared(form.vectors, form.numbers)
+        missing = self._bounds(task, any_terms).find_undeclared(form.vectors, form.numbers)
         if missing:
             raise PlanError(
                 f"algorithm {self._method.name!r} sends {', '.join(missing)} without a bound, "
@@ -120,7 +120,7 @@ class Admission:
         if not form.fits(reply.vectors, reply.numbers):
             return "form"
         try:
-            opened = self.opened(reply, task)
+            opened = self.decode_reply(reply, task)
         except InputError:
             return "form"
         finite = all(map(all_finite, opened.vectors.values()))
@@ -133,9 +133,9 @@ class Admission:
             return "far off"
         return None
 
-    def _bounds(self, task: Task, terms: Terms) -> Bounds:
+    def _bounds(self, task: Task, terms: Terms) -> ReplyBounds:
         if task.algorithm == FINAL:
-            return Bounds({}, {})
+            return ReplyBounds({}, {})
         if task.algorithm == EVALUATION:
             return self._examined(terms)
         return self._method.bounds(task, terms)
@@ -149,14 +149,14 @@ class Admission:
         bounds = [self._method.bounds(task, one) for one in terms]
         # Where replies count by their declared sizes, which are public, so do their bounds.
         weights = [] if self._method.summed.weight else [one.size for one in terms]
-        joint = Bounds.of_mean(bounds, len(task.vectors["w"]), error, weights)
+        joint = ReplyBounds.of_mean(bounds, len(task.vectors["w"]), error, weights)
         return joint.fault(mean.vectors, mean.numbers, task.vectors)
 
-    def opened(self, reply: Reply, task: Task) -> Reply:
+    def decode_reply(self, reply: Reply, task: Task) -> Reply:
         """Return a reply as the algorithm made it. Raises InputError: it cannot be."""
         if task.algorithm in (EVALUATION, FINAL):
             return reply
-        return self._method.opened(reply, task.vectors)
+        return self._method.decode_reply(reply, task.vectors)
 
     def outliers(self, task: Task, replies: Mapping[str, Reply]) -> list[str]:
         """Return the sites with a vector farther from the task's than `longest` times the median.
@@ -167,7 +167,7 @@ class Admission:
         if len(replies) < 3 or task.algorithm in (EVALUATION, FINAL):
             return []
         found = set[str]()
-        replies = {site: self.opened(reply, task) for site, reply in replies.items()}
+        replies = {site: self.decode_reply(reply, task) for site, reply in replies.items()}
         for name in next(iter(replies.values())).vectors:
             told = task.vectors.get(name)
             far = {

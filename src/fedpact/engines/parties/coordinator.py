@@ -16,18 +16,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedpact.data import datasets
-from fedpact.engines.asked import GivenForm
-from fedpact.engines.extended import Earlier, with_epsilon
+from fedpact.engines.asked import RecordedForm
+from fedpact.engines.extended import PreviousReservations, with_epsilon
 from fedpact.engines.parties.admission import Admission
 from fedpact.engines.parties.federation import Federation, read_plan
 from fedpact.engines.parties.handover import hand_over
-from fedpact.engines.parties.standing import Standing
-from fedpact.engines.run import environment_of, finish, start
+from fedpact.engines.parties.standing import LedgerRegistry
+from fedpact.engines.run import environment_of, finish, start_or_resume
 from fedpact.engines.secure.exchange import Attempts
 from fedpact.engines.secure.keys import check_secure
 from fedpact.engines.secure.shared import check_shares
 from fedpact.engines.statement import Side, statement
-from fedpact.engines.workshop import Workshop
+from fedpact.engines.workshop import TrainingSetup
 from fedpact.errors import PlanError
 from fedpact.evaluation.early import Early, check_public
 from fedpact.evaluation.totals import SumsForm
@@ -35,12 +35,12 @@ from fedpact.features.cache import beside
 from fedpact.folder import ATTEMPTS, Checkpoint, Folder
 from fedpact.messages import RoundRecord, SiteScore
 from fedpact.methods.released import CONSTANTS
-from fedpact.methods.server import averaged
+from fedpact.methods.server import read_average
 from fedpact.metrics import evaluate
 from fedpact.params import FlatModel
 from fedpact.plan import Plan
-from fedpact.privacy.columns import advise_of_loud, scaled_by
-from fedpact.privacy.reach import Bounds, check_grid, counts
+from fedpact.privacy.columns import advise_of_loud, scale_columns
+from fedpact.privacy.reach import ReplyBounds, check_grid, counts
 from fedpact.privacy.terms import Terms
 from fedpact.records.writers import Log, check_log
 from fedpact.round import Rounds, Transport
@@ -96,8 +96,8 @@ class Coordinator:
 
     def admission(self) -> tuple[Admission, Callable[[], None]]:
         """Return the check of replies, and what makes durable which ledgers it has seen."""
-        standing, longest = Standing(self.folder.path), self.federation.checks.longest
-        terms = Earlier.read(self.folder).loudest(self.terms)
+        standing, longest = LedgerRegistry(self.folder.path), self.federation.checks.longest
+        terms = PreviousReservations.read(self.folder).loudest(self.terms)
         found = Admission(self.plan.method, terms, longest, standing, self._examined)
         return found, standing.save
 
@@ -111,10 +111,10 @@ class Coordinator:
         """Of an evaluation, how many numbers each channel has; empty where there are none."""
         return self.form.lengths if self.plan.evaluation_terms else {}
 
-    def _examined(self, terms: Terms) -> Bounds:
+    def _examined(self, terms: Terms) -> ReplyBounds:
         once = self.plan.evaluation_terms
         if once is None:
-            return Bounds({}, {})
+            return ReplyBounds({}, {})
         # All of a site's records at most, however they fall.
         records = terms.size / (1 - self.plan.evaluation.share)
         return counts(once, self.sums, records)
@@ -142,7 +142,9 @@ class Coordinator:
         evaluator = _Evaluator(self)
         sums = sum(self.sums.values())
         rounds = Rounds(self.plan, self.federation.run, transport, evaluator, sums=sums)
-        at, records = start(self.folder, self.plan, self.module, evaluator, rounds.opened)
+        at, records = start_or_resume(
+            self.folder, self.plan, self.module, evaluator, rounds.open_run
+        )
         evaluator.go_on(records)
         released = self.form, plan.evaluation_terms, plan.after
         rounds.early = Early(*plan.budget.good_enough, *released).having_seen(records)
@@ -153,11 +155,11 @@ class Coordinator:
             self.folder.commit(at, record)
             records.append(record)
             on_round(record)
-        records[-1] = rounds.ended(at, records[-1])
+        records[-1] = rounds.finish(at, records[-1])
         self.folder.rewrite(records)
         ended = at, records, rounds.status
         of = self.federation
-        given = GivenForm(of.shape, of.values, of.classes, of.columns(plan))
+        given = RecordedForm(of.shape, of.values, of.classes, of.columns(plan))
         given.by(of.stage(plan, self.directory)).write(self.folder)
         sizes = {name: terms.size for name, terms in self.terms.items()}
         done = finish(self.folder, self.plan, self.terms, sizes, self.module(), self.form, *ended)
@@ -168,7 +170,7 @@ class Coordinator:
         """Return the model with its initial weights, the same at every call."""
         return self.workshop().module()
 
-    def workshop(self) -> Workshop:
+    def workshop(self) -> TrainingSetup:
         """Return what the server computes with."""
         return self.federation.workshop(self.plan, self.directory)
 
@@ -198,12 +200,12 @@ class Coordinator:
             persons=self.federation.person is not None,
         )
         said = statement(self.plan, self.terms, len(self.terms), side)
-        said = Earlier.read(self.folder).over(said, self.federation.run, self.plan)
+        said = PreviousReservations.read(self.folder).over(said, self.federation.run, self.plan)
         return said | {"epsilon_by_round": _EPSILON}
 
 
 class _Evaluator:
-    """See round.Evaluate: the public test set, and ε by the rounds that each site was asked in.
+    """Evaluates on the public test set, with ε by the rounds that each site was asked in.
 
     One that was absent is counted: what reached it nobody but itself knows.
     """
@@ -212,7 +214,10 @@ class _Evaluator:
         self._terms = coordinator.terms
         self._steps, self._rounds = Counter[str](), Counter[str]()
         self._model = FlatModel(coordinator.module())
-        self._after, self._earlier = coordinator.plan.after, Earlier.read(coordinator.folder).spent
+        self._after, self._earlier = (
+            coordinator.plan.after,
+            PreviousReservations.read(coordinator.folder).spent,
+        )
         self._loss = coordinator.plan.task.per_record(len(coordinator.federation.classes))
         self._each, self._attempts = coordinator.plan.method.steps(), coordinator.attempts
         # With heads of the sites' own what is shared is no model that answers anything.
@@ -249,8 +254,8 @@ class _Evaluator:
             return record
         x, y = self._test
         if CONSTANTS in at.state.vectors:
-            x = scaled_by(x, self._released, at.state.vectors[CONSTANTS])
-        score, average = self._score(at.state.vectors["w"], x, y), averaged(at.state)
+            x = scale_columns(x, self._released, at.state.vectors[CONSTANTS])
+        score, average = self._score(at.state.vectors["w"], x, y), read_average(at.state)
         record = dataclasses.replace(record, accuracy=score.accuracy, loss=score.loss)
         if average is None:
             return record
@@ -273,9 +278,9 @@ def _test_set(coordinator: Coordinator) -> tuple[Tensor, Tensor] | None:
     if not path.exists():
         return None
     federation = coordinator.federation
-    form, names = federation.labelled(coordinator.plan), federation.features
+    form, names = federation.describe_labels(coordinator.plan), federation.features
     # It is of arrays, whose columns are called by their places.
-    data = datasets.load(str(path), classes=federation.classes, form=form.by_place(names))
+    data = datasets.load_dataset(str(path), classes=federation.classes, form=form.by_place(names))
     stage = federation.stage(coordinator.plan, coordinator.directory)
     staged = stage(data.x, federation.example(), str(path), beside(path), names)
     return staged.x[staged.good], data.y[staged.good]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fedpact.ledger.ledger import Ledger
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import added, epsilon
+from fedpact.theory.accounting import add_budgets, epsilon
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Cost:
     def delta(self) -> float:
         """Σ δ of the reservations."""
         earlier = self.ledger.earlier(self.run)
-        return added([self.terms.budget.delta, *(budget.delta for _, budget in earlier)])
+        return add_budgets([self.terms.budget.delta, *(budget.delta for _, budget in earlier)])
 
     @property
     def _before(self) -> float:
         each, by = self.ledger.earlier(self.run), self.terms.accountant
         return sum(epsilon(events, budget.delta, by) for events, budget in each)
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return `epsilon` in words, to the last digit: rounded down it would be no bound."""
         alone = ""
         if self.terms.honest:

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fedpact.data.splits import kept_records, numbered
+from fedpact.data.splits import limit_records_per_person, number_persons
 from fedpact.persample.chain import Chain
 from fedpact.persample.kernel import PerSampleKernel, PlainKernel
 from fedpact.plan import Plan
@@ -16,12 +16,12 @@ from fedpact.privacy.batch_clipped import BatchClippedKernel
 _TOGETHER: Final = 256
 _SHOWN: Final = 20
 
-Kernel = PerSampleKernel | BatchClippedKernel | PlainKernel
+AnyKernel = PerSampleKernel | BatchClippedKernel | PlainKernel
 
 _logger = logging.getLogger("fedpact")
 
 
-def taken(x: Tensor, y: Tensor, kernel: Kernel, origin: str, numbers: Tensor) -> Tensor:
+def find_accepted(x: Tensor, y: Tensor, kernel: AnyKernel, origin: str, numbers: Tensor) -> Tensor:
     """Return which records x, y [n, ...] the kernel's model takes, bool [n].
 
     Each is tried by itself or among others that it takes. One that makes the model raise would make
@@ -56,24 +56,27 @@ def taken(x: Tensor, y: Tensor, kernel: Kernel, origin: str, numbers: Tensor) ->
     return good
 
 
-def limited(persons: Sequence[str], good: Tensor, plan: Plan) -> tuple[Tensor, Tensor | None]:
+def limit_per_person(
+    persons: Sequence[str], good: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor | None]:
     """Return which records are used, as indices [m], and whose each is; None if that is all one.
 
     persons: whose each record is [n], or empty where nobody asked. good: which are taken, bool [n].
-    Beyond `privacy.person_records` of a person the plan drops some; see splits.kept_records.
+    Beyond `privacy.person_records` of a person the plan drops some; see
+    splits.limit_records_per_person.
     """
     places = good.nonzero()[:, 0]
     if not persons:
         return places, None
-    numbers = numbered(persons, places.numpy())
+    numbers = number_persons(persons, places.numpy())
     most = plan.privacy.person_records
     if numbers is not None and most is not None:
-        kept = torch.from_numpy(kept_records(numbers.tolist(), most, plan.seed))
+        kept = torch.from_numpy(limit_records_per_person(numbers.tolist(), most, plan.seed))
         places, numbers = places[kept], numbers[kept]
     return places, numbers if plan.privacy.unit == "person" else None
 
 
-def _error(x: Tensor, y: Tensor, kernel: Kernel, some: range) -> str | None:
+def _error(x: Tensor, y: Tensor, kernel: AnyKernel, some: range) -> str | None:
     rows = slice(some.start, some.stop)
     try:
         kernel.losses(x[rows].clone(), y[rows])

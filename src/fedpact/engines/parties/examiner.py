@@ -16,19 +16,19 @@ from torch import Tensor
 
 from fedpact.draws.secure import SecureDraws
 from fedpact.draws.seeded import Draws, SeededDraws
-from fedpact.engines.inprocess import Bench
+from fedpact.engines.inprocess import Worker
 from fedpact.engines.parties.federation import Federation
 from fedpact.engines.parties.records import Own
 from fedpact.engines.parties.stored import LastReply
 from fedpact.errors import LedgerError
 from fedpact.evaluation import promise
-from fedpact.evaluation.split import held_out, key_of_seed, split_of
+from fedpact.evaluation.split import hold_out, key_of_seed, split_of
 from fedpact.evaluation.totals import HeldOut
-from fedpact.files import understood, write_whole
+from fedpact.files import parse_errors, write_whole
 from fedpact.ledger.family import family
 from fedpact.ledger.ledger import Ledger, read_entries
 from fedpact.messages import EVALUATION, FINAL, State, Task, Vectors
-from fedpact.methods.released import examined
+from fedpact.methods.released import find_examined
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
 
@@ -40,7 +40,7 @@ _KEY_BYTES: Final = 32
 
 
 class Examiner:
-    """See the module. ledger: where the site's ledger is, which may not be there yet.
+    """Evaluates at a site. ledger: where the site's ledger is, which may not be there yet.
 
     Raises LedgerError: the secret of a site that has promised evaluations is not there.
     """
@@ -64,7 +64,7 @@ class Examiner:
     def split(self, own: Own) -> Tensor:
         """Return which of the site's records are held out, bool [n]."""
         share, key = self._plan.evaluation.share, self._key or b"-"
-        return held_out(own.raw, own.records.y, share, key, own.whose)
+        return hold_out(own.raw, own.records.y, share, key, own.whose)
 
     def take(self, raw: Tensor, held: Records) -> None:
         """Keep the held-out records: as they stand in the file, and as they are evaluated."""
@@ -78,7 +78,7 @@ class Examiner:
             split = split_of(self._key, self._plan.evaluation.share, persons=self._of_persons)
             promise.reserve(ledger, run, self.once, split, self._plan.privacy.unit)
 
-    def examine(self, ledger: Ledger, task: Task, memory: State, bench: Bench) -> Vectors:
+    def examine(self, ledger: Ledger, task: Task, memory: State, bench: Worker) -> Vectors:
         """Return what the site releases in answer to a question, charged first."""
         held, once = self._held, self.once
         if held is None or once is None:
@@ -86,14 +86,14 @@ class Examiner:
         draws: Draws = self._secure
         if self._test:
             draws = SeededDraws(self._plan.seed, self._name, task.round)
-        w, by = examined(self._plan.method, task, memory)
+        w, by = find_examined(self._plan.method, task, memory)
         return once.release(
             promise.charge_of(ledger, task),
             lambda: held.totals(self.form, bench.private, w, by),
             draws,
         )
 
-    def note(self, task: Task, memory: State, bench: Bench) -> None:
+    def note(self, task: Task, memory: State, bench: Worker) -> None:
         """Keep the exact sums of a task's model for the owner. Whatever goes wrong, stays here."""
         if self._held is None or task.round == 0 or not self._plan.evaluation.used:
             return
@@ -101,7 +101,7 @@ class Examiner:
             ended = task.algorithm in (EVALUATION, FINAL)
             after = task.round if ended else task.round - 1
             form = self.form.whole
-            w, by = examined(self._plan.method, task, memory)
+            w, by = find_examined(self._plan.method, task, memory)
             sums = self._held.totals(form, bench.private, w, by)
             known = own_figures(self._figures.parent) or {"rounds": {}}
             of_run = known["rounds"] if known.get("run") == task.run else {}
@@ -123,7 +123,7 @@ def own_figures(directory: Path) -> dict[str, Any] | None:
     path = directory / OWN_FIGURES
     if not path.exists():
         return None
-    with understood(path, "remove it: the site writes a new one at the next round"):
+    with parse_errors(path, "remove it: the site writes a new one at the next round"):
         found = json.loads(path.read_bytes())
         return {name: found[name] for name in _KEPT}
 

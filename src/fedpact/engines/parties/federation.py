@@ -16,9 +16,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from fedpact.configuration import DEFAULTS, plan_error
+from fedpact.configuration import DEFAULTS_KEY, plan_error
 from fedpact.data.form import RecordForm
-from fedpact.engines.workshop import Workshop
+from fedpact.engines.workshop import TrainingSetup
 from fedpact.errors import PlanError
 from fedpact.evaluation.groups import Grouping
 from fedpact.evaluation.totals import SumsForm, form_of
@@ -33,7 +33,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 _AGREED = {"classes", "shape", "values", "seeds"}
 _AGREED |= {"records", "person", "groups", "features"}
-_OF_ONE_PARTY = ("about", "run", "policy", DEFAULTS)  # of plan.json
+_OF_ONE_PARTY = ("about", "run", "policy", DEFAULTS_KEY)  # of plan.json
 
 
 class Patience(BaseModel):
@@ -218,7 +218,7 @@ class Federation(BaseModel):
         whole = json.dumps([own, sites, of_plan], sort_keys=True)
         return hashlib.sha256(whole.encode()).hexdigest()
 
-    def labelled(self, plan: Plan) -> RecordForm:
+    def describe_labels(self, plan: Plan) -> RecordForm:
         """Return what a record and its label may be: of a number its range, by the plan."""
         return self.records.model_copy(update={"target": plan.task.target})
 
@@ -239,10 +239,10 @@ class Federation(BaseModel):
             )
         return form_of(plan.evaluation, self.classes, self.groups, plan.privacy.unit)
 
-    def workshop(self, plan: Plan, at: Path) -> Workshop:
+    def workshop(self, plan: Plan, at: Path) -> TrainingSetup:
         """Return what a party of this federation computes with. at: its directory."""
         example = self.stage(plan, at).example(self.example())
-        return Workshop.of(plan, example, len(self.classes), at)
+        return TrainingSetup.of(plan, example, len(self.classes), at)
 
     def stage(self, plan: Plan, at: Path) -> FeatureStage:
         """Return what stands between a party's records and what it trains on, as declared here."""

@@ -21,13 +21,13 @@ from safetensors.torch import load_file
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-from fedpact.client import remembered
-from fedpact.engines.asked import GivenForm
+from fedpact.client import read_memory
+from fedpact.engines.asked import RecordedForm
 from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
 from fedpact.engines.parties.records import SiteSettings
 from fedpact.errors import DataError, PlanError
 from fedpact.files import write_whole
-from fedpact.folder import COLUMNS, RUN, Folder, named_columns, read_scales
+from fedpact.folder import COLUMNS, RUN, Folder, name_columns, read_scales
 from fedpact.ledger.family import spend_of
 from fedpact.ledger.receipt import receipt
 from fedpact.messages import Task
@@ -61,11 +61,11 @@ class FinalModel:
         """Write down what the server hands over. epsilon: spent by the run here, at delta."""
         module = self._module()
         flat = FlatModel(module)
-        memory = remembered(self.directory / "memory.safetensors", task.included)
+        memory = read_memory(self.directory / "memory.safetensors", task.included)
         own = self.plan.method.own_model(task.vectors["w"], memory)
         flat.load(task.vectors["w"] if own is None else own)
         by = task.vectors.get(CONSTANTS)
-        columns = None if by is None else named_columns(self.plan.records.released, by)
+        columns = None if by is None else name_columns(self.plan.records.released, by)
         spent = {"epsilon": {self.name: epsilon}, "delta": {self.name: delta}}
         self._write(module, columns, {"status": HANDED_OVER, "rounds": task.round, **spent})
 
@@ -76,13 +76,16 @@ class FinalModel:
         scaled by what was released; None: of a server whose directory lies beside the sites'.
         Raises InputError of some kind: no such file, or not the plan's model.
         """
-        path, module = published(self.directory, self.federation.run, source), self._module()
+        path, module = (
+            find_published_model(self.directory, self.federation.run, source),
+            self._module(),
+        )
         flat = FlatModel(module)
         w = read_model(path, module, flat)
         rounds = _rounds_beside(path)
         part = self.plan.participants(self.federation.names)
         last = part.last_of(self.name, rounds or self.plan.rounds)
-        memory = remembered(self.directory / "memory.safetensors", last)
+        memory = read_memory(self.directory / "memory.safetensors", last)
         own = self.plan.method.own_model(w, memory)
         flat.load(w if own is None else own)
         said = {"status": BROUGHT, "rounds": rounds, **self._spent(rounds)}
@@ -109,7 +112,7 @@ class FinalModel:
         folder.path.mkdir(exist_ok=True)
         # The model comes last: whoever finds it finds the rest.
         folder.write_json("plan.json", self.plan.document())
-        given = GivenForm(of.shape, of.values, of.classes, of.columns(self.plan))
+        given = RecordedForm(of.shape, of.values, of.classes, of.columns(self.plan))
         given.by(of.stage(self.plan, self.directory)).write(folder)
         if columns is not None:
             folder.write_json(COLUMNS, columns)
@@ -121,7 +124,7 @@ class FinalModel:
         return self.federation.workshop(self.plan, self.directory).module()
 
 
-def published(directory: Path, run: str, model: Path | None) -> Path:
+def find_published_model(directory: Path, run: str, model: Path | None) -> Path:
     """Return the file of the final model: `model`, or that of a server beside the sites.
 
     Raises PlanError: it is not there.

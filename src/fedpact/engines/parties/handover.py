@@ -9,7 +9,7 @@ import logging
 from typing import Any, Final
 
 from fedpact.errors import FedpactError
-from fedpact.files import understood
+from fedpact.files import parse_errors
 from fedpact.folder import Checkpoint, Folder
 from fedpact.messages import FINAL, Refusal, Task
 from fedpact.methods.released import CONSTANTS
@@ -25,7 +25,7 @@ def hand_over(folder: Folder, run: str, at: Checkpoint, transport: Transport) ->
 
     What goes wrong with that leaves the run as it is: it has ended.
     """
-    has = given(folder)
+    has = read_handovers(folder)
     vectors = {n: at.state.vectors[n] for n in ("w", CONSTANTS) if n in at.state.vectors}
     tasks = {
         site: Task(run, at.round, FINAL, vectors, {}, at.included.get(site, -1))
@@ -55,10 +55,10 @@ def hand_over(folder: Folder, run: str, at: Checkpoint, transport: Transport) ->
         )
 
 
-def given(folder: Folder) -> dict[str, Any]:
+def read_handovers(folder: Folder) -> dict[str, Any]:
     """Return site -> [run, round] of the final model that it was handed. Raises DataError."""
     path = folder.path / FILE
     if not path.exists():
         return {}
-    with understood(path, _LOST):
+    with parse_errors(path, _LOST):
         return dict(json.loads(path.read_bytes()))

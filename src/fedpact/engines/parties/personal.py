@@ -12,16 +12,16 @@ from typing import Final
 import numpy as np
 from safetensors.torch import save as save_tensors
 
-from fedpact.client import remembered
-from fedpact.data.splits import numbered
+from fedpact.client import read_memory
+from fedpact.data.splits import number_persons
 from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
-from fedpact.engines.parties.final import published, read_model
+from fedpact.engines.parties.final import find_published_model, read_model
 from fedpact.engines.parties.records import SiteSettings, own_records
 from fedpact.files import write_whole
 from fedpact.folder import RUN, check_writable
 from fedpact.methods.released import check_as_declared
 from fedpact.params import FlatModel, one_thread
-from fedpact.personal.joining import SiteFigures, alone, on_own_parts, personalised
+from fedpact.personal.joining import SiteFigures, on_own_parts, personalise_model, train_locally
 
 NOT_PRIVATE: Final = "NOT PRIVATE: tuned on this site's own records; never release it"
 
@@ -53,20 +53,20 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     # What a site with a model of its own was handed is that, and no longer everybody's.
     if model is None and handed.is_file() and not plan.method.has_own_models:
         model = handed
-    source = published(directory, federation.run, model)
+    source = find_published_model(directory, federation.run, model)
     module = federation.workshop(plan, directory).module()
     flat = FlatModel(module)
     initial = flat.vector.clone()
     w = read_model(source, module, flat)
     # With the final model a site's last reply counts as included, if it was of its last round.
     last = plan.participants(federation.names).last_of(settings.name, plan.rounds)
-    own = plan.method.own_model(w, remembered(directory / "memory.safetensors", last))
+    own = plan.method.own_model(w, read_memory(directory / "memory.safetensors", last))
     found = own_records(directory, settings, federation, plan)
     x, y = found.records.x, found.records.y
-    whose = numbered(found.whose, np.arange(len(y)))
+    whose = number_persons(found.whose, np.arange(len(y)))
     with one_thread():
-        by_itself = alone(flat, x, y, initial, whose)
-        tuned = personalised(flat, x, y, w if own is None else own, whose)
+        by_itself = train_locally(flat, x, y, initial, whose)
+        tuned = personalise_model(flat, x, y, w if own is None else own, whose)
     path = directory / "personal.safetensors"
     if not tuned.choice.tune:
         path.unlink(missing_ok=True)

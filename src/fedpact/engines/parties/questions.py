@@ -22,7 +22,7 @@ class Questions:
     def __init__(self, plan: Plan, w: Tensor, site: str, sites: tuple[str, ...]) -> None:
         told = plan.method.task(plan.method.init(w))
         self._vectors = {name: (v.shape, v.dtype) for name, v in told.vectors.items()}
-        self._numbers, self._rounds = plan.method.asked(), plan.rounds
+        self._numbers, self._rounds = plan.method.task_numbers(), plan.rounds
         self._site, self._participants = site, plan.participants(sites)
         self._always = frozenset(told.numbers)
         self._first = 0 if plan.method.opens_run else 1

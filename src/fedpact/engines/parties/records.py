@@ -9,12 +9,12 @@ from torch import Tensor
 
 from fedpact.data.columns.advice import advise
 from fedpact.data.sites import load_site
-from fedpact.data.splits import numbered
-from fedpact.engines.inprocess import Bench
-from fedpact.engines.parties.entrance import limited, taken
+from fedpact.data.splits import number_persons
+from fedpact.engines.inprocess import Worker
+from fedpact.engines.parties.entrance import find_accepted, limit_per_person
 from fedpact.engines.parties.federation import Federation
 from fedpact.features.cache import beside
-from fedpact.ledger.about import Line
+from fedpact.ledger.about import OneLine
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
 
@@ -34,7 +34,7 @@ class SiteSettings(BaseModel):
     records: str
     label: str | None = None
     data_set: str
-    data_version: Line = ""
+    data_version: OneLine = ""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     ledger: str = "ledger.jsonl"
     port: int = Field(gt=0, lt=65536)
@@ -55,12 +55,12 @@ class Own:
         """Return some of the records, bool [n], as they are used."""
         of, persons = self.records, None
         if of.persons is not None:
-            persons = numbered(self.whose, chosen.nonzero()[:, 0].numpy())
+            persons = number_persons(self.whose, chosen.nonzero()[:, 0].numpy())
         return replace(of, x=of.x[chosen], y=of.y[chosen], persons=persons)
 
 
 def own_records(
-    directory: Path, settings: SiteSettings, of: Federation, plan: Plan, bench: Bench | None = None
+    directory: Path, settings: SiteSettings, of: Federation, plan: Plan, bench: Worker | None = None
 ) -> Own:
     """Return a site's records in the CPU's memory.
 
@@ -68,7 +68,7 @@ def own_records(
     that a card's table does not have ends its process. Raises InputError: they do not fit.
     """
     path = directory / settings.records
-    form = of.classes, of.shape, of.values, of.labelled(plan), of.person, of.features
+    form = of.classes, of.shape, of.values, of.describe_labels(plan), of.person, of.features
     found = load_site(path, settings.label, *form)
     if found.x.is_floating_point() and not (plan.features.used and len(of.shape) > 1):
         # Into the owner's own log, as what is left out, and without values like it.
@@ -76,8 +76,8 @@ def own_records(
     stage = of.stage(plan, directory)
     staged = stage(found.x, of.example(), str(path), beside(path), found.features)
     kernel = (bench or of.workshop(plan, directory).bench()).private
-    good = taken(staged.x, found.y, kernel, str(path), found.numbers) & staged.good
-    used, persons = limited(found.persons, good, plan)
+    good = find_accepted(staged.x, found.y, kernel, str(path), found.numbers) & staged.good
+    used, persons = limit_per_person(found.persons, good, plan)
     released = stage.released(of.example(), found.features)
     records = Records(staged.x[used], found.y[used], released, persons)
     whose = None if of.person is None else [found.persons[i] for i in used.tolist()]

@@ -30,7 +30,7 @@ from typing import Self
 from fedpact.client import Client
 from fedpact.draws.secure import SecureDraws
 from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.inprocess import Bench
+from fedpact.engines.inprocess import Worker
 from fedpact.engines.parties.cost import Cost
 from fedpact.engines.parties.examiner import Examiner
 from fedpact.engines.parties.federation import Federation, parse_toml, read_plan
@@ -45,7 +45,7 @@ from fedpact.engines.secure.deployed import masker_of
 from fedpact.errors import DataError, FedpactError, LedgerError, PlanError, PolicyRefused
 from fedpact.files import remove_left
 from fedpact.ledger.ledger import Ledger
-from fedpact.ledger.witness import Witness, is_place
+from fedpact.ledger.witness import RollbackGuard, is_place
 from fedpact.messages import (
     EVALUATION,
     FINAL,
@@ -62,7 +62,7 @@ from fedpact.methods.released import ColumnRecords
 from fedpact.params import FlatModel
 from fedpact.persample.layout import PLACEMENTS
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
-from fedpact.privacy.policy import Policy, reserved
+from fedpact.privacy.policy import Policy, sum_reservations
 from fedpact.privacy.reach import check_grid
 
 _log = logging.getLogger("fedpact.site")
@@ -109,7 +109,7 @@ class Site:
         self._last = LastReply(directory / "reply.bin")
         if not (path.exists() and path.stat().st_size):
             check_left_behind(directory, path, promised=False)
-        self._witness = Witness(path)
+        self._witness = RollbackGuard(path)
         self.ledger = Ledger(path, self.settings.data_set, hypothetical=self._test)
         try:
             self._witness.check(self.ledger, self._last.ledger)
@@ -120,7 +120,7 @@ class Site:
             pending = remembered.with_name(f"pending-{remembered.name}")
             remove_left(self._last.path, self._examiner.last.path, remembered, pending)
             # It reads what it remembers: a file that cannot be read ends it before it promises.
-            self._client = Client[Bench](
+            self._client = Client[Worker](
                 self.name,
                 self._terms.size,
                 self.plan.method,
@@ -213,7 +213,7 @@ class Site:
         early = self.plan.budget.early and task.round < self.plan.rounds
         spent = self.cost.most if early else self.cost.epsilon
         FinalModel(*of).keep(task, spent, self.cost.delta)
-        self._examiner.note(task, self._client.remembered(task), self._bench)
+        self._examiner.note(task, self._client.read_memory(task), self._bench)
         about = task.run, task.round, self.name, self._terms.size
         return to_bytes(Reply(*about, {}, {}, self.ledger.head, self.ledger.length))
 
@@ -254,7 +254,7 @@ class Site:
         block = to_bytes(answer)
         if isinstance(answer, Reply):
             self._last_of(task).keep(task, block)
-            self._examiner.note(task, self._client.remembered(task), self._bench)
+            self._examiner.note(task, self._client.read_memory(task), self._bench)
             self._witness.keep(answer.ledger_length, answer.ledger_head, "this site")
         return block
 
@@ -288,11 +288,11 @@ class Site:
     def _check_policy(self) -> None:
         """Raise PlanError or PolicyRefused unless policy.toml, as it is now, allows this run."""
         policy = Policy.read(self._directory / "policy.toml")
-        others = reserved(self.ledger, self.run, policy)
+        others = sum_reservations(self.ledger, self.run, policy)
         once = self._examiner.once
         policy.check_run(self.plan.algorithm, self._terms, *others, evaluation=once)
 
-    def _oracle(self, task: Task, memory: State, bench: Bench) -> Oracle:
+    def _oracle(self, task: Task, memory: State, bench: Worker) -> Oracle:
         test = SeededDraws(self.plan.seed, self.name, task.round) if self._test else None
         asked = task.digest + memory.digest
         charge = Charge(self.ledger, self.run, task.round, asked, task.attempt)
@@ -328,7 +328,7 @@ def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[b
             encoded, done = site.handle_step(question, seen), f"answered {question.step!r}"
         message = from_bytes(encoded, site.most_vectors)
         what = f"refused: {message.code}" if isinstance(message, Refusal) else done
-        return encoded, f"round {number}: {what}; {site.cost.told()}"
+        return encoded, f"round {number}: {what}; {site.cost.describe()}"
     except Exception as error:  # the text may speak of records: it stays here
         told = f"round {number}: {type(error).__name__}: {error}"
         return to_bytes(Refusal(run, number, site.name, "error")), told

@@ -18,25 +18,25 @@ from pathlib import Path
 from typing import Any
 
 from fedpact.errors import InputError
-from fedpact.files import understood, write_whole
+from fedpact.files import parse_errors, write_whole
 from fedpact.ledger.witness import is_place
 
 _LOST = "it holds what the server knows of its sites' ledgers: put it back from a backup"
 
 
-class Standing:
-    """See the module. folder: a run's, in which the files are. Raises DataError: unreadable."""
+class LedgerRegistry:
+    """What is known of each site's ledger. folder: a run's. Raises DataError: unreadable."""
 
     def __init__(self, folder: Path) -> None:
         self._ledgers, self._barred = folder / "ledgers.json", folder / "barred.json"
-        with understood(self._ledgers, _LOST):
+        with parse_errors(self._ledgers, _LOST):
             self._seen = {
                 site: _Seen((int(length), str(head)), _shown(shown))
                 for site, (length, head, shown) in _document(self._ledgers).items()
             }
         self._saved = dict(self._seen)
 
-    def seen(self, site: str) -> tuple[int, str]:
+    def last_seen(self, site: str) -> tuple[int, str]:
         """Return length and head of a site's ledger, (0, "") where none was seen."""
         return self._of(site).place
 
@@ -58,7 +58,7 @@ class Standing:
         Returns whether nothing is wrong with it: it is longer, or is the one that was seen, last or
         in the last reply of its kind. Whether it goes on only the site can tell, and does.
         """
-        place, shown = self.seen(site), self._of(site).shown
+        place, shown = self.last_seen(site), self._of(site).shown
         longer = is_place(length, head) and length > place[0]
         if longer or (length, head) == place:
             self._seen[site] = _Seen((length, head), {**shown, kind: (length, head)})
@@ -111,7 +111,7 @@ def _shown(found: dict[str, Any]) -> dict[str, _Place]:
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        with understood(path, _LOST):
+        with parse_errors(path, _LOST):
             return dict(json.loads(path.read_bytes()))
     except FileNotFoundError:
         return {}

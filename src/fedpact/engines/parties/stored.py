@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from fedpact.errors import FedpactError
-from fedpact.files import free_room, make_room, understood, write_whole
+from fedpact.files import free_room, make_room, parse_errors, write_whole
 from fedpact.messages import Reply, Task, from_bytes
 
 _Question = tuple[str, int, int, str]
@@ -87,7 +87,7 @@ def room(task: Task, *paths: Path) -> Generator[None]:
 
 
 def _read(path: Path) -> tuple[_Question, bytes, tuple[int, str]]:
-    with understood(path, _ADVICE):
+    with parse_errors(path, _ADVICE):
         head, _, block = path.read_bytes().partition(b"\n")
         run, number, attempt, digest = json.loads(head.decode("ascii"))
         reply = from_bytes(block)

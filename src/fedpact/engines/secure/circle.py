@@ -11,7 +11,7 @@ from fedpact.plan import Plan
 from fedpact.theory.neighbours import neighbourhoods
 
 
-class Circle:
+class MaskingGraph:
     """names: of all sites of a run. threshold: t. against: c, see theory.neighbours."""
 
     def __init__(self, names: Iterable[str], threshold: int, against: int) -> None:
@@ -21,10 +21,10 @@ class Circle:
         self._adjacency = self.graph.adjacency()
 
     @staticmethod
-    def of(plan: Plan, names: Iterable[str]) -> "Circle":
+    def of(plan: Plan, names: Iterable[str]) -> "MaskingGraph":
         """Return that of a plan's run over these sites."""
         known = set(names)
-        return Circle(known, plan.secure_aggregation.threshold, colluding(plan, len(known)))
+        return MaskingGraph(known, plan.secure_aggregation.threshold, colluding(plan, len(known)))
 
     def place(self, name: str) -> int:
         """Return at which x a site has its shares, from 1 on."""

@@ -11,10 +11,10 @@ from pathlib import Path
 from fedpact.engines.flower import seal
 from fedpact.engines.parties.admission import Admission
 from fedpact.engines.parties.federation import Federation
-from fedpact.engines.secure.circle import Circle
+from fedpact.engines.secure.circle import MaskingGraph
 from fedpact.engines.secure.exchange import Attempts, Carrier, Secured, Server
 from fedpact.engines.secure.keys import check_secure
-from fedpact.engines.secure.opened import Opened
+from fedpact.engines.secure.opened import UnmaskedSums
 from fedpact.engines.secure.ring import RANGE, Coding, Form, Layout
 from fedpact.engines.secure.shared import check_shares, coding_of
 from fedpact.engines.secure.site import Masker
@@ -38,13 +38,13 @@ def masker_of(directory: Path, name: str, federation: Federation, plan: Plan) ->
         name,
         seal.read_private_key(directory / "site.key"),
         {site: seal.public_key(member.key) for site, member in federation.sites.items()},
-        Circle.of(plan, federation.sites),
+        MaskingGraph.of(plan, federation.sites),
         _coding(federation, plan),
-        Opened(directory / "opened.json"),
+        UnmaskedSums(directory / "opened.json"),
     )
 
 
-def secured(
+def secure_deployment(
     carrier: Carrier,
     federation: Federation,
     plan: Plan,
@@ -78,7 +78,7 @@ def secured(
         vectors = {n: v.clamp(-RANGE, RANGE) for n, v in task.vectors.items()}
         return admission.mean_fault(replace(task, vectors=vectors), sites, mean, error)
 
-    circle, patience = Circle.of(plan, federation.sites), federation.patience
+    circle, patience = MaskingGraph.of(plan, federation.sites), federation.patience
     server = Server(
         {site: seal.public_key(member.key) for site, member in federation.sites.items()},
         circle,

@@ -18,14 +18,14 @@ from typing import Protocol
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.engines.secure import wire
-from fedpact.engines.secure.circle import Circle
-from fedpact.engines.secure.keys import AHEAD, SecretsDoNotFit
+from fedpact.engines.secure.circle import MaskingGraph
+from fedpact.engines.secure.keys import SUMS_AHEAD, SecretsDoNotFit
 from fedpact.engines.secure.ring import Coding, Layout
 from fedpact.engines.secure.server import BelowThreshold, Session
 from fedpact.errors import FedpactError, InputError
-from fedpact.files import understood, write_whole
+from fedpact.files import parse_errors, write_whole
 from fedpact.messages import EVALUATION, Refusal, Reply, State, Step, Task, encoded_length
-from fedpact.methods.short import tells_start, unshortened
+from fedpact.methods.short import expand_task, is_initial
 
 _log = logging.getLogger("fedpact.server")
 _LOST = (
@@ -79,7 +79,7 @@ class Server:
     """
 
     keys: Mapping[str, ec.EllipticCurvePublicKey]
-    circle: Circle
+    circle: MaskingGraph
     coding: Coding
     rounds: int
     least: int
@@ -100,7 +100,7 @@ class Attempts:
         self._path = path
         self._last, self.extra = (0, -1), 0
         if path is not None:
-            with suppress(FileNotFoundError), understood(path, _LOST):
+            with suppress(FileNotFoundError), parse_errors(path, _LOST):
                 number, attempt, self.extra = map(int, json.loads(path.read_bytes()))
                 self._last = number, attempt
 
@@ -117,7 +117,7 @@ class Attempts:
 
 
 class Secured:
-    """See round.Transport, and the module.
+    """A transport that learns only the sum of the sites' replies.
 
     A site that has dealt shares from which its secret cannot be had makes a sum fail that all are
     charged for. It is left out from then on, until the server is started again.
@@ -135,16 +135,17 @@ class Secured:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """See round.Transport."""
+        """The names of the sites, sorted."""
         return self._carrier.sites
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """See round.Transport: all steps of the last exchange, those of sessions given up too."""
+        """Bytes of all steps of the last exchange, those of sessions given up too."""
         return self._down, self._up
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """See round.Transport. Raises BelowThreshold: too few sites, however often it was tried.
+        """Send each of these sites its task; yield the answers in the order of their names. Raises
+        BelowThreshold: too few sites, however often it was tried.
 
         Evaluations are not summed: each site's counts have noise of its own, and come in the clear.
         """
@@ -180,8 +181,8 @@ class Secured:
                     self._attempts.begin(number, attempt)
                 # Sites that were started anew may lack what changes are told of; who makes another
                 # start always does, so that try is none of the plan's.
-                free = any(tells_start(task) for task in tasks.values())
-                tasks = {site: unshortened(task) for site, task in tasks.items()}
+                free = any(is_initial(task) for task in tasks.values())
+                tasks = {site: expand_task(task) for site, task in tasks.items()}
                 if free and any(refusal.code == "model" for refusal in refused.values()):
                     continue
                 if not left:
@@ -207,8 +208,8 @@ class Secured:
             return why
 
         # Whoever lacks the last model cannot do with changes to it.
-        short = {s for s, t in tasks.items() if s in self._told or tells_start(t)}
-        in_full = {s: t if s in short else unshortened(t) for s, t in tasks.items()}
+        short = {s for s, t in tasks.items() if s in self._told or is_initial(t)}
+        in_full = {s: t if s in short else expand_task(t) for s, t in tasks.items()}
         missing = self._step(this.ask_masked(in_full), masked)
         self._told = set(this.replies)
         refused |= missing
@@ -245,7 +246,7 @@ class Secured:
         self._session, self._here = None, here
         self._outside = dict.fromkeys(sorted(self._out), "rejected: shares")
         public = {site: key for site, key in server.keys.items() if site not in self._out}
-        slots = max(1, min(AHEAD, server.rounds - task.round + 1))
+        slots = max(1, min(SUMS_AHEAD, server.rounds - task.round + 1))
         session = Session.of(task.run, task.round, public, server.circle, slots)
         for ask, take in (
             (session.ask_keys, session.take_keys),

@@ -22,14 +22,14 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedpact.engines.flower import seal
-from fedpact.engines.secure.ring import Words, fraction_bits
+from fedpact.engines.secure.ring import RingWords, fraction_bits
 from fedpact.errors import FedpactError
 from fedpact.plan import Plan
 
 _NONCE: Final = 12
 _SECRET: Final = 32
 
-AHEAD: Final = 20
+SUMS_AHEAD: Final = 20
 """For how many sums keys and shares are made at once, at most."""
 
 
@@ -45,7 +45,7 @@ class SecretsDoNotFit(FedpactError):
 
 
 @dataclass(frozen=True)
-class Place:
+class KeyContext:
     """What keys, shares and signatures are for: run, round, and the session's own name.
 
     A session agrees on its sites once (its round is the one that it began in), and has slots, one
@@ -56,9 +56,9 @@ class Place:
     round: int
     session: str
 
-    def of_slot(self, slot: int, number: int) -> "Place":
+    def of_slot(self, slot: int, number: int) -> "KeyContext":
         """Return the place of a slot of this session, 0 and up, used for a round."""
-        return Place(self.run, number, f"{self.session}/{slot}")
+        return KeyContext(self.run, number, f"{self.session}/{slot}")
 
     def about(self, *what: str) -> bytes:
         """Return bytes that stand for this place and what is meant in it, and nothing else."""
@@ -90,22 +90,22 @@ class Advert:
         lengths = len(self.mask), len(self.seal), len(self.commitment)
         return lengths == (_SECRET * slots, _SECRET, _SECRET * slots)
 
-    def is_of(self, key: ec.EllipticCurvePublicKey, site: str, place: Place) -> bool:
+    def is_of(self, key: ec.EllipticCurvePublicKey, site: str, place: KeyContext) -> bool:
         """Whether the owner of this long-term key signed it, as this site and for this session."""
         return seal.is_signed(key, _purpose(site), self._signed(place), self.signature)
 
-    def signed(self, key: ec.EllipticCurvePrivateKey, site: str, place: Place) -> "Advert":
+    def sign(self, key: ec.EllipticCurvePrivateKey, site: str, place: KeyContext) -> "Advert":
         """Return it with its site's signature."""
         signature = seal.sign(key, _purpose(site), self._signed(place))
         return Advert(self.mask, self.seal, self.commitment, signature)
 
-    def _signed(self, place: Place) -> bytes:
+    def _signed(self, place: KeyContext) -> bytes:
         parts = (self.mask, self.seal, self.commitment)
         return place.about("keys", *(part.hex() for part in parts))
 
 
-def signed_list(
-    key: ec.EllipticCurvePrivateKey, site: str, what: str, names: Iterable[str], place: Place
+def sign_list(
+    key: ec.EllipticCurvePrivateKey, site: str, what: str, names: Iterable[str], place: KeyContext
 ) -> bytes:
     """Return a site's signature of a list of sites. what: `roster_of` or `of_attempt`."""
     return seal.sign(key, _purpose(site), place.about(what, *sorted(names)))
@@ -116,10 +116,10 @@ def has_signed(
     site: str,
     what: str,
     names: Iterable[str],
-    place: Place,
+    place: KeyContext,
     signature: bytes,
 ) -> bool:
-    """Whether the owner of this long-term key made a signature as `signed_list` does."""
+    """Whether the owner of this long-term key made a signature as `sign_list` does."""
     return seal.is_signed(key, _purpose(site), place.about(what, *sorted(names)), signature)
 
 
@@ -169,12 +169,12 @@ class Secrets:
             b"".join(hashlib.sha256(seed).digest() for seed in self._seeds),
         )
 
-    def sealed(self, own: str, peer: str, key: bytes, content: bytes, place: Place) -> bytes:
+    def encrypt(self, own: str, peer: str, key: bytes, content: bytes, place: KeyContext) -> bytes:
         """Return content for a peer's eyes only. key: the peer's S."""
         nonce, about = secrets.token_bytes(_NONCE), place.about("share", own, peer)
         return nonce + self._cipher(own, peer, key, place).encrypt(nonce, content, about)
 
-    def opened(self, own: str, peer: str, key: bytes, block: bytes, place: Place) -> bytes:
+    def decrypt(self, own: str, peer: str, key: bytes, block: bytes, place: KeyContext) -> bytes:
         """Return what a peer sealed for us. Raises SecretsDoNotFit: it did not, not here."""
         about = place.about("share", peer, own)
         try:
@@ -184,14 +184,14 @@ class Secrets:
         except (InvalidTag, ValueError):
             raise SecretsDoNotFit(f"what {peer} is said to have sealed for {own} is not") from None
 
-    def _cipher(self, own: str, peer: str, key: bytes, place: Place) -> AESGCM:
+    def _cipher(self, own: str, peer: str, key: bytes, place: KeyContext) -> AESGCM:
         if peer not in self._ciphers:
             self._ciphers[peer] = AESGCM(_agreed(self._seal, key, place, "seal", own, peer))
         return self._ciphers[peer]
 
 
 def pair_seed(
-    mask_key: X25519PrivateKey, public: bytes, one: str, other: str, place: Place, attempt: int
+    mask_key: X25519PrivateKey, public: bytes, one: str, other: str, place: KeyContext, attempt: int
 ) -> bytes:
     """Return k_ij, 32 bytes, from m of one of two sites and M of the other, either way round.
 
@@ -213,7 +213,7 @@ def is_committed(advert: Advert, slot: int, seed: bytes) -> bool:
     return hashlib.sha256(seed).digest() == advert.commitment_of(slot)
 
 
-def stream(seed: bytes, like: Words) -> Words:
+def expand_seed(seed: bytes, like: RingWords) -> RingWords:
     """Return PRG(seed): as many words, of as many bits, as `like` has. A seed is for one stream.
 
     AES-256 in counter mode.
@@ -223,7 +223,7 @@ def stream(seed: bytes, like: Words) -> Words:
 
 
 def check_adverts(
-    adverts: Mapping[str, Advert], keys: Mapping[str, ec.EllipticCurvePublicKey], place: Place
+    adverts: Mapping[str, Advert], keys: Mapping[str, ec.EllipticCurvePublicKey], place: KeyContext
 ) -> None:
     """Raise SecretsDoNotFit: keys that a site did not sign for this session, or of no site."""
     for name, advert in adverts.items():
@@ -244,7 +244,7 @@ def check_usable(advert: Advert, slots: int, site: str) -> None:
 
 
 def _agreed(
-    own: X25519PrivateKey, public: bytes, place: Place, what: str, one: str, other: str
+    own: X25519PrivateKey, public: bytes, place: KeyContext, what: str, one: str, other: str
 ) -> bytes:
     secret = _exchanged(own, public, f"{one} or {other}")
     about = place.about(what, *sorted((one, other)))

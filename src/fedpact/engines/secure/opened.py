@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedpact.errors import DataError, FedpactError
-from fedpact.files import make_room, understood, write_whole
+from fedpact.files import make_room, parse_errors, write_whole
 from fedpact.messages import Task
 
 _LOST = (
@@ -19,7 +19,7 @@ _LOST = (
 _Opened = tuple[str, int, int, tuple[str, ...]]
 
 
-class Opened:
+class UnmaskedSums:
     """Over which sites this one has agreed to a sum last, of which round and attempt; durable.
 
     path: None in a simulation, which keeps it in memory.
@@ -29,7 +29,7 @@ class Opened:
         self._path = path
         self._last: _Opened | None = None
         if path is not None:
-            with suppress(FileNotFoundError), understood(path, _LOST):
+            with suppress(FileNotFoundError), parse_errors(path, _LOST):
                 run, number, attempt, names = json.loads(path.read_bytes())
                 self._last = str(run), int(number), int(attempt), tuple(map(str, names))
 

@@ -20,7 +20,7 @@ from fedpact.algorithms import Summed
 from fedpact.errors import DataError, InputError
 from fedpact.messages import Numbers, Reply, State, Task
 
-Words = NDArray[np.uint64 | np.uint32]
+RingWords = NDArray[np.uint64 | np.uint32]
 """Numbers modulo 2^64, or where fewer bits will do modulo 2^32."""
 
 RANGE: Final = 2.0**20
@@ -92,7 +92,7 @@ class Form:
 class Coding(Protocol):
     """How replies become words that can be summed, and what their sum says."""
 
-    def encode(self, reply: Reply) -> Words:
+    def encode(self, reply: Reply) -> RingWords:
         """Return a plain reply's words [L]. Raises DataError: it has no place in a sum."""
         ...
 
@@ -100,12 +100,12 @@ class Coding(Protocol):
         """Raise InputError for a masked reply whose public numbers no honest site sends."""
         ...
 
-    def masked(self, reply: Reply, words: Words) -> Reply:
+    def mask(self, reply: Reply, words: RingWords) -> Reply:
         """Return a reply with masked words [L] in place of all that is not public."""
         ...
 
-    def words(self, masked: Reply) -> Words:
-        """Return the words [L] of what `masked` made."""
+    def words(self, masked: Reply) -> RingWords:
+        """Return the words [L] of what `mask` made."""
         ...
 
     def layout(self, form: Form) -> Layout:
@@ -117,7 +117,7 @@ class Coding(Protocol):
         ...
 
     def mean(
-        self, task: Task, replies: Mapping[str, Reply], total: Words, layout: Layout
+        self, task: Task, replies: Mapping[str, Reply], total: RingWords, layout: Layout
     ) -> tuple[State, float]:
         """Return what stands for the reply of each site in a sum, and how far it may be off.
 
@@ -127,8 +127,8 @@ class Coding(Protocol):
 
 
 @dataclass(frozen=True)
-class Weighing:
-    """See Coding: the weighted mean of vectors and numbers, each reply's weight its own.
+class FixedPointMean:
+    """Codes the weighted mean of vectors and numbers, each reply's weight its own.
 
     total: Σ N_i of all sites, declared. summed: see Summed. sites: n, of all who could send.
     """
@@ -160,46 +160,48 @@ class Weighing:
         """Return those of a reply's numbers that are summed."""
         return {name: value for name, value in numbers.items() if name not in self.summed.public}
 
-    def encode(self, reply: Reply) -> Words:
-        """See Coding."""
-        return encode(reply.vectors, self.private(reply.numbers), self.share(reply), self.sites)
+    def encode(self, reply: Reply) -> RingWords:
+        """Return a plain reply's words [L]."""
+        return encode_fixed_point(
+            reply.vectors, self.private(reply.numbers), self.share(reply), self.sites
+        )
 
     def check(self, reply: Reply) -> None:
-        """See Coding."""
+        """Raise InputError for a masked reply whose public numbers no honest site sends."""
         self.weight(reply)
 
     def layout(self, form: Form) -> Layout:
-        """See Coding."""
+        """Return what the words of a plain reply of this form are."""
         numbers = tuple(sorted(form.numbers - set(self.summed.public)))
         return Layout(dict(sorted(form.vectors.items())), numbers)
 
     def form(self, layout: Layout) -> Form:
-        """See Coding."""
+        """Return the form of a masked reply."""
         masked = {MASKED: (torch.Size([layout.length]), torch.int64)}
         return Form(masked, frozenset(self.summed.public))
 
     def mean(
-        self, task: Task, replies: Mapping[str, Reply], total: Words, layout: Layout
+        self, task: Task, replies: Mapping[str, Reply], total: RingWords, layout: Layout
     ) -> tuple[State, float]:
-        """See Coding."""
+        """Return what stands for the reply of each site in a sum, and how far it may be off."""
         del task
         share = sum(self.share(reply) for _, reply in sorted(replies.items()))
-        state = State(*decode(total, share, self.sites, layout))
+        state = State(*decode_fixed_point(total, share, self.sites, layout))
         return state, rounding(share, self.sites)
 
-    def masked(self, reply: Reply, words: Words) -> Reply:
-        """See Coding."""
+    def mask(self, reply: Reply, words: RingWords) -> Reply:
+        """Return a reply with masked words [L] in place of all that is not public."""
         vector = torch.from_numpy(words.view(np.int64))
         return replace(reply, vectors={MASKED: vector}, numbers=self.public(reply.numbers))
 
-    def words(self, masked: Reply) -> Words:
-        """See Coding."""
+    def words(self, masked: Reply) -> RingWords:
+        """Return the words [L] of what `masked` made."""
         return masked.vectors[MASKED].numpy().view(np.uint64)
 
 
-def encode(
+def encode_fixed_point(
     vectors: Mapping[str, Tensor], numbers: Mapping[str, float], share: float, sites: int
-) -> Words:
+) -> RingWords:
     """Return e_i, uint64 [L], in the order of `Layout.of`. share: p_i in (0, 1]. sites: n.
 
     Raises DataError: NaN or infinity among them. Raises InputError: a share out of its range.
@@ -215,12 +217,13 @@ def encode(
 
 
 def rounding(share: float, sites: int) -> float:
-    """Return by how much `decode` may miss a mean, in each coordinate; for both see there."""
+    """Return by how much `decode_fixed_point` may miss a mean, in each coordinate; for both see
+    there."""
     return float(sites * np.ldexp(0.5, -fraction_bits(sites)) / share)
 
 
-def decode(
-    total: Words, share: float, sites: int, layout: Layout
+def decode_fixed_point(
+    total: RingWords, share: float, sites: int, layout: Layout
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return the mean of vectors and numbers from Σ e_i, uint64 [L]. share: Σ p_i of its sites.
 

@@ -17,9 +17,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedpact.engines.secure import keys, shamir, wire
-from fedpact.engines.secure.circle import Circle
-from fedpact.engines.secure.keys import Advert, Place, SecretsDoNotFit
-from fedpact.engines.secure.ring import Coding, Words
+from fedpact.engines.secure.circle import MaskingGraph
+from fedpact.engines.secure.keys import Advert, KeyContext, SecretsDoNotFit
+from fedpact.engines.secure.ring import Coding, RingWords
 from fedpact.engines.secure.site import add_pair
 from fedpact.errors import FedpactError, InputError
 from fedpact.messages import Reply, Step, Task, to_bytes
@@ -45,12 +45,13 @@ class Session:
     keys: every site's long-term key. Each `ask_...` returns the questions to those who are still
     in it and raises BelowThreshold where they are too few; each `take_...` takes in one site's
     answer, and raises InputError or SecretsDoNotFit where it is no answer to that. In the order of
-    wire.AHEAD; then they may be asked for sums (`slot`). roster: see keys.roster_of. used: slots.
+    wire.SETUP_STEPS; then they may be asked for sums (`slot`). roster: see keys.roster_of. used:
+    slots.
     """
 
-    place: Place
+    place: KeyContext
     keys: Mapping[str, ec.EllipticCurvePublicKey]
-    circle: Circle
+    circle: MaskingGraph
     slots: int
     adverts: dict[str, Advert] = field(default_factory=dict[str, Advert])
     sealed: dict[str, dict[str, bytes]] = field(default_factory=dict[str, dict[str, bytes]])
@@ -63,11 +64,11 @@ class Session:
         run: str,
         number: int,
         public: Mapping[str, ec.EllipticCurvePublicKey],
-        circle: Circle,
+        circle: MaskingGraph,
         slots: int,
     ) -> "Session":
         """Return a session that begins in a round, under a name that no other has."""
-        return Session(Place(run, number, secrets.token_hex(8)), public, circle, slots)
+        return Session(KeyContext(run, number, secrets.token_hex(8)), public, circle, slots)
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -151,12 +152,12 @@ class Sum:
     signatures: dict[str, bytes] = field(default_factory=dict[str, bytes])
     attempt: int = 0
     opened: dict[str, dict[str, bytes]] = field(default_factory=dict[str, dict[str, bytes]])
-    _total: Words | None = None
+    _total: RingWords | None = None
     _wrong: set[str] = field(default_factory=set[str])
 
     @property
-    def place(self) -> Place:
-        """The slot's."""
+    def place(self) -> KeyContext:
+        """What the keys, shares and signatures of this sum's slot are for."""
         return self.session.place.of_slot(self.number, self.round)
 
     @property
@@ -225,7 +226,7 @@ class Sum:
             raise InputError(f"{site} opened shares that are not of {shamir.SHARE} bytes")
         self.opened[site] = found
 
-    def total(self) -> Words:
+    def total(self) -> RingWords:
         """Return Σ e_i over U3, uint64 [L].
 
         Raises BelowThreshold: too few have opened their shares. Raises SecretsDoNotFit: those
@@ -237,7 +238,7 @@ class Sum:
         total, circle, adverts = self._total.copy(), self.session.circle, self.session.adverts
         for site in self.replies:
             seed = self._secret("seed/" + site, site, circle.threshold, keys.is_committed)
-            np.subtract(total, keys.stream(seed, total), out=total)
+            np.subtract(total, keys.expand_seed(seed, total), out=total)
         for missing in sorted(set(self.session.sites) - set(self.replies)):
             name, least = "mask/" + missing, circle.graph.shares
             mask_key = X25519PrivateKey.from_private_bytes(
@@ -264,7 +265,7 @@ class Sum:
         for out in islice(self._left_out(given, least), most):
             those = [site for site in given if site not in out][:least]
             try:
-                secret = shamir.combined({place(s): self.opened[s][name] for s in those})
+                secret = shamir.recover_secret({place(s): self.opened[s][name] for s in those})
             except InputError:
                 continue
             if fits(advert, self.number, secret):
@@ -298,7 +299,7 @@ class Sum:
         self._wrong |= {*out}
 
 
-def enough(circle: Circle, number: int, found: Mapping[str, object], what: str) -> list[str]:
+def enough(circle: MaskingGraph, number: int, found: Mapping[str, object], what: str) -> list[str]:
     """Return the sites, sorted. number: of the round. Raises BelowThreshold: fewer than t."""
     if len(found) < circle.threshold:
         raise BelowThreshold(
@@ -308,8 +309,8 @@ def enough(circle: Circle, number: int, found: Mapping[str, object], what: str) 
     return sorted(found)
 
 
-def around(circle: Circle, number: int, found: Mapping[str, object], what: str) -> list[str]:
-    """See `enough`. Raises BelowThreshold also for too few in the neighbourhood of one of them."""
+def around(circle: MaskingGraph, number: int, found: Mapping[str, object], what: str) -> list[str]:
+    """Return `enough` of them. Raises BelowThreshold also for too few in a site's neighbourhood."""
     sites = enough(circle, number, found, what)
     if not circle.holds(sites):
         raise BelowThreshold(

@@ -19,7 +19,9 @@ _PRIME: Final = 2**256 + 297
 """The first prime that is larger than every secret."""
 
 
-def split(secrets_: Sequence[bytes], threshold: int, at: Collection[int]) -> dict[int, bytes]:
+def split_secrets(
+    secrets_: Sequence[bytes], threshold: int, at: Collection[int]
+) -> dict[int, bytes]:
     """Return x -> a share of each secret, SHARE bytes each in one row, for every x in `at`.
 
     secrets_: of 32 bytes each. threshold: how many shares give one back, 1 or more. at: 1 and more.
@@ -52,7 +54,7 @@ def _beside(numbers: Iterable[int], room: int) -> int:
     return int.from_bytes(b"".join(number.to_bytes(room) for number in numbers))
 
 
-def combined(shares: Mapping[int, bytes]) -> bytes:
+def recover_secret(shares: Mapping[int, bytes]) -> bytes:
     """Return the secret of exactly threshold shares by x. Raises InputError: they give none.
 
     Other shares than its own give another secret: check what comes out.

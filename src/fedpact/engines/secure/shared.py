@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedpact.algorithms import Summed
-from fedpact.engines.secure.ring import MASKED, Coding, Form, Layout, Weighing, Words
+from fedpact.engines.secure.ring import MASKED, Coding, FixedPointMean, Form, Layout, RingWords
 from fedpact.errors import DataError, InputError, PlanError, PolicyRefused
 from fedpact.messages import Local, Reply, State, Task
 from fedpact.persample.weighting import UNIFORM, Weighting
@@ -30,7 +30,7 @@ from fedpact.privacy.batches import Batch, most_records
 from fedpact.privacy.columns import Means
 from fedpact.privacy.oracle import Oracle
 from fedpact.privacy.terms import Terms
-from fedpact.theory.shares import UNITS, check_added_delta
+from fedpact.theory.shares import SHARE_DEVIATION, check_added_delta
 
 _LEAST: Final = 16
 _MOST: Final = 32
@@ -38,7 +38,7 @@ _LONGEST: Final = 2.0**22
 _GRADIENT: Final = "gradient"
 _AT_A_TIME: Final = 2**16
 
-Step = Callable[[Task, Oracle, State], Local]
+LocalFunction = Callable[[Task, Oracle, State], Local]
 """An algorithm's local part."""
 
 
@@ -50,14 +50,17 @@ def bits(terms: Mapping[str, Terms]) -> int:
     rounding half a unit each. What wraps costs utility, never privacy. Raises PlanError: 32 bits do
     not hold it.
     """
-    each = [most_records(t.batch_size) * UNITS / min(t.sigmas.values()) for t in terms.values()]
+    each = [
+        most_records(t.batch_size) * SHARE_DEVIATION / min(t.sigmas.values())
+        for t in terms.values()
+    ]
     if max(each) > _LONGEST:
         raise PlanError(
             f"a site's sum has up to {max(each):.3g} units of its grid: expected at most "
             f"{_LONGEST:.3g}, as far as floating point is shown to round it like a real number; "
             "use smaller batches or more noise"
         )
-    reach = 1.001 * sum(each) + 12 * UNITS * math.sqrt(len(terms)) + len(terms)
+    reach = 1.001 * sum(each) + 12 * SHARE_DEVIATION * math.sqrt(len(terms)) + len(terms)
     needed = math.ceil(math.log2(2 * reach + 1))
     if needed > _MOST:
         raise PlanError(
@@ -83,16 +86,16 @@ def coding_of(plan: Plan, sizes: Mapping[str, float], terms: Mapping[str, Terms]
     """Return how replies are summed. sizes: declared, of all sites; terms: the same sites'."""
     if plan.privacy.honest:
         return SharedSum(terms, plan.method.summed, plan.method.local)
-    return Weighing(sum(sizes.values()), plan.method.summed, len(sizes))
+    return FixedPointMean(sum(sizes.values()), plan.method.summed, len(sizes))
 
 
 @dataclass(frozen=True)
 class SharedSum:
-    """See ring.Coding. terms: of all sites. step: the algorithm's local part."""
+    """Codes a sum with shared noise. terms: of all sites. step: the algorithm's local part."""
 
     terms: Mapping[str, Terms]
     summed: Summed
-    step: Step
+    step: LocalFunction
 
     @cached_property
     def _bits(self) -> int:
@@ -107,8 +110,8 @@ class SharedSum:
     def _channels(self) -> list[str]:
         return sorted(self._some.sigmas)
 
-    def encode(self, reply: Reply) -> Words:
-        """See Coding. Raises DataError: no whole numbers of a share."""
+    def encode(self, reply: Reply) -> RingWords:
+        """Return a plain reply's words [L]. Raises DataError: no whole numbers of a share."""
         shares = [reply.vectors[name] for name in sorted(reply.vectors)]
         if sorted(reply.vectors) != self._channels or any(s.dtype != torch.int64 for s in shares):
             raise DataError(
@@ -118,22 +121,23 @@ class SharedSum:
         return torch.cat(shares).numpy().astype(np.uint32)
 
     def check(self, reply: Reply) -> None:
-        """See Coding. The divisor is the site's declared q N."""
+        """Raise InputError for a masked reply whose public numbers no honest site sends. The
+        divisor is the site's declared q N."""
         if reply.site not in self.terms:
             raise InputError(f"{reply.site} is no site of this run")
 
-    def masked(self, reply: Reply, words: Words) -> Reply:
-        """See Coding."""
-        vector = torch.from_numpy(pack(words, self._bits))
+    def mask(self, reply: Reply, words: RingWords) -> Reply:
+        """Return a reply with masked words [L] in place of all that is not public."""
+        vector = torch.from_numpy(pack_bits(words, self._bits))
         public = {n: v for n, v in reply.numbers.items() if n in self.summed.public}
         return replace(reply, vectors={MASKED: vector}, numbers=public)
 
-    def words(self, masked: Reply) -> Words:
-        """See Coding."""
-        return unpack(masked.vectors[MASKED].numpy(), self._bits)
+    def words(self, masked: Reply) -> RingWords:
+        """Return the words [L] of what `masked` made."""
+        return unpack_bits(masked.vectors[MASKED].numpy(), self._bits)
 
     def layout(self, form: Form) -> Layout:
-        """See Coding."""
+        """Return what the words of a plain reply of this form are."""
         # The gradient, or before it is known the model: both are [d].
         shape, _ = form.vectors.get(_GRADIENT) or next(iter(form.vectors.values()))
         one = torch.Size([1])
@@ -141,28 +145,28 @@ class SharedSum:
         return Layout({name: (shape, torch.int64) for name, shape in shapes.items()}, ())
 
     def form(self, layout: Layout) -> Form:
-        """See Coding."""
+        """Return the form of a masked reply."""
         size = torch.Size([-(-layout.length * self._bits // 8)])
         return Form({MASKED: (size, torch.uint8)}, frozenset(self.summed.public))
 
     def mean(
-        self, task: Task, replies: Mapping[str, Reply], total: Words, layout: Layout
+        self, task: Task, replies: Mapping[str, Reply], total: RingWords, layout: Layout
     ) -> tuple[State, float]:
-        """See Coding."""
+        """Return what stands for the reply of each site in a sum, and how far it may be off."""
         if len(total) != layout.length:
             raise InputError(f"a sum of {len(total)} words: expected {layout.length}")
-        whole, sums, at = torch.from_numpy(centred(total, self._bits)), dict[str, Tensor](), 0
+        whole, sums, at = torch.from_numpy(centre_words(total, self._bits)), dict[str, Tensor](), 0
         for name, (shape, _) in layout.vectors.items():
             sums[name] = whole[at : at + shape.numel()]
             at += shape.numel()
         records = math.fsum(self.terms[site].batch_size for site in sorted(replies))
-        opened = OfSum(sums, self._some.at(task.round), records)
+        opened = NoisySumOracle(sums, self._some.at(task.round), records)
         told = self.step(task, opened, State())
         numbers = {n: v for n, v in told.numbers.items() if n not in self.summed.public}
         return State(told.vectors, numbers), opened.coarsest * len(replies) / records
 
 
-class OfSum:
+class NoisySumOracle:
     """An oracle whose one batch is all sites' together: its answers are the sums that they opened.
 
     sums: channel -> whole numbers, as float64. terms: of any of the sites. batch_size: Σ q_i N_i.
@@ -177,21 +181,21 @@ class OfSum:
         self.coarsest = 0.0
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """See Oracle."""
+        """Yield `count` batches that answer the channels; each is closed by the next one."""
         if count != 1 or {*channels} != {*self._sums}:
             raise PolicyRefused(f"{count} batches with {channels}: {self._answers}")
         yield _SumBatch(self._mean)
 
     def opening(self, *channels: str) -> Batch:
-        """See Oracle."""
+        """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
         raise PolicyRefused(f"an opening with {channels}: {self._answers}")
 
     def columns(self) -> Means:
-        """See Oracle."""
+        """Return what scales the site's columns, once, before the first round."""
         raise PolicyRefused("what scales columns was asked for: a sum has one gradient")
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
-        """See Oracle."""
+        """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
         del w
         raise PolicyRefused(f"exact numbers were asked for: {self._answers}")
 
@@ -209,7 +213,7 @@ class OfSum:
 
 
 class _SumBatch:
-    """See Batch: each answer at the task's w, with its weights and bounds, as all sites gave it."""
+    """A batch whose answers are the sums of all sites, each at the task's w."""
 
     noise_variance = 0.0
 
@@ -217,40 +221,40 @@ class _SumBatch:
         self._mean = mean
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """See Batch."""
+        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over."""
         del weighting
         return self._mean(_GRADIENT).to(w.dtype, copy=True)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
-        """See Batch."""
+        """Return the mean of ∇ℓ_j(w) - ∇ℓ_j(anchor), each clipped to `bound`: [d], [d] -> [d]."""
         del w, anchor
         return self._mean("difference", bound)
 
     def loss(self, w: Tensor, bound: float) -> float:
-        """See Batch."""
+        """Return the mean of the losses at w [d], each clipped to [0, bound]."""
         del w
         return float(self._mean("loss", bound))
 
     def below(self, w: Tensor, bound: float) -> float:
-        """See Batch."""
+        """Return the share of records with a loss of at most bound at w [d]; may leave [0, 1]."""
         del w, bound
         return float(self._mean("below", 0.5)) + 0.5
 
 
-def centred(words: Words, width: int) -> NDArray[np.float64]:
+def centre_words(words: RingWords, width: int) -> NDArray[np.float64]:
     """Return words modulo 2^b as numbers from -2^(b-1) on, below 2^(b-1).
 
-    >>> centred(np.array([1, 2**16 - 1, 2**15, 2**20], dtype=np.uint64), 16).tolist()
+    >>> centre_words(np.array([1, 2**16 - 1, 2**15, 2**20], dtype=np.uint64), 16).tolist()
     [1.0, -1.0, -32768.0, 0.0]
     """
     low = words.astype(np.int64) & (2**width - 1)
     return np.where(low < 2 ** (width - 1), low, low - 2**width).astype(np.float64)
 
 
-def pack(words: Words, width: int) -> NDArray[np.uint8]:
+def pack_bits(words: RingWords, width: int) -> NDArray[np.uint8]:
     """Return the low `width` bits of each word, from 1 to 32, one behind the other.
 
-    >>> pack(np.array([1, 2, 3], dtype=np.uint64), 16).tolist()
+    >>> pack_bits(np.array([1, 2, 3], dtype=np.uint64), 16).tolist()
     [1, 0, 2, 0, 3, 0]
     """
     low = words.astype("<u4")
@@ -263,8 +267,8 @@ def pack(words: Words, width: int) -> NDArray[np.uint8]:
     return np.concatenate(packed) if packed else np.zeros(0, np.uint8)
 
 
-def unpack(packed: NDArray[np.uint8], width: int) -> Words:
-    """Return the words of which `pack` made this, modulo 2^width; width at least 8."""
+def unpack_bits(packed: NDArray[np.uint8], width: int) -> RingWords:
+    """Return the words of which `pack_bits` made this, modulo 2^width; width at least 8."""
     count = 8 * len(packed) // width
     found = np.zeros(count, dtype=np.uint32)
     step = _AT_A_TIME * width // 8

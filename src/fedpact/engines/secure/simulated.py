@@ -9,9 +9,9 @@ from dataclasses import replace
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.engines.secure import wire
-from fedpact.engines.secure.circle import Circle
+from fedpact.engines.secure.circle import MaskingGraph
 from fedpact.engines.secure.exchange import Attempts, Secured, Server, Take
-from fedpact.engines.secure.opened import Opened
+from fedpact.engines.secure.opened import UnmaskedSums
 from fedpact.engines.secure.ring import Coding, Form, Layout
 from fedpact.engines.secure.shared import coding_of
 from fedpact.engines.secure.site import Masker
@@ -22,19 +22,20 @@ from fedpact.privacy.terms import Terms
 from fedpact.round import Transport
 
 
-def secured(
+def secure_simulation(
     inner: Transport, plan: Plan, sizes: Mapping[str, float], terms: Mapping[str, Terms]
 ) -> Secured:
     """Return a transport that hands on what sums show of `inner`'s replies.
 
     sizes: N_i of each site. terms: of each, in a private run.
     """
-    circle = Circle.of(plan, inner.sites)
+    circle = MaskingGraph.of(plan, inner.sites)
     coding = coding_of(plan, sizes, terms)
     own = {site: ec.generate_private_key(ec.SECP256R1()) for site in inner.sites}
     public = {site: key.public_key() for site, key in own.items()}
     maskers = {
-        site: Masker(site, key, public, circle, coding, Opened(None)) for site, key in own.items()
+        site: Masker(site, key, public, circle, coding, UnmaskedSums(None))
+        for site, key in own.items()
     }
     carrier = _Hall(inner, maskers, coding)
     server = Server(public, circle, coding, plan.rounds, circle.threshold, 0, carrier.layout)
@@ -42,20 +43,20 @@ def secured(
 
 
 class _Simulated(Secured):
-    """See Secured. Its sites have every model at hand, and need none put together from changes."""
+    """A transport of sums whose sites have every model, and need none rebuilt from changes."""
 
     def __init__(self, hall: "_Hall", server: Server) -> None:
         super().__init__(hall, server, Attempts(None))
         self._hall = hall
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """See Secured."""
+        """Send each of these sites its task; yield the answers in the order of their names."""
         self._hall.tasks = tasks
         return super().exchange(tasks)
 
 
 class _Hall:
-    """See exchange.Carrier: all sites are here, and train as `inner` has them."""
+    """Carries messages between sites that are all here, and train as `inner` has them."""
 
     def __init__(self, inner: Transport, maskers: Mapping[str, Masker], coding: Coding) -> None:
         self._inner, self._maskers, self._coding = inner, maskers, coding
@@ -73,16 +74,17 @@ class _Hall:
         return self._layout
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """See exchange.Carrier."""
+        """Ask each site a task in the clear; see round.Transport."""
         return self._inner.exchange(tasks)
 
     def within_reach(self, number: int) -> dict[str, str]:
-        """See exchange.Carrier."""
+        """Return the sites that would be asked something in a round, each with when it started."""
         del number
         return dict.fromkeys(self.sites, "")
 
     def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:
-        """See exchange.Carrier. Nobody is waited for."""
+        """Ask each site its question and `take` each answer that is a Step. Nobody is waited
+        for."""
         del least
         refused = dict[str, Refusal]()
         for site, question, train in self._visits(asks):

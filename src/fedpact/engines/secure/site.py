@@ -16,10 +16,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedpact.engines.secure import keys, shamir, wire
-from fedpact.engines.secure.circle import Circle
-from fedpact.engines.secure.keys import Advert, Place, Secrets, SecretsDoNotFit
-from fedpact.engines.secure.opened import Opened
-from fedpact.engines.secure.ring import Coding, Words
+from fedpact.engines.secure.circle import MaskingGraph
+from fedpact.engines.secure.keys import Advert, KeyContext, Secrets, SecretsDoNotFit
+from fedpact.engines.secure.opened import UnmaskedSums
+from fedpact.engines.secure.ring import Coding, RingWords
 from fedpact.errors import DataError, InputError
 from fedpact.messages import Refusal, Reply, Step, Task, to_bytes
 
@@ -33,7 +33,7 @@ Train = Callable[[Task], Reply | Refusal]
 class _Asked:
     """What was asked at a place. answered: step -> the question's hash, and the answer."""
 
-    place: Place
+    place: KeyContext
     answered: dict[str, tuple[bytes, Step | Refusal]] = field(
         default_factory=dict[str, tuple[bytes, Step | Refusal]]
     )
@@ -68,7 +68,7 @@ class _Session(_Asked):
     agreed: bool = False
     slot: _Slot | None = None
 
-    def at(self, place: Place) -> _Asked | None:
+    def at(self, place: KeyContext) -> _Asked | None:
         """Return this session or its slot where `place` is one of them that is still of use."""
         name, number = wire.slot_of(place.session)
         if number < 0:
@@ -83,7 +83,7 @@ class _Session(_Asked):
 
 
 class Masker:
-    """See the module.
+    """A site's side of secure aggregation.
 
     key: the site's long-term key. peers: every site's, this one's too, as the site itself has them.
     circle: t, and who masks with whom. opened: what lasts over sessions.
@@ -94,16 +94,16 @@ class Masker:
         name: str,
         key: ec.EllipticCurvePrivateKey,
         peers: Mapping[str, ec.EllipticCurvePublicKey],
-        circle: Circle,
+        circle: MaskingGraph,
         coding: Coding,
-        opened: Opened,
+        opened: UnmaskedSums,
     ) -> None:
         self._name, self._key, self._peers = name, key, dict(peers)
         self._circle, self._coding, self._opened = circle, coding, opened
         self._session: _Session | None = None
 
     def begin(self, run: str, charged: bool) -> None:
-        """See Opened.begin."""
+        """Take part in a run. charged: it was charged for before."""
         self._opened.begin(run, charged)
 
     def answer(self, question: Step, train: Train) -> Step | Refusal:
@@ -119,7 +119,11 @@ class Masker:
             self._session = self._begun(place, question)
         session = self._session
         asked = None if session is None else session.at(place)
-        if session is None or asked is None or (asked is session) != (question.step in wire.AHEAD):
+        if (
+            session is None
+            or asked is None
+            or (asked is session) != (question.step in wire.SETUP_STEPS)
+        ):
             return self._refusal(place, "session")
         before = asked.answered.get(question.step)
         if before is not None:
@@ -139,15 +143,17 @@ class Masker:
         asked.answered[question.step] = digest, given
         return given
 
-    def _begun(self, place: Place, question: Step) -> _Session:
+    def _begun(self, place: KeyContext, question: Step) -> _Session:
         slots = wire.to_number(wire.block(question, "slots"))
-        if slots > keys.AHEAD:
-            raise InputError(f"keys for {slots} sums are asked for: expected {keys.AHEAD} at most")
+        if slots > keys.SUMS_AHEAD:
+            raise InputError(
+                f"keys for {slots} sums are asked for: expected {keys.SUMS_AHEAD} at most"
+            )
         return _Session(place, secrets=Secrets(slots))
 
     def _answers(self, session: _Session, question: Step, train: Train) -> Step | Refusal:
         if question.step == "keys":
-            advert = session.secrets.advert().signed(self._key, self._name, session.place)
+            advert = session.secrets.advert().sign(self._key, self._name, session.place)
             return self._step(question, wire.from_advert(advert))
         if question.step == "shares":
             return self._shares(session, question)
@@ -182,7 +188,7 @@ class Masker:
         dealt = self._dealt(session)
         session.held[self._name] = dealt.pop(self._name)
         sealed = {
-            peer: secrets.sealed(self._name, peer, adverts[peer].seal, content, session.place)
+            peer: secrets.encrypt(self._name, peer, adverts[peer].seal, content, session.place)
             for peer, content in dealt.items()
         }
         return self._step(question, wire.under("share/", sealed))
@@ -193,11 +199,11 @@ class Masker:
         places = {peer: circle.place(peer) for peer in session.adverts}
         near = [places[peer] for peer in session.adverts if peer in circle.around(self._name)]
         slots = range(secrets.slots)
-        of_seeds = shamir.split(
+        of_seeds = shamir.split_secrets(
             [secrets.seed(slot) for slot in slots], circle.threshold, places.values()
         )
         masks = [secrets.mask_key(slot).private_bytes_raw() for slot in slots]
-        of_masks = shamir.split(masks, circle.graph.shares, near)
+        of_masks = shamir.split_secrets(masks, circle.graph.shares, near)
         return {peer: of_seeds[at] + of_masks.get(at, b"") for peer, at in places.items()}
 
     def _roster(self, session: _Session, question: Step) -> Step | Refusal:
@@ -207,7 +213,7 @@ class Masker:
             if peer == self._name or peer not in session.adverts:
                 raise SecretsDoNotFit(f"{peer} has no keys in this session")
             key = session.adverts[peer].seal
-            held = session.secrets.opened(self._name, peer, key, block, session.place)
+            held = session.secrets.decrypt(self._name, peer, key, block, session.place)
             each = 2 if peer in self._circle.around(self._name) else 1
             if len(held) != each * shamir.SHARE * session.secrets.slots:
                 raise SecretsDoNotFit(f"{peer} has sealed {len(held)} bytes, which are no shares")
@@ -215,7 +221,7 @@ class Masker:
         if not self._circle.holds(session.held):
             return self._refusal(session.place, "few")
         session.roster = keys.roster_of({peer: session.adverts[peer] for peer in session.held})
-        signature = keys.signed_list(
+        signature = keys.sign_list(
             self._key, self._name, session.roster, session.held, session.place
         )
         return self._step(question, {"signature": signature})
@@ -240,12 +246,12 @@ class Masker:
             return reply
         slot.task = task
         words = self._coding.encode(reply)
-        masked = self._coding.masked(reply, words + self._mask(session, slot, task, words))
+        masked = self._coding.mask(reply, words + self._mask(session, slot, task, words))
         return self._step(question, {"reply": to_bytes(masked)})
 
-    def _mask(self, session: _Session, slot: _Slot, task: Task, words: Words) -> Words:
+    def _mask(self, session: _Session, slot: _Slot, task: Task, words: RingWords) -> RingWords:
         """PRG(b) ± PRG(k) of each neighbour in the session, as many words as there are."""
-        mask = keys.stream(session.secrets.seed(slot.number), words).copy()
+        mask = keys.expand_seed(session.secrets.seed(slot.number), words).copy()
         mask_key = session.secrets.mask_key(slot.number)
         for peer in self._circle.around(self._name) & session.held.keys():
             if peer != self._name:
@@ -271,7 +277,7 @@ class Masker:
         if task is None or not self._opened.allows(task, survivors):
             return self._refusal(slot.place, "opened")
         slot.survivors, what = survivors, keys.of_attempt(task.attempt, session.roster)
-        signature = keys.signed_list(self._key, self._name, what, survivors, slot.place)
+        signature = keys.sign_list(self._key, self._name, what, survivors, slot.place)
         return self._step(question, {"signature": signature})
 
     def _unmask(self, session: _Session, slot: _Slot, question: Step) -> Step | Refusal:
@@ -294,7 +300,7 @@ class Masker:
         return {peer: session.held[peer][at : at + shamir.SHARE] for peer in peers}
 
     def _check_signed(
-        self, signatures: Mapping[str, bytes], what: str, names: tuple[str, ...], place: Place
+        self, signatures: Mapping[str, bytes], what: str, names: tuple[str, ...], place: KeyContext
     ) -> None:
         """Raise SecretsDoNotFit unless all of these signed this list, and are on it."""
         for peer, signature in signatures.items():
@@ -307,16 +313,16 @@ class Masker:
     def _step(self, question: Step, blocks: Mapping[str, bytes]) -> Step:
         return wire.step(wire.place_of(question), self._name, question.step, blocks)
 
-    def _refusal(self, place: Place, code: str) -> Refusal:
+    def _refusal(self, place: KeyContext, code: str) -> Refusal:
         return Refusal(place.run, place.round, self._name, code)
 
 
 def add_pair(
-    total: Words,
+    total: RingWords,
     mask_key: X25519PrivateKey,
     public: bytes,
     pair: tuple[str, str],
-    place: Place,
+    place: KeyContext,
     attempt: int,
 ) -> None:
     """Add to `total` what the first of a pair adds for the second; the second adds its negative.
@@ -324,6 +330,6 @@ def add_pair(
     mask_key: m of one of them; public: M of the other. place, attempt: the slot's and the task's.
     """
     own, peer = pair
-    stream = keys.stream(keys.pair_seed(mask_key, public, own, peer, place, attempt), total)
+    stream = keys.expand_seed(keys.pair_seed(mask_key, public, own, peer, place, attempt), total)
     operation = np.add if own < peer else np.subtract
     operation(total, stream, out=total)

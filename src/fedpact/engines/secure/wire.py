@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from fedpact.engines.secure.keys import Advert, Place
+from fedpact.engines.secure.keys import Advert, KeyContext
 from fedpact.errors import InputError
 from fedpact.messages import Reply, Step, Task, from_bytes
 
-AHEAD = ("keys", "shares", "roster")
+SETUP_STEPS = ("keys", "shares", "roster")
 """The questions that begin a session, in their order."""
 
 BEFORE: Mapping[str, tuple[str, ...]] = {
-    **{step: AHEAD[:place] for place, step in enumerate(AHEAD)},
+    **{step: SETUP_STEPS[:place] for place, step in enumerate(SETUP_STEPS)},
     "masked": (),
     "open": ("masked",),
     "consistency": ("masked",),
@@ -25,7 +25,7 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
 _FIELDS = ("mask", "seal", "commitment", "signature")
 
 
-def step(place: Place, site: str, name: str, blocks: Mapping[str, bytes]) -> Step:
+def step(place: KeyContext, site: str, name: str, blocks: Mapping[str, bytes]) -> Step:
     """Return the step to or from a site with these blocks."""
     vectors = {key: _packed(block) for key, block in blocks.items()}
     return Step(place.run, place.round, site, place.session, name, vectors)
@@ -54,13 +54,14 @@ def block(message: Step, name: str) -> bytes:
     return found[name]
 
 
-def place_of(message: Step) -> Place:
+def place_of(message: Step) -> KeyContext:
     """Return run, round and session of a step."""
-    return Place(message.run, message.round, message.session)
+    return KeyContext(message.run, message.round, message.session)
 
 
 def slot_of(session: str) -> tuple[str, int]:
-    """Return a session's name and the slot of what `Place.of_slot` named; -1 where it names none.
+    """Return a session's name and the slot of what `KeyContext.of_slot` named; -1 where it names
+    none.
 
     >>> slot_of("00ff/12"), slot_of("00ff"), slot_of("00ff/012"), slot_of("00ff/-1")
     (('00ff', 12), ('00ff', -1), ('00ff/012', -1), ('00ff/-1', -1))

@@ -23,14 +23,14 @@ from fedpact.report.charts.drawing import (
     thin,
 )
 from fedpact.report.reading import RunFolder, SitePrivacy
-from fedpact.text import scaled, size, upper
+from fedpact.text import choose_byte_unit, size, upper
 
 _COLOURS = (BLUE, GREEN, RED)
 
 Sites = Mapping[str, SitePrivacy]
 
 
-def epsilon(run: RunFolder) -> Drawing | None:
+def draw_epsilon(run: RunFolder) -> Drawing | None:
     """ε spent over rounds by each site, against the budgets; None in a plain run.
 
     With more different budgets than a chart can tell apart, ε is drawn as a share of its own.
@@ -129,7 +129,7 @@ def traffic(run: RunFolder) -> Drawing | None:
         return None
     title = "Bytes over rounds"
     allowed = run.bytes_allowed
-    value, unit = scaled(max(whole, allowed or 0))
+    value, unit = choose_byte_unit(max(whole, allowed or 0))
     kept = thin(range(len(run.records)))
     rounds = [run.records[i].round for i in kept]
     with Sheet() as sheet:

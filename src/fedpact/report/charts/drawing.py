@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from fedpact.shown.colours import LIGHT, css, themed
+from fedpact.shown.colours import LIGHT, apply_theme, css
 
 BLUE, ORANGE, GREEN, RED, GREY = (LIGHT[n] for n in ("blue", "orange", "green", "red", "grey"))
 INK = LIGHT["ink"]
@@ -81,7 +81,9 @@ class LegendKey:
             mark = '<rect width="22" height="10" />'
             style = f"fill: {self.colour}; fill-opacity: {self.opacity:g}"
         mark = mark.replace(" />", f' style="{style}" />')
-        return themed(f'<svg class="key" width="22" height="10" aria-hidden="true">{mark}</svg>')
+        return apply_theme(
+            f'<svg class="key" width="22" height="10" aria-hidden="true">{mark}</svg>'
+        )
 
 
 class Chart(Figure):
@@ -116,7 +118,9 @@ class Chart(Figure):
         text = re.sub(r'<g id="[^"]*">', "<g>", text)
         # The browser's own type, whose widths differ little.
         text = text.replace("DejaVu Sans", "system-ui")
-        return themed(text).replace("<svg", f'<svg role="img" aria-label="{escape(self.title)}"', 1)
+        return apply_theme(text).replace(
+            "<svg", f'<svg role="img" aria-label="{escape(self.title)}"', 1
+        )
 
     @contextmanager
     def _laid_out(self) -> Iterator[None]:
@@ -171,7 +175,7 @@ class Drawing:
 
     @property
     def keys(self) -> list[LegendKey]:
-        """The legend."""
+        """The chart's legend entries."""
         return self.chart.keys
 
 

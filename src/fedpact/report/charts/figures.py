@@ -29,7 +29,7 @@ from fedpact.report.charts.drawing import (
 )
 from fedpact.report.charts.labels import LabelTable
 from fedpact.report.reading import RunFolder
-from fedpact.tasks.measures import shown
+from fedpact.tasks.measures import find_display
 from fedpact.text import percent
 
 # Of the page's own ground and of no more than half a colour, on which ink is legible.
@@ -77,10 +77,12 @@ def accuracy(run: RunFolder) -> Drawing | None:
 def metric(run: RunFolder, name: str) -> Drawing | None:
     """A metric over rounds, on a logarithmic axis where it spans orders of magnitude."""
     known = [(r.round, r.metrics[name]) for r in run.records if name in r.metrics]
-    return _over_rounds(shown(name).label, known, shown(name).about, simulator_only=True)
+    return _over_rounds(
+        find_display(name).label, known, find_display(name).about, simulator_only=True
+    )
 
 
-def loss(run: RunFolder) -> Drawing | None:
+def draw_loss(run: RunFolder) -> Drawing | None:
     """Mean loss over rounds, of a run in which there is no accuracy."""
     known = [(r.round, r.loss) for r in run.records if r.loss is not None]
     if run.counted:
@@ -176,7 +178,7 @@ def _site_bars(axes: Axes, names: Sequence[str], values: Sequence[float]) -> Non
     percent_axis(axes, "x")
 
 
-def labels(run: RunFolder) -> Drawing | None:
+def draw_labels(run: RunFolder) -> Drawing | None:
     """The partition as a picture: sizes above, the share of each label below."""
     table = run.labels
     if table is None:

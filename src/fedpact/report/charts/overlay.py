@@ -29,14 +29,14 @@ from fedpact.report.charts.drawing import (
 )
 from fedpact.report.outcomes import Comparison, Entry, Outcome
 from fedpact.shown.colours import LIGHT
-from fedpact.text import scaled
+from fedpact.text import choose_byte_unit
 
 # Okabe and Ito's, those of single runs first; entries beyond them are told apart by their dashes.
 _COLOURS = (BLUE, RED, GREEN, ORANGE, LIGHT["pink"], LIGHT["sky"], GREY)
 _DASHES = ("-", "--", ":", "-.")
 
 Against = Literal["rounds", "bytes", "ε"]
-Measure = Literal["accuracy", "loss"]
+ChartMeasure = Literal["accuracy", "loss"]
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Line:
 def on_the_way(comparison: Comparison) -> list[Drawing]:
     """Return accuracy and loss against rounds, bytes and ε, as far as there is anything to draw."""
     costs: tuple[Against, ...] = ("rounds", "bytes", "ε")
-    measures: tuple[Measure, ...] = ("accuracy", "loss")
+    measures: tuple[ChartMeasure, ...] = ("accuracy", "loss")
     found = [curves(comparison, measure, cost) for measure in measures for cost in costs]
     return [drawing for drawing in found if drawing]
 
 
-def curves(comparison: Comparison, measure: Measure, against: Against) -> Drawing | None:
+def curves(comparison: Comparison, measure: ChartMeasure, against: Against) -> Drawing | None:
     """Draw a measure of the global model of every entry against rounds, bytes or ε."""
     found = [(i, e, curve(e, measure, against)) for i, e in enumerate(comparison.entries)]
     drawn = [(i, entry, line) for i, entry, line in found if line is not None]
@@ -66,7 +66,7 @@ def curves(comparison: Comparison, measure: Measure, against: Against) -> Drawin
     title = f"{measure.capitalize()} against {against}"
     unit, name = 1.0, {"rounds": "round", "ε": "largest ε spent by a site", "bytes": ""}[against]
     if against == "bytes":
-        unit, symbol = scaled(max(float(line.x[-1]) for _, _, line in drawn))
+        unit, symbol = choose_byte_unit(max(float(line.x[-1]) for _, _, line in drawn))
         name = f"sent so far ({symbol})"
     with Sheet() as sheet:
         axes = sheet.axes(name, "mean loss" if measure == "loss" else measure)
@@ -189,7 +189,7 @@ def _look(i: int) -> tuple[str, str]:
     return _COLOURS[i % len(_COLOURS)], _DASHES[i // len(_COLOURS) % len(_DASHES)]
 
 
-def curve(entry: Entry, measure: Measure, against: Against) -> Line | None:
+def curve(entry: Entry, measure: ChartMeasure, against: Against) -> Line | None:
     """Return the mean over an entry's runs, on the range of x that all of them reach.
 
     Between two evaluations a run is taken to lie on the straight line. A round whose measure is
@@ -209,7 +209,9 @@ def curve(entry: Entry, measure: Measure, against: Against) -> Line | None:
     return Line(grid, values.mean(0), values.min(0), values.max(0))
 
 
-def _line(outcome: Outcome, measure: Measure, against: Against) -> tuple[np.ndarray, np.ndarray]:
+def _line(
+    outcome: Outcome, measure: ChartMeasure, against: Against
+) -> tuple[np.ndarray, np.ndarray]:
     position, sent, points = _POSITIONS[against], 0.0, list[tuple[float, float]]()
     for record in outcome.run.records:
         sent += record.bytes_down + record.bytes_up

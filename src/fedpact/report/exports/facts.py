@@ -1,7 +1,7 @@
 """What the exported forms have in common: a run's guarantee as one for all of its sites.
 
-No site is named. Of a number of sites its class is told, "fewer than LEAST" or "5 to 9", and a cell
-of fewer is left out: who knows the sites could tell which it is.
+No site is named. Of a number of sites its class is told, "fewer than MIN_CELL_SITES" or "5 to 9",
+and a cell of fewer is left out: who knows the sites could tell which it is.
 """
 
 import math
@@ -17,9 +17,9 @@ from fedpact.configuration import override, plan_error
 from fedpact.errors import PlanError
 from fedpact.ledger.about import About
 from fedpact.report.reading import RunFolder
-from fedpact.text import guarded, upper
+from fedpact.text import format_epsilon, upper
 
-LEAST: Final = 5
+MIN_CELL_SITES: Final = 5
 """Sites that a cell has at least."""
 
 SIMULATED: Final = (
@@ -70,7 +70,7 @@ class Facts:
     @property
     def many(self) -> str:
         """How many sites there are, as far as that is told."""
-        return told(len(self.run.sites))
+        return describe_count(len(self.run.sites))
 
     @property
     def covers(self) -> list[str]:
@@ -120,7 +120,7 @@ class Facts:
         privacy = self.run.privacy
         if not self.run.private:
             return PLAIN
-        bound = guarded(self.epsilon, self.epsilon_alone, self.honest)
+        bound = format_epsilon(self.epsilon, self.epsilon_alone, self.honest)
         return (
             f"(ε, δ)-differential privacy per {privacy['unit']} of a site, at every site, with ε "
             f"at most {bound}, and δ = {upper(self.delta)}; adjacency: {privacy['adjacency']}; "
@@ -140,14 +140,14 @@ class Facts:
         return [math.inf if value is None else float(value) for value in found] or [math.inf]
 
 
-def told(sites: int) -> str:
+def describe_count(sites: int) -> str:
     """Return the class of a number of sites in words: the exact one would count what is left out.
 
-    >>> told(3), told(5), told(12), told(1999)
+    >>> describe_count(3), describe_count(5), describe_count(12), describe_count(1999)
     ('fewer than 5 sites', '5 to 9 sites', '10 to 19 sites', '1,000 to 1,999 sites')
     """
-    if sites < LEAST:
-        return f"fewer than {LEAST} sites"
+    if sites < MIN_CELL_SITES:
+        return f"fewer than {MIN_CELL_SITES} sites"
     end = int(class_end(sites + 1))
     # Of 1, 2, 5, 10, ... two neighbours are a factor of 2 apart, or of 2.5.
     start = end * 2 // 5 if str(end)[0] == "5" else end // 2

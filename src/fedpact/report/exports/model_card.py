@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from jinja2 import Environment, StrictUndefined
 
-from fedpact.configuration import DEFAULTS, leaves
+from fedpact.configuration import DEFAULTS_KEY, flatten
 from fedpact.plan import Plan
 from fedpact.report import evaluations
 from fedpact.report.exports.facts import Facts
@@ -25,13 +25,13 @@ _ALWAYS: Final = (
 # Of people and places, or of the machine; budgets by site would name sites, and of others it
 # follows how many there are.
 _NEVER: Final = (
-    *("about", "data", "run", "policy", "privacy.per_site", "seed", DEFAULTS),
+    *("about", "data", "run", "policy", "privacy.per_site", "seed", DEFAULTS_KEY),
     *("sites", "sites_per_round", "secure_aggregation", "privacy.honest", "robust.liars"),
 )
 _SOFTWARE: Final = ("fedpact", "torch", "numpy", "python")
 
 
-def as_text(facts: Facts) -> str:
+def render_model_card(facts: Facts) -> str:
     """Return the card."""
     run = facts.run
     template = files("fedpact.report.exports").joinpath("model_card.md.j2").read_text("utf-8")
@@ -69,10 +69,10 @@ def _metadata(facts: Facts) -> dict[str, Any]:
 
 def _settings(facts: Facts) -> list[tuple[str, str]]:
     """Return how it was trained: the algorithm's settings, and what of the plan is no default."""
-    usual = leaves(Plan().model_dump(mode="json"))
+    usual = flatten(Plan().model_dump(mode="json"))
     return [
         (setting_called(facts.run.plan, key), str(value))
-        for key, value in leaves(facts.run.plan).items()
+        for key, value in flatten(facts.run.plan).items()
         if not (key in BUDGETS and isinstance(value, list))
         and (
             (key in _ALWAYS and value is not None)
@@ -104,6 +104,6 @@ def _results(facts: Facts) -> list[tuple[str, str, str]]:
         if run.counted:
             rows.append(("accuracy, public test set", percent(last.accuracy), "–"))
         rows.append(("mean loss, public test set", number(last.loss), "–"))
-    for row in evaluations.figures(run):
+    for row in evaluations.read_figures(run):
         rows.append((f"{row['name']}, released: {row['about']}", row["value"], row["interval"]))
     return rows

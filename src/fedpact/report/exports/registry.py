@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from fedpact.errors import PlanError
-from fedpact.report.exports.facts import LEAST, PLAIN, Facts, one_line
-from fedpact.text import fares, guarded, upper
+from fedpact.report.exports.facts import MIN_CELL_SITES, PLAIN, Facts, one_line
+from fedpact.text import format_epsilon, headline_metric, upper
 
 _REQUIRED: Final = {
     "purpose": "intended_use",
@@ -92,8 +92,8 @@ def _domain(facts: Facts) -> str:
 def _loss(facts: Facts) -> dict[str, Any]:
     privacy = facts.run.privacy
     size = sum(site.size for site in facts.run.site_privacy.values())
-    many = len(facts.run.sites) >= LEAST and math.isfinite(size) and size >= 1
-    bound = guarded(facts.epsilon, facts.epsilon_alone, facts.honest)
+    many = len(facts.run.sites) >= MIN_CELL_SITES and math.isfinite(size) and size >= 1
+    bound = format_epsilon(facts.epsilon, facts.epsilon_alone, facts.honest)
     said = [*facts.warnings, f"ε is at most {bound}: the largest that a site reserved."]
     if facts.honest:
         said.append("The number above is the one that needs no other site.")
@@ -182,7 +182,7 @@ def _utility(facts: Facts) -> dict[str, Any]:
     if not run.evaluated or run.pooled:
         return {}
     last = run.evaluated[-1]
-    label, value = fares(last.accuracy, last.loss, lambda found: f"{found:.4f}")
+    label, value = headline_metric(last.accuracy, last.loss, lambda found: f"{found:.4f}")
     return {"utility": f"{label.capitalize()} {value} on a public test set."}
 
 

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fedpact.report import evaluations
-from fedpact.report.exports.facts import LEAST, Facts, class_end
+from fedpact.report.exports.facts import MIN_CELL_SITES, Facts, class_end
 from fedpact.text import upper
 
 _ENDS: Final = tuple(float(f"{a}e{b}") for b in range(-3, 4) for a in (1, 2, 5))
 
 
-def summary(facts: Facts) -> dict[str, Any]:
+def summarise_facts(facts: Facts) -> dict[str, Any]:
     """Return the cells as plain data: what sites of a class may spend, and have spent, at most."""
     run, privacy = facts.run, facts.run.privacy
     held = privacy.get("evaluation") or {}
@@ -39,15 +39,15 @@ def summary(facts: Facts) -> dict[str, Any]:
         "status": run.status,
         "epsilon_of_held_out": held.get("epsilon_reserved"),
         "delta_of_held_out": held.get("delta"),
-        "least_sites_of_a_cell": LEAST,
-        "cells": [cell for cell in cells if cell["sites"] >= LEAST],
+        "least_sites_of_a_cell": MIN_CELL_SITES,
+        "cells": [cell for cell in cells if cell["sites"] >= MIN_CELL_SITES],
     }
 
 
 def _cell(facts: Facts, place: int, names: list[str]) -> dict[str, Any]:
     run = facts.run
     sites = [run.site_privacy[name] for name in names]
-    held = [evaluations.spent(run, name) for name in names]
+    held = [evaluations.bound_evaluation_cost(run, name) for name in names]
     five = [_of_five(facts, run.privacy["sites"][name]) for name in names]
     known = [each for each in five if each is not None]
     return {
@@ -76,12 +76,12 @@ def _largest(values: list[float]) -> float:
     return math.nan if any(map(math.isnan, values)) else class_end(max(values))
 
 
-def as_text(facts: Facts) -> str:
+def render_summary(facts: Facts) -> str:
     """Return the summary as Markdown."""
-    found = summary(facts)
+    found = summarise_facts(facts)
     lines = [*(f"**{warning}**\n" for warning in facts.warnings), "# Budgets by class of ε", ""]
     if not found["cells"]:
-        lines.append(f"No class of ε has {LEAST} sites or more, so none is shown.")
+        lines.append(f"No class of ε has {MIN_CELL_SITES} sites or more, so none is shown.")
     else:
         lines += [
             "| ε allowed | sites | ε spent, at most | alone | δ, at most | ε, person of 5 |",
@@ -94,7 +94,7 @@ def as_text(facts: Facts) -> str:
         f"{found['accountant']}; after {found['rounds']:,} rounds ({found['status']}). Figures are "
         "upper bounds, rounded up to 1, 2 or 5 times a power of ten, for whoever is trained on or "
         "held out for evaluations. Alone: without other sites' noise. Classes of fewer than "
-        f"{LEAST} sites are left out.",
+        f"{MIN_CELL_SITES} sites are left out.",
     ]
     if (cost := found["epsilon_of_held_out"]) is not None:
         lines[-1] += (
