@@ -15,7 +15,7 @@ from benchmarks.machine import describe
 from benchmarks.results import RESULTS, Row, Table, shown
 from benchmarks.scale import FULL, QUICK, Scale
 from benchmarks.tables import modules
-from fedpact.engines.process import keep_freed_memory
+from fedpact.simulation.machine import keep_freed_memory
 
 
 def measure(name: str, scale: Scale, folder: Path | None = None) -> Table:

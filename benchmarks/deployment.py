@@ -14,10 +14,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fedpact.deploy import local
-from fedpact.deploy.write import Choices, write_deployment
-from fedpact.engines.simulation import simulate
+from fedpact.deployment import local
+from fedpact.deployment.files import Choices, write_deployment
 from fedpact.plan import Plan
+from fedpact.simulation.simulate import simulate
 
 SITE = re.compile(r"round (\d+): replied; .*, in ([\d.]+) s")
 SERVER = re.compile(r"round (\d+): [\d.]+ s waiting, ([\d.]+) s own work")

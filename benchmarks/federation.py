@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.problems import CLIP, PROBLEMS, RATE, Problem
 from benchmarks.steps import made_private
 from benchmarks.timing import Others, Turns, Work
+from fedpact.common.messages import RoundRecord
 from fedpact.data.dataset import Dataset
-from fedpact.engines.simulation import simulate
-from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
+from fedpact.simulation.simulate import simulate
 
 _MODELS = {
     "A": "logistic",

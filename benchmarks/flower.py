@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import child, federation
 from benchmarks.problems import PROBLEMS
-from fedpact.engines.process import keep_freed_memory
+from fedpact.simulation.machine import keep_freed_memory
 
 
 def missing() -> str:

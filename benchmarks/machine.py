@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fedpact.engines.process import available_cores
+from fedpact.simulation.machine import available_cores
 
 _PACKAGES = ("fedpact", "torch", "numpy", "cryptography", "opacus", "flwr", "ray")
 

@@ -18,8 +18,8 @@ from benchmarks.problems import PROBLEMS, RATE
 from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import Others, Spread, milliseconds
-from fedpact.engines.process import available_cores
 from fedpact.plan import Plan
+from fedpact.simulation.machine import available_cores
 
 TITLE = "pfl, no privacy in the clients"
 ABOUT = (
@@ -35,7 +35,7 @@ _WARM = 2  # rounds that are not counted, pfl's evaluation among them
 _VERSIONS = (
     'from importlib.metadata import version as v; print(f\'pfl {v("pfl")}, torch {v("torch")}\')'
 )
-# What engines.process.keep_freed_memory asks of the C library, as its environment variables.
+# What simulation.machine.keep_freed_memory asks of the C library, as its environment variables.
 _KEEP = {
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
     "MALLOC_TRIM_THRESHOLD_": str(2**30),

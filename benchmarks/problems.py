@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import models
-from fedpact.losses import Loss, cross_entropy, pixel_entropy
-from fedpact.models import papers
+from fedpact.common.losses import Loss, cross_entropy, pixel_entropy
+from fedpact.models import zoo
 
 CLIP, SIGMA, RATE = 0.1, 1.0, 0.1
 CLASSES = 10
@@ -74,7 +74,7 @@ class Problem:
 
 def _wide(shape: tuple[int, ...], classes: int) -> nn.Module:
     """Model B with 4,096 hidden units instead of 512."""
-    layers = list(papers.cnn_padded(shape, classes))
+    layers = list(zoo.cnn_padded(shape, classes))
     return nn.Sequential(
         *layers[:-3], nn.Linear(layers[-3].in_features, 4096), nn.ReLU(), nn.Linear(4096, classes)
     )
@@ -127,13 +127,13 @@ _TINY = (
 )
 
 PROBLEMS = {
-    "A": Problem("A", (1, 28, 28), papers.logistic),
-    "B": Problem("B", (1, 28, 28), papers.cnn_padded),
-    "Bnp": Problem("Bnp", (1, 28, 28), papers.cnn),
-    "C": Problem("C", (3, 32, 32), papers.cnn_padded),
+    "A": Problem("A", (1, 28, 28), zoo.logistic),
+    "B": Problem("B", (1, 28, 28), zoo.cnn_padded),
+    "Bnp": Problem("Bnp", (1, 28, 28), zoo.cnn),
+    "C": Problem("C", (3, 32, 32), zoo.cnn_padded),
     "13M": Problem("13M", (1, 28, 28), _wide),
-    "mlp": Problem("mlp", (1, 28, 28), papers.mlp),
-    "tiny A": Problem("tiny A", (1, 8, 8), papers.logistic),
+    "mlp": Problem("mlp", (1, 28, 28), zoo.mlp),
+    "tiny A": Problem("tiny A", (1, 8, 8), zoo.logistic),
     "tiny": Problem("tiny", (1, 8, 8), tiny),
     **_BROUGHT,
     **{problem.name: problem for problem in _TINY},

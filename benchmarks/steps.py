@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.problems import CLIP, RATE, SIGMA, Problem
 from benchmarks.timing import Work
-from fedpact.draws.secure import SecureDraws
-from fedpact.draws.seeded import Draws, SeededDraws
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.secure import SecureDraws
+from fedpact.common.randomness.seeded import Draws, SeededDraws
+from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.privacy.accounting.accountant import Budget
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import Budget
 
 Method = Callable[[Problem, int], Work]
 

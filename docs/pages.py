@@ -20,8 +20,8 @@ from mkdocs.structure.pages import Page
 
 import fedpact
 from fedpact.cli import commands
-from fedpact.reference import sources, tables
-from fedpact.reference.starting import toml
+from fedpact.common import reference
+from fedpact.studies.starting_plan import toml
 
 ROOT = Path(__file__).parents[1]
 _INDEX = "index.md"
@@ -110,15 +110,15 @@ def _configuration() -> Iterator[str]:
     yield "# Configuration\n\n"
     yield "Every key of a plan. `fedpact init` writes them into a file, `fedpact settings` shows "
     yield "them on the command line, `--set TABLE.KEY=VALUE` sets one for a single run.\n\n"
-    for table in tables.tables():
+    for table in reference.tables():
         yield from _table(table, f"[{table.name}]" if table.name else "Outside of all tables")
 
 
 def _deployment() -> Iterator[str]:
     yield "# A deployment's files\n\n"
     yield "`fedpact deploy init` writes them; [deployment](../deployment.md) says what for.\n\n"
-    for table in tables.everything():
-        if table.name.startswith(tuple(tables.FILES)):
+    for table in reference.everything():
+        if table.name.startswith(tuple(reference.FILES)):
             yield from _table(table, table.name)
 
 
@@ -126,13 +126,13 @@ def _algorithms() -> Iterator[str]:
     yield "# Algorithms\n\n"
     yield "Each is one file; what it says at its top stands here, with its `[settings]`. "
     yield "`fedpact algorithms NAME` shows the same.\n\n"
-    for name in sources.algorithm_names():
-        one = tables.algorithm(name)
+    for name in reference.algorithm_names():
+        one = reference.algorithm(name)
         yield from _table(one.settings, name, about="")
         yield f"```text\n{one.text}\n```\n\n"
 
 
-def _table(table: tables.KeyTable, title: str, about: str | None = None) -> Iterator[str]:
+def _table(table: reference.KeyTable, title: str, about: str | None = None) -> Iterator[str]:
     anchor = table.name.replace(" ", "-").strip("[]") or "top"
     yield f"## {title} {{ #{title if about == '' else anchor} }}\n\n"
     yield f"{_safe(table.about if about is None else about)}\n\n"

@@ -29,16 +29,18 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedpact import draws, persample, privacy
-from fedpact.engines.workshop import TrainingSetup
-from fedpact.losses import squared_error
-from fedpact.params import FlatModel
-from fedpact.persample import memory
-from fedpact.persample.alone import Alone
-from fedpact.persample.kernel import PerSampleKernel
-from fedpact.persample.layout import Placement
-from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.report.charts.drawing import Chart
+from fedpact import per_sample as per_sample_package
+from fedpact import privacy
+from fedpact.common import randomness
+from fedpact.common.losses import squared_error
+from fedpact.common.params import FlatModel
+from fedpact.per_sample import memory
+from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.per_sample.layout import Placement
+from fedpact.per_sample.per_record import Alone
+from fedpact.privacy.batches import BatchClippedKernel
+from fedpact.report.drawing import Chart
+from fedpact.simulation.workshop import TrainingSetup
 
 # How long an example takes is the machine's doing: on a busy one a deadline fails what is right.
 settings.register_profile("busy", deadline=None)
@@ -130,7 +132,7 @@ def pytest_unconfigure(config):
 @pytest.fixture
 def card(monkeypatch):
     """No number is at hand: what is done otherwise on a card is done here."""
-    for package in (persample, draws, privacy):
+    for package in (per_sample_package, randomness, privacy):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             module = importlib.import_module(found.name)
             if "on_cpu" in vars(module):

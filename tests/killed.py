@@ -3,7 +3,7 @@
 import contextlib
 from pathlib import Path
 
-from fedpact.ledger.chain import HashChain
+from fedpact.privacy.ledger.hash_chain import HashChain
 
 
 class Killed(BaseException):

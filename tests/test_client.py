@@ -7,10 +7,10 @@ import torch
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
+from fedpact.algorithms.wrappers.base import Method
 from fedpact.client import Client
-from fedpact.errors import BudgetExhausted, PolicyRefused
-from fedpact.messages import Local, Refusal, Reply, State, Task
-from fedpact.methods import Method
+from fedpact.common.errors import BudgetExhausted, PolicyRefused
+from fedpact.common.messages import Local, Refusal, Reply, State, Task
 
 
 class Counting:

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedpact import algorithms
-from fedpact.errors import PlanError
-from fedpact.methods.combine import (
+from fedpact.algorithms.wrappers.combine import (
     NEEDS_ONE_CLIP,
     NEEDS_PLAIN_STEPS,
     NEEDS_SINGLE_REPLIES,
@@ -14,7 +13,8 @@ from fedpact.methods.combine import (
     READS_SINGLE_REPLIES,
     REFUSED,
 )
-from fedpact.methods.heads import NEEDS_ONE_MODEL, NEEDS_ONE_MODEL_TABLES
+from fedpact.algorithms.wrappers.local_optimizer import NEEDS_ONE_MODEL, NEEDS_ONE_MODEL_TABLES
+from fedpact.common.errors import PlanError
 from fedpact.plan import Plan
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"

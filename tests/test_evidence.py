@@ -19,7 +19,7 @@ from experiments.evidence.runs import Run
 from experiments.evidence.stored import HERE, Stored
 
 import fedpact
-from fedpact.theory.accounting import Budget, SampledGaussian, max_steps
+from fedpact.privacy.accounting.accountant import Budget, SampledGaussian, max_steps
 
 ROOT = Path(__file__).parents[1]
 RUNS = tuple(dict.fromkeys(run for run, _ in ORDER))

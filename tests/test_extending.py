@@ -22,10 +22,10 @@ from tests.test_architecture import (
 )
 
 import fedpact
-from fedpact.data.kinds import PARTITION_KINDS, PartitionKind, PartitionSettings, check_kinds
-from fedpact.errors import FedpactError
-from fedpact.metrics import METRICS, Metric, check_names
-from fedpact.persample.apart import batch_table
+from fedpact.common.errors import FedpactError
+from fedpact.data.partition import PARTITION_KINDS, PartitionKind, PartitionSettings, check_kinds
+from fedpact.evaluation.metrics import METRICS, Metric, check_names
+from fedpact.per_sample.tracing import batch_table
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -52,17 +52,20 @@ def before(line: str, text: str, added: str) -> str:
 ADDED = {
     "algorithm": ("algorithms/serverstep.py", lambda text: algorithm()),
     "rule": (
-        "persample/apart/batch_table.py",
+        "per_sample/tracing/batch_table.py",
         lambda text: text + '\n\nRULES |= _named(rules.pointwise, "sinc")\n',
     ),
-    "partition": ("data/kinds.py", lambda text: before("def _known(", text, block("partition"))),
-    "features": ("features/kinds.py", lambda text: text + "\n\n" + block("features")),
+    "partition": (
+        "data/partition.py",
+        lambda text: before("def _known(", text, block("partition")),
+    ),
+    "features": ("data/features/kinds.py", lambda text: text + "\n\n" + block("features")),
     "metric": (
-        "metrics.py",
+        "evaluation/metrics.py",
         lambda text: before("check_names(METRICS)", text, block("metric")),
     ),
     "accountant": (
-        "theory/accounting.py",
+        "privacy/accounting/accountant.py",
         lambda text: before("class RunningEpsilon:", text, block("accountant")),
     ),
     "mechanism": (
@@ -91,15 +94,15 @@ from pathlib import Path
 import torch
 import fedpact
 from fedpact.cli.main import app
-from fedpact.draws.seeded import SeededDraws
-from fedpact.losses import cross_entropy
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.privacy.oracle import PrivateOracle, Records, Terms
-from fedpact.report.charts.drawing import Chart
+from fedpact.report.drawing import Chart
 from fedpact.report.comparison import document, render_comparison, rows
-from fedpact.report.outcomes import read_comparison
-from fedpact.theory.accounting import Budget
+from fedpact.report.compared_runs import read_comparison
+from fedpact.privacy.accounting.accountant import Budget
 from typer.testing import CliRunner
 
 assert fedpact.__file__.startswith(sys.argv[1])

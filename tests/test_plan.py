@@ -4,13 +4,13 @@ import json
 import numpy as np
 import pytest
 
-from fedpact.configuration import read_configuration
-from fedpact.errors import PlanError
+from fedpact.common import reference
+from fedpact.common.configuration import read_configuration
+from fedpact.common.errors import PlanError
+from fedpact.common.format import toml_key
+from fedpact.common.reference import algorithm, everything
 from fedpact.plan import Plan
-from fedpact.reference import sources
-from fedpact.reference.tables import algorithm, everything
-from fedpact.text import toml_key
-from fedpact.theory.accounting import SampledGaussian, epsilon
+from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
 
 BAD = [
     ("nonsense=1", ["nonsense", "expected one of", "algorithm"]),
@@ -56,7 +56,7 @@ def test_a_bad_value_is_told_with_its_name_value_and_remedy(override, told):
 
 @pytest.mark.parametrize("name", ["b.m.i", "a b", 'of "it"', "ä", "plain"])
 def test_a_name_with_dots_stands_in_quotes(name):
-    """As the remedies have it: `text.toml_key`."""
+    """As the remedies have it: `common.format.toml_key`."""
     raw = read_configuration(None, [f"records.columns.{toml_key(name)}.scale=range"])
     assert raw["records"]["columns"] == {name: {"scale": "range"}}
 
@@ -232,7 +232,7 @@ def test_spare_rounds_are_refused_with_budget_controlled_tau():
 
 def test_every_key_and_algorithm_setting_has_a_meaning():
     # From the docstring of its class, "key: what it means.", or an algorithm's table of symbols.
-    tables = [*everything(), *(algorithm(name).settings for name in sources.algorithm_names())]
+    tables = [*everything(), *(algorithm(name).settings for name in reference.algorithm_names())]
     assert len(tables) > 30
     assert [key.name for table in tables for key in table.keys if len(key.meaning) < 5] == []
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.func import vmap
 
-from fedpact.persample import products, rules
-from fedpact.persample.apart import batch_table, record_safety
-from fedpact.persample.apart.vmap import for_vmap
+from fedpact.per_sample import products, rules
+from fedpact.per_sample.tracing import batch_table, record_safety
+from fedpact.per_sample.tracing.trace_context import for_vmap
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "upgrading.md").read_text(encoding="utf-8")

@@ -13,10 +13,10 @@ from benchmarks.problems import PROBLEMS
 from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import Others
-from fedpact.engines.process import available_cores
-from fedpact.engines.simulation import simulate
-from fedpact.messages import RoundRecord
+from fedpact.common.messages import RoundRecord
 from fedpact.plan import Plan
+from fedpact.simulation.machine import available_cores
+from fedpact.simulation.simulate import simulate
 
 TITLE = "Time to accuracy"
 ABOUT = (

@@ -14,7 +14,7 @@ from benchmarks.problems import PROBLEMS, Problem
 from benchmarks.results import Row, Table, shown
 from benchmarks.scale import Scale
 from benchmarks.timing import Turns, Work, by_turns
-from fedpact.engines.process import available_cores, keep_freed_memory
+from fedpact.simulation.machine import available_cores, keep_freed_memory
 
 TITLE = "The kernel beside its peers"
 ABOUT = (

@@ -7,8 +7,8 @@ import torch
 from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import by_turns, milliseconds
-from fedpact.draws.secure import SecureDraws
-from fedpact.draws.seeded import SeededDraws
+from fedpact.common.randomness.secure import SecureDraws
+from fedpact.common.randomness.seeded import SeededDraws
 
 TITLE = "Noise"
 ABOUT = (

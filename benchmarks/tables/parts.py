@@ -10,13 +10,13 @@ from benchmarks.problems import CLIP, PROBLEMS
 from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import Turns, Work, by_turns, milliseconds
-from fedpact.draws import grid
-from fedpact.draws.secure import SecureDraws
-from fedpact.draws.seeded import SeededDraws
-from fedpact.ledger.ledger import Ledger
-from fedpact.messages import Reply, to_bytes
+from fedpact.common.messages import Reply, to_bytes
+from fedpact.common.randomness import secure as grid
+from fedpact.common.randomness.secure import SecureDraws
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.privacy.accounting.accountant import Budget
+from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.oracle import Charge
-from fedpact.theory.accounting import Budget
 
 TITLE = "Its parts"
 ABOUT = (

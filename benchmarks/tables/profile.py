@@ -13,11 +13,11 @@ from benchmarks import federation
 from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.steps import PerSampleKernel
+from fedpact.common.messages import RoundRecord
+from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.data.dataset import Dataset
-from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.simulation import simulate
-from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
+from fedpact.simulation.simulate import simulate
 
 TITLE = "Profile"
 ABOUT = (

@@ -7,7 +7,7 @@ from benchmarks.problems import PROBLEMS
 from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import Spread, Turns, milliseconds
-from fedpact.engines.process import available_cores
+from fedpact.simulation.machine import available_cores
 
 TITLE = "A round of ten sites"
 ABOUT = (

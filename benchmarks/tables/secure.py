@@ -13,18 +13,16 @@ from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import Others, Spread
 from fedpact.algorithms import Summed
-from fedpact.deploy import local
-from fedpact.deploy.write import Choices, write_deployment
-from fedpact.engines.secure import wire
-from fedpact.engines.secure.circle import MaskingGraph
-from fedpact.engines.secure.keys import SUMS_AHEAD
-from fedpact.engines.secure.opened import UnmaskedSums
-from fedpact.engines.secure.ring import FixedPointMean
-from fedpact.engines.secure.server import Session
-from fedpact.engines.secure.site import Masker
-from fedpact.messages import Refusal, Reply, Step, Task
+from fedpact.common.messages import Refusal, Reply, Step, Task
+from fedpact.deployment import local
+from fedpact.deployment.files import Choices, write_deployment
 from fedpact.plan import Plan
-from fedpact.theory.neighbours import Neighbourhoods
+from fedpact.simulation.secure_aggregation import messages
+from fedpact.simulation.secure_aggregation.client import Masker, UnmaskedSums
+from fedpact.simulation.secure_aggregation.encoding import FixedPointMean
+from fedpact.simulation.secure_aggregation.graph import MaskingGraph, Neighbourhoods
+from fedpact.simulation.secure_aggregation.keys import SUMS_AHEAD
+from fedpact.simulation.secure_aggregation.session import Session
 
 TITLE = "Secure aggregation"
 ABOUT = (
@@ -110,7 +108,7 @@ def _seconds(sites: int, d: int, everybody: bool, rounds: int) -> tuple[float, l
         this = session.slot(number, coding)
         task = Task("run", number, "fedavg", {"w": torch.zeros(d)}, {})
         for site, question in this.ask_masked(dict.fromkeys(own, task)).items():
-            this.take_masked(site, wire.reply_in(asked(site, question)))
+            this.take_masked(site, messages.reply_in(asked(site, question)))
         for site, question in this.ask_open().items():
             this.take_opened(site, asked(site, question))
         this.total()

@@ -9,12 +9,12 @@ from benchmarks.problems import PROBLEMS, RATE
 from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import Work, by_turns, milliseconds
-from fedpact.engines.inprocess import Worker
-from fedpact.engines.stacked import Ask, Lockstep, Seat, SeatDraws, Stack
-from fedpact.losses import cross_entropy
-from fedpact.params import FlatModel
-from fedpact.persample.dense import SiteSum
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.per_sample.dense import SiteSum
 from fedpact.privacy.oracle import PrivateOracle
+from fedpact.simulation.stacked import Ask, Lockstep, Seat, SeatDraws, Stack
+from fedpact.simulation.threads import Worker
 
 TITLE = "Stacked sites"
 ABOUT = (

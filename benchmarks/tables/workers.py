@@ -6,7 +6,7 @@ from benchmarks import federation
 from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import Spread, milliseconds
-from fedpact.engines.process import available_cores
+from fedpact.simulation.machine import available_cores
 
 TITLE = "Workers"
 ABOUT = (

@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fedpact.control import server
-from fedpact.engines.simulation import simulate
+from fedpact.algorithms.common import tau_control
 from fedpact.plan import Plan
+from fedpact.simulation.simulate import simulate
 
 PLAIN = {"mode": "none"}
 NOISY = {"sigma": 1.1, "clip": 0.1, "epsilon": 1000.0}  # σ decides; ε is only a ceiling
@@ -87,7 +87,7 @@ def main(name: str, rounds: int, iterations: int, seeds: int) -> None:
         show(f"τ = {tau}", {**common, "algorithm": "fedavg", **fewer}, seeds)
     settings = {"learning_rate": rate, "iterations": iterations}
     for c in (1.0, 3.0, 10.0, 30.0, 100.0):
-        server.KAPPA = c  # pyright: ignore[reportConstantRedefinition]
+        tau_control.KAPPA = c  # pyright: ignore[reportConstantRedefinition]
         adaptive = {"algorithm": "ali_dpfl", "rounds": rounds, "settings": settings}
         show(f"c = {c:g}", {**common, **adaptive}, seeds)
 

@@ -21,8 +21,8 @@ from typing import Final
 from experiments.beyond.table import HERE, STUDIES, Cell, Stored, tallied
 
 import fedpact
-from fedpact.files import write_whole
-from fedpact.ledger.receipt import receipt
+from fedpact.common.files import write_whole
+from fedpact.privacy.ledger.receipt import receipt
 
 # An archive does not tell when it was made.
 _WHEN: Final = (2026, 1, 1, 0, 0, 0)

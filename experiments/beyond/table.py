@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 import fedpact
-from fedpact.engines.joining import of_run
-from fedpact.files import write_whole
-from fedpact.ledger.receipt import receipt
+from fedpact.common.files import write_whole
+from fedpact.privacy.ledger.receipt import receipt
+from fedpact.simulation.simulate import of_run
 
 HERE = Path(__file__).parent
 EPSILONS = (1.0, 2.0, 4.0, 8.0)
@@ -106,7 +106,7 @@ STUDIES = {
         "../shakespeare/ngram.toml",
         ["partition.held_out=0.2", "server={}"],
         (71,),
-        # About as far as noise allows, by theory.full_batch, and three times that.
+        # About as far as noise allows, by privacy.accounting.planner, and three times that.
         ((20, 120.0), (60, 120.0), (60, 400.0)),
         local_ways=((4, 14.0), (4, 40.0), (4, 140.0), (14, 14.0), (14, 40.0), (14, 140.0)),
     ),

@@ -11,7 +11,7 @@ from experiments.evidence.order import ORDER
 from experiments.evidence.runs import Run
 from experiments.evidence.stored import Stored
 
-from fedpact.errors import FedpactError
+from fedpact.common.errors import FedpactError
 
 
 def missing(stored: Stored, words: list[str]) -> list[tuple[Run, int]]:

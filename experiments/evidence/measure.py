@@ -13,8 +13,8 @@ import torch
 from experiments.evidence.runs import Run
 
 import fedpact
-from fedpact.engines.simulation import Simulated, simulate
-from fedpact.messages import RoundRecord
+from fedpact.common.messages import RoundRecord
+from fedpact.simulation.simulate import Simulated, simulate
 
 HERE = Path(__file__).parent
 

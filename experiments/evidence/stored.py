@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.evidence.runs import Run
 
-from fedpact.files import only_one
+from fedpact.common.files import only_one
 
 HERE = Path(__file__).parent
 

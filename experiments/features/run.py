@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 import fedpact
-from fedpact.data import datasets
+from fedpact.data import load
 from fedpact.data.dataset import Dataset
-from fedpact.engines.scene import find_feature_cache
-from fedpact.features.settings import FeatureSettings
+from fedpact.data.features.settings import FeatureSettings
+from fedpact.simulation.setup import find_feature_cache
 
 HERE = Path(__file__).parent
 # What all three have in common: trust = "sum" with h = K - 1, which needs all ten in every sum.
@@ -55,7 +55,7 @@ def planned(name: str, overrides: list[str]) -> fedpact.Plan:
 
 def set_aside(plan: fedpact.Plan) -> Dataset:
     """Return the training records' features, with a sixth of them in the test set's place."""
-    data = datasets.load_dataset(plan.data)
+    data = load.load_dataset(plan.data)
     x = plan.stage()(data.x, data.x[0], data.name, find_feature_cache(plan, data)).x
     order = torch.randperm(len(data.y), generator=torch.Generator().manual_seed(17))
     test, train = order[: len(order) // 6], order[len(order) // 6 :]

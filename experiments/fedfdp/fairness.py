@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import fedpact
-from fedpact.comparison.pool import RunProgress
+from fedpact.studies.pool import RunProgress
 
 BASE = Path(__file__).parent / "fashion_mnist.toml"
 # With C = 0.1 a record counts C/‖g‖, a few hundredths, unless 1 + λΔ is below it: only a λ of

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import fedpact
-from fedpact.deploy import local
-from fedpact.deploy.write import Choices, write_deployment
-from fedpact.messages import RoundRecord
+from fedpact.common.messages import RoundRecord
+from fedpact.deployment import local
+from fedpact.deployment.files import Choices, write_deployment
 
 HERE = Path(__file__).parent
 SITES = 3

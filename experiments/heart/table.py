@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 import fedpact
-from fedpact.data.columns.known import KNOWN
-from fedpact.engines.simulation import simulate
+from fedpact.data.advice import KNOWN
+from fedpact.simulation.simulate import simulate
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
@@ -41,7 +41,7 @@ CHOICES: dict[float, tuple[Sequence[int], Sequence[float]]] = {
     0.1: ((3, 10), (0.2, 0.5)),
 }
 # Which columns, and where they begin: as heart.toml declares, all 13 or those that say more; or as
-# data/heart.py has them.
+# data/public.py has them.
 COLUMNS = {
     "all": list[str](),
     "fewer": [f"records.drop={json.dumps(KNOWN['heart_disease_flamby'])}"],

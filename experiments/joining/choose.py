@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fedpact.data.heart import load_flamby
-from fedpact.theory.accounting import Budget, SampledGaussian
-from fedpact.theory.calibration import smallest_scale
+from fedpact.data.public import load_flamby
+from fedpact.privacy.accounting.accountant import Budget, SampledGaussian
+from fedpact.privacy.accounting.calibration import smallest_scale
 
 HERE = Path(__file__).parent
 EPSILONS, DELTA = (0.5, 1.0, 2.0), 1e-4

@@ -25,9 +25,9 @@ from run import EPSILONS, STUDIES, Setting
 from torch import Tensor
 
 from fedpact.data.partition import make_partition
-from fedpact.engines.scene import SimulationSetup
-from fedpact.theory.accounting import Budget, SampledGaussian
-from fedpact.theory.calibration import smallest_scale
+from fedpact.privacy.accounting.accountant import Budget, SampledGaussian
+from fedpact.privacy.accounting.calibration import smallest_scale
+from fedpact.simulation.setup import SimulationSetup
 
 HERE = Path(__file__).parent
 SEEDS: Final = {"fashion_mnist": (11, 12), "fashion_mnist_features": (11,)}

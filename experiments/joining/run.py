@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedpact.engines.joining import SiteModels, of_run
-from fedpact.engines.simulation import simulate
 from fedpact.plan import Plan
+from fedpact.simulation.simulate import SiteModels, of_run, simulate
 
 HERE = Path(__file__).parent
 EPSILONS = (0.5, 1.0, 2.0)

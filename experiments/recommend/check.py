@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import fedpact
-from fedpact.recommend.circumstances import Circumstances, describe_columns
-from fedpact.recommend.recommendation import Recommendation
-from fedpact.theory.accounting import Budget
+from fedpact.privacy.accounting.accountant import Budget
+from fedpact.studies.circumstances import Circumstances, describe_columns
+from fedpact.studies.recommend import Recommendation
 
 HERE = Path(__file__).parent
 STORED = HERE / "check.json"

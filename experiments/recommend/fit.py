@@ -3,7 +3,8 @@
     python experiments/recommend/fit.py [SEEDS]
 
 The digits (none of the data sets that other experiments are judged by), four sites, features and a
-linear model as recommended. a is the noise of an answer (theory/full_batch.py); every other value
+linear model as recommended. a is the noise of an answer (privacy/accounting/planner.py); every
+other value
 of it and of T is tried. Each result is stored as it comes (results.json) and not computed again.
 """
 
@@ -14,10 +15,10 @@ import tempfile
 from pathlib import Path
 
 import fedpact
-from fedpact.recommend.circumstances import Circumstances
-from fedpact.recommend.recommendation import Recommendation
-from fedpact.theory import full_batch
-from fedpact.theory.accounting import Budget
+from fedpact.privacy.accounting import planner
+from fedpact.privacy.accounting.accountant import Budget
+from fedpact.studies.circumstances import Circumstances
+from fedpact.studies.recommend import Recommendation
 
 STORED = Path(__file__).parent / "results.json"
 NOISES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
@@ -29,7 +30,7 @@ def accuracy(epsilon: float, rounds: int, noise: float, seed: int) -> float:
     """Return the share of the test images that is found."""
     asked = Circumstances("digits", (Budget(epsilon, 1e-5),), rounds, 4, "own", 0)
     raw = Recommendation.of(asked).raw
-    rate = raw["settings"]["learning_rate"] * noise / full_batch.NOISE
+    rate = raw["settings"]["learning_rate"] * noise / planner.NOISE
     raw = {**raw, "settings": {**raw["settings"], "learning_rate": rate}}
     raw |= {"seed": seed, "run": {"evaluate_every": 1000}}
     with tempfile.TemporaryDirectory() as folder:

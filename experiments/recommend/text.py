@@ -19,11 +19,11 @@ from pydoc_data import topics
 import numpy as np
 
 import fedpact
-from fedpact.data.form import PlanRecords
-from fedpact.recommend.circumstances import Circumstances
-from fedpact.recommend.recommendation import Recommendation
-from fedpact.theory import full_batch
-from fedpact.theory.accounting import Budget
+from fedpact.data.schema import PlanRecords
+from fedpact.privacy.accounting import planner
+from fedpact.privacy.accounting.accountant import Budget
+from fedpact.studies.circumstances import Circumstances
+from fedpact.studies.recommend import Recommendation
 
 STORED = Path(__file__).with_name("text.json")
 CHARACTERS = 64
@@ -51,7 +51,7 @@ def accuracy(data: Path, case: tuple[int, float], rounds: int, noise: float, see
         str(data), (Budget(epsilon, 1e-5),), rounds, sites, "own", 0, records=records
     )
     raw = Recommendation.of(asked).raw
-    rate = raw["settings"]["learning_rate"] * noise / full_batch.NOISE
+    rate = raw["settings"]["learning_rate"] * noise / planner.NOISE
     raw = {**raw, "settings": {**raw["settings"], "learning_rate": rate}}
     raw |= {"seed": seed, "run": {"evaluate_every": 1000}}
     with tempfile.TemporaryDirectory() as folder:

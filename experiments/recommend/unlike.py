@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import fedpact
-from fedpact.engines.scene import SimulationSetup
-from fedpact.params import FlatModel
-from fedpact.recommend.circumstances import Circumstances, describe_columns
-from fedpact.recommend.noise import SiteNoise
-from fedpact.recommend.recommendation import Recommendation
-from fedpact.theory.accounting import Budget
-from fedpact.theory.full_batch import full_batch
+from fedpact.common.params import FlatModel
+from fedpact.privacy.accounting.accountant import Budget
+from fedpact.privacy.accounting.planner import full_batch
+from fedpact.simulation.setup import SimulationSetup
+from fedpact.studies.circumstances import Circumstances, SiteNoise, describe_columns
+from fedpact.studies.recommend import Recommendation
 
 STORED: Final = Path(__file__).parent / "unlike.json"
 LABELS: Final = {"kind": "labels", "labels_per_site": 3}

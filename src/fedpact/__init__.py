@@ -3,7 +3,8 @@
     import fedpact
     result = fedpact.run(fedpact.Plan(data="digits", rounds=60))
 
-The public names are loaded when they are first used, so that fedpact.theory works without torch.
+The public names are loaded when they are first used, so that fedpact.privacy.accounting works
+without torch.
 """
 
 from importlib import import_module
@@ -11,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedpact.api import Result, extend, load, run
-    from fedpact.comparison.compare import compare
-    from fedpact.data.datasets import from_arrays
-    from fedpact.errors import FedpactError
+    from fedpact.common.errors import FedpactError
+    from fedpact.data.load import from_arrays
     from fedpact.plan import Plan
+    from fedpact.studies.compare import compare
 
 __all__ = ["FedpactError", "Plan", "Result", "compare", "extend", "from_arrays", "load", "run"]
 
 _HOMES = {
-    "FedpactError": "fedpact.errors",
+    "FedpactError": "fedpact.common.errors",
     "Plan": "fedpact.plan",
     "Result": "fedpact.api",
-    "compare": "fedpact.comparison.compare",
+    "compare": "fedpact.studies.compare",
     "extend": "fedpact.api",
-    "from_arrays": "fedpact.data.datasets",
+    "from_arrays": "fedpact.data.load",
     "load": "fedpact.api",
     "run": "fedpact.api",
 }

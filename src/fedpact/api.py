@@ -12,46 +12,53 @@ from typing import Any, Final, cast
 
 import torch
 
-from fedpact.data.dataset import Dataset
-from fedpact.data.given.handed import digest_of, from_python
-from fedpact.data.given.parts import describe_value
-from fedpact.engines.extended import begin_extension, extend_plan
-from fedpact.engines.served import Predictor
-from fedpact.engines.simulation import OnRound, Simulated, simulate
-from fedpact.engines.together import exclusive, keep_before, recover, rollback
-from fedpact.errors import DataError, InputError, PlanError
-from fedpact.files import check_out
-from fedpact.folder import Folder, explain_not_a_run, find_unused_path, folder_of_run
-from fedpact.messages import RoundRecord
-from fedpact.own.named import (
+from fedpact.common.errors import DataError, InputError, PlanError
+from fedpact.common.files import check_out
+from fedpact.common.format import headline_metric, upper
+from fedpact.common.messages import RoundRecord
+from fedpact.common.notebook import Bar, CardFigure, card, frame, in_notebook
+from fedpact.common.run_folder import (
+    Folder,
+    exclusive,
+    explain_not_a_run,
+    find_unused_path,
+    folder_of_run,
+    keep_before,
+    recover,
+    rollback,
+)
+from fedpact.common.user_code import (
     check_same,
     is_handed,
     name_handed_in,
     not_in_process,
     with_user_objects,
 )
+from fedpact.data.dataset import Dataset
+from fedpact.data.from_python import digest_of, from_python
+from fedpact.data.inputs import describe_value
 from fedpact.plan import Plan
-from fedpact.report.charts import budgets, figures
+from fedpact.report import charts
 from fedpact.report.page import build_headline, write_report
-from fedpact.report.reading import RunFolder, read_run
-from fedpact.shown.cards import CardFigure, card, frame
-from fedpact.shown.progress import Bar, in_notebook
-from fedpact.text import headline_metric, upper
+from fedpact.report.run_files import RunFolder, read_run
+from fedpact.simulation.extend import begin_extension, extend_plan
+from fedpact.simulation.predict import Predictor
+from fedpact.simulation.simulate import OnRound, Simulated, simulate
 
 _INSTEAD: Final = "result.records and result.summary"
 _DRAWN: Final = {
-    "accuracy": figures.accuracy,
-    "loss": figures.draw_loss,
-    "sites": figures.site_accuracy,
-    "epsilon": budgets.draw_epsilon,
-    "bytes": budgets.traffic,
-    "labels": figures.draw_labels,
+    "accuracy": charts.accuracy,
+    "loss": charts.draw_loss,
+    "sites": charts.site_accuracy,
+    "epsilon": charts.draw_epsilon,
+    "bytes": charts.traffic,
+    "labels": charts.draw_labels,
 }
 
 
 @dataclass(frozen=True, repr=False)
 class Result(Simulated):
-    """What a run left; see engines.simulation.Simulated, whose fields these are."""
+    """What a run left; see simulation.simulate.Simulated, whose fields these are."""
 
     def __repr__(self) -> str:
         summary = self.summary
@@ -103,7 +110,7 @@ class Result(Simulated):
         """
         run = self._run
         drawn = {name: draw(run) for name, draw in _DRAWN.items()}
-        drawn |= {name: figures.metric(run, name) for name in run.last.metrics}
+        drawn |= {name: charts.metric(run, name) for name in run.last.metrics}
         return {name: drawing.chart for name, drawing in drawn.items() if drawing is not None}
 
     @property
@@ -136,7 +143,7 @@ def run(
     `classes` those of its [records].
     model: a name, an nn.Module, or a class or factory, called with (shape of a record, number of
     classes), or with nothing where it needs nothing. data: a name, a path, or records as
-    data.given.handed has them. test: a public test set in the same form, or a file's path.
+    data.from_python has them. test: a public test set in the same form, or a file's path.
     loss, metrics: in place of those of the plan's [task], as it has them, or the functions.
     engine: "local", threads of this machine, or "ray", a cluster (docs/deployment.md).
     on_round: called with every RoundRecord; by default a notebook shows a bar. stop: asked between

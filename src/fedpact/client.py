@@ -12,10 +12,10 @@ from typing import Final, Generic, TypeVar
 
 import torch
 
-from fedpact.errors import BudgetExhausted, PolicyRefused, PrivacyError
-from fedpact.files import parse_errors, write_whole
-from fedpact.ledger.ledger import Ledger
-from fedpact.messages import (
+from fedpact.algorithms.wrappers.base import Method
+from fedpact.common.errors import BudgetExhausted, PolicyRefused, PrivacyError
+from fedpact.common.files import parse_errors, write_whole
+from fedpact.common.messages import (
     EVALUATION,
     Local,
     Refusal,
@@ -26,7 +26,7 @@ from fedpact.messages import (
     encode_parts,
     from_bytes,
 )
-from fedpact.methods import Method
+from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.oracle import Oracle
 from fedpact.privacy.policy import Policy
 

@@ -1,4 +1,4 @@
-"""The plan: one configuration, validated whole and frozen; `fedpact settings` lists its keys."""
+"""The validated configuration of a run, and how a notebook shows it."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -7,45 +7,98 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fedpact import algorithms, configuration
+from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
-from fedpact.configuration import (
+from fedpact.algorithms.common.limits import Limits, Running
+from fedpact.algorithms.wrappers import effective
+from fedpact.algorithms.wrappers.base import Method
+from fedpact.algorithms.wrappers.combine import (
+    check_extended,
+    check_mode,
+    check_part,
+    combine_wrappers,
+)
+from fedpact.algorithms.wrappers.compression import CompressionSettings
+from fedpact.algorithms.wrappers.fairness import FairnessSettings
+from fedpact.algorithms.wrappers.local_optimizer import LocalSettings
+from fedpact.algorithms.wrappers.released_scales import why_not
+from fedpact.algorithms.wrappers.robust import RobustSettings
+from fedpact.algorithms.wrappers.secure import SecureSettings
+from fedpact.algorithms.wrappers.server_optimizer import ServerSettings
+from fedpact.algorithms.wrappers.tau import ControlSettings
+from fedpact.common import configuration
+from fedpact.common.about import About
+from fedpact.common.configuration import (
     DEFAULTS_KEY,
     defaults_used,
     find_typed_keys,
+    flatten,
     plan_error,
     read_configuration,
     select_given,
 )
-from fedpact.control.limits import Limits, Running
-from fedpact.data.form import PlanRecords, RecordForm
-from fedpact.data.kinds import PartitionSettings
-from fedpact.draws.participants import Participants, size_of_round
-from fedpact.errors import PlanError
+from fedpact.common.errors import PlanError
+from fedpact.common.format import upper
+from fedpact.common.notebook import CardFigure, card, frame
+from fedpact.common.randomness.seeded import Participants, size_of_round
+from fedpact.common.user_code import Named, get_handed_in
+from fedpact.data.features.settings import FeatureSettings
+from fedpact.data.features.stage import FeatureStage
+from fedpact.data.partition import PartitionSettings
+from fedpact.data.schema import PlanRecords, RecordForm
 from fedpact.evaluation.settings import EvaluationSettings
-from fedpact.features.settings import FeatureSettings
-from fedpact.features.stage import FeatureStage
-from fedpact.ledger.about import About
-from fedpact.methods import Method, effective
-from fedpact.methods.combine import check_extended, check_mode, check_part, combine_wrappers
-from fedpact.methods.compressed import CompressionSettings
-from fedpact.methods.controlled import ControlSettings
-from fedpact.methods.fair import FairnessSettings
-from fedpact.methods.released import why_not
-from fedpact.methods.robust import RobustSettings
-from fedpact.methods.secure import SecureSettings
-from fedpact.methods.server import ServerSettings
-from fedpact.methods.stepped import LocalSettings
+from fedpact.evaluation.tasks import TaskSettings
 from fedpact.models.initial import InitialSettings
-from fedpact.models.papers import LogisticSettings
 from fedpact.models.views import ViewSettings
-from fedpact.own.named import Named, get_handed_in
-from fedpact.privacy.once import FullDataRelease
+from fedpact.models.zoo import LogisticSettings
 from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.settings import Privacy
-from fedpact.privacy.terms import Terms
-from fedpact.shown.plans import ShownPlan
-from fedpact.tasks.settings import TaskSettings
+from fedpact.privacy.terms import FullDataRelease, Terms
+
+
+class ShownPlan:
+    """What a plan shows of itself. `Any`, as this stands below what a plan is."""
+
+    def __repr__(self) -> str:
+        figures = (f"{figure.label} {figure.value}" for figure in _figures(self))
+        return f"Plan({', '.join(figures)})"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        plan: Any = self
+        whole = plan.document()
+        chosen = sorted(set(flatten(whole)) - {*whole[DEFAULTS_KEY], DEFAULTS_KEY})
+        return card("Plan", _figures(self), below=f"chosen: {', '.join(chosen)}")
+
+    def frame(self) -> Any:
+        """Return every setting in effect as a pandas DataFrame: key, value, default (nobody gave).
+
+        Raises InputError: pandas is not installed.
+        """
+        plan: Any = self
+        whole = plan.document()
+        unset = set(whole.pop(DEFAULTS_KEY))
+        rows = [{"key": k, "value": v, "default": k in unset} for k, v in flatten(whole).items()]
+        return frame(rows, "plan.document()")
+
+
+def _figures(plan: Any) -> list[CardFigure]:
+    privacy = plan.privacy
+    epsilon = privacy.epsilon if isinstance(privacy.epsilon, list) else [privacy.epsilon]
+    bound = f"{upper(max(epsilon))} per {privacy.unit}"
+    return [
+        CardFigure("algorithm", plan.algorithm),
+        CardFigure("data", plan.data),
+        CardFigure("model", str(plan.model)),
+        CardFigure("sites", f"{plan.sites:,}"),
+        *([CardFigure("sites per round", str(part))] if (part := plan.sites_per_round) else []),
+        # What ε is of: the rounds before were another reservation's.
+        CardFigure("rounds", f"{plan.after + 1:,} to " * bool(plan.after) + f"{plan.rounds:,}"),
+        CardFigure("ε", bound if plan.private else "NOT PRIVATE", bad=not plan.private),
+        *([CardFigure("δ", str(privacy.delta))] if plan.private else []),
+    ]
+
 
 _RATE = 0.5  # q where neither it nor a batch size is given
 
@@ -355,3 +408,14 @@ def _validated(raw: Mapping[str, Any], typed: Collection[str] | None) -> Plan:
 
 def _document(raw: Mapping[str, Any]) -> dict[str, Any]:
     return _validated(raw, ()).document()
+
+
+def read_extension(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `extend` was asked for, which made this plan.json: rounds and ε, None for none.
+
+    An ε that was left out and stands for all sites is told as well: it is the same.
+    """
+    privacy = plan["privacy"]
+    own = privacy["mode"] == "none" or privacy["per_site"] or privacy["sigma"] is not None
+    known = None if own or isinstance(privacy["epsilon"], list) else privacy["epsilon"]
+    return {"rounds": plan["rounds"] - plan["after"], "epsilon": known}

@@ -7,22 +7,22 @@ import pytest
 import torch
 
 from fedpact.cli.plan import forecast
-from fedpact.data.datasets import from_arrays
-from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.inprocess import InProcess
-from fedpact.engines.parties.admission import expect_form
-from fedpact.engines.scene import SimulationSetup
-from fedpact.engines.secure.ring import Form
-from fedpact.engines.simulation import simulate
-from fedpact.engines.workshop import TrainingSetup
-from fedpact.errors import PlanError, PolicyRefused
-from fedpact.folder import Checkpoint, Folder
-from fedpact.ledger.ledger import read_entries
-from fedpact.messages import Reply, State, Task
-from fedpact.params import FlatModel
+from fedpact.common.errors import PlanError, PolicyRefused
+from fedpact.common.messages import Reply, State, Task
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.common.run_folder import Checkpoint, Folder
+from fedpact.data.load import from_arrays
+from fedpact.deployment.admission import expect_form
 from fedpact.plan import Plan
+from fedpact.privacy.ledger.ledger import read_entries
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.report.page import write_report
+from fedpact.simulation.secure_aggregation.encoding import Form
+from fedpact.simulation.setup import SimulationSetup
+from fedpact.simulation.simulate import simulate
+from fedpact.simulation.threads import InProcess
+from fedpact.simulation.workshop import TrainingSetup
 
 BASE = {
     "sites": 3,
@@ -193,7 +193,7 @@ def test_measured_costs_decide_how_long_rounds_are(d_com, d_cmp, data, tmp_path,
         now[0] += d_com + d_cmp * next(iter(tasks.values())).numbers["local_steps"]
 
     monkeypatch.setattr(InProcess, "exchange", timed)
-    monkeypatch.setattr("fedpact.round.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("fedpact.rounds.time.perf_counter", lambda: now[0])
     settings = {**ALI["settings"], "kappa": 1e9}
     asked = plan(ALI, PRIVATE, rounds=99, settings=settings, budget={"seconds": 8.0})
     chosen = steps(simulate(asked, tmp_path / "run", data=data))

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fedpact import algorithms
-from fedpact.data.datasets import from_arrays
-from fedpact.engines.simulation import simulate
+from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
+from fedpact.simulation.simulate import simulate
 
 BASE = {"rounds": 9, "sites": 2, "run": {"workers": 1, "evaluate_every": 100}}
 PRIVATE = {"sigma": 4.0, "epsilon": 100.0}

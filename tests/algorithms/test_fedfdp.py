@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from fedpact import algorithms
 from fedpact.algorithms.fedfdp import Settings, channels, local
-from fedpact.messages import State, Task
+from fedpact.common.messages import State, Task
 from fedpact.privacy.oracle import Fair, Uniform
 
 # The quantiles of an exponential with mean 1 are -log(1 - γ).

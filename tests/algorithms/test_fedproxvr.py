@@ -10,16 +10,16 @@ from torch import nn
 
 from fedpact.algorithms import fedproxvr
 from fedpact.algorithms.fedproxvr import Settings
-from fedpact.data.datasets import from_arrays
-from fedpact.draws.seeded import SeededDraws, seeded_generator
-from fedpact.engines.simulation import simulate
-from fedpact.ledger.ledger import read_entries
-from fedpact.losses import cross_entropy
-from fedpact.messages import State, Task
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PlainKernel
+from fedpact.common.losses import cross_entropy
+from fedpact.common.messages import State, Task
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import SeededDraws, seeded_generator
+from fedpact.data.load import from_arrays
+from fedpact.per_sample.kernel import PlainKernel
 from fedpact.plan import Plan
+from fedpact.privacy.ledger.ledger import read_entries
 from fedpact.privacy.oracle import PlainOracle, Records
+from fedpact.simulation.simulate import simulate
 
 CENTER = torch.tensor([3.0, -2.0], dtype=torch.float64)
 

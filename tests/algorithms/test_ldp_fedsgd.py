@@ -18,26 +18,26 @@ from torch import nn
 
 from fedpact.algorithms import ldp_fedsgd
 from fedpact.algorithms.ldp_fedsgd import Settings
-from fedpact.data.datasets import from_arrays
-from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.simulation import simulate
-from fedpact.errors import InputError
-from fedpact.losses import cross_entropy
-from fedpact.messages import Reply, State, Task
-from fedpact.papers.tradeoffs import (
+from fedpact.common.errors import InputError
+from fedpact.common.losses import cross_entropy
+from fedpact.common.messages import Reply, State, Task
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.data.load import from_arrays
+from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.plan import Plan
+from fedpact.privacy.accounting.accountant import Budget
+from fedpact.privacy.accounting.planner import least_noise
+from fedpact.privacy.batches import BatchClippedKernel
+from fedpact.privacy.oracle import PrivateOracle, Records
+from fedpact.privacy.terms import Terms
+from fedpact.report.tradeoffs import (
     Problem,
     aggregate_variance,
     aggregate_variance_of_sums,
     utility_bound,
 )
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel
-from fedpact.plan import Plan
-from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.oracle import PrivateOracle, Records
-from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import Budget
-from fedpact.theory.aggregation import least_noise
+from fedpact.simulation.simulate import simulate
 
 LEVEL = 1e-6
 SIZES, RATES, SIGMAS = (100.0, 40.0, 300.0), (0.1, 1.0, 0.05), (4.0, 12.0, 30.0)

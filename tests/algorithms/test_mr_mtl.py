@@ -14,17 +14,17 @@ from tests.conformance.test_fixed_points import SITES, START, P
 from fedpact import algorithms
 from fedpact.algorithms import mr_mtl
 from fedpact.algorithms.mr_mtl import Settings
+from fedpact.algorithms.wrappers.base import Method
+from fedpact.algorithms.wrappers.server_optimizer import Averaged, ServerSettings, read_average
 from fedpact.client import read_memory
-from fedpact.data.datasets import from_arrays
-from fedpact.engines.simulation import simulate
-from fedpact.folder import Folder
-from fedpact.losses import cross_entropy
-from fedpact.messages import Reply, State, Task
-from fedpact.methods import Method
-from fedpact.methods.server import Averaged, ServerSettings, read_average
-from fedpact.metrics import evaluate
-from fedpact.params import FlatModel
+from fedpact.common.losses import cross_entropy
+from fedpact.common.messages import Reply, State, Task
+from fedpact.common.params import FlatModel
+from fedpact.common.run_folder import Folder
+from fedpact.data.load import from_arrays
+from fedpact.evaluation.metrics import evaluate
 from fedpact.plan import Plan
+from fedpact.simulation.simulate import simulate
 
 
 def fedavg(**settings):

@@ -11,15 +11,15 @@ from torch import nn
 
 from fedpact.algorithms import qffl
 from fedpact.algorithms.qffl import Settings
-from fedpact.draws.seeded import SeededDraws
-from fedpact.losses import cross_entropy
-from fedpact.messages import Reply, State, Task
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel
-from fedpact.privacy.batch_clipped import BatchClippedKernel
+from fedpact.common.losses import cross_entropy
+from fedpact.common.messages import Reply, State, Task
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.privacy.accounting.accountant import Budget
+from fedpact.privacy.batches import BatchClippedKernel
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import Budget
 
 LEVEL = 1e-6
 SIZES = {"a": 30.0, "b": 10.0, "c": 25.0}

@@ -8,7 +8,7 @@ from scipy import stats
 from fedpact import algorithms
 from fedpact.algorithms import scaffold
 from fedpact.algorithms.scaffold import Settings
-from fedpact.messages import Reply, State, Task
+from fedpact.common.messages import Reply, State, Task
 
 LEVEL = 1e-6
 D, SIZES = 4, {"a": 30.0, "b": 10.0, "c": 25.0}

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from fedpact import algorithms
+from fedpact.algorithms.wrappers.base import Method
 from fedpact.client import Client
-from fedpact.data.datasets import from_arrays
-from fedpact.engines.simulation import simulate
-from fedpact.folder import Folder
-from fedpact.messages import Reply, State, Task, from_bytes, to_bytes
-from fedpact.methods import Method
+from fedpact.common.messages import Reply, State, Task, from_bytes, to_bytes
+from fedpact.common.run_folder import Folder
+from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
+from fedpact.simulation.simulate import simulate
 
 
 @dataclass
@@ -61,7 +61,7 @@ def stated(folder):
 
 
 class Rounds:
-    """The server's loop of round.py, with a say in which replies arrive.
+    """The server's loop of rounds.py, with a say in which replies arrive.
 
     restarts: every site's shell is made anew, from its files, before every round.
     """

@@ -302,7 +302,7 @@ def test_the_commit_says_whether_sources_differ_from_it(monkeypatch):
 
     monkeypatch.setattr(provenance.subprocess, "run", run)
     assert provenance.commit() == "fedcba987"
-    answers["status"] = " M src/fedpact/losses.py\n"
+    answers["status"] = " M src/fedpact/common/losses.py\n"
     assert provenance.commit() == "fedcba987+"
 
     def none(words, **_):

@@ -7,11 +7,11 @@ import pytest
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
-from fedpact.errors import BudgetExhausted, InputError
-from fedpact.papers import tradeoffs_table as tradeoffs_module
-from fedpact.papers.selection import LAWS, winner_epsilon
-from fedpact.theory.accounting import SampledGaussian, epsilon
-from fedpact.theory.persons import epsilon_per_person
+from fedpact.common.errors import BudgetExhausted, InputError
+from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
+from fedpact.privacy.accounting.group_privacy import epsilon_per_person
+from fedpact.privacy.accounting.tuning_cost import LAWS, winner_epsilon
+from fedpact.report import tradeoffs as tradeoffs_module
 
 SETTING = ("--q", "0.015", "--sigma", "1.1", "--steps", "317")
 

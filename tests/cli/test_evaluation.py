@@ -9,12 +9,12 @@ from tests.privacy.test_persons import table
 from fedpact.cli import ledger as ledgers
 from fedpact.cli import plan as plans
 from fedpact.cli import run as runs
-from fedpact.errors import DataError, PlanError
-from fedpact.ledger.receipt import receipt
+from fedpact.common.errors import DataError, PlanError
+from fedpact.common.format import upper
 from fedpact.plan import Plan
-from fedpact.text import upper
-from fedpact.theory.accounting import SampledGaussian
-from fedpact.theory.persons import epsilon_per_person
+from fedpact.privacy.accounting.accountant import SampledGaussian
+from fedpact.privacy.accounting.group_privacy import epsilon_per_person
+from fedpact.privacy.ledger.receipt import receipt
 
 HELD = ["evaluation.share=0.3", "evaluation.epsilon=2"]
 SMALL = ["rounds=2", "sites=2", "privacy.accountant=rdp", *HELD]

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from fedpact.cli import ledger as commands
-from fedpact.engines.simulation import simulate
-from fedpact.errors import BudgetExhausted, LedgerError, PlanError, PolicyRefused
-from fedpact.ledger.ledger import Ledger
-from fedpact.ledger.receipt import receipt
-from fedpact.ledger.remaining import remaining
+from fedpact.common.errors import BudgetExhausted, LedgerError, PlanError, PolicyRefused
+from fedpact.common.format import upper
 from fedpact.plan import Plan
-from fedpact.text import upper
-from fedpact.theory.accounting import Budget, SampledGaussian
-from fedpact.theory.persons import epsilon_per_person
+from fedpact.privacy.accounting.accountant import Budget, SampledGaussian
+from fedpact.privacy.accounting.group_privacy import epsilon_per_person
+from fedpact.privacy.ledger.ledger import Ledger
+from fedpact.privacy.ledger.receipt import receipt, remaining
+from fedpact.simulation.simulate import simulate
 
 POLICY = """
 algorithms = ["fedavg"]

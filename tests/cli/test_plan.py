@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.cli.plan import execute_plan as show_plan
 from fedpact.cli.plan import forecast
-from fedpact.engines.scene import SimulationSetup
-from fedpact.errors import FedpactError, PlanError
+from fedpact.common.errors import FedpactError, PlanError
 from fedpact.plan import Plan
-from fedpact.privacy.columns import most_moved
-from fedpact.recommend.optimise import optimise_budgets
-from fedpact.theory.accounting import SampledGaussian, epsilon
+from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
+from fedpact.privacy.column_scales import most_moved
+from fedpact.simulation.setup import SimulationSetup
+from fedpact.studies.optimise import optimise_budgets
 
 ROOT = Path(__file__).parents[2]
 

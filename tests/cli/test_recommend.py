@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 
 from fedpact.algorithms import ldp_fedsgd
 from fedpact.cli.main import app
-from fedpact.deploy.write import Choices, write_deployment
-from fedpact.engines.scene import SimulationSetup
-from fedpact.errors import InputError
-from fedpact.messages import Reply
+from fedpact.common.errors import InputError
+from fedpact.common.messages import Reply
+from fedpact.deployment.files import Choices, write_deployment
 from fedpact.plan import Plan
-from fedpact.recommend.recommendation import Recommendation
-from fedpact.theory.accounting import Budget
-from fedpact.theory.calibration import smallest_sigma
-from fedpact.theory.full_batch import NOISE, full_batch, signal_to_noise
+from fedpact.privacy.accounting.accountant import Budget
+from fedpact.privacy.accounting.calibration import smallest_sigma
+from fedpact.privacy.accounting.planner import NOISE, full_batch, signal_to_noise
+from fedpact.simulation.setup import SimulationSetup
+from fedpact.studies.recommend import Recommendation
 
 
 def cli(*arguments):
@@ -339,9 +339,7 @@ def test_of_a_named_data_set_it_declares_what_is_known(tmp_path, monkeypatch):
     """As if it had been handed over by --columns; which of others is given is that."""
     digits = tmp_path / "digits.toml"
     digits.write_text('[records]\nscale = "range"\nlow = 0.0\nhigh = 1.0\n')
-    monkeypatch.setattr(
-        "fedpact.recommend.circumstances.find_configuration", {"digits": digits}.get
-    )
+    monkeypatch.setattr("fedpact.studies.circumstances.find_configuration", {"digits": digits}.get)
     asked = ("recommend", "digits", "--epsilon", "1")
     found = document(*asked)["configuration"]
     assert found == document(*asked, "--columns", str(digits))["configuration"]
@@ -376,9 +374,9 @@ def test_noise_at_signal_level_drops_uninformative_columns(tmp_path, monkeypatch
         '[records.columns.shoe]\nrange = [0, 9]\nscale = "range"\n'
     )
     monkeypatch.setattr(
-        "fedpact.recommend.circumstances.find_configuration", {str(file): columns}.get
+        "fedpact.studies.circumstances.find_configuration", {str(file): columns}.get
     )
-    monkeypatch.setattr("fedpact.recommend.circumstances.KNOWN", {str(file): ("shoe",)})
+    monkeypatch.setattr("fedpact.studies.circumstances.KNOWN", {str(file): ("shoe",)})
     asked = ("recommend", str(file), "--epsilon", str(epsilon), "--label", "sick", "--sites", "2")
     found = document(*asked, "--out", str(out))
     assert little or found["alternatives"][0]["snr"] > 5

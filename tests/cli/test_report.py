@@ -7,10 +7,10 @@ from typer.testing import CliRunner, Result
 
 from fedpact.cli.console import show
 from fedpact.cli.main import app
-from fedpact.engines.simulation import simulate
-from fedpact.errors import DataError
-from fedpact.messages import RoundRecord
+from fedpact.common.errors import DataError
+from fedpact.common.messages import RoundRecord
 from fedpact.plan import Plan
+from fedpact.simulation.simulate import simulate
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ import pytest
 import fedpact as package
 from fedpact.cli.main import main
 from fedpact.client import Client
-from fedpact.engines.scene import SimulationSetup
-from fedpact.folder import Folder
+from fedpact.common.run_folder import Folder
+from fedpact.simulation.setup import SimulationSetup
 
 QUICK = ["--set", "rounds=3", "--set", "run.workers=1"]
 
@@ -90,12 +90,14 @@ def test_other_runs_folder_is_detected_before_computing(tmp_path, monkeypatch):
 
     # As an ordinary user finds it; who runs the tests may be allowed everything.
     monkeypatch.setattr("fedpact.report.page.write_whole", refused)
-    monkeypatch.setattr("fedpact.folder.os.access", lambda place, kind: not kind & os.W_OK)
+    monkeypatch.setattr(
+        "fedpact.common.run_folder.os.access", lambda place, kind: not kind & os.W_OK
+    )
     shown = fedpact("report", "r", cwd=tmp_path)
     assert (shown.returncode, "worst site" in shown.stdout) == (2, True)
     assert "report.html" in shown.stderr
     monkeypatch.setattr("fedpact.cli.audit._carry_out", None)
-    monkeypatch.setattr("fedpact.engines.joining._released", None)
+    monkeypatch.setattr("fedpact.simulation.simulate._released", None)
     for command in (("audit", "r"), ("personalise", "r")):
         done = fedpact(*command, cwd=tmp_path)
         assert done.returncode == 2
@@ -281,7 +283,7 @@ def test_the_public_names_are_there_and_theory_needs_no_torch():
         assert getattr(package, name).__name__ == name
     assert package.__all__ == sorted(package.__all__)
     assert package.__version__ == importlib.metadata.version("fedpact")
-    code = "import sys, fedpact.theory.accounting; sys.exit('torch' in sys.modules)"
+    code = "import sys, fedpact.privacy.accounting.accountant; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

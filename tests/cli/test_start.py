@@ -10,8 +10,8 @@ import click
 import pytest
 
 from fedpact.cli import commands
-from fedpact.errors import FedpactError
-from fedpact.reference.keys import check_keys
+from fedpact.common.errors import FedpactError
+from fedpact.common.reference import check_keys
 
 # Each takes longer to import than an answer may take.
 HEAVY = {

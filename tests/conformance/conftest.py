@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from fedpact import algorithms
-from fedpact.draws.seeded import SeededDraws, seeded_generator
-from fedpact.ledger.ledger import Ledger
-from fedpact.losses import Loss, cross_entropy
-from fedpact.messages import Local, Reply, State, Task, from_bytes, to_bytes
-from fedpact.methods import Method
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel, PlainKernel
+from fedpact.algorithms.wrappers.base import Method
+from fedpact.common.losses import Loss, cross_entropy
+from fedpact.common.messages import Local, Reply, State, Task, from_bytes, to_bytes
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import SeededDraws, seeded_generator
+from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.plan import Plan
+from fedpact.privacy.accounting.accountant import Budget
+from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.oracle import Charge, Opening, Oracle, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import Budget
 
 FEATURES, CLASSES = 3, 3
 
@@ -127,7 +127,7 @@ class Federation:
         return method.local(task, oracle, self.memories.get(site, State()))
 
     def begin(self, state: State, number: int) -> State:
-        """A round's first state, with what is left of the budgets: see round.py."""
+        """A round's first state, with what is left of the budgets: see rounds.py."""
         left = {
             "left/rounds": float(9 - number),
             "left/seconds": math.inf,

@@ -1,7 +1,7 @@
 """What honest replies can be, by `bounds`: they never leave it, and lies beyond it are told.
 
-An honest reply leaves its bounds with a chance of less than 10^-12 (privacy.reach), whatever its
-records are; so do all replies of this file together, with less than 10^-9.
+An honest reply leaves its bounds with a chance of less than 10^-12 (privacy.reply_bounds),
+whatever its records are; so do all replies of this file together, with less than 10^-9.
 """
 
 import dataclasses
@@ -11,9 +11,9 @@ import pytest
 import torch
 from tests.conformance.conftest import of
 
-from fedpact.messages import from_bytes, to_bytes
+from fedpact.common.messages import from_bytes, to_bytes
 from fedpact.plan import Plan
-from fedpact.privacy.batch_clipped import BatchClippedKernel
+from fedpact.privacy.batches import BatchClippedKernel
 from fedpact.privacy.oracle import Records
 
 EXTREMES = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedpact.algorithms.fedproxvr import Settings
-from fedpact.methods import Method
+from fedpact.algorithms.wrappers.base import Method
 
 
 class Moving:

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from fedpact.data.datasets import from_arrays
-from fedpact.engines.simulation import simulate
-from fedpact.errors import PlanError
-from fedpact.ledger.ledger import read_entries
-from fedpact.params import FlatModel
+from fedpact.common.errors import PlanError
+from fedpact.common.params import FlatModel
+from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
+from fedpact.privacy.ledger.ledger import read_entries
+from fedpact.simulation.simulate import simulate
 
 ROUNDS = 3
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fedpact.errors import PlanError
-from fedpact.methods.combine import REFUSED
+from fedpact.algorithms.wrappers.combine import REFUSED
+from fedpact.common.errors import PlanError
 from fedpact.plan import Plan
 
 both_forms = pytest.mark.parametrize("private", [False, True], ids=["plain", "private"])

@@ -12,7 +12,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from fedpact import algorithms
-from fedpact.messages import Reply, State, Task
+from fedpact.common.messages import Reply, State, Task
 from fedpact.privacy.oracle import Uniform
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 
 from fedpact.algorithms import Summed
-from fedpact.engines.secure.ring import FixedPointMean
-from fedpact.errors import PlanError
+from fedpact.common.errors import PlanError
 from fedpact.plan import Plan
+from fedpact.simulation.secure_aggregation.encoding import FixedPointMean
 
 # Means in another order, in float64.
 CLOSE = 1e-9

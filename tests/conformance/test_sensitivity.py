@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpact.messages import Task
+from fedpact.common.messages import Task
 from fedpact.privacy.oracle import Fair, PrivateOracle, Records, Uniform
 
 CLIP, BOUND = 0.1, 2.5

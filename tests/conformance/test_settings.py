@@ -7,10 +7,10 @@ import json
 import pytest
 
 from fedpact import algorithms
-from fedpact.comparison.entrants import read_plans
-from fedpact.engines.simulation import simulate
 from fedpact.plan import Plan
-from fedpact.report.equality import differences
+from fedpact.report.comparable import differences
+from fedpact.simulation.simulate import simulate
+from fedpact.studies.compare import read_plans
 
 NAMES = algorithms.names()
 PAIRS = list(itertools.combinations(NAMES, 2))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fedpact import algorithms
-from fedpact.ledger.ledger import Ledger, read_entries
-from fedpact.messages import State, from_bytes, to_bytes
-from fedpact.methods import Method
+from fedpact.algorithms.wrappers.base import Method
+from fedpact.common.messages import State, from_bytes, to_bytes
+from fedpact.privacy.ledger.ledger import Ledger, read_entries
 
 both_forms = pytest.mark.parametrize("private", [False, True], ids=["plain", "private"])
 

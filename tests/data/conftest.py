@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpact.data import files
+from fedpact.data import download
 from fedpact.data.dataset import Dataset
-from fedpact.data.datasets import from_arrays
-from fedpact.data.files import Source
+from fedpact.data.download import Source
+from fedpact.data.load import from_arrays
 
 REAL = os.environ.get("FEDPACT_REAL_DATA")  # as FEDPACT_DATA was given: see tests/conftest.py
 
@@ -48,7 +48,7 @@ def small_mnist(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
         contents[f"{part}-labels.gz"] = idx(np.arange(n) % 10)
     sums = {name: hashlib.md5(content).hexdigest() for name, content in contents.items()}
     source = Source("mnist", sums, home="http://localhost:9", licence="none")
-    monkeypatch.setitem(files.SOURCES, "mnist", source)  # type: ignore[arg-type]
+    monkeypatch.setitem(download.SOURCES, "mnist", source)  # type: ignore[arg-type]
     return contents
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedpact.data import files
-from fedpact.data.columns.scaling import Scaling
-from fedpact.data.datasets import load_dataset
-from fedpact.data.files import Source
-from fedpact.engines.scene import SimulationSetup
-from fedpact.errors import DataError
+from fedpact.common.errors import DataError
+from fedpact.data import download
+from fedpact.data.download import Source
+from fedpact.data.load import load_dataset
+from fedpact.data.schema import Scaling
 from fedpact.plan import Plan
+from fedpact.simulation.setup import SimulationSetup
 
 TOML = Path(__file__).parents[2] / "experiments" / "adult" / "adult.toml"
 TRAIN = (
@@ -40,8 +40,8 @@ def adult(tmp_path, monkeypatch):
         (home / name).write_bytes(content)
         sums[name] = hashlib.md5(content).hexdigest()
     monkeypatch.setenv("FEDPACT_DATA", str(tmp_path))
-    old = files.SOURCES["adult"]
-    monkeypatch.setitem(files.SOURCES, "adult", Source("adult", sums, old.home, old.licence))
+    old = download.SOURCES["adult"]
+    monkeypatch.setitem(download.SOURCES, "adult", Source("adult", sums, old.home, old.licence))
 
 
 def test_columns_are_what_the_experiment_declares(adult, caplog):

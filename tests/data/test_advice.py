@@ -8,11 +8,11 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from fedpact.data.columns.advice import advise
-from fedpact.data.form import Column, RecordForm
-from fedpact.engines.scene import SimulationSetup
-from fedpact.engines.simulation import simulate
+from fedpact.data.advice import advise
+from fedpact.data.schema import Column, RecordForm
 from fedpact.plan import Plan
+from fedpact.simulation.setup import SimulationSetup
+from fedpact.simulation.simulate import simulate
 
 
 def pixels(path, *, shape=(1, 8, 8), dtype=np.float32, **spoilt):

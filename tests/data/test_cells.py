@@ -9,14 +9,14 @@ import pandas as pd
 import pytest
 import torch
 
-from fedpact.data.datasets import from_arrays, load_dataset
-from fedpact.data.form import Column, LabelForm, PlanRecords, RecordForm
-from fedpact.data.given.handed import from_python
-from fedpact.data.given.parts import parts_of
-from fedpact.data.given.persons import persons_of
+from fedpact.common.errors import DataError
+from fedpact.data.from_python import from_python
+from fedpact.data.inputs import parts_of
+from fedpact.data.load import from_arrays, load_dataset
+from fedpact.data.schema import Column, LabelForm, PlanRecords, RecordForm
 from fedpact.data.sieve import RecordFilter
-from fedpact.data.sites import load_site
-from fedpact.errors import DataError
+from fedpact.data.site_records import load_site
+from fedpact.data.targets import persons_of
 
 pa = pytest.importorskip("pyarrow", reason="reads Parquet: the extra `parquet`")
 from pyarrow import parquet  # noqa: E402

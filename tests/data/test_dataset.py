@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
-from fedpact.data import datasets, heart
+from fedpact.common.errors import DataError
+from fedpact.data import load, public
 from fedpact.data.dataset import Dataset
-from fedpact.data.datasets import from_arrays, load_dataset
-from fedpact.data.given.parts import parts_of
-from fedpact.errors import DataError
+from fedpact.data.inputs import parts_of
+from fedpact.data.load import from_arrays, load_dataset
 
 
 @given(
@@ -169,7 +169,7 @@ def test_bundled_digits_match_scikit_learn_with_licence():
 
 def test_heart_disease_reads_missing_as_declared_finding():
     def features(line: str) -> np.ndarray:
-        return heart._features(heart._columns(line))
+        return public._features(public._columns(line))
 
     written_out = features("50,1,4,120,200,0,0,150,0,0,1,0,3,1")
     assert np.array_equal(features("50,1,4,?,?,?,?,?,?,?,?,?,?,1"), written_out)
@@ -326,7 +326,7 @@ def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(DataError) as error:
         load_dataset("mnits")
     assert "'mnits'" in str(error.value)
-    assert all(name in str(error.value) for name in (*datasets.NAMES, ".csv", ".parquet", ".npz"))
+    assert all(name in str(error.value) for name in (*load.NAMES, ".csv", ".parquet", ".npz"))
 
 
 def test_settings_that_do_not_belong_to_the_data_set_are_refused():

@@ -12,11 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from fedpact.cli.commands.data import app
-from fedpact.data import files
-from fedpact.data.datasets import NAMES, load_dataset
-from fedpact.data.download import download
-from fedpact.data.files import Source
-from fedpact.errors import DataError
+from fedpact.common.errors import DataError
+from fedpact.data import download as files
+from fedpact.data.download import Source, download
+from fedpact.data.load import NAMES, load_dataset
 
 from .conftest import put
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedpact.data import files, images
-from fedpact.data.datasets import load_dataset
-from fedpact.data.files import Source
-from fedpact.errors import DataError
+from fedpact.common.errors import DataError
+from fedpact.data import download, public
+from fedpact.data.download import Source
+from fedpact.data.load import load_dataset
 
 from .conftest import put
 
@@ -38,7 +38,7 @@ def test_cifar_rows_are_label_then_red_green_blue():
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (5, 3, 32, 32), np.uint8), np.arange(5, dtype=np.uint8)
     content = b"".join(bytes([label]) + image.tobytes() for label, image in zip(y, x, strict=True))
-    images_, labels = images.cifar_batch(content)
+    images_, labels = public.cifar_batch(content)
     assert np.array_equal(images_, x)
     assert np.array_equal(labels, y)
 
@@ -51,7 +51,7 @@ def test_a_damaged_file_is_never_decoded(mnist_dir, damage):
     path.write_bytes({"flip": content, "shorten": content[:-1], "empty": b""}[damage])
     with pytest.raises(DataError) as error:
         load_dataset("mnist")
-    published = files.SOURCES["mnist"].files["train-images.gz"]
+    published = download.SOURCES["mnist"].files["train-images.gz"]
     assert str(path) in str(error.value)
     assert published in str(error.value)
     assert "fedpact data download mnist" in str(error.value)
@@ -62,9 +62,9 @@ def test_a_file_may_lie_compressed(mnist_dir):
     for path in list(mnist_dir.iterdir()):
         path.with_name(path.name + ".xz").write_bytes(lzma.compress(path.read_bytes()))
         path.unlink()
-    next(files.cache_dir().glob("*.npz")).unlink()
+    next(download.cache_dir().glob("*.npz")).unlink()
     assert torch.equal(load_dataset("mnist").x, plain.x)
-    next(files.cache_dir().glob("*.npz")).unlink()
+    next(download.cache_dir().glob("*.npz")).unlink()
     path = mnist_dir / "train-images.gz.xz"
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(DataError, match="cannot be read"):
@@ -87,7 +87,7 @@ def no_decoder(source):
 
 def test_the_second_load_does_not_decode(mnist_dir, monkeypatch):
     first = load_dataset("mnist")
-    monkeypatch.setattr(images, "_decode_idx", no_decoder)
+    monkeypatch.setattr(public, "_decode_idx", no_decoder)
     assert torch.equal(load_dataset("mnist").x, first.x)
     monkeypatch.setenv("FEDPACT_CACHE", str(mnist_dir / "elsewhere"))
     with pytest.raises(AssertionError, match="decoded again"):  # the patch does reach the decoder
@@ -98,10 +98,10 @@ def test_other_checksums_have_another_cache_entry(mnist_dir, small_mnist, monkey
     load_dataset("mnist")
     labels = gzip.compress(gzip.decompress(small_mnist["train-labels.gz"])[:-1] + b"\5", mtime=0)
     put(mnist_dir, {"train-labels.gz": labels})
-    old = files.SOURCES["mnist"]
+    old = download.SOURCES["mnist"]
     sums = {**old.files, "train-labels.gz": hashlib.md5(labels).hexdigest()}
     changed = Source("mnist", sums, old.home, old.licence)
-    monkeypatch.setitem(files.SOURCES, "mnist", changed)
+    monkeypatch.setitem(download.SOURCES, "mnist", changed)
     assert load_dataset("mnist").y[-1] == 5
 
 
@@ -143,7 +143,7 @@ def test_the_cache_holds_no_half_written_file(mnist_dir, cache, monkeypatch):
         stream.write(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(files.np, "savez", fails)
+    monkeypatch.setattr(download.np, "savez", fails)
     with pytest.warns(UserWarning, match="disk full"):
         load_dataset("mnist")
     assert list(cache.iterdir()) == []
@@ -152,4 +152,4 @@ def test_the_cache_holds_no_half_written_file(mnist_dir, cache, monkeypatch):
 def test_the_cache_directory_has_a_default(monkeypatch):
     monkeypatch.delenv("FEDPACT_CACHE")
     monkeypatch.setenv("HOME", "/somebody")
-    assert files.cache_dir() == Path("/somebody/.cache/fedpact")
+    assert download.cache_dir() == Path("/somebody/.cache/fedpact")

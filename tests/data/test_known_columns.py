@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from fedpact.configuration import read_configuration
-from fedpact.data import heart
-from fedpact.data.columns.known import KNOWN, find_configuration
-from fedpact.engines.scene import load_data
+from fedpact.common.configuration import read_configuration
+from fedpact.data import public
+from fedpact.data.advice import KNOWN, find_configuration
 from fedpact.plan import Plan
+from fedpact.simulation.setup import load_data
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 PLANS = {"adult": "adult/adult.toml", "heart_disease_flamby": "heart/heart.toml"}
@@ -35,21 +35,21 @@ def test_of_others_nothing_is_known(name):
 @pytest.mark.parametrize(
     ("name", "ranges", "count"),
     [
-        ("heart_disease", heart._RANGES, 22),
-        ("heart_disease_flamby", heart._FLAMBY_RANGES, 13),
+        ("heart_disease", public._RANGES, 22),
+        ("heart_disease_flamby", public._FLAMBY_RANGES, 13),
     ],
 )
 def test_heart_disease_defaults_to_normal_findings(name, ranges, count):
     found = declared(name).columns
-    share = dict.fromkeys(heart._BINARY, 1 / 2)
-    share |= {code: 1 / len(codes) for code, codes in heart._CODES.items()}
+    share = dict.fromkeys(public._BINARY, 1 / 2)
+    share |= {code: 1 / len(codes) for code, codes in public._CODES.items()}
     for title, column in found.items():
         raw, scaled, _ = title.partition(" scaled")
         wanted = share.get(raw.partition("=")[0])
         if scaled:
             low, high = ranges[raw]
             # Nobody's age is a finding.
-            normal = heart._NORMAL.get(raw, (low + high) / 2)
+            normal = public._NORMAL.get(raw, (low + high) / 2)
             wanted = (2 * normal - low - high) / (high - low)
         assert column.mean == pytest.approx(wanted, abs=1e-6), title
     assert len(found) == count

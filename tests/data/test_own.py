@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from fedpact.data.datasets import from_arrays, load_dataset
-from fedpact.data.form import PlanRecords, RecordForm
-from fedpact.data.given.handed import refit
-from fedpact.data.given.persons import persons_of
+from fedpact.common.errors import DataError
+from fedpact.data.cells import read_table
+from fedpact.data.from_python import refit
+from fedpact.data.load import from_arrays, load_dataset
+from fedpact.data.schema import PlanRecords, RecordForm
 from fedpact.data.sieve import RecordFilter
-from fedpact.data.sites import load_site
-from fedpact.data.tables import read_table
-from fedpact.errors import DataError
+from fedpact.data.site_records import load_site
+from fedpact.data.targets import persons_of
 
 FORM = RecordForm(
     columns={

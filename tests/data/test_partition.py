@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from rich.console import Console
 from scipy import stats
 
-from fedpact.data.datasets import from_arrays
+from fedpact.common.errors import DataError, InputError
+from fedpact.data.load import from_arrays
 from fedpact.data.partition import Partition, PartitionSettings, make_partition
-from fedpact.errors import DataError, InputError
 
 from .conftest import EVEN, records
 

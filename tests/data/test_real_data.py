@@ -9,8 +9,8 @@ import pytest
 import torch
 from experiments.recommend import check
 
-from fedpact.data import files, heart, images
-from fedpact.data.datasets import load_dataset
+from fedpact.data import download, public
+from fedpact.data.load import load_dataset
 from fedpact.data.partition import PartitionSettings, make_partition
 
 PER_LABEL = {
@@ -57,8 +57,8 @@ def std(name: str) -> tuple[float, ...]:
 
 
 def test_one_cifar_batch(real_data):
-    source = files.SOURCES["cifar10"]
-    x, y = images.cifar_batch(files.read_verified(source, "cifar-10-batches-bin/test_batch.bin"))
+    source = download.SOURCES["cifar10"]
+    x, y = public.cifar_batch(download.read_verified(source, "cifar-10-batches-bin/test_batch.bin"))
     assert np.bincount(y).tolist() == [1000] * 10
     # The test images come from the distribution of the training images, whose moments are
     # published; a wrong order of channels or planes moves a mean by 0.009 or more. Image means
@@ -112,9 +112,9 @@ def test_heart_disease_first_record_by_hand(real_data):
 def test_a_record_is_encoded_without_looking_at_the_others(real_data):
     """No constant is estimated: cutting the other records away leaves a record's features."""
     text = (real_data / "heart_disease" / "processed.va.data").read_text()
-    whole = heart._features(heart._columns(text))
+    whole = public._features(public._columns(text))
     for row, line in enumerate(text.splitlines()):
-        alone = heart._features(heart._columns(line))
+        alone = public._features(public._columns(line))
         assert {n: v[0] for n, v in alone.items()} == {n: v[row] for n, v in whole.items()}
 
 
@@ -132,8 +132,8 @@ def test_the_natural_partition_keeps_hospitals_apart(real_data):
 def test_every_other_file_has_its_published_checksum(real_data: Path):
     # CIFAR-10 takes 12 s and is checked in the slow test; one batch of it above.
     for name in ("mnist", "fashion_mnist", "heart_disease"):
-        source = files.SOURCES[name]
-        assert {files.state(source, file) for file in source.files} == {"ok"}
+        source = download.SOURCES[name]
+        assert {download.state(source, file) for file in source.files} == {"ok"}
 
 
 def test_flamby_split_has_published_sizes_and_test_parts(real_data):

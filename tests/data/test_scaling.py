@@ -9,19 +9,18 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from fedpact.data.columns.advice import advise
-from fedpact.data.columns.scaling import Scaling
-from fedpact.data.datasets import from_arrays, from_frame, load_dataset
-from fedpact.data.form import Column, PlanRecords, RecordForm
-from fedpact.data.sites import load_site
-from fedpact.deploy.write import Choices, write_deployment
-from fedpact.engines.parties.federation import Federation, read_plan
-from fedpact.engines.scene import SimulationSetup
-from fedpact.engines.simulation import simulate
-from fedpact.engines.workshop import TrainingSetup
-from fedpact.errors import DataError
-from fedpact.params import FlatModel
+from fedpact.common.errors import DataError
+from fedpact.common.params import FlatModel
+from fedpact.data.advice import advise
+from fedpact.data.load import from_arrays, from_frame, load_dataset
+from fedpact.data.schema import Column, PlanRecords, RecordForm, Scaling
+from fedpact.data.site_records import load_site
+from fedpact.deployment.federation import Federation, read_plan
+from fedpact.deployment.files import Choices, write_deployment
 from fedpact.plan import Plan
+from fedpact.simulation.setup import SimulationSetup
+from fedpact.simulation.simulate import simulate
+from fedpact.simulation.workshop import TrainingSetup
 
 COLUMNS = {
     "age": {"range": [20, 80], "clamp": True, "fill": 50, "scale": "range"},
@@ -236,7 +235,7 @@ def test_record_with_undefined_scaled_value_is_dropped_alone(caplog, value, devi
     x[:, 1] = np.arange(60)
     x[7, 0] = value
     columns = {"0": {"scale": "standard", "mean": 0, "deviation": deviation}}
-    chosen = {"kind": "tests.features.backbones_of_users:linear", "trained_on": "nothing"}
+    chosen = {"kind": "tests.data.features.backbones_of_users:linear", "trained_on": "nothing"}
     plan = Plan.parse(
         {
             "records": {"columns": columns},

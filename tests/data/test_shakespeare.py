@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from fedpact.data.datasets import load_dataset
-from fedpact.data.text import shakespeare
-from fedpact.engines.simulation import simulate
-from fedpact.engines.workshop import TrainingSetup
-from fedpact.errors import DataError, ModelError
+from fedpact.common.errors import DataError, ModelError
+from fedpact.common.params import FlatModel
+from fedpact.data import public
+from fedpact.data.load import load_dataset
 from fedpact.models.build import build
-from fedpact.params import FlatModel
 from fedpact.plan import Plan
+from fedpact.simulation.simulate import simulate
+from fedpact.simulation.workshop import TrainingSetup
 
 SPEECHES = "ANN:\nTo be,\nor not.\n\nFirst Lord:\nAy: no.\n\nANN:\nThat is it.\n"
 
@@ -19,32 +19,31 @@ def made(pieces=6):
     """Two roles whose next character follows from the last one: letters in a circle."""
     circle = "abcdefgh" * 100
     return {
-        name: circle[k : k + pieces * (shakespeare.LENGTH + 1)]
-        for k, name in enumerate(("ANN", "BOB"))
+        name: circle[k : k + pieces * (public.LENGTH + 1)] for k, name in enumerate(("ANN", "BOB"))
     }
 
 
 def test_a_role_says_all_its_speeches_one_after_another():
-    assert shakespeare.roles(SPEECHES) == {
+    assert public.roles(SPEECHES) == {
         "ANN": "To be,\nor not.\nThat is it.",
         "First Lord": "Ay: no.",
     }
 
 
 def test_pieces_do_not_overlap_and_carry_their_next_character():
-    data = shakespeare.of_roles(made() | {"MUTE": "ab"}, least=3)
+    data = public.of_roles(made() | {"MUTE": "ab"}, least=3)
     assert (data.x.shape, len(data.classes)) == ((12, 40), 65)
     assert data.site == ("ANN",) * 6 + ("BOB",) * 6
     whole = torch.cat([data.x[:6], data.y[:6, None]], 1).reshape(-1)
-    assert "".join(shakespeare.CHARACTERS[k] for k in whole.tolist()) == made()["ANN"]
+    assert "".join(public.CHARACTERS[k] for k in whole.tolist()) == made()["ANN"]
     with pytest.raises(DataError, match="no role has 100 pieces"):
-        shakespeare.of_roles(made())
+        public.of_roles(made())
 
 
 @pytest.mark.parametrize("model", ["ngram", "lstm", "transformer"])
 def test_the_models_keep_records_apart_and_learn_privately(tmp_path, model):
     """What follows from the last character alone is learnt; the first guess is 1 of 65."""
-    data = shakespeare.of_roles(made(18), least=3)
+    data = public.of_roles(made(18), least=3)
     plan = Plan.parse(
         {
             "model": model,
@@ -108,4 +107,4 @@ def test_the_published_text(real_data):
     assert len(set(data.site)) == 71
     assert data.x.shape == (20378, 40)
     text = (real_data / "shakespeare" / "input.txt").read_text()
-    assert sorted(set(text)) == list(shakespeare.CHARACTERS)
+    assert sorted(set(text)) == list(public.CHARACTERS)

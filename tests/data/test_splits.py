@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from fedpact.common.errors import DataError
 from fedpact.data import splits
 from fedpact.data.partition import PartitionSettings, make_partition
-from fedpact.errors import DataError
 
 from .conftest import EVEN, records
 

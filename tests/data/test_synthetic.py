@@ -14,10 +14,10 @@ import torch
 from scipy import stats
 
 from fedpact.api import default_folder
-from fedpact.data.datasets import load_dataset
+from fedpact.common.errors import DataError
+from fedpact.data.load import load_dataset
 from fedpact.data.partition import PartitionSettings, make_partition
-from fedpact.data.synthetic import Synthetic, covariance
-from fedpact.errors import DataError
+from fedpact.data.public import Synthetic, covariance
 from fedpact.plan import Plan
 
 ERROR = 1e-6

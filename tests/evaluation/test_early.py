@@ -5,13 +5,12 @@ import json
 import pytest
 
 import fedpact
-from fedpact.engines.scene import SimulationSetup
-from fedpact.errors import PlanError
-from fedpact.evaluation.early import Early
-from fedpact.evaluation.outcome import released_accuracy
-from fedpact.ledger.receipt import receipt
-from fedpact.messages import RoundRecord
+from fedpact.common.errors import PlanError
+from fedpact.common.messages import RoundRecord
+from fedpact.evaluation.intervals import Early, released_accuracy
 from fedpact.plan import Plan
+from fedpact.privacy.ledger.receipt import receipt
+from fedpact.simulation.setup import SimulationSetup
 
 PLAIN = {"rounds": 6, "sites": 2, "privacy": {"mode": "none"}}
 PRIVATE = {

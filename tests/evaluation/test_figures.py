@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fedpact.evaluation.figures import Figure, Sums, estimate_figures, estimate_ratio, roc_area
+from fedpact.evaluation.intervals import Figure, Sums, estimate_figures, estimate_ratio, roc_area
 from fedpact.evaluation.settings import EvaluationSettings
 
 CLASSES, GROUPS = ("no", "yes"), ("a", "b")

@@ -9,17 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedpact.draws.secure import SecureDraws
-from fedpact.draws.seeded import seeded_generator
-from fedpact.evaluation.figures import Sums, estimate_figures
-from fedpact.evaluation.outcome import exact_figures
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.secure import SecureDraws
+from fedpact.common.randomness.seeded import seeded_generator
+from fedpact.evaluation.held_out import HeldOut, SumsForm
+from fedpact.evaluation.intervals import Sums, estimate_figures, exact_figures
 from fedpact.evaluation.settings import EvaluationSettings
-from fedpact.evaluation.totals import HeldOut, SumsForm
-from fedpact.losses import cross_entropy
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel
-from fedpact.privacy.once import FullDataRelease
-from fedpact.theory.accounting import SampledGaussian
+from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.privacy.accounting.accountant import SampledGaussian
+from fedpact.privacy.terms import FullDataRelease
 
 TRIES = 400
 # A rate of 95 % is found to be below this once in 10^5, of 400 tries (normal approximation).

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fedpact.draws.seeded import seeded_generator
-from fedpact.evaluation.split import hold_out, key_of_seed, split_of
+from fedpact.common.randomness.seeded import seeded_generator
+from fedpact.evaluation.held_out import hold_out, key_of_seed, split_of
 
 KEY = key_of_seed(0, "site-00")
 

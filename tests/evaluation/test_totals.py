@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from fedpact.draws.seeded import seeded_generator
-from fedpact.errors import PlanError
-from fedpact.evaluation.groups import Grouping
+from fedpact.common.errors import PlanError
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import seeded_generator
+from fedpact.evaluation.held_out import Grouping, HeldOut, SumsForm, form_of
 from fedpact.evaluation.settings import EvaluationSettings
-from fedpact.evaluation.totals import HeldOut, SumsForm, form_of
-from fedpact.losses import cross_entropy
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel
+from fedpact.per_sample.kernel import PerSampleKernel
 
 SETTINGS = EvaluationSettings(share=0.2, releases=["hits", "loss", "roc"], loss_bound=0.8, bins=4)
 FORM = SumsForm(SETTINGS, ("no", "yes"), ("a", "b", "c"))

@@ -7,21 +7,21 @@ import pytest
 import torch
 from torch import nn
 
-from fedpact.data.datasets import from_arrays
-from fedpact.draws.secure import SecureDraws
-from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.simulation import simulate
-from fedpact.ledger.ledger import read_entries
-from fedpact.losses import cross_entropy
-from fedpact.models import papers
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel
-from fedpact.persample.layout import Placement
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.secure import SecureDraws
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.data.load import from_arrays
+from fedpact.models import zoo
+from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.per_sample.layout import Placement
 from fedpact.plan import Plan
-from fedpact.privacy import guarded
+from fedpact.privacy import batches
+from fedpact.privacy.accounting.accountant import Budget
+from fedpact.privacy.ledger.ledger import read_entries
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import Budget
+from fedpact.simulation.simulate import simulate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +37,7 @@ def test_the_kernels_sums_are_those_of_the_cpu(reference, name, way):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(17, *shape, generator=generator, dtype=torch.float64)
     y = torch.randint(10, (17,), generator=generator)
-    module = getattr(papers, name)(shape, 10).double()
+    module = getattr(zoo, name)(shape, 10).double()
     here = PerSampleKernel(FlatModel(module), cross_entropy)
     expected = [here.clipped_sum(x, y, clip) for clip in (0.1, math.inf)]
     there = reference.forced(way, module.to(CARD), cross_entropy)
@@ -68,7 +68,7 @@ def nobody_waits(monkeypatch):
     def refused(take, count, error):
         raise error
 
-    monkeypatch.setattr(guarded, "_good", refused)
+    monkeypatch.setattr(batches, "_good", refused)
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     yield
@@ -80,7 +80,7 @@ def nobody_waits(monkeypatch):
 @pytest.mark.parametrize("secure", [False, True])
 def test_a_step_waits_for_nothing(reference, name, secure, way, request, caplog):
     shape = (1, 28, 28)
-    model = FlatModel(getattr(papers, name)(shape, 10).to(CARD))
+    model = FlatModel(getattr(zoo, name)(shape, 10).to(CARD))
     records = Records(torch.rand(40, *shape, device=CARD), torch.arange(40, device=CARD) % 10)
     terms = Terms("site", 20.0, 0.5, 0.5, {"gradient": 1.0}, 10**6, Budget(1.0, 1e-5), "best")
     draws = SecureDraws() if secure else SeededDraws(0, "site", 1)
@@ -119,7 +119,7 @@ class Attention(nn.Module):
 
 
 MODELS = {
-    "cnn": (lambda: papers.cnn_padded((1, 12, 12), 3), (1, 12, 12)),
+    "cnn": (lambda: zoo.cnn_padded((1, 12, 12), 3), (1, 12, 12)),
     "recurrent": (Recurrent, (7, 5)),
     "attention": (Attention, (7, 8)),
 }
@@ -146,7 +146,7 @@ def test_captured_sums_are_those_of_the_cpu(name, caplog):
 
 
 def test_a_pass_is_as_long_as_fits():
-    module = papers.cnn((1, 28, 28), 10).to(CARD)
+    module = zoo.cnn((1, 28, 28), 10).to(CARD)
     kernel = PerSampleKernel(FlatModel(module), cross_entropy)
     x, y = torch.rand(4, 1, 28, 28, device=CARD), torch.arange(4, device=CARD)
     slots, length = kernel.scattered(x, y, 1000)
@@ -161,7 +161,7 @@ def test_a_pass_is_as_long_as_fits():
 @pytest.mark.parametrize("way", ["chain", "graph", "records"])
 def test_records_that_are_not_finite_add_nothing(reference, way):
     shape = (1, 28, 28)
-    kernel = reference.forced(way, papers.cnn(shape, 10).to(CARD), cross_entropy)
+    kernel = reference.forced(way, zoo.cnn(shape, 10).to(CARD), cross_entropy)
     x, y = torch.rand(9, *shape, device=CARD), torch.arange(9, device=CARD)
     others = torch.tensor([0, 2, 3, 5, 6, 7], device=CARD)
     expected = kernel.clipped_sum(x[others], y[others], 0.5)

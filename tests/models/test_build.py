@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from fedpact.errors import ModelError, PlanError
-from fedpact.losses import cross_entropy
+from fedpact.common.errors import ModelError, PlanError
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
 from fedpact.models.build import build
-from fedpact.models.papers import LogisticSettings
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel, PlainKernel
+from fedpact.models.zoo import LogisticSettings
+from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.plan import Plan
 
 

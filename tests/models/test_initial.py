@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fedpact
-from fedpact.engines.scene import SimulationSetup
-from fedpact.errors import ModelError, PlanError
+from fedpact.common.errors import ModelError, PlanError
 from fedpact.plan import Plan
+from fedpact.simulation.setup import SimulationSetup
 
 SMALL = {"rounds": 1, "sites": 2, "privacy": {"accountant": "rdp"}}
 PLAIN = {"rounds": 1, "sites": 2, "privacy": {"mode": "none"}}

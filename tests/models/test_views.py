@@ -1,7 +1,7 @@
 """[views]: a record's gradient is the mean over its views, and clipped as one record's.
 
 That a record then moves a sum by no more than without is tried among the models of
-tests/persample/attacked.py.
+tests/per_sample/attacked.py.
 """
 
 import copy
@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 import fedpact
-from fedpact.audit.one_run import _shares
-from fedpact.audit.target import Asked, Target
-from fedpact.engines.scene import SimulationSetup
-from fedpact.errors import FedpactError, ModelError
-from fedpact.losses import cross_entropy
+from fedpact.common.errors import FedpactError, ModelError
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
 from fedpact.models.build import build
 from fedpact.models.views import Views, ViewSettings, make_views
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel
+from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.plan import Plan
-from fedpact.privacy.records import Records
+from fedpact.privacy.oracle import Records
+from fedpact.simulation.setup import SimulationSetup
+from fedpact.studies.audit.attacks import _shares
+from fedpact.studies.audit.target import Asked, Target
 
 ALL = ViewSettings(mirror=True, shift=2)
 FORMS = [("logistic", (8, 8)), ("mlp", (1, 8, 8)), ("cnn_group_norm", (3, 12, 12))]

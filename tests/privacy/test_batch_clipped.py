@@ -17,21 +17,20 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor, nn
 
-from fedpact.draws.seeded import SeededDraws
-from fedpact.errors import InputError, ModelError, PlanError, PolicyRefused
-from fedpact.losses import Loss, cross_entropy
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel, PlainKernel
+from fedpact.common.errors import InputError, ModelError, PlanError, PolicyRefused
+from fedpact.common.losses import Loss, cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.plan import Plan
-from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.batches import clip_for
+from fedpact.privacy.accounting.accountant import Accountant, Budget
+from fedpact.privacy.accounting.calibration import smallest_sigma
+from fedpact.privacy.batches import BatchClippedKernel, clip_for
 from fedpact.privacy.mechanisms import sensitivity
 from fedpact.privacy.oracle import Fair, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import Accountant, Budget
-from fedpact.theory.calibration import smallest_sigma
 
 LEVEL = 1e-6
 CLIP = 0.5

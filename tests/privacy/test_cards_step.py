@@ -4,22 +4,22 @@ import math
 
 import torch
 
-from fedpact.draws import grid
-from fedpact.draws.secure import SecureDraws
-from fedpact.draws.seeded import SeededDraws
-from fedpact.losses import cross_entropy
-from fedpact.models import papers
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel
-from fedpact.privacy.batch_clipped import BatchClippedKernel
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness import secure
+from fedpact.common.randomness.secure import SecureDraws
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.models import zoo
+from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.privacy.accounting.accountant import Budget
+from fedpact.privacy.batches import BatchClippedKernel
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import Budget
 
 
 def case(name, count=9, dtype=torch.float64):
     torch.manual_seed(0)
-    module = getattr(papers, name)((1, 12, 12), 3).to(dtype)
+    module = getattr(zoo, name)((1, 12, 12), 3).to(dtype)
     return module, torch.randn(count, 1, 12, 12, dtype=dtype), torch.arange(count) % 3
 
 
@@ -80,10 +80,10 @@ def test_noise_on_the_grid_goes_to_the_card(monkeypatch, no_operation_looks):
     def gaussian(size, like):
         return z.clone()
 
-    here = grid.noisy(total, 1.5, 0.3, gaussian)
-    monkeypatch.setattr(grid, "on_cpu", lambda _: False)
+    here = secure.noisy(total, 1.5, 0.3, gaussian)
+    monkeypatch.setattr(secure, "on_cpu", lambda _: False)
     with no_operation_looks:
-        there = grid.noisy(total, 1.5, 0.3, gaussian)
+        there = secure.noisy(total, 1.5, 0.3, gaussian)
     assert there.dtype == total.dtype
     assert torch.equal(here, there)
     assert not torch.equal(SecureDraws().add_noise(total.clone(), 1.5, 0.3, 0, "gradient"), there)

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.simulation import simulate
-from fedpact.errors import PlanError
-from fedpact.ledger.receipt import receipt
-from fedpact.messages import Task
+from fedpact.common.errors import PlanError
+from fedpact.common.messages import Task
+from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.plan import Plan
+from fedpact.privacy.ledger.receipt import receipt
+from fedpact.simulation.simulate import simulate
 
 SMALL = {"rounds": 3, "sites": 4, "run": {"workers": 1}}
 SUM = {"secure_aggregation": {"threshold": 3}}

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from fedpact.engines.stacked import Seat, Stack
-from fedpact.losses import cross_entropy
-from fedpact.params import FlatModel
-from fedpact.privacy.batch_clipped import BatchClippedKernel
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.privacy.batches import BatchClippedKernel
+from fedpact.simulation.stacked import Seat, Stack
 
 ROOM = 1 + 1e-5
 

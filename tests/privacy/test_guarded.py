@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from fedpact.draws.seeded import SeededDraws, seeded_generator
-from fedpact.errors import InputError
-from fedpact.losses import cross_entropy
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel
-from fedpact.privacy import guarded
-from fedpact.privacy.batch_clipped import BatchClippedKernel
+from fedpact.common.errors import InputError
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import SeededDraws, seeded_generator
+from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.privacy import batches
+from fedpact.privacy.accounting.accountant import Budget
+from fedpact.privacy.batches import BatchClippedKernel
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import Budget
 
 WORDS = 9
 PER_SAMPLE = {"gradient": 1.5, "difference": 2.0, "loss": 4.0, "below": 10.0}
@@ -90,11 +90,11 @@ def test_records_that_raise_together_only_are_taken_one_by_one():
         return some.sum(0)
 
     like = torch.zeros(3)
-    total = guarded.sum_finite(take, x, y, None, like, lambda total: total / 2)
+    total = batches.sum_finite(take, x, y, None, like, lambda total: total / 2)
     assert torch.allclose(total, x[[0, 1, 3, 4]].sum(0) / 2)
     assert total.dtype == like.dtype
-    assert not guarded.sum_finite(take, x, y, None, like, None).any()
-    losses = guarded.measure_losses(lambda some, labels, layout: take(some, labels)[:1], x, y)
+    assert not batches.sum_finite(take, x, y, None, like, None).any()
+    losses = batches.measure_losses(lambda some, labels, layout: take(some, labels)[:1], x, y)
     assert losses.isnan().tolist() == [False, False, True, False, False]
 
 

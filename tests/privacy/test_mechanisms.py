@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedpact.draws.seeded import SeededDraws
-from fedpact.errors import FedpactError, InputError, PlanError
-from fedpact.params import FlatModel
+from fedpact.common.errors import FedpactError, InputError, PlanError
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.plan import Plan
-from fedpact.privacy import reach
+from fedpact.privacy import reply_bounds
+from fedpact.privacy.accounting.accountant import Budget
 from fedpact.privacy.mechanisms import MECHANISMS, check_mechanisms, sensitivity
 from fedpact.privacy.oracle import PrivateOracle, Records, Terms
-from fedpact.theory.accounting import Budget
 
 CLIP = 0.7
 BOUND = 1.5
@@ -79,7 +79,7 @@ def test_a_gradient_is_no_longer_than_the_server_expects(name):
         x, y = torch.full((count, FEATURES), 50.0).double(), torch.zeros(count).double()
         length = float(released(name, Records(x, y), "gradient").norm())
         assert length <= (count if MECHANISMS[name].summed else 1) * CLIP * (1 + 1e-9)
-    assert reach.gradient(terms(name)).clipped >= CLIP
+    assert reply_bounds.gradient(terms(name)).clipped >= CLIP
 
 
 @pytest.mark.parametrize("name", MECHANISMS)

@@ -6,11 +6,11 @@ from statistics import NormalDist
 import pytest
 import torch
 
-from fedpact.draws.secure import SecureDraws
-from fedpact.draws.seeded import SeededDraws
-from fedpact.errors import InputError
-from fedpact.privacy.once import FullDataRelease
-from fedpact.theory.accounting import Budget, SampledGaussian
+from fedpact.common.errors import InputError
+from fedpact.common.randomness.secure import SecureDraws
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.privacy.accounting.accountant import Budget, SampledGaussian
+from fedpact.privacy.terms import FullDataRelease
 
 BOUNDS = {"hits": 1.0, "loss": 3.0, "roc": 1.0}
 

@@ -14,24 +14,16 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from fedpact.draws.seeded import SeededDraws, seeded_generator
-from fedpact.errors import BudgetExhausted, InputError, ModelError, PolicyRefused
-from fedpact.ledger.ledger import Ledger, read_entries
-from fedpact.losses import cross_entropy
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel, PlainKernel
-from fedpact.privacy.batch_clipped import BatchClippedKernel
-from fedpact.privacy.batches import clip_for
-from fedpact.privacy.oracle import (
-    Charge,
-    Fair,
-    PlainOracle,
-    PrivateOracle,
-    Records,
-    Uniform,
-)
+from fedpact.common.errors import BudgetExhausted, InputError, ModelError, PolicyRefused
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import SeededDraws, seeded_generator
+from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+from fedpact.privacy.accounting.accountant import Budget, joint
+from fedpact.privacy.batches import BatchClippedKernel, clip_for
+from fedpact.privacy.ledger.ledger import Ledger, read_entries
+from fedpact.privacy.oracle import Charge, Fair, PlainOracle, PrivateOracle, Records, Uniform
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import Budget, joint
 
 LEVEL = 1e-6
 SIGMAS = {"gradient": 1.5, "loss": 4.0, "below": 10.0}

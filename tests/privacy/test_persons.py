@@ -10,26 +10,25 @@ import torch
 from torch import nn
 
 from fedpact.cli.plan import forecast
-from fedpact.data.datasets import from_arrays
-from fedpact.data.kinds import PartitionSettings
-from fedpact.data.partition import make_partition
+from fedpact.common.errors import DataError, PlanError, PolicyRefused
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.data.load import from_arrays
+from fedpact.data.partition import PartitionSettings, make_partition
 from fedpact.data.splits import hold_out_persons, limit_records_per_person
-from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.scene import SimulationSetup
-from fedpact.engines.simulation import simulate
-from fedpact.errors import DataError, PlanError, PolicyRefused
-from fedpact.ledger.ledger import Ledger
-from fedpact.ledger.receipt import receipt
-from fedpact.losses import cross_entropy
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel
-from fedpact.persample.weighting import Fair
+from fedpact.per_sample.clipping import Fair
+from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.plan import Plan
+from fedpact.privacy.accounting.accountant import Budget, SampledGaussian
+from fedpact.privacy.ledger.ledger import Ledger
+from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
 from fedpact.report.page import write_report
-from fedpact.theory.accounting import Budget, SampledGaussian
+from fedpact.simulation.setup import SimulationSetup
+from fedpact.simulation.simulate import simulate
 
 CLIP = 0.25
 MODELS = {

@@ -2,12 +2,12 @@ import math
 
 import pytest
 
-from fedpact.errors import InputError, PlanError, PolicyRefused
-from fedpact.ledger.ledger import Ledger
-from fedpact.ledger.reservations import over_runs
+from fedpact.common.errors import InputError, PlanError, PolicyRefused
+from fedpact.privacy.accounting.accountant import Budget
+from fedpact.privacy.ledger.ledger import Ledger
+from fedpact.privacy.ledger.reservations import over_runs
 from fedpact.privacy.policy import Policy, sum_reservations
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import Budget
 
 ALLOWED = {
     "algorithms": ["fedavg"],

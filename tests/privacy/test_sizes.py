@@ -9,13 +9,13 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 from scipy.stats import chi2, kstest
 
-from fedpact.draws.secure import SecureDraws
-from fedpact.draws.seeded import SeededDraws
-from fedpact.errors import InputError, PlanError, PolicyRefused
+from fedpact.common.errors import InputError, PlanError, PolicyRefused
+from fedpact.common.randomness.secure import SecureDraws
+from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.plan import Plan
+from fedpact.privacy.accounting.accountant import SampledGaussian
 from fedpact.privacy.policy import Policy
-from fedpact.privacy.sizes import noisy_size
-from fedpact.theory.accounting import SampledGaussian
+from fedpact.privacy.terms import noisy_size
 
 NOISY = {"sizes": "noisy"}
 

@@ -10,10 +10,10 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
-from fedpact.errors import InputError, PlanError
+from fedpact.common.errors import InputError, PlanError
+from fedpact.privacy.accounting.accountant import Accountant, Budget
 from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import Accountant, Budget
 
 ONE = {"gradient": 1.0}
 THREE = {"gradient": 1.0, "loss": 2.5, "below": 10.0}

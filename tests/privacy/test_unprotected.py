@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from fedpact.draws.seeded import SeededDraws
-from fedpact.errors import PolicyRefused
-from fedpact.ledger.ledger import Ledger
-from fedpact.ledger.receipt import receipt
-from fedpact.losses import cross_entropy
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel, PlainKernel
+from fedpact.common.errors import PolicyRefused
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+from fedpact.privacy.accounting.accountant import Budget
+from fedpact.privacy.ledger.ledger import Ledger
+from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.oracle import Charge, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import Budget
 
 COUNT = 1100  # more than two slices of the sum
 TERMS = Terms("a", float(COUNT), 0.5, 1.0, {"gradient": 5.0}, 3, Budget(2.0, 1e-5), "best")

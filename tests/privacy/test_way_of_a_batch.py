@@ -17,12 +17,12 @@ from tests.test_architecture import own_imports, read_package
 from torch import nn
 
 import fedpact
-from fedpact.draws.seeded import SeededDraws
-from fedpact.losses import cross_entropy
-from fedpact.params import FlatModel
-from fedpact.persample.kernel import PerSampleKernel
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.privacy.accounting.accountant import Budget
 from fedpact.privacy.oracle import PrivateOracle, Records, Terms
-from fedpact.theory.accounting import Budget
 
 SOURCE = Path(fedpact.__file__).parent
 PAGE = SOURCE.parents[1] / "docs" / "architecture.md"
@@ -110,7 +110,7 @@ def importers() -> dict[str, set[str]]:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_batch_turns_back_four_times_at_most(way, importers):
     made = calls(way)
-    assert f"fedpact.persample.{way}" in {called for _, called in made}
+    assert f"fedpact.per_sample.{way}" in {called for _, called in made}
     back = {(caller, called) for caller, called in made if called in importers[caller]}
     assert len(back) <= MOST, sorted(back)
 
@@ -118,6 +118,6 @@ def test_a_batch_turns_back_four_times_at_most(way, importers):
 @pytest.mark.parametrize("way", WAYS)
 def test_the_page_names_every_file_on_the_way(way):
     named = set(re.findall(r"`(\w+/\w+(?:/\w+)?)\.py`", section()))
-    packages = ("privacy", "persample", "draws")
+    packages = ("privacy", "per_sample", "common/randomness")
     passed = {called.removeprefix("fedpact.").replace(".", "/") for _, called in calls(way)}
-    assert {file for file in passed if file.split("/")[0] in packages} <= named
+    assert {file for file in passed if file.startswith(packages)} <= named

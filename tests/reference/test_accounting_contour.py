@@ -10,23 +10,23 @@ import pytest
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
-from fedpact.theory import contour, gaussian, pld
-from fedpact.theory.accounting import (
+from fedpact.privacy.accounting import characteristic_function, gaussian, pld
+from fedpact.privacy.accounting.accountant import (
     Budget,
     SampledGaussian,
     epsilon,
     max_steps,
     quick_epsilon,
 )
-from fedpact.theory.calibration import smallest_sigma
+from fedpact.privacy.accounting.calibration import smallest_sigma
 
 
 def quadrature(terms, c, spread):
     """Return δ as a function of ε, the larger of both directions.
 
     By Gauss and Legendre in z and equal steps in u, without smoothing, bounds or tails: what
-    theory.contour bounds from above. Beyond z = 9 lie 1e-11 of 1e8 releases. c: any order; spread:
-    of the composed loss.
+    privacy.accounting.characteristic_function bounds from above. Beyond z = 9 lie 1e-11 of 1e8
+    releases. c: any order; spread: of the composed loss.
     """
     x, w = np.polynomial.legendre.leggauss(24)
     cuts = np.linspace(-9, 9, 145)
@@ -86,7 +86,7 @@ def test_an_integral_that_is_all_rounding_is_a_bound_still(c):
 
     Beside a small ε there are digits enough, and the smoothing adds less than a hundredth.
     """
-    mu, integral = 0.7, contour._Integral([], 0.7**2, 7e-5, c, 60.0)
+    mu, integral = 0.7, characteristic_function._Integral([], 0.7**2, 7e-5, c, 60.0)
     for e in np.linspace(0.5, 9.0, 171):
         assert integral.delta(e) >= gaussian_delta(mu, e)
         assert e > 5 or integral.delta(e) <= 1.01 * gaussian_delta(mu, e)
@@ -113,7 +113,7 @@ CASES = [
 def test_where_a_grid_serves_both_agree(terms, delta):
     # dp-accounting's grid adds 0.1 % at most, the smoothing 0.4.
     assert pld.is_resolved(terms, delta)
-    found = contour.contour_epsilon(terms, delta)
+    found = characteristic_function.contour_epsilon(terms, delta)
     assert found == pytest.approx(pld.pld_epsilon(terms, delta), rel=6e-3)
 
 

@@ -10,7 +10,7 @@ from dp_accounting.pld import privacy_loss_distribution as library
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
-from fedpact.theory import persons, pld, running
+from fedpact.privacy.accounting import group_privacy, pld
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
@@ -72,21 +72,21 @@ def test_what_transforms_may_round_never_lowers_epsilon(monkeypatch, sigma, coun
     assert exact <= pld.pld_epsilon(terms, delta) <= 1.001 * exact
 
 
-@pytest.mark.parametrize("module", [running, persons])
+@pytest.mark.parametrize("module", [pld, group_privacy])
 def test_its_own_transforms_rounding_never_lowers_epsilon(monkeypatch, module):
     """The same of the transforms that fedpact carries out itself."""
     q, sigma, count, delta = 0.015, 1.1, 716, 1e-10
-    error, solve = (count + 20) * 2.0**-52, running._solve
+    error, solve = (count + 20) * 2.0**-52, pld._solve
 
     def epsilon():
-        if module is running:
-            return running.epsilons([[(q, sigma, count)]], delta)[0]
-        return persons._epsilon.__wrapped__(((q, sigma, count),), delta, 2)
+        if module is pld:
+            return pld.epsilons([[(q, sigma, count)]], delta)[0]
+        return group_privacy._epsilon.__wrapped__(((q, sigma, count),), delta, 2)
 
     with monkeypatch.context() as without:
         without.setattr(module, "fft_rounding", lambda count: 0.0)
         exact = epsilon()
-    monkeypatch.setattr(running, "_solve", lambda *grid: solve(*grid[:2], grid[2] + error))
+    monkeypatch.setattr(pld, "_solve", lambda *grid: solve(*grid[:2], grid[2] + error))
     assert exact <= epsilon() <= 1.001 * exact
 
 

@@ -10,7 +10,7 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDp
 from dp_accounting.rdp import RdpAccountant
 from opacus.accountants.analysis import rdp as opacus
 
-from fedpact.theory import rdp
+from fedpact.privacy.accounting import rdp
 
 POINTS = [
     (0.015, 1.1, 2.0),

@@ -10,9 +10,9 @@ from scipy.optimize import brentq
 from scipy.special import ndtr
 from scipy.stats import binom
 
-from fedpact.persample.weighting import Fair
-from fedpact.theory import rdp
-from fedpact.theory.accounting import epsilon, joint
+from fedpact.per_sample.clipping import Fair
+from fedpact.privacy.accounting import rdp
+from fedpact.privacy.accounting.accountant import epsilon, joint
 
 RATE, SIGMA, SIGMA_LOSS, DELTA = 0.05, 2.0, 5.0, 1e-5  # the paper's settings
 

@@ -13,7 +13,7 @@ from scipy.optimize import brentq
 from scipy.special import ndtr
 from scipy.stats import binom
 
-from fedpact.theory.accounting import SampledGaussian, epsilon
+from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
 
 RATE, DELTA = 1e-3, 1e-4  # the paper's settings
 DIMENSION, USERS, GRADIENT = 1e4, 100, 5.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedpact.messages import RoundRecord, SiteScore
+from fedpact.common.messages import RoundRecord, SiteScore
 
 Build = Callable[..., Path]
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from tests.browser import cells, chromium, look, opened, printed
 
+from fedpact.privacy.accounting.accountant import Budget
+from fedpact.report.compared_runs import Comparison, SweepPoint
 from fedpact.report.comparison import document, write_comparison
-from fedpact.report.outcomes import Comparison, SweepPoint
 from fedpact.report.page import write_report
-from fedpact.theory.accounting import Budget
 
 from .conftest import builder
 from .test_audits import audit

@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedpact.messages import RoundRecord, SiteScore
+from fedpact.common.messages import RoundRecord, SiteScore
 from fedpact.plan import Plan
-from fedpact.report.charts.overlay import curve, series, sweeps
+from fedpact.report.comparable import differences
+from fedpact.report.compared_runs import Comparison, SweepPoint, read_comparison, run_folder
 from fedpact.report.comparison import (
     document,
+    effort,
+    find_bytes_to_targets,
     guarantees,
     inequality,
     render_comparison,
     rows,
     write_comparison,
 )
-from fedpact.report.effort import effort
-from fedpact.report.equality import differences
-from fedpact.report.outcomes import Comparison, SweepPoint, read_comparison, run_folder
-from fedpact.report.reached import find_bytes_to_targets
+from fedpact.report.comparison_charts import curve, series, sweeps
 
 from .conftest import terms
 from .test_page import Page

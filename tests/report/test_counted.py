@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from fedpact.errors import DataError
-from fedpact.ledger.ledger import Ledger
-from fedpact.ledger.reservations import CompanionReservation, Shared
-from fedpact.papers.selection import LAWS, winner_epsilon
-from fedpact.report.counted import count_tuning_cost
-from fedpact.theory import shares
-from fedpact.theory.accounting import Budget, History, SampledGaussian, epsilon
+from fedpact.common.errors import DataError
+from fedpact.privacy.accounting import shared_noise
+from fedpact.privacy.accounting.accountant import Budget, History, SampledGaussian, epsilon
+from fedpact.privacy.accounting.tuning_cost import LAWS, winner_epsilon
+from fedpact.privacy.ledger.ledger import Ledger
+from fedpact.privacy.ledger.reservations import CompanionReservation, Shared
+from fedpact.report.compared_runs import count_tuning_cost
 
 DELTA = 1e-5
 CHEAP = {SampledGaussian(0.05, 4.0): 100}
@@ -36,10 +36,10 @@ def run(
     held: what is promised for the records that `split` holds out.
     """
     for site, events in sites.items():
-        cost = epsilon(events, delta - (shares.ADDED_DELTA if honest else 0))
+        cost = epsilon(events, delta - (shared_noise.ADDED_DELTA if honest else 0))
         shared = None
         if honest:
-            shared = Shared(honest, epsilon(shares.all_alone(events, honest), delta))
+            shared = Shared(honest, epsilon(shared_noise.all_alone(events, honest), delta))
         file = path / "sites" / site / "ledger.jsonl"
         with Ledger(file, site, hypothetical=True) as ledger:
             ledger.reserve(path.name, Budget(cost, delta), events, shared=shared, unit=unit)
@@ -127,9 +127,9 @@ def test_shared_noise_has_epsilon_with_and_without_others(tmp_path: Path) -> Non
     assert found.alone is not None
     assert found.honest == 4
     # A little δ is taken off for the shares' law, of each run.
-    assert found.found.every >= epsilon(whole, DELTA - 2 * shares.ADDED_DELTA)
+    assert found.found.every >= epsilon(whole, DELTA - 2 * shared_noise.ADDED_DELTA)
     assert found.found.every == pytest.approx(epsilon(whole, DELTA), rel=1e-6)
-    assert found.alone.every == epsilon(shares.all_alone(whole, 4), DELTA) > found.found.every
+    assert found.alone.every == epsilon(shared_noise.all_alone(whole, 4), DELTA) > found.found.every
     assert "at least 4 sites" in found.lines[0]
     assert "no other site is honest" in found.lines[2]
 

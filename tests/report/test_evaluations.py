@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from tests.evaluation.people import people
 
-from fedpact.engines.simulation import simulate
+from fedpact.common.format import percent
 from fedpact.plan import Plan
+from fedpact.report.compared_runs import read_comparison, run_folder
 from fedpact.report.comparison import document, evaluation_lines, render_comparison
-from fedpact.report.outcomes import read_comparison, run_folder
 from fedpact.report.page import write_report
-from fedpact.report.reading import read_run
-from fedpact.text import percent
+from fedpact.report.run_files import read_run
+from fedpact.simulation.simulate import simulate
 
 SEEDS = [0, 1]
 

@@ -10,13 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
-from fedpact.engines.secure.told import secure_lines
-from fedpact.errors import PlanError
+from fedpact.common.errors import PlanError
+from fedpact.common.format import upper
 from fedpact.plan import Plan
-from fedpact.report.exports import model_card, registry, summary
-from fedpact.report.exports.facts import SIMULATED, Facts, about_of
-from fedpact.report.reading import read_run
-from fedpact.text import upper
+from fedpact.report import export, model_card
+from fedpact.report.export import SIMULATED, Facts, about_of
+from fedpact.report.run_files import read_run
+from fedpact.simulation.secure_aggregation.graph import secure_lines
 
 from .conftest import Build
 
@@ -75,18 +75,18 @@ def facts(folder: Path, privacy: dict[str, Any] | None = None, **about: Any) -> 
 
 def texts(of: Facts) -> dict[str, str]:
     return {
-        "registry": registry.as_yaml(registry.entry(of)),
+        "registry": export.as_yaml(export.entry(of)),
         "model-card": model_card.render_model_card(of),
-        "summary": summary.render_summary(of) + json.dumps(summary.summarise_facts(of)),
+        "summary": model_card.render_summary(of) + json.dumps(model_card.summarise_facts(of)),
     }
 
 
 def test_the_entry_is_what_the_registry_asks_for(build: Build) -> None:
     of = facts(build(NAMES), {"randomness": "secure, at each site"}, **ABOUT)
-    text = registry.as_yaml(registry.entry(of))
+    text = export.as_yaml(export.entry(of))
     # Another reader of YAML, and its own check that nothing is a date or a number by mistake.
     found = yaml.safe_load(text)
-    assert found == registry.entry(of)
+    assert found == export.entry(of)
     assert set(found) == {"url_slug", "deployment"}
     deployment = found["deployment"]
     for part in {*REQUIRED, *OPTIONAL}:
@@ -102,11 +102,11 @@ def test_the_entry_is_what_the_registry_asks_for(build: Build) -> None:
     assert all(value for part in deployment.values() for value in part.values())
 
 
-@pytest.mark.parametrize("key", registry._REQUIRED)
+@pytest.mark.parametrize("key", export._REQUIRED)
 def test_nothing_that_the_registry_requires_is_made_up(build: Build, key: str) -> None:
     of = facts(build(["a", "b"]), **{k: v for k, v in ABOUT.items() if k != key})
     with pytest.raises(PlanError, match=rf"requires about\.{key} "):
-        registry.entry(of)
+        export.entry(of)
 
 
 def test_epsilon_is_the_largest_over_sites_and_held_out(build: Build) -> None:
@@ -114,11 +114,11 @@ def test_epsilon_is_the_largest_over_sites_and_held_out(build: Build) -> None:
     of = facts(folder, **ABOUT)
     # What the sites' terms reserved, in the hand-written files; rounded up, never down.
     assert of.epsilon == 3.5 - 0.0003
-    parameters = registry.entry(of)["deployment"]["privacy_loss"]["privacy_parameters"]
+    parameters = export.entry(of)["deployment"]["privacy_loss"]["privacy_parameters"]
     assert parameters == {"epsilon": 3.5, "delta": 1e-5}
     held = {"evaluation": {"epsilon_reserved": 4.25, "delta": 2e-5, "share": 0.1}}
     of = facts(folder, held, **ABOUT)
-    parameters = registry.entry(of)["deployment"]["privacy_loss"]["privacy_parameters"]
+    parameters = export.entry(of)["deployment"]["privacy_loss"]["privacy_parameters"]
     assert parameters == {"epsilon": 4.25, "delta": 2e-5}
     assert "ε at most 4.25, and δ = 2e-05" in model_card.render_model_card(of)
 
@@ -131,7 +131,7 @@ def test_the_number_of_shared_noise_needs_nobody_else(build: Build) -> None:
         site |= {"honest": 7, "epsilon_alone": 6.5}
     path.write_text(json.dumps(privacy | {"honest": 7}))
     of = facts(folder, **ABOUT)
-    loss = registry.entry(of)["deployment"]["privacy_loss"]
+    loss = export.entry(of)["deployment"]["privacy_loss"]
     assert loss["privacy_parameters"]["epsilon"] == 6.5
     told = f"{upper(of.epsilon)} if at least 7 sites of each sum are honest, 6.5 if no other is"
     assert told in loss["privacy_parameters_details"]
@@ -152,7 +152,7 @@ def test_no_site_is_named_in_any_form(build: Build, budgets: list[float]) -> Non
 def test_small_cells_are_omitted_and_others_are_upper_bounds(build: Build) -> None:
     # Five sites in (1, 2], six in (2, 5], one alone in (5, 10].
     of = facts(build(NAMES, budgets=[*[1.5] * 5, *[2.5, 3.0, 4.0, 4.0, 4.5, 5.0], 8.0]))
-    found = summary.summarise_facts(of)
+    found = model_card.summarise_facts(of)
     assert [(c["epsilon_above"], c["epsilon_at_most"], c["sites"]) for c in found["cells"]] == [
         (1, 2, 5),
         (2, 5, 6),
@@ -160,22 +160,22 @@ def test_small_cells_are_omitted_and_others_are_upper_bounds(build: Build) -> No
     spent = {site.epsilon_spent for site in of.run.site_privacy.values()}
     # Of 1.2016 the end of the class, and no site's own.
     assert all(1 < max(spent) < cell["epsilon_spent"] == 2 for cell in found["cells"])
-    text = summary.render_summary(of)
+    text = model_card.render_summary(of)
     # Neither the class of the one, nor how many sites there are.
     for hidden in ("8", "12", "at most 10"):
         assert hidden not in text
         assert hidden not in json.dumps(found)
     assert "| above 2, at most 5 | 6 |" in text
     few = facts(build(NAMES[:4]))
-    assert summary.summarise_facts(few)["cells"] == []
-    assert "so none is shown" in summary.render_summary(few)
-    for form in (summary.render_summary(few), model_card.render_model_card(few)):
+    assert model_card.summarise_facts(few)["cells"] == []
+    assert "so none is shown" in model_card.render_summary(few)
+    for form in (model_card.render_summary(few), model_card.render_model_card(few)):
         assert "4 sites" not in form
 
 
 @pytest.mark.parametrize("epsilon", [1e-9, 1.0, 2.0, 5000.0, 9999.0])
 def test_every_budget_is_in_its_class(build: Build, epsilon: float) -> None:
-    (cell,) = summary.summarise_facts(facts(build(NAMES, budgets=[epsilon] * 12)))["cells"]
+    (cell,) = model_card.summarise_facts(facts(build(NAMES, budgets=[epsilon] * 12)))["cells"]
     assert cell["epsilon_above"] < epsilon <= cell["epsilon_at_most"]
     assert cell["sites"] == 12
 
@@ -191,19 +191,19 @@ def test_a_cell_covers_whoever_is_held_out(build: Build, split_by: str, five: fl
     held = {"share": 0.2, "epsilon": 4.0, "epsilon_reserved": 3.75, "delta": 1e-3}
     held |= {"split_by": split_by, "epsilon_per_person": {"5": 9.0}}
     of = facts(folder, {"evaluation": held}, **ABOUT)
-    (cell,) = summary.summarise_facts(of)["cells"]
+    (cell,) = model_card.summarise_facts(of)["cells"]
     assert (cell["epsilon_above"], cell["epsilon_at_most"]) == (2, 5)
     assert (cell["epsilon_spent"], cell["epsilon_spent_alone"]) == (5, 5)
     assert (cell["epsilon_of_person_of_five"], cell["delta"]) == (five, 1e-3)
     # What was released cost 1.5 so far; training, 1.2.
     of.run.summary["evaluation"] = {"figures": [], "epsilon_spent": dict.fromkeys(NAMES, 2.5)}
-    (cell,) = summary.summarise_facts(of)["cells"]
+    (cell,) = model_card.summarise_facts(of)["cells"]
     assert cell["epsilon_spent"] == 5
     of.run.summary["evaluation"]["epsilon_spent"] = dict.fromkeys(NAMES, 1.5)
-    (cell,) = summary.summarise_facts(of)["cells"]
+    (cell,) = model_card.summarise_facts(of)["cells"]
     assert cell["epsilon_spent"] == 2
     # The entry says whom it counts.
-    loss = registry.entry(of)["deployment"]["privacy_loss"]
+    loss = export.entry(of)["deployment"]["privacy_loss"]
     assert "is of those trained on; about 20%" in loss["privacy_parameters_details"]
 
 
@@ -276,15 +276,15 @@ def test_held_out_figures_are_on_no_card_and_released_ones_are(build: Build) -> 
 
 def test_a_simulation_says_so_first_and_a_plain_run_has_no_entry(build: Build) -> None:
     of = facts(build(NAMES), **ABOUT)
-    entry = registry.entry(of)["deployment"]
+    entry = export.entry(of)["deployment"]
     assert entry["basic"]["name"].startswith("SIMULATION, not a deployment")
     assert entry["basic"]["description"].startswith(SIMULATED)
     assert SIMULATED in entry["privacy_loss"]["privacy_parameters_details"]
     assert SIMULATED in model_card.render_model_card(of).split("## ")[0]
-    assert SIMULATED in summary.render_summary(of)
+    assert SIMULATED in model_card.render_summary(of)
     plain = facts(build(NAMES, private=False), **ABOUT)
     with pytest.raises(PlanError, match="NOT PRIVATE"):
-        registry.entry(plain)
+        export.entry(plain)
     card = model_card.render_model_card(plain)
     assert "**NOT PRIVATE" in card
     assert "not-private" in card
@@ -355,9 +355,9 @@ def test_person_with_many_records_may_also_pay_evaluations(
         site["epsilon_per_person"] = {"5": 8.0}
     held = {"epsilon_reserved": 1.0, "delta": 1e-5, "split_by": split}
     held["epsilon_per_person"] = {"5": 9.0}
-    (alone,) = summary.summarise_facts(facts(folder, privacy))["cells"]
+    (alone,) = model_card.summarise_facts(facts(folder, privacy))["cells"]
     assert alone["epsilon_of_person_of_five"] == 10  # 8, to the class's end
-    (cell,) = summary.summarise_facts(facts(folder, privacy | {"evaluation": held}))["cells"]
+    (cell,) = model_card.summarise_facts(facts(folder, privacy | {"evaluation": held}))["cells"]
     assert cell["epsilon_of_person_of_five"] == expected
-    told = summary.render_summary(facts(folder, privacy | {"evaluation": held}))
+    told = model_card.render_summary(facts(folder, privacy | {"evaluation": held}))
     assert "bears the evaluations' instead, (ε, δ) at most (1, 1e-05)" in told

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fedpact.messages import SiteScore
-from fedpact.report.officer import stake
+from fedpact.common.messages import SiteScore
+from fedpact.report.meaning import stake
 from fedpact.report.page import write_report
 
 from .conftest import builder

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fedpact.papers.rates import STEP, rates
-from fedpact.papers.wire import wire
-from fedpact.report.reading import read_run
+from fedpact.report.convergence import STEP, rates, wire
+from fedpact.report.run_files import read_run
 
 Build = Callable[..., Path]
 SITES = ["a", "b", "c"]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from fedpact.errors import DataError
+from fedpact.common.errors import DataError
 from fedpact.report.page import write_report
-from fedpact.report.reading import read_run
+from fedpact.report.run_files import read_run
 
 Build = Callable[..., Path]
 SITES = ["north", "south"]

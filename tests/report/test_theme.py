@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fedpact.common.notebook import DARK, LIGHT, css
 from fedpact.report.page import write_report
-from fedpact.shown.colours import DARK, LIGHT, css
 
 LINES = ("blue", "red", "green", "orange", "pink", "sky", "grey", "axis")
 

@@ -9,8 +9,9 @@ import pytest
 from pydantic import BaseModel
 
 import fedpact
-from fedpact import algorithms, configuration
-from fedpact.errors import FedpactError, PlanError
+from fedpact import algorithms
+from fedpact.common import configuration
+from fedpact.common.errors import FedpactError, PlanError
 from fedpact.plan import Plan
 
 _DRAW = np.random.default_rng(7)

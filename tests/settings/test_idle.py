@@ -6,15 +6,15 @@ import pytest
 from pydantic import BaseModel
 
 from fedpact import algorithms
+from fedpact.algorithms.wrappers.effective import USES
 from fedpact.api import load, run
 from fedpact.cli.run import execute_resume
-from fedpact.comparison.sweep import expand_sweep
-from fedpact.configuration import DEFAULTS_KEY
-from fedpact.engines.extended import with_rounds
-from fedpact.errors import PlanError
-from fedpact.methods.effective import USES
+from fedpact.common.configuration import DEFAULTS_KEY
+from fedpact.common.errors import PlanError
 from fedpact.plan import Plan
 from fedpact.report.page import write_report
+from fedpact.simulation.extend import with_rounds
+from fedpact.studies.pool import expand_sweep
 
 SHARE = {"share": 0.2}
 PLANS = {

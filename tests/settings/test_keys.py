@@ -6,9 +6,9 @@ import pytest
 from pydantic import BaseModel
 
 from fedpact import algorithms
-from fedpact.errors import PlanError
+from fedpact.common.errors import PlanError
+from fedpact.common.reference import check_keys, keys
 from fedpact.plan import Plan
-from fedpact.reference.keys import check_keys, keys
 
 
 def tables(model: type[BaseModel]) -> list[type[BaseModel]]:
@@ -110,7 +110,7 @@ def test_class_unknown_to_the_sources_is_left_to_the_plan(tmp_path):
         keys(("fedpact.privacy.settings", "Nobody"))
     # A base from elsewhere may have any fields.
     with pytest.raises(LookupError):
-        keys(("fedpact.errors", "InputError"))
+        keys(("fedpact.common.errors", "InputError"))
 
 
 def test_a_configuration_that_is_no_table_is_left_to_the_plan(tmp_path):

@@ -14,14 +14,15 @@ from pydantic import BaseModel
 
 from fedpact import algorithms
 from fedpact.cli.main import app
-from fedpact.configuration import flatten
-from fedpact.engines.parties.federation import Federation
-from fedpact.engines.parties.records import SiteSettings
-from fedpact.errors import InputError, PlanError
+from fedpact.common import reference
+from fedpact.common.configuration import flatten
+from fedpact.common.errors import InputError, PlanError
+from fedpact.common.reference import declared_keys
+from fedpact.deployment.federation import Federation
+from fedpact.deployment.site_records import SiteSettings
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
-from fedpact.reference import forms, meanings, starting, tables
-from fedpact.reference.sources import declared_keys
+from fedpact.studies import starting_plan
 
 SETTINGS = [algorithms.load(name).Settings for name in algorithms.names()]
 CLASSES = [Plan, Federation, SiteSettings, Policy, *SETTINGS]
@@ -54,8 +55,8 @@ def test_default_range_and_optionality_match_the_class(model):
     known = declared_keys((model.__module__, model.__name__))
     assert list(known) == list(model.model_fields)
     for name, field in model.model_fields.items():
-        form, default = forms.form(known[name]), forms.find_default(known[name])
-        assert (default is forms.REQUIRED) == field.is_required(), name
+        form, default = reference.form(known[name]), reference.find_default(known[name])
+        assert (default is reference.REQUIRED) == field.is_required(), name
         if not field.is_required() and form.table is None:
             assert default == field.get_default(call_default_factory=True), name
         assert limits(form.range) == asked_of(field), name
@@ -82,25 +83,25 @@ def uncommented(text: str) -> str:
 
 
 def test_a_plan_to_begin_with_is_the_embedded_default():
-    assert Plan.parse(tomllib.loads(starting.starting_plan())) == Plan.read(None)
+    assert Plan.parse(tomllib.loads(starting_plan.starting_plan())) == Plan.read(None)
 
 
 @pytest.mark.parametrize("name", algorithms.names())
 def test_all_of_its_comments_together_change_nothing(name):
     own = ["privacy.mode='none'"] if algorithms.load(name).Settings().plain_only else []
     given = [f"algorithm={name}", *own]
-    raw = tomllib.loads(uncommented(starting.starting_plan(given)))
+    raw = tomllib.loads(uncommented(starting_plan.starting_plan(given)))
     whole, plan = Plan.parse(raw), Plan.read(None, given)
     assert whole.document() | {"defaults": []} == plan.document() | {"defaults": []}
     # Every key with a default stands in it; what has none would not be TOML.
-    known = [t for t in tables.tables() if "NAME" not in t.name]
-    keys = {k.name: k.default for t in [*known, tables.algorithm(name).settings] for k in t.keys}
+    known = [t for t in reference.tables() if "NAME" not in t.name]
+    keys = {k.name: k.default for t in [*known, reference.algorithm(name).settings] for k in t.keys}
     assert set(flatten(raw)) >= {k for k, v in keys.items() if v is not None and k != "settings"}
 
 
 def test_named_tables_and_keys_without_default_list_names():
-    text = starting.starting_plan()
-    for table in tables.tables():
+    text = starting_plan.starting_plan()
+    for table in reference.tables():
         for key in table.keys:
             own = rf"^#? ?{key.last} =" if key.name != "settings" else r"^\[settings\]"
             assert re.search(own, text, re.MULTILINE), key.name
@@ -108,7 +109,7 @@ def test_named_tables_and_keys_without_default_list_names():
 
 def test_what_is_given_stands_in_it(tmp_path):
     given = ["records.columns.age={range=[0,120], scale='range'}", "privacy.per_site.a.epsilon=1.5"]
-    raw = tomllib.loads(starting.starting_plan(given))
+    raw = tomllib.loads(starting_plan.starting_plan(given))
     assert raw["records"]["columns"]["age"] == {"range": [0, 120], "scale": "range"}
     assert raw["privacy"]["per_site"] == {"a": {"epsilon": 1.5}}
 
@@ -130,31 +131,31 @@ def test_init_writes_once_and_nothing_that_is_no_plan(tmp_path: Path, capsys):
 
 
 def test_a_table_and_a_key_are_found_by_name():
-    (privacy, _) = tables.find("privacy")
+    (privacy, _) = reference.find("privacy")
     assert {"privacy.epsilon", "privacy.delta"} <= {key.name for key in privacy.keys}
-    ((clip,),) = [table.keys for table in tables.find("clip")]
+    ((clip,),) = [table.keys for table in reference.find("clip")]
     assert (clip.name, clip.type, clip.range, clip.default) == ("privacy.clip", "number", "> 0", 1)
     # η is the algorithms' own, and the server's.
-    found = {table.name for table in tables.find("learning_rate")}
+    found = {table.name for table in reference.find("learning_rate")}
     assert found == {"server", *(f"settings of {name}" for name in algorithms.names())}
-    assert {key.name for table in tables.find("policy.toml") for key in table.keys} == set(
+    assert {key.name for table in reference.find("policy.toml") for key in table.keys} == set(
         Policy.model_fields
     )
 
 
 def test_what_there_is_none_of_gets_the_nearest():
     with pytest.raises(PlanError, match=r"expected one of about, .*; the nearest is 'privacy'"):
-        tables.find("privvacy")
+        reference.find("privvacy")
     with pytest.raises(PlanError, match="the nearest is 'clip'"):
-        tables.find("clipp")
+        reference.find("clipp")
     with pytest.raises(PlanError, match="zzz is no known table or key: expected one of"):
-        tables.find("zzz")
+        reference.find("zzz")
 
 
 def test_settings_and_algorithms_print_what_there_is(capsys):
     cli("settings", "--json")
     told = json.loads(capsys.readouterr().out)["tables"]
-    assert [one["name"] for one in told] == [table.name for table in tables.everything()]
+    assert [one["name"] for one in told] == [table.name for table in reference.everything()]
     cli("algorithms", "--json")
     told = json.loads(capsys.readouterr().out)["algorithms"]
     assert [one["name"] for one in told] == algorithms.names()
@@ -166,12 +167,12 @@ def test_settings_and_algorithms_print_what_there_is(capsys):
 
 
 def test_a_key_that_no_docstring_names_has_no_meaning():
-    assert set(meanings.parse_meanings("Of it. a: x: y; b, c: z.", ["a", "b", "c", "d"])) == {
+    assert set(reference.parse_meanings("Of it. a: x: y; b, c: z.", ["a", "b", "c", "d"])) == {
         "a",
         "b",
         "c",
     }
-    assert meanings.symbols("Title.\n\nClient does what it does") == {}
+    assert reference.symbols("Title.\n\nClient does what it does") == {}
 
 
 def test_what_cannot_be_read_is_an_error_and_no_guess():
@@ -193,12 +194,12 @@ def test_what_cannot_be_read_is_an_error_and_no_guess():
 @example(raw={"a": math.inf, "b": {"c": [-math.inf]}})
 def test_a_written_configuration_reads_as_what_was_written(raw):
     """However its tables lie in each other, whatever its keys are called."""
-    assert tomllib.loads(starting.configuration(raw, {})) == raw
+    assert tomllib.loads(starting_plan.configuration(raw, {})) == raw
 
 
 def test_text_beside_a_key_is_a_comment():
     """A column may be called anything: a reason that names it ends no line and is no key."""
     odd = 'columns "a\nb = 3", c\x7f, d\x01\r\u2028 of no range'
-    written = starting.configuration({"a": {"c": 2}}, {"a.c": odd})
+    written = starting_plan.configuration({"a": {"c": 2}}, {"a.c": odd})
     assert tomllib.loads(written) == {"a": {"c": 2}}
     assert "b = 3" in written

@@ -20,8 +20,8 @@ from typing import Any, ClassVar, Protocol, cast
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from fedpact.errors import PlanError, nearest
-from fedpact.messages import Local, Reply, State, Task
+from fedpact.common.errors import PlanError, nearest
+from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Opening, Oracle, Range, ReplyBounds, Terms
 
 
@@ -78,7 +78,7 @@ class BaseSettings(BaseModel):
 
     @property
     def controlled(self) -> bool:
-        """Whether τ follows what is left of the budgets; see methods.Method."""
+        """Whether τ follows what is left of the budgets; see algorithms.wrappers.base.Method."""
         return False
 
     @property
@@ -176,7 +176,7 @@ class Algorithm(Protocol):
 
         Every vector and every number that `local` sends is named in it: what follows from the terms
         as their value, the rest with a bound that holds whatever the records are, and fails less
-        than once in 10^9 replies (privacy.reach). The server rejects what lies beyond.
+        than once in 10^9 replies (privacy.reply_bounds). The server rejects what lies beyond.
         """
         ...
 
@@ -192,21 +192,22 @@ class Algorithm(Protocol):
 
         replies: at least one, in the order of site names, computed as they are asked for: they are
         to be folded, never collected. Where it raises, or the state is not finite, the loop finds
-        out by which of them (methods.folding). reply.weight is N_i, so p_i = N_i / Σ N.
+        out by which of them (algorithms.wrappers.robust). reply.weight is N_i, so p_i = N_i / Σ N.
         """
         ...
 
 
 def names() -> list[str]:
     """Return the names of all algorithms, sorted."""
-    found = (module.name for module in pkgutil.iter_modules(__path__))
+    found = (module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
     return sorted(name for name in found if not name.startswith("_"))
 
 
 def load(name: str) -> Algorithm:
     """Return the algorithm of that name. Raises PlanError: there is none."""
     # One that is loaded is known: to look through the folder is most of reading a short plan.
-    if f"{__name__}.{name}" not in sys.modules and name not in names():
+    loaded = sys.modules.get(f"{__name__}.{name}")
+    if (loaded is None or hasattr(loaded, "__path__")) and name not in names():
         known = names()
         told = f"expected one of {', '.join(known)}{nearest(name, known)}"
         raise PlanError(f"algorithm is {name!r}: {told}")

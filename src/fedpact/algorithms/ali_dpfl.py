@@ -8,13 +8,16 @@ Symbols   paper  code              meaning, unit or range                       
           R_s    rounds left       by plan.rounds and the budgets of bytes and   plan
                                    seconds
           τ_m    most_local_steps  no round has more, in 1..100                  plan
-          ρ β ξ  control.server    estimates, averaged over sites and rounds     released
-Client    as FedAvg, with the round's τ; beside w_i the numbers of control.site
+          ρ β ξ  algorithms.common.tau_control    estimates, averaged over sites and rounds
+          released
+Client    as FedAvg, with the round's τ; beside w_i the numbers of algorithms.common.tau_site
 Server    w ← Σ p_i w_i
           T(τ) = min(iterations left, τ · rounds left)
-          τ ← argmax T(τ) (η - ρ h(τ)/(τκ)) over 1..min(2τ, τ_m);  theory.tau has h
+          τ ← argmax T(τ) (η - ρ h(τ)/(τκ)) over 1..min(2τ, τ_m);  algorithms.common.tau_control
+          has h
 Releases  τ gradient sums: τ events. The numbers follow from them and cost nothing.
-Bounds    w_i as fedavg, with the round's τ; the numbers as control.Controller has them
+Bounds    w_i as fedavg, with the round's τ; the numbers as
+algorithms.common.tau_control.Controller has them
 Neutral   most_local_steps = 1 gives fedavg with τ = 1, bit for bit; so does R_s >= R_c
 Differs   The bracket of h, and T as a function of τ: docs/errata.md, A1 and A5.
           φ and λ are unknown, and only κ moves the minimum.
@@ -31,9 +34,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings, Neutral, fedavg
-from fedpact.control import Ali, Controller
-from fedpact.local import weighted_mean
-from fedpact.messages import Local, Reply, State, Task
+from fedpact.algorithms.common.steps import weighted_mean
+from fedpact.algorithms.common.tau_control import Ali, Controller
+from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms
 
 NEUTRAL: Neutral | None = Neutral(
@@ -42,7 +45,7 @@ NEUTRAL: Neutral | None = Neutral(
 
 
 class Settings(BaseSettings, Ali):
-    """Symbols at the top, and control.Ali."""
+    """Symbols at the top, and algorithms.common.tau_control.Ali."""
 
     needs_all_sites: ClassVar[str] = (
         "its τ follows what is left at every site, and its estimates are of all of them"
@@ -51,7 +54,7 @@ class Settings(BaseSettings, Ali):
 
     @property
     def controlled(self) -> bool:
-        """Whether τ follows what is left of the budgets; see methods.Method."""
+        """Whether τ follows what is left of the budgets; see algorithms.wrappers.base.Method."""
         return True
 
     @property

@@ -9,8 +9,8 @@ Symbols   paper  code           meaning, unit or range                        wh
 Client    w_i ← w;  τ times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own
 Server    w ← Σ p_i w_i
 Releases  τ gradient sums: τ events
-ReplyBounds    w_i - w̄ = -η Σ g: at most η τ M C + η sqrt(τ) s (sqrt(d) + 9); see privacy.reach
-Neutral   nothing: FedAvg is what others reduce to
+ReplyBounds    w_i - w̄ = -η Σ g: at most η τ M C + η sqrt(τ) s (sqrt(d) + 9); see
+privacy.reply_bounds Neutral   nothing: FedAvg is what others reduce to
 Differs   Poisson batches, divided by their expected size, where the paper runs epochs over shuffled
           batches; a fixed number of sites (sites_per_round) in place of a fraction C, by default
           all of them. The mean of the replies has weights p_i, of those who take part.
@@ -23,8 +23,8 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings, Neutral
-from fedpact.local import round_steps, sgd, weighted_mean
-from fedpact.messages import Local, Reply, State, Task
+from fedpact.algorithms.common.steps import round_steps, sgd, weighted_mean
+from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms, reach
 
 NEUTRAL: Neutral | None = None

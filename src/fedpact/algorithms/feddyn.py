@@ -15,7 +15,8 @@ Server    w ← Σ p_i u_i, which is Σ p_i w_i - h/α with the paper's h = Σ p
 ReplyBounds    with a = 1 - ηα, |a| < 1, and g_j the gradients that the site has released, last
 first:
           h_i = αη Σ_j a^j g_j,  w_i - w̄ = ((1 - a^τ) h_i - αη Σ_{j<τ} a^j g_j)/α, so
-          u_i - w̄ = η ((1 - 2a^τ) Σ_{j>=0} a^j g_{τ+j} - 2 Σ_{j<τ} a^j g_j); see privacy.reach
+          u_i - w̄ = η ((1 - 2a^τ) Σ_{j>=0} a^j g_{τ+j} - 2 Σ_{j<τ} a^j g_j); see
+          privacy.reply_bounds
 Releases  τ gradient sums: τ events. u_i and h_i follow from them and cost nothing further
 Neutral   none: α divides. α → 0 makes steps without end, as h_i/α stays the gradients' size
 Differs   τ steps, where the paper solves the local problem: h_i approaches ∇F_i over rounds.
@@ -40,9 +41,15 @@ import torch
 from pydantic import Field
 
 from fedpact.algorithms import EVEN_IS_NOT_SUMMED, Neutral, Summed, fedprox
+from fedpact.algorithms.common.steps import (
+    Aggregation,
+    proximal_sgd,
+    round_steps,
+    weigh_replies,
+    weighted_mean,
+)
 from fedpact.algorithms.fedavg import channels, init, steps, task, task_numbers
-from fedpact.local import Aggregation, proximal_sgd, round_steps, weigh_replies, weighted_mean
-from fedpact.messages import Local, Reply, State, Task
+from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
 
 __all__ = [

@@ -4,8 +4,8 @@ privacy. arXiv 2402.16028: the algorithm without privacy. Its private form is fe
 Symbols   paper  code             meaning, unit or range                       who chooses it
           η      learning_rate    step size, > 0                               plan
           λ      fairness_weight  >= 0; 0 gives FedAvg                         plan, tune fedfdp
-          -      weight_rule      λ itself, or λ F: fairness.WeightRule        plan
-          E      local_steps      local iterations of a round; 1/q is an epoch plan
+          -      weight_rule      λ itself, or λ F: algorithms.common.fairness.WeightRule
+          plan E      local_steps      local iterations of a round; 1/q is an epoch plan
           F      "loss"           Σ p_i F_i(w_i) of the last round             the sites
 Client    minimises F_i + (λ/2) Σ p_i (F_i - F)²; w_i ← w, then on each batch b
           Δ = F_i(w_i, b) - F,  w_i ← w_i - η max(0, 1 + λΔ) ∇F_i(w_i, b)
@@ -29,9 +29,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings, Neutral
-from fedpact.fairness import FAIR_LOSS, WeightRule, weight
-from fedpact.local import round_steps, weighted_mean
-from fedpact.messages import Local, Reply, State, Task
+from fedpact.algorithms.common.fairness import FAIR_LOSS, WeightRule, weight
+from fedpact.algorithms.common.steps import round_steps, weighted_mean
+from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Opening, Oracle, Range, ReplyBounds, Terms
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_weight": 0.0})

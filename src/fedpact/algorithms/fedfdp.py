@@ -5,8 +5,8 @@ Symbols   paper  code              meaning, unit or range                      w
           η      learning_rate     step size, > 0                              plan
           τ      local_steps       local iterations of a round, >= 1           plan
           λ      fairness_weight   >= 0; 0 gives DP-FedAvg                     plan
-          -      weight_rule       λ itself, or λ F: fairness.WeightRule       plan
-          F      "loss"            Σ p_i F_i of the last round                 released
+          -      weight_rule       λ itself, or λ F: algorithms.common.fairness.WeightRule
+          plan F      "loss"            Σ p_i F_i of the last round                 released
           C_l⁰   loss_bound        first bound on a record's loss, > 0         plan
           σ_l/σ  loss_noise        the loss' noise over the gradient's, > 0    plan
           γ      loss_quantile     share of losses below the bound, in (0, 1)  plan
@@ -29,7 +29,7 @@ Releases  gradient sum, clipped loss sum, and the count under "quantile": one jo
           charged whole at every step, though loss and count are asked for at the last alone
 ReplyBounds    w_i as fedavg, as a record's weight stays within its clip; F_i as LossRelease has it,
 b_i
-          as privacy.reach
+          as privacy.reply_bounds
 Neutral   λ = 0 gives fedavg, bit for bit
 Differs   The weight is clamped at 0 from below: as printed, a contribution can be longer than C.
           The divisor is the batch's expected size, as its true one is private.
@@ -49,18 +49,18 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings, Neutral
+from fedpact.algorithms.common.fairness import FairOracle, FairRelease, WeightRule, weighting
+from fedpact.algorithms.common.steps import round_steps, sgd, weighted_mean
 from fedpact.algorithms.fedavg import Settings as FedAvg
 from fedpact.algorithms.fedavg import bound_movement
-from fedpact.fairness import FairOracle, FairRelease, WeightRule, weighting
-from fedpact.local import round_steps, sgd, weighted_mean
-from fedpact.messages import Local, Reply, State, Task
+from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_weight": 0.0})
 
 
 class Settings(FairRelease, BaseSettings):
-    """Symbols at the top, and fairness.FairRelease.
+    """Symbols at the top, and algorithms.common.fairness.FairRelease.
 
     fairness_weight: λ; 0 gives DP-FedAvg. weight_rule: "fixed" weighs by 1 + λ (ℓ - F); "relative"
     by 1 + λ (ℓ/F - 1).

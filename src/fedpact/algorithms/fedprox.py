@@ -10,8 +10,8 @@ Client    w_i ← w̄;  τ times: w_i ← w_i - η (g(w_i) + μ (w_i - w̄)), g 
           steps on F_i(w) + (μ/2)‖w - w̄‖²                                     (2)
 Server    w ← Σ p_i w_i
 Releases  τ gradient sums: τ events
-ReplyBounds    w_i - w̄ = -η Σ_j a^j g_{τ-j} over j < τ, a = 1 - ημ, |a| <= 1; see privacy.reach
-Neutral   μ = 0 gives fedavg, bit for bit
+ReplyBounds    w_i - w̄ = -η Σ_j a^j g_{τ-j} over j < τ, a = 1 - ημ, |a| <= 1; see
+privacy.reply_bounds Neutral   μ = 0 gives fedavg, bit for bit
 Differs   τ steps for every site, where the paper solves to a local inexactness γ_i; sites all take
           part with weights p_i, where it samples them by p_i and averages evenly.
 
@@ -25,10 +25,10 @@ from typing import ClassVar, Self
 from pydantic import Field, model_validator
 
 from fedpact.algorithms import Neutral, fedavg
+from fedpact.algorithms.common.steps import proximal_sgd, round_steps
 from fedpact.algorithms.fedavg import channels, init, steps, task, task_numbers, update
-from fedpact.errors import PlanError
-from fedpact.local import proximal_sgd, round_steps
-from fedpact.messages import Local, State, Task
+from fedpact.common.errors import PlanError
+from fedpact.common.messages import Local, State, Task
 from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
 
 __all__ = [

@@ -29,7 +29,7 @@ G on a
           sgd    ‖e_{t+1}‖ <= b (‖e_t‖ + ηG), ‖e_1‖ <= bηV
           and the longest of them, as any w_t may be sent.
           They grow as fast as a solver that feeds on its own noise: with ηKR > ημ, in proportion
-          to (b (1 + ηKR))^τ, which bounds little; see privacy.reach
+          to (b (1 + ηKR))^τ, which bounds little; see privacy.reply_bounds
 Neutral   none: the first step takes the full gradient, which no other algorithm here does
 Differs   A private run clips each record's *difference* to K ‖w_t - u‖, u = w_{t-1} or w⁰: the
           bound and its noise shrink with the movement, and follow from released iterates alone.
@@ -62,8 +62,8 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings, Neutral
-from fedpact.local import round_steps, weighted_mean
-from fedpact.messages import Local, Reply, State, Task
+from fedpact.algorithms.common.steps import round_steps, weighted_mean
+from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Batch, Opening, Oracle, Range, ReplyBounds, Terms, reach
 
 NEUTRAL: Neutral | None = None

@@ -6,7 +6,7 @@ Symbols   paper    code           meaning, unit or range                       w
           G/(Cλ)   learning_rate  the paper's η_1 for λ-strongly convex loss   plan
           |J_k|    batch_size     expected batch size q_k N_k                  the sites
           C²σ_k²   noise_variance of site k's gradient, a coordinate           the sites
-          κ d      bias_penalty   squared length > 0, see theory.aggregation   plan
+          κ d      bias_penalty   squared length > 0, see privacy.accounting.planner   plan
 Client    g_k = clip(mean gradient at w over one Poisson batch, C) + N(0, C²σ_k² I)
 Server    w ← w - η_t Σ ω_k g_k
           ω_k = J_k/J                           aggregation "batch_size", the paper's
@@ -14,7 +14,7 @@ Server    w ← w - η_t Σ ω_k g_k
 Releases  one gradient a round: one event. The paper's is privacy.mode = "batch_clipped", with
           sensitivity 2C; per-sample clipping works as well
 ReplyBounds    g_k: C + C σ_k (sqrt(d) + 9), or M C + ... with per-sample clipping; see
-privacy.reach.
+privacy.reply_bounds.
           |J_k| and C²σ_k² are what the site's terms say
 Neutral   a constant step gives fedavg with τ = 1 where all q_k are equal, to rounding: fedavg
           averages w - η g_k
@@ -39,11 +39,11 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings, Neutral, Summed
-from fedpact.check import non_negative, positive
-from fedpact.local import weighted_mean
-from fedpact.messages import Local, Reply, State, Task
+from fedpact.algorithms.common.steps import weighted_mean
+from fedpact.common.check import non_negative, positive
+from fedpact.common.messages import Local, Reply, State, Task
+from fedpact.privacy.accounting.planner import least_noise, multiplier
 from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms, reach
-from fedpact.theory.aggregation import least_noise, multiplier
 
 NEUTRAL: Neutral | None = Neutral(
     parent="fedavg",
@@ -59,7 +59,7 @@ class Settings(BaseSettings):
     learning_rate: η_1; of every round, or of the first. step_schedule: "constant", or "inverse",
     η_1/t in round t. aggregation: what a site counts by: its expected "batch_size", or so that the
     sum has the "least_noise". bias_penalty: of least_noise, how much bias it is worth: the squared
-    length κ d, see theory.aggregation.
+    length κ d, see privacy.accounting.planner.
     """
 
     needs_all_sites: ClassVar[str] = ""

@@ -49,9 +49,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings, Neutral, fedavg
+from fedpact.algorithms.common.steps import round_steps
 from fedpact.algorithms.fedavg import bounds, channels, init, steps, task, task_numbers, update
-from fedpact.local import round_steps
-from fedpact.messages import Local, State, Task
+from fedpact.common.messages import Local, State, Task
 from fedpact.privacy.oracle import Oracle
 
 __all__ = [
@@ -125,7 +125,7 @@ def _averages(memory: State, settings: Settings) -> bool:
 def _averaged(held: Tensor, memory: State, settings: Settings) -> tuple[Tensor, int]:
     """Return the average of the own models up to `held`, and of how many it is.
 
-    That of the server's models in methods.server, of a site's own.
+    That of the server's models in algorithms.wrappers.server_optimizer, of a site's own.
     """
     count, beta = int(memory.numbers.get(_COUNT, 0)) + 1, settings.average_decay
     before = memory.vectors.get(_AVERAGE, held)

@@ -10,7 +10,8 @@ Symbols   paper  code               meaning, unit or range                      
                  least_loss         floor of F_i, > 0                           plan
           v_i    noise_variance     of a gradient's noise, a coordinate         the sites
           p_i    aggregation        N_i / Σ N ("size"), or even ("uniform")     plan
-          C_l    loss_bound         and what follows: see fairness.LossRelease  plan
+          C_l    loss_bound         and what follows: see algorithms.common.fairness.LossRelease
+          plan
 Client    w_i ← w̄;  τ times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own; on the first one
           also F_i, the mean of clamp(ℓ_j(w̄), 0, C_l), + noise; then C_l moves as in fedfdp
           upload w_i, F_i and D_i = max(0, ‖w̄ - w_i‖² - τ η² d v_i)
@@ -40,10 +41,16 @@ import torch
 from pydantic import Field
 
 from fedpact.algorithms import BaseSettings, Neutral
+from fedpact.algorithms.common.fairness import LossRelease
+from fedpact.algorithms.common.steps import (
+    Aggregation,
+    round_steps,
+    sgd,
+    weigh_replies,
+    weighted_mean,
+)
 from fedpact.algorithms.fedavg import bound_movement, init, steps, task, task_numbers
-from fedpact.fairness import LossRelease
-from fedpact.local import Aggregation, round_steps, sgd, weigh_replies, weighted_mean
-from fedpact.messages import Local, Reply, State, Task
+from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
 
 __all__ = [
@@ -66,7 +73,7 @@ _MOST_LOSS = 1e9
 
 
 class Settings(LossRelease, BaseSettings):
-    """Symbols at the top, and fairness.LossRelease.
+    """Symbols at the top, and algorithms.common.fairness.LossRelease.
 
     fairness_exponent: q, by whose power of its loss a site counts; 0 gives fedavg. least_loss: the
     least that F_i is taken for. loss_bound: C_l⁰, the first bound on a record's loss. aggregation:

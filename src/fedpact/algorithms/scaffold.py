@@ -39,9 +39,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import EVEN_IS_NOT_SUMMED, Neutral, Summed, fedavg
+from fedpact.algorithms.common.steps import Aggregation, round_steps, weigh_replies, weighted_mean
 from fedpact.algorithms.fedavg import bound_movement, channels, steps, task, task_numbers
-from fedpact.local import Aggregation, round_steps, weigh_replies, weighted_mean
-from fedpact.messages import Local, Reply, State, Task
+from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
 
 __all__ = [

@@ -10,13 +10,11 @@ from typing import Any, cast, get_args
 from rich.console import Console
 from rich.table import Table
 
-from fedpact import check
 from fedpact.cli.console import show
-from fedpact.errors import InputError
-from fedpact.ledger.remaining import Remaining, remaining
-from fedpact.papers.selection import as_document, count_trials
-from fedpact.shown.tables import print_table
-from fedpact.theory.accounting import (
+from fedpact.common import check
+from fedpact.common.errors import InputError
+from fedpact.common.notebook import print_table
+from fedpact.privacy.accounting.accountant import (
     ACCOUNTANTS,
     ADJACENCY_BY_UNIT,
     Accountant,
@@ -28,8 +26,10 @@ from fedpact.theory.accounting import (
     find_binding_accountant,
     max_steps,
 )
-from fedpact.theory.calibration import largest_rate, smallest_sigma
-from fedpact.theory.persons import epsilon_per_person
+from fedpact.privacy.accounting.calibration import largest_rate, smallest_sigma
+from fedpact.privacy.accounting.group_privacy import epsilon_per_person
+from fedpact.privacy.accounting.tuning_cost import as_document, count_trials
+from fedpact.privacy.ledger.receipt import Remaining, remaining
 
 _CONVERSIONS: dict[Conversion, str] = {
     "balle": "Balle's conversion",

@@ -6,24 +6,21 @@ from typing import Any
 
 from rich.console import Console
 
-from fedpact.audit.findings import Check, Finding, checks
-from fedpact.audit.many_runs import attackable, many_runs
-from fedpact.audit.membership import membership
-from fedpact.audit.one_run import one_run
-from fedpact.audit.sensitivity import measure_sensitivity
-from fedpact.audit.target import Target
-from fedpact.audit.views import list_views
-from fedpact.check import count
 from fedpact.cli.console import show
+from fedpact.common.check import count
+from fedpact.common.errors import DataError, InputError, PlanError, PrivacyError
+from fedpact.common.format import format_epsilon
+from fedpact.common.params import one_thread
+from fedpact.common.run_folder import Folder, check_writable
 from fedpact.data.partition import Partition
-from fedpact.engines.scene import SimulationSetup
-from fedpact.errors import DataError, InputError, PlanError, PrivacyError
-from fedpact.folder import Folder, check_writable
-from fedpact.params import one_thread
 from fedpact.plan import Plan
 from fedpact.report.page import write_report
-from fedpact.report.reading import read_run
-from fedpact.text import format_epsilon
+from fedpact.report.run_files import read_run
+from fedpact.simulation.setup import SimulationSetup
+from fedpact.studies.audit.attacks import attackable, many_runs, membership, one_run
+from fedpact.studies.audit.findings import Check, Finding, checks
+from fedpact.studies.audit.sensitivity import measure_sensitivity
+from fedpact.studies.audit.target import Target, list_views
 
 CONFIDENCE = 0.95
 # A run of this many events takes minutes on a model above this size.

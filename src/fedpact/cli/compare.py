@@ -12,30 +12,28 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from fedpact import check
 from fedpact.cli.console import INTERRUPTED, StopOnInterrupt, show
-from fedpact.comparison.compare import compare as carry_out
-from fedpact.comparison.compare import comparison_folder
-from fedpact.comparison.entrants import read_plans
-from fedpact.comparison.pool import Job, RunProgress
-from fedpact.comparison.sweep import expand_sweep, read_sweeps
-from fedpact.files import check_out
+from fedpact.common import check
+from fedpact.common.files import check_out
+from fedpact.common.format import headline_metric
+from fedpact.common.notebook import print_table
+from fedpact.evaluation.metrics import find_display
+from fedpact.report.compared_runs import Comparison
+from fedpact.report.comparison import EFFORT_HEADINGS as EFFORT
+from fedpact.report.comparison import EFFORT_NOTE as EFFORT_NOTE
 from fedpact.report.comparison import (
     describe_tuning_cost,
     document,
+    effort,
     evaluation_lines,
     guarantees,
     inequality,
     joining_lines,
     rows,
 )
-from fedpact.report.effort import EFFORT_HEADINGS as EFFORT
-from fedpact.report.effort import EFFORT_NOTE as EFFORT_NOTE
-from fedpact.report.effort import effort
-from fedpact.report.outcomes import Comparison
-from fedpact.shown.tables import print_table
-from fedpact.tasks.measures import find_display
-from fedpact.text import headline_metric
+from fedpact.studies.compare import compare as carry_out
+from fedpact.studies.compare import comparison_folder, read_plans
+from fedpact.studies.pool import Job, RunProgress, expand_sweep, read_sweeps
 
 _BETWEEN_LINES = 20.0  # seconds between two lines on one run, where there is no terminal
 

@@ -1,4 +1,4 @@
-"""What a command prints: one JSON document for a program, or text for a reader; never both.
+"""What the commands share: the console, and options of several commands.
 
 And how it is interrupted.
 """
@@ -6,11 +6,14 @@ And how it is interrupted.
 import json
 import signal
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from pathlib import Path
+from typing import Annotated, Any, Final
 
+import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
-from fedpact.records.rounds import strict
+from fedpact.common.records import strict
 
 INTERRUPTED: Final = 130
 """What a command ends with that Ctrl-C cut short, as shells have it: what follows it must not go on
@@ -49,3 +52,31 @@ class StopOnInterrupt:
         self._asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._console.print("Stopping after this round; press Ctrl-C again to stop at once.")
+
+
+Config = Annotated[
+    Path | None,
+    typer.Argument(help="A .toml or .json configuration; none for the embedded default."),
+]
+Overrides = Annotated[
+    list[str], typer.Option("--set", help="key=value, over the configuration; may be repeated.")
+]
+Engine = Annotated[
+    str,
+    typer.Option(help="local: threads of this machine; ray: a cluster, or cores of this machine."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+class Group(TyperGroup):
+    """A command with sub-commands, whose names click suggests for a mistyped one."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        # Typer would say the same once more.
+        self.suggest_commands = False
+
+
+def group(about: str) -> typer.Typer:
+    """Return a command that has sub-commands. about: what --help says of it."""
+    return typer.Typer(cls=Group, help=about, no_args_is_help=True, add_completion=False)

@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedpact.data import files
-from fedpact.data.datasets import NAMES
+from fedpact.common.errors import DataError
+from fedpact.common.notebook import print_table
+from fedpact.data import download
+from fedpact.data.cells import SUFFIXES
 from fedpact.data.download import download as fetch
-from fedpact.data.synthetic import FORMS
-from fedpact.data.tables import SUFFIXES
-from fedpact.errors import DataError
-from fedpact.shown.tables import print_table
+from fedpact.data.load import NAMES
+from fedpact.data.public import FORMS
 
 _MADE: Final = "made, not read"
 _ABOUT: Final = {
@@ -40,17 +40,17 @@ def execute_list(as_json: bool) -> None:
     rows: list[dict[str, Any]] = []
     for name in (*NAMES, *FORMS):
         of, what = _ABOUT[name]
-        source = files.SOURCES.get(of)
-        present = source is None or all(files.locate(source, file) for file in source.files)
+        source = download.SOURCES.get(of)
+        present = source is None or all(download.locate(source, file) for file in source.files)
         licence = of if source is None else source.licence
         rows.append({"name": name, "what": what, "present": present, "licence": licence})
-    for path in _own_files(files.data_dir()):
+    for path in _own_files(download.data_dir()):
         what = "a file of your own, by its path"
         rows.append({"name": str(path), "what": what, "present": True, "licence": ""})
     if as_json:
-        _print_json({"directory": str(files.data_dir()), "data_sets": rows})
+        _print_json({"directory": str(download.data_dir()), "data_sets": rows})
         return
-    table = Table(title=Text(f"data directory {files.data_dir()}"))
+    table = Table(title=Text(f"data directory {download.data_dir()}"))
     table.add_column("data =", no_wrap=True)
     for column in ("what", "present", "licence"):
         table.add_column(column)
@@ -66,26 +66,28 @@ def execute_list(as_json: bool) -> None:
 def _own_files(directory: Path) -> list[Path]:
     """The tables and arrays in the data directory that belong to none of the public data sets."""
     found = (path for suffix in SUFFIXES for path in directory.glob(f"**/*{suffix}"))
-    public = [directory / name for name in files.SOURCES]
+    public = [directory / name for name in download.SOURCES]
     return sorted(path for path in found if not any(path.is_relative_to(at) for at in public))
 
 
 def execute_verify(names: list[str], as_json: bool) -> None:
     """Compare every file with its published MD5. Fails where one is missing or damaged."""
     if names:
-        chosen = [files.find_source(name) for name in names]
+        chosen = [download.find_source(name) for name in names]
     else:
-        chosen = [s for s in files.SOURCES.values() if any(files.locate(s, f) for f in s.files)]
+        chosen = [
+            s for s in download.SOURCES.values() if any(download.locate(s, f) for f in s.files)
+        ]
     if not chosen:
         raise DataError(
-            f"the data directory {files.data_dir()} holds no file of a public data set: set "
+            f"the data directory {download.data_dir()} holds no file of a public data set: set "
             "FEDPACT_DATA to the one that does, or fetch them with `fedpact data download`"
         )
-    found = {s.name: {file: files.state(s, file) for file in s.files} for s in chosen}
+    found = {s.name: {file: download.state(s, file) for file in s.files} for s in chosen}
     if as_json:
-        _print_json({"directory": str(files.data_dir()), "data_sets": found})
+        _print_json({"directory": str(download.data_dir()), "data_sets": found})
     else:
-        table = Table(title=Text(f"data directory {files.data_dir()}"))
+        table = Table(title=Text(f"data directory {download.data_dir()}"))
         for column in ("data set", "file", "state"):
             table.add_column(column)
         for name, states in found.items():
@@ -95,7 +97,7 @@ def execute_verify(names: list[str], as_json: bool) -> None:
     bad = [f"{name}/{file}" for name in found for file, s in found[name].items() if s != "ok"]
     if bad:
         raise DataError(
-            f"{len(bad)} files in {files.data_dir()} are missing or differ from the published "
+            f"{len(bad)} files in {download.data_dir()} are missing or differ from the published "
             f"ones: {', '.join(bad)}; fetch them with `fedpact data download`"
         )
 
@@ -103,17 +105,17 @@ def execute_verify(names: list[str], as_json: bool) -> None:
 def execute_download(names: list[str], home: str | None, as_json: bool) -> None:
     """Fetch what is missing or damaged into the data directory, checked by the published MD5."""
     for name in names:
-        files.find_source(name)
+        download.find_source(name)
     fetched: dict[str, list[str]] = {}
     progress = Console(stderr=True)
     for name in names:
         with progress.status(f"fetching {name}"):
             fetched[name] = fetch(name, home)
     if as_json:
-        _print_json({"directory": str(files.data_dir()), "fetched": fetched})
+        _print_json({"directory": str(download.data_dir()), "fetched": fetched})
         return
     for name, new in fetched.items():
-        Console().print(f"{name}: {len(new)} files fetched into {files.data_dir() / name}")
+        Console().print(f"{name}: {len(new)} files fetched into {download.data_dir() / name}")
 
 
 def _print_json(document: dict[str, Any]) -> None:

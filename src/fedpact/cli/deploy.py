@@ -11,20 +11,20 @@ from rich.table import Table
 from rich.text import Text
 
 from fedpact.cli.console import show
-from fedpact.deploy import keys, local, processes
-from fedpact.deploy.write import Choices
-from fedpact.deploy.write import write_deployment as write_deployment
-from fedpact.engines.flower import require_flower
-from fedpact.engines.parties.federation import Federation
-from fedpact.errors import FedpactError
-from fedpact.evaluation.outcome import exact_figures
+from fedpact.common.errors import FedpactError
+from fedpact.common.format import exact_percent, headline_metric, upper
+from fedpact.common.messages import RoundRecord
+from fedpact.common.notebook import print_table
+from fedpact.deployment import keys, local, processes
+from fedpact.deployment.federation import Federation
+from fedpact.deployment.files import Choices
+from fedpact.deployment.files import write_deployment as write_deployment
+from fedpact.evaluation.held_out import SumsForm
+from fedpact.evaluation.intervals import exact_figures
 from fedpact.evaluation.settings import DECLARE, EvaluationSettings
-from fedpact.evaluation.totals import SumsForm
-from fedpact.ledger.family import spend_of
-from fedpact.messages import RoundRecord
 from fedpact.plan import Plan
-from fedpact.shown.tables import print_table
-from fedpact.text import exact_percent, headline_metric, upper
+from fedpact.privacy.ledger.reservations import spend_of
+from fedpact.simulation.flower import require_flower
 
 _POLL_SECONDS = 0.5
 _SHOWN = 5
@@ -116,7 +116,7 @@ def execute_site(directory: Path) -> None:
 
 def execute_model(directory: Path, source: Path | None) -> None:
     """Carry out `fedpact deploy execute_model`."""
-    from fedpact.engines.parties.final import FinalModel
+    from fedpact.deployment.final_model import FinalModel
 
     place = FinalModel.of(directory).bring(source)
     _out().print(f"{place}: `fedpact predict {directory} FILE` asks it", markup=False)

@@ -7,10 +7,10 @@ from pathlib import Path
 from rich.console import Console
 
 from fedpact.cli.console import show
-from fedpact.files import check_file, write_whole
-from fedpact.report.exports import model_card, registry, summary
-from fedpact.report.exports.facts import Facts, about_of
-from fedpact.report.reading import read_run
+from fedpact.common.files import check_file, write_whole
+from fedpact.report import export, model_card
+from fedpact.report.export import Facts, about_of
+from fedpact.report.run_files import read_run
 
 
 def execute_export(
@@ -22,10 +22,10 @@ def execute_export(
     found = read_run(run)
     facts = Facts(found, about_of(found.plan, overrides))
     if form == "registry":
-        document = registry.entry(facts)
-        text = registry.as_yaml(document)
+        document = export.entry(facts)
+        text = export.as_yaml(document)
     elif form == "summary":
-        document, text = summary.summarise_facts(facts), summary.render_summary(facts)
+        document, text = model_card.summarise_facts(facts), model_card.render_summary(facts)
     else:
         text = model_card.render_model_card(facts)
         document = {"markdown": text}

@@ -10,13 +10,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from fedpact.cli.console import show
-from fedpact.errors import LedgerError
-from fedpact.files import check_file, parse_errors, write_whole
-from fedpact.folder import Folder
-from fedpact.ledger.receipt import receipt
-from fedpact.records.rounds import strict
-from fedpact.shown.tables import print_table
-from fedpact.text import upper
+from fedpact.common.errors import LedgerError
+from fedpact.common.files import check_file, parse_errors, write_whole
+from fedpact.common.format import upper
+from fedpact.common.notebook import print_table
+from fedpact.common.records import strict
+from fedpact.common.run_folder import Folder
+from fedpact.privacy.ledger.receipt import receipt
 
 _TORN = (
     "a last line that a crash left unreadable: until the ledger is opened, which decides what it "
@@ -59,8 +59,8 @@ def execute_verify(where: Path, federation: Path | None, as_json: bool) -> None:
 
 def _verify_signed(where: Path, federation: Path | None, as_json: bool) -> None:
     """Check what `execute_export` wrote at a site: who signed each receipt in the file."""
-    from fedpact.deploy.receipts import check_signature
-    from fedpact.engines.parties.federation import Federation
+    from fedpact.deployment.federation import Federation
+    from fedpact.deployment.receipts import check_signature
 
     known = None if federation is None else Federation.read(federation)
     with parse_errors(where, "ask the site's owner for the receipt again"):
@@ -79,7 +79,7 @@ def execute_export(where: Path, out: Path, as_json: bool) -> None:
 
     where: as of the other commands. In a deployed site's directory it is signed with its key.
     """
-    from fedpact.deploy.receipts import build_receipt, sign_receipt
+    from fedpact.deployment.receipts import build_receipt, sign_receipt
 
     check_file("--out", out)
     # A site's owner signs; whoever holds the directories of several signs for none of them.
@@ -110,8 +110,8 @@ def _ledgers(where: Path) -> list[Path]:
     """
     paths = _below(where) if where.is_dir() else [where]
     if (where / "site.toml").exists():
-        from fedpact.engines.parties.federation import parse_toml
-        from fedpact.engines.parties.records import SiteSettings
+        from fedpact.deployment.federation import parse_toml
+        from fedpact.deployment.site_records import SiteSettings
 
         own = where / parse_toml(SiteSettings, where / "site.toml").ledger
         paths = [own] if own.exists() else []

@@ -15,8 +15,8 @@ import click
 import typer
 
 from fedpact.cli import commands
-from fedpact.cli.options import Group
-from fedpact.errors import FedpactError
+from fedpact.cli.console import Group
+from fedpact.common.errors import FedpactError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_ALLOWED = (

@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fedpact.cli.console import show
-from fedpact.errors import PlanError
-from fedpact.personal.joining import SiteFigures, describe_joining
-from fedpact.report.joining import (
+from fedpact.common.errors import PlanError
+from fedpact.common.notebook import print_table
+from fedpact.evaluation.personal import SiteFigures, describe_joining
+from fedpact.report.evaluations import (
     JOINING_HEADINGS,
     JOINING_NOTE,
     JoiningRow,
@@ -20,8 +21,7 @@ from fedpact.report.joining import (
     summarise_joining,
 )
 from fedpact.report.page import write_page
-from fedpact.report.reading import RunFolder, read_run
-from fedpact.shown.tables import print_table
+from fedpact.report.run_files import RunFolder, read_run
 
 
 def execute_personalise(directory: Path, model: Path | None, as_json: bool) -> None:
@@ -34,7 +34,7 @@ def execute_personalise(directory: Path, model: Path | None, as_json: bool) -> N
             f"--model {model} with {directory}: a simulated run has its own final model; leave "
             "--model out, or give a deployed site's directory"
         )
-    from fedpact.engines.joining import of_run
+    from fedpact.simulation.simulate import of_run
 
     console, seen = Console(stderr=True), count(1)
     with console.status("making what sites have alone") as status:
@@ -52,7 +52,7 @@ def execute_personalise(directory: Path, model: Path | None, as_json: bool) -> N
 
 
 def _at_site(directory: Path, model: Path | None, as_json: bool) -> None:
-    from fedpact.engines.parties.personal import personalise_site
+    from fedpact.deployment.site_evaluation import personalise_site
 
     found = personalise_site(directory, model)
     document = {**asdict(found.figures), "joining": found.figures.gain.verdict, "file": found.file}

@@ -11,25 +11,25 @@ from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
 
+from fedpact.algorithms.wrappers import integers
+from fedpact.algorithms.wrappers.compression import UNITS_DOWN
 from fedpact.cli.console import show
-from fedpact.draws.seeded import SeededDraws
-from fedpact.engines.scene import SimulationSetup
-from fedpact.engines.secure.told import secure_terms
-from fedpact.engines.statement import describe_held_out_releases, per_person, site_terms
-from fedpact.errors import InputError
-from fedpact.evaluation import told
-from fedpact.messages import Reply, Task, encoded_length
-from fedpact.methods import integers
-from fedpact.methods.gridded import UNITS_DOWN
-from fedpact.params import FlatModel
+from fedpact.common.errors import InputError
+from fedpact.common.format import size, upper
+from fedpact.common.messages import Reply, Task, encoded_length
+from fedpact.common.notebook import print_table
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.evaluation import intervals
 from fedpact.plan import Plan
-from fedpact.privacy.columns import mean_noise
+from fedpact.privacy.accounting.shared_noise import SHARE_DEVIATION
+from fedpact.privacy.column_scales import mean_noise
 from fedpact.privacy.terms import channels
-from fedpact.recommend.optimise import optimise_budgets, own_rounds
-from fedpact.recommend.told import delta_too_large
-from fedpact.shown.tables import print_table
-from fedpact.text import size, upper
-from fedpact.theory.shares import SHARE_DEVIATION
+from fedpact.simulation.secure_aggregation.graph import secure_terms
+from fedpact.simulation.setup import SimulationSetup
+from fedpact.simulation.statement import describe_held_out_releases, per_person, site_terms
+from fedpact.studies.optimise import optimise_budgets, own_rounds
+from fedpact.studies.recommend import delta_too_large
 
 # How many times longer noise may be than it could without a word.
 _DROWNED: Final = 1.5
@@ -217,7 +217,7 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
             )
     if (of := document["evaluation"]) is not None:
         out.print(
-            f"{told.state_evaluation(of)} {of['times']} evaluations with noise of deviation "
+            f"{intervals.state_evaluation(of)} {of['times']} evaluations with noise of deviation "
             f"{of['sigma']:.4g} "
             "in each of a site's counts."
         )

@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from fedpact.cli.console import show
-from fedpact.errors import DataError, InputError
-from fedpact.files import write_whole
-from fedpact.recommend.circumstances import Circumstances
-from fedpact.recommend.recommendation import FITTED_ON, Recommendation
-from fedpact.shown.tables import print_table
+from fedpact.common.errors import DataError, InputError
+from fedpact.common.files import write_whole
+from fedpact.common.notebook import print_table
+from fedpact.studies.circumstances import Circumstances
+from fedpact.studies.recommend import FITTED_ON, Recommendation
 
 
 def execute_recommend(asked: Circumstances, out: Path | None, *, as_json: bool) -> None:

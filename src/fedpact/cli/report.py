@@ -16,12 +16,12 @@ from rich.text import Text
 
 from fedpact.api import Result, load
 from fedpact.cli.console import show
-from fedpact.engines.served import Predictions
-from fedpact.errors import InputError
-from fedpact.files import check_file, write_whole
+from fedpact.common.errors import InputError
+from fedpact.common.files import check_file, write_whole
+from fedpact.common.notebook import print_table
 from fedpact.report.page import build_headline, write_page
-from fedpact.report.reading import RunFolder, read_run
-from fedpact.shown.tables import print_table
+from fedpact.report.run_files import RunFolder, read_run
+from fedpact.simulation.predict import Predictions
 
 
 def execute_report(run: Path, as_json: bool) -> None:

@@ -16,17 +16,8 @@ from fedpact.api import Result, default_folder
 from fedpact.api import extend as carry_on
 from fedpact.api import run as carry_out
 from fedpact.cli.console import INTERRUPTED, StopOnInterrupt, show
-from fedpact.engines.extended import extend_plan
-from fedpact.engines.together import recover
-from fedpact.errors import DataError
-from fedpact.folder import Folder
-from fedpact.ledger.receipt import receipt
-from fedpact.messages import RoundRecord
-from fedpact.metrics import METRICS
-from fedpact.plan import Plan
-from fedpact.report import evaluations
-from fedpact.tasks.measures import find_display
-from fedpact.text import (
+from fedpact.common.errors import DataError
+from fedpact.common.format import (
     against_majority_class,
     exact_percent,
     format_epsilon,
@@ -35,6 +26,13 @@ from fedpact.text import (
     size,
     upper,
 )
+from fedpact.common.messages import RoundRecord
+from fedpact.common.run_folder import Folder, recover
+from fedpact.evaluation.metrics import METRICS, find_display
+from fedpact.plan import Plan
+from fedpact.privacy.ledger.receipt import receipt
+from fedpact.report import evaluations
+from fedpact.simulation.extend import extend_plan
 
 _RESERVED = "epsilon_reserved", "delta_reserved"
 
@@ -70,7 +68,7 @@ def execute_extend(
         carry = partial(carry_on, folder, rounds, epsilon=epsilon, engine=engine)
         _shown(plan, folder, carry, as_json)
         return
-    from fedpact.deploy.extend import extend_deployment as extend_parties
+    from fedpact.deployment.extend import extend_deployment as extend_parties
 
     plan, name, least = extend_parties(folder, rounds, epsilon)
     sigma = f"; smallest_sigma, of which this one has {least:.6g}" if least else ""

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fedpact.errors import DataError
+from fedpact.common.errors import DataError
 
 CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """What has no place in a name: but for a tab and a new line, a terminal may obey it."""
@@ -82,7 +82,7 @@ class Dataset:
 
     @property
     def kind(self) -> str:
-        """What its labels are, as form.LabelForm has it."""
+        """What its labels are, as schema.LabelForm has it."""
         if self.y.is_floating_point():
             return "number" if self.y.ndim == 1 else "several"
         return "class" if self.y.ndim == 1 else "pixels"

@@ -1,15 +1,236 @@
-"""Download: a data set's files from its public home into the data directory, checked by MD5."""
+"""Public data sets as files: where they lie, their digests, and how they are downloaded.
 
+FEDPACT_DATA   the data directory, one folder a data set; it may be read-only.
+               Default: `data` in the cache directory.
+FEDPACT_CACHE  the cache directory for decoded arrays. Default: ~/.cache/fedpact.
+
+A file is read whole and compared with its published MD5 before anything is decoded. MD5 is what the
+data sets' own sites publish; it finds a damaged or wrong file, not an attacker.
+"""
+
+import hashlib
 import http.client
 import io
+import lzma
+import os
 import tarfile
 import urllib.request
+import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-from fedpact.data.files import Source, check_md5, data_dir, find_source, state
-from fedpact.errors import DataError
-from fedpact.files import replacing
+import numpy as np
+
+from fedpact.common.errors import DataError
+from fedpact.common.files import replacing
+
+Arrays = Mapping[str, np.ndarray]
+
+_IDX = ("train-images", "train-labels", "t10k-images", "t10k-labels")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A public data set: its folder is `name`, its files stand below it.
+
+    files: path in the folder -> published MD5. A file may lie there compressed, with `.xz` added;
+    the MD5 is then that of its content. home: the address its files are fetched from.
+    archive: the tar file below `home` that holds them, if they are not there one by one.
+    """
+
+    name: str
+    files: Mapping[str, str]
+    home: str
+    licence: str
+    archive: str | None = None
+
+
+def _idx(images: str, labels: str, test_images: str, test_labels: str) -> dict[str, str]:
+    sums = (images, labels, test_images, test_labels)
+    return {
+        f"{part}-idx{3 if 'images' in part else 1}-ubyte.gz": md5
+        for part, md5 in zip(_IDX, sums, strict=True)
+    }
+
+
+SOURCES: Mapping[str, Source] = {
+    source.name: source
+    for source in (
+        Source(
+            "mnist",
+            _idx(
+                "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+                "d53e105ee54ea40749a09fcbcd1e9432",
+                "9fb629c4189551a2d022fa330f9573f3",
+                "ec29112dd5afa0611ce80d1b7f02629c",
+            ),
+            home="https://ossci-datasets.s3.amazonaws.com/mnist",
+            licence="CC BY-SA 3.0 as commonly stated (Y. LeCun, C. Cortes)",
+        ),
+        Source(
+            "fashion_mnist",
+            _idx(
+                "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+                "25c81989df183df01b3e8a0aad5dffbe",
+                "bef4ecab320f06d8554ea6380940ec79",
+                "bb300cfdad3c16e7a12a480ee83cd310",
+            ),
+            home="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+            licence="MIT, Zalando SE",
+        ),
+        Source(
+            "cifar10",
+            {
+                f"cifar-10-batches-bin/{batch}.bin": md5
+                for batch, md5 in {
+                    "data_batch_1": "5dd7e06a14cb22eb9f671a540d1b7c25",
+                    "data_batch_2": "5ea93a67294ea407fff1d09f752e9692",
+                    "data_batch_3": "942cd6a4bcdd0dd3c604fbe906cb4421",
+                    "data_batch_4": "ae636b3ba5c66a11e91e8cb52e771fcb",
+                    "data_batch_5": "53f37980c15c3d472c316c40844f3f0d",
+                    "test_batch": "803d5f7f4d78ea53de84dbe85f74fb6d",
+                }.items()
+            },
+            home="https://www.cs.toronto.edu/~kriz",
+            licence="none stated; given out for research, citation asked (A. Krizhevsky, 2009)",
+            archive="cifar-10-binary.tar.gz",
+        ),
+        Source(
+            "heart_disease",
+            {
+                "processed.cleveland.data": "2d91a8ff69cfd9616aa47b59d6f843db",
+                "processed.hungarian.data": "22e96bee155b5973568101c93b3705f6",
+                "processed.switzerland.data": "9a87f7577310b3917730d06ba9349e20",
+                "processed.va.data": "4249d03ca7711e84f4444768c9426170",
+            },
+            home="https://archive.ics.uci.edu/ml/machine-learning-databases/heart-disease",
+            licence="CC BY 4.0 (UCI; A. Janosi, W. Steinbrunn, M. Pfisterer, R. Detrano)",
+        ),
+        Source(
+            "shakespeare",
+            {"input.txt": "6fb458f1232090904fb40fe944165e91"},
+            home="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare",
+            licence="text in the public domain; MIT (A. Karpathy's char-rnn)",
+        ),
+        Source(
+            "adult",
+            {
+                "adult.data": "5d7c39d7b8804f071cdd1f2a7c460872",
+                "adult.test": "35238206dfdf7f1fe215bbb874adecdc",
+            },
+            home="https://archive.ics.uci.edu/ml/machine-learning-databases/adult",
+            licence="CC BY 4.0 (UCI; B. Becker, R. Kohavi)",
+        ),
+    )
+}
+
+
+def find_source(name: str) -> Source:
+    """Return the files of a data set by its name. Raises DataError for a name without files."""
+    if name not in SOURCES:
+        raise DataError(
+            f"data set {name!r} has no files to fetch or verify: expected one of "
+            f"{', '.join(SOURCES)}"
+        )
+    return SOURCES[name]
+
+
+def cache_dir() -> Path:
+    """Return the cache directory; it need not exist. Raises DataError: nobody says where it is."""
+    if named := os.environ.get("FEDPACT_CACHE"):
+        return Path(named)
+    try:
+        return Path.home() / ".cache" / "fedpact"
+    except RuntimeError:
+        raise DataError(
+            "there is no home directory to cache in: set FEDPACT_CACHE to a directory"
+        ) from None
+
+
+def data_dir() -> Path:
+    """Return the data directory; it need not exist."""
+    return Path(os.environ.get("FEDPACT_DATA") or cache_dir() / "data")
+
+
+def locate(source: Source, file: str) -> Path | None:
+    """Return where a file of the data set lies, as it is or with `.xz`; None if it is missing."""
+    plain = data_dir() / source.name / file
+    return next((p for p in (plain, plain.with_name(plain.name + ".xz")) if p.is_file()), None)
+
+
+def read_verified(source: Source, file: str) -> bytes:
+    """Return a file's content, which has the published MD5. Raises DataError otherwise."""
+    path = locate(source, file)
+    if path is None:
+        unset = "" if os.environ.get("FEDPACT_DATA") else " (FEDPACT_DATA is not set)"
+        raise DataError(
+            f"data set {source.name}: {file} is not in {data_dir() / source.name}{unset}: set "
+            f"FEDPACT_DATA to the directory that holds the folder {source.name}, or fetch it "
+            f"with `fedpact data download {source.name}`"
+        )
+    try:
+        content = path.read_bytes()
+        content = lzma.decompress(content) if path.suffix == ".xz" else content
+    except (OSError, lzma.LZMAError) as error:
+        raise DataError(
+            f"data set {source.name}: {path} cannot be read ({error}): fetch it again with "
+            f"`fedpact data download {source.name}`"
+        ) from error
+    check_md5(source, file, content, str(path))
+    return content
+
+
+def check_md5(source: Source, file: str, content: bytes, origin: str) -> None:
+    """Raise DataError unless the content is the published one."""
+    found, expected = hashlib.md5(content, usedforsecurity=False).hexdigest(), source.files[file]
+    if found != expected:
+        raise DataError(
+            f"data set {source.name}: {origin} ({len(content)} bytes) has MD5 {found}: expected "
+            f"the published {expected}; the file is damaged or another version; fetch it again "
+            f"with `fedpact data download {source.name}`"
+        )
+
+
+def state(source: Source, file: str) -> str:
+    """Return "ok", "missing" or "damaged": whether the file is there with its published MD5."""
+    if locate(source, file) is None:
+        return "missing"
+    try:
+        read_verified(source, file)
+    except DataError:
+        return "damaged"
+    return "ok"
+
+
+def load_cached(source: Source, decode: Callable[[Source], Arrays]) -> Arrays:
+    """Return the data set's decoded arrays: from the cache, else decoded and then cached.
+
+    The cached file is an uncompressed .npz, named by the files' checksums; each array in it carries
+    a CRC-32, and a file that fails it in any way is made again.
+    """
+    sums = "".join(f"{file}{md5}" for file, md5 in sorted(source.files.items()))
+    key = hashlib.blake2b(sums.encode(), digest_size=8).hexdigest()
+    path = cache_dir() / f"{source.name}-{key}.npz"
+    if path.is_file():
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                return dict(stored)
+        except Exception as error:  # a damaged zip fails in a dozen ways; the originals are at hand
+            warnings.warn(f"{path} is damaged ({error}): it is made again", stacklevel=2)
+    arrays = decode(source)
+    try:
+        with replacing(path, private=False) as target, target.open("wb") as stream:
+            np.savez(stream, allow_pickle=False, **arrays)
+    except OSError as error:
+        warnings.warn(
+            f"the decoded {source.name} cannot be cached ({error}), so every run decodes it again: "
+            "set FEDPACT_CACHE to a directory that can be written",
+            stacklevel=2,
+        )
+    return arrays
+
 
 _TIMEOUT = 60  # seconds without an answer
 

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedpact.errors import DataError
-from fedpact.text import toml, toml_key
+from fedpact.common.errors import DataError
+from fedpact.common.format import toml, toml_key
 
 _logger = logging.getLogger("fedpact")
 

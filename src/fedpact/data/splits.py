@@ -14,7 +14,7 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
-from fedpact.errors import DataError
+from fedpact.common.errors import DataError
 
 Indices = list[np.ndarray]
 

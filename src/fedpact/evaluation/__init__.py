@@ -1,1 +1,1 @@
-"""What a model is worth on records that were held out of training, as a site may release it."""
+"""Tasks, metrics, and what a model is worth on held-out records, as a site may release it."""

@@ -16,8 +16,8 @@ from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fedpact.privacy.once import FullDataRelease
-from fedpact.theory.accounting import Accountant, Budget
+from fedpact.privacy.accounting.accountant import Accountant, Budget
+from fedpact.privacy.terms import FullDataRelease
 
 DECLARE: Final = (
     "To have it evaluated at the sites, declare [evaluation] share = 0.2 (of each site's records, "
@@ -82,7 +82,7 @@ class EvaluationSettings(BaseModel):
     ) -> None:
         """Raise ValueError: an accuracy is to end a private run, and is not released on the way.
 
-        accuracy, patience, rounds: of the plan (control.limits.Limits).
+        accuracy, patience, rounds: of the plan (algorithms.common.limits.Limits).
         """
         early = accuracy is not None or patience is not None
         if not (early and private and self.used and self.releases):

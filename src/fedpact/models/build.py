@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedpact.errors import ModelError
-from fedpact.models import papers, text
-from fedpact.own.named import own_factory
+from fedpact.common.errors import ModelError
+from fedpact.common.user_code import own_factory
+from fedpact.models import zoo
 
 _DRAWING = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
 _FORM = "factory(shape, classes) -> nn.Module, or factory()"
-_OF_IMAGES = (papers.cnn, papers.cnn_group_norm, papers.cnn_padded, papers.logistic, papers.mlp)
-_KNOWN = {f.__name__: f for f in (*_OF_IMAGES, text.ngram, text.lstm, text.transformer)}
+_OF_IMAGES = (zoo.cnn, zoo.cnn_group_norm, zoo.cnn_padded, zoo.logistic, zoo.mlp)
+_KNOWN = {f.__name__: f for f in (*_OF_IMAGES, zoo.ngram, zoo.lstm, zoo.transformer)}
 
 
 def build(
@@ -23,22 +23,23 @@ def build(
     example: Tensor,
     classes: int,
     seed: int,
-    settings: papers.LogisticSettings | None = None,
+    settings: zoo.LogisticSettings | None = None,
     kind: str = "class",
 ) -> nn.Module:
     """Return the named model with weights drawn from `seed`, tried on two zero records.
 
-    name: of a function of models.papers or models.text; or "package.module:factory", where
+    name: of a function of models.zoo or models.zoo; or "package.module:factory", where
     factory(shape, classes) returns a module that maps records [B, *shape] to logits [B, classes]; a
-    class or function that needs no argument is called without; or what was handed in (own.named).
+    class or function that needs no argument is called without; or what was handed in
+    (common.user_code).
     example: one record [*shape], for its shape and type only. settings: of "logistic" alone. kind:
-    what is learnt, as form.LabelForm has it: of "pixels" a model answers [B, classes, ...], of a
+    what is learnt, as schema.LabelForm has it: of "pixels" a model answers [B, classes, ...], of a
     "number" [B, 1] or [B].
     Raises ModelError: an unknown name, a factory that fails, outputs that do not fit the labels.
     """
     factory: Callable[..., Any]
     if name == "logistic":
-        factory = partial(papers.logistic, settings=settings)
+        factory = partial(zoo.logistic, settings=settings)
     else:
         factory = _KNOWN.get(name) or own_factory(name, "model", list(_KNOWN), _FORM)
     shape = tuple(example.shape)

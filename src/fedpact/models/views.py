@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-from fedpact.errors import ModelError
-from fedpact.params import model_name
+from fedpact.common.errors import ModelError
+from fedpact.common.params import model_name
 
 
 class ViewSettings(BaseModel):

@@ -1,1 +1,1 @@
-"""Everything that stands between the records and the outside."""
+"""Everything that stands between the records and the outside: oracle, accounting, ledger."""

@@ -1,24 +1,126 @@
-"""What one Poisson batch answers: exactly in a plain run, clipped and with noise in a private one.
+"""The clipped sums of batches: per record, per batch, and with records that fail counted as zero.
+
+A model may raise at a record that nobody foresaw, and a failure would leave the site as a refusal,
+which depends on records. So a batch that raises is taken without the records at which the model
+raises when it is given each of them alone: the answer then has the bits that it would have without
+them. Whether a record is one of these follows from that record and public numbers only, so what one
+record moves a sum by is as it was. What stays in the site's own log is told there once.
 
 See oracle for the channels. A batch draws nothing and charges nothing itself: its oracle has.
+
+One record can turn the clipped mean round: with C = 1 the gradients 1 and -3 have the mean -1,
+without the second one it is 1. Both lie in the ball of radius C, so the sensitivity is 2C, exactly,
+whatever the batch's gradients are; `terms.sensitivity` has it. The batch's realised size leaves
+only through the clipped mean. That a record changes no batch that it is not in, which sampling is
+counted on for, takes gradients that follow from weights and batch alone: they are summed as under
+per-sample clipping, from what was traced.
 """
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from fedpact.check import non_negative, positive
-from fedpact.errors import PolicyRefused
-from fedpact.params import FlatModel, sent
-from fedpact.persample.bounds import check_clip, slack, within
-from fedpact.persample.kernel import PerSampleKernel, PlainKernel
-from fedpact.persample.layout import Placement
-from fedpact.persample.weighting import UNIFORM, Uniform, Weighting
-from fedpact.privacy.guarded import measure_losses, sum_finite
+from fedpact.common.check import non_negative, positive
+from fedpact.common.errors import PolicyRefused
+from fedpact.common.losses import Loss
+from fedpact.common.params import FlatModel, sent
+from fedpact.per_sample.clipping import UNIFORM, Uniform, Weighting, check_clip, slack, within
+from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+from fedpact.per_sample.layout import Placement
+
+_Take = Callable[[Tensor, Tensor, Placement | None], Tensor]
+_TakeShared = Callable[[Tensor, Tensor, Tensor | None, Placement | None], Tensor]
+_TakeRows = Callable[[slice], Tensor]
+_Finish = Callable[[Tensor], Tensor]
+
+_logger = logging.getLogger("fedpact.site")
+_told: set[str] = set()
+
+
+def sum_finite(
+    take: _TakeShared,
+    x: Tensor,
+    y: Tensor,
+    shares: Tensor | None,
+    like: Tensor,
+    finish: _Finish | None,
+    layout: Placement | None = None,
+) -> Tensor:
+    """Return take(x, y, shares, layout) [d], a sum over a batch, in which bad records weigh 0.
+
+    shares: of each record [B], or None; those that are left keep theirs, and their slots.
+    like: [d], for the form of a sum. finish: what is done to a sum [d] of single records' sums, in
+    float64, to have that of all; it is made so where the good records raise together, as for want
+    of memory. None where it is no such sum: it is 0 then.
+    """
+
+    def some(rows: Tensor | slice) -> Tensor:
+        part = None if shares is None else shares[rows]
+        return take(x[rows], y[rows], part, layout and layout.of(rows))
+
+    try:
+        return take(x, y, shares, layout)
+    except Exception as error:  # whatever a model may raise at a record
+        good = _good(some, len(y), error)
+    try:
+        return some(good) if len(good) else torch.zeros_like(like)
+    except Exception as error:
+        _tell(f"good records raise together, and are taken one by one: {_words(error)}")
+    if finish is None:
+        return torch.zeros_like(like)
+    total = torch.zeros_like(like, dtype=torch.float64)
+    for j in map(int, good):
+        total += some(slice(j, j + 1))
+    return finish(total).to(like.dtype)
+
+
+def measure_losses(losses: _Take, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
+    """Return losses(x, y, layout) [B] in float64, NaN for the records at which it raises."""
+
+    def some(rows: slice) -> Tensor:
+        return losses(x[rows], y[rows], layout and layout.of(rows))
+
+    try:
+        return losses(x, y, layout).double()
+    except Exception as error:  # whatever a model may raise at a record
+        good = _good(some, len(y), error)
+    found = torch.full((len(y),), torch.nan, dtype=torch.float64, device=y.device)
+    for j in map(int, good):
+        found[j] = some(slice(j, j + 1)).double()[0]
+    return found
+
+
+def _good(take: _TakeRows, count: int, error: Exception) -> Tensor:
+    """Return the places, on the CPU, of the records at which `take` does not raise alone."""
+    good = [j for j in range(count) if _taken(take, slice(j, j + 1))]
+    _tell(
+        f"the model raises at some records of a batch, which are given weight 0: {_words(error)}; "
+        "declare the ranges, categories or vocabulary that it takes"
+    )
+    return torch.tensor(good, dtype=torch.int64)
+
+
+def _taken(take: _TakeRows, rows: slice) -> bool:
+    try:
+        take(rows)
+    except Exception:  # whatever a model may raise at a record
+        return False
+    return True
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _tell(message: str) -> None:
+    if message not in _told:
+        _told.add(message)
+        _logger.warning(message)
 
 
 def clip_for(clip: float, expected: float) -> float:
@@ -34,7 +136,7 @@ def most_records(expected: float) -> int:
 
     A Poisson batch of N records is larger once in 10^31 batches (Chernoff: with t = 12 √(qN) + 50,
     exp(-t² / 2(qN + t/3)) is at most 10^-31). One that is, as where a site has more records than it
-    has declared, is summed in another way, which keeps the same slack; see persample.bounds.
+    has declared, is summed in another way, which keeps the same slack; see per_sample.clipping.
     """
     return math.ceil(expected + 12 * math.sqrt(expected) + 50)
 
@@ -293,3 +395,78 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         finish = partial(within, clip=clip, most=most_records(self._terms.batch_size))
         total = sum_finite(take, self._x, self._y, self._shares, w, finish, self._layout)
         return self.noisy(total, "difference", bound).div_(self._terms.batch_size)
+
+
+# Scaling rounds each entry, by 2^-24 in float32: this keeps the true length at or below C.
+_SLACK = 1e-6
+
+
+class BatchClippedKernel:
+    """Clipped mean gradients of one model. Raises ModelError, as PerSampleKernel does.
+
+    apart: what sums gradients, and has the loss channels' losses; one of its own by default.
+    """
+
+    def __init__(self, model: FlatModel, loss: Loss, apart: PerSampleKernel | None = None) -> None:
+        self.model, self.loss = model, loss
+        self._apart = apart or PerSampleKernel(model, loss)
+
+    def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
+        """The per-sample losses [B] at the model's weights, without gradient."""
+        return self._apart.losses(x, y, layout)
+
+    def clipped_mean(self, x: Tensor, y: Tensor, clip: float) -> Tensor:
+        """Return ḡ min(1, C/‖ḡ‖) [d], ḡ the mean gradient of the records x, y [B, ...].
+
+        clip: C > 0, or infinity. A record whose loss or gradient is not finite adds 0 to the mean's
+        sum; see PerSampleKernel. Zeros for an empty batch, and where ‖ḡ‖ is not finite.
+        """
+        if len(x) == 0:
+            return torch.zeros_like(self.model.vector)
+        mean = self._apart.clipped_sum(x, y, math.inf) / len(x)
+        exact = mean.double()
+        norm = exact.square().sum().sqrt()
+        scale = (clip * (1 - _SLACK) / norm).clamp_max(1)
+        return torch.where(norm.isfinite(), exact * scale, 0).to(mean.dtype)
+
+    def way(self, x: Tensor, y: Tensor) -> str:
+        """Return how records of the form of x, y [B, ...] are kept apart, as
+        PerSampleKernel.way."""
+        return self._apart.way(x, y)
+
+    def verify(self, x: Tensor, y: Tensor) -> None:
+        """Check that the model keeps the records of a batch apart. Raises ModelError otherwise."""
+        self._apart.verify(x, y)
+
+
+class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):
+    """A batch whose mean gradient is clipped as a whole."""
+
+    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
+        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over.
+        Raises PolicyRefused: a weighting, part of a per-record clip."""
+        self.use("gradient")
+        if not isinstance(weighting, Uniform):
+            raise PolicyRefused(
+                f"weighting is {weighting}: under batch clipping records have no clip of their "
+                'own that a weight could be part of; use privacy.mode = "per_sample"'
+            )
+        self._kernel.model.load(w)
+        clipped_mean = self._kernel.clipped_mean
+
+        def take(x: Tensor, y: Tensor, _: Tensor | None, layout: Placement | None) -> Tensor:
+            del layout  # the ball bounds it, wherever records stand
+            return clipped_mean(x, y, self._terms.clip)
+
+        # Whatever it is, it lies in the ball of radius C, and 2C is what one record may do.
+        mean = sum_finite(take, self._x, self._y, None, w, None)
+        return self.noisy(mean, "gradient", self._terms.clip)
+
+    def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
+        """Return the mean of ∇ℓ_j(w) - ∇ℓ_j(anchor), each clipped to `bound`: [d], [d] -> [d].
+        Raises PolicyRefused: a batch's mean difference has no proof here."""
+        del w, anchor, bound
+        raise PolicyRefused(
+            "a gradient difference was asked for under batch clipping, which has no sensitivity "
+            'for it; use privacy.mode = "per_sample"'
+        )

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from fedpact.errors import FedpactError, InputError, PlanError
-from fedpact.persample.kernel import PerSampleKernel
-from fedpact.privacy.batch_clipped import BatchClippedBatch, BatchClippedKernel
-from fedpact.privacy.batches import PerSampleBatch
+from fedpact.common.errors import FedpactError, InputError, PlanError
+from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.privacy.batches import BatchClippedBatch, BatchClippedKernel, PerSampleBatch
 
 __all__ = ["MECHANISMS", "Mechanism", "check_mechanisms", "mechanism_of", "sensitivity"]
 

@@ -1,4 +1,4 @@
-"""The oracle: the only door to a site's records.
+"""The only door to the records: clipped, noised, charged to the ledger before release.
 
 An algorithm asks for batches and, on each, for releases. In a private run the oracle has the ledger
 write the events down, samples, clips, adds noise, and only then lets a number go. In a plain run it
@@ -22,32 +22,182 @@ follows from released numbers only. With m_c = σ_c b over the sensitivity, all 
 which see the same records, are one joint event with σ_joint = (Σ m_c^-2)^(-1/2) (spec: releases
 that share a batch). The divisor of a sum is the expected batch size, as the realised one is itself
 private. The terms say which clipping it is.
+
+A subclass overrides what it changes, so a new question to the oracle is forwarded in one place.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
-from fedpact.check import count as at_least_one
-from fedpact.draws.keystream import CHUNK
-from fedpact.draws.seeded import Draws
-from fedpact.errors import PolicyRefused
-from fedpact.persample.kernel import PerSampleKernel, PlainKernel
-from fedpact.persample.layout import OVERFLOW, Placement, slots_for
-from fedpact.persample.weighting import UNIFORM, Fair, Uniform, Weighting
-from fedpact.privacy import columns, reach
-from fedpact.privacy.batch_clipped import BatchClippedBatch, BatchClippedKernel
-from fedpact.privacy.batches import Batch, PerSampleBatch, PlainBatch
-from fedpact.privacy.charge import Charge
+from fedpact.common.check import count as at_least_one
+from fedpact.common.errors import PolicyRefused
+from fedpact.common.params import sent
+from fedpact.common.randomness.keystream import CHUNK
+from fedpact.common.randomness.seeded import Draws
+from fedpact.per_sample.clipping import UNIFORM, Fair, Uniform, Weighting
+from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+from fedpact.per_sample.layout import OVERFLOW, Placement, aligned, slots_for
+from fedpact.privacy import column_scales
+from fedpact.privacy import reply_bounds as reach
+from fedpact.privacy.accounting.accountant import SampledGaussian
+from fedpact.privacy.accounting.shared_noise import SHARE_DEVIATION
+from fedpact.privacy.batches import (
+    Batch,
+    BatchClippedBatch,
+    BatchClippedKernel,
+    PerSampleBatch,
+    PlainBatch,
+)
+from fedpact.privacy.column_scales import Means
+from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.mechanisms import mechanism_of
-from fedpact.privacy.reach import Range, ReplyBounds
-from fedpact.privacy.records import Records
+from fedpact.privacy.reply_bounds import Range, ReplyBounds
 from fedpact.privacy.terms import Opening, Terms
-from fedpact.theory.shares import SHARE_DEVIATION
+
+
+@dataclass(frozen=True)
+class Charge:
+    """How an oracle's events are written down: the ledger, and what tells this request apart.
+
+    digest: of all that the answer follows from besides records and seed, so that what a
+    hypothetical ledger takes for a repetition is one. `run` has to stand for one seed.
+    """
+
+    ledger: Ledger
+    run: str
+    round: int
+    digest: str
+    attempt: int = 0
+
+    def steps_left(self, terms: Terms) -> float:
+        """Return how many of the reserved batches the ledger leaves the run."""
+        return terms.steps_after(self.ledger.spent(self.run))
+
+    def __call__(self, terms: Terms, first: int, count: int, channels: tuple[str, ...]) -> None:
+        """Charge `count` joint events, the first of them the request's step `first`.
+
+        An event is charged whole, as the terms' event, even where fewer channels are asked for.
+        Raises PolicyRefused: a channel that the terms do not name, or none, or one twice.
+        """
+        if not channels or len(set(channels)) < len(channels) or set(channels) - set(terms.sigmas):
+            raise PolicyRefused(
+                f"channels {list(channels)} were asked for: this run's terms at the site name "
+                f"{sorted(terms.sigmas)}, each once a batch"
+            )
+        self.ledger.charge(
+            self.run,
+            f"{self.round}/{first}/{self.digest}",
+            terms.event,
+            count,
+            purpose=channels,
+            round_number=self.round,
+            attempt=self.attempt,
+        )
+
+    def once(self, event: SampledGaussian, purpose: tuple[str, ...]) -> None:
+        """Charge one event of all records, which is no batch's. purpose: what it is for."""
+        self.ledger.charge(
+            self.run,
+            f"{self.round}/once/{self.digest}",
+            event,
+            1,
+            purpose=purpose,
+            round_number=self.round,
+            attempt=self.attempt,
+        )
+
+
+@dataclass(frozen=True)
+class Records:
+    """A site's training records: x [n, ...], y [n]. Only oracles hold one.
+
+    columns: of a row's numbers those that are scaled by what sites release; in [-1, 1] till then.
+    persons: where a batch is of persons, each record's person, int64 [n] in the CPU's memory,
+    numbered from 0 without gaps; None where it is of records.
+    """
+
+    x: Tensor
+    y: Tensor
+    columns: tuple[int, ...] = ()
+    persons: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        # A batch of all is these very numbers, and any other a copy: both lie alike in memory, else
+        # whether one record is in it would decide by what code the others are multiplied.
+        object.__setattr__(self, "x", aligned(self.x))
+        object.__setattr__(self, "y", aligned(self.y))
+
+    def to(self, device: torch.device) -> "Records":
+        """Return the records on a device."""
+        return replace(self, x=self.x.to(device), y=self.y.to(device))
+
+    def join(self, x: Tensor, y: Tensor, at: int, *, together: bool = False) -> "Records":
+        """Return the records with others x, y [m, ...] before place `at`.
+
+        Where a batch is of persons, of a new person each, or of one `together`.
+        """
+        persons = self.persons
+        if persons is not None:
+            new = torch.zeros(len(y), dtype=torch.int64) if together else torch.arange(len(y))
+            persons = torch.cat([persons[:at], self.count + new, persons[at:]])
+        return Records(
+            torch.cat([self.x[:at], x, self.x[at:]]),
+            torch.cat([self.y[:at], y, self.y[at:]]),
+            self.columns,
+            persons,
+        )
+
+    @cached_property
+    def count(self) -> int:
+        """How many there are of what is sampled: persons, or records."""
+        if self.persons is None:
+            return len(self.y)
+        return int(self.persons.max()) + 1 if len(self.persons) else 0
+
+    @cached_property
+    def _shares(self) -> Tensor | None:
+        """1/m [n] for each of a person's m records, in float64, in the CPU's memory."""
+        if self.persons is None:
+            return None
+        each = torch.bincount(self.persons).double()[self.persons]
+        # Rounded down, so that a person's add up to 1 at most.
+        return (2.0**40 / each).floor() / 2.0**40
+
+    def batch(
+        self, draws: Draws, rate: float, step: int, *, lent: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return a Poisson batch of records, or of persons with all their records and shares.
+
+        Shares are in the CPU's memory, wherever the records are.
+
+        lent: see `at`.
+        """
+        chosen = draws.batch(self.count, rate, step)
+        if self.persons is None or self._shares is None:
+            return *self.at(chosen, lent=lent), None
+        drawn = torch.zeros(self.count, dtype=torch.bool)
+        drawn[chosen] = True
+        places = drawn[self.persons].nonzero()[:, 0]
+        return *self.at(places, lent=lent), self._shares[places]
+
+    def at(self, chosen: Tensor, *, lent: bool = False) -> tuple[Tensor, Tensor]:
+        """Return copies of the records of these indices, which ascend.
+
+        lent: of all records no copy, for whoever leaves them as they are.
+        """
+        if chosen.shape == self.y.shape[:1]:
+            return (self.x, self.y) if lent else (self.x.clone(), self.y.clone())
+        chosen = sent(chosen, self.x.device)
+        # A quarter of the time of x[chosen].
+        return self.x.index_select(0, chosen), self.y.index_select(0, chosen)
+
 
 __all__ = [
     "UNIFORM",
@@ -105,7 +255,7 @@ class Oracle(Protocol):
         """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
         ...
 
-    def columns(self) -> columns.Means:
+    def columns(self) -> column_scales.Means:
         """Return what scales the site's columns, once, before the first round."""
         ...
 
@@ -153,10 +303,10 @@ class PlainOracle:
         """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
         return self._batch(self._opening_rate, channels)
 
-    def columns(self) -> columns.Means:
+    def columns(self) -> column_scales.Means:
         """Return what scales the site's columns, once, before the first round."""
-        found = columns.sums(self._records.x[:, list(self._records.columns)])
-        return columns.Means(found / self._size, 0.0, self._size)
+        found = column_scales.sums(self._records.x[:, list(self._records.columns)])
+        return column_scales.Means(found / self._size, 0.0, self._size)
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
@@ -175,7 +325,7 @@ class PrivateOracle:
     with the same chance, and has m records, each with a weight of 1/m in its own clip, so that all
     of them add at most C to a sum. Size, rate and divisor are then of persons.
     exact: answers `unprotected`, after which nothing that the run releases is private; None in
-    every run that is to be. placement: "compact" or "scattered" (persample.layout); None: as the
+    every run that is to be. placement: "compact" or "scattered" (per_sample.layout); None: as the
     kernel finds for itself.
     Raises PolicyRefused: draws that come again with a ledger that is not hypothetical, or fresh
     ones with one that is, which would take a second release for the first.
@@ -241,12 +391,14 @@ class PrivateOracle:
         self._step += 1
         return self._batch(opening, self._step - 1, channels)
 
-    def columns(self) -> columns.Means:
+    def columns(self) -> column_scales.Means:
         """Return what scales the site's columns, once, before the first round. Raises
         BudgetExhausted, and PolicyRefused: the terms have no such release."""
         once = self._charge.once if isinstance(self._charge, Charge) else None
         u = self._records.x[:, list(self._records.columns)]
-        return columns.answer_columns(self._terms.columns, u, self._terms.size, once, self._draws)
+        return column_scales.answer_columns(
+            self._terms.columns, u, self._terms.size, once, self._draws
+        )
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
@@ -320,3 +472,74 @@ class PrivateOracle:
             part = slice(start, start + CHUNK)
             total[part] = whole[part].double().mul_(unit)
         return total
+
+
+class BatchAround:
+    """A batch that passes every call on to another; a subclass changes some."""
+
+    def __init__(self, inner: Batch) -> None:
+        self._inner = inner
+
+    @property
+    def noise_variance(self) -> float:
+        """The variance of a gradient's noise in each coordinate, public; 0 in a plain run."""
+        return self._inner.noise_variance
+
+    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
+        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over."""
+        return self._inner.gradient(w, weighting)
+
+    def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
+        """Return the mean of ∇ℓ_j(w) - ∇ℓ_j(anchor), each clipped to `bound`: [d], [d] -> [d]."""
+        return self._inner.difference(w, anchor, bound)
+
+    def loss(self, w: Tensor, bound: float) -> float:
+        """Return the mean of the losses at w [d], each clipped to [0, bound]."""
+        return self._inner.loss(w, bound)
+
+    def below(self, w: Tensor, bound: float) -> float:
+        """Return the share of records with a loss of at most bound at w [d]; may leave [0, 1]."""
+        return self._inner.below(w, bound)
+
+
+class OracleWrapper:
+    """An oracle that passes every call on to another; a subclass changes some."""
+
+    def __init__(self, inner: Oracle) -> None:
+        self._inner = inner
+
+    @property
+    def batch_size(self) -> float:
+        """The expected batch size q_i N_i, a public number."""
+        return self._inner.batch_size
+
+    @property
+    def noise_variance(self) -> float:
+        """The variance of a gradient's noise in each coordinate, public; 0 in a plain run."""
+        return self._inner.noise_variance
+
+    @property
+    def steps_left(self) -> float:
+        """How many batches the site's reservation still allows, public; inf in a plain run."""
+        return self._inner.steps_left
+
+    @property
+    def shares(self) -> Mapping[str, Tensor]:
+        """What was released with a share of noise: channel -> int64 [d], on the terms' grid."""
+        return self._inner.shares
+
+    def columns(self) -> Means:
+        """Return what scales the site's columns, once, before the first round."""
+        return self._inner.columns()
+
+    def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
+        """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
+        return self._inner.unprotected(w)
+
+    def opening(self, *channels: str) -> Batch:
+        """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
+        return self._inner.opening(*channels)
+
+    def batches(self, count: int, *channels: str) -> Iterator[Batch]:
+        """Yield `count` batches that answer the channels; each is closed by the next one."""
+        return self._inner.batches(count, *channels)

@@ -10,12 +10,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fedpact.configuration import plan_error
-from fedpact.errors import PlanError, PolicyRefused
-from fedpact.ledger.ledger import Ledger
-from fedpact.privacy.once import FullDataRelease
-from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import Budget, add_budgets
+from fedpact.common.configuration import plan_error
+from fedpact.common.errors import PlanError, PolicyRefused
+from fedpact.privacy.accounting.accountant import Budget, add_budgets
+from fedpact.privacy.ledger.ledger import Ledger
+from fedpact.privacy.terms import FullDataRelease, Terms
 
 # Strict: a word, true or "1" is not the number that its owner meant.
 _Positive = Annotated[float, Field(gt=0, strict=True)]

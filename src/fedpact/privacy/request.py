@@ -4,19 +4,10 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from fedpact import check
-from fedpact.errors import PlanError
-from fedpact.privacy.once import FullDataRelease
-from fedpact.privacy.terms import (
-    Channels,
-    Opening,
-    Terms,
-    check_ratios,
-    multipliers_of,
-    size_event,
-)
-from fedpact.theory import shares
-from fedpact.theory.accounting import (
+from fedpact.common import check
+from fedpact.common.errors import PlanError
+from fedpact.privacy.accounting import shared_noise
+from fedpact.privacy.accounting.accountant import (
     ADJACENCY_BY_UNIT,
     Accountant,
     Budget,
@@ -26,7 +17,16 @@ from fedpact.theory.accounting import (
     joint,
     max_steps,
 )
-from fedpact.theory.calibration import smallest_scale
+from fedpact.privacy.accounting.calibration import smallest_scale
+from fedpact.privacy.terms import (
+    Channels,
+    FullDataRelease,
+    Opening,
+    Terms,
+    check_ratios,
+    multipliers_of,
+    size_event,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class TermsRequest:
 
     @property
     def _priced(self) -> Budget:
-        added = shares.ADDED_DELTA if self.honest else 0.0
+        added = shared_noise.ADDED_DELTA if self.honest else 0.0
         return Budget(self.budget.epsilon, self.budget.delta - added) if added else self.budget
 
     def calibrate(self) -> Terms:

@@ -7,23 +7,22 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from fedpact import check
-from fedpact.draws.schedules import ScheduleKind, factor
-from fedpact.errors import PlanError
-from fedpact.persample.bounds import check_clip
-from fedpact.privacy import columns
-from fedpact.privacy.mechanisms import MECHANISMS, mechanism_of
-from fedpact.privacy.once import FullDataRelease
-from fedpact.privacy.request import TermsRequest
-from fedpact.privacy.terms import Terms
-from fedpact.theory.accounting import (
+from fedpact.common import check
+from fedpact.common.errors import PlanError
+from fedpact.common.randomness.schedules import ScheduleKind, factor
+from fedpact.per_sample.clipping import check_clip
+from fedpact.privacy import column_scales
+from fedpact.privacy.accounting.accountant import (
     ACCOUNTANTS,
     ADJACENCY_BY_UNIT,
     Accountant,
     Budget,
     round_rate_up,
 )
-from fedpact.theory.persons import MOST_RECORDS, PERSON_RECORDS
+from fedpact.privacy.accounting.group_privacy import MOST_RECORDS, PERSON_RECORDS
+from fedpact.privacy.mechanisms import MECHANISMS, mechanism_of
+from fedpact.privacy.request import TermsRequest
+from fedpact.privacy.terms import FullDataRelease, Terms
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -300,7 +299,9 @@ class Privacy(BaseModel):
         if not released:
             return None
         budget = self.budget(site, sites)
-        return columns.release(len(released), budget, self.accountant, self.column_share, times)
+        return column_scales.release(
+            len(released), budget, self.accountant, self.column_share, times
+        )
 
     def least_noise_of(self, released: int) -> float:
         """Return the least deviation that any of the budgets here leaves in sums of columns."""
@@ -308,8 +309,8 @@ class Privacy(BaseModel):
         epsilon = max(_most(self.epsilon), *(one.epsilon or 0.0 for one in grants), 0.0)
         delta = max(_most(self.delta), *(one.delta or 0.0 for one in grants), 0.0)
         of = Budget(epsilon, delta)
-        return columns.deviation(
-            columns.release(released, of, self.accountant, self.column_share, 1)
+        return column_scales.deviation(
+            column_scales.release(released, of, self.accountant, self.column_share, 1)
         )
 
     def terms(self, sites: tuple[str, ...], request: TermsRequest) -> Terms:

@@ -1,25 +1,39 @@
-"""The terms on which a site takes part: its public size, its sampling rate, its clip and its noise.
+"""The terms of a site's releases: sizes, σ, ε and δ, and what is released once of all records.
+
+s_c = Σ_j v_c(j) + N(0, σ² b_c²)     for each channel c, with ‖v_c(j)‖ <= b_c for every record j
+
+Without sampling, with m channels, it is a Gaussian with multiplier σ / √m. A table of counts in
+which each record stands in one cell has b = 1. The ledger has the event before a record is read.
 
 Everything here is public. The terms are fixed before the first release, from declared numbers only.
+
+N_i = max(1, n_i + N(0, σ²))     sensitivity 1 under add/remove: SampledGaussian(1, σ)
+
+It is released once, before training, and reserved together with the events of the run. What is
+divided by N_i or weighted with it afterwards is post-processing. σ, q and the number of steps are
+fixed before it and never follow from it: else composition would need a filter. The true count
+serves only to sample.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Final
 
-from fedpact import check
-from fedpact.errors import InputError, PlanError
-from fedpact.ledger.reservations import Shared
-from fedpact.persample.bounds import check_clip
-from fedpact.privacy.batches import clip_for
-from fedpact.privacy.mechanisms import mechanism_of, sensitivity
-from fedpact.privacy.once import FullDataRelease
-from fedpact.text import span
-from fedpact.theory import shares
-from fedpact.theory.accounting import (
+import torch
+from torch import Tensor
+
+from fedpact.common import check
+from fedpact.common.check import positive
+from fedpact.common.errors import InputError, PlanError
+from fedpact.common.format import span
+from fedpact.common.randomness import secure
+from fedpact.common.randomness.seeded import Draws
+from fedpact.per_sample.clipping import check_clip
+from fedpact.privacy.accounting import shared_noise
+from fedpact.privacy.accounting.accountant import (
     ADJACENCY_BY_UNIT,
     Accountant,
     Budget,
@@ -29,7 +43,94 @@ from fedpact.theory.accounting import (
     epsilon,
     joint,
 )
-from fedpact.theory.persons import epsilon_per_person
+from fedpact.privacy.accounting.calibration import smallest_scale
+from fedpact.privacy.accounting.group_privacy import epsilon_per_person
+from fedpact.privacy.batches import clip_for
+from fedpact.privacy.ledger.ledger import Ledger
+from fedpact.privacy.ledger.reservations import Shared
+from fedpact.privacy.mechanisms import mechanism_of, sensitivity
+
+
+@dataclass(frozen=True)
+class FullDataRelease:
+    """What such a release is, how often it may be made, and what all of them may cost.
+
+    name: what ledger, policy and noise know it by. bounds: channel -> b_c > 0. sigma: each
+    channel's noise over its bound. times: how many are reserved, >= 1. budget: (ε, δ) of a record,
+    under add/remove of one. Raises InputError.
+    """
+
+    name: str
+    bounds: Mapping[str, float]
+    sigma: float
+    times: int
+    budget: Budget
+    accountant: Accountant = "best"
+
+    def __post_init__(self) -> None:
+        check.positive(sigma=self.sigma)
+        check.count(times=self.times)
+        for channel, bound in self.bounds.items():
+            check.positive(**{f"bounds[{channel!r}]": bound})
+        if not self.bounds:
+            raise InputError(f"{self.name} has no channel: expected at least one to release")
+
+    @staticmethod
+    def within(
+        name: str,
+        bounds: Mapping[str, float],
+        times: int,
+        budget: Budget,
+        accountant: Accountant = "best",
+    ) -> "FullDataRelease":
+        """Return the release with the least noise at which `times` of it are within the budget.
+
+        Raises BudgetExhausted: no noise is enough. InputError.
+        """
+        planned = {SampledGaussian(1.0, 1.0): check.count(times=times)}
+        least = smallest_scale(budget, planned, accountant)
+        found = FullDataRelease(
+            name, bounds, least * math.sqrt(len(bounds)), times, budget, accountant
+        )
+        while found.event.sigma < least:
+            # Rounding must not push the reservation past the budget.
+            sigma = math.nextafter(found.sigma, math.inf)
+            found = FullDataRelease(name, bounds, sigma, times, budget, accountant)
+        return found
+
+    @property
+    def event(self) -> SampledGaussian:
+        """One release: all channels, of all records."""
+        return joint(1.0, [self.sigma] * len(self.bounds))
+
+    @property
+    def history(self) -> Counter[SampledGaussian]:
+        """All that is reserved."""
+        return Counter({self.event: self.times})
+
+    @property
+    def releases(self) -> dict[str, float]:
+        """What it is called in a policy, as "evaluation hits", -> its noise multiplier."""
+        return {f"{self.name} {channel}": self.sigma for channel in self.bounds}
+
+    def release(
+        self,
+        charge: Callable[[SampledGaussian, tuple[str, ...]], None],
+        sums: Callable[[], Mapping[str, Tensor]],
+        draws: Draws,
+    ) -> dict[str, Tensor]:
+        """Charge, then take the sums [k] of every channel, and return them with noise.
+
+        charge: of the event and what it is for. sums: float64; may be written over.
+        Raises what `charge` raises, before any record is read.
+        """
+        charge(self.event, tuple(self.releases))
+        exact = sums()
+        return {
+            channel: draws.add_noise(exact[channel], self.sigma, bound, 0, f"{self.name} {channel}")
+            for channel, bound in self.bounds.items()
+        }
+
 
 Channels = Mapping[str, float]
 """Channel name -> its noise multiplier relative to the gradient's, which is 1."""
@@ -73,7 +174,8 @@ class Terms:
     columns: how the site releases what its columns are scaled by, once; None where it does not.
     honest: h, how many sites' shares of noise protect a record together, where only sums over sites
     are opened; sigmas are then those of the site's own share. 0: the site's noise is enough alone.
-    grid: ν >= theory.shares.SHARE_DEVIATION where each release is rounded to a grid of 1/ν of its
+    grid: ν >= privacy.accounting.shared_noise.SHARE_DEVIATION where each release is rounded to a
+    grid of 1/ν of its
     noise's deviation, 0 where the noise is not rounded so coarsely. Shares of noise always are.
     clips: C of each round where it changes, the last of them for all that follow; see `at`.
     protects: whom size, rate and budget are of, "record" or "person".
@@ -140,14 +242,16 @@ class Terms:
         _ = self.multipliers
         if self.honest:
             self._check_shared()
-        if self.grid and (self.honest or not self.grid >= shares.SHARE_DEVIATION):
+        if self.grid and (self.honest or not self.grid >= shared_noise.SHARE_DEVIATION):
             raise InputError(
                 f"grid is {self.grid!r} with honest = {self.honest}: expected 0, or at least "
-                f"{shares.SHARE_DEVIATION:g} and no shared noise, which has a grid of its own"
+                f"{shared_noise.SHARE_DEVIATION:g} and no shared noise, which has a grid of its own"
             )
 
     def _check_shared(self) -> None:
-        """Raise InputError unless the lemma of theory.shares covers what is released."""
+        """Raise InputError unless the lemma of privacy.accounting.shared_noise covers what is
+        released.
+        """
         if (
             not {"gradient"} <= {*self.sigmas} <= SUMMED
             or self.openings
@@ -163,7 +267,7 @@ class Terms:
             raise InputError(
                 f"honest is {self.honest} with size_noise {self.size_noise}, columns "
                 f"{self.columns} and δ = {self.budget.delta:g}: expected declared sizes and scales,"
-                f" and δ > {shares.ADDED_DELTA:g}"
+                f" and δ > {shared_noise.ADDED_DELTA:g}"
             )
 
     @property
@@ -174,19 +278,19 @@ class Terms:
     @property
     def delta(self) -> float:
         """The δ at which events are priced: of shares, less what their sum's law may be off by."""
-        return self.budget.delta - (shares.ADDED_DELTA if self.honest else 0.0)
+        return self.budget.delta - (shared_noise.ADDED_DELTA if self.honest else 0.0)
 
     @property
     def units(self) -> float:
         """ν, the deviation of a release's noise in units of its coarse grid; 0 without one."""
-        return shares.SHARE_DEVIATION if self.honest else self.grid
+        return shared_noise.SHARE_DEVIATION if self.honest else self.grid
 
     def unit(self, channel: str, bound: float) -> float:
         """The unit of the grid that a share of a channel's sum is rounded to, in units of that sum.
 
         bound: of the channel, C for a gradient. Where noise is shared σ is the same at all sites.
         """
-        return self.sigmas[channel] * bound / shares.SHARE_DEVIATION
+        return self.sigmas[channel] * bound / shared_noise.SHARE_DEVIATION
 
     def at(self, round_number: int) -> "Terms":
         """Return the terms of a round, 1 on: with its clip, and noise of σ times that.
@@ -287,7 +391,7 @@ class Terms:
         """Return the same if no other site's share is noise: what holds against everybody."""
         if not self.honest:
             return self.epsilon_after(spent)
-        return self._running_alone(shares.all_alone(spent, self.honest))
+        return self._running_alone(shared_noise.all_alone(spent, self.honest))
 
     @property
     def shared(self) -> Shared | None:
@@ -300,7 +404,7 @@ class Terms:
 
     @cached_property
     def _running_alone(self) -> RunningEpsilon:
-        own = shares.all_alone(self.history(self.steps), self.honest)
+        own = shared_noise.all_alone(self.history(self.steps), self.honest)
         return RunningEpsilon(own, self.budget.delta, self.accountant)
 
     @cached_property
@@ -308,23 +412,23 @@ class Terms:
         """ε at δ of all that is reserved, if no other site's share is noise."""
         if not self.honest:
             return self.budget.epsilon
-        own = shares.all_alone(self.history(self.steps), self.honest)
+        own = shared_noise.all_alone(self.history(self.steps), self.honest)
         return epsilon(own, self.budget.delta, self.accountant)
 
     def per_person(self, records: int, *, alone: bool = False) -> float:
         """Return ε at δ of all that is reserved for a person's `records` records together.
 
-        alone: if no other site's share is noise. Without it, see shares.cover.
+        alone: if no other site's share is noise. Without it, see shared_noise.cover.
         """
         history = self.history(self.steps)
         if not self.honest:
             return epsilon_per_person(history, self.delta, records)
-        own = shares.all_alone(history, self.honest)
+        own = shared_noise.all_alone(history, self.honest)
         cost = epsilon_per_person(own, self.budget.delta, records)
         if alone:
             return cost
         price = partial(epsilon_per_person, history, records=records)
-        return shares.cover(price, self.budget.delta, self.budget.epsilon, cost)
+        return shared_noise.cover(price, self.budget.delta, self.budget.epsilon, cost)
 
 
 def size_event(noise: float | None) -> dict[SampledGaussian, int]:
@@ -353,3 +457,25 @@ def channels(terms: Mapping[str, Terms]) -> str:
     }
     spans = {name: span(f"{min(of):.4f}", f"{max(of):.4f}") for name, of in each.items()}
     return ", ".join(f"{name} {told}" for name, told in spans.items())
+
+
+def noisy_size(records: int, noise: float, draws: Draws) -> float:
+    """Return N_i >= 1, a multiple of 2^-10: `records` plus noise of standard deviation `noise`.
+
+    The noise is added on the grid (common.randomness.secure). Not charged here; see `charge_size`.
+    Raises InputError: noise is not a finite number > 0.
+    """
+    total = torch.tensor([records], dtype=torch.float64)
+    release = secure.noisy(
+        total, positive(noise=noise), 1.0, lambda n, like: draws.gaussian(n, like, 0, "size")
+    )
+    return max(1.0, float(release))
+
+
+def charge_size(ledger: Ledger, run: str, terms: Terms) -> None:
+    """Write the released size down, before anything leaves; nothing where it is declared.
+
+    Raises what Ledger.charge raises.
+    """
+    for event, count in size_event(terms.size_noise).items():
+        ledger.charge(run, "size", event, count, purpose=("size",), round_number=0)

@@ -1,38 +1,194 @@
-"""The table and the page of a comparison: comparison.html, one file that fetches nothing."""
+"""The table of compared runs: cells, effort, and bytes until a target is reached."""
 
 import math
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import methodcaller
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote
 
-from fedpact.files import write_whole
-from fedpact.report import evaluations
-from fedpact.report.cells import (
-    epsilon_cell,
-    fares_cells,
-    metric_cell,
-    number_cell,
-    or_nan,
-    percent_cell,
-    spent_cell,
-    spread_cell,
-    worst_cell,
+from fedpact.common.files import write_whole
+from fedpact.common.format import (
+    duration,
+    format_metric,
+    headline_metric,
+    number,
+    percent,
+    size,
+    span,
+    upper,
 )
-from fedpact.report.charts.overlay import on_the_way, sweeps
-from fedpact.report.effort import EFFORT_HEADINGS as EFFORT
-from fedpact.report.effort import EFFORT_NOTE as EFFORT_NOTE
-from fedpact.report.effort import effort, effort_document
-from fedpact.report.joining import JOINING_HEADINGS, JOINING_NOTE, joining_rows, summarise_joining
-from fedpact.report.officer import explain_comparison
-from fedpact.report.outcomes import Comparison, Entry, Outcome, Spread, run_folder
-from fedpact.report.reached import find_bytes_to_targets
-from fedpact.report.reading import RunFolder
-from fedpact.report.templates import page
-from fedpact.tasks.measures import find_display
-from fedpact.text import duration, format_metric, headline_metric, size, upper
+from fedpact.evaluation.metrics import find_display
+from fedpact.report import evaluations
+from fedpact.report.compared_runs import Comparison, Entry, Outcome, Spread, run_folder
+from fedpact.report.comparison_charts import on_the_way, sweeps
+from fedpact.report.evaluations import (
+    JOINING_HEADINGS,
+    JOINING_NOTE,
+    joining_rows,
+    summarise_joining,
+)
+from fedpact.report.meaning import explain_comparison
+from fedpact.report.run_files import RunFolder
+from fedpact.report.template import page
+
+
+def epsilon_cell(entry: Entry) -> str:
+    """Return ε of an entry with its δ, "NOT PRIVATE", or a dash where no run has ended."""
+    return number(None) if entry.private is None else spent_cell(entry)
+
+
+def spent_cell(of: Entry | Outcome) -> str:
+    """Return ε of an entry or a run with its δ, rounded up, or "NOT PRIVATE"."""
+    if of.epsilon is None:
+        return "NOT PRIVATE"
+    alone = "" if of.epsilon_alone is None else f" (alone {upper(of.epsilon_alone)})"
+    return f"{upper(of.epsilon)}{alone} at δ = {upper(or_nan(of.delta))}"
+
+
+def or_nan(value: float | None) -> float:
+    """Return the value, NaN for None."""
+    return math.nan if value is None else value
+
+
+def percent_cell(spread: Spread | None) -> str:
+    """Return it in per cent with two decimals: methods are compared by fractions of a point."""
+    if spread is None or not math.isfinite(spread.mean):
+        return percent(spread and spread.mean)
+    if spread.deviation is None:
+        return f"{100 * spread.mean:.2f} %"
+    return f"{100 * spread.mean:.2f} ± {100 * spread.deviation:.2f} %"
+
+
+def fares_cells(entry: Entry, headings: Sequence[str]) -> tuple[str, ...]:
+    """Return what the models are judged by, the last and their average; Comparison.headings."""
+    if headings[0] == "accuracy":
+        found = (entry.spread(lambda o: o.accuracy), entry.spread(lambda o: o.averaged("accuracy")))
+        return tuple(map(percent_cell, found))[: len(headings)]
+    found = (entry.spread(lambda o: o.loss), entry.spread(lambda o: o.averaged("loss")))
+    return tuple(map(number_cell, found))[: len(headings)]
+
+
+def worst_cell(entry: Entry) -> str:
+    """Return accuracy at the site served worst, or mean loss there where there is none."""
+    found = entry.spread(lambda o: o.worst)
+    return percent_cell(found) if found else number_cell(entry.spread(lambda o: o.worst_loss))
+
+
+def metric_cell(entry: Entry, name: str) -> str:
+    """Return a metric (evaluation.metrics.find_display)."""
+    spread = entry.spread(methodcaller("metric", name))
+    return percent_cell(spread) if find_display(name).form == "percent" else number_cell(spread)
+
+
+def number_cell(spread: Spread | None) -> str:
+    """Return a plain figure."""
+    return spread_cell(spread, lambda value: number(value, digits=3 if value < 1000 else 4))
+
+
+def spread_cell(spread: Spread | None, form: Callable[[float], str]) -> str:
+    """Return a mean and its deviation in a form of single values; a dash for None."""
+    return number(None) if spread is None else spread.describe(form)
+
+
+EFFORT_HEADINGS: Final = ("τ", "η", "iterations", "records read", "σ")
+EFFORT_NOTE: Final = (
+    "τ: local iterations of a round; η: the length of a step; records read: in the batches of all "
+    "sites, as expected; σ: of a step's joint noise, from the least of any site to the most"
+)
+
+
+def effort(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Return the table, an entry a row: its name, then its cells in the order of the headings."""
+    return [
+        (
+            entry.name,
+            _reach(entry, lambda o: o.steps),
+            _reach(entry, _rate),
+            _mean(entry, lambda o: o.iterations),
+            _mean(entry, lambda o: o.records_read),
+            _reach(entry, lambda o: o.sigma),
+        )
+        for entry in comparison.entries
+    ]
+
+
+def effort_document(entry: Entry) -> dict[str, Any]:
+    """Return the same as plain data: least and most over rounds, sites and runs, or a mean."""
+    pairs = {"local_steps": lambda o: o.steps, "learning_rate": _rate, "sigma": lambda o: o.sigma}
+    means = {"iterations": lambda o: o.iterations, "records_read": lambda o: o.records_read}
+    found: dict[str, Any] = {name: entry.range(of) for name, of in pairs.items()}
+    return found | {name: s and s.mean for name, of in means.items() for s in [entry.spread(of)]}
+
+
+def _rate(outcome: Outcome) -> tuple[float, float] | None:
+    eta = outcome.learning_rate
+    return None if eta is None else (eta, eta)
+
+
+def _reach(entry: Entry, measure: Callable[[Outcome], tuple[float, float] | None]) -> str:
+    found = entry.range(measure)
+    if found is None:
+        return number(None)
+    low, high = map(number, found)
+    return span(low, high)
+
+
+def _mean(entry: Entry, measure: Callable[[Outcome], float | None]) -> str:
+    spread = entry.spread(measure)
+    return number(None) if spread is None else spread.describe(number)
+
+
+_STEP: Final = 0.05
+_MOST: Final = 4
+
+
+@dataclass(frozen=True)
+class BytesToTarget:
+    """A table: accuracies, and for each entry's name what its runs had sent by then."""
+
+    levels: list[str]
+    rows: list[tuple[str, ...]]
+
+
+def count_bytes_until(outcome: Outcome, accuracy: float) -> float | None:
+    """Return the bytes, both ways, up to the first evaluation with it; None if there was none."""
+    sent = 0
+    for record in outcome.run.records:
+        sent += record.bytes_down + record.bytes_up
+        if record.accuracy is not None and record.accuracy >= accuracy:
+            return float(sent)
+    return None
+
+
+def find_bytes_to_targets(comparison: Comparison) -> BytesToTarget | None:
+    """Return bytes to the highest multiples of 5 % that some run had; None: no run had any."""
+    best = max((_best(outcome) for _, outcome in comparison.outcomes), default=0.0)
+    # As a count of steps: 0.8 is no whole number of 0.05 in floating point.
+    top = int(best / _STEP + 1e-9)
+    levels = [_STEP * step for step in range(max(1, top - _MOST + 1), top + 1)]
+    if not levels:
+        return None
+    rows = [(e.name, *(_cell(e, round(level, 9)) for level in levels)) for e in comparison.entries]
+    return BytesToTarget([percent(level) for level in levels], rows)
+
+
+def _best(outcome: Outcome) -> float:
+    known = [r.accuracy for r in outcome.run.records if r.accuracy is not None]
+    return max((accuracy for accuracy in known if accuracy == accuracy), default=0.0)
+
+
+def _cell(entry: Entry, accuracy: float) -> str:
+    found = [sent for o in entry.outcomes if (sent := count_bytes_until(o, accuracy)) is not None]
+    if not found:
+        return "–"
+    told = size(statistics.fmean(found))
+    if len(found) < len(entry.outcomes):
+        return f"{told} ({len(found)} of {len(entry.outcomes)} runs)"
+    return told if len(found) == 1 else f"{told} ± {size(statistics.stdev(found))}"
+
 
 SHARED = (
     "algorithms have defaults of their own: give a setting with --set settings.KEY=VALUE, and all "
@@ -225,7 +381,7 @@ def render_comparison(comparison: Comparison) -> str:
         metrics=[find_display(name).label for name in comparison.measured],
         rows=rows(comparison),
         effort=effort(comparison),
-        effort_headings=EFFORT,
+        effort_headings=EFFORT_HEADINGS,
         effort_note=EFFORT_NOTE,
         judged=comparison.judged,
         headings=comparison.headings,

@@ -1,23 +1,16 @@
-"""The page of a run: report.html, one file that fetches nothing."""
+"""The page of one run, and how the run can be repeated."""
 
 import math
+import shlex
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from fedpact.configuration import DEFAULTS_KEY, flatten
-from fedpact.files import write_whole
-from fedpact.metrics import METRICS, fairness, ranking
-from fedpact.report import evaluations
-from fedpact.report.charts import budgets, figures
-from fedpact.report.joining import JOINING_HEADINGS, JOINING_NOTE, joining_rows, summarise_joining
-from fedpact.report.officer import explain_run
-from fedpact.report.reading import RunFolder, read_run, setting_called
-from fedpact.report.repeat import repeat
-from fedpact.report.templates import page
-from fedpact.tasks.measures import find_display
-from fedpact.text import (
+from fedpact.common.configuration import DEFAULTS_KEY, flatten
+from fedpact.common.files import write_whole
+from fedpact.common.format import (
     against_majority_class,
     duration,
     format_metric,
@@ -28,7 +21,126 @@ from fedpact.text import (
     size,
     upper,
 )
-from fedpact.theory.accounting import ACCOUNTANTS
+from fedpact.common.run_folder import FIRST_PLAN, Folder, read_earlier
+from fedpact.common.user_code import get_handed_in
+from fedpact.evaluation.metrics import METRICS, fairness, find_display, ranking
+from fedpact.plan import read_extension
+from fedpact.privacy.accounting.accountant import ACCOUNTANTS
+from fedpact.report import charts, evaluations
+from fedpact.report.evaluations import (
+    JOINING_HEADINGS,
+    JOINING_NOTE,
+    joining_rows,
+    summarise_joining,
+)
+from fedpact.report.meaning import explain_run
+from fedpact.report.run_files import RunFolder, read_run, setting_called
+from fedpact.report.template import page
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """command: what to type, where paths of the plan begin; is_python: there, and not in a shell.
+
+    words: what comes of it.
+    """
+
+    command: str
+    is_python: bool
+    words: str
+
+
+_SAME = (
+    "It makes the same model, bit for bit, from the same data, with the versions below and on a "
+    "machine of that kind."
+)
+_GIVEN = (
+    "The records were given in Python and are no part of the plan: give the same ones. Otherwise "
+    "fedpact would train on plan.json's data."
+)
+_HANDED = (
+    "What was handed in from Python is no part of the plan, which knows it by a digest: {what}. "
+    "Hand in the same; another data set is refused, and another model is another plan's."
+)
+_FORMS: Final = {"task.loss": "loss=...", "task.metrics": "metrics=[...]"}
+_TEST = (
+    "Every party drew from the plan's seed, so a simulation repeats the run: the same model, bit "
+    "for bit, if the sites' records were those that `fedpact deploy init` gave them, if features' "
+    "weights lie where plan.json names them, and if every reply came in its round."
+)
+_SECURE = (
+    "Nobody can repeat this run: each site drew its batches and noise in secret, once. What can be "
+    "repeated is the plan, which is what the command does with plan.json's own data and the plan's "
+    "seed: a simulation, which spends nothing. To train the same sites anew, name a new run in "
+    "federation.toml at every party; each site's ledger then reserves and spends anew."
+)
+_LEDGERS = "run.ledgers names ledgers that are kept: the repetition reserves and spends there anew."
+_TIMED = "budget.seconds ends a run by measured time, which no repetition has to the second."
+_CARD = "It trained on a GPU, whose noise a CPU does not draw."
+
+
+def repeat(run: RunFolder) -> Repeat:
+    """Return how the run can be repeated."""
+    path, again = run.path / "plan.json", str(_beside(run.path))
+    more = _extensions(run)
+    if more:
+        path = run.path / FIRST_PLAN
+    steps = [f"fedpact run {shlex.quote(str(path))} --out {shlex.quote(again)}"]
+    for one in more:
+        step = f"fedpact extend {shlex.quote(again)} --rounds {one['rounds']}"
+        steps.append(step + (f" --epsilon {one['epsilon']!r}" if one["epsilon"] else ""))
+    shell = " && ".join(steps)
+    randomness = str(run.privacy["randomness"])
+    if randomness.startswith("secure"):
+        return Repeat(shell, False, _SECURE)
+    if randomness.startswith("seeded test"):
+        return Repeat(shell, False, _TEST)
+    words = [_SAME, *_conditions(run)]
+    own = get_handed_in(run.plan)
+    if own:
+        what = " and ".join(f"{key} {', '.join(names)}" for key, names in own.items())
+        told = _HANDED.format(what=what)
+        call = _in_python(path, again, list(own), more)
+        return Repeat(call, True, " ".join([told, *words]))
+    if run.environment.get("data") == "given":
+        call = _in_python(path, again, ["data"], more)
+        return Repeat(call, True, " ".join([_GIVEN, *words]))
+    return Repeat(shell, False, " ".join(words))
+
+
+def _extensions(run: RunFolder) -> list[Mapping[str, Any]]:
+    """Return what was asked for at each extension of the run, none where it was not extended."""
+    if not run.plan.get("after"):
+        return []
+    return [*read_earlier(Folder(run.path)).get("more", ()), read_extension(run.plan)]
+
+
+def _in_python(
+    path: Path, again: str, given: Sequence[str], more: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return the call that repeats a run. given: the keys of what is handed in."""
+    own = "".join(f", {_FORMS.get(key, f'{key}=...')}" for key in given)
+    out = f", out={again!r}" if more else ""
+    steps = [f"fedpact.run(fedpact.Plan.read(Path({str(path)!r})){out}{own})"]
+    for one in more:
+        cost = f", epsilon={one['epsilon']!r}" if one["epsilon"] else ""
+        steps.append(f"fedpact.extend({again!r}, {one['rounds']}{cost}{own})")
+    return "; ".join(steps)
+
+
+def _conditions(run: RunFolder) -> list[str]:
+    own, budget = run.plan.get("run", {}), run.plan.get("budget", {})
+    conditions = {
+        _LEDGERS: own.get("ledgers"),
+        _TIMED: budget.get("seconds"),
+        _CARD: own.get("device", "cpu") != "cpu",
+    }
+    return [told for told, holds in conditions.items() if holds]
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.resolve().name}-again")
+
 
 _STATUS = {
     "finished": "finished",
@@ -75,12 +187,11 @@ def write_page(run: RunFolder) -> Path:
 def render_run(run: RunFolder) -> str:
     """Return the page as one HTML document."""
     # The papers' theory is loaded when it is asked.
-    from fedpact.papers.rates import rates
-    from fedpact.papers.wire import wire
+    from fedpact.report.convergence import rates, wire
 
     given, defaults = _settings(run.plan)
-    metrics = (figures.metric(run, name) for name in run.measured)
-    learned = (figures.accuracy(run), figures.draw_loss(run), *metrics, figures.site_accuracy(run))
+    metrics = (charts.metric(run, name) for name in run.measured)
+    learned = (charts.accuracy(run), charts.draw_loss(run), *metrics, charts.site_accuracy(run))
     return page(
         "page",
         run=run,
@@ -90,9 +201,9 @@ def render_run(run: RunFolder) -> str:
         meaning=explain_run(run),
         learned=[drawing for drawing in learned if drawing],
         drawings={
-            "labels": figures.draw_labels(run),
-            "epsilon": budgets.draw_epsilon(run),
-            "bytes": budgets.traffic(run),
+            "labels": charts.draw_labels(run),
+            "epsilon": charts.draw_epsilon(run),
+            "bytes": charts.traffic(run),
         },
         wire=wire(run, len(run.sites)),
         rates=rates(run),

@@ -2,7 +2,7 @@
 
 A file holds a function of its own name, or an `app` with sub-commands: their options and what
 --help says of them. It is loaded to show help and to complete words, so at its top it imports
-nothing but typer and `fedpact.cli.options`; what does the work is imported when it is called.
+nothing but typer and `fedpact.cli.console`; what does the work is imported when it is called.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from typer.core import TyperArgument
 from typer.models import ArgumentInfo
 from typer.utils import get_params_from_function
 
-from fedpact.errors import FedpactError
+from fedpact.common.errors import FedpactError
 
 _COMMAND_FILE = {
     "algorithms": "settings",

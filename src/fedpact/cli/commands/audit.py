@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from fedpact.cli.options import AsJson, Overrides
-from fedpact.reference.keys import check_keys
+from fedpact.cli.console import AsJson, Overrides
+from fedpact.common.reference import check_keys
 
 
 class AuditMethod(StrEnum):

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from fedpact.cli.options import AsJson
-from fedpact.reference.keys import check_keys
+from fedpact.cli.console import AsJson
+from fedpact.common.reference import check_keys
 
 
 def compare(

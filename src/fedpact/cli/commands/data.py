@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from fedpact.cli.options import AsJson, group
+from fedpact.cli.console import AsJson, group
 
 app = group("List, verify and download the public data sets.")
 

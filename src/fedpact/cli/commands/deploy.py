@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from fedpact.cli.options import AsJson, Config, Overrides, group
-from fedpact.reference.keys import check_keys
+from fedpact.cli.console import AsJson, Config, Overrides, group
+from fedpact.common.reference import check_keys
 
 app = group("A federation on real machines, over Flower.")
 
@@ -39,8 +39,8 @@ def init(
     """Write a deployment of a configuration: certificates, keys, settings, policies, scripts."""
     check_keys(config, overrides)
     from fedpact.cli import deploy as command
-    from fedpact.deploy.write import Choices
-    from fedpact.engines.flower import require_flower
+    from fedpact.deployment.files import Choices
+    from fedpact.simulation.flower import require_flower
 
     require_flower()
     patience = {

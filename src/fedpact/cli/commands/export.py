@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fedpact.cli.options import AsJson
+from fedpact.cli.console import AsJson
 
 
 class ExportForm(StrEnum):

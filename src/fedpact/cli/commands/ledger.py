@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedpact.cli.options import AsJson, group
+from fedpact.cli.console import AsJson, group
 
 app = group("What sites have promised and spent.")
 

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from fedpact.cli.options import AsJson, Config, Overrides
-from fedpact.reference.keys import check_keys
+from fedpact.cli.console import AsJson, Config, Overrides
+from fedpact.common.reference import check_keys
 
 
 def plan(

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedpact.cli.options import AsJson
+from fedpact.cli.console import AsJson
 
 Run = Annotated[Path, typer.Argument(help="The folder of a run; of a deployment, server/run.")]
 File = Annotated[Path, typer.Argument(help="Records: .csv, .parquet or .npz, as in training.")]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedpact.cli.options import AsJson
+from fedpact.cli.console import AsJson
 
 
 def recommend(
@@ -67,7 +67,7 @@ def recommend(
     With --records their number is not.
     """
     from fedpact.cli.recommend import execute_recommend as carry_out
-    from fedpact.recommend.circumstances import Circumstances, budgets, describe_columns
+    from fedpact.studies.circumstances import Circumstances, budgets, describe_columns
 
     typed = {key: each for key, each in {"label": label, "site": site}.items() if each is not None}
     asked = Circumstances(

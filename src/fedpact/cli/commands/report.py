@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedpact.cli.options import AsJson
+from fedpact.cli.console import AsJson
 
 
 def report(
@@ -26,6 +26,6 @@ def watch(
     as_json: AsJson = False,
 ) -> None:
     """Show a run live on a page of this machine: rounds, ε by site, bytes, who is slow."""
-    from fedpact.watch import command
+    from fedpact.deployment import live
 
-    command.watch(directory, port, once, as_json)
+    live.watch(directory, port, once, as_json)

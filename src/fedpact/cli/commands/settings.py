@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from fedpact.cli.options import AsJson, Overrides
-from fedpact.reference.keys import check_keys
+from fedpact.cli.console import AsJson, Overrides
+from fedpact.common.reference import check_keys
 
 
 def settings(
@@ -17,7 +17,7 @@ def settings(
     as_json: AsJson = False,
 ) -> None:
     """Show what a plan may hold: every table and key with type, default, range and meaning."""
-    from fedpact.cli import reference as command
+    from fedpact.cli import settings as command
 
     command.execute_settings(name, as_json)
 
@@ -27,7 +27,7 @@ def algorithms(
     as_json: AsJson = False,
 ) -> None:
     """List the algorithms, or show one: its paper, what it does and releases, its settings."""
-    from fedpact.cli import reference as command
+    from fedpact.cli import settings as command
 
     command.execute_algorithms(name, as_json)
 
@@ -39,6 +39,6 @@ def init(
 ) -> None:
     """Write a plan to begin with: a TOML file with every key, its default and what it means."""
     check_keys(None, overrides)
-    from fedpact.cli import reference as command
+    from fedpact.cli import settings as command
 
     command.execute_init(file, overrides, as_json)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedpact.cli.options import AsJson
+from fedpact.cli.console import AsJson
 
 
 def tradeoffs(
@@ -29,7 +29,7 @@ def tradeoffs(
     as_json: AsJson = False,
 ) -> None:
     """Compare noise, utility and rate by older composition bounds and by exact accounting."""
-    from fedpact.papers import tradeoffs_table as command
+    from fedpact.report import tradeoffs as command
 
     question = command.build_question(preset, q, delta, steps or (), epsilon or ())
     command.tradeoffs(question, out, as_json)

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from fedpact.cli.options import AsJson, group
-from fedpact.errors import InputError
+from fedpact.cli.console import AsJson, group
+from fedpact.common.errors import InputError
 
 app = group("Choose an algorithm's parameters by its paper's theory.")
 RunFolder = Annotated[
@@ -43,11 +43,10 @@ def fedproxvr(
     from the simulation's records.
     """
     from fedpact.cli.console import show
-    from fedpact.files import check_file
-    from fedpact.papers.fedproxvr import Candidate, candidate_document, print_document
-    from fedpact.papers.figure import draw
-    from fedpact.papers.measure import from_run
-    from fedpact.report.reading import read_run
+    from fedpact.common.files import check_file
+    from fedpact.report.run_files import read_run
+    from fedpact.studies.papers.fedproxvr import Candidate, candidate_document, draw, print_document
+    from fedpact.studies.papers.measure import from_run
 
     given = {"L": smoothness, "lam": weak_convexity, "sigma2": heterogeneity, "gamma": gamma}
     if out is not None:
@@ -113,8 +112,8 @@ def fedfdp(
     long as Q0 <= 0, which is always so. With RUN its released numbers take the defaults' place.
     """
     from fedpact.cli.console import show
-    from fedpact.papers.fedfdp import TheoremInputs, answer_question, print_answer
-    from fedpact.report.reading import read_run
+    from fedpact.report.run_files import read_run
+    from fedpact.studies.papers.fedfdp import TheoremInputs, answer_question, print_answer
 
     given = {"sigma": sigma, "C": clip, "d": dimension, "B": batch, "Q0": least, "T": steps}
     question = TheoremInputs(

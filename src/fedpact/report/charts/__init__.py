@@ -1,1 +1,370 @@
-"""The figures of a run and of a comparison, in colours for light pages and dark ones."""
+"""The charts of one run: its figures and its budgets.
+
+Each figure takes the run and returns a Drawing, or None where there is nothing to draw.
+
+Each figure takes the run and returns a Drawing, or None where there is nothing to draw.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_rgba
+from matplotlib.ticker import FuncFormatter
+
+from fedpact.common.format import choose_byte_unit, percent, size, upper
+from fedpact.common.messages import RoundRecord
+from fedpact.evaluation.metrics import find_display, ranking
+from fedpact.report.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    MANY,
+    ORANGE,
+    RED,
+    Drawing,
+    Sheet,
+    marker,
+    percent_axis,
+    rounds_axis,
+    shorten,
+    thin,
+)
+from fedpact.report.run_files import LabelTable, RunFolder, SitePrivacy
+
+_COLOURS = (BLUE, GREEN, RED)
+
+Sites = Mapping[str, SitePrivacy]
+
+
+def draw_epsilon(run: RunFolder) -> Drawing | None:
+    """ε spent over rounds by each site, against the budgets; None in a plain run.
+
+    With more different budgets than a chart can tell apart, ε is drawn as a share of its own.
+    """
+    records = thin([record for record in run.records if record.epsilon])
+    if not (run.private and records):
+        return None
+    title = "ε spent over rounds"
+    groups = _by_budget(run.site_privacy)
+    shares = len(groups) > len(_COLOURS)
+    with Sheet() as sheet:
+        axes = sheet.axes("round", "share of the budget's ε" if shares else "ε")
+        if shares:
+            _spending(axes, records, run.site_privacy, BLUE, relative=True)
+            axes.axhline(1, color=INK, lw=1.2, ls="--", label="budget")
+        else:
+            for colour, sites in zip(_COLOURS, groups.values(), strict=False):
+                _spending(axes, records, sites, colour)
+            for colour, (allowed, delta) in zip(_COLOURS, groups, strict=False):
+                budget = f"budget (ε = {upper(allowed)}, δ = {upper(delta)})"
+                axes.axhline(allowed, color=colour, lw=1.2, ls="--", label=budget)
+        axes.set_ylim(bottom=0)
+        rounds_axis(axes)
+    return Drawing(title, sheet.chart, _caption(run, groups, shares))
+
+
+def _by_budget(sites: Sites) -> dict[tuple[float, float], dict[str, SitePrivacy]]:
+    groups: dict[tuple[float, float], dict[str, SitePrivacy]] = {}
+    for name, site in sites.items():
+        groups.setdefault((site.epsilon_allowed, site.delta), {})[name] = site
+    return dict(sorted(groups.items()))
+
+
+def _spending(
+    axes: Axes,
+    records: Sequence[RoundRecord],
+    sites: Sites,
+    colour: str,
+    *,
+    relative: bool = False,
+) -> None:
+    rounds = np.array([record.round for record in records])
+    spent = np.array([[r.epsilon.get(name, np.nan) for name in sites] for r in records], float)
+    if relative:
+        spent = spent / [site.epsilon_allowed for site in sites.values()]
+    # What is infinite or unknown leaves a gap.
+    spent[~np.isfinite(spent)] = np.nan
+    label = f"{len(sites):,} sites" if len(sites) > 1 else "1 site"
+    if len(sites) <= MANY:
+        for i, column in enumerate(spent.T):
+            axes.plot(
+                rounds,
+                column,
+                color=colour,
+                lw=1.4,
+                alpha=0.8,
+                marker=marker(len(rounds)),
+                ms=3,
+                label="_" if i else label,
+            )
+        return
+    known = ~np.isnan(spent).all(1)
+    low, middle, high = np.nanquantile(spent[known], (0, 0.5, 1), axis=1)
+    axes.fill_between(
+        rounds[known], low, high, color=colour, alpha=0.18, lw=0, label=f"all {label}"
+    )
+    axes.plot(rounds[known], middle, color=colour, label="median site")
+
+
+def _caption(run: RunFolder, groups: Mapping[tuple[float, float], object], shares: bool) -> str:
+    privacy = run.privacy
+    guarantee = (
+        f"Upper bounds on ε at each site's δ; adjacency: {privacy['adjacency']}; accountant: "
+        f"{privacy['accountant']}. "
+    )
+    if shares:
+        guarantee += (
+            f"The sites have {len(groups)} different budgets, so each is drawn as a share of its "
+            "own. "
+        )
+    if privacy.get("honest"):
+        alone = max(site.epsilon_alone for site in run.site_privacy.values())
+        guarantee += (
+            f"They need the noise of {privacy['honest']} honest sites in each sum; ε alone, "
+            f"against everybody together, is at most {upper(alone)}. "
+        )
+    return guarantee + "No line may cross its dashed budget: a site stops answering before it does."
+
+
+def traffic(run: RunFolder) -> Drawing | None:
+    """Bytes sent so far over rounds, both ways, against the budget of bytes if there is one."""
+    down = np.cumsum([record.bytes_down for record in run.records])
+    up = np.cumsum([record.bytes_up for record in run.records])
+    whole = int(down[-1] + up[-1])
+    if not whole:
+        return None
+    title = "Bytes over rounds"
+    allowed = run.bytes_allowed
+    value, unit = choose_byte_unit(max(whole, allowed or 0))
+    kept = thin(range(len(run.records)))
+    rounds = [run.records[i].round for i in kept]
+    with Sheet() as sheet:
+        axes = sheet.axes("round", f"sent so far ({unit})")
+        axes.stackplot(
+            rounds,
+            down[kept] / value,
+            up[kept] / value,
+            colors=(BLUE, ORANGE),
+            alpha=0.75,
+            labels=("to the sites", "from the sites"),
+        )
+        if allowed:
+            line = f"budget {size(allowed)}"
+            axes.axhline(allowed / value, color=INK, lw=1.2, ls="--", label=line)
+        axes.set_ylim(bottom=0)
+        rounds_axis(axes)
+    caption = (
+        "Messages as encoded, all sites together, added up over rounds. A straight line means that "
+        "every round costs the same; it bends where sites stop answering."
+    )
+    return Drawing(title, sheet.chart, caption)
+
+
+# Of the page's own ground and of no more than half a colour, on which ink is legible.
+_SHARE = LinearSegmentedColormap.from_list("share", [to_rgba(BLUE, a) for a in (0.0, 0.5)])
+_WRITTEN = 8
+"""Up to so many sites a cell of the partition has room for its number."""
+
+
+def accuracy(run: RunFolder) -> Drawing | None:
+    """Global accuracy over rounds, with the middle of the sites and the worst one."""
+    records = thin([r for r in run.evaluated if math.isfinite(r.accuracy or 0.0)])
+    if not records:
+        return None
+    title = "Accuracy over rounds"
+    with Sheet() as sheet:
+        axes = sheet.axes("round", "accuracy")
+        rounds = [r.round for r in records]
+        # np.array makes a number of what pyright sees as float | None.
+        values = np.array([r.accuracy for r in records], dtype=float)
+        axes.plot(rounds, values, color=BLUE, marker=marker(len(rounds)), ms=3.5, label="global")
+        kept = [r for r in records if r.average]
+        if kept:
+            averages = [r.average["accuracy"] for r in kept]
+            axes.plot([r.round for r in kept], averages, color=BLUE, ls=":", label="averaged")
+        spread = [(r.round, [s.accuracy for s in r.scores.values()]) for r in records if r.scores]
+        if spread:
+            x = [at for at, _ in spread]
+            low, high = (np.array([np.quantile(v, q) for _, v in spread]) for q in (0.1, 0.9))
+            axes.fill_between(
+                x, low, high, color=BLUE, alpha=0.15, lw=0, label="sites, middle 80 %"
+            )
+            worst = [min(v) for _, v in spread]
+            axes.plot(x, worst, color=RED, lw=1.1, ls="--", label="worst site")
+        percent_axis(axes)
+        rounds_axis(axes)
+    caption = "Look for a global line that has flattened out."
+    if spread:
+        caption += (
+            " A wide band, or a worst site far below the line, means a model that serves some sites"
+            " and not others."
+        )
+    return Drawing(title, sheet.chart, caption, simulator_only=bool(spread))
+
+
+def metric(run: RunFolder, name: str) -> Drawing | None:
+    """A metric over rounds, on a logarithmic axis where it spans orders of magnitude."""
+    known = [(r.round, r.metrics[name]) for r in run.records if name in r.metrics]
+    return _over_rounds(
+        find_display(name).label, known, find_display(name).about, simulator_only=True
+    )
+
+
+def draw_loss(run: RunFolder) -> Drawing | None:
+    """Mean loss over rounds, of a run in which there is no accuracy."""
+    known = [(r.round, r.loss) for r in run.records if r.loss is not None]
+    if run.counted:
+        return None
+    about = "The mean loss of the global model, which training lowers; 0 is exact."
+    return _over_rounds("mean loss", known, about, simulator_only=run.pooled)
+
+
+def _over_rounds(
+    label: str, known: list[tuple[int, float]], about: str, *, simulator_only: bool
+) -> Drawing | None:
+    points = thin([(at, value) for at, value in known if math.isfinite(value)])
+    if not points:
+        return None
+    title = f"{label[:1].upper()}{label[1:]} over rounds"
+    with Sheet() as sheet:
+        axes = sheet.axes("round", label)
+        rounds, values = zip(*points, strict=True)
+        axes.plot(rounds, values, color=GREEN, marker=marker(len(points)), ms=3.5)
+        if min(values) > 0 and max(values) > 30 * min(values):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+        elif max(values) > 0:
+            axes.set_ylim(0, 1.08 * max(values))
+        rounds_axis(axes)
+    caption = about
+    lost = sum(1 for _, value in known if not math.isfinite(value))
+    if lost:
+        caption += (
+            f" In {lost} rounds {label} was not finite, and is not drawn: the model diverged."
+        )
+    return Drawing(title, sheet.chart, caption, simulator_only=simulator_only)
+
+
+def site_accuracy(run: RunFolder) -> Drawing | None:
+    """Accuracy of each site, worst first; as quantiles where there are many sites."""
+    scores = {n: s for n, s in run.scores.items() if math.isfinite(s.accuracy)}
+    if not scores:
+        return None
+    title = "Accuracy of the sites"
+    names = ranking(scores)
+    values = [scores[name].accuracy for name in names]
+    overall = run.evaluated[-1].accuracy if run.evaluated else None
+    many = len(names) > MANY
+    with Sheet(2.5 if many else 0.75 + 0.24 * len(names)) as sheet:
+        if many:
+            axes = sheet.axes("share of the sites", "accuracy at most")
+            _quantile_curve(axes, values)
+            line = axes.axhline
+        else:
+            axes = sheet.axes("accuracy", "")
+            _site_bars(axes, names, values)
+            line = axes.axvline
+        if overall is not None and math.isfinite(overall):
+            line(overall, color=INK, lw=1.2, ls="--", label=f"global {percent(overall)}")
+    caption = "The sites from worst to best, on their own held-out records. Look at how far the "
+    if many:
+        caption += (
+            f"left end stays below the dashed global line: at x = 10 % of the {len(names):,} sites "
+            "stands the accuracy that the worst tenth does not exceed."
+        )
+    else:
+        caption += "top bar stays behind the dashed global line."
+    return Drawing(title, sheet.chart, caption, simulator_only=True)
+
+
+def _quantile_curve(axes: Axes, values: Sequence[float]) -> None:
+    at = np.linspace(0, 1, 201)
+    curve = np.quantile(values, at)
+    axes.plot(at, curve, color=BLUE)
+    tenth = at <= 0.1
+    axes.plot(at[tenth], curve[tenth], color=RED, lw=3, label="worst 10 % of the sites")
+    axes.margins(x=0)
+    percent_axis(axes, "x")
+    percent_axis(axes)
+
+
+def _site_bars(axes: Axes, names: Sequence[str], values: Sequence[float]) -> None:
+    at = range(len(names))
+    axes.barh(at, values, height=0.68, color=[RED] + [BLUE] * (len(names) - 1))
+    longest = max(*values, 0.01)
+    for y, value in zip(at, values, strict=True):
+        # Beside the bars, where no line crosses the figures.
+        beside = axes.get_yaxis_transform()
+        axes.text(1.02, y, percent(value), transform=beside, va="center", color=INK)
+    axes.set_yticks(at, [shorten(name, 14) for name in names])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlim(0, 1.05 * longest)
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x")
+    percent_axis(axes, "x")
+
+
+def draw_labels(run: RunFolder) -> Drawing | None:
+    """The partition as a picture: sizes above, the share of each label below."""
+    table = run.labels
+    if table is None:
+        return None
+    title = "Who holds what"
+    counts = np.array(table.counts, dtype=float)
+    many = len(table.sites) > MANY
+    if many:
+        # Side by side by their commonest label, a thousand sites still show how uneven they are.
+        purity = counts.max(1) / np.maximum(counts.sum(1), 1)
+        order = np.lexsort((-purity, counts.argmax(1)))
+        counts = counts[order]
+    sizes = counts.sum(1)
+    names = [] if many else [shorten(name, 12) for name in table.sites]
+    upright = sum(map(len, names)) > 40
+    height = 1.7 + 0.17 * min(len(table.labels), MANY) + (0.7 if upright else 0.0)
+    with Sheet(height) as sheet:
+        top, below = sheet.chart.subplots(2, 1, sharex=True, height_ratios=(1, 2.8))
+        top.bar(range(len(sizes)), sizes, width=1.0 if many else 0.7, color=GREY)
+        top.set_ylabel("records")
+        if sizes.max() > 30 * max(sizes.min(), 1):
+            top.set_yscale("log")
+        top.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        shares = counts / np.maximum(sizes[:, None], 1)
+        edges = [np.arange(n + 1) - 0.5 for n in counts.shape]
+        raster = many or len(table.labels) > MANY
+        below.pcolormesh(*edges, shares.T, cmap=_SHARE, vmin=0, vmax=1, rasterized=raster)
+        below.invert_yaxis()
+        below.grid(visible=False)
+        _name_labels(below, table)
+        if many:
+            below.set_xlabel(f"{len(table.sites):,} sites")
+            below.set_xticks([])
+        else:
+            below.set_xticks(range(len(names)), names, rotation=90 if upright else 0)
+        if len(names) <= _WRITTEN and not raster:
+            _write_counts(below, counts)
+    caption = (
+        f"Training records of {len(table.sites):,} sites (columns) by label (rows). Darker cells: "
+        "the label makes up more of the site. Equal columns mean that the sites have alike data; "
+        "single dark cells, that each knows only some labels."
+    )
+    if many:
+        caption += " Sites stand in the order of their commonest label."
+    return Drawing(title, sheet.chart, caption, simulator_only=True)
+
+
+def _name_labels(axes: Axes, table: LabelTable) -> None:
+    # With hundreds of labels every n-th is named.
+    at = range(0, len(table.labels), math.ceil(len(table.labels) / MANY))
+    axes.set_yticks(at, [shorten(table.labels[i], 16) for i in at])
+    axes.set_ylabel("label")
+
+
+def _write_counts(axes: Axes, counts: np.ndarray) -> None:
+    for (site, label), count in np.ndenumerate(counts):
+        if count:
+            axes.text(site, label, f"{count:.0f}", color=INK, ha="center", va="center")

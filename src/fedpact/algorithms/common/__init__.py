@@ -1,0 +1,1 @@
+"""What several algorithms share: local steps, fairness, the control of τ."""

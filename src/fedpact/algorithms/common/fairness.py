@@ -1,0 +1,245 @@
+"""What fairness takes at a site: the round's loss as a release, and records weighted by it.
+
+F_i = Σ_B clamp(ℓ_j, 0, C_l) + noise, over the expected batch size, is released on a batch that the
+solver asks for anyway: one joint event. C_l follows a quantile of the losses (Andrew, Thakkar,
+McMahan, Ramaswamy, arXiv 1905.03871), whose count is released on that batch too, or FedFDP's (16).
+Either each site has a bound of its own, or the server has one for all (`FairRelease.loss_of`).
+
+Defaults: losses with an exponential tail have E[min(C_l, ℓ)] = γ E[ℓ], so γ = 0.9 underestimates F
+by a tenth where the median would halve it. A count at ten times the gradient's noise raises the
+noise of the joint event by half a percent. The quantile's step is the one of Andrew et al.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Final, Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+from torch import Tensor
+
+from fedpact.common.errors import InputError, PlanError
+from fedpact.common.messages import Numbers, State
+from fedpact.privacy.oracle import (
+    UNIFORM,
+    Batch,
+    BatchAround,
+    Fair,
+    Oracle,
+    OracleWrapper,
+    Range,
+    Terms,
+    Uniform,
+    Weighting,
+    reach,
+)
+
+FAIR_LOSS: Final = Range(-1e9, 1e9)
+"""What F sites let themselves be told: more than any loss, and nothing that overflows."""
+
+
+class LossRelease(BaseModel):
+    """The part of a Settings that says how a loss is released.
+
+    loss_bound_rule: how C_l follows from what was released: "quantile", so that the share
+    loss_quantile of losses is below it; "mean", the last loss itself, FedFDP's (16).
+    loss_bound: C_l⁰, the first bound on a record's loss. least_loss_bound, most_loss_bound: what
+    C_l is kept between. loss_noise: the noise of the loss over the gradient's. count_noise: the
+    noise of the count of losses below C_l over the gradient's. loss_quantile: γ, the share of
+    losses that is to be below C_l. quantile_rate: η_q, the step of log C_l.
+    """
+
+    loss_bound_rule: Literal["quantile", "mean"] = "quantile"
+    loss_bound: float = Field(default=2.5, gt=0)
+    least_loss_bound: float = Field(default=0.01, gt=0)
+    most_loss_bound: float = Field(default=10.0, gt=0)
+    loss_noise: float = Field(default=2.5, gt=0)
+    loss_quantile: float = Field(default=0.9, gt=0, lt=1)
+    quantile_rate: float = Field(default=0.2, gt=0)
+    count_noise: float = Field(default=10.0, gt=0)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if not self.least_loss_bound <= self.loss_bound <= self.most_loss_bound:
+            raise PlanError(
+                f"loss_bound is {self.loss_bound:g}: expected a number between least_loss_bound = "
+                f"{self.least_loss_bound:g} and most_loss_bound = {self.most_loss_bound:g}"
+            )
+        return self
+
+    @property
+    def loss_channels(self) -> dict[str, float]:
+        """What a loss is released by: channel -> noise relative to the gradient's."""
+        if self.loss_bound_rule == "quantile":
+            return {"loss": self.loss_noise, "below": self.count_noise}
+        return {"loss": self.loss_noise}
+
+    def release(self, batch: Batch, w: Tensor, bound: float) -> tuple[float, float]:
+        """Return the loss F_i at w [d], clipped to C_l = bound, and the next C_l."""
+        found = self.answers(batch, w, bound)
+        return found["loss"], self.after(bound, found)
+
+    def answers(self, batch: Batch, w: Tensor, bound: float) -> dict[str, float]:
+        """Return what is released of the losses at w [d], by the channels' names."""
+        found = {"loss": batch.loss(w, bound)}
+        if self.loss_bound_rule == "quantile":
+            found["below"] = batch.below(w, bound)
+        return found
+
+    def after(self, bound: float, found: Numbers) -> float:
+        """Return the next C_l. found: what `answers` returned, or its means over sites."""
+        if self.loss_bound_rule == "quantile":
+            return self.next_bound(bound, found["below"])
+        # NaN gives the least.
+        return min(max(self.least_loss_bound, found["loss"]), self.most_loss_bound)
+
+    def loss_range(self, terms: Terms) -> Range:
+        """Return what an honest site's released loss can be: C_l is at most most_loss_bound."""
+        return reach.bound_loss(terms, self.most_loss_bound)
+
+    def next_bound(self, bound: float, share: float) -> float:
+        """Return C_l exp(-η_q (b - γ)) within its range; share: b, of losses at most C_l."""
+        # On the logarithm, as a share with much noise would overflow the exponential.
+        logarithm = math.log(bound) - self.quantile_rate * (share - self.loss_quantile)
+        least, most = math.log(self.least_loss_bound), math.log(self.most_loss_bound)
+        return math.exp(min(max(logarithm, least), most))
+
+
+class FairRelease(LossRelease):
+    """A LossRelease whose bound is each site's own, or the server's for all of them.
+
+    loss_of: "own": the loss of the model that a site sends, and C_l is its own, which it remembers.
+    "common": the loss of the model that all were told, and C_l is the server's; sites send F_i and
+    the share of losses below it, and the next C_l follows their mean. So nothing that a site does
+    follows from its own releases alone.
+
+    Replies, tasks and the server's state have "loss" for F,
+    "below" for the share and "loss_bound" for C_l.
+    """
+
+    loss_of: Literal["own", "common"] = "own"
+
+    @property
+    def why_own_noise(self) -> str:
+        """Why noise that sites share out would not protect it; empty where it would."""
+        if self.loss_of == "common":
+            return ""
+        return (
+            'with loss_of = "own" a site\'s loss is of a model that its own noise alone hides, and '
+            'its loss bound follows its own releases; take loss_of = "common"'
+        )
+
+    @property
+    def sent(self) -> tuple[str, ...]:
+        """The numbers that a site sends."""
+        return tuple(self.loss_channels) if self.loss_of == "common" else ("loss",)
+
+    @property
+    def first(self) -> dict[str, float]:
+        """The server's numbers at first."""
+        return {"loss_bound": self.loss_bound} if self.loss_of == "common" else {}
+
+    @property
+    def told(self) -> dict[str, Range]:
+        """What a task may carry."""
+        bound = Range(self.least_loss_bound, self.most_loss_bound)
+        return {"loss": FAIR_LOSS} | ({"loss_bound": bound} if self.loss_of == "common" else {})
+
+    def ranges(self, terms: Terms) -> dict[str, Range]:
+        """Return what an honest site's numbers can be."""
+        known = {"loss": self.loss_range}
+        if "below" in self.sent:
+            known["below"] = reach.below
+        return {name: found(terms) for name, found in known.items()}
+
+    def local(
+        self, batch: Batch, task: State, w: Tensor, memory: Numbers
+    ) -> tuple[dict[str, float], State]:
+        """Return what a site sends of its losses, and what it remembers.
+
+        task: the model and the numbers that it was told. w: the model that it sends, [d].
+        """
+        if self.loss_of == "common":
+            bound = task.numbers.get("loss_bound", self.loss_bound)
+            return self.answers(batch, task.vectors["w"], bound), State()
+        bound = memory.get("loss_bound", self.loss_bound)
+        loss, bound = self.release(batch, w, bound)
+        return {"loss": loss}, State(numbers={"loss_bound": bound})
+
+    def update(self, before: Numbers, means: Numbers) -> dict[str, float]:
+        """Return the server's next numbers. before: its last. means: of what the sites sent."""
+        if self.loss_of == "own":
+            return {"loss": means["loss"]}
+        bound = before.get("loss_bound", self.loss_bound)
+        return {"loss": means["loss"], "loss_bound": self.after(bound, means)}
+
+
+WeightRule = Literal["fixed", "relative"]
+"""λ as it is given; or λ = given / F, which follows the released loss as training goes on.
+
+Relative weights are 1 - c + c ℓ/F, for c = the given one: whatever the scale of the loss, a record
+of twice the mean loss counts 1 + c, and for c <= 1 none counts less than 0.
+"""
+
+_LEAST_LOSS = 0.01
+
+
+def weight(rule: WeightRule, given: float, reference: float) -> float:
+    """Return λ against the reference F; 0 as long as F is no finite number.
+
+    A noisy F may be at or below 0: "relative" takes it as at least 0.01.
+    """
+    if not math.isfinite(reference):
+        return 0.0
+    return given if rule == "fixed" else given / max(reference, _LEAST_LOSS)
+
+
+def weighting(rule: WeightRule, given: float, reference: float) -> Weighting:
+    """Return how records count against the reference F: alike, as long as F is no finite number."""
+    lam = weight(rule, given, reference)
+    return Fair(lam, reference) if lam > 0 else Uniform()
+
+
+class FairOracle(OracleWrapper):
+    """An oracle whose gradients weigh records; the last batch asked for also answers `extra`.
+
+    What opens a round is the solver's own, without weights.
+    A solver asks it for gradients alone; `last_batch` stays open when the solver is done.
+    """
+
+    def __init__(self, inner: Oracle, weights: Weighting, extra: tuple[str, ...]) -> None:
+        super().__init__(inner)
+        self._weights, self._extra = weights, extra
+        self._source: Iterator[Batch] = iter(())
+        self._last: Batch | None = None
+
+    @property
+    def last_batch(self) -> Batch:
+        """The last batch asked for, still open. Raises InputError where none was."""
+        if self._last is None:
+            raise InputError("no batch was asked for: expected a solver of at least one step")
+        return self._last
+
+    def batches(self, count: int, *channels: str) -> Iterator[Batch]:
+        """Yield `count` batches that answer the channels; each is closed by the next one."""
+        if count > 1:
+            for batch in self._inner.batches(count - 1, *channels):
+                yield FairBatch(batch, self._weights)
+        # Not exhausted, which would close the batch.
+        self._source = iter(self._inner.batches(1, *channels, *self._extra))
+        self._last = next(self._source)
+        yield FairBatch(self._last, self._weights)
+
+
+class FairBatch(BatchAround):
+    """A batch whose gradient has these weights; differences have none, as they had no bound."""
+
+    def __init__(self, inner: Batch, weights: Weighting) -> None:
+        super().__init__(inner)
+        self._weights = weights
+
+    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
+        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over.
+        Raises InputError: the solver has weights of its own."""
+        if not isinstance(weighting, Uniform):
+            raise InputError(f"weighting is {weighting}: expected none, the batch has one already")
+        return self._inner.gradient(w, self._weights)

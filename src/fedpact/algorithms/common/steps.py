@@ -1,0 +1,95 @@
+"""What several algorithms share: local steps at a site, and the mean of replies at the server.
+
+Vectors that come from a task are never written to: the sites of a simulation share them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedpact.common.check import count, positive
+from fedpact.common.errors import InputError
+from fedpact.common.messages import Reply, State, Task
+from fedpact.privacy.oracle import Oracle
+
+Aggregation = Literal["size", "uniform"]
+"""The sites' weights in a mean: p_i = N_i / Σ N, or 1 / (the number of sites) for each."""
+
+
+def round_steps(task: Task, own: int) -> int:
+    """Return τ of this round: the task's, where a controller chose it, else the settings' own.
+
+    Raises InputError: the task's is no whole number >= 1.
+    """
+    told = task.numbers.get("local_steps", own)
+    if not (isinstance(told, int) or told.is_integer()):
+        raise InputError(f"local_steps is {told!r}: expected an integer >= 1")
+    return count(local_steps=int(told))
+
+
+def sgd(oracle: Oracle, w: Tensor, steps: int, learning_rate: float) -> Tensor:
+    """Return w [d] after `steps` times w ← w - η g(w), each gradient on a batch of its own."""
+    for batch in oracle.batches(steps, "gradient"):
+        step = batch.gradient(w)
+        # The new w in the step's memory: a copy of the task's w would cost as much as the addition.
+        w = torch.add(w, step, alpha=-learning_rate, out=step)
+    return w
+
+
+def proximal_sgd(
+    oracle: Oracle,
+    centre: Tensor,
+    steps: int,
+    learning_rate: float,
+    proximal: float,
+    linear: Tensor | None = None,
+) -> Tensor:
+    """Return w [d] after `steps` steps of SGD from w̄ = `centre` on F(w) - ⟨h, w⟩ + (μ/2)‖w - w̄‖².
+
+    That is w ← w - η (g(w) - h + μ (w - w̄)). proximal: μ >= 0. linear: h [d], None for 0.
+    μ = 0 without h is `sgd`, bit for bit.
+    """
+    w = centre.clone()
+    for batch in oracle.batches(steps, "gradient"):
+        step = torch.add(batch.gradient(w), w - centre, alpha=proximal)
+        if linear is not None:
+            step.sub_(linear)
+        w.add_(step, alpha=-learning_rate)
+    return w
+
+
+def weigh_replies(replies: Iterable[Reply], aggregation: Aggregation) -> Iterable[Reply]:
+    """Yield the replies, one at a time, with the weights that `aggregation` gives them."""
+    if aggregation == "size":
+        return replies
+    return (replace(reply, weight=1.0) for reply in replies)
+
+
+def weighted_mean(
+    replies: Iterable[Reply], *, vectors: Iterable[str] = ("w",), numbers: Iterable[str] = ()
+) -> State:
+    """Return Σ p_i x_i of the named vectors and numbers, p_i = N_i / Σ N, N_i the reply's weight.
+
+    A fold: one reply is held at a time. The mean of equal vectors is that vector, bit for bit.
+    Raises InputError: no reply, or a weight that is not a finite number > 0.
+    """
+    total = 0.0
+    means: dict[str, Tensor] = {}
+    scalars: dict[str, float] = {}
+    for reply in replies:
+        total += positive(weight=reply.weight)
+        share = reply.weight / total
+        for name in vectors:
+            if name in means:
+                means[name].lerp_(reply.vectors[name], share)
+            else:
+                means[name] = reply.vectors[name].clone()
+        for name in numbers:
+            before = scalars.get(name, 0.0)
+            scalars[name] = before + share * (reply.numbers[name] - before)
+    if not total:
+        raise InputError("replies is empty: expected the reply of at least one site")
+    return State(means, scalars)

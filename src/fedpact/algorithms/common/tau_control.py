@@ -1,0 +1,543 @@
+"""The control of τ: its choice for a budget, its estimators, and the server's averages.
+
+s       = ξ + 2 sqrt(d) σC/B                    (Lemma 3; 1 is enough where the paper has 2)
+    h(τ)    = (s/β)((1 + ηβ)^τ - 1) - ηsτ           (11) corrected: docs/errata.md, A1
+            = ηs Σ_{j<τ} ((1 + ηβ)^j - 1)           the same, without a difference
+    κ       = φλ²
+    T(τ)    = min(iterations left, τ · rounds left)
+    G(τ)    = 1/(φ T(τ) (η - ρ h(τ)/(τκ))) + sqrt(3)/3                                       (12)
+    τ*      = argmin G = argmax T(τ) (η - ρ h(τ)/(τκ))
+
+ρ, β, ξ are the loss's Lipschitz constant, its smoothness and the sites' gradient divergence, η the
+step, κ the one control parameter: the larger, the more local work. κ → ∞ spends both budgets
+evenly, a small κ gives τ = 1, and 1 <= τ* <= ceil(R_c/R_s), what is left of both. G ranks values
+of τ. It bounds nothing: its proof drops the noise of one step and has two inequalities the wrong
+way round (docs/errata.md, A2, A6).
+
+β² = mean change / mean distance      ρ² = mean length       ξ² = mean divergence
+    s  = ξ + 2 sqrt(d) σC/B, (σC/B)² the mean over sites of the noise's variance
+
+Means over sites have the weights p_i; over rounds every round counts alike, as the noise of one is
+large (see site). They are cut off at 0 only when they are used, so that errors of both signs
+cancel. The divergence of a round: with u_i = (w - w_i)/(ητ), the mean of site i's noisy gradients
+under plain SGD, v_i the noise's variance and u = Σ p_i u_i,
+
+    Σ p_i ‖u_i - u‖² = Σ p_i ‖u_i‖² - ‖u‖²
+    less its noise    Σ p_i (d/τ)[(1 - p_i)² v_i + Σ_{j≠i} p_j² v_j] = (d/τ)(Σ p_i v_i - Σ p_i² v_i)
+
+By the way a step's noise moves the next ones' points, under H_i this falls short by
+Σ (p_i - p_i²)(v_i/τ)(d - mean over k < τ of tr (I - ηH_i)^(2k)), about ηv (1 - 1/τ) tr H.
+Other solvers move otherwise; there the sites' squares bound it: Σ p_i ‖mean g‖² >= ξ².
+
+An estimate is clear where it is at least CLEAR standard deviations of its noise above 0. Without a
+clear β² and ρ², τ is the budgets' even split.
+
+Ling, Fu, Wang, Liu, Chen. ALI-DPFL: differentially private federated learning with adaptive local
+iterations. arXiv 2308.10457. `Controller` goes around the functions of any algorithm that makes τ
+local steps of length η. `site` has what a site computes, `server` the averages, `costs` what rounds
+have cost, algorithms.common.tau_control the rule. In the server's state, under "control/":
+
+steps         τ of the last round, 0 before the first
+iterations    what the privacy budgets still allow; absent where nothing limits it
+even          rounds whose τ was the even split, for want of a clear estimate
+rounds, pairs rounds averaged over, and those of them in which gradients could be compared
+change, distance, length, divergence, noise, ...: the averages, see server
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from fedpact.algorithms.common import tau_site
+from fedpact.algorithms.common.tau_site import UNLIMITED, dot
+from fedpact.common import check
+from fedpact.common.check import positive
+from fedpact.common.messages import Local, Numbers, Reply, State, Task, join, split_state
+from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms
+
+Vector = NDArray[np.float64]
+Allowed = Callable[[int], float]
+"""T(τ): the iterations that rounds of τ local iterations still allow in all."""
+
+MAX_LOCAL_STEPS: Final = 100
+"""No round has more local iterations than this; Algorithm 2 of the paper."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What makes local models drift apart: η > 0, ρ >= 0, β >= 0, s >= 0. Raises InputError.
+
+    >>> Drift(learning_rate=0.5, lipschitz=1.0, smoothness=0.1, spread=1.0).h(3).round(5).tolist()
+    [0.0, 0.025, 0.07625]
+    """
+
+    learning_rate: float
+    lipschitz: float
+    smoothness: float
+    spread: float
+
+    def __post_init__(self) -> None:
+        check.positive(learning_rate=self.learning_rate)
+        check.non_negative(lipschitz=self.lipschitz)
+        check.non_negative(smoothness=self.smoothness)
+        check.non_negative(spread=self.spread)
+
+    def h(self, most: int) -> Vector:
+        """Return h(1), ..., h(most), each >= 0 and h(1) = 0; inf where it exceeds float64."""
+        check.count(most=most)
+        if self.spread == 0:
+            return np.zeros(most)
+        growth = math.log1p(self.learning_rate * self.smoothness)
+        with np.errstate(over="ignore"):
+            terms = np.expm1(growth * np.arange(most))
+            return self.learning_rate * self.spread * np.cumsum(terms)
+
+    def cost(self, most: int) -> Vector:
+        """Return ρ h(τ)/τ for τ = 1, ..., most: the bracket is η less this over κ."""
+        if self.lipschitz == 0:
+            return np.zeros(most)
+        with np.errstate(over="ignore"):
+            return self.lipschitz * self.h(most) / np.arange(1, most + 1)
+
+
+def gradient_spread(divergence: float, dimension: int, noise: float) -> float:
+    """Return s = ξ + 2 sqrt(d) σC/B. Raises InputError.
+
+    divergence: ξ >= 0. noise: σC/B >= 0, that of one local gradient in each of d coordinates.
+    """
+    check.count(dimension=dimension)
+    return check.non_negative(divergence=divergence) + (
+        2 * math.sqrt(dimension) * check.non_negative(noise=noise)
+    )
+
+
+def longest(previous: int) -> int:
+    """Return τ_m = min(2 τ_prev, 100), the most local iterations of the next round."""
+    return min(2 * check.count(previous=previous), MAX_LOCAL_STEPS)
+
+
+def allowed_iterations(iterations_left: float, rounds_left: float | Allowed) -> Allowed:
+    """Return T(τ) = min(iterations_left, τ · rounds_left).
+
+    iterations_left: R_c >= 0, by the privacy budgets. rounds_left: R_s >= 0, by the communication
+    budget; a function of τ where a round's cost depends on it, as with seconds. Raises InputError.
+    """
+    check.non_negative(iterations_left=iterations_left)
+    if not callable(rounds_left):
+        check.non_negative(rounds_left=rounds_left)
+
+    def iterations(tau: int) -> float:
+        rounds = rounds_left(tau) if callable(rounds_left) else rounds_left
+        return min(iterations_left, tau * check.non_negative(rounds_left=rounds))
+
+    return iterations
+
+
+def even_split(iterations: Allowed, most: int) -> int:
+    """Return the least τ <= most with the largest T(τ): ceil(R_c/R_s), or `most` if that is less.
+
+    What is done without estimates: both budgets end together. 1 where nothing is left.
+
+    >>> even_split(allowed_iterations(1585, 317), most=100)
+    5
+    >>> even_split(allowed_iterations(1585, 317), most=longest(2))
+    4
+    """
+    return int(np.argmax(_totals(iterations, most))) + 1
+
+
+def best_tau(drift: Drift, kappa: float, iterations: Allowed, most: int) -> int:
+    """Return τ*, the argmax of T(τ)(η - ρ h(τ)/(τκ)) over 1..most with a positive bracket.
+
+    kappa: κ > 0. iterations: T(τ) >= 0, see `allowed_iterations`. Of equals the least τ; 1 where
+    nothing is left. Raises InputError.
+
+    >>> drift = Drift(learning_rate=0.5, lipschitz=1.0, smoothness=0.1, spread=1.0)
+    >>> [best_tau(drift, kappa, allowed_iterations(1585, 317), 100) for kappa in (0.03, 0.12,
+    ... 100.0)]
+    [1, 3, 5]
+    """
+    totals, brackets = _totals(iterations, most), _brackets(drift, kappa, most)
+    return int(np.argmax(np.where(brackets > 0, totals * np.maximum(brackets, 0), 0))) + 1
+
+
+def objective(drift: Drift, kappa: float, iterations: Allowed, tau: int, phi: float = 1.0) -> float:
+    """Return G(τ), inf where the bracket is not positive or nothing is left. It bounds nothing.
+
+    phi: φ = ω(1 - βη/2) > 0, which does not move the argmin at a given κ.
+    """
+    bracket = float(_brackets(drift, kappa, tau)[-1])
+    total = check.positive(phi=phi) * float(_totals(iterations, tau)[-1]) * bracket
+    return 1 / total + math.sqrt(3) / 3 if bracket > 0 and total > 0 else math.inf
+
+
+def tau_by_kappa(drift: Drift, iterations: Allowed, most: int) -> list[tuple[int, float]]:
+    """Return every τ that is τ* for some κ, the largest first, with the least κ that gives it.
+
+    T(τ)(η - ρ h(τ)/(τκ)) is a line in 1/κ for each τ, and τ* the highest of them: exact, no grid.
+
+    >>> drift = Drift(learning_rate=0.5, lipschitz=1.0, smoothness=0.1, spread=1.0)
+    >>> [(tau, round(k, 3)) for tau, k in tau_by_kappa(drift, allowed_iterations(1585, 317), 100)]
+    [(5, 0.216), (4, 0.158), (3, 0.103), (2, 0.05), (1, 0.0)]
+    """
+    totals = _totals(iterations, most)
+    with np.errstate(over="ignore"):
+        falls = np.where(totals > 0, drift.cost(most), 0) * totals
+    # Heights at 1/κ = 0, and slopes downwards; an infinite slope is never chosen at a finite κ.
+    usable = np.flatnonzero(np.isfinite(falls))
+    heights, slopes = drift.learning_rate * totals[usable], falls[usable]
+    at = int(np.lexsort((slopes, -heights))[0])
+    found: list[tuple[int, float]] = []
+    while True:
+        flatter = np.flatnonzero(slopes < slopes[at])
+        if not flatter.size:
+            return [*found, (int(usable[at]) + 1, 0.0)]
+        crossings = (heights[at] - heights[flatter]) / (slopes[at] - slopes[flatter])
+        # Where several cross at once, the flattest is the highest afterwards.
+        following = int(flatter[np.lexsort((slopes[flatter], crossings))[0]])
+        first = float(crossings.min())
+        if first > 0:
+            found.append((int(usable[at]) + 1, 1 / first))
+        at = following
+
+
+def _totals(iterations: Allowed, most: int) -> Vector:
+    check.count(most=most)
+    return np.array([check.non_negative(iterations=iterations(t)) for t in range(1, most + 1)])
+
+
+def _brackets(drift: Drift, kappa: float, most: int) -> Vector:
+    check.positive(kappa=kappa)
+    with np.errstate(over="ignore"):
+        return drift.learning_rate - drift.cost(most) / kappa
+
+
+CLEAR: Final = 2.0
+KAPPA: Final = 10.0
+"""κ over ρ² where no κ is given."""
+
+_PAIRED: Final = ("change", "distance", "lipschitz", "smoothness")
+"""What only sites that had two points to compare tell."""
+
+_VARIANCE: Final = "_variance"
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """A round as the sites were told of it: w [d], τ >= 1, η > 0."""
+
+    w: Tensor
+    steps: int
+    learning_rate: float
+
+
+@dataclass
+class Fold:
+    """Sums over the replies of a round, which pass through one at a time.
+
+    prefix: of the numbers' and vectors' names in a reply.
+    """
+
+    told: SiteReport
+    prefix: str
+    weight: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict[str, float])
+    least_left: float = UNLIMITED
+    straight: bool = True
+    mean: Tensor | None = None
+
+    def through(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+        """Yield the replies, each counted."""
+        for reply in replies:
+            self._count(reply)
+            yield reply
+
+    def _count(self, reply: Reply) -> None:
+        weight = positive(weight=reply.weight)
+        sent = split_state(State(numbers=reply.numbers), self.prefix)[0].numbers
+        self.weight += weight
+        self.least_left = min(self.least_left, sent["steps_left"])
+        self._add("noise_squares", weight**2 * sent["noise"])
+        for name, value in sent.items():
+            share = weight * (sent["pairs"] if name.removesuffix(_VARIANCE) in _PAIRED else 1)
+            # The variance of a mean of independent values: shares enter squared.
+            self._add(name, (share**2 if name.endswith(_VARIANCE) else share) * value)
+        given = reply.vectors.get(self.prefix + "gradient")
+        if given is None:
+            self.straight = self.straight and bool(sent["straight"])
+            given = self.told.w - reply.vectors["w"] if self.straight else None
+        if given is not None:
+            self._spread(given, weight)
+
+    def _spread(self, x: Tensor, weight: float) -> None:
+        """Take x [d] into Σ p_i x_i and Σ p_i ‖x_i‖²."""
+        self._add("lengths", weight * dot(x, x))
+        if self.mean is None:
+            self.mean = x.clone()
+        else:
+            self.mean.lerp_(x, weight / self.weight)
+
+    def _add(self, name: str, value: float) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def mean_of(self, name: str) -> float:
+        """Return a number's mean over the sites that told it; of a variance, that of the mean."""
+        among = self.sums["pairs"] if name.removesuffix(_VARIANCE) in _PAIRED else self.weight
+        return self.sums[name] / (among**2 if name.endswith(_VARIANCE) else among)
+
+    def variance_of(self, x: Tensor) -> float:
+        """Return Σ p_i ‖x_i - x‖² >= 0, x = Σ p_i x_i the mean."""
+        return max(0.0, self.sums["lengths"] / self.weight - dot(x, x))
+
+    def divergence(self) -> float:
+        """Return ξ² of this round, of either sign, or a bound of it; see the module."""
+        if not self.straight or self.mean is None:
+            return self.mean_of("square")
+        told = self.told
+        noise = self.mean_of("noise") - self.sums["noise_squares"] / self.weight**2
+        spread = self.variance_of(self.mean) / (told.learning_rate * told.steps) ** 2
+        return spread - len(told.w) * noise / told.steps
+
+
+def update_averages(before: Numbers, fold: Fold) -> dict[str, float]:
+    """Return the averages after a round, with those before it: every round counts alike."""
+    counts = {name: before.get(name, 0.0) for name in ("rounds", "pairs")}
+    after = {**before, **counts, "rounds": counts["rounds"] + 1, "noise": fold.mean_of("noise")}
+    now = {name: fold.mean_of(name) for name in ("length", "length_variance")}
+    now["divergence"] = fold.divergence()
+    if fold.sums["pairs"]:
+        after["pairs"] += 1
+        names = ("change", "distance", "change_variance")
+        now |= {name: fold.mean_of(name) for name in names}
+    for name, value in now.items():
+        count = after["pairs" if name.removesuffix(_VARIANCE) in _PAIRED else "rounds"]
+        old = before.get(name, 0.0)
+        if name.endswith(_VARIANCE):
+            after[name] = (old * (count - 1) ** 2 + value) / count**2
+        else:
+            after[name] = old + (value - old) / count
+    return after
+
+
+def raw(before: Numbers, fold: Fold) -> dict[str, float]:
+    """Return the paper's: this round's exact numbers, or the last ones where a round has none.
+
+    But ξ is the root of a mean square over sites, which one pass gives and which is no less than
+    the paper's mean.
+    """
+    after = {"pairs": 0.0, **before, "noise": fold.mean_of("noise")}
+    if fold.mean is not None and fold.sums["pairs"]:
+        after |= {
+            "pairs": after["pairs"] + 1,
+            "change": fold.mean_of("smoothness") ** 2,
+            "distance": 1.0,
+            "length": fold.mean_of("lipschitz") ** 2,
+            "divergence": fold.variance_of(fold.mean),
+        }
+    return after
+
+
+def drift(numbers: Numbers, learning_rate: float, dimension: int) -> Drift | None:
+    """Return ρ, β and s by the averages, None where there is no clear estimate of them.
+
+    Nor is there where they are not finite: no site's numbers can stop the server.
+    """
+    if not (_is_clear(numbers, "change") and _is_clear(numbers, "length")):
+        return None
+    distance, noise = numbers["distance"], numbers["noise"]
+    if not (distance > 0 and noise >= 0):
+        return None
+    squares = numbers["change"] / distance, numbers["divergence"], noise
+    if not all(map(math.isfinite, squares)):
+        return None
+    return Drift(
+        learning_rate=learning_rate,
+        lipschitz=math.sqrt(numbers["length"]),
+        smoothness=math.sqrt(squares[0]),
+        spread=gradient_spread(math.sqrt(max(0.0, squares[1])), dimension, math.sqrt(noise)),
+    )
+
+
+def _is_clear(numbers: Numbers, name: str) -> bool:
+    value, variance = numbers.get(name, 0.0), numbers.get(name + _VARIANCE, 0.0)
+    return variance >= 0 and CLEAR * math.sqrt(variance) < value < math.inf
+
+
+def rounds_left(left: Numbers) -> Allowed:
+    """Return how many rounds of τ local iterations the communication budget allows.
+
+    left: what rounds.py writes into the state, without its prefix.
+    """
+    rounds, seconds = left.get("rounds", UNLIMITED), left.get("seconds", math.inf)
+
+    def rounds_of(steps: int) -> float:
+        each = left.get("round_seconds", 0.0) + left.get("step_seconds", 0.0) * steps
+        return rounds if not each > 0 else max(0.0, min(rounds, seconds / each))
+
+    return rounds_of
+
+
+STEPS_A_ROUND: Final = 5
+"""R_c over the rounds where σ is calibrated and nobody gives R_c: the τ of fedprox and scaffold."""
+
+CONTROL_PREFIX: Final = "control/"
+_LEFT: Final = "left/"
+
+InnerLocal = Callable[[Task, Oracle, State], Local]
+InnerUpdate = Callable[[State, Iterable[Reply]], State]
+
+
+class Ali(BaseModel):
+    """How τ is chosen.
+
+    kappa: κ > 0, the one control parameter; the larger, the more local work. Left out, it follows
+    the estimates as 10 ρ², in units of their own. iterations: R_c, the
+    local iterations of all rounds together; left out, 5 times the rounds where σ is
+    calibrated, else the site whose budget allows least decides.
+    most_local_steps: no round has more. estimator: "released", from gradients that were released
+    anyway, at no cost; or "raw", the paper's exact numbers, which leave every site unprotected.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    kappa: float | None = Field(default=None, gt=0)
+    iterations: int | None = Field(default=None, ge=1)
+    most_local_steps: int = Field(default=MAX_LOCAL_STEPS, ge=1, le=MAX_LOCAL_STEPS)
+    estimator: Literal["released", "raw"] = "released"
+
+
+@dataclass(frozen=True)
+class ChosenTau:
+    """τ of a round, 0 where the iterations are used up; even: for want of a clear estimate."""
+
+    steps: int
+    even: bool = False
+
+
+_ATTEMPTS: Final = 3
+"""How often a site may have been charged for the first round: twice it may die in it."""
+
+
+@dataclass(frozen=True)
+class Controller:
+    """Chooses τ for an algorithm whose local steps have the length learning_rate, η > 0.
+
+    opens: whether a round opens with an event beside its steps, which may count as one.
+    """
+
+    ali: Ali
+    learning_rate: float
+    opens: bool = False
+
+    def init(self, rest: State) -> State:
+        """Return the first state, around the algorithm's own."""
+        numbers = {"steps": 0.0, "even": 0.0}
+        if self.ali.iterations is not None:
+            numbers["iterations"] = float(self.ali.iterations)
+        return join(State({}, numbers), CONTROL_PREFIX, rest)
+
+    def steps(self, state: State | None) -> int:
+        """Return τ of the next round, 0 if nothing is left; without a state the most it can be."""
+        return self.ali.most_local_steps if state is None else self.choose(state).steps
+
+    def choose(self, state: State) -> ChosenTau:
+        """Return the choice for the next round: a function of the state alone."""
+        own, left, rest = _parts(state)
+        limit = own.numbers.get("iterations", tau_site.UNLIMITED)
+        if limit < 1:
+            return ChosenTau(0)
+        if not own.numbers["steps"]:
+            return ChosenTau(1)
+        most = min(longest(int(own.numbers["steps"])), self.ali.most_local_steps, int(limit))
+        allowed = allowed_iterations(limit, rounds_left(left.numbers))
+        drift_ = drift(own.numbers, self.learning_rate, len(rest.vectors["w"]))
+        if drift_ is None:
+            return ChosenTau(even_split(allowed, most), even=True)
+        kappa = self.ali.kappa or KAPPA * drift_.lipschitz**2
+        return ChosenTau(best_tau(drift_, kappa, allowed, most))
+
+    def task(self, state: State, inner: Callable[[State], State]) -> State:
+        """Return what the sites are told: the algorithm's own, and τ as "local_steps"."""
+        told = inner(_parts(state)[2])
+        return State(told.vectors, {**told.numbers, "local_steps": self.choose(state).steps})
+
+    def task_numbers(self, inner: Mapping[str, Range]) -> dict[str, Range]:
+        """Return the numbers that a task may carry; inner: those of the algorithm itself."""
+        return {**inner, "local_steps": Range(1, self.ali.most_local_steps, whole=True)}
+
+    def bounds(self, task: Task, terms: Terms, inner: ReplyBounds) -> ReplyBounds:
+        """See algorithms.Algorithm; inner: the algorithm's own.
+
+        The first round's replies say how many steps a site's reservation allows, less at most what
+        that round took; later ones cannot change it, see `update`.
+        """
+        d, reserved = len(task.vectors["w"]), terms.history(terms.steps)[terms.event]
+        spent = _ATTEMPTS * (int(task.numbers["local_steps"]) + self.opens)
+        least = max(0, reserved - spent) if task.round == 1 else 0
+        if self.ali.estimator == "raw":
+            sent, extra = tau_site.raw_ranges(), {f"{CONTROL_PREFIX}gradient": math.inf}
+        else:
+            sent, extra = tau_site.ranges(terms, d), dict[str, float]()
+        sent["steps_left"] = Range(least, reserved)
+        numbers = {CONTROL_PREFIX + name: bound for name, bound in sent.items()}
+        return replace(
+            inner, vectors={**inner.vectors, **extra}, numbers={**inner.numbers, **numbers}
+        )
+
+    def local(self, task: Task, oracle: Oracle, memory: State, inner: InnerLocal) -> Local:
+        """Return the algorithm's reply, with the numbers that `server` needs."""
+        own, rest = split_state(memory, CONTROL_PREFIX)
+        watched = tau_site.RecordingOracle(oracle)
+        local = inner(task, watched, rest)
+        w, model = task.vectors["w"], local.vectors.get("w")
+        extra = dict[str, Tensor]()
+        if self.ali.estimator == "raw":
+            numbers, extra["gradient"] = tau_site.raw_report(oracle, w, own.vectors.get("w"))
+            keep = State({} if model is None else {"w": model})
+        else:
+            moved = None if model is None else w - model
+            steps = int(task.numbers["local_steps"])
+            numbers = tau_site.build_report(watched, own, moved, self.learning_rate, steps)
+            keep = tau_site.build_memory(watched)
+        numbers["steps_left"] = min(float(oracle.steps_left), tau_site.UNLIMITED)
+        sent = join(State(extra, numbers), CONTROL_PREFIX, State(local.vectors, local.numbers))
+        return Local(sent.vectors, sent.numbers, join(keep, CONTROL_PREFIX, local.memory))
+
+    def update(self, state: State, replies: Iterable[Reply], inner: InnerUpdate) -> State:
+        """Return the algorithm's next state, and the controller's."""
+        own, _, rest = _parts(state)
+        choice = self.choose(state)
+        told = SiteReport(rest.vectors["w"], choice.steps, self.learning_rate)
+        fold = Fold(told, CONTROL_PREFIX)
+        after = inner(rest, fold.through(replies))
+        averages = raw if self.ali.estimator == "raw" else update_averages
+        numbers = averages(own.numbers, fold)
+        left = self._left(own, choice.steps, fold.least_left)
+        if left < tau_site.UNLIMITED / 2:
+            numbers["iterations"] = left
+        numbers |= {"steps": float(choice.steps), "even": own.numbers["even"] + choice.even}
+        return join(State({}, numbers), CONTROL_PREFIX, after)
+
+    def _left(self, own: State, steps: int, said: float) -> float:
+        """Return the iterations that are left after a round of so many.
+
+        said: by the site that has least. After the first round it is arithmetic: a site that says
+        that it has less than a round takes has died in one, or lies. It runs out before the others,
+        and does not end the run for them.
+        """
+        left = own.numbers.get("iterations", tau_site.UNLIMITED) - steps
+        if own.numbers["steps"]:
+            said = max(said, left - self.opens)
+        return min(left, said)
+
+
+def _parts(state: State) -> tuple[State, State, State]:
+    """Return the controller's own, what is left of the budgets, and the algorithm's."""
+    own, rest = split_state(state, CONTROL_PREFIX)
+    left, rest = split_state(rest, _LEFT)
+    return own, left, rest

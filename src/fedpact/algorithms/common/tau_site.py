@@ -1,0 +1,232 @@
+"""What a site computes from the gradients that it released, beside its reply: no further release.
+
+    change    ‖g_l - g_f‖² - d(v_f + v_l)     distance  ‖w_l - w_f‖²     β_i² = change/distance
+    length    mean of ‖g‖² - dv                                          ρ_i²
+    square    ‖mean of g‖² - d Σ v/τ²                                    bounds ξ_i²
+
+g_f, g_l are the round's first and last of τ gradients, released at w_f, w_l with noise of variance
+v_f, v_l in each of d coordinates. A round with one gradient compares it with the one that the site
+remembers of such a round before. A length has the noise of its own point only and is unbiased. A
+change is where neither point depends on the other's noise. Along a trajectory of plain SGD with
+Hessian H and noise variance v it exceeds E‖H(w_l - w_f)‖² on average by
+
+    2ηv tr(H (I - ηH)^(τ-2)), about 2ηv tr H       (τ >= 2)
+
+and by p_i times 2ηv tr H across rounds of one step, as w has the site's noise p_i times. tr H is
+not known, so it is not taken away: β_i is overestimated, the mistake that keeps τ small. All
+squares carry the variance of the sampling too, (1 - q)/(qn) mean‖g_j‖² of each gradient: what is
+estimated are the clipped and sampled gradients, which the iteration uses.
+ρ_i as ⟨g_f, g_l⟩, with no noise to take away, turns negative where steps are long enough to turn
+the gradient round, which is where τ matters most.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fedpact.common.messages import State
+from fedpact.privacy.oracle import (
+    UNIFORM,
+    Batch,
+    BatchAround,
+    Oracle,
+    OracleWrapper,
+    Range,
+    Terms,
+    Weighting,
+    reach,
+)
+
+UNLIMITED: Final = 2.0**53
+"""Stands for the iterations that a plain run has left: numbers of a reply are finite."""
+
+_STRAIGHT: Final = 1e-3
+"""Largest part of a movement that is not η Σ g, where the local solver counts as plain SGD."""
+
+_FARTHEST: Final = 1e18
+"""Largest squared distance of two models that a run is thought to have."""
+
+# A sum of so many numbers is one thread's work, so that no result depends on the number of threads.
+_BLOCK: Final = 1 << 14
+
+
+def dot(x: Tensor, y: Tensor) -> float:
+    """Return ⟨x, y⟩ of two vectors [d] in float64, the same for any number of threads."""
+    pairs = zip(x.split(_BLOCK), y.split(_BLOCK), strict=True)
+    return float(torch.stack([(a.double() * b.double()).sum() for a, b in pairs]).sum())
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A released gradient g [d] at w [d], with noise of this variance in each coordinate."""
+
+    w: Tensor
+    g: Tensor
+    variance: float
+
+
+class RecordingOracle(OracleWrapper):
+    """An oracle that lets everything through, and keeps what `build_report` needs of the
+    gradients."""
+
+    def __init__(self, inner: Oracle) -> None:
+        super().__init__(inner)
+        self.count, self.variance = 0, 0.0
+        self.lengths, self.squared_variances = 0.0, 0.0
+        self.first: Probe | None = None
+        self.last: Probe | None = None
+        self.total: Tensor | None = None
+
+    def batches(self, count: int, *channels: str) -> Iterator[Batch]:
+        """Yield `count` batches that answer the channels; each is closed by the next one."""
+        for batch in self._inner.batches(count, *channels):
+            yield _WatchedBatch(batch, self)
+
+    def opening(self, *channels: str) -> Batch:
+        """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
+        return _WatchedBatch(self._inner.opening(*channels), self)
+
+    def keep(self, w: Tensor, g: Tensor, variance: float) -> None:
+        """Take note of a released gradient; the caller goes on with both vectors as it likes."""
+        probe = Probe(w.clone(), g.clone(), variance)
+        self.count, self.variance = self.count + 1, self.variance + variance
+        self.lengths += dot(g, g)
+        self.squared_variances += variance**2
+        if self.first is None or self.total is None:
+            self.first, self.total = probe, g.clone()
+        else:
+            self.total.add_(g)
+        self.last = probe
+
+
+class _WatchedBatch(BatchAround):
+    def __init__(self, inner: Batch, watched: RecordingOracle) -> None:
+        super().__init__(inner)
+        self._watched = watched
+
+    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
+        g = self._inner.gradient(w, weighting)
+        self._watched.keep(w, g, self._inner.noise_variance)
+        return g
+
+
+def build_report(
+    seen: RecordingOracle, memory: State, moved: Tensor | None, rate: float, steps: int
+) -> dict[str, float]:
+    """Return the numbers of a site's reply, all of them in every round and finite.
+
+    memory: what `build_memory` returned in an earlier round, or nothing. moved: w - w_i [d], None
+    where the reply has no model. rate: η. steps: τ. "straight" says that w - w_i = η Σ g over τ
+    gradients, which is plain SGD.
+    """
+    numbers = {
+        "pairs": 0.0,
+        **dict.fromkeys(("change", "change_variance", "distance"), 0.0),
+        **dict.fromkeys(("length", "length_variance", "square"), 0.0),
+        "noise": seen.variance / max(seen.count, 1),
+        "straight": float(seen.count == steps and _is_straight(seen, moved, rate)),
+    }
+    if seen.total is not None:
+        mean, d = seen.total / seen.count, len(seen.total)
+        numbers["square"] = dot(mean, mean) - d * seen.variance / seen.count**2
+        numbers["length"] = (seen.lengths - d * seen.variance) / seen.count
+        # By the noise alone, here and below; public, as the noise is.
+        numbers["length_variance"] = 2 * d * seen.squared_variances / seen.count**2
+    pair = _pair(seen, memory)
+    return numbers if pair is None else {**numbers, **_compared(*pair)}
+
+
+def ranges(terms: Terms, d: int) -> dict[str, Range]:
+    """Return what the numbers of an honest `build_report` can be, of a model of d parameters.
+
+    A gradient is at most G long (privacy.reply_bounds) and has noise of a variance v that is
+    public, so
+    its estimates lie between -dv and G², those of differences between -2dv and 4G². What lies
+    between two rounds' models is the server's doing, and has a bound that any run stays within.
+    """
+    kinds = [each for each in (terms, terms.opening) if "gradient" in each.sigmas]
+    longest = max((reach.gradient(each).longest(d) for each in kinds), default=0.0)
+    noises = [each.noise_variance for each in kinds] or [0.0]
+    square, v = longest * longest, max(noises)
+    yes_or_no, length = Range(0, 1, whole=True), reach.range_between(-d * v, square)
+    return {
+        "pairs": yes_or_no,
+        "straight": yes_or_no,
+        "change": reach.range_between(-2 * d * v, 4 * square),
+        "change_variance": reach.range_between(0.0, 8 * d * v * v),
+        "distance": Range(0.0, _FARTHEST),
+        "length": length,
+        "length_variance": reach.range_between(0.0, 2 * d * v * v),
+        "square": length,
+        "noise": Range(reach.widen(min(noises)).least, reach.widen(v).most),
+    }
+
+
+def raw_ranges() -> dict[str, Range]:
+    """Return the same of `raw_report`: exact numbers have no bounds, and are simulated only."""
+    return dict.fromkeys(("pairs", "lipschitz", "smoothness", "noise"), Range(-math.inf, math.inf))
+
+
+def build_memory(seen: RecordingOracle) -> State:
+    """Return what a round with a single gradient leaves for the next one's comparison."""
+    if seen.first is None or seen.count > 1:
+        return State()
+    first = seen.first
+    return State({"w": first.w, "g": first.g}, {"variance": first.variance})
+
+
+def raw_report(oracle: Oracle, w: Tensor, before: Tensor | None) -> tuple[dict[str, float], Tensor]:
+    """Return the paper's ρ_i and β_i as numbers, and ∇F_i(w) [d], all exact and unprotected.
+
+    w: the round's model. before: w_i, the site's own at the end of the last round; without it, or
+    where it equals w, the quotients are 0/0 and "pairs" is 0.
+    """
+    loss, gradient = oracle.unprotected(w)
+    numbers = {"pairs": 0.0, "lipschitz": 0.0, "smoothness": 0.0, "noise": oracle.noise_variance}
+    if before is None or not (distance := dot(before - w, before - w) ** 0.5) > 0:
+        return numbers, gradient
+    own_loss, own_gradient = oracle.unprotected(before)
+    change = own_gradient - gradient
+    numbers |= {
+        "pairs": 1.0,
+        "lipschitz": abs(own_loss - loss) / distance,
+        "smoothness": dot(change, change) ** 0.5 / distance,
+    }
+    return numbers, gradient
+
+
+def _pair(seen: RecordingOracle, memory: State) -> tuple[Probe, Probe] | None:
+    """Return the first and the last release to compare."""
+    if seen.first is None or seen.last is None:
+        return None
+    if seen.count > 1:
+        return seen.first, seen.last
+    if "g" not in memory.vectors:
+        return None
+    kept = memory.vectors
+    return Probe(kept["w"], kept["g"], memory.numbers["variance"]), seen.last
+
+
+def _compared(first: Probe, last: Probe) -> Mapping[str, float]:
+    d, both = len(first.g), first.variance + last.variance
+    change, moved = last.g - first.g, last.w - first.w
+    distance = dot(moved, moved)
+    if not distance > 0:
+        return {}
+    return {
+        "pairs": 1.0,
+        "change": dot(change, change) - d * both,
+        "distance": distance,
+        "change_variance": 2 * d * both**2,
+    }
+
+
+def _is_straight(seen: RecordingOracle, moved: Tensor | None, rate: float) -> bool:
+    if moved is None or seen.total is None:
+        return False
+    rest = moved - rate * seen.total
+    return dot(rest, rest) <= _STRAIGHT**2 * dot(moved, moved)

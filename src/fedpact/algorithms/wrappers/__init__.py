@@ -1,0 +1,1 @@
+"""An algorithm with its settings, and what goes around any of them."""

@@ -1,0 +1,181 @@
+"""Settings as they are in effect: with what follows from the rest of a plan, or does not count."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final, NamedTuple, TypeVar
+
+from pydantic import BaseModel
+
+from fedpact.algorithms import BaseSettings
+from fedpact.algorithms.common.fairness import FairRelease
+from fedpact.algorithms.common.tau_control import STEPS_A_ROUND, Ali
+from fedpact.per_sample.clipping import SHORTEST
+
+_Settings = TypeVar("_Settings", bound=BaseModel)
+
+
+def with_iterations(settings: _Settings, rounds: int) -> _Settings:
+    """Return what chooses τ with an R_c, by default so many a round; all else as it is."""
+    if not isinstance(settings, Ali) or settings.iterations is not None:
+        return settings
+    if getattr(settings, "kind", "ali") == "fixed":
+        return settings
+    return settings.model_copy(update={"iterations": STEPS_A_ROUND * rounds})
+
+
+def in_effect(settings: BaseSettings, controlled: bool) -> dict[str, Any]:
+    """Return the settings as plain data, η among them. controlled: whether τ is none of them."""
+    found = settings.model_dump(mode="json")
+    if controlled:
+        found.pop("local_steps", None)
+    return found | ({"learning_rate": settings.step_size} if "learning_rate" in found else {})
+
+
+def defaulted_keys(
+    left: Iterable[str], settings: Iterable[str], given: Iterable[str], none: Mapping[str, Any]
+) -> list[str]:
+    """Return the keys of a plan that nobody gave, sorted.
+
+    left: those left to their default. settings: of the algorithm, those in effect, and `given`.
+    none: key -> value; nothing given, as a whole table says it, counts as left.
+    """
+    found = {key for key in left if key != "settings"}
+    found |= {f"settings.{key}" for key in set(settings) - set(given)}
+    return sorted(found | {key for key, value in none.items() if value is None})
+
+
+class Use(NamedTuple):
+    """What uses some keys of a table: another key of the plan, if its value is a good one.
+
+    by: such values, in words.
+    """
+
+    table: str
+    keys: Iterable[str]
+    beside: str
+    good: Callable[[Any], bool]
+    by: str
+
+
+def _of(table: str, keys: str, beside: str, *values: str) -> Use:
+    return Use(table, keys.split(), beside, values.__contains__, " or ".join(map(repr, values)))
+
+
+def _positive(weight: float | None) -> bool:
+    return weight is None or weight > 0
+
+
+def _absent(value: object) -> bool:
+    return value is None
+
+
+_MEAN, _SCALED = "loss_quantile quantile_rate count_noise", 'a column with scale = "released"'
+
+USES: Final[tuple[Use, ...]] = (
+    _of("server", "momentum learning_rate", "server.optimiser", "momentum", "adam", "yogi"),
+    _of("server", "second_moment adaptivity", "server.optimiser", "adam", "yogi"),
+    _of("server", "average_decay", "server.average", "exponential"),
+    _of("server", "average_share", "server.average", "tail"),
+    _of("privacy", "size_noise", "privacy.sizes", "noisy"),
+    Use("privacy", ["column_share"], "records.released", bool, _SCALED),
+    _of("compression", "keep", "compression.kind", "topk"),
+    _of("robust", "liars", "robust.rule", "median", "trimmed", "krum"),
+    Use(
+        "fairness", (*FairRelease.model_fields, "weight_rule"), "fairness.weight", _positive, "> 0"
+    ),
+    _of("fairness", _MEAN, "fairness.loss_bound_rule", "quantile"),
+    _of("settings", _MEAN, "settings.loss_bound_rule", "quantile"),
+    Use("settings", ["weight_rule"], "settings.fairness_weight", _positive, "one above 0"),
+    Use("settings", ["least_loss"], "settings.fairness_exponent", _positive, "one above 0"),
+    _of("settings", "bias_penalty", "settings.aggregation", "least_noise"),
+    Use("settings", ["step_divisor"], "settings.learning_rate", _absent, "none"),
+    _of("settings", "difference_bound", "settings.solver", "sarah", "svrg"),
+    Use("evaluation", ["epsilon", "delta"], "evaluation.releases", bool, "some"),
+    Use("evaluation", ["loss_bound"], "evaluation.releases", lambda of: "loss" in of, '"loss"'),
+    Use("evaluation", ["bins"], "evaluation.releases", lambda of: "roc" in of, '"roc"'),
+    Use("logistic", ["start"], "initial.weights", _absent, "none"),
+    Use(
+        "local", ["momentum"], "settings.local_steps", lambda n: n is None or n > 1, "more than one"
+    ),
+)
+"""What a typed setting needs to have an effect; those not here have one, or their table refuses.
+
+[privacy] with mode = "none" is not: that a run has no protection is said wherever it is shown, and
+plans are run with and without it.
+"""
+
+
+_refused: ContextVar[Collection[str] | None] = ContextVar("refused", default=None)
+
+
+@contextmanager
+def refusing(typed: Collection[str] | None) -> Iterator[None]:
+    """While it lasts, `check_used` refuses none but these dotted keys; None: any.
+
+    What was typed for other values of what a sweep changes is no mistake.
+    """
+    before = _refused.set(typed)
+    try:
+        yield
+    finally:
+        _refused.reset(before)
+
+
+def check_used(plan: Any) -> None:
+    """Raise ValueError: a setting does nothing beside the others, and is not what it is anyway.
+
+    plan: a Plan; its own validators call this, so which keys count is said by `refusing`.
+    """
+    typed = _refused.get()
+    for use in USES:
+        table = _value(plan, use.table)
+        beside = _value(plan, use.beside)
+        for key in use.keys:
+            field, name = type(table).model_fields.get(key), f"{use.table}.{key}"
+            if field is None or use.good(beside) or not (typed is None or name in typed):
+                continue
+            if (value := getattr(table, key)) != field.default:
+                raise ValueError(
+                    f"{name} is {value!r} with {use.beside} = {beside!r}: it does something only "
+                    f"with {use.by}; leave it out"
+                )
+
+
+def check_numbers(plan: Any) -> None:
+    """Raise ValueError: a setting has no digits in single precision, in which models compute.
+
+    plan: a Plan. δ may be as small as it likes, and what is declared of records counts in double
+    precision.
+    """
+    whole = plan.model_dump(exclude={"records", "settings"})
+    for name, value in _numbers({**whole, "settings": plan.algorithm_settings.model_dump()}):
+        # NaN is refused here, too.
+        good = value == 0 or math.isinf(value) or SHORTEST <= abs(value) <= 1 / SHORTEST
+        if not good and name.rsplit(".", 1)[-1] != "delta":
+            raise ValueError(
+                f"{name} is {value!r}: expected 0 or a number from 2^-100 to 2^100, as others have "
+                f"no digits in float32; set {name} to such a number"
+            )
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Return all floats of plain data, of a list each under the list's dotted name."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _numbers(each, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _numbers(each, name)
+    elif isinstance(value, float):
+        yield name, value
+
+
+def _value(plan: Any, key: str) -> Any:
+    """Return what a plan has under a dotted key, None for nothing."""
+    found = plan
+    for part in key.split("."):
+        part = "algorithm_settings" if part == "settings" else part
+        found = getattr(found, part, None)
+    return found

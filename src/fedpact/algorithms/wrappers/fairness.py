@@ -1,0 +1,123 @@
+"""Fairness around any solver of one gradient a step: FedFDP's weights and loss (arXiv 2402.16028).
+
+Each record counts by 1 + λ (ℓ_j - F), clamped inside its clip; on the round's last batch the site
+also releases its loss at the model it sends. The solver itself does not change: around fedavg this
+is fedfdp. Kept under "fair/": F in the server's state and the reply, C_l in the site's memory, or
+in the server's state where it is one for all (algorithms.common.fairness.FairRelease).
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from pydantic import ConfigDict, Field
+from torch import Tensor
+
+from fedpact.algorithms.common.fairness import FairOracle, FairRelease, WeightRule, weighting
+from fedpact.algorithms.wrappers.base import Method, MethodWrapper, join, split_state
+from fedpact.common.messages import Local, Reply, State, Task
+from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms
+
+_PREFIX = "fair/"
+
+V = TypeVar("V")
+
+
+class FairnessSettings(FairRelease):
+    """How records are weighed by loss, around any algorithm; the rest is how losses are released.
+
+    weight: λ; 0 leaves the algorithm as it is. weight_rule: "fixed" weighs a record by
+    1 + λ (ℓ - F), ℓ its loss and F the round's; "relative" by 1 + λ (ℓ/F - 1).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    weight: float = Field(default=0.0, ge=0)
+    weight_rule: WeightRule = "fixed"
+
+
+class FairMethod(MethodWrapper):
+    """A method whose sites weigh their records by loss; its replies have "w"."""
+
+    def __init__(self, inner: Method, fairness: FairnessSettings) -> None:
+        super().__init__(inner)
+        self._fairness = fairness
+
+    @property
+    def channels(self) -> Mapping[str, float]:
+        """What a batch releases: channel -> noise multiplier relative to the gradient's."""
+        return {**self.inner.channels, **self._fairness.loss_channels}
+
+    @property
+    def weighs_records(self) -> bool:
+        """Whether records of a batch get unlike weights."""
+        return True
+
+    @property
+    def needs_own_noise(self) -> str:
+        """Why noise that sites share out would not protect it; empty where it would."""
+        return self.inner.needs_own_noise or self._fairness.why_own_noise
+
+    def init(self, w: Tensor) -> State:
+        """Return the server's first state, from the initial model w [d]."""
+        return join(State(numbers=self._fairness.first), _PREFIX, self.inner.init(w))
+
+    def steps(self, state: State | None = None) -> int:
+        """Return τ of the next round; without a state, the most that it can be."""
+        return self.inner.steps(None if state is None else split_state(state, _PREFIX)[1])
+
+    def task(self, state: State) -> State:
+        """Return what every site is told."""
+        own, rest = split_state(state, _PREFIX)
+        return join(own, _PREFIX, self.inner.task(rest))
+
+    def task_numbers(self) -> Mapping[str, Range]:
+        """Return the numbers that a task may carry, each in its range."""
+        return {**self.inner.task_numbers(), **_named(self._fairness.told)}
+
+    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
+        """Return what an honest reply to the task can be, of a site with these terms. A record's
+        weight stays within its clip, so the vectors' do not change."""
+        inner = self.inner.bounds(task, terms)
+        ranges = _named(self._fairness.ranges(terms))
+        return replace(inner, numbers={**inner.numbers, **ranges})
+
+    def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
+        """Return a site's reply and its next memory."""
+        fairness, (own, rest) = self._fairness, split_state(memory, _PREFIX)
+        told, _ = split_state(State(numbers=task.numbers), _PREFIX)
+        reference = told.numbers.get("loss", math.nan)
+        weights = weighting(fairness.weight_rule, fairness.weight, reference)
+        fair = FairOracle(oracle, weights, tuple(fairness.loss_channels))
+        local = self.inner.local(task, fair, rest)
+        told = State(task.vectors, told.numbers)
+        sent, kept = fairness.local(fair.last_batch, told, local.vectors["w"], own.numbers)
+        memory = join(kept, _PREFIX, local.memory)
+        return Local(local.vectors, {**local.numbers, **_named(sent)}, memory)
+
+    def update(self, state: State, replies: Iterable[Reply]) -> State:
+        """Return the server's next state, folding the replies."""
+        own, rest = split_state(state, _PREFIX)
+        means = _Means(self._fairness.sent)
+        after = self.inner.update(rest, means.through(replies))
+        numbers = self._fairness.update(own.numbers, means.values)
+        return join(State(numbers=numbers), _PREFIX, after)
+
+
+def _named(values: Mapping[str, V]) -> dict[str, V]:
+    return {_PREFIX + name: value for name, value in values.items()}
+
+
+class _Means:
+    """Σ p_i x_i of numbers of the replies, taken while they are folded by somebody else."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._total, self.values = 0.0, dict.fromkeys(names, 0.0)
+
+    def through(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+        for reply in replies:
+            self._total += reply.weight
+            share = reply.weight / self._total
+            for name, value in self.values.items():
+                self.values[name] += share * (reply.numbers[_PREFIX + name] - value)
+            yield reply

@@ -1,0 +1,293 @@
+"""Whole numbers on the wire: their code, and the linear quantiser.
+
+block = step (8 bytes) · zstd(first bytes of all codes, then their second ones, ...)
+
+A code c is written as 2c, or -2c - 1 where it is negative, so that the second bytes are 0 where
+codes are small, and cost nothing. Of whole numbers that are normal with deviation 4 zstd makes 4.10
+bits each, where their entropy is log2(4 sqrt(2πe)) = 4.05. No block says how long it is once it is
+opened: that follows from the length of the vector that is expected, and whatever has another is
+refused unopened.
+
+Of every algorithm a reply's vector is, with the trajectory held fixed, a sum of released gradients
+with public weights (-η for each of FedAvg's). They are found by carrying out the algorithm's own
+local part on unit vectors, so they are right for whatever algorithm there is: with gradients
+e_1, e_2, ... in place of released ones, coordinate k of the reply is the weight of the k-th.
+"""
+
+import math
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import torch
+import zstandard
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedpact.algorithms.wrappers.base import Method, MethodWrapper
+from fedpact.algorithms.wrappers.local_optimizer import Stepped
+from fedpact.common.errors import InputError, PolicyRefused
+from fedpact.common.messages import State, Task
+from fedpact.common.params import from_numpy
+from fedpact.per_sample.clipping import UNIFORM, Weighting
+from fedpact.privacy.batches import Batch
+from fedpact.privacy.column_scales import Means
+
+_Floats = NDArray[np.floating[Any]]
+
+_STEP: Final = struct.Struct("<d")
+_LONGEST_CODE: Final = 8
+_LARGEST: Final = 2.0**52
+"""Float64 numbers up to here have halves."""
+
+_KINDS: Final = {np.int8: 2**7 - 1, np.int16: 2**15 - 1, np.int32: 2**31 - 1, np.int64: _LARGEST}
+"""The types of codes, and their largest ones."""
+
+_PART: Final = 1 << 15
+
+DEFAULT_STEPS: Final = 12.0
+"""How many steps the deviation of a vector has where nothing is known of its noise."""
+
+_NORMAL: Final = 1.4826
+"""A normal law's deviation over the median of its absolute values."""
+
+# What repeats in noise is found by chance, and costs more bits than it saves: look for long
+# repetitions only, and for few.
+_LEVEL: Final = 1
+_LONG: Final = {"min_match": 7, "hash_log": 6}
+
+
+class _OfThread(threading.local):
+    """What each thread compresses with: making one takes longer than a small model's vector."""
+
+    def __init__(self) -> None:
+        how = zstandard.ZstdCompressionParameters.from_level(_LEVEL, **_LONG)
+        self.compressor = zstandard.ZstdCompressor(compression_params=how)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_own = _OfThread()
+
+
+def step_of(x: Tensor, units: float = DEFAULT_STEPS) -> float:
+    """Return the deviation of x [d], by its median, over `units`; 1 where x is 0.
+
+    Rounding to it adds 1/(12 units²) of the variance of a normal x. The median is the same on any
+    number of threads.
+    """
+    lengths = x.detach().abs()
+    deviation = _NORMAL * float(lengths.median()) if x.numel() else 0.0
+    if not deviation > 0:
+        deviation = float(lengths.double().square().mean().sqrt()) if x.numel() else 0.0
+    # A deviation of a few denormals has no quarter.
+    return deviation / units if deviation / units > 0 else 1.0
+
+
+def quantise(x: Tensor, step: float, start: Tensor | None = None) -> tuple[Tensor, float]:
+    """Return floor((x - start)/step + 1/2) [d], and the step: a larger one where codes had no room.
+
+    start: [d], 0 by default. The codes are of the smallest signed type that holds them all. Of an x
+    with NaN or infinity they are 0 and the step is NaN, so that it is seen again.
+    """
+    source, base = _at_hand(x), None if start is None else _at_hand(start)
+    for kind, largest in _KINDS.items():
+        codes = np.empty(len(source), kind)
+        if _filled(codes, source, base, step, largest):
+            return torch.from_numpy(codes), step
+    most = float(np.abs(source if base is None else np.subtract(source, base, dtype=float)).max())
+    if not math.isfinite(most):
+        return torch.zeros(len(source), dtype=torch.int8), math.nan
+    return quantise(x, 2 * most / _LARGEST, start)
+
+
+def _filled(
+    codes: NDArray[Any], x: _Floats, start: _Floats | None, step: float, largest: float
+) -> bool:
+    """Write floor((x - start)/step + 1/2) to codes [d]; False where one is longer than `largest`.
+
+    Part by part, so that what is in between stays in the processor's cache.
+    """
+    room = np.empty(min(_PART, len(x)))
+    for part in _parts(len(x)):
+        whole = room[: len(x[part])]
+        np.subtract(x[part], 0 if start is None else start[part], out=whole)
+        whole /= step
+        whole += 0.5
+        np.floor(whole, out=whole)
+        # False for NaN, too.
+        if not -largest <= whole.min() <= whole.max() <= largest:
+            return False
+        np.copyto(codes[part], whole, casting="unsafe")
+    return True
+
+
+def apply_codes(start: Tensor, codes: Tensor, step: float) -> Tensor:
+    """Return start + step · codes, of start's type: the same bits at whoever has all three.
+
+    Two operations in float64 and one rounding, each of them exact to the bit by IEEE 754.
+    """
+    source, whole = _at_hand(start), codes.numpy()
+    target, room = np.empty_like(source), np.empty(min(_PART, len(source)))
+    for part in _parts(len(source)):
+        sums = room[: len(source[part])]
+        np.copyto(sums, whole[part])
+        sums *= step
+        sums += source[part]
+        target[part] = sums
+    return from_numpy(target).to(start.device)
+
+
+def pack_codes(codes: Tensor, step: float) -> Tensor:
+    """Return the block of codes [d], of any signed type, and their step: uint8 [n]."""
+    whole = codes.numpy()
+    # numpy adds vectorised, and shifts to the left one by one.
+    flat = (whole + whole) ^ (whole >> (8 * whole.itemsize - 1))
+    planes = flat.view(np.uint8).reshape(-1, whole.itemsize).T
+    count = max((i + 1 for i, plane in enumerate(planes) if plane.any()), default=1)
+    block = _STEP.pack(step) + _own.compressor.compress(np.ascontiguousarray(planes[:count]).data)
+    return torch.from_numpy(np.frombuffer(block, np.uint8).copy())
+
+
+def unpack_codes(block: Tensor, length: int) -> tuple[Tensor, float]:
+    """Return codes [length], of the smallest signed type, and step of what `pack_codes` made.
+
+    Raises InputError: it made no such block. Nothing longer than 8 bytes a code is ever unpacked.
+    """
+    if block.dtype != torch.uint8 or block.dim() != 1 or len(block) <= _STEP.size:
+        raise _malformed(f"a vector of {block.dtype} with the shape {list(block.shape)}")
+    data = block.numpy().tobytes()
+    (step,), frame = _STEP.unpack_from(data), data[_STEP.size :]
+    try:
+        told = zstandard.frame_content_size(frame)
+        if length < 1 or told % length or not 1 <= told // length <= _LONGEST_CODE:
+            raise _malformed(f"a frame that says it holds {told} bytes, for {length} numbers")
+        raw = _own.decompressor.decompress(frame, max_output_size=told, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise _malformed(f"a frame that zstd cannot read ({error})") from None
+    if len(raw) != told:
+        raise _malformed(f"a frame of {len(raw)} bytes that says it holds {told}")
+    count = told // length
+    size = 1 << (count - 1).bit_length()
+    flat = np.zeros((length, size), np.uint8)
+    flat[:, :count] = np.frombuffer(raw, np.uint8).reshape(count, length).T
+    whole = flat.view(f"<u{size}")[:, 0]
+    signs = whole & 1
+    whole >>= 1
+    whole ^= np.negative(signs, out=signs)
+    return torch.from_numpy(whole.view(f"<i{size}")), float(step)
+
+
+def _at_hand(x: Tensor) -> _Floats:
+    return x.detach().cpu().numpy()
+
+
+def _parts(length: int) -> Iterator[slice]:
+    return (slice(start, start + _PART) for start in range(0, length, _PART))
+
+
+def _malformed(what: str) -> InputError:
+    return InputError(
+        f"{what} came where whole numbers are expected: expected what integers.encode wrote; check "
+        "that both ends run the same version"
+    )
+
+
+NoiseWeights = Mapping[str, tuple[float, float]]
+"""Vector of a reply -> sqrt(Σ c_k²) over gradients of batches, and over those of openings."""
+
+_SOME_SHARE: Final = 0.5
+
+
+def weights(method: Method, task: Task) -> NoiseWeights:
+    """Return the weights of a reply to a task; of this only numbers and round count.
+
+    A difference of gradients counts for nothing, as its noise follows the trajectory: the weights
+    are then of less noise than there is.
+    """
+    while isinstance(method, MethodWrapper) and not isinstance(method, Stepped):
+        method = method.inner
+    steps = int(task.numbers.get("local_steps", method.steps()))
+    small = replace(
+        task, vectors={n: torch.zeros(steps + 1, dtype=torch.float64) for n in task.vectors}
+    )
+    still, moving = _Units(steps + 1, 0.0), _Units(steps + 1, 1.0)
+    without = method.local(small, still, State()).vectors
+    found = dict[str, tuple[float, float]]()
+    for name, vector in method.local(small, moving, State()).vectors.items():
+        squares = (vector.double() - without[name].double()).square()
+        opened = squares[list(moving.opened)].sum() if moving.opened else torch.zeros(())
+        found[name] = math.sqrt((squares.sum() - opened).clamp_min(0)), math.sqrt(opened)
+    return found
+
+
+class _Units:
+    """An oracle whose k-th gradient is `length` times the k-th unit vector [d]."""
+
+    batch_size = 1.0
+    noise_variance = 0.0
+    steps_left = math.inf
+    shares: Mapping[str, Tensor] = MappingProxyType({})
+
+    def __init__(self, d: int, length: float) -> None:
+        self._d, self._length, self._given = d, length, 0
+        self.opened = set[int]()
+
+    def unit(self) -> Tensor:
+        """Return the next gradient."""
+        found = torch.zeros(self._d, dtype=torch.float64)
+        found[self._given] = self._length
+        self._given += 1
+        return found
+
+    def batches(self, count: int, *channels: str) -> Iterator[Batch]:
+        """Yield `count` batches that answer the channels; each is closed by the next one."""
+        del channels
+        yield from (_Unit(self) for _ in range(count))
+
+    def opening(self, *channels: str) -> Batch:
+        """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
+        del channels
+        self.opened.add(self._given)
+        return _Unit(self)
+
+    def columns(self) -> Means:
+        """Return what scales the site's columns, once, before the first round."""
+        raise PolicyRefused("what scales columns was asked for: weights are of gradients alone")
+
+    def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
+        """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
+        del w
+        raise PolicyRefused("exact numbers were asked for: unit vectors have none")
+
+
+class _Unit:
+    """A batch that answers with unit vectors, whatever the records are."""
+
+    noise_variance = 0.0
+
+    def __init__(self, units: _Units) -> None:
+        self._units = units
+
+    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
+        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over."""
+        del w, weighting
+        return self._units.unit()
+
+    def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
+        """Return the mean of ∇ℓ_j(w) - ∇ℓ_j(anchor), each clipped to `bound`: [d], [d] -> [d]."""
+        del anchor, bound
+        return torch.zeros_like(w)
+
+    def loss(self, w: Tensor, bound: float) -> float:
+        """Return the mean of the losses at w [d], each clipped to [0, bound]."""
+        del w
+        return _SOME_SHARE * bound
+
+    def below(self, w: Tensor, bound: float) -> float:
+        """Return the share of records with a loss of at most bound at w [d]; may leave [0, 1]."""
+        del w, bound
+        return _SOME_SHARE

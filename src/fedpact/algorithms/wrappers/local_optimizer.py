@@ -1,0 +1,236 @@
+"""The site's optimiser: its steps, and training of the head alone.
+
+Arivazhagan, Aggarwal, Singh, Choudhary. Federated learning with personalization layers.
+arXiv 1912.00818. With w = (u, v), v the last `head` numbers, a site that has trained v_i before is
+told u and goes on from (u, v_i):
+
+    the algorithm's local part as ever, from (u, v_i) in place of w: it ends at (u', v_i')
+    sent      (u', v), v as the server told it: nothing of v_i'
+    kept      v_i', in the site's memory
+
+Every step is a gradient from the oracle, clipped as one vector with the body's and charged with it:
+what is sent later follows from v_i, so a head that was trained without noise would let exact
+numbers out through u. Events, noise and ε are those of the algorithm without heads; a reply moves
+no further, as it is the algorithm's with a part of it left out.
+
+The server's v stays what it was at the start, so w is no model that anybody uses: a site's is
+(u, v_i), made of released numbers alone, and as private as w.
+
+Of step n of all T = rounds τ, counted through the rounds, a solver that asks for g(w) is given
+
+    m ← β m + g(w),  m = 0 when a round begins;      f(n) m
+
+and makes of it the step that it makes of a gradient: w ← w - η f(n) m. What goes in has its noise,
+so this is post-processing: no privacy is spent. A reply that was a sum Σ c_k g_k of releases is now
+one with convolved coefficients, and by Young's inequality neither Σ |c_k| nor (Σ c_k²)^(1/2) grows
+by more than max f (1 - β^τ)/(1 - β), which is how much longer a reply may be.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+from pydantic import ConfigDict, Field
+from torch import Tensor, nn
+
+from fedpact.algorithms.wrappers.base import Method, MethodWrapper
+from fedpact.common.errors import PlanError
+from fedpact.common.messages import Local, State, Task, join, split_state
+from fedpact.common.randomness.schedules import Scheduled
+from fedpact.privacy.oracle import (
+    UNIFORM,
+    Batch,
+    BatchAround,
+    Oracle,
+    OracleWrapper,
+    ReplyBounds,
+    Terms,
+    Weighting,
+    reach,
+)
+
+_PREFIX: Final = "heads/"
+_OWN: Final = "own"
+
+TOLD: Final = (
+    "Each site's own head, of {head} numbers: its noisy gradients train it, charged as all else, "
+    "and it is never sent. A site's whole model may be shown as the server's may. The run's final "
+    "model has the head that it began with."
+)
+"""What a guarantee says of heads."""
+
+MEASURED: Final = (
+    "The accuracy: each site's own model on its own held-out records, as the shared part alone is "
+    "no model."
+)
+"""What only a simulator has of them."""
+
+_ONE_MODEL = "it compares what single sites find at one model, and here each has a head of its own"
+
+NEEDS_ONE_MODEL: Final[dict[str, str]] = {
+    "ali_dpfl": "its controller's estimates compare the sites' gradients at one model",
+    "feddyn": "its h adds up all of w, and of a head nothing is sent",
+    "fedfair": _ONE_MODEL,
+    "fedfdp": _ONE_MODEL,
+    "fedproxvr": "its openings are mean gradients at one model",
+    "ldp_fedsgd": "it sends a gradient and no model, so there is no head to keep",
+    "mr_mtl": "each of its sites has a whole model of its own already",
+    "qffl": _ONE_MODEL,
+    "scaffold": "its control variates are the sites' gradients at one model",
+}
+"""Algorithm -> why it does not go with local.head."""
+
+NEEDS_ONE_MODEL_TABLES: Final[dict[str, str]] = {
+    "fairness": _ONE_MODEL,
+    "control": NEEDS_ONE_MODEL["ali_dpfl"],
+    "average": "[server] average would be of a w whose head nobody trains",
+}
+"""What else does not go with local.head, and why."""
+
+
+def check_goes(name: str, chosen: Mapping[str, bool]) -> None:
+    """Raise PlanError where heads of the sites' own would not mean what they say.
+
+    name: of the algorithm. chosen: table of a plan -> whether it is used.
+    """
+    reasons = [NEEDS_ONE_MODEL[name]] if name in NEEDS_ONE_MODEL else []
+    reasons += [why for table, why in NEEDS_ONE_MODEL_TABLES.items() if chosen[table]]
+    if reasons:
+        raise PlanError(
+            f"local.head does not go with this plan (algorithm = {name!r}): "
+            f"{'; '.join(reasons)}; leave it out, or that"
+        )
+
+
+class Headed(MethodWrapper):
+    """A method whose sites keep the last `head` >= 1 numbers of w to themselves."""
+
+    def __init__(self, inner: Method, head: int) -> None:
+        super().__init__(inner)
+        self._head = head
+
+    @property
+    def needs_own_noise(self) -> str:
+        """Why noise that sites share out would not protect it; empty where it would."""
+        return "with [local] head each site's gradient is at a head of its own, which it keeps"
+
+    def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
+        """Return a site's reply and its next memory."""
+        own, rest = split_state(memory, _PREFIX)
+        told = task.vectors["w"]
+        began = replace(task, vectors={**task.vectors, "w": self._whole(told, own)})
+        local = self.inner.local(began, oracle, rest)
+        ended = local.vectors["w"][-self._head :].clone()
+        if not bool(ended.isfinite().all()):
+            # A shared part that is out of all range must not stay in a site's own for good.
+            ended = began.vectors["w"][-self._head :].clone()
+        sent = torch.cat([local.vectors["w"][: -self._head], told[-self._head :]])
+        kept = join(State({_OWN: ended}), _PREFIX, local.memory)
+        return Local({**local.vectors, "w": sent}, local.numbers, kept)
+
+    def own_model(self, w: Tensor, memory: State) -> Tensor | None:
+        """Return a site's own model [d] from the newest w and its memory; None where w is it."""
+        return self._whole(w, split_state(memory, _PREFIX)[0])
+
+    def _whole(self, w: Tensor, own: State) -> Tensor:
+        """Return (u, v_i); w itself of a site that has no head yet."""
+        head = own.vectors.get(_OWN)
+        return w if head is None else torch.cat([w[: -self._head], head])
+
+
+def check_head(module: nn.Module, head: int) -> None:
+    """Raise PlanError unless the last `head` numbers of the model's w are whole tensors, not all.
+
+    head: 0 for none.
+    """
+    tensors = [(name, p.numel()) for name, p in module.named_parameters() if p.requires_grad]
+    ends, total = list[tuple[int, str]](), 0
+    for name, count in reversed(tensors[1:]):
+        total += count
+        ends.append((total, name))
+    if head and head not in (end for end, _ in ends):
+        raise PlanError(
+            f"local.head is {head}: expected {_told(ends)}, which are the model's last tensors "
+            "from their beginning"
+        )
+
+
+def _told(ends: Sequence[tuple[int, str]]) -> str:
+    if not ends:
+        return "0, as the model has one tensor alone and nothing would be shared"
+    return " or ".join(f"{end} (from {name!r} on)" for end, name in ends[:4])
+
+
+class LocalSettings(Scheduled):
+    """What becomes of a site's gradients on their way to its local steps, which are what f is of.
+
+    momentum: β of m ← β m + g, m = 0 when a round begins. head: how many of the model's last
+    numbers each site keeps to itself, 0 for none.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    head: int = Field(default=0, ge=0)
+
+    @property
+    def plain(self) -> bool:
+        """Whether steps are those of SGD."""
+        return self.momentum == 0 and self.schedule == "constant"
+
+
+class Stepped(MethodWrapper):
+    """A method whose sites' steps have momentum or a schedule. rounds: of the run."""
+
+    def __init__(self, inner: Method, local: LocalSettings, rounds: int) -> None:
+        super().__init__(inner)
+        self._local, self._rounds = local, rounds
+
+    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
+        """Return what an honest reply to the task can be, of a site with these terms."""
+        inner, steps = self.inner.bounds(task, terms), self.inner.steps()
+        done, total = (task.round - 1) * steps, self._rounds * steps
+        longer = max(self._local.factor(done + k, total) for k in range(1, steps + 1))
+        longer *= reach.geometric(self._local.momentum, steps)
+        return replace(inner, vectors={n: longer * far for n, far in inner.vectors.items()})
+
+    def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
+        """Return a site's reply and its next memory."""
+        steps = self.inner.steps()
+        total, done = self._rounds * steps, (task.round - 1) * steps
+        return self.inner.local(task, _Moving(oracle, self._local, done, total), memory)
+
+
+class _Moving(OracleWrapper):
+    """An oracle whose gradients have momentum and a schedule. done: steps of earlier rounds."""
+
+    def __init__(self, inner: Oracle, local: LocalSettings, done: int, total: int) -> None:
+        super().__init__(inner)
+        self._local, self._done, self._total = local, done, total
+        self._momentum: Tensor | None = None
+
+    def batches(self, count: int, *channels: str) -> Iterator[Batch]:
+        """Yield `count` batches that answer the channels; each is closed by the next one."""
+        for batch in self._inner.batches(count, *channels):
+            self._done += 1
+            yield _MovingBatch(batch, self)
+
+    def moved(self, gradient: Tensor) -> Tensor:
+        """Return f(n) m for this gradient [d], which is written over."""
+        if self._local.momentum:
+            if self._momentum is not None:
+                gradient.add_(self._momentum, alpha=self._local.momentum)
+            self._momentum = gradient.clone()
+        return gradient.mul_(self._local.factor(self._done, self._total))
+
+
+class _MovingBatch(BatchAround):
+    """A batch whose gradients the optimiser turns into steps."""
+
+    def __init__(self, inner: Batch, moving: _Moving) -> None:
+        super().__init__(inner)
+        self._moving = moving
+
+    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
+        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over."""
+        return self._moving.moved(self._inner.gradient(w, weighting))

@@ -1,0 +1,182 @@
+"""Columns that are scaled by numbers which the sites release, around any method.
+
+Round 0, before the first one: each site releases means and mean squares of its columns, once, as an
+event of its own (privacy.column_scales), and nothing is trained. The server makes of their mean,
+in which
+they count by their records, and the less where their noise is much louder than others', the
+constants that all sites are told from then on, with every task; each scales its records by them
+(`records_for`), and what is trained does not notice.
+
+    columns/constants   [2 m], means then deviations, in the server's state and in each task; 0
+                        before they are known
+    columns/means       [2 m], c_i times a site's means: its reply to round 0
+    columns/part        c_i, by which they count (privacy.column_scales.site_weight)
+    columns/noise       N_i times the variance of the noise in `means`, so that the weighted means
+                        of all three say how loud the sum is
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fedpact.algorithms.common.steps import weighted_mean
+from fedpact.algorithms.wrappers.base import Method, MethodWrapper
+from fedpact.common.check import positive
+from fedpact.common.errors import PlanError
+from fedpact.common.messages import Local, Reply, State, Task, join, split_state
+from fedpact.data.features.settings import FeatureSettings
+from fedpact.privacy import column_scales
+from fedpact.privacy.oracle import Oracle, Records, ReplyBounds, Terms, reach
+from fedpact.privacy.settings import Privacy
+
+CONSTANTS: Final = "columns/constants"
+_PREFIX: Final = "columns/"
+_OWN: Final = "constants"
+_MEANS: Final = "columns/means"
+_NOISE: Final = "columns/noise"
+_PART: Final = "columns/part"
+
+
+def why_not(released: Sequence[str], features: FeatureSettings, privacy: Privacy) -> str:
+    """Return why such columns do not go with [features], or shared noise; "" where they do."""
+    if released and features.used:
+        return (
+            'records.columns of scale = "released" with [features]: features are computed once, '
+            "before the first round, of records as they are declared; take another scale"
+        )
+    if released and privacy.honest:
+        return (
+            'privacy.trust = "sum" does not go with records.columns of scale = "released": noise '
+            "is shared out for what rounds release; declare mean and deviation with scale = "
+            '"standard", or take trust = "own"'
+        )
+    return ""
+
+
+def check_as_declared(method: Method) -> None:
+    """Raise PlanError where a method's records are not scaled as they are declared."""
+    if method.opens_run:
+        raise PlanError(
+            'records.columns of scale = "released": audits, comparisons and tuning take records '
+            "as they are declared, and this run's were scaled by what its sites released; for "
+            'that, run it with declared mean and deviation (scale = "standard")'
+        )
+
+
+class Released(MethodWrapper):
+    """Releases the columns' scales in round 0; the outermost wrapper.
+
+    count: m. quiet: of m, a site's least noise in its sums."""
+
+    def __init__(self, inner: Method, count: int, quiet: Callable[[int], float]) -> None:
+        super().__init__(inner)
+        self.count, self._quiet = count, quiet
+
+    @property
+    def opens_run(self) -> bool:
+        """Whether sites release something before the first round, in round 0."""
+        return True
+
+    def init(self, w: Tensor) -> State:
+        """Return the server's first state, from the initial model w [d]."""
+        nothing = State({_OWN: torch.zeros(2 * self.count, dtype=torch.float64)})
+        return join(nothing, _PREFIX, self.inner.init(w))
+
+    def task(self, state: State) -> State:
+        """Return what every site is told."""
+        own, rest = split_state(state, _PREFIX)
+        return join(own, _PREFIX, self.inner.task(rest))
+
+    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
+        """Return what an honest reply to the task can be, of a site with these terms. A record's
+        part is at most Δ long, and N_i of them and noise are sent."""
+        if task.round:
+            return self.inner.bounds(_without(task), terms)
+        noise = 0.0 if terms.columns is None else column_scales.deviation(terms.columns)
+        said = self._said(noise, terms.size)
+        numbers = {name: reach.widen(value) for name, value in said.items()}
+        if terms.columns is None:
+            return ReplyBounds({}, numbers)
+        longest = reach.RECORDS * column_scales.most_moved(self.count)
+        release = reach.Release(longest, noise / terms.size)
+        return ReplyBounds({_MEANS: said[_PART] * release.longest(2 * self.count)}, numbers)
+
+    def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
+        """Return a site's reply and its next memory."""
+        if task.round:
+            return self.inner.local(_without(task), oracle, memory)
+        found = oracle.columns()
+        said = self._said(found.noise, found.size)
+        return Local({_MEANS: said[_PART] * found.means}, said, memory)
+
+    def _said(self, noise: float, size: float) -> dict[str, float]:
+        """Return what a site says beside its means. noise: the deviation in its sums. size: N_i."""
+        quiet = self._quiet(self.count) if noise else 0.0
+        part = column_scales.site_weight(noise, quiet)
+        return {_NOISE: (part * noise) ** 2 / size, _PART: part}
+
+    def update(self, state: State, replies: Iterable[Reply]) -> State:
+        """Return the server's next state, folding the replies."""
+        own, rest = split_state(state, _PREFIX)
+        if bool(own.vectors[_OWN].any()):
+            return join(own, _PREFIX, self.inner.update(rest, replies))
+        weights = _Weights(replies)
+        mean = weighted_mean(weights, vectors=[_MEANS], numbers=[_NOISE, _PART])
+        part = positive(part=mean.numbers[_PART])
+        loud = math.sqrt(mean.numbers[_NOISE] / weights.total) / part
+        found = State({_OWN: column_scales.constants(mean.vectors[_MEANS] / part, loud)})
+        return join(found, _PREFIX, rest)
+
+    def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
+        """Return a reply as the algorithm made it, from what was sent of it."""
+        if _MEANS in reply.vectors:
+            return reply
+        return self.inner.decode_reply(reply, {k: v for k, v in told.items() if k != CONSTANTS})
+
+
+class _Weights:
+    """Replies on their way, and the sum of their weights."""
+
+    def __init__(self, replies: Iterable[Reply]) -> None:
+        self._replies, self.total = replies, 0.0
+
+    def __iter__(self) -> Iterator[Reply]:
+        for reply in self._replies:
+            self.total += reply.weight
+            yield reply
+
+
+class ColumnRecords:
+    """A site's records, scaled as its tasks say."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = self._scaled = records
+        self._by: Tensor | None = None
+
+    def __call__(self, task: Task) -> Records:
+        """Return the records that a task is trained on."""
+        by = task.vectors.get(CONSTANTS)
+        if by is None or task.round == 0:
+            return self._records
+        if self._by is None or not torch.equal(by, self._by):
+            x = column_scales.scale_columns(self._records.x, self._records.columns, by)
+            self._scaled, self._by = replace(self._records, x=x), by.clone()
+        return self._scaled
+
+
+def find_examined(method: Method, task: Task, memory: State) -> tuple[Tensor, Tensor | None]:
+    """Return which model [d] a task has a site look at, and what scales the columns, if anything.
+
+    memory: what the site remembers; of it and the task's w its own model is made, where it has one.
+    """
+    w = task.vectors["w"]
+    own = method.own_model(w, memory)
+    return (w if own is None else own), task.vectors.get(CONSTANTS)
+
+
+def _without(task: Task) -> Task:
+    return replace(task, vectors={k: v for k, v in task.vectors.items() if k != CONSTANTS})

@@ -1,0 +1,194 @@
+"""Averages that hold against lies, and how replies are folded into one.
+
+A reply is to blame where the update fails on it alone. Where it fails only on several together, the
+one with the largest entry goes, and so on until the update succeeds. Sums under secure aggregation
+have no single replies behind them: there all are to blame or none.
+
+median    of each coordinate, over the sites' replies
+    trimmed   of each coordinate, the mean without the f smallest and the f largest values
+    krum      the one reply with the least sum of squared distances to its n - f - 2 nearest others,
+              the first by its site's name where several have
+
+median, trimmed: Yin, Chen, Kannan, Bartlett, arXiv 1803.01498. krum: Blanchard, El Mhamdi,
+Guerraoui, Stainer, NeurIPS 2017. f of n sites may lie: median and trimmed need n > 2f, krum
+n >= 2f + 3, n the sites that a round asks (all f may be among them), and a plan with fewer is
+refused; a round with fewer replies trims as many as leave one or two of them, and krum counts
+one neighbour at least.
+
+What it changes. The privacy of no site: it is post-processing of what the sites released. The
+objective: every reply counts alike, so the sum of unweighted F_i is what is sought, and where sites
+are unlike, or their noise is, something between them: a site with rare records is an outlier too.
+Noise: a median of n Gaussian releases has up to π/2 times the mean's variance, krum n times. The
+numbers that a reply carries are treated like a coordinate. What takes numbers from single replies
+itself ([control], [fairness]) does not go with it; see combine.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from fedpact.algorithms.wrappers.base import Method, MethodWrapper
+from fedpact.common.errors import InputError, PlanError
+from fedpact.common.messages import Refusal, Reply, State, encoded_length
+from fedpact.common.params import all_finite
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What came of a round. blamed: site -> why, of the replies that were left out."""
+
+    state: State
+    blamed: dict[str, str]
+
+
+def fold_replies(method: Method, state: State, replies: Sequence[Reply]) -> Folded:
+    """Return the next state, without the replies that make the update raise or not finite.
+
+    replies: at least one. Where all of them do, the update's own outcome with all: a state that is
+    not finite, or what it raises.
+    """
+    after, why = _tried(method, state, replies)
+    if after is not None:
+        return Folded(after, {})
+    good, blamed = list[Reply](), dict[str, str]()
+    for reply in replies:
+        alone, why = _tried(method, state, [reply])
+        if alone is None:
+            blamed[reply.site] = why
+        else:
+            good.append(reply)
+    while good:
+        after, why = _tried(method, state, good)
+        if after is not None:
+            return Folded(after, blamed)
+        worst = max(good, key=_largest)
+        good.remove(worst)
+        blamed[worst.site] = why
+    return Folded(method.update(state, iter(replies)), {})
+
+
+class Tally:
+    """Counts answers on their way to `update`, and takes out the refusals."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.replied: list[str] = []
+        self.refused: dict[str, str] = {}
+
+    def through(self, answers: Iterator[Reply | Refusal]) -> Iterator[Reply]:
+        """Yield the replies among the answers."""
+        for answer in answers:
+            self.bytes += encoded_length(answer)
+            if isinstance(answer, Refusal):
+                self.refused[answer.site] = answer.code
+            else:
+                self.replied.append(answer.site)
+                yield answer
+
+    def reject(self, site: str) -> None:
+        """Count a reply that was taken for a refusal."""
+        self.replied.remove(site)
+        self.refused[site] = "rejected: update"
+
+
+def _tried(method: Method, state: State, replies: Sequence[Reply]) -> tuple[State | None, str]:
+    """Return the next state, or None and what is wrong."""
+    try:
+        after = method.update(state, iter(replies))
+    except Exception as error:  # whatever an algorithm may raise at what a stranger sent
+        return None, f"{type(error).__name__}: {error}"
+    finite = all(map(all_finite, after.vectors.values()))
+    if finite and all(map(math.isfinite, after.numbers.values())):
+        return after, ""
+    return None, "the state is not finite any more"
+
+
+def _largest(reply: Reply) -> float:
+    """The largest entry of a reply, in absolute value; NaN counts as infinite."""
+    parts = [float(v.double().abs().max()) for v in reply.vectors.values() if v.numel()]
+    parts += [abs(number) for number in reply.numbers.values()]
+    return max((math.inf if math.isnan(part) else part for part in parts), default=0.0)
+
+
+class RobustSettings(BaseModel):
+    """An aggregate that a few lying sites cannot drag away, in place of the weighted mean.
+
+    rule: "mean" is the algorithm's own; "median" of each coordinate; "trimmed", the mean without
+    the f smallest and f largest; "krum", the one reply that is nearest to its neighbours. liars: f,
+    how many sites may lie, of all who are asked in a round: fewer than half of them, for krum so
+    that 2f + 3 are asked.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    rule: Literal["mean", "median", "trimmed", "krum"] = "mean"
+    liars: int = Field(default=1, ge=0)
+
+    def check_round(self, sites: int) -> None:
+        """Raise PlanError: a round asks so few sites that the liars could decide it."""
+        more = 3 if self.rule == "krum" else 1
+        if self.rule != "mean" and sites < 2 * self.liars + more:
+            raise PlanError(
+                f"[robust] rule = {self.rule!r}, liars = {self.liars} with {sites} sites in a "
+                f"round: expected at least {2 * self.liars + more}, 2 liars + {more}, as all who "
+                "lie may be in one round and would then decide it; ask more sites "
+                "(sites_per_round, sites), or set robust.liars to fewer"
+            )
+
+
+class Robust(MethodWrapper):
+    """A method whose aggregate of replies is robust; the innermost of all, and not "mean"."""
+
+    def __init__(self, inner: Method, robust: RobustSettings) -> None:
+        super().__init__(inner)
+        self._rule, self._liars = robust.rule, robust.liars
+
+    def update(self, state: State, replies: Iterable[Reply]) -> State:
+        """Return the server's next state, folding the replies. All replies are held at once. Raises
+        InputError: none."""
+        return self.inner.update(state, [self._one(list(replies))])
+
+    def _one(self, replies: list[Reply]) -> Reply:
+        """Return the reply that stands for all of them; its weight is nobody's."""
+        if not replies:
+            raise InputError("replies is empty: expected the reply of at least one site")
+        if self._rule == "krum":
+            return replace(replies[_nearest(replies, self._liars)], weight=1.0)
+        first, n = replies[0], len(replies)
+        # The median leaves one or two values of each coordinate; no trimming goes further.
+        cut = (n - 1) // 2 if self._rule == "median" else min(self._liars, (n - 1) // 2)
+        vectors: Mapping[str, Tensor] = {
+            name: _trimmed(torch.stack([reply.vectors[name] for reply in replies]), cut)
+            for name in first.vectors
+        }
+        numbers = {
+            name: float(_trimmed(torch.tensor([r.numbers[name] for r in replies]).double(), cut))
+            for name in first.numbers
+        }
+        return replace(first, vectors=vectors, numbers=numbers, weight=1.0)
+
+
+def _trimmed(values: Tensor, cut: int) -> Tensor:
+    """Return the mean over the first axis of values [n, ...] without `cut` at either end."""
+    ordered = values.sort(dim=0).values
+    return ordered[cut : len(values) - cut].mean(dim=0)
+
+
+def _nearest(replies: list[Reply], liars: int) -> int:
+    """Return the place of Krum's choice: the vectors of a reply count as one long vector."""
+    whole = torch.stack(
+        [torch.cat([v.double().reshape(-1) for _, v in sorted(r.vectors.items())]) for r in replies]
+    )
+    n = len(replies)
+    if n == 1:
+        return 0
+    squares = torch.stack([(whole - one).square().sum(dim=1) for one in whole])
+    # Each row's smallest entry is the distance to itself, 0.
+    neighbours = min(max(1, n - liars - 2), n - 1)
+    scores = squares.sort(dim=1).values[:, 1 : neighbours + 1].sum(dim=1)
+    # What is no number is near to nobody, and would pass for the least.
+    return int(scores.nan_to_num(math.inf, math.inf).argmin())

@@ -1,0 +1,112 @@
+"""τ chosen anew each round around any algorithm with local steps: ALI-DPFL's controller (control).
+
+Around fedavg this is ali_dpfl, bit for bit. The algorithm's own local_steps count for nothing.
+Solvers other than plain SGD are the controller's business too: its sites find out by themselves
+that w - w_i is not η Σ g, and send a bound of their divergence in place of it.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, Self
+
+from pydantic import model_validator
+from torch import Tensor
+
+from fedpact.algorithms import BaseSettings
+from fedpact.algorithms.common.tau_control import Ali, Controller
+from fedpact.algorithms.wrappers.base import Method, MethodWrapper
+from fedpact.common.errors import PlanError
+from fedpact.common.messages import Local, Reply, State, Task
+from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms
+
+
+class ControlSettings(Ali):
+    """What chooses τ, the local iterations of each round.
+
+    kind: "fixed" leaves τ to the algorithm; "ali" chooses it anew each round, as ALI-DPFL does.
+    """
+
+    kind: Literal["fixed", "ali"] = "fixed"
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        given = self.model_dump(exclude={"kind"}, exclude_defaults=True)
+        if self.kind == "fixed" and given:
+            raise ValueError(
+                f'{", ".join(given)} given with kind = "fixed", which has no use for it: set '
+                'control.kind = "ali", or leave it out'
+            )
+        return self
+
+
+class Controlled(MethodWrapper):
+    """A method whose τ a controller chooses. Raises PlanError: no local steps, or chosen twice."""
+
+    def __init__(self, inner: Method, ali: Ali) -> None:
+        super().__init__(inner)
+        self._ali = ali
+        self._controller = Controller(ali, _step_size(inner), inner.opening is not None)
+
+    @property
+    def controlled(self) -> bool:
+        """Whether τ follows what is left of the budgets, which the loop then writes to the
+        state."""
+        return True
+
+    @property
+    def iterations(self) -> int | None:
+        """Of a controlled τ: the local iterations of all rounds together, where they are given."""
+        return self._ali.iterations
+
+    @property
+    def needs_all_sites(self) -> str:
+        """Why no part of the sites can be asked in a round; empty where it can."""
+        return "[control]: τ follows what is left at every site, and its estimates are of all"
+
+    @property
+    def unprotected(self) -> bool:
+        """Whether exact numbers leave the sites, so that no run with it is private."""
+        return self.inner.unprotected or self._ali.estimator == "raw"
+
+    def steps(self, state: State | None = None) -> int:
+        """Return the local iterations τ of the next round; 0 where the iterations are used up."""
+        return self._controller.steps(state)
+
+    def init(self, w: Tensor) -> State:
+        """Return the server's first state, from the initial model w [d]."""
+        return self._controller.init(self.inner.init(w))
+
+    def task(self, state: State) -> State:
+        """Return what every site is told."""
+        return self._controller.task(state, self.inner.task)
+
+    def task_numbers(self) -> Mapping[str, Range]:
+        """Return the numbers that a task may carry, each in its range."""
+        return self._controller.task_numbers(self.inner.task_numbers())
+
+    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
+        """Return what an honest reply to the task can be, of a site with these terms."""
+        return self._controller.bounds(task, terms, self.inner.bounds(task, terms))
+
+    def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
+        """Return a site's reply and its next memory."""
+        return self._controller.local(task, oracle, memory, self.inner.local)
+
+    def update(self, state: State, replies: Iterable[Reply]) -> State:
+        """Return the server's next state, folding the replies."""
+        return self._controller.update(state, replies, self.inner.update)
+
+
+def _step_size(inner: Method) -> float:
+    settings: BaseSettings = inner.settings
+    rate = settings.step_size
+    if inner.controlled or rate is None or not hasattr(settings, "local_steps"):
+        raise PlanError(
+            f'control.kind = "ali" with algorithm = {inner.name!r}: expected an algorithm with '
+            "local_steps and a learning_rate of its own; choose another, or leave [control] out"
+        )
+    if "local_steps" in settings.model_fields_set:
+        raise PlanError(
+            f'settings.local_steps = {settings.local_steps} with control.kind = "ali", which '  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+            "chooses τ: leave it out; control.most_local_steps limits τ"
+        )
+    return float(rate)

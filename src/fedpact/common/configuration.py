@@ -1,0 +1,331 @@
+"""Configurations as text: files, `key=value` overrides, and errors that name every mistake."""
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+from fedpact.common.errors import PlanError, nearest
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+
+_DEFAULT = Path(__file__).with_name("default.toml")
+
+DEFAULTS_KEY = "defaults"
+"""The key of a written plan under which stands what was left to its default."""
+
+_FORM = re.compile(r"(constrained-)?(float|int|str|bool)$|(list|literal)\[")
+_ONE_OF = {"batch_size": "sampling_rate", "sampling_rate": "batch_size"}
+
+
+def remove_marks(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without what it marks as left to its default, and without the marks.
+
+    Raises PlanError: the marks are no list of keys.
+    """
+    # What is no table is left to whoever reads the keys.
+    return without(raw, [*read_marks(raw), DEFAULTS_KEY]) if isinstance(raw, Mapping) else raw
+
+
+def read_configuration(
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = remove_marks,
+) -> dict[str, Any]:
+    """Read a configuration, None for the embedded default, and write `key=value` overrides into it.
+
+    read: returns what of a file counts as given. The embedded configuration's [settings] are its
+    own algorithm's: another one has its own defaults.
+    Raises PlanError: the file or an override cannot be read.
+    """
+    raw = read(read_file(_DEFAULT if path is None else Path(path)))
+    if path is None and overridden(overrides, "algorithm") not in (None, raw["algorithm"]):
+        del raw["settings"]
+    # Two that were typed stand together, so that the plan refuses them.
+    drop_overridden(raw, [key_of(setting) for setting in overrides])
+    for setting in overrides:
+        override(raw, setting)
+    return raw
+
+
+def plain(value: Any) -> Any:
+    """Return settings with Python's numbers and lists in place of numpy's, which are no JSON."""
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in cast(dict[Any, Any], value).items()}
+    if isinstance(value, list):
+        return [plain(each) for each in cast(list[Any], value)]
+    return value.tolist() if hasattr(value, "dtype") and hasattr(value, "tolist") else value
+
+
+def drop_overridden(raw: dict[str, Any], keys: Collection[str]) -> None:
+    """Take out what a configuration has in another way than keys that are now to be set."""
+    for key in keys:
+        if (other := _ONE_OF.get(key)) is not None and other not in keys:
+            raw.pop(other, None)
+
+
+def overridden(overrides: Sequence[str], key: str) -> Any:
+    """Return what `key=value` overrides make of a key, None if nothing."""
+    found = dict[str, Any]()
+    for setting in overrides:
+        if key_of(setting) == key:
+            override(found, setting)
+    return found.get(key)
+
+
+def select_given(
+    raw: Mapping[str, Any], document: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return what of a configuration was given, and what it marks as default and is none here.
+
+    document: makes of a configuration what would be written of it, every default in its place.
+    """
+    bare = remove_marks(raw)
+    if DEFAULTS_KEY not in raw:
+        return bare
+    written, here = flatten(raw), flatten(document(bare))
+    same = [key for key in read_marks(raw) if written.get(key) == here.get(key)]
+    return without(raw, [*same, DEFAULTS_KEY])
+
+
+def find_typed_keys(
+    raw: Mapping[str, Any] | Path, overrides: Sequence[str] = ()
+) -> list[str] | None:
+    """Return the keys that somebody types now: None, all, but of a written plan the overrides'."""
+    raw = read_file(raw) if isinstance(raw, Path) else raw
+    if not isinstance(raw, Mapping) or DEFAULTS_KEY not in raw:
+        return None
+    return [key_of(setting) for setting in overrides]
+
+
+def read_marks(raw: Mapping[str, Any]) -> list[str]:
+    """Return the keys that a written plan marks as defaults. Raises PlanError: it is no list."""
+    found = raw.get(DEFAULTS_KEY, [])
+    if not (isinstance(found, list) and all(isinstance(key, str) for key in found)):
+        raise PlanError(
+            f"{DEFAULTS_KEY} is {found!r}: expected the list of keys that were left to their "
+            f"defaults, "
+            "as a run's plan.json has it; leave it out"
+        )
+    return found
+
+
+def without(raw: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Return a copy of a configuration without these dotted keys; those it lacks change nothing."""
+    found = deepcopy(dict(raw))
+    for key in keys:
+        *tables, last = key.split(".")
+        place: Any = found
+        for table in tables:
+            place = place.get(table) if isinstance(place, dict) else None
+        if isinstance(place, dict):
+            place.pop(last, None)
+    return found
+
+
+def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a document's leaves by dotted key; an empty table is a leaf of its own.
+
+    >>> flatten({"a": {"b": 1, "c": {}}, "d": 2})
+    {'a.b': 1, 'a.c': {}, 'd': 2}
+    """
+    found: dict[str, Any] = {}
+    for key, value in document.items():
+        if isinstance(value, Mapping) and value:
+            found.update(flatten(value, f"{prefix}{key}."))
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def defaults_used(model: "BaseModel", prefix: str = "") -> Iterable[str]:
+    """Every dotted key of a configuration that nobody gave, so that its default counts."""
+    from pydantic import BaseModel
+
+    for key in type(model).model_fields:
+        value = getattr(model, key)
+        if isinstance(value, BaseModel):
+            # What nobody gave holds nothing that anybody gave.
+            yield from defaults_used(value, f"{prefix}{key}.")
+        elif key not in model.model_fields_set:
+            yield prefix + key
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Read a .toml or .json file. Raises PlanError: it cannot be read or understood."""
+    try:
+        # As Notepad writes it, too, with a mark of what it is before all.
+        text = path.read_text(encoding="utf-8-sig")
+        if text.strip():
+            return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise PlanError(
+            f"configuration {path} cannot be read ({error.strerror}): name a .toml or .json file, "
+            "or none for the embedded default"
+        ) from None
+    except ValueError as error:
+        if path.suffix not in (".toml", ".json"):
+            raise PlanError(
+                f"configuration {path} is no plan ({error}): name a .toml or .json file, and a "
+                f"file of records as data, as in --set data={path}"
+            ) from None
+        raise PlanError(f"configuration {path} is not valid {path.suffix[1:]}: {error}") from None
+    # What a refused command leaves behind `> FILE` is no wish for every default.
+    raise PlanError(
+        f"configuration {path} is empty: expected keys such as data and privacy.epsilon; "
+        "`fedpact init` writes them all, and without a file the embedded default counts"
+    )
+
+
+def override(raw: dict[str, Any], setting: str) -> None:
+    """Write `key=value` into a configuration. Raises PlanError: it is no such setting."""
+    key, equals, text = setting.partition("=")
+    if not equals or not key:
+        raise PlanError(f"--set {setting!r}: expected key=value, as in privacy.epsilon=1")
+    set_key(raw, key.strip(), value_of(text), f"--set {setting!r}")
+
+
+def value_of(text: str) -> Any:
+    """Return what a text is in TOML, and the text itself where that is nothing."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def key_of(setting: str) -> str:
+    """Return the key of `key=value` as `flatten` has it, whichever way its names are quoted."""
+    return ".".join(_names(setting.partition("=")[0].strip(), f"--set {setting!r}"))
+
+
+def set_key(raw: dict[str, Any], key: str, value: Any, who: str) -> None:
+    """Write a value under a dotted key. who: begins the error. Raises PlanError: no such place."""
+    *tables, last = _names(key, who)
+    for table in tables:
+        raw = raw.setdefault(table, {})
+        if not isinstance(raw, dict):
+            raise PlanError(f"{who}: {table!r} is a value, not a table")
+    raw[last] = value
+
+
+def _names(key: str, who: str) -> list[str]:
+    """Return the names of a dotted key, of which those with dots stand in quotes, as in TOML."""
+    if not {'"', "'"} & set(key):
+        return key.split(".")
+    names = []
+    try:
+        place: Any = tomllib.loads(f"{key} = 0")
+        while isinstance(place, dict):
+            ((name, place),) = place.items()
+            names.append(name)
+    except ValueError:  # no TOML, or more than one key
+        raise PlanError(f"{who}: {key} is no key: expected one as in TOML, a.'b.c'.d") from None
+    return names
+
+
+def plan_error(
+    error: "ValidationError",
+    prefix: tuple[str, ...],
+    model: "type[BaseModel]",
+    tables: "Mapping[str, type[BaseModel]] | None" = None,
+) -> PlanError:
+    """Return an error that names every mistake by its key.
+
+    model: what was read, below `prefix`. tables: what else it has than its fields say.
+    """
+    entries = [entry for entry in error.errors() if not _is_other_branch(entry)]
+    everywhere = list(_dotted(model, prefix, tables or {}))
+    of = dict[str, list[Any]]()
+    for entry in entries or error.errors():
+        of.setdefault(_key(entry, prefix), []).append(entry)
+    told = (_explain(key, each, model, everywhere) for key, each in of.items())
+    return PlanError("; ".join(told))
+
+
+def _is_other_branch(entry: Any) -> bool:
+    """Whether it only says of a list that it is not of the other form, which is none."""
+    a_list = isinstance(entry["input"], list) and entry["type"] != "list_type"
+    return a_list and any(_FORM.match(str(part)) for part in entry["loc"][-1:])
+
+
+def _fitting(entries: Sequence[Any]) -> Sequence[Any]:
+    """Return what is wrong with a value of a form that it may have; all, where it has none."""
+    found = [each for each in entries if each["type"] != "list_type"]
+    fits = any(not each["type"].endswith(("_type", "literal_error")) for each in found)
+    return found if fits else entries
+
+
+def _dotted(
+    model: "type[BaseModel]", place: tuple[str, ...], tables: "Mapping[str, type[BaseModel]]"
+) -> Iterable[str]:
+    """Every dotted key below a model's place."""
+    from pydantic import BaseModel
+
+    for key in model.model_fields:
+        inner = tables.get(key) or model.model_fields[key].annotation
+        yield ".".join((*place, key))
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _dotted(inner, (*place, key), {})
+
+
+def unknown_key(key: str, known: Iterable[str], everywhere: Iterable[str] = ()) -> str:
+    """Return what is said of a key that its table, with the keys `known`, does not have.
+
+    everywhere: all dotted keys, among which the same name may stand in another table.
+    """
+    names, last = sorted(known), key.rsplit(".", 1)[-1]
+    of = list(everywhere)
+    if same := [other for other in of if other.rsplit(".", 1)[-1] == last]:
+        told = [_with_place(other, of) for other in same]
+        return f"{key} is no known key: expected {' or '.join(told)}"
+    meant = nearest(last, names)
+    return f"{key} is no known key: expected one of {', '.join(names)}{meant}"
+
+
+def _with_place(key: str, everywhere: Iterable[str]) -> str:
+    """Return a key and, if it is in no table, where in a file that is, which is easily missed."""
+    if any(other.startswith(f"{key}.") for other in everywhere):
+        return f"the table [{key}]"
+    return key if "." in key else f"{key} (in no table: above a file's first line in brackets)"
+
+
+def _place(entry: Any) -> list[Any]:
+    # A value of several forms is reported under each form's name, which is no key.
+    return [part for part in entry["loc"] if not _FORM.match(str(part))]
+
+
+def _key(entry: Any, prefix: tuple[str, ...]) -> str:
+    return ".".join(map(str, (*prefix, *_place(entry)))) or "configuration"
+
+
+def _explain(
+    key: str, entries: Sequence[Any], model: "type[BaseModel]", everywhere: Iterable[str]
+) -> str:
+    """Return what is wrong with a key in one sentence. entries: of each form that it may have."""
+    first, place = entries[0], _place(entries[0])
+    if first["type"] == "extra_forbidden":
+        return unknown_key(key, _table_at(model, place[:-1]).model_fields, everywhere)
+    messages = [entry["msg"].removeprefix("Value error, ") for entry in _fitting(entries)]
+    if first["type"] == "value_error":
+        told = "; ".join(dict.fromkeys(messages))
+        return f"{key}: {told}" if place else told
+    begin = "Input should be "
+    others = [message.removeprefix(begin) for message in messages if message != messages[0]]
+    told = ", or ".join([messages[0], *dict.fromkeys(others)])
+    return f"{key} is {first['input']!r}: {told[0].lower()}{told[1:]}; set {key} to such a value"
+
+
+def _table_at(model: "type[BaseModel]", place: list[Any]) -> "type[BaseModel]":
+    from pydantic import BaseModel
+
+    for part in place:
+        field = model.model_fields.get(str(part))
+        if field is not None:
+            forms = (field.annotation, *get_args(field.annotation))
+            tables = (f for f in forms if isinstance(f, type) and issubclass(f, BaseModel))
+            model = next(tables, model)
+    return model

@@ -1,0 +1,341 @@
+"""What may cross the wire, and what may reach a report: frozen, and nothing else.
+
+A Task goes from the server to a site; a Reply or a Refusal comes back. Steps go both ways where
+replies are masked (docs/secure-aggregation.md). `to_bytes` and `from_bytes` turn each into one
+safetensors block and back without losing a bit, for every engine; NaN and infinity pass, as a run
+that diverges has to be seen and recorded.
+A RoundRecord (common.records) is what a round leaves behind: one line of a run's rounds.jsonl.
+
+Nothing in here holds records. Whatever a Reply carries has passed the site's oracle and its ledger.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, Final, cast
+
+import torch
+from safetensors.torch import load as _load_tensors
+from torch import Tensor
+
+from fedpact.common.errors import InputError
+from fedpact.common.records import RoundRecord as RoundRecord
+from fedpact.common.records import SiteScore as SiteScore
+
+Vectors = Mapping[str, Tensor]
+Numbers = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the server asks of one site in one round.
+
+    vectors: flat float tensors by name, "w" [d] among them; numbers: scalars by name.
+    included: the last round whose reply from this site entered the server's state, -1 if none;
+    by it the site knows which of its pending memory to keep.
+    """
+
+    run: str
+    round: int
+    algorithm: str
+    vectors: Vectors
+    numbers: Numbers
+    included: int = -1
+    attempt: int = 0
+
+    @cached_property
+    def wire_bytes(self) -> int:
+        """The length of the encoded task."""
+        return encoded_length(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """What the site is asked for, as a hash: equal questions have equal digests.
+
+        The attempt is left out: in a simulation a repeated question draws the same noise again.
+        """
+        return _hash(dataclasses.replace(self, attempt=0))
+
+
+EVALUATION: Final = "evaluation"
+"""The algorithm of a task that asks for sums over held-out records at "w", and nothing else."""
+
+
+FINAL: Final = "final model"
+"""The algorithm of a task that hands the run's final model over, and asks for nothing."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a site releases in answer to a Task.
+
+    weight: the site's declared, public size N_i. ledger_head, ledger_length: hash and number of
+    the last entry in the site's ledger, so that a shortened or forked ledger is found out.
+    """
+
+    run: str
+    round: int
+    site: str
+    weight: float
+    vectors: Vectors
+    numbers: Numbers
+    ledger_head: str = ""
+    ledger_length: int = 0
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A site's answer that it does not reply: a code that depends on public quantities only."""
+
+    run: str
+    round: int
+    site: str
+    code: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """A question of secure aggregation to a site, or the site's answer to it.
+
+    session: which of a round's tries it belongs to. step: which question. vectors: blocks of bytes
+    by name, uint8: keys, sealed shares, an encoded Task or Reply.
+    """
+
+    run: str
+    round: int
+    site: str
+    session: str
+    step: str
+    vectors: Vectors
+
+
+@dataclass(frozen=True)
+class State:
+    """Named vectors and numbers that last from round to round: the server's state, a site's memory.
+
+    The server's holds "w" [d]. A site's memory holds what its algorithm keeps (c_i, h_i, a bound)
+    and comes from released numbers only.
+    """
+
+    vectors: Vectors = field(default_factory=dict[str, Tensor])
+    numbers: Numbers = field(default_factory=dict[str, float])
+
+    @cached_property
+    def digest(self) -> str:
+        """What the state is, as a hash."""
+        return _hash(self)
+
+
+@dataclass(frozen=True)
+class Local:
+    """What an algorithm's local part hands to the site: what to send, and what to remember."""
+
+    vectors: Vectors
+    numbers: Numbers = field(default_factory=dict[str, float])
+    memory: State = field(default_factory=State)
+
+
+def split_state(state: State, prefix: str) -> tuple[State, State]:
+    """Return what a part keeps under `prefix`, without the prefix, and the rest."""
+    own_v = {k.removeprefix(prefix): v for k, v in state.vectors.items() if k.startswith(prefix)}
+    own_n = {k.removeprefix(prefix): n for k, n in state.numbers.items() if k.startswith(prefix)}
+    rest_v = {k: v for k, v in state.vectors.items() if not k.startswith(prefix)}
+    rest_n = {k: n for k, n in state.numbers.items() if not k.startswith(prefix)}
+    return State(own_v, own_n), State(rest_v, rest_n)
+
+
+def join(own: State, prefix: str, rest: State) -> State:
+    """Return the rest with a part's own under `prefix`: what `split_state` takes apart."""
+    vectors = {prefix + key: vector for key, vector in own.vectors.items()}
+    numbers = {prefix + key: number for key, number in own.numbers.items()}
+    return State({**rest.vectors, **vectors}, {**rest.numbers, **numbers})
+
+
+Message = Task | Reply | Refusal | Step | State
+
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__: kind for kind in (Task, Reply, Refusal, Step, State)
+}
+
+
+_DECLARED: Final[Mapping[type[Message], Mapping[str, object]]] = {
+    kind: {f.name: f.type for f in dataclasses.fields(kind)} for kind in _KINDS.values()
+}
+
+_TYPES: Final[Mapping[torch.dtype, str]] = {
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What safetensors calls each type, in the order in which it lays the vectors out."""
+
+_RESERVED: Final = "__metadata__"
+"""Where safetensors keeps what is no vector."""
+
+MOST_VECTORS: Final = 64
+"""More than any algorithm's task, reply or state has."""
+
+# Bytes of a header: numbers and the other fields, and what is said of each vector.
+_HEAD, _HEAD_EACH = 2**16, 2**9
+
+_PLACES: Final = {dtype: place for place, dtype in enumerate(_TYPES)}
+
+# json.dumps makes one of these on every call that does not take its defaults.
+_FIELDS: Final = json.JSONEncoder(sort_keys=True, default=dict).encode
+_LAYOUT: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def to_bytes(message: Message) -> bytes:
+    """Encode a message as one safetensors block; its other fields stand in the block's metadata.
+
+    Raises InputError: a field, or a vector, that is not of a type that can be sent.
+    """
+    return b"".join(encode_parts(message))
+
+
+def encode_parts(message: Message) -> list[bytes | memoryview]:
+    """Return what `to_bytes` joins: a header, then every vector's own memory. Raises as it does."""
+    head, vectors = _header(message)
+    return [head, *map(_memory, vectors)]
+
+
+def encoded_length(message: Message) -> int:
+    """Return the length in bytes of what `to_bytes` returns. Raises as it does."""
+    head, vectors = _header(message)
+    return len(head) + sum(vector.nbytes for vector in vectors)
+
+
+def _hash(message: Message) -> str:
+    # The hash that processors have instructions for. A simulation's ledger knows a request by it:
+    # whoever changes it counts noise.DRAWS up, so that no run goes on in the middle of a round.
+    digest = hashlib.sha256()
+    for part in encode_parts(message):
+        digest.update(part)
+    return digest.hexdigest()[:32]
+
+
+def from_bytes(block: bytes, most_vectors: int = MOST_VECTORS) -> Message:
+    """Decode what `to_bytes` encoded. Raises InputError where the block is no message of ours.
+
+    most_vectors: what it may have. A longer header is refused unread, so that the work a stranger's
+    message makes is in proportion to its length, and small before its vectors are known to be few.
+    """
+    told, most = int.from_bytes(block[:8], "little"), _HEAD + _HEAD_EACH * most_vectors
+    if told > most:
+        raise InputError(
+            f"a block of {len(block)} bytes is no fedpact message: it says that its header has "
+            f"{told} bytes, and that of {most_vectors} vectors has at most {most}"
+        )
+    try:
+        layout: dict[str, Any] = json.loads(block[8 : 8 + told])
+        if len(layout) - 1 > most_vectors:
+            raise ValueError(f"{len(layout) - 1} vectors")
+        head: dict[str, Any] = json.loads(layout[_RESERVED]["fedpact"])
+        kind = _KINDS[head.pop("kind")]
+        _check_fields(kind, head)
+        vectors = _load_tensors(block)
+        if kind is not Refusal:
+            head["vectors"] = vectors
+        return kind(**head)
+    except Exception as error:
+        raise InputError(
+            f"a block of {len(block)} bytes is no fedpact message ({type(error).__name__}): "
+            "expected what messages.to_bytes wrote; check that both ends run the same version"
+        ) from error
+
+
+def _header(message: Message) -> tuple[bytes, list[Tensor]]:
+    """Return a block's header, its length before it, and the vectors in the order they follow."""
+    # Of a class that says more about how a message is sent it is the message that is.
+    kind = next(each for each in type(message).__mro__ if each in _DECLARED)
+    fields = {name: getattr(message, name) for name in _DECLARED[kind]}
+    vectors: Vectors = fields.pop("vectors", {})
+    _check_fields(kind, fields)
+    _check_types(kind, vectors)
+    names = sorted(vectors, key=lambda name: (_PLACES[vectors[name].dtype], name))
+    head = _LAYOUT(_FIELDS({"kind": kind.__name__, **fields}))
+    layout = _layout(tuple((name, vectors[name].dtype, vectors[name].shape) for name in names))
+    text = f'{{"{_RESERVED}":{{"fedpact":{head}}}{layout}}}'.encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, [vectors[name] for name in names]
+
+
+@lru_cache(maxsize=64)
+def _layout(forms: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> str:
+    """Return where vectors of these names, types and shapes lie, as what follows the metadata."""
+    found: dict[str, object] = {}
+    end = 0
+    for name, dtype, shape in forms:
+        start, end = end, end + shape.numel() * dtype.itemsize
+        found[name] = {"dtype": _TYPES[dtype], "shape": shape, "data_offsets": (start, end)}
+    return "," + _LAYOUT(found)[1:-1] if found else ""
+
+
+def _memory(vector: Tensor) -> memoryview:
+    """The bytes of a vector where they lie; of one with gaps, or on a device, those of a copy."""
+    flat = vector.detach().cpu().contiguous().reshape(-1)
+    # A lone number counts as contiguous whatever its stride, which only 1 can be viewed with.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
+
+
+_LARGEST: Final = 2**63 - 1
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a float, or an int of 64 bits: torch takes no longer one."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return -_LARGEST <= value <= _LARGEST
+    return isinstance(value, float)
+
+
+def _check_types(kind: type[Message], vectors: Vectors) -> None:
+    """Raise InputError unless a block has a name for every vector's type, and room for its own."""
+    for name, vector in vectors.items():
+        if name == _RESERVED:
+            raise InputError(
+                f"{kind.__name__}.vectors has a vector {name!r}: expected another name, as a block "
+                "keeps its other fields there"
+            )
+        if vector.dtype not in _TYPES:
+            raise InputError(
+                f"{kind.__name__}.vectors[{name!r}] is of {vector.dtype}: expected one of "
+                f"{', '.join(map(str, _TYPES))}; convert it with .to(...)"
+            )
+
+
+def _check_fields(kind: type[Message], fields: Mapping[str, Any]) -> None:
+    """Raise InputError unless each field is a str, an int, a number or numbers, as declared."""
+    declared = _DECLARED[kind]
+    for name, value in fields.items():
+        if declared[name] is float:
+            good = _is_number(value)
+        elif declared[name] == Numbers:
+            numbers = cast(Mapping[object, object], value)
+            good = isinstance(value, Mapping) and all(
+                isinstance(key, str) and _is_number(number) for key, number in numbers.items()
+            )
+        else:
+            good = type(value) is declared[name]
+        if not good:
+            raise InputError(
+                f"{kind.__name__}.{name} is {value!r}: expected {declared[name]}, with Python's "
+                "own numbers in it; convert other scalars with float() or int()"
+            )

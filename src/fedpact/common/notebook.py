@@ -1,0 +1,232 @@
+"""What a notebook or a terminal shows of an object: cards, tables, a bar; the pages' colours.
+
+A figure is drawn in the light ones, and its SVG says `var(--NAME)` for each, so that one drawing
+serves both. Text has a contrast of at least 4.5 : 1 on what it stands on, a line one of 3 : 1.
+
+Nothing in it is fetched or run, so a notebook that is not trusted shows it, too.
+"""
+
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib import import_module
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from fedpact.common.errors import InputError
+
+LIGHT: Final = {
+    "page": "#ffffff",
+    "ink": "#1f2933",
+    "soft": "#52606d",
+    "line": "#e4e7eb",
+    "axis": "#7b8794",
+    "wash": "#f7f8fa",
+    "link": "#0b5a8f",
+    "bad": "#a61b1b",
+    "bad-wash": "#fdecea",
+    "warn": "#855600",
+    "warn-wash": "#fff8e6",
+    "warn-line": "#c3a15a",
+    # After Okabe and Ito: told apart with any colour vision, and in print by their lightness.
+    "blue": "#0072b2",
+    "red": "#d04a02",
+    "green": "#00875f",
+    "orange": "#b27700",
+    "pink": "#b5578f",
+    "sky": "#3a8fbf",
+    "grey": "#6b7280",
+}
+DARK: Final = {
+    "page": "#12161b",
+    "ink": "#e8edf2",
+    "soft": "#aab5c1",
+    "line": "#2f3842",
+    "axis": "#7a8794",
+    "wash": "#1a2027",
+    "link": "#7cc0f5",
+    "bad": "#ff9a94",
+    "bad-wash": "#3a1a1a",
+    "warn": "#f0c36a",
+    "warn-wash": "#322813",
+    "warn-line": "#8a6d2c",
+    "blue": "#4fa8e8",
+    "red": "#ff8552",
+    "green": "#35c79a",
+    "orange": "#e8b04a",
+    "pink": "#e39bc4",
+    "sky": "#9ad4f5",
+    "grey": "#9aa5b1",
+}
+_NAMES: Final = {colour: name for name, colour in LIGHT.items()}
+
+
+def apply_theme(svg: str) -> str:
+    """Return SVG whose colours are those of the page that it stands in."""
+    return re.sub(
+        r"#[0-9a-f]{6}\b",
+        lambda found: f"var(--{_NAMES[found[0]]})" if found[0] in _NAMES else found[0],
+        svg,
+    )
+
+
+def css() -> str:
+    """Return the rules that give every name its colour within class "fedpact".
+
+    Light on paper and where nobody asks for dark; a notebook's own theme goes before the system's.
+    """
+    light, dark = (
+        "".join(f"--{name}:{colour};" for name, colour in colours.items())
+        for colours in (LIGHT, DARK)
+    )
+    light, dark = f"{light}color-scheme:light;", f"{dark}color-scheme:dark;"
+    notebook = '[data-jp-theme-light="{}"] .fedpact'.format
+    return "\n".join(
+        (
+            f".fedpact{{{light}}}",
+            f"@media screen and (prefers-color-scheme:dark){{.fedpact{{{dark}}}}}",
+            f"@media screen{{{notebook('true')}{{{light}}}{notebook('false')}{{{dark}}}}}",
+        )
+    )
+
+
+_BOX = (
+    "max-width:58rem;padding:.8rem 1rem;border:1px solid var(--line);border-radius:8px;"
+    "background:var(--page);color:var(--ink);font:14px/1.45 system-ui,sans-serif"
+)
+_FIGURES = "display:flex;flex-wrap:wrap;gap:.5rem 1.6rem;margin:.5rem 0"
+_VALUE = "font-size:1.3rem;font-weight:650;color:var(--ink)"
+_SOFT = "color:var(--soft)"
+_WARN = (
+    "display:inline-block;padding:0 .5em;border-radius:1em;color:var(--{0});"
+    "background:var(--{0}-wash)"
+)
+
+
+@dataclass(frozen=True)
+class CardFigure:
+    """A figure of a card. bad: something is wrong with it."""
+
+    label: str
+    value: str
+    note: str = ""
+    bad: bool = False
+
+
+def card(
+    title: str,
+    figures: Sequence[CardFigure],
+    *,
+    warning: str = "",
+    bad: bool = False,
+    below: str = "",
+) -> str:
+    """Return a card. warning: a few words, in red if bad. below: a line under the figures."""
+    told = ""
+    if warning:
+        told = f' <span style="{_WARN.format("bad" if bad else "warn")}">{escape(warning)}</span>'
+    return (
+        f'<style>{css()}</style><div class="fedpact" style="{_BOX}">'
+        f'<b style="font-size:1.05rem">{escape(title)}</b>{told}'
+        f'<div style="{_FIGURES}">{"".join(map(_figure, figures))}</div>'
+        f'<div style="{_SOFT}">{escape(below)}</div></div>'
+    )
+
+
+def _figure(figure: CardFigure) -> str:
+    value = _VALUE.replace("--ink", "--bad") if figure.bad else _VALUE
+    return (
+        f'<div><div style="{_SOFT}">{escape(figure.label)}</div>'
+        f'<div style="{value}">{escape(figure.value)}</div>'
+        f'<div style="{_SOFT};font-size:12px">{escape(figure.note)}</div></div>'
+    )
+
+
+def listing(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, title: str, note: str
+) -> str:
+    """Return a table in the place of a card's figures; the first column names the rows."""
+    cell = 'style="padding:.2rem 1rem .2rem 0;text-align:{};border-bottom:1px solid var(--line)"'
+    side = [cell.format("left"), *[cell.format("right")] * (len(headings) - 1)]
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        parts = zip(cells, side, strict=True)
+        return f"<tr>{''.join(f'<{tag} {s}>{escape(c)}</{tag}>' for c, s in parts)}</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    return (
+        f'<style>{css()}</style><div class="fedpact" style="{_BOX};overflow-x:auto">'
+        f'<b style="font-size:1.05rem">{escape(title)}</b>'
+        '<table style="border-collapse:collapse;margin:.5rem 0;background:none;color:inherit">'
+        f"<thead>{line(headings, 'th')}</thead><tbody>{body}</tbody></table>"
+        f'<div style="{_SOFT}">{escape(note)}</div></div>'
+    )
+
+
+def frame(rows: Sequence[dict[str, Any]], instead: str) -> Any:
+    """Return rows as a pandas DataFrame. instead: what has the same without pandas.
+
+    Raises InputError: pandas is not installed.
+    """
+    try:
+        made = import_module("pandas").DataFrame
+    except ImportError as error:
+        raise InputError(
+            f"a table needs pandas: `pip install 'fedpact[frames]'`, or read {instead} as it is"
+        ) from error
+    return made(rows)
+
+
+_PAUSE = 0.1
+
+
+def in_notebook() -> bool:
+    """Whether this process answers a notebook."""
+    found = sys.modules.get("IPython")
+    shell = found.get_ipython() if found is not None else None
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+class Bar:
+    """`bar(done, text)`: how far something is. Drawn ten times a second at most, and at its end."""
+
+    def __init__(self, total: int) -> None:
+        # Only whoever is in a notebook has it.
+        from IPython.display import HTML, display
+
+        self._total, self._drawn, self._html = total, 0.0, HTML
+        self._cell: Any = display(HTML(self.html(0, "starting")), display_id=True)
+
+    def __call__(self, done: int, text: str) -> None:
+        """Show that so much is done."""
+        now = time.monotonic()
+        if done >= self._total or now - self._drawn >= _PAUSE:
+            self._drawn = now
+            self._cell.update(self._html(self.html(done, text)))
+
+    def html(self, done: int, text: str) -> str:
+        """Return the bar as it stands in the cell."""
+        style = "width:16rem;vertical-align:middle;accent-color:var(--blue)"
+        return (
+            f"<style>{css()}</style><div class='fedpact' style='background:var(--page);"
+            f"color:var(--ink);font:14px system-ui,sans-serif'><progress max={self._total} "
+            f"value={done} style='{style}'></progress> {done}/{self._total} {escape(text)}</div>"
+        )
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table; where its longest words do not fit, as wide as it is: the terminal breaks it.
+
+    Rich would cut words to fit, and an ε that is cut short is another ε.
+    """
+    for column in table.columns:
+        column.overflow = "fold"
+    needed = console.measure(table, options=console.options.update(width=10_000))
+    if needed.minimum > console.width:
+        table.width = needed.maximum
+    console.print(table, crop=False)

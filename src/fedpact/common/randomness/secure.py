@@ -1,0 +1,268 @@
+"""Randomness that nobody can foresee: secure draws, and the discrete Gaussian on a grid.
+
+The attack (Mironov 2012; on Gaussian noise and DP-SGD: Jin, McMurtry, Rubinstein, Ohrimenko, arXiv
+2112.05307): σ C z has few of the floating-point numbers as values, and sum + σ C z others than
+another sum's. One coordinate that only one of two sums can explain tells them apart, whatever ε.
+Averaging several normal numbers (Holohan & Braghin 2021) hides z, but σ C z and the sum are
+rounded as before, so the gaps stay (Haney et al., arXiv 2207.13793). So both are rounded, to
+multiples of one spacing Λ, and added exactly, as whole numbers:
+
+    release = Λ (round(s / Λ) + round(ν z / Λ)),   ν = σ (Δ + Λ sqrt(d)),   Λ sqrt(d) <= 2^-10 Δ
+
+The sum s [d] has sensitivity Δ; on the grid it has at most Δ + Λ sqrt(d), as rounding moves a
+coordinate by at most Λ/2. A sum on the grid commutes with rounding, so the release is exactly what
+rounding makes of (grid sum + ν z): post-processing of a Gaussian mechanism with multiplier σ.
+That is the proof, up to z itself, a float64 that is off by 5e-16 of its pair's length r at most.
+That moves both ends of the interval that is rounded to a value, and so the value's probability: by
+1.5e-8 r of itself or less for sqrt(d) σ up to 1e4, up and down from value to value. Behind every
+pair stand 104 random bits, and more where r > 4, so that the tail has no end. The grid costs 0.1 %
+more noise. Zero is released with one sign, whatever was added to make it, as -0.0 would be a number
+of its own.
+
+Not covered: errors of the float32 sum s itself (the clip's slack bounds each record's share, not
+the rounding of the others), and how long anything takes.
+
+Each thread of each object has a key of the operating system's of its own, and a new one after 8 GiB
+or a fork; an object can be neither copied nor pickled. So no stretch of a key stream is used twice.
+(A snapshot of a running virtual machine that is started twice would: make none of a site in a run.)
+
+Noise is drawn in float64 for either type, with all of its tail (keystream says why);
+floating-point attacks (Mironov 2012) are `grid`'s to defend against, and it needs the float64.
+Noise for long vectors is drawn by as many threads as torch may use where it is asked for.
+"""
+
+import math
+import os
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Final, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedpact.common.check import positive
+from fedpact.common.errors import InputError, PrivacyError
+from fedpact.common.params import on_cpu, sent
+from fedpact.common.randomness.keystream import (
+    CHUNK,
+    KeyStream,
+    Parts,
+    Words,
+    injection,
+    normals,
+    poisson,
+)
+from fedpact.common.randomness.seeded import empty, shared
+
+_COARSENESS: Final = 2.0**-10
+# Of a smaller Λ 1/Λ is infinite, and times 0 no number: whether a sum is 0 would be seen.
+_FINEST: Final = 2.0**-1022
+
+Gaussian = Callable[[int, Tensor], Tensor]
+"""(size, like) -> `size` standard normal numbers of the type of `like`, new ones at every call.
+
+They may be written over, by whoever asked for them and by the thread's next call.
+"""
+
+
+def spacing(sensitivity: float, size: int) -> float:
+    """Return Λ: the largest power of 2 with Λ sqrt(size) <= 2^-10 sensitivity.
+
+    >>> spacing(1.0, 1)
+    0.0009765625
+    """
+    limit = positive(sensitivity=sensitivity) * _COARSENESS / math.sqrt(max(1, size))
+    if limit < _FINEST:
+        raise InputError(
+            f"sensitivity is {sensitivity!r}: expected a number whose share for {size} coordinates "
+            "has a reciprocal, as 2^-100 to 2^100 have; scale loss or weights"
+        )
+    return math.ldexp(1.0, math.frexp(limit)[1] - 1)
+
+
+def noisy(total: Tensor, sigma: float, sensitivity: float, gaussian: Gaussian) -> Tensor:
+    """Return total [d] plus normal noise of σ times its sensitivity, added on the grid.
+
+    gaussian is called for part after part, on as many threads as torch may use, for float64 numbers
+    on the CPU. The result has the total's type and device: rounding it to that type uses nothing
+    but the release.
+    Raises InputError: sigma or sensitivity is not a finite number > 0. PrivacyError: gaussian
+    returns the same numbers twice.
+    """
+    step = spacing(sensitivity, total.numel())
+    scale = positive(sigma=sigma) * (sensitivity + step * math.sqrt(total.numel())) / step
+    sums = total.detach()
+    if on_cpu(sums):
+        return _added(sums, step, scale, gaussian)
+    # The noise goes to a GPU, which need not be waited for.
+    noise = _added(torch.zeros(len(sums), dtype=torch.float64), step, scale, gaussian)
+    release = (sums.double() * (1 / step)).round_().mul_(step)
+    return release.add_(sent(noise, sums.device)).add_(0.0).to(sums.dtype)
+
+
+def _added(sums: Tensor, step: float, scale: float, gaussian: Gaussian) -> Tensor:
+    """Return step (round(s / step) + round(scale z)) for sums s [d] on the CPU."""
+    release = empty(len(sums), sums.dtype)
+    source, target = sums.numpy(), release.numpy()
+    like = torch.empty(0, dtype=torch.float64)
+
+    def add(starts: Sequence[int]) -> list[float]:
+        room, firsts = np.empty(size), list[float]()
+        for start in starts:
+            part = slice(start, start + size)
+            whole = room[: len(source[part])]
+            noise = gaussian(len(whole), like).numpy()
+            firsts.append(float(noise[0]))
+            # Powers of 2 scale without error, and whole numbers below 2^53 add without one.
+            np.copyto(whole, source[part])
+            whole *= 1 / step
+            np.rint(whole, out=whole)
+            noise *= scale
+            whole += np.rint(noise, out=noise)
+            # Where both are -0.0 so is their sum, which a positive sum would not have given.
+            whole += 0.0
+            whole *= step
+            np.copyto(target[part], whole, casting="same_kind")
+        return firsts
+
+    size, shares = _shares(len(source))
+    # The caller takes a share itself: of two threads that wake at once, the system often puts both
+    # on one core.
+    others = [_pool(len(shares) - 1).submit(add, share) for share in shares[1:]]
+    firsts = add(shares[0]) + [first for other in others for first in other.result()]
+    if len(set(firsts)) < len(firsts):
+        raise PrivacyError(
+            f"the noise for {len(sums)} coordinates repeats itself: expected draws that are "
+            "new at every call, as draws.secure.SecureDraws are; a simulation's need no grid"
+        )
+    return release
+
+
+def _shares(length: int) -> tuple[int, list[range]]:
+    """Return the size of a part, and where each thread's parts begin: as many for each of them."""
+    least = max(1, math.ceil(length / CHUNK))
+    threads = min(torch.get_num_threads(), least)
+    size = max(1, math.ceil(length / (threads * math.ceil(least / threads))))
+    return size, [range(0, length, size)[i::threads] for i in range(threads)]
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Return threads that stay: each of them has a key and room that it would have to get anew."""
+    return ThreadPoolExecutor(threads, "noise")
+
+
+if hasattr(os, "register_at_fork"):
+    # Threads do not live on in a fork.
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+# Of one key, in words: 8 GiB, an eighth of what there is from a place on.
+_KEY_LASTS: Final = 1 << 30
+
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
+
+
+class FreshStream(KeyStream):
+    """Uniform words of 64 bits that never come again, for one thread."""
+
+    def __init__(self) -> None:
+        self._renew()
+
+    def _renew(self) -> None:
+        self.rekey(secrets.token_bytes(32))
+        self._left, self._process = _KEY_LASTS, (os.getpid(), _forks)
+
+    def words(self, count: int, at: int = 0) -> Words:
+        """Return uint64 [count], count <= CHUNK, to be written over by whoever asked."""
+        if count > self._left or self._process != (os.getpid(), _forks):
+            self._renew()
+        self._left -= count
+        return super().words(count, at)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a key stream is never copied: its copy would draw the same noise again")
+
+
+def _further(count: int) -> Words:
+    """Return `count` random words: the stream's own would be written over what it has just
+    given."""
+    return np.frombuffer(bytearray(secrets.token_bytes(8 * count)), dtype=np.uint64)
+
+
+class _OfThread(threading.local):
+    """What each thread has for itself."""
+
+    def __init__(self) -> None:
+        self.stream = FreshStream()
+
+
+class SecureDraws:
+    """Draws for a deployment. Threads may share an object."""
+
+    repeats = False
+
+    def __init__(self) -> None:
+        self._own = _OfThread()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("SecureDraws are never copied: make new ones, with a key of their own")
+
+    def batch(self, records: int, rate: float, step: int) -> Tensor:
+        """Return the indices of a Poisson batch: each of `records` with probability `rate`. Rate 1
+        takes every record and draws nothing."""
+        del step
+        if rate == 1:
+            return torch.arange(records)
+        return poisson(self._own.stream, records, rate)
+
+    def places(self, count: int, slots: int, step: int) -> Tensor:
+        """Return where the records of a batch stand: `count` different slots, drawn uniformly."""
+        del step
+        return injection(self._own.stream, count, slots)
+
+    def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
+        """Return `size` standard normal numbers, of the type and on the device of `like`."""
+        del step, purpose
+        noise = empty(size, like.dtype)
+        for part, z in self._parts(size):
+            noise[part] = z
+        return sent(noise, like.device)
+
+    def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
+        """Return a sum [d] with a share of noise, rounded to a coarse grid; see
+        common.randomness.seeded.
+        """
+        del step, purpose
+        parts = self._parts(len(total))
+        return shared(total, unit, units, ((part, sent(z, total.device)) for part, z in parts))
+
+    def add_noise(
+        self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
+    ) -> Tensor:
+        """Return total [d] plus normal noise of σ times its sensitivity; total may be written over.
+        On the grid."""
+
+        del step, purpose
+        return noisy(total, sigma, sensitivity, self._part)
+
+    def _part(self, size: int, like: Tensor) -> Tensor:
+        """Return at most CHUNK numbers of `gaussian`."""
+        del like
+        return next(self._parts(size))[1]
+
+    def _parts(self, size: int) -> Parts:
+        return normals(self._own.stream, size, torch.float64, _further)

@@ -1,0 +1,291 @@
+"""Seeded randomness: batches, noise, the sites of a round, and shares of noise.
+
+Of K names in order, m take part in round t: with the 64-bit words u_1, ..., u_m (little-endian) of
+SHAKE-256 of the JSON text [seed, "participants", t], and for i = 1, ..., m, the name at place i
+changes places with the one at place i + (u_i mod (K - i + 1)); the first m then take part. Every
+set of m is as likely as any other, up to K / 2^64. Whoever has the plan can draw the same.
+
+What it is worth, alone or with other sites' shares, is in privacy.accounting.shared_noise. The grid
+is the defence
+against floating-point attacks as well, and needs no finer one: sum and noise are float64, so a
+value is rounded otherwise than a real number would be only within 1e-9 of a half for sums of up to
+2^22 units, 2^-26 for up to 2^27, which moves its probability by as much of itself.
+
+In a simulation every draw is a function of stable digests of seed, site, round, step and purpose,
+so results depend neither on the number of workers nor on their order, and a release that is
+computed again is the same release. Such draws can be foretold by whoever knows the seed: they
+measure what a federation would do, they do not protect anybody. The run's report says so.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedpact.common.check import positive
+from fedpact.common.errors import PlanError
+from fedpact.common.params import from_numpy, on_cpu
+from fedpact.common.randomness.keystream import KeyStream, Parts, injection, normals, poisson
+
+
+def size_of_round(each: int | None, sites: int) -> int:
+    """Return how many of so many sites a round asks. Raises PlanError: more than there are.
+
+    each: m, None for all.
+    """
+    if each is not None and each > sites:
+        raise PlanError(
+            f"sites_per_round is {each} with {sites} sites: expected at most as many as there are; "
+            "leave it out for all of them"
+        )
+    return sites if each is None else each
+
+
+@dataclass(frozen=True)
+class Participants:
+    """Who takes part when. seed: the plan's. sites: the names of all K. each: m, None for all.
+
+    Raises PlanError: m is more than there are.
+    """
+
+    seed: int
+    sites: tuple[str, ...]
+    each: int | None = None
+
+    def __post_init__(self) -> None:
+        size_of_round(self.each, len(self.sites))
+
+    @property
+    def partial(self) -> bool:
+        """Whether some sites are left out of each round."""
+        return self.each is not None and self.each < len(self.sites)
+
+    def of(self, number: int) -> tuple[str, ...]:
+        """Return the names of those that take part in a round, sorted. Round 0 is everybody's."""
+        if self.each is None or not self.partial or number == 0:
+            return tuple(sorted(self.sites))
+        if number not in self._known:
+            self._known[number] = self._drawn(number, self.each)
+        return self._known[number]
+
+    def rounds(self, after: int, last: int) -> Counter[str]:
+        """Return T_i: in how many of the rounds after + 1, ..., last each site takes part."""
+        if not self.partial:
+            return Counter(dict.fromkeys(self.sites, last - after))
+        return Counter(site for number in range(after + 1, last + 1) for site in self.of(number))
+
+    def last_of(self, site: str, last: int) -> int:
+        """Return the last of the rounds 1, ..., last that a site takes part in, 0 for none."""
+        return next((number for number in range(last, 0, -1) if site in self.of(number)), 0)
+
+    def newcomers(self, after: int, last: int) -> int:
+        """Return how often in rounds after + 1, ..., last a site had no part in the one before.
+
+        Round 1 has none before it.
+        """
+        drawn = (set(self.of(number)) for number in range(max(after, 1), last + 1))
+        return sum(len(now - before) for before, now in pairwise(drawn))
+
+    def describe(self) -> str:
+        """Return what a statement says of it, "" where all sites take part in every round.
+
+        Without numbers, which would tell a model card's reader how many sites there are.
+        """
+        if not self.partial:
+            return ""
+        return (
+            "A part of the sites takes part in each round, drawn from the plan's seed and the "
+            "round's number. A site's ε is of the rounds that are its own, which it knows and "
+            "reserves before the run. Nothing is claimed for the draw (no amplification by "
+            "sampling of sites): whoever has the plan, as the server, can tell who takes part."
+        )
+
+    @cached_property
+    def _known(self) -> dict[int, tuple[str, ...]]:
+        return {}
+
+    def _drawn(self, number: int, each: int) -> tuple[str, ...]:
+        text = json.dumps([self.seed, "participants", number])
+        words = np.frombuffer(hashlib.shake_256(text.encode()).digest(8 * each), "<u8")
+        names, count = sorted(self.sites), len(self.sites)
+        for place, word in enumerate(words.tolist()):
+            other = place + word % (count - place)
+            names[place], names[other] = names[other], names[place]
+        return tuple(sorted(names[:each]))
+
+
+def round_shares(total: Tensor, unit: float, units: float, noise: Tensor) -> Tensor:
+    """Return floor(s/unit + ν z + 1/2) for a sum s [d], float64 [d] where z is.
+
+    unit: of the grid, in units of the sum. units: ν, the noise's deviation on the grid. noise: z
+    [d], standard normal, float64, which may be written over.
+    Raises InputError: unit or units is not a finite number > 0.
+    """
+    whole = noise.mul_(positive(units=units))
+    whole.add_(total.detach().double() / positive(unit=unit))
+    return whole.add_(0.5).floor_()
+
+
+def shared(total: Tensor, unit: float, units: float, parts: Parts) -> Tensor:
+    """Return the same, int64 [d], for noise that comes in parts, of float32 or float64."""
+    whole = torch.empty_like(total, dtype=torch.int64)
+    for part, z in parts:
+        whole[part] = round_shares(total[part], unit, units, z.double())
+    return whole
+
+
+DRAWS: Final = 4
+"""Counts up when equal seeds come to give other draws; no run goes on across such a change."""
+
+
+class Draws(Protocol):
+    """The randomness of one site in one round.
+
+    repeats: whether equal calls, in this process or another, return equal draws.
+    """
+
+    @property
+    def repeats(self) -> bool:
+        """Whether equal calls return equal draws."""
+        ...
+
+    def batch(self, records: int, rate: float, step: int) -> Tensor:
+        """Return the indices of a Poisson batch: each of `records` with probability `rate`."""
+        ...
+
+    def places(self, count: int, slots: int, step: int) -> Tensor:
+        """Return where the records of a batch stand: `count` different slots, drawn uniformly."""
+        ...
+
+    def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
+        """Return `size` standard normal numbers, of the type and on the device of `like`."""
+        ...
+
+    def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
+        """Return a sum [d] with a share of noise, rounded to a coarse grid; see
+        common.randomness.seeded.
+        """
+        ...
+
+    def add_noise(
+        self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
+    ) -> Tensor:
+        """Return total [d] plus normal noise of σ times its sensitivity; total may be written over.
+
+        The noise is that of `gaussian` for the same step and purpose, or lies on a grid.
+        """
+        ...
+
+
+def empty(size: int, dtype: torch.dtype) -> Tensor:
+    """Return a vector [size] on the CPU, float32 or float64, that is yet to be written.
+
+    In numpy's memory, as numpy asks the system for huge pages: a new vector of 13 million numbers
+    then costs a fifth of what torch.empty makes of it when it is first written.
+    """
+    return from_numpy(np.empty(size, np.float64 if dtype == torch.float64 else np.float32))
+
+
+# torch.Generator.get_state(): 24 bytes of counters; the Mersenne Twister's 624 words of 32 bits,
+# each in 8 bytes; what is left of earlier normal draws.
+_WORDS: Final = 624
+_FIRST: Final = 24
+_BLANK: Final = torch.Generator().manual_seed(0).get_state()
+
+
+def _digest(key: tuple[str | int, ...], length: int) -> bytes:
+    return hashlib.shake_256(json.dumps(key).encode()).digest(length)
+
+
+@lru_cache
+def _digest_of(kind: str) -> bytes:
+    return hashlib.sha256(kind.encode()).digest()[:8]
+
+
+def _place(kind: str, step: int) -> bytes:
+    return _digest_of(kind) + step.to_bytes(4, "big")
+
+
+def seeded_generator(*key: str | int) -> torch.Generator:
+    """Return the generator that belongs to a key; other keys give independent streams.
+
+    All of the generator's state comes from the key: manual_seed would keep 32 bits of it, and of
+    a million streams a hundred pairs would be the same.
+    """
+    words = from_numpy(np.frombuffer(_digest(key, 4 * _WORDS), "<u4").astype(np.int64))
+    generator, state = torch.Generator(), _BLANK.clone()
+    state[_FIRST : _FIRST + 8 * _WORDS].view(torch.int64).copy_(words)
+    generator.set_state(state)
+    return generator
+
+
+class SeededDraws:
+    """Reproducible draws for a simulation: everything follows from the seed.
+
+    `around` is whatever further tells one request from another: site and round. All of a request's
+    draws are of one key, each of a place of its own there. One thread at a time may use an object.
+    """
+
+    repeats = True
+
+    def __init__(self, seed: int, *around: str | int) -> None:
+        self._key = (seed, *around)
+        self._stream = KeyStream(_digest(self._key, 32))
+
+    def batch(self, records: int, rate: float, step: int) -> Tensor:
+        """Return the indices of a Poisson batch: each of `records` with probability `rate`. Rate 1
+        takes every record and draws nothing."""
+        if rate == 1:
+            return torch.arange(records)
+        return poisson(self._stream.seek(_place("batch", step)), records, rate)
+
+    def places(self, count: int, slots: int, step: int) -> Tensor:
+        """Return where the records of a batch stand: `count` different slots, drawn uniformly."""
+        return injection(self._stream.seek(_place("places", step)), count, slots)
+
+    def noise_words(self, step: int, purpose: str) -> KeyStream:
+        """Return what the noise is made of on a CPU; the next draw goes on elsewhere."""
+        return self._stream.seek(_place("noise " + purpose, step))
+
+    def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
+        """Return `size` standard normal numbers, of the type and on the device of `like`."""
+        if not on_cpu(like):
+            generator = self._on(like.device, step, purpose)
+            return like.new_empty(size).normal_(generator=generator)
+        noise = empty(size, like.dtype)
+        for part, z in self._parts(noise, step, purpose):
+            noise[part] = z
+        return noise
+
+    def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
+        """Return a sum [d] with a share of noise, rounded to a coarse grid; see
+        common.randomness.seeded. The
+        noise is that of `add_noise`, so that runs differ by rounding alone."""
+        return shared(total, unit, units, self._parts(total, step, purpose))
+
+    def add_noise(
+        self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
+    ) -> Tensor:
+        """Return total [d] plus normal noise of σ times its sensitivity; total may be written over.
+        Written to total itself, without a grid: whoever knows the seed needs none."""
+        for part, z in self._parts(total, step, purpose):
+            total[part].add_(z, alpha=sigma * sensitivity)
+        return total
+
+    def _parts(self, vector: Tensor, step: int, purpose: str) -> Parts:
+        """Yield normal numbers for all of a vector [d], part by part."""
+        if not on_cpu(vector):
+            return iter([(slice(None), self.gaussian(len(vector), vector, step, purpose))])
+        return normals(self.noise_words(step, purpose), len(vector), vector.dtype)
+
+    def _on(self, device: torch.device, step: int, purpose: str) -> torch.Generator:
+        """The device's own generator, whose whole seed is 64 bits: other noise than on a CPU."""
+        digest = _digest((*self._key, step, "noise", purpose), 8)
+        return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)

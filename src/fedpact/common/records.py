@@ -1,0 +1,122 @@
+"""What a round leaves behind, for reports: one line of a run's rounds.jsonl."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+SumsBySite = Mapping[str, Mapping[str, Sequence[float]]]
+
+
+@dataclass(frozen=True)
+class SiteScore:
+    """The global model on one site's held-out records. Simulator only: not a private release."""
+
+    accuracy: float
+    loss: float
+    records: int
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """What one round leaves behind.
+
+    round: 0 is the initial model, before any training; r >= 1 follows r rounds.
+    accuracy, loss: the global model on the public test set, None where the round was not evaluated.
+    metrics: of the sites' held-out records, by the names of evaluation.metrics.METRICS (Ψ is
+    "psi"), empty
+    likewise, as are scores, per site, and average: all these of the server's average. steps: τ.
+    epsilon: ε spent so far by each site at its δ; empty in a plain run. epsilon_alone: likewise if
+    no other site's noise counts; empty where each site's noise is its own.
+    bytes_down, bytes_up: bytes of this round's messages as encoded, all sites together.
+    seconds: wall-clock time of the round. asked: the sites that were to take part; empty: all.
+    refused: site -> code, of those.
+    numbers: what the server's state shows of itself (F, τ, a loss bound), released numbers only.
+    evaluation: site -> channel -> noisy sums over its held-out records, as it released them after
+    this round; empty where none were asked for. unevaluated: site -> code, who released none.
+    held_out: the same sums, exact; simulator only.
+    """
+
+    round: int
+    accuracy: float | None = None
+    loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    scores: Mapping[str, SiteScore] = field(default_factory=dict[str, SiteScore])
+    steps: int = 0
+    epsilon: Mapping[str, float] = field(default_factory=dict[str, float])
+    epsilon_alone: Mapping[str, float] = field(default_factory=dict[str, float])
+    bytes_down: int = 0
+    bytes_up: int = 0
+    seconds: float = 0.0
+    asked: Sequence[str] = field(default_factory=list[str])
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
+    numbers: Mapping[str, float] = field(default_factory=dict[str, float])
+    average: Mapping[str, float] = field(default_factory=dict[str, float])
+    evaluation: SumsBySite = field(default_factory=dict[str, Mapping[str, Sequence[float]]])
+    unevaluated: Mapping[str, str] = field(default_factory=dict[str, str])
+    held_out: SumsBySite = field(default_factory=dict[str, Mapping[str, Sequence[float]]])
+
+    def was_asked(self, site: str) -> bool:
+        """Whether a site was to take part, in a round of training."""
+        return self.round > 0 and (not self.asked or site in self.asked)
+
+    def took_part(self, site: str) -> bool:
+        """Whether a site was asked and has replied."""
+        return self.was_asked(site) and site not in self.refused
+
+    def describe_average(self, kind: str) -> str:
+        """Return of which models the server's average is, in words. kind: server.average."""
+        first = self.numbers.get("average/first")
+        of = "the rounds' models" if first is None else f"rounds {first:.0f} to {self.round}"
+        return f"{kind} average of {of}"
+
+    def to_json(self) -> str:
+        """Return the record as one line of strict JSON; a metric stands under its own name."""
+        scores = {name: vars(score) for name, score in self.scores.items()}
+        body = {**vars(self), **self.metrics, "scores": scores}
+        del body["metrics"]
+        return json.dumps(strict(body), allow_nan=False)
+
+    @staticmethod
+    def from_json(line: str) -> "RoundRecord":
+        """Read back a line that `to_json` wrote."""
+        raw: dict[str, Any] = json.loads(line)
+        scores, wide = raw["scores"], ("epsilon", "epsilon_alone")
+        # An ε that nobody could write down bounds nothing.
+        raw |= {name: _filled(raw[name], math.inf) for name in wide if name in raw}
+        raw["scores"] = {
+            name: SiteScore(**_filled(each, math.nan)) for name, each in scores.items()
+        }
+        mapped = ("numbers", "average", "evaluation", "held_out")
+        raw |= {name: _filled(raw[name], math.nan) for name in mapped if name in raw}
+        figures = ("accuracy", "loss")
+        own = {f.name for f in dataclasses.fields(RoundRecord)} - {"metrics"}
+        metrics = {key: value for key, value in raw.items() if key not in own}
+        if scores or any(raw.get(name) is not None for name in figures):
+            raw |= {name: _filled(raw.get(name), math.nan) for name in figures}
+            metrics = _filled(metrics, math.nan)
+        metrics = {key: float(value) for key, value in metrics.items()}
+        return RoundRecord(metrics=metrics, **{k: v for k, v in raw.items() if k in own})
+
+
+def strict(value: Any) -> Any:
+    """Return the value with null for what strict JSON cannot hold: NaN and infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): strict(entry) for key, entry in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [strict(entry) for entry in cast(Sequence[Any], value)]
+    return value
+
+
+def _filled(value: Any, missing: float) -> Any:
+    """Return a value of JSON with this number for null."""
+    if isinstance(value, dict):
+        entries = cast(dict[str, Any], value).items()
+        return {key: _filled(entry, missing) for key, entry in entries}
+    if isinstance(value, list):
+        return [_filled(entry, missing) for entry in cast(list[Any], value)]
+    return missing if value is None else value

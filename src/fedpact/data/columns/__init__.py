@@ -1,1 +1,0 @@
-"""A table's columns: what is made of each by what was declared, and advice where nothing was."""

@@ -1,0 +1,137 @@
+"""The stage between a party's records and what it trains or scores on: scaled columns, features.
+
+It is the same function in a simulation, at a deployed site as it opens, and for the server's public
+test set. What it makes of a record follows from that record, the plan and the party's own copy of
+the weights; no record makes it fail.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedpact.common.errors import ModelError
+from fedpact.data.features import extract
+from fedpact.data.features.extract import Extractor, MadeBy, extractor
+from fedpact.data.features.settings import FeatureSettings
+from fedpact.data.features.user_module import factory_of
+from fedpact.data.schema import RecordForm, Scaling
+
+_logger = logging.getLogger("fedpact")
+_SHOWN = 20
+_NOTHING = RecordForm()
+
+
+@dataclass(frozen=True)
+class FeatureStage:
+    """A plan's features. seed: the plan's. at: where a relative path of weights begins.
+
+    form: what is declared of the records, which are scaled by it first.
+    """
+
+    settings: FeatureSettings
+    seed: int
+    at: Path = Path()
+    form: RecordForm = _NOTHING
+
+    @property
+    def used(self) -> bool:
+        """Whether anything stands in place of the records."""
+        return self.settings.used or self._scaling(torch.empty(0)).used
+
+    def names(self, record: Tensor, features: Sequence[str]) -> tuple[str, ...]:
+        """Return the columns of what comes out of a table's; none of features."""
+        return () if self.settings.used else self._scaling(record, features).names
+
+    def released(self, record: Tensor, features: Sequence[str]) -> tuple[int, ...]:
+        """Return the places in what comes out that are scaled by what sites release."""
+        return () if self.settings.used else self._scaling(record, features).released
+
+    def example(self, record: Tensor) -> Tensor:
+        """Return something of the form that a record [*shape] comes out in.
+
+        Raises ModelError: records that these features are not made for.
+        """
+        record = self._scaling(record).example(record)
+        if not self.settings.used:
+            return record
+        return torch.zeros(self._extractor(record).width)
+
+    def key(self, record: Tensor) -> str:
+        """Return what features follow from besides the records, as a public digest."""
+        return self._extractor(self._scaling(record).example(record)).key
+
+    def made_by(self, record: Tensor) -> MadeBy:
+        """Return what tells features of one's own from others."""
+        if not self.settings.factory:
+            return MadeBy()
+        return self._extractor(self._scaling(record).example(record)).made_by
+
+    def __call__(
+        self,
+        x: Tensor,
+        example: Tensor,
+        origin: str,
+        kept: Path | None,
+        features: Sequence[str] = (),
+        known: Tensor | None = None,
+    ) -> "Transformed":
+        """Return what stands in place of records x [n, *shape] on the CPU.
+
+        example: a record [*shape]. origin: the records' file, for this machine's log alone. kept:
+        where their features are cached, or None. features: a table's columns. known: bool [n], the
+        records that are left out already, which is told elsewhere.
+        """
+        scaling = self._scaling(example, features)
+        x, example = scaling(x), scaling.example(example)
+        told = torch.zeros(len(x), dtype=torch.bool) if known is None else known
+        good = torch.ones(len(x), dtype=torch.bool)
+        if scaling.used:
+            good = x.isfinite().flatten(1).all(1)
+            x = torch.where(good.view(-1, *[1] * (x.dim() - 1)), x, 0)
+            _warn(origin, good | told, "no finite numbers as they are scaled by [records]")
+        if not self.settings.used:
+            return Transformed(x, good)
+        found = extract.features(x, self._extractor(example), kept)
+        # Those without a scale are told of above.
+        _warn(origin, found.good | ~good | told, f"no features of kind {self.settings.kind}")
+        return Transformed(torch.where(good[:, None], found.x, 0).float(), good & found.good)
+
+    def _scaling(self, record: Tensor, features: Sequence[str] = ()) -> Scaling:
+        return Scaling.of(self.form, record.shape, features)
+
+    def _extractor(self, record: Tensor) -> Extractor:
+        if not record.is_floating_point():
+            raise ModelError(
+                f"features.kind = {self.settings.kind!r} with records of {record.dtype}: expected "
+                "measurements; store them as float32, or leave [features] out for words"
+            )
+        # As it is by now: a notebook reloads the module that it is changing.
+        own = id(factory_of(self.settings.kind)) if self.settings.factory else 0
+        told, shape = self.settings.model_dump_json(), tuple(record.shape)
+        return extractor(told, shape, self.seed, self.at.absolute(), own)
+
+
+def _warn(origin: str, good: Tensor, what: str) -> None:
+    bad = (~good).nonzero()[:, 0].tolist()
+    if bad:
+        _logger.warning(
+            "%s: %d of %d records have %s and are left out of everything: places %s (counted from "
+            "0); look for values that are none",
+            origin,
+            len(bad),
+            len(good),
+            what,
+            ", ".join(map(str, bad[:_SHOWN])) + (", ..." if len(bad) > _SHOWN else ""),
+        )
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """What stands in place of records, x [n, ...], and which of them have it, bool [n]."""
+
+    x: Tensor
+    good: Tensor

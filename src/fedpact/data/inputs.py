@@ -1,0 +1,371 @@
+"""Records that arrive as arrays or tables, and those of them that are used."""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset as Items
+from torch.utils.data import IterableDataset, TensorDataset
+
+from fedpact.common.errors import DataError
+from fedpact.data.cells import cells_of
+from fedpact.data.schema import RecordForm
+from fedpact.data.sieve import RecordFilter
+from fedpact.data.tables import is_blank, numbers_of_array
+from fedpact.data.targets import targets_of
+
+_KINDS: Final = (
+    "expected a path, a name, a pair (x, y) of arrays, a DataFrame or another table with label = "
+    "..., a data set of Hugging Face, or a torch Dataset of pairs (x, y)"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Either a table's columns, by name, or records x [n, ...] and their labels y [n, ...].
+
+    index: columns that number a table's rows. titles: column -> the names of the classes that it
+    numbers; of labels y that of "". y: None where there are none.
+    """
+
+    columns: dict[str, list[Any]] | None = None
+    index: tuple[str, ...] = ()
+    titles: Mapping[str, list[str]] | None = None
+    x: Any = None
+    y: Any = None
+
+    def named(self, label: str) -> list[Any]:
+        """Return a column of labels, by name where it numbers classes that have names."""
+        cells, titles = (self.columns or {})[label], self.titles_of(label)
+        if not titles:
+            return cells
+        return [titles[int(v)] if v in range(len(titles)) else None for v in cells]
+
+    def titles_of(self, label: str | None) -> list[str] | None:
+        """Return the names of the classes that a column, or y by "", numbers; None for none."""
+        return (self.titles or {}).get(str(label))
+
+
+def parts_of(data: Any, shape: tuple[int, ...] | None = None, what: str = "data") -> Parts:
+    """Take apart what was handed in. shape: of a record, where there may be records alone.
+
+    what: its name in errors.
+    Raises DataError: it is nothing that can be.
+    """
+    columns = _columns_of(data)
+    if columns is not None:
+        return Parts(columns, _index_of(data), _titles(data))
+    if isinstance(data, Items) and not isinstance(data, IterableDataset):
+        return _of_items(data, shape)
+    if isinstance(data, tuple | list):
+        pair = cast(Sequence[Any], data)
+        if len(pair) == 2 and (shape is None or _shape(pair[0]) != shape):
+            return Parts(x=pair[0], y=pair[1])
+    if shape is None or _shape(data) == ():
+        hint = "; hand in its .dataset" if hasattr(data, "dataset") else ""
+        raise DataError(f"{what} is {describe_value(data)}: {_KINDS}{hint}")
+    return Parts(x=data)
+
+
+def choose_columns(
+    columns: Mapping[str, Any], form: RecordForm, roles: Sequence[str | None]
+) -> list[str]:
+    """Return the columns that a record is made of. roles: label, site and person."""
+    return form.features or [name for name in columns if name not in {*roles, *form.drop}]
+
+
+def holds_arrays(cells: Sequence[Any] | None) -> bool:
+    """Whether a column has an array or an image in each cell."""
+    return bool(cells) and (
+        hasattr(cells[0], "getbands")
+        or (isinstance(cells[0], Sequence | np.ndarray | Tensor) and not isinstance(cells[0], str))
+    )
+
+
+def arrays_in(cells: Sequence[Any], what: str) -> np.ndarray:
+    """Return cells with arrays as one array, images of Pillow's with their channels first.
+
+    Raises DataError: their shapes differ.
+    """
+    return _together([_array(cell) for cell in cells], what)
+
+
+def labels_in(cells: Sequence[Any], form: RecordForm) -> Any:
+    """Return the labels beside arrays: as names, numbers, or arrays, by what a label is."""
+    if form.target.kind in ("several", "pixels"):
+        return _together([np.asarray(cell) for cell in cells], "label")
+    return cells if form.target.kind == "number" else [str(value) for value in cells]
+
+
+def describe_value(data: Any) -> str:
+    """Return what an error calls something of no use."""
+    return f"a {type(data).__module__}.{type(data).__qualname__}"
+
+
+def _of_items(data: Any, shape: tuple[int, ...] | None) -> Parts:
+    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+        return Parts(x=data.tensors[0], y=data.tensors[1])
+    items = [data[i] for i in range(len(cast(Any, data)))]
+    if shape is not None and items and not _is_pair(items[0], shape):
+        # A TensorDataset of records alone has each in a tuple.
+        alone = [i[0] if isinstance(i, tuple) and _shape(i) != shape else i for i in items]
+        return Parts(x=arrays_in(alone, "x"))
+    if not items or not all(_is_pair(item, None) for item in items):
+        raise DataError(
+            f"{describe_value(data)}: expected pairs (x, y), at least one: a record "
+            "and its label at each place; wrap it in a Dataset that gives them"
+        )
+    titles = getattr(data, "classes", None)
+    x = arrays_in([item[0] for item in items], "x")
+    y = _together([np.asarray(item[1]) for item in items], "y")
+    whole = isinstance(titles, Sequence) and y.ndim == 1 and y.dtype.kind in "iu"
+    named = list(map(str, titles)) if whole and isinstance(titles, Sequence) else None
+    return Parts(x=x, y=y, titles={"": named} if named else None)
+
+
+def _is_pair(item: Any, shape: tuple[int, ...] | None) -> bool:
+    two = isinstance(item, Sequence) and len(cast(Sequence[Any], item)) == 2
+    return two and (shape is None or _shape(item) != shape)
+
+
+def _shape(thing: Any) -> tuple[int, ...] | None:
+    """Return an array's shape; None where what should be one is ragged."""
+    try:
+        return tuple(np.shape(thing))
+    except ValueError:
+        return None
+
+
+def _columns_of(data: Any) -> dict[str, list[Any]] | None:
+    """Return a table's columns, None where it is none."""
+    named = getattr(data, "column_names", None)
+    if named is None:
+        named = data.keys() if isinstance(data, Mapping) else getattr(data, "columns", None)
+    if named is None or isinstance(data, type):
+        return None
+    if isinstance(named, Mapping):
+        parts = ", ".join(map(str, named))
+        raise DataError(f"{describe_value(data)} has the parts {parts}: give one of them")
+    keys = list(named)
+    if len({str(key) for key in keys}) < len(keys):
+        raise DataError(
+            f"{describe_value(data)} has the columns {', '.join(map(str, keys))}: name each once"
+        )
+    if isinstance(data, Mapping) and (odd := [k for k in keys if not _is_column(data[k])]):
+        raise DataError(
+            f"{describe_value(data)} has {', '.join(map(str, odd))}, which are no columns: hand in "
+            f"a table "
+            "of columns of equal length, or (x, y), as (bunch.data, bunch.target) of scikit-learn's"
+        )
+    plain = getattr(data, "with_format", None)
+    whole = cast(Any, data if plain is None else plain(None))
+    kinds: Any = getattr(data, "features", None)
+    # Hugging Face's columns give Python's floats, whatever they are declared as.
+    told = kinds if isinstance(kinds, Mapping) else {}
+    found = {str(k): cells_of(whole[k], getattr(told.get(k), "dtype", None)) for k in keys}
+    if len({len(cells) for cells in found.values()}) > 1:
+        lengths = ", ".join(f"{name} {len(cells)}" for name, cells in found.items())
+        raise DataError(
+            f"{describe_value(data)} has columns of lengths {lengths}: expected equal ones"
+        )
+    return found
+
+
+def _is_column(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes)
+
+
+def _index_of(data: Any) -> tuple[str, ...]:
+    """Return the columns that an Arrow table has of the index of pandas'."""
+    told: Any = getattr(getattr(data, "schema", None), "pandas_metadata", None)
+    names = told.get("index_columns", ()) if isinstance(told, Mapping) else ()
+    return tuple(name for name in names if isinstance(name, str))
+
+
+def _titles(data: Any) -> dict[str, list[str]]:
+    """Return by column the names of the classes that Hugging Face's columns number."""
+    kinds = getattr(data, "features", None)
+    found = kinds.items() if isinstance(kinds, Mapping) else ()
+    named = {str(name): getattr(kind, "names", None) for name, kind in found}
+    return {name: list(map(str, names)) for name, names in named.items() if names}
+
+
+def _array(cell: Any) -> np.ndarray:
+    """Return a record as an array; an image of Pillow's with its channels first."""
+    if isinstance(cell, Tensor):
+        return cell.detach().cpu().numpy()
+    found = np.asarray(cell)
+    if not hasattr(cell, "getbands"):
+        return found
+    return found[None] if found.ndim == 2 else np.moveaxis(found, -1, 0)
+
+
+def _together(records: Sequence[np.ndarray], what: str) -> np.ndarray:
+    shapes = {record.shape for record in records}
+    if len(shapes) != 1:
+        raise DataError(
+            f"{what}: its records have {len(shapes)} shapes, such as "
+            f"{', '.join(map(str, sorted(shapes)[:3]))}: expected one; bring them into one form"
+        )
+    return np.stack(records)
+
+
+_logger = logging.getLogger("fedpact")
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """Records as they were given, x [n, ...] and y [n], of which the sieve says who is used.
+
+    features: a table's columns. persons: whose each of them is, where somebody asked.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    sieve: RecordFilter
+    features: tuple[str, ...] = ()
+    persons: Sequence[str] | None = None
+
+    def used(self) -> "Sifted":
+        """Return the records that are used."""
+        good = self.sieve.good
+        x, y = (self.x, self.y) if good.all() else (self.x[good], self.y[good])
+        places = good.nonzero()[0]
+        numbers = torch.from_numpy(places + self.sieve.first)
+        whose = tuple(self.persons[i] for i in places.tolist()) if self.persons else ()
+        return Sifted(torch.from_numpy(x), torch.from_numpy(y), numbers, self.features, whose)
+
+
+@dataclass(frozen=True, eq=False)
+class Sifted:
+    """Records that are used: x [n, ...], y [n], and their numbers in their file [n].
+
+    features: a table's columns. persons: whose each of them is; () where nobody asked.
+    """
+
+    x: Tensor
+    y: Tensor
+    numbers: Tensor
+    features: tuple[str, ...] = ()
+    persons: tuple[str, ...] = ()
+
+
+def filter_arrays(
+    name: str,
+    pair: tuple[np.ndarray, np.ndarray],
+    classes: Sequence[str],
+    form: RecordForm,
+    values: str,
+) -> Given:
+    """Hold arrays x, y against a form. values: "float32" or "int64". Raises DataError."""
+    if form.target.kind == "several" and pair[1].shape[1:] != (len(classes),):
+        raise DataError(
+            f"data set {name}: y has shape {pair[1].shape}, and there are {len(classes)} labels, "
+            f"{', '.join(map(str, classes))}: expected [n, {len(classes)}], 0 or 1 of each"
+        )
+    sieve = RecordFilter(name, len(pair[1]), 0)
+    x = numbers_of_array(pair[0], form, values, sieve)
+    return Given(x, targets_of(pair[1], classes, form, "y", sieve), sieve)
+
+
+def array_of(name: str, what: str, values: Any) -> np.ndarray:
+    """Return numbers or text as an array. Raises DataError: they are something else.
+
+    Objects are what they hold: text, or numbers, of which None, pandas' <NA> and what numpy's mask
+    covers are missing ones. Numbers lie in the order of their axes, as code of a model may ask
+    (`view`), whatever was moved.
+    """
+    try:
+        if isinstance(values, Tensor):
+            values = values.detach().cpu()
+            # numpy has no such type.
+            values = values.float() if values.dtype == torch.bfloat16 else values
+        if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+            covered, values = np.ma.getmaskarray(values), values.data.astype(object)
+            values[covered] = None
+        array = values.numpy() if isinstance(values, Tensor) else np.asarray(values)
+        array = _plain(array) if array.dtype.kind in "OT" else array
+        array = np.ascontiguousarray(array) if array.ndim else array
+    except (TypeError, ValueError, RuntimeError) as error:  # the last as of a tensor on "meta"
+        raise DataError(
+            f"data set {name}: {what} is no array ({error}): expected rows of equal length"
+        ) from error
+    if array.dtype.kind not in "biufU":
+        raise DataError(
+            f"data set {name}: {what} is {describe_value(values)} of type {array.dtype}: expected "
+            f"an array "
+            "of numbers, or strings for labels; convert it first, as with x.toarray() of a sparse "
+            "matrix"
+        )
+    return array
+
+
+def labels_of(name: str, what: str, values: Any, kind: str, axes: int) -> np.ndarray:
+    """Return labels as an array, without an axis of length 1 that says nothing.
+
+    Of classes and numbers [n, 1], of pixels [n, 1, h, w] beside images. axes: those of x.
+    """
+    y = array_of(name, what, values)
+    most = {"class": 2, "number": 2, "pixels": 4 if axes == 4 else 0}.get(kind)
+    return y[:, 0] if y.ndim == most and y.shape[1] == 1 else y
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    """Return an array of Python's text, numbers or arrays as numpy's own; others as they are."""
+    cells = array.reshape(-1).tolist()
+    known = [value for value in cells if isinstance(value, str) or not is_blank(value)]
+    if all(isinstance(value, str) for value in known):
+        return np.array([v if isinstance(v, str) else "" for v in cells], str).reshape(array.shape)
+    if all(isinstance(value, Number | np.bool_) for value in known):
+        found = np.array([math.nan if is_blank(value) else value for value in cells])
+        found = found.reshape(array.shape)
+        return found.astype(float) if found.dtype.kind == "O" else found
+    if array.ndim == 1 and all(isinstance(value, np.ndarray | list) for value in known):
+        return np.stack([np.asarray(value) for value in cells])
+    return array
+
+
+def warn_of_channels(name: str, x: np.ndarray) -> None:
+    """Say that images have their channels last, as far as their shape tells."""
+    if x.ndim == 4 and x.shape[-1] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
+        _logger.warning(
+            "data set %s: a record has shape %s: models take an image as (channels, height, "
+            "width); if its channels stand last, hand in numpy.moveaxis(x, -1, 1)",
+            *(name, x.shape[1:]),
+        )
+
+
+_AXES: Final = {"class": 1, "number": 1, "several": 2, "pixels": None}
+
+
+def check_shapes(
+    name: str, end: str, x: np.ndarray, y: np.ndarray, *, least: int = 1, kind: str = "class"
+) -> None:
+    """Raise DataError unless x is [n, ...] and y of a target's form, n >= least of both."""
+    axes = _AXES[kind]
+    if kind != "class" and (y.dtype.kind not in "biuf" or y.ndim != (axes or max(y.ndim, 2))):
+        raise DataError(
+            f"data set {name}: y{end} has type {y.dtype} and shape {y.shape}: expected numbers, "
+            f"{'[n]' if kind == 'number' else '[n, labels]' if axes else '[n, height, width]'}, as "
+            "the plan's task says"
+        )
+    plain = kind != "class" or y.ndim == 1
+    if x.ndim < 2 or not plain or len(x) != len(y) or len(y) < least or 0 in x.shape[1:]:
+        hint = "a single feature is a column, reshape(-1, 1)"
+        if x.ndim < 2 and x.dtype.kind == "U":
+            hint = "text becomes records as numbers of words, x [n, length] of integers"
+        elif not plain:
+            hint = (
+                "0 or 1 of each of several labels is task.kind = 'multi_label', a class for each "
+                "pixel 'segmentation', and one column that is 1 for its class y.argmax(1)"
+            )
+        raise DataError(
+            f"data set {name}: x{end} has shape {x.shape} and y{end} {y.shape}: expected [n, ...] "
+            f"and [n] with equal n >= {least} and at least one feature; {hint}"
+        )

@@ -1,0 +1,396 @@
+"""The declared form of a table's records, and how its columns are scaled.
+
+It stands in federation.toml, the same at every party, and in a plan, for own data that a simulation
+reads. What a record has to be follows from it and never from the other records: not from the type
+that a file's arrays happen to have, and not from the values that happen to occur.
+
+    [records]
+    low = 0.0                  every value is at least this, and at most `high`
+    high = 255.0
+    clamp = true               a number beyond becomes the nearer bound; else the record is left out
+    vocabulary = 50            instead: values are whole numbers, words 0, ..., 49
+    labels = "names"           how labels in arrays are meant; see RecordForm
+
+    [records.columns.age]      for one column: its own range, or the values that there are
+    range = [0, 120]           the same as low = 0 and high = 120
+    fill = 60                  stands for a missing value; without it the record is left out
+    scale = "range"            what the model is given in its place: see ValueRange and Column
+    [records.columns.ward]
+    categories = ["A", "B"]    text: becomes 0.0, 1.0, ...; numbers stay what they are
+    other = "B"                stands for a value that is none of them; else the record is left out
+    scale = "one-hot"          a column for each category, 1 in the record's own and 0 in the others
+
+    features = ["age", "bmi"]  of a table the columns that a record is made of, in this order; or
+    drop = ["id", "entered"]   those that it is not made of. Without either it is made of all that
+                               are no label, site, person or index of pandas'
+
+In an array of records [n, d] the columns are called "0", "1", ...
+
+"range"      (2 x - low - high) / (high - low)      in -1..1
+    "unit"       (x - low) / (high - low)               in 0..1
+    "standard"   (x - mean) / deviation
+    "released"   as "range", and then by what sites release of that (privacy.column_scales)
+    "one-hot"    for each category a number, 1 for the record's own and 0 for the others
+
+A record's numbers follow from that record and the constants alone, so the numbers that are clipped
+and sampled are still one record's.
+"""
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Self, cast
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
+
+_FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+_OF_COLUMNS: Final = ("standard", "released", "one-hot")
+_BY_RANGE: Final = ("range", "unit", "released")
+
+
+class ValueRange(BaseModel):
+    """Numbers from low to high, either of which may be left out. See the module.
+
+    low, high: the least and the most that a value may be; a record beyond is left out. clamp:
+    whether a number beyond becomes the nearer bound instead. fill: stands for a value that is
+    missing; without it the record is left out. scale: what becomes of a number x before it is
+    trained on: "none" leaves it; "range" maps low..high to -1..1, "unit" to 0..1. Of a column also
+    "standard", (x - mean) / deviation, which are declared; "released", the same with what the sites
+    release with noise (privacy.column_scales), of values between low and high; "one-hot", of
+    categories.
+    """
+
+    model_config = _FROZEN
+    low: float | None = None
+    high: float | None = None
+    clamp: bool = False
+    fill: str | float | None = None
+    scale: Literal["none", "range", "unit", "standard", "released", "one-hot"] = "none"
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if self.low is not None and self.high is not None and not self.low <= self.high:
+            raise ValueError(f"low = {self.low:g} and high = {self.high:g}: expected low <= high")
+        if self.clamp and self.low is None and self.high is None:
+            raise ValueError("clamp = true without low or high: say where values are clamped")
+        if self.scale in _BY_RANGE and not _wide(self.low, self.high):
+            raise ValueError(
+                f'scale = "{self.scale}" with low = {self.low} and high = {self.high}: expected '
+                "both, with low < high: the least and the most that such a value can be"
+            )
+        if self.scale in _BY_RANGE and not _told_apart(self.low or 0.0, self.high or 0.0):
+            raise ValueError(
+                f"low = {self.low!r} and high = {self.high!r}: single precision, in which numbers "
+                "are read, has fewer than 128 between them; take an offset off in the file "
+                "(seconds since the first, say), and declare the range of what is left"
+            )
+        if isinstance(self.fill, float) and not _lies(self.fill, self.low, self.high):
+            raise ValueError(
+                f"fill = {self.fill:g} is beyond low = {self.low} and high = {self.high}: it "
+                "stands for a value that is missing; expected one between them"
+            )
+        return self
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is a bound."""
+        return self.low is not None or self.high is not None
+
+    def number(self, value: str | float | None) -> float | None:
+        """Return what stands for a value among a record's numbers; None for none."""
+        return None if isinstance(value, str) else value
+
+
+def _wide(low: float | None, high: float | None) -> bool:
+    return low is not None and high is not None and 0 < high - low < math.inf
+
+
+def _told_apart(low: float, high: float) -> bool:
+    """Whether there are 128 float32 numbers between them, or all whole numbers that there are."""
+    step = 2.0 ** (math.frexp(max(abs(low), abs(high)))[1] - 24)
+    whole = low.is_integer() and high.is_integer() and step <= 1
+    return whole or high - low >= 128 * step
+
+
+def _lies(value: float, low: float | None, high: float | None) -> bool:
+    return (low is None or low <= value) and (high is None or value <= high)
+
+
+class Column(ValueRange):
+    """One column: its range, or its categories. See the module.
+
+    range: [low, high], in place of the two. categories: all texts or numbers that there are; texts
+    become 0.0, 1.0, ... in this order. other: a category that stands for a value that is none of
+    them; without it the record is left out. mean, deviation: declared, with scale = "standard".
+    """
+
+    categories: list[str] | list[float] | None = Field(default=None, min_length=1)
+    other: str | float | None = None
+    mean: float | None = None
+    deviation: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _range_is_low_and_high(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or "range" not in raw:
+            return raw
+        given = {**cast(dict[str, Any], raw)}
+        ends = given.pop("range")
+        if "low" in given or "high" in given or not isinstance(ends, list) or len(ends) != 2:
+            raise ValueError(
+                f"range = {ends}: expected [low, high], and neither low nor high beside it"
+            )
+        return {**given, "low": ends[0], "high": ends[1]}
+
+    @model_validator(mode="after")
+    def _range_or_categories(self) -> Self:
+        if (self.scale == "standard") != (self.mean is not None and self.deviation is not None) or (
+            self.mean is None
+        ) != (self.deviation is None):
+            raise ValueError(
+                f'scale = "{self.scale}" with mean = {self.mean} and deviation = {self.deviation}: '
+                'expected scale = "standard" with both, or none of them'
+            )
+        known = self.categories
+        if known is None:
+            if isinstance(self.fill, str) and self.low is not None:
+                raise ValueError(
+                    f"fill = {self.fill!r} beside a range of numbers: expected a number in it"
+                )
+            if self.other is not None or self.scale == "one-hot" or isinstance(self.fill, str):
+                raise ValueError(
+                    f'other = {self.other!r}, fill = {self.fill!r}, scale = "{self.scale}" without '
+                    "categories: declare them, all that there are"
+                )
+            return self
+        if self.bounded:
+            raise ValueError("a column has low and high, or categories: leave one out")
+        if len(set(known)) < len(known):
+            raise ValueError(f"categories = {known}: expected each once")
+        numbers = [each for each in known if isinstance(each, float)]
+        if len(set(array("f", numbers))) < len(numbers):
+            raise ValueError(
+                f"categories = {known}: some are the same number in single precision, in which "
+                "they are read; give them as text, or smaller codes"
+            )
+        for name, value in (("fill", self.fill), ("other", self.other)):
+            if value is not None and value not in known:
+                raise ValueError(f"{name} = {value!r}: expected one of the categories {known}")
+        return self
+
+    @property
+    def names(self) -> list[str] | None:
+        """The categories, where they are text."""
+        found = [c for c in self.categories or [] if isinstance(c, str)]
+        return found or None
+
+    def as_numbers(self) -> "Column":
+        """Return the column as it is in an array, where categories in text are their places."""
+        if self.names is None:
+            return self
+        places = {"categories": [float(i) for i in range(len(self.names))]}
+        own = {"fill": self.number(self.fill), "other": self.number(self.other)}
+        return self.model_copy(update={**places, **own})
+
+    def number(self, value: str | float | None) -> float | None:
+        """Return the number of a value: of a category in text its place."""
+        return float((self.names or []).index(value)) if isinstance(value, str) else value
+
+
+class LabelForm(BaseModel):
+    """What a record's label is: a class, a number, several labels, or a class for each pixel.
+
+    A plan says it in [task]. kind: "class"; "number", in whose place -1..1 is trained on;
+    "several", 0 or 1 for each of the labels; "pixels", the number of a class at each place. low:
+    the least that a number can be; what is below becomes it. high: the most that a number can be.
+    """
+
+    model_config = _FROZEN
+    kind: Literal["class", "number", "several", "pixels"] = "class"
+    low: float = -1.0
+    high: float = 1.0
+
+
+class RecordForm(ValueRange):
+    """What a record may hold, declared before anybody looks at one. See the module.
+
+    vocabulary: values are words, whole numbers 0, ..., vocabulary - 1. columns: what single columns
+    may hold, by name; of an array [n, d] they are called "0", "1", ... labels: of arrays, "numbers"
+    for the classes' places from 0, "names" for their names. Left out, numbers are places and text
+    is names; it has to be given where a class's name is the number of another. Tables have names.
+    features: of a table the columns that a record is made of, in this order. drop: the columns that
+    it is not made of, in place of features; without either it is made of all that are no label,
+    site, person or index of pandas'. target: what a label is, as the plan's [task] says it.
+    """
+
+    vocabulary: int | None = Field(default=None, ge=1)
+    labels: Literal["numbers", "names"] | None = None
+    features: list[str] | None = Field(default=None, min_length=1)
+    drop: list[str] = Field(default_factory=list[str])
+    target: LabelForm = LabelForm()
+    columns: dict[str, Column] = Field(default_factory=dict[str, Column])
+
+    @model_validator(mode="after")
+    def _words_or_numbers(self) -> Self:
+        if isinstance(self.fill, str) or self.scale in _OF_COLUMNS:
+            raise ValueError(
+                f'fill = {self.fill!r}, scale = "{self.scale}" for all values: expected a number, '
+                'and "none", "range" or "unit"; declare the rest in [records.columns.NAME]'
+            )
+        if self.features is not None and (self.drop or len({*self.features}) < len(self.features)):
+            raise ValueError(
+                f"features = {self.features} with drop = {self.drop}: expected the columns to "
+                "use, each once, or those to leave out, not both"
+            )
+        other = self.bounded or self.columns or self.fill is not None
+        if self.vocabulary is not None and other:
+            raise ValueError(
+                f"vocabulary = {self.vocabulary} beside low, high, fill or columns: words have "
+                "none; leave one out"
+            )
+        return self
+
+    @property
+    def kept(self) -> dict[str, Column]:
+        """What is declared of columns, but for those that are dropped."""
+        return {name: own for name, own in self.columns.items() if name not in self.drop}
+
+    @property
+    def released(self) -> tuple[str, ...]:
+        """The columns that are scaled by what the sites release."""
+        return tuple(name for name, own in self.kept.items() if own.scale == "released")
+
+    def of(self, column: str) -> ValueRange:
+        """Return a column's own form, else that of all."""
+        return self.columns.get(column, self)
+
+    def by_place(self, features: Sequence[str]) -> "RecordForm":
+        """Return the form of arrays that stand beside a table, with its numbers in its order.
+
+        features: the table's columns in order; () where there is no table, only arrays.
+        """
+        columns = self.in_arrays(features).columns if features else self.columns
+        return self.model_copy(update={"columns": columns, "features": None, "drop": []})
+
+    def in_arrays(self, features: Sequence[str]) -> "RecordForm":
+        """Return the form of the same records as arrays, which hold what was made of a table.
+
+        features: the table's columns in order.
+        """
+        place = {name: str(i) for i, name in enumerate(features)}
+        columns = {place.get(name, name): c.as_numbers() for name, c in self.kept.items()}
+        told = {"columns": columns, "labels": "numbers", "features": None, "drop": []}
+        # In an array stands what was made of a number.
+        told["target"] = LabelForm(kind=self.target.kind)
+        return self.model_copy(update=told)
+
+
+class PlanRecords(RecordForm):
+    """What a record of your own data may hold, declared before anybody looks at one.
+
+    classes: the labels' names in order; left out, those that are found.
+    """
+
+    classes: list[str] | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="after")
+    def _target_is_the_tasks(self) -> Self:
+        if self.target != LabelForm():
+            raise ValueError("records.target: a plan says what its labels are in [task]")
+        return self
+
+    def shared(self, target: LabelForm | None = None) -> RecordForm:
+        """Return it without the classes, as federation.toml has it, which names them itself."""
+        found = RecordForm(**self.model_dump(exclude={"classes"}))
+        return found if target is None else found.model_copy(update={"target": target})
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What a form makes of records of one shape. features: a row's columns, in its order.
+
+    Of arrays they are "0", "1", ...; of a record that is no row there are none.
+    """
+
+    form: RecordForm
+    features: tuple[str, ...]
+
+    @staticmethod
+    def of(form: RecordForm, shape: Sequence[int], features: Sequence[str] = ()) -> "Scaling":
+        """Return it for records [*shape]. features: of a table; () for arrays."""
+        row = len(shape) == 1
+        return Scaling(form, tuple(features or map(str, range(shape[0]))) if row else ())
+
+    @property
+    def used(self) -> bool:
+        """Whether it changes anything."""
+        return any(own.scale != "none" for own in (self.form, *self.form.kept.values()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns of what comes out; "ward=A" where one became several."""
+        if not self.used:
+            return self.features
+        named = [[name, *_each(name, self.form.of(name))] for name in self.features]
+        return tuple(name for first, *rest in named for name in rest or [first])
+
+    @property
+    def released(self) -> tuple[int, ...]:
+        """The places, in what comes out, of columns that are scaled by what sites release.
+
+        In the order of the declaration, which is the same at all sites.
+        """
+        places, place = dict[str, int](), 0
+        for name in self.features:
+            places[name] = place
+            place += len(_each(name, self.form.of(name))) or 1
+        return tuple(places[name] for name in self.form.released)
+
+    def example(self, record: Tensor) -> Tensor:
+        """Return zeros of the form that a record [*shape] comes out in.
+
+        Which column is which does not matter to it: a server may not know their names.
+        """
+        if not self.used:
+            return record
+        own = self.form.kept.values()
+        more = sum(len(c.categories or []) - 1 for c in own if c.scale == "one-hot")
+        shape = (len(record) + more,) if record.ndim == 1 else record.shape
+        return torch.zeros(shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return what stands in place of records x [n, *shape], float32 [n, ...]."""
+        if not self.used:
+            return x
+        if not self.form.columns:
+            return rescale(x.double(), self.form).float()
+        columns = [
+            rescale(x[:, [k]].double(), self.form.of(n)) for k, n in enumerate(self.features)
+        ]
+        return torch.cat(columns, 1).float()
+
+
+def rescale(x: Tensor, own: ValueRange) -> Tensor:
+    """Return what stands in place of numbers x [n, ...] of one declaration; both in float64."""
+    if isinstance(own, Column):
+        if own.scale == "one-hot":
+            known = own.as_numbers().categories or []
+            # As they were read, which is in float32.
+            return (x == torch.tensor(known, dtype=torch.float32).double()).double()
+        if own.mean is not None and own.deviation is not None:
+            return (x - own.mean) / own.deviation
+    low, high = own.low or 0.0, own.high or 0.0
+    if own.scale in ("range", "released"):
+        return (2 * x - low - high) / (high - low)
+    return (x - low) / (high - low) if own.scale == "unit" else x
+
+
+def _each(name: str, own: ValueRange) -> list[str]:
+    if not isinstance(own, Column) or own.scale != "one-hot":
+        return []
+    return [f"{name}={category}" for category in own.categories or []]

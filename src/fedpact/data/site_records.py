@@ -1,0 +1,119 @@
+"""The records of a deployed site: what leaves it must not tell whether one of them was wrong.
+
+Read from the site's own file and held against what the federation declares. Faults of the file as a
+whole, its columns, its arrays' shapes, are its owner's, and raise; those of records never do.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fedpact.common.errors import DataError
+from fedpact.data.cells import SUFFIXES, read_npz, read_table
+from fedpact.data.inputs import Given, Sifted, array_of, check_shapes, filter_arrays, labels_of
+from fedpact.data.schema import RecordForm
+from fedpact.data.sieve import RecordFilter
+from fedpact.data.tables import ambiguous, numbers_of_table
+from fedpact.data.targets import persons_of, targets_of
+
+_logger = logging.getLogger("fedpact")
+
+
+def load_site(
+    path: Path,
+    label: str | None,
+    classes: Sequence[str],
+    shape: tuple[int, ...],
+    values: str,
+    form: RecordForm,
+    person: str | None = None,
+    features: tuple[str, ...] = (),
+) -> Sifted:
+    """Return the records x [n, *shape], y [n] of a site's own .csv, .parquet or .npz file.
+
+    features: the columns of a table in the order of the numbers of a record, which is the same at
+    all sites, in whatever order a file has them; an .npz file has them in this one.
+    person: the column, or in an .npz the array, that says whose a record is; None: nobody asks.
+    classes, shape, values ("float32" or "int64"), form: as the federation declares them. A record
+    that does not fit is left out, whatever is wrong with it, and so may all of them be: n >= 0. It
+    is named in the log of this machine, without its values, and nowhere else.
+    Raises DataError: the file as a whole is of another form, or not there.
+    """
+    suffix = path.suffix.lower()
+    if suffix in (".csv", ".parquet"):
+        if form.target.kind == "pixels":
+            raise DataError(
+                f"data file {path}: labels of kind 'pixels' in a column: expected arrays x and y; "
+                "write the records as .npz"
+            )
+        table = read_table(path, label, None, person, form)
+        _check_form(path, (len(features or table.features),), shape)
+        table = table.in_order(f"data file {path}", features)
+        sieve = RecordFilter(str(path), table.count, 1)
+        x = numbers_of_table(table, form, values, sieve)
+        labels = table.columns[table.label]
+        y = targets_of(labels, classes, form, table.label, sieve, how="names")
+        whose = None if person is None else persons_of(table.columns[person], sieve, person)
+        found = Given(x, y, sieve, table.features, whose)
+    else:
+        if features:
+            # A table's numbers, in the order that the federation has.
+            form = form.by_place(features)
+        elif form.drop or form.features is not None:
+            raise DataError(
+                f"data file {path} is no table: records.features = {form.features} and "
+                f"records.drop = {form.drop} of federation.toml expect columns by name; leave "
+                "columns out of the sites' arrays, and agree on a federation.toml without them"
+            )
+        arrays = _site_arrays(path, label, classes, shape, values, form, person)
+        found = replace(arrays, features=features)
+    found.sieve.warn(values=False)
+    if not found.sieve.good.any():
+        _logger.warning("%s holds no record that is used: the site sends noise alone", path)
+    return found.used()
+
+
+def _site_arrays(
+    path: Path,
+    label: str | None,
+    classes: Sequence[str],
+    shape: tuple[int, ...],
+    values: str,
+    form: RecordForm,
+    person: str | None,
+) -> Given:
+    if path.suffix.lower() != ".npz" or label is not None:
+        raise DataError(
+            f"records is {str(path)!r} with label = {label!r}: expected a file ending in "
+            f"{', '.join(SUFFIXES)}, and a label's column for .csv and .parquet alone"
+        )
+    if form.labels is None and ambiguous(classes):
+        raise DataError(
+            f"data file {path}: the classes {', '.join(classes)} are named by other classes' "
+            'numbers, so a label in an array may mean two: set labels = "names" or "numbers" in '
+            "[records] of federation.toml"
+        )
+    arrays = read_npz(path)
+    x = array_of(str(path), "x", arrays["x"])
+    y = labels_of(str(path), "y", arrays["y"], form.target.kind, x.ndim)
+    check_shapes(str(path), "", x, y, least=0, kind=form.target.kind)
+    _check_form(path, x.shape[1:], shape)
+    found = filter_arrays(str(path), (x, y), classes, form, values)
+    if person is None:
+        return found
+    if person not in arrays:
+        raise DataError(
+            f"data file {path} holds the arrays {', '.join(sorted(arrays))}: expected {person!r} "
+            "too, which federation.toml names as what says whose a record is"
+        )
+    whose = array_of(str(path), person, arrays[person])
+    return replace(found, persons=persons_of(whose, found.sieve, person))
+
+
+def _check_form(path: Path, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if found != shape:
+        raise DataError(
+            f"a record of {path} has shape {found}: federation.toml has {shape}; bring the file "
+            "into that form"
+        )

@@ -1,0 +1,308 @@
+"""Classes, persons and targets of records that arrive as arrays or tables.
+
+What looks like labels of another task is refused: it would train, and be of no use.
+
+One person under two names is protected less, and so is one whose name is another's as well: records
+of m others count for less once k of hers count with them, by up to 2 k / (m + k) of the bound on a
+person. So a name that may be several persons' is nobody's, and its records are used for nobody.
+
+As with all else of a record, it follows from that label and what was declared, and a label that
+does not fit leaves its record out.
+"""
+
+import logging
+import math
+import re
+import unicodedata
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Final, cast
+
+import numpy as np
+
+from fedpact.common.errors import DataError
+from fedpact.data.cells import Cells, NumberCells
+from fedpact.data.schema import LabelForm, RecordForm
+from fedpact.data.sieve import NO_NUMBER, RecordFilter
+from fedpact.data.tables import (
+    class_numbers,
+    is_blank,
+    is_missing,
+    number_of,
+    readable,
+    text_of,
+    without_decimal_zeros,
+)
+
+_FEW: Final = 20
+"""So many classes may be those of ever so few records."""
+
+REGRESSION: Final = "is this task.kind = 'regression', with task.range = [low, high]"
+
+_logger = logging.getLogger("fedpact")
+
+
+def class_names(name: str, labels: Sequence[np.ndarray], form: RecordForm) -> tuple[str, ...]:
+    """Return the names of the classes of arrays y [n, ...], training and test.
+
+    Raises DataError: they are no numbers of classes.
+    """
+    if form.target.kind == "number":
+        return ("value",)
+    if form.target.kind == "several":
+        return tuple(map(str, range(labels[0].shape[1])))
+    if labels[0].dtype.kind == "U":
+        return sort_names(name, [str(v) for part in labels for v in part.reshape(-1).tolist()])
+    found = np.unique(np.concatenate([part[np.isfinite(part)] for part in labels]))
+    largest, records = int(max(found, default=0)), sum(part.size for part in labels)
+    ask = "are they masks of class numbers" if form.target.kind == "pixels" else REGRESSION
+    _check_classes(name, found.tolist(), records, ask)
+    if found.size and found[0] < 0:
+        raise DataError(
+            f"data set {name}: a label is {found[0]:g}: expected class numbers from 0; number the "
+            "classes 0, 1, 2, ..., or store labels as names, and leave out records without one"
+        )
+    if largest >= max(records, 2):
+        raise DataError(
+            f"a label is {largest}: expected class numbers from 0, and fewer classes than the "
+            f"{records} records; number the classes 0, 1, 2, ... or store labels as names"
+        )
+    never = [k for k in range(largest) if k not in {*found.tolist()}]
+    if never:
+        _tell_never(name, never, largest, pixels=form.target.kind == "pixels")
+    return tuple(map(str, range(max(largest, 0) + 1)))
+
+
+def sort_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of classes sorted, by size if they are numbers. Raises DataError."""
+    given = [label.strip() for label in labels]
+    names = sorted({label for label in given if not is_missing(label)})
+    # Of classes that are numbers none is called "NA", as one of names may be; and 1.0 is 1.
+    whole = sorted({without_decimal_zeros(label) for label in names if not is_blank(label)})
+    try:
+        numbers = [float(name) for name in whole]
+    except ValueError:
+        _check_many(name, names, len(given), "is it the column of the labels")
+        _check_spelled(name, names)
+        return tuple(names)
+    _check_classes(name, numbers, len(given), REGRESSION)
+    return tuple(name for _, name in sorted(zip(numbers, whole, strict=True)))
+
+
+def _check_spelled(name: str, names: Sequence[str]) -> None:
+    """Warn of classes that differ in capitals alone."""
+    alike = dict[str, list[str]]()
+    for one in names:
+        alike.setdefault(one.casefold(), []).append(one)
+    for several in [each for each in alike.values() if len(each) > 1]:
+        _logger.warning(
+            "data set %s: labels %s are %d classes: write them alike if they mean one, or name the "
+            "classes as records.classes",
+            *(name, ", ".join(map(repr, several)), len(several)),
+        )
+
+
+def check_several(
+    name: str, classes: Sequence[str], labels: Sequence[str], form: RecordForm
+) -> None:
+    """Raise DataError where there is one class alone. labels: all that are found, as text."""
+    if form.target.kind not in ("class", "pixels") or len(classes) != 1:
+        return
+    found = sorted({label for label in labels if not is_missing(label)})
+    told = ", ".join(map(repr, found[:5])) + (", ..." if len(found) > 5 else "")
+    raise DataError(
+        f"data set {name}: there is one class, {classes[0]!r}, and the labels found are {told}: "
+        "expected two classes or more, as of one there is nothing to learn; name all of them as "
+        "records.classes (classes = [...] in Python), or hand in records of the others"
+    )
+
+
+def _check_classes(name: str, found: Sequence[float], records: int, ask: str) -> None:
+    """Raise DataError: numbers that are measured rather than classes."""
+    odd = [value for value in found if value != round(value)] if _finite(found) else []
+    if odd:
+        raise DataError(
+            f"data set {name}: its labels are numbers such as {odd[0]:g}, {len(found)} different "
+            f"ones of {records} records, and no classes are declared: {ask}? If they are classes, "
+            "name them as records.classes"
+        )
+    _check_many(name, found, records, ask)
+
+
+def _check_many(name: str, found: Sequence[object], records: int, ask: str) -> None:
+    if len(found) > max(_FEW, records / 2):
+        raise DataError(
+            f"data set {name}: {records} records have {len(found)} different labels, and no "
+            f"classes are declared: {ask}? If they are classes, name them as records.classes"
+        )
+
+
+def _finite(found: Sequence[float]) -> bool:
+    return bool(np.isfinite(found).all())
+
+
+def _tell_never(name: str, never: list[int], largest: int, *, pixels: bool) -> None:
+    """Warn of numbers of classes that no record has. Raises DataError: among pixels."""
+    told = ", ".join(map(str, never[:5])) + (", ..." if len(never) > 5 else "")
+    if pixels:
+        raise DataError(
+            f"data set {name}: its masks have the numbers up to {largest}, and {told} never occur: "
+            "expected a class number from 0 at each pixel. No number is passed over in a loss: "
+            f"give pixels that are to be ignored (often 255) a class of their own; or, if all of 0 "
+            f"to {largest} are classes, name them as records.classes"
+        )
+    _logger.warning(
+        "data set %s: no label is %s, and %d is the largest: it is trained with %d classes; number "
+        "the classes from 0, or name them as records.classes",
+        *(name, told, largest, largest + 1),
+    )
+
+
+_NOBODY: Final = frozenset(
+    {"", "na", "nan", "nat", "null", "none", "nil", "1ind", "1qnan", "inf", "infinity"}
+    | {"unknown", "missing", "undefined", "anonymous"}
+)
+"""Names that name nobody, by their letters and digits: "-", "#N/A" and "n. a." are of them."""
+
+# What spreadsheets and data frames make of long numbers: 3.2E+17, in some countries with a comma.
+_EXPONENT: Final = re.compile(r"[+-]?(?=[.,]?[0-9])[0-9]*[.,]?[0-9]*e[+-]?[0-9]+", re.IGNORECASE)
+_POINT: Final = re.compile(r"[+-]?[0-9]+[.,][0-9]*")
+_CONTROLS: Final = "".join(map(chr, (*range(33), *range(127, 161))))
+
+
+def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "person") -> list[str]:
+    """Return whose each record is, n of them; the sieve has those that may be several persons'.
+
+    Those are the records that name nobody, and those whose number was rounded, so that its
+    neighbours, other persons, are the same. 7.0 is 7, however it is stored, and letters are the
+    same in whichever of Unicode's ways they are written. Raises DataError: another length.
+    """
+    if len(given) != sieve.count:
+        raise DataError(
+            f"data set {sieve.origin}: person has {len(given)} entries for {sieve.count} records: "
+            "give one person a record"
+        )
+    values = given.values if isinstance(given, NumberCells) else given
+    if isinstance(values, np.ndarray) and values.dtype.kind in "iu":
+        # Whole numbers of a column are floats once one of them is missing, as numpy and pandas
+        # have it; such as those would round are nobody's without it, too.
+        exact = _exact(float)
+        given = [v if v is None or abs(v) < exact else float(v) for v in list(given)]
+    if isinstance(given, np.ndarray):
+        # Floats stay of their type, which says from where on they round.
+        read = readable(given)
+        given = list(read) if read.dtype.kind == "f" else cast(list[Any], read.tolist())
+    written = [_shown(text_of(value)) for value in given]
+    for row, (name, value) in enumerate(zip(written, given, strict=True)):
+        if why := _rounded(name, value):
+            why += ", which may stand for several persons; give such names as text"
+            sieve.leave_out(row, column, why, value)
+        elif _names_nobody(name):
+            sieve.leave_out(row, column, "names no person")
+    # No array of text, in which one name is as long as the longest.
+    return [without_decimal_zeros(name) for name in written]
+
+
+def _shown(name: str) -> str:
+    """Return a name as one sees it, without what has no width, as copied names carry with them."""
+    if name.isascii() and name.isprintable():
+        return name
+    text = unicodedata.normalize("NFC", name)
+    return "".join(c for c in text if unicodedata.category(c) != "Cf").strip(_CONTROLS)
+
+
+def _names_nobody(name: str) -> bool:
+    letters = "".join(c for c in name.casefold() if c.isalnum())
+    failed = name.startswith("#") and name.endswith(("!", "?", "N/A"))  # a spreadsheet's formula
+    return failed or letters in _NOBODY
+
+
+def _rounded(name: str, value: Any) -> str:
+    """Return in which way a number was rounded, "" if it was not."""
+    if isinstance(value, float | np.floating):
+        exact = _exact(type(value))
+        return "" if abs(value) < exact else f"is a number that floats round, from {exact:.0f} on"
+    if not isinstance(value, str | bytes):
+        return ""
+    # A code such as 12E3 is none; 1.2e3 and 12E+3 are how numbers are written.
+    if _EXPONENT.fullmatch(name) and re.search(r"[.,]|e[+-]", name, re.IGNORECASE):
+        return "is a number in exponents, as a spreadsheet rounds long ones"
+    exact = _exact(float)
+    too_far = _POINT.fullmatch(name) and abs(float(name.replace(",", "."))) >= exact
+    return f"is a number with a point beyond {exact:.0f}" if too_far else ""
+
+
+@cache
+def _exact(kind: type[Any]) -> float:
+    """Return from where on two whole numbers may be one float of a type."""
+    return 2.0 ** (np.finfo(kind).nmant + 1)
+
+
+def targets_of(
+    labels: Cells | np.ndarray,
+    classes: Sequence[str],
+    form: RecordForm,
+    column: str,
+    sieve: RecordFilter,
+    how: str | None = None,
+) -> np.ndarray:
+    """Return labels as they are trained on, [n, ...]; the sieve has those that do not fit.
+
+    A class: its place, int64 [n]; how it is named: see tables.class_numbers, by default as the form
+    says. A number: float32 [n], -1..1. Several: 0 or 1 for each of the classes, float32 [n, K].
+    Pixels: places of classes, int64 [n, ...].
+    """
+    kind = form.target.kind
+    if kind == "class":
+        return class_numbers(labels, classes, form.labels or how, column, sieve)
+    if kind == "number":
+        return _numbers(labels, form.target, column, sieve)
+    if kind == "several" and not isinstance(labels, np.ndarray):
+        labels = _several(labels, len(classes))
+    found = np.asarray(labels)
+    flat = found.reshape(len(found), math.prod(found.shape[1:]))
+    most = 1 if kind == "several" else len(classes) - 1
+    with np.errstate(invalid="ignore"):
+        good = (flat >= 0) & (flat <= most) & (flat == np.rint(flat))
+    for row in np.flatnonzero(~good.all(1)).tolist():
+        place = int((~good[row]).argmax())
+        why = f"is no whole number from 0 to {most} at place {place}"
+        sieve.leave_out(row, column, why, flat[row, place])
+    kept = np.where(good.reshape(found.shape), found, 0)
+    return kept.astype(np.float32 if kind == "several" else np.int64)
+
+
+def unscale(values: Any, target: LabelForm) -> Any:
+    """Return numbers of -1..1 in the units of the label."""
+    return target.low + (values + 1) * (target.high - target.low) / 2
+
+
+def _several(cells: Cells, count: int) -> np.ndarray:
+    """Return cells that hold so many numbers each as float64 [n, count], NaN where one does not."""
+    found = np.full((len(cells), count), np.nan)
+    for row, cell in enumerate(cells):
+        # One by one, so that none changes what another is read as.
+        try:
+            one = np.asarray(cell, np.float64).reshape(-1)
+        except (TypeError, ValueError, OverflowError):
+            continue
+        if len(one) == count:
+            found[row] = one
+    return found
+
+
+def _numbers(
+    labels: Cells | np.ndarray, target: LabelForm, column: str, sieve: RecordFilter
+) -> np.ndarray:
+    found = np.zeros(len(labels))
+    for row, label in enumerate(labels):
+        number = number_of(label)
+        if not np.isfinite(number):
+            why = "is missing" if is_blank(label) else NO_NUMBER
+            sieve.leave_out(row, column, why, label)
+            number = target.low
+        elif not target.low <= number <= target.high:
+            sieve.clamp(row, column, "is beyond the declared range of labels", label)
+        found[row] = min(max(number, target.low), target.high)
+    scaled = (2 * found - target.low - target.high) / (target.high - target.low)
+    return scaled.astype(np.float32)

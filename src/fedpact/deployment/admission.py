@@ -1,0 +1,296 @@
+"""Who may take part: the server's checks of a site, and the ledgers it has seen.
+
+ledgers.json    site -> [length, head, shown]: of its ledger, by the last reply that it signed;
+                    shown: of what kind -> [length, head] by the last reply of that kind
+    barred.json     site -> why; until a person lifts it (`fedpact deploy readmit`)
+
+Every question to a site says what stands in the first file, and the site refuses it, before it
+charges, where its own ledger does not go on from there (witness). So of a ledger that was
+put back, and of two copies of one, no more than one goes on. A reply that shows a shorter ledger,
+or another one, comes from a site that did not look: it is barred. But for the very reply of its
+kind that was seen last: a server that died after an evaluation asks for the round's training again,
+and the site sends what it has kept.
+
+form        the vectors and numbers that the algorithm's own local part returns, in their shapes
+    finite      no NaN, no infinity
+    weight      the size that was declared for the site
+    ledger      one that has become longer, or is the one that was seen (deployment.admission)
+    far off     what is beyond what the site's terms allow (see algorithms.Algorithm.bounds)
+    longest     no vector much farther from what was told than the others' (see `outliers`)
+
+None of it is a defence against a site that lies within these bounds, and none of it costs a site
+any privacy. The form is found by carrying out the local part on made-up records, so it is right for
+every algorithm.
+"""
+
+import json
+import logging
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+
+from fedpact.algorithms.wrappers.base import Method
+from fedpact.common.errors import InputError, PlanError
+from fedpact.common.files import parse_errors, write_whole
+from fedpact.common.messages import EVALUATION, FINAL, Reply, State, Task
+from fedpact.common.params import FlatModel, all_finite
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.per_sample.kernel import PlainKernel
+from fedpact.privacy.ledger.rollback_guard import is_place
+from fedpact.privacy.oracle import PlainOracle, Records
+from fedpact.privacy.reply_bounds import ReplyBounds
+from fedpact.privacy.terms import Terms
+from fedpact.simulation.secure_aggregation.encoding import Form
+from fedpact.simulation.workshop import TrainingSetup
+
+_LOST = "it holds what the server knows of its sites' ledgers: put it back from a backup"
+
+
+class LedgerRegistry:
+    """What is known of each site's ledger. folder: a run's. Raises DataError: unreadable."""
+
+    def __init__(self, folder: Path) -> None:
+        self._ledgers, self._barred = folder / "ledgers.json", folder / "barred.json"
+        with parse_errors(self._ledgers, _LOST):
+            self._seen = {
+                site: _Seen((int(length), str(head)), _shown(shown))
+                for site, (length, head, shown) in _document(self._ledgers).items()
+            }
+        self._saved = dict(self._seen)
+
+    def last_seen(self, site: str) -> tuple[int, str]:
+        """Return length and head of a site's ledger, (0, "") where none was seen."""
+        return self._of(site).place
+
+    def _of(self, site: str) -> "_Seen":
+        return self._seen.get(site, _Seen((0, ""), {}))
+
+    def is_barred(self, site: str) -> bool:
+        """Whether the site is not let in. Read anew, as a person may lift it at any time."""
+        return site in _document(self._barred)
+
+    def look(
+        self, site: str, length: int, head: str, kind: str = "", *, late: bool = False
+    ) -> bool:
+        """Take notice of the ledger that a site's reply shows; bar it if that one is not longer.
+
+        kind: of reply, as a site keeps the last one of each kind and sends it again if asked.
+        late: it answers an earlier question. Whoever relays messages can keep such a reply, and
+        repeat it, so a shorter ledger in it tells nothing; another one of the same length does.
+        Returns whether nothing is wrong with it: it is longer, or is the one that was seen, last or
+        in the last reply of its kind. Whether it goes on only the site can tell, and does.
+        """
+        place, shown = self.last_seen(site), self._of(site).shown
+        longer = is_place(length, head) and length > place[0]
+        if longer or (length, head) == place:
+            self._seen[site] = _Seen((length, head), {**shown, kind: (length, head)})
+            return True
+        if (length, head) == shown.get(kind):
+            return True
+        if late and is_place(length, head) and length < place[0]:
+            return True
+        why = f"showed a ledger of {length} entries after one of {place[0]} up to {place[1]}"
+        _write(self._barred, {**_document(self._barred), site: why})
+        return False
+
+    def save(self) -> None:
+        """Make durable what `look` has seen."""
+        if self._seen != self._saved:
+            each = {site: [*one.place, one.shown] for site, one in self._seen.items()}
+            _write(self._ledgers, each)
+            self._saved = dict(self._seen)
+
+    def readmit(self, site: str) -> str:
+        """Let a site in again, with the ledger that was seen of it; return why it was barred.
+
+        Raises InputError: it was not.
+        """
+        barred = _document(self._barred)
+        if site not in barred:
+            raise InputError(
+                f"site {site!r} is not barred: {self._barred} has "
+                f"{', '.join(sorted(barred)) or 'none'}"
+            )
+        why = barred.pop(site)
+        _write(self._barred, barred)
+        return str(why)
+
+
+_Place = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Of one site: the longest ledger, and that of the last reply of each kind."""
+
+    place: _Place
+    shown: dict[str, _Place]
+
+
+def _shown(found: dict[str, Any]) -> dict[str, _Place]:
+    return {kind: (int(length), str(head)) for kind, (length, head) in found.items()}
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        with parse_errors(path, _LOST):
+            return dict(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return {}
+
+
+def _write(path: Path, document: Any) -> None:
+    write_whole(path, json.dumps(document, indent=2).encode() + b"\n")
+
+
+_log = logging.getLogger("fedpact.server")
+
+_OF_A_QUESTION = (
+    "error",
+    "policy",
+    "run",
+    "budget",
+    "ledger",
+    "task",
+    "stale",
+    "attempt",
+    "model",
+    "unsigned",
+    "terms",
+)
+_OF_A_STEP = ("session", "asked", "keys", "few", "opened", "range")
+REFUSALS: Final = frozenset({*_OF_A_QUESTION, *_OF_A_STEP})
+"""The codes with which sites refuse: any question, or a step of secure aggregation."""
+
+
+def expect_form(
+    workshop: TrainingSetup, task: Task, sums: Mapping[str, int] = MappingProxyType({})
+) -> Form:
+    """Return the form of every honest reply to this task, on records that are nobody's.
+
+    sums: of an evaluation, how many numbers each channel has.
+    """
+    if task.algorithm == FINAL:
+        return Form.of({}, {})
+    if task.algorithm == EVALUATION:
+        return Form.of({c: torch.zeros(n, dtype=torch.float64) for c, n in sums.items()}, {})
+    x, y = workshop.make_dummy_records()
+    kernel = PlainKernel(FlatModel(workshop.module()), workshop.loss)
+    records = Records(x, y, tuple(range(len(workshop.plan.records.released))))
+    oracle = PlainOracle(records, kernel, 1.0, float(len(y)), SeededDraws(0))
+    local = workshop.plan.method.local(task, oracle, State())
+    return replace(Form.of(local.vectors, local.numbers), coded=workshop.plan.method.coded)
+
+
+class Admission:
+    """Checks replies to one run of a method. terms: each site's. longest: see `outliers`.
+
+    standing: what is known of the sites' ledgers; every reply to the question asked adds to it.
+    examined: the bounds of a site's answer to an evaluation.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        terms: Mapping[str, Terms],
+        longest: float,
+        standing: LedgerRegistry,
+        examined: Callable[[Terms], ReplyBounds] = lambda _: ReplyBounds({}, {}),
+    ) -> None:
+        self._method, self._terms, self._longest = method, terms, longest
+        self.standing, self._examined = standing, examined
+
+    def check(self, form: Form, task: Task) -> None:
+        """Raise PlanError where the algorithm has not declared a bound on all that it sends."""
+        any_terms = next(iter(self._terms.values()))
+        missing = self._bounds(task, any_terms).find_undeclared(form.vectors, form.numbers)
+        if missing:
+            raise PlanError(
+                f"algorithm {self._method.name!r} sends {', '.join(missing)} without a bound, "
+                "so that any lie would pass: expected all that `local` sends in its `bounds`"
+            )
+
+    def fault(self, site: str, task: Task, reply: Reply, form: Form) -> str | None:
+        """Return what is wrong with a site's reply to a task, in a word; None if nothing is."""
+        if reply.run != task.run:
+            return "stale"
+        if reply.site != site:
+            return "another's"
+        # Before all else that may be wrong: what was released for this reply is spent.
+        late = reply.round != task.round
+        shown = site, reply.ledger_length, reply.ledger_head, task.algorithm
+        if not self.standing.look(*shown, late=late):
+            return "ledger"
+        if late:
+            return "stale"
+        if reply.weight != self._terms[site].size:
+            return "weight"
+        if not form.fits(reply.vectors, reply.numbers):
+            return "form"
+        try:
+            opened = self.decode_reply(reply, task)
+        except InputError:
+            return "form"
+        finite = all(map(all_finite, opened.vectors.values()))
+        if not (finite and all(map(math.isfinite, reply.numbers.values()))):
+            return "not finite"
+        bounds = self._bounds(task, self._terms[site])
+        beyond = bounds.fault(opened.vectors, reply.numbers, task.vectors)
+        if beyond is not None:
+            _log.warning("site %s: round %d: %s", site, task.round, beyond)
+            return "far off"
+        return None
+
+    def _bounds(self, task: Task, terms: Terms) -> ReplyBounds:
+        if task.algorithm == FINAL:
+            return ReplyBounds({}, {})
+        if task.algorithm == EVALUATION:
+            return self._examined(terms)
+        return self._method.bounds(task, terms)
+
+    def mean_fault(self, task: Task, sites: Iterable[str], mean: State, error: float) -> str | None:
+        """Return what shows that one of these sites lied, in words, in the mean of their replies.
+
+        error: of the mean, in each coordinate.
+        """
+        terms = [self._terms[site] for site in sites]
+        bounds = [self._method.bounds(task, one) for one in terms]
+        # Where replies count by their declared sizes, which are public, so do their bounds.
+        weights = [] if self._method.summed.weight else [one.size for one in terms]
+        joint = ReplyBounds.of_mean(bounds, len(task.vectors["w"]), error, weights)
+        return joint.fault(mean.vectors, mean.numbers, task.vectors)
+
+    def decode_reply(self, reply: Reply, task: Task) -> Reply:
+        """Return a reply as the algorithm made it. Raises InputError: it cannot be."""
+        if task.algorithm in (EVALUATION, FINAL):
+            return reply
+        return self._method.decode_reply(reply, task.vectors)
+
+    def outliers(self, task: Task, replies: Mapping[str, Reply]) -> list[str]:
+        """Return the sites with a vector farther from the task's than `longest` times the median.
+
+        Of fewer than three replies nobody can say which is off, and sums over records of unlike
+        sites are far apart as they are. A vector that the task does not have is measured from 0.
+        """
+        if len(replies) < 3 or task.algorithm in (EVALUATION, FINAL):
+            return []
+        found = set[str]()
+        replies = {site: self.decode_reply(reply, task) for site, reply in replies.items()}
+        for name in next(iter(replies.values())).vectors:
+            told = task.vectors.get(name)
+            far = {
+                site: float(
+                    torch.linalg.vector_norm(r.vectors[name] - (0 if told is None else told))
+                )
+                for site, r in replies.items()
+            }
+            limit = self._longest * statistics.median(far.values())
+            # A median of 0 says that most sites sent back what they were told.
+            found |= {site for site, distance in far.items() if 0 < limit < distance}
+        return sorted(found)

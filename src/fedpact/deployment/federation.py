@@ -1,0 +1,302 @@
+"""What all parties of a deployment agree on: federation.toml, which is public.
+
+It lies beside plan.json at the server and at every site. The server cannot change it for a site:
+each reads its own copy, and takes part in the run that it names and in no other.
+"""
+
+import hashlib
+import ipaddress
+import json
+import tomllib
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
+
+from fedpact.common.configuration import DEFAULTS_KEY, plan_error
+from fedpact.common.errors import PlanError
+from fedpact.data.features.stage import FeatureStage
+from fedpact.data.schema import RecordForm
+from fedpact.evaluation.held_out import Grouping, SumsForm, form_of
+from fedpact.plan import Plan
+from fedpact.privacy.ledger.reservations import is_extension
+from fedpact.privacy.terms import Terms
+from fedpact.simulation.workshop import TrainingSetup
+
+_FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+_AGREED = {"classes", "shape", "values", "seeds"}
+_AGREED |= {"records", "person", "groups", "features"}
+_OF_ONE_PARTY = ("about", "run", "policy", DEFAULTS_KEY)  # of plan.json
+
+
+class Patience(BaseModel):
+    """How the server waits for sites.
+
+    round_seconds: the longest a round waits for replies. resend_seconds: after so long without an
+    answer a site is asked again; it answers a repeated question with the stored reply, so asking
+    costs no budget. join_seconds: how long a start waits for all sites to be there; later on the
+    missing are not waited for. least_replies: with fewer, the round is tried again. retries: how
+    often, until the run stops; it can be resumed.
+    """
+
+    model_config = _FROZEN
+    round_seconds: float = Field(default=600.0, gt=0)
+    resend_seconds: float = Field(default=60.0, gt=0)
+    join_seconds: float = Field(default=60.0, ge=0)
+    least_replies: int = Field(default=1, ge=1)
+    retries: int = Field(default=2, ge=0)
+
+
+class Checks(BaseModel):
+    """What replies have to be like, beside well-formed.
+
+    longest: of each vector of a reply, its distance from what the sites were told, at most so many
+    times the median distance of the round's replies (with three or more of them).
+    """
+
+    model_config = _FROZEN
+    longest: float = Field(default=100.0, gt=1)
+
+
+class Member(BaseModel):
+    """A site as the others know it. size: N_i, declared. key: its public key, OpenSSH."""
+
+    model_config = _FROZEN
+    size: float = Field(gt=0)
+    key: str
+
+
+class Federation(BaseModel):
+    """What all parties of a deployment agree on; it is public. See the module.
+
+    run: the run's name. address: the server's, host:port. server_key: its public key, with which
+    it signs what it asks. classes: the labels' names, in order. shape: of a record, as in [60] for
+    a row of 60 numbers. values: what a record is made of: numbers, or words ("int64"). sites: who
+    takes part, by name.
+    records: what a record may hold; what does not fit is left out at its site. features: a table's
+    columns in the order of a record's numbers, in whatever order a site's file has them.
+    person: the column (in an .npz the array) of a site's file that says whose a record is, no
+    feature; a record that names nobody is left out. Sizes count persons where the plan protects
+    them. groups: by which column evaluations tell records apart, where the plan's name one.
+    seeds: "secure", or "test", where every party draws from the plan's seed to compare a deployment
+    with a simulation bit for bit. That protects nobody, so it is refused unless the address is this
+    machine's own, and its ledgers are hypothetical.
+    """
+
+    model_config = _FROZEN
+    run: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    address: str = Field(pattern=r"^[^\s/]+:\d+$")
+    server_key: str
+    classes: tuple[str, ...] = Field(min_length=1)
+    shape: tuple[int, ...]
+    values: Literal["float32", "int64"] = "float32"
+    seeds: Literal["secure", "test"] = "secure"
+    patience: Patience = Patience()
+    checks: Checks = Checks()
+    records: RecordForm = RecordForm()
+    person: str | None = None
+    groups: Grouping | None = None
+    features: tuple[str, ...] = ()
+    sites: dict[str, Member] = Field(min_length=1)
+
+    @property
+    def host(self) -> str:
+        """The server's name or number, without the port."""
+        return self.address.rsplit(":", 1)[0].strip("[]")
+
+    @model_validator(mode="after")
+    def _tests_stay_at_home(self) -> Self:
+        if self.seeds == "test" and not _is_this_machine(self.host):
+            raise ValueError(
+                f'seeds = "test" with address = {self.address!r}: noise that follows from a seed '
+                "protects nobody, so a run over a network is refused with it; leave seeds out"
+            )
+        if self.patience.least_replies > len(self.sites):
+            raise ValueError(
+                f"patience.least_replies = {self.patience.least_replies}: there are "
+                f"{len(self.sites)} sites"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _records_fit(self) -> Self:
+        if self.records.vocabulary is not None and self.values != "int64":
+            raise ValueError(
+                f"records.vocabulary = {self.records.vocabulary} with values = {self.values!r}: "
+                'words are whole numbers; set values = "int64"'
+            )
+        if self.records.columns and len(self.shape) != 1:
+            raise ValueError(
+                f"records.columns with shape = {list(self.shape)}: a record is no row of columns; "
+                "declare low and high for all of it"
+            )
+        if self.groups is not None and not (
+            len(self.shape) == 1 and self.groups.column < self.shape[0]
+        ):
+            raise ValueError(
+                f"groups.column = {self.groups.column} with shape = {list(self.shape)}: expected a "
+                "place in a record that is a row"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _features_fit(self) -> Self:
+        named = self.features
+        unknown = sorted(set(self.records.kept) - set(named))
+        if named and ((len(set(named)),) != self.shape or unknown):
+            raise ValueError(
+                f"features = {list(named)} with shape = {list(self.shape)} and records.columns of "
+                f"{', '.join(unknown) or 'none'} beside them: expected the column of each number "
+                "of a record, each once, and among them all that are declared"
+            )
+        return self
+
+    @staticmethod
+    def read(path: Path) -> "Federation":
+        """Read federation.toml. Raises PlanError, naming every mistake."""
+        return parse_toml(Federation, path)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The sites' names, sorted."""
+        return tuple(sorted(self.sites))
+
+    def terms(self, plan: Plan) -> dict[str, Terms]:
+        """Return every site's terms, from public numbers alone.
+
+        Raises PlanError: plan and federation do not declare the same, or nobody says whose records
+        are, where persons are protected.
+        """
+        here, there = len(self.records.released), len(plan.records.released)
+        if here != there:
+            raise PlanError(
+                f'federation.toml has {here} columns of scale = "released", plan.json {there}: '
+                "expected the same declarations in both; write them again with `fedpact deploy "
+                "init`"
+            )
+        if plan.handed:
+            raise PlanError(
+                f"plan.json has {', '.join(plan.handed)}, which was handed in from Python: every "
+                "party builds model and loss itself; define them in a file that all parties have, "
+                "as package.module:name"
+            )
+        if is_extension(self.run) and not plan.after:
+            raise PlanError(
+                f"federation.toml has run = {self.run!r}, a name that `fedpact extend` gives, and "
+                "plan.json is of no run that was extended: its costs would be counted as those of "
+                "another run; name it otherwise, at every party"
+            )
+        if plan.sites_per_round is not None and plan.sites_per_round < self.patience.least_replies:
+            raise PlanError(
+                f"plan.json has sites_per_round = {plan.sites_per_round}, and federation.toml "
+                f"patience.least_replies = {self.patience.least_replies}: no round could have "
+                "enough replies; lower the second"
+            )
+        if plan.privacy.unit == "person" and self.person is None:
+            raise PlanError(
+                'plan.json has privacy.unit = "person", and federation.toml no person: name the '
+                "column of the sites' files that says whose a record is, as person = ..."
+            )
+        return plan.terms({name: member.size for name, member in self.sites.items()})
+
+    def agreed(self, plan: Plan) -> str:
+        """Return a digest of all that has to be the same at every party, for them to compare.
+
+        Of the plan, and of this but for what each may have for itself or proves by using it: by
+        which address it reaches the server, how the server waits and checks, and keys.
+        """
+        own = self.model_dump(mode="json", include=_AGREED)
+        sites = {name: member.size for name, member in sorted(self.sites.items())}
+        of_plan = {k: v for k, v in plan.document().items() if k not in _OF_ONE_PARTY}
+        whole = json.dumps([own, sites, of_plan], sort_keys=True)
+        return hashlib.sha256(whole.encode()).hexdigest()
+
+    def describe_labels(self, plan: Plan) -> RecordForm:
+        """Return what a record and its label may be: of a number its range, by the plan."""
+        return self.records.model_copy(update={"target": plan.task.target})
+
+    def columns(self, plan: Plan) -> tuple[str, ...]:
+        """Return a table's columns in the order of a record's numbers; () where nobody says them.
+
+        By the plan where the sites' files are arrays, as those for trying are.
+        """
+        return self.features or tuple(plan.records.features or ())
+
+    def form(self, plan: Plan) -> SumsForm:
+        """Return what is summed of held-out records. Raises PlanError: it does not fit."""
+        if (plan.evaluation.groups is None) != (self.groups is None):
+            raise PlanError(
+                f"evaluation.groups of plan.json is {plan.evaluation.groups!r} with groups = "
+                f"{self.groups} in federation.toml: expected both or none, as `fedpact deploy "
+                "init` writes them"
+            )
+        return form_of(plan.evaluation, self.classes, self.groups, plan.privacy.unit)
+
+    def workshop(self, plan: Plan, at: Path) -> TrainingSetup:
+        """Return what a party of this federation computes with. at: its directory."""
+        example = self.stage(plan, at).example(self.example())
+        return TrainingSetup.of(plan, example, len(self.classes), at)
+
+    def stage(self, plan: Plan, at: Path) -> FeatureStage:
+        """Return what stands between a party's records and what it trains on, as declared here."""
+        return plan.stage(at, self.records)
+
+    def example(self) -> Tensor:
+        """Return a record of zeros."""
+        return torch.zeros(self.shape, dtype=getattr(torch, self.values))
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_plan(path: Path) -> Plan:
+    """Read the plan that a deployment carries out. Raises PlanError: none, or not a private one."""
+    plan = Plan.read(path)
+    check_deployable(plan)
+    return plan
+
+
+def check_deployable(plan: Plan) -> None:
+    """Raise PlanError for a plan that can only be simulated."""
+    if not plan.private:
+        raise PlanError(
+            f"{plan.why_unprotected}: a deployment trains private runs only; simulate it instead"
+        )
+    if plan.noisy_sizes:
+        raise PlanError(
+            'privacy.sizes is "noisy": in a deployment every site declares its size in '
+            'federation.toml before the run; use privacy.sizes = "public" and a round number'
+        )
+    if plan.task.kind == "segmentation":
+        raise PlanError(
+            "task.kind is 'segmentation': federation.toml declares no size of a mask, so a site "
+            "could not leave out one that does not fit; simulate it, or learn a class or several "
+            "labels of an image"
+        )
+
+
+def parse_toml(kind: type[_Model], path: Path) -> _Model:
+    """Read a TOML file as a pydantic model. Raises PlanError, naming every mistake."""
+    try:
+        raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"{path} cannot be read ({error}): expected a file that `fedpact deploy init` wrote"
+        ) from None
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        told = plan_error(error, (), kind)
+        raise PlanError(
+            f"{path} is not understood: {told}; expected {', '.join(kind.model_fields)}"
+        ) from None

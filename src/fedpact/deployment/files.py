@@ -1,0 +1,439 @@
+"""The files of a deployment: their texts, and how they are written."""
+
+import logging
+import re
+import shutil
+import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from fedpact.common.configuration import plan_error
+from fedpact.common.errors import PlanError
+from fedpact.common.files import check_out, replacing
+from fedpact.common.format import toml, toml_key
+from fedpact.common.run_folder import Folder
+from fedpact.data.schema import RecordForm
+from fedpact.data.targets import unscale
+from fedpact.deployment import keys
+from fedpact.deployment.federation import Checks, Federation, Member, Patience, check_deployable
+from fedpact.evaluation.held_out import Grouping
+from fedpact.plan import Plan
+from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT
+from fedpact.privacy.accounting.calibration import round_down, round_up
+from fedpact.privacy.terms import FullDataRelease, Terms
+from fedpact.simulation.setup import SimulationSetup, describe_undeclared_classes, units
+
+APP = """\
+# What Flower wants to be told of a run. It carries no code that a site runs: a site's process
+# answers with the fedpact that its owner has installed.
+[project]
+name = "fedpact"
+version = "1.0.0"
+license = { file = "LICENSE" }
+dependencies = ["flwr>=1.41,<1.43"]
+
+[tool.flwr.app]
+publisher = "fedpact"
+fab-format-version = 1
+flwr-version-target = "1.41.0"
+
+[tool.flwr.app.components]
+serverapp = "app:server"
+clientapp = "app:client"
+"""
+
+APP_MODULE = '''\
+"""A run of fedpact: nothing in here is carried out; see `fedpact deploy server` and `site`."""
+
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+server, client = ServerApp(), ClientApp()
+'''
+
+LICENSE = "Apache-2.0: https://www.apache.org/licenses/LICENSE-2.0\n"
+
+README = """\
+# A fedpact deployment
+
+| directory | belongs to | keep secret |
+| --- | --- | --- |
+| `authority/` | whoever sets the federation up; on no machine of the run | `ca.key` |
+| `server/` | the server | `server.key`, `tls.key`, `runtime.secret` |
+| `sites/NAME/` | the site NAME: copy it to that machine, and delete it here | `site.key`, \
+`runtime.secret`, the records |
+
+On one machine, for trying: `fedpact deploy up .`, `fedpact deploy status .`, `fedpact deploy down
+.`
+
+On several: `server/start.sh` on the server, `start.sh` of each site's directory at that site. Each
+site's owner reads `site.toml` and `policy.toml` first, and points `records` at the site's records.
+`federation.toml` and `plan.json` are the same everywhere. docs/deployment.md has the whole story.
+"""
+
+SERVER_START = """\
+#!/bin/sh
+# Runs the server until the run has ended; started again, it goes on from the last committed round.
+exec fedpact deploy server "$(dirname "$0")"
+"""
+
+SITE_START = """\
+#!/bin/sh
+# Takes part until it is stopped; started again, it goes on where it was.
+exec fedpact deploy site "$(dirname "$0")"
+"""
+
+
+def federation(of: Federation) -> str:
+    """Return federation.toml."""
+    members = "".join(
+        f'\n[sites."{name}"]\nsize = {member.size:g}\nkey = "{member.key}"\n'
+        for name, member in of.sites.items()
+    )
+    patience, checks = of.patience, of.checks
+    return f"""\
+# What all parties agree on; public, and the same at every party.
+run = "{of.run}"               # a site takes part in this run and in no other
+address = "{of.address}"       # the server's, as the sites reach it
+server_key = "{of.server_key}"
+classes = {list(of.classes)!r}
+shape = {list(of.shape)}       # of one record
+values = "{of.values}"
+{_person(of.person)}
+{_features(of.features)}
+seeds = "{of.seeds}"           # "test": noise from the plan's seed, on one machine only
+
+[patience]
+round_seconds = {patience.round_seconds:g}        # how long a round waits for replies
+resend_seconds = {patience.resend_seconds:g}      # a site that does not answer is asked again
+join_seconds = {patience.join_seconds:g}          # how long the start waits for all sites
+least_replies = {patience.least_replies}          # with fewer, the round is tried again
+retries = {patience.retries}                      # how often, before the run stops
+
+[checks]
+longest = {checks.longest:g}   # a reply's distance over the median of the round's, at most
+
+# What a record may hold: a public declaration, never what somebody counted. low and high (and
+# clamp = true, to set what is beyond to them); vocabulary = 50 for words 0, ..., 49; or a table
+# [records.columns.NAME] with low and high, or categories. What does not fit is left out at its
+# site, and named in that site's log alone.
+{_records(of.records)}{_groups(of.groups)}{members}"""
+
+
+def _groups(of: Grouping | None) -> str:
+    """The [groups] table: by which place of a record evaluations tell groups apart."""
+    if of is None:
+        return ""
+    entries = "".join(f"{key} = {toml(value)}\n" for key, value in of.model_dump().items())
+    return f"\n[groups]\n{entries}"
+
+
+def _person(column: str | None) -> str:
+    told = (
+        "says whose a record is; no feature, and sizes count persons where the plan protects them"
+    )
+    return (
+        f'# person = "..."   # {told}' if column is None else f"person = {toml(column)}   # {told}"
+    )
+
+
+def _features(columns: tuple[str, ...]) -> str:
+    told = "a table's columns in the order of a record's numbers; a file may have another"
+    listed = toml([*columns]) if columns else "[...]"
+    return f"{'' if columns else '# '}features = {listed}   # {told}"
+
+
+def _records(form: RecordForm) -> str:
+    """The [records] table, and those of its columns."""
+    tables = {"records": form.model_dump(exclude_defaults=True, exclude={"columns"})}
+    for name, column in form.columns.items():
+        tables[f"records.columns.{toml_key(name)}"] = column.model_dump(exclude_defaults=True)
+    return "\n".join(
+        f"[{table}]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in entries.items())
+        for table, entries in tables.items()
+    )
+
+
+def render_site_toml(name: str, records: str, label: str | None, port: int) -> str:
+    """Return site.toml."""
+    column = (
+        f'label = "{label}"' if label else '# label = "..."   # the label\'s column, of a table'
+    )
+    return f"""\
+# The owner's settings; no message can change them. Paths are relative to this directory.
+name = "{name}"                # as in federation.toml
+records = "{records}"     # .npz with x and y, .csv or .parquet: the site's records
+{column}
+data_set = "{name}"            # what the ledger is called: one for these records, for ever
+# data_version = "2026-01"     # what its receipts say of it beside the name
+ledger = "ledger.jsonl"        # on a local disk, backed up, never put back
+device = "cpu"                 # or "cuda": where it computes
+port = {port}                  # a free one of this machine, for the site's own processes
+"""
+
+
+def policy(algorithm: str, terms: Terms, evaluation: FullDataRelease | None) -> str:
+    """Return policy.toml that allows exactly this run, on a site's terms.
+
+    That sites share noise out is for the owner to allow in person.
+    """
+    releases = terms.releases | (evaluation.releases if evaluation else {})
+    names = ", ".join(f'"{name}"' for name in sorted(releases))
+    epsilon, delta = terms.budget.epsilon, terms.budget.delta
+    of_held = evaluation.budget if evaluation else terms.budget
+    ever = max(epsilon, of_held.epsilon), max(delta, of_held.delta)
+    sigma = round_down(min(releases.values()) * (1 - _ELSEWHERE))
+    honest, alone = terms.honest, round_up(terms.epsilon_alone * (1 + _ELSEWHERE))
+    unit = terms.protects
+    return f"""\
+# What this site allows at most, whatever a server asks. What it does not name is refused.
+# As written it allows the run that it came with, once. (ε, δ) are for one {unit}:
+# {ADJACENCY_BY_UNIT[unit]}.
+unit = "{unit}"
+algorithms = ["{algorithm}"]
+releases = [{names}]
+epsilon_per_run = {epsilon!r}
+delta_per_run = {delta!r}
+epsilon_ever = {ever[0]!r}     # all runs on these records together
+delta_ever = {ever[1]!r}
+smallest_sigma = {sigma!r}     # least noise multiplier of any release
+{_EVALUATION.format(of_held) if evaluation else ""}""" + (
+        _HONEST.format(honest=honest, epsilon=epsilon, alone=alone) if honest else ""
+    )
+
+
+# A site computes the same by itself, and the last digits are its own processor's.
+_ELSEWHERE: Final = 1e-6
+
+_EVALUATION = """\
+# Of evaluations, for whoever is held out of training, and then bears nothing of that:
+evaluation_epsilon_per_run = {0.epsilon!r}
+evaluation_delta_per_run = {0.delta!r}
+"""
+
+_HONEST = """
+# The run's sites share noise out: its epsilon = {epsilon!r} holds if at least {honest} of the sites
+# in each sum, this one too, add their noise and tell nobody. Without that it is {alone!r}. Nobody
+# but the owner can know whether to rely on the others: the site takes part once these lines count.
+# honest = {honest}
+# epsilon_alone_per_run = {alone!r}
+# epsilon_alone_ever = {alone!r}
+"""
+
+
+# A name's labels, or an IPv4 address: the server listens to nothing else.
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST = re.compile(rf"(?=.{{1,253}}$){_LABEL}(?:\.{_LABEL})*\.?")
+
+_logger = logging.getLogger("fedpact")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a configuration does not say. host, port: the server's address as sites reach it.
+
+    records: whether each site's directory gets its part of the plan's data set, for trying.
+    seeds, patience, checks: see Federation, which checks them.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8443
+    records: bool = True
+    seeds: str = "secure"
+    patience: Patience | Mapping[str, Any] = field(default_factory=Patience)
+    checks: Checks = field(default_factory=Checks)
+
+
+def write_deployment(directory: Path, plan: Plan, choices: Choices) -> Federation:
+    """Write a deployment of a plan into a new directory and return its federation.
+
+    Raises InputError of some kind for whatever does not fit; then nothing is left there.
+    """
+    check_out(directory)
+    if directory.exists() and any(directory.iterdir()):
+        raise PlanError(f"{directory} is not empty: name a new directory for the deployment")
+    address = _address(choices)
+    check_deployable(plan)
+    scene = SimulationSetup.of(plan)
+    if told := describe_undeclared_classes(plan, scene.dataset):
+        _logger.warning("federation.toml is everybody's: %s", told)
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        return _write(directory, plan, scene, choices, address)
+    except BaseException:
+        # Half of one would be in the way of the next call, and be taken for a whole one.
+        for left in directory.iterdir():
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink()
+        raise
+
+
+def _address(choices: Choices) -> str:
+    """Return the server's address. Raises PlanError: no host, or no port."""
+    if not 1 <= choices.port <= 65535:
+        raise PlanError(f"port is {choices.port}: expected 1 to 65535")
+    if not _HOST.fullmatch(choices.host):
+        raise PlanError(
+            f"host is {choices.host!r}: expected the server's name or its IPv4 address, as sites "
+            "reach it, like fed.example.org or 10.0.0.7; its port is --port"
+        )
+    return f"{choices.host}:{choices.port}"
+
+
+def _write(
+    directory: Path, plan: Plan, scene: SimulationSetup, choices: Choices, address: str
+) -> Federation:
+    plan, files = _beside(_naming_columns(plan, scene.raw.features))
+    authority, server = directory / "authority", directory / "server"
+    authority.mkdir(mode=0o700)
+    server.mkdir()
+    keys.write_authority(authority)
+    keys.write_server_certificate(authority, server, choices.host)
+    line = keys.write_signing_key(server / "server.key")
+    members = dict[str, Member]()
+    for site in scene.sites:
+        key = keys.write_signing_key(directory / "sites" / site.name / "site.key")
+        members[site.name] = Member(size=float(units(plan, site)), key=key)
+    told: dict[str, Any] = {
+        "run": f"{plan.algorithm}-{uuid.uuid4().hex[:12]}",
+        "address": address,
+        "server_key": line,
+        "classes": scene.dataset.classes,
+        "shape": tuple(scene.raw.x.shape[1:]),
+        "values": str(scene.raw.x.dtype).removeprefix("torch."),
+        "seeds": choices.seeds,
+        "patience": choices.patience,
+        "checks": choices.checks,
+        "person": _write_person(scene, choices.records),
+        "features": () if choices.records else scene.raw.features,
+        "records": _declared(scene, choices.records),
+        "groups": scene.groups,
+        "sites": members,
+    }
+    try:
+        federation = Federation.model_validate(told)
+    except ValidationError as error:
+        raise plan_error(error, (), Federation) from None
+    _write_server(server, scene)
+    for site in scene.sites:
+        _write_site(directory / "sites" / site.name, scene, site.name, choices.records)
+    for party in (server, *(directory / "sites" / name for name in members)):
+        _write_shared(party, authority, plan, federation)
+        for name, source in files.items():
+            shutil.copyfile(source, party / name)
+    (directory / "README.md").write_text(README, encoding="utf-8")
+    return federation
+
+
+def _naming_columns(plan: Plan, features: tuple[str, ...]) -> Plan:
+    """Return the plan that says of which columns, in which order, a record is made.
+
+    Sites' arrays have no names, and a file that the model is asked about has its own order.
+    """
+    if not features:
+        return plan
+    named = {"features": [*features], "drop": [], "columns": plan.records.kept}
+    return plan.model_copy(update={"records": plan.records.model_copy(update=named)})
+
+
+def _beside(plan: Plan) -> tuple[Plan, dict[str, Path]]:
+    """Return the plan that names files of weights as they lie beside it, and those by name."""
+    files, changed = dict[str, Path](), dict[str, object]()
+    weights, initial = plan.features.weights, plan.initial
+    if weights is not None:
+        # A name of its own: no party's file has it, whatever theirs is called.
+        name = f"features-{Path(weights).name}"
+        files[name] = Path(weights)
+        changed["features"] = plan.features.model_copy(update={"weights": name})
+    if initial.weights is not None:
+        source = initial.file()
+        name = f"initial-{(initial.sha256 or '')[:8]}{source.suffix}"
+        files[name] = source
+        changed["initial"] = initial.model_copy(update={"weights": name})
+    return plan.model_copy(update=changed), files
+
+
+def _declared(scene: SimulationSetup, with_records: bool) -> RecordForm:
+    """The form of what the sites read: arrays that are written for them, or tables of theirs."""
+    form = scene.plan.records.shared()
+    return form.in_arrays(scene.raw.features) if with_records else form
+
+
+def _write_person(scene: SimulationSetup, with_records: bool) -> str | None:
+    """Return what of the sites' files says whose a record is; None where nothing does."""
+    if not with_records:
+        return scene.plan.person
+    return None if scene.raw.person is None else "person"
+
+
+def _write_shared(party: Path, authority: Path, plan: Plan, shared: Federation) -> None:
+    (party / "ca.crt").write_bytes((authority / "ca.crt").read_bytes())
+    keys.write_runtime_secret(party / "runtime.secret")
+    Folder(party).write_json("plan.json", plan.document())
+    (party / "federation.toml").write_text(federation(shared), encoding="utf-8")
+
+
+def _write_server(server: Path, scene: SimulationSetup) -> None:
+    app = server / "app"
+    app.mkdir()
+    for name, text in (
+        ("pyproject.toml", APP),
+        ("app.py", APP_MODULE),
+        ("LICENSE", LICENSE),
+    ):
+        (app / name).write_text(text, encoding="utf-8")
+    _write_script(server / "start.sh", SERVER_START)
+    data = scene.raw
+    if data.x_test is not None and data.y_test is not None:
+        np.savez(server / "test.npz", x=data.x_test.numpy(), y=_labels(scene, data.y_test))
+
+
+def _write_site(directory: Path, scene: SimulationSetup, name: str, with_records: bool) -> None:
+    terms, plan = scene.terms[name], scene.plan
+    records = "records.npz" if with_records else "/path/to/records.csv"
+    label = None if with_records else plan.label or "label"
+    (directory / "site.toml").write_text(
+        render_site_toml(name, records, label, _free_port()), encoding="utf-8"
+    )
+    text = policy(plan.algorithm, terms, plan.evaluation_terms)
+    (directory / "policy.toml").write_text(text, encoding="utf-8")
+    _write_script(directory / "start.sh", SITE_START)
+    if with_records:
+        part = scene.partition
+        # With evaluations a site has all its records, and finds out itself which are held out.
+        held = part.held_out[name] if plan.evaluation.used else part.held_out[name][:0]
+        chosen = torch.from_numpy(np.sort(np.concatenate([part.train[name], held])))
+        x, y = scene.raw.x[chosen], scene.raw.y[chosen]
+        with replacing(directory / "records.npz", private=True) as new, new.open("wb") as file:
+            whose = scene.raw.person
+            named = {} if whose is None else {"person": np.array(whose)[chosen.numpy()]}
+            np.savez(file, allow_pickle=False, x=x.numpy(), y=_labels(scene, y), **named)
+
+
+def _labels(scene: SimulationSetup, y: Tensor) -> np.ndarray:
+    """Return labels as a file has them: numbers in their own units, in the declared range."""
+    target = scene.plan.task.target
+    if target.kind != "number":
+        return y.numpy()
+    return np.clip(unscale(y.double().numpy(), target), target.low, target.high)
+
+
+def _write_script(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,171 @@
+"""The run's final model at a site, as the server handed it over or its owner brought it.
+
+    run/model.safetensors   the model, with the site's own head where local.head gives it one
+    run/plan.json           what it was trained by
+    run/records.json        what a record is
+    run/columns.json        what released columns are scaled by, where there are any
+    run/summary.json        of which round it is, and what this site's ledger has spent
+
+It is what `fedpact predict SITE FILE` reads. It was released already, to the server: writing it
+down at the site asks no record and charges nothing.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from fedpact.algorithms.wrappers.released_scales import CONSTANTS
+from fedpact.client import read_memory
+from fedpact.common.errors import DataError, PlanError
+from fedpact.common.files import write_whole
+from fedpact.common.messages import Task
+from fedpact.common.params import FlatModel
+from fedpact.common.run_folder import COLUMNS, RUN, Folder, name_columns, read_scales
+from fedpact.deployment.federation import Federation, parse_toml, read_plan
+from fedpact.deployment.site_records import SiteSettings
+from fedpact.plan import Plan
+from fedpact.privacy.ledger.receipt import receipt
+from fedpact.privacy.ledger.reservations import spend_of
+from fedpact.simulation.predict import RecordedForm
+
+HANDED_OVER: Final = "handed over"
+BROUGHT: Final = "brought by the owner"
+
+
+@dataclass(frozen=True)
+class FinalModel:
+    """Where a site keeps it. directory: the site's. name: the site's. ledger: its file."""
+
+    directory: Path
+    name: str
+    federation: Federation
+    plan: Plan
+    ledger: Path
+
+    @staticmethod
+    def of(directory: Path) -> "FinalModel":
+        """Return it of a site's directory, whose files are read. Raises PlanError."""
+        settings = parse_toml(SiteSettings, directory / "site.toml")
+        federation = Federation.read(directory / "federation.toml")
+        plan, ledger = read_plan(directory / "plan.json"), directory / settings.ledger
+        return FinalModel(directory, settings.name, federation, plan, ledger)
+
+    def keep(self, task: Task, epsilon: float, delta: float) -> None:
+        """Write down what the server hands over. epsilon: spent by the run here, at delta."""
+        module = self._module()
+        flat = FlatModel(module)
+        memory = read_memory(self.directory / "memory.safetensors", task.included)
+        own = self.plan.method.own_model(task.vectors["w"], memory)
+        flat.load(task.vectors["w"] if own is None else own)
+        by = task.vectors.get(CONSTANTS)
+        columns = None if by is None else name_columns(self.plan.records.released, by)
+        spent = {"epsilon": {self.name: epsilon}, "delta": {self.name: delta}}
+        self._write(module, columns, {"status": HANDED_OVER, "rounds": task.round, **spent})
+
+    def bring(self, source: Path | None) -> Path:
+        """Write down the model of a file, for a site that was away; return where it then is.
+
+        source: the server's run/model.safetensors, with columns.json beside it where columns are
+        scaled by what was released; None: of a server whose directory lies beside the sites'.
+        Raises InputError of some kind: no such file, or not the plan's model.
+        """
+        path, module = (
+            find_published_model(self.directory, self.federation.run, source),
+            self._module(),
+        )
+        flat = FlatModel(module)
+        w = read_model(path, module, flat)
+        rounds = _rounds_beside(path)
+        part = self.plan.participants(self.federation.names)
+        last = part.last_of(self.name, rounds or self.plan.rounds)
+        memory = read_memory(self.directory / "memory.safetensors", last)
+        own = self.plan.method.own_model(w, memory)
+        flat.load(w if own is None else own)
+        said = {"status": BROUGHT, "rounds": rounds, **self._spent(rounds)}
+        self._write(module, self._columns_beside(path), said)
+        return self.directory / RUN
+
+    def _spent(self, rounds: int | None) -> dict[str, dict[str, float]]:
+        """Return what this site's ledger says that the run has cost; nothing of a run it lacks."""
+        runs = receipt(self.ledger)["runs"] if self.ledger.exists() else {}
+        found = spend_of(self.federation.run, runs)
+        if found is None:
+            return {"epsilon": {}, "delta": {}}
+        # As Site does: of a run that may have been ended by what it released.
+        early = self.plan.budget.early and rounds != self.plan.rounds
+        cost = found["epsilon_reserved" if early else "epsilon_spent"]
+        return {"epsilon": {self.name: cost}, "delta": {self.name: found["delta"]}}
+
+    def _columns_beside(self, model: Path) -> Any:
+        names = self.plan.records.released
+        return read_scales(model.with_name(COLUMNS), names) if names else None
+
+    def _write(self, module: nn.Module, columns: Any, said: Mapping[str, Any]) -> None:
+        folder, of = Folder(self.directory / RUN), self.federation
+        folder.path.mkdir(exist_ok=True)
+        # The model comes last: whoever finds it finds the rest.
+        folder.write_json("plan.json", self.plan.document())
+        given = RecordedForm(of.shape, of.values, of.classes, of.columns(self.plan))
+        given.by(of.stage(self.plan, self.directory)).write(folder)
+        if columns is not None:
+            folder.write_json(COLUMNS, columns)
+        folder.write_json("summary.json", {"run": of.run, "site": self.name, **said})
+        tensors = {key: value.clone() for key, value in module.state_dict().items()}
+        write_whole(folder.path / "model.safetensors", save_tensors(tensors))
+
+    def _module(self) -> nn.Module:
+        return self.federation.workshop(self.plan, self.directory).module()
+
+
+def find_published_model(directory: Path, run: str, model: Path | None) -> Path:
+    """Return the file of the final model: `model`, or that of a server beside the sites.
+
+    Raises PlanError: it is not there.
+    """
+    path = directory.absolute().parents[1] / "server" / RUN / "model.safetensors"
+    path = path if model is None else model
+    if not path.is_file():
+        raise PlanError(
+            f"{path} is not there: expected the final model of run {run}, which the server writes "
+            "when the run has ended; until then there is nothing to tune. Ask for the server's "
+            "run/model.safetensors and give it with --model"
+        )
+    return path
+
+
+def _rounds_beside(model: Path) -> int | None:
+    """Return after how many rounds a model is, as a run's summary beside it says; None without."""
+    try:
+        return int(json.loads(model.with_name("summary.json").read_bytes())["rounds"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def read_model(path: Path, module: nn.Module, flat: FlatModel) -> Tensor:
+    """Return a file's w [d], which `module` then has. Raises DataError: not the module's form."""
+    expected = {name: value.shape for name, value in module.state_dict().items()}
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"{path} cannot be read ({error}): expected the run's model.safetensors"
+        ) from None
+    found = {name: value.shape for name, value in tensors.items()}
+    if found != expected:
+        raise DataError(
+            f"{path} holds {_shown(found)}: the plan's model has {_shown(expected)}; give the "
+            "final model of this run"
+        )
+    module.load_state_dict(tensors)
+    return flat.vector.clone()
+
+
+def _shown(shapes: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "nothing"

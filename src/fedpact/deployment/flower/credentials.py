@@ -1,0 +1,149 @@
+"""Whether a party's own keys and certificates fit what the federation agreed on, before it starts.
+
+What is found here its owner can mend. Found by the other end it would be a code of Flower's.
+"""
+
+import datetime
+import ipaddress
+from contextlib import suppress
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedpact.common.errors import InputError, PlanError
+from fedpact.common.files import parse_errors
+from fedpact.deployment.federation import Federation
+from fedpact.simulation.secure_aggregation import keys
+
+_AGAIN = "take the file that `fedpact deploy init` wrote for this party"
+
+
+def check_site(directory: Path, federation: Federation, name: str) -> None:
+    """Raise InputError unless a site's files are its own. name: the site's."""
+    _check_public(federation)
+    key, line = directory / "site.key", federation.sites[name].key
+    if not _belongs(keys.read_private_key(key), line):
+        raise PlanError(
+            f"{key} is not the key that federation.toml names for {name!r} ({_short(line)}): no "
+            "server would let this site in. Put the site's own key back, or put the public line "
+            "of this one (site.pub) into federation.toml at every party and start the server again"
+        )
+    _authority(directory)
+    _check_secret(directory)
+
+
+def check_server(directory: Path, federation: Federation) -> None:
+    """Raise InputError unless a server's files are its own, and its certificate holds today."""
+    _check_public(federation)
+    key, line = directory / "server.key", federation.server_key
+    if not _belongs(keys.read_private_key(key), line):
+        raise PlanError(
+            f"{key} is not the key that federation.toml names as server_key ({_short(line)}): "
+            "every site would refuse what it signs. Put the server's own key back, or put the "
+            "public line of this one (server.pub) into federation.toml at every party"
+        )
+    _check_certificate(directory, federation.host)
+    _check_secret(directory)
+
+
+def _check_public(federation: Federation) -> None:
+    lines = {"server_key": federation.server_key}
+    lines |= {f'sites."{name}".key': member.key for name, member in federation.sites.items()}
+    seen = dict[bytes, str]()
+    for place, line in lines.items():
+        try:
+            found = _bytes(keys.public_key(line))
+        except InputError as error:
+            raise PlanError(
+                f"federation.toml: {place}: {error}; expected the line that stands in the .pub "
+                "file beside that party's key"
+            ) from None
+        if found in seen:
+            raise PlanError(
+                f"federation.toml: {place} and {seen[found]} are the same key: each party has one "
+                "of its own, by which it is known"
+            )
+        seen[found] = place
+
+
+def _check_certificate(directory: Path, host: str) -> None:
+    authority, path = _authority(directory), directory / "tls.crt"
+    certificate, secret = _certificate(path), directory / "tls.key"
+    with parse_errors(secret, _AGAIN):
+        key = serialization.load_pem_private_key(_read(secret), None)
+    if _bytes(key.public_key()) != _bytes(certificate.public_key()):
+        raise PlanError(f"{secret} and {path} do not belong together: {_AGAIN}")
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (InvalidSignature, ValueError, TypeError):
+        raise PlanError(
+            f"{path} was not issued by {directory / 'ca.crt'}: sites would not let this server "
+            f"speak to them; {_AGAIN}"
+        ) from None
+    if not _names(certificate, host):
+        raise PlanError(
+            f"{path} does not hold for {host!r}, the server's address in federation.toml: make a "
+            "certificate for that name (`fedpact deploy renew`), or put the address back that it "
+            "was made for"
+        )
+    now = _now()
+    for each, told in ((certificate, path), (authority, directory / "ca.crt")):
+        first, last = each.not_valid_before_utc, each.not_valid_after_utc
+        if not first <= now <= last:
+            raise PlanError(
+                f"{told} holds from {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC, and this "
+                f"machine's clock says {now:%Y-%m-%d %H:%M}: set the clock, or make "
+                "a new one with `fedpact deploy renew`"
+            )
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+def _authority(directory: Path) -> x509.Certificate:
+    return _certificate(directory / "ca.crt")
+
+
+def _certificate(path: Path) -> x509.Certificate:
+    with parse_errors(path, _AGAIN):
+        return x509.load_pem_x509_certificate(_read(path))
+
+
+def _check_secret(directory: Path) -> None:
+    path = directory / "runtime.secret"
+    if not _read(path):
+        raise PlanError(f"{path} is empty: write 32 random bytes into it, of this party's own")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read ({error.strerror}): {_AGAIN}") from None
+
+
+def _names(certificate: x509.Certificate, host: str) -> bool:
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return False
+    with suppress(ValueError):
+        return ipaddress.ip_address(host) in found.get_values_for_type(x509.IPAddress)
+    return host.lower() in map(str.lower, found.get_values_for_type(x509.DNSName))
+
+
+def _belongs(key: ec.EllipticCurvePrivateKey, line: str) -> bool:
+    return _bytes(key.public_key()) == _bytes(keys.public_key(line))
+
+
+def _bytes(key: object) -> bytes:
+    form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    return key.public_bytes(*form)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _short(line: str) -> str:
+    return f"{line.split()[0]} ...{line.split()[1][-12:]}"

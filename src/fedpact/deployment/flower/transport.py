@@ -1,0 +1,347 @@
+"""The transport over Flower's Grid: asks the sites, waits, asks again, and checks what comes back.
+
+A site is known by its public key, which Flower's SuperLink has verified, and its answers by their
+signature under that key. A site that is not there is not waited for; one that is there and does
+not answer is asked again until the round's time is over. After that it is not waited for any more
+until it has answered something, or was started again: a site that hangs costs one round's time, not
+every round's; one that answers after each round's end is asked more and more seldom. Whoever did
+not answer, or was rejected, stands in the round's record as a refusal, and the round goes on with
+the others.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedpact.algorithms.wrappers.compression import shortest
+from fedpact.common.errors import FedpactError, InputError
+from fedpact.common.messages import (
+    EVALUATION,
+    FINAL,
+    MOST_VECTORS,
+    Refusal,
+    Reply,
+    Step,
+    Task,
+    from_bytes,
+    to_bytes,
+)
+from fedpact.common.messages import Message as Answer
+from fedpact.deployment.admission import REFUSALS, Admission
+from fedpact.deployment.federation import Federation
+from fedpact.deployment.flower.requests import Clock, PendingRequests, Slow, advice, summarise_round
+from fedpact.simulation import flower
+from fedpact.simulation.secure_aggregation import keys
+from fedpact.simulation.secure_aggregation.encoding import Form
+from fedpact.simulation.secure_aggregation.messages import reply_in
+from fedpact.simulation.secure_aggregation.transport import Take
+
+_log = logging.getLogger("fedpact.server")
+_POLL_SECONDS = 0.1
+_NODES_SECONDS = 1.0
+
+
+OnWait = Callable[[int, Mapping[str, Mapping[str, Any]]], None]
+
+
+class TooFewReplies(FedpactError):
+    """A round got fewer replies than federation.toml asks for, however often it was tried."""
+
+
+class FlowerTransport:
+    """See rounds.Transport.
+
+    key: the server's private key. agreed: see Federation.agreed. form: the form of replies to a
+    task. on_seen: called when sites' answers were taken, before anything is made of them. on_wait:
+    told, while a round is under way, its number and how long each site took, or is waited for.
+    """
+
+    traffic = None
+
+    def __init__(
+        self,
+        grid: Grid,
+        federation: Federation,
+        key: ec.EllipticCurvePrivateKey,
+        agreed: str,
+        admission: Admission,
+        form: Callable[[Task], Form],
+        on_seen: Callable[[], None] = lambda: None,
+        on_wait: OnWait = lambda *_: None,
+    ) -> None:
+        self._grid, self._federation, self._key = grid, federation, key
+        self._agreed = agreed
+        self._admission, self._form, self._on_seen = admission, form, on_seen
+        self._on_wait = on_wait
+        self._keys = {n: keys.public_key(m.key) for n, m in federation.sites.items()}
+        self._nodes = dict[str, int]()
+        self._since, self._slow = dict[str, str](), Slow()
+        self._looked, self._joined = 0.0, False
+        self._waiting = Clock()
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The names of the sites, sorted."""
+        return self._federation.names
+
+    def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
+        """Send each of these sites its task; yield the answers in the order of their names. Raises
+        TooFewReplies."""
+        began, before = time.perf_counter(), self._waiting.seconds
+        patience, any_task = self._federation.patience, next(iter(tasks.values()))
+        # The final model goes to whoever is there.
+        least = 0 if any_task.algorithm == FINAL else patience.least_replies
+        form = self._form(any_task)
+        self._admission.check(form, any_task)
+        this = PendingRequests(tasks, self._faults(tasks, form), least)
+        self._turn_away(this)
+        self._wait_for_all()
+        for _ in range(patience.retries + 1):
+            self._collect(this)
+            if not this.open or len(this.replies) >= least:
+                break
+            _log.warning("round %d: too few replies, tried again", any_task.round)
+        # Judged together: the first of them had nothing to be compared with.
+        for site in self._admission.outliers(any_task, this.replies):
+            self._reject(this, site, "far off")
+        # Before the absent are written down: they are refusals from here on, and no replies.
+        replies = this.replies
+        for site in this.open:
+            this.answers[site] = _refusal(tasks[site], site, "absent")
+        spent = [site for site, refusal in this.refusals.items() if refusal.code == "budget"]
+        if len(tasks) - len(spent) < least:
+            # No later round can have enough: the run ends, and what a few have sent is not used.
+            replies = dict[str, Reply]()
+        elif len(replies) < least and any_task.algorithm != EVALUATION:
+            raise TooFewReplies(
+                f"round {any_task.round} got {len(replies)} replies of at least "
+                f"{least} (patience.least_replies), after {patience.retries + 1} "
+                f"times {patience.round_seconds:g} s: {summarise_round(this)}. {advice(this)}"
+            )
+        waited = self._waiting.seconds - before
+        own = time.perf_counter() - began - waited
+        _log.info("round %d: %.2f s waiting, %.3f s own work", any_task.round, waited, own)
+        yield from (each for _, each in sorted({**replies, **this.refusals}.items()))
+
+    def within_reach(self, number: int) -> dict[str, str]:
+        """Return the sites that would be asked something in a round, each with when it started."""
+        self._wait_for_all()
+        return {
+            site: self._since[site]
+            for site in self._present()
+            if self._slow.may_be_asked(site, number)
+            and not self._admission.standing.is_barred(site)
+        }
+
+    def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:
+        """Ask each site its question and `take` each answer that is a Step."""
+
+        def check(site: str, answer: Answer) -> str | None:
+            return take(site, answer) if isinstance(answer, Step) else "unreadable"
+
+        this = PendingRequests(asks, check, least)
+        self._turn_away(this)
+        self._wait_for_all()
+        self._collect(this)
+        for site in this.open:
+            this.answers[site] = _refusal(asks[site], site, "absent")
+        return this.refusals
+
+    def _faults(self, tasks: Mapping[str, Task], form: Form) -> Callable[[str, Answer], str | None]:
+        def fault(site: str, answer: Answer) -> str | None:
+            if not isinstance(answer, Reply):
+                return "unreadable"
+            return self._admission.fault(site, tasks[site], answer, form)
+
+        return fault
+
+    def _turn_away(self, this: PendingRequests) -> None:
+        """Settle the answers of barred sites: they are not asked."""
+        for site in this.open:
+            if self._admission.standing.is_barred(site):
+                _log.warning(
+                    "site %s is barred: its ledger was refused, see run/barred.json and "
+                    "`fedpact deploy readmit`",
+                    site,
+                )
+                this.answers[site] = _refusal(this.tasks[site], site, "rejected: ledger")
+
+    def _wait_for_all(self) -> None:
+        """Give sites the time to come, once; later on the missing are not waited for."""
+        end = time.monotonic() + self._federation.patience.join_seconds
+        while not self._joined and time.monotonic() < end:
+            self._joined = set(self._present()) == set(self.sites)
+            if not self._joined:
+                self._sleep()
+        self._joined = True
+
+    def _sleep(self) -> None:
+        with self._waiting:
+            time.sleep(_POLL_SECONDS)
+
+    def _collect(self, this: PendingRequests) -> None:
+        """Ask and listen until all are settled, or nobody is left to wait for, or time is up."""
+        patience = self._federation.patience
+        told = time.monotonic()
+        end = told + patience.round_seconds
+        while this.open and time.monotonic() < end:
+            present = self._present(this)
+            # Again in each turn: somebody may have come, or been silent for long enough.
+            self._ask(this, present)
+            # What is owed from earlier rounds tells only that its site is alive.
+            numbers = [*this.sent, *self._slow.owed]
+            with self._waiting:
+                arrived = list(self._grid.pull_messages(numbers)) if numbers else []
+            for message in arrived:
+                self._take(this, message)
+            if arrived or time.monotonic() - told >= _NODES_SECONDS:
+                self._on_wait(next(iter(this.tasks.values())).round, this.waits())
+                told = time.monotonic()
+            waited_for = any(
+                site in present and self._slow.is_waited_for(site, this.tasks[site].round)
+                for site in this.open
+            )
+            if not waited_for:
+                if len(this.answers) - len(this.refusals) >= this.least:
+                    break
+                self._slow.recall()
+            if not arrived:
+                self._sleep()
+        # On the disk before anything is made of the replies: a ledger that was seen stays seen.
+        self._on_seen()
+        for site in this.open:
+            # Who is away is not slow; who is not asked owes nothing.
+            if site in this.asked and (site in self._slow or site in self._nodes):
+                self._slow.add(site, this, patience.round_seconds)
+
+    def _present(self, this: PendingRequests | None = None) -> dict[str, int]:
+        """Return site -> node of the sites that are connected, as of a second ago.
+
+        A site that was started again knows nothing of what it was asked before.
+        """
+        if time.monotonic() - self._looked >= _NODES_SECONDS:
+            found = dict[str, int]()
+            with self._waiting:
+                nodes = list(self._grid.get_nodes())
+            for node in nodes:
+                for name, member in self._federation.sites.items():
+                    if not keys.same_key(member.key, node.public_key):
+                        continue
+                    found[name] = node.node_id
+                    if self._since.get(name) != node.last_activated_at:
+                        self._since[name] = node.last_activated_at
+                        self._slow.begin_anew(name)
+                        if this is not None:
+                            this.asked.pop(name, None)
+            for name in sorted(set(found) ^ set(self._nodes)):
+                _log.info("site %s %s", name, "is connected" if name in found else "is gone")
+            self._nodes, self._looked = found, time.monotonic()
+        return self._nodes
+
+    def _ask(self, this: PendingRequests, present: dict[str, int]) -> None:
+        now, patience = time.monotonic(), self._federation.patience
+        for site in this.open:
+            last = this.asked.get(site)
+            if site not in present or (last and now - last < patience.resend_seconds):
+                continue
+            # Flower may still hold an earlier question for it, which it would answer, and pay for.
+            if last is None and not self._slow.may_be_asked(site, this.tasks[site].round):
+                continue
+            question = this.tasks[site]
+            block = to_bytes(shortest(question) if isinstance(question, Task) else question)
+            seen = self._admission.standing.last_seen(site)
+            purpose = keys.signing_context(site, seen, self._agreed)
+            record = flower.to_record(
+                block, keys.sign(self._key, purpose, block), seen, self._agreed
+            )
+            # A site that comes back later is not to spend budget on a round that is over.
+            message = Message(record, present[site], "train", ttl=patience.round_seconds)
+            with self._waiting:
+                numbers = self._grid.push_messages([message])
+            this.sent.update({number: site for number in numbers if number})
+            this.asked[site] = now
+            this.first.setdefault(site, now)
+
+    def _take(self, this: PendingRequests, message: Message) -> None:
+        number = message.metadata.reply_to_message_id
+        site = this.sent.pop(number, None)
+        owed_by = self._slow.settle(number, answered=not message.has_error())
+        if site is None or site in this.answers:
+            # Too late to count, or a second one; but what it was charged for is spent.
+            whose = site or owed_by
+            if whose is not None and not message.has_error():
+                self._look(this, whose, self._opened(whose, message))
+            return
+        if message.has_error():
+            # Asked several times, it fails as often: said once is enough.
+            this.sent = {number: other for number, other in this.sent.items() if other != site}
+            _log.warning("site %s: Flower reports error %s", site, message.error.code)
+            return
+        self._slow.in_time(site)
+        answer = self._checked(this, site, message)
+        if isinstance(answer, Refusal) and answer.code == "model" and this.tell_in_full(site):
+            _log.info("site %s has no model to change: it is told in full", site)
+        elif isinstance(answer, str):
+            self._reject(this, site, answer)
+        elif isinstance(answer, Step):
+            # What it carries has been taken in.
+            this.answers[site] = replace(answer, vectors={})
+        else:
+            this.answers[site] = answer
+
+    def _checked(
+        self, this: PendingRequests, site: str, message: Message
+    ) -> Reply | Step | Refusal | str:
+        """Return a site's answer, or what is wrong with it."""
+        task, answer = this.tasks[site], self._opened(site, message)
+        if isinstance(answer, str):
+            return answer
+        if isinstance(answer, Refusal):
+            if (answer.run, answer.round, answer.site) != (task.run, task.round, site):
+                return "stale"
+            # Codes go into logs, reports and advice: a site has no others.
+            return answer if answer.code in REFUSALS else "unreadable"
+        wrong = this.check(site, answer)
+        if wrong == "stale" and isinstance(answer, Step):
+            self._look(this, site, answer)
+        if wrong is None and isinstance(answer, Reply | Step):
+            return answer
+        return wrong or "unreadable"
+
+    def _opened(self, site: str, message: Message) -> Answer | str:
+        """Return what a site has signed, or what is wrong with it."""
+        try:
+            block, signature = flower.from_record(message.content)
+            if not keys.is_signed(self._keys[site], f"reply of {site}", block, signature):
+                return "key"
+            return from_bytes(block, MOST_VECTORS + 4 * len(self.sites))
+        except InputError:
+            return "unreadable"
+
+    def _look(self, this: PendingRequests, site: str, answer: Answer | str) -> None:
+        """Take notice of the ledger that a site's late answer shows, if it shows one."""
+        try:
+            reply = reply_in(answer) if isinstance(answer, Step) else answer
+        except InputError:
+            return  # another step's, which has no reply in it
+        about = self._federation.run, site
+        if not isinstance(reply, Reply) or (reply.run, reply.site) != about:
+            return
+        standing = self._admission.standing
+        fits = standing.look(site, reply.ledger_length, reply.ledger_head, late=True)
+        if not fits and site in this.open:
+            self._reject(this, site, "ledger")
+
+    def _reject(self, this: PendingRequests, site: str, why: str) -> None:
+        _log.warning("site %s: its reply is rejected: %s", site, why)
+        this.answers[site] = _refusal(this.tasks[site], site, f"rejected: {why}")
+
+
+def _refusal(task: Task | Step, site: str, code: str) -> Refusal:
+    return Refusal(task.run, task.round, site, code)

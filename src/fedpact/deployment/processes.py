@@ -1,0 +1,416 @@
+"""The processes of the parties: started, watched, stopped, and found again."""
+
+import ctypes
+import errno
+import logging
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedpact.common.errors import FedpactError, InputError
+from fedpact.common.files import private_opener
+from fedpact.common.messages import RoundRecord
+from fedpact.common.run_folder import exclusive
+from fedpact.deployment.flower import program
+from fedpact.deployment.server import Coordinator
+from fedpact.deployment.site import Site
+from fedpact.simulation.flower import QUIET, require_flower
+
+OnRound = Callable[[RoundRecord], None]
+_DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
+_GRACE_SECONDS = 5.0
+_LONGEST_PAUSE = 5.0
+_KNOCK_SECONDS = 1.0
+_PORT_SECONDS = 10.0
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+_log = logging.getLogger("fedpact.party")
+
+
+def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
+    """Carry out, or go on with, the run of a server's directory; return its summary.
+
+    Raises FedpactError: Flower is not installed, does not start, or the run cannot go on.
+    """
+    require_flower()
+    from fedpact.deployment.flower import credentials, server_process
+    from fedpact.deployment.flower.server_process import serve
+
+    with _files_told(), _ended_by_signals(), exclusive(directory):
+        coordinator = Coordinator.of(directory)
+        credentials.check_server(directory, coordinator.federation)
+        _prepare(coordinator.federation.seeds == "test")
+        host, port = coordinator.federation.address.rsplit(":", 1)
+        own = "127.0.0.1" if host in ("127.0.0.1", "localhost") else "0.0.0.0"
+        command = [
+            *("flower-superlink", "--isolation", "process", "--ssl-ca-certfile", "ca.crt"),
+            *("--ssl-certfile", "tls.crt", "--ssl-keyfile", "tls.key", "--host", own),
+            *("--port", port, "--enable-supernode-auth", "--database", "flower/superlink.db"),
+            *("--superexec-auth-secret-file", "runtime.secret"),
+            "--disable-runtime-dependency-installation",
+        ]
+        _wait_for_port(own, int(port), "address in federation.toml, at every party")
+        if server_process.prepare(_home(directory) / "superlink.db"):
+            _log.info("Flower's database is new")
+        with _flower(directory, command) as link, _ends_with(link, directory):
+            return serve(coordinator, f"127.0.0.1:{port}", on_round)
+
+
+def run_site(directory: Path) -> None:
+    """Take part until the process is told to stop; where the server is away, try again.
+
+    Raises FedpactError: Flower is not installed, or the site's files do not fit.
+    """
+    require_flower()
+    from fedpact.deployment.flower import credentials, site_process
+    from fedpact.deployment.flower.site_process import work
+
+    with _files_told(), _opened(directory) as site:
+        credentials.check_site(directory, site.federation, site.name)
+        _prepare(site.federation.seeds == "test")
+        command = [
+            *("flower-supernode", "--isolation", "process"),
+            *("--superlink", site.federation.address, "--root-certificates", "ca.crt"),
+            *("--auth-supernode-private-key", "site.key"),
+            *("--host", "127.0.0.1", "--port", str(site.settings.port)),
+            *("--superexec-auth-secret-file", "runtime.secret"),
+        ]
+        waits, tell = _Waits(), _Teller()
+        with _ended_by_signals():
+            while True:
+                _wait_for(site.federation.address, tell)
+                try:
+                    site_process.enter(site, directory)
+                    _wait_for_port("127.0.0.1", site.settings.port, "port in site.toml")
+                    tell("let in by the server")
+                    with _flower(directory, command) as node:
+                        work(site, directory, _Alive(node, site.federation.address))
+                    tell(f"the connection to the server has ended: {_reason(directory)}")
+                except site_process.NotLetIn as error:
+                    tell(str(error))
+                except OSError as error:
+                    if error.errno not in _FULL:
+                        raise
+                    tell(f"{directory} has no room ({error.strerror}): goes on when it has")
+                # Not enrolled yet, or the server is away: the site goes on knocking.
+                waits()
+
+
+def _opened(directory: Path) -> Site:
+    # All its files are of one run: an extension is over by now, or waits until the site has opened.
+    with exclusive(directory, wait=True):
+        return Site(directory)
+
+
+def environment(directory: Path) -> dict[str, str]:
+    """Return the environment of a party's processes: Flower's files stay in its directory."""
+    return {
+        **os.environ,
+        "FLWR_HOME": str(directory / "flower"),
+        **QUIET,
+    }
+
+
+def _prepare(reproducible: bool) -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("fedpact").setLevel(logging.INFO)
+    if reproducible:
+        torch.set_num_threads(1)
+
+
+@contextmanager
+def _flower(directory: Path, command: list[str]) -> Generator[subprocess.Popen[bytes]]:
+    """Run one of Flower's processes, which dies with this one, and end it."""
+    with open(_home(directory) / "log.txt", "ab", opener=private_opener) as log:
+        process = subprocess.Popen(
+            # By its file: our package need not be found from that directory.
+            [sys.executable, "-P", program.__file__, *command],
+            cwd=directory,
+            env=environment(directory.resolve()),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _files_told() -> Generator[None]:
+    """Raise FedpactError, in words, for a file that cannot be used: rights, a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, ConnectionError | TimeoutError | socket.gaierror | ssl.SSLError):
+            raise FedpactError(
+                f"the network failed ({type(error).__name__}: {error}): nothing is lost; start it "
+                "again when the other side can be reached"
+            ) from error
+        raise FedpactError(
+            f"{error.filename or 'a file of this party'} cannot be used ({error.strerror or error})"
+            ": see that the account which this party runs under owns its directory, and that there "
+            "is room on the disk; then start it again"
+        ) from error
+
+
+def _home(directory: Path) -> Path:
+    """Return Flower's own directory, which messages lie in: its owner's alone."""
+    home = directory / "flower"
+    home.mkdir(exist_ok=True)
+    home.chmod(0o700)
+    return home
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
+
+
+@contextmanager
+def _ends_with(process: subprocess.Popen[bytes], directory: Path) -> Generator[None]:
+    """End this process, as SIGTERM does, should the other one end before the block does."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_KNOCK_SECONDS):
+            if process.poll() is not None:
+                _log.error(
+                    "Flower's process ended with code %s: %s; see %s, then start this server again",
+                    process.returncode,
+                    _reason(directory),
+                    directory / "flower" / "log.txt",
+                )
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+@contextmanager
+def _ended_by_signals() -> Generator[None]:
+    """Turn SIGTERM and SIGINT into an orderly end of the block."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before: Mapping[int, Any] = {n: signal.signal(n, end) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Teller:
+    """Writes into the party's log what is new: of the same again and again, the first only."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, told: str) -> None:
+        if told != self._last:
+            _log.warning("%s", told)
+        self._last = told
+
+
+def _wait_for(address: str, tell: _Teller) -> None:
+    """Wait until somebody listens there: knocking costs less than a process that starts in vain."""
+    host, port = address.rsplit(":", 1)
+    while True:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=5):
+                return
+        except OSError as error:
+            tell(
+                f"nobody answers at {address}, the server's address in federation.toml "
+                f"({error.strerror or error}): the site goes on trying; see that the server runs, "
+                "and that its port is open to this machine"
+            )
+        time.sleep(_KNOCK_SECONDS)
+
+
+class _Alive:
+    """Whether the SuperNode runs and its server still listens, as of a moment ago.
+
+    A SuperNode that has lost its server tries again at longer and longer intervals. It is started
+    anew instead.
+    """
+
+    def __init__(self, node: subprocess.Popen[bytes], address: str) -> None:
+        host, port = address.rsplit(":", 1)
+        self._node, self._server = node, (host.strip("[]"), int(port))
+        self._next = 0.0
+
+    def __call__(self) -> bool:
+        if self._node.poll() is not None:
+            return False
+        if time.monotonic() < self._next:
+            return True
+        self._next = time.monotonic() + 2 * _KNOCK_SECONDS
+        try:
+            socket.create_connection(self._server, timeout=_KNOCK_SECONDS).close()
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            pass  # a network that fails for a moment is Flower's to bear
+        return True
+
+
+def _wait_for_port(host: str, port: int, setting: str) -> None:
+    """Return when the port is free; a process that was killed just now may hold it for a moment.
+
+    Raises InputError: somebody else has it. setting: where the port's number stands.
+    """
+    end = time.monotonic() + _PORT_SECONDS
+    while True:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                return probe.bind((host, port))
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise InputError(
+                        f"port {port} of this machine cannot be had ({error.strerror}): another "
+                        f"program listens there, or may alone; end that, or change {setting}"
+                    ) from None
+        time.sleep(_KNOCK_SECONDS)
+
+
+class _Waits:
+    """Longer and longer pauses, short ones again after a good while without any."""
+
+    def __init__(self) -> None:
+        self._pause, self._last = 0.0, 0.0
+
+    def __call__(self) -> None:
+        calm = time.monotonic() - self._last > 2 * _LONGEST_PAUSE
+        self._pause = 1.0 if calm else min(2 * self._pause, _LONGEST_PAUSE)
+        time.sleep(self._pause)
+        self._last = time.monotonic()
+
+
+def _reason(directory: Path) -> str:
+    """Return what Flower's process said last of an error, without its colours."""
+    text = (directory / "flower" / "log.txt").read_text(encoding="utf-8", errors="replace")
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in text.splitlines()]
+    last = [i for i, line in enumerate(lines) if line.startswith("ERROR")]
+    told = [line for line in lines[last[-1] if last else -3 :] if line and "flower.ai" not in line]
+    return " ".join(told[:4])
+
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+# A machine that takes longer from a process to its command stands still: that is told as it is.
+_EXEC_SECONDS = 10.0
+_PAUSE = 0.001
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that was started for a party.
+
+    number: the system's. started: when, as the system tells it.
+    """
+
+    number: int
+    started: str
+
+    @staticmethod
+    def of(number: int) -> "Process":
+        """Return a process that was started just now, once the system tells its command.
+
+        Whoever started it is let go on before that: to another look it would be a stranger's.
+        """
+        end = time.monotonic() + _EXEC_SECONDS
+        while _nameless(number) and time.monotonic() < end:
+            time.sleep(_PAUSE)
+        return Process(number, _started(number) or "")
+
+    def runs(self, words: Sequence[str]) -> bool:
+        """Whether it still runs, and is the one whose command was started with these last words.
+
+        A process of ours that has ended and was not waited for does not run.
+        """
+        with suppress(ChildProcessError):
+            if os.waitpid(self.number, os.WNOHANG)[0] != 0:
+                return False
+        if _started(self.number) != self.started:
+            return False
+        return _command(self.number).endswith(" ".join(words))
+
+    def send(self, number: signal.Signals, words: Sequence[str]) -> None:
+        """Send it a signal if it runs: never to another process that has its number by now."""
+        if not hasattr(os, "pidfd_open"):
+            if self.runs(words):
+                # There Flower's process does not die with its parent.
+                (os.killpg if number == signal.SIGKILL else os.kill)(self.number, number)
+            return
+        with suppress(ProcessLookupError):
+            # What is looked at is what the signal goes to.
+            handle = os.pidfd_open(self.number)
+            try:
+                if self.runs(words):
+                    signal.pidfd_send_signal(handle, number)
+            finally:
+                os.close(handle)
+
+
+def _started(number: int) -> str | None:
+    """Return when a process was started, None if there is none."""
+    if not _BOOT.exists():
+        return _asked(number, "lstart") or None
+    fields = _stat(number)
+    return None if fields is None else f"{_BOOT.read_text().strip()} {fields[19]}"
+
+
+def _nameless(number: int) -> bool:
+    """Whether a process is about to begin its command; one that has ended is not."""
+    fields = _stat(number) if _BOOT.exists() else None
+    return fields is not None and fields[0] not in "ZX" and not _command(number)
+
+
+def _stat(number: int) -> list[str] | None:
+    try:
+        # The name of the program may have spaces and brackets in it: what follows has none.
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _command(number: int) -> str:
+    if not _BOOT.exists():
+        return _asked(number, "command")
+    try:
+        words = Path(f"/proc/{number}/cmdline").read_bytes().rstrip(b"\0")
+    except OSError:
+        return ""
+    return os.fsdecode(words.replace(b"\0", b" "))
+
+
+def _asked(number: int, what: str) -> str:
+    done = subprocess.run(["ps", "-o", f"{what}=", "-p", str(number)], capture_output=True)
+    return done.stdout.decode(errors="replace").strip()

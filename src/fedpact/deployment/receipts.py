@@ -1,0 +1,127 @@
+"""Receipts that are handed on: with the data set's name and version, purpose, date and signature.
+
+A deployed site signs with site.key, the key by which federation.toml knows it, over the receipt's
+canonical JSON and for this purpose alone. The signature shows who wrote the receipt; that what it
+says is so follows from the ledger, which stays at the site.
+"""
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+from cryptography.hazmat.primitives import serialization
+
+from fedpact.common.about import About
+from fedpact.common.errors import LedgerError
+from fedpact.common.files import parse_errors
+from fedpact.deployment.federation import Federation, parse_toml
+from fedpact.deployment.site_records import SiteSettings
+from fedpact.privacy.ledger.receipt import receipt
+from fedpact.privacy.ledger.reservations import family
+from fedpact.simulation.secure_aggregation import keys
+
+_HOW = "ECDSA with SHA-384, of the rest as JSON with sorted keys and no spaces"
+
+
+def build_receipt(ledger: Path, site: Path | None = None) -> dict[str, Any]:
+    """Return a ledger's receipt with what is known about its data and purpose, and today's date.
+
+    That is read from a deployed site's directory, `site` or where the ledger lies, or from the
+    folder of the simulated run in which it lies; None stands for what nobody says.
+    Raises LedgerError, PlanError or DataError.
+    """
+    told, run, about = receipt(ledger), "", About()
+    site, folder = site or ledger.parent, ledger.parent.parent.parent
+    name, version = None, None
+    if (site / "site.toml").exists():
+        settings = parse_toml(SiteSettings, site / "site.toml")
+        run = Federation.read(site / "federation.toml").run
+        about, _ = _plan(site)
+        name, version = settings.data_set, settings.data_version
+    elif ledger.parent.parent.name == "sites" and (folder / "environment.json").exists():
+        with parse_errors(folder / "environment.json", "put the run's folder back from a backup"):
+            run = json.loads((folder / "environment.json").read_bytes())["run"]
+        about, name = _plan(folder)
+        version = about.data_version
+    mine = family(run, told["runs"])
+    for other, spend in told["runs"].items():
+        spend["purpose"] = about.purpose or None if (spend["beside"] or other) in mine else None
+    told["data_set"] = {"name": name, "version": version or None}
+    told["date"] = datetime.now(UTC).isoformat(timespec="seconds")
+    return told
+
+
+def _plan(directory: Path) -> tuple[About, str]:
+    path = directory / "plan.json"
+    with parse_errors(path, "put it back from a backup, or from another party"):
+        raw = json.loads(path.read_bytes())
+        return About.model_validate(raw["about"]), Path(raw["data"]).name
+
+
+def sign_receipt(told: Mapping[str, Any], site: Path) -> dict[str, Any]:
+    """Return a receipt with the signature of the deployed site in this directory.
+
+    told: strict JSON values. Raises InputError: no key that can sign.
+    """
+    key = keys.read_private_key(site / "site.key")
+    name = parse_toml(SiteSettings, site / "site.toml").name
+    form = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    value = keys.sign(key, _purpose(name), _canonical(told))
+    signature = {
+        "by": name,
+        "key": key.public_key().public_bytes(*form).decode(),
+        "how": _HOW,
+        "value": base64.b64encode(value).decode(),
+    }
+    return {**told, "signature": signature}
+
+
+def check_signature(told: object, federation: Federation | None) -> str:
+    """Return in words who signed a receipt. federation: whose keys count; None takes any.
+
+    Raises LedgerError: no signature, one that does not fit, or of a key that is not the site's.
+    """
+    if not (isinstance(told, dict) and isinstance(told.get("signature"), dict)):
+        raise LedgerError(
+            "the receipt has no signature, so nothing shows who wrote it: have the site's owner "
+            "write one with `fedpact ledger export SITE_DIR`"
+        )
+    whole = cast(dict[str, Any], told)
+    signature = whole["signature"]
+    try:
+        name, line = str(signature["by"]), str(signature["key"])
+        value = base64.b64decode(str(signature["value"]), validate=True)
+        key = keys.public_key(line)
+    except (KeyError, ValueError, binascii.Error) as error:
+        raise LedgerError(f"the receipt's signature cannot be read ({error})") from None
+    rest = {field: entry for field, entry in whole.items() if field != "signature"}
+    if not keys.is_signed(key, _purpose(name), _canonical(rest), value):
+        raise LedgerError(
+            f"the receipt is not what {name!r} signed: it was altered, or is another's; ask the "
+            "site's owner for it again"
+        )
+    if federation is None:
+        return (
+            f"intact, signed as {name!r} by {line.split()[1][-16:]}; whether that is the site's "
+            "key only federation.toml says: give --federation"
+        )
+    member = federation.sites.get(name)
+    if member is None or keys.public_key(member.key) != key:
+        raise LedgerError(
+            f"the receipt is signed as {name!r} by a key that federation.toml does not have for "
+            "that site: it is not the site's word"
+        )
+    return f"intact, signed by site {name!r} of run {federation.run!r}"
+
+
+def _purpose(site: str) -> str:
+    return f"receipt of {site}"
+
+
+def _canonical(told: Mapping[str, Any]) -> bytes:
+    form = {"sort_keys": True, "separators": (",", ":"), "allow_nan": False}
+    return json.dumps(told, **form).encode()

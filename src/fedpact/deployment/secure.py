@@ -1,0 +1,103 @@
+"""Secure aggregation in a deployment: a site's side and the server's, from what all agree on.
+
+A site knows the others' long-term keys, the sizes and the threshold from its own federation.toml
+and plan.json; no message can change them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from fedpact.common.messages import Reply, State, Task
+from fedpact.common.params import FlatModel
+from fedpact.deployment.admission import Admission
+from fedpact.deployment.federation import Federation
+from fedpact.plan import Plan
+from fedpact.simulation.secure_aggregation import keys
+from fedpact.simulation.secure_aggregation.client import Masker, UnmaskedSums
+from fedpact.simulation.secure_aggregation.encoding import (
+    RANGE,
+    Coding,
+    Form,
+    Layout,
+    check_shares,
+    coding_of,
+)
+from fedpact.simulation.secure_aggregation.graph import MaskingGraph
+from fedpact.simulation.secure_aggregation.keys import check_secure
+from fedpact.simulation.secure_aggregation.transport import Attempts, Carrier, Secured, Server
+
+
+def masker_of(directory: Path, name: str, federation: Federation, plan: Plan) -> Masker | None:
+    """Return a site's side of secure aggregation, None where the plan has none.
+
+    directory: the site's, with its key. Raises InputError of some kind: what does not fit.
+    """
+    check_secure(plan, len(federation.sites))
+    if not plan.secure_aggregation.threshold:
+        return None
+    if plan.privacy.honest:
+        dimension = FlatModel(federation.workshop(plan, directory).module()).size
+        check_shares(plan, federation.terms(plan), dimension)
+    return Masker(
+        name,
+        keys.read_private_key(directory / "site.key"),
+        {site: keys.public_key(member.key) for site, member in federation.sites.items()},
+        MaskingGraph.of(plan, federation.sites),
+        _coding(federation, plan),
+        UnmaskedSums(directory / "opened.json"),
+    )
+
+
+def secure_deployment(
+    carrier: Carrier,
+    federation: Federation,
+    plan: Plan,
+    attempts: Path,
+    admission: Admission,
+    form: Callable[[Task], Form],
+) -> Secured:
+    """Return the server's side: a transport that hands on what sums show of the sites' replies.
+
+    attempts: the file of transport.Attempts. form: of a plain reply to a task.
+    """
+    coding = _coding(federation, plan)
+    layouts = dict[int, Layout]()
+
+    def layout(task: Task) -> Layout:
+        # Finding the form takes a training step on made-up records: once a round.
+        if task.round not in layouts:
+            layouts.clear()
+            found = form(task)
+            admission.check(found, task)
+            layouts[task.round] = coding.layout(found)
+        return layouts[task.round]
+
+    def fault(site: str, task: Task, reply: Reply) -> str | None:
+        return admission.fault(site, task, reply, coding.form(layout(task)))
+
+    def mean_fault(task: Task, sites: list[str], mean: State, error: float) -> str | None:
+        if plan.privacy.honest:
+            # Nothing was clamped on the way.
+            return admission.mean_fault(task, sites, mean, error)
+        vectors = {n: v.clamp(-RANGE, RANGE) for n, v in task.vectors.items()}
+        return admission.mean_fault(replace(task, vectors=vectors), sites, mean, error)
+
+    circle, patience = MaskingGraph.of(plan, federation.sites), federation.patience
+    server = Server(
+        {site: keys.public_key(member.key) for site, member in federation.sites.items()},
+        circle,
+        coding,
+        plan.rounds,
+        max(circle.threshold, patience.least_replies),
+        patience.retries,
+        layout,
+        fault,
+        mean_fault,
+    )
+    return Secured(carrier, server, Attempts(attempts))
+
+
+def _coding(federation: Federation, plan: Plan) -> Coding:
+    sizes = {name: float(member.size) for name, member in federation.sites.items()}
+    return coding_of(plan, sizes, federation.terms(plan) if plan.privacy.honest else {})

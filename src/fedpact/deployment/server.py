@@ -1,0 +1,339 @@
+"""The server's side of a deployment, and the hand-over of its model.
+
+run/handed-over.json says to whom, and of which round. Who is away gets it when the server is
+started again, or from a file (`fedpact deploy model`): the run does not wait for anybody.
+
+federation.toml, plan.json   what all parties agree on
+test.npz                     a public test set with arrays x and y, if there is one
+run/                         the run's folder; a server that is started again goes on from it
+"""
+
+import dataclasses
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from fedpact.algorithms.wrappers.released_scales import CONSTANTS
+from fedpact.algorithms.wrappers.server_optimizer import read_average
+from fedpact.common.errors import FedpactError, PlanError
+from fedpact.common.files import parse_errors
+from fedpact.common.messages import FINAL, Refusal, RoundRecord, SiteScore, Task
+from fedpact.common.params import FlatModel
+from fedpact.common.run_folder import ATTEMPTS, Checkpoint, Folder
+from fedpact.data import load
+from fedpact.data.features.extract import beside
+from fedpact.deployment.admission import Admission, LedgerRegistry
+from fedpact.deployment.federation import Federation, read_plan
+from fedpact.evaluation.held_out import SumsForm
+from fedpact.evaluation.intervals import Early, check_public
+from fedpact.evaluation.metrics import evaluate
+from fedpact.plan import Plan
+from fedpact.privacy.accounting.accountant import History
+from fedpact.privacy.column_scales import advise_of_loud, scale_columns
+from fedpact.privacy.reply_bounds import ReplyBounds, check_grid, counts
+from fedpact.privacy.terms import Terms
+from fedpact.rounds import Rounds, Transport
+from fedpact.simulation.extend import PreviousReservations, with_epsilon
+from fedpact.simulation.predict import RecordedForm
+from fedpact.simulation.run import environment_of, finish, start_or_resume
+from fedpact.simulation.secure_aggregation.encoding import check_shares
+from fedpact.simulation.secure_aggregation.keys import check_secure
+from fedpact.simulation.secure_aggregation.transport import Attempts
+from fedpact.simulation.statement import Side, statement
+from fedpact.simulation.trackers import Log, check_log
+from fedpact.simulation.workshop import TrainingSetup
+
+_log = logging.getLogger("fedpact.server")
+FILE: Final = "handed-over.json"
+_LOST: Final = "remove it: every site is then handed the final model again"
+
+
+def hand_over(folder: Folder, run: str, at: Checkpoint, transport: Transport) -> None:
+    """Give every site that lacks it the model of the last round; whoever cannot have it is named.
+
+    What goes wrong with that leaves the run as it is: it has ended.
+    """
+    has = read_handovers(folder)
+    vectors = {n: at.state.vectors[n] for n in ("w", CONSTANTS) if n in at.state.vectors}
+    tasks = {
+        site: Task(run, at.round, FINAL, vectors, {}, at.included.get(site, -1))
+        for site in transport.sites
+        if has.get(site) != [run, at.round]
+    }
+    if not tasks or not at.round:
+        return
+    lacking = dict.fromkeys(tasks, "absent")
+    try:
+        for answer in transport.exchange(tasks):
+            if isinstance(answer, Refusal):
+                lacking[answer.site] = answer.code
+            else:
+                lacking.pop(answer.site, None)
+                has[answer.site] = [run, at.round]
+    except FedpactError as error:
+        _log.warning("handing the final model over: %s", error)
+    folder.write_json(FILE, has)
+    for site, code in lacking.items():
+        _log.warning(
+            "site %s has not got the final model (%s): start the server again when it is there, or "
+            "let its owner have %s and run `fedpact deploy model`",
+            site,
+            code,
+            folder.path / "model.safetensors",
+        )
+
+
+def read_handovers(folder: Folder) -> dict[str, Any]:
+    """Return site -> [run, round] of the final model that it was handed. Raises DataError."""
+    path = folder.path / FILE
+    if not path.exists():
+        return {}
+    with parse_errors(path, _LOST):
+        return dict(json.loads(path.read_bytes()))
+
+
+_EPSILON = (
+    "ε as the server knows it: every round that a site was asked in counts as charged once, though "
+    "it was absent, as does each new attempt at a round under secure aggregation. A site that died "
+    "in mid-round may have charged a round twice; its own ledger says so, and stays within what "
+    "was reserved."
+)
+
+
+@dataclass(frozen=True)
+class Coordinator:
+    """The server's side of one run, checked as a whole when it is made.
+
+    Raises InputError of some kind for whatever does not fit.
+    """
+
+    directory: Path
+    federation: Federation
+    plan: Plan
+    terms: dict[str, Terms]
+
+    @staticmethod
+    def of(directory: Path) -> "Coordinator":
+        """Read a server's directory."""
+        federation = Federation.read(directory / "federation.toml")
+        plan = read_plan(directory / "plan.json")
+        plan.check_sites(len(federation.sites))
+        check_secure(plan, len(federation.sites))
+        federation.form(plan)
+        found = Coordinator(directory, federation, plan, federation.terms(plan))
+        if plan.privacy.honest:
+            check_shares(plan, found.terms, FlatModel(found.module()).size)
+        check_grid(found.terms.values())
+        each = ((one.columns, one.size) for one in found.terms.values())
+        advise_of_loud(f"run {federation.run}", each)
+        test = (directory / "test.npz").exists() and not plan.local.head
+        check_public(plan.budget.early, plan.private, plan.evaluation, test=test, held=False)
+        return found
+
+    @property
+    def folder(self) -> Folder:
+        """The run's folder."""
+        return Folder(self.directory / "run")
+
+    @property
+    def attempts(self) -> Path:
+        """Where the attempts at rounds under secure aggregation are kept."""
+        return self.folder.path / ATTEMPTS
+
+    def admission(self) -> tuple[Admission, Callable[[], None]]:
+        """Return the check of replies, and what makes durable which ledgers it has seen."""
+        standing, longest = LedgerRegistry(self.folder.path), self.federation.checks.longest
+        terms = PreviousReservations.read(self.folder).loudest(self.terms)
+        found = Admission(self.plan.method, terms, longest, standing, self._examined)
+        return found, standing.save
+
+    @cached_property
+    def form(self) -> SumsForm:
+        """What sites are asked to sum of their held-out records."""
+        return self.federation.form(self.plan)
+
+    @property
+    def sums(self) -> Mapping[str, int]:
+        """Of an evaluation, how many numbers each channel has; empty where there are none."""
+        return self.form.lengths if self.plan.evaluation_terms else {}
+
+    def _examined(self, terms: Terms) -> ReplyBounds:
+        once = self.plan.evaluation_terms
+        if once is None:
+            return ReplyBounds({}, {})
+        # All of a site's records at most, however they fall.
+        records = terms.size / (1 - self.plan.evaluation.share)
+        return counts(once, self.sums, records)
+
+    def run(
+        self,
+        transport: Transport,
+        on_round: Callable[[RoundRecord], None],
+        plain: Transport | None = None,
+    ) -> dict[str, Any]:
+        """Carry the run out, or on, and return its summary. on_round: called with every record.
+
+        plain: what carries the final model to the sites where `transport` makes sums of replies.
+        Raises FedpactError where the transport gives up; what was committed stays.
+        """
+        check_log(self.plan.run.log)
+        with Log(self.plan.run.log, self.folder.path) as log:
+            return self._run(transport, log.and_tell(on_round), plain or transport)
+
+    def _run(
+        self, transport: Transport, on_round: Callable[[RoundRecord], None], plain: Transport
+    ) -> dict[str, Any]:
+        self._begin()
+        plan = self.plan
+        evaluator = _Evaluator(self)
+        sums = sum(self.sums.values())
+        rounds = Rounds(self.plan, self.federation.run, transport, evaluator, sums=sums)
+        at, records = start_or_resume(
+            self.folder, self.plan, self.module, evaluator, rounds.open_run
+        )
+        evaluator.go_on(records)
+        released = self.form, plan.evaluation_terms, plan.after
+        rounds.early = Early(*plan.budget.good_enough, *released).having_seen(records)
+        for record in records:
+            on_round(record)
+        for committed, record in rounds(at):
+            at = committed
+            self.folder.commit(at, record)
+            records.append(record)
+            on_round(record)
+        records[-1] = rounds.finish(at, records[-1])
+        self.folder.rewrite(records)
+        ended = at, records, rounds.status
+        of = self.federation
+        given = RecordedForm(of.shape, of.values, of.classes, of.columns(plan))
+        given.by(of.stage(plan, self.directory)).write(self.folder)
+        sizes = {name: terms.size for name, terms in self.terms.items()}
+        done = finish(self.folder, self.plan, self.terms, sizes, self.module(), self.form, *ended)
+        hand_over(self.folder, of.run, at, plain)
+        return done
+
+    def module(self) -> nn.Module:
+        """Return the model with its initial weights, the same at every call."""
+        return self.workshop().module()
+
+    def workshop(self) -> TrainingSetup:
+        """Return what the server computes with."""
+        return self.federation.workshop(self.plan, self.directory)
+
+    def _begin(self) -> None:
+        folder = self.folder
+        if (folder.path / "plan.json").exists():
+            run = folder.read_json("environment.json")["run"]
+            kept = Plan.parse(folder.read_json("plan.json"))
+            if (kept, run) != (self.plan, self.federation.run):
+                raise PlanError(
+                    f"{folder.path} holds run {run!r} of its own plan, and this is run "
+                    f"{self.federation.run!r}: name a new run in federation.toml at every party "
+                    "and move that folder away, or put plan.json and federation.toml back"
+                )
+            return
+        folder.write_json("environment.json", environment_of(self.federation.run, "flwr"))
+        folder.write_json("privacy.json", self.statement())
+        folder.write_json("plan.json", self.plan.document())
+
+    def statement(self) -> dict[str, Any]:
+        """Return the content of privacy.json."""
+        test = self.federation.seeds == "test"
+        side = Side(
+            randomness="seeded test: protects nobody" if test else "secure, at each site",
+            separation=self.workshop().separation(),
+            form=self.form,
+            persons=self.federation.person is not None,
+        )
+        said = statement(self.plan, self.terms, len(self.terms), side)
+        said = PreviousReservations.read(self.folder).over(said, self.federation.run, self.plan)
+        return said | {"epsilon_by_round": _EPSILON}
+
+
+class _Evaluator:
+    """Evaluates on the public test set, with ε by the rounds that each site was asked in.
+
+    One that was absent is counted: what reached it nobody but itself knows.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._terms = coordinator.terms
+        self._steps, self._rounds = Counter[str](), Counter[str]()
+        self._model = FlatModel(coordinator.module())
+        self._after, self._earlier = (
+            coordinator.plan.after,
+            PreviousReservations.read(coordinator.folder).spent,
+        )
+        self._loss = coordinator.plan.task.per_record(len(coordinator.federation.classes))
+        self._each, self._attempts = coordinator.plan.method.steps(), coordinator.attempts
+        # With heads of the sites' own what is shared is no model that answers anything.
+        self._test = None if coordinator.plan.local.head else _test_set(coordinator)
+        federation, plan = coordinator.federation, coordinator.plan
+        stage = federation.stage(plan, coordinator.directory)
+        columns = federation.features
+        self._released = stage.released(federation.example(), columns) if self._test else ()
+
+    def go_on(self, records: list[RoundRecord]) -> None:
+        """Count on from the rounds that are committed."""
+        self._steps.clear()
+        self._rounds.clear()
+        for record in records:
+            self._count(record)
+
+    def _count(self, record: RoundRecord) -> None:
+        for site in self._terms if record.round > self._after else ():
+            self._steps[site] += record.steps * record.was_asked(site)
+            self._rounds[site] += record.was_asked(site)
+
+    def __call__(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
+        self._count(record)
+        # Each new attempt is charged as a round is; τ is fixed where there are any.
+        extra = Attempts(self._attempts).extra
+        spent = {
+            name: _history(
+                terms, self._steps[name] + extra * self._each, self._rounds[name] + extra, 1 + extra
+            )
+            for name, terms in self._terms.items()
+        }
+        record = with_epsilon(record, self._terms, spent, self._earlier)
+        if self._test is None:
+            return record
+        x, y = self._test
+        if CONSTANTS in at.state.vectors:
+            x = scale_columns(x, self._released, at.state.vectors[CONSTANTS])
+        score, average = self._score(at.state.vectors["w"], x, y), read_average(at.state)
+        record = dataclasses.replace(record, accuracy=score.accuracy, loss=score.loss)
+        if average is None:
+            return record
+        beside = self._score(average, x, y)
+        numbers = {"accuracy": beside.accuracy, "loss": beside.loss}
+        return dataclasses.replace(record, average=numbers)
+
+    def _score(self, w: Tensor, x: Tensor, y: Tensor) -> SiteScore:
+        self._model.load(w)
+        return evaluate(self._model.module, self._loss, x, y)
+
+
+def _history(terms: Terms, steps: int, rounds: int, asked: int) -> History:
+    # A round has at most one opening.
+    return terms.history(min(terms.steps, steps), min(terms.openings, rounds), asked)
+
+
+def _test_set(coordinator: Coordinator) -> tuple[Tensor, Tensor] | None:
+    path = coordinator.directory / "test.npz"
+    if not path.exists():
+        return None
+    federation = coordinator.federation
+    form, names = federation.describe_labels(coordinator.plan), federation.features
+    # It is of arrays, whose columns are called by their places.
+    data = load.load_dataset(str(path), classes=federation.classes, form=form.by_place(names))
+    stage = federation.stage(coordinator.plan, coordinator.directory)
+    staged = stage(data.x, federation.example(), str(path), beside(path), names)
+    return staged.x[staged.good], data.y[staged.good]

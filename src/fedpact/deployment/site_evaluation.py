@@ -1,0 +1,518 @@
+"""What a site answers beside training: evaluations, personal models, progress, and the replies it
+keeps.
+
+It reads the site's records, its copy of the plan and the final model, and writes
+personal.safetensors into the site's directory, mode 0600. It opens no connection, asks no ledger
+and changes nothing else: no message is made of what it finds.
+
+Rounds, counts and codes of refusals follow from public quantities; none of it leaves the machine.
+
+A server's mistake, or lie, ends here, before anything is charged, computed or remembered: a task of
+round 10^12 would make every later one stale, a τ of a million would spend the budget at once.
+
+`reply.bin` is one line of JSON, [run, round, attempt, digest of the task], then the reply as it was
+encoded. The reply names the ledger it was made with (Reply.ledger_length, ledger_head): a ledger
+that does not go on from there is not the one that paid for it.
+
+held-out.key      the site's secret, by which each record falls to one side; made at the first
+                  opening with evaluations, and missed from then on
+evaluation.bin    its last released evaluation, for when it is asked again
+own-figures.json  exact sums after each round, for the site's owner: no message has any of it
+"""
+
+import json
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from fedpact.algorithms.wrappers.compression import whole
+from fedpact.algorithms.wrappers.released_scales import CONSTANTS, check_as_declared, find_examined
+from fedpact.client import read_memory
+from fedpact.common.errors import FedpactError, InputError, LedgerError
+from fedpact.common.files import free_room, make_room, parse_errors, write_whole
+from fedpact.common.messages import (
+    EVALUATION,
+    FINAL,
+    Refusal,
+    Reply,
+    State,
+    Step,
+    Task,
+    Vectors,
+    from_bytes,
+)
+from fedpact.common.params import FlatModel, all_finite, one_thread
+from fedpact.common.randomness.secure import SecureDraws
+from fedpact.common.randomness.seeded import Draws, SeededDraws
+from fedpact.common.run_folder import RUN, check_writable
+from fedpact.data.splits import number_persons
+from fedpact.deployment.federation import Federation, parse_toml, read_plan
+from fedpact.deployment.final_model import find_published_model, read_model
+from fedpact.deployment.site_records import Own, SiteSettings, own_records
+from fedpact.evaluation import held_out
+from fedpact.evaluation.held_out import HeldOut, hold_out, key_of_seed, split_of
+from fedpact.evaluation.personal import SiteFigures, on_own_parts, personalise_model, train_locally
+from fedpact.plan import Plan
+from fedpact.privacy.accounting.accountant import add_budgets, epsilon
+from fedpact.privacy.ledger.ledger import Ledger, read_entries
+from fedpact.privacy.ledger.reservations import family
+from fedpact.privacy.oracle import Records
+from fedpact.privacy.terms import Terms
+from fedpact.simulation.threads import Worker
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Sums over the run's reservations. run: the last one's name. terms: of that one."""
+
+    run: str
+    terms: Terms
+    ledger: Ledger
+
+    @property
+    def epsilon(self) -> float:
+        """ε spent so far at `delta`, an upper bound; adjacency and accountant are the terms'."""
+        return self._before + self.terms.epsilon_after(self.ledger.spent(self.run))
+
+    @property
+    def most(self) -> float:
+        """ε of all that the last reservation may spend, beside what those before have spent."""
+        return self._before + self.terms.budget.epsilon
+
+    @property
+    def delta(self) -> float:
+        """Σ δ of the reservations."""
+        earlier = self.ledger.earlier(self.run)
+        return add_budgets([self.terms.budget.delta, *(budget.delta for _, budget in earlier)])
+
+    @property
+    def _before(self) -> float:
+        each, by = self.ledger.earlier(self.run), self.terms.accountant
+        return sum(epsilon(events, budget.delta, by) for events, budget in each)
+
+    def describe(self) -> str:
+        """Return `epsilon` in words, to the last digit: rounded down it would be no bound."""
+        alone = ""
+        if self.terms.honest:
+            spent = self.terms.epsilon_alone_after(self.ledger.spent(self.run))
+            alone = f" with {self.terms.honest} honest sites, ε <= {spent!r} with none,"
+        return (
+            f"spent ε <= {self.epsilon!r}{alone} at δ = {self.delta!r}, "
+            f"{self.terms.adjacency}, accountant {self.terms.accountant}"
+        )
+
+
+NOT_PRIVATE: Final = "NOT PRIVATE: tuned on this site's own records; never release it"
+
+
+@dataclass(frozen=True)
+class Personal:
+    """What tuning found at a site. file: the model that was written, None if it advised not to."""
+
+    site: str
+    figures: SiteFigures
+    file: str | None
+
+
+def personalise_site(directory: Path, model: Path | None = None) -> Personal:
+    """Tune the final model on a site's records, or say that it is not worth it.
+
+    model: the run's model.safetensors as the server published it; by default the one that it handed
+    to the site, or that of a server whose directory lies beside the sites'.
+    An older personal.safetensors is removed where the advice is not to tune.
+    Raises InputError of some kind: no final model, or one that is not the plan's.
+    """
+    settings = parse_toml(SiteSettings, directory / "site.toml")
+    check_writable(directory)
+    federation = Federation.read(directory / "federation.toml")
+    plan = read_plan(directory / "plan.json")
+    check_as_declared(plan.method)
+    plan.task.check_plain("what joining was worth")
+    handed = directory / RUN / "model.safetensors"
+    # What a site with a model of its own was handed is that, and no longer everybody's.
+    if model is None and handed.is_file() and not plan.method.has_own_models:
+        model = handed
+    source = find_published_model(directory, federation.run, model)
+    module = federation.workshop(plan, directory).module()
+    flat = FlatModel(module)
+    initial = flat.vector.clone()
+    w = read_model(source, module, flat)
+    # With the final model a site's last reply counts as included, if it was of its last round.
+    last = plan.participants(federation.names).last_of(settings.name, plan.rounds)
+    own = plan.method.own_model(w, read_memory(directory / "memory.safetensors", last))
+    found = own_records(directory, settings, federation, plan)
+    x, y = found.records.x, found.records.y
+    whose = number_persons(found.whose, np.arange(len(y)))
+    with one_thread():
+        by_itself = train_locally(flat, x, y, initial, whose)
+        tuned = personalise_model(flat, x, y, w if own is None else own, whose)
+    path = directory / "personal.safetensors"
+    if not tuned.choice.tune:
+        path.unlink(missing_ok=True)
+        return Personal(settings.name, on_own_parts(by_itself, tuned), None)
+    flat.load(tuned.w)
+    tensors = {name: value.clone() for name, value in module.state_dict().items()}
+    marked = {"privacy": NOT_PRIVATE, "run": federation.run, "site": settings.name}
+    write_whole(path, save_tensors(tensors, metadata=marked))
+    return Personal(settings.name, on_own_parts(by_itself, tuned), str(path))
+
+
+_log = logging.getLogger("fedpact.site")
+_FILE: Final = "progress.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """round: of the last question. seconds: that its answer took. refusals: code -> how many."""
+
+    run: str = ""
+    round: int = 0
+    answers: int = 0
+    seconds: float = 0.0
+    refusals: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def state(self) -> str:
+        """In a word, how far it is."""
+        return "running" if self.answers else "nothing answered yet"
+
+    @staticmethod
+    def read(directory: Path) -> "Progress":
+        """Return what a site's directory says; nothing where the file is missing or damaged."""
+        try:
+            return Progress(**json.loads((directory / _FILE).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return Progress()
+
+    @staticmethod
+    def count(directory: Path, run: str, answer: object, seconds: float) -> None:
+        """Note a message that a site has answered with; what is none counts for nothing."""
+        if isinstance(answer, Reply | Refusal | Step):
+            code = answer.code if isinstance(answer, Refusal) else ""
+            Progress.read(directory).after(run, answer.round, seconds, code).keep(directory)
+
+    def after(self, run: str, number: int, seconds: float, code: str) -> "Progress":
+        """Return it with one more answer. code: of a refusal, "" for none."""
+        before = self if self.run == run else Progress(run)
+        refusals = Counter(before.refusals) + Counter([code] if code else [])
+        last = max(before.round, number)
+        return Progress(run, last, before.answers + 1, seconds, dict(refusals))
+
+    def keep(self, directory: Path) -> None:
+        """Write it down; a disk that is full stops nothing, as nothing follows from it."""
+        try:
+            write_whole(directory / _FILE, json.dumps(asdict(self)).encode() + b"\n")
+        except OSError as error:
+            _log.warning("%s is not written: %s", _FILE, error)
+
+
+_MOST_ATTEMPTS = 1000
+
+
+class Questions:
+    """Checks tasks of a site. w: the model before the first round [d]. sites: the names of all."""
+
+    def __init__(self, plan: Plan, w: Tensor, site: str, sites: tuple[str, ...]) -> None:
+        told = plan.method.task(plan.method.init(w))
+        self._vectors = {name: (v.shape, v.dtype) for name, v in told.vectors.items()}
+        self._numbers, self._rounds = plan.method.task_numbers(), plan.rounds
+        self._site, self._participants = site, plan.participants(sites)
+        self._always = frozenset(told.numbers)
+        self._first = 0 if plan.method.opens_run else 1
+        model = {name: self._vectors[name] for name in ("w", CONSTANTS) if name in told.vectors}
+        # Of questions that train nothing; None: the plan has no such question.
+        self._others = {EVALUATION: model if plan.evaluation_terms else None, FINAL: model}
+        self._told: dict[int, Vectors] = {0: told.vectors}
+
+    def in_full(self, task: Task) -> tuple[Task | None, str, str]:
+        """Return a task that may be carried out, in full; or None, a refusal's code, and why.
+
+        A task may tell changes to what was told in the round before
+        (algorithms.wrappers.compression), which is known
+        as long as this object lives, and before the first one follows from the plan; the code is
+        "model" where it is not known.
+        """
+        if task.algorithm in self._others:
+            # Told in full, and nothing that a later task goes on from.
+            wrong = self.fault(task)
+            return (task, "", "") if wrong is None else (None, *wrong)
+        base = self._told.get(task.round - 1)
+        try:
+            full = whole(task, base)
+        except InputError as error:
+            return None, "task", str(error)
+        if full is None:
+            text = f"it tells changes to a model of round {task.round - 1} that is not known here"
+            return None, "model", text
+        wrong = self.fault(full)
+        if wrong is not None:
+            return None, *wrong
+        if full.round >= max(self._told, default=0):
+            # The round before stays: the same question may come again.
+            before = {} if base is None else {full.round - 1: base}
+            self._told = {full.round: full.vectors, **before}
+        return full, "", ""
+
+    def fault(self, task: Task) -> tuple[str, str] | None:
+        """Return a refusal's code, and what is wrong with a task in words; None if nothing is.
+
+        Both follow from the task and the plan alone. The code is "budget" for a round beyond the
+        plan's, for which nothing is reserved, and "task" for all else.
+        """
+        if task.round > self._rounds:
+            return "budget", f"its round is {task.round}: the site reserved {self._rounds} rounds"
+        wrong = self._wrong(task)
+        return None if wrong is None else ("task", wrong)
+
+    def _wrong(self, task: Task) -> str | None:
+        other = task.algorithm in self._others
+        vectors, numbers = self._vectors, self._numbers
+        if other:
+            vectors, numbers = self._others[task.algorithm], {}
+        if vectors is None:
+            return "it asks for an evaluation: expected none, as the plan has none"
+        for name, value, least, most in (
+            ("round", task.round, self._first, self._rounds),
+            ("included", task.included, -1, task.round - (task.algorithm not in self._others)),
+            ("attempt", task.attempt, 0, _MOST_ATTEMPTS),
+        ):
+            if not least <= value <= most:
+                return f"its {name} is {value}: expected an integer from {least} to {most}"
+        if not (other or self._site in (drawn := self._participants.of(task.round))):
+            return f"round {task.round} is drawn to be of {_few(drawn)}: expected one of this site"
+        found = {name: (v.shape, v.dtype) for name, v in task.vectors.items()}
+        if found != vectors:
+            return f"its vectors are {_few(found)}: expected {_few(vectors)}"
+        for name, value in task.numbers.items():
+            expected = numbers.get(name)
+            if expected is None:
+                return f"it has a number {name!r}: expected none but {_few(numbers)}"
+            if not expected.holds(value):
+                return f"its number {name!r} is {value!r}: expected {expected}"
+        for name in sorted((frozenset() if other else self._always) - task.numbers.keys()):
+            return f"it has no number {name!r}, which every task of this plan has"
+        if not all(map(all_finite, task.vectors.values())):
+            return "its vectors hold NaN or infinity: expected finite numbers"
+        return None
+
+
+def _few(names: object) -> str:
+    """A text of at most a line, whatever a stranger has sent."""
+    text = str(names)
+    return text if len(text) <= 200 else text[:200] + " ..."
+
+
+_Question = tuple[str, int, int, str]
+_ADVICE = (
+    "put it back from a backup, or move it away; a round that was answered and is asked again is "
+    "then charged again, and never beyond the budget"
+)
+
+# A reply, or what a method remembers, is at most three times as long as its task in every method.
+_TIMES: Final = 4
+_SPARE: Final = 1 << 16
+
+
+class LastReply:
+    """The last reply and the question that it answers, in one file, written before it is sent.
+
+    ledger: length and head of the ledger it was made with; (0, "") where there is no reply.
+    Raises DataError: a file that this site did not write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._key: _Question = "", 0, 0, ""
+        self._block = b""
+        self.ledger = 0, ""
+        if path.exists():
+            self._key, self._block, self.ledger = _read(path)
+
+    def answer_to(self, task: Task) -> bytes | None:
+        """Return the stored reply, if it answers this task."""
+        return self._block if self._key == _key(task) else None
+
+    def is_newer_than(self, task: Task) -> bool:
+        """Whether it answers a later round or attempt of the task's run, or this one."""
+        run, number, attempt, _ = self._key
+        return run == task.run and (number, attempt) >= (task.round, task.attempt)
+
+    def keep(self, task: Task, block: bytes) -> None:
+        """Store the encoded reply to a task."""
+        key = _key(task)
+        write_whole(self.path, json.dumps(key).encode() + b"\n" + block)
+        self._key, self._block = key, block
+
+
+@contextmanager
+def room(task: Task, *paths: Path) -> Generator[None]:
+    """Hold room on the disk for what a task's answer will write to these files.
+
+    The last path is the ledger's: its next lines cannot be written ahead, but there is to be room
+    for them. Raises FedpactError: there is none.
+    """
+    *replaced, ledger = paths
+    probe = ledger.with_name(ledger.name + ".room")
+    length = _TIMES * task.wire_bytes + _SPARE
+    try:
+        make_room(length, *replaced)
+        try:
+            make_room(_SPARE, probe)
+        finally:
+            free_room(probe)
+    except OSError as error:
+        free_room(*replaced)
+        raise FedpactError(
+            f"round {task.round} needs {length} bytes on the disk for each of "
+            f"{', '.join(map(str, replaced))}, and {_SPARE} beside {ledger} ({error.strerror}): "
+            "nothing is charged; make room, and the site takes part again"
+        ) from error
+    try:
+        yield
+    finally:
+        free_room(*replaced)
+
+
+def _read(path: Path) -> tuple[_Question, bytes, tuple[int, str]]:
+    with parse_errors(path, _ADVICE):
+        head, _, block = path.read_bytes().partition(b"\n")
+        run, number, attempt, digest = json.loads(head.decode("ascii"))
+        reply = from_bytes(block)
+        key = str(run), int(number), int(attempt), str(digest)
+        if [run, number, attempt, digest] != [*key] or not isinstance(reply, Reply):
+            raise ValueError(f"a {type(reply).__name__} to {key}")
+    return key, block, (reply.ledger_length, reply.ledger_head)
+
+
+def _key(task: Task) -> _Question:
+    return task.run, task.round, task.attempt, task.digest
+
+
+OWN_FIGURES: Final = "own-figures.json"
+_KEPT: Final = ("run", "settings", "classes", "groups", "unit", "rounds")
+_KEY_BYTES: Final = 32
+
+
+class Examiner:
+    """Evaluates at a site. ledger: where the site's ledger is, which may not be there yet.
+
+    Raises LedgerError: the secret of a site that has promised evaluations is not there.
+    """
+
+    def __init__(
+        self, directory: Path, name: str, federation: Federation, plan: Plan, ledger: Path
+    ) -> None:
+        self._name, self._plan, self._groups = name, plan, federation.groups
+        self._of_persons = federation.person is not None
+        self.form, self.once = federation.form(plan), plan.evaluation_terms
+        self._test = federation.seeds == "test"
+        self._secure = SecureDraws()
+        self._key = b""
+        if plan.evaluation.used:
+            drawn = key_of_seed(plan.seed, name) if self._test else None
+            self._key = drawn or _examiner_key(directory, ledger, federation.run)
+        self.last = LastReply(directory / "evaluation.bin")
+        self._figures = directory / OWN_FIGURES
+        self._held: HeldOut | None = None
+
+    def split(self, own: Own) -> Tensor:
+        """Return which of the site's records are held out, bool [n]."""
+        share, key = self._plan.evaluation.share, self._key or b"-"
+        return hold_out(own.raw, own.records.y, share, key, own.whose)
+
+    def take(self, raw: Tensor, held: Records) -> None:
+        """Keep the held-out records: as they stand in the file, and as they are evaluated."""
+        y = held.y
+        group = y.new_zeros(len(y)) if self._groups is None else self._groups.of(raw)
+        self._held = HeldOut(held.x, y, group.to(y.device), held.persons, held.columns)
+
+    def reserve(self, ledger: Ledger, run: str) -> None:
+        """Promise the run's evaluations, if it has any."""
+        if self.once is not None:
+            split = split_of(self._key, self._plan.evaluation.share, persons=self._of_persons)
+            held_out.reserve(ledger, run, self.once, split, self._plan.privacy.unit)
+
+    def examine(self, ledger: Ledger, task: Task, memory: State, bench: Worker) -> Vectors:
+        """Return what the site releases in answer to a question, charged first."""
+        held, once = self._held, self.once
+        if held is None or once is None:
+            raise LedgerError(f"site {self._name!r} has promised no evaluation")
+        draws: Draws = self._secure
+        if self._test:
+            draws = SeededDraws(self._plan.seed, self._name, task.round)
+        w, by = find_examined(self._plan.method, task, memory)
+        return once.release(
+            held_out.charge_of(ledger, task),
+            lambda: held.totals(self.form, bench.private, w, by),
+            draws,
+        )
+
+    def note(self, task: Task, memory: State, bench: Worker) -> None:
+        """Keep the exact sums of a task's model for the owner. Whatever goes wrong, stays here."""
+        if self._held is None or task.round == 0 or not self._plan.evaluation.used:
+            return
+        try:
+            ended = task.algorithm in (EVALUATION, FINAL)
+            after = task.round if ended else task.round - 1
+            form = self.form.whole
+            w, by = find_examined(self._plan.method, task, memory)
+            sums = self._held.totals(form, bench.private, w, by)
+            known = own_figures(self._figures.parent) or {"rounds": {}}
+            of_run = known["rounds"] if known.get("run") == task.run else {}
+            of_run[str(after)] = {channel: total.tolist() for channel, total in sums.items()}
+            settings = form.settings.model_dump(mode="json")
+            named = {"classes": form.classes, "groups": form.groups, "unit": form.unit}
+            found = {"run": task.run, "settings": settings, **named, "rounds": of_run}
+            write_whole(self._figures, json.dumps(found).encode() + b"\n")
+        except Exception as error:  # of records, or of the disk: no answer may depend on it
+            _log.warning("the owner's own figures are not kept: %s", type(error).__name__)
+
+
+def own_figures(directory: Path) -> dict[str, Any] | None:
+    """Return what a site's owner sees: of which run and form, and by round the exact sums.
+
+    None: no record is held out, or no round is over.
+    Raises DataError: a file that the site did not write.
+    """
+    path = directory / OWN_FIGURES
+    if not path.exists():
+        return None
+    with parse_errors(path, "remove it: the site writes a new one at the next round"):
+        found = json.loads(path.read_bytes())
+        return {name: found[name] for name in _KEPT}
+
+
+def _examiner_key(directory: Path, ledger: Path, run: str) -> bytes:
+    """Return the site's secret; made where this run has promised no evaluations yet.
+
+    Over several runs a ledger adds up, so another run's may be another.
+    """
+    path = directory / "held-out.key"
+    if path.exists():
+        found = path.read_bytes()
+        if len(found) == _KEY_BYTES:
+            return found
+    elif not (ledger.exists() and family(run, _evaluated(ledger))):
+        found = secrets.token_bytes(_KEY_BYTES)
+        write_whole(path, found)
+        return found
+    raise LedgerError(
+        f"{path} is missing or damaged, and by {ledger} this site has promised evaluations of run "
+        f"{run}: expected the secret by which records are held out; with another one, records that "
+        "were trained on would be evaluated as well. Put it back from a backup (another run may "
+        "draw its own)"
+    )
+
+
+def _evaluated(ledger: Path) -> set[str]:
+    """Return the runs whose evaluations a ledger has promised."""
+    return {str(entry["beside"]) for entry in read_entries(ledger) if entry.get("beside")}

@@ -1,0 +1,84 @@
+"""Where a site's records are, and how they are read: from its own file to what is trained on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from fedpact.common.about import OneLine
+from fedpact.data.advice import advise
+from fedpact.data.features.extract import beside
+from fedpact.data.site_records import load_site
+from fedpact.data.splits import number_persons
+from fedpact.deployment.federation import Federation
+from fedpact.plan import Plan
+from fedpact.privacy.oracle import Records
+from fedpact.simulation.record_trial import find_accepted, limit_per_person
+from fedpact.simulation.threads import Worker
+
+
+class SiteSettings(BaseModel):
+    """The owner's settings; paths are relative to the site's directory.
+
+    name: as in federation.toml. records: a .npz, .csv or .parquet file. label: its column, of a
+    table. data_set: what the ledger is called, one for each set of records and for its whole life;
+    data_version: what receipts say of it beside its name, "" where nobody says.
+    device: where it computes, "cpu" or "cuda". ledger: where it lies, on a local disk. port: a free
+    one of this machine, for the site's own processes to talk to each other.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str
+    records: str
+    label: str | None = None
+    data_set: str
+    data_version: OneLine = ""
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    ledger: str = "ledger.jsonl"
+    port: int = Field(gt=0, lt=65536)
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """A site's records. raw: as they stand in its file, x [n, ...]; records: as they are used.
+
+    whose: each record's person [n]; None where nobody asks.
+    """
+
+    raw: Tensor
+    records: Records
+    whose: Sequence[str] | None
+
+    def part(self, chosen: Tensor) -> Records:
+        """Return some of the records, bool [n], as they are used."""
+        of, persons = self.records, None
+        if of.persons is not None:
+            persons = number_persons(self.whose, chosen.nonzero()[:, 0].numpy())
+        return replace(of, x=of.x[chosen], y=of.y[chosen], persons=persons)
+
+
+def own_records(
+    directory: Path, settings: SiteSettings, of: Federation, plan: Plan, bench: Worker | None = None
+) -> Own:
+    """Return a site's records in the CPU's memory.
+
+    directory: the site's. bench: to try them with; it has to be in the CPU's memory, too: a word
+    that a card's table does not have ends its process. Raises InputError: they do not fit.
+    """
+    path = directory / settings.records
+    form = of.classes, of.shape, of.values, of.describe_labels(plan), of.person, of.features
+    found = load_site(path, settings.label, *form)
+    if found.x.is_floating_point() and not (plan.features.used and len(of.shape) > 1):
+        # Into the owner's own log, as what is left out, and without values like it.
+        advise(str(path), of.records, of.shape, found.features, found.x, values=False)
+    stage = of.stage(plan, directory)
+    staged = stage(found.x, of.example(), str(path), beside(path), found.features)
+    kernel = (bench or of.workshop(plan, directory).bench()).private
+    good = find_accepted(staged.x, found.y, kernel, str(path), found.numbers) & staged.good
+    used, persons = limit_per_person(found.persons, good, plan)
+    released = stage.released(of.example(), found.features)
+    records = Records(staged.x[used], found.y[used], released, persons)
+    whose = None if of.person is None else [found.persons[i] for i in used.tolist()]
+    return Own(found.x[used], records, whose)

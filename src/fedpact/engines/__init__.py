@@ -1,1 +1,0 @@
-"""What carries a task to the sites and brings back the replies."""

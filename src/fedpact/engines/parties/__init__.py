@@ -1,1 +1,0 @@
-"""A deployment's two sides, server and site, whatever carries their messages."""

@@ -1,0 +1,557 @@
+"""Figures with intervals from noisy sums, early stopping by them, and how they are stated.
+
+A figure is a ratio θ = a/b of sums, of which ã and b̃ are known, with Gaussian noise of known
+variance. As ã - θ b̃ has mean 0 at the true θ, all θ at which it is at most z deviations away are
+an
+interval that covers the true one as often as z says, however small b is (Fieller, Some problems in
+interval estimation, J. R. Stat. Soc. B 16, 1954). Cut off at the ends of what θ can be, it covers
+as often. It is about the records that were held out: what they say of others is not in it.
+
+The ROC area is a ratio of bilinear forms of two histograms; there the variance is estimated from
+the noisy histograms, which makes it too large on average. Scores that share a bin are counted as
+all wrong for the lower end, and as all right for the upper one.
+
+Whoever reads a released number and stops is within the reservation (post-processing). ε spent is of
+what was charged, and no guarantee of its own: how long the run went depended on what it released.
+Exact accuracies of records that somebody protects are no such numbers: a private run is
+stopped by what its sites release of held-out records, or by a public test set.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import NormalDist
+from typing import Any, Final
+
+import numpy as np
+
+from fedpact.common.errors import PlanError
+from fedpact.common.format import upper
+from fedpact.common.records import RoundRecord, SumsBySite
+from fedpact.evaluation.held_out import SumsForm
+from fedpact.evaluation.settings import EvaluationSettings
+from fedpact.privacy.accounting.accountant import epsilon
+from fedpact.privacy.accounting.group_privacy import epsilon_per_person
+from fedpact.privacy.terms import FullDataRelease
+
+# The grid's noise is so much larger at most (common.randomness.secure).
+_GRID: Final = 1 + 2.0**-10
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure: its name, as "accuracy"; of whom; its value, NaN if unknown; its interval.
+
+    about: "all", "class 3", "group Female", or "groups" for how far these are apart.
+    """
+
+    name: str
+    about: str
+    value: float
+    low: float
+    high: float
+
+    @property
+    def of_part(self) -> bool:
+        """Whether it is of one class or one group."""
+        return self.about.startswith(("class ", "group "))
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums of one site, or of several added up. noise: the variance of each entry, by channel."""
+
+    of: Mapping[str, Array]
+    noise: Mapping[str, float]
+
+    @staticmethod
+    def add(each: Sequence[Mapping[str, Sequence[float]]], noise: Mapping[str, float]) -> "Sums":
+        """Add up what sites released, at least one. noise: of each, the deviation by channel."""
+        of = {c: np.sum([np.asarray(s[c], np.float64) for s in each], axis=0) for c in each[0]}
+        return Sums(of, {c: len(each) * (noise[c] * _GRID) ** 2 for c in of})
+
+
+def estimate_figures(
+    sums: Sums,
+    settings: EvaluationSettings,
+    classes: Sequence[str],
+    groups: Sequence[str],
+    unit: str = "record",
+) -> list[Figure]:
+    """Return the figures of these sums, each with its interval at settings.level.
+
+    unit: what they count, records or persons.
+
+    Without noise an interval is its value, but for the ROC area, where it is what a bin hides.
+    """
+    found = list[Figure]()
+    shape = len(groups), len(classes), 2
+    if "hits" in sums.of:
+        hits, noise = sums.of["hits"].reshape(shape), sums.noise["hits"]
+        found += _accuracies(hits, noise, settings.level, classes, f"{unit}s")
+        counts = _Counts(hits, noise)
+        if "false_positives" in sums.of:
+            said, more = (
+                sums.of["false_positives"].reshape(shape[:2]),
+                sums.noise["false_positives"],
+            )
+            counts = _Counts(hits, noise, said, more)
+            for c, name in enumerate(classes):
+                rate = counts.together.false_positives(0, c, settings.level)
+                found.append(Figure("false positive rate", f"class {name}", *rate))
+        if len(groups) > 1:
+            found += _of_groups(counts, settings.level, classes, groups)
+    if "roc" in sums.of:
+        area = roc_area(sums.of["roc"].reshape(2, -1), sums.noise["roc"], settings.level)
+        found.append(Figure("roc area", "all", *area))
+    if "loss" in sums.of and "hits" in sums.of:
+        found.append(_loss(sums, settings))
+    return found
+
+
+def _accuracies(
+    hits: Array, noise: float, level: float, classes: Sequence[str], units: str
+) -> list[Figure]:
+    """The number of records (or persons), accuracy, and accuracy by class, over all groups."""
+    table, size = hits.sum(0), len(hits)
+    deviation = _z(level) * math.sqrt(noise * hits.size)
+    count = float(hits.sum())
+    found = [
+        Figure(units, "all", count, max(0.0, count - deviation), max(0.0, count + deviation)),
+        Figure("accuracy", "all", *_share(table, noise * size, level)),
+    ]
+    for name, row in zip(classes, table, strict=True):
+        found.append(Figure("accuracy", f"class {name}", *_share(row[None], noise * size, level)))
+    return found
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """hits [groups, classes, 2]; said: misses by the class that was said [groups, classes].
+
+    noise, of_said: the variance of each entry. said is None where nobody released it.
+    """
+
+    hits: Array
+    noise: float
+    said: Array | None = None
+    of_said: float = 0.0
+
+    @property
+    def together(self) -> "_Counts":
+        """All groups as one."""
+        many, said = len(self.hits), None if self.said is None else self.said.sum(0)[None]
+        return _Counts(self.hits.sum(0)[None], many * self.noise, said, many * self.of_said)
+
+    @property
+    def rates(self) -> list[tuple[str, int]]:
+        """The rates of single classes that are known: (kind, class). Of two classes the second."""
+        classes = self.hits.shape[1]
+        chosen = [1] if classes == 2 else range(classes)
+        known = classes == 2 or self.said is not None
+        return [(kind, c) for kind in ("true", "false")[: 2 if known else 1] for c in chosen]
+
+    def accuracy(self, group: int, level: float) -> tuple[float, float, float]:
+        """Of a group: value and interval."""
+        return _share(self.hits[group], self.noise, level)
+
+    def rate(self, kind: str, group: int, c: int, level: float) -> tuple[float, float, float]:
+        """The rate of true or false positives of a class in a group: value and interval."""
+        if kind == "true":
+            return _share(self.hits[group, c : c + 1], self.noise, level)
+        return self.false_positives(group, c, level)
+
+    def false_positives(self, group: int, c: int, level: float) -> tuple[float, float, float]:
+        """The share of records of other classes that are said to be of this one."""
+        others = np.delete(self.hits[group], c, axis=0)
+        if self.said is None:
+            # Two classes: a miss of the other one is said to be of this one.
+            return _share(others[:, ::-1], self.noise, level)
+        variance = self.of_said, 0.0, self.noise * others.size
+        return estimate_ratio(float(self.said[group, c]), float(others.sum()), variance, level)
+
+
+def _of_groups(
+    counts: _Counts, level: float, classes: Sequence[str], groups: Sequence[str]
+) -> list[Figure]:
+    """Accuracy and rates of true and false positives by group, and how far groups are apart.
+
+    Of two classes the positives are the second's; of more, each class's against all others. Gaps
+    are of intervals that all cover together.
+    """
+    found, rates = list[Figure](), counts.rates
+    each = 1 - (1 - level) / (len(groups) * (len(rates) + 1))
+    about = [f"group {group}" for group in groups]
+    whole = [counts.accuracy(g, each) for g in range(len(groups))]
+    for g, group in enumerate(about):
+        found.append(Figure("accuracy", group, *counts.accuracy(g, level)))
+    gaps = list[tuple[float, float, float]]()
+    for kind, c in rates:
+        name = f"{kind} positive rate of class {classes[c]}"
+        for g, group in enumerate(about):
+            found.append(Figure(name, group, *counts.rate(kind, g, c, level)))
+        gaps.append(_gap([counts.rate(kind, g, c, each) for g in range(len(groups))]))
+    found.append(Figure("gap of accuracy", "groups", *_gap(whole)))
+    # Equalised odds: the model is right, and wrong, as often, whatever the group.
+    odds = any(kind == "false" for kind, _ in rates)
+    value, low, high = (float(np.max(end)) for end in zip(*gaps, strict=True))
+    name = "equalised-odds gap" if odds else "gap of true positive rates"
+    found.append(Figure(name, "groups", value, low, high))
+    return found
+
+
+def _gap(intervals: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """The largest less the least of some rates, (value, low, high) each, and what it lies in."""
+    values = [value for value, _, _ in intervals]
+    lows, highs = [low for _, low, _ in intervals], [high for _, _, high in intervals]
+    value = math.nan if any(map(math.isnan, values)) else max(values) - min(values)
+    return value, max(0.0, max(lows) - min(highs)), max(highs) - min(lows)
+
+
+def _share(table: Array, noise: float, level: float) -> tuple[float, float, float]:
+    """The share of hits in rows of (hits, misses) [k, 2], with its interval."""
+    hits, misses = (float(n) for n in table.sum(0))
+    part = noise * len(table)
+    return estimate_ratio(hits, hits + misses, (part, part, 2 * part), level)
+
+
+def _loss(sums: Sums, settings: EvaluationSettings) -> Figure:
+    """The mean of the clipped losses, in [0, bound]."""
+    table, bound = sums.of["hits"], settings.loss_bound
+    variance = sums.noise["loss"], 0.0, sums.noise["hits"] * table.size
+    found = estimate_ratio(float(sums.of["loss"][0]), float(table.sum()), variance, settings.level)
+    return Figure("loss", f"clipped to {bound:g}", *(bound * part for part in found))
+
+
+def roc_area(histogram: Array, noise: float, level: float) -> tuple[float, float, float]:
+    """Return the area under the ROC curve of scores by class [2, bins], and its interval.
+
+    histogram: negatives, then positives, by ascending score; noise: the variance of each entry. The
+    value counts pairs within one bin as half right.
+    """
+    bins = histogram.shape[1]
+    above = np.tril(np.ones((bins, bins)), -1)
+    same = np.eye(bins)
+    value, _, _ = _pairs(histogram, above + same / 2, noise, level)
+    _, low, _ = _pairs(histogram, above, noise, level)
+    _, _, high = _pairs(histogram, above + same, noise, level)
+    return value, low, high
+
+
+def _pairs(
+    histogram: Array, right: Array, noise: float, level: float
+) -> tuple[float, float, float]:
+    """The share of pairs (positive in bin b, negative in b') that count as right[b, b']."""
+    negative, positive = histogram
+    of_positives, of_negatives = right @ negative, right.T @ positive
+    a, n, p = float(positive @ of_positives), float(negative.sum()), float(positive.sum())
+    variance = (
+        noise * float(of_positives @ of_positives + of_negatives @ of_negatives),
+        noise * float(n * of_positives.sum() + p * of_negatives.sum()),
+        noise * len(negative) * (n * n + p * p),
+    )
+    return estimate_ratio(a, n * p, variance, level)
+
+
+def estimate_ratio(
+    a: float, b: float, variance: tuple[float, float, float], level: float
+) -> tuple[float, float, float]:
+    """Return θ = a/b, cut off at [0, 1], with its interval, of sums with Gaussian noise.
+
+    variance: of a, covariance of a and b, variance of b. All of [0, 1] where the noise leaves
+    nothing to say, and NaN as the value where b is not positive.
+    """
+    value = min(max(a / b, 0.0), 1.0) if b > 0 else math.nan
+    z2 = _z(level) ** 2
+    v_a, v_ab, v_b = variance
+    # θ² square - 2 θ middle + rest <= 0
+    square, middle, rest = b * b - z2 * v_b, a * b - z2 * v_ab, a * a - z2 * v_a
+    if not square > 0:
+        return value, 0.0, 1.0
+    spread = math.sqrt(max(0.0, middle * middle - square * rest))
+    low, high = (middle - spread) / square, (middle + spread) / square
+    if high < 0 or low > 1:
+        return value, 0.0, 1.0
+    return value, max(low, 0.0), min(high, 1.0)
+
+
+def _z(level: float) -> float:
+    return NormalDist().inv_cdf((1 + level) / 2)
+
+
+def outcome(
+    records: Sequence[RoundRecord], form: SumsForm, once: FullDataRelease | None
+) -> dict[str, Any] | None:
+    """Return the last evaluation as plain data, None where the run released none.
+
+    figures: of all sites together; sites: of each. by_round: of all sites together after each
+    evaluated round, without those of single classes and groups. Of a simulation each figure has
+    what it is without noise, `exact`. epsilon_spent: site -> ε of what it has released, at delta.
+    """
+    done = [record for record in records if record.evaluation]
+    if once is None or not done:
+        return None
+    last, spent = done[-1], dict[str, float]()
+    for site in sorted({site for record in done for site in record.evaluation}):
+        count = sum(site in record.evaluation for record in done)
+        spent[site] = epsilon({once.event: count}, once.budget.delta, once.accountant)
+    noise = dict.fromkeys(form.shapes, once.sigma)
+    released, exact = last.evaluation, last.held_out
+
+    def together(record: RoundRecord) -> list[dict[str, Any]]:
+        sums = list(record.evaluation.values())
+        return _beside(form, noise, sums, _of(record.held_out, record.evaluation))
+
+    return {
+        "round": last.round,
+        "unit": form.unit,
+        "level": form.settings.level,
+        "epsilon": once.budget.epsilon,
+        "delta": once.budget.delta,
+        "epsilon_spent": spent,
+        "unevaluated": dict(last.unevaluated),
+        "figures": together(last),
+        "by_round": [
+            {"round": record.round, "figures": [f for f in together(record) if not f["of_part"]]}
+            for record in done
+        ],
+        "sites": {
+            site: _beside(form, noise, [sums], _of(exact, {site: sums}))
+            for site, sums in released.items()
+        },
+    }
+
+
+def released_accuracy(record: RoundRecord, form: SumsForm, once: FullDataRelease) -> float | None:
+    """Return the accuracy of all sites together as it was released, None where it was not."""
+    if not record.evaluation:
+        return None
+    noise = dict.fromkeys(form.shapes, once.sigma)
+    found = _beside(form, noise, list(record.evaluation.values()), [])
+    values = [f["value"] for f in found if (f["name"], f["about"]) == ("accuracy", "all")]
+    return next((value for value in values if value is not None and value == value), None)
+
+
+def exact_outcome(records: Sequence[RoundRecord], form: SumsForm) -> dict[str, Any] | None:
+    """Return what a plain run's held-out records come to, exactly; None where none are held out.
+
+    round, unit, figures, by_round, sites: as `outcome` has them. Simulator only.
+    """
+    done = [record for record in records if record.held_out]
+    if not done:
+        return None
+    noise, last = dict.fromkeys(form.shapes, 0.0), done[-1]
+
+    def together(record: RoundRecord) -> list[dict[str, Any]]:
+        return _beside(form, noise, list(record.held_out.values()), [])
+
+    return {
+        "round": last.round,
+        "unit": form.unit,
+        "figures": together(last),
+        "by_round": [
+            {"round": record.round, "figures": [f for f in together(record) if not f["of_part"]]}
+            for record in done
+        ],
+        "sites": {s: _beside(form, noise, [sums], []) for s, sums in last.held_out.items()},
+    }
+
+
+def exact_figures(sums: Mapping[str, Sequence[float]], form: SumsForm) -> list[Figure]:
+    """Return the figures of sums without noise, as a site's owner sees them."""
+    return _figures(form, [sums], dict.fromkeys(form.shapes, 0.0))
+
+
+def _of(exact: SumsBySite, released: SumsBySite) -> list[Mapping[str, Sequence[float]]]:
+    return [exact[site] for site in released if site in exact]
+
+
+def _beside(
+    form: SumsForm,
+    noise: Mapping[str, float],
+    released: list[Mapping[str, Sequence[float]]],
+    exact: list[Mapping[str, Sequence[float]]],
+) -> list[dict[str, Any]]:
+    found = [_plain(figure) for figure in _figures(form, released, noise)]
+    if exact:
+        known = _figures(form, exact, dict.fromkeys(noise, 0.0))
+        for figure, without in zip(found, known, strict=True):
+            figure["exact"] = _number(without.value)
+    return found
+
+
+def _figures(
+    form: SumsForm, sums: list[Mapping[str, Sequence[float]]], noise: Mapping[str, float]
+) -> list[Figure]:
+    return estimate_figures(
+        Sums.add(sums, noise), form.settings, form.classes, form.groups, form.unit
+    )
+
+
+def _plain(figure: Figure) -> dict[str, Any]:
+    return {**asdict(figure), "value": _number(figure.value), "of_part": figure.of_part}
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+@dataclass
+class Early:
+    """Whether a run has been good enough, or no better, for long enough.
+
+    accuracy, patience: see algorithms.common.limits.Limits. after: rounds up to this one are
+    another
+    reservation's. form, once: of what sites release of held-out records; without them a record's
+    own accuracy counts, which is then public.
+    """
+
+    accuracy: float | None = None
+    patience: int | None = None
+    form: SumsForm | None = None
+    once: FullDataRelease | None = None
+    after: int = 0
+    seen: list[float] = field(default_factory=list[float])
+
+    def having_seen(self, records: Sequence[RoundRecord]) -> "Early":
+        """Return it, with notice taken of a run's rounds so far."""
+        self.see(records)
+        return self
+
+    def see(self, records: Sequence[RoundRecord]) -> None:
+        """Take notice of rounds, in their order."""
+        for record in records:
+            found = record.accuracy
+            if self.form is not None and self.once is not None:
+                found = released_accuracy(record, self.form, self.once)
+            if found is not None and record.round > self.after:
+                self.seen.append(found)
+
+    @property
+    def status(self) -> str:
+        """Why the run ends: "accuracy", "patience"; "" where it goes on."""
+        wait, seen = self.patience, self.seen
+        if self.accuracy is not None and seen and seen[-1] >= self.accuracy:
+            return "accuracy"
+        if wait is not None and len(seen) > wait and max(seen[-wait:]) <= max(seen[:-wait]):
+            return "patience"
+        return ""
+
+
+def check_public(
+    early: bool, private: bool, evaluation: EvaluationSettings, *, test: bool, held: bool
+) -> None:
+    """Raise PlanError: a run is to be stopped by a number that nobody has, or has released.
+
+    early: whether an accuracy may end the run. test: there is a public test set that the shared
+    model is tried on. held: there are held-out records, of which a plain run has the accuracy.
+    """
+    if not early or test or (private and evaluation.used and evaluation.releases):
+        return
+    told = "budget.accuracy or budget.patience in a"
+    if private and evaluation.used:
+        raise PlanError(
+            f"{told} private run with evaluation.releases = [] and without a public test set: of "
+            "the records that are held out nothing is released that it could be stopped by; set "
+            'evaluation.releases = ["hits"], and evaluation.every = 1'
+        )
+    if private:
+        raise PlanError(
+            f"{told} private run without [evaluation] and without a public test set: no accuracy "
+            "is released that it could be stopped by; declare [evaluation] share = 0.2, every = 1"
+        )
+    if not held:
+        raise PlanError(
+            f"{told} run without held-out records and without a public test set: no accuracy is "
+            "known that it could be stopped by; set partition.held_out = 0.1"
+        )
+
+
+_HELD_ONLY = (
+    "About {share:.0%} of a site's {unit}s are held out of its training, and nothing of them is "
+    "released: what the model does on them is for the site's owner alone."
+)
+
+
+def describe_evaluation(
+    once: FullDataRelease,
+    form: SumsForm,
+    persons: bool,
+    records: Sequence[int],
+    *,
+    own_models: bool,
+    masked: bool,
+) -> dict[str, Any]:
+    """Return what sites release of held-out records, and what it costs, as plain data.
+
+    own_models: whether each site looks at a model of its own. masked: whether the server sees sums
+    of the sites' training only.
+    persons: whether persons decide who is held out. records: for how many of one person's ε is
+    told; of none where it is of persons anyway.
+    """
+    delta, of_persons = once.budget.delta, form.unit == "person"
+    several = () if of_persons else records
+    return {
+        **form.settings.model_dump(mode="json"),
+        "groups": list(form.groups),
+        "classes": list(form.classes),
+        "unit": form.unit,
+        "split_by": "person" if persons else "record",
+        "own_models": own_models,
+        "masked": masked,
+        "sigma": once.sigma,
+        "sigma_joint": once.event.sigma,
+        "times": once.times,
+        "accountant": once.accountant,
+        "epsilon_reserved": epsilon(once.history, delta, once.accountant),
+        "epsilon_per_person": {str(k): epsilon_per_person(once.history, delta, k) for k in several},
+    }
+
+
+def state_held_out(
+    of: dict[str, Any] | None, settings: EvaluationSettings, unit: str, *, private: bool
+) -> list[str]:
+    """Return what a guarantee says of held-out records. of: what `describe_evaluation` returns, or
+    None."""
+    if of is not None:
+        return [state_evaluation(of)]
+    held = private and settings.used
+    return [_HELD_ONLY.format(share=settings.share, unit=unit)] if held else []
+
+
+def state_evaluation(of: dict[str, Any]) -> str:
+    """Return what a guarantee says of evaluations. of: what `describe_evaluation` returns."""
+    person, whole = of["unit"] == "person", of["split_by"] == "person"
+    each = "person, with all records," if whole else "record"
+    told = (
+        f"Evaluations: about {of['share']:.0%} of a site's {of['unit']}s are held out of its "
+        f"training. Each {each} decides by itself whether to be among them (a hash under a secret "
+        f"of the site), and then bears (ε, δ) = ({of['epsilon']:g}, {of['delta']:g}) "
+        f"{'' if person or not whole else 'a record '}for all evaluations together, and nothing "
+        "of the training's; the others bear the training's, and nothing of this one."
+    )
+    if of["own_models"]:
+        told += " What is evaluated at a site is its own model."
+    if of["masked"]:
+        told += (
+            " Secure aggregation does not sum them: the server sees each site's noisy counts, and "
+            "their noise is the site's own."
+        )
+    return f"{told} {of_person(of)}"
+
+
+def of_person(of: dict[str, Any]) -> str:
+    """Return what evaluations cost a person with several records. of: what `describe_evaluation`
+    returns."""
+    if of["unit"] == "person":
+        return "Each of a person's m records counts 1/m in them."
+    several = ", ".join(f"{k} records {upper(e)}" for k, e in of["epsilon_per_person"].items())
+    both = (
+        "; that, or what training costs, as all of them are on one side."
+        if of["split_by"] == "person"
+        else "; and where others of them are trained on, what those cost there as well: at most "
+        "the sum of both ε, at the sum of both δ."
+    )
+    return f"A person with several records pays for evaluations at most {several}{both}"

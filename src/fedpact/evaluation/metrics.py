@@ -1,0 +1,539 @@
+"""Metrics of a model's outputs, and the measures that a task reports.
+
+Nothing in here is private. What it computes from a site's records is for a simulator's eyes, or
+comes from public test data.
+
+Of the public test set; without one, of the sites' held-out records together, which is for a
+simulator's eyes.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Final, Literal, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedpact.common.check import count
+from fedpact.common.errors import FedpactError, InputError, ModelError
+from fedpact.common.losses import Loss
+from fedpact.common.messages import RoundRecord, SiteScore
+from fedpact.common.params import check_unwritten
+from fedpact.common.user_code import own_function
+from fedpact.per_sample.passes import by_pixel
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number about the sites' held-out records, for a simulator's eyes. All fields are needed.
+
+    label: what it is called in tables. of: of the scores by site and the sites' numbers of training
+    records. form: how it is written. note: what a reader is told, in half a sentence. about: in
+    full, below its figure.
+    """
+
+    label: str
+    of: Callable[[Mapping[str, SiteScore], Mapping[str, float]], float]
+    form: Literal["number", "percent"]
+    note: str
+    about: str
+
+
+class Fairness(TypedDict):
+    """How accuracy is spread over sites, each site counting once.
+
+    variance: of the sites' accuracies, divided by their number. entropy: see `entropy`, in nats.
+    worst_tenth: mean accuracy of the worst ceil(10 %) of the sites. worst_site: its name.
+    """
+
+    mean: float
+    variance: float
+    entropy: float
+    worst_tenth: float
+    worst_site: str
+    worst_accuracy: float
+
+
+def evaluate(
+    module: nn.Module,
+    loss: Loss,
+    x: Tensor,
+    y: Tensor,
+    batch: int = 128,
+    kept: list[tuple[Tensor, Tensor]] | None = None,
+) -> SiteScore:
+    """Return the accuracy and the mean loss of a model over all records x [n, ...], y [n, ...].
+
+    Outputs [n, K] or [n, T, K] count as class scores, and a record's accuracy is its share of
+    right positions, or pixels (of [n, K, ...]), or labels (of y [n, K] of 0 and 1); a record whose
+    scores hold NaN is wrong. For other outputs accuracy is NaN. kept: outputs and labels are added.
+    Sums are float64, so batches only change rounding inside the model. A diverged model has a
+    non-finite loss, which is returned as it is. Training modes and weights are left as found.
+    Raises InputError: no records, or x and y of different lengths. ModelError: the model writes
+    over x.
+    """
+    if not (len(x) == len(y) > 0):
+        raise InputError(
+            f"x has {len(x)} records and y has {len(y)}: expected equally many and at least one; "
+            "leave a site without held-out records out of the evaluation"
+        )
+    right, total = (torch.zeros((), dtype=torch.float64, device=x.device) for _ in range(2))
+    version = x._version
+    # Convolutions and pooling take half the time where channels lie side by side.
+    images = x.dim() == 4 and by_pixel(module)
+    with _evaluating(module, images):
+        for xs, ys in zip(x.split(count(batch=batch)), y.split(batch), strict=True):
+            # As _evaluating has the weights: `contiguous` would leave a single channel as it is.
+            outputs = module(xs.to(memory_format=torch.channels_last) if images else xs)
+            # Nothing is read before the end, so a GPU is not waited for.
+            total += loss(outputs, ys).double().sum()
+            right += _right(outputs, ys)
+            if kept is not None:
+                kept.append((outputs, ys))
+    check_unwritten(module, x, version)
+    return SiteScore(float(right) / len(y), float(total) / len(y), len(y))
+
+
+@contextmanager
+def _evaluating(module: nn.Module, images: bool) -> Iterator[None]:
+    # A part that is frozen in evaluation mode must not come back in training mode.
+    modes = [(part, part.training) for part in module.modules()]
+    weights = module.parameters() if images else ()
+    kernels = [(weight, weight.data) for weight in weights if weight.dim() == 4]
+    module.eval()
+    try:
+        for weight, data in kernels:
+            weight.data = data.to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            yield
+    finally:
+        for weight, data in kernels:
+            weight.data = data
+        for part, training in modes:
+            part.training = training
+
+
+def _right(outputs: Tensor, y: Tensor) -> Tensor | float:
+    """Return how many records are right, a part of one counted as it is, in float64."""
+    if y.is_floating_point() and outputs.shape == y.shape and y.dim() == 2:
+        # Several labels: the share of those that are right.
+        right = ((outputs > 0) == (y > 0.5)) & ~outputs.isnan()
+        return right.double().mean(1).sum()
+    if outputs.dim() > 2 and outputs.shape[2:] == y.shape[1:]:
+        # A class for each pixel: scores stand behind the record's place.
+        outputs = outputs.movedim(1, -1)
+    if y.is_floating_point() or outputs.shape[:-1] != y.shape or outputs.shape[-1] < 2:
+        return math.nan
+    # NaN is the largest number to argmax: a broken model would be right about class 0.
+    right = (outputs.argmax(-1) == y) & ~outputs.isnan().any(-1)
+    return right.reshape(len(y), -1).double().mean(1).sum()
+
+
+def psi(losses: Sequence[float], weights: Sequence[float]) -> float:
+    """Return Ψ = Σ p_i (F_i - F)² with F = Σ p_i F_i and p_i = weight_i / Σ weights (FedFDP).
+
+    0 if and only if all sites with weight have one loss. A NaN among their losses gives NaN, an
+    infinite one inf: a site that the model has lost makes no fair average.
+    Raises InputError: nothing given, lengths differ, a weight negative or not finite, all zero.
+
+    >>> psi([1.0, 3.0], [10, 10])
+    1.0
+    """
+    p = np.asarray(weights, dtype=np.float64)
+    if not (len(losses) == len(p) > 0):
+        raise InputError(
+            f"{len(losses)} losses and {len(p)} weights: expected one of each for every site, and "
+            "at least one site"
+        )
+    # Weights may be any scale: divided by the largest first, their sum cannot overflow.
+    if not (np.isfinite(p).all() and p.min() >= 0 and p.max() > 0):
+        raise InputError(
+            f"weights range from {p.min()} to {p.max()}: expected finite numbers >= 0, one of them "
+            "> 0; give the sites' public sizes"
+        )
+    p = p / p.max()
+    counted = p > 0
+    p, f = p[counted] / p.sum(), np.asarray(losses, dtype=np.float64)[counted]
+    if np.isnan(f).any():
+        return math.nan
+    if np.isinf(f).any():
+        return math.inf
+    with np.errstate(over="ignore"):
+        # Taken from the first loss on, equal losses give exactly 0.
+        f = f - f[0]
+        mean = float(np.sum(p * f))
+        return float(np.sum(p * (f - mean) ** 2)) if math.isfinite(mean) else math.inf
+
+
+def entropy(values: Sequence[float]) -> float:
+    """Return -Σ s_i log s_i with s_i = value_i / Σ values, in nats: how evenly values >= 0 lie.
+
+    At most log n, where all n are equal (all zero included), and 0 where one has everything. Of the
+    sites' accuracies it is a measure of fairness (Li, Sanjabi, Beirami, Smith, Fair resource
+    allocation in federated learning, ICLR 2020). A NaN gives NaN.
+    Raises InputError: no values, or one that is negative or infinite.
+
+    >>> entropy([0.5, 0.5]) == math.log(2), entropy([0.9, 0.0])
+    (True, 0.0)
+    """
+    held = np.asarray(values, dtype=np.float64)
+    if not held.size or (held < 0).any() or np.isinf(held).any():
+        raise InputError(
+            f"the entropy of {held.size} values"
+            + (f" from {held.min()} to {held.max()}" if held.size else "")
+            + ": expected at least one, each finite and >= 0; give the sites' accuracies"
+        )
+    if np.isnan(held).any():
+        return math.nan
+    if held.min() == held.max():
+        return math.log(held.size)
+    # Divided by the largest first, no sum overflows and none is 0.
+    share = held / held.max()
+    share = share / share.sum()
+    share = share[share > 0]
+    return float(-np.sum(share * np.log(share))) + 0.0
+
+
+def fairness(scores: Mapping[str, SiteScore]) -> Fairness:
+    """Return how accuracy is spread over the sites, each counting once whatever its size.
+
+    A site whose accuracy is NaN ranks worst, and makes the figures it enters NaN.
+    Raises InputError: no scores.
+
+    >>> spread = fairness({"a": SiteScore(0.5, 1.0, 10), "b": SiteScore(1.0, 0.1, 90)})
+    >>> spread["worst_site"], spread["mean"], spread["variance"]
+    ('a', 0.75, 0.0625)
+    """
+    if not scores:
+        raise InputError("no site has a score: give the scores of at least one")
+    ranked = ranking(scores)
+    accuracies = np.array([scores[name].accuracy for name in ranked], dtype=np.float64)
+    tenth = math.ceil(len(ranked) / 10)
+    return {
+        "mean": float(accuracies.mean()),
+        "variance": float(accuracies.var()),
+        "entropy": entropy(accuracies.tolist()),
+        "worst_tenth": float(accuracies[:tenth].mean()),
+        "worst_site": ranked[0],
+        "worst_accuracy": float(accuracies[0]),
+    }
+
+
+def ranking(scores: Mapping[str, SiteScore]) -> list[str]:
+    """Return the sites' names from the lowest accuracy to the highest, NaN first, then by name.
+
+    Where none has an accuracy, from the largest loss to the smallest.
+    """
+    without = all(math.isnan(score.accuracy) for score in scores.values())
+
+    def rank(name: str) -> tuple[float, str]:
+        best = -scores[name].loss if without else scores[name].accuracy
+        return (-math.inf if math.isnan(best) else best, name)
+
+    return sorted(scores, key=rank)
+
+
+METRICS: Final[dict[str, Metric]] = {
+    "psi": Metric(
+        label="Ψ",
+        of=lambda scores, sizes: psi([s.loss for s in scores.values()], [sizes[n] for n in scores]),
+        form="number",
+        note="spread of the sites' losses; 0 is even",
+        about="Ψ(w) = Σ pᵢ (Fᵢ(w) − F(w))², the spread of the sites' mean losses; 0 means that all "
+        "sites fare alike. It is in squared units of the loss: compare it between runs that are "
+        "equally good only.",
+    ),
+}
+"""Name -> metric. It stands in rounds.jsonl, summary.json, the page, the comparison and their JSON
+by this entry alone; docs/extending.md adds one."""
+
+
+def of_sites(scores: Mapping[str, SiteScore], sizes: Mapping[str, float]) -> dict[str, float]:
+    """Return every metric of METRICS; none where no site has a score."""
+    return {name: metric.of(scores, sizes) for name, metric in METRICS.items() if scores}
+
+
+_TAKEN: Final = frozenset(
+    (
+        *("status", "private", "rounds", "worst_site", "fairness", "delta", "adjacency"),
+        *("accountant", "model_parameters", "weights", "folder", "report"),  # in summary.json
+        *("worst_accuracy", "worst_tenth", "accuracy_variance", "accuracy_entropy", "bytes"),
+        *("runs", "missing"),  # in a comparison
+    )
+)
+
+
+def names_in_use() -> frozenset[str]:
+    """Return the names under which rounds, summary and comparison have numbers already."""
+    return _TAKEN | {field.name for field in fields(RoundRecord)} | set(METRICS)
+
+
+def check_names(metrics: Mapping[str, Metric]) -> None:
+    """Raise FedpactError: a metric's name is no identifier, or stands for something else."""
+    taken = names_in_use() - set(METRICS)
+    if odd := [name for name in metrics if name in taken or not name.isidentifier()]:
+        raise FedpactError(
+            f"metrics are named {', '.join(odd)}: expected identifiers that rounds, summary and "
+            "comparison have no other number under; choose another name"
+        )
+
+
+check_names(METRICS)
+
+
+_BINS: Final = 15
+_FORM: Final = "metric(outputs [n, ...], labels [n, ...]) -> a number"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One number of a model's outputs. kinds: what labels it is of, as schema.LabelForm has them.
+
+    of: (outputs [n, ...], labels [n, ...]) -> the number, NaN where it is not defined. label, form,
+    note, about: as of Metric.
+    """
+
+    label: str
+    of: Callable[[Tensor, Tensor], float]
+    kinds: tuple[str, ...]
+    form: Literal["number", "percent"]
+    note: str
+    about: str
+
+
+def _columns(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return probabilities and labels of each class or label, [n, K] both; pixels count as records.
+
+    Of two classes the second one's alone.
+    """
+    if y.is_floating_point():
+        return outputs.double().sigmoid(), y.double()
+    if outputs.dim() > 2:
+        outputs, y = outputs.movedim(1, -1).flatten(0, -2), y.flatten()
+    p = outputs.double().softmax(-1)
+    each = (y[:, None] == torch.arange(p.shape[1])).double()
+    return (p[:, 1:], each[:, 1:]) if p.shape[1] == 2 else (p, each)
+
+
+def area(outputs: Tensor, y: Tensor) -> float:
+    """Return the area under the ROC curve; of several classes or labels the mean over those met.
+
+    By ranks (Mann and Whitney), where scores that are equal count half.
+    """
+    found = [_area(p, t) for p, t in zip(*(v.T for v in _columns(outputs, y)), strict=True)]
+    known = [value for value in found if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _area(score: Tensor, there: Tensor) -> float:
+    positive, count = float(there.sum()), len(there)
+    if positive in (0, count) or score.isnan().any():
+        return math.nan
+    _, place, many = torch.unique(score, return_inverse=True, return_counts=True)
+    ranks = (many.cumsum(0) - (many - 1) / 2).double()[place]
+    below = float((ranks * there).sum()) - positive * (positive + 1) / 2
+    return below / (positive * (count - positive))
+
+
+def f1(outputs: Tensor, y: Tensor) -> float:
+    """Return 2 TP / (2 TP + FP + FN): of the second of two classes, else the mean over all met."""
+    p, there = _columns(outputs, y)
+    if y.is_floating_point() or p.shape[1] == 1:
+        said = (p > 0.5).double()
+    else:
+        said = (p.argmax(1)[:, None] == torch.arange(p.shape[1])).double()
+    both, either = 2 * (said * there).sum(0), (said + there).sum(0)
+    met = either > 0
+    return float((both[met] / either[met]).mean()) if met.any() else math.nan
+
+
+def calibration_error(outputs: Tensor, y: Tensor) -> float:
+    """Return Σ |accuracy - confidence| of 15 equal bins of confidence, by their shares of records.
+
+    The expected calibration error (Guo et al., ICML 2017); of several labels each counts as a
+    record, with the probability of what is said of it.
+    """
+    if y.is_floating_point():
+        p, there = _columns(outputs, y)
+        confidence, right = (
+            torch.maximum(p, 1 - p).flatten(),
+            ((p > 0.5) == (there > 0.5)).flatten(),
+        )
+    else:
+        if outputs.dim() > 2:
+            outputs, y = outputs.movedim(1, -1).flatten(0, -2), y.flatten()
+        confidence, said = outputs.double().softmax(-1).max(-1)
+        right = said == y
+    if confidence.isnan().any():
+        return math.nan
+    place = (confidence * _BINS).long().clamp(0, _BINS - 1)
+    gap = torch.zeros(_BINS, dtype=torch.float64).index_add(0, place, right.double() - confidence)
+    return float(gap.abs().sum()) / len(confidence)
+
+
+def r_squared(outputs: Tensor, y: Tensor) -> float:
+    """Return R² = 1 - Σ (y - ŷ)² / Σ (y - mean y)²; NaN where all labels are equal."""
+    y = y.double()
+    around = float(((y - y.mean()) ** 2).sum())
+    missed = float(((outputs.double().reshape(y.shape) - y) ** 2).sum())
+    return 1 - missed / around if around > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class Commonest:
+    """What always answering one class would give. accuracy: the share of labels that are it."""
+
+    name: str
+    accuracy: float
+
+
+def commonest(y: Tensor, classes: Sequence[str]) -> Commonest | None:
+    """Return it for the class that most labels y [n, ...] are; None if they are not of classes.
+
+    An accuracy says something only beside it.
+
+    >>> commonest(torch.tensor([1, 0, 1, 1]), ["no", "yes"])
+    Commonest(name='yes', accuracy=0.75)
+    """
+    if y.is_floating_point() or not y.numel():
+        return None
+    counts = torch.bincount(y.flatten(), minlength=len(classes))
+    most = int(counts.argmax())
+    return Commonest(classes[most], float(counts[most]) / y.numel())
+
+
+TASK_BY_LABELS: Final = {
+    "class": "classification",
+    "several": "multi_label",
+    "number": "regression",
+    "pixels": "segmentation",
+}
+"""What a record's label is -> the task that learns it."""
+
+_OF_CLASSES: Final = ("class", "several", "pixels")
+
+MEASURES: Final[Mapping[str, Measure]] = {
+    "auc": Measure(
+        "ROC area",
+        area,
+        ("class", "several"),
+        "number",
+        "1 ranks all records rightly, 0.5 is chance",
+        "The area under the ROC curve: how often a record of a class has a higher score for it "
+        "than one of another. Of more than two classes or labels it is the mean over them.",
+    ),
+    "f1": Measure(
+        "F1",
+        f1,
+        _OF_CLASSES,
+        "number",
+        "precision and recall together; 1 is best",
+        "F1 = 2 TP / (2 TP + FP + FN) of the second of two classes; of more classes, labels or "
+        "pixels' classes (there it is the Dice score) the mean over them.",
+    ),
+    "ece": Measure(
+        "calibration error",
+        calibration_error,
+        _OF_CLASSES,
+        "number",
+        "how far confidence is from accuracy; 0 is best",
+        "The expected calibration error over 15 bins of confidence: how far, on average, the "
+        "probability that the model gives its answer is from how often it is right.",
+    ),
+    "r2": Measure(
+        "R²",
+        r_squared,
+        ("number",),
+        "number",
+        "share of the labels' variance that is explained",
+        "R² = 1 − Σ (y − ŷ)² / Σ (y − mean y)²: 1 is exact, 0 as good as the mean.",
+    ),
+}
+"""Name -> measure. By this entry alone it can stand in task.metrics, and wherever METRICS are."""
+
+
+def measures_of(
+    kind: str, named: list[str] | None, classes: int
+) -> dict[str, Callable[[Tensor, Tensor], float]]:
+    """Return what is measured, by name: what is named, or what goes with the kind.
+
+    Of more than two classes nothing is measured that is not named.
+    Raises ModelError: a name that is none, one of another kind, or that is taken.
+    """
+    if named is None:
+        few = kind != "class" or classes == 2
+        named = [name for name, one in MEASURES.items() if kind in one.kinds and few]
+    return {short(name): _measure(name, kind) for name in named}
+
+
+def check_measures(
+    measures: Mapping[str, Callable[[Tensor, Tensor], float]],
+    outputs: Tensor,
+    y: Tensor,
+    classes: int,
+) -> None:
+    """Take each measure once of made-up outputs and labels. Raises ModelError: it is no number.
+
+    outputs, y [n, ...]: of which only the form counts. Every class or label has records.
+    """
+    count = max(8, 2 * min(classes, 32))
+    generator = torch.Generator().manual_seed(0)
+    made = torch.randn(count, *outputs.shape[1:], generator=generator, dtype=outputs.dtype)
+    shape = (count, *y.shape[1:])
+    if y.is_floating_point():
+        labels = torch.rand(shape, generator=generator)
+        labels = labels * 2 - 1 if y.ndim == 1 else labels.round()
+    else:
+        labels = (torch.arange(math.prod(shape)) % classes).reshape(shape)
+    for of in measures.values():
+        of(made, labels)
+
+
+def short(name: str) -> str:
+    """Return what a metric is called where it is shown: the last part of package.module:name."""
+    return name.rpartition(":")[2].partition("@")[0]
+
+
+def find_display(name: str) -> Metric | Measure:
+    """Return how a metric or measure of this name is shown."""
+    known: Mapping[str, Metric | Measure] = {**METRICS, **MEASURES}
+    own = Measure(name, r_squared, (), "number", "of one's own", "A metric of one's own.")
+    return known.get(name, own)
+
+
+def _tasks(kinds: tuple[str, ...]) -> str:
+    """Return the tasks of kinds of labels."""
+    return " or ".join(TASK_BY_LABELS[kind] for kind in kinds)
+
+
+def _measure(name: str, kind: str) -> Callable[[Tensor, Tensor], float]:
+    known = MEASURES.get(name)
+    if known is not None:
+        if kind not in known.kinds:
+            own = [name for name, one in MEASURES.items() if kind in one.kinds]
+            raise ModelError(
+                f"task.metrics has {name!r}, which is of {_tasks(known.kinds)}, and the task is "
+                f"{_tasks((kind,))}: expected some of {', '.join(own)}, or your own, {_FORM}"
+            )
+        return known.of
+    called = short(name)
+    if not called.isidentifier() or called in names_in_use() or called in MEASURES:
+        raise ModelError(
+            f"task.metrics has {name!r}: {called!r} stands for another number of a round, or is no "
+            "identifier; call the function otherwise"
+        )
+    own = own_function(name, "task.metrics", list(MEASURES), _FORM)
+
+    def measured(outputs: Tensor, y: Tensor) -> float:
+        try:
+            return float(own(outputs, y))
+        except Exception as error:
+            raise ModelError(
+                f"task.metrics: {name!r} failed on outputs {tuple(outputs.shape)} and labels "
+                f"{tuple(y.shape)}: {type(error).__name__}: {error}; expected {_FORM}"
+            ) from error
+
+    return measured

@@ -1,0 +1,416 @@
+"""A model tuned and chosen inside its site, and whether joining pays.
+
+a is a model that the site has anyway: the released one (tuning), or the plan's initial one (a site
+by itself). λ = ∞ gives a, λ = 0 the optimum of the records alone. Nothing is clipped and no noise
+is added: what comes out is not private, and stays where the records are.
+
+The solver is L-BFGS on all records at once (scipy's), from the solution of the next larger λ: it
+has no step size to choose. Float32 models end where their rounding hides the descent.
+
+λ is chosen on the site's own training records: they are cut into five parts, each part is answered
+by models tuned on the other four, and the λ of the least mean loss is taken. As many parts are
+answered as make 1000 records, all five where they are fewer. Where it is known whose each record
+is, persons are cut into parts, each with all records: a model that has trained on one visit of a
+patient knows the others.
+
+Whether to tune at all is a test: of the records that one of the two models answers rightly and the
+other wrongly (gained, lost), with no true gain each is as likely lost as gained. McNemar's exact
+test has P(Bin(gained + lost, 1/2) >= gained), times the number of λ tried (Bonferroni). Above 5 %,
+and with fewer than 50 records whatever they say, the advice is: do not.
+
+alone       the model that its own records choose, from the plan's initial one; never released
+federated   the released model, or the site's own of an algorithm that has such
+tuned       the federated one tuned on the site's own records; never released
+as used     tuned where the advice is to tune, else federated: chosen without the held-out records
+
+The difference is that of the hits of `as used` and `train_locally` on the same held-out records.
+Its interval is Bonett and Price's for paired proportions (Psychological Methods 17, 2012): with a
+and b records that only one of the two answers rightly, of n, p = (a + 1)/(n + 2), r = (b + 1)/(n +
+2) and p - r ± 1.96 sqrt((p + r - (p - r)²)/(n + 2)), 95 %.
+
+Where it is known whose each record is, persons count, each alike: what one's records say is not
+independent. An accuracy is then the mean over persons of their shares of hits, and the interval is
+that of the n persons' differences d_j and of two more, one that gains all and one that loses all:
+p - r = Σ d_j/(n + 2) and p + r = (Σ d_j² + 2)/(n + 2), the same where each has one record.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel, all_finite, from_numpy
+from fedpact.common.randomness.seeded import seeded_generator
+from fedpact.privacy.accounting.gaussian import fair_coins_at_least
+
+_AT_A_TIME = 1024  # records of one pass: a network's activations of all of them may be too many
+_ITERATIONS = 50
+
+
+def tune(
+    model: FlatModel, x: Tensor, y: Tensor, anchor: Tensor, weight: float, start: Tensor
+) -> Tensor:
+    """Return the w [d] that minimises F(w) + λ ‖w - a‖² over records x [n, ...], y [n, ...].
+
+    model: what computes; its weights are others afterwards. anchor: a [d]. weight: λ >= 0, may be
+    infinite. start: where to begin [d]. Where no finite w is found, and without records, it is a.
+    """
+    if math.isinf(weight) or not len(y):
+        return anchor.clone()
+    # Few runs tune anything, and each would load it.
+    from scipy.optimize import minimize
+
+    centre = anchor.double().numpy()
+
+    def objective(w: NDArray[Any]) -> tuple[float, NDArray[Any]]:
+        loss, gradient = _loss(model, w, x, y)
+        away = w - centre
+        return loss + weight * float(away @ away), gradient + 2 * weight * away
+
+    options = {"maxiter": _ITERATIONS, "ftol": 1e-9, "gtol": 1e-6}
+    begin = start.double().numpy().copy()
+    found = minimize(objective, begin, jac=True, method="L-BFGS-B", options=options)
+    w = from_numpy(np.asarray(found.x)).to(anchor.dtype)
+    return w if all_finite(w) else anchor.clone()
+
+
+def _loss(model: FlatModel, w: NDArray[Any], x: Tensor, y: Tensor) -> tuple[float, NDArray[Any]]:
+    """Return F and its gradient at w [d], in float64."""
+    model.load(from_numpy(w).to(model.vector.dtype))
+    model.module.eval()
+    own = [p for p in model.module.parameters() if p.requires_grad]
+    total, gradient = 0.0, np.zeros(len(w))
+    for xs, ys in zip(x.split(_AT_A_TIME), y.split(_AT_A_TIME), strict=True):
+        loss = cross_entropy(model.module(xs), ys).sum() / len(y)
+        parts = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True)
+        total += float(loss.detach())
+        gradient += torch.cat([part.reshape(-1) for part in parts]).double().numpy()
+    return total, gradient
+
+
+def answers(model: FlatModel, w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which records [n] the model w answers rightly, and their losses [n].
+
+    A sequence is right where all of its positions are; a record whose scores hold NaN is wrong.
+    """
+    model.load(w)
+    if not len(y):
+        return torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.float64)
+    model.module.eval()
+    right, losses = list[Tensor](), list[Tensor]()
+    with torch.no_grad():
+        for xs, ys in zip(x.split(_AT_A_TIME), y.split(_AT_A_TIME), strict=True):
+            outputs = model.module(xs)
+            losses.append(cross_entropy(outputs, ys).double())
+            hit = (outputs.argmax(-1) == ys) & ~outputs.isnan().any(-1)
+            right.append(hit.reshape(len(ys), -1).all(1))
+    return torch.cat(right), torch.cat(losses)
+
+
+WEIGHTS: Final = (1.0, 0.1, 1e-2, 1e-3, 1e-4)
+"""The λ that are tried, in nats over squared length; the largest first, as each begins the next."""
+
+MIN_RECORDS_TO_TUNE: Final = 50
+"""Records, or persons, with fewer than which no advice is to tune: a part is then ten."""
+
+LEVEL: Final = 0.05
+_PARTS: Final = 5
+_ENOUGH: Final = 1000
+
+
+@dataclass(frozen=True)
+class Validated:
+    """What a site's own validation says of tuning a model.
+
+    weight: the λ. records: of the site's training part. places: which of them were answered [v].
+    before, after: which of those the model that it began with, and the tuned ones, answer rightly
+    [v]. whose: whose each record of the part is, int64 [records] from 0; None where nobody says.
+    """
+
+    weight: float
+    records: int
+    places: Tensor
+    before: Tensor
+    after: Tensor
+    whose: Tensor | None = None
+
+    @property
+    def gained(self) -> int:
+        """Records that only the tuned models answer rightly; or persons of whom there are more."""
+        return int((self._gains > 0).sum())
+
+    @property
+    def lost(self) -> int:
+        """Records that only the model before answers rightly; or persons, likewise."""
+        return int((self._gains < 0).sum())
+
+    @property
+    def _gains(self) -> Tensor:
+        each = self.after.long() - self.before.long()
+        if self.whose is None:
+            return each
+        return each.new_zeros(self._count).index_add_(0, self.whose[self.places], each)
+
+    @property
+    def _count(self) -> int:
+        return self.records if self.whose is None else _persons(self.whose)
+
+    @property
+    def chance(self) -> float:
+        """A bound on the chance of such a gain where there is none; at most 1."""
+        gained, lost = self.gained, self.lost
+        return min(1.0, len(WEIGHTS) * fair_coins_at_least(gained, gained + lost))
+
+    @property
+    def tune(self) -> bool:
+        """Whether the advice is to tune."""
+        return self._count >= MIN_RECORDS_TO_TUNE and self.chance <= LEVEL
+
+    @property
+    def told(self) -> str:
+        """The advice and its reason."""
+        what = "records" if self.whose is None else "persons"
+        if self._count < MIN_RECORDS_TO_TUNE:
+            return (
+                f"do not tune: {self._count} {what} are too few to tell a gain from chance; "
+                f"expected at least {MIN_RECORDS_TO_TUNE}"
+            )
+        answered = (
+            len(self.before) if self.whose is None else self.whose[self.places].unique().numel()
+        )
+        found = (
+            f"of {answered:,} of its own {what}, answered by models tuned without them, "
+            f"tuning gains {self.gained:,} and loses {self.lost:,}"
+        )
+        if self.tune:
+            return f"tune: {found} (chance of that without a true gain at most {self.chance:.2g})"
+        return f"do not tune: {found}, which is within what chance does"
+
+
+def choose_lambda(
+    model: FlatModel, x: Tensor, y: Tensor, anchor: Tensor, whose: Tensor | None = None
+) -> Validated:
+    """Return the λ that the records x [n, ...], y [n, ...] choose for a model anchor [d].
+
+    whose: whose each record is, int64 [n] from 0 without gaps; None: nobody says.
+    """
+    wanted, places = list[Tensor](), 0
+    for part in _parts(torch.arange(len(y)) if whose is None else whose):
+        if places < _ENOUGH:
+            wanted.append(part)
+            places += len(part)
+    right, losses = _answered(model, x, y, anchor, wanted)
+    sums = [float(each.sum()) for each in losses]
+    best = min(range(len(WEIGHTS)), key=lambda i: (not sums[i] < float("inf"), sums[i]))
+    found = torch.cat(wanted) if wanted else torch.arange(0)
+    before = answers(model, anchor, x[found], y[found])[0]
+    return Validated(WEIGHTS[best], len(y), found, before, right[best], whose)
+
+
+def _parts(whose: Tensor) -> list[Tensor]:
+    """Return the places of records in parts, each of them persons with all of theirs."""
+    if (persons := _persons(whose)) < _PARTS:
+        return []
+    order = torch.randperm(persons, generator=seeded_generator("parts of a site's own records"))
+    rank = torch.argsort(order)[whose]
+    drawn = torch.argsort(rank, stable=True)
+    return [drawn[rank[drawn] % _PARTS == i] for i in range(_PARTS)]
+
+
+def _persons(whose: Tensor) -> int:
+    return int(whose.max()) + 1 if len(whose) else 0
+
+
+def _answered(
+    model: FlatModel, x: Tensor, y: Tensor, anchor: Tensor, parts: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return for each λ what `answers` says of the parts, each by models without it."""
+    right = [torch.zeros(0, dtype=torch.bool) for _ in WEIGHTS]
+    losses = [torch.zeros(0, dtype=torch.float64) for _ in WEIGHTS]
+    for part in parts:
+        rest = torch.ones(len(y), dtype=torch.bool)
+        rest[part] = False
+        w = anchor
+        for i, weight in enumerate(WEIGHTS):
+            w = tune(model, x[rest], y[rest], anchor, weight, w)
+            hits, costs = answers(model, w, x[part], y[part])
+            right[i], losses[i] = torch.cat([right[i], hits]), torch.cat([losses[i], costs])
+    return right, losses
+
+
+def with_weight(model: FlatModel, x: Tensor, y: Tensor, anchor: Tensor, weight: float) -> Tensor:
+    """Return the model tuned on all records with one λ, by way of the larger ones."""
+    w = anchor
+    for larger in (*(each for each in WEIGHTS if each > weight), weight):
+        w = tune(model, x, y, anchor, larger, w)
+    return w
+
+
+_NORMAL: Final = 1.959963984540054
+METHOD: Final = "95 %, Bonett and Price's interval for paired proportions"
+
+Verdict = Literal["pays", "does not pay", "cannot be told"]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The difference of two models' accuracies on the same records, with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(after: Tensor, before: Tensor, whose: Tensor | None = None) -> "Gain":
+        """Return that of two models' hits [n] each on the same records; NaN without records.
+
+        whose: whose each record is, int64 [n] from 0 without gaps; None: nobody says.
+        """
+        each = by_person(after.double() - before.double(), whose)
+        n = len(each)
+        if not n:
+            return Gain(math.nan, math.nan, math.nan)
+        total, squares = float(each.sum()), float(each.square().sum())
+        middle = total / (n + 2)
+        half = _NORMAL * math.sqrt(((squares + 2) / (n + 2) - middle**2) / (n + 2))
+        return Gain(total / n, max(-1.0, middle - half), min(1.0, middle + half))
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the interval says of a gain."""
+        if self.low > 0:
+            return "pays"
+        return "does not pay" if self.high < 0 else "cannot be told"
+
+
+@dataclass(frozen=True)
+class SiteFigures:
+    """One site's accuracies on `held_out` records; exact, for its owner alone.
+
+    records: that it trains on. advice: of Validated. tune: whether to. gain: as used less alone.
+    persons: whose the held-out ones are, where accuracies are of persons, each counting alike; None
+    where they are of records.
+    """
+
+    records: int
+    held_out: int
+    local: float
+    federated: float
+    tuned: float
+    tune: bool
+    advice: str
+    gain: Gain
+    persons: int | None = None
+
+
+@dataclass(frozen=True)
+class SiteModel:
+    """A site by itself: its model [d], and what its own records said of it."""
+
+    w: Tensor
+    choice: Validated
+
+
+def train_locally(
+    model: FlatModel, x: Tensor, y: Tensor, initial: Tensor, whose: Tensor | None = None
+) -> SiteModel:
+    """Return a site's model of its own records x [n, ...], y [n, ...], from the initial one [d].
+
+    whose: of choose_lambda.
+    """
+    choice = choose_lambda(model, x, y, initial, whose)
+    return SiteModel(with_weight(model, x, y, initial, choice.weight), choice)
+
+
+def personalise_model(
+    model: FlatModel, x: Tensor, y: Tensor, w: Tensor, whose: Tensor | None = None
+) -> SiteModel:
+    """Return the released model w [d] tuned on a site's records, whatever the advice is.
+
+    whose: of choose_lambda.
+    """
+    choice = choose_lambda(model, x, y, w, whose)
+    return SiteModel(with_weight(model, x, y, w, choice.weight), choice)
+
+
+def on_held_out(
+    model: FlatModel,
+    by_itself: SiteModel,
+    tuned: SiteModel,
+    w: Tensor,
+    x: Tensor,
+    y: Tensor,
+    whose: Tensor | None = None,
+) -> SiteFigures:
+    """Return a site's figures on held-out records x [n, ...], y [n, ...]; they trained nothing.
+
+    whose: of Gain.of.
+    """
+    hits = [answers(model, each, x, y)[0] for each in (by_itself.w, w, tuned.w)]
+    return _figures(tuned.choice, whose, *hits)
+
+
+def on_own_parts(by_itself: SiteModel, tuned: SiteModel) -> SiteFigures:
+    """Return a site's figures where it holds nothing out: each record by models without it.
+
+    The federated model has seen them, under its ε; alone and tuned are each the best of the λ
+    tried, which flatters both a little.
+    """
+    choice = tuned.choice
+    # Of the persons that were answered: a large site does not ask them all.
+    whose = None
+    if choice.whose is not None:
+        whose = torch.unique(choice.whose[choice.places], return_inverse=True)[1]
+    return _figures(choice, whose, by_itself.choice.after, choice.before, choice.after)
+
+
+def _figures(
+    choice: Validated, whose: Tensor | None, local: Tensor, federated: Tensor, tuned: Tensor
+) -> SiteFigures:
+    used = tuned if choice.tune else federated
+    return SiteFigures(
+        records=choice.records,
+        held_out=len(local),
+        local=_share(local, whose),
+        federated=_share(federated, whose),
+        tuned=_share(tuned, whose),
+        tune=choice.tune,
+        advice=choice.told,
+        gain=Gain.of(used, local, whose),
+        persons=None if whose is None else len(by_person(local.double(), whose)),
+    )
+
+
+def by_person(values: Tensor, whose: Tensor | None) -> Tensor:
+    """Return each person's mean of its records' values [n], float64; themselves for None."""
+    if whose is None:
+        return values
+    sums = torch.bincount(whose, values.double())
+    return sums / torch.bincount(whose)
+
+
+def _share(hits: Tensor, whose: Tensor | None) -> float:
+    return float(by_person(hits.double(), whose).mean()) if len(hits) else math.nan
+
+
+def describe_joining(gains: Mapping[str, Gain], at: str) -> str:
+    """Return in words for which sites joining pays. at: how the run was protected, "at ε = 1"."""
+    by: dict[Verdict, list[str]] = {"pays": [], "does not pay": [], "cannot be told": []}
+    for name, gain in sorted(gains.items()):
+        by[gain.verdict].append(name)
+    told = [
+        f"pays for {_listed(by['pays'])}" if by["pays"] else "pays for no site",
+        f"not for {_listed(by['does not pay'])}" if by["does not pay"] else "",
+        f"and cannot be told for {_listed(by['cannot be told'])}" if by["cannot be told"] else "",
+    ]
+    return f"{at[:1].upper()}{at[1:]} joining {'; '.join(part for part in told if part)}."
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names)

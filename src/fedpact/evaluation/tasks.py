@@ -1,0 +1,211 @@
+"""What is learnt: classes, numbers, several labels or pixels, and by which loss.
+
+[task]
+    kind = "classification"    or "multi_label", "regression", "segmentation"
+    range = [0, 300]           of regression: the least and the most that a label can be
+    class_weights = [1, 5]     of each class: its records' losses are multiplied by it
+    loss = "package.module:name"
+    metrics = ["auc", "f1"]
+
+All of it is public and declared. A loss is of one record, by what the kernel clips: weights and
+losses of one's own change nothing about how far a record can move what is released.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Final, Literal, Self, cast
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+from fedpact.common.errors import ModelError, PlanError
+from fedpact.common.losses import (
+    LabelEntropy,
+    Loss,
+    WeightedEntropy,
+    cross_entropy,
+    pixel_entropy,
+    squared_error,
+)
+from fedpact.common.user_code import NamedFunction, own_function
+from fedpact.data.dataset import Dataset
+from fedpact.data.schema import LabelForm
+from fedpact.evaluation.metrics import TASK_BY_LABELS, measures_of
+
+
+def check_loss(
+    name: str, loss: Loss, module: nn.Module, x: Tensor, y: Tensor, *, finite: bool
+) -> None:
+    """Raise ModelError unless a loss gives one number a record, of that record alone.
+
+    x, y [n, ...]: made-up records. The kernel keeps records apart whatever the loss does; but one
+    that mixes them would be another loss in every batch. finite: whether a loss has to be a number,
+    as in a private run, which leaves out whoever has none, so that nobody sees what it would do.
+    """
+    device = next((p.device for p in module.parameters()), x.device)
+    x, y = x.to(device), y.to(device)
+    with torch.no_grad():
+        outputs = module(x)
+        try:
+            losses, again = loss(outputs, y), loss(outputs, y)
+            alone = [loss(outputs[i : i + 1], y[i : i + 1]) for i in range(len(y))]
+        except Exception as error:
+            raise ModelError(
+                f"task.loss = {name!r} failed on {len(y)} made-up records, outputs "
+                f"{tuple(outputs.shape)} and labels {tuple(y.shape)}: {type(error).__name__}: "
+                f"{error}; expected loss(outputs, labels) -> losses [{len(y)}]"
+            ) from error
+        for found, count in ((losses, len(y)), *((one, 1) for one in alone)):
+            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            if shape != (count,):
+                raise ModelError(
+                    f"task.loss = {name!r} answers {count} records with {shape}: expected "
+                    f"({count},), one number a record; do not reduce over the batch "
+                    '(reduction="none"), but over what is inside a record'
+                )
+        if finite and not bool(losses.isfinite().all()):
+            raise ModelError(
+                f"task.loss = {name!r} gives {losses.tolist()} on {len(y)} made-up records: "
+                "expected finite numbers, whatever a record holds, as one without is left out of "
+                "every sum; keep logarithms, roots and quotients from what may be 0 or less, for "
+                "example by torch.nn.functional.logsigmoid, log_softmax or .clamp(min=1e-6)"
+            )
+        if not torch.equal(losses.nan_to_num(), again.nan_to_num()):
+            raise ModelError(
+                f"task.loss = {name!r} gives the same records other losses the second time: "
+                "expected one that draws no random numbers and keeps nothing between calls, as a "
+                "request that comes again has to be the same release"
+            )
+        if not torch.allclose(losses, torch.cat(alone), rtol=1e-4, atol=1e-5, equal_nan=True):
+            raise ModelError(
+                f"task.loss = {name!r} gives a record another loss where others are beside it: "
+                "expected the loss of each record to follow from its own output and label alone"
+            )
+
+
+TaskKind = Literal["classification", "multi_label", "regression", "segmentation"]
+
+_TARGETS: Final[dict[str, Any]] = {task: kind for kind, task in TASK_BY_LABELS.items()}
+_FORM: Final = "loss(outputs [B, ...], labels [B, ...]) -> losses [B]"
+
+
+class TaskSettings(BaseModel):
+    """What is learnt of a record's label, and by which loss.
+
+    kind: "classification"; "multi_label", arrays of 0 and 1 for each of several labels;
+    "regression", a number; "segmentation", a class for each pixel of an image, whose loss is the
+    mean over its pixels. range: of regression, the least and the most that a label can be; labels
+    beyond become the nearer one, and the model learns -1..1 in their place. class_weights: what
+    the loss of a record of each class is multiplied by, in the order of the classes; of multi_label
+    that of a label that is there. loss: one of your own in place of the kind's, as
+    package.module:name, loss(outputs, labels) -> one number a record. metrics: what is measured
+    beside accuracy and loss: auc, f1, ece, r2, or package.module:name, metric(outputs, labels) -> a
+    number; left out, those of them that go with the kind, of more than two classes none.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    kind: TaskKind = "classification"
+    range: list[float] | None = Field(default=None, min_length=2, max_length=2)
+    class_weights: list[float] | None = Field(default=None, min_length=1)
+    loss: NamedFunction | None = None
+    metrics: list[NamedFunction] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_word(cls, raw: Any) -> Any:
+        """Take a kind alone, one metric alone, and tuples and arrays of numbers."""
+        if not isinstance(raw, dict):
+            return {"kind": raw} if isinstance(raw, str) else raw
+        found = dict(cast(dict[str, Any], raw))
+        if isinstance(found.get("metrics"), str) or callable(found.get("metrics")):
+            found["metrics"] = [found["metrics"]]
+        for key in {"range", "class_weights", "metrics"} & set(found):
+            if isinstance(found[key], tuple):
+                found[key] = list(cast(tuple[Any, ...], found[key]))
+            elif hasattr(found[key], "tolist"):
+                found[key] = found[key].tolist()
+        return found
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.kind == "regression") != (self.range is not None) or (
+            self.range is not None and not 0 < self.range[1] - self.range[0] < math.inf
+        ):
+            raise ValueError(
+                f"kind = {self.kind!r} with range = {self.range}: expected a range [low, high], "
+                "low < high, of regression, the least and the most that a label can be by public "
+                "knowledge, and of nothing else"
+            )
+        weights = self.class_weights
+        if weights is not None:
+            if self.kind not in ("classification", "multi_label") or self.loss is not None:
+                raise ValueError(
+                    f"class_weights with kind = {self.kind!r} and loss = {self.loss!r}: they weigh "
+                    "the loss of classification and multi_label; leave them out"
+                )
+            if not all(1e-6 <= w <= 1e6 for w in weights):
+                raise ValueError(
+                    f"class_weights = {weights}: expected a number from 1e-6 to 1e6 of each class"
+                )
+        return self
+
+    @property
+    def target(self) -> LabelForm:
+        """What a record's label is."""
+        low, high = self.range or (-1.0, 1.0)
+        return LabelForm(kind=_TARGETS[self.kind], low=low, high=high)
+
+    @property
+    def own_code(self) -> list[str]:
+        """The names of a loss and of metrics of one's own."""
+        return [name for name in (self.loss, *(self.metrics or ())) if name is not None]
+
+    @property
+    def plain(self) -> bool:
+        """Whether the loss is the cross entropy of classes."""
+        return self.kind == "classification" and self.class_weights is None and self.loss is None
+
+    def per_record(self, classes: int) -> Loss:
+        """Return the loss of a record. Raises PlanError: weights of other classes. ModelError."""
+        if self.loss is not None:
+            return own_function(self.loss, "task.loss", (), _FORM)
+        weights = tuple(self.class_weights or ())
+        if weights and len(weights) != classes:
+            raise PlanError(
+                f"task.class_weights has {len(weights)} weights for {classes} classes: give one of "
+                "each, in the order of the classes"
+            )
+        if self.kind == "multi_label":
+            return LabelEntropy(weights)
+        if self.kind == "regression":
+            return squared_error
+        if self.kind == "segmentation":
+            return pixel_entropy
+        return WeightedEntropy(weights) if weights else cross_entropy
+
+    def measures(self, classes: int) -> dict[str, Callable[[Tensor, Tensor], float]]:
+        """Return what is measured of outputs and labels [n, ...], by name. Raises ModelError."""
+        return measures_of(self.target.kind, self.metrics, classes)
+
+    def check_data(self, data: Dataset) -> None:
+        """Raise PlanError: a data set's labels are of another kind."""
+        if data.kind != self.target.kind:
+            found = next(kind for kind, target in _TARGETS.items() if target == data.kind)
+            raise PlanError(
+                f"task.kind = {self.kind!r}, and the labels of data set {data.name} are those of "
+                f"{found}: set task.kind to that, or hand in labels of the other kind"
+            )
+
+    def check_plain(self, what: str) -> None:
+        """Raise PlanError: what asks for classes and their cross entropy is asked of another task.
+
+        what: it, as the subject of a sentence; empty for nothing.
+        """
+        if what and not self.plain:
+            given = ("kind", "class_weights", "loss")
+            told = ", ".join(f"{n} = {getattr(self, n)!r}" for n in given if getattr(self, n))
+            raise PlanError(
+                f"{what} does not go with [task] {told}: it rests on the cross entropy of classes "
+                "and is of runs without that table"
+            )

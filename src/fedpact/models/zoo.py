@@ -1,0 +1,279 @@
+"""The papers' models for images, tables and text, and the scaling in front of them.
+
+A record is [length] places in a vocabulary, and its label the next one's, so the vocabulary has as
+many entries as there are classes. Every position of a record is the record's own: no operation
+mixes records.
+"""
+
+import copy
+import math
+from typing import Annotated, Final, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from fedpact.common.errors import ModelError
+from fedpact.per_sample.dense import ScaledBias
+
+
+def replace_batchnorm(module: nn.Module) -> nn.Module:
+    """Return a copy with GroupNorm for every BatchNorm (1d, 2d, 3d, SyncBatchNorm).
+
+    Weight, bias and eps are taken over, running statistics are dropped. The number of groups is
+    the largest divisor of the channels that is at most 32 and leaves 4 channels a group, else 1.
+    An InstanceNorm that tracks statistics stays one that does not.
+
+    >>> replace_batchnorm(nn.Sequential(nn.Conv2d(1, 48, 3), nn.BatchNorm2d(48)))[1]
+    GroupNorm(12, 48, ...)
+    """
+    module = copy.deepcopy(module)
+    replaced: dict[nn.Module, nn.Module] = {}
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            replaced[layer] = _group_norm(layer)
+        elif isinstance(layer, _InstanceNorm) and layer.track_running_stats:
+            replaced[layer] = _instance_norm(layer)
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if child in replaced:
+                setattr(parent, name, replaced[child])
+    return replaced.get(module, module)
+
+
+def _group_norm(old: _BatchNorm) -> nn.Module:
+    channels = old.num_features
+    fitting = [g for g in range(1, 33) if channels % g == 0 and channels // g >= 4]
+    new = nn.GroupNorm(max(fitting, default=1), channels, eps=old.eps, affine=old.affine)
+    return _taken_over(old, new)
+
+
+def _instance_norm(old: _InstanceNorm) -> nn.Module:
+    new = type(old)(old.num_features, eps=old.eps, affine=old.affine, track_running_stats=False)
+    return _taken_over(old, new)
+
+
+def _taken_over(old: nn.Module, new: nn.Module) -> nn.Module:
+    # The very parameters: their type, device and requires_grad come along.
+    for name, parameter in old.named_parameters(recurse=False):
+        setattr(new, name, parameter)
+    return new.train(old.training)
+
+
+class LogisticSettings(BaseModel):
+    """How model = "logistic" begins.
+
+    start: "random" draws the first weights from the seed, as torch does; "zero" starts where all
+    classes are alike, which on unit rows is nearer to where it ends than any draw. bias: the input,
+    in (0, 1000], for which a class has a weight; true is 1, false leaves it out. On unit rows an
+    input of 1 is half of a gradient's squared length, so it takes 1 - 1/sqrt(2) of what a clip
+    leaves of the rest; one of 0.3 takes 4 %.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    start: Literal["random", "zero"] = "random"
+    bias: bool | Annotated[float, Field(gt=0, le=1000)] = True
+
+    def check_model(self, model: str) -> None:
+        """Raise ValueError: another model, which has no use for it."""
+        if self != LogisticSettings() and model != "logistic":
+            raise ValueError(f"model is {model!r} with a table [logistic]: leave that out")
+
+
+def logistic(
+    shape: tuple[int, ...], classes: int, settings: LogisticSettings | None = None
+) -> nn.Module:
+    """Multinomial logistic regression (the convex task of FedProxVR)."""
+    chosen = settings or LogisticSettings()
+    if isinstance(chosen.bias, bool):
+        linear = nn.Linear(math.prod(shape), classes, bias=chosen.bias)
+    else:
+        linear = ScaledBias.of(math.prod(shape), classes, chosen.bias)
+    if chosen.start == "zero":
+        for parameter in linear.parameters():
+            nn.init.zeros_(parameter)
+    return nn.Sequential(nn.Flatten(), linear)
+
+
+def mlp(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """One hidden layer of 128 units with ReLU."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(math.prod(shape), 128), nn.ReLU(), nn.Linear(128, classes)
+    )
+
+
+def cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """The papers' 4-layer CNN without padding: d = 582,026 on 1x28x28, 878,538 on 3x32x32."""
+    return _cnn(shape, classes, padding=0)
+
+
+def cnn_padded(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """The papers' 4-layer CNN with padding 2: d = 1,663,370 on 1x28x28."""
+    return _cnn(shape, classes, padding=2)
+
+
+def cnn_group_norm(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A small CNN, as private training likes it: d = 19,338 on 1x28x28, 19,626 on 3x32x32.
+
+    Three 3x3 convolutions of stride 2 (16, 32, 32 maps), each with GroupNorm over groups of 8,
+    which keeps records apart where BatchNorm does not, and Tanh (Papernot, Thakurta, Song, Chien,
+    Erlingsson, arXiv 2007.14191); then one linear layer.
+    """
+    channels, *sides = _image("cnn_group_norm", shape)
+    layers: list[nn.Module] = []
+    for maps in (16, 32, 32):
+        layers += [nn.Conv2d(channels, maps, 3, stride=2, padding=1)]
+        layers += [nn.GroupNorm(maps // 8, maps), nn.Tanh()]
+        channels, sides = maps, [(side + 1) // 2 for side in sides]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * math.prod(sides), classes))
+
+
+def _image(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of an image. Raises ModelError: of something else."""
+    if len(shape) != 3:
+        remedy = "use 'logistic' or 'mlp' for other records"
+        if len(shape) == 2:
+            remedy = f"give images without channels as {(1, *shape)}, or {remedy}"
+        raise ModelError(
+            f"model {name!r} got records of shape {shape}: expected images (channels, height, "
+            f"width); {remedy}"
+        )
+    return shape
+
+
+def _cnn(shape: tuple[int, ...], classes: int, padding: int) -> nn.Module:
+    name = "cnn_padded" if padding else "cnn"
+    channels, *sides = _image(name, shape)
+    for _ in range(2):
+        sides = [(side + 2 * padding - 4) // 2 for side in sides]
+    if min(sides) < 1:
+        # With padding 2 an image is halved twice.
+        smaller = "cnn_padded" if not padding and min(shape[1:]) >= 4 else "cnn_group_norm"
+        raise ModelError(
+            f"model {name!r} got images of {shape[1]}x{shape[2]}: too small for two 5x5 "
+            f"convolutions with padding {padding}, each followed by pooling; use {smaller!r} or "
+            "'mlp'"
+        )
+    return nn.Sequential(
+        nn.Conv2d(channels, 32, 5, padding=padding),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 5, padding=padding),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * math.prod(sides), 512),
+        nn.ReLU(),
+        nn.Linear(512, classes),
+    )
+
+
+_PLACES: Final = 3
+_FURTHER: Final = 0.7
+_BIAS: Final = 0.3
+
+
+class NextByLSTM(nn.Module):
+    """The last state of an LSTM of 64 units over embeddings of 16."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(classes, 16)
+        self.lstm = nn.LSTM(16, 64, batch_first=True)
+        self.last = nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [B, classes] of records x [B, length]."""
+        states, _ = self.lstm(self.embedding(x))
+        return self.last(states[:, -1])
+
+
+class NextByAttention(nn.Module):
+    """One block of attention, four heads over embeddings of 32, and what its last position says."""
+
+    def __init__(self, length: int, classes: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(classes, 32)
+        self.position = nn.Parameter(0.02 * torch.randn(length, 32))
+        self.before, self.between = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.wide, self.narrow = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.last = nn.Linear(32, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [B, classes] of records x [B, length]."""
+        h = self.embedding(x) + self.position
+        n = self.before(h)
+        h = h + cast(Tensor, self.attention(n, n, n, need_weights=False)[0])
+        h = h + self.narrow(torch.relu(self.wide(self.between(h))))
+        return self.last(h[:, -1])
+
+
+class LastOneHot(nn.Module):
+    """The last places of a record, each one-hot, as one row of unit length.
+
+    Each place counts 0.7 of the one behind it: what stands nearest says most.
+    """
+
+    weights: Tensor  # [places, 1]
+
+    def __init__(self, places: int, vocabulary: int) -> None:
+        super().__init__()
+        self._places, self._vocabulary = places, vocabulary
+        weights = torch.tensor([[_FURTHER**k] for k in reversed(range(places))])
+        self.register_buffer("weights", F.normalize(weights, dim=0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return rows [B, places · vocabulary] of records x [B, length]."""
+        last = F.one_hot(x[:, -self._places :].long(), self._vocabulary)
+        return (last * self.weights).flatten(1)
+
+
+def ngram(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """Logistic regression on the last three places: 12,740 weights with 65 characters.
+
+    A log-linear model of four-grams. It begins where all characters are alike. As of other rows of
+    unit length, an input of 0.3 is the bias's, which takes little of what a clip leaves.
+    """
+    places = min(_PLACES, _length("ngram", shape))
+    last = ScaledBias.of(places * classes, classes, _BIAS)
+    for parameter in last.parameters():
+        nn.init.zeros_(parameter)
+    return nn.Sequential(LastOneHot(places, classes), last)
+
+
+def lstm(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """An LSTM for the next character: 26,257 weights with 65 of them."""
+    _length("lstm", shape)
+    return NextByLSTM(classes)
+
+
+def transformer(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A small transformer for the next character: 14,049 weights with 65 of them and length 40."""
+    return NextByAttention(_length("transformer", shape), classes)
+
+
+def _length(name: str, shape: tuple[int, ...]) -> int:
+    if len(shape) != 1:
+        raise ModelError(
+            f"model {name!r} got records of shape {shape}: expected words, (length,), whole "
+            "numbers that are places in a vocabulary of as many entries as there are classes"
+        )
+    return shape[0]
+
+
+def check_vocabulary(model: str, vocabulary: int | None, classes: int) -> None:
+    """Raise ModelError: a model of text whose words are more than its classes, which it predicts.
+
+    Records with the others would be left out, each by itself. vocabulary: None: it is not declared.
+    """
+    of_text = {f.__name__ for f in (ngram, lstm, transformer)}
+    if model in of_text and vocabulary is not None and vocabulary > classes:
+        raise ModelError(
+            f"model {model!r} with records.vocabulary = {vocabulary} and {classes} classes: it "
+            "predicts the next word, so expected a class for each; name all of them in "
+            "records.classes, or use a model of your own"
+        )

@@ -1,0 +1,152 @@
+"""Clip coefficients: weights of records, and a bound on how long a clipped sum can be."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fedpact.common.check import finite, non_negative
+from fedpact.common.errors import InputError, ModelError
+from fedpact.common.params import FlatModel, on_cpu
+from fedpact.per_sample.layout import COMPACT, Placement
+from fedpact.per_sample.norms import LARGEST
+from fedpact.per_sample.share import IN_FLOAT32, TOGETHER, unit_of
+
+SHORTEST: Final = 2.0**-100
+"""The smallest clip; 1 over it is the largest but for infinity, as sums have to be finite."""
+
+
+def slack(records: int) -> float:
+    """By how much a sum over at most so many records may exceed the clip: relative, proven.
+
+    docs/privacy.md has the proof: |S(D + r) - S(D)| <= C (1 + slack) for batches D and D + r of at
+    most `records`, where float32 adds (gradients.TOGETHER records to a product) and where float64
+    does.
+
+    >>> slack(75) < 2e-3 and slack(10**6) < 0.13
+    True
+    """
+    unit = 2.0**-24
+    added = (TOGETHER + 16) * unit * min(records, IN_FLOAT32)
+    rounded = unit * (1 + 2.0**-5) * records if records > IN_FLOAT32 else 0.0
+    return 2.0**-14 + 2 * max(added, rounded)
+
+
+def within(total: Tensor, clip: float, most: int | None) -> Tensor:
+    """Return a sum [d] of clipped parts, shortened to most C; as it is where most is None.
+
+    For a batch of more than `most` records, whose sum in float64 is rounded to float32 afterwards:
+    that rounding is then no larger than with `most`. The nearest point of a ball is never farther
+    from another's than the points themselves are, so what one record moves the sum by only shrinks.
+    """
+    if most is None:
+        return total
+    longest = most * clip * (1 + 2.0**-14)
+    return total * torch.clamp(longest / total.square().sum().sqrt(), max=1)
+
+
+def check_clip(name: str, clip: float) -> None:
+    """Raise InputError unless a sum of such clips has digits in float32, or it is infinity."""
+    if not (SHORTEST <= clip <= 1 / SHORTEST or clip == math.inf):
+        raise InputError(
+            f"{name} is {clip!r}: expected a number from 2^-100 to 2^100, or infinity; others have "
+            "no digits in float32; scale loss or weights"
+        )
+
+
+def coefficients(clip: float, norms: Tensor, w: Tensor | None, shares: Tensor | None) -> Tensor:
+    """c_j = s_j min(w_j, C/‖g_j‖) [P] in float64, in units of the clip (share.unit_of)."""
+    c = clip / norms
+    c = (c.clamp_max(1) if w is None else torch.minimum(w.double(), c)) / unit_of(clip)
+    # A weight in units of a small clip may be no number of float32.
+    c = c.clamp_max(LARGEST)
+    return c if shares is None else c * shares
+
+
+def usable(losses: Tensor, norms: Tensor, w: Tensor | None, occupied: Tensor | None) -> Tensor:
+    """Which slots [P] hold a record that is finite in loss, norm and weight."""
+    good = losses.isfinite() & norms.isfinite()
+    if w is not None:
+        good &= w.isfinite()
+    return good if occupied is None else good & occupied
+
+
+def every_slot_finite(losses: Tensor, norms: Tensor, w: Tensor | None) -> bool:
+    """Whether all slots are, which a GPU is not asked: the host would have to wait."""
+    if not on_cpu(norms):
+        return False
+    # A sum is finite only if its terms are.
+    return math.isfinite(sum(float(v.sum()) for v in (losses, norms, w) if v is not None))
+
+
+Weights = Callable[[Tensor], Tensor]
+"""Losses [n] of any records -> weights [n], each from its own record's loss alone."""
+
+
+def weights_of(weights: Weights | None, losses: Tensor) -> Tensor:
+    """Return the weights [n] of the losses [n], ones without any. Raises ModelError."""
+    if weights is None:
+        return torch.ones_like(losses)
+    w = weights(losses).detach()
+    if w.shape != losses.shape:
+        raise ModelError(
+            f"the weights have shape {tuple(w.shape)} for {len(losses)} losses: expected one each"
+        )
+    return w.to(losses.dtype)
+
+
+@dataclass(eq=False, slots=True)
+class SiteSum:
+    """One site's question: Σ_j c_j g_j at the model's weights over x, y [n, ...].
+
+    c_j = min(w_j, C/‖g_j‖) with C = clip; infinity for c_j = w_j. See PerSampleKernel. plain: what
+    is not finite is not left out but spreads, as without privacy. shares: s [n] in (0, 1], float64,
+    by which each c_j is multiplied; None for 1. layout: where the records stand.
+    """
+
+    model: FlatModel
+    x: Tensor
+    y: Tensor
+    clip: float
+    weights: Weights | None
+    plain: bool = False
+    shares: Tensor | None = None
+    layout: Placement = COMPACT
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Every record counts alike: w_j = 1."""
+
+    def __call__(self, losses: Tensor) -> Tensor:
+        """Return w_j [B] for losses ℓ_j [B]."""
+        return torch.ones_like(losses)
+
+
+@dataclass(frozen=True)
+class Fair:
+    """FedFair's weighting, per record: w_j = max(0, 1 + λ (ℓ_j - F)) (FedFDP, equation 15).
+
+    lam: λ >= 0. reference: F, the loss that records are compared with.
+    The paper's weight has no lower bound, and its contribution none above; see docs/errata.md.
+    """
+
+    lam: float
+    reference: float
+
+    def __post_init__(self) -> None:
+        non_negative(lam=self.lam)
+        finite(reference=self.reference)
+
+    def __call__(self, losses: Tensor) -> Tensor:
+        """Return w_j [B] for losses ℓ_j [B]."""
+        return (1 + self.lam * (losses - self.reference)).clamp_(min=0)
+
+
+UNIFORM = Uniform()
+
+Weighting = Uniform | Fair
+"""The closed family of per-record weights: an algorithm names one, it cannot pass code."""

@@ -1,0 +1,339 @@
+"""Per-sample gradients of a convolution's weight: Σ_t g_jt u_jtᵀ, u_jt the patch at position t.
+
+Several ways to make them, each the fastest where it applies (see PatchOrder):
+
+by pixel        Patches are one strided copy of images stored by pixel, [n, T, kernel·C], and are
+                multiplied with g in one product for all records and groups.
+by channel      Few channels make short rows: patches are then laid out by channel.
+by torch        A batch of n convolutions is one convolution with n groups and n weights. On a CPU
+                that is the fastest where a record has more positions than a patch has numbers.
+few positions   Patches and g are what a linear layer of few positions has; see gradients.Outer.
+before a pool   Only one number of each pooling window passes a gradient back, so g is zero but for
+                one position in four or more, and Σ_t g_t u_tᵀ is a sum over those positions: for
+                each output channel a weighted sum of rows of a table, torch's embedding_bag. A row
+                of the table is a row of the patch, kernel width times channels, which lies together
+                in an image stored by pixel; the rows of the kernel are as many sums over it.
+
+A transposed convolution is a convolution's gradient, so its weight has the gradients of that
+convolution with x and g in exchanged roles.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedpact.common.params import on_cpu
+from fedpact.per_sample import norms
+from fedpact.per_sample.gradients import Outer
+from fedpact.per_sample.share import Part, Share, same
+
+Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+PatchOrder = Literal["pixel", "channel", "torch"]
+
+_GROUPS = 16
+"""With more groups at a time torch's routine falls out of the cache."""
+
+_FEW = 16
+"""Up to so many positions patches may be taken as those of a linear layer."""
+
+_SHORT = 8
+"""Fewer channels make rows that are shorter than a processor's vectors."""
+
+_backward = cast(Callable[..., tuple[Any, Any, Any]], torch.ops.aten.convolution_backward.default)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a convolution of one to three dimensions reads its input.
+
+    kernel, stride, dilation: one number a dimension. pad: before and behind each dimension, the
+    last dimension first, as torch.nn.functional.pad takes it.
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    pad: tuple[int, ...]
+    mode: str
+    groups: int
+
+    @staticmethod
+    def of(conv: Conv) -> "Geometry":
+        """Read a module's settings."""
+        found = Geometry.by(
+            conv.kernel_size, [conv.stride, conv.padding, conv.dilation, conv.groups]
+        )
+        return found if conv.padding_mode == "zeros" else replace(found, mode=conv.padding_mode)
+
+    @staticmethod
+    def by(kernel: tuple[int, ...], settings: list[Any]) -> "Geometry":
+        """Of an operation: kernel sizes; stride, padding, dilation and groups as torch has them."""
+        stride, padding, dilation, groups = settings
+        stride, dilation = (_each(v, len(kernel)) for v in (stride, dilation))
+        if padding == "same":
+            more = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
+            sides = [(m // 2, m - m // 2) for m in more]
+        else:
+            sides = [(p, p) for p in _each(0 if padding == "valid" else padding, len(kernel))]
+        pad = tuple(p for side in reversed(sides) for p in side)
+        return Geometry(tuple(kernel), stride, dilation, pad, "constant", groups)
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's convolution pads by itself: with zeros, and alike on both sides."""
+        return self.mode == "constant" and self.pad[::2] == self.pad[1::2]
+
+    @property
+    def even(self) -> bool:
+        """Of no use where passes have one length; chain.py still asks."""
+        return False
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The convolution of x [n, C, ...], where `plain` holds."""
+        padding, none = list(self.pad[::-2]), [0] * len(self.kernel)
+        settings = list(self.stride), padding, list(self.dilation), False, none, self.groups
+        return torch.convolution(x, weight, bias, *settings)
+
+    def input_grad(self, x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
+        """∂/∂x, where `plain` holds."""
+        return self._gradient(g, x, weight, list(self.pad[::-2]), 1, 0)
+
+    def positions(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        """How many positions there are along each dimension of an input of this size."""
+        sides = [a + b for a, b in zip(self.pad[::-2], self.pad[-2::-2], strict=True)]
+        read = [d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True)]
+        each = zip(size, sides, read, self.stride, strict=True)
+        return tuple((n + more - one) // step + 1 for n, more, one, step in each)
+
+    def weight_rows(self, x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
+        """Gradients [n, |weight|] from x [n, C, ...] and g [n, O, ...], by torch's routine."""
+        n, shape = len(x), (len(x) * weight.shape[0], *weight.shape[1:])
+        padding = list(self.pad[::-2])
+        if not self.plain:
+            x, padding = self.padded(x), [0] * len(padding)
+        x, g = (t.reshape(1, -1, *t.shape[2:]) for t in (x, g))
+        return self._gradient(g, x, weight.new_empty(1).expand(shape), padding, n, 1).view(n, -1)
+
+    def weight_rows_by_channel(self, x: Tensor, g: Tensor) -> Tensor:
+        """The same by patches that are laid out by channel."""
+        x = self.padded(x).contiguous()
+        n, channels = x.shape[:2]
+        shape = (n, channels, *self.kernel, *g.shape[2:])
+        columns = x.as_strided(
+            shape, (*x.stride()[:2], *self._strides(x.stride()[2:], kernel_first=True))
+        )
+        columns = columns.reshape(n * self.groups, -1, g[0, 0].numel())
+        # g is laid out by pixel as a rule: so its matrix is as it lies in memory.
+        rows = columns @ g.reshape(n * self.groups, -1, columns.shape[2]).mT
+        return rows.mT.reshape(n, -1)
+
+    def weight_rows_by_pixel(self, x: Tensor, g: Tensor, out: Tensor | None) -> Tensor:
+        """The same by pixel, as [n, O, kernel, C]; written to `out` if there is one."""
+        columns = self.patches(x, g.shape[2:])
+        g = g.reshape(len(columns), -1, columns.shape[1])
+        if out is not None:
+            out = out.view(*g.shape[:2], columns.shape[2])
+        return torch.bmm(g, columns, out=out).view(len(x), -1)
+
+    def patches(self, x: Tensor, positions: tuple[int, ...]) -> Tensor:
+        """What x [n, C, ...] has at each position, [n · groups, T, kernel · C / groups]."""
+        x = self.padded(x).movedim(1, -1).contiguous()
+        each = x.shape[-1] // self.groups
+        shape = (len(x), self.groups, *positions, *self.kernel, each)
+        strides = (x.stride(0), each, *self._strides(x.stride()[1:-1]), 1)
+        columns = x.as_strided(shape, strides)
+        return columns.reshape(len(x) * self.groups, math.prod(positions), -1)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """The input with its border."""
+        return F.pad(x, self.pad, mode=self.mode) if any(self.pad) else x
+
+    def _strides(self, row: tuple[int, ...], *, kernel_first: bool = False) -> tuple[int, ...]:
+        """Of positions and kernel in memory, where the steps of the input's own dimensions are."""
+        positions = tuple(s * r for s, r in zip(self.stride, row, strict=True))
+        kernel = tuple(d * r for d, r in zip(self.dilation, row, strict=True))
+        return kernel + positions if kernel_first else positions + kernel
+
+    def _gradient(
+        self, g: Tensor, x: Tensor, weight: Tensor, padding: list[int], samples: int, which: int
+    ) -> Tensor:
+        """∂/∂x (which = 0) or ∂/∂weight (1) of a convolution with samples * groups groups."""
+        mask = [which == 0, which == 1, False]
+        none = [0] * len(padding)
+        settings = list(self.stride), padding, list(self.dilation), False, none
+        found = _backward(g, x, weight, None, *settings, samples * self.groups, mask)
+        return cast(Tensor, found[which])
+
+
+def layout_of(groups: int, weight: Tensor, positions: int, *, cpu: bool) -> PatchOrder:
+    """The fastest way to make gradients of weight [O, C / groups, ...] with so many positions."""
+    channels = weight.shape[1]
+    if not cpu:
+        # Never torch's routine, which launches a kernel for each group.
+        return "channel" if channels < _SHORT else "pixel"
+    # There it works on one channel a group or on whole vectors of channels.
+    if channels % _SHORT == 0 and 4 * positions <= weight[0].numel():
+        return "pixel"
+    few = channels % _SHORT > 0 or weight[0].numel() == channels
+    return "channel" if groups == 1 and few else "torch"
+
+
+class Convolved(Share):
+    """A weight's gradients from x [B, C, ...] and g [B, O, ...], with one to three dimensions.
+
+    layout: how they are made, by default the fastest way.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        weight: Tensor,
+        x: Tensor,
+        g: Tensor,
+        layout: PatchOrder | None = None,
+    ) -> None:
+        self._geometry, self._weight = geometry, weight.detach()
+        self.x, self.g = x, g
+        self.batch, self.size = len(x), weight.numel()
+        self.element = g.element_size()
+        self._positions = math.prod(g.shape[2:])
+        self._layout: PatchOrder = layout or layout_of(
+            geometry.groups, weight, self._positions, cpu=on_cpu(g)
+        )
+        patches = self._positions * weight[0].numel() * geometry.groups
+        one = max(1, norms.chunk_bytes(g) // max(1, patches * self.element))
+        self.most = _GROUPS if self._layout == "torch" else one
+
+    @property
+    def like(self) -> Tensor:
+        """See Share."""
+        return self.g
+
+    def rows(self, chunk: slice) -> Tensor:
+        """See Share."""
+        return self.arranged(self.quick_rows(chunk, None)).flatten(1)
+
+    def quick_rows(self, chunk: slice, out: Tensor | None) -> Tensor:
+        """See Share."""
+        x, g = self.x[chunk], self.g[chunk]
+        if self._layout == "pixel":
+            return self._geometry.weight_rows_by_pixel(x, g, out)
+        if self._layout == "channel":
+            return self._geometry.weight_rows_by_channel(x, g)
+        return self._geometry.weight_rows(x, g, self._weight)
+
+    def arranged(self, total: Tensor) -> Tensor:
+        """See Share."""
+        if self._layout != "pixel":
+            return total
+        out, channels, *kernel = self._weight.shape
+        return total.view(*total.shape[:-1], out, *kernel, channels).movedim(-1, -1 - len(kernel))
+
+    def special(self) -> Part | None:
+        """See Share: of few positions what `Outer` finds of them."""
+        if self._geometry.groups > 1 or self._positions > _FEW:
+            return None
+        u = self._geometry.patches(self.x, self.g.shape[2:])
+        part = Outer(self.g.flatten(2).mT, u).special()
+        if part is None:
+            return None
+        out, channels, *kernel = self._weight.shape
+
+        def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
+            total = view.new_zeros(out, self.size // out)
+            part.add(c, good, total)
+            view.add_(total.view(out, *kernel, channels).movedim(-1, 1))
+
+        return Part(part.squares, add)
+
+    def minus(self, other: Share) -> list[Share]:
+        """See Share, and Outer."""
+        one = cast(Convolved, other)
+        first = self._with(self.x, self.g - one.g)
+        return [first] if same(self.x, one.x) else [first, self._with(self.x - one.x, one.g)]
+
+    def pairs(self, other: Share) -> bool:
+        """See Share."""
+        return isinstance(other, Convolved) and other.x.shape == self.x.shape
+
+    def negative(self) -> Share:
+        """See Share."""
+        return self._with(self.x, -self.g)
+
+    def _with(self, x: Tensor, g: Tensor) -> Share:
+        return Convolved(self._geometry, self._weight, x, g, self._layout)
+
+
+_WIDE = 64
+"""From how many numbers a row on: shorter ones cost more to find than to add."""
+
+Pooled = tuple[Tensor, Tensor]
+"""(g at the windows' maxima [B, O, ...], their places in the convolution's output, h·w)."""
+
+
+def sparse(geometry: Geometry, weight: Tensor, grad: Tensor, pooled: Pooled | None) -> bool:
+    """Whether the gradient `grad` is sparse enough, and the convolution of the kind meant here.
+
+    On CPUs, where embedding_bag is a routine of its own and faster than a product; untried on GPUs.
+    """
+    if pooled is None or not on_cpu(grad):
+        return False
+    simple = geometry.plain and geometry.stride == geometry.dilation == (1, 1)
+    wide = geometry.kernel[1] * weight.shape[1] >= _WIDE
+    return simple and geometry.groups == 1 and wide and grad.numel() >= 4 * pooled[0].numel()
+
+
+class Pooled2d(Convolved):
+    """A weight's gradients [O, h, w, C] from x [B, C, H, W] and what the pooling passed back."""
+
+    def __init__(
+        self, geometry: Geometry, weight: Tensor, x: Tensor, g: Tensor, pooled: Pooled
+    ) -> None:
+        super().__init__(geometry, weight, x, g, "pixel")
+        values, index = pooled
+        batch, out = values.shape[:2]
+        self._values = values.reshape(batch, out, 1, -1)
+        self._index = index.int().reshape(batch, out, 1, -1)
+        self.most = None
+
+    def quick_rows(self, chunk: slice, out: Tensor | None) -> Tensor:  # noqa: ARG002
+        """See Share."""
+        values, index = self._values[chunk], self._index[chunk]
+        n, places = len(values), values.shape[3]
+        kernel, columns = self._geometry.kernel[0], self.g.shape[3]
+        table = self._table(self.x[chunk], columns)
+        # A row of the kernel reads the table so many rows further down; a sample, its own part.
+        down = torch.arange(0, kernel * columns, columns, dtype=torch.int32, device=index.device)
+        first = torch.arange(n, dtype=torch.int32, device=index.device) * (len(table) // n)
+        rows = (index + (first[:, None] + down)[:, None, :, None]).reshape(-1, places)
+        weights = values.expand(-1, -1, kernel, -1).reshape(-1, places)
+        return F.embedding_bag(rows, table, mode="sum", per_sample_weights=weights).view(n, -1)
+
+    def _table(self, x: Tensor, columns: int) -> Tensor:
+        """Every kernel row of the padded images, [n·height·columns, kernel width · C]."""
+        x = self._geometry.padded(x).permute(0, 2, 3, 1).contiguous()
+        n, height, width, channels = x.shape
+        row = width * channels
+        shape = (n, height, columns, self._geometry.kernel[1] * channels)
+        return x.as_strided(shape, (height * row, row, channels, 1)).reshape(-1, shape[3])
+
+
+def pixelwise(x: Tensor) -> Tensor:
+    """Images [n, C, H, W], the channels of a pixel side by side in memory."""
+    _, channels, height, width = x.shape
+    if channels == 1:
+        # Both layouts are the same memory; by these strides torch takes it for the one we want.
+        return x.contiguous().as_strided(x.shape, (height * width, 1, width, 1))
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _each(value: Any, dimensions: int) -> tuple[int, ...]:
+    """One number for each dimension, of a list of them or of one that holds for all."""
+    found = list(cast(list[int], value)) if isinstance(value, (list, tuple)) else [cast(int, value)]
+    return tuple(found * dimensions if len(found) == 1 else found)

@@ -1,0 +1,375 @@
+"""Per-sample gradients of one parameter: measured, and summed by the very numbers measured.
+
+What an operation leaves of a parameter is a Share: it can make the gradients G_j of some records.
+`part` turns the shares of a parameter into squared norms ‖G_j‖² and a way to add Σ_j c_j G_j.
+
+One arithmetic measures and sums. Were the norm taken from one set of numbers and the sum from
+another, a record whose positions cancel (G_j = Σ_t g_t u_tᵀ is small, its terms are huge) would be
+weighted by the small norm and rounded with the huge terms, which swallow what others add. So
+
+one position     G_j = g_j u_jᵀ: ‖G_j‖ = ‖g_j‖‖u_j‖ is exact, and each record has one term in the
+                 product (G c)ᵀ U, of its own length c_j ‖G_j‖.
+several          G_j is made as a matrix. Its norm is measured, and that matrix is what is added:
+                 kept, or made again from the same numbers by the same calls.
+few, and wide    A matrix for each record would cost more than the product. Norms and product are
+                 both float64 then, and no norm is below FLOOR times the length of its terms.
+
+Sources: Goodfellow, arXiv 1510.01799 (one position); Li, Tramèr, Liang, Hashimoto, arXiv 2110.05679
+(ghost norm); Bu, Wang, Zha, Karypis, arXiv 2210.00038 (book-keeping).
+"""
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fedpact.per_sample import norms
+from fedpact.per_sample.norms import chosen, exact, flattened, rough_squares, square_sums
+from fedpact.per_sample.share import TOGETHER, Part, Share, Space, balanced, same, together
+
+FLOOR = 2.0**-10
+"""A norm from float64 Gram matrices is at least so much of Σ_t ‖g_t‖‖u_t‖."""
+
+_FEW = 16
+"""Up to so many positions Gram matrices are worth their while."""
+
+
+def part(shares: list[Share], space: Space) -> Part:
+    """The Part of a parameter whose gradient is the sum of the shares."""
+    joined = _joined(shares)
+    return joined.special() or _by_rows(joined, space)
+
+
+def difference(shares: list[Share], others: list[Share]) -> list[Share]:
+    """Shares of the difference of two gradients, each the sum of its shares.
+
+    Terms of the two cancel where the points are near, so uses are paired one by one: what is
+    bilinear then becomes two terms as small as the difference itself.
+    """
+    same = len(shares) == len(others) and all(
+        a.pairs(b) for a, b in zip(shares, others, strict=False)
+    )
+    if not same:
+        return shares + [other.negative() for other in others]
+    return [one for a, b in zip(shares, others, strict=True) for one in a.minus(b)]
+
+
+def _by_rows(share: Share, space: Space) -> Part:
+    one = share.size * share.element
+    pieces = norms.chunks(share.batch, one, share.like, _most(share))
+    kept = share.batch * one <= norms.keep_bytes(share.like)
+    longest = max((p.stop - p.start for p in pieces), default=0)
+    memory = space.take(share.batch if kept else longest, share.size, share.like)
+    made: dict[int, Tensor] = {}
+    rough: list[Tensor] = []
+
+    def rows(chunk: slice) -> Tensor:
+        # Made again by the same call from the same numbers, it has the bits that were measured.
+        if chunk.start in made:
+            return made[chunk.start]
+        place = memory[chunk if kept else slice(chunk.stop - chunk.start)]
+        with space.digits():
+            return share.quick_rows(chunk, place)
+
+    for chunk in pieces:
+        found = rows(chunk)
+        # While they are in the cache.
+        rough.append(rough_squares(found) if kept else square_sums(found))
+        if kept:
+            made[chunk.start] = found
+    squares = exact(rough, list(made.values())) if kept else torch.cat(rough)
+
+    def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
+        total = c.new_zeros(share.size)
+        started = 0
+        for chunk in pieces:
+            # Float32 adds so many records and no more; their sums are added in `view`'s type.
+            if chunk.stop - started > TOGETHER:
+                _into(share, total, view)
+                started = chunk.start
+            found = rows(chunk) if good is None else chosen(good[chunk], rows(chunk))
+            total.addmv_(found.to(c.dtype).t(), c[chunk])
+        _into(share, total, view)
+
+    return Part(squares, add)
+
+
+def _into(share: Share, total: Tensor, view: Tensor) -> None:
+    view.add_(share.arranged(total).reshape(view.shape))
+    total.zero_()
+
+
+def _most(share: Share) -> int:
+    return min(share.most or TOGETHER, TOGETHER)
+
+
+class Made(Share):
+    """Gradients that are there already, rows [B, size]."""
+
+    def __init__(self, rows: Tensor) -> None:
+        # Squares of 16 bits would be no squares.
+        self._rows = flattened(rows if rows.element_size() >= 4 else rows.float())
+        self.batch, self.size = self._rows.shape
+        self.element = self._rows.element_size()
+        self.most = TOGETHER
+
+    @property
+    def like(self) -> Tensor:
+        """See Share."""
+        return self._rows
+
+    def rows(self, chunk: slice) -> Tensor:
+        """See Share."""
+        return self._rows[chunk]
+
+    def minus(self, other: Share) -> list[Share]:
+        """See Share."""
+        return [Made(self._rows - other.rows(slice(0, self.batch)))]
+
+    def pairs(self, other: Share) -> bool:
+        """See Share."""
+        return isinstance(other, Made)
+
+    def negative(self) -> Share:
+        """See Share."""
+        return Made(-self._rows)
+
+
+class Outer(Share):
+    """Σ_t g_t u_tᵀ [O, K] from g [B, T, O] and u [B, T, K]."""
+
+    def __init__(self, g: Tensor, u: Tensor) -> None:
+        self.batch, self.length, out = g.shape
+        self.g, self.u = g, u
+        self.size, self.element = out * u.shape[2], g.element_size()
+        self._wide = self.size > 2 * _FEW * (out + u.shape[2])
+        self._turned = out > u.shape[2]
+
+    @property
+    def like(self) -> Tensor:
+        """See Share."""
+        return self.g
+
+    def rows(self, chunk: slice) -> Tensor:
+        """See Share."""
+        return flattened(torch.bmm(self.g[chunk].mT, self.u[chunk]))
+
+    def quick_rows(self, chunk: slice, out: Tensor) -> Tensor:
+        """See Share: as [K, O] where that makes the rows of the product longer, which is faster."""
+        g, u = self.g[chunk], self.u[chunk]
+        a, b = (u, g) if self._turned else (g, u)
+        torch.bmm(a.mT, b, out=out.view(len(g), a.shape[2], b.shape[2]))
+        return out
+
+    def arranged(self, total: Tensor) -> Tensor:
+        """See Share."""
+        if not self._turned:
+            return total
+        return total.view(*total.shape[:-1], self.u.shape[2], self.g.shape[2]).mT
+
+    def minus(self, other: Share) -> list[Share]:
+        """g uᵀ - g' u'ᵀ = (g - g') uᵀ + g' (u - u')ᵀ: two terms as small as the difference."""
+        one = cast(Outer, other)
+        u = [self.u] if same(self.u, one.u) else [self.u, self.u - one.u]
+        g = [self.g - one.g, one.g][: len(u)]
+        return [Outer(torch.cat(g, 1), torch.cat(u, 1))]
+
+    def pairs(self, other: Share) -> bool:
+        """See Share."""
+        return isinstance(other, Outer) and other.u.shape == self.u.shape
+
+    def negative(self) -> Share:
+        """See Share."""
+        return Outer(-self.g, self.u)
+
+    def factors(self) -> list[Tensor]:
+        """See Share."""
+        return [self.g, self.u]
+
+    def special(self) -> Part | None:
+        """See Share: one position, or few and wide."""
+        if self.length == 1:
+            return self._one_position()
+        # Squares of float64's squares have no place in float64.
+        few = self.length <= _FEW and self._wide and self.g.dtype != torch.float64
+        return self._by_gram() if few else None
+
+    def _one_position(self) -> Part:
+        g, u = self.g[:, 0], self.u[:, 0]
+        lengths = square_sums(u)
+        squares = square_sums(g) * lengths
+
+        def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
+            some_g, some_u, some_lengths = g, u, lengths
+            if good is not None:
+                some_g, some_u = chosen(good, g), chosen(good, u)
+                some_lengths = torch.where(good, lengths, 0)
+            most = norms.most_of(some_g, some_lengths)
+            some_g, some_u = balanced(some_g, some_u, some_lengths)
+            c = c if most is None else torch.minimum(c, most.to(c.dtype))
+            for some in together(len(c)):
+                scaled = some_g[some].to(c.dtype) * c[some, None]
+                view.addmm_(scaled.t(), some_u[some].to(c.dtype))
+
+        return Part(squares, add)
+
+    def _by_gram(self) -> Part:
+        """‖G‖² = Σ_tt' (u_t·u_t')(g_t·g_t'), and the product, both in float64."""
+        g, u = self.g.double(), self.u.double()
+        uu, gg = u @ u.mT, g @ g.mT
+        lengths = (uu.diagonal(0, 1, 2) * gg.diagonal(0, 1, 2)).sqrt().sum(1)
+        squares = torch.maximum((uu * gg).sum((1, 2)), (FLOOR * lengths).square())
+
+        def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
+            some_g, some_u = (g, u) if good is None else (chosen(good, g), chosen(good, u))
+            scaled = (some_g * c.double()[:, None, None]).flatten(0, 1)
+            view.add_((scaled.t() @ some_u.flatten(0, 1)).to(view.dtype))
+
+        return Part(squares, add)
+
+
+class Lookup(Share):
+    """Rows of a table [V, E]: row i is Σ of g_t over the positions t that hold the index i.
+
+    index: [B, T]. g: [B, T, E]. padding: an index whose row has no gradient.
+    """
+
+    def __init__(self, index: Tensor, g: Tensor, entries: int, padding: int | None) -> None:
+        self._index, self._entries, self._padding = index.long(), entries, padding
+        self._g = g if padding is None else torch.where((index != padding)[:, :, None], g, 0)
+        self.batch, self.size = len(g), entries * g.shape[2]
+        self.element = g.element_size()
+
+    @property
+    def like(self) -> Tensor:
+        """See Share."""
+        return self._g
+
+    def rows(self, chunk: slice) -> Tensor:
+        """See Share."""
+        index, g = self._index[chunk], self._g[chunk]
+        table = g.new_zeros(len(g), self._entries, g.shape[2])
+        place = index[:, :, None].expand_as(g)
+        return table.scatter_add_(1, place, g).flatten(1)
+
+    def minus(self, other: Share) -> list[Share]:
+        """See Share."""
+        one = cast(Lookup, other)
+        if same(self._index, one._index):
+            return [Lookup(self._index, self._g - one._g, self._entries, None)]
+        return [self, other.negative()]
+
+    def pairs(self, other: Share) -> bool:
+        """See Share."""
+        return isinstance(other, Lookup)
+
+    def negative(self) -> Share:
+        """See Share."""
+        return Lookup(self._index, -self._g, self._entries, None)
+
+    def special(self) -> Part:
+        """One row for each pair (record, index) that occurs: no table a record is ever built.
+
+        Each position holds the sum over all positions of its index; the first of them counts.
+        """
+        index, g = self._index, self._g
+        if index.shape[1] > 1:
+            order = index.argsort(stable=True, dim=1)
+            index = index.gather(1, order)
+            g = g.gather(1, order[:, :, None].expand_as(g))
+            first = torch.cat([torch.ones_like(index[:, :1]), index.diff(dim=1)], 1) != 0
+            # Row of its run of equal indices, to which each position is added.
+            run = first.long().cumsum(1) - 1
+            g = torch.zeros_like(g).scatter_add_(1, run[:, :, None].expand_as(g), g)
+            index = torch.zeros_like(index).scatter_(1, run, index)
+        squares = square_sums(g)
+
+        def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
+            some_g = g if good is None else chosen(good, g)
+            for some in together(len(c)):
+                scaled = some_g[some].to(c.dtype) * c[some, None, None]
+                # By itself first: on top of what others left, each term would be rounded anew.
+                own = torch.zeros_like(view)
+                view.add_(own.index_add_(0, index[some].flatten(), scaled.flatten(0, 1)))
+
+        return Part(squares, add)
+
+
+class SumOfShares(Share):
+    """Several shares of one parameter."""
+
+    def __init__(self, shares: list[Share]) -> None:
+        self.shares = shares
+        self.batch, self.size, self.element = (
+            shares[0].batch,
+            shares[0].size,
+            shares[0].element,
+        )
+        self.most = min((s.most for s in shares if s.most), default=None)
+
+    @property
+    def like(self) -> Tensor:
+        """See Share."""
+        return self.shares[0].like
+
+    def rows(self, chunk: slice) -> Tensor:
+        """See Share."""
+        total = self.shares[0].rows(chunk)
+        for share in self.shares[1:]:
+            total = total + share.rows(chunk)
+        return total
+
+    def minus(self, other: Share) -> list[Share]:
+        """See Share."""
+        return [*self.shares, other.negative()]
+
+    def pairs(self, other: Share) -> bool:  # noqa: ARG002
+        """See Share."""
+        return False
+
+    def negative(self) -> Share:
+        """See Share."""
+        return SumOfShares([share.negative() for share in self.shares])
+
+
+class Through(Share):
+    """Gradients of a parameter that is used by way of a function of it, such as its transpose.
+
+    share: of what the function gives. pull: rows [n, that size] -> rows [n, size], linear.
+    """
+
+    def __init__(self, share: Share, pull: Callable[[Tensor], Tensor], size: int) -> None:
+        self._share, self._pull = share, pull
+        self.batch, self.size, self.element = share.batch, size, share.element
+        self.most = _most(share)
+
+    @property
+    def like(self) -> Tensor:
+        """See Share."""
+        return self._share.like
+
+    def rows(self, chunk: slice) -> Tensor:
+        """See Share."""
+        return self._pull(self._share.rows(chunk))
+
+    def minus(self, other: Share) -> list[Share]:
+        """See Share."""
+        return [self, other.negative()]
+
+    def pairs(self, other: Share) -> bool:  # noqa: ARG002
+        """See Share: the function may be another one at another point."""
+        return False
+
+    def negative(self) -> Share:
+        """See Share."""
+        return Through(self._share, lambda rows: -self._pull(rows), self.size)
+
+
+def _joined(shares: list[Share]) -> Share:
+    if len(shares) == 1:
+        return shares[0]
+    outers = [share for share in shares if isinstance(share, Outer)]
+    if len(outers) == len(shares):
+        return Outer(torch.cat([s.g for s in outers], 1), torch.cat([s.u for s in outers], 1))
+    return SumOfShares(shares)

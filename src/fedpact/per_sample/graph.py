@@ -1,0 +1,396 @@
+"""A model that was traced: what runs is what was traced, with a tap at every use of a parameter.
+
+Model and loss are traced with a batch of no fixed size (trace). Each operation is looked up in the
+table of those that keep records apart (batch_rules), so that a batched pass is shown to map each
+record by itself. Operations with a parameter are tapped: one backward pass leaves the gradients of
+their outputs, and rules make shares of them (rules).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+from torch.fx import Node
+
+from fedpact.common.losses import Loss
+from fedpact.common.params import FlatModel, autocast
+from fedpact.per_sample import norms, recurrent
+from fedpact.per_sample.gradients import Made, Outer, Through
+from fedpact.per_sample.layout import overhead
+from fedpact.per_sample.rules import Call, Place, of_arguments, results_of, shares_of, wide
+from fedpact.per_sample.share import Share
+from fedpact.per_sample.tracing.batch_rules import Mixed, Where, is_size, kind_of, shape_of
+from fedpact.per_sample.tracing.program import Program, arguments, draws, evaluated, operation
+from fedpact.per_sample.tracing.trace_context import for_vmap
+
+Shares = dict[str, list[Share]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """Where an argument's gradient goes: the parameter itself, or by way of a function of some.
+
+    names: the model's. inside: the nodes that make the argument of the parameters, none for one
+    that is used as it is.
+    """
+
+    names: list[str]
+    inside: list[Node]
+    node: Node
+
+
+@dataclass(frozen=True, eq=False)
+class _Use:
+    """An operation with parameters among its arguments. sources: by the argument's place."""
+
+    sources: dict[Place, _Source]
+    places: dict[Place, Where]
+    out: list[Where]
+
+
+@dataclass(eq=False)
+class _Step:
+    """One operation: what to do, with what, where the result goes, and what is then let go of."""
+
+    node: Node
+    do: Callable[..., Any]
+    last: list[Node]
+    use: _Use | None
+
+
+_Recorded = tuple[int, Tensor, Tensor | None]
+"""What a recurrence tells of a parameter; see recurrent.Record."""
+
+_Tapped = tuple[_Use, Call, list[_Recorded]]
+
+
+def _tapped(
+    step: _Step, use: _Use, args: Any, kwargs: Any, batch: int, calls: list[_Tapped]
+) -> Any:
+    """Do a step whose results' gradients are wanted, and add it to the calls."""
+    recorded: list[_Recorded] = []
+    if step.node.target in recurrent.RECURRENT:
+        # It tells its gradients when it is gone back through, so its input has to want one.
+        x = cast(Tensor, args[0])
+        args = (x if x.requires_grad else x.detach().requires_grad_(), *args[1:])
+
+        def told(place: int, g: Tensor, u: Tensor | None) -> None:
+            recorded.append((place, g, u))
+
+        found: Any = recurrent.run(step.node.target, args, told)
+    else:
+        found = step.do(*args, **kwargs)
+    several: list[Tensor] = results_of(found)
+    for one in several:
+        if one.is_floating_point() and not one.requires_grad:
+            one.requires_grad_()
+    op, wanted = cast(Any, step.node.target), [*use.sources]
+    call = Call(op, list(args), dict(kwargs), use.places, use.out, wanted, batch)
+    call.grads = list(several)
+    calls.append((use, call, recorded))
+    return tuple(several) if isinstance(found, (tuple, list)) else several[0]
+
+
+class Graph:
+    """A traced model whose operations are known to keep records apart.
+
+    draws: passes draw random numbers.
+    Raises Untraceable, and Mixed with the operation that is not known to.
+    """
+
+    def __init__(self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor) -> None:
+        self._model = model
+        self._program = program = Program(model, loss, x, y, None)
+        self._states = program.states
+        if self._states[program.result] != Where(0) or len(shape_of(program.result)) != 1:
+            raise Mixed("the losses are not one a record")
+        self._weights = self._weighted(program.nodes)
+        self._steps = self._compiled(program.nodes, self._weights)
+        self.draws = program.draws
+        self._cost = self._costs(model)
+
+    def cost(self, x: Tensor) -> tuple[int, int, float]:
+        """Bytes of a record's gradients and of its activations, and a pass's overhead in records.
+
+        All of it roughly: passes are as long as is cheapest by it. x: records of the form.
+        """
+        del x
+        return self._cost
+
+    def _costs(self, model: FlatModel) -> tuple[int, int, float]:
+        recurrent_steps = [s.node for s in self._steps if s.node.target in recurrent.RECURRENT]
+        values = [s.node for s in self._steps if isinstance(self._states.get(s.node), Where)]
+        numbers, operations = sum(map(_numbers, values)), float(len(values))
+        flops = 6.0 * sum(map(_products, self._steps))
+        for node in recurrent_steps:
+            # As slow for a few records as for many: its time steps follow one another.
+            length = shape_of(node.args[0])[1 if node.args[-1] else 0]
+            layers = cast(int, node.args[4]) * (2 if node.args[7] else 1)
+            operations += 8.0 * layers * (length if isinstance(length, int) else 1)
+        element = model.vector.element_size()
+        # A recurrence lets go of its gradients step by step.
+        held = 0 if recurrent_steps else element
+        instance = held * sum(map(_instance, self._steps))
+        return instance, held * numbers, overhead(operations, flops, model.size, numbers)
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """The losses [B] of records x, y [B, ...], without gradient."""
+        with torch.no_grad(), autocast(self._model):
+            return wide(self._forward(x, y, None, held=False))
+
+    def run(self, x: Tensor, y: Tensor, *, held: bool = False) -> tuple[Tensor, Shares]:
+        """Losses [B] of records x, y [B, ...], and shares by the parameters' names.
+
+        held: the shares outlast a change of the weights.
+        """
+        calls: list[_Tapped] = []
+        with torch.enable_grad(), autocast(self._model):
+            losses = wide(self._forward(x, y, calls, held))
+        _backward(losses, calls)
+        return losses.detach(), self._shares(calls)
+
+    def _forward(self, x: Tensor, y: Tensor, calls: "list[_Tapped] | None", held: bool) -> Tensor:
+        values = self._program.values(x, y)
+        if held:
+            values = {name: v.clone() for name, v in values.items()}
+        env: dict[Node, Any] = {}
+        for step in self._steps:
+            node = step.node
+            if node.op == "placeholder":
+                env[node] = values[node.name]
+            else:
+                args, kwargs = arguments(node, env)
+                if step.use is None or calls is None:
+                    env[node] = step.do(*args, **kwargs)
+                else:
+                    env[node] = _tapped(step, step.use, args, kwargs, len(x), calls)
+            for one in step.last:
+                del env[one]
+        return cast(Tensor, env[self._program.result])
+
+    def _shares(self, calls: "list[_Tapped]") -> Shares:
+        found: Shares = {}
+        while calls:
+            use, call, recorded = calls.pop()
+            for place, share in _shares_of(call, recorded):
+                if place in use.sources:
+                    for name, one in self._by_parameter(use.sources[place], share):
+                        found.setdefault(name, []).insert(0, one)
+        return found
+
+    def _by_parameter(self, source: _Source, share: Share) -> list[tuple[str, Share]]:
+        if not source.inside:
+            return [(source.names[0], share)]
+        given = {
+            n.name: self._program.given(n.name) for n in source.inside if n.op == "placeholder"
+        }
+        return self._passed_on(source.node, share, evaluated(source.inside, given))
+
+    def _passed_on(
+        self, node: Node, share: Share, values: dict[Node, Any]
+    ) -> list[tuple[str, Share]]:
+        """By the names of the parameters that a node is made of, from its own share."""
+        if node.op == "placeholder":
+            return [(self._weights[node][0], share)]
+        weighted = {i: n for i, n in _flat(node) if n in self._weights}
+        found = None
+        if not node.kwargs:
+            found = of_arguments(share, str(node.target), arguments(node, values)[0])
+        if found is None or not weighted.keys() <= found.keys():
+            return self._pulled(node, share)
+        return [one for i, n in weighted.items() for one in self._passed_on(n, found[i], values)]
+
+    def _pulled(self, target: Node, share: Share) -> list[tuple[str, Share]]:
+        """The same by vmap, record by record."""
+        program, nodes = self._program, _inside(target)
+        shape = tuple(cast(int, size) for size in shape_of(target))
+        inside = [n for n in nodes if n.op == "placeholder"]
+        fixed = {n.name: program.given(n.name) for n in inside}
+        named = {self._weights[n][0]: n.name for n in inside if n in self._weights}
+        weights = {name: fixed[at].clone() for name, at in named.items()}
+
+        def value(weights: dict[str, Tensor]) -> Tensor:
+            """What the node is of the parameters that it follows from."""
+            values = {**fixed, **{at: weights[name] for name, at in named.items()}}
+            return cast(Tensor, evaluated(nodes, values)[target])
+
+        back = cast(Callable[[Tensor], tuple[dict[str, Tensor]]], vjp(value, weights)[1])
+
+        def rows(given: Tensor) -> dict[str, Tensor]:
+            with for_vmap():
+                (each,) = cast(Any, vmap(back))(given.view(len(given), *shape))
+            return {n: v.reshape(len(given), weights[n].numel()) for n, v in each.items()}
+
+        size = sum(w.numel() for w in weights.values()) + share.size
+        if share.batch * size * share.element <= norms.keep_bytes(share.like):
+            # All of them at once: what they follow from is made a single time.
+            return [(n, Made(v)) for n, v in rows(share.rows(slice(0, share.batch))).items()]
+
+        def pull(name: str) -> Callable[[Tensor], Tensor]:
+            return lambda given: rows(given)[name]
+
+        return [(n, Through(share, pull(n), w.numel())) for n, w in weights.items()]
+
+    def _weighted(self, nodes: list[Node]) -> dict[Node, list[str]]:
+        """Nodes that depend on trained parameters and on no record: the parameters' names."""
+        found: dict[Node, list[str]] = {}
+        for node in nodes:
+            if node.op == "placeholder":
+                kind, target = self._program.inputs[node.name]
+                if kind == "parameter" and target in self._program.names:
+                    found[node] = [self._program.names[target]]
+            elif node.op == "call_function" and self._states[node] is None and not is_size(node):
+                names = [n for one in node.all_input_nodes for n in found.get(one, [])]
+                if names:
+                    found[node] = list(dict.fromkeys(names))
+        return found
+
+    def _compiled(self, nodes: list[Node], weighted: dict[Node, list[str]]) -> list[_Step]:
+        steps: list[_Step] = []
+        needed = {self._program.result}
+        for node in reversed(nodes):
+            if node.op == "call_function" and node not in needed:
+                # Nobody reads it, and nothing in the table does anything else.
+                continue
+            inputs = node.all_input_nodes
+            last = [n for n in inputs if n not in needed]
+            needed.update(inputs)
+            use = self._use(node, weighted) if node.op == "call_function" else None
+            if node not in needed:
+                last.append(node)
+            steps.insert(0, _Step(node, _done(node), last, use))
+        return steps
+
+    def _use(self, node: Node, weighted: dict[Node, list[str]]) -> _Use | None:
+        state = self._states[node]
+        if state is None or not any(n in weighted for n in node.all_input_nodes):
+            return None
+        positional(node)
+        args = _flat(node)
+        sources = {
+            place: _Source(weighted[arg], _inside(arg), arg)
+            for place, arg in args
+            if arg in weighted
+        }
+        drawn = [n for s in sources.values() for n in [node, *s.inside] if draws(n)]
+        if drawn and node.target not in recurrent.RECURRENT:
+            raise Mixed(f"operation {drawn[0].target} draws random numbers for a parameter")
+        places = {place: w for place, arg in args if isinstance(w := self._states[arg], Where)}
+        out = [state] if isinstance(state, Where) else list(cast(tuple[Where, ...], state))
+        return _Use(sources, places, out)
+
+
+def _done(node: Node) -> Callable[..., Any]:
+    """What is done for a node. A recurrence is run as it is differentiated, whoever asks."""
+    if node.target not in recurrent.RECURRENT:
+        return operation(node)
+
+    def told(place: int, g: Tensor, u: Tensor | None) -> None:
+        """Nobody wants to know."""
+
+    return lambda *args: recurrent.run(node.target, args, told)
+
+
+def _shares_of(call: Call, recorded: "list[_Recorded]") -> "list[tuple[Place, Share]]":
+    if call.op in recurrent.RECURRENT:
+        return [((2, i), Made(g.sum(1)) if u is None else Outer(g, u)) for i, g, u in recorded]
+    if all(g is None for g in call.grads):
+        return []
+    return list(shares_of(call).items())
+
+
+def _backward(losses: Tensor, calls: "list[_Tapped]") -> None:
+    """Put the gradients of the taps in place of the tensors that were tapped."""
+    if not losses.requires_grad:
+        for _, call, _ in calls:
+            call.grads = [None for _ in call.grads]
+        return
+    taps = [(c, i, t) for _, c, _ in calls for i, t in enumerate(c.grads) if t is not None]
+    taps = [(c, i, t) for c, i, t in taps if t.requires_grad]
+    for _, call, _ in calls:
+        call.grads = [None for _ in call.grads]
+    # A recurrence tells its gradients when it is gone back through, so somebody has to want that.
+    starts = [c.args[0] for _, c, _ in calls if c.op in recurrent.RECURRENT]
+    found = torch.autograd.grad(
+        losses, [*(t for _, _, t in taps), *starts], torch.ones_like(losses), allow_unused=True
+    )
+    for (call, i, _), grad in zip(taps, cast(tuple[Tensor | None, ...], found), strict=False):
+        call.grads[i] = None if grad is None else wide(grad)
+
+
+def _flat(node: Node) -> "list[tuple[Place, Node]]":
+    """The nodes among a node's arguments, with their places."""
+    found: list[tuple[Place, Node]] = []
+    for i, arg in enumerate(node.args):
+        if isinstance(arg, Node):
+            found.append((i, arg))
+        elif isinstance(arg, (list, tuple)):
+            found += [((i, j), one) for j, one in enumerate(arg) if isinstance(one, Node)]
+    return found
+
+
+def positional(node: Node) -> None:
+    """Put arguments that were given by name where they stand, as far as they have a place."""
+    schema = cast(Any, node.target)._schema
+    args, kwargs = list(node.args), dict(node.kwargs)
+    placed = {a.name for a in schema.arguments if not a.kwarg_only}
+    for argument in schema.arguments[len(args) :]:
+        if argument.kwarg_only or not kwargs.keys() & placed:
+            break
+        args.append(kwargs.pop(argument.name, argument.default_value))
+    node.args, node.kwargs = tuple(args), kwargs
+
+
+def _inside(node: Node) -> list[Node]:
+    """The nodes that make a node of the placeholders, in order; none for a placeholder itself."""
+    if node.op == "placeholder":
+        return []
+    found: dict[Node, None] = {}
+
+    def visit(one: Node) -> None:
+        for before in one.all_input_nodes:
+            if before not in found:
+                visit(before)
+        found[one] = None
+
+    visit(node)
+    return list(found)
+
+
+def _products(step: _Step) -> float:
+    """About how many multiplications a use of parameters takes for one record."""
+    if step.use is None or kind_of(step.node) == "embedding":
+        return 0.0
+    weights = [cast(list[int], shape_of(s.node)) for s in step.use.sources.values()]
+    if step.node.target in recurrent.RECURRENT:
+        shape = shape_of(step.node.args[0])
+        steps = math.prod(size for size in shape[:-1] if isinstance(size, int))
+        return float(steps * sum(math.prod(w) for w in weights))
+    return float(_numbers(step.node) * sum(math.prod(w[1:]) for w in weights if len(w) > 1))
+
+
+def _instance(step: _Step) -> int:
+    """About how many numbers of per-sample gradients a use makes for one record."""
+    if step.use is None:
+        return 0
+    name = kind_of(step.node)
+    if name == "embedding":
+        return _numbers(step.node)
+    if name in ("linear", "addmm", "mm", "matmul") and _numbers(step.node) == _last(step.node):
+        return 0
+    return sum(_numbers(s.node) for s in step.use.sources.values())
+
+
+def _numbers(node: Node) -> int:
+    value = node.meta["val"]
+    shape = shape_of(node if isinstance(value, Tensor) else node.args[0])
+    return math.prod(size for size in shape if isinstance(size, int))
+
+
+def _last(node: Node) -> int:
+    size = shape_of(node)[-1]
+    return size if isinstance(size, int) else 1

@@ -1,0 +1,470 @@
+"""The per-sample gradient kernel: Σ_j c_j g_j with c_j = min(w_j, C/‖g_j‖), in one backward pass.
+
+Book-keeping with ghost norms (Bu, Wang, Zha, Karypis, arXiv 2210.00038): one forward and one
+backward pass of the activations leave every use of a parameter with its input and the gradient of
+its output; from them come norms, then the coefficients c, then the weighted sum (passes).
+
+What a caller may rely on:
+* no record adds more than C to the sum, whatever the weights: ‖c_j g_j‖ <= C (1 + 1e-5) in float32;
+* a record whose loss, weight or gradient norm is not finite adds exactly 0 and disturbs no other; a
+  norm beyond 2^63 counts as infinite, as C over it could be a number that float32 rounds;
+* both hold for every model: each way that a pass may take keeps records apart by construction
+  (passes), and a model that takes none of them is refused. `verify` tries it all the same.
+
+A kernel changes its module's flags while it works, so it serves one thread: give each its own.
+"""
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, reduce
+
+import torch
+from torch import Tensor, nn
+
+from fedpact.common.errors import ModelError
+from fedpact.common.losses import Loss
+from fedpact.common.params import (
+    FlatModel,
+    all_digits,
+    autocast,
+    fewer_digits,
+    model_name,
+    on_cpu,
+    sent,
+)
+from fedpact.per_sample.capture import Captures
+from fedpact.per_sample.clipping import (
+    SiteSum,
+    Weights,
+    check_clip,
+    coefficients,
+    every_slot_finite,
+    usable,
+    weights_of,
+    within,
+)
+from fedpact.per_sample.convolution import pixelwise
+from fedpact.per_sample.layout import COMPACT, EXPECTED, Pass, Placement, collected, is_invariant
+from fedpact.per_sample.passes import Measured, Passes, by_pixel, one_each, slices, trainable
+from fedpact.per_sample.rules import wide
+from fedpact.per_sample.share import IN_FLOAT32, PARTIAL_SUMS, unit_of
+from fedpact.per_sample.tracing.independence import Mixers, check_agreement, check_separation
+
+# The weights of a pass's slots [P], from their losses.
+_Weigh = Callable[[Tensor, Pass], Tensor]
+
+
+class PerSampleKernel:
+    """Clipped sums of per-sample gradients of one model.
+
+    Raises ModelError: a layer that mixes the records of a batch (BatchNorm in training mode), or
+    weights that are neither float32 nor float64, whose norms would be too coarse to clip by.
+    """
+
+    def __init__(self, model: FlatModel, loss: Loss) -> None:
+        self.model, self.loss = model, loss
+        check_precision(model)
+        self._mixers = Mixers(model.module)
+        self._mixers.check()
+        self._passes = Passes(model, loss)
+        self._captures = Captures(model_name(model.module), model.vector.device)
+        self._trainable = trainable(model)
+        self._layouts: dict[object, Placement] = {}
+
+    def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
+        """The per-sample losses [B] at the model's weights, without gradient."""
+        if len(x) == 0:
+            return self.model.vector.new_zeros(0)
+        with all_digits(self.model.vector), torch.no_grad():
+            x, y = _recorded(x, y)
+            layout = layout or self._checked_layout(x, y)
+            passes = self._passes.over(x, y, layout)
+            found = [one_each(self._passes.losses(one), len(one.y)) for one in passes]
+        return collected(found, len(x), layout)
+
+    def clipped_sum(
+        self,
+        x: Tensor,
+        y: Tensor,
+        clip: float,
+        weights: Weights | None = None,
+        most: int | None = None,
+        shares: Tensor | None = None,
+        layout: Placement | None = None,
+    ) -> Tensor:
+        """Σ_j c_j g_j [d] over the batch x, y [B, ...], with c_j = s_j min(w_j, C/‖g_j‖).
+
+        clip: C > 0; infinity gives c_j = w_j. weights: losses [n] -> w [n], clamped to >= 0, ones
+        by default. They are asked for pass by pass, and w_j must depend on ℓ_j alone, else one
+        record changes the others' shares. most: given where B is larger: the sum is then shortened
+        to most C, which keeps `slack(most)` for any B; see bounds. shares: s_j in (0, 1], float64
+        [B], ones by default: record j then adds at most s_j C, and so records whose shares add up
+        to 1 add at most C together. layout: where the records stand, and how long passes are; in a
+        run it follows from public numbers and secret draws alone. By default passes are as long as
+        suits the first batch of this form, and compact where `invariant` finds on this machine that
+        they may be, else each record has a pass of its own.
+        An empty batch gives zeros. Raises InputError for another clip, and ModelError where the
+        model or the loss is found not to keep records apart.
+        """
+        check_clip("clip", clip)
+        with all_digits(self.model.vector):
+            self._mixers.check()
+            x, y = _recorded(x, y)
+            layout = layout or self._checked_layout(x, y)
+            if (dense := self._passes.at_once(x, y)) is not None:
+                asked = SiteSum(self.model, x, y, clip, weights, shares=shares, layout=layout)
+                total = dense.sum_of(asked, exact=most is not None)
+                return within(total, clip, most).to(self.model.vector.dtype)
+            weigh = None if weights is None else partial(_asked, weights)
+            return self._sum(self._passes.gradients, x, y, clip, weigh, most, shares, layout)
+
+    def clipped_difference(
+        self,
+        x: Tensor,
+        y: Tensor,
+        w: Tensor,
+        anchor: Tensor,
+        bound: float,
+        most: int | None = None,
+        shares: Tensor | None = None,
+        layout: Placement | None = None,
+    ) -> Tensor:
+        """Σ_j c_j d_j [d] with d_j = ∇ℓ_j(w) - ∇ℓ_j(anchor), c_j = s_j min(1, bound/‖d_j‖).
+
+        w, anchor: [d]; the model is left at w. bound: > 0, or infinity. Each difference is clipped
+        as a whole, by the norm of the difference itself, so the promises of clipped_sum hold
+        however near w is to the anchor. Dropout layers draw anew at either point.
+        most, shares, layout: as of clipped_sum.
+        Raises InputError for another bound, and ModelError as clipped_sum does.
+        """
+        check_clip("bound", bound)
+        # The model's own vector changes while the other point is loaded.
+        w, anchor = (_apart(v, self.model.vector) for v in (w, anchor))
+        with all_digits(self.model.vector):
+            self._mixers.check()
+            x, y = _recorded(x, y)
+            layout = layout or self._checked_layout(x, y)
+            measure, points = self._passes.differences, (w, anchor)
+            total = self._sum(measure, x, y, bound, None, most, shares, layout, points)
+            self.model.load(w)
+        return total
+
+    def scattered(self, x: Tensor, y: Tensor, most: int) -> tuple[int, int]:
+        """Return M >= most and P for scattered layouts of records of the form of x, y [n, ...]."""
+        with all_digits(self.model.vector):
+            length = self._length(x, y)(most, exact=True)
+        return -(-max(most, 1) // length) * length, length
+
+    def invariant(self, x: Tensor, y: Tensor, expected: float = EXPECTED) -> bool:
+        """Whether a record's numbers have the same bits in every slot and company, on this machine.
+
+        Tried on passes of these made-up records x, y [n, ...] over and over, as long as for batches
+        of `expected`: in other slots, and with others, zeros or infinities beside them. Compared
+        are losses, norms and what every gradient is made of.
+        """
+        with all_digits(self.model.vector), torch.no_grad():
+            x, y = _recorded(x, y)
+            return self._invariant(x, y, self._length(x, y)(expected))
+
+    def _invariant(self, x: Tensor, y: Tensor, length: int) -> bool:
+        dense, fixed = self._passes.at_once(x, y), Placement(length=length)
+        if length == 1:
+            return True
+
+        def measure(x: Tensor, y: Tensor) -> list[Tensor]:
+            if dense is not None:
+                return dense.measured(SiteSum(self.model, x, y, 1.0, None, layout=fixed))
+            (one,) = self._passes.over(x, y, fixed)
+            found = self._passes.gradients(one.x, one.y)
+            return [v.clone() for v in (found.losses, *found.factors())]
+
+        with torch.no_grad():
+            return is_invariant(measure, x, y, length)
+
+    def verify(self, x: Tensor, y: Tensor) -> None:
+        """Check on 3 or more synthetic records that the model keeps the records of a batch apart.
+
+        What each record adds to a batch's sum must be its gradient alone, computed by ordinary
+        autograd on a batch of one, with and without clipping; see independence. Raises ModelError
+        otherwise, where a forward pass changes the model's buffers, and where neither the model
+        nor a single record can be differentiated. Dropout layers are held still meanwhile.
+        """
+        self._mixers.check()
+        # Separation is no matter of digits, which it is found by.
+        with all_digits(self.model.vector), _in_float32(self.model):
+            x, y = _recorded(x, y)
+            passes = _Way(self, self._by_passes)
+            norms = check_separation(passes, x, y, self._passes.draws)
+            if self._passes.dense is not None:
+                check_agreement(passes, self._at_once, x, y, norms)
+
+    def way(self, x: Tensor, y: Tensor) -> str:
+        """How records of the form of x, y [B, ...] are kept apart: "chain", "graph" or "records".
+
+        By a chain of known layers; by a trace of operations that are known to; or by giving each
+        record to the model alone. See passes.
+        """
+        with all_digits(self.model.vector):
+            return self._passes.way(*_recorded(x, y))
+
+    def _length(self, x: Tensor, y: Tensor) -> Callable[..., int]:
+        """What finds P for records of this form; see layout.length_for."""
+        dense = self._passes.at_once(x, y)
+        return partial(self._passes.length, *_recorded(x, y)) if dense is None else dense.length
+
+    def _checked_layout(self, x: Tensor, y: Tensor) -> Placement:
+        """The layout of callers who name none: for batches like the first one of this form.
+
+        Whether they may be compact is found on made-up records.
+        """
+        if len(x) == 0:
+            return COMPACT
+        key = self._passes.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
+        if key not in self._layouts:
+            length = self._length(x, y)(len(x), exact=True)
+            generator = torch.Generator().manual_seed(0)
+            shape = (8, *x.shape[1:])
+            if x.is_floating_point():
+                made_up = torch.randn(shape, generator=generator, dtype=torch.float64).to(x)
+            else:
+                made_up = torch.randint(2, shape, generator=generator).to(x)
+            try:
+                good = self._invariant(made_up, y.new_zeros(8, *y.shape[1:]), length)
+            except Exception:  # whatever a model may raise at made-up records
+                good = False
+            self._layouts[key] = Placement(length=length if good else 1)
+        return self._layouts[key]
+
+    def _by_passes(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
+        return self._sum(self._passes.gradients, x, y, clip, partial(_fixed, w))
+
+    def _at_once(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
+        # One pass, so that weights, which follow from losses, are those given.
+        layout = Placement(length=-(-len(y) // 8) * 8)
+        asked = SiteSum(self.model, x, y, clip, lambda losses: _padded(w, losses), layout=layout)
+        dense = self._passes.at_once(x, y)
+        return self._by_passes(x, y, clip, w) if dense is None else dense.sum_of(asked)
+
+    def alone(self, x: Tensor, y: Tensor) -> Tensor:
+        """The per-sample gradients [B, d] by ordinary autograd, one record at a time."""
+        rows: list[Tensor] = []
+        with _requiring_grad(self._trainable) as parameters:
+            for j in range(len(x)):
+                loss = self.loss(self.model.module(x[j : j + 1]), y[j : j + 1])
+                rows.append(_gradient(loss.sum(), parameters))
+        return torch.stack(rows)
+
+    def _sum(
+        self,
+        measure: Callable[..., Measured],
+        x: Tensor,
+        y: Tensor,
+        clip: float,
+        weigh: _Weigh | None,
+        most: int | None = None,
+        shares: Tensor | None = None,
+        layout: Placement = COMPACT,
+        points: tuple[Tensor, ...] = (),
+    ) -> Tensor:
+        """The sum [d] of what `measure` finds of records and points.
+
+        See `slack` for what float32 may add to it.
+        """
+        vector, batch = self.model.vector, x.shape[0]
+        if batch == 0:
+            return torch.zeros_like(vector)
+        length = layout.length or self._passes.length(x, y, layout.expected)
+        exact = most is not None or batch > min(IN_FLOAT32, PARTIAL_SUMS * length)
+        total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
+        state = self._passes.state()
+        with torch.no_grad():
+            for one in self._passes.over(x, y, layout):
+                found = self._captures.measured(state, measure, one.x, one.y, *points)
+                w = None if weigh is None else weigh(found.losses, one).clamp_min(0)
+                share = None if shares is None else one.placed(sent(shares, x.device))
+                c, good = coefficients(clip, found.norms, w, share), one.occupied
+                if every_slot_finite(found.losses, found.norms, w):
+                    c = c if good is None else torch.where(good, c, 0)
+                    found.add(c.to(total.dtype), None, total)
+                else:
+                    good = usable(found.losses, found.norms, w, good)
+                    found.add(torch.where(good, c, 0).to(total.dtype), good, total)
+                # Let go of it before the next pass is measured.
+                del found
+        return within(total.mul_(unit_of(clip)), clip, most).to(vector.dtype)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One of a kernel's ways to sum, as it is tried."""
+
+    kernel: PerSampleKernel
+    take: Callable[[Tensor, Tensor, float, Tensor], Tensor]
+
+    @property
+    def model(self) -> FlatModel:
+        return self.kernel.model
+
+    def summed(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
+        return self.take(x, y, clip, w)
+
+    def alone(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.kernel.alone(x, y)
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return self.kernel.loss(self.kernel.model.module(x.clone()), y)
+
+
+class PlainKernel:
+    """The same sums without clipping, by ordinary autograd: what a run without privacy uses.
+
+    Raises ModelError for BatchNorm as the private kernel does: its sums are not over records.
+    """
+
+    def __init__(self, model: FlatModel, loss: Loss) -> None:
+        self.model, self.loss = model, loss
+        self._mixers = Mixers(model.module)
+        self._mixers.check()
+        self._trainable = trainable(model)
+        self._images = by_pixel(model.module)
+        # A CPU's caches do not hold what convolutions leave of more records.
+        large = on_cpu(model.vector) and any(p.dim() > 2 for p in self._trainable)
+        self._length = 128 if large else 1024
+
+    def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
+        """The per-sample losses [B] at the model's weights, without gradient; layout: ignored."""
+        del layout
+        if len(x) == 0:
+            return self.model.vector.new_zeros(0)
+        with torch.no_grad():
+            return self._each(x, y)
+
+    def weighted_sum(
+        self, x: Tensor, y: Tensor, weights: Weights | None = None, shares: Tensor | None = None
+    ) -> Tensor:
+        """Σ_j s_j w_j g_j [d]; the weights are clamped to >= 0 and constants of the gradient.
+
+        They are asked for slice by slice, and w_j must depend on ℓ_j alone. shares: s_j [B], ones
+        by default.
+        Equals PerSampleKernel.clipped_sum at C = ∞ up to rounding, wherever all is finite.
+        """
+        if len(x) == 0:
+            return torch.zeros_like(self.model.vector)
+        parts = (
+            self._summed(x[r], y[r], weights, None if shares is None else shares[r])[1]
+            for r in slices(len(x), self._length)
+        )
+        return reduce(Tensor.add_, parts)
+
+    def difference(
+        self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor, shares: Tensor | None = None
+    ) -> Tensor:
+        """Σ_j s_j (∇ℓ_j(w) - ∇ℓ_j(anchor)) [d] for w, anchor [d]; the model is left at w."""
+        w, anchor = (_apart(v, self.model.vector) for v in (w, anchor))
+        self.model.load(anchor)
+        before = self.weighted_sum(x, y, shares=shares)
+        self.model.load(w)
+        return self.weighted_sum(x, y, shares=shares) - before
+
+    def mean_over(self, x: Tensor, y: Tensor, w: Tensor) -> tuple[float, Tensor]:
+        """Return the mean loss of the records x, y [n, ...] at w [d], and its gradient [d].
+
+        Without records both are 0. The model is left at w.
+        """
+        self.model.load(w)
+        loss, gradient = 0.0, w.new_zeros(len(w))
+        for rows in slices(len(x), self._length):
+            # A copy, as in every batch: a model may write over its input.
+            losses, one = self._summed(x[rows].clone(), y[rows], None)
+            loss += float(losses.double().sum())
+            gradient += one
+        count = max(len(y), 1)
+        return loss / count, gradient / count
+
+    def _summed(
+        self, x: Tensor, y: Tensor, weights: Weights | None, shares: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The losses [B > 0], and the weighted sum of their gradients [d]."""
+        self._mixers.check()
+        with _requiring_grad(self._trainable) as parameters:
+            losses = self._each(x.detach(), y)
+            w = weights_of(weights, losses.detach()).clamp_min(0)
+            w = w if shares is None else w * sent(shares, w.device).to(w.dtype)
+            return losses.detach(), _gradient((w * losses).sum(), parameters)
+
+    def _each(self, x: Tensor, y: Tensor) -> Tensor:
+        given = pixelwise(x) if self._images and x.dim() == 4 else x
+        with fewer_digits(self.model), autocast(self.model):
+            return one_each(wide(self.loss(self.model.module(given), y)), len(x))
+
+
+def check_precision(model: FlatModel) -> None:
+    """Raise ModelError for weights too coarse to clip by."""
+    if model.vector.dtype not in (torch.float32, torch.float64):
+        raise ModelError(
+            f"the model's weights are {model.vector.dtype}: expected float32 or float64, "
+            "whose norms are exact enough to clip by; convert it with .float()"
+        )
+    if model.precision != "float32" and model.vector.dtype != torch.float32:
+        raise ModelError(
+            f"precision is {model.precision!r} and the model's weights are {model.vector.dtype}: "
+            "expected float32, which is what is computed less exactly; convert it with .float()"
+        )
+
+
+@contextmanager
+def _in_float32(model: FlatModel) -> Generator[None]:
+    """Have the model's passes use all digits."""
+    before, model.precision = model.precision, "float32"
+    try:
+        yield
+    finally:
+        model.precision = before
+
+
+@contextmanager
+def _requiring_grad(parameters: Iterable[nn.Parameter]) -> Generator[list[nn.Parameter]]:
+    """Let autograd record, and the parameters require grad; all is as before afterwards."""
+    held = list(parameters)
+    before = [p.requires_grad for p in held]
+    try:
+        for p in held:
+            p.requires_grad_(True)
+        with torch.enable_grad():
+            yield held
+    finally:
+        for p, earlier in zip(held, before, strict=True):
+            p.requires_grad_(earlier)
+
+
+def _gradient(output: Tensor, parameters: list[nn.Parameter]) -> Tensor:
+    """∂output/∂parameters [d] by one backward pass, zeros for a parameter that output ignores."""
+    if not output.requires_grad:
+        return torch.cat([torch.zeros_like(p).reshape(-1) for p in parameters])
+    found = torch.autograd.grad(output, parameters, allow_unused=True, materialize_grads=True)
+    # Gradients of an embedding may hold the rows that were read, and no others.
+    return torch.cat([(t.to_dense() if t.is_sparse else t).reshape(-1) for t in found])
+
+
+def _apart(v: Tensor, vector: Tensor) -> Tensor:
+    same = v.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
+    return v.clone() if same else v
+
+
+def _recorded(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The records as autograd may use them: it refuses what was made in inference mode."""
+    return x.clone() if x.is_inference() else x.detach(), y.clone() if y.is_inference() else y
+
+
+def _fixed(w: Tensor, _: Tensor, one: Pass) -> Tensor:
+    return one.placed(w)
+
+
+def _padded(w: Tensor, losses: Tensor) -> Tensor:
+    return torch.nn.functional.pad(w, (0, len(losses) - len(w)))
+
+
+def _asked(weights: Weights, losses: Tensor, _: Pass) -> Tensor:
+    return weights_of(weights, losses)

@@ -1,0 +1,230 @@
+"""Where a batch's records stand in passes of one shape, and whether their places matter.
+
+Every pass of a run has exactly P slots, each with a record or empty, so a library takes the same
+code for every batch (docs/privacy.md has the lemma and its proof). P follows from the model and
+from the expected size of a batch, which is public: never from how many records there are.
+
+compact    Records fill slots in order, ⌈n/P⌉ passes. Sound where a record's numbers do not depend
+           on its slot, which a private run checks on its machine before it begins.
+scattered  Records take M slots, M public, by a uniform random injection from the step's stream.
+           Sound by construction: without one record it is an injection of the others.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedpact.common.params import sent
+
+EXPECTED = 64.0
+"""The expected batch size of a caller that names none."""
+
+OVERFLOW = 1e-15
+"""The chance that some batch of a run has no place in its scattered slots; it is added to δ."""
+
+PLACEMENTS: Final = {
+    "compact": "Records fill passes of one shape in order; what is computed of a record was found "
+    "not to depend on its slot or on the others, for this model (checked on this machine).",
+    "scattered": "Records take slots of passes of one shape that are drawn anew for each batch, so "
+    "the bound does not rest on how a library computes (by construction); 1e-15 is added to δ for "
+    "a batch larger than its slots.",
+}
+"""How a site places records, as its log and its receipt say it."""
+
+_LENGTHS = (*range(8, 64, 8), *range(64, 128, 16), 128, 192, 256, 384, 512, 768, 1024)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How the records of a batch are placed.
+
+    expected: the batch's expected size q N, a public number, for which a compact pass is as long as
+    is cheapest. places: int64 [B], each record's slot below `slots`, all different, on the CPU or
+    the records' device; None: compact. slots, length: M and P, as PerSampleKernel.scattered says.
+    """
+
+    expected: float = EXPECTED
+    places: Tensor | None = None
+    slots: int = 0
+    length: int = 0
+
+    def of(self, rows: Tensor | slice) -> "Placement":
+        """Return the layout of some of the batch's records, each where it stands."""
+        return self if self.places is None else replace(self, places=self.places[rows])
+
+
+COMPACT = Placement()
+"""Compact, for a batch of about the size that is expected of callers who name none."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass: records x, y [P, ...], and which slots hold one: occupied [P], None for all.
+
+    rows: its slots among the batch's. count: of a compact pass the records it holds, which come
+    first; the length elsewhere.
+    """
+
+    x: Tensor
+    y: Tensor
+    occupied: Tensor | None
+    rows: slice
+    count: int
+    places: Tensor | None
+    slots: int
+
+    def placed(self, values: Tensor) -> Tensor:
+        """Return values [B], one for each record of the batch, as [P]; 0 for empty slots."""
+        if self.places is not None:
+            return _scattered(values, self.places, self.slots)[self.rows]
+        some = values[self.rows]
+        return torch.nn.functional.pad(some, (0, len(self.y) - len(some)))
+
+
+def laid_out(x: Tensor, y: Tensor, length: int, layout: Placement) -> Iterator[Pass]:
+    """Yield the passes of so many slots over records x, y [B, ...]; none without any slot."""
+    if layout.places is not None:
+        places, slots = sent(layout.places, x.device), layout.slots
+        occupied = _scattered(torch.ones_like(places, dtype=torch.bool), places, slots)
+        x, y = (_scattered(v, places, slots) for v in (x, y))
+        for i in range(0, slots, length):
+            rows = slice(i, i + length)
+            some = aligned(x[rows]), aligned(y[rows])
+            yield Pass(*some, occupied[rows], rows, length, places, slots)
+        return
+    for i in range(0, len(y), length):
+        rows = slice(i, min(i + length, len(y)))
+        count, occupied = rows.stop - i, None
+        if count < length:
+            occupied = torch.arange(length, device=x.device) < count
+        some = _filled(x[rows], length), _filled(y[rows], length)
+        yield Pass(*some, occupied, rows, count, None, 0)
+
+
+def collected(parts: list[Tensor], batch: int, layout: Placement) -> Tensor:
+    """Return numbers [P] of each pass as those of the batch's records [B]."""
+    values = torch.cat(parts)
+    return values[:batch] if layout.places is None else values[sent(layout.places, values.device)]
+
+
+def aligned(rows: Tensor) -> Tensor:
+    """Return rows [n, ...] that lie in memory as a new tensor of them would."""
+    if rows.is_contiguous() and rows.data_ptr() % 64 == 0:
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+def _filled(rows: Tensor, length: int) -> Tensor:
+    if len(rows) == length:
+        return aligned(rows)
+    found = rows.new_zeros(length, *rows.shape[1:])
+    found[: len(rows)] = rows
+    return found
+
+
+def _scattered(values: Tensor, places: Tensor, slots: int) -> Tensor:
+    return values.new_zeros(slots, *values.shape[1:]).index_copy_(0, places, values)
+
+
+def overhead(operations: float, flops: float, weights: int, numbers: float = 0.0) -> float:
+    """Return about what a pass costs beside its records, in records' time; the same anywhere.
+
+    operations: how many there are of them forward. flops, numbers: of one record, computed and
+    kept. weights: d, each of which is read a few times.
+    """
+    fixed = operations * 8e-5 + weights * 24 / 1e10
+    return 3 + fixed / max(flops / 8e10 + numbers * 1e-9, 1e-8)
+
+
+def slots_for(records: float, rate: float, chance: float) -> int:
+    """Return M: a Poisson batch of `records` is larger with at most this chance.
+
+    Chernoff: P(Binomial(N, q) >= m) <= exp(-N KL(m/N, q)). records: N, a public number.
+
+    >>> slots_for(6000, 0.0125, 1e-11), slots_for(10, 1.0, 1e-11), slots_for(0, 0.5, 1e-11)
+    (143, 10, 0)
+    """
+    count = math.ceil(records)
+    if rate >= 1 or count == 0:
+        return count
+
+    def rare(more: int) -> bool:
+        """Whether a batch of `more` or more is."""
+        if more > count:
+            return True
+        p = more / count
+        other = (1 - p) * math.log((1 - p) / (1 - rate)) if p < 1 else 0.0
+        return p > rate and count * (p * math.log(p / rate) + other) >= -math.log(chance)
+
+    low, high = math.floor(count * rate), count + 1  # `high` is rare
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if rare(middle) else (middle, high)
+    return high - 1
+
+
+@lru_cache(4096)
+def length_for(expected: float, most: int, overhead: float, *, exact: bool = False) -> int:
+    """Return P: how many slots make a batch cheapest.
+
+    A pass costs its slots and `overhead` more, in records' time, whatever it holds. most: the most
+    that fit at a time. expected: of a Poisson batch, or with `exact` how many slots there are.
+    """
+    lengths = [p for p in _LENGTHS if p <= max(most, _LENGTHS[0])]
+    if exact:
+        numbers, chances = np.array([math.ceil(expected)]), np.ones(1)
+    else:
+        spread = 6 * math.sqrt(expected) + 6
+        first, last = max(1, math.floor(expected - spread)), math.ceil(expected + spread)
+        numbers = np.arange(first, last + 1)
+        logs = numbers * math.log(max(expected, 1e-9)) - [math.lgamma(n + 1) for n in numbers]
+        chances = np.exp(logs - logs.max())
+        chances /= chances.sum()
+
+    def cost(length: int) -> float:
+        return float((chances * -(-numbers // length)).sum()) * (length + overhead)
+
+    return min(lengths, key=cost)
+
+
+def is_invariant(
+    measure: Callable[[Tensor, Tensor], list[Tensor]], x: Tensor, y: Tensor, length: int
+) -> bool:
+    """Whether passes give each record the same bits wherever it stands and whatever is beside it.
+
+    measure: of a pass of `length` records whatever it computes of each, tensors [P, ...]. x, y:
+    made-up records [n, ...], which are taken over and over, each a little different. A library
+    shares out work by place, so every place of a pass is tried, in five passes.
+    """
+    rows = torch.arange(length, device=x.device) % len(x)
+    x, y = x[rows].clone(), y[rows].clone()
+    if x.is_floating_point():
+        # Signs and sizes of their own, so that no record stands for another.
+        scale = torch.linspace(0.5, 1.5, length, dtype=x.dtype, device=x.device)
+        x *= scale.view(-1, *[1] * (x.dim() - 1))
+    base = measure(x, y)
+    half = torch.arange(length, device=x.device) < length // 2
+    trials: list[tuple[Tensor, Tensor]] = []  # order of the records, and which are still there
+    for shift in (1, length // 2, length - 3):
+        trials.append((torch.arange(length, device=x.device).roll(shift), torch.ones_like(half)))
+    trials += [(torch.arange(length, device=x.device), half), (rows.argsort(), ~half)]
+    for number, (order, there) in enumerate(trials):
+        beside = math.inf if number % 2 and x.is_floating_point() else 0
+        mask = there.view(-1, *[1] * (x.dim() - 1))
+        other = torch.where(mask, x[order], torch.full_like(x, beside))
+        of = torch.where(there.view(-1, *[1] * (y.dim() - 1)), y[order], torch.zeros_like(y))
+        for before, now in zip(base, measure(other, of), strict=True):
+            if not _same_bits(before[order][there], now[there]):
+                return False
+    return True
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    # What is not a number is as good in one slot as in another: the record is left out.
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -1,0 +1,290 @@
+"""Passes over a batch: losses, norms of per-sample gradients, and a way to add them up.
+
+A model takes the first of these ways that takes it. Each keeps records apart by construction:
+
+dense    a small chain of dense layers, summed in one go (dense)
+chain    a chain of known layers, by hand (chain)
+graph    operations that are known to keep records apart, as they were traced (graph)
+records  each record by itself (alone)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from fedpact.common.errors import ModelError
+from fedpact.common.losses import Loss, is_ours
+from fedpact.common.params import FlatModel, fewer_digits, on_cpu
+from fedpact.per_sample import memory, norms
+from fedpact.per_sample.chain import Chain, chain_of
+from fedpact.per_sample.convolution import pixelwise
+from fedpact.per_sample.dense import Dense
+from fedpact.per_sample.gradients import difference, part
+from fedpact.per_sample.graph import Graph
+from fedpact.per_sample.layout import Pass, Placement, laid_out, length_for
+from fedpact.per_sample.norms import LONGEST
+from fedpact.per_sample.per_record import Alone
+from fedpact.per_sample.share import Share, Space
+from fedpact.per_sample.tracing.batch_rules import Mixed
+from fedpact.per_sample.tracing.export import Untraceable
+
+WAYS: Final = {
+    "chain": "The model is a chain of layers each of which is known to map records one by one.",
+    "graph": "The model was traced, without a branch on values or on the batch's length and "
+    "without state, into operations each of which is known to keep the records of a batch apart; "
+    "what runs is what was traced.",
+    "records": "The model is given each record by itself, as a batch of one.",
+}
+"""How each way keeps the records of a batch apart, as a privacy statement says it."""
+
+Shares = dict[str, list[Share]]
+_Way = Graph | Alone
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One pass: losses [P] and ‖g_j‖ [P] in float64; of empty slots they are anything.
+
+    add(c, good, total) adds Σ_j c_j g_j to total [d], for c [P] of its type; good: see Part.
+    factors: whatever the sum is made of, each [P, ...].
+    """
+
+    losses: Tensor
+    norms: Tensor
+    add: Callable[[Tensor, Tensor | None, Tensor], None]
+    factors: Callable[[], list[Tensor]]
+
+
+class Passes:
+    """Measures passes; call it without gradient.
+
+    Raises ModelError where neither model and loss as a whole nor single records can be
+    differentiated.
+    """
+
+    def __init__(self, model: FlatModel, loss: Loss) -> None:
+        _keep_memory()
+        self._model, self._loss = model, loss
+        # A chain does not look at the loss; any other is traced with the model.
+        full = model.precision != "bf16"  # autocast is for what autograd differentiates
+        self.chain = Chain.of(model) if is_ours(loss) and full else None
+        # A GPU gains nothing from numpy, and the passes are written for it.
+        self.dense = Dense.of(model, loss) if on_cpu(model.vector) and full else None
+        self._ways: dict[object, _Way] = {}
+        self._fits: dict[object, int] = {}
+        self._space = Space(partial(fewer_digits, model))
+        self._modules = list(model.module.modules())
+        self._images = _gains(self._modules)
+
+    def at_once(self, x: Tensor, y: Tensor) -> Dense | None:
+        """What sums such records in one go, None where they take the passes that others make."""
+        if self.dense is None or self.chain is None or not self.chain.holds:
+            return None
+        return self.dense if self.dense.fits(x, y) else None
+
+    def way(self, x: Tensor, y: Tensor) -> str:
+        """Which way records of the form of x, y take: "chain", "graph" or "records"."""
+        if self._chain(x) is not None:
+            return "chain"
+        return "graph" if isinstance(self._traced(x, y), Graph) else "records"
+
+    def draws(self, x: Tensor, y: Tensor) -> bool:
+        """Whether passes over records of the form of x, y draw random numbers."""
+        return self._chain(x) is None and self._traced(x, y).draws
+
+    def length(self, x: Tensor, y: Tensor, expected: float, *, exact: bool = False) -> int:
+        """Return P for batches of records of the form of x, y; see layout.length_for."""
+        way = self._chain(x) or self._traced(x, y)
+        if isinstance(way, Alone):
+            return way.step
+        if not on_cpu(x):
+            return length_for(expected, self._fitting(x, y), _GPU_OVERHEAD, exact=exact)
+        instance, activations, overhead = way.cost(x)
+        keep = norms.keep_bytes(self._model.vector)
+        most = max(16, min(keep // max(1, instance), 2 * keep // max(1, activations)))
+        if overhead < _BUSY:
+            most = min(most, _CACHED)
+        return length_for(expected, most, overhead, exact=exact)
+
+    def _fitting(self, x: Tensor, y: Tensor) -> int:
+        """How many slots a pass on a GPU may have, as public numbers say.
+
+        By what passes over made-up records take of its memory, and by all that it has: what of it
+        is free follows from how many records lie there.
+        """
+        form = self.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
+        if form not in self._fits:
+
+            def run(length: int) -> None:
+                found = self.gradients(*(v.new_zeros(length, *v.shape[1:]) for v in (x, y)))
+                c = found.norms.to(self._model.vector.dtype)
+                found.add(c, found.norms.isfinite(), torch.zeros_like(self._model.vector))
+
+            with torch.no_grad():
+                self._fits[form] = memory.fitting(run, x.device)
+        return self._fits[form]
+
+    def over(self, x: Tensor, y: Tensor, layout: Placement) -> Iterator[Pass]:
+        """Return the passes over records x, y [B, ...]."""
+        return laid_out(x, y, layout.length or self.length(x, y, layout.expected), layout)
+
+    def losses(self, one: Pass) -> Tensor:
+        """The losses [P] of a pass, without gradient."""
+        x, y = self._given(one.x, one.y)
+        with fewer_digits(self._model):
+            if (chain := self._chain(x)) is not None:
+                return chain.losses(x, y, self._loss)
+            return self._traced(x, y).losses(x, y)
+
+    def gradients(self, x: Tensor, y: Tensor) -> Measured:
+        """Measure g_j = ∇ℓ_j of records x, y [P, ...] at the model's weights."""
+        return self._measured(*self._pass(*self._given(x, y), held=False))
+
+    def differences(self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor) -> Measured:
+        """Measure g_j = ∇ℓ_j(w) - ∇ℓ_j(anchor), w and anchor [d]; leaves the model at w.
+
+        The losses are those at w, and not finite where one of the two is not.
+        """
+        given = self._given(x, y)
+        self._model.load(anchor)
+        below, before = self._pass(*given, held=True)
+        self._model.load(w)
+        above, after = self._pass(*given, held=False)
+        names = dict.fromkeys([*after, *before])
+        both = {n: difference(after.pop(n, []), before.pop(n, [])) for n in names}
+        return self._measured(torch.where(below.isfinite(), above, below), both)
+
+    def _given(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """A pass's records as their way takes them: images by pixel where that is worth it."""
+        if not self._images or x.dim() != 4:
+            return x, y
+        # Record by record it is the model's own code: see by_pixel.
+        known = self._chain(x) is not None or isinstance(self._traced(x, y), Graph)
+        return (pixelwise(x) if known else x), y
+
+    def _pass(self, x: Tensor, y: Tensor, *, held: bool) -> tuple[Tensor, Shares]:
+        """Losses [P] and shares by the parameters' names; held: they outlast other weights."""
+        with fewer_digits(self._model):
+            if (chain := self._chain(x)) is not None:
+                return chain.run(x, y, self._loss)
+            way = self._traced(x, y)
+            return way.run(x, y) if isinstance(way, Alone) else way.run(x, y, held=held)
+
+    def _chain(self, x: Tensor) -> Chain | None:
+        chain = self.chain
+        return chain if chain is not None and chain.holds and chain.takes(x) else None
+
+    def _traced(self, x: Tensor, y: Tensor) -> _Way:
+        """The way of records of this form, for a model in this state of training."""
+        key = (self.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype)
+        if key not in self._ways:
+            try:
+                self._ways[key] = Graph(self._model, self._loss, x, y)
+            except (Mixed, Untraceable) as why:
+                self._ways[key] = Alone(self._model, self._loss, x, y, str(why))
+        return self._ways[key]
+
+    def state(self) -> tuple[object, ...]:
+        """What of a model's state a way follows."""
+        return tuple(
+            (
+                m.training,
+                getattr(m, "dropout", None),
+                len(vars(m)["_forward_hooks"]),
+                "forward" in vars(m),
+            )
+            for m in self._modules
+        )
+
+    def _measured(self, losses: Tensor, shares: Shares) -> Measured:
+        self._space.reset()
+        parts = {name: part(some, self._space) for name, some in shares.items() if some}
+        squares = [one.squares for one in parts.values()]
+
+        def add(c: Tensor, good: Tensor | None, total: Tensor) -> None:
+            for name, one in parts.items():
+                place = self._model.own[name]
+                # model.views in one operation.
+                view = total.as_strided(place.shape, place.stride(), place.storage_offset())
+                one.add(c, good, view)
+
+        def factors() -> list[Tensor]:
+            made = [t for some in shares.values() for share in some for t in share.factors()]
+            return squares + made
+
+        if not squares:
+            none = losses.new_zeros(len(losses), dtype=torch.float64)
+            return Measured(losses, none, add, factors)
+        total = torch.stack(squares).sum(0)
+        lengths = torch.where(total > LONGEST**2, torch.inf, total).sqrt_()
+        return Measured(losses, lengths, add, factors)
+
+
+_CACHED: Final = 128
+_BUSY: Final = 32.0
+"""A CPU's caches hold no more of a pass that is busy with its records, not with beginning."""
+
+_GPU_OVERHEAD: Final = 4096.0
+"""A pass on a GPU is mostly launches, so it is as long as fits."""
+
+
+@cache
+def _keep_memory() -> None:
+    """Have the C library keep freed memory for the next step, which asks for the same again.
+
+    glibc takes each tensor of some MiB from the system and gives it back, at the price of zeroing
+    its pages, until it has seen one of 32 MiB or less freed; then it keeps what is smaller. This
+    one is never written to, so it costs nothing.
+    """
+    torch.empty(31 * 2**20, dtype=torch.uint8)
+
+
+def by_pixel(module: nn.Module) -> bool:
+    """Whether images may lie by pixel for a module, and should: a chain of torch's own layers.
+
+    Those go by shape. Code of a user's own may go by how numbers lie: `view` fails where channels
+    do not come first, and `as_strided` reads others.
+    """
+    layers = chain_of(module) or []
+    return _gains(layers) and all(
+        type(layer).__module__.startswith("torch.nn.modules.") for layer in layers
+    )
+
+
+def _gains(layers: Sequence[nn.Module]) -> bool:
+    """Whether images that lie by pixel are worth it: max-pooling takes a ninth of its time.
+
+    Not where channels are normalised: the variance of numbers that are nearly alike, as of an
+    empty image, is then rounding, as torch takes it as the mean square less the squared mean.
+    """
+
+    def has(*kinds: type[nn.Module]) -> bool:
+        return any(isinstance(layer, kinds) for layer in layers)
+
+    return has(nn.Conv2d) and has(nn.MaxPool2d) and not has(nn.GroupNorm, nn.InstanceNorm2d)
+
+
+def slices(batch: int, most: int) -> list[slice]:
+    """A batch in slices of `most` records, the last of those that are left."""
+    return [slice(i, min(i + most, batch)) for i in range(0, batch, most)]
+
+
+def trainable(model: FlatModel) -> list[nn.Parameter]:
+    """The model's trainable parameters in the order of its vector."""
+    named = dict(model.module.named_parameters())
+    return [named[name] for name, _ in model.views(model.vector)]
+
+
+def one_each(losses: Tensor, batch: int) -> Tensor:
+    """Return losses [batch]. Raises ModelError for another shape."""
+    if losses.shape != (batch,):
+        raise ModelError(
+            f"the losses of {batch} records have shape {tuple(losses.shape)}: expected ({batch},), "
+            "one a record; use a loss that does not reduce over the batch, as "
+            "fedpact.common.losses has"
+        )
+    return losses

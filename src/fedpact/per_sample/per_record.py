@@ -1,0 +1,159 @@
+"""Record by record: the way for models that are not shown to keep the records of a batch apart.
+
+The model is traced with a batch of one, so no record is there for another to meet, a branch on
+values cannot be taken, and no state goes from one pass to another: Python runs once, on records
+that have no values. vmap then differentiates the trace for many records. A loop does where torch
+cannot batch an operation. What cannot be traced so is refused.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from fedpact.common.errors import ModelError
+from fedpact.common.losses import Loss
+from fedpact.common.params import FlatModel, autocast, model_name
+from fedpact.per_sample import norms
+from fedpact.per_sample.gradients import Made
+from fedpact.per_sample.rules import wide
+from fedpact.per_sample.share import Share
+from fedpact.per_sample.tracing.export import Untraceable
+from fedpact.per_sample.tracing.program import Program
+from fedpact.per_sample.tracing.record_safety import own_tables
+from fedpact.per_sample.tracing.trace_context import for_vmap
+
+_logger = logging.getLogger("fedpact")
+_announced: set[str] = set()
+
+_AT_A_TIME = 16
+
+_LOOPED = "its records are differentiated in a loop, exact, but slow: {}"
+
+
+class Alone:
+    """Differentiates a model and its loss for each record. why: why nothing better could.
+
+    draws: whether a pass draws random numbers.
+
+    Raises ModelError for what cannot be traced with a batch of one.
+    """
+
+    def __init__(self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor, why: str) -> None:
+        self._model, self._why = model, why
+        try:
+            self._one = Program(model, loss, x, y, 1)
+        except Untraceable as error:
+            again = "" if str(error) == why else f" ({error})"
+            raise ModelError(
+                f"model {self._name} is not shown to keep the records of a batch apart ({why}), "
+                f"and cannot be differentiated record by record{again}: write it without "
+                "branches on values and without state that a pass changes"
+            ) from error
+        size = model.size * model.vector.element_size()
+        self.step = max(1, min(_AT_A_TIME, norms.keep_bytes(model.vector) // size))
+        self._by_vmap, self.draws = self._takes_vmap(x, y), self._one.draws
+        if not self._by_vmap:
+            self.step = 1
+
+    @property
+    def _name(self) -> str:
+        return model_name(self._model.module)
+
+    def run(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, list[Share]]]:
+        """Losses [B] of at most `step` records, and shares by the parameters' names."""
+        losses, rows = self._rows(x, y)
+        return wide(losses), {name: [Made(found)] for name, found in rows.items()}
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """The losses [B] of at most `step` records."""
+        return wide(self._rows(x, y)[0])
+
+    def _takes_vmap(self, x: Tensor, y: Tensor) -> bool:
+        """Whether vmap can batch the trace, found on records of the form of x, y, all of them 0.
+
+        Found once and for all: were it found on records, one of them could change the last bits of
+        all the others' gradients. From then on a batch that vmap does not take raises.
+        """
+        if own_tables(self._one.nodes, self._one.entered):
+            told = "vmap would look up one record's entries in another's table"
+            self._announce(logging.WARNING, _LOOPED.format(told))
+            return False
+        made_up = [v.new_zeros((self.step, *v.shape[1:])) for v in (x, y)]
+        cards = [x.device] if x.device.type == "cuda" else []
+        # What a dropout layer draws here is nobody's.
+        with cast(Any, torch.random).fork_rng(cards):
+            why = _error(self._vmapped, *made_up)
+            # What raises at zeros in the loop, too, is the model's doing and not vmap's.
+            taken = not isinstance(why, RuntimeError) or (
+                _error(self._looped, *made_up) is not None
+            )
+        if taken:
+            self._announce(logging.INFO, "vmap differentiates it record by record")
+        else:
+            self._announce(logging.WARNING, _LOOPED.format(_told(why)))
+        return taken
+
+    def _rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._vmapped(x, y) if self._by_vmap else self._looped(x, y)
+
+    def _announce(self, level: int, how: str) -> None:
+        message = f"model {self._name} is not shown to keep records apart ({self._why}): {how}"
+        if message not in _announced:
+            _announced.add(message)
+            _logger.log(level, message)
+
+    def _vmapped(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def one(w: dict[str, Tensor], record: Tensor, target: Tensor) -> Tensor:
+            with autocast(self._model):
+                return _only(self._one.losses(record.unsqueeze(0), target.unsqueeze(0), w))
+
+        weights = {n: p.detach() for n, p in self._model.own.items()}
+        batched = vmap(grad_and_value(one), in_dims=(None, 0, 0), randomness="different")
+        with for_vmap():
+            rows, losses = cast(Any, batched)(weights, x.detach(), y)
+        return losses, rows
+
+    def _looped(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        weights = {name: p.detach().requires_grad_() for name, p in self._model.own.items()}
+        losses: list[Tensor] = []
+        rows: list[tuple[Tensor, ...]] = []
+        for j in range(len(x)):
+            with torch.enable_grad(), autocast(self._model):
+                # Each lies as the others lie, and nothing of another's behind it.
+                one, target = (
+                    v[j : j + 1].clone(memory_format=torch.contiguous_format) for v in (x, y)
+                )
+                loss = _only(self._one.losses(one, target, weights))
+            losses.append(loss.detach())
+            given = list(weights.values())
+            found = torch.autograd.grad(loss, given, materialize_grads=True)
+            rows.append(tuple(g.to_dense() if g.is_sparse else g for g in found))
+        columns = zip(*rows, strict=True)
+        made = {n: torch.stack(column) for n, column in zip(weights, columns, strict=True)}
+        return torch.stack(losses), made
+
+
+def _error(way: Callable[[Tensor, Tensor], object], x: Tensor, y: Tensor) -> Exception | None:
+    try:
+        way(x, y)
+    except Exception as error:  # whatever a model may raise
+        return error
+    return None
+
+
+def _told(why: Exception | None) -> str:
+    return (str(why).strip() or "vmap cannot batch it").splitlines()[0]
+
+
+def _only(losses: Tensor) -> Tensor:
+    """The one loss of one record. Raises ModelError for another shape."""
+    if losses.shape != (1,):
+        raise ModelError(
+            f"the losses of 1 record have shape {tuple(losses.shape)}: expected (1,), one a "
+            "record; let the model return a row for each, and the loss not reduce over the batch"
+        )
+    return losses[0]

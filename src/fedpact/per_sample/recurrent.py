@@ -1,0 +1,368 @@
+"""LSTM, GRU and RNN layers whose gate gradients can be seen: what per-sample gradients are made of.
+
+torch's recurrent operations give the gradients of their weights summed over the records. Here the
+recurrence runs step by step, forward and back through time, as one autograd function for each layer
+and direction; the gradient of every gate before its nonlinearity is handed over on the way back.
+
+Tensors are [T, B, ·], step after step: a step's rows lie together, so one product takes a step, and
+one product takes all steps wherever they do not wait for each other. A layer that runs backward in
+time reads flipped input, so to a cell the first step is always the first.
+
+What the gradients of the gates are times ∂ℓ/∂h_t and ∂ℓ/∂c_t is known before these are: it is
+computed for many steps at once, in place of the gradients, and multiplied when its step is due.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fedpact.common.errors import ModelError
+from fedpact.common.params import without_autocast
+
+Record = Callable[[int, Tensor, Tensor | None], None]
+"""Told a parameter's place in the operation's list, g [B, T, O], and u [B, T, K] or None.
+
+The parameter's gradient for record j is Σ_t g_jt u_jtᵀ [O, K], or Σ_t g_jt [O] where u is None.
+"""
+
+_BLOCK_BYTES = 2**20
+"""About what the factors of one block of steps are computed from and into."""
+
+_Rows = tuple[Tensor, ...]
+
+_aten = cast(Any, torch.ops.aten)
+
+# ∂ℓ/∂y and the function's value y to the gradient at its argument; to a place that may be either's.
+_sigmoid_backward = cast(Callable[..., Tensor], _aten.sigmoid_backward.default)
+_sigmoid_backward_to = cast(Callable[..., Tensor], _aten.sigmoid_backward.grad_input)
+_tanh_backward = cast(Callable[..., Tensor], _aten.tanh_backward.default)
+_tanh_backward_to = cast(Callable[..., Tensor], _aten.tanh_backward.grad_input)
+_threshold_backward_to = cast(Callable[..., Tensor], _aten.threshold_backward.grad_input)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Gradients of W_ih x + b_ih (inner) and W_hh h + b_hh (outer) [T, B, O], of h_0 and c_0.
+
+    projected: g and u of the projection's weight.
+    """
+
+    inner: Tensor
+    outer: Tensor
+    hidden: Tensor
+    cell: Tensor | None = None
+    projected: tuple[Tensor, Tensor] | None = None
+
+
+class _Cell(ABC):
+    """A layer in one direction, with its parameters and what it keeps of a forward pass.
+
+    params: W_ih [O, K], W_hh [O, P], then b_ih and b_hh [O] if any, then W_hr [P, H] if any.
+    place: of the first of them in the operation's list.
+    """
+
+    def __init__(self, params: list[Tensor], biased: bool, place: int, record: Record) -> None:
+        self.w_ih, self.w_hh, *others = params
+        self.w_hr = others[-1] if len(params) % 2 else None
+        self.b_ih, self.b_hh = others[:2] if biased else [params[0].new_zeros(len(params[0]))] * 2
+        self._biased, self._place, self._record = biased, place, record
+
+    @abstractmethod
+    def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """From x [T, B, K] and h_0 (and c_0) to h_0, ..., h_T [T+1, B, P] (and c), and the rest.
+
+        The rest is what `backward` needs besides.
+        """
+
+    @abstractmethod
+    def backward(self, kept: Sequence[Tensor], direct: Tensor, last: Tensor | None) -> _Found:
+        """From what forward returned, ∂ℓ/∂h_t [T+1, B, P] past all later steps, and ∂ℓ/∂c_T if any.
+
+        All but `last` may be written over.
+        """
+
+    def tell(self, x: Tensor, states: Tensor, found: _Found) -> None:
+        """Hand over the factors of every parameter's gradient."""
+        inner, outer = (g.transpose(0, 1) for g in (found.inner, found.outer))
+        self._record(self._place, inner, x.transpose(0, 1))
+        self._record(self._place + 1, outer, states[:-1].transpose(0, 1))
+        if self._biased:
+            self._record(self._place + 2, inner, None)
+            self._record(self._place + 3, outer, None)
+        if found.projected is not None:
+            g, u = found.projected
+            place = self._place + (4 if self._biased else 2)
+            self._record(place, g.transpose(0, 1), u.transpose(0, 1))
+
+
+class _Rnn(_Cell):
+    """h_t = φ(W_ih x_t + b_ih + W_hh h_t-1 + b_hh)."""
+
+    curve: Callable[[Tensor], Tensor]
+    """φ, written over its argument."""
+    slope: Callable[..., Tensor]
+    """From ∂ℓ/∂h_t and h_t to ∂ℓ/∂h_t φ', written to grad_input."""
+
+    def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        hs, w_hh = _history(first[0], len(x)), self.w_hh.t()
+        hs[1:] = _all_steps(x, self.w_ih, self.b_ih + self.b_hh)
+        for h, following in pairwise(hs.unbind(0)):
+            self.curve(following.addmm_(h, w_hh))
+        return (hs,)
+
+    def backward(self, kept: Sequence[Tensor], direct: Tensor, last: Tensor | None) -> _Found:  # noqa: ARG002
+        grads, dh, h = torch.empty_like(kept[0][1:]), direct.unbind(0), kept[0].unbind(0)
+        for t, g in reversed(list(enumerate(grads.unbind(0)))):
+            self.slope(dh[t + 1], h[t + 1], grad_input=g)
+            dh[t].addmm_(g, self.w_hh)
+        return _Found(grads, grads, dh[0])
+
+
+class _TanhRnn(_Rnn):
+    """φ = tanh."""
+
+    curve = staticmethod(torch.tanh_)
+    slope = staticmethod(_tanh_backward_to)
+
+
+class _ReluRnn(_Rnn):
+    """φ = max(·, 0)."""
+
+    curve = staticmethod(torch.relu_)
+    slope = staticmethod(partial(_threshold_backward_to, threshold=0))
+
+
+class _Lstm(_Cell):
+    """c_t = f c_t-1 + i g and h_t = o tanh c_t, or W_hr times it; gates in the order i, f, g, o."""
+
+    def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        hs, cs = (_history(state, len(x)) for state in first)
+        tanh = torch.empty_like(cs[1:])
+        # The three sigmoids side by side are one operation.
+        w_ih, w_hh, bias = map(_sigmoids_first, (self.w_ih, self.w_hh, self.b_ih + self.b_hh))
+        gates, width, w_hh = _all_steps(x, w_ih, bias), cs.shape[2], w_hh.t()
+        sigmoids = gates[:, :, : 3 * width].unbind(0)
+        i, f, o, g = (part.unbind(0) for part in _by_gate(gates).unbind(2))
+        h, c = hs.unbind(0), cs.unbind(0)
+        # Without a projection o tanh c is h itself.
+        inside = h[1:] if self.w_hr is None else [torch.empty_like(cs[0])] * len(x)
+        for t, (z, tanh_c) in enumerate(zip(gates.unbind(0), tanh.unbind(0), strict=True)):
+            z.addmm_(h[t], w_hh)
+            sigmoids[t].sigmoid_()
+            g[t].tanh_()
+            torch.mul(f[t], c[t], out=c[t + 1]).addcmul_(i[t], g[t])
+            torch.tanh(c[t + 1], out=tanh_c)
+            torch.mul(o[t], tanh_c, out=inside[t])
+            if self.w_hr is not None:
+                torch.mm(inside[t], self.w_hr.t(), out=h[t + 1])
+        return hs, cs, gates, tanh
+
+    def backward(self, kept: Sequence[Tensor], direct: Tensor, last: Tensor | None) -> _Found:
+        _, cs, gates, tanh = kept
+        width = cs.shape[2]
+        inside = None if self.w_hr is None else gates[:, :, 2 * width : 3 * width] * tanh
+        dc = torch.zeros_like(cs[0]) if last is None else last.clone()
+        dh, scratch, each_gate = direct.unbind(0), torch.empty_like(dc), dc.unsqueeze(1)
+        grads, do = gates.unbind(0), gates[:, :, 3 * width :].unbind(0)
+        by_cell = _by_gate(gates)[:, :, :3].unbind(0)
+        for start, end in reversed(_blocks(gates)):
+            f, slope = self._factors(gates[start:end], cs[start:end], tanh[start:end])
+            for t in reversed(range(start, end)):
+                k, dm = t - start, dh[t + 1]
+                if self.w_hr is not None:
+                    dm = torch.mm(dm, self.w_hr, out=scratch)
+                dc.addcmul_(dm, slope[k])
+                do[t].mul_(dm)
+                by_cell[t].mul_(each_gate)
+                dc.mul_(f[k])
+                dh[t].addmm_(grads[t], self.w_hh)
+        return _Found(gates, gates, dh[0], dc, None if inside is None else (direct[1:], inside))
+
+    @staticmethod
+    def _factors(gates: Tensor, cs: Tensor, tanh: Tensor) -> tuple[_Rows, _Rows]:
+        """Write over gates what ∂ℓ/∂c_t (i, f, g) and ∂ℓ/∂h_t (o) are times in their gradients.
+
+        These are in torch's order. Returns f_t = ∂c_t+1/∂c_t and ∂h_t/∂c_t.
+        """
+        i, f, o, g = _by_gate(gates).unbind(2)
+        slopes, kept, do = _tanh_backward(o, tanh), f.clone(), _sigmoid_backward(tanh, o)
+        _tanh_backward_to(i, g, grad_input=o)
+        _sigmoid_backward_to(g, i, grad_input=i)
+        _sigmoid_backward_to(cs, f, grad_input=f)
+        g.copy_(do)
+        return kept.unbind(0), slopes.unbind(0)
+
+
+class _Gru(_Cell):
+    """h_t = (1 - z) n + z h_t-1, n = tanh(W_in x + b_in + r q), q = W_hn h_t-1 + b_hn.
+
+    torch's order is r, z, n. Here a step is r, z, q, n: one product adds W_hh h to the first three.
+    """
+
+    def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        hs, width, w_hh = _history(first[0], len(x)), first[0].shape[1], self.w_hh.t()
+        gates, two = x.new_empty(*x.shape[:2], 4 * width), 2 * width
+        gates[:, :, :two] = _all_steps(x, self.w_ih[:two], (self.b_ih + self.b_hh)[:two])
+        gates[:, :, two : 3 * width] = self.b_hh[two:]
+        gates[:, :, 3 * width :] = _all_steps(x, self.w_ih[two:], self.b_ih[two:])
+        h, sums = hs.unbind(0), gates[:, :, : 3 * width].unbind(0)
+        sigmoids = gates[:, :, :two].unbind(0)
+        r, z, q, n = (part.unbind(0) for part in _by_gate(gates).unbind(2))
+        for t in range(len(x)):
+            sums[t].addmm_(h[t], w_hh)
+            sigmoids[t].sigmoid_()
+            n[t].addcmul_(r[t], q[t]).tanh_()
+            torch.lerp(n[t], h[t], z[t], out=h[t + 1])
+        return hs, gates
+
+    def backward(self, kept: Sequence[Tensor], direct: Tensor, last: Tensor | None) -> _Found:  # noqa: ARG002
+        hs, gates = kept
+        width = hs.shape[2]
+        dh, each_gate = direct.unbind(0), direct.unsqueeze(2).unbind(0)
+        outer, by_gate = gates[:, :, : 3 * width], _by_gate(gates).unbind(0)
+        grads = outer.unbind(0)
+        for start, end in reversed(_blocks(gates)):
+            z = self._factors(gates[start:end], hs[start:end])
+            for t in reversed(range(start, end)):
+                by_gate[t].mul_(each_gate[t + 1])
+                dh[t].addcmul_(dh[t + 1], z[t - start]).addmm_(grads[t], self.w_hh)
+        inner = torch.cat([gates[:, :, : 2 * width], gates[:, :, 3 * width :]], 2)
+        return _Found(inner, outer, dh[0])
+
+    @staticmethod
+    def _factors(gates: Tensor, hs: Tensor) -> _Rows:
+        """Write over r, z, q, n what ∂ℓ/∂h_t is times in their gradients; returns z."""
+        r, z, q, n = _by_gate(gates).unbind(2)
+        kept, dn = z.clone(), _tanh_backward(1 - z, n)
+        _sigmoid_backward_to(hs - n, z, grad_input=z)
+        n.copy_(dn)
+        _sigmoid_backward_to(dn * q, r, grad_input=dn)
+        torch.mul(n, r, out=q)
+        r.copy_(dn)
+        return kept.unbind(0)
+
+
+_CELLS: dict[object, type[_Cell]] = {
+    _aten.lstm.input: _Lstm,
+    _aten.gru.input: _Gru,
+    _aten.rnn_tanh.input: _TanhRnn,
+    _aten.rnn_relu.input: _ReluRnn,
+}
+
+RECURRENT = frozenset(_CELLS)
+"""The operations that `run` knows."""
+
+
+class _Recurrence(torch.autograd.Function):
+    """A cell's outputs [T, B, P], last h and, of an LSTM, last c, by autograd from x, h0 and c0."""
+
+    @staticmethod
+    def forward(ctx: Any, cell: _Cell, _: Tensor, x: Tensor, *first: Tensor) -> tuple[Tensor, ...]:
+        kept = cell.forward(x, first)
+        ctx.save_for_backward(x, *kept)
+        ctx.set_materialize_grads(False)
+        ctx.cell = cell
+        # Copies, so that the model may write over what it is given.
+        lasts = (states[-1].clone() for states in kept[: len(first)])
+        return kept[0][1:].clone(), *lasts
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *passed: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        x, *kept = cast(tuple[Tensor, ...], ctx.saved_tensors)
+        cell = cast(_Cell, ctx.cell)
+        outputs, hidden, *last = passed
+        found = cell.backward(kept, _direct(kept[0], outputs, hidden), last[0] if last else None)
+        # Without its history: whoever keeps it would keep the graph, and the graph whom it tells.
+        cell.tell(x.detach(), kept[0], found)
+        dx = _all_steps(found.inner, cell.w_ih.t()) if ctx.needs_input_grad[2] else None
+        return None, None, dx, found.hidden, *([found.cell] if last else [])
+
+
+def run(op: object, args: Sequence[object], record: Record) -> tuple[Tensor, ...]:
+    """What the operation returns of its arguments, (out, hn, cn) or (out, hn).
+
+    args: input [B, T, K] (or [T, B, K]), h0 or [h0, c0], the parameters, has_biases, num_layers,
+    dropout, train, bidirectional, batch_first. Autograd differentiates it once, by input, h0 and
+    c0; parameters are constants to it. As the gradient passes, `record` is told the factors of
+    every parameter's per-sample gradients; of a layer that no loss depends on it is told nothing.
+    Raises ModelError: op is not in RECURRENT.
+    """
+    if op not in RECURRENT:
+        raise ModelError(f"operation {op} is not known: use nn.LSTM, nn.GRU or nn.RNN, padded")
+    kind = _CELLS[op]
+    inputs, hx, listed, biased, layers, dropout, train, both, batch_first = cast(Any, args)
+    params = [p.detach() for p in cast(Sequence[Tensor], listed)]
+    # In float32 under autocast, too: errors add up over the steps.
+    inputs, *states = (v.to(params[0].dtype) for v in (inputs, *(hx if kind is _Lstm else [hx])))
+    starts = list(zip(*(s.unbind(0) for s in states), strict=True))
+    x = cast(Tensor, inputs.transpose(0, 1) if batch_first else inputs)
+    # Autograd passes where something requires grad: x and h0 may both be data.
+    anchor = torch.zeros((), requires_grad=True)
+    size, directions = len(params) // len(starts), 2 if both else 1
+    lasts: list[tuple[Tensor, ...]] = []
+    for layer in range(layers):
+        x = F.dropout(x, dropout, train) if layer else x
+        made: list[Tensor] = []
+        for k in range(layer * directions, (layer + 1) * directions):
+            reverse, place = k % directions == 1, k * size
+            cell = kind(params[place : place + size], biased, place, record)
+            read = x.flip(0) if reverse else x
+            with without_autocast(x.device.type):
+                y, *last = cast(Any, _Recurrence).apply(cell, anchor, read, *starts[k])
+            made.append(y.flip(0) if reverse else y)
+            lasts.append(tuple(last))
+        x = torch.cat(made, 2) if both else made[0]
+    states = [torch.stack(each) for each in zip(*lasts, strict=True)]
+    return x.transpose(0, 1) if batch_first else x, *states
+
+
+def _history(first: Tensor, steps: int) -> Tensor:
+    """Room for a state's values [T+1, B, ·], the first of which is known."""
+    values = first.new_empty(steps + 1, *first.shape)
+    values[0] = first
+    return values
+
+
+def _direct(states: Tensor, outputs: Tensor | None, last: Tensor | None) -> Tensor:
+    """∂ℓ/∂h_t past all later steps [T+1, B, P], as h_0, ..., h_T, from those of outputs and h_T."""
+    found = torch.empty_like(states)
+    found[0] = 0
+    found[1:] = 0 if outputs is None else outputs
+    if last is not None:
+        found[-1] += last
+    return found
+
+
+def _all_steps(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b [T, B, O] of x [T, B, K], all steps in one product."""
+    return F.linear(x.flatten(0, 1), weight, bias).view(*x.shape[:2], -1)
+
+
+def _by_gate(rows: Tensor) -> Tensor:
+    """Four gates side by side [T, B, 4H] as [T, B, 4, H]."""
+    return rows.view(*rows.shape[:2], 4, -1)
+
+
+def _sigmoids_first(rows: Tensor) -> Tensor:
+    """An LSTM's weight or bias with its gates in the order i, f, o, g."""
+    i, f, g, o = rows.chunk(4)
+    return torch.cat([i, f, o, g])
+
+
+def _blocks(gates: Tensor) -> list[tuple[int, int]]:
+    """Steps to compute factors for at a time, so that the cache still holds them when due."""
+    # Besides the gates there are their gradients, and almost as much of states.
+    step = 3 * gates[0].numel() * gates.element_size()
+    count = max(1, _BLOCK_BYTES // max(1, step))
+    return [(t, min(t + count, len(gates))) for t in range(0, len(gates), count)]

@@ -1,0 +1,496 @@
+"""Uses of parameters in a pass, and the rules for their per-sample gradients.
+
+Operations without a rule are replayed: vmap differentiates them record by record, and nothing
+around them.
+
+A rule is given a Call: the operation's arguments, the gradient of its output, and where each has
+the batch. It returns a Share for every argument that is wanted. docs/adding-a-rule.md states its
+contract: exact for each record, linear in the output's gradient, and no number of one record in
+another's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import vjp, vmap
+
+from fedpact.per_sample.convolution import Convolved, Geometry
+from fedpact.per_sample.gradients import Lookup, Made, Outer
+from fedpact.per_sample.layout import aligned
+from fedpact.per_sample.norms import flattened
+from fedpact.per_sample.share import Share, same
+from fedpact.per_sample.tracing.batch_rules import Where
+from fedpact.per_sample.tracing.trace_context import for_vmap
+
+Place = int | tuple[int, int]
+"""Of an argument, or of one in a list of them."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One operation of a pass. places: of each argument that has records; out: of the results.
+
+    wanted: the arguments whose gradients are asked for. grads: those of the results, None where no
+    loss depends on one. batch: B.
+    """
+
+    op: Callable[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+    places: dict[Place, Where]
+    out: list[Where]
+    wanted: list[Place]
+    batch: int
+    grads: list[Tensor | None] = field(default_factory=list[Tensor | None])
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient of the only result, apart."""
+        return self.apart(cast(Tensor, self.grads[0]), self.out[0])
+
+    def at(self, place: Place) -> Tensor:
+        """The argument at a place."""
+        found = self.args[place] if isinstance(place, int) else self.args[place[0]][place[1]]
+        return wide(cast(Tensor, found).detach())
+
+    def input(self, place: Place = 0) -> Tensor:
+        """An argument with records, apart: [B, ...], each with a batch of one in its place."""
+        return self.apart(self.at(place), self.places[place])
+
+    def put(self, values: "dict[Place, Tensor]") -> list[Any]:
+        """The arguments with others in these places."""
+        args: list[Any] = [
+            list(cast(list[Any], a)) if isinstance(a, (list, tuple)) else a for a in self.args
+        ]
+        for place, value in values.items():
+            if isinstance(place, int):
+                args[place] = value
+            else:
+                args[place[0]][place[1]] = value
+        return args
+
+    def apart(self, tensor: Tensor, where: Where) -> Tensor:
+        """[B, ...] of a tensor that has the batch elsewhere, each record as if it were alone."""
+        dim, outer, inner = where
+        if outer == inner == 1:
+            return tensor.movedim(dim, 0).unsqueeze(dim + 1)
+        shape = tensor.shape
+        split = tensor.reshape(*shape[:dim], outer, self.batch, inner, *shape[dim + 1 :])
+        return split.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+
+    def positions(self, apart: Tensor) -> Tensor:
+        """[B, ..., N] as [B, T, N]."""
+        return apart.reshape(self.batch, -1, apart.shape[-1])
+
+
+Shares = dict[Place, Share]
+"""By the place of the argument."""
+
+Rule = Callable[[Call], Shares]
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """A tensor in float32 where it has 16 bits, whose sums and squares would be none."""
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
+
+
+def results_of(found: Any) -> list[Tensor]:
+    """An operation's results, one or several."""
+    return list(found) if type(found) in (list, tuple) else [found]
+
+
+def replayed(call: Call) -> Shares:
+    """Any operation: vmap differentiates it record by record, a loop where vmap cannot or may not.
+
+    Each record is given as a batch of one. Raises whatever the operation does.
+    """
+    grads = [
+        call.apart(g, where) for g, where in zip(call.grads, call.out, strict=True) if g is not None
+    ]
+    given = [g is not None for g in call.grads]
+    inputs = {i: call.input(i) for i in call.places}
+    weights = [call.at(i) for i in call.wanted]
+
+    def pull(inputs: dict[Place, Tensor], grads: list[Tensor]) -> tuple[Tensor, ...]:
+        def run(*weights: Tensor) -> tuple[Tensor, ...]:
+            given_args = call.put({**inputs, **dict(zip(call.wanted, weights, strict=True))})
+            found: Any = call.op(*given_args, **call.kwargs)
+            several: list[Tensor] = results_of(found)
+            return tuple(v for v, wanted in zip(several, given, strict=False) if wanted)
+
+        return cast(tuple[Tensor, ...], vjp(run, *weights)[1](tuple(grads)))
+
+    try:
+        with for_vmap():
+            rows = cast(Any, vmap(pull, randomness="error"))(inputs, grads)
+    except RuntimeError:
+        each = [
+            pull({i: aligned(x[j]) for i, x in inputs.items()}, [aligned(g[j]) for g in grads])
+            for j in range(call.batch)
+        ]
+        rows = [torch.stack(column) for column in zip(*each, strict=True)]
+    return {i: Made(r) for i, r in zip(call.wanted, rows, strict=True)}
+
+
+def shares_of(call: Call) -> Shares:
+    """The shares that a call leaves of the arguments that are wanted."""
+    return _RULES.get(str(call.op), replayed)(call)
+
+
+def _linear(call: Call) -> Shares:
+    """Rows x Wᵀ + b: Σ_t g_t x_tᵀ and Σ_t g_t."""
+    g = call.positions(call.grad)
+    found: Shares = {}
+    if 1 in call.wanted:
+        found[1] = Outer(g, call.positions(call.input()))
+    if 2 in call.wanted:
+        found[2] = Made(g.sum(1))
+    return found
+
+
+def _matmul(call: Call) -> Shares:
+    """A product of matrices a b, of vectors too, batched or not, with broadcasting."""
+    return _product(call, 0)
+
+
+def _added_product(call: Call) -> Shares:
+    """beta c + alpha a b."""
+    g = cast(Tensor, call.grads[0])
+    alpha, beta = (call.kwargs.get(name, 1) for name in ("alpha", "beta"))
+    wanted = [i for i in call.wanted if i != 0]
+    found = _product(replace(call, wanted=wanted, grads=[g * alpha]), 1)
+    if 0 in call.wanted:
+        found[0] = _reduced(call, g * beta, 0)
+    return found
+
+
+def _product(call: Call, first: int) -> Shares:
+    a, b = (call.at(i).dim() for i in (first, first + 1))
+    batch = "abcdefgh"[-max(a, b, 2) + 2 :] if max(a, b) > 2 else ""
+    left = batch[len(batch) - a + 2 :] + "mk" if a > 1 else "k"
+    right = batch[len(batch) - b + 2 :] + "kn" if b > 1 else "k"
+    out = batch + "m" * (a > 1) + "n" * (b > 1)
+    return _contracted(call, {first: left, first + 1: right}, out)
+
+
+def _einsum(call: Call) -> Shares:
+    """Any of one term for each operand; with an ellipsis or a diagonal it is replayed."""
+    equation = cast(str, call.args[0]).replace(" ", "")
+    terms, arrow, out = equation.partition("->")
+    if not arrow:
+        out = "".join(sorted(c for c in {*terms} - {","} if terms.count(c) == 1))
+    operands: dict[Place, str] = {(1, i): one for i, one in enumerate(terms.split(","))}
+    if {*".Z"} & {*equation} or any(len({*one}) < len(one) for one in operands.values()):
+        return replayed(call)
+    return _contracted(call, operands, out)
+
+
+def _bilinear(call: Call) -> Shares:
+    """Σ_kl x_k W_nkl y_l + b."""
+    rows = "abcdefgh"[: call.at(0).dim() - 1]
+    wanted = [i for i in call.wanted if i != 3]
+    operands: dict[Place, str] = {0: rows + "k", 1: rows + "l", 2: "nkl"}
+    found = _contracted(replace(call, wanted=wanted), operands, rows + "n")
+    if 3 in call.wanted:
+        found[3] = _reduced(call, cast(Tensor, call.grads[0]), 3)
+    return found
+
+
+def _contracted(call: Call, operands: dict[Place, str], out: str) -> Shares:
+    """A sum of products. operands: their dimensions, a letter each, as einsum has them; out: of y.
+
+    The gradient of a factor is the sum of the products of ∂/∂y and the other factors, over all
+    letters that are not its own: of two factors a product of matrices, batched over the letters
+    that are in all three.
+    """
+    found: Shares = {}
+    for place in call.wanted:
+        own, sizes = operands[place], call.at(place).shape
+        kept = "".join(c for c, size in zip(own, sizes, strict=True) if size > 1)
+        terms = [_narrow(call.grad, "Z" + out)]
+        for i, letters in operands.items():
+            if i in call.places:
+                terms.append(_narrow(call.input(i), "Z" + letters))
+            elif i != place:
+                terms.append(_narrow(call.at(i), letters))
+        if not {*kept} <= {c for _, letters in terms for c in letters}:
+            return replayed(call)
+        found[place] = _factor(terms, kept, matrix=call.at(place).dim() == len(kept) == 2)
+    return found
+
+
+def _narrow(tensor: Tensor, letters: str) -> tuple[Tensor, str]:
+    """Without dimensions of one entry, which may stand for more; but that of the records, Z."""
+    kept = [d for d, c in enumerate(letters) if c == "Z" or tensor.shape[d] > 1]
+    return tensor.reshape([tensor.shape[d] for d in kept]), "".join(letters[d] for d in kept)
+
+
+def _factor(terms: list[tuple[Tensor, str]], own: str, *, matrix: bool) -> Share:
+    """Of a factor with the letters `own`, from ∂/∂y and the other factors."""
+    equation = ",".join(letters for _, letters in terms) + "->Z" + own
+    if len(terms) > 2:
+        return Made(torch.einsum(equation, *[t for t, _ in terms]))
+    (g, out), (x, read) = terms
+    rows, columns = ([c for c in own if c in one] for one in (out, read))
+    if not matrix or len(rows) != 1 or len(columns) != 1 or rows == columns:
+        return Contracted(equation, g, x)
+    positions = "".join(c for c in out[1:] if c in read and c not in own)
+
+    def matrices(tensor: Tensor, letters: str, last: str) -> Tensor:
+        each = torch.einsum(f"{letters}->Z{positions}{last}", tensor)
+        return each.reshape(len(tensor), -1, each.shape[-1])
+
+    g, x = matrices(g, out, rows[0]), matrices(x, read, columns[0])
+    return Outer(g, x) if own[0] == rows[0] else Outer(x, g)
+
+
+class Contracted(Share):
+    """Gradients that are an einsum of ∂/∂y and another factor, [B, ...] each."""
+
+    def __init__(self, equation: str, g: Tensor, x: Tensor) -> None:
+        self._equation, self._g, self._x = equation, g, x
+        self.batch, self.element = len(g), g.element_size()
+        self.size = self.rows(slice(0, 1)).shape[1]
+
+    @property
+    def like(self) -> Tensor:
+        """See Share."""
+        return self._g
+
+    def rows(self, chunk: slice) -> Tensor:
+        """See Share."""
+        return flattened(torch.einsum(self._equation, self._g[chunk], self._x[chunk]))
+
+    def minus(self, other: Share) -> list[Share]:
+        """See Share, and Outer."""
+        one = cast(Contracted, other)
+        first = Contracted(self._equation, self._g - one._g, self._x)
+        if same(self._x, one._x):
+            return [first]
+        return [first, Contracted(self._equation, one._g, self._x - one._x)]
+
+    def pairs(self, other: Share) -> bool:
+        """See Share."""
+        return isinstance(other, Contracted) and other._equation == self._equation
+
+    def negative(self) -> Share:
+        """See Share."""
+        return Contracted(self._equation, -self._g, self._x)
+
+
+def _convolution(call: Call) -> Shares:
+    """x [B, C, ...] of one to three dimensions."""
+    stride, padding, dilation, groups = [*call.args[3:], *[1, 0, 1, 1][len(call.args[3:]) :]]
+    geometry = Geometry.by(call.at(1).shape[2:], [stride, padding, dilation, groups])
+    g = cast(Tensor, call.grads[0])
+    return _biased(call, Convolved(geometry, call.at(1), call.at(0), g), g)
+
+
+def _transposed(call: Call) -> Shares:
+    """The gradient of a convolution, which reads g at the positions that x [B, C, ...] has."""
+    settings = [*call.args[3:], *[1, 0, 0, 1, 1][len(call.args[3:]) :]]
+    stride, padding, _, groups, dilation = settings
+    geometry = Geometry.by(call.at(1).shape[2:], [stride, padding, dilation, groups])
+    x, g = call.at(0), cast(Tensor, call.grads[0])
+    if geometry.positions(g.shape[2:]) != tuple(x.shape[2:]):
+        # The output has a step or more behind it, which the convolution would read as well.
+        return replayed(call)
+    return _biased(call, Convolved(geometry, call.at(1), g, x), g)
+
+
+def _biased(call: Call, weight: Share, g: Tensor) -> Shares:
+    """Of a weight, and of a bias for each channel of the output."""
+    return {i: weight if i == 1 else Made(g.flatten(2).sum(2)) for i in call.wanted}
+
+
+def _embedding(call: Call) -> Shares:
+    """Rows of a table; by frequency of the batch's indices would mix its records."""
+    padding = cast(int, call.args[2]) if len(call.args) > 2 else -1
+    table = cast(Tensor, call.args[0])
+    index = call.input(1).reshape(call.batch, -1)
+    g = call.positions(call.grad)
+    return {0: Lookup(index, g, len(table), padding if padding >= 0 else None)}
+
+
+def _normalised(normal: Callable[[Call], Tensor], weight: int, bias: int, dims: int) -> Rule:
+    """y = weight ⊙ x̂ + bias over the last dimensions, or over channels where dims is 0."""
+
+    def rule(call: Call) -> Shares:
+        if dims == 0 and call.out[0] != Where(0):
+            return replayed(call)
+        g = cast(Tensor, call.grads[0])
+        found: Shares = {}
+        if weight in call.wanted:
+            found[weight] = Made(_summed(call, g * normal(call), weight, dims))
+        if bias in call.wanted:
+            found[bias] = Made(_summed(call, g, bias, dims))
+        return found
+
+    return rule
+
+
+def _summed(call: Call, v: Tensor, place: Place, dims: int) -> Tensor:
+    size = call.at(place).numel()
+    if dims == 0:
+        return v.flatten(2).sum(2) if v.dim() > 2 else v
+    return call.apart(v, call.out[0]).reshape(call.batch, -1, size).sum(1)
+
+
+def _option(call: Call, place: int, default: Any) -> Any:
+    return call.args[place] if len(call.args) > place else default
+
+
+def _layer_normal(call: Call) -> Tensor:
+    x = call.at(0)
+    return F.layer_norm(x, call.args[1], None, None, _option(call, 4, 1e-5))
+
+
+def _rms_normal(call: Call) -> Tensor:
+    return F.rms_norm(call.at(0), call.args[1], None, _option(call, 3, None))
+
+
+def _group_normal(call: Call) -> Tensor:
+    x = call.at(0)
+    return F.group_norm(x, call.args[1], None, None, _option(call, 4, 1e-5))
+
+
+def _frozen_normal(call: Call) -> Tensor:
+    _, _, _, mean, variance, _, _, eps = call.args[:8]
+    return F.batch_norm(call.at(0), mean, variance, None, None, False, 0.0, eps)
+
+
+def _instance_normal(call: Call) -> Tensor:
+    return F.instance_norm(call.at(0), eps=call.args[7])
+
+
+def _reduced(call: Call, g: Tensor, place: Place) -> Made:
+    """The output's gradient, summed over what a parameter was broadcast along."""
+    argument = call.at(place)
+    shape = argument.shape
+    # A single number does not make halves wider than they are, which it is.
+    apart = call.apart(g, call.out[0]).to(argument.dtype)
+    shape = torch.Size([1] * (apart.dim() - 1 - len(shape)) + list(shape))
+    over = [d + 1 for d, size in enumerate(shape) if size == 1 and apart.shape[d + 1] != 1]
+    return Made(apart.sum(over) if over else apart)
+
+
+def _added(sign: int) -> Rule:
+    """x + p and p + x, with broadcasting; the second has the sign."""
+
+    def rule(call: Call) -> Shares:
+        g = cast(Tensor, call.grads[0])
+        factors = {0: 1, 1: sign * call.kwargs.get("alpha", 1)}
+        found: Shares = {}
+        for i in call.wanted:
+            factor = factors[cast(int, i)]
+            found[i] = _reduced(call, g if factor == 1 else g * factor, i)
+        return found
+
+    return rule
+
+
+def _multiplied(call: Call) -> Shares:
+    """x ⊙ p and p ⊙ x, with broadcasting."""
+    g = cast(Tensor, call.grads[0])
+    return {i: _reduced(call, g * call.at(1 - cast(int, i)), i) for i in call.wanted}
+
+
+def _divided(call: Call) -> Shares:
+    """x / p and p / x, with broadcasting."""
+    g = cast(Tensor, call.grads[0]) / call.at(1)
+    factors = {0: 1, 1: -(call.at(0) / call.at(1))}
+    return {i: _reduced(call, g * factors[cast(int, i)], i) for i in call.wanted}
+
+
+def _chosen(call: Call) -> Shares:
+    """p or x by a condition, with broadcasting."""
+    g, condition = cast(Tensor, call.grads[0]), call.at(0)
+    each: dict[Place, Tensor] = {1: condition, 2: ~condition}
+    return {i: _reduced(call, torch.where(each[i], g, 0), i) for i in call.wanted}
+
+
+def _prelu(call: Call) -> Shares:
+    """p x below 0, with one p or one a channel, which is the second dimension."""
+    g = torch.where(call.at(0) < 0, cast(Tensor, call.grads[0]) * call.at(0), 0)
+    g = call.apart(g, call.out[0])
+    kept = 2 if call.at(1).numel() > 1 else 0
+    return {1: Made(g.sum([d for d in range(1, g.dim()) if d != kept]).reshape(call.batch, -1))}
+
+
+def _indexed(call: Call) -> Shares:
+    """Rows p[i] of a table by whole numbers."""
+    table, index = call.at(0), cast(list[Any], call.args[1])
+    if table.dim() != 2 or len(index) != 1 or index[0].dtype == torch.bool:
+        return replayed(call)
+    index = call.input((1, 0)).reshape(call.batch, -1) % len(table)
+    return {0: Lookup(index, call.positions(call.grad), len(table), None)}
+
+
+def _expanded(call: Call) -> Shares:
+    """A parameter that is given to each record, as a class token is."""
+    return {0: _reduced(call, cast(Tensor, call.grads[0]), 0)}
+
+
+def _repeated(call: Call) -> Shares:
+    """A parameter that is repeated for each record: of one record, as often as the others say."""
+    times, where = list(call.args[1]), call.out[0]
+    times[where.dim] = where.inner
+    return replayed(replace(call, args=[call.args[0], times]))
+
+
+def of_arguments(share: Share, op: str, args: list[Any]) -> Shares | None:
+    """Shares of what a weight [O, K] was made from by an operation; None where it has no rule.
+
+    What is made of parameters alone, as Wᵀ or W + B A, passes an outer product on as it is: no
+    matrix of the weight's size is then made for any record, and no vmap is needed. args: numbers
+    and tensors, as the operation had them.
+    """
+    if type(share) is not Outer:
+        return None
+    g, u = share.g, share.u
+    if op == "aten.add.Tensor" and args[0].shape == args[1].shape:
+        return {0: share, 1: share}
+    if op == "aten.mul.Tensor" and not (isinstance(args[1], Tensor) and args[1].dim()):
+        # No gradient of a number: who asks for one makes the matrix.
+        return {0: Outer(g * args[1], u)}
+    if op in _PRODUCTS and args[0].dim() == args[1].dim() == 2:
+        return {0: Outer(g, u @ args[1].t()), 1: Outer(g @ args[0], u)}
+    turned = op in _TURNS or (op == "aten.transpose.int" and (args[1] - args[2]) % 2)
+    return {0: Outer(u, g)} if turned and args[0].dim() == 2 else None
+
+
+_PRODUCTS = ("aten.matmul.default", "aten.mm.default")
+_TURNS = ("aten.t.default", "aten.numpy_T.default", "aten.mT.default")
+_PADDED = ("default", "padding")
+_EXPANDING = ("expand", "expand_as", "broadcast_to")
+
+_RULES: dict[str, Rule] = {
+    "aten.linear.default": _linear,
+    **dict.fromkeys([f"aten.{name}.default" for name in ("matmul", "mm", "bmm", "mv")], _matmul),
+    **dict.fromkeys(["aten.addmm.default", "aten.baddbmm.default"], _added_product),
+    "aten.einsum.default": _einsum,
+    "aten.bilinear.default": _bilinear,
+    **dict.fromkeys([f"aten.conv{n}d.{how}" for n in "123" for how in _PADDED], _convolution),
+    "aten.conv_transpose1d.default": _transposed,
+    "aten.conv_transpose2d.input": _transposed,
+    "aten.conv_transpose3d.input": _transposed,
+    "aten.index.Tensor": _indexed,
+    "aten.embedding.default": _embedding,
+    "aten.layer_norm.default": _normalised(_layer_normal, 2, 3, dims=1),
+    "aten.rms_norm.default": _normalised(_rms_normal, 2, -1, dims=1),
+    "aten.group_norm.default": _normalised(_group_normal, 2, 3, dims=0),
+    "aten.batch_norm.default": _normalised(_frozen_normal, 1, 2, dims=0),
+    "aten.instance_norm.default": _normalised(_instance_normal, 1, 2, dims=0),
+    "aten.add.Tensor": _added(1),
+    "aten.sub.Tensor": _added(-1),
+    "aten.mul.Tensor": _multiplied,
+    "aten.div.Tensor": _divided,
+    "aten.where.self": _chosen,
+    "aten.prelu.default": _prelu,
+    **dict.fromkeys([f"aten.{one}.default" for one in _EXPANDING], _expanded),
+    "aten.repeat.default": _repeated,
+}

@@ -1,0 +1,155 @@
+"""What one use of a parameter leaves: a share of its per-sample gradients; see gradients.
+
+Sums: docs/privacy.md proves how far one record moves them; what it assumes of the code is
+* products of float32 run over at most TOGETHER records, and sums over at most IN_FLOAT32;
+* where c is float64, so are all products.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedpact.common.params import on_cpu
+
+TOGETHER = 128
+"""So many records' terms float32 may add in one product; docs/privacy.md has why."""
+
+IN_FLOAT32 = 512
+"""Up to so many records float32 sums; more are summed in float64 and rounded once."""
+
+PARTIAL_SUMS = 16
+"""Float32 adds up so many passes' sums at most."""
+
+FAR = 2.0**80
+"""‖u‖² beyond which g is no place for the coefficient; see balanced."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of one parameter: squares [P] is ‖G_j‖² in float64; add(c [P], good, view) adds Σ_j c_j G_j.
+
+    good [P]: the slots to add, c is 0 elsewhere; None where the numbers of all slots are finite. 0
+    times infinity is not a number, so the others' gradients are set to 0 first. view: the
+    parameter's place in the total, of c's type.
+    """
+
+    squares: Tensor
+    add: Callable[[Tensor, Tensor | None, Tensor], None]
+
+
+class Space:
+    """Memory for gradients that is used again in every pass: new memory costs as much as a product.
+
+    What was taken is somebody else's after `reset`. digits: a context that gradients are made in.
+    """
+
+    def __init__(self, digits: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        self.digits = digits
+        self._blocks: list[Tensor] = []
+        self._next = 0
+
+    def reset(self) -> None:
+        """Have all of it taken anew."""
+        self._next = 0
+
+    def take(self, rows: int, columns: int, like: Tensor) -> Tensor:
+        """Rows [rows, columns] of numbers of the type and on the device of `like`, not set."""
+        if not on_cpu(like):
+            # A GPU's memory is kept by torch, and what a captured pass works on is its own.
+            return like.new_empty(rows, columns)
+        if self._next == len(self._blocks):
+            self._blocks.append(like.new_empty(0))
+        block = self._blocks[self._next]
+        if block.numel() < rows * columns or block.dtype != like.dtype:
+            block = self._blocks[self._next] = like.new_empty(rows * columns)
+        self._next += 1
+        return block[: rows * columns].view(rows, columns)
+
+
+class Share(ABC):
+    """What one use of a parameter contributes to its per-sample gradients.
+
+    batch: B. size: numbers in one gradient. element: bytes of a number. most: the most records to
+    make gradients of at a time.
+    """
+
+    batch: int
+    size: int
+    element: int
+    most: int | None = None
+
+    @abstractmethod
+    def rows(self, chunk: slice) -> Tensor:
+        """The gradients [n, size] of the records in the chunk."""
+
+    @abstractmethod
+    def minus(self, other: "Share") -> "list[Share]":
+        """Shares whose sum is this one less another of the same kind and form."""
+
+    @abstractmethod
+    def pairs(self, other: "Share") -> bool:
+        """Whether `minus` can take the other."""
+
+    @abstractmethod
+    def negative(self) -> "Share":
+        """The same with the other sign."""
+
+    def quick_rows(self, chunk: slice, out: Tensor) -> Tensor:  # noqa: ARG002
+        """The same rows with their numbers in an order of the share's own; see arranged.
+
+        out: memory of that form, which they may be written to.
+        """
+        return self.rows(chunk)
+
+    def factors(self) -> list[Tensor]:
+        """What the gradients are made of, each [B, ...], for who compares passes bit for bit."""
+        return [self.rows(slice(0, self.batch))]
+
+    @property
+    @abstractmethod
+    def like(self) -> Tensor:
+        """A tensor of the type and on the device of the gradients."""
+
+    def arranged(self, total: Tensor) -> Tensor:
+        """A sum of quick rows [..., size], as the parameter's numbers in their order."""
+        return total
+
+    def special(self) -> Part | None:
+        """A way to norm and sum that makes no rows, where there is a better one."""
+        return None
+
+
+def unit_of(clip: float) -> float:
+    """A power of two to count small clips in: a coefficient of 1e-40 has no digits in float32."""
+    return 2.0 ** math.floor(math.log2(clip)) if clip < 2.0**-20 else 1.0
+
+
+def together(batch: int) -> list[slice]:
+    """Slices of a batch that float32 may sum at a time."""
+    return [slice(i, min(i + TOGETHER, batch)) for i in range(0, batch, TOGETHER)]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one form are the same memory.
+
+    Not whether they hold the same numbers: of one record that would decide how others are summed.
+    """
+    return a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
+
+
+def balanced(g: Tensor, u: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """g [B, O] and u [B, K] of ‖u_j‖² [B], neither so long that c_j g_j has few digits or none.
+
+    A record of 1e38 whose g is 1e-20 may need a c_j g_j that float32 has no digits left for.
+    """
+    far = (lengths > FAR) & lengths.isfinite()
+    if on_cpu(far) and not far.any():
+        return g, u
+    # At most 2^64, the root of the longest ‖u‖: a power of two, so no digit is lost.
+    exponent = torch.where(far, torch.frexp(lengths)[1] // 2, 0).clamp_max(64)[:, None]
+    return torch.ldexp(g, exponent), torch.ldexp(u, -exponent)

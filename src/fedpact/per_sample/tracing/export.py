@@ -1,0 +1,357 @@
+"""Tracing: a model and its loss as a list of operations on tensors.
+
+Both run once, on made-up records that have a form and no values, before any record is read. A
+branch on values cannot be taken; nor, where the batch has no fixed size, one on its length. The
+state of Python is frozen: what runs afterwards is what was traced. A trace holds names of weights
+and not weights, so one serves every model of the same code and form in this process.
+"""
+
+import logging
+import operator
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from traceback import FrameSummary, extract_tb
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+
+from fedpact.common.losses import Loss
+from fedpact.common.params import refuse_writing
+from fedpact.common.user_code import digest_of_form
+from fedpact.per_sample.tracing.batch_rules import is_size
+from fedpact.per_sample.tracing.batch_table import State, states
+from fedpact.per_sample.tracing.record_safety import by_argument, follow, unsafe
+from fedpact.per_sample.tracing.replacements import STANDS_FOR, TRACED_AS
+from fedpact.per_sample.tracing.trace_context import announced, state_kept, while_tracing
+
+_TRACING: Final = threading.RLock()  # torch's tracer is no more than one thread's at a time
+_BATCH: Final = 3  # records in a made-up batch
+_PATIENCE: Final = 15.0  # seconds of tracing until the log says so
+_KEPT: Final = 64  # traces of this process
+_SET_GRAD: Final = cast(Any, torch)._C._set_grad_enabled
+_SLOW: Final = (
+    "model %s is being traced, once, which takes long where Python goes over many positions: "
+    "a layer that does so itself, as nn.LSTM does and nn.LSTMCell does not, takes no time"
+)
+
+
+class Untraceable(Exception):
+    """A model cannot be traced, with the reason."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """A traced model and loss.
+
+    inputs: of each placeholder, what it is and whose, as ("parameter", "model.0.weight"),
+    ("buffer", "model.mean"), ("constant", the placeholder's own name) or ("record", "x").
+    """
+
+    nodes: list[Node]
+    result: Node
+    inputs: dict[str, tuple[str, str]]
+    constants: dict[str, Tensor]
+
+    @cached_property
+    def records(self) -> set[str]:
+        """The placeholders' names that stand for records."""
+        return {name for name, (kind, _) in self.inputs.items() if kind == "record"}
+
+    @cached_property
+    def entered(self) -> set[Node]:
+        """The nodes that records enter."""
+        return follow(self.nodes, self.records)
+
+    @cached_property
+    def states(self) -> dict[Node, State]:
+        """Where every node has the batch. Raises Mixed."""
+        return states(self.nodes, self.records)
+
+
+class WithLoss(nn.Module):
+    """Losses [B] of records x, y, as one module."""
+
+    def __init__(self, module: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model, self.loss = module, loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The losses [B]."""
+        losses = self.loss(self.model(x), y)
+        vars(self)["after"] = self.tensors()
+        return losses
+
+    def replaced(self, given: Mapping[str, Tensor]) -> str | None:
+        """The name of a tensor that is another than what was given."""
+        now: dict[str, Tensor] = vars(self).pop("after")
+        return next((n for n in {*now, *given} if now.get(n) is not given.get(n)), None)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name, one that has several by its first."""
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+
+
+_traces: dict[object, Trace | str] = {}
+
+
+def trace_of(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
+    """The trace of this process for a model of this form, made if there is none yet."""
+    if any(isinstance(m, torch.jit.ScriptModule) for m in whole.modules()):
+        raise Untraceable(
+            "it is TorchScript, which cannot be looked into; hand in the module it was made of"
+        )
+    with _TRACING:
+        # Of what lasts: what cannot be told by looking at it is traced each time.
+        digest = digest_of_form(whole.model, whole.loss)
+        forms = [(v.shape[1:], v.dtype, v.device) for v in (x, y)]
+        key = digest, *forms, batch, torch.get_default_dtype()
+        found = None if digest is None else _traces.get(key)
+        if found is None:
+            try:
+                found = _trace(whole, x, y, batch)
+            except Untraceable as why:
+                found = str(why)
+            if digest is not None:
+                _traces[key] = found
+        while len(_traces) > _KEPT:
+            del _traces[next(iter(_traces))]
+    if isinstance(found, str):
+        raise Untraceable(found)
+    return found
+
+
+def _trace(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
+    slow = announced(_SLOW, whole.model, _PATIENCE, logging.WARNING)
+    with slow, while_tracing(whole.model, whole.loss), warnings.catch_warnings():
+        # Of torch about itself. Other threads may lose a warning meanwhile, and nothing else.
+        warnings.simplefilter("ignore")
+        recorded = _recorded(whole, x, y, batch, functional=False)
+        if any(map(_changes, recorded.graph.nodes)):
+            _check_writes(whole, recorded)
+            recorded = _recorded(whole, x, y, batch, functional=True)
+    graph = recorded.graph
+    _detach_without_grad(graph)
+    *nodes, output = graph.nodes
+    (result,) = output.all_input_nodes or (None,)
+    if result is None:
+        raise Untraceable("its losses follow from no operation")
+    # Nothing in a trace writes, so what no result depends on is neither run nor looked at.
+    needed = {result}
+    for node in reversed(nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    nodes = [node for node in nodes if node.op == "placeholder" or node in needed]
+    for node in nodes:
+        node.target = STANDS_FOR.get(node.target, node.target)
+        if _changes(node):
+            raise Untraceable(f"{node.target} changes a tensor in place")
+        if not _known(node):
+            # Transformations of functions and the like, which would run code of their own.
+            raise Untraceable(f"{node.target} is no operation on tensors")
+    trace = Trace(nodes, result, recorded.inputs, recorded.constants)
+    if (why := unsafe(nodes, trace.entered)) is not None:
+        raise Untraceable(why)
+    return trace
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A graph as torch recorded it; inputs and constants as of Trace."""
+
+    graph: Graph
+    inputs: dict[str, tuple[str, str]]
+    constants: dict[str, Tensor]
+
+
+def _recorded(
+    whole: WithLoss, x: Tensor, y: Tensor, batch: int | None, *, functional: bool
+) -> _Recorded:
+    """Run model and loss on made-up records. functional: write nothing in place.
+
+    Raises Untraceable.
+    """
+    # Here, as torch's tracer takes a second to import, which most commands do without.
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+    from torch.fx.experimental import _config as shapes
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import (
+        DimDynamic,
+        ShapeEnv,
+        StatelessSymbolicContext,
+    )
+
+    env = ShapeEnv()
+    fake = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    fake.cache_enabled = False  # of forms, of which hardly any comes up again: a third of the time
+
+    def made_up(tensor: Tensor, first: DimDynamic = DimDynamic.STATIC) -> Tensor:
+        dims = [first, *[DimDynamic.STATIC] * (tensor.dim() - 1)][: tensor.dim()]
+        context = cast(Any, StatelessSymbolicContext)(dims)
+        return fake.from_tensor(tensor, symbolic_context=context)
+
+    def run(tensors: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
+        given = dict(zip(held, tensors, strict=True))
+        losses = torch.func.functional_call(whole, given, (x, y))
+        if (name := whole.replaced(given)) is not None:
+            raise Untraceable(f"a pass changes {_own_name(name)}")
+        return losses
+
+    held = whole.tensors()
+    weights = [made_up(tensor) for tensor in held.values()]
+    # Of one size, which is any size from 2 on.
+    first = DimDynamic.STATIC if batch else DimDynamic.DUCK
+    records = [made_up(v.new_zeros(batch or _BATCH, *v.shape[1:]), first) for v in (x, y)]
+    mode = FunctionalTensorMode(pre_dispatch=True, export=True)
+    traced = dispatch_functionalize(run, mode) if functional else run
+    try:
+        # As in training: without gradients some layers take ways that have none.
+        # Where torch has a way for any size beside one for some sizes, it takes the first.
+        any_size = cast(Any, shapes).patch(backed_size_oblivious=True)
+        with any_size, enable_python_dispatcher(), fake, torch.enable_grad(), state_kept(whole):
+            made = make_fx(
+                traced,
+                decomposition_table=TRACED_AS,
+                tracing_mode="real",
+                pre_dispatch=True,
+                _allow_non_fake_inputs=True,
+            )(weights, *records)
+    except Untraceable:
+        raise
+    except Exception as error:
+        raise Untraceable(_reason(error)) from error
+    if env.guards:
+        raise Untraceable(f"a branch on the length of the batch, {env.guards[0].expr}")
+    if env.deferred_runtime_asserts:
+        from torch.fx.passes.runtime_assert import insert_deferred_runtime_asserts
+
+        insert_deferred_runtime_asserts(made, env, "trace")
+    return _with_constants(made, [*_kinds(whole, held), ("record", "x"), ("record", "y")], made_up)
+
+
+def _kinds(whole: WithLoss, held: Iterable[str]) -> Iterator[tuple[str, str]]:
+    parameters = dict(whole.named_parameters())
+    for name in held:
+        yield ("parameter" if name in parameters else "buffer"), name
+
+
+def _with_constants(
+    made: Any, kinds: list[tuple[str, str]], form: Callable[[Tensor], Tensor]
+) -> _Recorded:
+    """The graph with a placeholder for every tensor that is part of it."""
+    graph: Graph = made.graph
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = {node.name: kind for node, kind in zip(given, kinds, strict=True)}
+    constants: dict[str, Tensor] = {}
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        value = operator.attrgetter(str(node.target))(made)
+        if not isinstance(value, Tensor):
+            raise Untraceable(f"{node.target} is no operation on tensors")
+        with graph.inserting_after(given[-1]):
+            one = graph.placeholder(f"constant_{len(constants)}")
+        # As it was: a pass that is not traced, as an evaluation, may write over a global tensor.
+        constants[one.name] = value.detach().clone()
+        one.meta["val"] = form(constants[one.name])
+        inputs[one.name] = "constant", one.name
+        node.replace_all_uses_with(one)
+        graph.erase_node(node)
+    return _Recorded(graph, inputs, constants)
+
+
+def _check_writes(whole: WithLoss, recorded: _Recorded) -> None:
+    """Look at what a trace writes to in place.
+
+    Raises ModelError where it is a record; Untraceable where it outlasts the pass, so that what one
+    record leaves would meet the next, or where gradients would not see it.
+    """
+    roots: dict[Node, set[Node]] = {}
+    without_grad, region = dict[Node, int](), 0
+    for node in recorded.graph.nodes:
+        if node.target is _SET_GRAD:
+            region = 0 if node.args[0] else len(roots) + 1
+        found = {node}
+        for argument, value in by_argument(node):
+            if argument.alias_info is None:
+                continue
+            several = cast(list[Any], value if isinstance(value, (list, tuple)) else [value])
+            behind = {root for v in several if isinstance(v, Node) for root in roots[v]}
+            found |= behind
+            for root in behind if argument.alias_info.is_write else ():
+                kind, target = recorded.inputs.get(root.name, ("", ""))
+                if kind == "record":
+                    refuse_writing(whole.model)
+                if kind:
+                    raise Untraceable(f"a pass changes {_own_name(target)}")
+                if region and without_grad[root] != region:
+                    raise Untraceable(
+                        f"under torch.no_grad it writes to what was there before: {node.target}"
+                    )
+        if node.target is operator.getitem:
+            found |= roots[node.args[0]]
+        roots[node], without_grad[node] = found, region
+
+
+def _detach_without_grad(graph: Graph) -> None:
+    """Detach what leaves a part under torch.no_grad, and take its marks out of the graph."""
+    enabled = True
+    inside: set[Node] = set()
+    for node in list(graph.nodes):
+        if node.target is _SET_GRAD:
+            enabled = bool(node.args[0])
+            graph.erase_node(node)
+        elif not enabled and isinstance(node.meta.get("val"), Tensor):
+            inside.add(node)
+    for node in inside:
+        users = [user for user in node.users if user not in inside]
+        if users:
+            with graph.inserting_after(node):
+                made = graph.call_function(torch.ops.aten.detach.default, (node,))
+            made.meta = dict(node.meta)
+            for user in users:
+                user.replace_input_with(node, made)
+
+
+def _changes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _known(node: Node) -> bool:
+    """Whether a node is an operation on tensors, or arithmetic of the batch's size."""
+    if node.op != "call_function":
+        return node.op == "placeholder"
+    # An operation of a user's own may give a number as well.
+    arithmetic = getattr(node.target, "__module__", "") in ("_operator", "math", "torch")
+    ours = hasattr(node.target, "_schema") and str(node.target).startswith("aten.")
+    return ours or (is_size(node) and arithmetic) or node.target is operator.getitem
+
+
+def _own_name(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _reason(error: Exception) -> str:
+    """Return why there is no trace, and at which line of whose model, where a file has it."""
+    kind = type(error).__name__
+    # The first line says what; the others advise whoever develops models for this tracer.
+    why = f"{kind}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+    if kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException"):
+        why = "a branch on a value, or a number taken out of a tensor"
+    return why + _place(extract_tb(error.__traceback__))
+
+
+def _place(lines: Iterable[FrameSummary]) -> str:
+    """The last line of a traceback that is neither torch's nor ours."""
+    libraries = str(Path(torch.__path__[0])), str(Path(__file__).parents[2])
+    own = [line for line in lines if not line.filename.startswith(libraries)]
+    own = [line for line in own if Path(line.filename).is_file()]
+    return (
+        f" in {Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line}" if own else ""
+    )

@@ -1,0 +1,335 @@
+"""Does a model keep the records of a batch apart? Without that, no clip bounds a record's share."""
+
+import logging
+import math
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.instancenorm import (
+    _InstanceNorm as InstanceNorm,  # pyright: ignore[reportPrivateUsage]
+)
+
+from fedpact.common.errors import InputError, ModelError
+from fedpact.common.params import FlatModel, check_unwritten, model_name
+from fedpact.per_sample.clipping import SHORTEST
+from fedpact.per_sample.tracing.trace_context import announced
+
+_DROPOUT = nn.modules.dropout._DropoutNd  # pyright: ignore[reportPrivateUsage]
+# Relative to a record's gradient: what two orders of the same sums may differ by.
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+# What stands for rounding in a record whose gradient is at a kink.
+_BESIDE = {torch.float32: 1e-6, torch.float64: 1e-12}
+_MOST = 3  # of the given records are looked at one by one
+_LARGE = 16  # records in a larger batch, which are those over and over
+_PATIENCE = 3.0  # seconds until the log says what takes long
+_SLOW = "model %s is tried on made-up records before the run, for about ten steps' time"
+
+_MIXES = (
+    "model {} mixes the records of a batch: {} differs from what its records give one by one. Look "
+    "for means over the batch, for branches on values, and for a layer whose leading dimension is "
+    "not the batch (batch_first=False)"
+)
+_OWN = (
+    "model {} has a backward pass of its own in {} (torch.autograd.Function), which is not the "
+    "derivative of what it computes: {} differs from what its records give one by one. Write it "
+    "with operations alone; for a derivative of another function h(x) than f(x), as of a straight-"
+    "through estimator, h(x) + (f(x) - h(x)).detach()"
+)
+
+
+class Mixers:
+    """The layers of a model that mix the records of a batch, or would if they were set to train.
+
+    Raises ModelError for an embedding whose weights or gradients depend on the batch's indices.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._found: list[tuple[str, BatchNorm | InstanceNorm]] = []
+        for path, m in _named_modules(module):
+            if isinstance(m, BatchNorm | InstanceNorm):
+                self._found.append((path, m))
+            if isinstance(m, nn.Embedding | nn.EmbeddingBag) and (
+                m.max_norm is not None or m.scale_grad_by_freq
+            ):
+                raise ModelError(
+                    f"layer {path!r} has max_norm = {m.max_norm}, scale_grad_by_freq = "
+                    f"{m.scale_grad_by_freq}: both act by what the whole batch holds, past "
+                    "clipping and noise; build the embedding without them"
+                )
+
+    def check(self) -> None:
+        """Raise ModelError where one of them would use or collect a batch's statistics."""
+        for path, layer in self._found:
+            tracked = layer.track_running_stats
+            if (layer.training and tracked) or (isinstance(layer, BatchNorm) and not tracked):
+                raise ModelError(
+                    f"layer {path!r} is a {type(layer).__name__} that uses or keeps statistics of "
+                    "the whole batch, so no record's share can be bounded: replace it, for example "
+                    "model = fedpact.models.zoo.replace_batchnorm(model), or freeze it at "
+                    "public statistics with .eval()"
+                )
+
+
+def _named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every (path, module), a module that stands at several paths once for each."""
+    return list(cast(Any, root).named_modules(remove_duplicate=False))
+
+
+class Tried(Protocol):
+    """What is tried: a kernel's sums, beside what ordinary autograd says of single records."""
+
+    @property
+    def model(self) -> FlatModel:
+        """The model."""
+        ...
+
+    def summed(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
+        """Σ_j min(w_j, C/‖g_j‖) g_j [d] for weights w [B]."""
+        ...
+
+    def alone(self, x: Tensor, y: Tensor) -> Tensor:
+        """The gradients [B, d], each of a batch of one."""
+        ...
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """The losses [B] by the model itself, with what autograd recorded."""
+        ...
+
+
+_Sum = Callable[[Tensor, Tensor, float, Tensor], Tensor]
+
+
+def check_separation(
+    tried: Tried, x: Tensor, y: Tensor, draws: Callable[[Tensor, Tensor], bool] | None = None
+) -> Tensor:
+    """Return the norms of records x, y [B, ...]; ModelError unless sums are those of each alone.
+
+    A second lock: that records are kept apart follows from the way that the kernel takes, for
+    records and weights of any values. Tried is what each of a few records adds to a batch of
+    others, in two lengths, and a clipped sum over a larger batch; that takes about as long as ten
+    steps, and memory for a few vectors [d]. Nor may a pass change the model, or write over the
+    records, not even with what they are; and its outputs for a batch must be those for its records:
+    a run is evaluated by them. draws: whether what is differentiated draws random numbers, be it
+    for other records than these.
+    """
+    if len(x) < 3:
+        raise InputError(f"verify was given {len(x)} records: expected at least 3, any will do")
+    module, x, y = tried.model.module, x[:_MOST].clone(), y[:_MOST]
+    with announced(_SLOW, module, _PATIENCE, logging.INFO), _without_dropout(module):
+        before, version = _state(module), x._version
+        tried.summed(x, y, math.inf, _weights(tried, len(x)))
+        _check_state(module, before)
+        del before
+        tried.alone(x[:1], y[:1])
+        check_unwritten(module, x, version)
+        if (draws is not None and draws(x, y)) or not _repeats(tried, x, y):
+            raise ModelError(
+                f"model {model_name(module)} draws random numbers outside dropout layers: it "
+                "cannot be checked; leave them out (clipping and noise regularise already)"
+            )
+        norms = _check_each(tried, x, y)
+        _check_large(tried, x, y, norms)
+        _check_outputs(module, x)
+    return norms
+
+
+def check_agreement(tried: Tried, summed: _Sum, x: Tensor, y: Tensor, norms: Tensor) -> None:
+    """Raise ModelError where another way to sum differs from one that check_separation passed.
+
+    norms: of the first of the records, as that returned them.
+    """
+    clip = _telling_clip(norms)
+    if not SHORTEST <= clip < math.inf:
+        return
+    x, y = _over_and_over(x[:_MOST]), _over_and_over(y[:_MOST])
+    w = torch.linspace(0.5, 1.5, _LARGE).to(tried.model.vector)
+    found = _norm(summed(x, y, clip, w).sub_(tried.summed(x, y, clip, w)))
+    if not found <= 100 * _TOLERANCE[w.dtype] * _LARGE * clip:
+        raise _mixing(tried, f"the sum over a batch of {_LARGE}", x[:_MOST], y[:_MOST])
+
+
+def _over_and_over(rows: Tensor) -> Tensor:
+    return rows[torch.arange(_LARGE, device=rows.device) % len(rows)]
+
+
+def _weights(tried: Tried, count: int, only: int | None = None) -> Tensor:
+    """Ones [count], or zeros but for one of them."""
+    vector = tried.model.vector
+    if only is None:
+        return vector.new_ones(count)
+    return torch.eye(count, dtype=vector.dtype, device=vector.device)[only]
+
+
+def _one(tried: Tried, x: Tensor, y: Tensor, j: int) -> Tensor:
+    """The gradient [d] of a record by itself."""
+    return tried.alone(x[j : j + 1], y[j : j + 1])[0]
+
+
+def _repeats(tried: Tried, x: Tensor, y: Tensor) -> bool:
+    first, again = (tried.losses(x[:1], y[:1]).detach() for _ in range(2))
+    return torch.equal(first.nan_to_num(), again.nan_to_num())
+
+
+def _check_outputs(module: nn.Module, x: Tensor) -> None:
+    with torch.no_grad():
+        found = module(x.clone())
+        each = torch.cat([module(x[j : j + 1].clone()) for j in range(len(x))])
+    alike = found.shape == each.shape
+    scale = float(each.abs().amax()) if each.numel() else 0.0
+    if not (alike and float((found - each).abs().amax()) <= 10 * _TOLERANCE[each.dtype] * scale):
+        raise ModelError(_MIXES.format(model_name(module), "what it returns for a record"))
+
+
+def _check_each(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
+    """Compare what each record adds to a batch with its gradient; return the norms [B].
+
+    In batches of two lengths, as one alone may equal another dimension by accident.
+    """
+    norms: list[float] = []
+    errors: list[float] = []
+    for j in range(len(x)):
+        gradient = _one(tried, x, y, j)
+        norms.append(_norm(gradient))
+        n = len(x) - (j % 2 and j < len(x) - 1)
+        added = tried.summed(x[:n], y[:n], math.inf, _weights(tried, n, j))
+        errors.append(_norm(added.sub_(gradient)))
+    if not all(map(math.isfinite, norms)):
+        raise ModelError(
+            f"model {model_name(tried.model.module)} has outputs, a loss or a gradient that are "
+            "not finite on the records that it is tried on: expected numbers, whatever a record "
+            "holds; keep logarithms, roots and quotients from what may be 0 or less"
+        )
+    for j, (norm, error) in enumerate(zip(norms, errors, strict=True)):
+        # A gradient of 0 asks for 0; "not good" refuses NaN as well.
+        most = _TOLERANCE[tried.model.vector.dtype] * max(norm, 1e-3 * max(norms))
+        if not error <= most and not error <= most + _moved(tried, x, y, j):
+            raise _mixing(tried, "what a record adds to a batch", x, y)
+    return torch.tensor(norms, dtype=torch.float64)
+
+
+def _check_large(tried: Tried, x: Tensor, y: Tensor, norms: Tensor) -> None:
+    """Compare a clipped, weighted sum over a batch of these records over and over."""
+    clip = _telling_clip(norms)
+    if not SHORTEST <= clip < math.inf:
+        return
+    chosen = torch.arange(_LARGE, device=x.device) % len(x)
+    w = torch.linspace(0.5, 1.5, _LARGE, dtype=torch.float64)
+    c = torch.minimum(w, clip / norms[chosen.cpu()])
+    c = torch.zeros(len(x), dtype=torch.float64).index_add_(0, chosen.cpu(), c)
+    error = tried.summed(x[chosen], y[chosen], clip, w.to(tried.model.vector))
+    for j in range(len(x)):
+        error -= float(c[j]) * _one(tried, x, y, j)
+    most = 100 * _TOLERANCE[error.dtype] * _LARGE * clip
+    found = _norm(error)
+    if not found <= most:
+        moved = sum(float(c[j]) * _moved(tried, x, y, j) for j in range(len(x)))
+        if not found <= most + moved:
+            raise _mixing(tried, f"the sum over a batch of {_LARGE}", x, y)
+
+
+def _moved(tried: Tried, x: Tensor, y: Tensor, j: int) -> float:
+    """How far rounding may move the gradient of record j by itself.
+
+    A few times as far as it moves with a record that is 10^-6 away, in float32. It is hardly more
+    than that but at a kink, as a ReLU's at 0, and there two gradients are right. Many a unit stands
+    at one where a norm has divided rounding errors by their own deviation, as of an empty image.
+    """
+    found = 0.0
+    if x.is_floating_point():
+        gradient, generator = _one(tried, x, y, j), torch.Generator().manual_seed(0)
+        step = _BESIDE[gradient.dtype] * max(float(x.abs().amax()), 1.0)
+        for _ in range(8):
+            beside = x[j : j + 1] + step * torch.randn(x[:1].shape, generator=generator).to(x)
+            found = max(found, _norm(_one(tried, beside, y[j : j + 1], 0) - gradient))
+    return 3 * found
+
+
+def _mixing(tried: Tried, what: str, x: Tensor, y: Tensor) -> ModelError:
+    """The error for records x, y [B, ...] of which what is said differs from each alone."""
+    name, own = model_name(tried.model.module), _own_derivatives(tried.losses(x, y))
+    # In a batch of one there is nobody to mix with.
+    gradient = _one(tried, x, y, 0)
+    error = _norm(tried.summed(x[:1], y[:1], math.inf, _weights(tried, 1)) - gradient)
+    if own and not error <= _TOLERANCE[gradient.dtype] * _norm(gradient):
+        return ModelError(_OWN.format(name, ", ".join(own), what))
+    return ModelError(_MIXES.format(name, what))
+
+
+def _own_derivatives(losses: Tensor) -> list[str]:
+    """The names of the functions behind losses that bring a backward pass of their own.
+
+    A trace holds what such a function computes, and that is differentiated; what it says of its
+    derivative is in no trace.
+    """
+    found: dict[str, None] = {}
+    left, seen = [losses.grad_fn], set[Any]()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            found[type(node).__name__.removesuffix("Backward")] = None
+        left += [before for before, _ in node.next_functions]
+    return list(found)
+
+
+def _longest(norms: Tensor) -> float:
+    return float(norms.where(norms.isfinite(), 0).amax())
+
+
+def _telling_clip(norms: Tensor) -> float:
+    """A clip that about half of the records meet, of their gradients' norms [B].
+
+    A record that is all but certain has a gradient of a few rounding errors, or of less than a clip
+    may be: what the others' digits say nothing of is no scale.
+    """
+    return max(0.5 * float(torch.median(norms)), 1e-3 * _longest(norms))
+
+
+def _norm(vector: Tensor) -> float:
+    square = float(vector.dot(vector))
+    if 1e-30 < square < 1e30:
+        return math.sqrt(square)
+    # A twentieth as fast, and with a range that holds any number's square.
+    return float(cast(Any, torch.linalg).vector_norm(vector, dtype=torch.float64))
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    return {n: t.detach().clone() for n, t in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _check_state(module: nn.Module, before: dict[str, Tensor]) -> None:
+    after = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name in sorted(before.keys() | after.keys()):
+        old, new = before.get(name), after.get(name)
+        # A tensor with a NaN equals nothing, so such a state is refused as changed.
+        if old is None or new is None or not torch.equal(old, new):
+            raise ModelError(
+                f"model {model_name(module)} changes {name!r} in a forward pass: that would "
+                "carry statistics of records around clipping and noise; use a module that does not"
+            )
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Generator[None]:
+    """Switch dropout off, and nothing else."""
+    layers = [m for m in module.modules() if isinstance(m, _DROPOUT) and m.training]
+    inner = [m for m in module.modules() if isinstance(m, nn.RNNBase | nn.MultiheadAttention)]
+    rates = [m.dropout for m in inner]
+    try:
+        for m in layers:
+            m.training = False
+        for m in inner:
+            m.dropout = 0.0
+        yield
+    finally:
+        for m in layers:
+            m.training = True
+        for m, rate in zip(inner, rates, strict=True):
+            m.dropout = rate

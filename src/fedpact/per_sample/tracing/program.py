@@ -1,0 +1,107 @@
+"""A traced model with the weights of one: what runs in its place."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fedpact.common.losses import Loss
+from fedpact.common.params import FlatModel
+from fedpact.per_sample.tracing.batch_table import State
+from fedpact.per_sample.tracing.export import WithLoss, trace_of
+from fedpact.per_sample.tracing.record_safety import by_argument
+from fedpact.per_sample.tracing.replacements import DONE_AS
+
+
+class Program:
+    """A traced model with its loss, for records of the form of x, y [n, ...].
+
+    batch: a fixed size, None for any. inputs: of each placeholder, what it is and whose, as
+    ("parameter", "model.0.weight") or ("record", "x"). names: the trained parameters' names in the
+    model, by those that inputs have. entered: the nodes that records enter. Raises Untraceable.
+    """
+
+    def __init__(
+        self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor, batch: int | None
+    ) -> None:
+        self._trace = trace = trace_of(WithLoss(model.module, loss), x, y, batch)
+        whole = WithLoss(model.module, loss)
+        self._held = {"parameter": whole.get_parameter, "buffer": whole.get_buffer}
+        trained = {id(p): n for n, p in model.module.named_parameters() if n in model.own}
+        every = whole.named_parameters(remove_duplicate=False)
+        self.names = {name: trained[id(p)] for name, p in every if id(p) in trained}
+        self.nodes, self.result, self.inputs = trace.nodes, trace.result, trace.inputs
+        self.entered = trace.entered
+        # A number that a model writes down is the CPU's, and would be copied in every pass.
+        device = model.vector.device
+        self._constants = {name: v.to(device) for name, v in trace.constants.items()}
+
+    @property
+    def states(self) -> dict[Node, State]:
+        """Where every node has the batch; see batch_table. Raises Mixed."""
+        return self._trace.states
+
+    @property
+    def draws(self) -> bool:
+        """Whether a pass draws random numbers."""
+        return any(map(draws, self.nodes))
+
+    def given(self, name: str) -> Tensor:
+        """What a placeholder that holds no records stands for now."""
+        kind, target = self.inputs[name]
+        if kind == "constant":
+            return self._constants[target]
+        return self._held[kind](target).detach()
+
+    def values(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """What the placeholders stand for with the records x, y."""
+        of = {"x": x.detach(), "y": y.detach()}
+        return {
+            name: of[target] if kind == "record" else self.given(name)
+            for name, (kind, target) in self.inputs.items()
+        }
+
+    def losses(self, x: Tensor, y: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """The losses [B] at the weights, by the model's names."""
+        values = self.values(x, y)
+        for name, (kind, target) in self.inputs.items():
+            if kind == "parameter" and target in self.names:
+                values[name] = weights[self.names[target]]
+        return evaluated(self.nodes, values)[self.result]
+
+
+def evaluated(nodes: list[Node], values: Mapping[str, Tensor]) -> dict[Node, Any]:
+    """The values of nodes in order, from those of the placeholders among them."""
+    env: dict[Node, Any] = {}
+    for node in nodes:
+        if node.op == "placeholder":
+            env[node] = values[node.name]
+        else:
+            args, kwargs = arguments(node, env)
+            env[node] = operation(node)(*args, **kwargs)
+    return env
+
+
+def operation(node: Node) -> Callable[..., Any]:
+    """What is done for a node."""
+    return DONE_AS.get(cast(Any, node.target)) or cast(Callable[..., Any], node.target)
+
+
+def arguments(node: Node, env: dict[Node, Any]) -> tuple[Any, Any]:
+    """A node's arguments, by place and by name, with values for nodes."""
+    return (
+        torch.fx.map_arg(node.args, env.__getitem__),
+        torch.fx.map_arg(node.kwargs, env.__getitem__),
+    )
+
+
+def draws(node: Node) -> bool:
+    """Whether a node draws random numbers; what is told to drop at a rate of 0 does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    options = {a.name: a.default_value for a in cast(Any, node.target)._schema.arguments}
+    options |= {argument.name: value for argument, value in by_argument(node)}
+    rate = next((options[name] for name in ("p", "dropout", "dropout_p") if name in options), 1)
+    return rate != 0 and options.get("train", True) is not False

@@ -1,0 +1,103 @@
+"""What torch and a model find around them while the model is traced, and leave as it was."""
+
+import logging
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch._export.utils import _compiling_state_context  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules import transformer
+from torch.nn.modules.transformer import _detect_is_causal_mask  # pyright: ignore[reportPrivateUsage]
+
+from fedpact.common.losses import Loss
+from fedpact.common.params import model_name
+
+_LOGGERS: Final = ("torch.fx", "torch._subclasses", "torch._dynamo", "torch._export")
+_logger = logging.getLogger("fedpact")
+
+
+@contextmanager
+def announced(words: str, module: nn.Module, seconds: float, level: int) -> Generator[None]:
+    """Say in the log what is done with a model if it takes longer than so many seconds."""
+    timer = threading.Timer(seconds, _logger.log, (level, words, model_name(module)))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def state_kept(whole: nn.Module) -> Generator[None]:
+    """Have modules as they were afterwards: what a trace writes on them has no values."""
+    inner = ("_parameters", "_buffers", "_modules")
+    states = [vars(m) for m in whole.modules()]
+    states += [state[name] for state in states for name in inner]
+    before = [dict(state) for state in states]
+    try:
+        yield
+    finally:
+        for state, held in zip(states, before, strict=True):
+            state.clear()
+            state.update(held)
+
+
+@contextmanager
+def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
+    """Let models find a tracer at work, `len(x)` be any number, and masks not be looked into.
+
+    Many models ask torch.compiler.is_compiling() before they look at values. Python's own len has
+    to give a number, so a model that calls it would be traced for batches of one size alone: within
+    the files of the model it is x.shape[0]. torch's transformers look whether a mask is the causal
+    one, for which there is a faster way to the same; a branch on its values would end the trace.
+    """
+    functions = [vars(m).get("forward", type(m).forward) for m in model.modules()]
+    scopes = [getattr(f, "__globals__", {}) for f in (*functions, loss)]
+    own = {id(s): s for s in scopes if s and not str(s.get("__name__")).startswith("torch.")}
+    changed = [s for s in own.values() if "len" not in s]
+    name, thread = _detect_is_causal_mask.__name__, threading.get_ident()
+
+    def causal(mask: Any, is_causal: bool | None = None, *size: Any, **named: Any) -> bool:
+        if threading.get_ident() == thread:
+            return is_causal is True
+        return _detect_is_causal_mask(mask, is_causal, *size, **named)
+
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [one.level for one in loggers]
+    try:
+        for one in loggers:  # what the tracer tells whoever develops models for it
+            one.setLevel(logging.CRITICAL)
+        for scope in changed:
+            scope["len"] = _size
+        setattr(transformer, name, causal)
+        with _compiling_state_context():
+            yield
+    finally:
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)
+        for scope in changed:
+            del scope["len"]
+        setattr(transformer, name, _detect_is_causal_mask)
+
+
+def _size(of: Any) -> Any:
+    size = of.shape[0] if isinstance(of, Tensor) and of.dim() else None
+    return size if isinstance(size, torch.SymInt) else len(of)
+
+
+@contextmanager
+def for_vmap() -> Generator[None]:
+    """Without torch's advice on the speed of operations that vmap takes record by record.
+
+    Not warnings.catch_warnings, which other threads would see; one pass has few slow operations.
+    """
+    switch = cast(Any, torch)._C._functorch._set_vmap_fallback_warning_enabled
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)

@@ -1,0 +1,121 @@
+"""The Gaussian mechanism in closed form, and the special functions it needs.
+
+Only its special functions are loaded with this file, which every process of a run loads.
+
+Releases with noise multipliers σ_k on all records are as hard to tell apart as N(0, 1) and N(μ, 1)
+with μ² = Σ σ_k^-2, and with t = ε/μ - μ/2 (Balle, Wang 2018, Theorem 8)
+
+    δ(ε) = Φ(-t) - e^ε Φ(-t-μ) = φ(t) (R(t) - R(t+μ)),    R(t) = Φ(-t)/φ(t)
+
+The second form loses no digits where both terms are nearly equal.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import numpy as np
+import scipy.special as _scipy  # pyright: ignore[reportMissingTypeStubs]
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+_special = cast(Any, _scipy)
+
+
+def log_binomial(n: FloatArray | np.float64, k: FloatArray) -> FloatArray:
+    """Return log |C(n, k)| for real n > 0 and whole k >= 0, elementwise."""
+    return np.asarray(
+        _special.gammaln(n + 1) - _special.gammaln(k + 1) - _special.gammaln(n - k + 1)
+    )
+
+
+def binomial_sign(n: FloatArray | np.float64, k: FloatArray) -> FloatArray:
+    """Return the sign of C(n, k) for fractional n > 0 and whole k >= 0, elementwise."""
+    return np.asarray(_special.gammasgn(n - k + 1))
+
+
+def log_normal_cdf(x: FloatArray) -> FloatArray:
+    """Return log Φ(x), elementwise, accurate far into the lower tail."""
+    return np.asarray(_special.log_ndtr(x))
+
+
+def mills_ratio(x: float) -> float:
+    """Return Φ(-x)/φ(x), accurate for any x above -35."""
+    return math.sqrt(math.pi / 2) * float(_special.erfcx(x / math.sqrt(2)))
+
+
+def normal_cdf(x: float) -> float:
+    """Return Φ(x)."""
+    return float(_special.ndtr(x))
+
+
+def normal_cdfs(x: FloatArray) -> FloatArray:
+    """Return Φ(x), elementwise."""
+    return np.asarray(_special.ndtr(x))
+
+
+def fair_coins_at_least(heads: int, coins: int) -> float:
+    """Return the probability of at least `heads` heads among `coins` fair coins, both >= 0."""
+    return float(_special.bdtrc(heads - 1, coins, 0.5))
+
+
+def log_sum_exp(x: FloatArray) -> float:
+    """Return log Σ e^x over all entries."""
+    return float(_special.logsumexp(x))
+
+
+def fast_length(least: int) -> int:
+    """Return the least 2^i 3^j 5^k >= `least` >= 1, at which a real Fourier transform is quick."""
+    powers = range(least.bit_length())
+    odd = (3**j * 5**k for j in powers for k in powers)
+    return min(part << (-(-least // part) - 1).bit_length() for part in odd)
+
+
+def root(f: Callable[[float], float], low: float, high: float, tolerance: float) -> float:
+    """Return a root of f between low and high, where f changes its sign, by Brent's method."""
+    import scipy.optimize as optimize  # pyright: ignore[reportMissingTypeStubs]
+
+    return float(cast(Any, optimize).brentq(f, low, high, xtol=tolerance))
+
+
+_UNIT: Final = 2.0**-48  # above the rounding of the few operations below, relative
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Return ε at δ, too large by 1e-6 max(ε, μ) at most; inf for a μ of inf.
+
+    An upper bound: what every operation may round is added to δ, and ε is rounded up.
+
+    >>> round(gaussian_epsilon(1.0, 1e-5), 3)
+    4.377
+    """
+    if not mu < math.inf:
+        return math.inf
+    target = math.log(delta)
+    if mu == 0 or _log_delta(mu, 0.0) <= target:
+        return 0.0
+    # δ <= Φ(-t) <= e^(-t²/2)
+    low, high = 0.0, mu * (mu / 2 + math.sqrt(-2 * target) + _UNIT)
+    if not high < math.inf:
+        return math.inf
+    while high - low > 1e-12 * high:
+        middle = low + (high - low) / 2
+        low, high = (low, middle) if _log_delta(mu, middle) <= target else (middle, high)
+    # More than t = ε/μ - μ/2 was rounded by.
+    return high * (1 + 1e-10)
+
+
+def _log_delta(mu: float, epsilon: float) -> float:
+    """Return the logarithm of δ(ε), not below it but for the rounding of t."""
+    t = epsilon / mu - mu / 2
+    if t < -5:
+        # R(t) would overflow, and no digits are lost: t + μ >= μ/2.
+        rest = math.exp(-(t * t) / 2) / math.sqrt(2 * math.pi) * mills_ratio(t + mu)
+        return math.log(min(1.0, normal_cdf(-t) - rest + _UNIT))
+    ratio = mills_ratio(t)
+    # R is convex and R' = tR - 1, so R(t) - R(t+μ) <= μ (1 - tR(t)).
+    steep = mu * (1 - t * ratio + _UNIT * (1 + abs(t) * ratio))
+    apart = ratio - mills_ratio(t + mu) + _UNIT * ratio
+    return (
+        math.log(min(steep, apart)) - t * t / 2 - 0.5 * math.log(2 * math.pi) + _UNIT * (1 + t * t)
+    )

@@ -1,0 +1,284 @@
+"""Plan σ, rates and rounds: aggregation, full batches, and the search over both.
+
+Site k reports g_k plus noise of variance v_k in each of d coordinates. The target is Σ p_k g_k,
+p_k = J_k/J from the expected batch sizes; weights ω with Σ ω_k = 1 miss it by a bias, and
+
+    E‖Σ ω_k (g_k + noise_k) - Σ p_k g_k‖² <= d Σ ω_k² v_k + D Σ (ω_k - p_k)²,   D = Σ ‖g_k - ḡ‖²,
+
+with ḡ any vector, as Σ (ω_k - p_k) ḡ = 0 (Cauchy-Schwarz). With κ = D/d the right side is least at
+
+    ω_k = (κ p_k + ν) / (v_k + κ),   ν = (Σ p_k v_k/(v_k + κ)) / (Σ 1/(v_k + κ)),
+
+where the gradient of Σ ω² v + κ Σ (ω - p)² is the multiplier 2ν of Σ ω = 1. The ω_k are positive.
+Large κ gives p, small κ the least noise of all, ω_k ~ 1/v_k. For each κ no other weights have both
+less noise and less bias Σ (ω - p)².
+
+With q = 1 and one step a round, of length η on the mean gradient and with momentum β, a weight ends
+with noise of deviation (N records at K sites, each with noise of deviation σ C / sqrt(h))
+
+    a = η (σ C / N) sqrt(K / h) sqrt(Σ_t g_t²),    g_t = (1 + β + ... + β^(t-1))
+
+over t = 1 .. T (where sites have noise of their own, σ² is the mean of theirs), and clipped signals
+can have moved it by η C Σ_t g_t. On rows of unit length a is the noise of what the model answers,
+in the logarithm of odds, whatever the data. At a given (ε, δ) σ grows with sqrt(T), so that a moves
+with the length of the way alone, not with T: more rounds make smaller steps on the same way. So
+does the signal to noise of a run, and yet rounds matter: where noise goes as far as all records
+together, each further round trains on the noise of those before; where it does not, short steps end
+where long ones overshoot. Two numbers say how much, which experiments/recommend/fit.py fits on the
+digits (1,442 images): a, and rounds for their signal.
+
+At a given (ε, δ), what training gets out of the budget grows with
+
+    snr = sqrt(T) q / σ        (for large σ nearly the Gaussian-DP parameter of the whole run)
+
+T iterations at rate q read q T times the site's data. Fewer iterations on larger batches have the
+larger snr, but a run needs its iterations; so every round does at least one, and among the plans
+within the budgets the one with the largest snr is chosen, the cheaper one where they hardly differ.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from fedpact.common import check
+from fedpact.common.errors import InputError
+from fedpact.privacy.accounting.accountant import Accountant, Budget, History
+from fedpact.privacy.accounting.calibration import smallest_sigma
+
+
+def multiplier(batch_sizes: Sequence[float], variances: Sequence[float], penalty: float) -> float:
+    """Return ν. batch_sizes: J_k > 0. variances: v_k >= 0. penalty: κ > 0. Raises InputError."""
+    check.positive(penalty=penalty)
+    sizes = [check.positive(batch_size=size) for size in batch_sizes]
+    if not sizes:
+        raise InputError("batch_sizes is empty: expected at least one site")
+    shares = [1 / (check.non_negative(variance=v) + penalty) for v in variances]
+    noises = (n * v * a for n, v, a in zip(sizes, variances, shares, strict=True))
+    return math.fsum(noises) / (math.fsum(sizes) * math.fsum(shares))
+
+
+def least_noise(
+    batch_sizes: Sequence[float], variances: Sequence[float], penalty: float
+) -> list[float]:
+    """Return the weights ω_k; see above, and `multiplier` for the arguments.
+
+    >>> [round(w, 3) for w in least_noise([10, 10], [1.0, 3.0], 1e-9)]
+    [0.75, 0.25]
+    >>> [round(w, 3) for w in least_noise([10, 30], [1.0, 3.0], 1e9)]
+    [0.25, 0.75]
+    """
+    nu, total = multiplier(batch_sizes, variances, penalty), math.fsum(batch_sizes)
+    return [
+        (penalty * size / total + nu) / (variance + penalty)
+        for size, variance in zip(batch_sizes, variances, strict=True)
+    ]
+
+
+NOISE: Final = 1.0
+"""a, where the way is as long as noise allows."""
+MOST_ROUNDS: Final = 100
+"""Beyond, steps are short enough, and messages cost."""
+
+LEAST_ROUNDS: Final = 3
+_ROUNDS_OF_SIGNAL: Final = 4.0
+_MOMENTUM: Final = 0.8
+# Rounds below which momentum has no time to build up.
+_MOMENTUM_FROM: Final = 20
+
+
+@dataclass(frozen=True)
+class FullBatch:
+    """One way to spend a budget with q = 1 and τ = 1.
+
+    learning_rate: η > 0, of the mean gradient. noise: a, see the module. useful: how many rounds
+    would pay.
+    """
+
+    rounds: int
+    sigma: float
+    momentum: float
+    learning_rate: float
+    noise: float
+    useful: int
+
+
+def useful_rounds(snr: float) -> int:
+    """Return how many rounds pay at q = 1 with this signal to noise of the whole run, > 0.
+
+    Four times that, from 3 to 100; see the module and `signal_to_noise`.
+    """
+    wanted = _ROUNDS_OF_SIGNAL * check.positive(snr=snr)
+    return round(min(max(wanted, LEAST_ROUNDS), MOST_ROUNDS))
+
+
+def full_batch(
+    sigma: Callable[[int], float],
+    records: float,
+    sites: int,
+    rounds: int,
+    *,
+    weights: int = 1,
+    honest: int = 1,
+    clip: float = 0.2,
+    length: float = 1.0,
+) -> FullBatch:
+    """Return the rounds, at most `rounds`, with σ, β and η that suit them.
+
+    sigma: rounds -> the smallest σ with which a site's budget allows so many at q = 1; of sites
+    with unlike budgets the root of the mean of their squares. records: N > 0, of all sites
+    together. weights: d >= 1, of the model, over which noise is spread. honest: h, how many sites'
+    noise protects a sum; 1 where each site's own does. clip: C > 0. length: of a record's row, > 0;
+    where it is not 1, NOISE is what an answer has of it. Raises InputError for values out of range,
+    and what `sigma` raises.
+    """
+    for name, value in (("records", records), ("clip", clip), ("length", length)):
+        check.positive(**{name: value})
+    for name, value in (
+        *(("sites", sites), ("rounds", rounds)),
+        *(("honest", honest), ("weights", weights)),
+    ):
+        check.count(**{name: value})
+    if honest > sites:
+        raise InputError(f"honest is {honest}: expected at most the {sites} sites")
+    snr = signal_to_noise(1.0, sigma(1), 1, records, sites / honest, weights)
+    useful = useful_rounds(snr)
+    chosen = min(rounds, useful)
+    # With fewer rounds than pay a step of the whole way would overshoot.
+    noise = NOISE / length * math.sqrt(chosen / useful)
+    momentum = _MOMENTUM if chosen >= _MOMENTUM_FROM else 0.0
+    share = (noisy := sigma(chosen)) * clip / records * math.sqrt(sites / honest)
+    rate = noise / (share * math.sqrt(sum(g * g for g in _gains(momentum, chosen))))
+    return FullBatch(chosen, noisy, momentum, rate, noise, useful)
+
+
+def _gains(momentum: float, rounds: int) -> list[float]:
+    """g_1 .. g_T: what a step has moved after t rounds, over its own length."""
+    found, gain = list[float](), 0.0
+    for _ in range(rounds):
+        gain = 1 + momentum * gain
+        found.append(gain)
+    return found
+
+
+def signal_to_noise(
+    rate: float, sigma: float, steps: int, records: float, shares: float, weights: int
+) -> float:
+    """Return how far clipped signals can go at most, over how far noise goes: of a whole run.
+
+        sqrt(T) q N / (σ sqrt(K / h) sqrt(d))
+
+    rate: q in (0, 1]. sigma: σ > 0 over C. steps: T >= 1. shares: K / h >= 1. weights: d >= 1. It
+    is the ratio of the lengths of two vectors [d]; below 1 the noise is the longer one even if all
+    records pull one way.
+    """
+    check.rate(rate=rate)
+    for name, value in (("sigma", sigma), ("records", records), ("shares", shares)):
+        check.positive(**{name: value})
+    for name, value in (("steps", steps), ("weights", weights)):
+        check.count(**{name: value})
+    return math.sqrt(steps / (shares * weights)) * rate * records / sigma
+
+
+# Plans whose snr differs by less than this are alike; then less computing decides.
+_ALIKE = 0.01
+_HALVINGS = 5
+_LOCAL_STEPS = (1, 2, 4, 8, 16)
+MOST_STEPS = _LOCAL_STEPS[-1]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to spend a budget. passes: q T, how often each site's data are read."""
+
+    rate: float
+    sigma: float
+    rounds: int
+    local_steps: int
+
+    @property
+    def steps(self) -> int:
+        """T = τ times the rounds."""
+        return self.rounds * self.local_steps
+
+    @property
+    def passes(self) -> float:
+        """How many times a record is read, q T: passes over the data, as expected."""
+        return self.rate * self.steps
+
+    @property
+    def snr(self) -> float:
+        """sqrt(T) q / σ."""
+        return math.sqrt(self.steps) * self.rate / self.sigma
+
+    def to_dict(self) -> dict[str, float]:
+        """Return it as plain data, its rate and number of iterations by their keys in a plan."""
+        return {
+            "sampling_rate": self.rate,
+            "sigma": self.sigma,
+            "rounds": self.rounds,
+            "steps": self.steps,
+            "local_steps": self.local_steps,
+            "passes": self.passes,
+            "snr": self.snr,
+        }
+
+
+def choice(
+    budget: Budget,
+    rate: float,
+    rounds: int,
+    local_steps: int,
+    accountant: Accountant = "best",
+    spent: History | None = None,
+) -> Choice:
+    """Return the choice with the smallest σ at which T = τ rounds iterations fit the budget.
+
+    spent: what the budget bears besides.
+    """
+    check.count(rounds=rounds)
+    check.count(local_steps=local_steps)
+    sigma = smallest_sigma(budget, rate, rounds * local_steps, accountant, spent=spent)
+    return Choice(rate, sigma, rounds, local_steps)
+
+
+def candidates(
+    budget: Budget,
+    rounds: int,
+    passes: float,
+    spent: History | None = None,
+    most_steps: int = MOST_STEPS,
+) -> list[Choice]:
+    """Return the plans within the budgets, cheapest first, with σ by RDP: enough to rank them.
+
+    rounds: >= 1, all of them used. passes: most passes over each site's data, > 0; where even one
+    record a round is more than that, rates go down to passes / rounds. spent: see `choice`.
+    most_steps: τ is at most this, >= 1.
+    """
+    check.count(rounds=rounds)
+    check.positive(passes=passes)
+    found: list[Choice] = []
+    for local_steps in (each for each in _LOCAL_STEPS if each <= most_steps):
+        most = min(1.0, passes / (rounds * local_steps))
+        # Local steps multiply what one round's message is worth, not what a batch is: once the
+        # rate has to fall below a hundredth for them, they are no gain by any measure.
+        if local_steps > 1 and most < 0.01:
+            break
+        for halvings in range(_HALVINGS):
+            rate = most * 0.5**halvings
+            found.append(choice(budget, rate, rounds, local_steps, "rdp", spent))
+    return sorted(found, key=lambda c: c.passes)
+
+
+def best(
+    budget: Budget,
+    rounds: int,
+    passes: float,
+    spent: History | None = None,
+    most_steps: int = MOST_STEPS,
+) -> Choice:
+    """Return the candidate with the largest snr, the cheapest of those alike, with its exact σ."""
+    found = candidates(budget, rounds, passes, spent, most_steps)
+    top = max(c.snr for c in found)
+    chosen = next(c for c in found if c.snr >= (1 - _ALIKE) * top)
+    return choice(budget, chosen.rate, chosen.rounds, chosen.local_steps, spent=spent)

@@ -1,0 +1,505 @@
+"""Privacy loss distributions: of a whole run, and composed round by round.
+
+dp-accounting discretises the privacy loss pessimistically by connecting the dots (Doroshenko,
+Ghazi, Kamath, Kumar, Manurangsi. arXiv 2207.04380) and composes by FFT; ε is the larger one of the
+two directions, add and remove. This module chooses the grid, keeps memory bounded and takes the
+rounding of the FFT off δ, so that the answer stays an upper bound. Where no grid that fits into
+memory is fine enough, as for millions of releases at a tiny rate, the loss is composed by its
+transform instead (privacy.accounting.characteristic_function); plain Gaussians are one Gaussian
+(privacy.accounting.gaussian). Each is an
+upper bound for its own reasons, which its module gives.
+
+`pld` takes tens of milliseconds for a history. A report after every round needs dozens of histories
+on the way to one plan in less than that together, and may lie a little above their ε. On a grid as
+fine as pld's the two agree to about 1e-7 (1e-4 at a small δ, where more is set aside for rounding).
+Plain Gaussians, and what no grid resolves, `pld` answers: of the latter, at a tenth of a second
+or more, six histories, each an octave of the path shorter; those between take the longer one's.
+
+One release is a pair of distributions, (1-q) N(0, σ²) + q N(1, σ²) and N(0, σ²), in either order
+(Zhu, Dong, Wang 2022). With L = log(P/Q) its privacy loss, δ(ε) = E_P[(1 - e^(ε-L))+].
+
+Grid     The outcomes with losses between neighbours a < b of a grid, of mass p under P and r under
+         Q, are moved onto a and b so that both masses stay: p_a + p_b = p, p_a e^-a + p_b e^-b = r.
+         This spreads e^-L around its mean, and (1 - e^(ε-L))+ is convex in the e^-L of each
+         release: δ(ε) can only grow. (It is to connect the dots: Doroshenko, Ghazi, Kamath, Kumar,
+         Manurangsi, arXiv 2207.04380.)
+Compose  LossMasses add, so distributions convolve: here as powers of one Fourier transform.
+Window   A loss above the transform's window would come back at its lower end, and be too cheap. How
+         likely that is has Chernoff's bound; it is taken off δ, with what transforms may round.
+"""
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpact.privacy.accounting import characteristic_function, gaussian
+
+Term = tuple[float, float, int]  # q, σ, number of releases
+
+# The grid is this much finer than the spread of one release's loss: then the variance it adds is
+# below 1/1600 of what is there, and ε less than 0.1 % too large.
+FINENESS: Final = 20.0
+_LARGEST_SINGLE: Final = 2.0**16  # grid points of one release's distribution
+_LARGEST_COMPOSED: Final = 2.0**20  # and of a composed one: 8 MiB
+_BLOCK: Final = 4096
+# Beyond these numbers squares vanish; what lies there is priced as if it lay here.
+_LEAST_RATE: Final = 1e-60
+_LARGEST_SIGMA: Final = 1e60
+# Below this σ a batch with the record has a loss beyond 40 + log q but for a chance of 1e-14.
+_LEAST_SIGMA: Final = 0.05
+_MOST_ON_A_GRID: Final = 10**7
+_GRIDS: Final = (1e-6, 1e9)  # no grid is tried for other σ
+
+
+class _Distribution(Protocol):
+    """What is used of dp-accounting's PrivacyLossDistribution."""
+
+    def self_compose(self, num_times: int) -> "_Distribution": ...
+    def compose(self, privacy_loss_distribution: "_Distribution") -> "_Distribution": ...
+    def get_epsilon_for_delta(self, delta: float) -> float: ...
+    def get_delta_for_epsilon(self, epsilon: float) -> float: ...
+
+
+class _Library(Protocol):
+    def from_gaussian_mechanism(
+        self,
+        standard_deviation: float,
+        *,
+        value_discretization_interval: float,
+        sampling_prob: float,
+    ) -> _Distribution: ...
+
+
+def pld_epsilon(terms: Sequence[Term], delta: float) -> float:
+    """Return an upper bound on the ε of all releases together at δ; inf where none is found.
+
+    terms: (q, σ, count) with count >= 1, each event once. Milliseconds to a second.
+    """
+    if not terms:
+        return 0.0
+    if all(q == 1 for q, _, _ in terms):
+        return _at_full_rate(terms, delta)
+    if participation_probability(terms) <= delta:
+        return 0.0
+    terms = [round_up_term(*term) for term in terms]
+    loud = [term for term in terms if term[1] >= _LEAST_SIGMA]
+    found = _found(terms, delta)
+    return found if len(loud) == len(terms) else min(found, _with_faint(terms, loud, delta))
+
+
+def _at_full_rate(terms: Sequence[Term], delta: float) -> float:
+    return gaussian.gaussian_epsilon(math.hypot(*(math.sqrt(t) / s for _, s, t in terms)), delta)
+
+
+def _found(terms: Sequence[Term], delta: float) -> float:
+    if not is_resolved(terms, delta) and all(s >= _LEAST_SIGMA for _, s, _ in terms):
+        found = characteristic_function.contour_epsilon(terms, delta)
+        if found < math.inf:
+            return found
+    if not _on_a_grid(terms):
+        # ε grows with q.
+        return _at_full_rate(terms, delta)
+    usable = delta - fft_rounding(sum(t for *_, t in terms))
+    if usable <= 0:
+        return math.inf
+    try:
+        with np.errstate(all="ignore"):
+            value = _composed(terms, grid_step(terms), usable)
+    except (OverflowError, ValueError, MemoryError):
+        return math.inf
+    return value if value >= 0 else math.inf
+
+
+def _with_faint(terms: Sequence[Term], loud: Sequence[Term], delta: float) -> float:
+    """Return the bound where releases with hardly any noise count as having none at all.
+
+    Noise is post-processing, so none at all costs no less. Without it a batch that has the record
+    tells so: with probability 1 - Π (1-q)^t in all. Where it has not, a record that is added shows
+    by the loss -Σ t log(1-q), and one that is removed by no more.
+    """
+    faint = [term for term in terms if term[1] < _LEAST_SIGMA]
+    if any(q == 1 for q, *_ in faint):
+        return math.inf
+    loss = -math.fsum(t * math.log1p(-q) for q, _, t in faint)
+    left = delta - participation_probability(faint)
+    if not left > 0:
+        return math.inf
+    return (1 + 2.0**-45) * loss + pld_epsilon(loud, left)
+
+
+def _on_a_grid(terms: Sequence[Term]) -> bool:
+    few = sum(t for *_, t in terms) <= _MOST_ON_A_GRID
+    return few and all(_GRIDS[0] <= s <= _GRIDS[1] for _, s, _ in terms)
+
+
+def participation_probability(terms: Sequence[Term]) -> float:
+    """Return the chance that a record is in any batch, rounded up: no δ has to be larger."""
+    if any(q == 1 for q, *_ in terms):
+        return 1.0
+    return -math.expm1(math.fsum(t * math.log1p(-q) for q, _, t in terms)) * (1 + 2.0**-45)
+
+
+def round_up_term(q: float, sigma: float, count: int) -> Term:
+    """Return a term no cheaper than this one whose squares are numbers.
+
+    ε grows with q and falls with σ.
+    """
+    return max(q, _LEAST_RATE), min(sigma, _LARGEST_SIGMA), count
+
+
+def is_resolved(terms: Sequence[Term], delta: float, fineness: float = FINENESS) -> bool:
+    """Return whether a grid serves: one fine beside a release's loss, and no rounding to speak of.
+
+    Else privacy.accounting.characteristic_function does. terms as `round_up_term`.
+    """
+    count = sum(t for *_, t in terms)
+    if not _on_a_grid(terms) or fft_rounding(count) > 0.01 * delta:
+        return False
+    variance = sum(t * loss_spread(q, s) ** 2 for q, s, t in terms)
+    return grid_step(terms, fineness) <= math.sqrt(variance / count) / fineness
+
+
+def _composed(terms: Sequence[Term], interval: float, delta: float) -> float:
+    total: _Distribution | None = None
+    for q, sigma, count in terms:
+        one = _single(q, sigma, interval)
+        many = _repeated(one, count)
+        total = many if total is None else total.compose(many)
+    if total is None or float(total.get_delta_for_epsilon(0.0)) <= delta:
+        return 0.0
+    return float(total.get_epsilon_for_delta(delta))
+
+
+def _repeated(one: _Distribution, count: int) -> _Distribution:
+    """Compose in blocks: the library's bounds on a sum's tails are tight for few terms only."""
+    if count == 1:
+        return one
+    if count <= _BLOCK:
+        return one.self_compose(count)
+    blocks, rest = divmod(count, _BLOCK)
+    many = _repeated(one.self_compose(_BLOCK), blocks)
+    return many.compose(_repeated(one, rest)) if rest else many
+
+
+@lru_cache(maxsize=32)
+def _single(q: float, sigma: float, interval: float) -> _Distribution:
+    # It takes longer to import than all the rest of an answer, and RDP alone does without it.
+    from dp_accounting.pld import (  # pyright: ignore[reportMissingTypeStubs]
+        privacy_loss_distribution as library,
+    )
+
+    return cast(_Library, library).from_gaussian_mechanism(
+        sigma, value_discretization_interval=interval, sampling_prob=q
+    )
+
+
+def fft_rounding(count: int) -> float:
+    """Return what the rounding of the FFTs may add to or take from δ.
+
+    The relative error of a transform's `count`-th power is about count + log2(size) units in the
+    last place. Against the closed form at q = 1 the error stays a thousand times below this.
+    """
+    return (count + 64) * 2.0**-52
+
+
+def grid_step(terms: Sequence[Term], fineness: float = FINENESS) -> float:
+    """Return the grid's step: fine beside the loss of one release, coarser where memory ends."""
+    count = sum(t for _, _, t in terms)
+    variance = sum(t * loss_spread(q, s) ** 2 for q, s, t in terms)
+    reach = max(_loss_range(q, s) for q, s, _ in terms)
+    step = max(
+        # The library takes differences of δ: each grid point gains about 2^-52 / step of mass, and
+        # all points of all releases together are to gain less than 1.
+        math.sqrt(count * reach * 2.0**-50),
+        math.sqrt(variance / count) / fineness,
+        reach / _LARGEST_SINGLE,
+        (reach + 24 * math.sqrt(variance)) / _LARGEST_COMPOSED,
+    )
+    # Steps from a geometric grid, so that histories that differ little share distributions.
+    return 2.0 ** (math.floor(8 * math.log2(step)) / 8)
+
+
+def loss_spread(q: float, sigma: float) -> float:
+    """Return the root of the Rényi divergence of order 2: for small losses, their deviation."""
+    exponent = sigma**-2
+    if exponent < 30:
+        return math.sqrt(math.log1p(q**2 * math.expm1(exponent)))
+    return math.sqrt(float(np.logaddexp(0.0, 2 * math.log(q) + exponent)))
+
+
+def _loss_range(q: float, sigma: float) -> float:
+    """Return the width of the losses within ten deviations of the noise."""
+    rest = math.log1p(-q) if q < 1 else -math.inf
+    high = float(np.logaddexp(rest, math.log(q) + 10 / sigma + 0.5 / sigma**2))
+    low = float(np.logaddexp(rest, math.log(q) - 10 / sigma - 1.5 / sigma**2))
+    return max(high - low, 10 * loss_spread(q, sigma))
+
+
+FloatArray = NDArray[np.float64]
+
+# By default: the grid adds below 1/64 of its variance.
+_FINENESS: Final = 4.0
+# Of δ: what may lie outside the window, and what beyond the grid.
+_OUTSIDE: Final = 2.0**-20
+_SPARSE: Final = 16  # histories for one answer of pld's
+_ASKED: Final = 6  # answers at most
+_LARGEST: Final = 2**21  # points of a grid
+_RUNNING_BLOCK: Final = 512.0  # e to the power of as much is a float
+_DIGITS: Final = 2.0**-46  # to which the normal distribution function is exact, and more
+
+
+def epsilons(
+    path: Sequence[Sequence[Term]], delta: float, fineness: float = _FINENESS
+) -> list[float]:
+    """Return an upper bound on ε at δ for every history of the path; inf where none is found.
+
+    path: histories of the same events (q, σ, count >= 1) in the same order; no count ever falls.
+    fineness: grid points to the spread of one release's loss.
+    """
+    if not path:
+        return []
+    most = [round_up_term(*term) for term in path[-1]]
+    if all(q == 1 for q, *_ in most):
+        return [pld_epsilon(terms, delta) for terms in path]
+    if is_resolved(most, delta, fineness):
+        return _by_grid(path, most, delta, fineness)
+    # What bounds a longer history bounds the shorter ones: few are asked for, from the longest on.
+    found, last = list[float](), math.inf
+    for i, terms in enumerate(reversed(path)):
+        if i % _SPARSE == 0 and i < _SPARSE * _ASKED and last > 0:
+            last = pld_epsilon(terms, delta)
+        found.append(last)
+    return found[::-1]
+
+
+def _by_grid(
+    path: Sequence[Sequence[Term]], most: Sequence[Term], delta: float, fineness: float
+) -> list[float]:
+    count = sum(t for *_, t in most)
+    outside = _OUTSIDE * delta
+    # The transforms' errors grow with the count as in pld, in all numbers of a window together.
+    usable = delta - outside - 8 * fft_rounding(count)
+    if usable <= 0:
+        return [math.inf] * len(path)
+    step = grid_step(most, fineness)
+    # Φ(-z) <= exp(-z²/2) / 2
+    reach = math.sqrt(max(1.0, -2 * math.log(2 * outside / count)))
+    with np.errstate(all="ignore"):
+        pairs = [_release(q, s, step, reach) for q, s, _ in most]
+        spread = math.sqrt(sum(t * loss_spread(q, s) ** 2 for q, s, t in most))
+        counts = [t for *_, t in most]
+        ways = [
+            ComposedLosses([pair[i] for pair in pairs], counts, step, spread, outside)
+            for i in (0, 1)
+        ]
+        return [max(way.epsilon([t for *_, t in terms], usable) for way in ways) for terms in path]
+
+
+@dataclass(frozen=True)
+class LossMasses:
+    """Masses of the losses low, low + 1, ... (times the grid's step), and of an infinite one."""
+
+    low: int
+    mass: FloatArray
+    infinite: float
+
+
+def _release(q: float, sigma: float, step: float, reach: float) -> tuple[LossMasses, LossMasses]:
+    """Return the losses of one release: where a record is removed, and where it is added."""
+
+    def loss(x: float) -> float:
+        rest = math.log1p(-q) if q < 1 else -math.inf
+        return float(np.logaddexp(rest, math.log(q) + (2 * x - 1) / (2 * sigma**2)))
+
+    first, last = ends(loss(-reach * sigma), loss(1 + reach * sigma), step)
+    if last - first > _LARGEST:
+        nothing = LossMasses(0, np.ones(1), math.inf)
+        return nothing, nothing
+    grid = np.arange(first, last + 1, dtype=np.float64) * step
+    # The outcomes with these losses; none has a loss below log(1 - q).
+    excess = np.where(grid < -1, np.exp(grid) - (1 - q), np.expm1(grid) + q)
+    at = sigma * (np.log(np.maximum(excess, 0.0)) - math.log(q)) + 0.5 / sigma
+    without = Outcomes.of(at)
+    with_it = without.scale(1 - q).plus(Outcomes.of(at - 1 / sigma).scale(q))
+    removed = connect_dots(with_it, without, grid, first)
+    return removed, connect_dots(without.mirrored, with_it.mirrored, -grid[::-1], -last)
+
+
+def ends(low: float, high: float, step: float) -> tuple[int, int]:
+    """Return a grid's first and last point, in steps, around losses from low to high.
+
+    With noise enough all losses are one number; a grid has two.
+    """
+    first = math.floor(low / step)
+    return first, max(math.ceil(high / step), first + 1)
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Mass of one distribution between the points of a grid, below them and above them.
+
+    tail: the mass beyond each interval, on the side from which its own was taken.
+    """
+
+    below: float
+    between: FloatArray
+    above: float
+    tail: FloatArray
+
+    @staticmethod
+    def of(at: FloatArray) -> "Outcomes":
+        """Return those of N(0, 1) between neighbours of `at`, by the nearer tail."""
+        left = at[1:] <= 0
+        wide = gaussian.normal_cdfs(np.where(left, at[1:], -at[:-1]))
+        narrow = gaussian.normal_cdfs(np.where(left, at[:-1], -at[1:]))
+        below, above = gaussian.normal_cdfs(np.array([at[0], -at[-1]])).tolist()
+        return Outcomes(below, wide - narrow, above, wide)
+
+    def scale(self, share: float) -> "Outcomes":
+        """Return this share of the mass."""
+        below, between = share * self.below, share * self.between
+        return Outcomes(below, between, share * self.above, share * self.tail)
+
+    def plus(self, other: "Outcomes") -> "Outcomes":
+        """Return the masses of both together."""
+        return Outcomes(
+            self.below + other.below,
+            self.between + other.between,
+            self.above + other.above,
+            self.tail + other.tail,
+        )
+
+    @property
+    def mirrored(self) -> "Outcomes":
+        """The same in the opposite order."""
+        return Outcomes(self.above, self.between[::-1], self.below, self.tail[::-1])
+
+
+def connect_dots(p: Outcomes, r: Outcomes, grid: FloatArray, first: int) -> LossMasses:
+    """Return the losses log(P/Q) with all mass moved onto the grid.
+
+    p, r: under P and Q, in the order of losses. What lies below the grid goes to its first point.
+    """
+    step = grid[1] - grid[0]
+    grown = np.exp(grid[:-1])
+    lost = _DIGITS * (p.tail + r.tail * grown)
+    upper = np.clip((p.between - r.between * grown + lost) / -np.expm1(-step), 0.0, p.between)
+    mass = np.zeros(len(grid))
+    mass[1:] = upper
+    mass[:-1] += p.between - upper
+    mass[0] += p.below
+    return LossMasses(first, mass, p.above)
+
+
+class ComposedLosses:
+    """Compositions of several releases, for one order of their pairs, in one window of the grid.
+
+    releases: of each kind the losses of one, on a grid of this step. most: the largest number of
+    each kind. spread: about the deviation of the losses of all of them together. outside: the mass
+    that the window may leave out, of what is to be taken off δ.
+    """
+
+    def __init__(
+        self,
+        releases: Sequence[LossMasses],
+        most: Sequence[int],
+        step: float,
+        spread: float,
+        outside: float,
+    ) -> None:
+        self._releases = releases
+        low, high = _window(releases, most, step, spread, outside)
+        size = max(high - low + 1, *(len(r.mass) for r in releases))
+        # "not (good)": a window without an end is NaN or inf.
+        self._found = size <= _LARGEST and all(r.infinite < 1 for r in releases)
+        if not self._found:
+            return
+        self._size = gaussian.fast_length(math.ceil(size))
+        # LossMasses below 0 cost nothing at any ε >= 0.
+        self._losses = np.arange(math.floor(low) + self._size, dtype=np.float64) * step
+        self._waves = [np.fft.rfft(r.mass, self._size) for r in releases]
+        longest = 1 + step * max(abs(r.low) + len(r.mass) for r in releases)
+        # Each loss was placed on the grid to about 2^-52 of itself.
+        self._misplaced = 2.0**-48 * longest
+
+    def epsilon(self, counts: Sequence[int], delta: float) -> float:
+        """Return ε at δ after so many of each release."""
+        if not self._found:
+            return math.inf
+        wave = np.ones(1)
+        for one, count in zip(self._waves, counts, strict=True):
+            wave = wave * _power(one, count)
+        each = zip(counts, self._releases, strict=True)
+        lows, infinite = zip(*((t * r.low, t * r.infinite) for t, r in each), strict=True)
+        # The transform holds a loss k at k - Σ t low, modulo its size.
+        mass = np.roll(np.fft.irfft(wave, self._size), sum(lows))[: len(self._losses)]
+        found = _solve(np.maximum(mass, 0.0), self._losses, delta - sum(infinite))
+        return found + sum(counts) * self._misplaced
+
+
+def _window(
+    releases: Sequence[LossMasses], most: Sequence[int], step: float, spread: float, outside: float
+) -> tuple[float, float]:
+    """Return where the losses of the largest history lie, on the grid, but for `outside` of them.
+
+    P[L > b] <= E e^(λL) e^(-λb). The smaller histories are covered too, as E e^(λL) >= 1 for λ > 0.
+    """
+    room = -math.log(outside)
+    orders = math.sqrt(2 * room) / spread * 2.0 ** np.arange(-10, 4)
+    orders = np.concatenate([orders, -orders])
+    growth = np.zeros(len(orders))
+    for release, count in zip(releases, most, strict=True):
+        losses = (release.low + np.arange(len(release.mass))) * step
+        growth += count * np.log(np.exp(np.outer(orders, losses)) @ release.mass)
+    ends = (np.maximum(growth, 0.0) + room) / orders / step
+    # An order that cannot be computed says nothing.
+    high, low = ends[(orders > 0) & np.isfinite(ends)], ends[(orders < 0) & np.isfinite(ends)]
+    if not (high.size and low.size):
+        return -math.inf, math.inf
+    return float(low.max()), float(high.min())
+
+
+def _power(wave: NDArray[np.complex128], count: int) -> NDArray[np.complex128]:
+    """Return wave^count, by squaring: far quicker than the general power."""
+    result = np.ones(1, dtype=np.complex128)
+    while count:
+        if count & 1:
+            result = result * wave
+        count >>= 1
+        wave = wave * wave if count else wave
+    return result
+
+
+def _solve(mass: FloatArray, losses: FloatArray, delta: float) -> float:
+    """Return the least ε >= 0 with Σ mass (1 - e^(ε - loss))+ <= δ; losses from 0 up."""
+    above = np.cumsum(mass[::-1])[::-1]
+    shrunk = _shrunk(mass, losses)
+    within = np.flatnonzero(above - shrunk <= delta)
+    if not within.size:
+        return math.inf
+    # δ(ε) at this point is small enough, and at the one before it was not.
+    i = int(within[0])
+    ratio = float((above[i] - delta) / shrunk[i]) if i > 0 and above[i] > delta else 0.0
+    found = float(losses[i]) + math.log(ratio) if ratio > 0 else -math.inf
+    return found if found >= 0 else float(losses[i])
+
+
+def _shrunk(mass: FloatArray, losses: FloatArray) -> FloatArray:
+    """Return Σ_{j >= i} mass_j e^(loss_i - loss_j) at every i, by blocks that floats can hold."""
+    found, above = np.empty_like(mass), 0.0
+    blocks = int((losses[-1] - losses[0]) // _RUNNING_BLOCK) + 1
+    begins = {bisect.bisect_left(losses, losses[0] + _RUNNING_BLOCK * i) for i in range(blocks)}
+    for end, first in itertools.pairwise(sorted({*begins, len(losses)}, reverse=True)):
+        here = losses[first:end] - losses[end - 1]
+        summed = np.cumsum((mass[first:end] * np.exp(-here))[::-1])[::-1]
+        found[first:end] = np.exp(here) * (summed + above)
+        if first:
+            above = float(found[first]) * math.exp(losses[first - 1] - losses[first])
+    return found

@@ -1,0 +1,223 @@
+"""ε of tuning: what many runs cost whoever sees them all, and whoever sees the best one alone.
+
+Papernot, Steinke. Hyperparameter tuning with Rényi differential privacy. arXiv 2110.03620. K runs,
+each with fresh randomness and a setting drawn, with replacement, from a list fixed beforehand; the
+one with the best score is shown. One run is (α, ε(α))-RDP for all orders α. Then the winner is
+(λ, ε')-RDP:
+
+    K of the truncated negative binomial law with η, γ (their Theorem 2), for any order α
+        ε' = ε(λ) + (1+η) (1 - 1/α) ε(α) + (1+η) log(1/γ)/α + log E[K] / (λ - 1)
+        η = 0, logarithmic: P(K = k) ∝ (1-γ)^k / k;  η = 1, geometric: P(K = k) = γ (1-γ)^(k-1)
+    K of Poisson's law with mean μ (Theorem 6), δ^ what a run is at ε^ = log(1 + 1/(λ-1))
+        ε' = ε(λ) + μ δ^ + log μ / (λ - 1);  K may be 0, and then nothing is shown
+
+A setting that is drawn, and shown with the run, costs at each order no more than the dearest.
+
+It holds only where K was drawn so, K, the settings and all other runs stay secret, and the score
+follows from what the run released or from public numbers. A number that was fixed has no such
+bound: the best of m runs of pure ε can cost m ε. It follows from the m runs, and so costs no more
+than they do together, which is what holds against whoever sees every run.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import ROUND_FLOOR, Context
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpact.common import check
+from fedpact.common.errors import InputError
+from fedpact.common.format import upper
+from fedpact.privacy.accounting import gaussian, rdp
+from fedpact.privacy.accounting.accountant import History, SampledGaussian, epsilon
+
+FloatArray = NDArray[np.float64]
+
+_ORDERS: Final = np.asarray(rdp.ORDERS)
+_ROUNDED: Final = 1 + 1e-12  # above the rounding of the few operations here
+_MOST: Final = 1e9  # runs
+
+
+@dataclass(frozen=True)
+class Trials:
+    """What trying costs at one δ: upper bounds on ε, inf where none is found.
+
+    runs: m, each once. one: of the dearest run alone. every: of all m together, for whoever sees
+    them, and for the best of them where m was fixed. winner: a name of LAWS -> of the best alone,
+    where the number of runs was drawn from that law with mean m.
+    """
+
+    runs: int
+    delta: float
+    one: float
+    every: float
+    winner: Mapping[str, float]
+
+
+def count_trials(histories: Sequence[History], delta: float, times: int = 1) -> Trials:
+    """Return what runs cost that release these histories, each `times` times.
+
+    histories: event -> how often, of each setting. delta: in (0, 1). Raises InputError: fewer than
+    two runs, or as of the parts.
+    """
+    runs = len(histories) * check.count(times=times)
+    together = Counter[SampledGaussian]()
+    for history in histories:
+        for event, count in history.items():
+            together[event] += check.natural(count=count) * times
+    winner = {law: winner_epsilon(histories, delta, runs, law) for law in LAWS}
+    one = max(epsilon(history, delta) for history in histories)
+    return Trials(runs, delta, one, epsilon(together, delta), winner)
+
+
+def as_document(found: Trials) -> dict[str, Any]:
+    """Return it as plain data, with `describe_trials`; None stands for an ε of which no bound was
+    found."""
+
+    def known(cost: float) -> float | None:
+        return cost if math.isfinite(cost) else None
+
+    return {
+        "runs": found.runs,
+        "delta": found.delta,
+        "epsilon_of_one": known(found.one),
+        "epsilon_of_every": known(found.every),
+        "epsilon_of_winner": {law: known(cost) for law, cost in found.winner.items()},
+        "laws": {law: about.told(found.runs) for law, about in LAWS.items()},
+        "holds_for": describe_trials(found),
+    }
+
+
+def describe_trials(found: Trials) -> list[str]:
+    """Return in words what trying costs, and for whom each ε holds."""
+    runs, delta = found.runs, f"at δ = {upper(found.delta)}"
+    drawn = "; ".join(
+        f"{upper(cost)} with {LAWS[law].told(runs)} ({law})" for law, cost in found.winner.items()
+    )
+    return [
+        f"Whoever sees every run, as the server and the other sites do: ε = {upper(found.every)} "
+        f"{delta} for {runs} runs together, composed, if their settings were fixed before the "
+        f"first. The same holds for whoever sees only the best of exactly {runs}: for a number of "
+        "runs that was fixed, or that is known, nothing less is proven.",
+        f"Whoever sees the winner alone, where the number of runs K was drawn, with mean {runs}: "
+        f"ε = {drawn}; {delta}. It holds if K was drawn from that very law by somebody who keeps "
+        "it secret, as the ledgers and receipts that tell it are kept; if each run had a setting "
+        "drawn anew from a list fixed beforehand, and fresh randomness; if the winner was chosen "
+        "by what runs released or by public records; and not against the server or another site.",
+    ]
+
+
+def winner_epsilon(
+    histories: Iterable[History], delta: float, mean: float, law: str = "logarithmic"
+) -> float:
+    """Return an upper bound on ε at δ of the best of about `mean` runs; inf where none is found.
+
+    histories: what each run that may be drawn releases, event -> how often; the dearest counts at
+    each order. delta: in (0, 1). mean: E[K], from 2 to 1e9; with "poisson" K may be 0. law: a name
+    of LAWS. Raises InputError.
+
+    >>> run = {SampledGaussian(0.05, 2.8391): 200}
+    >>> [round(winner_epsilon([run], 1e-5, mean), 2) for mean in (3, 10, 30)]
+    [1.65, 1.93, 2.12]
+    """
+    check.fraction(delta=delta)
+    if law not in LAWS:
+        raise InputError(f"law is {law!r}: expected one of {', '.join(LAWS)}")
+    each = [_of_run(history) for history in histories]
+    if not each:
+        raise InputError("histories is empty: expected the releases of at least one run")
+    return rdp.to_epsilon(best_of(np.maximum.reduce(each), mean, law), delta)
+
+
+def best_of(one: FloatArray, mean: float, law: str) -> FloatArray:
+    """Return RDP of the best of K runs at each of rdp.ORDERS, from that of one run, `one`.
+
+    mean: E[K], from 2 to 1e9. law: a name of LAWS. Raises InputError.
+    """
+    if not 2 <= check.finite(runs=mean) <= _MOST:
+        raise InputError(
+            f"runs is {mean!r}: expected from 2 to {_MOST:g} of them; one run is not tuned"
+        )
+    with np.errstate(all="ignore"):
+        found = LAWS[law].rdp(one, mean) * _ROUNDED
+    found[~(found >= 0)] = np.inf
+    return found
+
+
+def _of_run(history: History) -> FloatArray:
+    total = np.zeros(len(_ORDERS))
+    for event, count in history.items():
+        if check.natural(count=count):
+            total = total + count * rdp.renyi(event.q, event.sigma)
+    return total
+
+
+def _negative_binomial(shape: int) -> Callable[[FloatArray, float], FloatArray]:
+    def bound(one: FloatArray, mean: float) -> FloatArray:
+        gamma = success(mean, shape)
+        others = (1 + shape) * ((1 - 1 / _ORDERS) * one - math.log(gamma) / _ORDERS)
+        return one + float(np.nanmin(others)) + math.log(_expected(gamma, shape)) / (_ORDERS - 1)
+
+    return bound
+
+
+def _poisson(one: FloatArray, mean: float) -> FloatArray:
+    near = np.log1p(1 / (_ORDERS - 1))
+    # Canonne, Kamath, Steinke 2020, Proposition 12, for every order at every ε^.
+    a = _ORDERS[:, None]
+    each = (a - 1) * (one[:, None] - near) + a * np.log1p(-1 / a) - np.log(a - 1)
+    missed = np.minimum(1.0, np.exp(np.nanmin(each, axis=0)))
+    return one + mean * missed + math.log(mean) / (_ORDERS - 1)
+
+
+def success(mean: float, shape: int) -> float:
+    """Return γ of the law with η = `shape` (0 or 1) and about this mean, from 2 to 1e9.
+
+    Rounded down to six digits, so that K can be drawn from the very law that is bounded.
+    """
+
+    def excess(log_gamma: float) -> float:
+        return math.log(_expected(math.exp(log_gamma), shape)) - math.log(mean)
+
+    low = -2.0 * (1 + math.log(mean) + math.log1p(math.log(mean)))
+    exact = 1 / mean if shape == 1 else math.exp(gaussian.root(excess, low, -1e-9, 1e-14))
+    return float(Context(prec=6, rounding=ROUND_FLOOR).create_decimal(exact))
+
+
+def _expected(gamma: float, shape: int) -> float:
+    """Return E[K], which falls in γ."""
+    return 1 / gamma if shape == 1 else (1 / gamma - 1) / -math.log(gamma)
+
+
+@dataclass(frozen=True)
+class Law:
+    """How a number of runs K is drawn. rdp: of the winner, from that of one run and E[K].
+
+    told: P(K = k), from about E[K], as it is to be drawn.
+    """
+
+    rdp: Callable[[FloatArray, float], FloatArray]
+    told: Callable[[float], str]
+
+
+LAWS: Final[dict[str, Law]] = {
+    "logarithmic": Law(
+        _negative_binomial(0),
+        lambda mean: f"P(K = k) = (1-γ)^k / (k log(1/γ)), k >= 1, γ = {success(mean, 0):.6g}",
+    ),
+    "geometric": Law(
+        _negative_binomial(1),
+        lambda mean: f"P(K = k) = γ (1-γ)^(k-1), k >= 1, γ = {success(mean, 1):.6g}",
+    ),
+    "poisson": Law(
+        _poisson,
+        lambda mean: (
+            f"P(K = k) = e^-μ μ^k / k!, k >= 0, μ = {mean:.15g}; with K = 0 nothing is shown"
+        ),
+    ),
+}
+"""The laws of K that a bound is known for."""

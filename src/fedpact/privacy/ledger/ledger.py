@@ -1,0 +1,358 @@
+"""A site's ledger: what it has promised and what it has spent, written down before it is released.
+
+One file per site, for all runs on the same data; `chain` keeps it. Kinds of entries:
+
+    open      whose ledger this is, and whether its releases are hypothetical (a simulation's)
+    reserve   a run may make these events; all of them together cost at most (ε, δ). One beside a
+              run is of other records of the site, and has a name of its own: "RUN/evaluation"
+    charge    `count` joint events of one kind, for one request, about to be released
+    unprotected  exact numbers are about to leave: the run's (ε, δ) protect nobody any more
+    torn      a line that a crash left unreadable, and what it is counted as: the dearest events
+              that runs have left
+
+`charge` returns only after the entry is on the disk. A crash between the two costs budget, never
+privacy. (A simulation's charge does not wait for the disk. A power failure may lose it; the resumed
+run finds that out by `last_round`.) The events of a reservation may be used in any order and number
+up to the reserved counts: what is left unused only lowers the cost. Reservations of several runs
+add up (`total`).
+"""
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from fedpact.common.check import count as at_least_one
+from fedpact.common.errors import LedgerError, PolicyRefused
+from fedpact.privacy.accounting import shared_noise
+from fedpact.privacy.accounting.accountant import (
+    ADJACENCY_BY_UNIT,
+    Budget,
+    History,
+    SampledGaussian,
+)
+from fedpact.privacy.ledger.hash_chain import HashChain, LedgerEntry, read_entries
+from fedpact.privacy.ledger.reservations import (
+    CompanionReservation,
+    FixedSequence,
+    Shared,
+    cost_of_torn,
+    family,
+    from_entry,
+    not_reserved,
+    other_terms,
+    over_runs,
+)
+
+__all__ = ["Ledger", "read_entries"]
+
+_FORMAT = 1
+_Request = tuple[str, str, tuple[str, ...], SampledGaussian]
+
+
+class Ledger:
+    """An open ledger. One process at a time holds it; threads may share it.
+
+    hypothetical: its releases are a simulation's, where a request that comes again draws the same
+    noise again. Otherwise every charge is a new one.
+    Raises LedgerError: another site's ledger, an altered one, or one that is open elsewhere.
+    """
+
+    def __init__(self, path: Path, site: str, *, hypothetical: bool) -> None:
+        self.path, self.site, self.hypothetical = path, site, hypothetical
+        self._lock = threading.Lock()
+        self._reserved: dict[str, FixedSequence] = {}
+        self._placements: dict[str, dict[str, str]] = {}
+        self._requests: dict[_Request, int] = {}
+        self._rounds: dict[str, int] = {}
+        self._attempts: set[tuple[str, int, int]] = set()
+        self._exposed: set[str] = set()
+        self._chain = HashChain(path)
+        try:
+            self._restore()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file. Everything charged is on the disk then."""
+        self._chain.close()
+
+    @property
+    def head(self) -> str:
+        """The last entry's hash: whoever keeps it finds out a shortened or forked ledger."""
+        return self._chain.head
+
+    @property
+    def length(self) -> int:
+        """The number of entries."""
+        return self._chain.length
+
+    def holds(self, length: int, head: str) -> bool:
+        """Whether this ledger goes on from one that had `length` entries, the last with this hash.
+
+        One that was put back to an older state, or written on by somebody else, does not.
+        """
+        with self._lock:
+            return self._chain.holds(length, head)
+
+    def reserve(
+        self,
+        run: str,
+        budget: Budget,
+        events: History,
+        shared: Shared | None = None,
+        beside: CompanionReservation | None = None,
+        unit: str = "record",
+        only_ask: bool = False,
+    ) -> None:
+        """Promise a run these events, at a cost of at most `budget`; the same promise twice is one.
+
+        shared: where the events have the noise of several sites' shares; None where it is its own.
+        beside: where they are of other records than another run's. unit: whom (ε, δ) is of, a
+        "record" or a "person"; a ledger has one of them, as only such ε add up.
+        only_ask: whether it would be refused; nothing is promised.
+        Raises PolicyRefused: the events cost more than the budget, or the run has other terms, or
+        the ledger's runs another unit, or another promise stands beside that run.
+        LedgerError: the promise cannot be written down.
+        """
+        asked = Counter({event: number for event, number in events.items() if number})
+        promise = FixedSequence(budget, asked, shared, beside, unit)
+        with self._lock:
+            if self._is_promised(run, promise):
+                return
+            self._check_unit(run, unit)
+            self._check_beside(run, beside)
+            for cost, promised in promise.costs():
+                if not cost <= promised:
+                    raise PolicyRefused(
+                        f"the events reserved for run {run!r} cost ε = {cost:.6g} at δ = "
+                        f"{budget.delta:g} ({ADJACENCY_BY_UNIT[unit]}), more than the ε = "
+                        f"{promised:g} they were promised for"
+                    )
+            if not only_ask:
+                self._append({"run": run, **promise.entry})
+
+    def _check_unit(self, run: str, unit: str) -> None:
+        others = {one.unit for one in self._reserved.values()} - {unit}
+        if others:
+            raise PolicyRefused(
+                f"run {run!r} is per {unit}, and the runs in {self.path} are per "
+                f"{', '.join(others)}: their ε do not add up, as neither follows from the other; "
+                "a site's runs on the same records have one unit"
+            )
+
+    def _check_beside(self, run: str, beside: CompanionReservation | None) -> None:
+        for name, one in self._reserved.items():
+            if beside and one.beside and one.beside.beside == beside.beside:
+                raise PolicyRefused(
+                    f"{run!r} would stand beside run {beside.beside!r} in {self.path}, as {name!r} "
+                    "does: the larger of a run and what stands beside it counts, which is right of "
+                    "one alone; reserve it as a run of its own"
+                )
+
+    def _is_promised(self, run: str, promise: FixedSequence) -> bool:
+        if run not in self._reserved:
+            return False
+        before = self._reserved[run]
+        if before.terms != promise.terms:
+            raise other_terms(run, self.path, before, promise)
+        return True
+
+    def charge(
+        self,
+        run: str,
+        request: str,
+        event: SampledGaussian,
+        count: int,
+        *,
+        purpose: tuple[str, ...],
+        round_number: int,
+        attempt: int = 0,
+    ) -> None:
+        """Write down `count` events on the disk, before the first of them is released.
+
+        request: identifies what is released (task and place in it). purpose: the channels. In a
+        hypothetical ledger a request that was charged before, with the same event and purpose, is
+        the same release: only what it asks for beyond the count charged then is charged.
+        Raises PolicyRefused: nothing reserved, or not this event. BudgetExhausted: too many.
+        LedgerError: the charge cannot be written down.
+        """
+        at_least_one(count=count)
+        channels = sorted(purpose)
+        key = (run, request, tuple(channels), event)
+        with self._lock:
+            if run not in self._reserved:
+                raise not_reserved(run, event)
+            new = count - (self._requests.get(key, 0) if self.hypothetical else 0)
+            if new <= 0:
+                return
+            self._reserved[run].check(run, event, new)
+            body: LedgerEntry = {
+                "kind": "charge",
+                "mechanism": "sampled_gaussian",
+                "run": run,
+                "round": round_number,
+                "attempt": attempt,
+                "request": request,
+                "purpose": channels,
+                "q": event.q,
+                "sigma": event.sigma,
+                "count": new,
+                **self._own_share(run, event),
+            }
+            # A simulation's charge protects nobody, so it does not wait for the disk.
+            self._chain.append(body, wait=not self.hypothetical)
+            self._charged(key, new, round_number, attempt)
+
+    def _own_share(self, run: str, event: SampledGaussian) -> LedgerEntry:
+        """Return the second event that a charge of shared noise is: the site's own share of it."""
+        shared = self._reserved[run].shared
+        return (
+            {}
+            if shared is None
+            else {"sigma_alone": shared_noise.own_share_event(event, shared.honest).sigma}
+        )
+
+    def expose(self, run: str, round_number: int) -> None:
+        """Write down that exact numbers leave the site, so that the run is not private.
+
+        Raises PolicyRefused: the ledger of a deployment, which lets none out. LedgerError: it
+        cannot be written down.
+        """
+        if not self.hypothetical:
+            raise PolicyRefused(
+                f"run {run!r} asked for exact numbers in round {round_number}: a site of a "
+                "deployment lets none out; leave out what asks for them"
+            )
+        with self._lock:
+            self._append({"kind": "unprotected", "run": run, "round": round_number})
+
+    def note_placement(self, run: str, placement: str, precision: str) -> None:
+        """Write down how a run's records are placed and computed from now on, where it is not yet.
+
+        placement: a key of per_sample.layout.PLACEMENTS. precision: "float32", "tf32" or "bf16".
+        Raises LedgerError: it cannot be written.
+        """
+        found = {"placement": placement, "precision": precision}
+        with self._lock:
+            if self._placements.get(run) != found:
+                self._append({"kind": "placement", "run": run, **found})
+                self._placements[run] = found
+
+    def spent(self, run: str) -> Mapping[SampledGaussian, int]:
+        """Return the events charged to a run so far."""
+        with self._lock:
+            return dict(self._reserved[run].spent) if run in self._reserved else {}
+
+    def earlier(self, run: str) -> list[tuple[History, Budget]]:
+        """Return what the run's reservations before this one were charged, and what they promised.
+
+        Of a run that was never extended there are none.
+        """
+        with self._lock:
+            spend_of = [self._reserved[name] for name in family(run, self._reserved) if name != run]
+            return [(dict(one.spent), one.budget) for one in spend_of]
+
+    def last_round(self, run: str) -> int:
+        """Return the last round that a run was charged for, -1 if none."""
+        with self._lock:
+            return self._rounds.get(run, -1)
+
+    def is_charged(self, run: str, round_number: int, attempt: int) -> bool:
+        """Whether something was charged for this attempt at a run's round."""
+        with self._lock:
+            return (run, round_number, attempt) in self._attempts
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """The runs that have a reservation."""
+        with self._lock:
+            return tuple(self._reserved)
+
+    def total(self, without: str | None = None, honest: float = math.inf) -> tuple[float, float]:
+        """Return (Σ ε, Σ δ) over the reservations of all runs, by basic composition.
+
+        What every run together can cost a record, add/remove one; (0, 0) where none is reserved,
+        and an infinite ε once a run has let exact numbers out. without: a run that does not count,
+        nor what stands beside it. honest: how many sites' noise counts; a run that needs more
+        counts with the ε that needs none.
+        """
+        with self._lock:
+            each = [
+                (one.beside.beside if one.beside else r, one) for r, one in self._reserved.items()
+            ]
+            lost = math.inf if self._exposed - {without} else 0.0
+        counted = [
+            (run, one.epsilon if one.honest <= honest else one.epsilon_alone, one.budget.delta)
+            for run, one in each
+            if run != without
+        ]
+        epsilon, delta = over_runs(counted)
+        return lost + epsilon, delta
+
+    def _restore(self) -> None:
+        entries = self._chain.entries
+        opening = {"site": self.site, "hypothetical": self.hypothetical, "format": _FORMAT}
+        if not entries:
+            self._append({"kind": "open", **opening})
+            return
+        found = {key: entries[0].get(key) for key in opening}
+        if found != opening:
+            raise LedgerError(
+                f"ledger {self.path} was opened as {found}, not as {opening}: "
+                "name the ledger that belongs to this site and to this kind of run"
+            )
+        try:
+            for entry in entries:
+                self._apply(entry)
+        except (KeyError, TypeError, ValueError) as error:
+            raise LedgerError(
+                f"ledger {self.path} has an entry of unknown form ({type(error).__name__}: "
+                f"{error}): it was not written by this version of fedpact; use the one that did"
+            ) from error
+        if self._chain.torn:
+            self._append(cost_of_torn(self._chain.torn, self._reserved))
+
+    def _append(self, body: LedgerEntry) -> None:
+        self._apply(self._chain.append(body))
+
+    def _charged(self, key: _Request, count: int, round_number: int, attempt: int) -> None:
+        run, _, _, event = key
+        self._reserved[run].charge(event, count)
+        self._requests[key] = self._requests.get(key, 0) + count
+        self._rounds[run] = max(self._rounds.get(run, -1), round_number)
+        self._attempts.add((run, round_number, attempt))
+
+    def _apply(self, entry: LedgerEntry) -> None:
+        match entry["kind"]:
+            case "reserve":
+                self._reserved[entry["run"]] = from_entry(entry)
+            case "charge":
+                event = SampledGaussian(entry["q"], entry["sigma"])
+                key = (entry["run"], entry["request"], tuple(entry["purpose"]), event)
+                self._charged(key, entry["count"], entry["round"], entry["attempt"])
+            case "torn":
+                for run, q, sigma, count in entry["charges"]:
+                    self._reserved[run].spent[SampledGaussian(q, sigma)] += count
+            case "placement":
+                names = ("placement", "precision")
+                self._placements[entry["run"]] = {name: entry[name] for name in names}
+            case "unprotected":
+                self._exposed.add(entry["run"])
+            case _:
+                pass

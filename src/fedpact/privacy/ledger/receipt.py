@@ -1,0 +1,266 @@
+"""Receipts of a ledger, and what remains in it for further runs.
+
+A receipt holds mechanisms, counts and budgets. It holds nothing about records: no content, no hash,
+no true count.
+
+apart    The new run may cost (ε - Σ ε_i, δ - Σ δ_i), with what each earlier run reserved. This
+             holds whatever the new run's q, σ and steps were chosen from (basic composition).
+    joint    The events that earlier runs reserved and the new run's are one sequence at δ, which
+             costs less. It is a proof only where that sequence was fixed: every earlier run
+             reserved fixed events, and nothing of the new run follows from what they released.
+
+Reserved counts, not spent ones: how far a run went may have followed from what it released.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fedpact.common.errors import BudgetExhausted, InputError, LedgerError
+from fedpact.common.format import format_epsilon, upper
+from fedpact.privacy.accounting import shared_noise
+from fedpact.privacy.accounting.accountant import (
+    ADJACENCY_BY_UNIT,
+    Budget,
+    History,
+    SampledGaussian,
+    epsilon,
+)
+from fedpact.privacy.accounting.group_privacy import PERSON_RECORDS, epsilon_per_person
+from fedpact.privacy.ledger.hash_chain import Chained, LedgerEntry, read_all
+from fedpact.privacy.ledger.reservations import FIXED, over_runs
+from fedpact.privacy.ledger.rollback_guard import RollbackGuard
+
+_PLACED = {
+    "compact": "compact: batch invariance checked on this machine",
+    "scattered": "scattered: batch invariance by construction",
+}
+
+
+def receipt(path: Path) -> dict[str, Any]:
+    """Return the receipt of a ledger file, after checking every link of its chain.
+
+    Raises LedgerError: no such file, altered, put back to an older state, or not a ledger.
+    """
+    if not path.is_file():
+        raise LedgerError(f"{path} is no ledger: name one site's ledger.jsonl")
+    # Before the ledger is read, into which a site that runs writes first.
+    witness = RollbackGuard(path)
+    entries, torn = read_all(path)
+    witness.check(Chained(entries))
+    if not entries or entries[0].get("kind") != "open":
+        raise LedgerError(f"{path} is no ledger: its first entry does not open one")
+    runs = {e["run"]: _run(e, entries) for e in entries if e["kind"] == "reserve"}
+    if torn:
+        # What the line was is decided when the ledger is opened; until then it may be anything.
+        for run in runs.values():
+            run["epsilon_spent"] = run["epsilon_reserved"]
+            run["epsilon_alone_spent"] = run["epsilon_alone_reserved"]
+    whole, delta = _together(runs, "epsilon_reserved")
+    told = {
+        "site": entries[0]["site"],
+        "hypothetical": entries[0]["hypothetical"],
+        # A ledger's runs have one unit.
+        "adjacency": ADJACENCY_BY_UNIT[next((run["unit"] for run in runs.values()), "record")],
+        "accountant": "best of PLD and RDP",
+        "covers": "every release of the runs it names",
+        "runs": runs,
+        # Of a run and what stands beside it, which is of other records, the larger.
+        "epsilon_reserved": whole,
+        "epsilon_alone_reserved": _together(runs, "epsilon_alone_reserved")[0],
+        "delta_reserved": delta,
+        "entries": len(entries),
+        "unreadable_last_line": torn,
+        "head": entries[-1]["hash"],
+        "first_entry": _day(entries[0]),
+        "last_entry": _day(entries[-1]),
+    }
+    return {**told, "sentence": _sentence(told)}
+
+
+def _day(entry: LedgerEntry) -> str | None:
+    """Return when an entry was written, in UTC by its machine's clock; None if it does not say."""
+    time = entry.get("time")
+    return None if time is None else datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds")
+
+
+def _sentence(told: Mapping[str, Any]) -> str:
+    """Return what the receipt says, for somebody who has never seen one."""
+    runs = told["runs"].values()
+    of = f"the data set {told['site']!r}"
+    if not runs:
+        return f"Nothing of {of} has been promised to any run, and nothing released."
+    if not math.isfinite(told["epsilon_reserved"]):
+        return f"Exact numbers of {of} have left: no ε bounds what is known of its records."
+    hypothetical = bool(told["hypothetical"])
+    honest = max(run["honest"] for run in runs)
+    whose = "person, with all records," if "person" in told["adjacency"] else "record"
+    count = sum(run["beside"] is None for run in runs)
+    many = f"{count} runs" if count > 1 else "run"
+    bound = format_epsilon(told["epsilon_reserved"], told["epsilon_alone_reserved"], honest)
+    factor = "" if honest else f", a factor of at most {_odds(told['epsilon_reserved'])},"
+    return (
+        ("This is of a simulation, which protects nobody; a deployment could say: " * hypothetical)
+        + f"Whether or not any one {whose} is in {of}, all that the {many} named here may release "
+        f"turns out nearly alike: the chance of any outcome differs by at most e^ε{factor} and by "
+        f"δ = {upper(told['delta_reserved'])} more, with ε = {bound}. A person with records in "
+        "other data sets too, as at a second site, pays the sum of both."
+    )
+
+
+def _odds(cost: float) -> str:
+    return upper(math.exp(cost), 3) if cost < 700 else "more than 1e300"
+
+
+def _together(runs: dict[str, dict[str, Any]], epsilon: str) -> tuple[float, float]:
+    """Return (Σ ε, Σ δ) over all runs, ε of that name."""
+    return over_runs((r["beside"] or name, r[epsilon], r["delta"]) for name, r in runs.items())
+
+
+def _run(reservation: LedgerEntry, entries: list[LedgerEntry]) -> dict[str, Any]:
+    run, budget, delta = reservation["run"], reservation["epsilon"], reservation["delta"]
+    spent = spent_of(run, entries)
+    honest = reservation.get("honest", 0)
+    cost = epsilon(spent, delta - (shared_noise.ADDED_DELTA if honest else 0.0))
+    alone, budget_alone = cost, reservation.get("epsilon_alone", budget)
+    if honest:
+        alone = epsilon(shared_noise.all_alone(spent, honest), delta)
+    if any(entry["kind"] == "unprotected" and entry["run"] == run for entry in entries):
+        # Exact numbers left the site: no ε bounds what the run has told.
+        budget = cost = budget_alone = alone = math.inf
+    reserved = {SampledGaussian(q, sigma): n for q, sigma, n in reservation["events"]}
+    placed = [e for e in entries if e["kind"] == "placement" and e["run"] == run]
+    return {
+        "accounting": FIXED,
+        # Whom ε is of.
+        "unit": reservation["unit"],
+        # How its records stand in passes: "checked on this machine", or "by construction".
+        "placement": [_PLACED[entry["placement"]] for entry in placed],
+        # What its passes compute in: "float32", "tf32" or "bf16".
+        "precision": [entry["precision"] for entry in placed],
+        # The run whose records these are not; None: of the records that are trained on.
+        "beside": reservation.get("beside"),
+        "epsilon_reserved": budget,
+        "delta": delta,
+        "epsilon_spent": cost,
+        # How many sites' shares the two above need to be noise; 0: none but the site's own.
+        "honest": honest,
+        "epsilon_alone_reserved": budget_alone,
+        "epsilon_alone_spent": alone,
+        "epsilon_per_person": _per_person(reserved, delta, honest, budget)
+        if reservation["unit"] == "record"
+        else None,
+        "events": [
+            {"q": event.q, "sigma": event.sigma, "reserved": n, "spent": spent[event]}
+            for event, n in reserved.items()
+        ],
+    }
+
+
+def _per_person(
+    events: Mapping[SampledGaussian, int], delta: float, honest: int, budget: float
+) -> dict[str, float] | None:
+    """Return k -> ε at δ of all that is reserved, for a person's k records; None of no events."""
+    if not events:
+        return None
+    # An infinite budget stands for exact numbers that have left.
+    least = budget if math.isinf(budget) else 0.0
+    if not honest:
+        found = {k: epsilon_per_person(events, delta, k) for k in PERSON_RECORDS}
+        return {str(k): max(least, cost) for k, cost in found.items()}
+    own = shared_noise.all_alone(events, honest)
+    found = {
+        k: shared_noise.cover(
+            partial(epsilon_per_person, events, records=k),
+            *(delta, budget),
+            epsilon_per_person(own, delta, k),
+        )
+        for k in PERSON_RECORDS
+    }
+    return {str(k): max(least, cost) for k, cost in found.items()}
+
+
+def spent_of(run: str, entries: Sequence[LedgerEntry]) -> Counter[SampledGaussian]:
+    """Return the events charged to a run, with those that torn lines are counted as."""
+    spent = Counter[SampledGaussian]()
+    for entry in entries:
+        if entry["kind"] == "charge" and entry["run"] == run:
+            spent[SampledGaussian(entry["q"], entry["sigma"])] += entry["count"]
+        elif entry["kind"] == "torn":
+            for name, q, sigma, count in entry["charges"]:
+                if name == run:
+                    spent[SampledGaussian(q, sigma)] += count
+    return spent
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """What is left. budget: of the new run, together with `spent`, the events that share it.
+
+    epsilon_reserved, delta_reserved: sums over the earlier runs, `runs` of them. honest: of how
+    many sites of each sum they need the noise, 0 for none. unit: whom these ε are of.
+    """
+
+    site: str
+    runs: int
+    epsilon_reserved: float
+    delta_reserved: float
+    budget: Budget
+    spent: History
+    honest: int = 0
+    unit: str = "record"
+
+
+def remaining(path: Path, whole: Budget, *, joint: bool = False) -> Remaining:
+    """Return what a ledger leaves of the budget `whole`, which all runs on its records share.
+
+    Raises LedgerError: no ledger, or an altered one. BudgetExhausted: nothing is left. InputError:
+    joint, with a run whose noise was shared.
+    """
+    told = receipt(path)
+    runs = told["runs"].values()
+    unit = next((run["unit"] for run in runs), "record")
+    epsilon, delta = told["epsilon_reserved"], told["delta_reserved"]
+    honest = max((run["honest"] for run in runs), default=0)
+    if joint and honest:
+        raise InputError(
+            f"--joint with ledger {path}: an earlier run has the noise of {honest} sites together, "
+            "and one sequence of its events and others' would rest on them; leave --joint out"
+        )
+    if not math.isfinite(epsilon):
+        raise BudgetExhausted(
+            f"ledger {path} has a run that let exact numbers out: no ε bounds what is known of its "
+            "records, and nothing is left for another run"
+        )
+    if joint:
+        return Remaining(told["site"], len(runs), epsilon, delta, whole, _events(told), unit=unit)
+    left = _rest(whole.epsilon, epsilon), _rest(whole.delta, delta)
+    if not min(left) > 0:
+        raise BudgetExhausted(
+            f"ledger {path} has reserved (ε, δ) = ({epsilon:g}, {delta:g}) for {len(runs)} runs, "
+            f"{told['adjacency']}: of ({whole.epsilon:g}, {whole.delta:g}) nothing is left for "
+            "one more; raise the budget's ε and δ, both, or ask for --joint where all events were "
+            "fixed"
+        )
+    return Remaining(told["site"], len(runs), epsilon, delta, Budget(*left), {}, honest, unit)
+
+
+def _rest(whole: float, spent: float) -> float:
+    """Return the largest number that added to `spent` is at most `whole`, in floating point too."""
+    left = whole - spent
+    while left > 0 and spent + left > whole:
+        left = math.nextafter(left, 0.0)
+    return left
+
+
+def _events(told: dict[str, Any]) -> History:
+    events = Counter[SampledGaussian]()
+    for run in told["runs"].values():
+        for event in run["events"]:
+            events[SampledGaussian(event["q"], event["sigma"])] += event["reserved"]
+    return events

@@ -1,0 +1,258 @@
+"""Reservations in a ledger, and the families of runs that share one.
+
+The events are a fixed sequence, enumerated before the run; PLD and RDP bound them all together, and
+(ε, δ) as reserved is the guarantee. `entry` is how a promise stands in a ledger.
+
+Where noise is shared (privacy.accounting.shared_noise), an event has the noise of h sites' shares,
+and (ε, δ) holds
+if so many of them are honest. A second ε, at the same δ, is then promised for the site's own share
+of each event: it holds against everybody. Every charge is one of both.
+
+A promise may stand beside a run's: of other records of the same site, as those held out of training
+(`CompanionReservation`). A record is one of either, so of the two the larger counts, and not their
+sum.
+
+Each is made after what came before was seen, so both ε and both δ are summed, by basic composition.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from fedpact.common.errors import BudgetExhausted, PolicyRefused
+from fedpact.privacy.accounting import shared_noise
+from fedpact.privacy.accounting.accountant import Budget, SampledGaussian, add_budgets, epsilon
+
+FIXED: Final = "fixed sequence"
+
+WHY: Final = (
+    "The events were fixed before the run, so PLD composition is a proof; a stopping time alone "
+    "does not change that for the reserved (ε, δ)."
+)
+
+EACH_FIXED: Final = "fixed sequence for each reservation"
+
+# Rogers, Roth, Ullman, Vadhan. Privacy odometers and filters: pay-as-you-go composition. NeurIPS
+# 2016: basic composition has a filter, and an odometer, for (ε_i, δ_i) chosen on the way.
+WHY_EXTENDED: Final = (
+    "Each reservation's events were fixed before its own first round, so PLD composition is a proof"
+    " of each. That there is a later one, and how large, was decided after results of the earlier "
+    "ones were seen: their ε and their δ add up by basic composition, and the sums are a running "
+    "total of what has been reserved. What holds however that was decided is a bound that was fixed"
+    " before the first of them, as a site's policy has it (epsilon_ever, delta_ever): it refuses "
+    "a reservation with which the sums would go beyond it."
+)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """How noise is shared. honest: h >= 1. epsilon_alone: of the site's own shares, at the same δ.
+
+    The δ of the promise includes privacy.accounting.shared_noise.ADDED_DELTA.
+    """
+
+    honest: int
+    epsilon_alone: float
+
+
+@dataclass(frozen=True)
+class CompanionReservation:
+    """Of which records a promise is: of others than those of run `beside`.
+
+    split: what tells them apart, as a digest. It decides by each record alone, and as it is part of
+    the promise, it is the same as long as the run lasts.
+    """
+
+    beside: str
+    split: str
+
+
+class FixedSequence:
+    """Events that may be used in any order, each up to its number in `allowed`."""
+
+    def __init__(
+        self,
+        budget: Budget,
+        allowed: Counter[SampledGaussian],
+        shared: Shared | None = None,
+        beside: CompanionReservation | None = None,
+        unit: str = "record",
+    ) -> None:
+        self.budget, self.allowed, self.shared, self.beside = budget, allowed, shared, beside
+        self.unit = unit
+        self.spent = Counter[SampledGaussian]()
+        self._largest = 0
+
+    @property
+    def epsilon(self) -> float:
+        """The promised ε."""
+        return self.budget.epsilon
+
+    @property
+    def honest(self) -> int:
+        """Of how many sites it needs the noise, 0 for none."""
+        return 0 if self.shared is None else self.shared.honest
+
+    @property
+    def epsilon_alone(self) -> float:
+        """The promised ε that needs no other site's noise."""
+        return self.budget.epsilon if self.shared is None else self.shared.epsilon_alone
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What the ledger's chain holds of it."""
+        events = [[e.q, e.sigma, n] for e, n in sorted(self.allowed.items())]
+        found = {"kind": "reserve", **asdict(self.budget)}
+        for more in (self.shared, self.beside):
+            found |= {} if more is None else asdict(more)
+        return {**found, "unit": self.unit, "events": events}
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """What makes it this promise: all of it but the ε alone, which follows from the rest."""
+        return {name: value for name, value in self.entry.items() if name != "epsilon_alone"}
+
+    def costs(self) -> list[tuple[float, float]]:
+        """Return (ε of all events, ε promised): of shared noise with the shares' help and alone."""
+        if self.shared is None:
+            return [(epsilon(self.allowed, self.budget.delta), self.budget.epsilon)]
+        own = shared_noise.all_alone(self.allowed, self.shared.honest)
+        together = epsilon(self.allowed, self.budget.delta - shared_noise.ADDED_DELTA)
+        alone = epsilon(own, self.budget.delta)
+        return [(together, self.budget.epsilon), (alone, self.shared.epsilon_alone)]
+
+    def check(self, run: str, event: SampledGaussian, count: int) -> None:
+        """Raise PolicyRefused: not this event. BudgetExhausted: not as many more of it."""
+        if event not in self.allowed:
+            raise not_reserved(run, event)
+        allowed, spent = self.allowed[event], self.spent[event]
+        if spent + count > allowed:
+            raise BudgetExhausted(
+                f"run {run!r} asks for {count} more of {event}: {spent} of {allowed} reserved "
+                "events are spent"
+            )
+
+    def charge(self, event: SampledGaussian, count: int) -> None:
+        """Count events that `check` let pass."""
+        self.spent[event] += count
+        self._largest = max(self._largest, count)
+
+    def dearest_left(self, at_least: int, lines: int) -> list[tuple[SampledGaussian, int]]:
+        """Return what so many unreadable lines are counted as: the dearest events that are left.
+
+        For each line as many as the largest charge so far, or `at_least`, should that be more.
+        """
+        missing = lines * max(1, at_least, self._largest)
+        taken = list[tuple[SampledGaussian, int]]()
+        costs = {event: epsilon({event: 1}, self.budget.delta, "rdp") for event in self.allowed}
+        for event in sorted(self.allowed, key=lambda e: costs[e], reverse=True):
+            count = min(missing, self.allowed[event] - self.spent[event])
+            if count > 0:
+                taken.append((event, count))
+                missing -= count
+        return taken
+
+
+def from_entry(entry: Mapping[str, Any]) -> FixedSequence:
+    """Return a reservation as its entry has it, nothing charged. Raises ValueError and the like."""
+    budget = Budget(entry["epsilon"], entry["delta"])
+    shared = Shared(entry["honest"], entry["epsilon_alone"]) if "honest" in entry else None
+    events = Counter({SampledGaussian(q, sigma): n for q, sigma, n in entry["events"]})
+    beside = CompanionReservation(entry["beside"], entry["split"]) if "beside" in entry else None
+    return FixedSequence(budget, events, shared, beside, entry["unit"])
+
+
+def cost_of_torn(lines: Sequence[bytes], reserved: Mapping[str, FixedSequence]) -> dict[str, Any]:
+    """Return what unreadable lines are counted as, in every open run, as a ledger's entry.
+
+    The dearest events that are left (see FixedSequence). The lines' own releases never left the
+    site. Of several all but the first tell of the first, as a ledger is not used before it is
+    counted; but nobody can read that in them.
+    """
+    told = b"\n".join(lines)
+    named = sum(int(digits) for digits in re.findall(rb'"count": (\d{1,15})', told))
+    charges = [
+        [run, event.q, event.sigma, count]
+        for run, reservation in reserved.items()
+        for event, count in reservation.dearest_left(named, len(lines))
+    ]
+    return {"kind": "torn", "charges": charges}
+
+
+def over_runs(promised: Iterable[tuple[str, float, float]]) -> tuple[float, float]:
+    """Return (Σ ε, Σ δ) that a record can bear, of (run, ε, δ) each, by basic composition.
+
+    Promises of one run are of different records, so the largest ε and δ among them count.
+    """
+    most = dict[str, tuple[float, float]]()
+    for run, cost, delta in promised:
+        before = most.get(run, (0.0, 0.0))
+        most[run] = max(before[0], cost), max(before[1], delta)
+    return add_budgets(e for e, _ in most.values()), add_budgets(d for _, d in most.values())
+
+
+def not_reserved(run: str, event: SampledGaussian) -> PolicyRefused:
+    """Return the error of a run that asks for what it has not reserved."""
+    return PolicyRefused(
+        f"run {run!r} asks for {event}, which its reservation does not name: reserve it at "
+        "the run's start"
+    )
+
+
+def other_terms(run: str, path: Path, before: FixedSequence, asked: FixedSequence) -> PolicyRefused:
+    """Return the error of a run that asks for another promise than the one it has."""
+    was, now = before.terms, asked.terms
+    differ = (name for name in was | now if was.get(name) != now.get(name))
+    told = ", ".join(f"{name} {was.get(name)} there and {now.get(name)} now" for name in differ)
+    return PolicyRefused(
+        f"run {run!r} has a reservation with other terms in {path} ({told}): a run's mechanisms "
+        "are fixed at its start; use a new run name"
+    )
+
+
+# As `next_name` writes it, so that no two names are one reservation: neither _more0 nor _more01.
+_NAME: Final = re.compile(r"(?P<base>.*?)(?:_more(?P<number>[1-9][0-9]{0,8}))?", re.DOTALL)
+
+
+def next_name(run: str) -> str:
+    """Return what a run's next reservation is called in ledgers: NAME, NAME_more1, NAME_more2."""
+    base, number = _parts(run)
+    return f"{base}_more{number + 1}"
+
+
+def is_extension(run: str) -> bool:
+    """Whether a run's name is one that `next_name` gives: of a run that was extended."""
+    return _parts(run)[1] > 0
+
+
+def family(run: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the known names that are of the run's reservations up to `run`, in order."""
+    base, last = _parts(run)
+    found = {number: name for name in known for of, number in [_parts(name)] if of == base}
+    return tuple(found[number] for number in sorted(found) if number <= last)
+
+
+def spend_of(run: str, runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float] | None:
+    """Return what a run's reservations have cost together, None where a ledger has none of it.
+
+    runs: of a receipt. Keys: epsilon_spent, epsilon_reserved, both of them with "alone", and delta.
+    Of training and evaluations, which are of other records, the larger counts.
+    """
+    whose = {name: str(told["beside"] or name) for name, told in runs.items()}
+    names = set(family(run, whose.values()))
+    mine = [(whose[name], told) for name, told in runs.items() if whose[name] in names]
+    if not mine:
+        return None
+    found = dict[str, float]()
+    for state in ("spent", "reserved"):
+        for key in (f"epsilon_{state}", f"epsilon_alone_{state}"):
+            found[key], found["delta"] = over_runs((n, t[key], t["delta"]) for n, t in mine)
+    return found
+
+
+def _parts(run: str) -> tuple[str, int]:
+    found = _NAME.fullmatch(run)
+    return (run, 0) if found is None else (found["base"], int(found["number"] or 0))

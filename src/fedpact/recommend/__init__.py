@@ -1,1 +1,0 @@
-"""What to choose for a budget, from public numbers alone."""

@@ -1,1 +1,0 @@
-"""What runs leave behind, for whoever reads them."""

@@ -1,1 +1,0 @@
-"""What every key of a configuration and every algorithm's setting means, read from the sources."""

@@ -1,0 +1,192 @@
+"""When two runs may be compared: plans in canonical form, and where they differ.
+
+A list of one value for every site is that value, and a site's own grant that is what all have is
+none; all sites in each round are no part of them; classes that all weigh 1 have no weights, and
+factors that are all 1 no schedule; weights are told by their digest, wherever their file is; a
+count's noise is nothing where no count is released.
+
+A comparison is equal where its runs have the same data, partition, seeds, rounds, budgets and kind
+of privacy. What the method itself consists of may differ, and is shown. But a setting that several
+algorithms share is part of what a method was chosen to be only where somebody chose it: left to
+defaults that differ from algorithm to algorithm, as τ and η are, it makes runs unequal.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, Final
+
+from fedpact import algorithms
+from fedpact.common.configuration import DEFAULTS_KEY, flatten
+from fedpact.data.partition import site_names
+
+_EACH: Final = ("epsilon", "delta", "sigma")
+_SCHEDULES: Final = (("privacy", "clip_schedule"), ("local", "schedule"))
+
+
+def canonical(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan.json's content in the form that all plans of its meaning share."""
+    found = {k: dict(v) if isinstance(v, Mapping) else v for k, v in plan.items()}
+    if found.get("sites_per_round") == found.get("sites") is not None:
+        found["sites_per_round"] = None
+    for table, key, factor in (
+        *((*s, "constant") for s in _SCHEDULES),
+        ("task", "class_weights", None),
+    ):
+        value = (found.get(table) or {}).get(key)
+        if isinstance(value, list) and all(one == 1 for one in value):
+            found[table][key] = factor
+    for table in ("initial", "features"):
+        if (found.get(table) or {}).get("sha256"):
+            found[table].pop("weights", None)
+    if found.get("privacy"):
+        _grant(found, found["privacy"])
+    return found
+
+
+def _grant(plan: dict[str, Any], privacy: dict[str, Any]) -> None:
+    own = {site: dict(of) for site, of in (privacy.get("per_site") or {}).items()}
+    names = _simulated(plan)
+    for key in (key for key in _EACH if key in privacy):
+        privacy[key] = _shared(privacy[key], own, key, names)
+    if plan.get("batch_size") is None and "sampling_rate" in plan:
+        plan["sampling_rate"] = _shared(plan["sampling_rate"], own, "sampling_rate", names)
+    if "per_site" in privacy:
+        privacy["per_site"] = {
+            site: kept
+            for site, of in own.items()
+            if (kept := {key: value for key, value in of.items() if value is not None})
+        }
+    if privacy.get("sizes") == "public":
+        privacy.pop("size_noise", None)
+
+
+def _simulated(plan: Mapping[str, Any]) -> list[str]:
+    """Return the sites' names; none where only the data set knows them."""
+    kind = (plan.get("partition") or {}).get("kind", "natural")
+    return [] if kind == "natural" else site_names(plan.get("sites") or 0)
+
+
+def _shared(value: Any, own: dict[str, dict[str, Any]], key: str, names: Sequence[str]) -> Any:
+    """Return what all sites have, a list of what each has, in the names' order, where they differ.
+
+    What `own`, site -> its grant, says of it is taken out of there, as far as this list says it.
+    """
+    each = value if isinstance(value, list) else [value] * len(names)
+    if names and len(each) == len(names) and own.keys() <= set(names):
+        given = [own.get(name, {}).pop(key, None) for name in names]
+        value = [all_ if one is None else one for one, all_ in zip(given, each, strict=True)]
+    if isinstance(value, list) and all(one == value[0] for one in value):
+        value = value[0]
+    for of in own.values():
+        if of.get(key) == value:
+            of.pop(key, None)
+    return value
+
+
+JsonMapping = Mapping[str, Any]
+
+# Part of what is being compared. Whatever is not named here has to be equal.
+_METHOD = (
+    *("algorithm", "model", "settings", "control", "fairness", "server", "compression", "robust"),
+    *("secure_aggregation", "sampling_rate", "batch_size"),
+)
+_METHOD_OF_PRIVACY = ("privacy.clip", "privacy.sigma")
+# Does not change what is trained; or differs between the runs of one entry.
+_NOTHING = ("run", "seed", "about")
+LOCAL_STEPS_KEY = "settings.local_steps"
+"""Every algorithm has a τ, whether or not it is a setting."""
+_UNKNOWN = object()
+DATA = ("data", "label", "site")
+"""What must be equal for any figure to mean the same."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key of the plans that differs. values: entry -> value, for the entries that have it, and
+    whether that is its default. unequal: the comparison is not between equals because of it.
+    """
+
+    key: str
+    values: Mapping[str, str]
+    unequal: bool
+
+
+def differences(plans: Mapping[str, JsonMapping], swept: Collection[str] = ()) -> list[Difference]:
+    """Return every key in which plans (entry -> plan.json's content) differ, unequal ones first.
+
+    swept: keys whose values are what is compared. Plans that mean the same do not differ, however
+    they were typed (report.comparable). The privacy settings of a plain run apply to
+    nothing, so only its mode is looked at.
+    """
+    flat = {name: _applicable(plan) for name, plan in plans.items()}
+    keys = dict.fromkeys(key for values in flat.values() for key in values)
+    found = []
+    for key in keys:
+        # What a plain run has no use for does not differ, nor what only one algorithm knows, unless
+        # somebody gave it.
+        optional = key.startswith("privacy.") or (
+            key.startswith("settings.")
+            and all(_is_left(key, plans[name]) for name, own in flat.items() if key in own)
+        )
+        values = {
+            name: repr(values.get(key))
+            for name, values in flat.items()
+            if key in values or not optional
+        }
+        if len(set(values.values())) > 1:
+            unequal = key not in swept and not (
+                _is_method(key) and not _left_apart(key, values, plans)
+            )
+            shown = {n: value + _note(key, plans[n]) for n, value in values.items()}
+            found.append(Difference(key, shown, unequal))
+    return sorted(found, key=lambda difference: not difference.unequal)
+
+
+def _left_apart(key: str, values: Mapping[str, str], plans: Mapping[str, JsonMapping]) -> bool:
+    """Whether two algorithms differ in a setting that they share, and one of them was left."""
+    return key.startswith("settings.") and any(
+        values[one] != values[other]
+        and plans[one].get("algorithm") != plans[other].get("algorithm")
+        and (_is_left(key, plans[one]) or _is_left(key, plans[other]))
+        for one, other in combinations(values, 2)
+    )
+
+
+def _is_left(key: str, plan: JsonMapping) -> bool:
+    return key in plan.get(DEFAULTS_KEY, ())
+
+
+def _note(key: str, plan: JsonMapping) -> str:
+    return " by default" if _is_left(key, plan) else ""
+
+
+def _applicable(plan: JsonMapping) -> dict[str, Any]:
+    flat = flatten(canonical(plan))
+    flat.setdefault(LOCAL_STEPS_KEY, _steps(plan))
+    plain = flat.get("privacy.mode") == "none"
+    return {
+        key: value
+        for key, value in flat.items()
+        if key.split(".")[0] not in (*_NOTHING, DEFAULTS_KEY)
+        and value is not _UNKNOWN
+        and not (plain and key.startswith("privacy.") and key != "privacy.mode")
+    }
+
+
+def _steps(plan: JsonMapping) -> Any:
+    """Return τ of a plan without such a setting."""
+    name, control = plan.get("algorithm"), plan.get("control", {})
+    if name not in algorithms.names():
+        return _UNKNOWN
+    algorithm = algorithms.load(name)
+    settings = algorithm.Settings()
+    if settings.controlled or control.get("kind", "fixed") != "fixed":
+        return "chosen in each round"
+    return (
+        _UNKNOWN if "local_steps" in algorithm.Settings.model_fields else algorithm.steps(settings)
+    )
+
+
+def _is_method(key: str) -> bool:
+    return key.split(".")[0] in _METHOD or key in _METHOD_OF_PRIVACY

@@ -1,0 +1,278 @@
+"""Curves of several runs laid over each other: a colour an entry, its mean over seeds, a band.
+
+Each figure takes a comparison and returns a Drawing, or None where there is nothing to draw.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from fedpact.common.format import choose_byte_unit
+from fedpact.common.messages import RoundRecord
+from fedpact.common.notebook import LIGHT
+from fedpact.report.compared_runs import Comparison, Entry, Outcome
+from fedpact.report.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    RED,
+    Drawing,
+    Sheet,
+    marker,
+    percent_axis,
+    rounds_axis,
+    shorten,
+    thin,
+)
+
+# Okabe and Ito's, those of single runs first; entries beyond them are told apart by their dashes.
+_COLOURS = (BLUE, RED, GREEN, ORANGE, LIGHT["pink"], LIGHT["sky"], GREY)
+_DASHES = ("-", "--", ":", "-.")
+
+Against = Literal["rounds", "bytes", "ε"]
+ChartMeasure = Literal["accuracy", "loss"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A measure against what it cost. x: ascending; low <= mean <= high over the seeds' runs."""
+
+    x: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def on_the_way(comparison: Comparison) -> list[Drawing]:
+    """Return accuracy and loss against rounds, bytes and ε, as far as there is anything to draw."""
+    costs: tuple[Against, ...] = ("rounds", "bytes", "ε")
+    measures: tuple[ChartMeasure, ...] = ("accuracy", "loss")
+    found = [curves(comparison, measure, cost) for measure in measures for cost in costs]
+    return [drawing for drawing in found if drawing]
+
+
+def curves(comparison: Comparison, measure: ChartMeasure, against: Against) -> Drawing | None:
+    """Draw a measure of the global model of every entry against rounds, bytes or ε."""
+    found = [(i, e, curve(e, measure, against)) for i, e in enumerate(comparison.entries)]
+    drawn = [(i, entry, line) for i, entry, line in found if line is not None]
+    if not drawn:
+        return None
+    title = f"{measure.capitalize()} against {against}"
+    unit, name = 1.0, {"rounds": "round", "ε": "largest ε spent by a site", "bytes": ""}[against]
+    if against == "bytes":
+        unit, symbol = choose_byte_unit(max(float(line.x[-1]) for _, _, line in drawn))
+        name = f"sent so far ({symbol})"
+    with Sheet() as sheet:
+        axes = sheet.axes(name, "mean loss" if measure == "loss" else measure)
+        for i, entry, line in drawn:
+            _draw(axes, i, entry, line, unit)
+        if measure == "accuracy":
+            percent_axis(axes)
+        else:
+            _loss_axis(axes, [line for _, _, line in drawn])
+        if against == "rounds":
+            rounds_axis(axes)
+        axes.margins(x=0.02)
+    return Drawing(title, sheet.chart, _caption(comparison, drawn, against), comparison.pooled)
+
+
+@dataclass(frozen=True)
+class Series:
+    """A measure over a swept key. deviations: sample standard deviations over seeds, 0 of one."""
+
+    label: str
+    x: list[Any]
+    means: list[float]
+    deviations: list[float]
+
+
+_SWEPT: dict[str, Callable[[Outcome], float | None]] = {
+    "accuracy": lambda outcome: outcome.accuracy,
+    "worst site": lambda outcome: outcome.worst,
+    "mean loss": lambda outcome: None if outcome.run.counted else outcome.loss,
+}
+
+
+def series(comparison: Comparison, key: str, measure: str) -> list[Series]:
+    """Return a measure of _SWEPT over a swept key, for each of what else differs.
+
+    An entry of which a run has no value is left out.
+    """
+    found = dict[str, Series]()
+    for entry in comparison.entries:
+        point, spread = comparison.points.get(entry.name), entry.spread(_SWEPT[measure])
+        if point is None or key not in point.values or spread is None:
+            continue
+        if not math.isfinite(spread.mean):
+            continue
+        others = [f"{k} = {v}" for k, v in point.values.items() if k != key]
+        label = ", ".join([point.base, *others])
+        line = found.setdefault(label, Series(label, [], [], []))
+        line.x.append(point.values[key])
+        line.means.append(spread.mean)
+        line.deviations.append(spread.deviation or 0.0)
+    return list(found.values())
+
+
+def sweeps(comparison: Comparison) -> dict[str, list[Drawing]]:
+    """Draw accuracy and the worst site's, or mean loss without any, over every swept key."""
+    found = {
+        key: [_over(comparison, key, measure) for measure in _SWEPT] for key in comparison.swept
+    }
+    return {key: drawn for key, figures in found.items() if (drawn := [d for d in figures if d])}
+
+
+def _over(comparison: Comparison, key: str, measure: str) -> Drawing | None:
+    lines = series(comparison, key, measure)
+    if not lines:
+        return None
+    title = f"{measure.capitalize()} over {key}"
+    place = _places([x for line in lines for x in line.x], key)
+    with Sheet() as sheet:
+        axes = sheet.axes(key, "mean loss" if measure == "mean loss" else "accuracy")
+        for i, line in enumerate(lines):
+            colour, dashes = _look(i)
+            at = [place.at[str(x)] for x in line.x]
+            order = sorted(range(len(at)), key=at.__getitem__)
+            axes.errorbar(
+                [at[k] for k in order],
+                [line.means[k] for k in order],
+                yerr=[line.deviations[k] for k in order],
+                linestyle=dashes,
+                color=colour,
+                marker="o",
+                ms=3,
+                capsize=3,
+                label=shorten(line.label),
+            )
+        if place.log:
+            axes.set_xscale("log")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticks(list(place.at.values()), [shorten(text) for text in place.at])
+        if measure != "mean loss":
+            percent_axis(axes)
+    caption = "Means over seeds of the last model; bars are a sample standard deviation each way. "
+    if key == "privacy.epsilon":
+        caption += f"ε is what each site allows. {_guarantee(comparison)}"
+    return Drawing(
+        title, sheet.chart, caption.strip(), measure == "worst site" or comparison.pooled
+    )
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the values of a swept key stand, by their text; log: on a logarithmic axis."""
+
+    at: dict[str, float]
+    log: bool
+
+
+def _places(values: list[Any], key: str) -> _Places:
+    numbers = [x for x in values if isinstance(x, int | float) and not isinstance(x, bool)]
+    if len(numbers) < len(values):
+        return _Places(
+            {text: float(i) for i, text in enumerate(dict.fromkeys(map(str, values)))}, False
+        )
+    low, high = min(numbers), max(numbers)
+    log = low > 0 and (high >= 10 * low or key.endswith(("epsilon", "delta")))
+    return _Places({str(x): float(x) for x in sorted(numbers)}, log)
+
+
+def _look(i: int) -> tuple[str, str]:
+    """Return colour and dashes of the i-th entry."""
+    return _COLOURS[i % len(_COLOURS)], _DASHES[i // len(_COLOURS) % len(_DASHES)]
+
+
+def curve(entry: Entry, measure: ChartMeasure, against: Against) -> Line | None:
+    """Return the mean over an entry's runs, on the range of x that all of them reach.
+
+    Between two evaluations a run is taken to lie on the straight line. A round whose measure is
+    not finite is left out. None: no run has a point, or they share no range.
+    """
+    lines = [
+        line for outcome in entry.outcomes if len((line := _line(outcome, measure, against))[0])
+    ]
+    if not lines:
+        return None
+    low, high = max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines)
+    grid = np.unique(np.concatenate([x for x, _ in lines]))
+    grid = np.array(thin([float(x) for x in grid if low <= x <= high]))
+    if not grid.size:
+        return None
+    values = np.stack([np.interp(grid, x, y) for x, y in lines])
+    return Line(grid, values.mean(0), values.min(0), values.max(0))
+
+
+def _line(
+    outcome: Outcome, measure: ChartMeasure, against: Against
+) -> tuple[np.ndarray, np.ndarray]:
+    position, sent, points = _POSITIONS[against], 0.0, list[tuple[float, float]]()
+    for record in outcome.run.records:
+        sent += record.bytes_down + record.bytes_up
+        y = getattr(record, measure)
+        x = position(record, sent)
+        if x is not None and y is not None and math.isfinite(x) and math.isfinite(y):
+            points.append((x, y))
+    x, y = np.array(points, dtype=float).reshape(-1, 2).T
+    # Where nothing was spent between two evaluations, the later one counts.
+    last = np.append(np.diff(x) > 0, True)[: len(x)]
+    return x[last], y[last]
+
+
+def _largest_epsilon(record: RoundRecord, _: float) -> float | None:
+    return max(record.epsilon.values()) if record.epsilon else None
+
+
+_POSITIONS: dict[Against, Callable[[RoundRecord, float], float | None]] = {
+    "rounds": lambda record, _: record.round,
+    "bytes": lambda _, sent: sent,
+    "ε": _largest_epsilon,
+}
+
+
+def _draw(axes: Axes, i: int, entry: Entry, line: Line, unit: float) -> None:
+    colour, dashes = _look(i)
+    x = line.x / unit
+    if len(entry.outcomes) > 1:
+        axes.fill_between(x, line.low, line.high, color=colour, alpha=0.13, lw=0)
+    axes.plot(
+        x, line.mean, dashes, color=colour, marker=marker(len(x)), ms=3, label=shorten(entry.name)
+    )
+
+
+def _loss_axis(axes: Axes, lines: list[Line]) -> None:
+    low, high = min(line.low.min() for line in lines), max(line.high.max() for line in lines)
+    if low > 0 and high > 10 * low:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+
+
+def _caption(comparison: Comparison, drawn: list[tuple[int, Entry, Line]], against: Against) -> str:
+    caption = {
+        "rounds": "Each round is one exchange with every site that takes part in it. ",
+        "bytes": "Messages as encoded, both ways, all sites together. ",
+        "ε": f"{_guarantee(comparison)} ",
+    }[against]
+    if any(len(entry.outcomes) > 1 for _, entry, _ in drawn):
+        caption += "Lines are means over seeds, bands reach from the lowest run to the highest."
+    missing = [e.name for e in comparison.entries if e.name not in {d[1].name for d in drawn}]
+    if missing:
+        reason = "not private, or without a run" if against == "ε" else "without a run"
+        caption += f" Not drawn, {reason}: {', '.join(missing)}."
+    return caption.strip()
+
+
+def _guarantee(comparison: Comparison) -> str:
+    kinds = dict.fromkeys(
+        f"adjacency: {o.run.privacy['adjacency']}; accountant: {o.run.privacy['accountant']}"
+        for _, o in comparison.outcomes
+        if o.run.private
+    )
+    return f"Upper bounds on ε at the sites' δ; {' / '.join(kinds)}."

@@ -1,0 +1,280 @@
+"""The papers' rates beside what a run did: its facts, its rate bounds, its bytes.
+
+The bound is on the differential entropy of one release, one noisy gradient. A number of bits comes
+from it only with a step to which values are written: here a hundredth of the noise's deviation.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedpact.algorithms.wrappers.compression import UNITS_DOWN
+from fedpact.common.format import number, size
+from fedpact.common.messages import RoundRecord
+from fedpact.privacy.accounting.shared_noise import SHARE_DEVIATION, rounded_entropy
+from fedpact.report.tradeoffs import (
+    bits_on_the_wire,
+    entropy_bound,
+    mean_of_clipped_moment,
+    paper_rate,
+)
+
+
+class SiteFacts(Protocol):
+    """A site's terms in a private run."""
+
+    @property
+    def size(self) -> float:
+        """N, declared or released."""
+        ...
+
+    @property
+    def rate(self) -> float:
+        """q, each record's chance to be in a batch."""
+        ...
+
+    @property
+    def clip(self) -> float:
+        """C, the gradient's bound."""
+        ...
+
+    @property
+    def sigmas(self) -> Mapping[str, float]:
+        """Channel -> noise over that channel's bound."""
+        ...
+
+
+class RunFacts(Protocol):
+    """A run as its folder tells it."""
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        ...
+
+    @property
+    def plan(self) -> Mapping[str, Any]:
+        """The content of plan.json."""
+        ...
+
+    @property
+    def privacy(self) -> Mapping[str, Any]:
+        """privacy.json."""
+        ...
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """summary.json; empty before the run has ended."""
+        ...
+
+    @property
+    def records(self) -> Sequence[RoundRecord]:
+        """The rounds so far, round 0 first."""
+        ...
+
+    @property
+    def private(self) -> bool:
+        """Whether the sites' terms protect the run."""
+        ...
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """What was sent to the sites, and by them."""
+        ...
+
+    @property
+    def site_privacy(self) -> Mapping[str, SiteFacts]:
+        """Each site's terms; empty in a plain run."""
+        ...
+
+
+STEP = 0.01
+"""The step s of the table, in standard deviations of a coordinate's noise."""
+
+_BOUND = (
+    "R bounds the differential entropy of one site's release in one round, in exact arithmetic: no "
+    "clipped gradient plus Gaussian noise has more, whatever the records. It counts nats in the "
+    "gradient's own unit and can be negative. Values written to a step s take about "
+    "(R - d ln s)/ln 2 bits with the best code for their law; the run's own code writes a fixed "
+    "number of bits. It says nothing about privacy."
+)
+_MECHANISM = {
+    "batch_clipped": "R = (d/2) ln(2πe C²(σ² + 1/d)), for a mean gradient clipped to C.",
+    "per_sample": "The paper clips the batch's mean. This run clips each record's gradient and "
+    "divides by qN, so R = (d/2) ln(2πe (m/d + (σC/(qN))²)) with m = C²(1 + (1 - q)/(qN)), where "
+    "each site's declared N is taken to be its number of records.",
+}
+_PAPER = (
+    "The paper's own (12) does not bound it: it can lie below the entropy of the noise alone "
+    "(docs/errata.md, L4)."
+)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The table: rows of (name, for one reply, for one coordinate, for the run), and what it says.
+
+    reply, coordinate: mean bits at the step, of the bound. measured: mean bits of a reply as sent.
+    """
+
+    rows: list[tuple[str, str, str, str]]
+    notes: list[str]
+    measured: float
+    reply: float
+
+
+def rates(run: RunFacts) -> Rates | str:
+    """Return the table, or in a sentence why there is no bound for this run."""
+    why = _undefined(run)
+    if why:
+        return why
+    d = int(run.summary["model_parameters"])
+    sites, replies = run.site_privacy, _replies(run)
+    total = sum(replies.values())
+    bounds = {name: _bound(run, site, d) for name, site in sites.items()}
+    bits = {
+        name: bits_on_the_wire(bounds[name], d, STEP * _deviation(run, site))
+        for name, site in sites.items()
+    }
+    whole = math.fsum(bits[name] * count for name, count in replies.items())
+    sent = 8 * run.bytes[1]
+    rows = [
+        _in_bits("sent, as measured, with all that is around the numbers", sent, total, d),
+        _in_bits(
+            f"at most about, to a step of s = {STEP:g} deviations of the noise", whole, total, d
+        ),
+        _in_nats("R, differential entropy", list(bounds.values()), d),
+    ]
+    mechanism = str(run.privacy["mechanism"])
+    notes = [_BOUND, _MECHANISM[mechanism]]
+    if mechanism == "batch_clipped":
+        paper = [paper_rate(d, site.sigmas["gradient"], site.clip) for site in sites.values()]
+        rows.append(_in_nats("the paper's (12), no bound", paper, d))
+        notes.append(_PAPER)
+    if run.plan.get("compression", {}).get("kind", "none") not in ("none", "grid"):
+        notes.append("R is of the release before [compression], which rounds it further.")
+    if run.plan.get("secure_aggregation", {}).get("threshold"):
+        notes.append("What was sent is masked; R is of the release below the mask.")
+    return Rates(rows, notes, sent / total, whole / total)
+
+
+def _undefined(run: RunFacts) -> str:
+    if not run.private:
+        return "No rate bound: it needs noise, and a plain run adds none."
+    if run.plan.get("algorithm") != "ldp_fedsgd":
+        return (
+            "No rate bound: it is for one noisy gradient a reply, as ldp_fedsgd sends it. What "
+            f"{run.plan.get('algorithm')} sends has no such bound here."
+        )
+    mechanism = run.privacy.get("mechanism")
+    if mechanism not in _MECHANISM:
+        return f"No rate bound: the mechanism {mechanism!r} is not known to this version."
+    if mechanism == "per_sample" and run.privacy["sizes"] != "public":
+        return "No rate bound: for clipped records it needs their number, and sizes are noisy."
+    if not run.summary.get("model_parameters") or not sum(_replies(run).values()):
+        return "No rate bound yet: the run has not ended, or no site has replied."
+    return ""
+
+
+def _replies(run: RunFacts) -> dict[str, int]:
+    """Return how often each site replied."""
+    return {name: sum(r.took_part(name) for r in run.records) for name in run.site_privacy}
+
+
+def _divisor(run: RunFacts, site: SiteFacts) -> float:
+    return 1.0 if run.privacy["mechanism"] == "batch_clipped" else site.rate * site.size
+
+
+def _deviation(run: RunFacts, site: SiteFacts) -> float:
+    """Return the standard deviation of a released coordinate's noise."""
+    return site.sigmas["gradient"] * site.clip / _divisor(run, site)
+
+
+def _bound(run: RunFacts, site: SiteFacts, d: int) -> float:
+    moment = site.clip**2
+    if run.privacy["mechanism"] == "per_sample":
+        moment = mean_of_clipped_moment(site.size, site.rate, site.clip)
+    return entropy_bound(d, moment, _deviation(run, site) ** 2)
+
+
+def _in_bits(name: str, bits: float, replies: int, d: int) -> tuple[str, str, str, str]:
+    each = bits / replies
+    return name, size(each / 8), f"{number(each / d)} bits", size(bits / 8)
+
+
+def _in_nats(name: str, values: Sequence[float], d: int) -> tuple[str, str, str, str]:
+    each, coordinate = _range(values), _range([value / d for value in values])
+    return name, f"{each} nats", f"{coordinate} nats", "–"
+
+
+def _range(values: Sequence[float]) -> str:
+    least, most = number(min(values)), number(max(values))
+    return least if least == most else f"{least} to {most}"
+
+
+_WHAT = (
+    "Bytes of the messages as encoded, with names, numbers and signatures' fields around the "
+    "vectors, over the model's d = {d:,} coordinates."
+)
+_ENTROPY = (
+    "An entropy is that of normal noise alone, rounded to the grid: no code for it takes fewer "
+    "bits a coordinate in the mean. Where sums or changes are larger than their noise, there are "
+    "more. What a message's length tells follows from the whole numbers in it, which are released."
+)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The table: rows of (name, one message, one coordinate, the run), and what it says."""
+
+    rows: list[tuple[str, str, str, str]]
+    notes: list[str]
+
+
+def wire(run: RunFacts, sites: int) -> Wire | str:
+    """Return the table, or in a sentence why there is none. sites: how many take part."""
+    d = int(run.summary.get("model_parameters") or 0)
+    rounds = [record for record in run.records if record.round]
+    asked = sum(len(record.asked) or sites for record in rounds)
+    replies = asked - sum(len(record.refused) for record in rounds)
+    if not (d and replies > 0):
+        return "No bits a coordinate yet: the run has not ended, or no site has replied."
+    down, up = run.bytes
+    rows = [_measured("from the sites, as measured", up, replies, d)]
+    if run.plan.get("compression", {}).get("kind") != "grid":
+        rows.append(_measured("to the sites, as measured", down, asked, d))
+    elif later := rounds[1:]:
+        # Before the first one every site has the model.
+        told = sum(record.bytes_down for record in later)
+        name = "to the sites, as measured after the first round"
+        rows.append(_measured(name, told, sum(len(r.asked) or sites for r in later), d))
+    rounded = [_entropy(name, units, d) for name, units in _grids(run.plan).items()]
+    notes = [_WHAT.format(d=d), *([_ENTROPY] if rounded else [])]
+    return Wire(rows + rounded, notes)
+
+
+def _grids(plan: Mapping[str, Any]) -> dict[str, float]:
+    """Return what is rounded to how coarse a grid: its deviation in units."""
+    found = dict[str, float]()
+    grid = plan.get("compression", {}).get("kind") == "grid"
+    masked = plan.get("secure_aggregation", {}).get("threshold", 0)
+    if plan.get("privacy", {}).get("trust") == "sum":
+        found["entropy of a share's noise, below its mask"] = SHARE_DEVIATION
+    elif grid and not masked:
+        found["entropy of a reply's noise"] = SHARE_DEVIATION
+    if grid:
+        found["entropy of a change of the model"] = UNITS_DOWN
+    return found
+
+
+def _measured(name: str, sent: float, messages: int, d: int) -> tuple[str, str, str, str]:
+    return name, size(sent / messages), f"{number(8 * sent / messages / d)} bits", size(sent)
+
+
+def _entropy(name: str, units: float, d: int) -> tuple[str, str, str, str]:
+    bits = rounded_entropy(units)
+    each = "a half" if units == UNITS_DOWN else "a quarter"
+    told = f"{name}, rounded to {each} of its deviation"
+    return told, size(bits * d / 8), f"{number(bits)} bits", "–"

@@ -1,0 +1,255 @@
+"""What the figures share: type, legends, and the way from a matplotlib figure to inline SVG."""
+
+import io
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Final, TypeVar
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from fedpact.common.notebook import LIGHT, apply_theme, css
+
+BLUE, ORANGE, GREEN, RED, GREY = (LIGHT[n] for n in ("blue", "orange", "green", "red", "grey"))
+INK = LIGHT["ink"]
+
+MANY = 20
+"""Above so many sites a chart shows quantiles in place of single sites."""
+
+Item = TypeVar("Item")
+
+WIDTH: Final = 3.6
+"""Inches. At a phone's width, where a figure is as wide as the page, its type is still 11 pixels;
+on a screen three stand side by side."""
+
+_POINTS = 400
+_DASHES: Final = {"--": "7 3", ":": "2 3", "-.": "7 3 2 3"}
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a site may be called $x$
+    "font.size": 9,
+    "axes.labelsize": 9,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "axes.edgecolor": LIGHT["axis"],
+    "axes.labelcolor": LIGHT["soft"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": LIGHT["line"],
+    "grid.linewidth": 0.8,
+    "text.color": INK,
+    "xtick.color": LIGHT["axis"],
+    "ytick.color": LIGHT["axis"],
+    "xtick.labelcolor": LIGHT["soft"],
+    "ytick.labelcolor": LIGHT["soft"],
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.8,
+}
+
+
+@dataclass(frozen=True)
+class LegendKey:
+    """An entry of a legend. dashes: as in SVG, "" for none. opacity: of an area; None of a line."""
+
+    label: str
+    colour: str
+    dashes: str = ""
+    opacity: float | None = None
+
+    @property
+    def svg(self) -> str:
+        """A small picture of the line or the area."""
+        mark = f'<line x1="0" y1="5" x2="22" y2="5" stroke-dasharray="{self.dashes}" />'
+        style = f"stroke: {self.colour}; stroke-width: 2.5"
+        if self.opacity is not None:
+            mark = '<rect width="22" height="10" />'
+            style = f"fill: {self.colour}; fill-opacity: {self.opacity:g}"
+        mark = mark.replace(" />", f' style="{style}" />')
+        return apply_theme(
+            f'<svg class="key" width="22" height="10" aria-hidden="true">{mark}</svg>'
+        )
+
+
+class Chart(Figure):
+    """A figure that a notebook shows by itself, in its own colours, legend and caption with it."""
+
+    title, caption = "", ""
+
+    @property
+    def keys(self) -> list[LegendKey]:
+        """The legend, as far as there is one: what is drawn only once needs none."""
+        return [key for drawn, label in self._named if (key := _key(drawn, label))]
+
+    @property
+    def _named(self) -> list[tuple[Any, str]]:
+        both = (axes.get_legend_handles_labels() for axes in self.axes)
+        return [pair for handles, labels in both for pair in zip(handles, labels, strict=True)]
+
+    @property
+    def svg(self) -> str:
+        """The figure as an <svg> element that may stand beside others in one page; no legend."""
+        buffer = io.StringIO()
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        style = {**_STYLE, "svg.hashsalt": self.title}
+        with matplotlib.rc_context(style), warnings.catch_warnings():
+            # The reader's browser has the glyphs that matplotlib's own font lacks.
+            warnings.filterwarnings("ignore", message="Glyph .* missing")
+            with self._laid_out():
+                super().savefig(buffer, format="svg", metadata=metadata, transparent=True)
+        text = buffer.getvalue()
+        text = text[text.index("<svg") :]
+        # Groups are numbered alike in every figure, and nothing refers to them.
+        text = re.sub(r'<g id="[^"]*">', "<g>", text)
+        # The browser's own type, whose widths differ little.
+        text = text.replace("DejaVu Sans", "system-ui")
+        return apply_theme(text).replace(
+            "<svg", f'<svg role="img" aria-label="{escape(self.title)}"', 1
+        )
+
+    @contextmanager
+    def _laid_out(self) -> Iterator[None]:
+        """Lay it out, once; matplotlib draws all of a figure for that, and then a second time."""
+        engine, canvas = self.get_layout_engine(), self.canvas
+        if engine is not None:
+            FigureCanvasSVG(self)  # text is as wide as this one draws it
+            engine.execute(self)
+        self.set_layout_engine(None)
+        try:
+            yield
+        finally:
+            self.set_layout_engine(engine)
+            self.set_canvas(canvas)
+
+    def savefig(self, *args: Any, **kwargs: Any) -> None:
+        """Save as matplotlib does, with the legend, which a page shows beside the figure."""
+        handles, labels = zip(*self._named, strict=True) if self._named else ((), ())
+        with matplotlib.rc_context(_STYLE):
+            legend = self.legend(handles, labels, loc="outside upper center", ncols=2)
+            try:
+                super().savefig(*args, **kwargs)
+            finally:
+                legend.remove()
+
+    def _repr_html_(self) -> str:
+        keys = " ".join(f"{key.svg} {escape(key.label)} " for key in self.keys)
+        return (
+            f"<style>{css()}</style><figure class='fedpact' style='margin:0;padding:.8rem;"
+            "max-width:28rem;background:var(--page);color:var(--ink)'>"
+            f"<b>{escape(self.title)}</b><div>{keys}</div>{self.svg}"
+            f"<figcaption style='color:var(--soft)'>{escape(self.caption)}</figcaption></figure>"
+        )
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A finished figure with what is written beside it. simulator_only: no site releases it."""
+
+    title: str
+    chart: Chart
+    caption: str
+    simulator_only: bool = False
+
+    def __post_init__(self) -> None:
+        self.chart.title, self.chart.caption = self.title, self.caption
+
+    @property
+    def svg(self) -> str:
+        """The figure as it stands in a page; nothing in it is fetched."""
+        return self.chart.svg
+
+    @property
+    def keys(self) -> list[LegendKey]:
+        """The chart's legend entries."""
+        return self.chart.keys
+
+
+class Sheet:
+    """A figure to draw on: `with Sheet(height) as sheet`, then a Drawing of `sheet.chart`.
+
+    Independent of pyplot, so nothing global is touched and no display is needed.
+    """
+
+    def __init__(self, height: float = 2.5) -> None:
+        self._style = matplotlib.rc_context(_STYLE)
+        self._height = height
+
+    def __enter__(self) -> "Sheet":
+        self._style.__enter__()
+        self.chart = Chart(figsize=(WIDTH, self._height), layout="constrained")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._style.__exit__(None, None, None)
+
+    def axes(self, xlabel: str, ylabel: str) -> Axes:
+        """Return the sheet's single pair of axes."""
+        axes = self.chart.subplots()
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        return axes
+
+
+def _key(handle: Any, label: str) -> LegendKey | None:
+    match handle:
+        case Line2D():
+            colour: Any = handle.get_color()
+            return LegendKey(label, to_hex(colour), _DASHES.get(str(handle.get_linestyle()), ""))
+        case PolyCollection():
+            face: Any = handle.get_facecolor()
+            return LegendKey(label, to_hex(face[0]), "", handle.get_alpha() or 1.0)
+        case ErrorbarContainer():
+            return _key(handle.lines[0], label)
+        case _:
+            return None
+
+
+def rounds_axis(axes: Axes) -> None:
+    """Mark whole rounds only."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.margins(x=0.02)
+
+
+def percent_axis(axes: Axes, which: str = "y") -> None:
+    """Write an axis' fractions in per cent."""
+    axis = axes.yaxis if which == "y" else axes.xaxis
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g} %"))
+
+
+def marker(points: int) -> str:
+    """Return a marker for lines of few points, where a line alone would hide them."""
+    return "o" if points <= 15 else ""
+
+
+def thin(items: Sequence[Item]) -> list[Item]:
+    """Return at most as many items as a line needs, evenly spaced, the first and last among them.
+
+    >>> thin(range(3)), len(thin(range(5000))), thin(range(5000))[-1]
+    ([0, 1, 2], 400, 4999)
+    """
+    if len(items) <= _POINTS:
+        return list(items)
+    return [items[i] for i in np.linspace(0, len(items) - 1, _POINTS).round().astype(int)]
+
+
+def shorten(name: str, length: int = 24) -> str:
+    """Return a name that fits beside a bar.
+
+    >>> shorten("a" * 30)
+    'aaaaaaaaaaaaaaaaaaaaaaa…'
+    """
+    return name if len(name) <= length else name[: length - 1] + "…"

@@ -1,0 +1,141 @@
+"""What a run's (ε, δ) means, in the words of whoever answers for the records."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from fedpact.common.format import lower, upper
+from fedpact.privacy.accounting.accountant import ACCOUNTANTS
+from fedpact.report.compared_runs import Entry
+from fedpact.report.run_files import RunFolder
+
+QUESTION: Final = (
+    "Somebody knows all other records of a site and sees everything that it ever sent. A coin has "
+    "decided whether {whom} there. Told to say which, they cannot win by more than these odds, nor "
+    "be right more often. Without anything to go by it is 1 : 1 and 50\u00a0%."
+)
+_MOST: Final = 1000.0
+_NOTES: Final = (
+    "ε is an upper bound on what a whole run tells, at the site where that is most; odds are "
+    "(e^ε + δ) : (1 - δ)",
+    "δ is a share of cases in which the promise may fail altogether: it should be far below 1/N",
+)
+
+
+@dataclass(frozen=True)
+class OddsStatement:
+    """For whom ε is how much, and the bet on it. little: whether that protects hardly anybody."""
+
+    who: str
+    epsilon: str
+    odds: str
+    right: str
+    little: bool
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """The first screen's panel. notes: what its words mean, where they stand."""
+
+    question: str
+    stakes: list[OddsStatement]
+    notes: list[str]
+
+
+def stake(who: str, epsilon: float, delta: float) -> OddsStatement:
+    """Return what ε leaves to a bet, each figure rounded up.
+
+    >>> stake("one record", 2.0, 1e-5).odds, stake("one record", 2.0, 1e-5).right
+    ('7.4 : 1', '88.1 %')
+    >>> stake("one record", 9.0, 1e-5).odds
+    'over 1,000 : 1'
+    """
+    if not math.isfinite(epsilon):
+        return OddsStatement(who, upper(epsilon), "no limit", "100 %", True)
+    # The most wins per loss of a bet on whether one record was there; see docs/privacy.md. Beyond
+    # e^700 there is no float; it is certainty in any case.
+    wins = (math.exp(min(epsilon, 700.0)) + delta) / (1 - delta)
+    little = wins > _MOST
+    # Rounded up to a tenth, as bounds are.
+    tenths = math.ceil(1000 / (1 + 1 / wins) - 1e-9)
+    return OddsStatement(
+        who,
+        upper(epsilon),
+        f"over {_MOST:,.0f} : 1" if little else f"{float(upper(wins, digits=2)):g} : 1",
+        "over 99.9 %" if little else f"{tenths / 10:g} %",
+        little,
+    )
+
+
+def explain_run(run: RunFolder) -> Meaning | None:
+    """Return what the run's guarantee means; None of a plain run."""
+    if not run.private:
+        return None
+    sites = run.privacy["sites"].values()
+    size, delta = (max(float(site[key]) for site in sites) for key in ("size", "delta"))
+    here = f"{_NOTES[1]}. Here δ is {upper(delta)}, and 1/N at least {lower(1 / size, digits=2)}"
+    notes = [_NOTES[0], here, *_accounting(run)]
+    return Meaning(_question([run]), list(_stakes(run)), notes)
+
+
+def explain_comparison(entries: Sequence[Entry]) -> Meaning | None:
+    """Return what the guarantees of a comparison's entries mean; None where none is private."""
+    runs = [outcome.run for entry in entries if entry.private for outcome in entry.outcomes]
+    if not runs:
+        return None
+    names: dict[OddsStatement, list[str]] = {}
+    for entry in entries:
+        if entry.epsilon is None or entry.delta is None:
+            continue
+        beside = f", if {entry.honest} sites are honest" if entry.honest else ""
+        found = [stake(beside, entry.epsilon, entry.delta)]
+        if entry.epsilon_alone is not None:
+            found.append(stake(", if no other site is", entry.epsilon_alone, entry.delta))
+        for each in found:
+            names.setdefault(each, []).append(entry.name)
+    stakes = [replace(each, who=", ".join(of) + each.who) for each, of in names.items()]
+    notes = dict.fromkeys(line for run in runs for line in _accounting(run))
+    return Meaning(_question(runs), stakes, [*_NOTES, *notes])
+
+
+def _question(runs: Sequence[RunFolder]) -> str:
+    units = dict.fromkeys(str(run.privacy["unit"]) for run in runs)
+    whom = {"record": "a certain record was", "person": "a certain person, with all records, was"}
+    return QUESTION.format(
+        whom=" (or: ".join(whom[unit] for unit in units) + ")" * (len(units) - 1)
+    )
+
+
+def _stakes(run: RunFolder) -> Iterable[OddsStatement]:
+    sites = list(run.privacy["sites"].values())
+    delta = _most(site["delta"] for site in sites)
+    one = "one person, all records" if run.privacy["unit"] == "person" else "one record"
+    honest = run.privacy.get("honest", 0)
+    beside = f", if {honest} sites are honest" if honest else ""
+    yield stake(f"{one}{beside}", _most(site["epsilon_reserved"] for site in sites), delta)
+    if honest:
+        yield stake(
+            f"{one}, if no other site is", _most(s.get("epsilon_alone") for s in sites), delta
+        )
+    for k in sites[0].get("epsilon_per_person") or {}:
+        each = _most(site["epsilon_per_person"][k] for site in sites)
+        yield stake(f"person, {k} records{beside}", each, delta)
+    if held := run.privacy.get("evaluation"):
+        unit = str(held["unit"])
+        told = f"{unit} held out for evaluation"
+        yield stake(told, _most([held["epsilon_reserved"]]), float(held["delta"]))
+
+
+def _accounting(run: RunFolder) -> Iterable[str]:
+    privacy = run.privacy
+    about = ACCOUNTANTS.get(str(privacy["accountant"]))
+    yield f"Accountant {about.told if about else privacy['accountant']}"
+    if "accounting" in privacy:
+        reason = str(privacy["accounting_reason"]).rstrip(".")
+        yield f"Accounting by a {privacy['accounting']}: {reason}"
+
+
+def _most(values: Iterable[Any]) -> float:
+    """Return the largest; what nobody knows may be anything."""
+    return max((math.inf if value is None else float(value) for value in values), default=math.inf)

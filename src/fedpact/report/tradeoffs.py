@@ -1,0 +1,530 @@
+"""Old and exact composition side by side, and the table of trade-offs they give.
+
+They drop O(·) terms and are unsound even inside their own conditions: at q = 1e-3, δ = 1e-4, ε = 2,
+T = 1e5 "proposed" gives σ = 1.183, whose true ε is 5.5, and MA 1.43 (2.9). No guarantee and no
+calibration of a run rests on them. `exact_noise` is the sound answer to the same question.
+
+Per client: T rounds, a batch-mean gradient clipped to C with sensitivity 2C, Poisson rate q, noise
+of variance C²σ² a coordinate: a sampled Gaussian of noise multiplier σ/2. With pre = 4q²/(1-q),
+
+    proposed  σ² = pre T [ (2/ε²) ln(1/δ) + 1/ε - (2/ε²)(ln(2 ln(1/δ)) + 1 - ln ε) ]
+    MA        σ² = pre T [ (2/ε²) ln(1/δ) + 1/ε ]        moments accountant, Abadi et al. 2016
+    AC1       σ² = pre 2 ln(1.25/δ0)/ε0²                 Dwork, Roth 2014, Theorems 3.20 and 3.22,
+              ε = sqrt(2T ln(1/δ~)) ε0 + T ε0 (e^ε0 - 1),  δ = T δ0 + δ~
+    AC2       σ² = pre 8T ln(e + ε/δ)/ε²                 Kairouz, Oh, Viswanath 2015
+
+The factor q²/(1-q) in AC1 and AC2 is the paper's, unproven.
+
+d coordinates, clip C, gradients bounded by G, loss μ-smooth and λ-strongly convex, step
+η_t = G/(Cλt), T rounds; client k has N_k records, rate q_k and noise of variance C²σ_k² a
+coordinate on its clipped batch mean. Rates are in nats a client and round.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from fedpact.common import check
+from fedpact.common.errors import InputError
+from fedpact.common.files import check_file
+from fedpact.common.format import upper
+from fedpact.common.notebook import print_table
+from fedpact.common.records import strict
+from fedpact.privacy.accounting import gaussian
+from fedpact.privacy.accounting.accountant import Accountant, Budget, SampledGaussian
+from fedpact.privacy.accounting.accountant import epsilon as epsilon_of
+from fedpact.privacy.accounting.calibration import smallest_sigma
+
+OldBound = Literal["proposed", "MA", "AC1", "AC2"]
+OLD_BOUNDS: Final[tuple[OldBound, ...]] = get_args(OldBound)
+
+AC1_SLACK: Final = 1e-5  # the paper's δ~
+LogFunction = Callable[[float], float]
+
+
+def unconditional_noise(
+    bound: OldBound, budget: Budget, q: float, steps: int, log: LogFunction = math.log
+) -> float:
+    """Return the paper's σ, noise over C a coordinate, by one of its four bounds. No guarantee.
+
+    It is what the formula gives, whether its conditions (`violations`) hold or not.
+
+    log: the logarithm of "proposed", MA and AC1's last step (the paper's printed numbers come of
+    base 10). Raises InputError where it gives no positive variance, or q = 1.
+    """
+    check.count(steps=steps)
+    if not 0 < q < 1:
+        raise InputError(f"q is {q!r}: expected 0 < q < 1, the bounds divide by 1 - q")
+    pre = 4 * q**2 / (1 - q)
+    epsilon, delta = budget.epsilon, budget.delta
+    moments = 2 / epsilon**2 * log(1 / delta) + 1 / epsilon
+    if bound == "proposed":
+        saved = 2 / epsilon**2 * (log(2 * log(1 / delta)) + 1 - log(epsilon))
+        variance = pre * steps * (moments - saved)
+    elif bound == "MA":
+        variance = pre * steps * moments
+    elif bound == "AC1":
+        each = _advanced_composition(budget, steps)
+        variance = pre * 2 * log(1.25 / each.delta) / each.epsilon**2
+    elif bound == "AC2":
+        variance = pre * 8 * steps * math.log(math.e + epsilon / delta) / epsilon**2
+    else:
+        raise InputError(f"bound is {bound!r}: expected one of {', '.join(OLD_BOUNDS)}")
+    if not variance > 0:
+        raise InputError(
+            f"bound is {bound!r}: at (ε = {epsilon:g}, δ = {delta:g}) its bracket is "
+            f"{variance / (pre * steps):.4g}, not positive, so it gives no noise; "
+            "expected a smaller δ, a larger ε, or another bound"
+        )
+    return math.sqrt(variance)
+
+
+def _advanced_composition(budget: Budget, steps: int) -> Budget:
+    """Return the (ε0, δ0) of each of T mechanisms whose composition is the budget."""
+    left = budget.delta - AC1_SLACK
+    if not left > 0:
+        raise InputError(
+            f"δ is {budget.delta!r}: AC1 spends δ~ = {AC1_SLACK:g} of it on composition; "
+            "expected a larger δ"
+        )
+    slope = math.sqrt(2 * steps * math.log(1 / AC1_SLACK))
+
+    def excess(epsilon: float) -> float:
+        return slope * epsilon + steps * epsilon * math.expm1(epsilon) - budget.epsilon
+
+    # Without its second term the equation's root is larger.
+    top = min(budget.epsilon / slope, 600.0)
+    return Budget(gaussian.root(excess, 0.0, top, 1e-15), left / steps)
+
+
+def violations(sigma: float, budget: Budget, q: float) -> list[str]:
+    """Return which of the moments bound's conditions fail at σ, each with its numbers.
+
+    q < 1/(16σ), σ >= 1 and ε > 2 ln(1/δ) max(δ, 1/(σ² ln(1/(qσ)))).
+    """
+    failed: list[str] = []
+    if not q < 1 / (16 * sigma):
+        failed.append(f"q < 1/(16σ) fails, {q:g} against {1 / (16 * sigma):.4g}")
+    if not sigma >= 1:
+        failed.append(f"σ >= 1 fails, σ = {sigma:.4g}")
+    spread = sigma**2 * -math.log(q * sigma)
+    least = 2 * -math.log(budget.delta) * max(budget.delta, 1 / spread if spread > 0 else math.inf)
+    if not budget.epsilon > least:
+        failed.append(
+            f"ε > 2 ln(1/δ) max(δ, 1/(σ² ln(1/(qσ)))) fails, {budget.epsilon:g} against {least:.4g}"
+        )
+    return failed
+
+
+def exact_noise(budget: Budget, q: float, steps: int, accountant: Accountant = "best") -> float:
+    """Return the smallest σ, noise over C a coordinate, that keeps the budget; twice a multiplier.
+
+    Sensitivity 2C: adding or removing one record can turn the clipped batch mean round.
+    """
+    return 2 * smallest_sigma(budget, q, steps, accountant)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The numbers of the paper's example. Raises InputError, also for C > G."""
+
+    dimension: int = 10_000
+    clients: int = 100
+    gradient_bound: float = 5.0
+    clip: float = 1.0
+    smoothness: float = 1.0
+    convexity: float = 1.0
+    q: float = 1e-3
+    delta: float = 1e-4
+
+    def __post_init__(self) -> None:
+        check.count(dimension=self.dimension)
+        check.count(clients=self.clients)
+        check.positive(smoothness=self.smoothness)
+        check.positive(convexity=self.convexity)
+        check.rate(q=self.q)
+        check.fraction(delta=self.delta)
+        check.positive(clip=self.clip)
+        check.positive(gradient_bound=self.gradient_bound)
+        if not self.clip <= self.gradient_bound:
+            raise InputError(
+                f"clip is {self.clip!r} and gradient_bound is {self.gradient_bound!r}: the utility "
+                "bound needs C <= G; expected a smaller clip"
+            )
+
+
+def utility_bound(problem: Problem, variance: float, steps: int) -> float:
+    """Return U(T) = λ²T/(μG²) · min(1/2, 1/(1 + dσ²)), a lower bound on 1/(E loss - optimum).
+
+    variance: σ² of the aggregate, a coordinate, in units of C² (`aggregate_variance` at C = 1).
+    """
+    check.non_negative(variance=variance)
+    check.count(steps=steps)
+    scale = problem.convexity**2 * steps / (problem.smoothness * problem.gradient_bound**2)
+    return scale * min(0.5, 1 / (1 + problem.dimension * variance))
+
+
+def aggregate_variance(
+    sizes: Sequence[float], rates: Sequence[float], sigmas: Sequence[float], clip: float = 1.0
+) -> float:
+    """Return C² Σ(N_k q_k σ_k)²/(Σ N_k q_k)², the aggregate's noise variance a coordinate.
+
+    Clipped batch means, weighted by their expected batch sizes. Raises InputError.
+    """
+    shares = [check.positive(size=n) * check.rate(q=q) for n, q in zip(sizes, rates, strict=True)]
+    if not shares:
+        raise InputError("sizes is empty: expected at least one client")
+    noises = (check.non_negative(sigma=s) for s in sigmas)
+    total = math.fsum((a * s) ** 2 for a, s in zip(shares, noises, strict=True))
+    return check.positive(clip=clip) ** 2 * total / math.fsum(shares) ** 2
+
+
+def aggregate_variance_of_sums(
+    weights: Sequence[float],
+    sizes: Sequence[float],
+    rates: Sequence[float],
+    sigmas: Sequence[float],
+    clip: float = 1.0,
+) -> float:
+    """Return C² Σ(ω_k σ_k/(q_k N_k))², the aggregate's noise variance a coordinate.
+
+    Sums of per-sample clipped gradients over q_k N_k, aggregated with weights ω_k, σ_k relative to
+    C. Raises InputError.
+    """
+    each = (
+        check.non_negative(weight=w)
+        * check.non_negative(sigma=s)
+        / (check.rate(q=q) * check.positive(size=n))
+        for w, n, q, s in zip(weights, sizes, rates, sigmas, strict=True)
+    )
+    return check.positive(clip=clip) ** 2 * math.fsum(x * x for x in each)
+
+
+def entropy_bound(dimension: int, moment: float, variance: float) -> float:
+    """Return (d/2) ln(2πe (m/d + v)), the most entropy X + N(0, v I_d) can have, in nats.
+
+    m = `moment` >= E‖X‖², v = `variance` >= 0, not both 0. Of all laws with that second moment the
+    Gaussian has the most differential entropy (Cover and Thomas, Theorem 8.6.5, and Jensen).
+    """
+    check.count(dimension=dimension)
+    each = check.non_negative(moment=moment) / dimension + check.non_negative(variance=variance)
+    return dimension / 2 * math.log(2 * math.pi * math.e * check.positive(moment_or_variance=each))
+
+
+def rate_bound(dimension: int, sigma: float, clip: float) -> float:
+    """Return (d/2) ln(2πe C² (σ² + 1/d)), the most entropy one release can have, in nats.
+
+    `entropy_bound` of a vector of at most C with noise of σC. Differential entropy: with a
+    quantisation step s see `bits_on_the_wire`.
+    """
+    moment = check.positive(clip=clip) ** 2
+    return entropy_bound(dimension, moment, moment * check.non_negative(sigma=sigma) ** 2)
+
+
+def mean_of_clipped_moment(size: float, rate: float, clip: float) -> float:
+    """Return C² (1 + (1 - q)/(qN)), the most E‖X‖² of X, a Poisson batch's clipped sum over qN.
+
+    size: N, the number of records; ‖X‖ <= C B/(qN) with B records drawn, B ~ Binomial(N, q).
+    """
+    expected = check.positive(size=size) * check.rate(rate=rate)
+    return check.positive(clip=clip) ** 2 * (1 + (1 - rate) / expected)
+
+
+def paper_rate(dimension: int, sigma: float, clip: float) -> float:
+    """Return the paper's (12), d ln(2πe C² σ/sqrt(d)), for comparison. Not a bound.
+
+    It rests on h(X + Y) <= h(X) + h(Y), which differential entropy does not satisfy, and can lie
+    below the entropy of the noise alone.
+    """
+    check.count(dimension=dimension)
+    inner = check.positive(clip=clip) ** 2 * check.positive(sigma=sigma) / math.sqrt(dimension)
+    return dimension * math.log(2 * math.pi * math.e * inner)
+
+
+def bits_on_the_wire(rate: float, dimension: int, step: float) -> float:
+    """Return (R - d ln s)/ln 2, the bits of a release of rate R (nats) quantised with step s."""
+    check.finite(rate=rate)
+    return (rate - dimension * math.log(check.positive(step=step))) / math.log(2)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One curve at one ε. notes: which of the bound's own conditions fail, or why it has no σ.
+
+    proven: the ε that exact accounting proves for this σ; None where there is no σ.
+    """
+
+    curve: str
+    epsilon: float
+    steps: int
+    sigma: float | None
+    utility: float | None
+    rate: float | None
+    notes: tuple[str, ...] = ()
+    proven: float | None = None
+
+    @property
+    def unsound(self) -> bool:
+        """Whether the σ does not keep the ε that the curve claims for it.
+
+        Exact accounting is within 2 % of the truth, so what it proves beyond that is not proof's.
+        """
+        return self.proven is not None and self.proven > 1.02 * self.epsilon
+
+
+# How the paper's printed example comes out of its formulas: T/10 in the noise, T in the utility,
+# base-10 logarithms except in AC2. AC1's convention is unknown: this one gives 0.24 for its 0.22.
+_PAPER_DIVISOR: Final = 10
+
+
+def old_point(
+    problem: Problem, bound: OldBound, epsilon: float, steps: int, paper: bool = False
+) -> Point:
+    """Return one older bound's σ, with what follows from it; paper: by the printed conventions.
+
+    A σ outside the bound's own conditions comes with notes that name them; where the formula
+    gives none, sigma is None.
+    """
+    budget = Budget(epsilon, problem.delta)
+    inside = max(1, steps // _PAPER_DIVISOR) if paper else steps
+    log = math.log10 if paper else math.log
+    try:
+        sigma = unconditional_noise(bound, budget, problem.q, inside, log)
+    except InputError as error:
+        return Point(bound, epsilon, steps, None, None, None, (str(error),))
+    notes = violations(sigma, budget, problem.q)
+    return _point(problem, bound, epsilon, steps, sigma, notes)
+
+
+def with_proof(problem: Problem, point: Point) -> Point:
+    """Return the point with the ε that its σ keeps, by privacy loss distributions."""
+    if point.sigma is None:
+        return point
+    # Sensitivity 2C, as `exact_noise` has it.
+    event = SampledGaussian(problem.q, point.sigma / 2)
+    return replace(point, proven=epsilon_of({event: point.steps}, problem.delta, "pld"))
+
+
+def exact_point(problem: Problem, accountant: Accountant, epsilon: float, steps: int) -> Point:
+    """Return the smallest σ with a proof at (ε, δ), with what follows from it."""
+    sigma = exact_noise(Budget(epsilon, problem.delta), problem.q, steps, accountant)
+    return _point(problem, accountant, epsilon, steps, sigma, ())
+
+
+def _point(
+    problem: Problem, curve: str, epsilon: float, steps: int, sigma: float, notes: Sequence[str]
+) -> Point:
+    """All clients alike: the aggregate's variance is σ²/K, and each sends at the same rate."""
+    utility = utility_bound(problem, sigma**2 / problem.clients, steps)
+    rate = rate_bound(problem.dimension, sigma, problem.clip)
+    return Point(curve, epsilon, steps, sigma, utility, rate, tuple(notes))
+
+
+STEP_COUNTS = (70_000, 700_000)
+EPSILONS = (0.3, 0.5, 1.0, 2.0, 4.0)
+EXACT_ACCOUNTANTS: tuple[Accountant, ...] = ("rdp", "pld")
+STYLES = {"rdp": "s-.k", "pld": "o-k"}
+LABELS = {"rdp": "RDP, proven", "pld": "PLD, proven"}
+GUARANTEE = (
+    "RDP and PLD: proven (ε, δ)-differential privacy for each client, add/remove one record, over "
+    "all T releases. proposed, MA, AC1, AC2: comparison only, no guarantee, even where their own "
+    "conditions hold; UNSOUND where what is proven for their σ is more than the ε they claim"
+)
+PAPER = (
+    "preset paper: the older bounds with T/10 in the noise and base-10 logarithms (AC2 natural), "
+    "as the printed numbers come out; AC1 gives 0.24 where the paper prints 0.22"
+)
+
+
+@dataclass(frozen=True)
+class TradeoffQuestion:
+    """What is asked: the problem (q, δ), numbers of rounds T, ε; paper: by the printed numbers."""
+
+    problem: Problem
+    steps: Sequence[int]
+    epsilons: Sequence[float]
+    paper: bool = False
+
+
+def build_question(
+    preset: str | None,
+    q: float | None,
+    delta: float | None,
+    steps: Sequence[int],
+    epsilons: Sequence[float],
+) -> TradeoffQuestion:
+    """Return the question, with the paper's numbers where none are given. Raises InputError."""
+    if preset not in (None, "paper"):
+        raise InputError(f"--preset is {preset!r}: expected paper, or no preset")
+    if preset and (q is not None or delta is not None or steps):
+        raise InputError(
+            "--preset paper has the printed q, δ and T: leave --q, --delta and --steps out, or "
+            "the preset"
+        )
+    usual = Problem()
+    problem = Problem(q=usual.q if q is None else q, delta=usual.delta if delta is None else delta)
+    for number in steps:
+        check.count(steps=number)
+    for epsilon in epsilons:
+        check.positive(epsilon=epsilon)
+    chosen = sorted(set(steps or STEP_COUNTS)), sorted(set(epsilons or EPSILONS))
+    return TradeoffQuestion(problem, *chosen, paper=preset == "paper")
+
+
+def tradeoffs(question: TradeoffQuestion, out: Path | None, as_json: bool) -> None:
+    """Carry out `fedpact tradeoffs`. Raises InputError: another suffix, or a file out of reach."""
+    if out is not None:
+        check_file("--out", out, ".png", ".svg")
+    problem, paper = question.problem, question.paper
+    console, points, budgets = Console(stderr=True), list[Point](), len(question.epsilons)
+    asked = [(steps, epsilon) for steps in question.steps for epsilon in question.epsilons]
+    for done, (steps, epsilon) in enumerate(asked):
+        if done % budgets == 0:
+            told = f"T = {steps:,}: calibrating σ by exact accounting, {done} of {len(asked)} done"
+            console.print(told, highlight=False)
+        some = (
+            *(old_point(problem, bound, epsilon, steps, paper) for bound in OLD_BOUNDS),
+            *(exact_point(problem, by, epsilon, steps) for by in EXACT_ACCOUNTANTS),
+        )
+        points += [with_proof(problem, point) for point in some]
+    if out is not None:
+        _draw(question, points, out)
+    if as_json:
+        print(json.dumps(strict(_document(question, points)), indent=2, allow_nan=False))
+    else:
+        _show(question, points)
+
+
+def _document(question: TradeoffQuestion, points: list[Point]) -> dict[str, Any]:
+    return {
+        "problem": dataclasses.asdict(question.problem),
+        "preset": "paper" if question.paper else None,
+        "guarantee": GUARANTEE,
+        "units": {"sigma": "noise over C a coordinate", "rate": "nats a client and round"},
+        "points": [{**dataclasses.asdict(point), "unsound": point.unsound} for point in points],
+    }
+
+
+def _show(question: TradeoffQuestion, points: list[Point]) -> None:
+    console, problem = Console(), question.problem
+    for steps in question.steps:
+        title = f"T = {steps:,}, δ = {problem.delta:g}, q = {problem.q:g}; rate in nats a round"
+        table = Table(title=title)
+        for column in ("ε", "bound", "σ", "ε, proven", "", "utility", "rate", "own conditions"):
+            table.add_column(column, justify="left" if column == "bound" else "right")
+        for epsilon in question.epsilons:
+            here = [p for p in points if (p.steps, p.epsilon) == (steps, epsilon)]
+            for point in here:
+                table.add_row(*_cells(point), end_section=point is here[-1])
+        print_table(console, table)
+    console.print(GUARANTEE + ".")
+    if question.paper:
+        console.print(PAPER + ".")
+
+
+def _cells(point: Point) -> list[str]:
+    numbers = ("none", "", "", "", "")
+    if point.sigma is not None and point.proven is not None:
+        mark = "[bold red]UNSOUND[/]" if point.unsound else ""
+        numbers = (f"{point.sigma:.4g}", upper(point.proven), mark)
+        numbers += (f"{point.utility:.4g}", f"{point.rate:,.0f}")
+    state = "proven" if point.curve in EXACT_ACCOUNTANTS else "violated" if point.notes else "hold"
+    return [f"{point.epsilon:g}", LABELS.get(point.curve, point.curve), *numbers, state]
+
+
+def _draw(question: TradeoffQuestion, points: list[Point], out: Path) -> None:
+    """Draw σ², utility and rate against ε for every T: the paper's Figure 1, with exact curves.
+
+    Thin and dotted where a bound is unsound, or its own conditions fail. Raises InputError.
+    """
+    problem = question.problem
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    size = (1 + 4.5 * len(question.steps), 10)
+    figure, axes = pyplot.subplots(
+        3, len(question.steps), figsize=size, sharex=True, squeeze=False, layout="constrained"
+    )
+    for column, steps in enumerate(question.steps):
+        exact = {
+            by: [p for p in points if (p.curve, p.steps) == (by, steps)] for by in EXACT_ACCOUNTANTS
+        }
+        _column(axes[:, column], question, steps, exact)
+    axes[0][0].legend(fontsize="small")
+    figure.suptitle(
+        f"record-level (ε, δ = {problem.delta:g}), add/remove one record; q = {problem.q:g}, "
+        f"d = {problem.dimension:,}, K = {problem.clients}\n"
+        "dotted: unsound, or outside the bound's own conditions; only RDP and PLD are guarantees",
+        fontsize="medium",
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(out, dpi=150)
+    except OSError as error:
+        raise InputError(f"--out is {str(out)!r}: cannot be written ({error.strerror})") from error
+    finally:
+        pyplot.close(figure)
+
+
+def _column(
+    axes: Any, question: TradeoffQuestion, steps: int, exact: Mapping[str, list[Point]]
+) -> None:
+    """Fill the three panels of one T."""
+    low, high = min(question.epsilons), max(question.epsilons)
+    grid = [float(e) for e in np.geomspace(low, high, 40 if high > low else 1)]
+    curves = {
+        bound: [
+            _marked(old_point(question.problem, bound, e, steps, question.paper), exact)
+            for e in grid
+        ]
+        for bound in OLD_BOUNDS
+    }
+    quantities: list[tuple[str, Callable[[Point], float | None]]] = [
+        ("noise σ²", lambda p: None if p.sigma is None else p.sigma**2),
+        ("utility bound U(T)", lambda p: p.utility),
+        ("rate bound, nats a round", lambda p: p.rate),
+    ]
+    for axis, (title, value) in zip(axes, quantities, strict=True):
+        for number, (bound, points) in enumerate(curves.items()):
+            _line(axis, points, value, bound, f"C{number}")
+        for by, points in exact.items():
+            xs, ys = [p.epsilon for p in points], [value(p) for p in points]
+            axis.plot(xs, ys, STYLES[by], ms=4, lw=2, label=LABELS[by])
+        axis.set(xscale="log", yscale="log", ylabel=title)
+        axis.grid(alpha=0.3)
+    axes[0].set_title(f"T = {steps:,}")
+    axes[2].set_yscale("linear")
+    axes[2].set_xlabel("ε")
+    axes[2].set_xticks(question.epsilons, [f"{e:g}" for e in question.epsilons])
+    axes[2].minorticks_off()
+
+
+def _marked(point: Point, exact: Mapping[str, list[Point]]) -> Point:
+    """Return the point, noted where its σ is below the least with a proof, between known ones."""
+    known = [p for p in exact[EXACT_ACCOUNTANTS[-1]] if p.sigma]
+    epsilons, sigmas = ([math.log(getattr(p, key)) for p in known] for key in ("epsilon", "sigma"))
+    least = float(np.interp(math.log(point.epsilon), epsilons, sigmas))
+    if point.sigma is not None and math.log(point.sigma) < least - 0.01:
+        return dataclasses.replace(point, notes=(*point.notes, "unsound"))
+    return point
+
+
+def _line(
+    axis: Any, points: list[Point], value: Callable[[Point], float | None], name: str, colour: str
+) -> None:
+    """Draw a bound's curve: dotted over all of it, solid where its conditions hold."""
+    xs = [p.epsilon for p in points]
+    every = [np.nan if (v := value(p)) is None else v for p in points]
+    holds = [np.nan if p.notes else y for p, y in zip(points, every, strict=True)]
+    axis.plot(xs, every, linestyle=":", linewidth=1, color=colour)
+    axis.plot(xs, holds, linewidth=1.5, color=colour, label=name)

@@ -1,0 +1,1 @@
+"""Carry a run out on one machine: set-up, threads or Ray, resuming, extending, predicting."""

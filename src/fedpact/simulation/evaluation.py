@@ -1,0 +1,206 @@
+"""What a simulation measures of the global model between rounds.
+
+The public test set gives accuracy and loss. The sites' held-out records give per-site accuracy and
+Ψ: these are for the simulator's eyes, no site would release them. Where each site trains a model of
+its own, it is that one which is measured there. Nothing that is measured here reaches the
+algorithm.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedpact.algorithms.wrappers.released_scales import CONSTANTS
+from fedpact.algorithms.wrappers.server_optimizer import read_average
+from fedpact.common.messages import RoundRecord, SiteScore, State
+from fedpact.common.params import FlatModel, on_cpu, threads
+from fedpact.common.records import SumsBySite
+from fedpact.common.run_folder import Checkpoint
+from fedpact.evaluation.metrics import evaluate, of_sites
+from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+from fedpact.privacy.accounting.accountant import History
+from fedpact.privacy.batches import BatchClippedKernel
+from fedpact.privacy.column_scales import scale_columns
+from fedpact.simulation.extend import with_epsilon
+from fedpact.simulation.setup import SimulationSetup
+
+_SHARE_OF_TIME = 0.1
+_FREE_SECONDS = 5.0
+
+
+class Evaluator:
+    """See rounds.Evaluate. With evaluate_every = 0 it takes a tenth of the time, or five seconds.
+
+    charged: site -> the events that the run has been charged there so far. remembered: of a site
+    and the round whose reply was included last, -1 for none, what the site remembers. earlier: ε
+    that sites have spent under earlier reservations of the run.
+    """
+
+    def __init__(
+        self,
+        scene: SimulationSetup,
+        charged: Callable[[str], History],
+        remembered: Callable[[str, int], State],
+        earlier: Mapping[str, float],
+    ) -> None:
+        self._scene, self._charged, self._remembered = scene, charged, remembered
+        self._earlier = earlier
+        self._device = torch.device(scene.plan.run.device)
+        self._loss = scene.workshop.loss
+        self._measures = scene.plan.task.measures(len(scene.dataset.classes))
+        self._model = FlatModel(scene.module().to(self._device))
+        # A round's own arithmetic has one; the workers are idle while a model is evaluated.
+        self._threads = torch.get_num_threads()
+        # Records on the device, by the id of those in the scene.
+        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
+        # What the sites' columns are scaled by, in the state that is measured.
+        self._by: Tensor | None = None
+        self._began, self._spent = time.perf_counter(), 0.0
+
+    def __call__(self, at: Checkpoint, record: RoundRecord, *, last: bool = False) -> RoundRecord:
+        """Return the record with what was measured of `at`; `last` measures whatever is missing."""
+        if self._scene.plan.private:
+            terms = self._scene.terms
+            spent = {name: self._charged(name) for name in terms}
+            record = with_epsilon(record, terms, spent, self._earlier)
+        if not record.held_out and (record.evaluation or self._shown(record.round, last)):
+            record = replace(record, held_out=self._exact(at))
+        if record.accuracy is not None or not (last or self._due(at.round)):
+            return record
+        started = time.perf_counter()
+        with threads(self._threads):
+            record = self._measured(at, record)
+        self._spent += time.perf_counter() - started
+        return record
+
+    def _shown(self, round_number: int, last: bool) -> bool:
+        """Whether a run of which nobody releases anything has exact sums by itself."""
+        plan = self._scene.plan
+        due = plan.evaluation.used and (last or plan.evaluation.is_due(round_number, plan.rounds))
+        return due and plan.evaluation_terms is None and round_number > 0
+
+    def _due(self, round_number: int) -> bool:
+        every = self._scene.plan.run.evaluate_every
+        if round_number == 0 or self._scene.plan.budget.early:
+            return True
+        if every:
+            return round_number % every == 0
+        elapsed = time.perf_counter() - self._began
+        return self._spent <= max(_FREE_SECONDS, _SHARE_OF_TIME * elapsed)
+
+    def _measured(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
+        self._by = at.state.vectors.get(CONSTANTS)
+        w = at.state.vectors["w"]
+        found = self._of(w, self._own_models(at), record)
+        average = read_average(at.state)
+        beside = record if average is None else self._of(average, {}, record)
+        if beside.accuracy is None or beside.loss is None:
+            return found
+        numbers = {"accuracy": beside.accuracy, "loss": beside.loss, **beside.metrics}
+        return replace(found, average=numbers)
+
+    def _of(self, common: Tensor, own: Mapping[str, Tensor], record: RoundRecord) -> RoundRecord:
+        """Return the record with what was measured of a model [d], at sites of their own if any."""
+        kept = list[tuple[Tensor, Tensor]]()
+        data, scores = self._scene.dataset, self._at_sites(common, own, kept)
+        self._model.load(common)
+        if own and self._scene.plan.local.head:
+            # The head of `common` is the one that everybody began with: no model to look at.
+            whole = _pooled(scores)
+        elif data.x_test is not None and data.y_test is not None:
+            kept.clear()
+            whole = self._scored(data.x_test, data.y_test, kept)
+        else:
+            if own:
+                kept.clear()
+            whole = _pooled(self._at_sites(common, {}, kept) if own else scores)
+        sizes = {site.name: float(len(site.y)) for site in self._scene.sites}
+        return replace(
+            record,
+            accuracy=whole.accuracy if whole else None,
+            loss=whole.loss if whole else None,
+            metrics={**of_sites(scores, sizes), **self._measured_of(kept)},
+            scores=scores,
+        )
+
+    def _measured_of(self, kept: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
+        if not self._measures or not kept:
+            return {}
+        outputs, y = (torch.cat(parts).cpu() for parts in zip(*kept, strict=True))
+        return {name: of(outputs, y) for name, of in self._measures.items()}
+
+    def _own_models(self, at: Checkpoint) -> dict[str, Tensor]:
+        """Return the sites' own models; empty where everybody has the server's."""
+        method, found = self._scene.plan.method, dict[str, Tensor]()
+        for site in self._scene.sites:
+            memory = self._remembered(site.name, at.included.get(site.name, -1))
+            own = method.own_model(at.state.vectors["w"], memory)
+            if own is None:
+                break
+            found[site.name] = own
+        return found
+
+    def _at_sites(
+        self, common: Tensor, own: Mapping[str, Tensor], kept: list[tuple[Tensor, Tensor]]
+    ) -> dict[str, SiteScore]:
+        """Return each site's score on its held-out records, of its own model or the common one.
+
+        kept: outputs and labels are added.
+        """
+        scores = dict[str, SiteScore]()
+        for site in self._scene.sites:
+            if len(site.y_held):
+                self._model.load(own.get(site.name, common))
+                scores[site.name] = self._scored(site.x_held, site.y_held, kept)
+        return scores
+
+    def _exact(self, at: Checkpoint) -> SumsBySite:
+        """The sums that sites released, without the noise, to be seen beside them."""
+        scene, kernel, own = self._scene, self._kernel, self._own_models(at)
+        w, by = at.state.vectors["w"], at.state.vectors.get(CONSTANTS)
+        sums = {
+            s.name: scene.held_out(s).totals(scene.shown, kernel, own.get(s.name, w), by)
+            for s in scene.sites
+        }
+        return {name: {c: v.tolist() for c, v in each.items()} for name, each in sums.items()}
+
+    @cached_property
+    def _kernel(self) -> PerSampleKernel | BatchClippedKernel | PlainKernel:
+        workshop = replace(self._scene.workshop, device=self._scene.plan.run.device)
+        return workshop.bench().kernel
+
+    def _scored(self, x: Tensor, y: Tensor, kept: list[tuple[Tensor, Tensor]]) -> SiteScore:
+        # The scene's records are there once and for all, so they are moved once.
+        if id(x) not in self._moved:
+            self._moved[id(x)] = x.to(self._device), y.to(self._device)
+        x, y = self._moved[id(x)]
+        if self._by is not None:
+            x = scale_columns(x, self._scene.released, self._by)
+        wanted = kept if self._measures else None
+        # A GPU has no cache to stay in, and takes long to begin.
+        batch = 128 if on_cpu(x) else 1024
+        return evaluate(self._model.module, self._loss, x, y, batch, wanted)
+
+
+def select_judged_labels(scene: SimulationSetup) -> Tensor:
+    """Return the labels that accuracy is of: the test set's, or all held-out records' together."""
+    public = scene.dataset.y_test
+    if public is not None and not scene.plan.local.head:
+        return public
+    return torch.cat([site.y_held for site in scene.sites])
+
+
+def _pooled(scores: dict[str, SiteScore]) -> SiteScore | None:
+    """Stand in for a public test set, where there is none, by all held-out records together."""
+    records = sum(score.records for score in scores.values())
+    if not records:
+        return None
+    return SiteScore(
+        accuracy=sum(s.accuracy * s.records for s in scores.values()) / records,
+        loss=sum(s.loss * s.records for s in scores.values()) / records,
+        records=records,
+    )

@@ -1,0 +1,482 @@
+"""Predictions and evaluations of a finished run's model on new records.
+
+They are read as the plan declares, scaled and turned into features by the same stage, and scaled by
+what the sites released where they did. What is not fit to be used is answered with nothing.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from shlex import quote
+from typing import Any, Final
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from fedpact.common.errors import DataError, InputError, ModelError
+from fedpact.common.files import parse_errors
+from fedpact.common.format import format_metric
+from fedpact.common.messages import SiteScore
+from fedpact.common.run_folder import COLUMNS, Folder, folder_of_run, read_scales
+from fedpact.common.user_code import model_again
+from fedpact.common.weights import read_checked
+from fedpact.data.cells import Cells, Table, read_columns, read_npz
+from fedpact.data.dataset import Dataset
+from fedpact.data.features.extract import MadeBy
+from fedpact.data.features.stage import FeatureStage
+from fedpact.data.inputs import (
+    Parts,
+    array_of,
+    arrays_in,
+    choose_columns,
+    holds_arrays,
+    labels_in,
+    labels_of,
+    parts_of,
+)
+from fedpact.data.load import with_columns
+from fedpact.data.schema import RecordForm
+from fedpact.data.sieve import RecordFilter
+from fedpact.data.tables import ambiguous, numbers_of_array, numbers_of_table
+from fedpact.data.targets import targets_of, unscale
+from fedpact.evaluation.metrics import evaluate, find_display
+from fedpact.plan import Plan
+from fedpact.privacy.column_scales import scale_columns
+from fedpact.simulation.workshop import TrainingSetup
+
+FORM: Final = "records.json"
+_LABEL: Final = "\0label"
+
+
+@dataclass(frozen=True)
+class RecordedForm:
+    """The public form of a record as it is given: shape, "float32" or "int64", the labels' names.
+
+    features: a table's columns in their order, () where nobody knows them or there are none.
+    made_by: what makes the features that the model is given; None before `by`.
+    """
+
+    shape: tuple[int, ...]
+    values: str
+    classes: tuple[str, ...]
+    features: tuple[str, ...] = ()
+    made_by: MadeBy | None = None
+
+    @property
+    def example(self) -> Tensor:
+        """A record of zeros."""
+        return torch.zeros(self.shape, dtype=getattr(torch, self.values))
+
+    def by(self, stage: FeatureStage) -> "RecordedForm":
+        """Return it with what makes the records' features."""
+        return replace(self, made_by=stage.made_by(self.example))
+
+    def write(self, folder: Folder) -> None:
+        """Write it into a run's folder."""
+        folder.write_json(FORM, asdict(self))
+
+    @staticmethod
+    def read(folder: Path) -> "RecordedForm":
+        """Read it from a run's folder. Raises DataError: it has none."""
+        if not (folder / FORM).exists():
+            raise DataError(
+                f"{folder} has no {FORM}, which says what a record is: the run has not ended; "
+                f"`fedpact resume {quote(str(folder))}` ends it, and writes that"
+            )
+        raw = Folder(folder).read_json(FORM)
+        with parse_errors(folder / FORM, "put it back, or run the plan again in another folder"):
+            shape, classes, features = (tuple(raw[key]) for key in ("shape", "classes", "features"))
+            of = raw["made_by"]
+            made_by = None if of is None else MadeBy(of["source"], tuple(of["answer"]))
+            return RecordedForm(shape, raw["values"], classes, features, made_by)
+
+
+@dataclass(frozen=True, eq=False)
+class PredictionInputs:
+    """Records x [n, *shape], and their labels as they were given, None for none.
+
+    sieve: who of them is used. features: the columns of a table. form, classes: what labels may be.
+    """
+
+    x: Tensor
+    sieve: RecordFilter
+    features: tuple[str, ...]
+    labels: Sequence[Any] | np.ndarray | None
+    form: RecordForm
+    classes: tuple[str, ...]
+
+    def given(self, labels: Any) -> "PredictionInputs":
+        """Return it with other labels: the classes' names or numbers, or arrays, as of arrays.
+
+        A number whose text names another class is that one where the records are a table's.
+        """
+        named = self.form.labels == "names" and ambiguous(self.classes)
+        array = labels_of("labels", "y", labels, self.form.target.kind, self.x.ndim)
+        form = self.form.model_copy(update={"labels": "names" if named else None})
+        return replace(self, labels=array, form=form)
+
+    def targets(self, column: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the labels as they are trained on, and which of them fit, [n].
+
+        column: what their errors are told of. Raises DataError: there are none, or not one each.
+        """
+        if self.labels is None:
+            raise DataError(
+                f"{self.sieve.origin}: there are no labels; give them in the column that the run's "
+                "had, in the array y of an .npz file, or as evaluate(records, labels)"
+            )
+        if len(self.labels) != len(self.x):
+            raise DataError(
+                f"there are {len(self.labels)} labels for {len(self.x)} records: give one each"
+            )
+        sieve = RecordFilter("labels", len(self.x), self.sieve.first)
+        y = targets_of(self.labels, self.classes, self.form, column, sieve)
+        sieve.warn(values=True)
+        return y, sieve.good
+
+
+def read_prediction_inputs(records: Any, plan: Plan, own: RecordedForm) -> PredictionInputs:
+    """Read records as those of a plan's run were. own: their form in that run.
+
+    records: whatever a run takes (see data.from_python), with labels or without; a .csv, .parquet
+    or .npz file; an array [n, *shape]. Raises DataError: they are of another form.
+    """
+    if isinstance(records, Dataset):
+        return _of_dataset(records, plan, own)
+    if not isinstance(records, str | Path):
+        return _of_parts("records", parts_of(records, own.shape), {}, plan, own)
+    path = Path(records)
+    if path.suffix.lower() == ".npz":
+        arrays = read_npz(path, labelled=False)
+        return _of_parts(str(path), Parts(x=arrays["x"], y=arrays.get("y")), {}, plan, own)
+    if path.suffix.lower() not in (".csv", ".parquet"):
+        raise DataError(
+            f"records is {str(records)!r}: expected the path of a .csv, .parquet or .npz file, or "
+            "records from Python, as a table, arrays, or a data set of fedpact.from_arrays"
+        )
+    columns, broken = read_columns(path)
+    parts = Parts(columns={name: list(cells) for name, cells in columns.items()})
+    return _of_parts(str(path), parts, broken, plan, own)
+
+
+def _of_parts(
+    origin: str, parts: Parts, broken: Mapping[int, str], plan: Plan, own: RecordedForm
+) -> PredictionInputs:
+    form, columns = plan.form, parts.columns
+    if columns is None:
+        y = parts.y
+        if y is not None:
+            y = labels_of(origin, "y", y, form.target.kind, 1 + len(own.shape))
+        if parts.titles_of("") and form.labels is None:
+            form = form.model_copy(update={"labels": "numbers"})
+        if own.features:
+            # Beside a table's run they are the columns' numbers, in the order of the run's.
+            form = form.by_place(own.features)
+        return _of_array(origin, parts.x, y, form, own)
+    labels = parts.named(str(plan.label)) if plan.label in columns else None
+    names = form.model_copy(update={"labels": form.labels or "names"})
+    if not own.features:
+        chosen = choose_columns(columns, form, (plan.label, plan.site, plan.person))
+        if len(chosen) == 1 and holds_arrays(columns.get(chosen[0])):
+            y = None if labels is None else labels_in(labels, form)
+            names = form.model_copy(update={"labels": "names"})
+            return _of_array(origin, arrays_in(columns[chosen[0]], chosen[0]), y, names, own)
+    table = _table(origin, columns, broken, plan, own)
+    sieve = RecordFilter(origin, table.count, 1)
+    x = torch.from_numpy(numbers_of_table(table, plan.records.shared(), own.values, sieve))
+    return PredictionInputs(x, sieve, table.features, labels, names, own.classes)
+
+
+def _of_array(
+    origin: str, given: Any, y: Any, form: RecordForm, own: RecordedForm
+) -> PredictionInputs:
+    array = array_of(origin, "x", given)
+    if array.shape[1:] != own.shape:
+        shape = ", ".join(map(str, own.shape))
+        raise DataError(
+            f"{origin}: x has shape {array.shape}: expected [n, {shape}], as the run's records "
+            "have; bring them into that form"
+        )
+    sieve = RecordFilter(origin, len(array), 0)
+    x = torch.from_numpy(numbers_of_array(array, form, own.values, sieve))
+    return PredictionInputs(x, sieve, own.features, y, form, own.classes)
+
+
+def _of_dataset(data: Dataset, plan: Plan, own: RecordedForm) -> PredictionInputs:
+    data = with_columns(data, plan.records)
+    if own.features and data.features:
+        # A file that it was read from may have another order.
+        data = with_columns(data, RecordForm(features=[*own.features]))
+    if data.classes != own.classes:
+        raise DataError(
+            f"data set {data.name} has the classes {', '.join(data.classes)}: the run's are "
+            f"{', '.join(own.classes)}; make it with classes = the run's"
+        )
+    form = plan.form.in_arrays(data.features)
+    return _of_array(data.name, data.x, data.y.numpy(), form, own)
+
+
+def _table(
+    origin: str,
+    columns: Mapping[str, Cells],
+    broken: Mapping[int, str],
+    plan: Plan,
+    own: RecordedForm,
+) -> Table:
+    if len(own.shape) != 1:
+        raise DataError(
+            f"{origin} is a table of the columns {', '.join(map(str, columns))}: expected the "
+            f"run's records of shape {own.shape}: hand in an .npz file with them as its array x"
+        )
+    names = own.features
+    if not names:
+        roles = {plan.label, plan.site, plan.person}
+        names = tuple(name for name in columns if name not in roles)
+    missing = [name for name in names if name not in columns]
+    if missing or (len(names),) != own.shape:
+        raise DataError(
+            f"{origin} has the columns {', '.join(map(str, columns))}: expected the run's "
+            f"{own.shape[0]} features {', '.join(own.features) or 'as columns of numbers'}"
+            + (f"; it lacks {', '.join(missing)}" if missing else "")
+        )
+    rows = len(columns[names[0]])
+    used: dict[str, Cells] = {name: columns[name] for name in names}
+    return Table({**used, _LABEL: [""] * rows}, _LABEL, None, broken)
+
+
+_BATCH: Final = 1024
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Predictions:
+    """What a model says of records, one a row, in their order.
+
+    labels: the likeliest class's name [n], "" where the record is not used; of several labels those
+    that are likelier than not, with blanks between; of pixels an array of names for each record; of
+    a number its value, in its units, NaN where not used. probabilities [n, K, ...], NaN there; of a
+    number [n, 0]. used: bool [n]. classes: the names, in the order of the columns.
+    """
+
+    labels: np.ndarray
+    probabilities: np.ndarray
+    used: np.ndarray
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __repr__(self) -> str:
+        count, used = len(self), int(self.used.sum())
+        told = ", ".join(self.classes[:5]) + (", ..." if len(self.classes) > 5 else "")
+        return f"Predictions({count} records, {used} used; of {told}; .labels, .probabilities)"
+
+
+@dataclass(frozen=True)
+class Evaluated(SiteScore):
+    """How good a model is on records. metrics: those of the plan's task, by name."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def __str__(self) -> str:
+        """Return it as a sentence: accuracy, where there is any, mean loss, and the measures."""
+        found = [] if math.isnan(self.accuracy) else [f"accuracy {self.accuracy:.2%}"]
+        found.append(f"mean loss {self.loss:.4g}")
+        for name, value in self.metrics.items():
+            about = find_display(name)
+            found.append(f"{about.label} {format_metric(about.form, value)}")
+        return ", ".join(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """A run's model with all that stands before it."""
+
+    plan: Plan
+    form: RecordedForm
+    model: nn.Module
+    at: Path
+    released: Mapping[str, Any]
+
+    @staticmethod
+    def of(folder: Path, own: Any = None, *, average: bool = False) -> "Predictor":
+        """Return the model of a run's folder, or of a deployment's party, by its directory.
+
+        own: the module, class or factory, where it was handed in from Python. average: the average
+        of models that the server kept, in place of the last one.
+        Raises DataError: no run that has ended, a damaged one, or no average. ModelError: the model
+        was handed in, and is not here, or is another.
+        """
+        folder = folder_of_run(folder)
+        raw = Folder(folder).read_json("plan.json")
+        plan = Plan.parse(raw)
+        if own is not None:
+            # Its weights are the run's, so whatever it brings decides nothing.
+            plan = plan.model_copy(update={"model": model_again(own, plan.model)})
+        form = RecordedForm.read(folder)
+        beside = folder.absolute().parent
+        if plan.local.head and not (beside / "site.toml").exists():
+            raise DataError(
+                f"{folder}: local.head is {plan.local.head}: each site's model has a head of its "
+                "own, which no run's folder holds, so there is no model here to ask"
+            )
+        at = beside if (beside / "federation.toml").exists() else _begun_at(plan, folder)
+        names = plan.records.released
+        released = read_scales(folder / COLUMNS, names) if names else {}
+        stage = plan.stage(at)
+        if form.made_by is not None and not stage.made_by(form.example).is_as(form.made_by):
+            raise ModelError(
+                f"features.kind = {plan.features.kind!r} has other code or weights than when "
+                f"{folder} was made, so its model would be given other numbers: put back the file "
+                "and the weights of then"
+            )
+        made = stage.example(form.example)
+        model = TrainingSetup(plan, made, len(form.classes)).module()
+        path = folder / ("average.safetensors" if average else "model.safetensors")
+        if average and not path.exists():
+            raise DataError(
+                f"{folder} holds no average of models (its plan has server.average = "
+                f"{plan.server.average!r}; a deployment's server has it, and no site): ask the "
+                "last model, without average"
+            )
+        try:
+            model.load_state_dict(load_file(path))
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise DataError(
+                f"{path} cannot be read as the plan's model ({type(error).__name__}: {error}): "
+                "restore it, or run the plan again"
+            ) from error
+        return Predictor(plan, form, model.eval(), at, released)
+
+    def preprocess(self, records: Any) -> tuple[Tensor, np.ndarray]:
+        """Return what the model is given of records, [m, ...], and which of the n these are.
+
+        records: as `read_prediction_inputs` has them; labels are passed over.
+        Raises DataError: of another form.
+        """
+        return self._staged(read_prediction_inputs(records, self.plan, self.form))
+
+    def _staged(self, given: PredictionInputs) -> tuple[Tensor, np.ndarray]:
+        x, sieve, features = given.x, given.sieve, given.features
+        stage, example = self._stage, torch.zeros(self.form.shape, dtype=x.dtype)
+        fits = torch.from_numpy(sieve.good)
+        staged = stage(x, example, sieve.origin, None, features, ~fits)
+        made, good = staged.x, fits & staged.good
+        if self.released:
+            names = [self.released[name] for name in self.plan.records.released]
+            by = torch.tensor([[n[key] for n in names] for key in ("mean", "deviation")])
+            made = scale_columns(made, stage.released(example, features), by.flatten())
+        sieve.warn(values=True)
+        return made[good], good.numpy()
+
+    def predict(self, records: Any) -> Predictions:
+        """Return what the model says of records; see `preprocess` for what they may be."""
+        x, used = self.preprocess(records)
+        target, classes = self.plan.task.target, self.form.classes
+        with torch.no_grad():
+            # Of no record at all, too: it tells the outputs' form.
+            parts = (
+                [self.model(x.new_zeros(0, *x.shape[1:])).double()]
+                if not len(x)
+                else [self.model(part).double() for part in x.split(_BATCH)]
+            )
+        outputs = torch.cat(parts)
+        if target.kind == "number":
+            values = np.full(len(used), np.nan)
+            values[used] = unscale(outputs.reshape(-1).numpy(), target)
+            return Predictions(values, np.empty((len(used), 0)), used, classes)
+        found = np.full((len(used), *outputs.shape[1:]), np.nan)
+        several = target.kind == "several"
+        found[used] = (outputs.sigmoid() if several else outputs.softmax(1)).numpy()
+        if several:
+            labels = [
+                " ".join(c for c, p in zip(classes, row, strict=True) if p > 0.5) for row in found
+            ]
+            return Predictions(np.array(labels, str), found, used, classes)
+        names = np.array([*classes, ""], str)
+        at = used.reshape(-1, *(1 for _ in found.shape[2:]))
+        best = np.where(at, np.nan_to_num(found, nan=-1.0).argmax(1), len(names) - 1)
+        return Predictions(names[best], found, used, classes)
+
+    @torch.inference_mode(
+        False
+    )  # as a model that writes over its records is found by their version
+    def evaluate(self, records: Any, labels: Any = None) -> Evaluated:
+        """Return how good the model is on records that are used: accuracy, mean loss, measures.
+
+        labels: the classes' names or numbers [n]; None where the records have their own, as in a
+        file, a table with the plan's label column, or pairs (x, y).
+        Raises DataError: none, or none that is used.
+        """
+        given = read_prediction_inputs(records, self.plan, self.form)
+        given = given if labels is None else given.given(labels)
+        y, good = given.targets(self.plan.label or "y")
+        x, used = self._staged(given)
+        both = used & good
+        if not both.any():
+            raise DataError("no record with a label is used: there is nothing to evaluate")
+        kept, classes = list[tuple[Tensor, Tensor]](), len(self.form.classes)
+        x, right = x[good[used]], torch.from_numpy(y[both])
+        score = evaluate(self.model, self.plan.task.per_record(classes), x, right, kept=kept)
+        outputs, y = (torch.cat(parts) for parts in zip(*kept, strict=True))
+        measures = self.plan.task.measures(classes).items()
+        return Evaluated(**vars(score), metrics={name: of(outputs, y) for name, of in measures})
+
+    def export(self, path: Path) -> None:
+        """Write the model alone for use without fedpact: .pt as TorchScript, .onnx as ONNX.
+
+        It takes what `preprocess` returns, [n, ...], for any n, and returns scores [n, K].
+        Raises InputError: another ending, or ONNX without the packages that torch needs for it.
+        """
+        example = self._stage.example(torch.zeros(self.form.shape, dtype=self._dtype))
+        batch = (example.expand(2, *example.shape).clone(),)
+        if path.suffix == ".onnx":
+            try:
+                sizes = ({0: torch.export.Dim("n")},)
+                # One file: weights lie in it, not beside it.
+                torch.onnx.export(
+                    self.model,
+                    batch,
+                    str(path),
+                    dynamic_shapes=sizes,
+                    external_data=False,
+                    verbose=False,
+                )
+            except ImportError as error:
+                raise InputError(
+                    f"{path}: torch writes ONNX with packages that are not installed ({error}): "
+                    "pip install 'fedpact[onnx]', or name a .pt file, which needs none"
+                ) from error
+        elif path.suffix == ".pt":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.jit.save(torch.jit.trace(self.model, batch), str(path))
+        else:
+            raise InputError(f"{path}: expected a name that ends in .pt (TorchScript) or .onnx")
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self.form.values)
+
+    @property
+    def _stage(self) -> Any:
+        return self.plan.stage(self.at)
+
+
+def _begun_at(plan: Plan, folder: Path) -> Path:
+    """Return from where a simulation's features find their weights: here, or above its folder.
+
+    It was begun in a directory that it is mostly below, and may be asked from another.
+    """
+    weights, sha256 = plan.features.weights, plan.features.sha256
+    for at in (Path(), *folder.absolute().parents) if weights is not None else ():
+        # Another file of that name is none, nor is one that may not be read.
+        with suppress(ModelError):
+            read_checked(at / str(weights), sha256, "features.weights")
+            return at
+    return Path()

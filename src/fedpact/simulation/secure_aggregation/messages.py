@@ -1,0 +1,156 @@
+"""What the steps of a session carry, as messages: blocks of bytes under names."""
+
+import json
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from fedpact.common.errors import InputError
+from fedpact.common.messages import Reply, Step, Task, from_bytes
+from fedpact.simulation.secure_aggregation.keys import Advert, KeyContext
+
+SETUP_STEPS = ("keys", "shares", "roster")
+"""The questions that begin a session, in their order."""
+
+BEFORE: Mapping[str, tuple[str, ...]] = {
+    **{step: SETUP_STEPS[:place] for place, step in enumerate(SETUP_STEPS)},
+    "masked": (),
+    "open": ("masked",),
+    "consistency": ("masked",),
+    "unmask": ("masked", "consistency"),
+}
+"""Question -> what has to be answered first, in the session or in its slot."""
+
+_FIELDS = ("mask", "seal", "commitment", "signature")
+
+
+def step(place: KeyContext, site: str, name: str, blocks: Mapping[str, bytes]) -> Step:
+    """Return the step to or from a site with these blocks."""
+    vectors = {key: _packed(block) for key, block in blocks.items()}
+    return Step(place.run, place.round, site, place.session, name, vectors)
+
+
+def blocks(message: Step, prefix: str = "") -> dict[str, bytes]:
+    """Return the blocks of a step whose names have a prefix, without it.
+
+    Raises InputError: a vector that is no block of bytes.
+    """
+    for name, vector in message.vectors.items():
+        if vector.dtype != torch.uint8 or vector.dim() != 1:
+            raise InputError(f"vector {name!r} of a step is no row of bytes")
+    return {
+        name.removeprefix(prefix): vector.numpy().tobytes()
+        for name, vector in message.vectors.items()
+        if name.startswith(prefix)
+    }
+
+
+def block(message: Step, name: str) -> bytes:
+    """Return one block of a step. Raises InputError: there is none of that name."""
+    found = blocks(message)
+    if name not in found:
+        raise InputError(f"a step {message.step!r} has no block {name!r}")
+    return found[name]
+
+
+def place_of(message: Step) -> KeyContext:
+    """Return run, round and session of a step."""
+    return KeyContext(message.run, message.round, message.session)
+
+
+def slot_of(session: str) -> tuple[str, int]:
+    """Return a session's name and the slot of what `KeyContext.of_slot` named; -1 where it names
+    none.
+
+    >>> slot_of("00ff/12"), slot_of("00ff"), slot_of("00ff/012"), slot_of("00ff/-1")
+    (('00ff', 12), ('00ff', -1), ('00ff/012', -1), ('00ff/-1', -1))
+    """
+    name, _, digits = session.partition("/")
+    if len(digits) <= 3 and digits.isascii() and digits.isdecimal() and str(int(digits)) == digits:
+        return name, int(digits)
+    return session, -1
+
+
+def from_number(number: int) -> bytes:
+    """Return a count as bytes."""
+    return json.dumps(number).encode()
+
+
+def to_number(given: bytes) -> int:
+    """Return what `from_number` made, 1 and more. Raises InputError: of anything else."""
+    if len(given) <= 9 and given.isdigit() and int(given) > 0:
+        return int(given)
+    raise InputError("a count is not understood: expected what wire.from_number made")
+
+
+def under(prefix: str, given: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return blocks with a prefix before their names."""
+    return {prefix + name: value for name, value in given.items()}
+
+
+def from_advert(advert: Advert) -> dict[str, bytes]:
+    """Return the blocks of a site's keys."""
+    return {name: getattr(advert, name) for name in _FIELDS}
+
+
+def to_advert(given: Mapping[str, bytes]) -> Advert:
+    """Return the keys of what `from_advert` made. Raises InputError: of anything else."""
+    if set(given) != set(_FIELDS):
+        raise InputError(f"keys are {sorted(given)}: expected {', '.join(_FIELDS)}")
+    return Advert(**given)
+
+
+def from_adverts(adverts: Mapping[str, Advert]) -> dict[str, bytes]:
+    """Return the blocks of many sites' keys."""
+    return {
+        f"{name}/{site}": value
+        for site, advert in adverts.items()
+        for name, value in from_advert(advert).items()
+    }
+
+
+def to_adverts(given: Mapping[str, bytes]) -> dict[str, Advert]:
+    """Return the keys by site of what `from_adverts` made. Raises InputError: of anything else."""
+    found = dict[str, dict[str, bytes]]()
+    for name, value in given.items():
+        field, _, site = name.partition("/")
+        found.setdefault(site, {})[field] = value
+    return {site: to_advert(parts) for site, parts in found.items()}
+
+
+def from_names(names: Iterable[str]) -> bytes:
+    """Return a set of site names as bytes, the same whatever their order."""
+    return json.dumps(sorted(set(names))).encode()
+
+
+def to_names(given: bytes) -> tuple[str, ...]:
+    """Return the sorted names of what `from_names` made. Raises InputError: of anything else."""
+    try:
+        names = json.loads(given)
+        if names == sorted(set(map(str, names))):
+            return tuple(names)
+    except (ValueError, TypeError):
+        pass
+    raise InputError("a list of sites is not understood: expected what wire.from_names made")
+
+
+def task_in(question: Step) -> Task:
+    """Return the task that a question "masked" carries. Raises InputError: there is none."""
+    task = from_bytes(block(question, "task"))
+    if not isinstance(task, Task):
+        raise InputError(f"a step {question.step!r} carries a {type(task).__name__}, no task")
+    return task
+
+
+def reply_in(answer: Step) -> Reply:
+    """Return the masked reply in an answer. Raises InputError: there is none."""
+    reply = from_bytes(block(answer, "reply"))
+    if not isinstance(reply, Reply):
+        raise InputError(f"a step {answer.step!r} carries a {type(reply).__name__}, no reply")
+    return reply
+
+
+def _packed(given: bytes) -> Tensor:
+    # An empty buffer is refused there.
+    return torch.frombuffer(bytearray(given), dtype=torch.uint8) if given else torch.zeros(0).byte()

@@ -1,0 +1,330 @@
+"""The transport that `rounds.py` sees under secure aggregation: steps in place of one exchange.
+
+`Secured` drives sessions over a carrier, which knows how questions reach the sites and answers come
+back. A session has keys and shares for several rounds, so that a round in which nobody of it is
+missing takes two steps, `masked` and `open`. For each site in the sum `Secured` hands on a reply
+with the site's own weight, ledger and public numbers, and everybody's weighted mean: the
+algorithm's mean of equal vectors is that vector.
+"""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedpact.algorithms.wrappers.compression import expand_task, is_initial
+from fedpact.common.errors import FedpactError, InputError
+from fedpact.common.files import parse_errors, write_whole
+from fedpact.common.messages import EVALUATION, Refusal, Reply, State, Step, Task, encoded_length
+from fedpact.simulation.secure_aggregation import messages
+from fedpact.simulation.secure_aggregation.encoding import Coding, Layout
+from fedpact.simulation.secure_aggregation.graph import MaskingGraph
+from fedpact.simulation.secure_aggregation.keys import SUMS_AHEAD, SecretsDoNotFit
+from fedpact.simulation.secure_aggregation.session import BelowThreshold, Session
+
+_log = logging.getLogger("fedpact.server")
+_LOST = (
+    "it says which sums were opened, and each of the sites opens one sum of an attempt: put it "
+    "back from a backup, or begin a new run"
+)
+
+
+class FalseSum(FedpactError):
+    """A sum is what no honest sites' can be; nobody can tell whose part of it."""
+
+
+Take = Callable[[str, Step], str | None]
+"""Takes a site's answer in; says in a word why it cannot, or None."""
+
+
+class Carrier(Protocol):
+    """How the steps of a session reach the sites."""
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The names of the sites, sorted."""
+        ...
+
+    def within_reach(self, number: int) -> dict[str, str]:
+        """Return the sites that would be asked something in a round, each with when it started."""
+        ...
+
+    def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
+        """Ask each site a task in the clear; see rounds.Transport."""
+        ...
+
+    def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:
+        """Ask each site its question and `take` each answer that is a Step.
+
+        least: how many answers are worth waiting for. Returns why there is none, of each site that
+        gave none or whose answer was not taken.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """What the server has to know beside the carrier.
+
+    keys: the sites' long-term keys. rounds: of the run. least: replies that a round needs, at
+    least the threshold. retries: how often a round is tried again. layout: of the replies to a
+    task. fault: what is wrong with a masked reply, in a word, None if nothing is. mean_fault: what
+    shows that one of these sites lied, in words, in the mean of their replies, which is off by this
+    much in each coordinate.
+    """
+
+    keys: Mapping[str, ec.EllipticCurvePublicKey]
+    circle: MaskingGraph
+    coding: Coding
+    rounds: int
+    least: int
+    retries: int
+    layout: Callable[[Task], Layout]
+    fault: Callable[[str, Task, Reply], str | None] = lambda *_: None
+    mean_fault: Callable[[Task, list[str], State, float], str | None] = lambda *_: None
+
+
+class Attempts:
+    """The last round and attempt of which sites were asked to open a sum; durable under `path`.
+
+    A round that is asked for again after that needs a new attempt: sites open one sum of each.
+    extra: how many attempts there were beside each round's first; sites are charged for them.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._last, self.extra = (0, -1), 0
+        if path is not None:
+            with suppress(FileNotFoundError), parse_errors(path, _LOST):
+                number, attempt, self.extra = map(int, json.loads(path.read_bytes()))
+                self._last = number, attempt
+
+    def next(self, number: int) -> int:
+        """Return the attempt of a round that is asked for now."""
+        return self._last[1] + 1 if self._last[0] == number else 0
+
+    def begin(self, number: int, attempt: int) -> None:
+        """Remember that sites are about to be asked."""
+        self.extra += attempt > 0
+        self._last = number, attempt
+        if self._path is not None:
+            write_whole(self._path, json.dumps([number, attempt, self.extra]).encode())
+
+
+class Secured:
+    """A transport that learns only the sum of the sites' replies.
+
+    A site that has dealt shares from which its secret cannot be had makes a sum fail that all are
+    charged for. It is left out from then on, until the server is started again.
+    """
+
+    def __init__(self, carrier: Carrier, server: Server, attempts: Attempts) -> None:
+        self._carrier, self._server, self._attempts = carrier, server, attempts
+        self._down = self._up = 0
+        self._out = set[str]()
+        self._session: Session | None = None
+        # Who was there when it began, why sites are not in it, and for how many rounds that stays.
+        self._here, self._outside, self._pause = dict[str, str](), dict[str, str](), 1
+        # Who was told the last model.
+        self._told = set[str]()
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The names of the sites, sorted."""
+        return self._carrier.sites
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of all steps of the last exchange, those of sessions given up too."""
+        return self._down, self._up
+
+    def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
+        """Send each of these sites its task; yield the answers in the order of their names. Raises
+        BelowThreshold: too few sites, however often it was tried.
+
+        Evaluations are not summed: each site's counts have noise of its own, and come in the clear.
+        """
+        self._down = self._up = 0
+        first, refused = next(iter(tasks.values())), dict[str, Refusal]()
+        if first.algorithm == EVALUATION:
+            yield from self._carrier.exchange(tasks)
+            return
+        replies = self._tried(tasks, refused)
+        for site in self.sites:
+            given = replies.get(site) or refused.get(site)
+            yield given or Refusal(first.run, first.round, site, "too few others")
+
+    def _tried(self, tasks: dict[str, Task], refused: dict[str, Refusal]) -> dict[str, Reply]:
+        """Try session after session; return {} where too many sites have spent their budgets."""
+        left, number = self._server.retries, next(iter(tasks.values())).round
+        while True:
+            attempt = self._attempts.next(number)
+            asked = {site: _with(task, attempt) for site, task in sorted(tasks.items())}
+            refused.clear()
+            try:
+                return self._sum(asked, refused)
+            except (BelowThreshold, SecretsDoNotFit) as error:
+                self._session = None
+                if _is_spent(refused, len(self.sites), self._server.least):
+                    return {}
+                if isinstance(error, SecretsDoNotFit) and error.by:
+                    _log.warning("site %s is left out until the server is started again", error.by)
+                    self._out.add(error.by)
+                lost = any(refusal.code == "attempt" for refusal in refused.values())
+                if lost and self._attempts.next(number) == attempt:
+                    # A site has lost its reply to this attempt, and makes no second one.
+                    self._attempts.begin(number, attempt)
+                # Sites that were started anew may lack what changes are told of; who makes another
+                # start always does, so that try is none of the plan's.
+                free = any(is_initial(task) for task in tasks.values())
+                tasks = {site: expand_task(task) for site, task in tasks.items()}
+                if free and any(refusal.code == "model" for refusal in refused.values()):
+                    continue
+                if not left:
+                    raise BelowThreshold(_told(error, refused, self._server.retries)) from None
+                _log.warning("%s; the round is tried again", error)
+                left -= 1
+
+    def _sum(self, tasks: dict[str, Task], refused: dict[str, Refusal]) -> dict[str, Reply]:
+        """Carry one sum out and return what stands for each site in it."""
+        server, task = self._server, next(iter(tasks.values()))
+        try:
+            session = self._ready(task)
+        finally:
+            for site, code in self._outside.items():
+                refused[site] = Refusal(task.run, task.round, site, code)
+        this = session.slot(task.round, server.coding)
+
+        def masked(site: str, answer: Step) -> str | None:
+            reply = messages.reply_in(answer)
+            why = server.fault(site, tasks[site], reply)
+            if why is None:
+                this.take_masked(site, reply)
+            return why
+
+        # Whoever lacks the last model cannot do with changes to it.
+        short = {s for s, t in tasks.items() if s in self._told or is_initial(t)}
+        in_full = {s: t if s in short else expand_task(t) for s, t in tasks.items()}
+        missing = self._step(this.ask_masked(in_full), masked)
+        self._told = set(this.replies)
+        refused |= missing
+        if session.used == session.slots or any(r.code == "session" for r in missing.values()):
+            # Who was started again has no keys of this session any more.
+            self._session = None
+        asks = this.ask_open() if this.is_whole else this.ask_consistency()
+        if len(asks) < server.least:
+            raise BelowThreshold(
+                f"round {task.round}: {len(asks)} replies, and patience.least_replies is "
+                f"{server.least}: nothing is opened"
+            )
+        self._attempts.begin(task.round, task.attempt)
+        # Who is in the sum stays in it, whether or not it signs and opens shares.
+        if not this.is_whole:
+            self._step(asks, _taking(this.take_consistency))
+            asks = this.ask_unmask()
+        self._step(asks, _taking(this.take_opened))
+        mean, error = server.coding.mean(task, this.replies, this.total(), server.layout(task))
+        self._check(task, sorted(this.replies), mean, error)
+        return {
+            reply.site: dataclasses.replace(
+                reply, vectors=mean.vectors, numbers={**mean.numbers, **reply.numbers}
+            )
+            for _, reply in sorted(this.replies.items())
+        }
+
+    def _ready(self, task: Task) -> Session:
+        """Return a session with a slot for this round; a new one where it lacks one who is here."""
+        here, session = self._carrier.within_reach(task.round), self._session
+        if session is not None and not self._is_outdated(session, here):
+            return session
+        server = self._server
+        self._session, self._here = None, here
+        self._outside = dict.fromkeys(sorted(self._out), "rejected: shares")
+        public = {site: key for site, key in server.keys.items() if site not in self._out}
+        slots = max(1, min(SUMS_AHEAD, server.rounds - task.round + 1))
+        session = Session.of(task.run, task.round, public, server.circle, slots)
+        for ask, take in (
+            (session.ask_keys, session.take_keys),
+            (session.ask_shares, session.take_shares),
+            (session.ask_roster, session.take_roster),
+        ):
+            missing = self._step(ask(), _taking(take))
+            self._outside |= {site: refusal.code for site, refusal in missing.items()}
+        # Who has dealt shares is in it, whether or not it has signed.
+        self._outside = {s: code for s, code in self._outside.items() if s not in session.sealed}
+        self._pause = 2 * self._pause if self._refused() else 1
+        self._session = session
+        return session
+
+    def _refused(self) -> set[str]:
+        """Sites that were there and are not in the session, for no lasting reason."""
+        return self._here.keys() & self._outside.keys() - self._out
+
+    def _is_outdated(self, session: Session, here: Mapping[str, str]) -> bool:
+        """Whether a site has come or was started again, or may have changed its mind by now."""
+        if any(self._here.get(site) != since for site, since in here.items()):
+            return True
+        # Who would not begin with the others is asked again more and more seldom.
+        return session.used >= self._pause // 2 and bool(self._refused() & here.keys())
+
+    def _check(self, task: Task, sites: list[str], mean: State, error: float) -> None:
+        """Raise FalseSum unless honest sites can have this mean."""
+        why = self._server.mean_fault(task, sites, mean, error)
+        if why is not None:
+            raise FalseSum(
+                f"round {task.round}: the sum over {', '.join(sites)} is none of honest sites: "
+                f"{why}. Under secure aggregation nobody can tell which of them sent it, and a "
+                "round that is tried again costs all of them budget: find out among the owners who "
+                "it was, then start the server again; the run goes on from its last round"
+            )
+
+    def _step(self, asks: dict[str, Step], take: Take) -> dict[str, Refusal]:
+        """Ask, and return why there is no answer of those of whom none was taken."""
+        self._down += sum(encoded_length(question) for question in asks.values())
+
+        def counted(site: str, answer: Step) -> str | None:
+            question = asks[site]
+            about = answer.run, answer.round, answer.session, answer.step, answer.site
+            if about != (question.run, question.round, question.session, question.step, site):
+                return "stale"
+            try:
+                wrong = take(site, answer)
+                # Of an answer that is not taken nothing counts: its length is its site's to choose.
+                self._up += 0 if wrong else encoded_length(answer)
+                return wrong
+            except (InputError, SecretsDoNotFit) as error:
+                _log.warning("site %s: %s", site, error)
+                return "step"
+
+        return self._carrier.carry(asks, self._server.least, counted)
+
+
+def _taking(take: Callable[[str, Step], None]) -> Take:
+    def taken(site: str, answer: Step) -> None:
+        take(site, answer)
+
+    return taken
+
+
+def _with(task: Task, attempt: int) -> Task:
+    # Sites that are told the same share a task, which is then encoded once.
+    return task if task.attempt == attempt else dataclasses.replace(task, attempt=attempt)
+
+
+def _is_spent(refused: Mapping[str, Refusal], sites: int, least: int) -> bool:
+    """Whether so many sites have spent their budgets that no later round can have enough."""
+    spent = sum(refusal.code == "budget" for refusal in refused.values())
+    return sites - spent < least
+
+
+def _told(error: Exception, refused: Mapping[str, Refusal], retries: int) -> str:
+    who = ", ".join(f"{site} {refusal.code}" for site, refusal in sorted(refused.items()))
+    return (
+        f"{error} (tried {retries + 1} times; {who or 'no site refused'}). Sites keep their "
+        "replies; resume the run when more of them can be reached"
+    )

@@ -1,0 +1,323 @@
+"""What a run on this machine needs, loaded and checked as a whole before anything is written."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedpact.common.errors import PlanError
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import Participants, SeededDraws
+from fedpact.common.user_code import is_handed
+from fedpact.data import download, load
+from fedpact.data.advice import advise
+from fedpact.data.cells import SUFFIXES
+from fedpact.data.dataset import Dataset
+from fedpact.data.features.extract import beside
+from fedpact.data.features.stage import Transformed
+from fedpact.data.from_python import refit
+from fedpact.data.partition import Partition, SiteRecords, make_partition
+from fedpact.data.splits import limit_records_per_person, number_persons
+from fedpact.data.targets import REGRESSION
+from fedpact.evaluation.held_out import (
+    Grouping,
+    HeldOut,
+    SumsForm,
+    form_of,
+    hold_out,
+    key_of_seed,
+    split_of,
+)
+from fedpact.evaluation.intervals import check_public
+from fedpact.plan import Plan
+from fedpact.privacy.column_scales import advise_of_loud
+from fedpact.privacy.policy import Policy
+from fedpact.privacy.reply_bounds import check_grid
+from fedpact.privacy.terms import Terms, noisy_size
+from fedpact.simulation.machine import device_of
+from fedpact.simulation.record_trial import find_accepted
+from fedpact.simulation.secure_aggregation.encoding import check_shares
+from fedpact.simulation.secure_aggregation.keys import check_secure
+from fedpact.simulation.threads import Worker
+from fedpact.simulation.workshop import TrainingSetup
+
+_MANY_CLASSES: Final = 20
+"""Of more whole numbers one asks whether they are classes."""
+
+
+@dataclass(frozen=True)
+class SimulationSetup:
+    """Everything a run needs, checked, before anything is written.
+
+    raw: the records as they are. dataset: the same, or their features, where the plan has any.
+    """
+
+    plan: Plan
+    raw: Dataset
+    dataset: Dataset
+    partition: Partition
+    sites: list[SiteRecords]
+    terms: dict[str, Terms]
+    policy: Policy | None = None
+
+    @staticmethod
+    def of(
+        plan: Plan, data: Dataset | None = None, partition: Partition | None = None
+    ) -> "SimulationSetup":
+        """Load and check. Raises InputError of some kind for whatever does not fit."""
+        raw = load_data(plan) if data is None else refit(data, plan.records, plan.form)
+        plan.task.check_data(raw)
+        own = data is not None or is_table(plan.data)
+        # What an image's features do with its scale is theirs: ours do not depend on it.
+        made = plan.features.used and raw.x.ndim > 2
+        if own and raw.x.is_floating_point() and not made:
+            advise(raw.name, plan.records, raw.x.shape[1:], raw.features, raw.x)
+        raw, dataset = _tried(plan, raw, find_feature_cache(plan, raw) if data is None else None)
+        if plan.privacy.unit == "person" and dataset.person is None:
+            raise PlanError(
+                f'privacy.unit = "person" with data set {dataset.name}, which does not say whose '
+                "each record is: name the column as person = ... (of a .csv or .parquet file), or "
+                "give an .npz file an array called person"
+            )
+        if partition is None:
+            held = partial(_held, plan, raw) if plan.evaluation.used else None
+            partition = make_partition(dataset, plan.partition, plan.sites, plan.seed, held)
+        sites = [_used(plan, site) for site in partition.sites(dataset)]
+        check_secure(plan, len(sites))
+        terms = plan.terms({site.name: _size(plan, site) for site in sites})
+        policy = Policy.read(Path(plan.policy)) if plan.policy else None
+        if policy:
+            for site in sites:
+                own = terms.get(site.name) if plan.private else None
+                policy.check_run(plan.algorithm, own, (0.0, 0.0), evaluation=plan.evaluation_terms)
+        scene = SimulationSetup(plan, raw, dataset, partition, sites, terms, policy)
+        _ = scene.form, scene.participants
+        public = dataset.x_test is not None and not plan.local.head
+        held_out = any(len(site.y_held) for site in sites)
+        early = plan.budget.early, plan.private, plan.evaluation
+        check_public(*early, test=public, held=held_out)
+        device_of(plan.run.device, plan.run.precision)
+        scene.workshop.table()
+        check_shares(plan, terms, FlatModel(scene.module()).size)
+        check_grid(terms.values())
+        advise_of_loud(raw.name, ((one.columns, one.size) for one in terms.values()))
+        return scene
+
+    @cached_property
+    def groups(self) -> Grouping | None:
+        """By what records are grouped. Raises PlanError: no column, or without categories."""
+        name, raw = self.plan.evaluation.groups, self.raw
+        if name is None:
+            return None
+        width = raw.x.shape[1] if raw.x.dim() == 2 else 0
+        return Grouping.declared(name, self.plan.records, raw.features, width)
+
+    @cached_property
+    def form(self) -> SumsForm:
+        """What is summed of held-out records. Raises PlanError: it does not fit the classes."""
+        plan = self.plan
+        return form_of(plan.evaluation, self.dataset.classes, self.groups, plan.privacy.unit)
+
+    @property
+    def columns_used(self) -> str:
+        """What a record of a table of one's own is made of, in a line; empty for other data."""
+        names, classes = self.raw.features, self.raw.classes
+        if not names or not (_is_file(self.plan.data) or is_handed(self.plan.data)):
+            return ""
+        task = self.plan.task
+        of = f"from {task.range[0]:g} to {task.range[1]:g}" if task.range else _some(classes)
+        kind = "" if task.range else "of classes "
+        return (
+            f"columns used: {_some(names)}; label {self.plan.label or 'y'}, {kind}{of}; "
+            f"{len(self.raw.y):,} records"
+        )
+
+    @property
+    def shown(self) -> SumsForm:
+        """What a simulation has exactly: what sites release, or all where they release nothing."""
+        return self.form if self.plan.evaluation_terms else self.form.whole
+
+    @property
+    def releases(self) -> int:
+        """How many numbers a site releases of its held-out records at a time; 0: none."""
+        return sum(self.form.lengths.values()) if self.plan.evaluation_terms else 0
+
+    def held_out(self, site: SiteRecords) -> HeldOut:
+        """Return a site's held-out records, as they are evaluated."""
+        places, plan, groups = self.partition.held_out[site.name], self.plan, self.groups
+        persons, used = number_persons(self.dataset.person, places), torch.ones(len(places)).bool()
+        most = plan.privacy.person_records
+        if persons is not None and most is not None:
+            used = torch.from_numpy(limit_records_per_person(persons.tolist(), most, plan.seed))
+            persons = persons[used]
+        x, y = site.x_held[used], site.y_held[used]
+        raw = self.raw.x[torch.from_numpy(places)][used]
+        group = torch.zeros_like(y) if groups is None else groups.of(raw)
+        whose = persons if plan.privacy.unit == "person" else None
+        return HeldOut(x, y, group, whose, self.released)
+
+    def split(self, site: str) -> str:
+        """Return what a site's ledger knows by which records are held out."""
+        key, share = key_of_seed(self.plan.seed, site), self.plan.evaluation.share
+        return split_of(key, share, persons=self.dataset.person is not None)
+
+    @property
+    def released(self) -> tuple[int, ...]:
+        """The places in a record that are scaled by what sites release."""
+        return self.plan.stage().released(self.raw.x[0], self.raw.features)
+
+    @cached_property
+    def participants(self) -> Participants:
+        """Who takes part in which round. Raises PlanError: more of them than there are sites."""
+        return self.plan.participants(site.name for site in self.sites)
+
+    @property
+    def sizes(self) -> dict[str, float]:
+        """Each site's N_i, as it is declared or released."""
+        return {site.name: _size(self.plan, site) for site in self.sites}
+
+    @property
+    def workshop(self) -> TrainingSetup:
+        """What builds the plan's models and kernels for this data set's records, on the CPU."""
+        return TrainingSetup.of(self.plan, self.dataset.x[0], len(self.dataset.classes))
+
+    def module(self) -> nn.Module:
+        """Return the model with its initial weights, the same at every call."""
+        return self.workshop.module()
+
+    def bench(self, *, check: bool = False) -> Worker:
+        """Return a worker's kernel; `check` tries the model on made-up records first."""
+        return self.workshop.bench(check=check)
+
+
+def _some(names: tuple[str, ...], most: int = 30) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _is_file(data: str) -> bool:
+    return Path(data).suffix.lower() in SUFFIXES
+
+
+def is_table(data: str) -> bool:
+    """Whether what its records hold is declared by the plan alone."""
+    return _is_file(data) or data in load.TABLES
+
+
+def describe_undeclared_classes(plan: Plan, data: Dataset) -> str:
+    """Return what to know of classes that were taken from a file's labels; "" for declared ones."""
+    if not _is_file(plan.data) or plan.records.classes is not None or data.kind != "class":
+        return ""
+    found = data.classes
+    many = len(found) > _MANY_CLASSES and all(name.lstrip("-").isdigit() for name in found)
+    amounts = f". {len(found)} whole numbers: {REGRESSION}?" if many else ""
+    return (
+        f"classes are those found in the labels: {_few_of(found)}; they count as public, a "
+        f"mistyped label among them: declare records.classes{amounts}"
+    )
+
+
+def _few_of(names: Sequence[str]) -> str:
+    """Return the first names of many, in quotes."""
+    return ", ".join(map(repr, names[:10])) + (", ..." if len(names) > 10 else "")
+
+
+def _held(plan: Plan, raw: Dataset, site: str, part: np.ndarray) -> np.ndarray:
+    """Return which of a site's records hold themselves out, bool [n]."""
+    chosen, key = torch.from_numpy(part), key_of_seed(plan.seed, site)
+    whose = raw.person and [raw.person[i] for i in part.tolist()]
+    return hold_out(raw.x[chosen], raw.y[chosen], plan.evaluation.share, key, whose).numpy()
+
+
+def load_data(plan: Plan) -> Dataset:
+    """Return the data set that a plan names, read by what the plan declares of its records."""
+    if not is_table(plan.data):
+        named = load.load_dataset(plan.data, plan.label, plan.site, person=plan.person)
+        return refit(named, plan.records, plan.form)
+    return load.load_dataset(
+        plan.data,
+        plan.label,
+        plan.site,
+        person=plan.person,
+        classes=plan.records.classes,
+        form=plan.form,
+    )
+
+
+def _tried(plan: Plan, raw: Dataset, cache: Path | None) -> tuple[Dataset, Dataset]:
+    """The data set, and what is trained on, without the records that the plan does not take.
+
+    cache: where features are, or None.
+    """
+    name, test = f"{raw.name} (test)", raw.x_test
+    stage = plan.stage()
+    example, features = raw.x[0], raw.features
+    train = stage(raw.x, example, raw.name, cache, features)
+    of_test = None if test is None else stage(test, example, name, _of_test(cache), features)
+    data = raw if not stage.used else _staged(raw, stage.names(example, features), train, of_test)
+    workshop = TrainingSetup.of(plan, data.x[0], len(data.classes))
+    kernel = workshop.bench(check=True).kernel
+    workshop.check_labels(data.y)
+    good = train.good & find_accepted(data.x, data.y, kernel, data.name, data.numbers)
+    if data.x_test is None or data.y_test is None or of_test is None:
+        return _only(raw, data, good, None)
+    numbers = torch.arange(len(data.y_test))
+    good_test = of_test.good & find_accepted(data.x_test, data.y_test, kernel, name, numbers)
+    return _only(raw, data, good, good_test)
+
+
+def _only(
+    raw: Dataset, data: Dataset, good: Tensor, of_test: Tensor | None
+) -> tuple[Dataset, Dataset]:
+    used = data.only(good, of_test)
+    return (used if raw is data else raw.only(good, of_test)), used
+
+
+def _staged(
+    raw: Dataset, features: tuple[str, ...], train: Transformed, test: Transformed | None
+) -> Dataset:
+    return replace(raw, x=train.x, x_test=None if test is None else test.x, features=features)
+
+
+def find_feature_cache(plan: Plan, raw: Dataset) -> Path | None:
+    """Return where features of plan.data are cached: beside a file, else beside decoded sets."""
+    if not plan.features.used:
+        return None
+    if _is_file(plan.data):
+        return beside(Path(plan.data))
+    name = re.sub(r"[^A-Za-z0-9._+-]+", "-", plan.data)
+    return beside(download.cache_dir() / f"{name}-{plan.stage().key(raw.x[0])[:16]}")
+
+
+def _of_test(cache: Path | None) -> Path | None:
+    return cache and cache.with_name(f"test-{cache.name}")
+
+
+def _used(plan: Plan, site: SiteRecords) -> SiteRecords:
+    """Return the site with at most as many training records of each person as the plan says."""
+    most = plan.privacy.person_records
+    if most is None or site.persons is None:
+        return site
+    good = torch.from_numpy(limit_records_per_person(site.persons.tolist(), most, plan.seed))
+    return replace(site, x=site.x[good], y=site.y[good], persons=site.persons[good])
+
+
+def units(plan: Plan, site: SiteRecords) -> int:
+    """Return how many there are at a site of what is protected and sampled: persons, or records."""
+    if plan.privacy.unit == "record" or site.persons is None:
+        return len(site.y)
+    return int(site.persons.max()) + 1
+
+
+def _size(plan: Plan, site: SiteRecords) -> float:
+    """Return N_i: the count, or what the site releases of it, the same whenever it is asked."""
+    count = units(plan, site)
+    if not plan.noisy_sizes:
+        return float(count)
+    return noisy_size(count, plan.privacy.size_noise, SeededDraws(plan.seed, site.name, 0))

@@ -1,0 +1,444 @@
+"""Carry out a plan on one machine, and compare joining with going alone.
+
+The figures are exact: each is one that a deployed site's owner sees of the own site, and nobody
+else. See evaluation.personal for what is compared.
+
+Calling it again with the same plan and folder goes on where the run ended, and returns at once
+where it was finished. Nothing is written before the whole plan, data and model have been checked.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedpact.algorithms.wrappers.released_scales import check_as_declared
+from fedpact.client import read_memory
+from fedpact.common.errors import InputError, PlanError
+from fedpact.common.messages import RoundRecord, State
+from fedpact.common.notebook import frame
+from fedpact.common.params import FlatModel, one_thread
+from fedpact.common.run_folder import Checkpoint, Folder, check_writable, commit
+from fedpact.data.dataset import Dataset
+from fedpact.data.partition import Partition, SiteRecords
+from fedpact.data.splits import number_persons
+from fedpact.evaluation import held_out
+from fedpact.evaluation.intervals import Early
+from fedpact.evaluation.metrics import commonest
+from fedpact.evaluation.personal import (
+    METHOD,
+    SiteFigures,
+    SiteModel,
+    on_held_out,
+    personalise_model,
+    train_locally,
+)
+from fedpact.plan import Plan
+from fedpact.privacy.accounting.accountant import History
+from fedpact.privacy.ledger.ledger import Ledger
+from fedpact.privacy.oracle import Records
+from fedpact.privacy.policy import sum_reservations
+from fedpact.privacy.terms import Terms, charge_size
+from fedpact.rounds import Rounds, Transport
+from fedpact.simulation.evaluation import Evaluator, select_judged_labels
+from fedpact.simulation.extend import PreviousReservations, check_begun
+from fedpact.simulation.flower import require_ray
+from fedpact.simulation.machine import allow_open_files, available_cores, keep_freed_memory
+from fedpact.simulation.predict import Evaluated, Predictions, Predictor, RecordedForm
+from fedpact.simulation.resume import check_complete, check_draws, check_there, is_known, setting
+from fedpact.simulation.run import finish, log_stragglers, start_or_resume
+from fedpact.simulation.secure_aggregation.setup import secure_simulation
+from fedpact.simulation.setup import SimulationSetup
+from fedpact.simulation.statement import of_simulation
+from fedpact.simulation.threads import InProcess, VirtualSite
+from fedpact.simulation.trackers import Log, check_log
+from fedpact.simulation.workshop import TrainingSetup
+
+SiteModels = dict[str, dict[str, SiteModel]]
+"""What sites have by themselves, kept from run to run: what it follows from -> site -> model."""
+
+_ALONE = ("data", "label", "site", "model", "logistic", "seed", "sites", "partition")
+_RECORDS = ("features", "records", "person", "evaluation")
+
+
+def of_run(
+    path: Path,
+    data: Dataset | None = None,
+    known: SiteModels | None = None,
+    on_site: Callable[[str, int], None] | None = None,
+) -> dict[str, Any]:
+    """Compute, write and return the content of joining.json of a simulated run that has ended.
+
+    data: what the run was given in place of plan.data. known: is read and added to. on_site: is
+    told of each site, and of how many, before its models are made; minutes each, for large ones.
+    Raises InputError of some kind: no simulated run, one that has not ended, no held-out records.
+    """
+    folder = Folder(path)
+    plan = Plan.parse(folder.read_json("plan.json"))
+    _check(folder)
+    check_writable(path)
+    check_as_declared(plan.method)
+    plan.task.check_plain("what joining was worth")
+    partition = Partition.load(folder.partition)
+    scene = SimulationSetup.of(plan, data, partition)
+    if not any(len(site.y_held) for site in scene.sites):
+        raise PlanError(
+            f"{path}: no site holds records out (partition.held_out, or evaluation.share): without "
+            "them nothing can be compared; run it with some"
+        )
+    models, model = _released(folder, plan, scene), FlatModel(scene.module())
+    initial = model.vector.clone()
+    alones = ({} if known is None else known).setdefault(_follows_from(plan), {})
+    found = dict[str, SiteFigures]()
+    with one_thread():
+        for site in scene.sites:
+            if on_site is not None:
+                on_site(site.name, len(scene.sites))
+            if site.name not in alones:
+                alones[site.name] = train_locally(model, site.x, site.y, initial, site.persons)
+            w = models[site.name]
+            tuned = personalise_model(model, site.x, site.y, w, site.persons)
+            whose = number_persons(scene.dataset.person, partition.held_out[site.name])
+            held = site.x_held, site.y_held, whose
+            found[site.name] = on_held_out(model, alones[site.name], tuned, w, *held)
+    document = {
+        "simulator_only": True,
+        "method": METHOD,
+        "own_models": plan.method.has_own_models,
+        "sites": {name: asdict(figures) for name, figures in found.items()},
+    }
+    folder.write_json("joining.json", document)
+    return document
+
+
+def _check(folder: Folder) -> None:
+    if not folder.partition.exists():
+        raise PlanError(
+            f"{folder.path} has no partition.json: expected the folder of a simulated run, or the "
+            "directory of a deployed site, which has a site.toml"
+        )
+    summary = folder.path / "summary.json"
+    status = folder.read_json("summary.json")["status"] if summary.exists() else "not ended"
+    if status in ("stopped", "not ended"):
+        raise PlanError(
+            f"the run in {folder.path} is {status}: what joining was worth is known at its end; "
+            "`fedpact resume` goes on with it"
+        )
+
+
+def _follows_from(plan: Plan) -> str:
+    document = plan.model_dump(mode="json", include={*_ALONE, *_RECORDS})
+    document["person_records"] = plan.privacy.person_records
+    return json.dumps(document, sort_keys=True)
+
+
+def _released(folder: Folder, plan: Plan, scene: SimulationSetup) -> Mapping[str, Tensor]:
+    """Return the model that each site has from the federation, [d] each."""
+    at = Checkpoint.from_bytes((folder.path / "state.safetensors").read_bytes())
+    w, found = at.state.vectors["w"], dict[str, Tensor]()
+    for site in scene.sites:
+        path = folder.site(site.name) / "memory.safetensors"
+        own = plan.method.own_model(w, read_memory(path, at.included.get(site.name, -1)))
+        found[site.name] = w if own is None else own
+    return found
+
+
+OnRound = Callable[[RoundRecord], None]
+
+ENGINES = ("local", "ray")
+
+# Of parameters times records: a shorter step is mostly Python, of which one thread runs at a time.
+# A round of a hundred sites of half of it took 54 ms by two workers and 39 by one.
+_SHORT = 2**20
+
+
+def _nobody(_: RoundRecord) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a run left. records: one a round, round 0 included. model: with the final weights.
+
+    own: what was handed in as the model, if it was, where another process had made the run.
+    average: whether the model is the server's average of models, in place of the last one.
+    """
+
+    folder: Path
+    records: list[RoundRecord]
+    summary: dict[str, Any]
+    model: nn.Module
+    own: Any = field(default=None, repr=False)
+    average: bool = False
+
+    def predict(self, records: Any) -> Predictions:
+        """Return what the model says of records, read as in training; see
+        predict.Predictor.preprocess."""
+        return self._served.predict(records)
+
+    def evaluate(self, records: Any, labels: Any = None) -> Evaluated:
+        """Return accuracy, loss and measures on labelled records; see
+        predict.Predictor.evaluate.
+        """
+        return self._served.evaluate(records, labels)
+
+    def export(self, path: Path | str) -> None:
+        """Write the model alone, as TorchScript (.pt) or ONNX; see predict.Predictor.export."""
+        self._served.export(Path(path))
+
+    def frames(self) -> dict[str, Any]:
+        """Return "rounds" and "sites" as pandas DataFrames, one row each.
+
+        Raises InputError: pandas is not installed.
+        """
+        scores = next((r.scores for r in reversed(self.records) if r.scores), {})
+        spent = self.summary["epsilon"]
+        score = {name: vars(scores[name]) if name in scores else {} for name in {*scores, *spent}}
+        sites = [{"site": n, **score[n], "epsilon": spent.get(n)} for n in sorted(score)]
+        rounds = [json.loads(record.to_json()) for record in self.records]
+        instead = "result.records and result.summary"
+        return {"rounds": frame(rounds, instead), "sites": frame(sites, instead)}
+
+    @cached_property
+    def _served(self) -> Predictor:
+        return Predictor.of(self.folder, self.own, average=self.average)
+
+
+def simulate(
+    plan: Plan,
+    out: Path,
+    *,
+    data: Dataset | None = None,
+    engine: str = "local",
+    on_round: OnRound = _nobody,
+    stop: Callable[[], bool] = lambda: False,
+) -> Simulated:
+    """Carry out a plan from this process and write the run's folder.
+
+    out: new, or the folder of this same plan, which is then continued. data: instead of plan.data.
+    engine: what trains the sites, threads of this process ("local") or actors of Ray ("ray"), which
+    give the same bits; a run may go on with another one.
+    on_round: called with every record, those of earlier sessions first. stop: see rounds.Rounds.
+    Raises InputError of some kind for whatever does not fit, before anything is written.
+    """
+    _check_engine(engine, plan)
+    check_log(plan.run.log)
+    keep_freed_memory()
+    folder = Folder(out)
+    known, earlier = is_known(folder, plan), PreviousReservations.read(folder)
+    if plan.after and not known:
+        check_begun(plan, Checkpoint(State(), 0, {}))
+    scene = SimulationSetup.of(plan, data, Partition.load(folder.partition) if known else None)
+    if not known and (told := scene.columns_used):
+        print(told, file=sys.stderr)
+    environment = setting(folder, scene, known=known, given=data is not None)
+    run = environment["run"]
+    with ExitStack() as stack:
+        sites = _sites(scene, folder, run)
+        if known:
+            check_there([site.ledger for site in sites if site.ledger])
+        ledgers = _open_ledgers(sites, stack)
+        # From the first promise on an extended run goes on, and is not as it was before.
+        commit(out)
+        _promise(sites, ledgers)
+        if not known or (earlier.runs and not (folder.path / "summary.json").exists()):
+            # It states the released sizes, so it is written after they were charged.
+            folder.write_json("privacy.json", earlier.over(of_simulation(scene), run, plan))
+        workshop = replace(scene.workshop, device=plan.run.device)
+        if engine == "ray":
+            transport, charged = _on_ray(sites, workshop, ledgers, stack)
+        else:
+            transport, charged = _on_threads(sites, workshop, ledgers, stack)
+        took = transport.took if isinstance(transport, InProcess) else {}
+        if plan.secure_aggregation.threshold:
+            transport = secure_simulation(transport, plan, scene.sizes, scene.terms)
+        memories = {site.name: site.memory for site in sites}
+        evaluator = Evaluator(
+            scene,
+            charged,
+            lambda site, included: read_memory(memories[site], included),
+            earlier.spent,
+        )
+        rounds = Rounds(plan, run, transport, evaluator, stop, in_process=True, sums=scene.releases)
+        if not known:
+            check_draws(folder, environment)
+        at, records = start_or_resume(folder, plan, scene.module, evaluator, rounds.open_run)
+        if known:
+            # Of a run that began here the ledgers may be open elsewhere, as at actors of Ray.
+            check_complete(at, (*earlier.runs, run), ledgers)
+        if at.round < plan.rounds:
+            check_draws(folder, environment)
+        released = scene.form, plan.evaluation_terms, plan.after
+        rounds.early = Early(*plan.budget.good_enough, *released).having_seen(records)
+        log = stack.enter_context(Log(plan.run.log, out))
+        on_round = log.and_tell(on_round)
+        for record in records:
+            on_round(record)
+        told = time.monotonic()
+        for committed, record in _on_one_thread(rounds(at)):
+            at = committed
+            folder.commit(at, record)
+            told = log_stragglers(folder, at.round, took, told)
+            records.append(record)
+            on_round(record)
+        records[-1] = evaluator(at, rounds.finish(at, records[-1]), last=True)
+        log(records[-1])
+    return _finish(folder, scene, at, records, rounds.status)
+
+
+def _on_one_thread(
+    rounds: Iterator[tuple[Checkpoint, RoundRecord]],
+) -> Iterator[tuple[Checkpoint, RoundRecord]]:
+    """Have a round's own arithmetic done on one thread, not what is done with its outcome."""
+    while True:
+        with one_thread():
+            outcome = next(rounds, None)
+        if outcome is None:
+            return
+        yield outcome
+
+
+def _check_engine(engine: str, plan: Plan) -> None:
+    """Raise InputError unless the engine is known, installed, and able to carry out the plan."""
+    if engine not in ENGINES:
+        raise InputError(
+            f"engine is {engine!r}: expected local, which trains on threads of this machine, or "
+            "ray, which trains on a cluster"
+        )
+    if engine == "local":
+        return
+    if plan.handed:
+        raise InputError(
+            f'engine = "ray" with {", ".join(plan.handed)}, handed in from Python: actors '
+            "build model and loss themselves; define them in a file that they can import"
+        )
+    require_ray()
+    for name, value, expected in (
+        ("device", plan.run.device, "cpu"),
+        ("stacked", plan.run.stacked, 1),
+    ):
+        if value != expected:
+            raise PlanError(
+                f'run.{name} is {value!r}: engine "ray" trains one site at a time on a core; '
+                f'expected {expected!r}, or engine "local"'
+            )
+
+
+def _on_threads(
+    sites: list[VirtualSite], workshop: TrainingSetup, ledgers: dict[str, Ledger], stack: ExitStack
+) -> tuple[Transport, Callable[[str], History]]:
+    """Return the transport to threads of this process, and what tells a site's charges."""
+    clients = {site.name: site.client(ledgers.get(site.name)) for site in sites}
+    workers = workshop.plan.run.workers or _sensible_workers(sites, workshop)
+    transport = stack.enter_context(InProcess(clients, workers, workshop.table))
+    return transport, partial(_charged, ledgers, sites[0].run)
+
+
+def _sensible_workers(sites: list[VirtualSite], workshop: TrainingSetup) -> int:
+    """Return one a core, or one in all where they would only wait: for Python, or for the GPU."""
+    if workshop.device != "cpu":
+        return 1
+    d = FlatModel(workshop.module()).size
+    short = d * max(site.batch_size for site in sites) < _SHORT
+    return 1 if short else available_cores()
+
+
+def _on_ray(
+    sites: list[VirtualSite], workshop: TrainingSetup, ledgers: dict[str, Ledger], stack: ExitStack
+) -> tuple[Transport, Callable[[str], History]]:
+    """Return the transport over Ray, and what it knows of charges. Closes the ledgers."""
+    from fedpact.simulation.ray import RayTransport
+
+    spent = {site.name: _charged(ledgers, site.run, site.name) for site in sites if site.terms}
+    most = workshop.plan.run.workers or None
+    transport = stack.enter_context(RayTransport(sites, workshop, most, spent))
+    # From here on each is opened by whichever actor has its site.
+    for ledger in ledgers.values():
+        ledger.close()
+    return transport, transport.spent
+
+
+def _charged(ledgers: dict[str, Ledger], run: str, site: str) -> History:
+    return ledgers[site].spent(run)
+
+
+def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledger]:
+    """Open each site's ledger, and ask whether it may reserve the run; nothing is promised."""
+    ledgers = dict[str, Ledger]()
+    allow_open_files(len(sites))
+    for site in sites:
+        ledger, terms = site.open_ledger(), site.terms
+        if ledger is None or terms is None:
+            continue
+        stack.enter_context(ledger)
+        if site.policy:
+            others = sum_reservations(ledger, site.run, site.policy)
+            of_held = site.plan.evaluation_terms
+            site.policy.check_run(site.plan.algorithm, terms, *others, evaluation=of_held)
+        _reserve(site, ledger, terms, only_ask=True)
+        ledgers[site.name] = ledger
+    return ledgers
+
+
+def _promise(sites: list[VirtualSite], ledgers: Mapping[str, Ledger]) -> None:
+    """Have every site reserve the run: none refuses, as all were asked before the first does."""
+    for site in sites:
+        if site.terms is not None and site.name in ledgers:
+            _reserve(site, ledgers[site.name], site.terms)
+            _reserve_evaluation(site, ledgers[site.name])
+            charge_size(ledgers[site.name], site.run, site.terms)
+
+
+def _reserve(site: VirtualSite, ledger: Ledger, terms: Terms, *, only_ask: bool = False) -> None:
+    events, unit = terms.history(terms.steps), terms.protects
+    ledger.reserve(site.run, terms.budget, events, terms.shared, unit=unit, only_ask=only_ask)
+
+
+def _reserve_evaluation(site: VirtualSite, ledger: Ledger) -> None:
+    once = site.plan.evaluation_terms
+    if once is not None:
+        held_out.reserve(ledger, site.run, once, site.split, site.plan.privacy.unit)
+
+
+def _sites(scene: SimulationSetup, folder: Folder, run: str) -> list[VirtualSite]:
+    kept, of_persons = scene.plan.run.ledgers, scene.plan.privacy.unit == "person"
+
+    def virtual(site: SiteRecords) -> VirtualSite:
+        home, terms = folder.site(site.name).absolute(), scene.terms.get(site.name)
+        ledger = Path(kept) / f"{site.name}.ledger.jsonl" if kept else home / "ledger.jsonl"
+        return VirtualSite(
+            name=site.name,
+            plan=scene.plan,
+            run=run,
+            records=Records(site.x, site.y, scene.released, site.persons if of_persons else None),
+            memory=home / "memory.safetensors",
+            terms=terms,
+            ledger=ledger.absolute() if terms else None,
+            policy=scene.policy,
+            held=scene.held_out(site) if scene.releases else None,
+            form=scene.form,
+            split=scene.split(site.name),
+        )
+
+    return [virtual(site) for site in scene.sites]
+
+
+def _finish(
+    folder: Folder, scene: SimulationSetup, at: Checkpoint, records: list[RoundRecord], status: str
+) -> Simulated:
+    folder.rewrite(records)
+    raw = scene.raw
+    values = str(raw.x.dtype).removeprefix("torch.")
+    given = RecordedForm(tuple(raw.x.shape[1:]), values, raw.classes, raw.features)
+    given.by(scene.plan.stage()).write(folder)
+    module = scene.module()
+    ended = scene.form, at, records, status, commonest(select_judged_labels(scene), raw.classes)
+    summary = finish(folder, scene.plan, scene.terms, scene.sizes, module, *ended)
+    return Simulated(folder.path, records, summary, module)

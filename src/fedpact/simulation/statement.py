@@ -1,0 +1,356 @@
+"""What a run says of its privacy, before it begins: the content of privacy.json."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedpact.algorithms.wrappers import local_optimizer
+from fedpact.common.format import upper
+from fedpact.common.user_code import is_own
+from fedpact.evaluation import intervals as evaluations
+from fedpact.evaluation.held_out import SumsForm
+from fedpact.plan import Plan
+from fedpact.privacy.accounting.accountant import epsilon, find_binding_accountant
+from fedpact.privacy.ledger.reservations import FIXED, WHY
+from fedpact.privacy.mechanisms import mechanism_of
+from fedpact.privacy.terms import Terms
+from fedpact.simulation.secure_aggregation.graph import secure_lines, secure_terms
+from fedpact.simulation.setup import SimulationSetup
+
+_COVERS = [
+    "Everything a site sends during training: model updates, losses and counts. They pass the "
+    "site's oracle, which clips and adds noise, and its ledger, which charges first.",
+    "The final model and every model on the way, against the server, the other sites and anyone "
+    "who sees them.",
+]
+_DOES_NOT_COVER = [
+    "How long a site takes to answer, and when it is there.",
+    "What a record's owner could be harmed by even if the record were left out.",
+]
+_SEEDED = (
+    "Rounding of floating-point noise: a simulation draws its noise from a seeded generator, which "
+    "measures a federation and protects nobody."
+)
+_UNCOUNTED = (
+    "How many records a person has at a site: nobody counts them, and each ε per person is for "
+    "whoever has at most so many."
+)
+_COUNTED = (
+    "ε per record, for a person with more than {k} records at a site: {k} of them are used, and "
+    "one more may put others in their place. What holds for all records of such a person is ε per "
+    "person of {k}."
+)
+_PERSON = (
+    "ε is per person: a patient with five visits has the same ε as one with one visit. A person's "
+    "records are in a batch together, with a weight of 1/m each, m of them. A person at two sites "
+    "pays the sum of both."
+)
+_TWO_SITES = "One person under two names, or at two sites: the sum of both holds."
+_UNPROTECTED = "Nothing is clipped and no noise is added."
+_PUBLIC_SIZES = "The sites' declared sizes, sampling rates and label names, which are public."
+_NOISY_SIZES = "The sites' sampling rates and label names, which are public."
+_OWN_MODELS = (
+    "Each site's own model: it is made of what the site released and of the server's models, and "
+    "may be shown as they may."
+)
+_POOLED = (
+    "The accuracy of the global model: there is no public test set, so the sites' own "
+    "held-out records stand in for one."
+)
+_SIMULATOR_ONLY = [
+    "Accuracy and loss on the sites' held-out records, and Ψ, which is made of them.",
+    "The table of labels per site.",
+]
+
+
+_MEASURED = "norms, clipping and sums are of the numbers that come of it, in float32"
+_PRECISION = {
+    "float32": "Passes compute in float32.",
+    "tf32": f"Passes multiply in TF32; {_MEASURED}.",
+    "bf16": f"Passes compute by bfloat16; {_MEASURED}.",
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a statement has of whoever carries the run out.
+
+    separation: how records are kept apart, in words. pooled: whether the sites' held-out records
+    stand in for a test set. simulator_only: numbers that no site would release. form: what sites
+    sum of held-out records. persons: whether sites know whose each record is. seeded: whether this
+    is a simulation.
+    """
+
+    randomness: str
+    separation: str
+    form: SumsForm
+    seeded: bool = False
+    pooled: bool = False
+    simulator_only: Sequence[str] = ()
+    persons: bool = False
+
+
+def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) -> dict[str, Any]:
+    """Return the content of privacy.json. sites: how many take part."""
+    mode, each = plan.privacy.mode, site_terms(plan, terms)
+    of_person = _of_person(plan, side.persons) if plan.private else []
+    of_held = describe_held_out_releases(plan, side.form, side.persons)
+    covers, uncovered = _scope(plan, side.seeded)
+    return {
+        "private": plan.private,
+        "why_unprotected": plan.why_unprotected,
+        "unit": plan.privacy.unit,
+        "per_person": per_person(each, plan.privacy.unit, of_held),
+        "adjacency": plan.privacy.adjacency,
+        "mechanism": mode,
+        "mechanism_meaning": _UNPROTECTED if mode == "none" else mechanism_of(mode).told,
+        "separation": side.separation,
+        "placement": _placement(plan, side.seeded),
+        "precision": _PRECISION[plan.run.precision] if plan.private else "",
+        "accountant": plan.privacy.accountant if plan.private else "none",
+        # No algorithm chooses q or σ from releases, so the engine reserves fixed events.
+        "accounting": FIXED if plan.private else "none",
+        "accounting_reason": WHY if plan.private else "",
+        "randomness": side.randomness,
+        # 0: each site's noise is enough alone; else of how many sites ε needs the noise.
+        "honest": plan.privacy.honest if plan.private else 0,
+        "sizes": "noisy" if plan.noisy_sizes else "public",
+        "accuracy_pooled": side.pooled,
+        "own_models": plan.method.has_own_models,
+        "simulator_only": list(side.simulator_only),
+        "features": plan.features.describe() or plan.views.describe(),
+        "initial": plan.initial.describe(),
+        "sites_per_round": plan.sites_per_round,
+        "covers": [
+            *covers,
+            *_own_models(plan),
+            *filter(None, [plan.participants(terms).describe() if plan.private else ""]),
+            *evaluations.state_held_out(
+                of_held, plan.evaluation, plan.privacy.unit, private=plan.private
+            ),
+            *secure_lines(plan, sites),
+        ],
+        "does_not_cover": [
+            *uncovered,
+            *of_person,
+            *_unprotected_weights(plan),
+            *_by_delta_alone(terms),
+        ],
+        "secure_aggregation": secure_terms(plan, sites),
+        "evaluation": of_held,
+        "sites": each,
+    }
+
+
+def _placement(plan: Plan, seeded: bool) -> str:
+    """Return how sites place records in passes, for which see per_sample.layout."""
+    if not plan.private:
+        return ""
+    if seeded:
+        return "Compact, without a check of this machine: a simulation protects nobody."
+    return (
+        "Each site checks at its start that what is computed of a record depends on no other "
+        "record and no slot, for this model on its machine; where that is not so, its records are "
+        "scattered. Its log and its ledger say which."
+    )
+
+
+def of_simulation(scene: SimulationSetup) -> dict[str, Any]:
+    """Return the content of a simulation's privacy.json."""
+    simulator_only = list(_SIMULATOR_ONLY)
+    headed = bool(scene.plan.local.head)
+    if headed or scene.dataset.x_test is None:
+        simulator_only.append(local_optimizer.MEASURED if headed else _POOLED)
+    side = Side(
+        randomness="seeded simulation",
+        separation=scene.workshop.separation() if scene.plan.private else "",
+        form=scene.form,
+        seeded=True,
+        pooled=headed or scene.dataset.x_test is None,
+        simulator_only=simulator_only,
+        persons=scene.dataset.person is not None,
+    )
+    return statement(scene.plan, scene.terms, len(scene.sites), side)
+
+
+def _own_models(plan: Plan) -> list[str]:
+    """Return what is said of models that stay at their sites, in a private run."""
+    if plan.private and plan.local.head:
+        return [local_optimizer.TOLD.format(head=plan.local.head)]
+    return [_OWN_MODELS] if plan.private and plan.method.has_own_models else []
+
+
+def describe_held_out_releases(plan: Plan, form: SumsForm, persons: bool) -> dict[str, Any] | None:
+    """Return what sites release of held-out records, as plain data; None where nothing.
+
+    persons: whether sites know whose each record is.
+    """
+    once, few = plan.evaluation_terms, plan.privacy.told_records
+    masked, own = bool(plan.secure_aggregation.threshold), plan.method.has_own_models
+    return once and evaluations.describe_evaluation(
+        once, form, persons, few, own_models=own, masked=masked
+    )
+
+
+def _of_person(plan: Plan, persons: bool) -> list[str]:
+    """Return what is not covered of persons."""
+    if plan.privacy.unit == "person":
+        return [_TWO_SITES]
+    most = plan.privacy.person_records
+    return [_UNCOUNTED if most is None or not persons else _COUNTED.format(k=most)]
+
+
+def _unprotected_weights(plan: Plan) -> list[str]:
+    """Return what is not covered where somebody's weights are begun or computed with."""
+    code = [name for name in (plan.model, plan.task.loss or "") if is_own(name)]
+    own = (
+        f"What {' and '.join(code)} may hold in their code: whoever hands in code is trusted to "
+        "have chosen no number in it by records, beyond what is said of first weights."
+    )
+    told = (plan.features.uncovered, plan.initial.uncovered, own * bool(code))
+    return [line for line in told if line and plan.private]
+
+
+def _by_delta_alone(terms: Mapping[str, Terms]) -> list[str]:
+    """Return a line where (ε, δ) holds of whatever noise; nothing where noise has to make it hold.
+
+    terms: of each site. Of a record that is in no batch nothing tells, and one is in a batch with
+    probability Σ q_t at most, over all releases.
+    """
+    found = list[tuple[float, float]]()
+    for one in terms.values():
+        read = sum(event.q * count for event, count in one.history(one.steps).items())
+        if read <= one.delta:
+            found.append((read, one.delta))
+    if not found:
+        return []
+    read, delta = max(found)
+    return [
+        f"Whoever is in a batch: at {len(found)} of {len(terms)} sites that is so of each with "
+        f"probability {upper(read)} at most, no more than δ = {upper(delta)}, so that this (ε, δ) "
+        "would hold without any noise. For a guarantee by noise, choose δ far below it."
+    ]
+
+
+def _scope(plan: Plan, seeded: bool) -> tuple[list[str], list[str]]:
+    """Return what the guarantee covers, and what it does not."""
+    if not plan.private:
+        return [], []
+    covers = [*_COVERS, *_released_columns(plan)]
+    uncovered = [*_DOES_NOT_COVER, *[_SEEDED] * seeded]
+    if not plan.noisy_sizes:
+        return covers, [*uncovered, _PUBLIC_SIZES]
+    released = (
+        "Each site's size: a count with noise of standard deviation "
+        f"{plan.privacy.size_noise:g}, released once, before training, as an event of its own."
+    )
+    return [*covers, released], [*uncovered, _NOISY_SIZES]
+
+
+def _released_columns(plan: Plan) -> list[str]:
+    """Return what is said of columns that are scaled by what the sites release; or nothing."""
+    names = plan.records.released
+    if not (names and plan.private):
+        return []
+    return [
+        f"What scales the columns {', '.join(names)}: means and mean squares of values in their "
+        "declared ranges, released once with noise, before training, as one event with all "
+        f"records. It takes {plan.privacy.column_share:.3g} of the budget, by 1/σ²."
+    ]
+
+
+def site_terms(plan: Plan, terms: Mapping[str, Terms]) -> dict[str, Any]:
+    """Return each site's terms as plain data; empty where the run protects nobody.
+
+    rounds: in how many of the whole run's a site takes part.
+    """
+    if not plan.private:
+        return {}
+    told, rounds = plan.privacy.told_records, plan.participants(terms).rounds(0, plan.rounds)
+    return {n: describe_terms(one, told) | {"rounds": rounds[n]} for n, one in terms.items()}
+
+
+def per_person(
+    sites: Mapping[str, Mapping[str, Any]], unit: str, of_held: dict[str, Any] | None
+) -> str:
+    """Return in words what ε is for a person with several records; "" where nobody is protected.
+
+    sites: what `site_terms` returns. unit: of the plan. of_held: what `describe_held_out_releases`
+    returns. Of each ε the largest of any site.
+    """
+    if not sites or unit == "person":
+        return _PERSON if sites else ""
+
+    def told(key: str) -> str:
+        each = [site[key] for site in sites.values()]
+        return ", ".join(f"{k} records {upper(max(one[k] for one in each))}" for k in each[0])
+
+    most = max(site["epsilon_per_person"]["5"] for site in sites.values())
+    alone = next(iter(sites.values()))["epsilon_alone_per_person"]
+    beside = f" Without other sites' noise: {told('epsilon_alone_per_person')}." if alone else ""
+    return (
+        "ε is per record. A person with several records at a site loses more: a patient with five "
+        f"visits at most ε = {upper(most)}{' by training' if of_held else ''}. All of a person's "
+        f"records together, at the same δ and the site where it is most: "
+        f"{told('epsilon_per_person')}.{beside} A person at two sites pays the sum of both."
+        + (f" {evaluations.of_person(of_held)}" if of_held else "")
+    )
+
+
+def describe_terms(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
+    """Return one site's terms as plain data, with ε of all that is reserved and what bounds it.
+
+    records: for how many of one person's ε is told beside that of one record.
+    """
+    history, delta = terms.history(terms.steps), terms.budget.delta
+    reserved = epsilon(history, terms.delta, terms.accountant)
+    return {
+        "size": terms.size,
+        "size_noise": terms.size_noise,
+        "rate": terms.rate,
+        "clip": terms.clip,
+        # Of each round, where it changes: the noise changes with it, and the multipliers do not.
+        "clip_by_round": list(terms.clips) or None,
+        "sigmas": dict(terms.sigmas),
+        "multipliers": terms.multipliers,
+        "sigma_joint": terms.event.sigma,
+        "steps": terms.steps,
+        "opening": _opening(terms),
+        "columns": _columns(terms),
+        "epsilon": terms.budget.epsilon,
+        "delta": delta,
+        "epsilon_reserved": reserved,
+        "honest": terms.honest,
+        # 0: noise of its own, as fine as numbers are; else its deviation in units of the grid.
+        "grid": terms.units,
+        "epsilon_alone": terms.epsilon_alone if terms.honest else None,
+        "epsilon_per_person": {str(k): terms.per_person(k) for k in records},
+        "epsilon_alone_per_person": {str(k): terms.per_person(k, alone=True) for k in records}
+        if terms.honest
+        else None,
+        # "best" is the smallest of several: which it was.
+        "epsilon_by": find_binding_accountant(history, terms.delta, terms.accountant).upper(),
+    }
+
+
+def _columns(terms: Terms) -> dict[str, Any] | None:
+    """Return the event that scales columns, or None where there is none."""
+    of = terms.columns
+    if of is None:
+        return None
+    alone = epsilon({of.event: 1}, terms.delta, terms.accountant)
+    return {"sigma": of.event.sigma, "count": of.times, "epsilon": alone}
+
+
+def _opening(terms: Terms) -> dict[str, Any] | None:
+    """Return the event that opens each round, or None where there is none."""
+    if not terms.openings:
+        return None
+    opening = terms.opening
+    return {
+        "rate": opening.rate,
+        "sigmas": dict(opening.sigmas),
+        "multipliers": opening.multipliers,
+        "sigma_joint": opening.event.sigma,
+        "count": opening.steps,
+    }

@@ -1,0 +1,250 @@
+"""Sites as threads of one process, and many virtual sites in turn.
+
+A worker has a model and a kernel of its own and trains one site at a time, or several in lockstep
+where the plan stacks sites. Replies are yielded in the order of site names, and at most a few wait
+for their turn, more of them where they are short, so memory does not grow with the number of sites
+and results do not depend on the number of workers.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Final, Protocol, Self
+
+import torch
+
+from fedpact.algorithms.wrappers.released_scales import ColumnRecords, find_examined
+from fedpact.client import Client
+from fedpact.common.messages import Refusal, Reply, State, Task, Vectors
+from fedpact.common.params import init_worker_thread
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.evaluation.held_out import HeldOut, SumsForm, charge_of
+from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+from fedpact.plan import Plan
+from fedpact.privacy.batches import BatchClippedKernel
+from fedpact.privacy.ledger.ledger import Ledger
+from fedpact.privacy.oracle import Charge, Oracle, PlainOracle, PrivateOracle, Records
+from fedpact.privacy.policy import Policy
+from fedpact.privacy.terms import Terms
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a worker computes with: a kernel over a model of its own, of the kind the run needs.
+
+    draws: makes a simulated site's draws from seed, site and round.
+    """
+
+    kernel: PerSampleKernel | BatchClippedKernel | PlainKernel
+    draws: Callable[[int, str, int], SeededDraws] = SeededDraws
+
+    @property
+    def private(self) -> PerSampleKernel | BatchClippedKernel:
+        """The clipping kernel of a private run."""
+        if isinstance(self.kernel, PlainKernel):
+            raise TypeError("a plain run's worker was asked for a private release")
+        return self.kernel
+
+    @property
+    def plain(self) -> PlainKernel:
+        """The kernel of a plain run."""
+        if not isinstance(self.kernel, PlainKernel):
+            raise TypeError("a private run's worker was asked for exact numbers")
+        return self.kernel
+
+
+_SOME: Final = 8
+_BYTES: Final = 2**20
+"""Replies that are taken together, at most so many and so long, if they are as long as a task."""
+
+WorkerJob = Callable[[Worker], Reply | Refusal]
+
+
+class WorkerSlots(Protocol):
+    """Where a worker's sites sit."""
+
+    @property
+    def size(self) -> int:
+        """How many sites a worker trains at a time."""
+        ...
+
+    def serve(self, jobs: Sequence[WorkerJob]) -> list[Reply | Refusal]:
+        """Carry out at most `size` jobs and return their results in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """A table for one site at a time."""
+
+    bench: Worker
+    size = 1
+
+    def serve(self, jobs: Sequence[WorkerJob]) -> list[Reply | Refusal]:
+        """Carry out at most `size` jobs and return their results in order."""
+        return [job(self.bench) for job in jobs]
+
+
+class InProcess:
+    """A transport with `workers` threads; `table` makes what each of them trains sites at."""
+
+    traffic = None
+
+    def __init__(
+        self, clients: Mapping[str, Client[Worker]], workers: int, table: Callable[[], WorkerSlots]
+    ) -> None:
+        self._clients = dict(sorted(clients.items()))
+        # How long each took last, in seconds.
+        self.took = dict[str, float]()
+        self._workers = workers
+        tables = [table() for _ in range(workers)]
+        self._together = tables[0].size
+        self._free: SimpleQueue[WorkerSlots] = SimpleQueue()
+        for one in tables:
+            self._free.put(one)
+        # torch counts intra-op threads per thread, so each worker sets its own.
+        self._pool = ThreadPoolExecutor(workers, "site", init_worker_thread)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The names of the sites, sorted."""
+        return tuple(self._clients)
+
+    def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
+        """Send each of these sites its task; yield the answers in the order of their names."""
+        waiting = deque[Future[list[Reply | Refusal]]]()
+        names, size = sorted(tasks), self._together
+        longest = max((task.wire_bytes for task in tasks.values()), default=1)
+        some = max(1, min(_SOME, _BYTES // longest) // size)
+        for start in range(0, len(names), size):
+            if len(waiting) >= 2 * some * self._workers:
+                yield from _taken(waiting, some)
+            jobs = [partial(self._timed, name, tasks[name]) for name in names[start : start + size]]
+            waiting.append(self._pool.submit(self._serve, jobs))
+        while waiting:
+            yield from _taken(waiting, some)
+
+    def _timed(self, name: str, task: Task, bench: Worker) -> Reply | Refusal:
+        began = time.perf_counter()
+        try:
+            return self._clients[name].handle(task, bench)
+        finally:
+            self.took[name] = time.perf_counter() - began
+
+    def _serve(self, jobs: Sequence[WorkerJob]) -> list[Reply | Refusal]:
+        table = self._free.get()
+        try:
+            return table.serve(jobs)
+        finally:
+            self._free.put(table)
+
+
+def _taken(waiting: deque[Future[list[Reply | Refusal]]], some: int) -> Iterator[Reply | Refusal]:
+    """Yield the first results when the last of them is there.
+
+    To be woken for each costs a small model's site a tenth of its time, the worker's included.
+    """
+    first = [waiting.popleft() for _ in range(min(some, len(waiting)))]
+    first[-1].exception()
+    for future in first:
+        yield from future.result()
+
+
+@dataclass(frozen=True, eq=False)
+class VirtualSite:
+    """What one site of a run is made of. It can be pickled.
+
+    held: its held-out records, of which it releases `form`; None where it releases nothing of them.
+    split: what its ledger knows by which they are.
+    terms, ledger: None where the site keeps no ledger. ledger, memory: the paths of its files.
+    """
+
+    name: str
+    plan: Plan
+    run: str
+    records: Records
+    memory: Path
+    terms: Terms | None = None
+    ledger: Path | None = None
+    policy: Policy | None = None
+    held: HeldOut | None = None
+    form: SumsForm | None = None
+    split: str = ""
+
+    @property
+    def size(self) -> float:
+        """N_i, as it is declared or released."""
+        return self.terms.size if self.terms else float(self.records.count)
+
+    @property
+    def batch_size(self) -> float:
+        """The expected size of its largest batches."""
+        opening = self.plan.method.opening
+        rate = self.plan.rate(self.name, self.size)
+        return self.size * max(rate, opening.rate if opening else 0.0)
+
+    def open_ledger(self) -> Ledger | None:
+        """Open the site's ledger, None where it keeps none. Raises what Ledger raises."""
+        return None if self.ledger is None else Ledger(self.ledger, self.name, hypothetical=True)
+
+    def client(self, ledger: Ledger | None) -> Client[Worker]:
+        """Return what answers the site's tasks. ledger: the site's own, open, with a promise."""
+        plan, terms, device = self.plan, self.terms, torch.device(self.plan.run.device)
+        scaled = ColumnRecords(self.records.to(device))
+        size, seed, private = self.size, plan.seed, plan.private
+
+        def oracle(task: Task, memory: State, bench: Worker) -> Oracle:
+            draws, records = bench.draws(seed, self.name, task.round), scaled(task)
+            if terms is None or ledger is None:
+                opening = plan.method.opening
+                rates = plan.rate(self.name, size), opening.rate if opening else 1.0
+                return PlainOracle(records, bench.plain, rates[0], size, draws, rates[1])
+            charge = Charge(ledger, self.run, task.round, task.digest + memory.digest)
+            exact = None if private else PlainKernel(bench.private.model, bench.private.loss)
+            left = partial(charge.steps_left, terms)
+            own = terms.at(task.round)
+            # A simulation protects nobody: its records are compact without a check.
+            compact = "compact"
+            return PrivateOracle(
+                records, bench.private, own, draws, charge, left, exact, placement=compact
+            )
+
+        return Client(
+            self.name,
+            size,
+            plan.method,
+            oracle,
+            ledger,
+            self.memory,
+            self.policy,
+            device,
+            self._examine(ledger),
+        )
+
+    def _examine(self, ledger: Ledger | None) -> Callable[[Task, State, Worker], Vectors] | None:
+        """Return what answers questions about held-out records; None where there are none."""
+        held, form, once = self.held, self.form, self.plan.evaluation_terms
+        if ledger is None or held is None or form is None or once is None:
+            return None
+
+        device = torch.device(self.plan.run.device)
+        held = replace(held, x=held.x.to(device), y=held.y.to(device))
+
+        def examine(task: Task, memory: State, bench: Worker) -> Vectors:
+            draws = bench.draws(self.plan.seed, self.name, task.round)
+            w, by = find_examined(self.plan.method, task, memory)
+            sums = partial(held.totals, form, bench.private, w, by)
+            return once.release(charge_of(ledger, task), sums, draws)
+
+        return examine

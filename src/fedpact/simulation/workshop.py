@@ -1,0 +1,245 @@
+"""What a party computes with: the plan's model and kernel, from the public form of a record."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fedpact.algorithms.wrappers.local_optimizer import check_head
+from fedpact.common.errors import FedpactError, ModelError, PlanError
+from fedpact.common.losses import Loss
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import seeded_generator
+from fedpact.common.user_code import is_own
+from fedpact.evaluation.metrics import check_measures
+from fedpact.evaluation.tasks import check_loss
+from fedpact.models.build import build
+from fedpact.models.initial import check_apart, check_repeated, fill
+from fedpact.models.views import Views
+from fedpact.models.zoo import check_vocabulary
+from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+from fedpact.per_sample.passes import WAYS
+from fedpact.plan import Plan
+from fedpact.privacy.batches import BatchClippedKernel
+from fedpact.privacy.mechanisms import mechanism_of
+from fedpact.simulation.threads import OneByOne, Worker, WorkerSlots
+
+if TYPE_CHECKING:
+    from fedpact.simulation.stacked import Ask
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingSetup:
+    """Builds models and kernels for records like `example` [*shape], of which only the form counts.
+
+    classes: the number of labels. device: where kernels compute; see machine.device_of.
+    start: the weights that the model begins with, by name; None: those drawn from the seed.
+    """
+
+    plan: Plan
+    example: Tensor
+    classes: int
+    device: str = "cpu"
+    start: Mapping[str, Tensor] | None = None
+
+    @staticmethod
+    def of(plan: Plan, example: Tensor, classes: int, at: Path = Path()) -> "TrainingSetup":
+        """Return it with what the plan has the model begin with. Raises ModelError: not to be had.
+
+        at: where a relative path of weights begins.
+        """
+        return TrainingSetup(plan, example, classes, start=plan.initial.tensors(at))
+
+    def module(self) -> nn.Module:
+        """Return the model with its initial weights, the same at every call.
+
+        Raises PlanError: local.head does not end where one of its tensors does. ModelError: the
+        weights that it is to begin with are not this model's.
+        """
+        plan = self.plan
+        module = self._drawn(plan.seed)
+        check_head(module, plan.local.head)
+        if self.start is not None:
+            fill(module, self.start)
+        return module
+
+    def _drawn(self, seed: int) -> nn.Module:
+        plan, kind = self.plan, self.plan.task.target.kind
+        check_vocabulary(plan.model, plan.records.vocabulary, self.classes)
+        return build(plan.model, self.example, self.classes, seed, plan.logistic, kind)
+
+    @cached_property
+    def loss(self) -> Loss:
+        """The plan's loss of a record."""
+        return self.plan.task.per_record(self.classes)
+
+    def bench(self, *, check: bool = False) -> Worker:
+        """Return a kernel of the plan's kind; `check` tries the model on made-up records first.
+
+        Raises ModelError: a model that mixes records, or that cannot be trained as asked, or
+        fails on those records, or is another at every call. PlanError: nobody says what its weights
+        were chosen by.
+        """
+        if check and is_own(self.plan.model):
+            self._check_own()
+        model = self._model()
+        mode = self.plan.privacy.mode
+        if check and self.plan.task.loss is not None:
+            tried = self.plan.task.loss, self.loss, model.module, *self.make_dummy_records()
+            check_loss(*tried, finite=mode != "none")
+        if mode == "none":
+            return Worker(PlainKernel(model, self.loss))
+        kernel = mechanism_of(mode).kernel(model, self.loss)
+        if check:
+            self._verify(kernel)
+        return Worker(kernel)
+
+    def _check_own(self) -> None:
+        """Check what makes the user's own model, before anything writes to what it has made."""
+        name, seed = self.plan.model, self.plan.seed
+        one, again = self._drawn(seed), self._drawn(seed)
+        if self.plan.privacy.mode != "none":
+            self.plan.initial.check_drawn(name, one, self._drawn(seed ^ 1))
+        check_apart(name, one, again)
+        for module in (one, again) if self.start is not None else ():
+            fill(module, self.start or {})
+        check_repeated(name, one, again)
+
+    def check_labels(self, y: Tensor) -> None:
+        """Try outputs and metrics on made-up records with labels like y [n, ...].
+
+        Raises ModelError: a mask of another size than the model's, or a metric that is no number.
+        """
+        try:
+            with torch.no_grad():
+                outputs = self.module().eval()(self.make_dummy_records()[0])
+        except Exception:
+            # A plain run's model may take no made-up records; a private one's has been tried on
+            # them. What it does at real ones shows when it trains.
+            return
+        if y.ndim > 2 and outputs.shape[2:] != y.shape[1:]:
+            raise ModelError(
+                f"model {self.plan.model!r} answers a record with {tuple(outputs.shape[1:])}, and "
+                f"its mask has shape {tuple(y.shape[1:])}: expected {self.classes} scores for each "
+                "pixel of the mask; let the model keep height and width, or bring the masks to its"
+            )
+        check_measures(self.plan.task.measures(self.classes), outputs, y, self.classes)
+
+    def _verify(self, kernel: PerSampleKernel | BatchClippedKernel) -> None:
+        try:
+            kernel.verify(*(v.to(self.device) for v in self.make_dummy_records()))
+        except FedpactError:
+            raise
+        except Exception as error:
+            kinds = "normal numbers, or " if self.example.is_floating_point() else ""
+            raise ModelError(
+                f"model {self.plan.model!r} failed on four made-up records, {kinds}zeros and ones, "
+                f"of shape {tuple(self.example.shape)}: {type(error).__name__}: {error}. A private "
+                "run tries on such records whether the model keeps those of a batch apart, so let "
+                "it take them"
+            ) from error
+
+    def table(self) -> WorkerSlots:
+        """Return where one worker trains sites: one by one, or as many together as the plan says.
+
+        Raises PlanError: the plan stacks sites of a model that cannot be stacked.
+        """
+        seats = self.plan.run.stacked
+        if seats == 1:
+            return OneByOne(self.bench())
+        stacked = _stacked(seats)
+        stack = stacked.Stack.of(self._model(), self.loss)
+        if stack is None:
+            raise PlanError(
+                f"run.stacked = {seats}, and model {self.plan.model!r} cannot be stacked: expected "
+                "a chain of nn.Linear, ReLU, Tanh and Sigmoid, all of it trained, as logistic and "
+                "mlp are, the cross entropy of classes, and a CPU; use run.stacked = 1, which "
+                "larger models lose nothing by"
+            )
+        return stacked.Lockstep(seats, partial(self._seat, stacked), stack.answers)
+
+    def _model(self) -> FlatModel:
+        """What is trained: the model, and where the plan has views, asked about them."""
+        module, views = self.module(), self.plan.views
+        if views.used:
+            module = Views(module, views, tuple(self.example.shape))
+        return FlatModel(module.to(self.device), self.plan.run.precision)
+
+    def _seat(self, stacked: ModuleType, ask: "Ask") -> Worker:
+        model = self._model()
+        mode = self.plan.privacy.mode
+        draws = partial(stacked.SeatDraws, ask)
+        if mode == "none":
+            return Worker(stacked.PlainSeat(model, self.loss, ask), draws)
+        seat, kind = stacked.Seat(model, self.loss, ask), mechanism_of(mode).kernel
+        if issubclass(kind, PerSampleKernel):
+            return Worker(seat, draws)
+        return Worker(kind(model, self.loss, seat), draws)
+
+    def separation(self) -> str:
+        """Return how a private run's kernel keeps the records of a batch apart, in words."""
+        x, y = (v.to(self.device) for v in self.make_dummy_records())
+        return WAYS[self.bench().private.way(x, y)]
+
+    def placement(self, kernel: PerSampleKernel | BatchClippedKernel, expected: float) -> str:
+        """Return how a site has to place its records, a key of PLACEMENTS.
+
+        Compact where batch invariance is found for this model on this machine. A GPU's steps want
+        one shape anyway. expected: the size of a batch, which is public.
+        """
+        if self.device != "cpu" or not isinstance(kernel, PerSampleKernel):
+            return "scattered"
+        x, y = self.make_dummy_records()
+        return "compact" if kernel.invariant(x, y, expected) else "scattered"
+
+    def make_dummy_records(self) -> tuple[Tensor, Tensor]:
+        """Return four records x, y that are nobody's."""
+        generator = seeded_generator("made-up records")
+        shape = (4, *self.example.shape)
+        if self.example.is_floating_point():
+            x = torch.randn(shape, generator=generator, dtype=self.example.dtype)
+            if not self._takes(x):
+                # Of categories in some column, which it looks up, there are two at least.
+                x = (x > 0).to(x.dtype)
+        else:
+            x = torch.randint(2, shape, generator=generator, dtype=self.example.dtype)
+        return x, self._labels(x, generator)
+
+    def _takes(self, x: Tensor) -> bool:
+        try:
+            with torch.no_grad():
+                self.module().eval()(x)
+        except Exception:
+            return False
+        return True
+
+    def _labels(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        kind = self.plan.task.target.kind
+        if kind == "number":
+            return torch.rand(len(x), generator=generator) * 2 - 1
+        if kind == "several":
+            return torch.randint(2, (len(x), self.classes), generator=generator).float()
+        shape = (len(x),)
+        if kind == "pixels":
+            with torch.no_grad():
+                shape = (len(x), *self.module()(x).shape[2:])
+        return torch.randint(self.classes, shape, generator=generator)
+
+
+def _stacked(seats: int) -> ModuleType:
+    """Return simulation.stacked. Raises PlanError: greenlet, which it needs, is not installed."""
+    try:
+        return import_module("fedpact.simulation.stacked")
+    except ModuleNotFoundError as error:
+        if error.name != "greenlet":
+            raise
+        raise PlanError(
+            f"run.stacked = {seats} needs greenlet, which is not installed: run "
+            "pip install 'fedpact[stacked]', or use run.stacked = 1"
+        ) from error

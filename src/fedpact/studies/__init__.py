@@ -1,0 +1,1 @@
+"""Many runs side by side, recommendations, audits, and the papers' theory."""

@@ -1,0 +1,305 @@
+"""Tests of the noise's level and of the sampling, on releases alone.
+
+Of all mistakes the one that an attack on a single canary takes longest to find, and this at once.
+
+Seen through the oracle with hardly any noise left: on a small made-up site the sum of a batch tells
+which of a few marked records, at the first, the last and other places, are in it and how many of
+the rest, as these are all alike. A batch of always the first records, one of fixed size, one drawn
+without replacement and one at another rate all show. What an oracle does only to its real site, or
+only with its real noise, does not.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+
+from fedpact.common.randomness.seeded import SeededDraws, seeded_generator
+from fedpact.privacy.mechanisms import mechanism_of
+from fedpact.privacy.oracle import Records
+from fedpact.studies.audit.target import Target, bound_of, draw_mislabelled, private_oracle
+
+_EVENTS = 200
+_REQUESTS = 5
+_LONG = 64  # of vectors this long two that are the same are told from chance
+_SAMPLE = 20_000
+# The right noise is at the claim itself, not below it, so the check fails as often as this.
+_ERROR = 1e-3
+JOINT_CONFIDENCE = 1 - _ERROR
+"""With which the upper bounds on all channels' noise hold together."""
+
+
+@dataclass(frozen=True)
+class NoiseLevel:
+    """One channel's noise multiplier: an upper confidence bound on it, and what the terms state.
+
+    at_best: the bound that is expected, were the noise exactly as stated.
+    """
+
+    channel: str
+    measured: float
+    at_most: float
+    claimed: float
+    at_best: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the noise can be as loud as it has to be."""
+        return self.claimed <= self.at_most
+
+
+@dataclass(frozen=True)
+class Tested:
+    """A hypothesis that holds for a right mechanism: its p-value, and the level to be above.
+
+    A right mechanism falls below `level` with at most that probability.
+    """
+
+    what: str
+    p: float
+    level: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether what was seen may happen."""
+        return self.p >= self.level
+
+
+ChannelNoise = Mapping[str, torch.Tensor]
+"""Each channel's noise in units of what the terms state, [requests, events, numbers]."""
+
+
+def noise_alone(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> ChannelNoise:
+    """Return the noise of releases of the site without any records."""
+    return _noise(target, queries, target.no_records)
+
+
+def noise_levels(
+    target: Target, queries: Mapping[str, tuple[Any, ...]], alone: ChannelNoise | None = None
+) -> tuple[NoiseLevel, ...]:
+    """Return the level of every channel; all are right at once with probability 0.999.
+
+    alone: `noise_alone` of the same, where it is at hand.
+
+    Sum of squares over σ² is chi-square, with as many degrees of freedom as there are numbers;
+    about the mean of all events, with one less a coordinate: what does not change hides nothing.
+    """
+    levels = list[NoiseLevel]()
+    for channel, noise in (alone or noise_alone(target, queries)).items():
+        flat = noise.flatten(0, 1)
+        squares = float((flat - flat.mean(0)).square().sum())
+        numbers = (len(flat) - 1) * flat.shape[1]
+        claimed = target.terms.multipliers[channel]
+        least = float(stats.chi2.ppf(_ERROR / len(queries), numbers))
+        at_most = claimed * (squares / least) ** 0.5
+        measured = claimed * (squares / numbers) ** 0.5
+        at_best = claimed * (numbers / least) ** 0.5
+        levels.append(NoiseLevel(channel, measured, at_most, claimed, at_best))
+    return tuple(levels)
+
+
+def noise_tests(
+    target: Target, queries: Mapping[str, tuple[Any, ...]], alone: ChannelNoise | None = None
+) -> tuple[Tested, ...]:
+    """Test that every channel's noise is N(0, 1) in units of its own, and new each time.
+
+    On a site without records and, where all records are in every batch, on all of them, whose sum
+    is known. A right mechanism passes all tests at once with probability 0.999.
+
+    alone: `noise_alone` of the same, where it is at hand.
+    """
+    found = list[tuple[str, float]]()
+    for noises, where in (
+        (alone or noise_alone(target, queries), "no records"),
+        (_noise(target, queries, target.records), "all records"),
+    ):
+        for channel, noise in noises.items():
+            found += [(f"{channel}, {where}: {what}", p) for what, p in _tests(noise)]
+    # Bonferroni's: each test has its share of the error.
+    return tuple(Tested(what, p, _ERROR / len(found)) for what, p in found)
+
+
+def _tests(noise: torch.Tensor) -> Iterator[tuple[str, float]]:
+    """Yield p-values, each exact or too large, of noise [requests, events, numbers]."""
+    numbers = noise.shape[2]
+    flat = noise.flatten(0, 1)
+    squares = flat.square()
+    for what, sums, size in (
+        ("some coordinate's noise is as loud", squares.sum(0), len(flat)),
+        ("some event's noise is as loud", squares.sum(1), numbers),
+    ):
+        p = float(stats.chi2.cdf(float(sums.min()), size))
+        yield what, min(1.0, p * len(sums))
+    # Noise of bounded size hides no record that is larger; P[all |z| <= a] = (2 Φ(a) - 1)^n.
+    within = 1 - 2 * float(stats.norm.sf(float(flat.abs().max())))
+    yield "its largest values are large", within ** flat.numel()
+    some = flat.flatten()[:: max(1, flat.numel() // _SAMPLE)].numpy()
+    yield "it is normal", float(stats.kstest(some, "norm", method="asymp").pvalue)
+    # Given one of two independent vectors, their product over its length is N(0, 1).
+    yield "requests are independent", _together(noise.flatten(1))
+    if numbers >= _LONG:
+        yield "events are independent", _together(flat)
+    for lag in (1, 2):
+        products = (noise[:, lag:] * noise[:, :-lag])[:, :: 2 * lag].flatten()
+        # Without an event in two products: given one side, normal.
+        length = float(noise[:, :-lag][:, :: 2 * lag].norm())
+        z = abs(float(products.sum())) / max(length, 1e-300)
+        yield f"events {lag} apart are independent", float(2 * stats.norm.sf(z))
+
+
+def _together(vectors: torch.Tensor) -> float:
+    """Return a p-value of the two vectors [n, d] that are most alike or most opposed."""
+    lengths = vectors.norm(dim=1).clamp_min(1e-300)
+    z = (vectors @ vectors.T).abs() / lengths[:, None]
+    z.fill_diagonal_(0)
+    n = len(vectors)
+    return min(1.0, n * (n - 1) * float(stats.norm.sf(float(z.max()))) * 2)
+
+
+def _noise(
+    target: Target, queries: Mapping[str, tuple[Any, ...]], records: Records
+) -> ChannelNoise:
+    """Return each channel's noise over records.
+
+    All records are in every batch: the rate is 1, and with it the sum is known.
+    """
+    whole = replace(target, terms=replace(target.terms, rate=1.0))
+    answers = {channel: list[torch.Tensor]() for channel in queries}
+    for request in range(_REQUESTS):
+        draws = SeededDraws(target.plan.seed, "audit", "noise", len(records.y), request)
+        for batch in whole.oracle(records, draws).batches(_EVENTS // _REQUESTS, *queries):
+            for channel, query in queries.items():
+                answer = torch.as_tensor(getattr(batch, channel)(*query)).reshape(-1).double()
+                answers[channel].append(answer)
+    made = dict[str, torch.Tensor]()
+    for channel, query in queries.items():
+        stacked = torch.stack(answers[channel])
+        if len(records.y):
+            # Differences of neighbours, in place of a sum that rounding keeps from being known.
+            centred = (stacked[0::2] - stacked[1::2]) / 2**0.5
+        else:
+            # The sum without records, as a count is told as a share with 1/2 added.
+            centred = stacked - whole.answer(records, channel, query).double()
+        deviation = _deviation(whole, channel, query)
+        if whole.terms.units:
+            # Whole numbers of a coarse grid are not normal; spread over it, of which differences
+            # have a finer one, they are, of a variance with what rounding and spreading add.
+            spread = seeded_generator(target.plan.seed, "audit", "spread", channel)
+            unit = deviation / whole.terms.units
+            width = unit / 2**0.5 if len(records.y) else unit
+            centred += width * (
+                torch.rand(centred.shape, generator=spread, dtype=centred.dtype) - 0.5
+            )
+            deviation = (deviation**2 + (unit**2 + width**2) / 12) ** 0.5
+        centred /= deviation
+        made[channel] = centred.unflatten(0, (_REQUESTS, -1))
+    return made
+
+
+def _deviation(target: Target, channel: str, query: tuple[Any, ...]) -> float:
+    """The standard deviation of the noise in a release, by the terms (see privacy.oracle)."""
+    if channel == "gradient":
+        return target.terms.noise_variance**0.5
+    bound = bound_of(channel, query, target.terms)
+    return target.terms.sigmas[channel] * bound / target.terms.batch_size
+
+
+_RECORDS = 40
+_SAMPLING_EVENTS = 240
+_MARKED = 4
+_QUIET = 1e-4  # of the noise
+_READ = 0.25  # so far from a whole number of records a sum may be
+
+
+def sampling_tests(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> tuple[Tested, ...]:
+    """Return the tests; none where a batch's sum is not that of its records (batch clipping).
+
+    A right mechanism passes them all with probability 0.999, but for the normal approximation to
+    the batch's dispersion.
+    """
+    if not mechanism_of(target.terms.mechanism).summed or "gradient" not in queries:
+        return ()
+    query = queries["gradient"]
+    made = draw_mislabelled(target, 40 * _MARKED)
+    records, places, parts = _site(target, made, query)
+    if parts is None:
+        return ()
+    drawn = _drawn(target, records, queries, parts)
+    whole = np.round(drawn)
+    off = float(np.abs(drawn - whole).max())
+    found = [("a batch's sum is that of whole records, each clipped", 1.0 if off < _READ else 0.0)]
+    if off < _READ:
+        found += _sampling_tests(whole, places, target.terms.rate)
+    return tuple(Tested(what, p, _ERROR / len(found)) for what, p in found)
+
+
+def _site(
+    target: Target, made: Records, query: tuple[Any, ...]
+) -> tuple[Records, list[int], torch.Tensor | None]:
+    """Return a site, the places of its marked records, and what each kind adds [1 + marked, d]."""
+    parts, chosen = list[torch.Tensor](), list[int]()
+    for i in range(len(made.y)):
+        part = _sum(target, Records(made.x[i : i + 1], made.y[i : i + 1]), query)
+        rows = torch.stack([*parts, part])
+        # Kept where it is not nearly a sum of those before.
+        if float(torch.linalg.svdvals(rows)[-1]) > 0.2 * target.terms.clip:
+            parts.append(part)
+            chosen.append(i)
+        if len(parts) == 1 + _MARKED:
+            break
+    if len(parts) < 3:
+        return made, [], None
+    places = [0, _RECORDS - 1, _RECORDS // 2, _RECORDS // 3][: len(parts) - 1]
+    order = [chosen[0]] * _RECORDS
+    for place, record in zip(places, chosen[1:], strict=False):
+        order[place] = record
+    return Records(made.x[order], made.y[order]), places, torch.stack(parts)
+
+
+def _sum(target: Target, records: Records, query: tuple[Any, ...]) -> torch.Tensor:
+    """Return what these records add to a gradient's sum, clipped as in a batch of the site [d]."""
+    terms = target.terms
+    # The clip's allowance for rounding follows from the expected size of a batch.
+    whole = replace(terms, rate=1.0, size=terms.batch_size, sigmas=dict.fromkeys(terms.sigmas, 0.0))
+    oracle = private_oracle(records, target.kernel, whole, SeededDraws(0))
+    batch = next(iter(oracle.batches(1, "gradient")))
+    return torch.as_tensor(batch.gradient(*query)).reshape(-1).double() * terms.batch_size
+
+
+def _drawn(
+    target: Target, records: Records, queries: Mapping[str, tuple[Any, ...]], parts: torch.Tensor
+) -> np.ndarray:
+    """Return how many of each kind of record each batch had [events, kinds], by least squares."""
+    sigmas = {channel: _QUIET * sigma for channel, sigma in target.terms.sigmas.items()}
+    quiet = replace(target, terms=replace(target.terms, sigmas=sigmas))
+    rows = list[torch.Tensor]()
+    draws = SeededDraws(target.plan.seed, "audit", "sampling")
+    for batch in quiet.oracle(records, draws).batches(_SAMPLING_EVENTS, *queries):
+        answer = torch.as_tensor(batch.gradient(*queries["gradient"])).reshape(-1).double()
+        rows.append(answer * target.terms.batch_size)
+    return np.asarray(torch.linalg.lstsq(parts.T, torch.stack(rows).T).solution.T)
+
+
+def _sampling_tests(drawn: np.ndarray, places: list[int], rate: float) -> list[tuple[str, float]]:
+    """Return p-values: of each marked record, of the batches' sizes, and of one event's next."""
+    found = list[tuple[str, float]]()
+    sizes = drawn.sum(1)
+    if rate == 1:
+        return [("every record is in every batch", float((sizes == _RECORDS).all()))]
+    for place, column in zip(places, drawn.T[1:], strict=True):
+        p = stats.binomtest(int(column.clip(0, 1).sum()), len(column), rate).pvalue
+        found.append((f"record {place + 1} of {_RECORDS} is sampled at its rate", float(p)))
+    p = stats.binomtest(int(sizes.sum()), _RECORDS * len(sizes), rate).pvalue
+    found.append(("batches have the size that their rate gives", float(p)))
+    spread = float(((sizes - _RECORDS * rate) ** 2).sum() / (_RECORDS * rate * (1 - rate)))
+    tail = min(stats.chi2.cdf(spread, len(sizes)), stats.chi2.sf(spread, len(sizes)))
+    found.append(("batches vary in size as independent records do", min(1.0, float(2 * tail))))
+    # Neighbouring batches: pairs of events that share none, so products are independent.
+    z = (drawn[:, 1:] - rate) / np.sqrt(rate * (1 - rate))
+    products = z[0::2][: len(z) // 2] * z[1::2]
+    score = abs(float(products.sum())) / np.sqrt(products.size)
+    found.append(("a batch does not follow from the one before", float(2 * stats.norm.sf(score))))
+    return found

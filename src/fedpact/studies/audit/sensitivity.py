@@ -1,0 +1,390 @@
+"""Measured sensitivity: adversarial records and data sets against a plan's stated bound.
+
+S(D + r) - S(D) is taken from the oracle under audit with its noise at 0, for every channel that the
+algorithm asks for: with D empty it is the sum of one record alone. The batches have all records,
+and the divisor and the clip of a batch of the run. What the terms state bounds every one of these
+differences, for all weights and all records, so a single one above it refutes the mechanism. That
+none is found proves nothing: records that were not tried may move more.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedpact.common.losses import cross_entropy
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.per_sample.clipping import Fair, slack
+from fedpact.per_sample.kernel import PlainKernel
+from fedpact.privacy.batches import most_records
+from fedpact.privacy.mechanisms import mechanism_of
+from fedpact.privacy.oracle import Records
+from fedpact.privacy.terms import Terms
+from fedpact.studies.audit.target import Asked, Target, bound_of, simulate_rounds
+
+# Of many classes the rarest at the site.
+_MOST_LABELS = 16
+# Weights 1 + λ (ℓ - F) of at least so much, or at most minus so much, by choice of F.
+_WEIGHT = 20.0
+
+
+@dataclass(frozen=True)
+class Crafted:
+    """One record, or all k records of one person: x, y [k, ...]. kind: what it is, in words."""
+
+    kind: str
+    x: Tensor
+    y: Tensor
+
+    @property
+    def text(self) -> str:
+        """The record in words, with its label."""
+        labels = sorted({int(label) for label in self.y.flatten().tolist()})
+        return f"{self.kind}, label {', '.join(map(str, labels))}"
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """What one batch is asked: channel -> its arguments. terms: the site's, in that round.
+
+    opening: whether the batch is the one that opens a round.
+    """
+
+    queries: dict[str, tuple[Any, ...]]
+    terms: Terms
+    opening: bool
+
+    def scaled(self, factor: float) -> "BatchRequest":
+        """Return the same request about weights that are `factor` times as large."""
+        return replace(
+            self,
+            queries={
+                channel: tuple(q * factor if isinstance(q, Tensor) else q for q in query)
+                for channel, query in self.queries.items()
+            },
+        )
+
+
+def crafted_records(target: Target) -> list[Crafted]:
+    """Return records with long, short, opposed, partial and cancelling gradients.
+
+    Each with its own label, the next one and the site's rarest; the first kind with all labels.
+    """
+    records, k = target.records, target.canary_records if target.records.persons is not None else 1
+    lengths = records.x.flatten(1).float().norm(dim=1)
+    x, y = (part[int(lengths.argmax())][None] for part in (records.x, records.y))
+    kinds = _values(target, x) if x.is_floating_point() else _tokens(target, x)
+    counts = torch.bincount(records.y.flatten(), minlength=target.classes)
+    rare = counts.argsort()[:_MOST_LABELS].tolist()
+    made = list[Crafted]()
+    for number, (kind, values) in enumerate(kinds.items()):
+        labels = [y, (y + 1) % target.classes]
+        labels += [torch.full_like(y, label) for label in (rare if number == 0 else rare[:1])]
+        for label in labels:
+            one = Crafted(kind, values.repeat_interleave(k, 0), label.repeat_interleave(k, 0))
+            if not any(kind == o.kind and torch.equal(one.y, o.y) for o in made):
+                made.append(one)
+    if k > 1:
+        chosen = [made[i * len(made) // k] for i in range(k)]
+        x, y = (torch.cat([getattr(one, part)[:1] for one in chosen]) for part in ("x", "y"))
+        made.append(Crafted("different records of one person", x, y))
+    return made
+
+
+def _values(target: Target, x: Tensor) -> dict[str, Tensor]:
+    signs = torch.ones_like(x).flatten()
+    signs[1::2] = -1
+    scaled = {
+        f"a record scaled by {factor:g}": x * factor
+        for factor in (1e3, -1e3, 1.0, -1.0, 10.0, -10.0, 1e18, -1e18, 1e-18)
+    }
+    return scaled | {
+        "a record of zeros": torch.zeros_like(x),
+        "a record of ones": torch.ones_like(x),
+        "a record of alternating signs": 1e3 * signs.view_as(x),
+        "another site's record": target.spare.x[:1],
+    }
+
+
+def _tokens(target: Target, x: Tensor) -> dict[str, Tensor]:
+    low, high = int(target.records.x.min()), int(target.records.x.max())
+    turns = torch.full_like(x, low).flatten()
+    turns[1::2] = high
+    return {
+        "a record as it is": x,
+        "a record of the lowest token": torch.full_like(x, low),
+        "a record of the highest token": torch.full_like(x, high),
+        "a record of two tokens in turn": turns.view_as(x),
+        "a record of its first token": x.flatten(1)[:, :1].expand(1, x[0].numel()).reshape_as(x),
+        "another site's record": target.spare.x[:1],
+    }
+
+
+def requests(target: Target, made: list[Crafted]) -> Iterator[BatchRequest]:
+    """Yield the algorithm's requests of its second round, the last one of each kind.
+
+    At the smallest and the largest clip of its rounds. With a fair weighting also at references
+    that make all weights very large, or negative.
+    """
+    clips = target.terms.clips
+    numbers = {clips.index(clip(clips)) + 1 for clip in (min, max)} if clips else {1}
+    *_, asked = simulate_rounds(target, target.records, min(2, target.rounds), "questions")
+    batches = dict[int, list[Asked]]()
+    for a in asked:
+        batches.setdefault(a.batch, []).append(a)
+    last = {(b[0].opening, *(a.channel for a in b)): b for b in batches.values()}
+    for batch in last.values():
+        queries = {a.channel: a.query for a in batch}
+        for number in numbers:
+            request = BatchRequest(queries, target.at(number).terms, batch[0].opening)
+            yield request
+            yield from _fair(target, request, made)
+
+
+def _fair(target: Target, request: BatchRequest, made: list[Crafted]) -> Iterator[BatchRequest]:
+    lam = float(getattr(target.plan.algorithm_settings, "fairness_weight", 0.0))
+    if not lam > 0 or "gradient" not in request.queries:
+        return
+    w = request.queries["gradient"][0]
+    target.kernel.model.load(w)
+    losses = [float(target.kernel.losses(one.x[:1], one.y[:1])) for one in made]
+    finite = [loss for loss in losses if loss < 1e6] or [0.0]
+    for weight, loss in ((_WEIGHT, min(finite)), (-_WEIGHT, max(finite))):
+        fair = Fair(lam, loss - (weight - 1) / lam)
+        yield replace(request, queries={**request.queries, "gradient": (w, fair)})
+
+
+# Of the weights as asked; the last two where no record was long enough to be clipped.
+_SCALES = (1.0, 10.0, 100.0, 1000.0)
+_CLIPPED = 0.9
+# Of batches: one that all kinds of records join, and one that few do.
+_SOME_RECORDS, _MOST_RECORDS = 128, 1024
+
+
+@dataclass(frozen=True)
+class Move:
+    """How far a record moves a channel's sum, in units of the channel's bound.
+
+    record, batch: what it is, and what it joins. parameters: of a move that is too long, each
+    parameter's part, in the same units; factors: of a record alone, what its gradient was
+    multiplied by there. A right clip has one factor for all.
+    """
+
+    size: float
+    record: str
+    batch: str
+    parameters: dict[str, float] = field(default_factory=dict)
+    factors: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The record, the batch and the largest parts, in words."""
+        longest = sorted(self.parameters, key=lambda name: -self.parameters[name])[:6]
+        parts = (
+            f"{name} {self.parameters[name]:.4g}"
+            + (f" (gradient times {self.factors[name]:.3g})" if name in self.factors else "")
+            for name in longest
+        )
+        return f"{self.record}, added to {self.batch}" + (
+            f"; of it {', '.join(parts)}" * bool(longest)
+        )
+
+
+@dataclass(frozen=True)
+class ChannelSensitivity:
+    """One channel: the longest sum of a single record, and the largest change of a batch's sum.
+
+    Both in units of the channel's bound: C for a gradient. sensitivity: the largest allowed change
+    in these units; slack: the relative rounding error allowed on top. channel: "opening ..." for
+    the batch that opens a round.
+    """
+
+    channel: str
+    single: Move
+    in_batch: Move
+    sensitivity: float
+    slack: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether both are within their bounds, and something was measured."""
+        return self.single.size > 0 and self.ratio <= 1 + self.slack
+
+    @property
+    def ratio(self) -> float:
+        """The larger of both, over what it may be."""
+        return max(self.single.size, self.in_batch.size / self.sensitivity)
+
+    @property
+    def worst(self) -> Move:
+        """The move to report: the single record's, if it exceeds its bound by itself."""
+        return self.in_batch if self.single.size <= 1 + self.slack else self.single
+
+    @property
+    def text(self) -> str:
+        """One line for a reader."""
+        unit = "C" if self.channel.endswith("gradient") else "b"
+        most = "" if self.sensitivity == 1 else f", of a move {self.sensitivity:g} times that"
+        line = (
+            f"{self.channel}: longest single-record sum {self.single.size:.6g} {unit}, largest "
+            f"move {self.in_batch.size:.6g} {unit}; bound {unit} (1 + {self.slack:.2g}){most}; "
+            "exact"
+        )
+        if not self.single.size > 0:
+            return f"{line}; no record tried added anything, so nothing was measured: see the log"
+        if not self.passed:
+            return f"{line}; {self.worst.text}"
+        return line if self.single.size >= _CLIPPED else f"{line}; no record tried was clipped"
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What was measured of every channel."""
+
+    channels: tuple[ChannelSensitivity, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no record moves a sum by more than is accounted for."""
+        return all(channel.passed for channel in self.channels)
+
+
+def measure_sensitivity(target: Target) -> Sensitivity:
+    """Return how far crafted records move the sums of the oracle under audit. Seconds."""
+    made = crafted_records(target)
+    found = dict[str, ChannelSensitivity]()
+    for asked in requests(target, made):
+        for scale in _SCALES:
+            measured = _measured(target, asked.scaled(scale), made)
+            for one in measured:
+                found[one.channel] = _worse(found.get(one.channel), one)
+            clipped = not any(0 < c.single.size < _CLIPPED for c in measured)
+            if (scale >= _SCALES[1] and clipped) or not all(c.passed for c in measured):
+                break
+    return Sensitivity(tuple(found.values()))
+
+
+def _worse(one: ChannelSensitivity | None, other: ChannelSensitivity) -> ChannelSensitivity:
+    if one is None:
+        return other
+    single, in_batch = (
+        max(pair, key=lambda move: move.size)
+        for pair in ((one.single, other.single), (one.in_batch, other.in_batch))
+    )
+    return replace(one, single=single, in_batch=in_batch)
+
+
+def _measured(
+    target: Target, request: BatchRequest, made: list[Crafted]
+) -> list[ChannelSensitivity]:
+    """Return every channel of one request."""
+    terms = _silent(request)
+    allowed = slack(most_records(terms.batch_size))
+    known = mechanism_of(terms.mechanism).sensitivities
+    single, in_batch = dict[str, Move](), dict[str, Move]()
+    for name, batch, records in _batches(target, terms, made):
+        before = _sums(target, request, terms, batch)
+        largest = in_batch if len(batch.y) else single
+        for one in records:
+            joined = batch.join(one.x, one.y, len(batch.y) // 2, together=True)
+            after = _sums(target, request, terms, joined)
+            for channel, query in request.queries.items():
+                move = after[channel] - before[channel]
+                bound = bound_of(channel, query, terms)
+                size = _size(move, bound)
+                if channel not in largest or size > largest[channel].size:
+                    found = Move(size, one.text, name)
+                    if not size <= known[channel] * (1 + allowed):
+                        lone = None if len(batch.y) or channel != "gradient" else one
+                        found = _explained(target, found, move, bound, query, lone)
+                    largest[channel] = found
+    prefix = "opening " if request.opening else ""
+    return [
+        ChannelSensitivity(prefix + name, single[name], in_batch[name], known[name], allowed)
+        for name in request.queries
+    ]
+
+
+def _size(move: Tensor, bound: float) -> float:
+    """‖move‖ over the bound; infinity where either is no number, and 0 of nothing."""
+    length = float(move.norm())
+    if length == 0:
+        return 0.0
+    return length / bound if length < math.inf and bound > 0 else math.inf
+
+
+def _silent(request: BatchRequest) -> Terms:
+    """Return terms under which a batch has all records, and no noise, and is else as it was."""
+    terms = request.terms
+    size = (terms.opening if request.opening else terms).batch_size
+    return replace(
+        terms,
+        rate=1.0,
+        size=size,
+        sigmas=dict.fromkeys(terms.sigmas, 0.0),
+        opening_rate=1.0,
+        opening_sigmas=dict.fromkeys(terms.opening_sigmas, 0.0),
+    )
+
+
+def _sums(
+    target: Target, request: BatchRequest, terms: Terms, records: Records
+) -> dict[str, Tensor]:
+    """Return each channel's sum over the records [d] or [1], but for a constant, in float64."""
+    draws = SeededDraws(target.plan.seed, "audit", "sensitivity")
+    oracle = target.make(records, target.kernel, terms, draws)
+    channels = tuple(request.queries)
+    batch: Any
+    batch = oracle.opening(*channels) if request.opening else next(oracle.batches(1, *channels))
+    summed = mechanism_of(terms.mechanism).summed
+    found = dict[str, Tensor]()
+    for channel, query in request.queries.items():
+        copies = (q.clone() if isinstance(q, Tensor) else q for q in query)
+        answer = torch.as_tensor(getattr(batch, channel)(*copies), dtype=torch.float64)
+        divisor = terms.batch_size if summed or channel != "gradient" else 1.0
+        found[channel] = answer.reshape(-1) * divisor
+    return found
+
+
+def _batches(
+    target: Target, terms: Terms, made: list[Crafted]
+) -> Iterator[tuple[str, Records, list[Crafted]]]:
+    """Yield batches D, by name, and the records to try as r in each."""
+    no_records, site = target.no_records, target.records
+    each = list({one.kind: one for one in made}.values())  # of a kind the site's rarest label
+    yield "an empty batch", no_records, made
+    for one in made[:1] + each[1:2]:
+        yield one.text, no_records.join(one.x, one.y, 0, together=True), made
+    for one in made:
+        yield "its own copy", no_records.join(one.x, one.y, 0, together=True), [one]
+    for size, tried in (
+        (min(_SOME_RECORDS, math.ceil(terms.batch_size)), each),
+        (min(_MOST_RECORDS, most_records(terms.batch_size)), each[:2]),
+    ):
+        rows = torch.arange(size) % len(site.y)
+        yield f"a batch of {size}", no_records.join(site.x[rows], site.y[rows], 0), tried
+
+
+def _explained(
+    target: Target,
+    move: Move,
+    vector: Tensor,
+    bound: float,
+    query: tuple[Any, ...],
+    alone: Crafted | None,
+) -> Move:
+    """Return a move with its parameters' parts. alone: the record, of a single one's gradient."""
+    model = target.kernel.model
+    if len(vector) != len(model.vector):
+        return move
+    parts = {name: _size(part, bound) for name, part in model.views(vector)}
+    if alone is None:
+        return replace(move, parameters=parts)
+    model.load(query[0])
+    gradient = PlainKernel(model, cross_entropy).weighted_sum(alone.x, alone.y).double()
+    lengths = {name: float(part.norm()) for name, part in model.views(gradient)}
+    factors = {n: parts[n] * bound / length for n, length in lengths.items() if length > 0}
+    return replace(move, parameters=parts, factors=factors)

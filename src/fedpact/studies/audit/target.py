@@ -1,0 +1,350 @@
+"""What an audit attacks: a plan's oracle with a canary, and what an attacker sees.
+
+sum     what the server opens: this site's share and those of h - 1 others, against ε
+alone   this site's share when all others' are known, against the ε that needs none of them
+
+Anything else that honest sites add to a sum is known to be there, and is the same with a record as
+without it. Where each site's noise is its own there is one view, of what the site sends.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedpact.algorithms.wrappers.released_scales import check_as_declared
+from fedpact.common.errors import InputError, PlanError
+from fedpact.common.messages import Reply, State, Task
+from fedpact.common.randomness.seeded import Draws, SeededDraws, seeded_generator
+from fedpact.per_sample.clipping import UNIFORM, Fair, Weighting
+from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.plan import Plan
+from fedpact.privacy.accounting.accountant import epsilon
+from fedpact.privacy.batches import BatchClippedKernel
+from fedpact.privacy.column_scales import Means
+from fedpact.privacy.oracle import Oracle, PrivateOracle, Records
+from fedpact.privacy.terms import Terms
+from fedpact.simulation.setup import SimulationSetup
+
+PrivateKernel = PerSampleKernel | BatchClippedKernel
+# Of a canary who is a person.
+_VISITS = 5
+
+MakeOracle = Callable[[Records, PrivateKernel, Terms, Draws], Oracle]
+
+
+def _uncharged(*_: object) -> None:
+    """An audit plays on made-up copies of a site: nothing is released, and no ledger charged."""
+
+
+def private_oracle(
+    records: Records, kernel: PrivateKernel, terms: Terms, draws: Draws
+) -> PrivateOracle:
+    """Return the oracle that a run would give the algorithm."""
+    return PrivateOracle(records, kernel, terms, draws, _uncharged)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One site as a run would set it up; `make` is what a test replaces by a broken one.
+
+    canary_records: how many equal records a canary has, who is a person where the run protects
+    persons, and else a record. records: the site's. spare: others of the data set, to make
+    canaries of. w: the initial model.
+    """
+
+    plan: Plan
+    terms: Terms
+    records: Records
+    spare: Records
+    classes: int
+    kernel: PrivateKernel
+    w: Tensor
+    make: MakeOracle = private_oracle
+    canary_records: int = 1
+
+    @staticmethod
+    def of(scene: SimulationSetup, site: str | None = None) -> "Target":
+        """Return the named site of a scene, or the first of those that release most often.
+
+        Raises InputError: there is none, it releases nothing, or the plan is not private.
+        """
+        if not scene.plan.private:
+            raise PlanError(
+                f"{scene.plan.why_unprotected}: it claims no ε that an audit could contradict"
+            )
+        check_as_declared(scene.plan.method)
+        scene.plan.task.check_plain("an audit")
+        sites = {s.name: s for s in scene.sites}
+        name = max(sites, key=lambda name: scene.terms[name].steps) if site is None else site
+        if name not in sites:
+            raise InputError(f"site is {name!r}: expected one of {', '.join(sites)}")
+        if not scene.terms[name].steps:
+            raise InputError(
+                f"site {name!r} releases nothing in this run: where a part of the sites takes part "
+                "in each round, it is drawn in none; there is nothing to attack"
+            )
+        others = [s for s in scene.sites if s.name != name] or scene.sites
+        spare = Records(torch.cat([s.x for s in others]), torch.cat([s.y for s in others]))
+        kernel, privacy = scene.bench().private, scene.plan.privacy
+        of_persons = privacy.unit == "person"
+        return Target(
+            plan=scene.plan,
+            terms=scene.terms[name],
+            records=Records(
+                *(sites[name].x, sites[name].y),
+                persons=sites[name].persons if of_persons else None,
+            ),
+            spare=spare,
+            classes=len(scene.dataset.classes),
+            kernel=kernel,
+            w=kernel.model.vector.clone(),
+            canary_records=(privacy.person_records or _VISITS) if of_persons else 1,
+        )
+
+    def at(self, round_number: int) -> "Target":
+        """Return it as it is in a round, 1 on, where the clip follows the round."""
+        return replace(self, terms=self.terms.at(round_number))
+
+    def oracle(self, records: Records, draws: Draws) -> Oracle:
+        """Return the oracle under audit, over these records."""
+        return self.make(records, self.kernel, self.terms, draws)
+
+    def answer(
+        self, records: Records, channel: str, query: tuple[Any, ...], terms: Terms | None = None
+    ) -> Tensor:
+        """Return what these records add to a channel's sum, without noise or sampling: [d] or [1].
+
+        terms: those that the question was asked under, by default those of the batches.
+        This is the attacker's own arithmetic, so it is never the oracle under audit.
+        """
+        asked = terms or self.terms
+        silent = replace(
+            asked,
+            rate=1.0,
+            size=1.0,
+            sigmas=dict.fromkeys(asked.sigmas, 0),
+            opening_sigmas={},
+            openings=0,
+        )
+        oracle = private_oracle(records, self.kernel, silent, SeededDraws(0))
+        batch = next(iter(oracle.batches(1, channel)))
+        return torch.as_tensor(getattr(batch, channel)(*query)).reshape(-1)
+
+    def claimed(self, events: int, delta: float, openings: int = 0) -> float:
+        """Return the ε at δ that the accountant states for so many joint events and openings."""
+        history = Counter({self.terms.event: events})
+        history[self.terms.opening.event] += openings
+        return epsilon(history, delta, self.terms.accountant)
+
+    @property
+    def no_records(self) -> Records:
+        """A site without any records."""
+        persons = self.records.persons
+        return Records(
+            self.records.x[:0], self.records.y[:0], persons=None if persons is None else persons[:0]
+        )
+
+    @property
+    def rounds(self) -> int:
+        """The rounds that the plan's events allow."""
+        each = self.plan.method.steps()
+        return max(1, min(self.plan.rounds, self.terms.steps // each))
+
+
+def bound_of(channel: str, query: tuple[Any, ...], terms: Terms) -> float:
+    """Return a channel's bound: C, 1/2 of a count, and else the last of its arguments."""
+    fixed = {"gradient": terms.clip, "below": 0.5}
+    return fixed[channel] if channel in fixed else float(query[-1])
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question that the algorithm put to its oracle. batch: which of the request's batches.
+
+    terms: of the site's batches, or of the event that opens a round (`opening`).
+    """
+
+    batch: int
+    channel: str
+    query: tuple[Any, ...]
+    answer: Tensor
+    terms: Terms
+    opening: bool = False
+
+    @property
+    def weighting(self) -> Weighting:
+        """Of a gradient: by which weights."""
+        return next((part for part in self.query if isinstance(part, Fair)), UNIFORM)
+
+
+class Recorder:
+    """An oracle that writes down what it is asked and what it answers."""
+
+    def __init__(self, inner: Oracle, terms: Terms) -> None:
+        self._inner, self._terms, self.asked = inner, terms, list[Asked]()
+        self.batches_opened = 0
+        self.batch_size, self.noise_variance = inner.batch_size, inner.noise_variance
+
+    @property
+    def steps_left(self) -> float:
+        """How many batches the site's reservation still allows, public; inf in a plain run."""
+        return self._inner.steps_left
+
+    @property
+    def shares(self) -> Mapping[str, Tensor]:
+        """What was released with a share of noise: channel -> int64 [d], on the terms' grid."""
+        return self._inner.shares
+
+    def opening(self, *channels: str) -> Any:
+        """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
+        return self._recorded(self._inner.opening(*channels), opening=True)
+
+    def columns(self) -> Means:
+        """Return what scales the site's columns, once, before the first round."""
+        return self._inner.columns()
+
+    def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
+        """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge. A
+        run that asks for this is not private, and not audited."""
+        return self._inner.unprotected(w)
+
+    def batches(self, count: int, *channels: str) -> Iterator[Any]:
+        """Yield `count` batches that answer the channels; each is closed by the next one."""
+        for batch in self._inner.batches(count, *channels):
+            yield self._recorded(batch, opening=False)
+
+    def _recorded(self, batch: Any, opening: bool) -> Any:
+        number, terms = self.batches_opened, self._terms.opening if opening else self._terms
+        self.batches_opened += 1
+
+        def keep(channel: str, query: tuple[Any, ...], answer: Tensor) -> None:
+            self.asked.append(Asked(number, channel, query, answer, terms, opening))
+
+        return _RecordingBatch(batch, keep)
+
+
+class _RecordingBatch:
+    def __init__(self, inner: Any, keep: Callable[[str, tuple[Any, ...], Tensor], None]) -> None:
+        self._inner, self._keep, self.noise_variance = inner, keep, inner.noise_variance
+
+    def __getattr__(self, channel: str) -> Callable[..., Any]:
+        def ask(*query: Any) -> Any:
+            # Algorithms write on over their vectors: keep them as they were.
+            kept = tuple(q.clone() if isinstance(q, Tensor) else q for q in query)
+            answer = getattr(self._inner, channel)(*query)
+            flat = torch.as_tensor(answer).reshape(-1).clone()
+            self._keep(channel, kept, flat)
+            return answer
+
+        return ask
+
+
+def simulate_rounds(
+    target: Target, records: Records, rounds: int, *key: str | int
+) -> Iterator[list[Asked]]:
+    """Yield what the algorithm asks in each round of a federation of this one site.
+
+    key: whatever tells this play's draws from those of others.
+    """
+    plan, method, name = target.plan, target.plan.method, target.terms.site
+    state, memory = method.init(target.w.clone()), State()
+    for number in range(1, rounds + 1):
+        told = method.task(state)
+        task = Task("audit", number, plan.algorithm, told.vectors, told.numbers, number - 1)
+        draws = SeededDraws(plan.seed, "audit", *key, number)
+        now = target.at(number)
+        recorder = Recorder(now.oracle(records, draws), now.terms)
+        local = method.local(task, recorder, memory)
+        memory = local.memory
+        reply = Reply("audit", number, name, target.terms.size, local.vectors, local.numbers)
+        state = method.update(state, iter([reply]))
+        yield recorder.asked
+
+
+def draw_mislabelled(target: Target, count: int) -> Records:
+    """Return canaries from the data's own law: spare records, each with another label than its own.
+
+    Drawn with replacement where there are fewer spare ones. Deterministic in the plan's seed.
+    """
+    generator = seeded_generator(target.plan.seed, "audit", "canaries")
+    spare = target.spare
+    if count <= len(spare.y):
+        chosen = torch.randperm(len(spare.y), generator=generator)[:count]
+    else:
+        chosen = torch.randint(len(spare.y), (count,), generator=generator)
+    shift = torch.randint(1, max(2, target.classes), spare.y[chosen].shape, generator=generator)
+    return Records(spare.x[chosen], (spare.y[chosen] + shift) % target.classes)
+
+
+Drawn = Callable[[Draws], Draws]
+
+
+def list_views(target: Target, drawn: Drawn = lambda draws: draws) -> Mapping[str, Target]:
+    """Return what to attack, by name; "" for the target itself where no noise is shared.
+
+    drawn: what a test puts in place of a site's draws.
+    """
+    terms, honest = target.terms, target.terms.honest
+    if not honest:
+        return {"": target}
+    # As one share: what is accounted for is then the noise that the view has.
+    together = {name: sigma * math.sqrt(honest) for name, sigma in terms.sigmas.items()}
+    return {
+        "sum": replace(
+            target, terms=replace(terms, sigmas=together, honest=1), make=_making(honest, drawn)
+        ),
+        "alone": replace(target, terms=replace(terms, honest=1), make=_making(1, drawn)),
+    }
+
+
+def _making(shares: int, drawn: Drawn) -> Callable[[Records, PrivateKernel, Terms, Draws], Oracle]:
+    def make(records: Records, kernel: PrivateKernel, terms: Terms, draws: Draws) -> Oracle:
+        sigmas = {name: sigma / math.sqrt(shares) for name, sigma in terms.sigmas.items()}
+        own = replace(terms, sigmas=sigmas)
+        return _Attacked(records, kernel, own, _Together(drawn(draws), shares), lambda *_: None)
+
+    return make
+
+
+class _Attacked(PrivateOracle):
+    """An oracle whose events are those of many rounds: each has one release of its own."""
+
+    def _shared(
+        self, total: Tensor, sigma: float, bound: float, purpose: str, *, step: int
+    ) -> Tensor:
+        self.shares.clear()
+        return super()._shared(total, sigma, bound, purpose, step=step)
+
+
+class _Together:
+    """Draws of all sites at once: a share is the sum of `shares`, all but one of empty sites."""
+
+    repeats = True
+
+    def __init__(self, own: Draws, shares: int) -> None:
+        self._own, self._shares = own, shares
+
+    def batch(self, records: int, rate: float, step: int) -> Tensor:
+        return self._own.batch(records, rate, step)
+
+    def places(self, count: int, slots: int, step: int) -> Tensor:
+        return self._own.places(count, slots, step)
+
+    def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
+        return self._own.gaussian(size, like, step, purpose)
+
+    def add_noise(
+        self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
+    ) -> Tensor:
+        return self._own.add_noise(total, sigma, sensitivity, step, purpose)
+
+    def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
+        found, nothing = self._own.share(total, unit, units, step, purpose), torch.zeros_like(total)
+        for k in range(1, self._shares):
+            found = found + self._own.share(nothing, unit, units, step, f"{purpose} of share {k}")
+        return found

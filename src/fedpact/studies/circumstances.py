@@ -1,0 +1,347 @@
+"""The public circumstances of a recommendation: records, sites, and the noise they allow.
+
+Site k, of N_k records, adds noise of deviation σ_k C / (q N_k) to its mean gradient, of which the
+server takes Σ ω_k g_k. Where budgets are alike, or the noise is that of the sum, ω_k = N_k / N:
+each record counts alike. Where they are not, one careful site's noise would drown the others'
+answers: then sites count by their noise (algorithm ldp_fedsgd, privacy.accounting.planner), for a
+bias of
+
+    D Σ (ω_k - N_k / N)²,    D = Σ ‖g_k - ḡ‖²
+
+a step. Noise averages out over T rounds and a bias does not, so T D stands beside it. D is at most
+K C². Where records are dealt to sites at random, sites differ by chance alone: D is Σ C² / N_k.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Final
+
+from fedpact.common.configuration import read_configuration
+from fedpact.common.errors import DataError, InputError, PlanError
+from fedpact.data.advice import KNOWN, find_configuration
+from fedpact.data.cells import read_columns
+from fedpact.data.dataset import Dataset
+from fedpact.data.partition import make_partition
+from fedpact.data.schema import PlanRecords
+from fedpact.plan import Plan
+from fedpact.privacy.accounting.accountant import Budget
+from fedpact.privacy.accounting.calibration import smallest_sigma
+from fedpact.privacy.accounting.planner import least_noise
+from fedpact.privacy.terms import FullDataRelease
+
+MOST_WORDS: Final = 1000
+"""Of a vocabulary, for which there is something to recommend."""
+
+_NOTHING: Final = PlanRecords()
+# What is read of a configuration beside [records].
+_BESIDE: Final = ("label", "site", "person", "task", "evaluation")
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What is known before anybody trains; see cli.commands.recommend. sites: 0 for the default."""
+
+    data: str
+    budgets: tuple[Budget, ...]  # one, or of each site in the order of their names
+    rounds: int
+    sites: int
+    trust: str
+    honest: int
+    mirror: bool | None = None
+    label: str | None = None
+    site: str | None = None
+    records: PlanRecords = _NOTHING
+    little: tuple[str, ...] = ()  # columns that say little beside the others
+    partition: Mapping[str, Any] = field(default_factory=dict)
+    task: dict[str, Any] = field(default_factory=dict[str, Any])
+    person: str | None = None
+    evaluation: dict[str, Any] = field(default_factory=dict[str, Any])
+    features: bool = True  # of images
+    size: int | None = None  # how many records train, where that is declared; None: counted
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """What of them stands in a plan as it is."""
+        found = {
+            "data": self.data,
+            "label": self.label,
+            "site": self.site,
+            "person": self.person,
+            "partition": self.partition,
+            "task": self.task,
+            "evaluation": self.evaluation,
+            # Last, as it may be long.
+            "records": self.declared,
+        }
+        return {key: value for key, value in found.items() if value not in (None, {})}
+
+    @property
+    def granted(self) -> dict[str, Any]:
+        """`epsilon` and `delta` of [privacy]: a number of each, or one for each site."""
+        of = self.budgets
+        both = {"epsilon": [one.epsilon for one in of], "delta": [one.delta for one in of]}
+        return {key: each if len(set(each)) > 1 else each[0] for key, each in both.items()}
+
+    @property
+    def guarantee(self) -> str:
+        """The budgets in words."""
+        few = sorted(set(self.budgets), key=attrgetter("epsilon", "delta"))
+        told = [f"({one.epsilon:g}, {one.delta:g})" for one in few]
+        return told[0] if len(few) == 1 else f"a site's own, from {told[0]} to {told[-1]},"
+
+    @property
+    def declared(self) -> dict[str, Any]:
+        """The [records] table, as far as anything is declared."""
+        return self.records.model_dump(mode="json", exclude_defaults=True)
+
+    def without_little(self) -> "Circumstances":
+        """Return them without the columns that say little."""
+        kept = {k: v for k, v in self.records.columns.items() if k not in self.little}
+        changed = {"columns": kept, "drop": [*self.records.drop, *self.little]}
+        return replace(self, records=self.records.model_copy(update=changed), little=())
+
+
+def budgets(epsilon: str, delta: str) -> tuple[Budget, ...]:
+    """Return (ε, δ) of all sites, or of each, from one number or several with commas between.
+
+    Raises InputError: one is no number, is out of range, or there are not as many of both.
+    """
+    epsilons, deltas = _numbers("--epsilon", epsilon), _numbers("--delta", delta)
+    most = max(len(epsilons), len(deltas))
+    if not {len(epsilons), len(deltas)} <= {1, most}:
+        raise InputError(
+            f"--epsilon is {epsilon} and --delta is {delta}: expected one number, or as many of "
+            "both as there are sites"
+        )
+    each = zip(epsilons * (most // len(epsilons)), deltas * (most // len(deltas)), strict=True)
+    return tuple(Budget(*one) for one in each)
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        if "_" in text or not text.isascii():  # which Python reads
+            raise ValueError
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(
+            f"{name} is {text!r}: expected a number, or one for each site, as 1,2,8"
+        ) from None
+
+
+def describe_columns(columns: Path | None, data: str, size: int | None) -> dict[str, Any]:
+    """Return what a file says of them: `records`, `little`, and the keys of `_BESIDE` it has.
+
+    size: see Circumstances; then `data` may be one site's file, without a column of sites.
+    Raises PlanError: nothing is declared, or ε is to be of persons.
+    """
+    given = columns or find_configuration(data)
+    if given is None:
+        return {}
+    raw = read_configuration(given)
+    if not raw.get("records"):
+        raise PlanError(
+            f"--columns {columns} has no table [records]: expected a configuration that declares "
+            "what columns may hold, as [records.columns.age] with range = [0, 120]"
+        )
+    if raw.get("privacy", {}).get("unit", "record") != "record":
+        raise PlanError(
+            f'--columns {columns} has privacy.unit = "{raw["privacy"]["unit"]}": what is '
+            "recommended is for records, whose number it goes by; leave it out, and set it in what "
+            "is written, with steps of your own"
+        )
+    taken = {key: raw[key] for key in _BESIDE if key in raw}
+    if size is not None and "site" in taken and not _has(data, str(taken["site"])):
+        del taken["site"]
+    found = {**taken, "records": Plan.parse({**taken, "records": raw["records"]}).records}
+    return found if columns else {**found, "little": KNOWN.get(data, ())}
+
+
+def _has(data: str, column: str) -> bool:
+    """Whether a table has a column; what cannot be read is told of where it is read."""
+    path = Path(data)
+    if path.suffix.lower() not in (".csv", ".parquet"):
+        return True
+    try:
+        return column in read_columns(path)[0]
+    except DataError:
+        return True
+
+
+def check_kind(data: Dataset, vocabulary: int | None) -> None:
+    """Raise InputError: records or labels that no model recommended here learns.
+
+    vocabulary: of how many words texts are, where that is declared.
+    """
+    begin = "what is recommended is linear, of numbers and classes; begin with `fedpact plan`"
+    if data.kind != "class":
+        raise InputError(f"labels of {data.name} are no classes: see [task]; {begin}")
+    if data.x.is_floating_point():
+        return
+    words = f"records of {data.name} are whole numbers, which mean words of a text"
+    if vocabulary is None:
+        raise InputError(
+            f"{words}: declare of how many, vocabulary = 65 in [records], by --columns; or store "
+            "measurements as float32"
+        )
+    if data.x.dim() != 2 or vocabulary != len(data.classes):
+        raise InputError(
+            f"{words}, {vocabulary} of them, in the form {tuple(data.x.shape[1:])}, and there are "
+            f"{len(data.classes)} classes: expected rows whose next word is the label; {begin}"
+        )
+    if vocabulary > MOST_WORDS:
+        raise InputError(
+            f"{words}, {vocabulary:,} of them: what is recommended has weights for each two, for "
+            f"{MOST_WORDS:,} at most, as characters are; {begin}"
+        )
+
+
+def with_sites(asked: Circumstances, data: Dataset) -> Circumstances:
+    """Return the circumstances with a number of sites, a [partition] table and a budget a site.
+
+    Data with sites of their own keep them. Raises InputError: another number of sites is asked for,
+    or budgets for another.
+    """
+    return _with_budgets(_with_partition(asked, data))
+
+
+def sizes_of(asked: Circumstances, data: Dataset, plan: Plan) -> dict[str, float]:
+    """Return how many records train at each site; of a declared number an equal share, unnamed."""
+    if asked.size is not None:
+        return {f"site {k + 1}": asked.size / asked.sites for k in range(asked.sites)}
+    parts = make_partition(data, plan.partition, plan.sites, plan.seed).train
+    share = _training(data, plan) / sum(map(len, parts.values()))
+    return {name: len(part) * share for name, part in parts.items()}
+
+
+def _training(data: Dataset, plan: Plan) -> int:
+    """Return how many records train: those that a data set or the plan holds out do not."""
+    if plan.evaluation.used:
+        share = plan.evaluation.share
+    elif plan.partition.held_out == "own":
+        return len(data.y) - (0 if data.held is None else int(data.held.sum()))
+    else:
+        share = plan.partition.held_out
+    return max(1, round((1 - share) * len(data.y)))
+
+
+def _with_budgets(asked: Circumstances) -> Circumstances:
+    if len(asked.budgets) not in (1, asked.sites):
+        raise InputError(
+            f"--epsilon or --delta lists {len(asked.budgets)} values for {asked.sites} sites: "
+            "expected one for all of them, or one for each in the order of their names"
+        )
+    if asked.size is not None and asked.size < asked.sites:
+        raise InputError(
+            f"--records is {asked.size} for {asked.sites} sites: expected how many records train "
+            "at all of them together"
+        )
+    return replace(asked, budgets=asked.budgets * (asked.sites // len(asked.budgets)))
+
+
+def _with_partition(asked: Circumstances, data: Dataset) -> Circumstances:
+    own = len(set(data.site or ()))
+    wanted = asked.sites or (len(asked.budgets) if len(asked.budgets) > 1 else 0)
+    if own == 1 and asked.size is not None and not wanted:
+        raise InputError(
+            f"--records is {asked.size} and {data.name} has one site, {(data.site or ('',))[0]!r}: "
+            "say of how many sites they are by --sites, or by one --epsilon for each"
+        )
+    if own and asked.size is not None and wanted not in (0, own):
+        # A file of some of the sites stands for all: of its column of sites nothing is learnt.
+        drop = [*asked.records.drop, *([asked.site] if asked.site else [])]
+        records = asked.records.model_copy(update={"drop": drop})
+        return replace(asked, sites=wanted, site=None, records=records)
+    if not own:
+        return replace(asked, sites=wanted or 10)
+    if asked.sites not in (0, own):
+        raise InputError(
+            f"--sites is {asked.sites} and {data.name} has {own} sites of its own: leave it out"
+        )
+    held = {} if data.held is None else {"held_out": "own"}
+    return replace(asked, sites=own, partition={"kind": "natural", **held})
+
+
+@dataclass(frozen=True)
+class SiteNoise:
+    """What is known of it beforehand.
+
+    budgets, sizes: of each of the K sites, (ε, δ) and N_k > 0. columns: what scales columns, where
+    each site releases it. clip: C. honest: of how many sites' noise a sum is protected, None where
+    each site's own is. dealt: whether records are dealt to sites at random.
+    """
+
+    budgets: Sequence[Budget]
+    sizes: Sequence[float]
+    columns: Sequence[FullDataRelease | None]
+    clip: float
+    honest: int | None
+    dealt: bool
+
+    @property
+    def releases(self) -> list[tuple[FullDataRelease | None, float]]:
+        """Of each site what it releases to scale columns, and N_k."""
+        return list(zip(self.columns, self.sizes, strict=True))
+
+    @property
+    def weighed(self) -> bool:
+        """Whether sites count by their noise."""
+        return self.honest is None and len(set(self.budgets)) > 1
+
+    def sigma(self, rate: float, rounds: int, weights: int) -> float:
+        """Return the σ of a site that, if all were like it, would give the noise that there is.
+
+        rate: q in (0, 1]. rounds: T >= 1. weights: d >= 1, of the model.
+        """
+        each = self._each(rate, rounds)
+        if not self.weighed:
+            # Of noise for the sum all add what the most careful site needs.
+            return max(each)
+        return sigma_together(each, self.sizes, self.clip, rate, self.penalty(rounds) / weights)
+
+    def alike(self, rate: float, rounds: int) -> float:
+        """Return `sigma` of all records counting alike, whatever their sites' budgets."""
+        each = self._each(rate, rounds)
+        return math.hypot(*each) / math.sqrt(len(each)) if self.weighed else max(each)
+
+    def penalty(self, rounds: int) -> float:
+        """Return T D, which is the `bias_penalty` of ldp_fedsgd."""
+        apart = sum(1 / n for n in self.sizes) if self.dealt else len(self.sizes)
+        return rounds * apart * self.clip**2
+
+    def settings(self, rounds: int) -> dict[str, Any]:
+        """Return of the algorithm that suits its name, and its settings but η."""
+        if not self.weighed:
+            return {"algorithm": "fedavg", "settings": {"local_steps": 1}}
+        own = {"step_schedule": "constant", "aggregation": "least_noise"}
+        own |= {"bias_penalty": float(f"{self.penalty(rounds):.3g}")}
+        return {"algorithm": "ldp_fedsgd", "settings": own}
+
+    def _each(self, rate: float, rounds: int) -> list[float]:
+        found = {
+            budget: smallest_sigma(budget, rate, rounds, spent=once.history if once else None)
+            for budget, once in dict(zip(self.budgets, self.columns, strict=True)).items()
+        }
+        return [found[budget] for budget in self.budgets]
+
+
+def sigma_together(
+    sigmas: Sequence[float],
+    sizes: Sequence[float],
+    clip: float,
+    rate: float = 1.0,
+    penalty: float | None = None,
+) -> float:
+    """Return the σ of K sites that are alike, whose mean over records has the noise of these.
+
+    sigmas, sizes: σ_k and N_k > 0. clip: C. rate: q. penalty: κ of privacy.accounting.planner by
+    which sites count by their noise; None where all records count alike.
+    """
+    deviations = [clip * s / (rate * n) for s, n in zip(sigmas, sizes, strict=True)]
+    counted = [n / sum(sizes) for n in sizes]
+    if penalty is not None:
+        counted = least_noise(sizes, [v * v for v in deviations], penalty)
+    noise = math.hypot(*(a * v for a, v in zip(counted, deviations, strict=True)))
+    return noise * sum(sizes) * rate / clip / math.sqrt(len(sizes))

@@ -1,0 +1,464 @@
+"""Several plans on the same data, partition, seeds and budgets, side by side."""
+
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from fedpact import algorithms
+from fedpact.algorithms.wrappers.released_scales import check_as_declared
+from fedpact.api import with_own
+from fedpact.common import check
+from fedpact.common.configuration import key_of
+from fedpact.common.errors import InputError, PlanError
+from fedpact.common.files import check_out, write_whole
+from fedpact.common.notebook import Bar, frame, in_notebook, listing
+from fedpact.common.records import strict
+from fedpact.common.run_folder import Folder, find_unused_path
+from fedpact.common.user_code import is_handed
+from fedpact.data.dataset import Dataset
+from fedpact.plan import Plan
+from fedpact.report.comparable import DATA, differences
+from fedpact.report.compared_runs import RESUMABLE, Comparison, read_comparison, run_folder
+from fedpact.report.compared_runs import count_tuning_cost as trying
+from fedpact.report.comparison import document, inequality, rows, write_comparison
+from fedpact.report.comparison_charts import on_the_way, sweeps
+from fedpact.report.page import write_report
+from fedpact.report.run_files import RunFolder
+from fedpact.simulation.machine import available_cores
+from fedpact.simulation.simulate import SiteModels, of_run
+from fedpact.studies.pool import Job, OnNews, RunProgress, carry_out_here, expand_sweep, run_jobs
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Compared(Comparison):
+    """A comparison that has been made; see report.compared_runs.Comparison, whose fields these
+    are.
+    """
+
+    def __repr__(self) -> str:
+        named = ", ".join(f"{row.name} {row.fares[0]}" for row in rows(self)[:8])
+        more = ", …" if len(self.entries) > 8 else ""
+        told = "; NOT AN EQUAL COMPARISON" if self.inequalities else ""
+        return f"Comparison({named}{more}; {len(self.outcomes)} runs{told}; {str(self.folder)!r})"
+
+    def _repr_html_(self) -> str:
+        headings = ("", "seeds", *self.headings, "worst site", "ε", "bytes")
+        cells = [(r.name, r.seeds, *r.fares, r.worst, r.epsilon, r.bytes) for r in rows(self)]
+        note = f"mean ± standard deviation over seeds; {self.folder / 'comparison.html'}"
+        return listing(headings, cells, title=inequality(self) or "Comparison", note=note)
+
+    def frame(self) -> Any:
+        """Return a pandas DataFrame with one row a run: what is swept, and what came of it.
+
+        Raises InputError: pandas is not installed.
+        """
+        found = [
+            {
+                "entry": entry.name,
+                "seed": outcome.seed,
+                **(self.points[entry.name].values if entry.name in self.points else {}),
+                "accuracy": outcome.accuracy,
+                "loss": outcome.loss,
+                "average_accuracy": outcome.averaged("accuracy"),
+                "average_loss": outcome.averaged("loss"),
+                "worst_accuracy": outcome.worst,
+                **{name: outcome.metric(name) for name in self.measured},
+                "epsilon": outcome.epsilon,
+                "delta": outcome.delta,
+                "rounds": outcome.rounds,
+                "bytes": outcome.bytes,
+                "seconds": outcome.seconds,
+                "status": outcome.run.status,
+            }
+            for entry, outcome in self.outcomes
+        ]
+        return frame(found, "comparison.entries")
+
+    def figures(self) -> dict[str, Any]:
+        """Return the page's figures as matplotlib Figures, by title; what there is to draw."""
+        swept = [drawing for drawings in sweeps(self).values() for drawing in drawings]
+        return {drawing.title: drawing.chart for drawing in [*swept, *on_the_way(self)]}
+
+
+_ALONE = {"local": ("mr_mtl", ("settings.proximal=0.0", "settings.proximal_noise=0.0"))}
+"""A name for `--algorithms` -> the algorithm that it is, with what is set."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def read_plans(
+    configs: Sequence[Path], chosen: Sequence[str] = (), overrides: Sequence[str] = ()
+) -> dict[str, Plan]:
+    """Return the plans of configuration files, each once with every chosen algorithm, by name.
+
+    Without a file it is the embedded default, whose settings are those of its own algorithm alone;
+    without chosen algorithms, each file's own.
+    "local" is each site by itself, under the same privacy: mr_mtl with λ = κ = 0. Of a
+    file's [settings], an algorithm gets those that it knows; an override `settings.KEY=VALUE` goes
+    to the algorithms that know KEY. Raises PlanError: a file or an override that does not fit, or a
+    setting that none of the algorithms knows.
+    """
+    found: dict[str, Plan] = {}
+    for config in configs or [None]:
+        stem = _file_name(config.stem) if config else "default"
+        if not chosen:
+            _add(found, stem, Plan.read(config, overrides))
+        for algorithm in chosen:
+            name = algorithm if len(configs) < 2 else f"{stem}-{algorithm}"
+            _add(found, name, _with_algorithm(config, algorithm, overrides))
+    _all_known(chosen, overrides)
+    return found
+
+
+def name_plans(plans: Plan | Mapping[str, Plan] | Sequence[Plan]) -> dict[str, Plan]:
+    """Return plans by name: as given, or named by algorithm and numbered where it repeats.
+
+    Raises InputError: no plan, something else, or a name that cannot be a folder's.
+    """
+    found: dict[str, Plan] = {}
+    if isinstance(plans, Mapping):
+        found.update({name: _plan(plan) for name, plan in plans.items()})
+    else:
+        # A path is no list of plans, and text is one of letters.
+        alone = isinstance(plans, Plan | str | Path) or not isinstance(plans, Iterable)
+        for plan in map(_plan, [plans] if alone else plans):
+            _add(found, plan.algorithm, plan)
+    if not found:
+        raise InputError("there is nothing to compare: give at least one plan")
+    for name in found:
+        if not _NAME.fullmatch(name):
+            raise InputError(
+                f"an entry is called {name!r}: expected letters, digits, '.', '_' and '-', a letter"
+                " or digit first, as it names a folder"
+            )
+    if len({name.casefold() for name in found}) < len(found):
+        raise InputError(
+            f"entries are called {', '.join(found)}: expected names that differ by more than case, "
+            "as they name folders"
+        )
+    return found
+
+
+def _plan(given: Any) -> Plan:
+    if isinstance(given, Plan):
+        return given
+    if isinstance(given, str | Path):
+        of = f"the text or path {str(given)!r}: read it by fedpact.Plan.read({str(given)!r})"
+    else:
+        of = f"a {type(given).__name__}: make a plan of it, as by fedpact.Plan.parse({{...}})"
+    raise InputError(f"plans holds {of}; expected plans, in a list or by name")
+
+
+def comparable(plans: Mapping[str, Plan]) -> None:
+    """Refuse plans of which no figure means the same, or whose runs would not be independent.
+
+    Raises PlanError: their data differ, or a plan keeps ledgers across runs.
+    """
+    found = differences({name: plan.document() for name, plan in plans.items()})
+    for difference in found:
+        if difference.key in DATA:
+            values = ", ".join(f"{name}: {value}" for name, value in difference.values.items())
+            raise PlanError(
+                f"the plans differ in {difference.key} ({values}): accuracy and Ψ of different "
+                "records have nothing in common; compare runs on the same data"
+            )
+    for name, plan in plans.items():
+        if plan.run.ledgers is not None:
+            raise PlanError(
+                f"{name}: run.ledgers is {plan.run.ledgers!r}: the runs of a comparison are "
+                "alternatives, and in ledgers that are kept across runs each would pay for the "
+                "others; leave it out"
+            )
+
+
+def seeds_of(plans: Mapping[str, Plan], seeds: int | Sequence[int]) -> list[int]:
+    """Return the seeds that every entry runs with: those given, or so many from the first plan's.
+
+    Raises InputError: no seed, one that is no integer >= 0, or one twice.
+    """
+    if not isinstance(seeds, Iterable):
+        first = next(iter(plans.values())).seed
+        return [first + i for i in range(check.count(seeds=seeds))]
+    found = [check.natural(seed=seed) for seed in seeds]
+    if not found or len(set(found)) < len(found):
+        raise InputError(f"seeds are {found}: expected at least one, each once")
+    return found
+
+
+def reseed(plan: Plan, seed: int, workers: int) -> Plan:
+    """Return a plan with another seed and, unless it names a number of workers, so many."""
+    raw = plan.document()
+    raw["seed"] = seed
+    raw["run"]["workers"] = plan.run.workers or workers
+    return Plan.parse(raw)
+
+
+def _with_algorithm(config: Path | None, chosen: str, overrides: Sequence[str]) -> Plan:
+    algorithm, fixed = _ALONE.get(chosen, (chosen, ()))
+    general = [text for text in overrides if _setting(text) is None]
+    base = Plan.read(config, general)
+    # The embedded configuration's settings are its own algorithm's.
+    own = base.settings if config or algorithm == base.algorithm else {}
+    fields = _fields(algorithm)
+    # A list or a plain value reads the same in JSON and in TOML.
+    kept = [f"settings.{key}={json.dumps(own[key])}" for key in own if key in fields]
+    mine = [text for text in overrides if _setting(text) in fields]
+    return Plan.read(
+        config, [*general, f"algorithm={algorithm}", "settings={}", *kept, *mine, *fixed]
+    )
+
+
+def _all_known(chosen: Sequence[str], overrides: Sequence[str]) -> None:
+    for text in overrides:
+        key = _setting(text)
+        if chosen and key is not None and not any(key in _fields(name) for name in chosen):
+            known = sorted({field for name in chosen for field in _fields(name)})
+            raise PlanError(
+                f"--set {text!r}: settings.{key} is no setting of {' or '.join(chosen)}: expected "
+                f"one of {', '.join(known)}"
+            )
+
+
+def _fields(algorithm: str) -> dict[str, Any]:
+    return dict(algorithms.load(_ALONE.get(algorithm, (algorithm,))[0]).Settings.model_fields)
+
+
+def _setting(override: str) -> str | None:
+    key = key_of(override)
+    return key.split(".")[1] if key.startswith("settings.") else None
+
+
+def _add(found: dict[str, Plan], name: str, plan: Plan) -> None:
+    free = (f"{name}-{i}" if i > 1 else name for i in range(1, len(found) + 2))
+    found[next(other for other in free if other not in found)] = plan
+
+
+def _file_name(stem: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-_") or "plan"
+
+
+def compare(
+    plans: Plan | Mapping[str, Plan] | Sequence[Plan],
+    seeds: int | Sequence[int] = 3,
+    out: Path | str | None = None,
+    *,
+    model: Any = None,
+    data: Any = None,
+    test: Any = None,
+    jobs: int = 0,
+    joining: bool = False,
+    counted: bool = False,
+    sweep: Mapping[str, Sequence[Any]] | None = None,
+    on_news: OnNews | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Compared:
+    """Carry out every plan with every seed; write their folders, comparison.html and .json.
+
+    plans: by name, or a list, or one alone, then named by algorithm. seeds: which, or how many from
+    the first plan's on; a plan's own seed counts for nothing else. out: the comparison's folder, by
+    default runs/compare-TIME; a run is out/NAME/seed-S, as `fedpact.run` makes it. In a folder of
+    the same plans, runs that have ended are kept, others are resumed, and missing ones are made.
+    model, data, test: of your own, for all plans, as `fedpact.run` takes them; a single plan may
+    have a model of its own, Plan(model=...). What no other process can import is trained in this
+    one, run after run.
+    jobs: runs side by side, each in a process of its own, 0 for one a core; a plan that leaves
+    run.workers at 0 gets its share of the cores. Runs that share a machine take longer, so where a
+    plan has budget.seconds they go one after the other; their seconds mean the same only then.
+    joining: find out, too, what joining was worth to each site (simulation.simulate); kept where
+    it is. counted: find out, too, what trying all this costs a site (report.compared_runs).
+    sweep: key -> values: every plan with each value, of several keys in all combinations; the swept
+    keys are what is compared, and make nothing unequal.
+    on_news: called with every round, every end and every site of `joining`; by default a notebook
+    shows a bar. stop: asked every tenth of a second; true ends the runs under way after their
+    round, and `joining` before its next site.
+    A run that fails is among the entry's `missing` with the reason; the others go on. Plans that
+    differ in more than their method are compared, and marked (Comparison.inequalities).
+    Raises InputError (PlanError among them), before anything is written: no plans, plans on
+    different data, a bad name or seed, a folder that cannot be or holds runs of other plans,
+    several jobs for plans with budget.seconds.
+    """
+    entries, points = expand_sweep(name_plans(plans), sweep or {})
+    records = dict[str, Dataset | None]()
+    for name, plan in entries.items():
+        entries[name], records[name] = with_own(plan, model=model, data=data, test=test)
+    comparable(entries)
+    if joining:
+        _holds_out(entries)
+    if counted:
+        _countable(entries, seeds)
+    chosen = seeds_of(entries, seeds)
+    folder = _own_folder(out)
+    side_by_side, workers = shares(serialise_timed(entries, jobs), len(entries) * len(chosen))
+    wanted = [
+        Job(name, seed, reseed(plan, seed, workers), run_folder(folder, name, seed), records[name])
+        # All entries with one seed before the next: what is there early can be compared.
+        for seed in chosen
+        for name, plan in entries.items()
+    ]
+    missing = [job for job in wanted if not has_ended(job)]
+    others = [job for job in missing if not job.here]
+    on_news = on_news or _watcher(len(missing))
+    failed = run_jobs(others, side_by_side, on_news, stop)
+    failed |= carry_out_here([job for job in missing if job.here], on_news, stop)
+    if joining and not stop():
+        _joining(wanted, on_news, stop)
+    documents = {name: plan.document() for name, plan in entries.items()}
+    comparison = read_comparison(folder, documents, chosen, failed)
+    comparison = replace(comparison, points=points)
+    if counted:
+        comparison = replace(comparison, counted=trying(_private_runs(comparison)))
+    folder.mkdir(parents=True, exist_ok=True)
+    found = strict(document(comparison))
+    text = json.dumps(found, indent=2, allow_nan=False, default=str) + "\n"
+    write_whole(folder / "comparison.json", text.encode(), private=False)
+    write_comparison(comparison)
+    return Compared(**{each.name: getattr(comparison, each.name) for each in fields(comparison)})
+
+
+def _watcher(runs: int) -> OnNews:
+    """In a notebook a bar of the runs that have ended, elsewhere nobody."""
+    if not (runs and in_notebook()):
+        return lambda _: None
+    bar, ended = Bar(runs), set[tuple[str, int]]()
+
+    def show(news: RunProgress) -> None:
+        if news.ended:
+            ended.add((news.job.name, news.job.seed))
+        bar(len(ended), f"{news.job.name}, seed {news.job.seed}")
+
+    return show
+
+
+def _holds_out(plans: Mapping[str, Plan]) -> None:
+    """Raise PlanError: what joining is worth is asked of a plan without held-out records."""
+    for name, plan in plans.items():
+        check_as_declared(plan.method)
+        plan.task.check_plain("what joining was worth")
+        if is_handed(plan.data):
+            raise PlanError(
+                f"{name}: joining with data {plan.data}: what joining is worth is asked of data "
+                "that a plan names; write the records to a file"
+            )
+        if not (plan.partition.held_out or plan.evaluation.used):
+            raise PlanError(
+                f"{name}: partition.held_out is 0, and evaluation.share: what joining is worth is "
+                "found on the sites' held-out records; give some, or leave --joining out"
+            )
+
+
+def _countable(plans: Mapping[str, Plan], seeds: int | Sequence[int]) -> None:
+    """Raise PlanError: what trying costs is asked where nothing adds up."""
+    private = {name: plan for name, plan in plans.items() if plan.private}
+    units = {name: plan.privacy.unit for name, plan in private.items()}
+    if len(set(units.values())) > 1:
+        told = ", ".join(f"{name}: {unit}" for name, unit in units.items())
+        raise PlanError(
+            f"--counted with ε of different units ({told}): one ε of them all would be of neither; "
+            "give them one privacy.unit, or leave --counted out"
+        )
+    runs = len(private) * len(seeds_of(plans, seeds))
+    if runs < 2:
+        raise PlanError(
+            f"--counted with {runs} private runs of {len(plans)} entries: what trying costs is of "
+            "two or more runs with an (ε, δ); add settings or seeds, or leave --counted out"
+        )
+
+
+def _private_runs(comparison: Comparison) -> dict[str, dict[int, RunFolder]]:
+    """Return those with an (ε, δ) that have ended: entry -> seed -> run."""
+    return {
+        entry.name: {outcome.seed: outcome.run for outcome in entry.outcomes}
+        for entry in comparison.entries
+        if entry.private
+    }
+
+
+class _Stopped(Exception):
+    """Ends what is found of a run, before its next site."""
+
+
+def _joining(jobs: Sequence[Job], on_news: OnNews, stop: Callable[[], bool]) -> None:
+    """Have every run that has ended say what joining was worth to its sites, until stop()."""
+    alones: SiteModels = {}
+    with contextlib.suppress(_Stopped):
+        for job in jobs:
+            if has_ended(job) and not (job.folder / "joining.json").exists():
+                of_run(job.folder, known=alones, on_site=_telling(job, on_news, stop))
+                write_report(job.folder)
+
+
+def _telling(job: Job, on_news: OnNews, stop: Callable[[], bool]) -> Callable[[str, int], None]:
+    """Return what is told of each site, which may take minutes each."""
+    which = itertools.count(1)
+
+    def on_site(site: str, of: int) -> None:
+        if stop():
+            raise _Stopped
+        on_news(RunProgress(job, joining=(site, next(which), of)))
+
+    return on_site
+
+
+def serialise_timed(plans: Mapping[str, Plan], jobs: int) -> int:
+    """Return the jobs, one where a budget is measured time, which runs side by side would share."""
+    timed = [name for name, plan in plans.items() if plan.budget.seconds is not None]
+    if timed and jobs > 1:
+        raise PlanError(
+            f"jobs is {jobs} and {timed[0]} has budget.seconds = {plans[timed[0]].budget.seconds}: "
+            "runs side by side take time from each other; give --jobs 1, or a budget of bytes or "
+            "rounds"
+        )
+    return 1 if timed else jobs
+
+
+def _own_folder(out: Path | str | None) -> Path:
+    """Return the comparison's folder. Raises InputError: it cannot be written, or is a run's."""
+    folder = check_out(comparison_folder() if out is None else Path(out))
+    if (folder / "plan.json").exists():
+        raise InputError(
+            f"out is {str(folder)!r}, which is the folder of a run: name another one for a "
+            "comparison, which may be new"
+        )
+    return folder
+
+
+def comparison_folder() -> Path:
+    """Return a new folder's name under runs/."""
+    return find_unused_path(Path("runs") / f"compare-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
+
+
+def shares(jobs: int, runs: int) -> tuple[int, int]:
+    """Return how many runs go side by side, and how many worker threads each of them gets.
+
+    jobs: 0 for one a core. Neither is below 1.
+    """
+    cores = available_cores()
+    side_by_side = max(1, min(check.natural(jobs=jobs) or cores, runs))
+    return side_by_side, max(1, cores // side_by_side)
+
+
+def has_ended(job: Job) -> bool:
+    """Whether the job's folder holds its whole run, report included.
+
+    Raises PlanError: the folder holds a run of another plan.
+    """
+    folder = Folder(job.folder)
+    if not (job.folder / "plan.json").exists():
+        return False
+    # How it is carried out may differ, what is trained may not.
+    said = {"run": job.plan.run, "about": job.plan.about}
+    found = Plan.parse(folder.read_json("plan.json")).model_copy(update=said)
+    if found != job.plan:
+        raise PlanError(
+            f"{job.folder} holds a run of another configuration: choose another folder with --out, "
+            "or remove that one"
+        )
+    if not all((job.folder / name).exists() for name in ("summary.json", "report.html")):
+        return False
+    return folder.read_json("summary.json")["status"] not in RESUMABLE

@@ -1,0 +1,287 @@
+"""FedFDP's theory: its bound on convergence, and the parameters that it recommends.
+
+L-smooth, μ-strongly convex losses, per-sample gradients bounded by G, Q0 <= Δ_i^j <= Q1 with
+Δ_i^j = ℓ_ij - F, Γ = F* - Σ p_i F_i*, B̂ the smallest batch, Δ1 = E‖w_1 - w*‖², T rounds:
+
+    P(λ)  = L F(λ)/(2μ²T)                                   (18) and (19), without their slips
+    F(λ)  = (a1 λ³ + a2 λ² + a3 λ + a4)/(a5 λ + 1)
+    a1    = G² Q1³          a2 = 6G² Q1²        a3 = 9G² Q1 + 2LΓ Q1 + 2μ² Q0 Δ1
+    a4    = 4G² + 2LΓ + N + μ²Δ1                a5 = 2 Q0                N = 2σ²C²d/B̂²
+
+The best λ. F'(λ)(a5 λ + 1)² = g(λ) = 2a1 a5 λ³ + (3a1 + a2 a5)λ² + 2a2 λ + a3 - a4 a5, so that
+g' = 2(a5 λ + 1)(3a1 λ + a2). The bound has a meaning where a5 λ + 1 > 0; with Q1 >= 0 that makes
+g' >= 0 there, and F falls first if at all: λ* > 0 exactly if g(0) = a3 - a4 a5 < 0, and is then
+the one root of g. For Q0 <= 0,
+
+    g(0) = 9G² Q1 + 2LΓ Q1 + 2μ² Q0 Δ1 - 2Q0 a4 = (9G² + 2LΓ) Q1 - 2Q0 (4G² + 2LΓ + N) >= 0,
+
+so λ* = 0 whenever Q0 <= 0 <= Q1. That is always: F is a mean of the ℓ_ij, and so Q0 <= 0 <= Q1.
+The theorem recommends no fairness; λ has to come from elsewhere. Nor does the bound hold where
+clipping or weights move the optimum (docs/errata.md, F8, F10).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fedpact.common import check
+from fedpact.common.errors import DataError, InputError
+from fedpact.common.notebook import print_table
+from fedpact.common.run_folder import Folder
+from fedpact.report.convergence import RunFacts
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """What the theorem assumes: G, Γ, Δ1 and the noise >= 0, 0 < μ <= L, Q0 <= Q1, Q1 >= 0.
+
+    noise: N = 2σ²C²d/B̂² (`noise_term`). Raises InputError.
+    """
+
+    gradient_bound: float
+    smoothness: float
+    convexity: float
+    gap: float
+    noise: float
+    least_difference: float
+    most_difference: float
+    start: float
+
+    def __post_init__(self) -> None:
+        check.non_negative(gradient_bound=self.gradient_bound)
+        check.positive(smoothness=self.smoothness)
+        check.positive(convexity=self.convexity)
+        check.non_negative(gap=self.gap)
+        check.non_negative(noise=self.noise)
+        check.finite(least_difference=self.least_difference)
+        check.non_negative(most_difference=self.most_difference)
+        check.non_negative(start=self.start)
+        if not self.convexity <= self.smoothness:
+            raise InputError(
+                f"convexity is {self.convexity!r} and smoothness {self.smoothness!r}: expected "
+                "convexity <= smoothness, as for every smooth loss"
+            )
+        if not self.least_difference <= self.most_difference:
+            raise InputError(
+                f"least_difference is {self.least_difference!r} and most_difference "
+                f"{self.most_difference!r}: expected the least (Q0) <= the most (Q1)"
+            )
+
+    @property
+    def a(self) -> tuple[float, float, float, float, float]:
+        """a1, ..., a5."""
+        g2, q0, q1 = self.gradient_bound**2, self.least_difference, self.most_difference
+        gap, start = 2 * self.smoothness * self.gap, self.convexity**2 * self.start
+        return (
+            g2 * q1**3,
+            6 * g2 * q1**2,
+            (9 * g2 + gap) * q1 + 2 * q0 * start,
+            4 * g2 + gap + self.noise + start,
+            2 * q0,
+        )
+
+    @property
+    def slope(self) -> float:
+        """g(0) = a3 - a4 a5, the sign of F'(0); free of μ and Δ1, and without a difference."""
+        g2, gap = self.gradient_bound**2, 2 * self.smoothness * self.gap
+        upwards = (9 * g2 + gap) * self.most_difference
+        return upwards - 2 * self.least_difference * (4 * g2 + gap + self.noise)
+
+
+def noise_term(sigma: float, clip: float, dimension: int, batch: float) -> float:
+    """Return N = 2σ²C²d/B̂². sigma: σ >= 0. clip: C > 0. batch: B̂ > 0. Raises InputError."""
+    relative = check.non_negative(sigma=sigma) * check.positive(clip=clip)
+    return 2 * (relative / check.positive(batch=batch)) ** 2 * check.count(dimension=dimension)
+
+
+def ratio(bounds: Slopes, lam: float) -> float:
+    """Return F(λ), λ >= 0. Raises InputError where a5 λ + 1 <= 0: there P is no bound."""
+    check.non_negative(lam=lam)
+    a1, a2, a3, a4, a5 = bounds.a
+    if not a5 * lam + 1 > 0:
+        raise InputError(
+            f"lam is {lam!r}: expected lam < {-1 / a5!r}, beyond which 1 + 2 Q0 lam is not positive"
+        )
+    return (((a1 * lam + a2) * lam + a3) * lam + a4) / (a5 * lam + 1)
+
+
+def bound(bounds: Slopes, lam: float, steps: int) -> float:
+    """Return P(λ) = L F(λ)/(2μ²T), the paper's bound on E F(w_T) - F*; see above for its worth."""
+    scale = bounds.smoothness / (2 * bounds.convexity**2 * check.count(steps=steps))
+    return scale * ratio(bounds, lam)
+
+
+def best_weight(bounds: Slopes) -> float:
+    """Return λ*, the argmin of F over λ >= 0: 0 unless a3 < a4 a5, then by bisection of g.
+
+    inf where F falls for ever, which needs Q0 > 0 and G Q1 = 0. Raises InputError.
+
+    >>> best_weight(Slopes(1.0, 1.0, 1.0, 0.0, 1000.0, least_difference=-0.1, most_difference=6.0,
+    ...     start=0.0))
+    0.0
+    >>> best_weight(Slopes(1.0, 1.0, 1.0, 0.0, 1000.0, least_difference=5.0, most_difference=6.0,
+    ...     start=0.0))
+    1.11...
+    """
+    if not bounds.slope < 0:
+        return 0.0
+    high = 1.0
+    while not _slope_at(bounds, high) > 0:
+        high *= 2
+        if not math.isfinite(high):
+            return math.inf
+    low = 0.0
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (low, middle) if _slope_at(bounds, middle) > 0 else (middle, high)
+    return high
+
+
+def _slope_at(bounds: Slopes, lam: float) -> float:
+    """g(λ), the sign of F'(λ) at λ > 0."""
+    a1, a2, _, _, a5 = bounds.a
+    # Divided by λ², so that a large λ does not overflow.
+    high = 2 * a1 * a5 * lam + 3 * a1 + a2 * a5
+    return high + (2 * a2 + bounds.slope / lam) / lam
+
+
+PAPER_VALUES: dict[str, float] = {
+    "sigma": 2.0,
+    "C": 0.1,
+    "d": 582_026,
+    "B": 75.0,
+    "Q0": -2.3,
+    "T": 600,
+}
+SHARES = (0.03, 0.1, 0.3, 1.0)
+WHY_ZERO = (
+    "The theorem's λ* is 0. Its bound falls with λ only if a3 < a4 a5, and a5 = 2 Q0 where Q0 "
+    "bounds ℓ - F from below. F is a mean of the losses, so Q0 <= 0 <= Q1, a3 - a4 a5 >= 0, and "
+    "the bound only grows: it recommends no fairness, whatever the other numbers "
+    "(docs/errata.md, F10)."
+)
+WHY_POSITIVE = (
+    "λ* > 0 because Q0 > 0 was given: no record's loss may be below the mean loss, which no data "
+    "satisfy (docs/errata.md, F10)."
+)
+ALTERNATIVES = (
+    "Choose λ by a sweep of validation accuracy and Ψ: each fairness_weight a configuration of its "
+    "own, side by side with `fedpact compare`. Or from released numbers: λ = c/F with c in (0, 1] "
+    'and F the loss that the sites release, which settings = { weight_rule = "relative", '
+    "fairness_weight = c } follows round by round. Weights 1 + λ(ℓ - F) are clamped at 0, so with "
+    "c <= 1 no record is left out, and as ℓ and F fall together the weights keep their spread."
+)
+
+
+@dataclass(frozen=True)
+class TheoremInputs:
+    """The theorem's numbers. given: sigma, C, d, B, Q0, T, as far as they were given."""
+
+    gradient_bound: float
+    smoothness: float
+    convexity: float
+    gap: float
+    most_difference: float
+    start: float
+    given: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+def answer_question(question: TheoremInputs, run: RunFacts | None) -> dict[str, Any]:
+    """Return what --json prints. Raises InputError, and DataError for a damaged run."""
+    measured = _released(run) if run else {}
+    released = measured.pop("loss", None)
+    known = PAPER_VALUES | measured | dict(question.given)
+    steps, dimension = int(known["T"]), int(known["d"])
+    bounds = Slopes(
+        gradient_bound=question.gradient_bound,
+        smoothness=question.smoothness,
+        convexity=question.convexity,
+        gap=question.gap,
+        noise=noise_term(known["sigma"], known["C"], dimension, known["B"]),
+        least_difference=known["Q0"],
+        most_difference=question.most_difference,
+        start=question.start,
+    )
+    best = best_weight(bounds)
+    # Q0 = -F where nothing else is known: losses are >= 0.
+    loss = -known["Q0"] if known["Q0"] < 0 else None
+    sweep = [share / loss for share in SHARES] if loss else []
+    usable = [lam for lam in sorted({0.0, best, *sweep}) if 1 + bounds.a[4] * lam > 0]
+    return {
+        "lam": best,
+        "why": WHY_POSITIVE if best > 0 else WHY_ZERO,
+        "instead": ALTERNATIVES,
+        "sweep": sweep,
+        "numbers": {
+            "G": question.gradient_bound,
+            "L": question.smoothness,
+            "mu": question.convexity,
+            "Gamma": question.gap,
+            "Q1": question.most_difference,
+            "Delta1": question.start,
+            **known,
+            "T": steps,
+            "d": dimension,
+        },
+        "from_run": sorted(set(measured) - set(question.given)),
+        "a": bounds.a,
+        "slope_at_0": bounds.slope,
+        "bound": [{"lam": lam, "P": bound(bounds, lam, steps)} for lam in usable],
+        "loss": released,
+    }
+
+
+def _released(run: RunFacts) -> dict[str, float]:
+    """What a run made public: its terms, the worst of all sites, and its first and last F."""
+    found: dict[str, float] = {}
+    if terms := run.privacy["sites"]:
+        try:
+            found["sigma"] = max(float(t["sigmas"]["gradient"]) for t in terms.values())
+        except KeyError as error:
+            raise DataError(
+                f"privacy.json in {run.path} lacks {error} of a site: expected the noise of the "
+                "gradient; restore the file, or run the plan again into a new folder"
+            ) from None
+        found["C"] = max(site.clip for site in run.site_privacy.values())
+        found["B"] = min(site.rate * site.size for site in run.site_privacy.values())
+    if rounds := [r for r in run.records if r.round]:
+        found["T"] = len(rounds)
+    checkpoint = Folder(run.path).path / "state.safetensors"
+    if checkpoint.exists():
+        found["d"] = Folder(run.path).restore()[0].state.vectors["w"].numel()
+    # FedFDP's own F, or that of [fairness] around another algorithm.
+    names = ("loss", "fair/loss")
+    losses = [r.numbers[name] for r in run.records for name in names if name in r.numbers]
+    positive = [loss for loss in losses if loss > 0]
+    if not positive:
+        raise InputError(
+            f"{run.path} has no released loss: expected a run of FedFDP, or with [fairness], after "
+            "its first round; name the folder of such a run, or none"
+        )
+    return found | {"Q0": -positive[0], "loss": positive[-1]}
+
+
+def print_answer(found: Mapping[str, Any]) -> None:
+    """Print for a reader."""
+    console = Console(highlight=False, soft_wrap=True)
+    numbers = ", ".join(f"{k} = {v:.4g}" for k, v in found["numbers"].items())
+    console.print(numbers, markup=False)
+    if found["from_run"]:
+        console.print(f"from the run's released numbers: {', '.join(found['from_run'])}")
+    console.print(f"\nλ* = {found['lam']:.4g}    a3 - a4 a5 = {found['slope_at_0']:.4g}")
+    console.print(found["why"] + "\n")
+    console.print(found["instead"], markup=False)
+    if found["loss"] is not None:
+        console.print(f"The last released F is {found['loss']:.4g}: λ <= {1 / found['loss']:.3g}.")
+    title = "the theorem's bound, as far as it has a meaning: 1 + 2 Q0 λ > 0"
+    table = Table(title=title, title_justify="left", box=None)
+    table.add_column("λ", justify="right")
+    table.add_column("P(λ)", justify="right")
+    for row in found["bound"]:
+        table.add_row(f"{row['lam']:.3g}", f"{row['P']:.4g}")
+    print_table(console, table)
+    if found["sweep"]:
+        console.print("sweep: λ = 0, " + ", ".join(f"{lam:.3g}" for lam in found["sweep"]))

@@ -1,0 +1,210 @@
+"""FedProxVR's parameters: what `fedpact tune` says of them, and their figure."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from fedpact.common.errors import InputError
+from fedpact.common.files import check_file
+from fedpact.common.notebook import print_table
+from fedpact.studies.papers.proxvr_search import Losses, Optimum, Parameters, Solver, minimise, path
+
+UNIT = "(1 + γτ)/Θ: training time in units of Δ(w⁰) d_com/ε, ε the accuracy asked for"
+ROWS = {
+    "whole": "(23), whole τ",
+    "real": "(23), real τ",
+    "lemma1": "Lemma 1, whole τ",
+}
+PROVEN = (
+    "(23) is the paper's problem, with τ at Lemma 1's upper bound; the last row takes any β and τ "
+    "that Lemma 1 allows. Within its problem nothing has an objective below the certified bound, "
+    "found by branch and bound over τ in a box that holds every optimum."
+)
+WORTH = (
+    "The theorem needs its L, λ and σ̄² at every w, and is loose: take μ, β and τ as a start for a "
+    "sweep. The last row is never worse than the others (docs/errata.md, V4)."
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """L, λ, σ̄², γ and the inner loop. Raises InputError: a solver that Lemma 1 does not cover."""
+
+    smoothness: float
+    weak_convexity: float
+    heterogeneity: float
+    gamma: float
+    solver: str = "sarah"
+
+    def __post_init__(self) -> None:
+        if self.solver not in ("sarah", "svrg"):
+            raise InputError(f"--solver is {self.solver!r}: expected sarah or svrg")
+
+    def losses(self, factor: float = 1.0) -> Losses:
+        """Return Assumption 1's numbers, σ̄² times a factor."""
+        return Losses(self.smoothness, self.weak_convexity, factor * self.heterogeneity)
+
+    @property
+    def inner(self) -> Solver:
+        """The inner loop, as the theory names it."""
+        return cast(Solver, self.solver)
+
+    def optimum(self, *, tight: bool = True, whole: bool = True) -> Optimum:
+        """Return the optimum; see `minimise`."""
+        return minimise(self.losses(), self.gamma, self.inner, tight=tight, whole=whole)
+
+
+def candidate_document(setting: Candidate, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what --json prints: on top the optimum of the paper's (23) with whole τ.
+
+    settings: for a plan, by Lemma 1 without the paper's equalities, which is never worse.
+    """
+    best = setting.optimum()
+    real = setting.optimum(whole=False)
+    free = setting.optimum(tight=False)
+    return {
+        "solver": setting.solver,
+        "L": setting.smoothness,
+        "lam": setting.weak_convexity,
+        "sigma2": setting.heterogeneity,
+        "gamma": setting.gamma,
+        **_numbers(best),
+        "real": _numbers(real),
+        "lemma1": _numbers(free),
+        "settings": {
+            "solver": setting.solver,
+            "smoothness": setting.smoothness,
+            "step_divisor": free.beta,
+            "proximal": free.mu,
+            "local_steps": free.tau,
+        },
+        "unit": UNIT,
+        **measured,
+    }
+
+
+def _numbers(best: Optimum) -> dict[str, Any]:
+    return {
+        "mu": best.mu,
+        "beta": best.beta,
+        "tau": best.tau,
+        "theta": best.theta,
+        "Theta": best.decrease,
+        "objective": best.objective,
+        "certificate": {
+            "lower": best.lower,
+            "gap": best.gap,
+            "mu": best.mu_range,
+            "beta": best.beta_range,
+            "tau": best.tau_range,
+            "intervals": best.cells,
+        },
+    }
+
+
+def print_document(found: Mapping[str, Any]) -> None:
+    """Print for a reader."""
+    console = Console(highlight=False, soft_wrap=True)
+    for line in found.get("notes", ()):
+        console.print(line)
+    title = (
+        f"{found['solver'].upper()}: L = {found['L']:.4g}, λ = {found['lam']:.4g}, "
+        f"σ̄² = {found['sigma2']:.4g}, γ = {found['gamma']:.4g}"
+    )
+    table = Table(title=title, title_justify="left", box=None)
+    table.add_column("problem", no_wrap=True)
+    for column in ("μ", "β", "τ", "θ", "Θ", "objective", "certified >="):
+        table.add_column(column, justify="right")
+    for key, name in ROWS.items():
+        row = found if key == "whole" else found[key]
+        tau = f"{row['tau']}" if isinstance(row["tau"], int) else f"{row['tau']:.1f}"
+        table.add_row(
+            name,
+            *(f"{row[k]:.4g}" for k in ("mu", "beta")),
+            tau,
+            *(f"{row[k]:.4g}" for k in ("theta", "Theta")),
+            *(f"{x:.6g}" for x in (row["objective"], row["certificate"]["lower"])),
+        )
+    print_table(console, table)
+    console.print(f"objective: {UNIT}.")
+    console.print(PROVEN)
+    console.print(WORTH)
+    settings = (
+        f"{name} = {value:.6g}" if isinstance(value, float) else f"{name} = {json.dumps(value)}"
+        for name, value in found["settings"].items()
+    )
+    console.print(f"The last row in a plan: settings = {{ {', '.join(settings)} }}", markup=False)
+    if "figure" in found:
+        console.print(f"figure: {found['figure']}", markup=False)
+
+
+FACTORS = (1, 2, 5)
+GAMMAS = (1e-4, 1.0)
+POINTS = 60
+PANELS = (
+    ("beta", "β*", "linear"),
+    ("mu", "μ*", "linear"),
+    ("theta", "θ", "linear"),
+    ("decrease", "Θ", "linear"),
+    ("tau", "τ*", "log"),
+)
+
+
+def _curves(setting: Candidate) -> dict[float, list[tuple[float, Parameters]]]:
+    """Return (γ, optimum of (23) with real τ) for each σ̄²; γ from 1e-4 to 1, and the setting's."""
+    low, high = min(GAMMAS[0], setting.gamma), max(GAMMAS[1], setting.gamma)
+    gammas = np.geomspace(low, high, POINTS).tolist()
+    factors = FACTORS if setting.heterogeneity else FACTORS[:1]
+    return {
+        factor * setting.heterogeneity: list(
+            zip(gammas, path(setting.losses(factor), gammas, setting.inner), strict=True)
+        )
+        for factor in factors
+    }
+
+
+def draw(setting: Candidate, out: Path) -> None:
+    """Draw β*, μ*, θ, Θ and τ* against γ into a file, .png or .svg. Raises InputError."""
+    check_file("--out", out, ".png", ".svg")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+    found = _curves(setting)
+    figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), sharex=True, layout="constrained")
+    flat: list[Any] = list(axes.flat)
+    for axis, (name, label, scale) in zip(flat, PANELS, strict=False):
+        for spread, points in found.items():
+            values = [getattr(best, name) for _, best in points]
+            axis.plot([g for g, _ in points], values, label=f"σ̄² = {spread:.3g}")
+        axis.axvline(setting.gamma, color="0.6", linewidth=1, linestyle=":")
+        axis.set(xscale="log", yscale=scale, ylabel=label, xlabel="γ = d_cmp/d_com")
+        axis.grid(alpha=0.3, which="both")
+        axis.tick_params(labelbottom=True)
+        if scale == "log":
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter(ScalarFormatter())
+            axis.yaxis.set_minor_formatter(NullFormatter())
+    handles, labels = flat[0].get_legend_handles_labels()
+    flat[-1].axis("off")
+    flat[-1].legend(handles, labels, loc="center", frameon=False, title="dotted: the γ asked for")
+    figure.suptitle(
+        f"FedProxVR, {setting.solver.upper()}: least training time by (23), "
+        f"L = {setting.smoothness:.3g}, λ = {setting.weak_convexity:.3g}",
+        fontsize="medium",
+    )
+    try:
+        figure.savefig(out, dpi=150)
+    except OSError as error:
+        raise InputError(f"--out is {str(out)!r}: cannot be written ({error.strerror})") from error
+    finally:
+        pyplot.close(figure)

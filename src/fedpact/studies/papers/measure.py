@@ -1,0 +1,379 @@
+"""Measure a problem's constants: smoothness, curvature, variance.
+
+Assumption 1 of the paper asks for one L, λ and σ_n at every w; what is seen here is a few points,
+so L and λ are estimated from below and σ̄² for those points only. σ̄² has no bound where the global
+gradient vanishes and the sites' do not (docs/errata.md, V5): it grows as a run converges.
+
+    L    max over records i of ‖∇²f_i(w)‖                  spectra of single records' losses
+    λ    max(0, max over sites n of -λ_min(∇²F_n(w)))      spectra of whole sites' losses
+    σ̄²   Σ p_n ‖∇F_n(w) - ∇F(w)‖² / ‖∇F(w)‖²
+
+All of them are exact numbers of the records. They have no (ε, δ): use them on data of your own or
+public data, never as a message of a site.
+
+The records of a simulation are on this machine, and the estimates are exact numbers of them: no
+site would release them, and no (ε, δ) covers them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from torch import Tensor, nn
+
+from fedpact.common import check
+from fedpact.common.errors import DataError, InputError
+from fedpact.common.losses import cross_entropy
+from fedpact.common.messages import RoundRecord
+from fedpact.common.params import FlatModel
+from fedpact.common.run_folder import Costs, Folder
+from fedpact.data.partition import Partition
+from fedpact.plan import Plan
+from fedpact.report.convergence import RunFacts
+from fedpact.simulation.setup import SimulationSetup
+
+Vector = NDArray[np.float64]
+Product = Callable[[Vector], Vector]
+"""v [d] -> Hv [d], for a symmetric H."""
+
+_SHARES = (5.0, 95.0)  # percentiles of a bootstrap interval
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and its spread: the 5 % and 95 % points of a bootstrap over the parts.
+
+    parts: what each site or record says for itself. The interval is of as many parts drawn from
+    these, and need not hold the value: of a maximum `high` is never above it, and a mean over sites
+    drawn twice cancels less, so that σ̄² comes out smaller.
+    """
+
+    value: float
+    low: float
+    high: float
+    parts: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """The ends of a symmetric operator's spectrum from inside: Ritz values, low <= high.
+
+    residual: some eigenvalue is within this distance of each end, 0 where the ends are exact.
+    """
+
+    low: float
+    high: float
+    residual: float
+
+
+def spectrum(
+    product: Product, dimension: int, draws: np.random.Generator, iterations: int = 30
+) -> Spectrum:
+    """Return the ends of the spectrum by Lanczos' method with full reorthogonalisation.
+
+    From a random start the ends of a wide spectrum are found first; with iterations >= dimension
+    they are exact. Raises InputError: a product that is not finite or has another shape.
+
+    >>> diagonal = np.array([-1.0, 0.5, 2.0, 7.0])
+    >>> found = spectrum(lambda v: diagonal * v, 4, np.random.default_rng(0))
+    >>> round(found.low, 9), round(found.high, 9)
+    (-1.0, 7.0)
+    """
+    check.count(dimension=dimension)
+    steps = min(check.count(iterations=iterations), dimension)
+    start = draws.standard_normal(dimension)
+    basis = np.zeros((steps, dimension))
+    basis[0] = start / np.linalg.norm(start)
+    diagonal, beside = np.zeros(steps), np.zeros(steps)
+    for k in range(steps):
+        image = np.asarray(product(basis[k]), dtype=np.float64)
+        if image.shape != (dimension,) or not np.all(np.isfinite(image)):
+            raise InputError(
+                f"product gave shape {image.shape}, finite: {bool(np.all(np.isfinite(image)))}; "
+                f"expected finite numbers of shape {(dimension,)}"
+            )
+        scale = float(np.linalg.norm(image))
+        diagonal[k] = basis[k] @ image
+        for _ in range(2):  # twice is enough to be orthogonal to rounding
+            image = image - basis[: k + 1].T @ (basis[: k + 1] @ image)
+        beside[k] = float(np.linalg.norm(image))
+        if k + 1 == steps or beside[k] <= 1e-12 * scale:
+            return _ritz(diagonal[: k + 1], beside[: k + 1])
+        basis[k + 1] = image / beside[k]
+    raise InputError(f"dimension is {dimension!r}: expected at least 1")
+
+
+def _ritz(diagonal: Vector, beside: Vector) -> Spectrum:
+    small = np.diag(diagonal) + np.diag(beside[:-1], 1) + np.diag(beside[:-1], -1)
+    values, vectors = np.linalg.eigh(small)
+    residuals = np.abs(beside[-1] * vectors[-1])
+    return Spectrum(float(values[0]), float(values[-1]), float(max(residuals[0], residuals[-1])))
+
+
+def smoothness(spectra: Sequence[Spectrum], draws: np.random.Generator) -> Estimate:
+    """Return L, the largest ‖H‖ seen, from below. spectra: of single records' losses, >= 1."""
+    parts = np.array([max(abs(s.low), abs(s.high)) for s in spectra])
+    return _bootstrap(parts, lambda chosen: float(parts[chosen].max()), draws)
+
+
+def weak_convexity(spectra: Sequence[Spectrum], draws: np.random.Generator) -> Estimate:
+    """Return λ, the most negative curvature seen, from below; 0 where none is negative.
+
+    spectra: of whole sites' losses, >= 1.
+    """
+    parts = np.array([max(0.0, -s.low) for s in spectra])
+    return _bootstrap(parts, lambda chosen: float(parts[chosen].max()), draws)
+
+
+def heterogeneity(
+    gradients: Vector, weights: Sequence[float], draws: np.random.Generator
+) -> Estimate:
+    """Return σ̄² = Σ p_n σ_n² at one point, σ_n = ‖∇F_n - ∇F‖/‖∇F‖, ∇F = Σ p_n ∇F_n.
+
+    gradients: [N, d], the sites' at that point; gradients of samples add their own variance.
+    weights: p_n up to a factor, > 0. The interval is of sites drawn anew, with their ∇F. inf where
+    ∇F is 0 and a site's is not. Raises InputError.
+
+    >>> towards = np.array([[1.0, 0.0], [3.0, 0.0]])
+    >>> heterogeneity(towards, [1, 1], np.random.default_rng(0)).value
+    0.25
+    """
+    if gradients.ndim != 2 or not len(gradients) or not np.all(np.isfinite(gradients)):
+        raise InputError(
+            f"gradients has shape {gradients.shape}: expected finite numbers [N, d], N >= 1"
+        )
+    p = np.array([check.positive(weight=w) for w in weights])
+    if p.shape != gradients.shape[:1]:
+        raise InputError(f"weights has {p.size} entries: expected one a site, {len(gradients)}")
+
+    def each(chosen: NDArray[np.intp]) -> tuple[Vector, Vector]:
+        share, vectors = p[chosen] / p[chosen].sum(), gradients[chosen]
+        mean = share @ vectors
+        apart = ((vectors - mean) ** 2).sum(1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(apart > 0, apart / (mean @ mean), 0.0), share
+
+    def mean_square(chosen: NDArray[np.intp]) -> float:
+        squares, share = each(chosen)
+        return float(share @ squares)
+
+    parts, _ = each(np.arange(len(p)))
+    return _bootstrap(parts, mean_square, draws)
+
+
+def _bootstrap(
+    parts: Vector,
+    statistic: Callable[[NDArray[np.intp]], float],
+    draws: np.random.Generator,
+    resamples: int = 200,
+) -> Estimate:
+    if not parts.size:
+        raise InputError("parts is empty: expected at least one site or record")
+    drawn = [statistic(draws.integers(parts.size, size=parts.size)) for _ in range(resamples)]
+    # Not interpolated: an infinite draw must not make the others NaN.
+    low, high = np.percentile(drawn, _SHARES, method="nearest")
+    whole = statistic(np.arange(parts.size))
+    return Estimate(whole, float(low), float(high), tuple(float(x) for x in parts))
+
+
+# Gradients of SITES sites, IN_GRADIENT records each; spectra of CURVED of them, by IN_HESSIAN
+# records and SINGLE single ones: a minute of computing for a CNN of half a million weights.
+SITES, IN_GRADIENT = 20, 1000
+CURVED, IN_HESSIAN, SINGLE, ITERATIONS = 3, 40, 2, 8
+UNPROTECTED = (
+    "L, λ and σ̄² were estimated from the simulation's records: exact numbers of them, which no "
+    "(ε, δ) covers. L and λ are seen from below; σ̄² grows as a run converges, and where the sites' "
+    "optima differ it has no bound (docs/errata.md, V5)."
+)
+
+_EVALUATED = (
+    " The time of evaluations is among it: run with run.evaluate_every above the number of rounds "
+    "to leave it out."
+)
+
+
+def from_run(
+    run: RunFacts, given: Mapping[str, float | None]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return L, lam, sigma2 and gamma, measured where they are not given, and what to report.
+
+    Raises DataError: the run's records are not on this machine. InputError: rounds that
+    do not tell γ.
+    """
+    numbers = {name: value for name, value in given.items() if value is not None}
+    notes, measured = list[str](), dict[str, Any]()
+    if "gamma" not in numbers:
+        costs = split_records(run.records)
+        numbers["gamma"] = costs.gamma
+        measured["costs"] = asdict(costs)
+        notes.append(costs.note)
+    if wanted := {"L", "lam", "sigma2"} - set(numbers):
+        with Console(stderr=True).status("estimating L, λ and σ̄²"):
+            estimates = _estimates(run.path)
+        chosen = {"L": estimates["L"], "lam": estimates["lam"]}
+        # Assumption 1 is about every w, so of two points the worse.
+        chosen["sigma2"] = max(
+            estimates["sigma2_first"], estimates["sigma2_last"], key=lambda e: e.value
+        )
+        numbers |= {name: chosen[name].value for name in wanted}
+        if "lam" in wanted:
+            # Records and sites are different samples: an L-smooth loss is L-weakly convex at most.
+            numbers["lam"] = min(numbers["lam"], numbers["L"])
+        measured["estimates"] = {
+            name: {"value": e.value, "low": e.low, "high": e.high} for name, e in estimates.items()
+        }
+        notes += [UNPROTECTED, _spreads(estimates)]
+    return numbers, {"run": str(run.path), **measured, "notes": notes}
+
+
+# ---------------------------------------------------------------- time
+
+
+@dataclass(frozen=True)
+class Split:
+    """Seconds of a round beside its steps, and of one local iteration; how they were told apart."""
+
+    d_com: float
+    d_cmp: float
+    rounds: int
+    separated: bool
+    note: str
+
+    @property
+    def gamma(self) -> float:
+        """γ = d_cmp/d_com."""
+        return self.d_cmp / self.d_com
+
+
+def split_records(records: Sequence[RoundRecord]) -> Split:
+    """Return d_com and d_cmp by least squares of seconds = d_com + d_cmp τ over the rounds.
+
+    Rounds that were evaluated also took the time of that: they are left out, unless only they have
+    several τ, or there are no others. Where all τ are equal the two cannot be told apart, and each
+    gets half of a round. Raises InputError: no rounds with steps, or seconds that leave nothing for
+    one of the two.
+    """
+    trained = [record for record in records if record.round and record.steps]
+    bare = [record for record in trained if record.accuracy is None and not record.scores]
+    evaluated = len(_taus(bare)) < min(2, len(_taus(trained)))
+    costs = Costs()
+    for record in trained if evaluated else bare:
+        costs = costs.after(record.bytes_down + record.bytes_up, record.steps, record.seconds)
+    if not costs.rounds or not costs.seconds > 0:
+        raise InputError(
+            "the run has no round with local steps and seconds: expected at least one; give "
+            "--gamma, or run more rounds"
+        )
+    if costs.rounds * costs.squares == costs.steps**2:
+        tau, each = costs.steps // costs.rounds, costs.seconds / costs.rounds
+        note = (
+            f"All {costs.rounds} rounds had τ = {tau}, so their {each:.3g} s cannot be split into "
+            f"messages and local steps. Half of it is put on each: d_com = {each / 2:.3g} s, "
+            f"d_cmp = {each / 2 / tau:.3g} s, γ = 1/τ. Anything else is as possible: give --gamma, "
+            "or a run with several τ."
+        )
+        return Split(each / 2, each / 2 / tau, costs.rounds, False, note + _EVALUATED * evaluated)
+    d_com, d_cmp = costs.split_seconds()
+    if not (d_com > 0 and d_cmp > 0):
+        raise InputError(
+            f"the rounds' seconds give d_com = {d_com:.3g} and d_cmp = {d_cmp:.3g}: expected both "
+            "> 0, the time of a round to grow with τ; give --gamma"
+        )
+    note = (
+        f"{costs.rounds} rounds of several τ: d_com = {d_com:.3g} s a round, d_cmp = {d_cmp:.3g} s "
+        "a local step, by least squares. In a simulation messages cross no network."
+    )
+    return Split(d_com, d_cmp, costs.rounds, True, note + _EVALUATED * evaluated)
+
+
+def _taus(records: Sequence[RoundRecord]) -> set[int]:
+    return {record.steps for record in records}
+
+
+# ---------------------------------------------------------------- curvature
+
+
+def _spreads(estimates: Mapping[str, Estimate]) -> str:
+    names = {
+        "L": "L",
+        "lam": "λ",
+        "sigma2_first": "σ̄² at the first model",
+        "sigma2_last": "σ̄² at the last",
+    }
+    parts = (
+        f"{names[key]} = {e.value:.3g} [{e.low:.3g}, {e.high:.3g}]" for key, e in estimates.items()
+    )
+    return (
+        f"{', '.join(parts)}; in brackets the 5 % and 95 % points over sites or records drawn anew."
+    )
+
+
+def _estimates(run: Path) -> dict[str, Estimate]:
+    if not Folder(run).partition.exists():
+        raise DataError(
+            f"{run} has no partition.json: the records are with the sites, so L, λ and σ̄² cannot "
+            "be estimated here; give --L, --lam and --sigma2"
+        )
+    plan = Plan.parse(Folder(run).read_json("plan.json"))
+    scene = SimulationSetup.of(plan, partition=Partition.load(Folder(run).partition))
+    checkpoint, _ = Folder(run).restore()
+    model = FlatModel(scene.module().eval())
+    points = [model.vector.clone(), checkpoint.state.vectors["w"]]
+    draws = np.random.default_rng(plan.seed)
+    chosen = draws.permutation(len(scene.sites))[:SITES].tolist()
+    sites = [_sample(scene.sites[i].x, scene.sites[i].y, draws) for i in chosen]
+    sizes = [float(len(scene.sites[i].y)) for i in chosen]
+    single, whole, gradients = list[Spectrum](), list[Spectrum](), list[Vector]()
+    for w in points:
+        model.load(w)
+        gradients.append(np.stack([_gradient(model, x, y) for x, y in sites]))
+        for x, y in sites[:CURVED]:
+            whole.append(_spectrum(model, x[:IN_HESSIAN], y[:IN_HESSIAN], draws))
+            ones = range(min(SINGLE, len(y)))
+            single += [_spectrum(model, x[i : i + 1], y[i : i + 1], draws) for i in ones]
+    return {
+        "L": smoothness(single, draws),
+        "lam": weak_convexity(whole, draws),
+        "sigma2_first": heterogeneity(gradients[0], sizes, draws),
+        "sigma2_last": heterogeneity(gradients[1], sizes, draws),
+    }
+
+
+def _sample(x: Tensor, y: Tensor, draws: np.random.Generator) -> tuple[Tensor, Tensor]:
+    """At most IN_GRADIENT of a site's records, in an order drawn."""
+    order = torch.from_numpy(draws.permutation(len(y))[:IN_GRADIENT])
+    return x[order], y[order]
+
+
+def _slopes(
+    model: FlatModel, x: Tensor, y: Tensor, *, again: bool
+) -> tuple[list[nn.Parameter], Tensor]:
+    parameters = [p for p in model.module.parameters() if p.requires_grad]
+    loss = cross_entropy(model.module(x), y).mean()
+    slopes = torch.autograd.grad(loss, parameters, create_graph=again)
+    return parameters, torch.cat([g.reshape(-1) for g in slopes])
+
+
+def _gradient(model: FlatModel, x: Tensor, y: Tensor) -> Vector:
+    return _slopes(model, x, y, again=False)[1].double().numpy()
+
+
+def _spectrum(model: FlatModel, x: Tensor, y: Tensor, draws: np.random.Generator) -> Spectrum:
+    return spectrum(_product(model, x, y), model.size, draws, ITERATIONS)
+
+
+def _product(model: FlatModel, x: Tensor, y: Tensor) -> Callable[[Vector], Vector]:
+    """v -> Hv of the mean loss, at the model's present weights."""
+    parameters, slope = _slopes(model, x, y, again=True)
+
+    def product(v: Vector) -> Vector:
+        along = slope @ torch.from_numpy(v).to(slope)
+        rows = torch.autograd.grad(along, parameters, retain_graph=True, materialize_grads=True)
+        return torch.cat([row.reshape(-1) for row in rows]).double().numpy()
+
+    return product

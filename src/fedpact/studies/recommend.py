@@ -1,0 +1,411 @@
+"""What to choose for a budget, from public numbers alone, and why."""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from torch import Tensor
+
+from fedpact.common.errors import InputError
+from fedpact.common.format import upper
+from fedpact.common.params import FlatModel
+from fedpact.data.advice import advise, find_undeclared, square
+from fedpact.data.features.settings import FeatureSettings, suggest_features
+from fedpact.data.features.stage import FeatureStage
+from fedpact.models.build import build
+from fedpact.models.zoo import LogisticSettings
+from fedpact.plan import Plan
+from fedpact.privacy.accounting.accountant import ADJACENCY
+from fedpact.privacy.accounting.planner import FullBatch, full_batch, signal_to_noise
+from fedpact.privacy.column_scales import advise_of_loud, mean_noise
+from fedpact.privacy.settings import Privacy
+from fedpact.simulation.setup import describe_undeclared_classes, is_table, load_data
+from fedpact.studies.circumstances import Circumstances, SiteNoise, check_kind, sizes_of, with_sites
+from fedpact.studies.starting_plan import configuration
+
+# A share of the gradient's length at the zero model, which is about that of the row.
+_CLIP: Final = 0.2
+_BIAS: Final = 0.3  # for rows up to a length of _USUAL, as of the hospitals' table
+_USUAL: Final = 6.0
+_BIAS_SHARE: Final = 0.1  # of a longer record's length
+
+
+def heaviest(document: Mapping[str, Any]) -> float:
+    """Return by how much the largest class weight lengthens a gradient, which a clip would undo."""
+    return max(1.0, *(document.get("task", {}).get("class_weights") or ()), 1.0)
+
+
+def clip_of(length: float, heaviest: float) -> float:
+    """Return C for records of about this length."""
+    return float(f"{_CLIP * length * heaviest:.1g}")
+
+
+def explain_clip(heaviest: float) -> str:
+    """Return why it is that."""
+    more = " and the largest class weight" if heaviest > 1 else ""
+    return f"C, {_CLIP:g} of a record's length{more}: a share of its first gradient"
+
+
+def bias_of(length: float) -> float:
+    """Return the input for which a class has a weight.
+
+    One of 1 takes as much of what a clip leaves of a row, and one-hot codes hold one; without a
+    tenth of a longer row nothing answers how common a class is.
+    """
+    return min(1000.0, float(f"{_BIAS_SHARE * length:.1g}")) if length > _USUAL else _BIAS
+
+
+def explain_bias(features: bool) -> str:
+    """Return why it is that; of features there is none."""
+    if features:
+        return "it would take its part of every clip"
+    return f"its input: {_BIAS:g}, or of records longer than {_USUAL:g} a tenth of that"
+
+
+def pay(chosen: FullBatch) -> str:
+    """Return why there are so many rounds."""
+    if chosen.rounds < chosen.useful:
+        return f"were allowed; {chosen.useful} would pay at this signal to noise"
+    return "pay at this signal to noise"
+
+
+def delta_too_large(promised: Iterable[tuple[float, float]]) -> str:
+    """Return what a δ of 1/N or more leaves open, of (δ, N) of each site; "" where none has it."""
+    worst = max(promised, key=lambda one: one[0] * one[1], default=(0.0, 0.0))
+    delta, size = worst
+    if not delta * size >= 1:
+        return ""
+    return (
+        f"δ = {upper(delta)} at a site of {size:g} records lets each record be told with that "
+        f"chance, so one of them or more: expected a δ far below 1/N, as {0.01 / size:.1g} is"
+    )
+
+
+def noise_dominates(snr: float, *, columns: bool, alone: bool) -> tuple[str, str]:
+    """Return how far noise goes, of a signal to noise below 1, and what would help.
+
+    columns: whether a record's numbers are trained on as they are. alone: whether each site has all
+    its own noise where sites could share it out.
+    """
+    ways = ["a larger ε or δ", "more records"]
+    ways += ["fewer columns"] * columns + ["--trust sum"] * alone
+    return (
+        f"noise goes {1 / snr:.2g} times as far as all records together can",
+        "expected the opposite, ten times; what is trained may be little better than a guess. What "
+        f"would help: {', '.join(ways)}",
+    )
+
+
+_logger = logging.getLogger("fedpact")
+
+FITTED_ON: Final = (
+    "the digits (1,442 images of 8 x 8) at ε = 0.5, 2, 8 and 32; beside it, figures of records set "
+    "aside of three image sets had been seen, and the bias and the columns of tables are those of "
+    "the hospitals' heart disease; what counts of a text was chosen on Python's manual"
+)
+_MANY_COLUMNS: Final = 4
+_LONGEST: Final = 1e12
+_NETWORKS_OF_WORDS: Final = ("lstm", "transformer")
+# Of signal to noise: below it a column that says little costs more than it brings.
+_NOISY: Final = 5.0
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One way to spend the budget; snr: see privacy.accounting.planner.signal_to_noise."""
+
+    what: str
+    weights: int
+    rate: float
+    sigma: float
+    rounds: int
+    snr: float
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A configuration, why each of its values, and what others would give."""
+
+    raw: dict[str, Any]
+    reasons: dict[str, str]
+    rows: list[Alternative]
+
+    @classmethod
+    def of(cls, asked: Circumstances) -> "Recommendation":
+        """Return what suits. Raises InputError of some kind for what does not fit together."""
+        data, form = load_data(Plan.parse(asked.document)), asked.records.shared()
+        check_kind(data, form.vocabulary)
+        asked = with_sites(asked, data)
+        read = Plan.parse({**asked.document, "sites": asked.sites})
+        example = read.stage().example(data.x[0])
+        names = data.features or tuple(map(str, range(data.x[0].numel())))
+        sizes = sizes_of(asked, data, read)
+        public = _Public.of(asked, example, square(form, names), sizes, len(data.classes))
+        numbers = not (public.features or public.words)
+        bare = find_undeclared(form, names) if is_table(asked.data) and numbers else ""
+        if numbers:
+            advise(data.name, form, data.x.shape[1:], data.features, None)
+        rows = public.rows(chosen := public.chosen())
+        if asked.little and rows[0].snr < _NOISY:
+            found = cls.of(asked.without_little())
+            why = "they say little beside the others, and noise goes nearly as far as the signal"
+            return replace(found, reasons={**found.reasons, "records.drop": why})
+        raw, reasons = public.configuration(chosen), public.reasons(chosen)
+        if (snr := rows[0].snr) < 1:
+            told = noise_dominates(
+                snr, columns=numbers, alone=public.honest == 1 and asked.sites > 2
+            )
+            reasons["rounds"] = f"the fewest: {told[0]}"
+            _logger.warning("%s: %s", data.name, ": ".join(told))
+        advise_of_loud(data.name, public.noise.releases)
+        if told := delta_too_large(
+            zip((b.delta for b in asked.budgets), sizes.values(), strict=True)
+        ):
+            _logger.warning("%s: %s", data.name, told)
+        if told := describe_undeclared_classes(read, data):
+            _logger.warning("%s: %s", data.name, told)
+            raw["records"] = {**raw.get("records", {}), "classes": list(data.classes)}
+            reasons["records.classes"] = "found in the labels, and public from here on: see to them"
+        Plan.parse(raw)
+        if bare:
+            whose = bare if example.ndim == 1 else "its numbers"
+            told = f"of {whose} no range is declared: taken to lie in -1 .. 1"
+            reasons["privacy.clip"] += f"; {told}"
+            look = "`fedpact plan` of what is written here looks at them, and says what to declare"
+            _logger.warning("%s: %s; %s", data.name, told, look)
+        return cls(raw, reasons, rows)
+
+    def toml(self) -> str:
+        """Return the configuration as a file, a reason beside each table."""
+        return f"# {self.reasons['guarantee']}\n\n{configuration(self.raw, self.reasons)}"
+
+
+def _words(example: Tensor) -> bool:
+    return not example.is_floating_point()
+
+
+@dataclass(frozen=True)
+class _Public:
+    """The numbers that are public before anybody trains, and what follows from them."""
+
+    asked: Circumstances
+    honest: int
+    classes: int
+    example: Tensor
+    features: dict[str, Any]
+    noise: SiteNoise
+    length: float  # about that of a record's row
+    names: tuple[str, ...]  # of the sites
+
+    @classmethod
+    def of(
+        cls,
+        asked: Circumstances,
+        example: Tensor,
+        square: float,
+        sizes: Mapping[str, float],
+        classes: int,
+    ) -> "_Public":
+        if asked.trust not in ("own", "sum"):
+            raise InputError(f"--trust is {asked.trust!r}: expected own or sum")
+        if asked.honest and asked.trust == "own":
+            raise InputError(f"--honest is {asked.honest} with --trust own: it goes with sum")
+        honest = (asked.honest or asked.sites - 1) if asked.trust == "sum" else 1
+        if not 1 <= honest <= max(asked.sites - 1, 1):
+            raise InputError(
+                f"--trust sum of {asked.sites} sites, {honest} of them honest: expected at least 2 "
+                "sites, and an --honest from 1 to one less, as a site that looks at a sum knows "
+                "its own share"
+            )
+        features = suggest_features(tuple(example.shape), asked.mirror) if asked.features else {}
+        length = 1.0 if features or _words(example) else math.sqrt(square)
+        if not 0 < length <= _LONGEST:
+            raise InputError(
+                f"columns as they are declared make records about {length:.3g} long: expected "
+                f"between 0 and {_LONGEST:g}; declare the ranges that their numbers do have, or "
+                'scale = "range" ([records])'
+            )
+        granted = Privacy(**asked.granted)
+        sites = tuple(map(str, range(asked.sites)))
+        released = asked.records.released
+        columns = tuple(granted.release_of(released, site, sites, 1) for site in sites)
+        noise = SiteNoise(
+            asked.budgets,
+            tuple(sizes.values()),
+            columns,
+            clip=clip_of(length, heaviest(asked.document)),
+            honest=honest if asked.trust == "sum" else None,
+            # What is declared stands for sites whose records nobody deals out.
+            dealt=asked.size is None and asked.partition.get("kind", "iid") == "iid",
+        )
+        return cls(asked, honest, classes, example, features, noise, length, tuple(sizes))
+
+    @property
+    def shares(self) -> float:
+        """K / h: how often the noise that protects is in a sum."""
+        return self.asked.sites / self.honest
+
+    @property
+    def records(self) -> int:
+        """N, of all sites."""
+        return round(sum(self.noise.sizes))
+
+    @property
+    def clip(self) -> float:
+        return self.noise.clip
+
+    @property
+    def words(self) -> bool:
+        """Whether a record is words of a text, or characters."""
+        return _words(self.example)
+
+    @property
+    def model(self) -> str:
+        return "ngram" if self.words else "logistic"
+
+    def chosen(self) -> FullBatch:
+        weights = self._weights(self.model, self.features)
+        return full_batch(
+            lambda rounds: self.noise.sigma(1.0, rounds, weights),
+            self.records,
+            self.asked.sites,
+            self.asked.rounds,
+            weights=weights,
+            honest=self.honest,
+            clip=self.clip,
+            length=self.length,
+        )
+
+    def configuration(self, chosen: FullBatch) -> dict[str, Any]:
+        """Return what Plan.parse takes."""
+        asked, most = self.asked, max(self.honest, self.asked.sites - self.honest)
+        shared = {"trust": "sum", "honest": self.honest} if asked.trust == "sum" else {}
+        server = {"optimiser": "momentum", "momentum": chosen.momentum}
+        given, suits = asked.document, self.noise.settings(chosen.rounds)
+        rate = {"learning_rate": float(f"{chosen.learning_rate:.3g}")}
+        records = {"records": given.pop("records")} if "records" in given else {}
+        return {
+            **given,
+            "model": self.model,
+            "algorithm": suits["algorithm"],
+            "rounds": chosen.rounds,
+            "sites": asked.sites,
+            "sampling_rate": 1.0,
+            **({"features": self.features} if self.features else {}),
+            **({} if self.words else {"logistic": self._logistic(self.features)}),
+            "settings": {**rate, **suits["settings"]},
+            **({"server": server} if chosen.momentum else {}),
+            "privacy": {
+                **asked.granted,
+                "clip": self.clip,
+                **shared,
+            },
+            # Who looks at a sum knows one share; and 2t > K + (t - h), for no two lists of sites.
+            **({"secure_aggregation": {"threshold": most + 1}} if shared else {}),
+            **records,
+        }
+
+    def reasons(self, chosen: FullBatch) -> dict[str, str]:
+        """Return a sentence for each choice, by its key."""
+        asked = self.asked
+        whose = (
+            f"if at least {self.honest} of the {asked.sites} sites are honest"
+            if asked.trust == "sum"
+            else "each site's own noise"
+        )
+        way = f"noise moves an answer by {chosen.noise * self.length:.2g}"
+        return {
+            "guarantee": f"{asked.guarantee} per record, {ADJACENCY}, {whose}",
+            "model": "signal does not grow with the number of weights, noise does",
+            "rounds": f"as many as {pay(chosen)}; {way} in the end",
+            "sampling_rate": "all records in every step: the largest sqrt(T) q / σ there is",
+            "features.kind": (
+                "made from no record: of images of things and digits what pays most, whatever the "
+                "table's ratios; --no-features where images are of another kind"
+            ),
+            "features.mirror": "images that mean the same mirrored; --no-mirror if they do not",
+            "logistic.start": "all classes alike: nearer to the end than any draw",
+            "logistic.bias": explain_bias(bool(self.features)),
+            "settings.learning_rate": f"η, so that {way}: N = {self.records:,}",
+            "server.momentum": "the same way in fewer rounds",
+            "privacy.epsilon": "; ".join(filter(None, (self._whose(), self._release_told()))),
+            **self._told_of_noise(chosen),
+            "privacy.clip": explain_clip(heaviest(asked.document)),
+            "privacy.honest": "whose noise protects a sum; ε alone needs none, and is stated too",
+            "secure_aggregation.threshold": "the fewest of a sum with so many honest sites",
+        }
+
+    def _whose(self) -> str:
+        """Return whose each of unlike budgets is; "" where they are alike."""
+        of = self.asked.budgets
+        if len(set(of)) == 1:
+            return ""
+        unlike = len({one.delta for one in of}) > 1
+        told = [f"({one.epsilon:g}, {one.delta:g})" if unlike else f"{one.epsilon:g}" for one in of]
+        return ", ".join(f"{site} {one}" for site, one in zip(self.names, told, strict=True))
+
+    def _told_of_noise(self, chosen: FullBatch) -> dict[str, str]:
+        """Return what unlike budgets have to do with the algorithm."""
+        if len(set(self.asked.budgets)) == 1:
+            return {}
+        if not self.noise.weighed:
+            return {"algorithm": "all sites add the noise of the most careful one"}
+        longer = self.noise.alike(1.0, chosen.rounds) / chosen.sigma
+        more = f"{longer:.2g} times as long" if longer > 1.05 else "hardly longer"
+        bias = "dealt at random, records differ from site to site by chance alone"
+        if not self.noise.dealt:
+            bias = "as far as sites can be apart, so that none is passed over; less counts on noise"
+        return {
+            "algorithm": "sites of unlike budgets count by their noise, careful ones less: "
+            f"if all records counted alike, noise would be {more}",
+            "settings.bias_penalty": bias,
+        }
+
+    def _release_told(self) -> str:
+        """Return what released columns take of ε, and how far noise moves them; "" for none."""
+        noise = mean_noise(self.noise.releases)
+        if not noise:
+            return ""
+        share, names = Privacy().column_share, len(self.asked.records.released)
+        told = f"{share:.3g} of it, by 1/σ², goes to what scales {names} columns"
+        return f"{told}: noise moves a mean by {noise:.2g} of half its range"
+
+    def rows(self, chosen: FullBatch) -> list[Alternative]:
+        """Return the chosen row, and others at the same budget."""
+        d = self._weights(self.model, self.features)
+        others = [("chosen", d, 1.0, chosen.rounds)]
+        others += [(f"q = {q:g}", d, q, chosen.rounds) for q in (0.2, 0.05)]
+        others += [(f"T = {t}", d, 1.0, t) for t in sorted({1, 4 * chosen.rounds})]
+        if self.features:
+            plain = self._weights("logistic", {})
+            others.append(("logistic on the records", plain, 1.0, chosen.rounds))
+        if self.words:
+            others += [(m, self._weights(m, {}), 1.0, chosen.rounds) for m in _NETWORKS_OF_WORDS]
+        elif not self.features and self.example.ndim == 1 and len(self.example) >= _MANY_COLUMNS:
+            half = replace(self, example=self.example[: len(self.example) // 2])
+            fewer = half._weights("logistic", {})
+            others.append(("half of the columns", fewer, 1.0, chosen.rounds))
+        if len(self.example.shape) == 3 and min(self.example.shape[1:]) >= 28:
+            others.append(("cnn", self._weights("cnn", {}), 1.0, chosen.rounds))
+        rows = [self._row(*other) for other in others]
+        if self.noise.weighed:
+            alike = self.noise.alike(1.0, chosen.rounds)
+            rows.insert(1, self._row("all records alike", d, 1.0, chosen.rounds, alike))
+        return rows
+
+    def _row(
+        self, what: str, weights: int, rate: float, rounds: int, sigma: float | None = None
+    ) -> Alternative:
+        sigma = self.noise.sigma(rate, rounds, weights) if sigma is None else sigma
+        snr = signal_to_noise(rate, sigma, rounds, self.records, self.shares, weights)
+        return Alternative(what, weights, rate, sigma, rounds, snr)
+
+    def _weights(self, model: str, features: dict[str, Any]) -> int:
+        example = FeatureStage(FeatureSettings(**features), 0).example(self.example)
+        settings = LogisticSettings(**self._logistic(features))
+        return FlatModel(build(model, example, self.classes, 0, settings)).size
+
+    def _logistic(self, features: dict[str, Any]) -> dict[str, Any]:
+        return {"start": "zero", "bias": False if features else bias_of(self.length)}

@@ -1,1 +1,0 @@
-"""What is learnt: classes, numbers, several labels or pixels, and by which loss."""

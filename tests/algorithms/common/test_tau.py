@@ -1,0 +1,228 @@
+"""The choice of τ: the identities of h and G, and the argmin against mpmath by brute force."""
+
+import math
+import random
+from itertools import pairwise
+
+import mpmath as mp
+import numpy as np
+import pytest
+
+from fedpact.algorithms.common.tau_control import (
+    Drift,
+    allowed_iterations,
+    best_tau,
+    even_split,
+    gradient_spread,
+    longest,
+    objective,
+    tau_by_kappa,
+)
+from fedpact.common.errors import InputError
+
+EVEN = 1e12  # a κ at which the bracket is η to all digits that matter here
+
+
+def drawn(rng: random.Random) -> Drift:
+    rate, rho, beta, s = (10 ** rng.uniform(-3, 1) for _ in range(4))
+    return Drift(rate, rho, beta, s)
+
+
+def exact_h(drift: Drift, tau: int) -> mp.mpf:
+    """(11) as it is written, in 60 digits."""
+    with mp.workdps(60):
+        eta, beta, s = map(mp.mpf, (drift.learning_rate, drift.smoothness, drift.spread))
+        return s / beta * ((1 + eta * beta) ** tau - 1) - eta * s * tau
+
+
+def exact_g(drift: Drift, kappa: float, total: float, tau: int) -> mp.mpf:
+    with mp.workdps(60):
+        lost = mp.mpf(drift.lipschitz) * exact_h(drift, tau) / (tau * mp.mpf(kappa))
+        bracket = mp.mpf(drift.learning_rate) - lost
+        return 1 / (total * bracket) + mp.sqrt(3) / 3 if bracket > 0 else mp.inf
+
+
+# ---------------------------------------------------------------- h
+
+
+def test_h_is_zero_at_one_and_grows_faster_than_its_argument():
+    rng = random.Random(1)
+    for _ in range(50):
+        h = drawn(rng).h(30)
+        assert h[0] == 0
+        assert np.all(h[1:] > 0)
+        assert np.all(np.diff(h / np.arange(1, 31)) > 0)
+
+
+@pytest.mark.parametrize("beta", [1e-18, 1e-9, 1e-3, 1.0, 40.0])
+def test_h_keeps_its_digits_where_the_printed_form_cancels(beta):
+    drift = Drift(0.5, 1.0, beta, 2.0)
+    for tau in (2, 7, 100):
+        assert drift.h(tau)[-1] == pytest.approx(float(exact_h(drift, tau)), rel=1e-12)
+
+
+def test_h_vanishes_with_the_smoothness_and_with_the_spread():
+    assert np.all(Drift(0.5, 1.0, 0.0, 2.0).h(50) == 0)
+    assert np.all(Drift(0.5, 1.0, 1e300, 0.0).h(50) == 0)
+    # To first order in β, h = η² s β τ(τ-1)/2.
+    assert Drift(0.5, 1.0, 1e-12, 2.0).h(10)[-1] == pytest.approx(0.25 * 2e-12 * 45, rel=1e-9)
+
+
+def test_an_h_beyond_float64_is_infeasible_and_not_an_error():
+    drift = Drift(1.0, 1.0, 1e200, 1.0)
+    assert drift.h(5)[-1] == math.inf
+    assert best_tau(drift, 1e300, allowed_iterations(1000, 10), 100) in (1, 2)
+    assert objective(drift, 1.0, allowed_iterations(1000, 10), 5) == math.inf
+    assert tau_by_kappa(drift, allowed_iterations(1000, 10), 100)[-1] == (1, 0.0)
+
+
+def test_the_spread_is_the_divergence_and_the_noise():
+    # Lemma 3: E‖N(0, s² I_d)‖ <= s sqrt(d), which the paper doubles.
+    assert gradient_spread(0.3, 4, 0.25) == pytest.approx(0.3 + 2 * 2 * 0.25)
+    assert gradient_spread(0.3, 4, 0.0) == 0.3
+
+
+# ---------------------------------------------------------------- the argmin
+
+
+def test_a_constant_t_gives_one_iteration():
+    rng = random.Random(2)
+    for _ in range(50):
+        assert best_tau(drawn(rng), 10 ** rng.uniform(-3, 3), lambda tau: 500.0, 100) == 1
+
+
+def test_tau_lies_between_one_and_the_even_split():
+    rng = random.Random(3)
+    for _ in range(200):
+        left, rounds = rng.randrange(1, 3000), rng.randrange(1, 500)
+        tau = best_tau(drawn(rng), 10 ** rng.uniform(-4, 4), allowed_iterations(left, rounds), 100)
+        assert 1 <= tau <= math.ceil(left / rounds)
+
+
+def test_large_kappa_splits_evenly_and_small_kappa_gives_1():
+    rng = random.Random(4)
+    for _ in range(50):
+        drift, left, rounds = drawn(rng), rng.randrange(1, 900), rng.randrange(10, 500)
+        most = rng.randrange(1, 101)
+        total = allowed_iterations(left, rounds)
+        # T(τ) decides alone once ρh/(τκ) is below η/R_c.
+        kappa = 1 + 10 * left * float(drift.cost(100).max()) / drift.learning_rate
+        if kappa < 1e200:
+            assert best_tau(drift, kappa, total, most) == even_split(total, most)
+        assert best_tau(drift, float(drift.cost(2)[-1]) * 1e-9, total, most) == 1
+
+
+@pytest.mark.parametrize(("left", "rounds"), [(1585, 317), (177, 158), (10, 3), (7, 7), (5, 9)])
+def test_the_even_split_is_the_rounded_up_quotient(left, rounds):
+    for most in (1, 2, 4, 100):
+        assert even_split(allowed_iterations(left, rounds), most) == min(
+            math.ceil(left / rounds), most
+        )
+        assert best_tau(
+            Drift(0.5, 1, 0.1, 1), EVEN, allowed_iterations(left, rounds), most
+        ) == even_split(allowed_iterations(left, rounds), most)
+
+
+def test_as_many_rounds_as_iterations_give_one():
+    rng = random.Random(5)
+    for _ in range(50):
+        left = rng.randrange(1, 2000)
+        rounds = left + rng.randrange(0, 50)
+        assert (
+            best_tau(drawn(rng), 10 ** rng.uniform(-3, 9), allowed_iterations(left, rounds), 100)
+            == 1
+        )
+
+
+def test_nothing_left_gives_one():
+    for total in (allowed_iterations(0, 10), allowed_iterations(10, 0)):
+        assert best_tau(Drift(0.5, 1, 0.1, 1), 1.0, total, 100) == 1
+        assert even_split(total, 100) == 1
+        assert objective(Drift(0.5, 1, 0.1, 1), 1.0, total, 1) == math.inf
+        assert tau_by_kappa(Drift(0.5, 1, 0.1, 1), total, 100) == [(1, 0.0)]
+
+
+def test_brute_force_over_g_in_sixty_digits():
+    rng = random.Random(6)
+    seen = set()
+    for _ in range(40):
+        drift, kappa = drawn(rng), 10 ** rng.uniform(-2, 5)
+        total, most = (
+            allowed_iterations(rng.randrange(50, 2000), rng.randrange(5, 200)),
+            rng.randrange(2, 60),
+        )
+        values = {t: exact_g(drift, kappa, total(t), t) for t in range(1, most + 1)}
+        tau = best_tau(drift, kappa, total, most)
+        assert values[tau] == min(values.values())
+        assert objective(drift, kappa, total, tau) == pytest.approx(float(values[tau]), rel=1e-9)
+        seen.add(tau)
+    assert len(seen) > 5  # the draw reaches many of them
+
+
+def test_phi_and_lambda_enter_the_argmin_by_their_product_alone():
+    # G(τ) of the paper with φ and λ of their own: 1/(T (ηφ - ρh/(τλ²))) + sqrt(3)/3.
+    drift, total, kappa = Drift(0.5, 2.0, 0.3, 1.5), allowed_iterations(900, 60), 40.0
+    for phi in (0.01, 1.0, 30.0):
+        square = kappa / phi
+        for tau in (1, 4, 9):
+            bracket = 0.5 * phi - 2.0 * float(exact_h(drift, tau)) / (tau * square)
+            paper = 1 / (total(tau) * bracket) + math.sqrt(3) / 3
+            assert objective(drift, kappa, total, tau, phi) == pytest.approx(paper)
+
+
+def test_rounds_may_cost_more_with_more_local_iterations():
+    # 100 s; a round takes 1 s and 0.1 s an iteration: τ · 100/(1 + τ/10) is 500 at τ = 10.
+    total = allowed_iterations(500, lambda tau: 100 / (1 + tau / 10))
+    assert even_split(total, 100) == 10
+    assert best_tau(Drift(0.5, 1, 0.1, 1), EVEN, total, 100) == 10
+
+
+def test_rounds_at_most_double_and_stay_below_100():
+    assert [longest(tau) for tau in (1, 7, 50, 51, 400)] == [2, 14, 100, 100, 100]
+
+
+# ---------------------------------------------------------------- κ
+
+
+def test_the_sensitivity_is_exact():
+    # Between two of its κ, and just beside each, best_tau gives the τ it says.
+    rng = random.Random(7)
+    for _ in range(30):
+        drift, most = drawn(rng), rng.randrange(2, 101)
+        total = allowed_iterations(rng.randrange(50, 2000), rng.randrange(5, 200))
+        found = tau_by_kappa(drift, total, most)
+        taus, edges = [tau for tau, _ in found], [k for _, k in found]
+        assert taus == sorted(set(taus), reverse=True)
+        assert edges == sorted(edges, reverse=True)
+        assert (taus[0], taus[-1], edges[-1]) == (even_split(total, most), 1, 0.0)
+        for (tau, edge), (smaller, _) in pairwise(found):
+            if 1e-290 < edge < 1e290:
+                assert best_tau(drift, edge * (1 + 1e-6), total, most) == tau
+                assert best_tau(drift, edge * (1 - 1e-6), total, most) == smaller
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Drift(0.0, 1, 1, 1),
+        lambda: Drift(0.1, math.nan, 1, 1),
+        lambda: Drift(0.1, 1, -1, 1),
+        lambda: Drift(0.1, 1, 1, math.inf),
+        lambda: Drift(0.1, 1, 1, 1).h(0),
+        lambda: gradient_spread(-1.0, 4, 0.1),
+        lambda: gradient_spread(1.0, 0, 0.1),
+        lambda: longest(0),
+        lambda: allowed_iterations(-1, 3),
+        lambda: allowed_iterations(10, math.nan),
+        lambda: allowed_iterations(10, lambda tau: math.nan)(1),
+        lambda: best_tau(Drift(0.1, 1, 1, 1), 0.0, allowed_iterations(10, 3), 5),
+        lambda: best_tau(Drift(0.1, 1, 1, 1), math.nan, allowed_iterations(10, 3), 5),
+        lambda: best_tau(Drift(0.1, 1, 1, 1), 1.0, lambda tau: -1.0, 5),
+        lambda: best_tau(Drift(0.1, 1, 1, 1), 1.0, allowed_iterations(10, 3), 0),
+        lambda: even_split(allowed_iterations(10, 3), 0),
+        lambda: objective(Drift(0.1, 1, 1, 1), 1.0, allowed_iterations(10, 3), 2, phi=0.0),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong):
+    with pytest.raises(InputError):
+        wrong()

@@ -1,0 +1,245 @@
+"""Averages of the server's models: by their definitions, in files, and what stays as it was."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.conformance.conftest import Federation
+
+import fedpact
+from fedpact import algorithms
+from fedpact.algorithms.fedavg import Settings
+from fedpact.algorithms.wrappers.base import Method
+from fedpact.algorithms.wrappers.server_optimizer import Averaged, ServerSettings, read_average
+from fedpact.cli.run import execute_resume
+from fedpact.common.errors import PlanError
+from fedpact.common.losses import cross_entropy
+from fedpact.common.messages import Reply, State
+from fedpact.common.records import RoundRecord
+from fedpact.common.run_folder import Folder
+from fedpact.evaluation.metrics import evaluate
+from fedpact.plan import Plan
+from fedpact.report.page import write_report
+from fedpact.simulation.setup import SimulationSetup
+from fedpact.simulation.simulate import simulate
+
+SMALL = {"rounds": 4, "sites": 3, "run": {"workers": 1, "evaluate_every": 1}}
+KINDS = [{"average": "exponential", "average_decay": 0.7}, {"average": "tail"}]
+
+
+def beside(server, rounds, after=0):
+    return Averaged(Method("fedavg", Settings()), server, rounds, after)
+
+
+def next_state(method, state, w):
+    return method.update(state, iter([Reply("r", 1, "a", 1.0, {"w": w}, {})]))
+
+
+def path(server, rounds, models):
+    """The average after each of the models, of a run of so many rounds."""
+    method = beside(server, rounds)
+    state = method.init(torch.zeros(3, dtype=torch.float64))
+    found = []
+    for w in models:
+        state = next_state(method, state, w)
+        assert torch.equal(state.vectors["w"], w)
+        assert set(method.task(state).vectors) == {"w"}
+        found.append(read_average(state))
+    return found
+
+
+@pytest.fixture(scope="module")
+def models():
+    generator = torch.Generator().manual_seed(3)
+    return list(torch.randn(10, 3, generator=generator, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("beta", [0.01, 0.5, 0.99])
+def test_exponential_weights_fall_by_beta_and_add_up_to_one(models, beta):
+    found = path(ServerSettings(average="exponential", average_decay=beta), 10, models)
+    for t, average in enumerate(found, start=1):
+        weights = [(1 - beta) * beta ** (t - s) / (1 - beta**t) for s in range(1, t + 1)]
+        assert sum(weights) == pytest.approx(1.0)
+        mean = sum(a * w for a, w in zip(weights, models, strict=False))
+        torch.testing.assert_close(average, mean, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("share", "last"), [(0.3, 3), (0.25, 3), (1.0, 10), (0.01, 1)])
+def test_tail_is_the_mean_of_the_last_rounds(models, share, last):
+    found = path(ServerSettings(average="tail", average_share=share), 10, models)
+    for t, average in enumerate(found, start=1):
+        tail = models[10 - last : t] or [models[t - 1]]
+        torch.testing.assert_close(average, torch.stack(tail).mean(0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("share", "rounds", "done", "longer", "first"),
+    [
+        (0.5, 4, 4, 6, 4),  # with the last model before it
+        (0.5, 4, 4, 9, 5),  # after it
+        (0.2, 4, 4, 10, 9),
+        (0.5, 4, 4, 5, 3),  # as it was
+        (1.0, 4, 4, 10, 1),
+        (0.5, 6, 6, 8, 4),  # not 5: w_4 is in the mean of w_4, w_5, w_6 for good
+        (0.9, 10, 4, 5, 2),  # ended early
+        (0.5, 10, 4, 6, 4),
+        (0.6, 10, 4, 5, 4),  # not 3: w_3 is gone
+    ],
+)
+def test_tail_of_an_extended_run_covers_its_last_models(models, share, rounds, done, longer, first):
+    server = ServerSettings(average="tail", average_share=share)
+    before, after = beside(server, rounds), beside(server, longer, done)
+    state = before.init(torch.zeros(3, dtype=torch.float64))
+    for t, w in enumerate(models[:longer], start=1):
+        state = next_state(before if t <= done else after, state, w)
+        begun = int(state.numbers["average/first"])
+        mean = torch.stack(models[begun - 1 : t]).mean(0)
+        torch.testing.assert_close(read_average(state), mean, rtol=0, atol=1e-12)
+    assert begun == first
+    told = RoundRecord(longer, numbers=state.numbers).describe_average("tail")
+    assert told == f"tail average of rounds {first} to {longer}"
+
+
+@pytest.mark.parametrize(("after", "first"), [(0, 3), (5, 5)])
+def test_tail_is_known_for_runs_without_a_stated_one(models, after, first):
+    """It began by T; which the T of before an extension was is not known, and w_5 is."""
+    method = beside(ServerSettings(average="tail", average_share=5 / 7), 7, after)
+    mean = torch.stack(models[2:5]).mean(0)
+    state = State({"w": models[4], "average/w": mean}, {"average/round": 5})
+    for w in models[5:7]:
+        state = next_state(method, state, w)
+    mean = torch.stack(models[first - 1 : 7]).mean(0)
+    torch.testing.assert_close(read_average(state), mean, rtol=0, atol=1e-12)
+    assert state.numbers["average/first"] == first
+
+
+def test_an_exponential_average_goes_on_when_a_run_is_extended(models):
+    server = ServerSettings(average="exponential", average_decay=0.7)
+    state = beside(server, 6).init(torch.zeros(3, dtype=torch.float64))
+    for t, (w, whole) in enumerate(zip(models, path(server, 10, models), strict=True)):
+        state = next_state(beside(server, 6) if t < 6 else beside(server, 10, 6), state, w)
+        assert torch.equal(read_average(state), whole)
+
+
+def values(folder):
+    return torch.cat([v.reshape(-1) for v in load_file(folder).values()])
+
+
+@pytest.mark.parametrize("table", KINDS)
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"privacy": {"mode": "none"}},
+        {"privacy": {"mode": "per_sample"}},
+        # Whoever was there in the last round is sent codes in place of the model.
+        {"compression": {"kind": "grid"}},
+    ],
+)
+def test_averaging_leaves_the_run_itself_unchanged(tmp_path, table, tables):
+    plan = Plan.parse({**SMALL, "server": table, **tables})
+    alone = simulate(Plan.parse({**SMALL, **tables}), tmp_path / "alone")
+    models = []
+    result = simulate(
+        plan,
+        tmp_path / "run",
+        on_round=lambda _: models.append(Folder(tmp_path / "run").restore()[0].state.vectors["w"]),
+    )
+    whole = tmp_path / "run"
+    last = values(whole / "model.safetensors")
+    assert torch.equal(last, values(tmp_path / "alone" / "model.safetensors"))
+    assert not (tmp_path / "alone" / "average.safetensors").exists()
+    assert alone.summary["average"] is None
+    for one, other in zip(result.records, alone.records, strict=True):
+        assert (one.accuracy, one.epsilon) == (other.accuracy, other.epsilon)
+        assert (one.bytes_up, one.bytes_down) == (other.bytes_up, other.bytes_down)
+        assert not other.average
+    w, weights = torch.stack(models[1:]), torch.tensor([0.0, 0.0, 0.5, 0.5])
+    if table["average"] == "exponential":
+        weights = 0.7 ** torch.arange(3.0, -1.0, -1.0)
+    average = (weights / weights.sum()) @ w
+    state = Folder(whole).restore()[0].state
+    torch.testing.assert_close(read_average(state), average, rtol=0, atol=1e-5)
+    # The model's file has its tensors in the order of their names, as this one.
+    assert torch.equal(
+        values(whole / "average.safetensors").sort()[0], read_average(state).sort()[0]
+    )
+    module = result.model
+    torch.nn.utils.vector_to_parameters(read_average(state), module.parameters())
+    data = dataset_of(plan)
+    score = evaluate(module, cross_entropy, data.x_test, data.y_test)
+    said = json.loads((whole / "summary.json").read_text())["average"]
+    assert said == result.records[-1].average
+    assert (said["accuracy"], said["loss"]) == pytest.approx((score.accuracy, score.loss))
+    assert "psi" in said
+    page = write_report(whole).read_text()
+    assert "averaged model" in page
+    assert f"the {table['average']} average" in page
+
+
+def dataset_of(plan):
+    return SimulationSetup.of(plan, None, None).dataset
+
+
+@pytest.mark.parametrize("table", KINDS)
+def test_a_resumed_run_has_the_same_average(tmp_path, table):
+    plan = Plan.parse({**SMALL, "server": {**table, "optimiser": "adam"}})
+    simulate(plan, tmp_path / "whole")
+    done = []
+    simulate(plan, tmp_path / "cut", on_round=done.append, stop=lambda: len(done) > 3)
+    assert 1 < len(done) < 5
+    simulate(plan, tmp_path / "cut")
+    for name in ("model", "average"):
+        ends = [values(tmp_path / run / f"{name}.safetensors") for run in ("whole", "cut")]
+        assert torch.equal(*ends)
+
+
+def test_extended_run_states_which_rounds_it_averages(tmp_path, capsys):
+    """Cut off in between, too: which models are in it lasts with the server's state."""
+    run, models = tmp_path / "run", {}
+
+    def keep(record):
+        models[record.round] = Folder(run).restore()[0].state.vectors["w"]
+
+    fedpact.run(Plan.parse({**SMALL, "server": KINDS[1]}), run, on_round=keep)
+    fedpact.extend(run, 2, on_round=keep, stop=lambda: 5 in models)
+    assert 6 not in models
+    execute_resume(run, "local", as_json=False)
+    state = Folder(run).restore()[0].state
+    mean = torch.stack([models[4], models[5], state.vectors["w"]]).mean(0)
+    torch.testing.assert_close(read_average(state), mean)
+    assert "(tail average of rounds 4 to 6)" in capsys.readouterr().out
+    assert "the tail average of rounds 4 to 6" in write_report(run).read_text()
+
+
+@pytest.mark.parametrize("name", algorithms.names())
+def test_every_algorithm_has_an_average_of_its_models(name):
+    tables = {"algorithm": name, "privacy": {"mode": "none"}, "rounds": 4}
+    if name == "ali_dpfl":
+        tables["settings"] = {"iterations": 40}
+    with_one = Plan.parse({**tables, "server": {"average": "tail", "average_share": 1.0}}).method
+    paths = {}
+    for key, method in (("alone", Plan.parse(tables).method), ("beside", with_one)):
+        made = Federation(private=False)
+        paths[key] = [made.run(method, rounds) for rounds in (1, 2, 3)]
+    for one, other in zip(paths["alone"], paths["beside"], strict=True):
+        assert torch.equal(one.vectors["w"], other.vectors["w"])
+    mean = torch.stack([one.vectors["w"] for one in paths["alone"]]).mean(0)
+    torch.testing.assert_close(read_average(paths["beside"][-1]), mean, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [
+        ({"average": "mean"}, "'none', 'exponential' or 'tail'"),
+        ({"average_decay": 0.5}, "average_decay is 0.5 with server.average = 'none'"),
+        ({"average": "tail", "average_decay": 0.5}, "average_decay is 0.5"),
+        ({"average": "exponential", "average_share": 0.1}, "average_share is 0.1"),
+        ({"average": "exponential", "average_decay": 1.0}, "average_decay"),
+        ({"average": "tail", "average_share": 0.0}, "average_share"),
+        ({"average": "tail", "average_share": float("nan")}, "average_share"),
+    ],
+)
+def test_an_average_of_nothing_is_refused(table, why):
+    with pytest.raises(PlanError, match=why):
+        Plan.parse({"server": table})

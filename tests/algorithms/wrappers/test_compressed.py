@@ -1,0 +1,258 @@
+"""Compressed replies: how far off, unbiased where claimed, nothing lost over rounds, no privacy."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from fedpact import algorithms
+from fedpact.algorithms import BaseSettings
+from fedpact.algorithms.wrappers.base import Method
+from fedpact.algorithms.wrappers.compression import Compressed, CompressionSettings
+from fedpact.common.errors import InputError, PlanError
+from fedpact.common.messages import Local, Reply, State, Task, from_bytes, to_bytes
+from fedpact.common.randomness.seeded import seeded_generator
+from fedpact.plan import Plan
+from fedpact.privacy.ledger.receipt import receipt
+from fedpact.simulation.simulate import simulate
+
+D = 1000
+SMALL = {"rounds": 4, "sites": 3, "run": {"evaluate_every": 1, "workers": 1}}
+
+
+class Says(Method):
+    """A method whose reply and memory are given."""
+
+    def __init__(self, vectors, numbers=None, memory=None):
+        self.name, self.settings = "says", BaseSettings()
+        self._local = Local(vectors, numbers or {}, memory or State())
+
+    def local(self, task, oracle, memory):
+        self.read_memory = memory
+        return self._local
+
+    def task(self, state):
+        return state
+
+    def update(self, state, replies):
+        self.got = list(replies)
+        return state
+
+
+def vector(name, size=D, dtype=torch.float32):
+    return torch.randn(
+        size, generator=seeded_generator("compressed", name), dtype=torch.float64
+    ).to(dtype)
+
+
+def task(number=1, **vectors):
+    return Task("run", number, "says", vectors, {})
+
+
+def sent(method, to, memory=None):
+    """What a site sends, over the wire, and its next memory."""
+    local = method.local(to, None, memory or State())
+    reply = Reply("run", to.round, "a", 1.0, local.vectors, local.numbers)
+    return from_bytes(to_bytes(reply)), local.memory
+
+
+def there_and_back(x, kind, to=None, keep=0.1):
+    to = to or task(w=torch.zeros_like(x))
+    method = Compressed(Says({"w": x}), CompressionSettings(kind=kind, keep=keep))
+    reply, _ = sent(method, to)
+    return method.decode_reply(reply, to.vectors).vectors["w"], reply
+
+
+def test_float16_is_off_by_at_most_its_rounding():
+    for scale in (1e-30, 1e-5, 1.0, 1e30):
+        x = vector("x") * scale
+        got, _ = there_and_back(x, "float16")
+        most = float(x.abs().max())
+        # 11 bits of each coordinate; near 0 the spacing of float16 below 2^-14, 2^-24 of the scale,
+        # of which half; float32 of the result adds 2^-24.
+        allowed = x.double().abs() * (2**-11 + 2**-24) + 2 * most * 2**-25
+        assert bool(((got.double() - x.double()).abs() <= allowed).all())
+
+
+def test_int8_is_off_by_less_than_a_level_and_unbiased():
+    """E[s floor(x/s + u)] = x. The mean of n draws of each of D coordinates has standard deviation
+    at most s/2/sqrt(n); six of them for D coordinates fails with probability below 2e-6."""
+    x, draws = vector("x"), 200
+    level = float(x.abs().max()) / 127
+    total = torch.zeros(D, dtype=torch.float64)
+    for number in range(draws):
+        got, _ = there_and_back(x, "int8", task(number, w=torch.zeros(D)))
+        assert float((got - x).abs().max()) < level * (1 + 1e-5)
+        total += got.double()
+    bias = (total / draws - x.double()).abs().max()
+    assert float(bias) < 6 * level / 2 / math.sqrt(draws)
+    # Rounding to the nearest would be off by up to half a level, and always the same way.
+    nearest = (x.double() / level).round() * level
+    assert float((nearest - x.double()).abs().max()) > 6 * level / 2 / math.sqrt(draws)
+
+
+def test_int8_rounding_is_repeatable_and_independent():
+    x = vector("x")
+    first, again = there_and_back(x, "int8")[0], there_and_back(x, "int8")[0]
+    assert torch.equal(first, again)
+    other, _ = there_and_back(x, "int8", task(2, w=torch.zeros(D)))
+    assert not torch.equal(first, other)
+
+
+def test_topk_sends_the_largest_as_they_are_and_nothing_else():
+    x = vector("x")
+    got, reply = there_and_back(x, "topk", keep=0.05)
+    kept = got != 0
+    assert int(kept.sum()) == 50
+    assert torch.equal(got[kept], x[kept])
+    assert float(x[~kept].abs().max()) <= float(x[kept].abs().min())
+    assert reply.vectors["w"].shape == (50,)
+
+
+def test_error_feedback_loses_nothing_over_rounds():
+    """Σ sent + what is kept = Σ x, exactly up to the rounding of float64."""
+    whole, arrived, memory = torch.zeros(D).double(), torch.zeros(D).double(), State()
+    for number in range(1, 30):
+        x = vector(number, dtype=torch.float64)
+        method = Compressed(Says({"w": x}), CompressionSettings(kind="topk", keep=0.02))
+        to = task(number, w=torch.zeros(D).double())
+        reply, memory = sent(method, to, memory)
+        whole += x
+        arrived += method.decode_reply(reply, to.vectors).vectors["w"]
+    assert_close(arrived + memory.vectors["compressed/w"], whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["float16", "int8", "topk"])
+def test_what_was_told_is_not_sent_back(kind):
+    """A reply that only repeats the task is restored exactly, whatever its size."""
+    w = 1e6 * vector("w")
+    got, reply = there_and_back(w, kind, task(w=w))
+    assert torch.equal(got, w)
+    assert float(reply.vectors["w"].double().abs().max()) == 0
+
+
+@pytest.mark.parametrize("kind", ["float16", "int8", "topk"])
+def test_a_vector_that_was_not_told_and_one_that_diverged(kind):
+    """It is as long as w and sent from 0, whatever w is; keep = 1 leaves nothing out."""
+    g, w = vector("g"), vector("w")
+    settings = CompressionSettings(kind=kind, keep=1.0)
+    method = Compressed(Says({"g": g}, {"loss": 2.0}), settings)
+    reply, _ = sent(method, task(w=w))
+    opened = method.decode_reply(reply, {"w": w})
+    assert opened.numbers == {"loss": 2.0}
+    assert_close(opened.vectors["g"], g, rtol=0, atol=float(g.abs().max()) / 100)
+    bad = torch.full((D,), math.inf)
+    got = there_and_back(bad, kind)[0]
+    assert bool(got.isinf().any() if kind == "topk" else got.isnan().all())
+
+
+def test_the_inner_method_sees_its_own_memory_and_whole_replies():
+    inner = Says({"w": vector("x")}, memory=State(numbers={"own": 3.0}))
+    method = Compressed(inner, CompressionSettings(kind="topk"))
+    to = task(w=torch.zeros(D))
+    reply, memory = sent(method, to)
+    assert memory.numbers == {"own": 3.0}
+    sent(method, to, memory)
+    assert (inner.read_memory.vectors, inner.read_memory.numbers) == ({}, {"own": 3.0})
+    method.update(State(to.vectors), [reply])
+    assert torch.equal(
+        inner.got[0].vectors["w"], method.decode_reply(reply, to.vectors).vectors["w"]
+    )
+
+
+def test_bytes_on_the_wire():
+    """2, 1 and 8 k / d bytes a coordinate, beside a head of a few hundred."""
+    x = vector("x", 100_000)
+    for kind, expected in (("float16", 200_000), ("int8", 100_000), ("topk", 80_000)):
+        length = len(to_bytes(there_and_back(x, kind)[1]))
+        assert expected < length < expected + 1000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"compressed/w": torch.tensor([0, 1000], dtype=torch.int32)},
+        {"compressed/w": torch.tensor([-1, 3], dtype=torch.int32)},
+        {"compressed/w": torch.tensor([0], dtype=torch.int32)},
+        {"compressed/w": torch.tensor([0.0, 1.0])},
+    ],
+)
+def test_places_that_are_none_are_refused(change):
+    method = Compressed(Says({"w": vector("x")}), CompressionSettings(kind="topk", keep=0.002))
+    reply, _ = sent(method, task(w=torch.zeros(D)))
+    with pytest.raises(InputError, match="places"):
+        method.decode_reply(
+            replace(reply, vectors={**reply.vectors, **change}), {"w": torch.zeros(D)}
+        )
+
+
+@pytest.mark.parametrize("kind", ["float16", "int8", "topk"])
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
+def test_a_run_spends_the_same_privacy_and_fewer_bytes(tmp_path, kind, algorithm):
+    plain = {**SMALL, "algorithm": algorithm, "compression": {"kind": "none"}}
+    plain = simulate(Plan.parse(plain), tmp_path / "plain")
+    plan = Plan.parse({**SMALL, "algorithm": algorithm, "compression": {"kind": kind}})
+    smaller = simulate(plan, tmp_path / "smaller")
+    assert smaller.summary["bytes_up"] < 0.75 * plain.summary["bytes_up"]
+    assert smaller.summary["epsilon"] == plain.summary["epsilon"]
+    for path in (tmp_path / "plain").rglob("ledger.jsonl"):
+        other = tmp_path / "smaller" / path.relative_to(tmp_path / "plain")
+        events = [next(iter(receipt(p)["runs"].values()))["events"] for p in (path, other)]
+        assert events[0] == events[1]
+
+
+@pytest.mark.parametrize("kind", ["float16", "int8", "topk"])
+@pytest.mark.parametrize("name", algorithms.names())
+def test_it_goes_with_every_algorithm(tmp_path, kind, name):
+    """Plain runs; nothing left out and rounded to 16 bits they are nearly those without it."""
+    tables = {**SMALL, "rounds": 2, "algorithm": name, "privacy": {"mode": "none"}}
+    settings = {"most_local_steps": 2} if name == "ali_dpfl" else {}
+    models = []
+    for kept in ("none", kind):
+        compression = {"kind": kept} | ({"keep": 1.0} if kept == "topk" else {})
+        plan = Plan.parse({**tables, "settings": settings, "compression": compression})
+        result = simulate(plan, tmp_path / kept)
+        models.append(torch.cat([p.detach().reshape(-1) for p in result.model.parameters()]))
+        assert result.summary["status"] == "finished"
+    off = {"topk": 1e-5, "float16": 0.01, "int8": 0.1}[kind]
+    assert float((models[1] - models[0]).norm() / models[0].norm()) < off
+
+
+@pytest.mark.parametrize(("name", "rate"), [("fedavg", 0.5), ("feddyn", 0.2)])
+def test_a_tenth_of_the_coordinates_still_learns(tmp_path, name, rate):
+    """What is sent is a change, and what is not stays at the site: the model keeps its size. Sent
+    as it is, nine tenths of a model would be 0 in every round."""
+    tables = {**SMALL, "rounds": 25, "algorithm": name, "settings": {"learning_rate": rate}}
+    found = []
+    for compression in ({}, {"kind": "topk", "keep": 0.1}):
+        plan = Plan.parse({**tables, "privacy": {"mode": "none"}, "compression": compression})
+        found.append(simulate(plan, tmp_path / str(len(compression))).summary["accuracy"])
+    assert found[1] > 0.9 * found[0] > 0.6
+
+
+@pytest.mark.parametrize("kind", ["float16", "int8", "topk"])
+def test_a_plan_has_one_result(tmp_path, kind):
+    """Each run has an identity of its own, and no draw follows from it."""
+    plan = Plan.parse({**SMALL, "compression": {"kind": kind}})
+    for folder in ("one", "two"):
+        simulate(plan, tmp_path / folder)
+    models = [(tmp_path / f / "model.safetensors").read_bytes() for f in ("one", "two")]
+    assert models[0] == models[1]
+
+
+def test_a_compressed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
+    plan = Plan.parse({**SMALL, "compression": {"kind": "topk"}})
+    whole = simulate(plan, tmp_path / "whole")
+    rounds = iter(range(10))
+    simulate(plan, tmp_path / "parts", stop=lambda: next(rounds) >= 2)
+    parts = simulate(plan, tmp_path / "parts")
+    for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_settings_that_are_none():
+    for wrong in ({"kind": "int4"}, {"keep": 0.0}, {"keep": 1.5}, {"share": 0.5}):
+        with pytest.raises(PlanError, match="compression"):
+            Plan.parse({"compression": wrong})

@@ -1,0 +1,93 @@
+"""Every check lets through exactly what it says, and its message names what it refused."""
+
+import math
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedpact.common import check
+from fedpact.common.errors import InputError
+
+LARGEST = sys.float_info.max
+RANGES: dict[Callable[..., float], Callable[[Fraction], bool]] = {
+    check.finite: lambda v: True,
+    check.positive: lambda v: v > 0,
+    check.non_negative: lambda v: v >= 0,
+    check.probability: lambda v: 0 <= v <= 1,
+    check.rate: lambda v: 0 < v <= 1,
+    check.fraction: lambda v: 0 < v < 1,
+}
+INTEGERS: dict[Callable[..., int], int] = {check.count: 1, check.natural: 0}
+EVERY = [*RANGES, *INTEGERS]
+
+numbers = st.one_of(
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.floats(-1, 2),
+    st.integers(-(10**400), 10**400),
+    st.sampled_from([0.0, -0.0, 5e-324, 1.0, math.nextafter(1, 2), math.nextafter(1, 0), 0, 1]),
+)
+
+
+def outcome(checked: Callable[..., float], value: object) -> object:
+    """The value let through, or the message of the refusal."""
+    try:
+        return checked(eta=value)
+    except InputError as error:
+        return error
+
+
+@pytest.mark.parametrize("checked", RANGES)
+@given(value=numbers)
+def test_a_number_passes_exactly_in_its_range(checked: Callable[..., float], value: float) -> None:
+    # Compared as fractions, which neither round nor overflow.
+    good = abs(Fraction(value)) <= LARGEST and RANGES[checked](Fraction(value))
+    result = outcome(checked, value)
+    assert (result is value) == good
+    if not good:
+        assert f"eta is {value!r}: expected" in str(result)
+
+
+@pytest.mark.parametrize("checked", INTEGERS)
+@given(value=numbers)
+def test_an_integer_passes_exactly_in_its_range(checked: Callable[..., int], value: float) -> None:
+    good = isinstance(value, int) and value >= INTEGERS[checked]
+    result = outcome(checked, value)
+    assert (result is value) == good
+    if not good:
+        assert f"eta is {value!r}: expected an integer with eta >= {INTEGERS[checked]}" in str(
+            result
+        )
+
+
+@pytest.mark.parametrize("checked", EVERY)
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, True, False, "1", "0.5", None, 0.5j, [1], (1,)]
+)
+def test_what_is_no_finite_number_fails_every_check(
+    checked: Callable[..., float], value: object
+) -> None:
+    result = outcome(checked, value)
+    assert isinstance(result, InputError)
+    assert f"eta is {value!r}: expected" in str(result)
+
+
+@pytest.mark.parametrize("checked", EVERY)
+def test_the_message_says_what_was_expected_in_the_callers_words(
+    checked: Callable[..., float],
+) -> None:
+    with pytest.raises(
+        InputError, match=r"^sampling_rate is nan: expected an? .*(sampling_rate|number)"
+    ):
+        checked(sampling_rate=math.nan)
+
+
+@pytest.mark.parametrize("checked", EVERY)
+def test_a_check_takes_one_number(checked: Callable[..., float]) -> None:
+    with pytest.raises(TypeError, match="one named number"):
+        checked(a=1, b=1)
+    with pytest.raises(TypeError, match="one named number"):
+        checked()

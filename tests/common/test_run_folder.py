@@ -1,0 +1,115 @@
+import os
+
+import pytest
+import torch
+
+from fedpact.api import run
+from fedpact.common.errors import DataError, InputError
+from fedpact.common.files import check_out, free_room, make_room, write_whole
+from fedpact.common.messages import RoundRecord, State, to_bytes
+from fedpact.common.run_folder import Checkpoint, Costs, Folder
+from fedpact.plan import Plan
+from fedpact.studies.compare import compare
+
+
+def checkpoint(number):
+    state = State({"w": torch.randn(5)}, {"F": 0.1 + number})
+    costs = Costs(number, 100 * number, 0.1 * number, 3 * number, 9 * number, 0.3 * number)
+    return Checkpoint(state, number, {"a": number, "b": -1}, costs)
+
+
+def test_a_checkpoint_reads_back_bit_for_bit():
+    before = checkpoint(7)
+    after = Checkpoint.from_bytes(b"".join(before.to_parts()))
+    assert torch.equal(after.state.vectors["w"], before.state.vectors["w"])
+    assert (after.state.numbers, after.round, after.included, after.costs) == (
+        before.state.numbers,
+        before.round,
+        before.included,
+        before.costs,
+    )
+
+
+def test_a_checkpoint_of_before_costs_were_split_still_reads():
+    """Its whole progress was "/round", "/sent" and "/included/SITE"."""
+    old = State({"w": torch.ones(2)}, {"F": 0.5, "/round": 7, "/sent": 700, "/included/a": 7})
+    read = Checkpoint.from_bytes(to_bytes(old))
+    assert read.state.numbers == {"F": 0.5}
+    assert (read.round, read.included, read.costs) == (7, {"a": 7}, Costs(rounds=7, sent=700))
+
+
+def test_a_record_whose_state_was_not_committed_is_dropped(tmp_path):
+    folder = Folder(tmp_path)
+    for number in range(3):
+        folder.commit(checkpoint(number), RoundRecord(round=number))
+    # Killed between the record of round 3 and its state, in the middle of the line.
+    with (tmp_path / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 3, "acc')
+    at, records = folder.restore()
+    assert at.round == 2
+    assert [record.round for record in records] == [0, 1, 2]
+    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_write_that_fails_leaves_the_old_content(tmp_path):
+    path = tmp_path / "file"
+    write_whole(path, b"old")
+    with pytest.raises(TypeError):
+        write_whole(path, "not bytes")
+    assert path.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("taken", [1, 5, 1000])
+def test_what_is_written_is_whole_whatever_room_was_taken_for_it(tmp_path, taken):
+    path = tmp_path / "file"
+    make_room(taken, path)
+    assert not path.exists()
+    for content in (b"first", b"", b"a longer one"):
+        write_whole(path, content)
+        assert path.read_bytes() == content
+    make_room(7, path)
+    free_room(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_room_is_taken_for_all_or_for_none(tmp_path, monkeypatch):
+    real, calls = os.posix_fallocate, []
+
+    def full(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        real(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        make_room(1000, tmp_path / "one", tmp_path / "two")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_run_is_told(tmp_path):
+    with pytest.raises(DataError, match="expected the folder of a run"):
+        Folder(tmp_path).read_json("plan.json")
+    with pytest.raises(DataError, match="cannot be resumed"):
+        Folder(tmp_path).restore()
+
+
+def test_a_folder_that_cannot_be_is_refused_and_none_is_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(InputError, match="is no folder: name a folder"):
+            check_out(out)
+    new = tmp_path / "new" / "run"
+    assert check_out(new) == new
+    assert not new.parent.exists()
+    (tmp_path / "link").symlink_to("/no/disk")
+    (tmp_path / "loop").symlink_to("loop")
+    for out in (tmp_path / "link", tmp_path / "link" / "run", tmp_path / "loop"):
+        with pytest.raises(InputError, match=r"is a link to .*, which is not there"):
+            check_out(out)
+    with pytest.raises(InputError, match="which is no text in UTF-8"):
+        check_out(tmp_path / "bad\udcff")
+    # Both that write one ask first.
+    for carry_out in (lambda out: run(Plan(), out), lambda out: compare([Plan()], 1, out)):
+        with pytest.raises(InputError, match="is no folder: name a folder"):
+            carry_out(tmp_path / "file")

@@ -1,0 +1,79 @@
+"""What TensorBoard and MLflow are told of a run is what its records say, each number once."""
+
+import json
+import sys
+
+import pytest
+
+import fedpact
+from fedpact.common.errors import InputError, PlanError
+from fedpact.common.messages import RoundRecord
+from fedpact.plan import Plan
+from fedpact.simulation.trackers import Log, numbers
+
+SMALL = {"rounds": 2, "sites": 2, "privacy": {"accountant": "rdp"}}
+
+
+def scalars(folder):
+    """TensorBoard's own reader on its files: name -> [(step, value)]."""
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = reading.EventAccumulator(str(folder))
+    found.Reload()
+    return {
+        tag: [(event.step, event.value) for event in found.Scalars(tag)]
+        for tag in found.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_matches_records_once_after_resume(tmp_path):
+    pytest.importorskip("tensorboard", reason="fedpact[tensorboard] is not installed")
+    plan = Plan.parse({**SMALL, "run": {"log": ["tensorboard"], "evaluate_every": 1}})
+    result = fedpact.run(plan, tmp_path / "run")
+    for _ in range(2):
+        found = scalars(tmp_path / "run" / "tensorboard")
+        for site, spent in result.summary["epsilon"].items():
+            assert found[f"epsilon/{site}"][-1] == (2, pytest.approx(spent))
+        told = [(r.round, pytest.approx(r.accuracy)) for r in result.records]
+        assert found["accuracy"] == told
+        assert [value for _, value in found["bytes_up"]] == [
+            record.bytes_up for record in result.records[1:]
+        ]
+        fedpact.run(plan, tmp_path / "run")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_matches_records_once_after_resume(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="fedpact[mlflow] is not installed")
+    pytest.importorskip("sqlalchemy", reason="a database of MLflow's needs it")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    records = [RoundRecord(round=k, epsilon={"a b": 0.5 * k}, accuracy=0.1 * k) for k in range(3)]
+    for part in (records[:2], records):
+        with Log(["mlflow"], tmp_path) as log:
+            for record in part:
+                log(record)
+    known = json.loads((tmp_path / "mlflow.json").read_text())
+    client = mlflow.MlflowClient(tracking_uri=known["tracking_uri"])
+    found = client.get_metric_history(known["run_id"], "epsilon/a b")
+    assert [(m.step, m.value) for m in found] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+
+
+def test_of_a_deployment_only_what_was_released_is_written():
+    """A server's record has no scores or metrics: those are the simulator's, and called so."""
+    record = RoundRecord(round=1, accuracy=0.5, epsilon={"a": 1.0}, metrics={"psi": 0.2})
+    names = [name for name, _ in numbers(record)]
+    assert [name for name in names if "psi" in name.split("/")] == ["simulator_only/psi"]
+    assert {"accuracy", "epsilon/a", "epsilon/largest"} <= set(names)
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "mlflow"])
+def test_missing_extra_starts_nothing_and_names_the_install(kind, tmp_path, monkeypatch):
+    for name in ("torch.utils.tensorboard", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(InputError, match=rf"pip install 'fedpact\[{kind}\]'"):
+        fedpact.run(Plan.parse({**SMALL, "run": {"log": [kind]}}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_writer_is_refused_by_name():
+    with pytest.raises(PlanError, match=r"run\.log"):
+        Plan.parse({**SMALL, "run": {"log": ["wandb"]}})

@@ -1,0 +1,106 @@
+"""A deployment's files, made once; each test that changes something works on a copy."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
+
+from flwr.supercore.task_identity import TaskIdentity
+from tests.deployment.grid import Clock, Run, allow
+
+from fedpact.deployment.files import Choices, write_deployment
+from fedpact.deployment.flower import requests, transport
+from fedpact.plan import Plan
+
+PLAN = {"rounds": 5, "sites": 3, "privacy": {"accountant": "rdp"}, "settings": {"local_steps": 2}}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time passes where the server waits, and nowhere else."""
+    found = Clock()
+    for module in (transport, requests):
+        monkeypatch.setattr(module, "time", found)
+    return found
+
+
+@pytest.fixture(scope="session")
+def make():
+    """make(directory, choices, **plan) writes a deployment whose server has a port of its own."""
+
+    def new_deployment(directory: Path, choices=None, **plan) -> Path:
+        chosen = Choices(port=free_port(), **(choices or {}))
+        write_deployment(directory, Plan.parse({**PLAN, **plan}), chosen)
+        return directory
+
+    return new_deployment
+
+
+@pytest.fixture(scope="session")
+def written(make, tmp_path_factory):
+    """Secure draws, as a deployment's default is."""
+    return make(tmp_path_factory.mktemp("deploy") / "secure")
+
+
+@pytest.fixture
+def deployment(written, tmp_path):
+    return Path(shutil.copytree(written, tmp_path / "deployment"))
+
+
+@pytest.fixture
+def site_dir(deployment):
+    return deployment / "sites" / "site-00"
+
+
+@pytest.fixture
+def in_memory(monkeypatch):
+    """Rounds in memory are over before the next look at who is there would be due."""
+    monkeypatch.setattr(transport, "_NODES_SECONDS", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def identity():
+    """Flower's messages ask for one, whichever test comes first."""
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+
+
+@pytest.fixture(scope="session")
+def copied(make, tmp_path_factory):
+    """As `make`, but a copy of what was written for the same plan: no port of it is used."""
+    found = {}
+
+    def new(directory: Path, choices=None, **plan) -> Path:
+        key = json.dumps([choices, plan], sort_keys=True)
+        if key not in found:
+            found[key] = make(tmp_path_factory.mktemp("copied") / "d", choices, **plan)
+        return Path(shutil.copytree(found[key], directory))
+
+    return new
+
+
+@pytest.fixture
+def federate(copied, tmp_path, in_memory):
+    """federate(choices, name, **plan) -> grid.Run, whose ledgers are closed in the end."""
+    made = []
+
+    def new(choices, name="d", **plan):
+        directory = copied(tmp_path / name, choices, **plan)
+        if plan.get("privacy", {}).get("honest"):
+            allow(directory)
+        made.append(Run(directory))
+        return made[-1]
+
+    yield new
+    for run in made:
+        for node in run.nodes:
+            node.site.ledger.close()

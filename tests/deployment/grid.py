@@ -1,0 +1,186 @@
+"""Flower's network in memory, and real sites behind it, for tests of what goes over it."""
+
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+import pytest
+from flwr.app import Message
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedpact.common.messages import FINAL, from_bytes, to_bytes
+from fedpact.common.run_folder import Folder
+from fedpact.deployment.flower.server_process import coordinate
+from fedpact.deployment.flower.site_process import respond
+from fedpact.deployment.server import Coordinator
+from fedpact.deployment.site import Site
+from fedpact.privacy.ledger.receipt import receipt
+from fedpact.simulation import flower
+from fedpact.simulation.secure_aggregation import keys
+
+NAMES = ("site-00", "site-01", "site-02")
+
+
+FLOATS = {"compression": {"kind": "none"}}
+"""Of a plan whose messages hold the numbers as they are, to be compared and forged."""
+
+
+class Node:
+    """One site behind the network. `behave(message, answer)` returns what arrives, if anything."""
+
+    def __init__(self, number, directory):
+        self.number, self.directory = number, directory
+        self.site = Site(directory)
+        self.key = keys.read_private_key(directory / "site.key")
+        self.here, self.behave, self.heard = True, lambda _, answer: answer(), []
+        self.hangs, self.since, self.said = False, "first", []
+        self.handed = 0
+
+    def hear(self, message):
+        question = from_bytes(flower.from_record(message.content)[0])
+        if getattr(question, "algorithm", "") == FINAL:
+            # Of a run that is over: tests are of what went before.
+            self.handed += 1
+            return respond(self.site, self.key, message)
+        self.heard.append(flower.from_record(message.content)[0])
+        return self.behave(message, lambda: self.answer(message))
+
+    def answer(self, message):
+        answer = respond(self.site, self.key, message)
+        self.said.append(flower.from_record(answer.content)[0])
+        return answer
+
+    def forge(self, message, block, key=None, name=None):
+        signature = keys.sign(key or self.key, f"reply of {name or self.site.name}", block)
+        return Message(flower.to_record(block, signature), reply_to=message)
+
+    def change(self, message, answer, **changes):
+        """The site's own answer with other fields, signed by it."""
+        reply = from_bytes(flower.from_record(answer().content)[0])
+        return self.forge(message, to_bytes(type(reply)(**{**vars(reply), **changes})))
+
+
+class Clock:
+    """Time that passes where the transport waits and nowhere else: a busy machine changes nothing.
+
+    Put it in the place of the transport's `time`.
+    """
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+    perf_counter = monotonic
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class Grid:
+    """Flower's Grid in memory; a message is answered when it is pulled."""
+
+    def __init__(self, nodes):
+        self.nodes, self.waiting, self.count = {node.number: node for node in nodes}, {}, 0
+
+    def get_nodes(self):
+        found = []
+        for node in self.nodes.values():
+            line = (node.directory / "site.pub").read_text()
+            pem = keys.public_key(line).public_bytes(
+                keys.serialization.Encoding.PEM,
+                keys.serialization.PublicFormat.SubjectPublicKeyInfo,
+            )
+            if node.here:
+                found.append(
+                    SimpleNamespace(
+                        node_id=node.number, public_key=pem, last_activated_at=node.since
+                    )
+                )
+        return found
+
+    def push_messages(self, messages):
+        numbers = []
+        for message in messages:
+            self.count += 1
+            message.metadata.__dict__["_message_id"] = str(self.count)
+            self.waiting[str(self.count)] = message
+            numbers.append(str(self.count))
+        return numbers
+
+    def pull_messages(self, numbers):
+        replies = []
+        for number in list(numbers):
+            message = self.waiting.get(number)
+            if message is None or self.nodes[message.metadata.dst_node_id].hangs:
+                continue
+            TaskIdentity.node_id = message.metadata.dst_node_id
+            reply = self.nodes[message.metadata.dst_node_id].hear(message)
+            TaskIdentity.node_id = 1
+            # None is lost; whoever is asked again gets a new message.
+            del self.waiting[number]
+            if reply is not None:
+                replies.append(reply)
+        return replies
+
+
+def charged(node):
+    return events_in(node.directory / "ledger.jsonl")
+
+
+def events_in(ledger):
+    """How many events a ledger's runs were charged, whether or not it has been put back."""
+    with TemporaryDirectory() as alone:
+        runs = receipt(Path(shutil.copy(ledger, alone)))["runs"]
+    return sum(event["spent"] for run in runs.values() for event in run["events"])
+
+
+class Run:
+    """A deployment over the network in memory: calling it carries it out, and returns its records.
+
+    nodes: its sites, by name. records, summary: of the last call, the records also of one that
+    raised.
+    """
+
+    def __init__(self, directory):
+        sites = sorted((directory / "sites").iterdir())
+        self.directory = directory
+        self.nodes = [Node(10 + i, site) for i, site in enumerate(sites)]
+        self.records, self.summary = [], None
+
+    def __call__(self):
+        self.records = []
+        coordinator = Coordinator.of(self.directory / "server")
+        self.summary = coordinate(coordinator, Grid(self.nodes), self.records.append)
+        return self.records
+
+    def refused(self):
+        """Carry it out, and return who was refused in each round, and why."""
+        return [record.refused for record in self()[1:]]
+
+
+def allow(directory):
+    """Each owner says that it relies on the others: takes the lines out of their comment."""
+    for path in sorted((directory / "sites").glob("*/policy.toml")):
+        text = path.read_text()
+        assert "# honest = 2" in text
+        for name in ("honest", "epsilon_alone_per_run", "epsilon_alone_ever"):
+            text = text.replace(f"# {name} =", f"{name} =")
+        path.write_text(text)
+
+
+def killed_before(run, number, monkeypatch):
+    """Carry a run out on a server that dies when a round is to be committed."""
+    commit, died = Folder.commit, []
+
+    def die(folder, checkpoint, record):
+        if record.round == number and not died:
+            died.append(number)
+            raise KeyboardInterrupt
+        commit(folder, checkpoint, record)
+
+    monkeypatch.setattr(Folder, "commit", die)
+    with pytest.raises(KeyboardInterrupt):
+        run()

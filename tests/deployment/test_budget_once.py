@@ -1,0 +1,662 @@
+"""No budget is spent twice: ledgers that are put back, sites that run twice, full disks, policies.
+
+The server is honest in all of these: what a server and a site's owner can do together is said in
+docs/deployment.md.
+"""
+
+import errno
+import json
+import os
+import random
+import resource
+import shutil
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import Message
+from flwr.supercore.task_identity import TaskIdentity
+from tests.deployment.grid import FLOATS, Node
+from tests.deployment.test_site import change, charged, task_of
+from typer.testing import CliRunner
+
+from fedpact.cli.main import app
+from fedpact.common.errors import DataError, FedpactError, LedgerError
+from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
+from fedpact.deployment import site_evaluation
+from fedpact.deployment.admission import LedgerRegistry
+from fedpact.deployment.flower import site_process
+from fedpact.deployment.flower.site_process import respond
+from fedpact.deployment.flower.transport import TooFewReplies
+from fedpact.deployment.site import Site, answer
+from fedpact.privacy.ledger.ledger import read_entries
+from fedpact.simulation import flower
+from fedpact.simulation.secure_aggregation import keys
+
+STEPS = 2  # local iterations of a round: what each round is charged
+EVIDENCE = ("reply.bin", "memory.safetensors", "pending-memory.safetensors", "log.txt", "opened")
+
+
+def told(site, *numbers, seen=(0, "")):
+    """The answers to rounds' tasks, each after the one before has been seen by the server."""
+    answers = []
+    for number in numbers:
+        answers.append(from_bytes(site.handle(task_of(site, number), seen)))
+        if isinstance(answers[-1], Reply):
+            seen = answers[-1].ledger_length, answers[-1].ledger_head
+    return answers
+
+
+def place(reply):
+    return reply.ledger_length, reply.ledger_head
+
+
+def codes(answers):
+    return ["" if isinstance(each, Reply) else each.code for each in answers]
+
+
+# A ledger that is put back
+
+
+@pytest.mark.parametrize("without", [None, "ledger.jsonl.seen", "reply.bin"])
+def test_an_older_ledger_beside_later_files_does_not_open(site_dir, tmp_path, without):
+    """Either of the two that name a later entry is enough."""
+    with Site(site_dir) as site:
+        told(site, 1)
+        shutil.copy(site_dir / "ledger.jsonl", tmp_path / "backup")
+        told(site, 2, 3)
+    shutil.copy(site_dir / "ledger.jsonl", tmp_path / "newest")
+    shutil.copy(tmp_path / "backup", site_dir / "ledger.jsonl")
+    if without:
+        (site_dir / without).unlink()
+    with pytest.raises(LedgerError, match=r"put back to an older state.*Put back the ledger as it"):
+        Site(site_dir)
+    # It is as it was put there: nothing is promised or charged in it.
+    assert (site_dir / "ledger.jsonl").read_bytes() == (tmp_path / "backup").read_bytes()
+    shutil.copy(tmp_path / "newest", site_dir / "ledger.jsonl")
+    with Site(site_dir) as site:
+        assert codes(told(site, 4)) == [""]
+
+
+@pytest.mark.parametrize("command", ["verify", "show", "export"])
+def test_no_receipt_is_made_of_an_older_ledger(site_dir, tmp_path, command):
+    """It is intact, and lacks what the file beside it names: so it said of less than was spent."""
+    out = ["--out", str(tmp_path / "receipt.json")] if command == "export" else []
+    with Site(site_dir) as site:
+        told(site, 1)
+        backup = (site_dir / "ledger.jsonl").read_bytes()
+        # A site that runs has both files read, too.
+        assert CliRunner().invoke(app, ["ledger", command, str(site_dir), *out]).exit_code == 0
+        told(site, 2)
+    (site_dir / "ledger.jsonl").write_bytes(backup)
+    (tmp_path / "receipt.json").unlink(missing_ok=True)
+    done = CliRunner().invoke(app, ["ledger", command, str(site_dir), *out])
+    assert isinstance(done.exception, LedgerError)
+    assert "put back to an older state" in str(done.exception)
+    assert not (tmp_path / "receipt.json").exists()
+
+
+def test_a_cut_last_line_is_told_as_another_entry(site_dir):
+    """Opening writes down what the line may have cost, under the number that it had."""
+    with Site(site_dir) as site:
+        told(site, 1, 2)
+    path = site_dir / "ledger.jsonl"
+    number = len(read_entries(path))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(LedgerError, match=f"has another entry in place of number {number}, "):
+        Site(site_dir)
+
+
+@pytest.mark.parametrize("how", ["missing", "emptied", "fresh"])
+@pytest.mark.parametrize("left", EVIDENCE)
+def test_site_that_released_does_not_open_without_its_ledger(site_dir, tmp_path, how, left):
+    """One file of those that a site leaves behind is enough to tell."""
+    unused = Path(shutil.copytree(site_dir, tmp_path / "unused"))
+    (site_dir / left).write_bytes(b"")
+    if left == "log.txt":
+        (site_dir / left).write_text("08:00 fedpact: cannot open\n08:01 round 3: replied; spent\n")
+    if left == "reply.bin":
+        shutil.copy(_with_a_reply(tmp_path, unused) / left, site_dir / left)
+    if left == "opened":
+        (site_dir / left).rename(site_dir / "opened.json")
+    if how == "emptied":
+        (site_dir / "ledger.jsonl").write_bytes(b"")
+    if how == "fresh":
+        # Opened, and nothing promised in it.
+        change(unused / "policy.toml", "epsilon_ever = 2.0", "epsilon_ever = 1.0")
+        with pytest.raises(FedpactError):
+            Site(unused)
+        shutil.copy(unused / "ledger.jsonl", site_dir / "ledger.jsonl")
+    with pytest.raises(LedgerError, match=r"released before|paid for the stored reply\.bin"):
+        Site(site_dir)
+    assert (site_dir / "ledger.jsonl").exists() == (how != "missing")
+
+
+def _with_a_reply(tmp_path, site_dir):
+    other = Path(shutil.copytree(site_dir, tmp_path / "other"))
+    with Site(other) as site:
+        told(site, 1)
+    return other
+
+
+def test_log_without_an_answer_is_no_sign_of_a_release(site_dir):
+    """A first start that failed has left one."""
+    (site_dir / "log.txt").write_text("fedpact: policy policy.toml cannot be read\n")
+    Site(site_dir).ledger.close()
+
+
+def test_a_snapshot_of_the_whole_site_refuses_before_it_charges(site_dir, tmp_path):
+    """Nothing on its own disk can tell; the server has seen a later ledger."""
+    with Site(site_dir) as site:
+        told(site, 1)
+    snapshot = Path(shutil.copytree(site_dir, tmp_path / "snapshot"))
+    with Site(site_dir) as site:
+        seen = place(told(site, 2, 3)[-1])
+    with Site(snapshot) as site:
+        refusal = from_bytes(site.handle(task_of(site, 4), seen))
+        assert refusal == Refusal(site.run, 4, "site-00", "ledger")
+        # Nor may the server take it back, or somebody play an old question of its to the site.
+        assert codes(told(site, 2)) == ["ledger"]
+    assert charged(snapshot) == STEPS
+    # A restart does not forget it, and neither does another run on the same records.
+    with pytest.raises(LedgerError, match="by the word of the server of run"):
+        Site(snapshot)
+    run = site.run
+    change(snapshot / "federation.toml", f'run = "{run}"', 'run = "another"')
+    change(snapshot / "policy.toml", "epsilon_ever = 2.0", "epsilon_ever = 4.0")
+    change(snapshot / "policy.toml", "delta_ever = 1e-05", "delta_ever = 2e-05")
+    with pytest.raises(LedgerError, match=f"by the word of the server of run {run}"):
+        Site(snapshot)
+    # The right ledger is all that it takes.
+    change(snapshot / "federation.toml", 'run = "another"', f'run = "{run}"')
+    shutil.copy(site_dir / "ledger.jsonl", snapshot / "ledger.jsonl")
+    with Site(snapshot) as site:
+        assert codes(told(site, 4, seen=seen)) == [""]
+
+
+def test_an_older_word_takes_nothing_back_of_a_later_one(site_dir, tmp_path):
+    """Whoever relays messages can keep a question, and play it after a later one."""
+    ledgers = {}
+    with Site(site_dir) as site:
+        for number in (1, 2, 3):
+            ledgers[number] = place(told(site, number)[0]), (site_dir / "ledger.jsonl").read_bytes()
+            if number == 1:
+                snapshot = Path(shutil.copytree(site_dir, tmp_path / "snapshot"))
+    with Site(snapshot) as site:
+        for seen, _ in (ledgers[3], ledgers[2]):
+            assert codes(told(site, 4, seen=seen)) == ["ledger"]
+    (snapshot / "ledger.jsonl").write_bytes(ledgers[2][1])
+    with pytest.raises(LedgerError, match=f"lacks number {ledgers[3][0][0]}.* of the server of"):
+        Site(snapshot)
+    (snapshot / "ledger.jsonl").write_bytes(ledgers[3][1])
+    Site(snapshot).ledger.close()
+
+
+def test_server_lies_do_not_undo_what_the_site_knows(site_dir):
+    """Its owner removes that word, and an older ledger still does not open."""
+    with Site(site_dir) as site:
+        told(site, 1)
+        older = (site_dir / "ledger.jsonl").read_bytes()
+        told(site, 2)
+        assert codes(told(site, 3, seen=(3, "f" * 64))) == ["ledger"]
+    path = site_dir / "ledger.jsonl.seen"
+    words = json.loads(path.read_text())
+    path.write_text(json.dumps({who: word for who, word in words.items() if "server" not in who}))
+    (site_dir / "reply.bin").unlink()
+    Site(site_dir).ledger.close()
+    (site_dir / "ledger.jsonl").write_bytes(older)
+    with pytest.raises(LedgerError, match="by the word of this site"):
+        Site(site_dir)
+
+
+def test_rolled_back_ledger_stays_barred_after_growing_longer(site_dir, tmp_path):
+    """The lengths agree with what the server has seen, and the entries do not."""
+    with Site(site_dir) as site:
+        told(site, 1)
+    snapshot = Path(shutil.copytree(site_dir, tmp_path / "snapshot"))
+    with Site(site_dir) as site:
+        seen = place(told(site, 2)[0])
+    with Site(snapshot) as site:
+        # It was asked by somebody who had seen nothing: another server, or the owner alone.
+        assert codes(told(site, 2, 3)) == ["", ""]
+        assert site.ledger.length > seen[0]
+        assert codes(told(site, 4, seen=seen)) == ["ledger"]
+    assert charged(snapshot) == 3 * STEPS
+
+
+def test_no_restore_or_copy_releases_more_than_reserved(make, tmp_path):
+    """Random restores and copies between rounds; counted are releases, in all copies together."""
+    home = make(tmp_path / "d", rounds=6) / "sites" / "site-00"
+    for seed in range(4):
+        choose = random.Random(seed)
+        copies = [Path(shutil.copytree(home, tmp_path / f"{seed}-0"))]
+        released, seen = set(), (0, "")
+        for number in range(1, 9):
+            if choose.random() < 0.5:
+                new = tmp_path / f"{seed}-{number}"
+                copies.append(Path(shutil.copytree(choose.choice(copies), new)))
+            where = choose.choice(copies)
+            try:
+                with Site(where) as site:
+                    (given,) = told(site, number, seen=seen)
+            except LedgerError:
+                continue
+            if isinstance(given, Reply):
+                seen = place(given)
+                released.add(given.vectors["w"].numpy().tobytes())
+        # Every copy by itself would have released up to six rounds of eight.
+        assert 1 <= len(released) <= 6
+        # Each release is in the ledger that goes on, and in copies of it that were made since.
+        ledgers = [copy / "ledger.jsonl" for copy in copies if (copy / "ledger.jsonl").exists()]
+        going_on = [p for p in ledgers if _holds(p, *seen)]
+        assert {charged(p.parent) for p in going_on} == {STEPS * len(released)}
+
+
+def _holds(path, length, head):
+    entries = read_entries(path)
+    return len(entries) >= length and entries[length - 1]["hash"] == head
+
+
+def test_a_question_says_what_its_signature_covers(deployment):
+    """Whoever relays it can neither take out nor alter what the server has seen."""
+    node = Node(10, deployment / "sites" / "site-00")
+    server = keys.read_private_key(deployment / "server" / "server.key")
+    block = to_bytes(task_of(node.site))
+    seen, agreed = (node.site.ledger.length + 1, "a" * 64), node.site.agreed
+    signature = keys.sign(server, keys.signing_context("site-00", seen, agreed), block)
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 10
+
+    def given(record):
+        message = Message(record, 10, "train")
+        message.metadata.__dict__["_message_id"] = "x"
+        content = respond(node.site, node.key, message).content
+        return from_bytes(flower.from_record(content)[0]).code
+
+    try:
+        for other in ((0, ""), (1, "a" * 64), (seen[0], "b" * 64), (seen[0], ""), ("1", 2), (1, 1)):
+            assert given(flower.to_record(block, signature, other, agreed)) == "unsigned"
+        assert given(flower.to_record(block, signature, seen)) == "unsigned"
+        assert given(flower.to_record(block, signature, seen, agreed)) == "ledger"
+    finally:
+        node.site.ledger.close()
+    assert charged(node.directory) == 0
+
+
+@pytest.mark.parametrize("seen", [(-1, "a" * 64), (1, ""), (0, "a"), (1, "A" * 64), (1, "a" * 65)])
+def test_a_ledger_that_cannot_be_is_nobodys_word(site_dir, seen):
+    with Site(site_dir) as site:
+        block, said = answer(site, to_bytes(task_of(site)), seen)
+        assert from_bytes(block).code == "error"
+        assert "says that this site's ledger had" in said
+        assert codes(told(site, 1)) == [""]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe", b"", b"[]\n", b'["run", 1, 0]\n', b"[1, 2, 3, 4]\nx", b'["r", 1, 0, "d"]\nnone'],
+)
+def test_a_stored_reply_that_is_none_is_told(site_dir, content):
+    (site_dir / "reply.bin").write_bytes(content)
+    with pytest.raises(DataError, match=r"reply\.bin cannot be understood.*move it away"):
+        Site(site_dir)
+    (site_dir / "reply.bin").unlink()
+    Site(site_dir).ledger.close()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"\xff", b"", b"[]", b'[1, "short", "me"]', b'["1", "", ""]', b"7", b'{"me": 1}'),
+        *(b'{"me": [1, "short"]}', b'{"me": ["1", ""]}', b'{"me": [true, ""]}', b'[0, "", [1]]'),
+    ],
+)
+def test_an_unreadable_note_of_the_ledger_is_told(site_dir, content):
+    (site_dir / "ledger.jsonl.seen").write_bytes(content)
+    with pytest.raises(LedgerError, match=r"ledger\.jsonl\.seen is unreadable"):
+        Site(site_dir)
+
+
+# What the server makes of it
+
+
+@pytest.fixture
+def federation(federate):
+    """federation(**plan) -> (run, nodes, directory); run.refused() carries it out."""
+    patience = {"round_seconds": 30, "resend_seconds": 10, "join_seconds": 0.2, "retries": 0}
+
+    def new(**plan):
+        run = federate({"patience": patience}, **{"rounds": 5, **FLOATS, **plan})
+        return run, run.nodes, run.directory
+
+    return new
+
+
+def move(node, directory):
+    """The site's process now runs in another directory."""
+    node.site.ledger.close()
+    node.directory, node.site = directory, Site(directory)
+
+
+def asked(node):
+    message = from_bytes(node.heard[-1])
+    return message.round
+
+
+SECURE = {"secure_aggregation": {"threshold": 2}}
+
+
+@pytest.mark.parametrize("plan", [{}, SECURE], ids=["plain", "secure"])
+def test_restarted_snapshot_stays_out_and_charges_nothing(federation, tmp_path, plan):
+    """Taken after round 1, put back before round 3: by length alone it would be let in again."""
+    run, nodes, _ = federation(**plan)
+    node, snapshot = nodes[1], tmp_path / "snapshot"
+
+    def behave(message, answer):
+        if asked(node) == 2 and not snapshot.exists():
+            shutil.copytree(node.directory, snapshot)
+        if asked(node) == 3 and node.directory != snapshot:
+            move(node, snapshot)
+        return answer()
+
+    node.behave = behave
+    assert run.refused() == [{}, {}, *[{"site-01": "ledger"}] * 3]
+    assert charged(snapshot) == STEPS
+
+
+@pytest.mark.parametrize("plan", [{}, SECURE], ids=["plain", "secure"])
+def test_of_two_copies_that_take_turns_one_goes_on(federation, tmp_path, plan):
+    """They part in round 2, which the copy answers: from then on the server has seen its ledger."""
+    run, nodes, _ = federation(rounds=4, **plan)
+    node = nodes[1]
+    original, copy = node.directory, tmp_path / "copy"
+
+    def behave(message, answer):
+        given, question = answer(), from_bytes(node.heard[-1])
+        refused = isinstance(from_bytes(flower.from_record(given.content)[0]), Refusal)
+        ends = refused or isinstance(question, Task) or question.step == "open"
+        if ends and question.round < 4:
+            if not copy.exists():
+                node.site.ledger.close()
+                shutil.copytree(original, copy)
+                move(node, original)
+            # It is there anew, for the next round.
+            node.since = f"after {question.round}"
+            move(node, copy if question.round in (1, 3) else original)
+        return given
+
+    node.behave = behave
+    assert run.refused() == [{}, {}, {"site-01": "ledger"}, {}]
+    # The copy's ledger has round 1 of the original, 2 and 4.
+    assert (charged(original), charged(copy)) == (STEPS, 3 * STEPS)
+    with pytest.raises(LedgerError, match="a copy of a site that runs elsewhere"):
+        Site(original)
+
+
+def test_the_servers_no_stays_until_a_person_lifts_it(federation):
+    """A site that does not look, and shows a ledger that has become shorter, once."""
+    run, nodes, directory = federation(rounds=6)
+    node = nodes[0]
+    node.behave = lambda message, answer: (
+        node.change(message, answer, ledger_length=1) if asked(node) == 2 else answer()
+    )
+    nodes[2].behave = lambda message, answer: _until(nodes[2], 4, answer)
+    with pytest.raises(RuntimeError):
+        run.refused()
+    barred = {"site-00": "rejected: ledger"}
+    nodes[2].behave = lambda message, answer: _readmitted(nodes[2], 5, directory, answer)
+    # The server was started again and still refuses it, without asking; then it is let in.
+    assert run.refused() == [{}, barred, barred, barred, barred, {}]
+    assert {from_bytes(block).round for block in node.heard} == {1, 2, 6}
+    assert charged(node.directory) == 3 * STEPS
+
+
+def _until(node, number, answer):
+    if asked(node) == number:
+        raise RuntimeError("the server is killed")
+    return answer()
+
+
+def _readmitted(node, number, directory, answer):
+    if asked(node) == number:
+        for where in (directory, directory / "server"):
+            done = CliRunner().invoke(app, ["deploy", "readmit", str(where), "site-00"])
+            assert (done.exit_code == 0) == (where == directory), done.output
+    return answer()
+
+
+def test_only_who_is_barred_is_let_in_again(federation):
+    _, _, directory = federation()
+    standing = LedgerRegistry(directory / "server" / "run")
+    assert not standing.look("site-00", -1, "a" * 64)
+    for where, name, why in (
+        (directory / "server", "site-01", "has site-00"),
+        (directory / "sites" / "site-00", "site-00", "name the server's directory"),
+    ):
+        done = CliRunner().invoke(app, ["deploy", "readmit", str(where), name])
+        assert done.exit_code != 0
+        assert why in " ".join(str(done.exception or done.output).split())
+    assert standing.is_barred("site-00")
+
+
+def test_a_server_that_forgot_which_ledgers_it_has_seen_goes_on(federation):
+    run, nodes, directory = federation(rounds=3)
+    nodes[2].behave = lambda message, answer: _until(nodes[2], 3, answer)
+    with pytest.raises(RuntimeError):
+        run.refused()
+    (directory / "server" / "run" / "ledgers.json").unlink()
+    nodes[2].behave = lambda message, answer: answer()
+    assert run.refused() == [{}] * 3
+    seen = json.loads((directory / "server" / "run" / "ledgers.json").read_bytes())
+    ledgers = {node.site.name: [node.site.ledger.length, node.site.ledger.head] for node in nodes}
+    assert {site: found[:2] for site, found in seen.items()} == ledgers
+
+
+def test_a_server_that_was_put_back_is_told_what_to_do(federation, tmp_path):
+    """The sites have answered later rounds than it asks for. Nothing is charged."""
+    run, nodes, directory = federation(rounds=4)
+    backup = tmp_path / "backup"
+
+    def behave(message, answer):
+        if asked(nodes[0]) == 2:
+            shutil.copytree(directory / "server" / "run", backup, dirs_exist_ok=True)
+        return answer()
+
+    nodes[0].behave = behave
+    run.refused()
+    shutil.rmtree(directory / "server" / "run")
+    shutil.copytree(backup, directory / "server" / "run")
+    with pytest.raises(TooFewReplies, match=r"site-00 stale.*put the newer one back"):
+        run.refused()
+    assert [charged(node.directory) for node in nodes] == [4 * STEPS] * 3
+
+
+# The owner's policy
+
+
+TIGHTER = [
+    ("epsilon_per_run = 2.0", "epsilon_per_run = 1.9"),
+    ("delta_per_run = 1e-05", "delta_per_run = 9e-06"),
+    ("epsilon_ever = 2.0", "epsilon_ever = 1.9"),
+    ("delta_ever = 1e-05", "delta_ever = 9e-06"),
+    ('releases = ["gradient"]', 'releases = ["loss"]'),
+    ('algorithms = ["fedavg"]', "algorithms = []"),
+    ("smallest_sigma = ", "smallest_sigma = 1"),
+    ("epsilon_ever = 2.0", "epsilon_ever = nan"),
+    ("epsilon_ever = 2.0", "epsilon_evr = 2.0"),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), TIGHTER)
+def test_a_policy_that_is_tightened_counts_in_a_run_under_way(site_dir, old, new):
+    """From the next question, repeated ones too, and from the next opening; and no sooner."""
+    with Site(site_dir) as site:
+        first = task_of(site, 1)
+        assert codes(told(site, 1, 2)) == ["", ""]
+        second = task_of(site, 2)
+        change(site_dir / "policy.toml", old, new)
+        assert codes(told(site, 3)) == ["policy"]
+        for repeated in (first, second):
+            assert from_bytes(site.handle(repeated)).code == "policy"
+        change(site_dir / "policy.toml", new, old)
+        assert codes(told(site, 3)) == [""]
+    change(site_dir / "policy.toml", old, new)
+    with pytest.raises(FedpactError, match="site's policy"):
+        Site(site_dir)
+    assert charged(site_dir) == 3 * STEPS
+
+
+def test_a_policy_that_is_taken_away_counts_too(site_dir):
+    with Site(site_dir) as site:
+        told(site, 1)
+        (site_dir / "policy.toml").unlink()
+        assert codes(told(site, 2)) == ["policy"]
+    assert charged(site_dir) == STEPS
+
+
+def test_tightened_policy_opens_no_sum_in_its_round(federation):
+    run, nodes, _ = federation(**SECURE, rounds=2)
+    heard = []
+
+    def behave(message, answer):
+        step = from_bytes(nodes[0].heard[-1]).step
+        if (asked(nodes[0]), step) == (2, "open"):
+            change(nodes[0].directory / "policy.toml", 'algorithms = ["fedavg"]', "algorithms = []")
+        given = answer()
+        heard.append(from_bytes(flower.from_record(given.content)[0]))
+        return given
+
+    nodes[0].behave = behave
+    run.refused()
+    assert isinstance(heard[-1], Refusal)
+    assert heard[-1].code == "policy"
+
+
+# A full disk
+
+
+@contextmanager
+def longest_file(length):
+    """No file of this process may be longer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (length, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_where_there_is_no_room_for_a_reply_nothing_is_charged(make, tmp_path, monkeypatch):
+    """The ledger has room for its lines, and a reply, of 38,440 bytes and a header, has none."""
+    monkeypatch.setattr(site_evaluation, "_SPARE", 1)
+    directory = make(tmp_path / "d", model="mlp", rounds=16) / "sites" / "site-00"
+    with Site(directory) as site:
+        w = {"w": torch.zeros(9610)}
+        assert isinstance(from_bytes(site.handle(task_of(site, 1, vectors=w))), Reply)
+        for number in range(2, 16):
+            block = to_bytes(task_of(site, number, vectors=w))
+            with longest_file(30_000):
+                given, said = answer(site, block)
+            assert from_bytes(given).code == "error"
+            assert "nothing is charged; make room" in said
+        assert charged(directory) == STEPS
+        # With room again it goes on, and nothing is left over of what was taken.
+        assert isinstance(from_bytes(site.handle(task_of(site, 16, vectors=w))), Reply)
+    assert not [*directory.rglob("*.partial"), *directory.rglob("*.room")]
+
+
+class Disk:
+    """Fails from the k-th operation of those that may find no room, until it is mended."""
+
+    def __init__(self, monkeypatch):
+        self.left = None
+        for owner, name in ((os, "posix_fallocate"), (os, "fsync"), (Path, "replace")):
+            monkeypatch.setattr(owner, name, self.failing(getattr(owner, name)))
+
+    def failing(self, real):
+        def operation(*arguments):
+            if self.left is not None:
+                self.left -= 1
+                if self.left < 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*arguments)
+
+        return operation
+
+
+# One charges twice in a round, the other remembers something.
+@pytest.mark.parametrize("algorithm", ["fedproxvr", "scaffold"])
+def test_disk_failure_wastes_at_most_one_rounds_charge(make, tmp_path, monkeypatch, algorithm):
+    """It fails at each of a round's operations in turn and stays so; the site is asked again and
+    again, and started again by what looks after it; then the disk is mended."""
+    home = make(tmp_path / "d", algorithm=algorithm, rounds=9, settings={}) / "sites" / "site-00"
+    with Site(home) as site:
+        rounds(site, 1, [])
+    each, disk = charged(home), Disk(monkeypatch)
+    for k in range(40):
+        directory = Path(shutil.copytree(home, tmp_path / str(k)))
+        delivered = [1]
+        with Site(directory) as site:
+            disk.left = k
+            rounds(site, 2, delivered)
+            if disk.left >= 0:
+                break
+            rounds(site, 3, delivered)
+        with suppress(FedpactError, OSError), Site(directory) as site:
+            rounds(site, 4, delivered)
+        disk.left = None
+        with Site(directory) as site:
+            rounds(site, 5, delivered)
+        assert delivered[-1] == 5
+        assert charged(directory) <= each * (len(delivered) + 1)
+        shutil.rmtree(directory)
+    # Room three times, each charge, memory, reply and note: flushed, and all but charges renamed.
+    assert 10 <= k < 39
+    disk.left = None
+
+
+def rounds(site, number, delivered):
+    """Ask for a round, twice; `delivered` grows where there is a reply."""
+    said = site.plan.method.task(site.plan.method.init(torch.zeros(650)))
+    for _ in range(2):
+        changes = {"vectors": said.vectors, "numbers": said.numbers}
+        block, _ = answer(site, to_bytes(task_of(site, number, -1, **changes)))
+        if isinstance(from_bytes(block), Reply) and number not in delivered:
+            delivered.append(number)
+
+
+def test_the_process_ends_once_its_site_has_stopped(site_dir, monkeypatch):
+    class Desk:
+        silent_seconds = 0.0
+
+        def __init__(self, *_):
+            self.close = lambda: None
+
+        def next(self):
+            return None, "a token"
+
+    served = []
+    monkeypatch.setattr(site_process, "TaskQueue", Desk)
+    with Site(site_dir) as site:
+
+        def serve(*_):
+            served.append(1)
+            site.stopped = "no room" if len(served) == 3 else ""
+            return True
+
+        monkeypatch.setattr(site_process, "_serve", serve)
+        with pytest.raises(FedpactError, match="no room"):
+            site_process.work(site, site_dir, lambda: True)
+    assert len(served) == 3
+
+
+def test_after_a_commit_that_failed_the_site_stops_and_says_so(site_dir, monkeypatch):
+    with Site(site_dir) as site:
+        told(site, 1)
+        monkeypatch.setattr(
+            type(site._last), "keep", lambda *_: (_ for _ in ()).throw(OSError(28, "No space"))
+        )
+        for number in (2, 3, 4):
+            assert from_bytes(answer(site, to_bytes(task_of(site, number)))[0]).code == "error"
+        assert "start the site again" in site.stopped
+    assert charged(site_dir) == 2 * STEPS

@@ -1,0 +1,350 @@
+"""Columns that are filled, encoded and scaled: a deployment trains on what its simulation does."""
+
+import contextlib
+import csv
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
+
+import torch
+from safetensors.torch import load_file
+from tests.deployment.grid import NAMES, Node, Run, charged
+
+from fedpact.api import load
+from fedpact.common.errors import PlanError
+from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
+from fedpact.common.params import FlatModel
+from fedpact.deployment.federation import Federation
+from fedpact.deployment.server import Coordinator
+from fedpact.deployment.site import Site, answer
+from fedpact.deployment.site_evaluation import LastReply
+from fedpact.plan import Plan
+from fedpact.simulation import flower
+from fedpact.simulation.setup import SimulationSetup
+from fedpact.simulation.simulate import simulate
+
+pytestmark = pytest.mark.usefixtures("clock")
+
+DECLARED = {
+    "age": {"range": [20, 80], "clamp": True, "fill": 50, "scale": "range"},
+    "bmi": {"scale": "standard", "mean": 25, "deviation": 5, "fill": 30},
+    "ward": {"categories": ["A", "B", "C"], "other": "C", "fill": "A", "scale": "one-hot"},
+}
+
+
+def table(path, n=90):
+    rng = np.random.default_rng(3)
+    rows = []
+    for k in range(n):
+        age = "" if k % 9 == 0 else f"{rng.integers(15, 90)}"
+        ward = rng.choice(["A", "B", "C", "D", ""])
+        rows.append([age, f"{rng.normal(25, 5):.2f}", ward, rng.choice(["no", "yes"])])
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["age", "bmi", "ward", "out"], *rows])
+    return str(path)
+
+
+def test_a_deployment_has_the_simulations_bits(federate, tmp_path):
+    asked = {
+        "data": table(tmp_path / "t.csv"),
+        "label": "out",
+        "rounds": 3,
+        "records": {"columns": DECLARED},
+    }
+    run = federate({"seeds": "test"}, **asked)
+    run()
+    plan = Plan.parse({**run.nodes[0].site.plan.model_dump(mode="json"), **asked})
+    simulate(plan, tmp_path / "s")
+    deployed = load_file(run.directory / "server" / "run" / "model.safetensors")
+    simulated = load_file(tmp_path / "s" / "model.safetensors")
+    assert sorted(deployed) == sorted(simulated)
+    assert all(torch.equal(deployed[name], simulated[name]) for name in deployed)
+
+
+def test_site_reads_its_table_and_reports_wide_columns(make, tmp_path, caplog):
+    data = table(tmp_path / "t.csv")
+    declared = {**DECLARED, "bmi": {"range": [10, 60], "clamp": True}}
+    directory = make(
+        tmp_path / "d", {"records": False}, data=data, label="out", records={"columns": declared}
+    )
+    home = directory / "sites" / NAMES[0]
+    federation = Federation.read(home / "federation.toml")
+    assert federation.records.columns["ward"].other == "C"
+    text = (home / "site.toml").read_text().replace("/path/to/records.csv", data)
+    (home / "site.toml").write_text(text)
+    caplog.clear()
+    with Site(home) as site:
+        records = site._records._records
+        assert records.x.shape == (90, 5)
+        assert records.x[:, 2:].sum(1).tolist() == [1.0] * 90
+    # By the declaration: 60, not the widest value that this site has.
+    assert "bmi (60)" in caplog.text
+    assert "federation.toml" in caplog.text
+
+
+def test_site_drops_records_with_undefined_scaled_values(make, tmp_path, caplog):
+    data = table(tmp_path / "t.csv")
+    declared = {**DECLARED, "bmi": {**DECLARED["bmi"], "deviation": 0.5}}
+    directory = make(
+        tmp_path / "d", {"records": False}, data=data, label="out", records={"columns": declared}
+    )
+    home = directory / "sites" / NAMES[0]
+    text = (home / "site.toml").read_text().replace("/path/to/records.csv", data)
+    (home / "site.toml").write_text(text)
+    with Site(home) as site:
+        before = site._records._records.x
+    with Path(data).open("a") as file:
+        file.write("50,3e38,A,no\n")
+    with Site(home) as site:
+        assert torch.equal(site._records._records.x, before)
+    assert "1 of 91 records have no finite numbers as they are scaled" in caplog.text
+
+
+MEANS = "columns/means"
+RELEASED = {
+    "age": {"range": [15, 90], "clamp": True, "fill": 50, "scale": "released"},
+    "bmi": {"range": [10, 40], "clamp": True, "fill": 25, "scale": "released"},
+    "ward": {"categories": ["A", "B", "C"], "other": "C", "fill": "A", "scale": "one-hot"},
+}
+
+
+@pytest.fixture
+def begin(federate, tmp_path):
+    """begin(choices, **plan) -> a federation whose columns are scaled by released numbers."""
+    asked = {"data": table(tmp_path / "t.csv"), "label": "out", "rounds": 2}
+
+    def new(choices=None, **changes):
+        whole = {**asked, "records": {"columns": RELEASED}, **changes}
+        return federate(choices, **whole), whole
+
+    return new
+
+
+def releases(node):
+    lines = (node.directory / "ledger.jsonl").read_text().splitlines()
+    entries = [e for e in map(json.loads, lines) if e.get("purpose") == ["columns moments"]]
+    return [(e["round"], e["attempt"], e["count"]) for e in entries]
+
+
+def test_what_was_reserved_for_attempts_is_not_told_as_spent(begin, tmp_path):
+    """The server counts what was asked for: one release, and rounds, as the simulation does."""
+    run, asked = begin({"seeds": "test"}, budget={"spare_rounds": 3})
+    records = run()
+    plan = Plan.parse({**run.nodes[0].site.plan.model_dump(mode="json"), **asked})
+    simulated = simulate(plan, tmp_path / "s").records
+    for record, other in zip(records, simulated, strict=True):
+        assert record.epsilon == pytest.approx(other.epsilon)
+    # All four releases that may come to be reserved are a part of what all of it may cost.
+    assert max(records[0].epsilon.values()) < max(records[-1].epsilon.values()) < 2.0
+
+
+def tensors(path):
+    return load_file(path / "model.safetensors")
+
+
+@pytest.mark.parametrize("threshold", [0, 2])
+def test_column_scales_are_released_once_as_in_simulation(begin, tmp_path, threshold):
+    """Under secure aggregation, too, where no single site's means are seen."""
+    run, asked = begin({"seeds": "test"}, secure_aggregation={"threshold": threshold})
+    records = run()
+    assert [record.refused for record in records] == [{}] * 3
+    plan = Plan.parse({**run.nodes[0].site.plan.model_dump(mode="json"), **asked})
+    simulate(plan, tmp_path / "s")
+    there = run.directory / "server" / "run"
+    deployed, simulated = tensors(there), tensors(tmp_path / "s")
+    assert all(torch.equal(deployed[name], simulated[name]) for name in simulated)
+    found = json.loads((there / "columns.json").read_text())
+    assert list(found) == ["age", "bmi"]
+    assert found == json.loads((tmp_path / "s" / "columns.json").read_text())
+    assert [releases(node) for node in run.nodes] == [[(0, 0, 1)]] * 3
+    told = json.loads((there / "privacy.json").read_text())
+    assert any("released once with noise" in line for line in told["covers"])
+    assert records[-1].epsilon == pytest.approx(
+        {node.site.name: node.site.cost.epsilon for node in run.nodes}
+    )
+    # The server is started again: nothing is asked for a second time.
+    run()
+    assert [releases(node) for node in run.nodes] == [[(0, 0, 1)]] * 3
+
+
+@contextlib.contextmanager
+def of_tables(make, tmp_path, declared):
+    """Gives a federation whose sites have tables, and the path of one: all have the same."""
+    data = table(tmp_path / "t.csv")
+    plan = {"data": data, "label": "out", "rounds": 2, "records": {"columns": declared}}
+    directory = make(tmp_path / "d", {"records": False}, **plan)
+    for home in (directory / "sites").iterdir():
+        text = (home / "site.toml").read_text().replace("/path/to/records.csv", data)
+        (home / "site.toml").write_text(text)
+    run = Run(directory)
+    try:
+        yield run, data
+    finally:
+        for node in run.nodes:
+            node.site.ledger.close()
+
+
+def test_prediction_table_columns_may_be_in_any_order(begin, tmp_path):
+    """Of a federation whose sites were given arrays for trying, too: the plan has the names."""
+    run, asked = begin()
+    run()
+    rows = [line.split(",") for line in Path(asked["data"]).read_text().splitlines()]
+    turned = tmp_path / "turned.csv"
+    turned.write_text("\n".join(",".join(reversed(row)) for row in rows))
+    for party in (run.directory / "server", run.nodes[0].directory):
+        result = load(party)
+        expected = result.predict(asked["data"]).probabilities
+        np.testing.assert_array_equal(result.predict(turned).probabilities, expected)
+
+
+def test_table_federation_names_the_models_columns(make, tmp_path):
+    with of_tables(make, tmp_path, DECLARED) as (run, _):
+        run()
+    for party in (run.directory / "server", run.nodes[0].directory):
+        assert json.loads((party / "run" / "records.json").read_text())["features"] == [*DECLARED]
+
+
+@pytest.mark.parametrize("declared", [DECLARED, RELEASED], ids=["declared", "released"])
+def test_a_public_test_set_is_scaled_as_the_sites_tables_are(make, tmp_path, declared):
+    """An array has no names: its columns are those of federation.toml, in that order."""
+    with of_tables(make, tmp_path, declared) as (run, data):
+        raw = SimulationSetup.of(run.nodes[0].site.plan.model_copy(update={"data": data})).raw
+        np.savez(run.directory / "server" / "test.npz", x=raw.x.numpy(), y=raw.y.numpy())
+        last = run()[-1]
+    expected = load(run.directory / "server").evaluate(data)
+    assert (last.accuracy, last.loss) == pytest.approx((expected.accuracy, expected.loss))
+
+
+def test_a_lost_reply_costs_no_second_release(begin):
+    """The same question gets the stored reply."""
+    run, _ = begin()
+    heard = []
+
+    def loses(message, answer):
+        reply = answer()
+        heard.append(message)
+        return None if len(heard) == 1 else reply
+
+    run.nodes[0].behave = loses
+    assert run.refused() == [{}, {}]
+    assert releases(run.nodes[0]) == [(0, 0, 1)]
+
+
+@pytest.mark.parametrize(("spare", "again"), [(0, [(0, 0, 1)]), (1, [(0, 0, 1), (0, 0, 1)])])
+def test_crashed_site_pays_again_within_its_reservation(begin, spare, again):
+    run, _ = begin(budget={"spare_rounds": spare})
+    node, heard = run.nodes[0], []
+
+    def dies(message, answer):
+        heard.append(message)
+        if len(heard) == 1:
+            answer()
+            # Charged, and gone before the reply was written down.
+            (node.directory / "reply.bin").unlink()
+            node.site._last = LastReply(node.directory / "reply.bin")
+            return None
+        return answer()
+
+    node.behave = dies
+    records = run()
+    assert releases(node) == again
+    assert records[0].refused == ({} if spare else {node.site.name: "budget"})
+    # It is told the others' constants, and trains.
+    assert [record.refused for record in records[1:]] == [{}, {}]
+    assert node.site.cost.epsilon <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        (lambda r: {"vectors": {"columns/means": r.vectors["columns/means"] + 100}}, "far off"),
+        (
+            lambda r: {"vectors": {"columns/means": r.vectors["columns/means"] * math.nan}},
+            "not finite",
+        ),
+        (lambda r: {"numbers": {**r.numbers, "columns/noise": 0.0}}, "far off"),
+        (lambda r: {"numbers": {**r.numbers, "columns/part": 0.5}}, "far off"),
+        (lambda r: {"numbers": {}}, "form"),
+        (lambda r: {"vectors": {MEANS: r.vectors[MEANS][:2]}}, "form"),
+    ],
+)
+def test_false_column_release_is_rejected_and_run_starts(begin, lie, why):
+    run, _ = begin()
+    node = run.nodes[1]
+
+    def lies(message, answer):
+        reply = from_bytes(flower.from_record(answer().content)[0])
+        if isinstance(reply, Reply) and reply.round == 0:
+            return node.forge(message, to_bytes(replace(reply, **lie(reply))))
+        return answer()
+
+    node.behave = lies
+    records = run()
+    assert records[0].refused == {node.site.name: f"rejected: {why}"}
+    found = json.loads((run.directory / "server" / "run" / "columns.json").read_text())
+    assert all(-1 <= one["mean"] <= 1 and one["deviation"] <= 1 for one in found.values())
+
+
+def test_a_site_refuses_round_0_of_a_run_that_has_none(federate):
+    run = federate(None, rounds=2)
+    node = run.nodes[0]
+    w = FlatModel(Coordinator.of(run.directory / "server").module()).vector
+    task = Task(node.site.run, 0, "fedavg", {"w": w}, {})
+    refusal = from_bytes(answer(node.site, to_bytes(task))[0])
+    assert isinstance(refusal, Refusal)
+    assert refusal.code == "task"
+    assert node.site.ledger.spent(node.site.run) == {}
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after"),
+    [
+        ("federation.toml", "high = 90.0", "high = 99.0"),
+        ("federation.toml", "fill = 25.0", "fill = 26.0"),
+        ("plan.json", '"learning_rate": 0.5', '"learning_rate": 0.25'),
+    ],
+)
+def test_a_site_with_other_terms_takes_no_part_and_pays_nothing(begin, file, before, after):
+    run, _ = begin()
+    node = run.nodes[1]
+    node.site.ledger.close()
+    path = node.directory / file
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+    run.nodes[1] = Node(node.number, node.directory)
+    records = run()
+    assert [record.refused for record in records] == [{"site-01": "terms"}] * len(records)
+    assert [charged(node) > 0 for node in run.nodes] == [True, False, True]
+
+
+def test_addresses_keys_and_patience_are_of_each_party(begin):
+    run, _ = begin()
+    site = run.nodes[1].site
+    member = site.federation.sites["site-00"]
+    other = site.federation.model_copy(
+        update={
+            "address": "other.example.org:1",
+            "patience": site.federation.patience.model_copy(update={"retries": 9}),
+            "sites": {**site.federation.sites, "site-00": member.model_copy(update={"key": "x"})},
+        }
+    )
+    assert other.agreed(site.plan) == site.agreed
+    larger = {**site.federation.sites, "site-00": member.model_copy(update={"size": 1e6})}
+    assert other.model_copy(update={"sites": larger}).agreed(site.plan) != site.agreed
+
+
+def test_parties_that_declare_otherwise_do_not_open(begin):
+    run, _ = begin()
+    node = run.nodes[0]
+    path = node.directory / "federation.toml"
+    path.write_text(path.read_text().replace('"released"', '"range"', 1))
+    node.site.ledger.close()
+    with pytest.raises(PlanError, match=r'1 columns of scale = "released", plan\.json 2'):
+        Site(node.directory)

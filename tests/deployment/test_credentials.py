@@ -1,0 +1,208 @@
+"""A party whose keys or certificates do not fit is told so by itself, and what to do."""
+
+import datetime
+import json
+import shutil
+import stat
+
+import pytest
+from cryptography import x509
+from typer.testing import CliRunner
+
+from fedpact.cli.main import app
+from fedpact.common.errors import InputError
+from fedpact.deployment import keys
+from fedpact.deployment.federation import Federation
+from fedpact.deployment.flower import credentials
+
+
+def federation(party):
+    return Federation.read(party / "federation.toml")
+
+
+def check_site(site):
+    credentials.check_site(site, federation(site), "site-00")
+
+
+def check_server(server):
+    credentials.check_server(server, federation(server))
+
+
+def test_what_was_written_fits(deployment):
+    check_site(deployment / "sites" / "site-00")
+    check_server(deployment / "server")
+
+
+def another_key(party, name):
+    keys.write_signing_key(party / name)
+
+
+def changed(party, old, new):
+    path = party / "federation.toml"
+    path.write_text(path.read_text().replace(old, new))
+
+
+def same_keys(party):
+    members = federation(party).sites
+    changed(party, members["site-01"].key, members["site-00"].key)
+
+
+SITE = {
+    "another key": (
+        lambda site: another_key(site, "site.key"),
+        r"site\.key is not the key that federation\.toml names for 'site-00'",
+    ),
+    "a truncated key": (
+        lambda site: (site / "site.key").write_bytes((site / "site.key").read_bytes()[:90]),
+        r"key .*site\.key cannot be read",
+    ),
+    "no key": (lambda site: (site / "site.key").unlink(), r"key .*site\.key cannot be read"),
+    "binary for a key": (
+        lambda site: (site / "site.key").write_bytes(b"\xff\x00" * 40),
+        r"key .*site\.key cannot be read",
+    ),
+    "a truncated server key": (
+        lambda site: changed(site, federation(site).server_key, federation(site).server_key[:60]),
+        r"federation\.toml: server_key: .* is no OpenSSH public key",
+    ),
+    "two sites with one key": (same_keys, r"are the same key: each party has one of its own"),
+    "garbage for the authority": (
+        lambda site: (site / "ca.crt").write_bytes(b"\xff\xfe"),
+        r"ca\.crt cannot be understood",
+    ),
+    "no authority": (lambda site: (site / "ca.crt").unlink(), r"ca\.crt cannot be read"),
+    "an empty secret": (
+        lambda site: (site / "runtime.secret").write_bytes(b""),
+        r"runtime\.secret is empty: write 32 random bytes",
+    ),
+    "no secret": (
+        lambda site: (site / "runtime.secret").unlink(),
+        r"runtime\.secret cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SITE)
+def test_a_site_says_which_of_its_files_is_wrong(site_dir, what):
+    spoil, told = SITE[what]
+    spoil(site_dir)
+    with pytest.raises(InputError, match=told):
+        check_site(site_dir)
+
+
+def of_another_authority(server):
+    keys.write_authority(server / "other")
+    shutil.copy(server / "other" / "ca.crt", server / "ca.crt")
+
+
+def certificate_for(server, host):
+    keys.write_server_certificate(server.parent / "authority", server, host)
+
+
+def half(path):
+    path.write_bytes(path.read_bytes()[: len(path.read_bytes()) // 2])
+
+
+SERVER = {
+    "another key": (
+        lambda server: another_key(server, "server.key"),
+        r"server\.key is not the key that federation\.toml names as server_key",
+    ),
+    "another authority": (of_another_authority, r"tls\.crt was not issued by .*ca\.crt"),
+    "a key of another certificate": (
+        lambda server: shutil.copy(server.parent / "authority" / "ca.key", server / "tls.key"),
+        r"tls\.key and .*tls\.crt do not belong together",
+    ),
+    "half a certificate": (
+        lambda server: half(server / "tls.crt"),
+        r"tls\.crt cannot be understood",
+    ),
+    "half a key": (lambda server: half(server / "tls.key"), r"tls\.key cannot be understood"),
+    "an address it does not hold for": (
+        lambda server: changed(server, "127.0.0.1:", "10.1.2.3:"),
+        r"tls\.crt does not hold for '10\.1\.2\.3'",
+    ),
+    "a name it does not hold for": (
+        lambda server: changed(server, "127.0.0.1:", "server.example.org:"),
+        r"tls\.crt does not hold for 'server\.example\.org'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SERVER)
+def test_a_server_says_which_of_its_files_is_wrong(deployment, what):
+    spoil, told = SERVER[what]
+    spoil(deployment / "server")
+    with pytest.raises(InputError, match=told):
+        check_server(deployment / "server")
+
+
+def at(monkeypatch, days):
+    """Have the clock be so many days ahead, where certificates are made and looked at."""
+    there = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+    for module in (credentials, keys):
+        monkeypatch.setattr(module, "_now", lambda: there)
+    return there
+
+
+@pytest.mark.parametrize("days", [-1, 826])
+def test_a_server_whose_certificate_does_not_hold_today_says_so(deployment, monkeypatch, days):
+    """Or whose clock is wrong: which it is, its owner sees."""
+    there = at(monkeypatch, days)
+    with pytest.raises(InputError, match=f"clock says {there:%Y-%m-%d}"):
+        check_server(deployment / "server")
+
+
+def renew(deployment):
+    done = CliRunner().invoke(
+        app, ["deploy", "renew", str(deployment / "authority"), str(deployment / "server")]
+    )
+    assert done.exit_code == 0, done.output
+    return " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(("days", "all_parties"), [(826, False), (3000, True), (4000, True)])
+def test_renewal_replaces_the_authority_only_when_it_would_end(
+    deployment, monkeypatch, days, all_parties
+):
+    server, older = deployment / "server", (deployment / "server" / "ca.crt").read_bytes()
+    at(monkeypatch, days)
+    with pytest.raises(InputError, match="fedpact deploy renew"):
+        check_server(server)
+    told = renew(deployment)
+    check_server(server)
+    assert ("which every site needs" in told) == all_parties
+    assert ((server / "ca.crt").read_bytes() != older) == all_parties
+    assert (server / "ca.crt").read_bytes() == (deployment / "authority" / "ca.crt").read_bytes()
+    assert stat.S_IMODE((server / "tls.key").stat().st_mode) == 0o600
+    # A site that has the authority's older certificate, while that holds, is served by the new one.
+    issued = x509.load_pem_x509_certificate((server / "tls.crt").read_bytes())
+    issued.verify_directly_issued_by(x509.load_pem_x509_certificate(older))
+
+
+def test_another_federations_authority_renews_nothing(deployment, tmp_path):
+    keys.write_authority(tmp_path)
+    before = (deployment / "server" / "tls.crt").read_bytes()
+    with pytest.raises(InputError, match="of another federation"):
+        keys.renew(tmp_path, deployment / "server", "127.0.0.1")
+    with pytest.raises(InputError, match=r"ca\.key is not there"):
+        keys.renew(tmp_path / "none", deployment / "server", "127.0.0.1")
+    (deployment / "authority" / "ca.crt").write_bytes(b"none")
+    with pytest.raises(InputError, match=r"ca\.crt cannot be understood"):
+        keys.renew(deployment / "authority", deployment / "server", "127.0.0.1")
+    assert (deployment / "server" / "tls.crt").read_bytes() == before
+
+
+def test_a_certificate_for_a_name_holds_for_it(deployment):
+    server = deployment / "server"
+    certificate_for(server, "Server.example.org")
+    changed(server, "127.0.0.1:", "server.Example.org:")
+    check_server(server)
+
+
+def test_a_comment_is_no_part_of_a_key(deployment):
+    """A comment at the end of the public line is no part of the key."""
+    site = deployment / "sites" / "site-00"
+    line = federation(site).sites["site-00"].key
+    changed(site, json.dumps(line), json.dumps(line + " somebody@somewhere"))
+    check_site(site)

@@ -1,0 +1,404 @@
+"""A deployment's evaluations: released with noise, charged, and exact nowhere but at the site."""
+
+import json
+import math
+import shutil
+import struct
+
+import numpy as np
+import pytest
+import torch
+from tests.deployment.grid import NAMES, killed_before
+
+from fedpact.cli import deploy as command
+from fedpact.common.errors import LedgerError, PlanError, PolicyRefused
+from fedpact.common.messages import EVALUATION, Refusal, Reply, Task, from_bytes, to_bytes
+from fedpact.deployment.admission import LedgerRegistry
+from fedpact.deployment.local import inspect_deployment
+from fedpact.deployment.site import Site, answer
+from fedpact.deployment.site_evaluation import _examiner_key
+from fedpact.deployment.site_records import own_records
+from fedpact.plan import Plan
+from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT, SampledGaussian, epsilon
+from fedpact.privacy.ledger.receipt import receipt
+from fedpact.privacy.ledger.reservations import CompanionReservation
+from fedpact.report.page import build_headline, write_page
+from fedpact.report.run_files import read_run
+from fedpact.simulation import flower
+from fedpact.simulation.simulate import simulate
+
+EVALUATION_TABLE = {"share": 0.3, "every": 2, "epsilon": 4.0, "loss_bound": 3.0}
+PLAN = {"rounds": 3, "evaluation": EVALUATION_TABLE}
+TEST_SEEDS = {"seeds": "test"}
+PATIENCE = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
+
+
+@pytest.fixture
+def ran(federate):
+    run = federate(TEST_SEEDS, **PLAN)
+    run()
+    return run
+
+
+def own(directory):
+    return json.loads((directory / "own-figures.json").read_text())
+
+
+def test_evaluation_runs_when_due_and_last_and_is_charged(ran):
+    assert [bool(record.evaluation) for record in ran.records] == [False, False, True, True]
+    found = ran.summary["evaluation"]
+    assert found["round"] == 3
+    assert set(found["epsilon_spent"]) == set(NAMES)
+    for site in NAMES:
+        runs = receipt(ran.directory / "sites" / site / "ledger.jsonl")["runs"]
+        mine = next(run for name, run in runs.items() if name.endswith("/evaluation"))
+        assert [(e["q"], e["reserved"], e["spent"]) for e in mine["events"]] == [(1.0, 2, 2)]
+        assert mine["epsilon_spent"] <= mine["epsilon_reserved"] == 4.0
+        event = SampledGaussian(1.0, mine["events"][0]["sigma"])
+        assert found["epsilon_spent"][site] == pytest.approx(epsilon({event: 2}, 1e-5, "rdp"))
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_server_that_dies_after_an_evaluation_bars_nobody(federate, number, monkeypatch):
+    """It asks for the round's training again, and sites send replies older than what it saw."""
+    run = federate(TEST_SEEDS, **PLAN)
+    killed_before(run, number, monkeypatch)
+    folder = run.directory / "server" / "run"
+    records = run()
+    assert [record.round for record in records] == [0, 1, 2, 3]
+    assert all(record.refused == record.unevaluated == {} for record in records)
+    assert [bool(record.evaluation) for record in records] == [False, False, True, True]
+    assert not (folder / "barred.json").exists()
+    for site in NAMES:
+        runs = receipt(run.directory / "sites" / site / "ledger.jsonl")["runs"]
+        assert all(e["spent"] == e["reserved"] for one in runs.values() for e in one["events"])
+
+
+def test_what_a_kill_left_beside_a_sites_files_is_removed(ran):
+    directory = ran.directory / "sites" / NAMES[0]
+    next(node.site for node in ran.nodes if node.site.name == NAMES[0]).ledger.close()
+    left = [
+        directory / f"{name}{end}"
+        for name in ("reply.bin", "evaluation.bin", "memory.safetensors")
+        for end in (".0a1b2c3d.partial", ".room")
+    ]
+    others = directory / "mine.0a1b2c3d.partial"
+    for path in (*left, others):
+        path.write_bytes(b"a charged reply")
+    Site(directory).ledger.close()
+    assert not [path for path in left if path.exists()]
+    assert others.exists()
+
+
+def test_only_the_very_reply_that_was_seen_may_be_older(tmp_path):
+    one, two, other = "a" * 64, "b" * 64, "c" * 64
+    standing = LedgerRegistry(tmp_path)
+    assert standing.look("site", 6, one, "fedavg")
+    assert standing.look("site", 7, two, EVALUATION)
+    standing.save()
+    for kind, length, head, good in (
+        ("fedavg", 6, one, True),
+        ("fedavg", 7, two, True),
+        (EVALUATION, 6, one, False),
+        ("fedavg", 6, other, False),
+        ("fedavg", 5, one, False),
+    ):
+        assert LedgerRegistry(tmp_path).look("site", length, head, kind) is good, (kind, length)
+    assert LedgerRegistry(tmp_path).last_seen("site") == (7, two)
+
+
+def test_an_evaluation_that_no_site_answers_says_why(federate, monkeypatch, caplog):
+    """Under secure aggregation the round is another attempt, with another model after it."""
+    table = {"share": 0.3, "every": 1, "epsilon": 4.0, "loss_bound": 3.0}
+    more = {"secure_aggregation": {"threshold": 2}, "budget": {"spare_rounds": 2}}
+    run = federate({"patience": PATIENCE}, rounds=2, evaluation=table, **more)
+    killed_before(run, 1, monkeypatch)
+    records = run()
+    assert [record.refused for record in records] == [{}] * 3
+    assert records[1].unevaluated == dict.fromkeys(NAMES, "stale")
+    assert [bool(record.evaluation) for record in records] == [False, False, True]
+    assert "round 1 was not evaluated: site-00 stale" in caplog.text
+    assert "put back" not in caplog.text
+
+
+def test_a_simulation_of_the_plan_releases_the_same_numbers(ran, tmp_path):
+    plan = Plan.read(ran.directory / "server" / "plan.json")
+    simulated = simulate(plan, tmp_path / "simulation")
+    released = [r.evaluation for r in simulated.records]
+    lines = (ran.directory / "server" / "run" / "rounds.jsonl").read_text().splitlines()
+    assert released == [json.loads(line)["evaluation"] for line in lines]
+    # Beside them, what they are without noise: what each site has found for its owner, and more.
+    last = simulated.records[-1].held_out
+    for site in NAMES:
+        found = own(ran.directory / "sites" / site)["rounds"]["3"]
+        assert {**found, **last[site]} == found
+        assert found.keys() - last[site].keys() == {"false_positives"}
+    names = [figure["exact"] for figure in simulated.summary["evaluation"]["figures"]]
+    assert all(exact is not None for exact in names)
+
+
+def test_exact_figures_stay_in_the_owners_files(ran):
+    """As text, and as bytes of either precision; numbers of so few digits that any may be met by
+    chance are left out, and the table of hits is looked for as a whole.
+    """
+    server = ran.directory / "server"
+    left = [path.read_bytes() for path in sorted(server.rglob("*")) if path.is_file()]
+    left += [block for node in ran.nodes for block in (*node.heard, *node.said)]
+    everything = b"".join(left)
+    for node in ran.nodes:
+        looked = 0
+        for sums in own(node.directory)["rounds"].values():
+            hits = np.array(sums["hits"]).reshape(10, 2)
+            numbers = [sums["loss"][0] / hits.sum(), hits[:, 0].sum() / hits.sum()]
+            numbers += [sums["loss"][0], *(row[0] / row.sum() for row in hits if row.sum())]
+            exact = [n for n in map(float, numbers) if len(repr(n)) > 10]
+            told = [repr(n).encode() for n in exact]
+            told += [struct.pack(form, n) for n in exact for form in ("<d", "<f")]
+            told += [struct.pack(f"<{len(sums['hits'])}d", *sums["hits"])]
+            assert not [n for n in told if n in everything]
+            looked += len(exact)
+        assert looked > 4
+        for name in ("own-figures.json", "evaluation.bin", "held-out.key"):
+            if (node.directory / name).exists():
+                assert (node.directory / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_trained_does_not_depend_on_what_is_held_out(make, tmp_path):
+    """Other held-out records, same training records: the same bits in every training reply."""
+    one = make(tmp_path / "one", TEST_SEEDS, **PLAN)
+    other = shutil.copytree(one, tmp_path / "other")
+    found = []
+    for where, swap in ((one, False), (other, True)):
+        directory = where / "sites" / "site-00"
+        if swap:
+            records = np.load(directory / "records.npz")
+            x, y = records["x"], records["y"]
+            with Site(directory) as site:
+                found_own = own_records(directory, site.settings, site.federation, site.plan)
+                mine = site._examiner.split(found_own).numpy()
+            np.savez(directory / "records.npz", x=x[~mine], y=y[~mine])
+            (directory / "ledger.jsonl").unlink()
+            (directory / "ledger.jsonl.seen").unlink()
+        with Site(directory) as site:
+            task = Task(site.run, 1, site.plan.algorithm, {"w": torch.zeros(650)}, {})
+            found.append([site.handle(task), from_bytes(site.handle(ask(site)))])
+    assert from_bytes(found[0][0]).vectors.keys() == {"w"}
+    assert torch.equal(from_bytes(found[0][0]).vectors["w"], from_bytes(found[1][0]).vectors["w"])
+    # The same noise: what is left is what the held-out records add, in whole numbers.
+    difference = found[0][1].vectors["hits"] - found[1][1].vectors["hits"]
+    assert torch.allclose(difference, difference.round(), atol=1e-9)
+    assert difference.sum() > 0
+
+
+@pytest.fixture
+def evaluated(make, tmp_path):
+    return make(tmp_path / "e", {}, **PLAN) / "sites" / "site-00"
+
+
+def ask(site, number=1, **changes):
+    fields = {"vectors": {"w": torch.zeros(650)}, "numbers": {}, "attempt": 0}
+    return Task(site.run, number, EVALUATION, **{**fields, **changes})
+
+
+def spent(site):
+    return sum(site.ledger.spent(f"{site.run}/evaluation").values())
+
+
+def test_it_answers_once_and_repeats_what_it_has_said(evaluated):
+    with Site(evaluated) as site:
+        first = site.handle(ask(site))
+        assert isinstance(from_bytes(first), Reply)
+        assert site.handle(ask(site)) == first
+        assert spent(site) == 1
+    with Site(evaluated) as site:
+        assert site.handle(ask(site)) == first
+        again = from_bytes(site.handle(ask(site, vectors={"w": torch.ones(650)})))
+        assert again == Refusal(site.run, 1, "site-00", "stale")
+        assert isinstance(from_bytes(site.handle(ask(site, 2))), Reply)
+        # Two are reserved, and no server gets a third.
+        assert from_bytes(site.handle(ask(site, 3))).code == "budget"
+        assert spent(site) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"vectors": {"w": torch.zeros(5)}},
+        {"vectors": {"w": torch.full((650,), math.nan)}},
+        {"numbers": {"lr": 0.1}},
+        {"number": 0},
+    ],
+)
+def test_a_question_of_another_form_is_refused_without_a_charge(evaluated, wrong):
+    with Site(evaluated) as site:
+        refusal = from_bytes(answer(site, to_bytes(ask(site, **wrong)))[0])
+        assert isinstance(refusal, Refusal)
+        assert refusal.code == "task"
+        assert spent(site) == 0
+
+
+def test_a_site_that_holds_nothing_out_answers_no_such_question(site_dir):
+    with Site(site_dir) as site:
+        assert from_bytes(site.handle(ask(site))).code == "task"
+
+
+def test_an_owner_who_has_not_declared_it_releases_none(evaluated):
+    policy = evaluated / "policy.toml"
+    text = policy.read_text()
+    assert "evaluation_epsilon_per_run = 4.0" in text
+    for line in ("evaluation_epsilon_per_run = 4.0\n", "evaluation_delta_per_run = 1e-05\n"):
+        policy.write_text(text.replace(line, ""))
+        with pytest.raises(PlanError, match="both or none"):
+            Site(evaluated)
+    policy.write_text(
+        text.replace("evaluation_epsilon_per_run = 4.0\nevaluation_delta_per_run = 1e-05\n", "")
+    )
+    with pytest.raises(PolicyRefused, match="evaluation_epsilon_per_run"):
+        Site(evaluated)
+    policy.write_text(
+        text.replace("evaluation_epsilon_per_run = 4.0", "evaluation_epsilon_per_run = 3.9")
+    )
+    with pytest.raises(PolicyRefused, match=r"evaluation epsilon would be 4"):
+        Site(evaluated)
+    policy.write_text(text.replace('"evaluation hits", ', ""))
+    with pytest.raises(PolicyRefused, match="releases evaluation hits"):
+        Site(evaluated)
+    policy.write_text(text)
+    with Site(evaluated) as site:
+        # Taken back, it counts from the next question.
+        policy.write_text(text.replace('"evaluation hits", ', ""))
+        assert from_bytes(site.handle(ask(site))).code == "policy"
+        assert spent(site) == 0
+
+
+def test_a_lost_secret_is_not_replaced(evaluated):
+    with Site(evaluated) as site:
+        site.handle(ask(site))
+    key = evaluated / "held-out.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    kept = key.read_bytes()
+    key.unlink()
+    with pytest.raises(LedgerError, match=r"held-out\.key is missing"):
+        Site(evaluated)
+    key.write_bytes(bytes(32))
+    with pytest.raises(PolicyRefused, match="other terms"):
+        Site(evaluated)
+    key.write_bytes(kept)
+    with Site(evaluated):
+        pass
+
+
+def test_each_run_on_a_ledger_draws_its_own_secret(evaluated):
+    """The ledger adds the two up, whichever records each of them holds out."""
+    with Site(evaluated) as site:
+        first = site.run
+        alone = site.ledger.total()
+    (evaluated / "held-out.key").unlink()
+    for name, old, new in (
+        ("federation.toml", f'run = "{first}"', 'run = "another"'),
+        ("policy.toml", "epsilon_ever = ", "epsilon_ever = 1"),
+        ("policy.toml", "delta_ever = 1e-05", "delta_ever = 3e-05"),
+    ):
+        text = (evaluated / name).read_text()
+        assert old in text
+        (evaluated / name).write_text(text.replace(old, new))
+    with Site(evaluated) as site:
+        assert site.ledger.total() == pytest.approx((2 * alone[0], 2 * alone[1]), rel=1e-12)
+    # An extension of it needs the same.
+    (evaluated / "held-out.key").unlink()
+    with pytest.raises(LedgerError, match="evaluations of run another_more1"):
+        _examiner_key(evaluated, evaluated / "ledger.jsonl", "another_more1")
+
+
+def test_its_owner_sees_the_exact_figures_and_the_server_none(ran, capsys):
+    site, server = ran.directory / "sites" / "site-01", ran.directory / "server"
+    figures = inspect_deployment(site)["own_figures"]
+    assert [*figures["rounds"]] == ["0", "1", "2", "3"]
+    command.execute_status(site, as_json=False)
+    told = capsys.readouterr().out
+    assert "for its owner alone" in told
+    for sums in figures["rounds"].values():
+        hits = np.array(sums["hits"]).reshape(10, 2)
+        assert f"{hits[:, 0].sum() / hits.sum():.4g}" in told
+    assert f"{hits[3, 0] / hits[3].sum():.4g}" in told
+    assert (
+        inspect_deployment(server)["own_figures"]
+        is inspect_deployment(ran.directory)["own_figures"]
+        is None
+    )
+
+
+def test_a_site_that_holds_nothing_out_has_its_ledgers_status(federate, capsys):
+    run = federate(None, rounds=2)
+    run()
+    site = run.nodes[0].directory
+    assert not (site / "own-figures.json").exists()
+    command.execute_status(site, as_json=False)
+    assert inspect_deployment(site)["own_figures"] is None
+    told = capsys.readouterr().out
+    assert run.nodes[0].site.name in told
+    assert "Exact figures" not in told
+
+
+def test_status_has_what_evaluations_cost_and_the_adjacency(ran, capsys):
+    command.execute_status(ran.directory / "sites" / "site-01", as_json=False)
+    told = capsys.readouterr().out
+    # Training reserved less than the 4 of evaluations.
+    row = next(line for line in told.splitlines() if "site-01" in line)
+    assert [cell.strip() for cell in row.split("│")][4] == "4"
+    assert f"adjacency: {ADJACENCY_BY_UNIT['record']}" in told
+    assert "held out at most (4, 1e-05)" in told
+
+
+def test_a_lie_is_rejected_and_the_others_are_evaluated(federate):
+    run = federate({}, **PLAN)
+
+    def lie(message, answered):
+        asked = from_bytes(flower.from_record(message.content)[0])
+        if asked.algorithm != EVALUATION:
+            return answered()
+        huge = {"hits": torch.full((20,), 1e9, dtype=torch.float64)}
+        reply = from_bytes(flower.from_record(answered().content)[0])
+        return run.nodes[0].change(message, answered, vectors={**reply.vectors, **huge})
+
+    run.nodes[0].behave = lie
+    run()
+    found = run.summary["evaluation"]
+    assert found["unevaluated"] == {"site-00": "rejected: far off"}
+    assert [*found["sites"]] == ["site-01", "site-02"]
+
+
+def test_the_report_says_what_was_released_or_what_to_declare(ran, make, tmp_path, federate):
+    (ran.directory / "server" / "test.npz").unlink(missing_ok=True)
+    page = write_page(read_run(ran.directory / "server" / "run")).read_text()
+    assert "As sites released it, after round 3" in page
+    plain = federate({}, "plain")
+    (plain.directory / "server" / "test.npz").unlink()
+    plain()
+    found = read_run(plain.directory / "server" / "run")
+    page = write_page(found).read_text()
+    assert "no round was evaluated" not in page.lower()
+    assert "[evaluation] share = 0.2" in page
+    assert any(
+        "neither a public test set nor [evaluation]" in card.note for card in build_headline(found)
+    )
+
+
+def test_init_says_what_to_declare(tmp_path, capsys):
+    from fedpact.deployment.files import Choices
+
+    given = ["sites=2", "rounds=2", "privacy.accountant=rdp"]
+    command.execute_init(tmp_path / "d", None, given, Choices())
+    assert "declare [evaluation] share = 0.2" in capsys.readouterr().out
+    masked = [*given, "secure_aggregation.threshold=2", "sites=3"]
+    command.execute_init(tmp_path / "e", None, masked, Choices())
+    told = " ".join(capsys.readouterr().out.split())
+    assert "declare [evaluation] share = 0.2" in told
+    assert "with releases = [] they release nothing" in told
+
+
+def test_a_promise_beside_a_run_names_it(ran):
+    entries = (ran.directory / "sites" / "site-00" / "ledger.jsonl").read_text().splitlines()
+    promised = [json.loads(line) for line in entries]
+    beside = [CompanionReservation(e["beside"], e["split"]) for e in promised if "beside" in e]
+    assert [each.beside for each in beside] == [ran.nodes[0].site.run]

@@ -1,0 +1,175 @@
+"""SIGKILL of real processes at any instant: the run ends, nobody over budget, no round lost.
+
+Every wait is for something that happens (see waiting), so that a busy machine makes these tests
+slower and not wrong. When a party is killed is drawn by chance: what is asserted holds always.
+"""
+
+import json
+import math
+import os
+import random
+import signal
+import time
+from collections import Counter
+from contextlib import suppress
+
+import dp_accounting
+import pytest
+from tests.deployment.grid import allow
+from tests.waiting import wait_for
+
+from fedpact.deployment import local
+from fedpact.privacy.ledger.receipt import receipt
+
+# Far beyond what it takes: rounds are to wait for whoever was killed.
+PATIENCE = {"round_seconds": 600, "resend_seconds": 6, "join_seconds": 600, "least_replies": 2}
+
+
+def names_of(directory):
+    return sorted(path.name for path in (directory / "sites").iterdir())
+
+
+class Federation:
+    """A deployment under attack. lines: what was committed when last looked at."""
+
+    def __init__(self, directory):
+        self.directory, self.lines, self.names = directory, [], names_of(directory)
+        self.numbers = local.start_parties(directory)
+
+    def committed(self):
+        """The last committed round, -1 if none; every earlier record is there, unchanged."""
+        path = self.directory / "server" / "run" / "rounds.jsonl"
+        text = path.read_text() if path.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()
+        # A record counts once the state does: the last line may still be taken back.
+        state = (self.directory / "server" / "run" / "state.safetensors").exists()
+        assert lines[: len(self.lines)] == self.lines
+        self.lines = lines[:-1] if state else []
+        return len(lines) - 1
+
+    def reached(self, number):
+        """Wait for a round to be committed."""
+        wait_for(lambda: self.committed() >= number, self.directory)
+
+    def runs(self, name):
+        return local.inspect_deployment(self.directory)["running"][name]
+
+    def kill(self, name):
+        """End a party as a power cut would: its process, and Flower's, at once. Start it again."""
+        if self.runs(name):  # not the server of a run that has ended
+            os.killpg(self.numbers[name], signal.SIGKILL)
+        wait_for(lambda: not self.runs(name), self.directory)
+        self.numbers |= local.start_parties(self.directory, name)
+
+    def finish(self, rounds):
+        """Wait for the end, which nobody helps to come; look at what it is."""
+        wait_for(lambda: not self.runs("server"), self.directory)
+        assert local.inspect_deployment(self.directory)["status"] == "finished"
+        assert self.committed() == rounds
+        # Whoever was not ended by us has not ended.
+        assert all(map(self.runs, self.names))
+
+
+def check_ledgers(directory, rounds, each):
+    """Nobody is over budget, as our own reader has it and as another accountant counts anew.
+
+    rounds: with those set aside. each: joint events of a round.
+    """
+    for name in names_of(directory):
+        path = directory / "sites" / name / "ledger.jsonl"
+        run = next(iter(receipt(path)["runs"].values()))
+        assert run["epsilon_spent"] <= run["epsilon_reserved"] == 2.0
+        (event,) = run["events"]
+        assert event["spent"] <= event["reserved"] == each * rounds
+        events = charged(path)
+        assert sum(events.values()) == event["spent"]
+        assert recounted(events, run["delta"]) <= 2.0 * (1 + 1e-9)
+        if run["honest"]:
+            own = {(q, s / math.sqrt(run["honest"])): count for (q, s), count in events.items()}
+            alone = run["epsilon_alone_reserved"]
+            assert run["epsilon_alone_spent"] <= alone
+            assert recounted(own, run["delta"]) <= alone * (1 + 1e-9)
+
+
+def charged(path):
+    """(q, σ) -> number of joint events, from the file's lines alone."""
+    events = Counter()
+    for line in path.read_bytes().splitlines():
+        with suppress(ValueError):  # a line that a kill has torn: the next one counts it
+            entry = json.loads(line)
+            if entry["kind"] == "charge":
+                events[entry["q"], entry["sigma"]] += entry["count"]
+            if entry["kind"] == "torn":
+                for _, q, sigma, count in entry["charges"]:
+                    events[q, sigma] += count
+    return events
+
+
+def recounted(events, delta):
+    accountant = dp_accounting.rdp.RdpAccountant(
+        neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    )
+    for (q, sigma), count in events.items():
+        gaussian = dp_accounting.GaussianDpEvent(sigma)
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(q, gaussian), count)
+    return accountant.get_epsilon(delta)
+
+
+def survive(make, directory, rounds, kills, spare, pause, **plan):
+    """Kill parties by chance, from the start to the end, then see that the run ends as it should.
+
+    kills: their number, so many in each round. pause: the longest between two of a round, seconds.
+    spare: rounds set aside for what crashes take.
+    """
+    budget = {"spare_rounds": spare}
+    make(directory, {"patience": PATIENCE}, rounds=rounds, budget=budget, **plan)
+    if plan.get("privacy", {}).get("honest"):
+        allow(directory)
+    each = plan.get("settings", {}).get("local_steps", 2)
+    seed = int.from_bytes(os.urandom(4))
+    print("seed", seed)
+    choose = random.Random(seed)
+    federation = Federation(directory)
+    try:
+        for number in range(kills):
+            # The first ones come before anything was committed, the last ones in the last round.
+            federation.reached(number * (rounds + 1) // kills - 1)
+            time.sleep(choose.uniform(0, pause))
+            federation.kill(choose.choice([*federation.names, "server"]))
+        federation.finish(rounds)
+        # Once more, after the end: the server finds that there is nothing left to do.
+        federation.kill("server")
+        federation.finish(rounds)
+        check_ledgers(directory, rounds + spare, each)
+    finally:
+        local.stop(directory)
+        for path in directory.rglob("log.txt"):
+            print(path, path.read_text()[-3000:], sep="\n")
+
+
+def test_parties_are_killed(make, tmp_path):
+    survive(make, tmp_path / "d", rounds=2, kills=2, spare=4, pause=4, sites=2)
+
+
+@pytest.mark.slow
+def test_parties_are_killed_sixty_times(make, tmp_path):
+    survive(make, tmp_path / "d", rounds=11, kills=60, spare=40, pause=4)
+
+
+@pytest.mark.slow
+def test_parties_are_killed_sixty_times_under_secure_aggregation(make, tmp_path):
+    """A server that dies after it asked for a sum charges that round anew."""
+    secure = {"secure_aggregation": {"threshold": 2}}
+    survive(make, tmp_path / "d", rounds=11, kills=60, spare=60, pause=8, **secure)
+
+
+@pytest.mark.slow
+def test_parties_are_killed_sixty_times_where_noise_is_shared(make, tmp_path):
+    """Five sites. Both ε are counted anew, that of h = 2 shares and that of one alone."""
+    shared = {
+        "sites": 5,
+        "secure_aggregation": {"threshold": 4},
+        "privacy": {"trust": "sum", "honest": 2, "accountant": "rdp"},
+        "settings": {"local_steps": 1},
+    }
+    survive(make, tmp_path / "d", rounds=11, kills=60, spare=60, pause=8, **shared)

@@ -1,0 +1,230 @@
+"""Real processes on loopback with TLS and keys on: the same bits as the in-process engine, and no
+way in without a key, with another authority's certificate, or over plain HTTP."""
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.waiting import wait_for
+
+from benchmarks import deployment
+from fedpact.deployment import keys, local
+from fedpact.deployment.federation import Federation
+from fedpact.plan import Plan
+from fedpact.privacy.ledger.hash_chain import read_entries
+from fedpact.report.page import repeat
+from fedpact.report.run_files import read_run
+from fedpact.simulation.simulate import simulate
+
+PLAN = {"rounds": 3, "sites": 2, "settings": {"local_steps": 4}, "run": {"workers": 2}}
+SITES = ("site-00", "site-01")
+
+
+def finished(make, elsewhere):
+    """A deployment that has run to its end, with what strangers got who knocked meanwhile."""
+    directory = make(
+        elsewhere / "d",
+        {"seeds": "test", "patience": {"join_seconds": 3600}},
+        privacy={},
+        **PLAN,
+    )
+    # As long as a site has not come the run does not begin, so strangers find the server there.
+    for name in ("server", SITES[0]):
+        local.start_parties(directory, name)
+    try:
+        log = directory / "server" / "log.txt"
+        wait_for(lambda: log.exists() and "is connected" in log.read_text(), directory)
+        knocked = knock(directory, elsewhere / "strangers")
+        local.start_parties(directory)
+        wait_for(lambda: not local.inspect_deployment(directory)["running"]["server"], directory)
+        return directory, knocked, local.inspect_deployment(directory)
+    finally:
+        local.stop(directory)
+        for path in directory.rglob("log.txt"):
+            print(path, path.read_text()[-2000:], sep="\n")
+
+
+def knock(directory, elsewhere):
+    """Try to get in as those do who must not; return what each got."""
+    elsewhere.mkdir()
+    address = Federation.read(directory / "server" / "federation.toml").address
+    keys.write_signing_key(elsewhere / "stranger.key")
+    (elsewhere / "other").mkdir()
+    keys.write_authority(elsewhere / "other")
+    right = directory / "server" / "ca.crt"
+    wrong = elsewhere / "other" / "ca.crt"
+    site_key = directory / "sites" / "site-00" / "site.key"
+    tls = ["--root-certificates", str(right)]
+    tries = {
+        "no key": tls,
+        "unknown key": [*tls, "--auth-supernode-private-key", str(elsewhere / "stranger.key")],
+        "wrong certificate": [
+            *("--root-certificates", str(wrong)),
+            *("--auth-supernode-private-key", str(site_key)),
+        ],
+        "plain HTTP": ["--insecure"],
+    }
+    running = {name: supernode(address, arguments, elsewhere) for name, arguments in tries.items()}
+    told = {name: process.communicate()[0] for name, process in running.items()}
+    try:
+        urllib.request.urlopen(f"http://{address}/", timeout=10)
+        told["bare HTTP"] = "answered"
+    except (urllib.error.URLError, OSError) as error:
+        told["bare HTTP"] = str(error)
+    return {
+        name: (running[name].returncode if name in running else None, told[name]) for name in told
+    }
+
+
+def supernode(address, arguments, home):
+    program = shutil.which("flower-supernode", path=str(Path(sys.executable).parent))
+    return subprocess.Popen(
+        [
+            *(program, "--superlink", address, "--isolation", "process", "--max-wait-time", "3"),
+            *("--max-retries", "2", "--port", str(local_port()), *arguments),
+        ],
+        env={
+            **os.environ,
+            "FLWR_HOME": str(home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def local_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def simulated(directory, out):
+    """The in-process engine on the same plan, under the deployment's run name."""
+    run = Federation.read(directory / "server" / "federation.toml").run
+    identifier = run.partition("-")[2]
+    plan = Plan.read(directory / "server" / "plan.json")
+    patch = pytest.MonkeyPatch()
+    with patch.context() as changed:
+        fixed = type("Fixed", (), {"hex": identifier})
+        changed.setattr("fedpact.simulation.resume.uuid.uuid4", fixed)
+        result = simulate(plan, out)
+    assert json.loads((out / "environment.json").read_text())["run"] == run
+    return result
+
+
+def check_that_it_ended_and_nobody_was_missed(found):
+    assert found["status"] == "finished"
+    assert found["round"]["round"] == PLAN["rounds"]
+    assert found["round"]["refused"] == {}
+
+
+def check_the_model_bit_for_bit(directory, simulated):
+    over_flower = load_file(directory / "server" / "run" / "model.safetensors")
+    in_process = load_file(simulated.folder / "model.safetensors")
+    assert over_flower.keys() == in_process.keys()
+    assert all(torch.equal(over_flower[name], in_process[name]) for name in in_process)
+    # A model that never moved would be equal, too.
+    assert simulated.records[-1].accuracy > simulated.records[0].accuracy + 0.3
+
+
+def check_every_round(directory, simulated):
+    lines = (directory / "server" / "run" / "rounds.jsonl").read_text().splitlines()
+    for line, record in zip(map(json.loads, lines), simulated.records, strict=True):
+        told = (line["round"], line["steps"], line["bytes_down"], line["bytes_up"])
+        assert told == (record.round, record.steps, record.bytes_down, record.bytes_up)
+        # Nobody was asked twice, so what the server counts is what the ledgers hold.
+        assert line["epsilon"] == record.epsilon
+        if record.accuracy is not None:
+            assert (line["accuracy"], line["loss"]) == (record.accuracy, record.loss)
+
+
+def check_the_ledgers_entry_by_entry(directory, simulated):
+    for name in SITES:
+        here = entries(directory / "sites" / name / "ledger.jsonl")
+        there = entries(simulated.folder / "sites" / name / "ledger.jsonl")
+        # A simulation, which protects nobody, notes no placement; "number" counts entries.
+        assert here.pop(2)["placement"] in ("compact", "scattered")
+        for number, entry in enumerate(here):
+            entry["number"] = number
+        assert here == there
+        assert [entry["kind"] for entry in here] == ["open", "reserve"] + ["charge"] * PLAN[
+            "rounds"
+        ]
+
+
+def entries(path):
+    """All of it but the clock, and the hashes, which contain it."""
+    return [
+        {key: value for key, value in entry.items() if key not in ("time", "hash", "previous")}
+        for entry in read_entries(path)
+    ]
+
+
+def check_that_what_its_report_prints_repeats_it(directory, elsewhere):
+    found = read_run(directory / "server" / "run")
+    again = repeat(found)
+    assert "a simulation repeats the run" in again.words
+    arguments = shlex.split(again.command)
+    assert arguments[:2] == ["fedpact", "run"]
+    result = simulate(Plan.read(Path(arguments[2])), elsewhere)
+    check_the_model_bit_for_bit(directory, result)
+
+
+def check_that_strangers_did_not_get_in(directory, knocked):
+    for name in ("no key", "unknown key", "wrong certificate", "plain HTTP"):
+        code, told = knocked[name]
+        assert code not in (0, None), f"{name}: {told}"
+        # It got so far as to knock.
+        assert "Failed to initialize the connection to the SuperLink" in told
+    assert "CERTIFICATE_VERIFY_FAILED" in knocked["wrong certificate"][1]
+    assert "answered" not in knocked["bare HTTP"][1]
+    log = (directory / "server" / "log.txt").read_text()
+    connected = {line.split()[-3] for line in log.splitlines() if line.endswith("is connected")}
+    assert connected == set(SITES)
+
+
+def check_that_the_logs_say_what_each_round_took(directory):
+    """The benchmark of a deployment reads them."""
+    logs = [(directory / "server", deployment.SERVER)]
+    logs += [(directory / "sites" / name, deployment.SITE) for name in SITES]
+    for where, pattern in logs:
+        assert sorted(deployment.by_round(where / "log.txt", pattern)) == [1, 2, 3]
+
+
+def check_that_nothing_is_left_running(directory):
+    found = local.inspect_deployment(directory)
+    assert not any(found["running"].values())
+    for name, where in local.parties(directory).items():
+        for process in Path("/proc").glob("[0-9]*/cwd"):
+            try:
+                at = process.resolve(strict=True)
+            except OSError:
+                continue
+            assert at != where.resolve(), f"{name}: {process}"
+
+
+def test_a_federation_of_processes(make, tmp_path):
+    """One test, as starting it is most of its time."""
+    directory, knocked, found = finished(make, tmp_path)
+    check_that_it_ended_and_nobody_was_missed(found)
+    in_process = simulated(directory, tmp_path / "simulated")
+    check_the_model_bit_for_bit(directory, in_process)
+    check_every_round(directory, in_process)
+    check_the_ledgers_entry_by_entry(directory, in_process)
+    check_that_what_its_report_prints_repeats_it(directory, tmp_path / "again")
+    check_that_strangers_did_not_get_in(directory, knocked)
+    check_that_the_logs_say_what_each_round_took(directory)
+    check_that_nothing_is_left_running(directory)

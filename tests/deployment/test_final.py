@@ -1,0 +1,116 @@
+"""After the run every site holds the model: handed over, later, under secure aggregation, its own.
+
+A site's answers are held against the server's: equal files, equal predictions.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.deployment.grid import charged
+from typer.testing import CliRunner
+
+from fedpact.api import load
+from fedpact.cli.main import app
+from fedpact.common.errors import DataError
+from fedpact.common.messages import FINAL, Refusal, Reply, Task, from_bytes
+from fedpact.deployment.final_model import FinalModel
+from fedpact.deployment.site import Site
+
+pytestmark = pytest.mark.usefixtures("clock")
+
+
+def model_of(place):
+    return load_file(place / "run" / "model.safetensors")
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+SECURE = {
+    "secure_aggregation": {"threshold": 2},
+    "compression": {"kind": "none"},
+}
+
+
+@pytest.mark.parametrize("plan", [{}, SECURE], ids=["plain", "secure"])
+def test_final_model_reaches_every_site_without_charge(federate, plan):
+    run = federate(None, rounds=2, **plan)
+    run()
+    of_server = model_of(run.directory / "server")
+    digits = load(run.directory / "server").predict(np.zeros((2, 1, 8, 8), np.float32))
+    for node in run.nodes:
+        assert same(model_of(node.directory), of_server)
+        assert charged(node) == 2 * 2
+        found = load(node.directory).predict(np.zeros((2, 1, 8, 8), np.float32))
+        np.testing.assert_array_equal(found.probabilities, digits.probabilities)
+
+
+def test_absent_site_gets_the_final_model_after_restart(federate):
+    run = federate(None, rounds=1)
+    away, *rest = run.nodes
+
+    def leave(message, answer):
+        told = answer()
+        away.here = False
+        return told
+
+    away.behave = leave
+    run()
+    assert not (away.directory / "run").exists()
+    away.here, away.behave = True, lambda _, answer: answer()
+    run()
+    assert same(model_of(away.directory), model_of(run.directory / "server"))
+    # Who has it is not asked again.
+    assert [node.handed for node in rest] == [1, 1]
+
+
+def test_an_owner_brings_the_file_and_predicts(federate, tmp_path):
+    run = federate(None, rounds=1)
+    run.nodes[0].here = False
+    run()
+    site = run.nodes[0].directory
+    records = tmp_path / "x.npz"
+    np.savez(records, x=np.random.default_rng(0).random((3, 1, 8, 8), np.float32))
+    told = CliRunner().invoke(app, ["deploy", "model", str(site)])
+    assert told.exit_code == 0, told.output
+    told = CliRunner().invoke(app, ["predict", str(site), str(records), "--json"])
+    expected = load(run.directory / "server").predict(records)
+    assert json.loads(told.stdout)["labels"] == expected.labels.tolist()
+    other = tmp_path / "other.safetensors"
+    save_file({"weight": torch.zeros(3)}, other)
+    with pytest.raises(DataError, match="the plan's model has"):
+        FinalModel.of(site).bring(other)
+
+
+def test_a_site_with_a_head_of_its_own_keeps_its_own_model(federate):
+    run = federate(None, rounds=1, local={"head": 10})
+    run()
+    of_server = model_of(run.directory / "server")
+    own = [model_of(node.directory) for node in run.nodes]
+    assert not any(same(one, of_server) for one in own)
+    assert not same(own[0], own[1])
+    load(run.nodes[0].directory)
+    with pytest.raises(DataError, match="a head of its own"):
+        load(run.directory / "server")
+
+
+def test_model_of_wrong_shape_is_refused(site_dir):
+    with Site(site_dir) as site:
+        w = site.plan.method.init(torch.zeros(650)).vectors["w"]
+        before = site.ledger.length
+        for vectors, code in (
+            ({"w": w[:-1]}, "task"),
+            ({"w": w * torch.nan}, "task"),
+            ({"w": w, "more": w}, "task"),
+        ):
+            answer = from_bytes(site.handle(Task(site.run, 5, FINAL, vectors, {}, 5)))
+            assert isinstance(answer, Refusal)
+            assert answer.code == code
+        answer = from_bytes(site.handle(Task(site.run, 5, FINAL, {"w": w}, {}, 5)))
+        assert isinstance(answer, Reply)
+        assert not answer.vectors
+        assert site.ledger.length == before

@@ -1,0 +1,140 @@
+"""A deployment that protects persons: who they are is declared, and their number is the size."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.torch import save_file
+from tests.privacy.test_persons import table
+
+from fedpact.cli.deploy import execute_status
+from fedpact.common.errors import PlanError
+from fedpact.common.messages import Task
+from fedpact.deployment.federation import Federation, parse_toml, read_plan
+from fedpact.deployment.site import Site
+from fedpact.deployment.site_evaluation import personalise_site
+from fedpact.deployment.site_records import SiteSettings, own_records
+from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT
+from fedpact.privacy.ledger.receipt import receipt
+from fedpact.simulation.setup import SimulationSetup
+from fedpact.simulation.simulate import of_run, simulate
+
+
+@pytest.fixture
+def of_persons(make, tmp_path):
+    return make(
+        tmp_path / "d",
+        data=str(table(tmp_path / "visits.csv")),
+        label="sick",
+        person="patient_id",
+        sites=2,
+        privacy={"unit": "person", "person_records": 2, "accountant": "rdp"},
+    )
+
+
+def test_status_says_that_epsilon_is_of_persons(of_persons, capsys):
+    # Also before there is a ledger, and at the server, where there is none.
+    for directory in (of_persons, of_persons / "server"):
+        execute_status(directory, as_json=False)
+        assert f"adjacency: {ADJACENCY_BY_UNIT['person']}" in capsys.readouterr().out
+
+
+def test_a_site_counts_samples_and_promises_persons(of_persons):
+    directory = of_persons / "sites" / "site-00"
+    federation, plan = (
+        Federation.read(directory / "federation.toml"),
+        read_plan(directory / "plan.json"),
+    )
+    assert federation.person == "person"
+    simulated = next(site for site in SimulationSetup.of(plan).sites if site.name == "site-00")
+    with Site(directory) as site:
+        assert "add/remove one person" in site.cost.describe()
+        # As a simulation has them: the same records of the same persons, under the same numbers.
+        held = site._records(Task("run", 1, "fedavg", {}, {}))
+        assert held.count == federation.sites["site-00"].size
+        assert held.persons.tolist() == simulated.persons.tolist()
+        assert held.x.equal(simulated.x)
+    (run,) = receipt(directory / "ledger.jsonl")["runs"].values()
+    assert run["unit"] == "person"
+    assert 'unit = "person"' in (directory / "policy.toml").read_text()
+
+
+@pytest.fixture(params=["person", "record"])
+def evaluated(request, federate, tmp_path):
+    """A run that is over, of records of which some persons have three."""
+    run = federate(
+        {"seeds": "test"},
+        rounds=2,
+        data=str(table(tmp_path / "visits.csv")),
+        label="sick",
+        person="patient_id",
+        sites=2,
+        privacy={"unit": request.param, "person_records": 2, "accountant": "rdp"},
+        evaluation={"share": 0.4, "epsilon": 3.0, "releases": ["hits", "loss", "roc"]},
+    )
+    run()
+    return run
+
+
+def test_a_person_is_evaluated_or_trained_on_and_counts_once(evaluated, tmp_path):
+    """So that of the two budgets the larger holds of it, and a simulation releases the same."""
+    plan = read_plan(evaluated.directory / "server" / "plan.json")
+    unit = plan.privacy.unit
+    simulated = simulate(plan, tmp_path / "simulation")
+    assert evaluated.records[-1].evaluation == simulated.records[-1].evaluation
+    for directory in sorted((evaluated.directory / "sites").iterdir()):
+        name = directory.name
+        own = json.loads((directory / "own-figures.json").read_text())["rounds"]["2"]
+        assert own == simulated.records[-1].held_out[name]
+        settings = parse_toml(SiteSettings, directory / "site.toml")
+        federation = Federation.read(directory / "federation.toml")
+        found = own_records(directory, settings, federation, plan)
+        (node,) = [node for node in evaluated.nodes if node.directory == directory]
+        out = node.site._examiner.split(found).numpy()
+        whose = np.array(found.whose)
+        held, trained = set(whose[out]), set(whose[~out])
+        assert held
+        assert trained
+        assert not held & trained
+        # At most two records of a person; and of persons each counts once.
+        count = len(held) if unit == "person" else int(out.sum())
+        assert len(held) < out.sum() <= 2 * len(held)
+        assert sum(own["hits"]) == sum(own["roc"]) == count
+        runs = receipt(directory / "ledger.jsonl")["runs"]
+        assert [run["unit"] for run in runs.values()] == [unit, unit]
+        # The larger of the two, and not their sum.
+        budgets = [run["epsilon_reserved"] for run in runs.values()]
+        assert receipt(directory / "ledger.jsonl")["epsilon_reserved"] == max(budgets) == 3.0
+    told = json.loads((tmp_path / "simulation" / "privacy.json").read_text())
+    assert (told["evaluation"]["unit"], told["evaluation"]["split_by"]) == (unit, "person")
+    assert "Each person, with all records, decides by itself" in " ".join(told["covers"])
+    names = [figure["name"] for figure in simulated.summary["evaluation"]["figures"]]
+    assert names[0] == f"{unit}s"
+
+
+def test_without_their_names_nobody_is_protected(of_persons):
+    directory = of_persons / "sites" / "site-01"
+    path = directory / "federation.toml"
+    path.write_text(path.read_text().replace('person = "person"', '# person = "person"'))
+    with pytest.raises(PlanError, match="no person: name the column"):
+        Site(directory)
+
+
+@pytest.mark.parametrize("unit", ["record", "person"])
+def test_who_tunes_keeps_a_persons_records_together(make, tmp_path, unit, monkeypatch):
+    """Deployed and simulated, whomever the plan protects; test_tuning has that they are kept so."""
+    monkeypatch.setattr("fedpact.evaluation.personal.WEIGHTS", (1.0,))
+    data = str(table(tmp_path / "visits.csv"))
+    asked = {"data": data, "label": "sick", "person": "patient_id", "sites": 2, "rounds": 1}
+    asked |= {"privacy": {"unit": unit, "accountant": "rdp"}}
+    home = make(tmp_path / "d", **asked) / "sites" / "site-00"
+    plan, final = read_plan(home / "plan.json"), tmp_path / "model.safetensors"
+    workshop = Federation.read(home / "federation.toml").workshop(plan, home)
+    save_file(workshop.module().state_dict(), final)
+    told = personalise_site(home, final).figures.advice
+    assert "persons are too few" in told
+    held_out = plan.partition.model_copy(update={"held_out": 0.5})
+    simulated = plan.model_copy(update={"partition": held_out})
+    simulate(simulated, tmp_path / "s")
+    for figures in of_run(tmp_path / "s")["sites"].values():
+        assert "persons are too few" in figures["advice"]

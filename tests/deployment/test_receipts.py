@@ -1,0 +1,124 @@
+"""Receipts that a deployed site hands on: what they say, and who signed them."""
+
+import json
+import shutil
+
+import pytest
+from tests.deployment.test_site import task_of
+from typer.testing import CliRunner
+
+from fedpact.cli.main import app
+from fedpact.common.errors import DataError, LedgerError
+from fedpact.common.run_folder import Folder
+from fedpact.deployment.site import Site
+
+
+def run(*arguments):
+    done = CliRunner().invoke(app, ["ledger", *map(str, arguments)])
+    if done.exception is not None:
+        raise done.exception
+    return done.stdout
+
+
+@pytest.fixture
+def site(site_dir):
+    """A site that has answered once, whose plan and settings say what for and on what data."""
+    plan = Folder(site_dir).read_json("plan.json")
+    plan["about"] |= {"purpose": "to find sick hearts"}
+    (site_dir / "plan.json").write_text(json.dumps(plan))
+    settings = (site_dir / "site.toml").read_text()
+    (site_dir / "site.toml").write_text(settings + 'data_version = "2026-01"\n')
+    with Site(site_dir) as opened:
+        opened.handle(task_of(opened))
+    return site_dir
+
+
+@pytest.fixture
+def receipt(site, tmp_path):
+    run("export", site, "--out", tmp_path / "receipt.json")
+    return tmp_path / "receipt.json"
+
+
+def test_it_says_what_for_on_what_data_and_when(site, receipt):
+    ((path, told),) = json.loads(receipt.read_text()).items()
+    assert path == str(site / "ledger.jsonl")
+    assert told["data_set"] == {"name": "site-00", "version": "2026-01"}
+    ((name, spend),) = told["runs"].items()
+    assert spend["purpose"] == "to find sick hearts"
+    assert name in (site / "federation.toml").read_text()
+    assert told["sentence"].startswith("Whether or not any one record is in the data set")
+    assert "as at a second site, pays the sum of both" in told["sentence"]
+    # Nothing about records: neither theirs, nor how many there truly are.
+    assert not ({"records", "size", "count"} & {key.lower() for key in told})
+
+
+def test_receipt_signature_verifies_against_the_federation(site, receipt):
+    told = run("verify", receipt, "--federation", site / "federation.toml")
+    assert "intact, signed by site 'site-00'" in told
+    assert "only federation.toml says" in run("verify", receipt)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda told: told.update(epsilon_reserved=0.1),
+        lambda told: told["runs"].popitem(),
+        lambda told: told["data_set"].update(name="another"),
+        lambda told: told.update(date="1999-01-01T00:00:00+00:00"),
+        lambda told: told["signature"].update(by="site-01"),
+        lambda told: told.update(more=1),
+    ],
+)
+def test_what_was_altered_is_told(receipt, change):
+    receipts = json.loads(receipt.read_text())
+    change(next(iter(receipts.values())))
+    receipt.write_text(json.dumps(receipts))
+    with pytest.raises(LedgerError, match="is not what"):
+        run("verify", receipt)
+
+
+def test_another_key_is_not_the_site_s_word(deployment, site, tmp_path):
+    other = deployment / "sites" / "site-01"
+    shutil.copy(other / "site.key", site / "site.key")
+    run("export", site, "--out", tmp_path / "forged.json")
+    assert "intact" in run("verify", tmp_path / "forged.json")
+    with pytest.raises(LedgerError, match="is not the site's word"):
+        run("verify", tmp_path / "forged.json", "--federation", site / "federation.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ('{"a": {"epsilon_reserved": 1}}', LedgerError, "has no signature"),
+        ('{"a": 3}', LedgerError, "has no signature"),
+        ('{"a": {"signature": {"by": "x"}}}', LedgerError, "cannot be read"),
+        ('{"a": {"signature": {"by": "x", "key": "no", "value": "*"}}}', LedgerError, "cannot be"),
+        ("[1]", DataError, "cannot be understood"),
+        ("", DataError, "cannot be understood"),
+    ],
+)
+def test_what_is_no_signed_receipt_is_told(tmp_path, text, error, message):
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(error, match=message):
+        run("verify", tmp_path / "r.json")
+
+
+def test_ledger_elsewhere_is_found_but_several_are_unsigned(deployment, site, tmp_path):
+    (site / "ledger.jsonl").rename(tmp_path / "elsewhere.jsonl")
+    text = (site / "site.toml").read_text()
+    (site / "site.toml").write_text(
+        text.replace('ledger = "ledger.jsonl"', f'ledger = "{tmp_path / "elsewhere.jsonl"}"')
+    )
+    run("export", site, "--out", tmp_path / "receipt.json")
+    (told,) = json.loads((tmp_path / "receipt.json").read_text()).values()
+    assert told["data_set"]["name"] == "site-00"
+    assert "signed by site 'site-00'" in run(
+        "verify", tmp_path / "receipt.json", "--federation", site / "federation.toml"
+    )
+    with Site(deployment / "sites" / "site-01") as other:
+        other.handle(task_of(other))
+    run("export", deployment, "--out", tmp_path / "all.json")
+    with pytest.raises(LedgerError, match="has no signature"):
+        run("verify", tmp_path / "all.json")
+    with pytest.raises(LedgerError, match="--federation"):
+        run("verify", tmp_path / "elsewhere.jsonl", "--federation", site / "federation.toml")

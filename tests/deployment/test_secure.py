@@ -1,0 +1,790 @@
+"""Secure aggregation over a Grid in memory: real sites, real messages, and sites that drop out."""
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy import stats
+from tests.deployment.grid import FLOATS, NAMES, charged, killed_before
+
+from fedpact.common.errors import DataError, PlanError, PolicyRefused
+from fedpact.common.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
+from fedpact.common.params import FlatModel
+from fedpact.common.run_folder import Folder
+from fedpact.deployment.server import Coordinator
+from fedpact.deployment.site import Site, answer
+from fedpact.privacy.ledger.receipt import receipt
+from fedpact.privacy.oracle import PrivateOracle
+from fedpact.simulation import flower
+from fedpact.simulation.secure_aggregation import client as opened_module
+from fedpact.simulation.secure_aggregation import client as site_module
+from fedpact.simulation.secure_aggregation import messages, transport
+from fedpact.simulation.secure_aggregation.encoding import SharedSum, bits, centre_words
+from fedpact.simulation.secure_aggregation.session import BelowThreshold, Session
+from fedpact.simulation.secure_aggregation.transport import Attempts
+from fedpact.simulation.simulate import simulate
+
+pytestmark = pytest.mark.usefixtures("clock")
+
+PATIENCE = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
+SECURE = {"secure_aggregation": {"threshold": 2}}
+FIVE = {"sites": 5, "secure_aggregation": {"threshold": 3}}
+
+NAMES_OF_FIVE = tuple(f"site-0{k}" for k in range(5))
+
+SHARED = {
+    "secure_aggregation": {"threshold": 3},
+    "privacy": {"trust": "sum", "honest": 2, "epsilon": 2.0},
+}
+SHARED_BY_FIVE = {**SHARED, "secure_aggregation": {"threshold": 4}}
+
+
+@pytest.fixture
+def federation(federate):
+    """federation(**plan) -> (run, nodes): `run()` carries it out and returns its records."""
+
+    def new(name="d", patience=None, seeds="secure", **plan):
+        choices = {"patience": {**PATIENCE, **(patience or {})}, "seeds": seeds}
+        run = federate(choices, name, **{"rounds": 2, **SECURE, **FLOATS, **plan})
+        return run, run.nodes
+
+    return new
+
+
+def heard(node):
+    return [from_bytes(block) for block in node.heard]
+
+
+def steps_of(node):
+    return [(message.round, message.step) for message in heard(node)]
+
+
+def model(run):
+    w = load_file(run.directory / "server" / "run" / "model.safetensors")
+    return torch.cat([w[name].reshape(-1) for name in sorted(w)])
+
+
+def loses(node, step, number, times=None):
+    """The answers to one step of one round do not arrive; of the first `times` questions only."""
+    lost = []
+
+    def behave(message, answer):
+        asked = from_bytes(node.heard[-1])
+        given = answer()
+        at = step if isinstance(step, tuple) else (step,)
+        if asked.round == number and asked.step in at and (times is None or len(lost) < times):
+            lost.append(given)
+            return None
+        return given
+
+    node.behave = behave
+    return lost
+
+
+AHEAD = list(messages.SETUP_STEPS)
+SUM = ["masked", "open"]
+SLOW = ["masked", "consistency", "unmask"]
+
+
+def slow(node, number):
+    """A site that is never in the sum of this round, so that the others agree on a list."""
+    return loses(node, "masked", number)
+
+
+def test_it_runs_and_charges_what_the_run_without_it_does(federation):
+    run, nodes = federation()
+    records = run()
+    assert [record.refused for record in records] == [{}] * 3
+    assert run.summary["status"] == "finished"
+    assert [charged(node) for node in nodes] == [4, 4, 4]
+    for node in nodes:
+        assert steps_of(node) == [(1, s) for s in [*AHEAD, *SUM]] + [(2, s) for s in SUM]
+
+
+def sum_of_a_slot(sites, session, tasks, listed):
+    """What a server has of a slot, as words, when it asks each site for a task of its own.
+
+    listed: who is asked to agree to a list of all, and to open; () asks all to open at once.
+    """
+    site = next(iter(sites.values()))
+    this = session.slot(1, site._masker._coding)
+
+    def ask(name, question):
+        return from_bytes(answer(sites[name], to_bytes(question))[0], 200)
+
+    for name, question in this.ask_masked(tasks).items():
+        this.take_masked(name, messages.reply_in(ask(name, question)))
+    if not listed:
+        for name, question in this.ask_open().items():
+            this.take_opened(name, ask(name, question))
+        return this.total()
+    this.attempt = tasks[listed[0]].attempt
+    for name, question in this.ask_consistency().items():
+        if name in listed:
+            this.take_consistency(name, ask(name, question))
+    for name, question in this.ask_unmask().items():
+        this.take_opened(name, ask(name, question))
+    return this.total()
+
+
+@pytest.mark.parametrize("lies", [False, True])
+@pytest.mark.parametrize("listed", [(), NAMES_OF_FIVE[1:]])
+def test_a_sum_of_two_attempts_stays_masked(federation, lies, listed):
+    """One site is asked for new noise, the others for the old: sums that differ by its own alone.
+
+    Where all are asked for one attempt the same steps open the sum of their replies. A number of
+    what stays masked is uniform, by a test that fails with probability 1e-6.
+    """
+    _, nodes = federation(**SHARED_BY_FIVE, sites=5, settings={"local_steps": 1})
+    sites = {node.site.name: node.site for node in nodes}
+    site = sites["site-00"]
+    masker, method = site._masker, site.plan.method
+    w = FlatModel(site.federation.workshop(site.plan, site._directory).module()).vector
+    told = method.task(method.init(w))
+    session = Session.of(site.run, 1, masker._peers, masker._circle, 20)
+    for step in ("keys", "shares", "roster"):
+        for name, question in getattr(session, f"ask_{step}")().items():
+            given = from_bytes(answer(sites[name], to_bytes(question))[0], 200)
+            getattr(session, f"take_{step}")(name, given)
+    task = Task(site.run, 1, method.name, dict(told.vectors), dict(told.numbers), included=-1)
+    for attempt in (0, 1):
+        of = {name: attempt if name == "site-00" or not lies else 0 for name in sites}
+        tasks = {name: replace(task, attempt=number) for name, number in of.items()}
+        total = sum_of_a_slot(sites, session, tasks, listed)
+        own = sum(masker._coding.encode(_stored(one)).astype(np.uint64) for one in sites.values())
+        mask = (total.astype(np.uint64) - own) % 2 ** bits(masker._coding.terms)
+        if len({*of.values()}) == 1:
+            assert not mask.any()
+        else:
+            uniform = mask / 2.0 ** bits(masker._coding.terms)
+            assert stats.kstest(uniform, "uniform").pvalue > 1e-6
+
+
+def _stored(site):
+    return from_bytes((site._directory / "reply.bin").read_bytes().partition(b"\n")[2])
+
+
+# float32's own rounding of a model, 2^-24 of each number, in a fold over three sites, twice; the
+# encoding's is a hundred thousand times less.
+CLOSE = 1e-5
+
+
+def test_it_is_the_run_without_it(federation):
+    """The same draws, so the models differ by the encoding and float32 alone."""
+    secure, _ = federation("secure", seeds="test")
+    plain, _ = federation("plain", seeds="test", secure_aggregation={"threshold": 0})
+    for run in (secure, plain):
+        run()
+    assert float((model(secure) - model(plain)).abs().max()) <= CLOSE
+    # Models that never moved would agree, too.
+    assert secure.records[-1].loss < secure.records[0].loss - 0.1
+    assert [r.epsilon for r in secure.records] == [r.epsilon for r in plain.records]
+
+
+def test_no_message_to_the_server_shows_a_sites_vector(federation):
+    """Each site's own reply, as it lies on its disk, is in none of its answers; masked words are
+    spread over all of int64, while 99 % of the plain ones are below 2^50."""
+    run, nodes = federation()
+    sent = []
+    for node in nodes:
+        node.behave = lambda message, answer, node=node: (
+            sent.append((node, answer())) or sent[-1][1]
+        )
+    run()
+    for node, message in sent:
+        block = flower.from_record(message.content)[0]
+        given = from_bytes(block)
+        assert isinstance(given, Step)
+        stored = (node.directory / "reply.bin").read_bytes().partition(b"\n")[2]
+        w = from_bytes(stored).vectors["w"]
+        assert w.numpy().tobytes()[:64] not in block
+        if given.step == "masked":
+            masked = from_bytes(given.vectors["reply"].numpy().tobytes())
+            assert set(masked.vectors) == {"masked"}
+            assert masked.numbers == {}
+            share = float((masked.vectors["masked"].abs().double() > 2.0**60).double().mean())
+            assert share > 0.8
+
+
+def test_a_plain_task_is_refused(federation):
+    """A server might ask a site for its reply without any mask."""
+    _, nodes = federation()
+    site = nodes[0].site
+    task = Task(site.run, 1, "fedavg", {"w": torch.zeros(650)}, {})
+    block, _ = answer(site, to_bytes(task))
+    assert from_bytes(block) == Refusal(site.run, 1, "site-00", "policy")
+    assert charged(nodes[0]) == 0
+    assert not (nodes[0].directory / "reply.bin").exists()
+
+
+def test_a_step_of_another_run_is_refused(federation):
+    _, nodes = federation()
+    block, _ = answer(nodes[0].site, to_bytes(Step("another", 1, "site-00", "x", "keys", {})))
+    assert from_bytes(block) == Refusal("another", 1, "site-00", "run")
+
+
+def test_a_step_is_refused_where_the_plan_has_none(federation):
+    _, nodes = federation(secure_aggregation={"threshold": 0})
+    site = nodes[0].site
+    block, _ = answer(site, to_bytes(Step(site.run, 1, "site-00", "x", "keys", {})))
+    assert from_bytes(block).code == "policy"
+
+
+@pytest.mark.parametrize("step", [*AHEAD, *SLOW, "open"])
+def test_a_site_that_drops_out_at_any_step_costs_itself_only(federation, step):
+    """Who has dealt shares is in the session, who has masked is in the sum, and stays in it."""
+    number = 1 if step in AHEAD else 2
+    run, nodes = federation(seeds="test", rounds=number, **FIVE)
+    lost = loses(nodes[1], step, number)
+    if step in ("consistency", "unmask"):
+        slow(nodes[3], number)
+    records = run()
+    assert lost
+    assert all(record.refused == {} for record in records[1:number])
+    gone = {"consistency": "site-03", "unmask": "site-03", "open": None}.get(step, "site-01")
+    assert records[number].refused == ({gone: "absent"} if gone else {})
+    check_mean(run, [node.site.name for node in nodes if node.site.name != gone], number)
+    spent = [2 * number] * 5
+    spent[1] -= 2 if step in AHEAD else 0
+    assert [charged(node) for node in nodes] == spent
+
+
+def check_mean(run, sites, number=2):
+    """The server's last w is the weighted mean of what these sites have on their disks."""
+    replies = []
+    for site in sites:
+        block = (run.directory / "sites" / site / "reply.bin").read_bytes().partition(b"\n")[2]
+        replies.append(from_bytes(block))
+    assert all(reply.round == number for reply in replies)
+    total = sum(reply.weight for reply in replies)
+    w = sum(reply.weight / total * reply.vectors["w"].double() for reply in replies)
+    own = Folder(run.directory / "server" / "run").restore()[0].state.vectors["w"]
+    # float32's rounding of numbers below 2.
+    assert float((own.double() - w).abs().max()) <= 2.0**-24
+    assert float(own.abs().max()) < 2
+
+
+def test_a_lost_answer_is_asked_for_again_and_is_the_same(federation):
+    run, nodes = federation()
+    for node, step in zip(nodes, ("shares", "masked", "open"), strict=True):
+        loses(node, step, 1, times=1)
+    records = run()
+    assert [record.refused for record in records] == [{}] * 3
+    assert [charged(node) for node in nodes] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("step", [*AHEAD, *SLOW, "open"])
+def test_round_below_threshold_is_refused_and_opens_no_sum(federation, step):
+    """Two of five are left. Before `open` and `consistency` nobody has agreed to any sum, and the
+    run goes on later without new charges; of a sum that was agreed to, one site's shares open
+    nothing, and the round is a new attempt, charged anew."""
+    number = 1 if step in AHEAD else 2
+    run, nodes = federation(budget={"spare_rounds": 3}, **FIVE)
+    for node in nodes[1:4]:
+        loses(node, step, number)
+    if step in ("consistency", "unmask"):
+        nodes[3].behave = lambda _, answer: answer()
+        nodes[4].behave = lambda _, answer: answer() if heard(nodes[4])[-1].round == 1 else None
+        for node in nodes[1:3]:
+            # In the second try all of the session are in the sum, and nobody signs a list.
+            loses(node, (step, "open"), number)
+    with pytest.raises(BelowThreshold, match=r"2 sites .*threshold of secure aggregation is 3"):
+        run()
+    assert [record.round for record in run.records] == [0, 1][:number]
+    late = step in ("consistency", "unmask", "open")
+    tries = 2  # patience.retries + 1
+    agreed = [m.step in ("consistency", "open") for m in heard(nodes[0]) if m.round == number]
+    assert sum(agreed) == (tries if late else 0)
+    before = [charged(node) for node in nodes]
+    for node in nodes:
+        node.behave = lambda _, answer: answer()
+    assert [record.round for record in run()] == [0, 1, 2]
+    after = [charged(node) for node in nodes]
+    if late:
+        away = step != "open"
+        assert before == [6, 6, 6, 6, 2 if away else 6]
+        assert after == [8, 8, 8, 8, 4 if away else 8]
+    else:
+        assert after == [4] * 5
+
+
+def test_site_restarted_in_a_session_has_dropped_out(federation):
+    run, nodes = federation()
+
+    def restart(message, answer):
+        asked = from_bytes(nodes[2].heard[-1])
+        if (asked.round, asked.step) == (1, "masked"):
+            nodes[2].site.ledger.close()
+            nodes[2].site = Site(nodes[2].directory)
+        return answer()
+
+    nodes[2].behave = restart
+    records = run()
+    assert records[1].refused == {"site-02": "session"}
+    assert records[2].refused == {}
+
+
+def test_server_crash_after_asking_for_a_sum_starts_an_attempt(federation, monkeypatch):
+    """The sites have opened the sum of round 2; the next is over fresh noise, and is charged."""
+    run, nodes = federation(budget={"spare_rounds": 1})
+    killed_before(run, 2, monkeypatch)
+    assert Attempts(run.directory / "server" / "run" / "attempts.json").next(2) == 1
+    first = [(node.directory / "reply.bin").read_bytes() for node in nodes]
+    assert [record.round for record in run()] == [0, 1, 2]
+    assert all(
+        (node.directory / "reply.bin").read_bytes() != old
+        for node, old in zip(nodes, first, strict=True)
+    )
+    assert [charged(node) for node in nodes] == [6, 6, 6]
+    # What the server says is what the ledgers say.
+    told = run.records[-1].epsilon
+    assert told == {node.site.name: node.site.cost.epsilon for node in nodes}
+
+
+def test_a_site_that_comes_late_is_in_the_next_sum(federation):
+    run, nodes = federation()
+    nodes[2].here = False
+
+    def then_come(message, answer):
+        nodes[2].here = nodes[2].here or from_bytes(nodes[0].heard[-1]).step == "open"
+        return answer()
+
+    nodes[0].behave = then_come
+    records = run()
+    assert records[1].refused == {"site-02": "absent"}
+    assert records[2].refused == {}
+    assert [charged(node) for node in nodes] == [4, 4, 2]
+
+
+def test_a_session_ends_with_its_slots(federation, monkeypatch):
+    monkeypatch.setattr(transport, "SUMS_AHEAD", 2)
+    run, nodes = federation(rounds=5)
+    assert [record.refused for record in run()[1:]] == [{}] * 5
+    begun = [number for number, step in steps_of(nodes[0]) if step == "keys"]
+    assert begun == [1, 3, 5]
+    slots = [m.session.partition("/")[2] for m in heard(nodes[0]) if m.step == "masked"]
+    assert slots == ["0", "1", "0", "1", "0"]
+
+
+def test_refusing_site_is_asked_with_exponential_backoff(federation):
+    """The others' keys go on meanwhile; once it begins, all is as it was."""
+    run, nodes = federation(rounds=9)
+
+    def behave(message, answer):
+        question = from_bytes(nodes[0].heard[-1])
+        if question.step == "keys" and question.round < 8:
+            return nodes[0].forge(
+                message, to_bytes(Refusal(question.run, question.round, "site-00", "policy"))
+            )
+        return answer()
+
+    nodes[0].behave = behave
+    records = run()
+    begun = [number for number, step in steps_of(nodes[0]) if step == "keys"]
+    assert begun == [1, 2, 4, 8]
+    assert [r.refused for r in records[1:]] == [{"site-00": "policy"}] * 7 + [{}] * 2
+    assert [charged(node) for node in nodes] == [4, 18, 18]
+
+
+def test_a_site_that_was_started_again_is_in_the_next_sum(federation):
+    """Its node says so, and a session is begun with its new keys."""
+    run, nodes = federation(rounds=3)
+
+    def behave(message, answer):
+        given, question = answer(), from_bytes(nodes[0].heard[-1])
+        if (question.round, question.step) == (1, "open"):
+            nodes[0].site.ledger.close()
+            nodes[0].site, nodes[0].since = Site(nodes[0].directory), "later"
+        return given
+
+    nodes[0].behave = behave
+    assert [record.refused for record in run()[1:]] == [{}] * 3
+    assert [n for n, step in steps_of(nodes[1]) if step == "keys"] == [1, 2]
+
+
+def test_restarts_before_opening_a_sum_charge_nothing_more(federation, monkeypatch):
+    """All have masked their vectors of round 2 when the server dies, and then every site: the
+    stored replies are masked anew, under the same attempt."""
+    run, nodes = federation()
+    begin, died = Attempts.begin, []
+
+    def die(attempts, number, attempt):
+        if number == 2 and not died:
+            died.append(True)
+            raise KeyboardInterrupt
+        begin(attempts, number, attempt)
+
+    monkeypatch.setattr(Attempts, "begin", die)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    stored = [(node.directory / "reply.bin").read_bytes() for node in nodes]
+    for node in nodes:
+        node.site.ledger.close()
+        node.site = Site(node.directory)
+    assert [record.round for record in run()] == [0, 1, 2]
+    assert [(node.directory / "reply.bin").read_bytes() for node in nodes] == stored
+    assert [charged(node) for node in nodes] == [4, 4, 4]
+    check_mean(run, NAMES)
+
+
+@pytest.mark.parametrize("change", [{"session": "x"}, {"step": "masked"}, {"site": "site-01"}])
+def test_an_answer_from_another_session_step_or_site_is_rejected(federation, change):
+    """It answers the question "keys" in every session as if it were another."""
+    run, nodes = federation()
+
+    def behave(message, answer):
+        given = from_bytes(flower.from_record(answer().content)[0])
+        if isinstance(given, Step) and given.step == "keys":
+            return nodes[0].forge(message, to_bytes(Step(**{**vars(given), **change})))
+        return nodes[0].forge(message, to_bytes(given))
+
+    nodes[0].behave = behave
+    assert [r.refused for r in run()[1:]] == [{"site-00": "rejected: stale"}] * 2
+
+
+@pytest.mark.parametrize("wrong", ["no keys", "another's signature", "a key that is none"])
+def test_site_without_valid_keys_is_excluded_from_the_round(federation, wrong):
+    """Had the others been told of them, each would refuse the session."""
+    run, nodes = federation()
+
+    def behave(message, answer):
+        given = from_bytes(flower.from_record(answer().content)[0])
+        if not isinstance(given, Step) or given.step != "keys":
+            return nodes[0].forge(message, to_bytes(given))
+        place, blocks = messages.place_of(given), {}
+        advert = messages.to_advert(messages.blocks(given))
+        if wrong == "another's signature":
+            blocks = messages.from_advert(advert.sign(nodes[1].key, "site-00", place))
+        elif wrong == "a key that is none":
+            none = replace(advert, seal=bytes(32)).sign(nodes[0].key, "site-00", place)
+            blocks = messages.from_advert(none)
+        return nodes[0].forge(message, to_bytes(messages.step(place, "site-00", "keys", blocks)))
+
+    nodes[0].behave = behave
+    assert [r.refused for r in run()[1:]] == [{"site-00": "rejected: step"}] * 2
+    assert [charged(node) for node in nodes] == [0, 4, 4]
+
+
+def test_room_for_what_is_opened_is_taken_before_the_charge(federation, monkeypatch):
+    """A sum that cannot be written down is not opened: what was charged for it would be lost."""
+    run, nodes = federation()
+    held, left = {}, []
+    real = opened_module.make_room
+    home = nodes[0].directory
+
+    def behave(message, answer):
+        asked = from_bytes(nodes[0].heard[-1])
+        if (asked.round, asked.step) == (2, "open"):
+            held["room"] = (home / "opened.json.room").stat().st_size
+        return answer()
+
+    def full(length, *paths):
+        if not left and paths[0].parent == home:
+            left.append(charged(nodes[0]))
+            raise OSError(28, "No space left on device")
+        real(length, *paths)
+
+    nodes[0].behave = behave
+    monkeypatch.setattr(opened_module, "make_room", full)
+    records = run()
+    assert [sorted(record.refused) for record in records[1:]] == [["site-00"], []]
+    assert left == [0]
+    assert [charged(node) for node in nodes] == [2, 4, 4]
+    assert held["room"] >= (home / "opened.json").stat().st_size
+    assert not (home / "opened.json.room").exists()
+
+
+@pytest.mark.parametrize("how", ["deleted", "of another run"])
+def test_a_site_without_its_list_of_opened_sums_does_not_open(federation, how):
+    """A server could have a second sum of a round opened, over other sites."""
+    run, nodes = federation()
+    home = nodes[0].directory
+    # From the first opening on, so that its lack tells before anything was opened, too.
+    first = json.loads((home / "opened.json").read_bytes())
+    assert first == [nodes[0].site.run, -1, 0, []]
+    lost = loses(nodes[0], "open", 1)
+    run()
+    assert lost
+    nodes[0].site.ledger.close()
+    if how == "deleted":
+        (home / "opened.json").unlink()
+    else:
+        (home / "opened.json").write_text(json.dumps(["another", 3, 0, []]))
+    with pytest.raises(DataError, match=r"opened\.json is .*take part in a new run only"):
+        Site(home)
+
+
+def test_site_with_invalid_shares_is_excluded_from_next_attempt(federation, monkeypatch):
+    """It tells everybody the hash of another seed. The one attempt that it spoils is charged."""
+    run, nodes = federation(budget={"spare_rounds": 1})
+    lying = []
+
+    class Lying(site_module.Secrets):
+        def advert(self):
+            found = super().advert()
+            return replace(found, commitment=b"x" * len(found.commitment)) if lying else found
+
+    def behave(message, answer):
+        lying.append(True)
+        try:
+            return answer()
+        finally:
+            lying.clear()
+
+    monkeypatch.setattr(site_module, "Secrets", Lying)
+    nodes[0].behave = behave
+    records = run()
+    assert [record.refused for record in records[1:]] == [{"site-00": "rejected: shares"}] * 2
+    assert [charged(node) for node in nodes] == [2, 6, 6]
+    assert run.summary["status"] == "finished"
+
+
+def test_the_run_ends_when_too_few_sites_have_budget_left(federation):
+    """Two of three have spent theirs: the third's vector would stand alone."""
+    run, nodes = federation()
+    for node in nodes[1:]:
+        for number in (101, 102):
+            task = Task(node.site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
+            node.site._client.handle(task, node.site._bench)
+    records = run()
+    assert run.summary["status"] == "budget"
+    assert [record.round for record in records] == [0]
+    assert {step for _, step in steps_of(nodes[0])} == {*AHEAD, "masked"}
+    for node in nodes:
+        spent = next(iter(receipt(node.directory / "ledger.jsonl")["runs"].values()))
+        assert spent["epsilon_spent"] <= spent["epsilon_reserved"]
+
+
+def test_run_ends_when_too_few_sites_have_budget(federation):
+    """patience.least_replies is more than the threshold."""
+    run, nodes = federation(patience={"least_replies": 3})
+    for number in (101, 102):
+        task = Task(nodes[0].site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
+        nodes[0].site._client.handle(task, nodes[0].site._bench)
+    run()
+    assert run.summary["status"] == "budget"
+
+
+def test_one_site_without_budget_is_left_out(federation):
+    run, nodes = federation()
+    for number in (101, 102):
+        task = Task(nodes[0].site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
+        nodes[0].site._client.handle(task, nodes[0].site._bench)
+    records = run()
+    assert [record.refused for record in records[1:]] == [{"site-00": "budget"}] * 2
+    assert run.summary["status"] == "finished"
+
+
+def lies(node):
+    """What a site may send for a masked reply that is none."""
+
+    def of(**changes):
+        def behave(message, answer):
+            given = from_bytes(flower.from_record(answer().content)[0])
+            if not isinstance(given, Step) or given.step != "masked":
+                return node.forge(message, to_bytes(given))
+            reply = from_bytes(given.vectors["reply"].numpy().tobytes())
+            block = to_bytes(Reply(**{**vars(reply), **changes}))
+            vectors = {"reply": torch.frombuffer(bytearray(block), dtype=torch.uint8)}
+            return node.forge(message, to_bytes(Step(**{**vars(given), "vectors": vectors})))
+
+        return behave
+
+    return {
+        "form": of(vectors={"masked": torch.zeros(7, dtype=torch.int64)}),
+        "weight": of(weight=1e9),
+        "ledger": of(ledger_length=0),
+        "stale": of(round=7),
+        "another's": of(site="site-01"),
+    }
+
+
+@pytest.mark.parametrize("wrong", ["form", "weight", "ledger", "stale", "another's"])
+def test_a_bad_masked_reply_is_a_drop_out(federation, wrong):
+    run, nodes = federation()
+    nodes[0].behave = lies(nodes[0])[wrong]
+    records = run()
+    assert [record.refused for record in records[1:]] == [{"site-00": f"rejected: {wrong}"}] * 2
+    assert run.summary["loss"] < 10
+
+
+def test_bytes_are_those_that_went_over_the_wire(federation):
+    run, nodes = federation()
+    up = {1: 0, 2: 0}
+    for node in nodes:
+
+        def behave(message, answer):
+            given = answer()
+            block = flower.from_record(given.content)[0]
+            up[from_bytes(block).round] += len(block)
+            return given
+
+        node.behave = behave
+    records = run()
+    down = {1: 0, 2: 0}
+    for node in nodes:
+        for block in node.heard:
+            down[from_bytes(block).round] += len(block)
+    assert {r.round: r.bytes_up for r in records[1:]} == up
+    assert {r.round: r.bytes_down for r in records[1:]} == down
+
+
+def test_statement_says_epsilon_ignores_secure_aggregation(federation):
+    run, _ = federation()
+    run()
+    told = json.loads((run.directory / "server" / "run" / "privacy.json").read_bytes())
+    assert told["secure_aggregation"] == {
+        "threshold": 2,
+        "sites": 3,
+        "neighbours": 2,
+        "against": 0,
+    }
+    assert any("ε stated here does not use" in line for line in told["covers"])
+    plain, _ = federation("plain", secure_aggregation={"threshold": 0})
+    plain()
+    other = json.loads((plain.directory / "server" / "run" / "privacy.json").read_bytes())
+    assert other["secure_aggregation"] is None
+    assert other["sites"] == told["sites"]
+
+
+def test_a_threshold_that_the_sites_cannot_have_is_refused(federation, tmp_path):
+    for threshold in (1, 4):
+        with pytest.raises(PlanError, match=f"threshold = {threshold} with 3 sites"):
+            federation(f"d{threshold}", secure_aggregation={"threshold": threshold})
+    assert not (tmp_path / "d1").exists()
+
+
+def test_a_site_whose_owner_did_not_write_honest_takes_no_part(make, tmp_path):
+    directory = make(tmp_path / "d", {}, rounds=2, settings={"local_steps": 1}, **SHARED)
+    with pytest.raises(PolicyRefused, match="honest = 2, epsilon_alone_per_run"):
+        Site(directory / "sites" / "site-00")
+
+
+def shared_words(monkeypatch):
+    """Each share that a site's oracle makes, by site, round and attempt."""
+    made, share = {}, PrivateOracle._shared
+
+    def kept(oracle, *args, **more):
+        given = share(oracle, *args, **more)
+        charge = oracle._charge
+        made[oracle._terms.site, charge.round, charge.attempt] = oracle.shares["gradient"].clone()
+        return given
+
+    monkeypatch.setattr(PrivateOracle, "_shared", kept)
+    return made
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [{}, {"algorithm": "fedfdp", "settings": {"loss_of": "common"}, "server": {"average": "tail"}}],
+)
+def test_shared_noise_matches_simulation_and_gives_both_epsilons(federation, tmp_path, tables):
+    """The same draws, whole numbers that are summed exactly, and one step at the server: bit for
+    bit."""
+    shared = {**SHARED, "privacy": {**SHARED["privacy"], "clip_schedule": [1.0, 0.75, 0.5]}}
+    tables = {"settings": {"local_steps": 1}, **tables, **(shared if tables else SHARED)}
+    run, nodes = federation("sum", seeds="test", **tables)
+    records = run()
+    assert [record.refused for record in records] == [{}] * 3
+    plan = Coordinator.of(run.directory / "server").plan
+    result = simulate(plan, tmp_path / "simulated")
+    own = torch.cat([p.detach().reshape(-1) for _, p in sorted(result.model.named_parameters())])
+    assert torch.equal(model(run), own)
+    last, simulated = records[-1], result.records[-1]
+    assert last.numbers == simulated.numbers
+    if "server" in tables:
+        ends = [run.directory / "server" / "run", result.folder]
+        files = [load_file(end / "average.safetensors") for end in ends]
+        assert all(torch.equal(files[0][name], files[1][name]) for name in files[1])
+        assert last.average["accuracy"] == simulated.average["accuracy"]
+    assert last.epsilon == simulated.epsilon
+    assert last.epsilon_alone == simulated.epsilon_alone
+    assert min(last.epsilon_alone.values()) > max(last.epsilon.values())
+    for node in nodes:
+        assert node.site.cost.epsilon == last.epsilon[node.site.name]
+        assert repr(last.epsilon_alone[node.site.name]) in node.site.cost.describe()
+
+
+def test_site_that_lost_its_reply_makes_no_second_share(federation, monkeypatch):
+    """Its owner has moved reply.bin away and the server forgets what was opened: two sums of one
+    attempt would differ by that site's own shares."""
+    made, opened = shared_words(monkeypatch), []
+    run, nodes = federation(
+        settings={"local_steps": 1}, rounds=1, budget={"spare_rounds": 3}, **SHARED
+    )
+    mean, commit = SharedSum.mean, Folder.commit
+
+    def summed(coding, task, replies, total, layout):
+        opened.append((task.round, task.attempt))
+        return mean(coding, task, replies, total, layout)
+
+    def die(folder, checkpoint, record):
+        if record.round == 1:
+            raise KeyboardInterrupt
+        commit(folder, checkpoint, record)
+
+    monkeypatch.setattr(SharedSum, "mean", summed)
+    monkeypatch.setattr(Folder, "commit", die)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    monkeypatch.setattr(Folder, "commit", commit)
+    (nodes[0].directory / "reply.bin").unlink()
+    (run.directory / "server" / "run" / "attempts.json").unlink()
+    nodes[0].site.ledger.close()
+    nodes[0].site = Site(nodes[0].directory)
+    run()
+    assert opened == [(1, 0), (1, 1)]
+    assert sorted(made) == [(site, 1, attempt) for site in NAMES for attempt in (0, 1)]
+
+
+@pytest.mark.parametrize("who", ["site", "server"])
+@pytest.mark.parametrize("step", [*AHEAD, *SLOW, "open"])
+def test_no_vector_is_in_two_sums_and_no_budget_is_overspent(federation, monkeypatch, step, who):
+    """One of five sites, or the server, dies at each step of a session, and its answer with it:
+    what is opened of an attempt is one sum, of its own noise, and both ε stay in their bounds."""
+    made, opened, number = shared_words(monkeypatch), [], 1 if step in AHEAD else 2
+    run, nodes = federation(
+        settings={"local_steps": 1}, rounds=3, budget={"spare_rounds": 4}, sites=5, **SHARED_BY_FIVE
+    )
+    mean = SharedSum.mean
+
+    def summed(coding, task, replies, total, layout):
+        opened.append((task.round, task.attempt, tuple(sorted(replies)), total.copy()))
+        return mean(coding, task, replies, total, layout)
+
+    monkeypatch.setattr(SharedSum, "mean", summed)
+    killed = []
+
+    def die(message, answer):
+        asked = from_bytes(nodes[1].heard[-1])
+        if (asked.round, asked.step) != (number, step) or killed:
+            return answer()
+        killed.append(answer())
+        if who == "server":
+            raise KeyboardInterrupt
+        nodes[1].site.ledger.close()
+        nodes[1].site = Site(nodes[1].directory)
+        return None
+
+    nodes[1].behave = die
+    if step in ("consistency", "unmask"):
+        slow(nodes[4], number)
+    with suppress(BelowThreshold, KeyboardInterrupt):
+        run()
+    run()
+    assert killed
+    assert [record.round for record in run.records] == [0, 1, 2, 3]
+    assert len({entry[:2] for entry in opened}) == len(opened)
+    for number, attempt, sites, total in opened:
+        shares = [made[site, number, attempt] for site in sites]
+        width = bits(Coordinator.of(run.directory / "server").terms)
+        assert centre_words(total, width).tolist() == sum(shares).tolist()
+    assert len({share.numpy().tobytes() for share in made.values()}) == len(made)
+    for node in nodes:
+        spent = next(iter(receipt(node.directory / "ledger.jsonl")["runs"].values()))
+        assert spent["epsilon_spent"] <= spent["epsilon_reserved"]
+        assert spent["epsilon_alone_spent"] <= spent["epsilon_alone_reserved"]

@@ -1,0 +1,240 @@
+"""What a deployment's server sends: changes to whoever has the last model, else the model itself.
+
+Over the network in memory. The seeds are those of a test, so every run has one right model.
+"""
+
+import pytest
+import torch
+from tests.deployment.grid import Grid, charged
+
+from fedpact.algorithms.wrappers import integers
+from fedpact.common.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
+from fedpact.common.run_folder import Folder
+from fedpact.deployment.flower.server_process import coordinate
+from fedpact.deployment.server import Coordinator
+from fedpact.deployment.site import Site
+
+pytestmark = pytest.mark.usefixtures("clock")
+
+CHOICES = {
+    "seeds": "test",
+    "patience": {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1},
+}
+PLAN = {"compression": {"kind": "grid"}, "rounds": 4, "settings": {"local_steps": 2}}
+
+
+@pytest.fixture
+def federation(federate):
+    return lambda name="d", **plan: federate(CHOICES, name, **{**PLAN, **plan})
+
+
+def model_of(run):
+    return Folder(run.directory / "server" / "run").restore()[0].state.vectors["w"]
+
+
+def tasks_of(node):
+    """What a site was asked, as it came: (round, the names of its vectors)."""
+    found = [from_bytes(block) for block in node.heard]
+    found = [
+        from_bytes(m.vectors["task"].numpy().tobytes()) if isinstance(m, Step) else m
+        for m in found
+        if not isinstance(m, Step) or m.step == "masked"
+    ]
+    return [(task.round, sorted(task.vectors)) for task in found]
+
+
+def restart(node):
+    node.site.ledger.close()
+    node.site, node.since = Site(node.directory), "again"
+
+
+def server_dies(run):
+    """Carry out two of the four rounds; sites and files are left as they are."""
+
+    def dies(record):
+        if record.round == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        coordinate(Coordinator.of(run.directory / "server"), Grid(run.nodes), dies)
+
+
+WHOLE, SHORT, START = ["w"], ["grid/w"], ["grid/start"]
+
+
+def test_a_site_that_was_there_is_told_changes(federation):
+    run = federation()
+    records = run()
+    for node in run.nodes:
+        assert tasks_of(node) == [(1, START), (2, SHORT), (3, SHORT), (4, SHORT)]
+    assert len(run.nodes[0].heard[0]) < len(run.nodes[0].heard[1])
+    lengths = [sum(len(node.heard[i]) for node in run.nodes) for i in range(4)]
+    assert [record.bytes_down for record in records[1:]] == lengths
+
+
+@pytest.mark.parametrize("secure", [{}, {"threshold": 2}])
+@pytest.mark.parametrize("others", [1, 3])
+def test_a_site_that_makes_another_start_is_told_the_servers(federation, secure, others):
+    """As where another version of a library draws other weights from the plan's seed."""
+    plan = {"secure_aggregation": secure} if secure else {}
+    undisturbed = federation("u", **plan)
+    undisturbed()
+    run = federation(**plan)
+    for node in run.nodes[:others]:
+        node.site._questions._told[0] = {"w": torch.ones(650)}
+    records = run()
+    if secure and others == 1:
+        # A sum is opened without it.
+        assert records[1].refused == {"site-00": "model"}
+        assert tasks_of(run.nodes[0])[:2] == [(1, START), (2, WHOLE)]
+        return
+    assert [record.refused for record in records[1:]] == [{}] * 4
+    for node in run.nodes[:others]:
+        assert tasks_of(node)[:3] == [(1, START), (1, WHOLE), (2, SHORT)]
+    assert [charged(node) for node in run.nodes] == [8, 8, 8]
+    assert torch.equal(model_of(run), model_of(undisturbed))
+
+
+def test_without_retry_other_starts_get_the_servers_model(federate):
+    choices = {**CHOICES, "patience": {**CHOICES["patience"], "retries": 0}}
+    run = federate(choices, "r", **{**PLAN, "secure_aggregation": {"threshold": 2}})
+    for node in run.nodes[:2]:
+        node.site._questions._told[0] = {"w": torch.ones(650)}
+    assert [record.refused for record in run()[1:]] == [{}] * 4
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_site_that_was_started_again_is_told_the_model(federation, lost):
+    """With or without a reply that was lost before: it is charged once a round, as the others."""
+    undisturbed = federation("u")
+    undisturbed()
+    run = federation()
+    node, done = run.nodes[1], []
+
+    def behave(message, answer):
+        if from_bytes(node.heard[-1]).round == 3 and not done:
+            done.append(1)
+            if lost:
+                answer()
+            restart(node)
+            if lost:
+                return None
+        return answer()
+
+    node.behave = behave
+    records = run()
+    assert [record.refused for record in records[1:]] == [{}] * 4
+    asked = [(1, START), (2, SHORT), *[(3, SHORT)] * (1 + lost), (3, WHOLE), (4, SHORT)]
+    assert tasks_of(node) == asked
+    assert [charged(each) for each in run.nodes] == [8, 8, 8]
+    assert torch.equal(model_of(run), model_of(undisturbed))
+
+
+def test_a_site_whose_reply_did_not_count_is_told_the_model(federation):
+    """Whoever was absent, or rejected: the server does not know what it has."""
+    run = federation()
+    node, other = run.nodes[:2]
+    node.behave = lambda message, answer: (
+        node.forge(message, b"", key=other.key)
+        if from_bytes(node.heard[-1]).round == 2
+        else answer()
+    )
+    records = run()
+    assert records[2].refused == {"site-00": "rejected: key"}
+    assert tasks_of(node) == [(1, START), (2, SHORT), (3, WHOLE), (4, SHORT)]
+    assert tasks_of(other)[-1] == (4, SHORT)
+
+
+def test_a_server_that_was_started_again_goes_on_with_changes(federation):
+    undisturbed = federation("u")
+    undisturbed()
+    run = federation()
+    server_dies(run)
+    run()
+    for node in run.nodes:
+        assert tasks_of(node)[-2:] == [(3, SHORT), (4, SHORT)]
+        assert charged(node) == 8
+    assert torch.equal(model_of(run), model_of(undisturbed))
+
+
+@pytest.mark.parametrize("secure", [{}, {"secure_aggregation": {"threshold": 2}}])
+def test_all_that_were_started_again_are_told_the_model(federation, secure):
+    undisturbed = federation("u", **secure)
+    undisturbed()
+    run = federation(**secure)
+    server_dies(run)
+    for node in run.nodes:
+        restart(node)
+    assert [record.refused for record in run()[1:]] == [{}] * 4
+    assert [charged(node) for node in run.nodes] == [8, 8, 8]
+    assert torch.equal(model_of(run), model_of(undisturbed))
+
+
+def test_under_secure_aggregation_it_misses_a_round(federation):
+    """Its session's keys are gone with the model; the others' sum is opened without it."""
+    run = federation(secure_aggregation={"threshold": 2})
+    node, done = run.nodes[1], []
+
+    def behave(message, answer):
+        step = from_bytes(node.heard[-1])
+        if (step.round, step.step) == (3, "masked") and not done:
+            done.append(1)
+            restart(node)
+        return answer()
+
+    node.behave = behave
+    records = run()
+    assert [record.refused for record in records[1:]] == [{}, {}, {"site-01": "session"}, {}]
+    assert tasks_of(node) == [(1, START), (2, SHORT), (3, SHORT), (4, WHOLE)]
+    assert tasks_of(run.nodes[0])[-1] == (4, SHORT)
+
+
+def test_changes_that_are_none_cost_nothing(federation):
+    """A server's mistake, or lie, about changes ends before anything is charged."""
+    run = federation()
+    site = run.nodes[0].site
+    good = integers.pack_codes(torch.ones(650, dtype=torch.int64), 1e-3)
+
+    def asked(number, **vectors):
+        block = site.handle(Task(site.run, number, "fedavg", vectors, {}))
+        answer = from_bytes(block)
+        return answer.code if isinstance(answer, Refusal) else answer
+
+    assert asked(2, **{"grid/w": good}) == "model"
+    assert charged(run.nodes[0]) == 0
+    assert isinstance(asked(1, w=torch.zeros(650)), Reply)
+    before = charged(run.nodes[0])
+    bombs = {
+        "long": integers.pack_codes(torch.zeros(651, dtype=torch.int64), 1e-3),
+        "nan": integers.pack_codes(torch.ones(650, dtype=torch.int64), float("nan")),
+        "torn": good[:-3],
+        "type": good.float(),
+    }
+    for name, block in bombs.items():
+        assert asked(2, **{"grid/w": block}) == "task", name
+    assert asked(2, **{"grid/v": good}) == "task"
+    digest = torch.zeros(32, dtype=torch.uint8)
+    for wrong in ({"w": torch.zeros(650)}, {"grid/start": digest.float()}, {"grid/w": good}):
+        assert asked(2, **{"grid/start": digest, **wrong}) == "task"
+    assert asked(2, **{"grid/start": digest}) == "model"
+    assert charged(run.nodes[0]) == before
+    assert isinstance(asked(2, **{"grid/w": good}), Reply)
+    assert isinstance(asked(2, **{"grid/w": good}), Reply)
+    assert charged(run.nodes[0]) == 2 * before
+
+
+def test_the_reply_that_is_kept_answers_both_forms(federation):
+    """A question in full and the same one in changes have one digest, and one charge."""
+    run = federation()
+    site = run.nodes[0].site
+    start = torch.linspace(-1, 1, 650)
+    site.handle(Task(site.run, 1, "fedavg", {"w": start}, {}))
+    codes = torch.arange(-325, 325)
+    short = Task(site.run, 2, "fedavg", {"grid/w": integers.pack_codes(codes, 1e-3)}, {})
+    full = Task(site.run, 2, "fedavg", {"w": integers.apply_codes(start, codes, 1e-3)}, {})
+    first = site.handle(from_bytes(to_bytes(short)))
+    before = charged(run.nodes[0])
+    assert site.handle(from_bytes(to_bytes(full))) == first
+    restart(run.nodes[0])
+    assert run.nodes[0].site.handle(full) == first
+    assert charged(run.nodes[0]) == before

@@ -1,0 +1,766 @@
+"""The transport against a Grid in memory: who answers late, never, twice, wrongly or falsely.
+
+The sites are real ones (deployment.site), so what comes back is what a network would carry.
+"""
+
+import math
+import shutil
+
+import pytest
+import torch
+from flwr.app import Message
+from flwr.app.error import Error
+from tests.deployment.grid import FLOATS, NAMES, Grid, Node, charged
+
+from fedpact import algorithms
+from fedpact.common.errors import DataError, PlanError
+from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
+from fedpact.common.run_folder import Folder
+from fedpact.deployment.admission import expect_form
+from fedpact.deployment.flower import requests, transport
+from fedpact.deployment.flower.server_process import coordinate
+from fedpact.deployment.flower.site_process import respond
+from fedpact.deployment.flower.transport import TooFewReplies
+from fedpact.deployment.server import Coordinator
+from fedpact.deployment.site import Site
+from fedpact.privacy.ledger.receipt import receipt
+from fedpact.simulation import flower
+from fedpact.simulation.secure_aggregation import keys
+from fedpact.simulation.secure_aggregation.encoding import Form
+
+pytestmark = pytest.mark.usefixtures("clock")
+
+
+@pytest.fixture
+def federation(federate, request):
+    """(run, nodes): `run()` carries the deployment out and returns its records by round."""
+    patience = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
+    run = federate({"patience": patience | getattr(request, "param", {})}, rounds=3, **FLOATS)
+    return run, run.nodes
+
+
+def test_all_is_well(federation):
+    run, nodes = federation
+    records = run()
+    assert [record.round for record in records] == [0, 1, 2, 3]
+    assert all(record.refused == {} for record in records)
+    assert run.summary["status"] == "finished"
+    assert [charged(node) for node in nodes] == [6, 6, 6]
+
+
+def test_a_lost_reply_is_asked_for_again_and_costs_nothing_more(federation):
+    run, nodes = federation
+    nodes[1].behave = lambda message, answer: (
+        answer() if len(nodes[1].heard) % 2 == 0 else answer() and None
+    )
+    records = run()
+    assert all(record.refused == {} for record in records)
+    assert len(nodes[1].heard) == 6
+    assert [charged(node) for node in nodes] == [6, 6, 6]
+
+
+def test_a_flower_error_is_asked_for_again(federation):
+    run, nodes = federation
+
+    def once(message, answer):
+        if len(nodes[2].heard) == 1:
+            return Message(Error(code=3, reason="a text that nobody reads"), reply_to=message)
+        return answer()
+
+    nodes[2].behave = once
+    assert all(record.refused == {} for record in run())
+
+
+def test_a_silent_site_costs_its_round_the_time_and_no_more(federation):
+    run, nodes = federation
+    nodes[0].behave = lambda message, answer: None
+    records = run()
+    assert [record.refused for record in records[1:]] == [{"site-00": "absent"}] * 3
+    assert run.summary["status"] == "finished"
+    assert charged(nodes[0]) == 0
+
+
+def waited(clock, nodes, run):
+    """Round -> how long it waited, as the first site's next question or the end tells."""
+    began, behave = {}, nodes[1].behave
+
+    def note(message, answer):
+        began.setdefault(from_bytes(nodes[1].heard[-1]).round, clock.now)
+        return behave(message, answer)
+
+    nodes[1].behave = note
+    run()
+    ends = [*list(began.values())[1:], clock.now]
+    return {r: end - start for (r, start), end in zip(began.items(), ends, strict=True)}
+
+
+def test_hanging_site_delays_one_round_only(federation, clock):
+    run, nodes = federation
+    nodes[0].hangs = True
+    seconds = waited(clock, nodes, run)
+    assert seconds[1] == pytest.approx(0.6, abs=0.11)
+    assert seconds[2] == seconds[3] == 0
+    assert [record.refused for record in run.records[1:]] == [{"site-00": "absent"}] * 3
+
+
+def test_a_site_that_hung_is_waited_for_again_once_it_answers(federation, clock):
+    """What it answers then is of a round that is over; the round under way has it."""
+    run, nodes = federation
+    nodes[0].hangs = True
+
+    def wake(message, answer):
+        nodes[0].hangs = from_bytes(nodes[1].heard[-1]).round < 3
+        return answer()
+
+    nodes[1].behave = wake
+    assert [record.refused for record in run()[1:]] == [{"site-00": "absent"}] * 2 + [{}]
+    # Asked in round 1, again when that was asked long ago, and not for each round it slept through.
+    assert [from_bytes(block).round for block in nodes[0].heard if block][-1] == 3
+    assert from_bytes(nodes[0].heard[0]).round == 1
+    assert 2 not in {from_bytes(block).round for block in nodes[0].heard}
+
+
+def test_with_too_few_others_a_site_that_hangs_is_waited_for(make, tmp_path, clock):
+    patience = {"round_seconds": 5, "resend_seconds": 9, "join_seconds": 0, "retries": 2}
+    directory = make(tmp_path / "d", {"patience": {**patience, "least_replies": 3}}, rounds=1)
+    nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
+    nodes[2].hangs = True
+    sleep = clock.sleep
+
+    def wake(seconds):
+        sleep(seconds)
+        nodes[2].hangs = clock.now < 1012
+
+    clock.sleep = wake
+    records = []
+    coordinate(Coordinator.of(directory / "server"), Grid(nodes), records.append)
+    assert records[1].refused == {}
+    for node in nodes:
+        node.site.ledger.close()
+
+
+class AfterTheEnd(Grid):
+    """What site-00 is asked in a round is answered in the next one, up to the round `until`."""
+
+    until = 10**6
+
+    def pull_messages(self, numbers):
+        return super().pull_messages([n for n in numbers if not self.is_early(n)])
+
+    def is_early(self, number):
+        message = self.waiting.get(number)
+        if message is None or message.metadata.dst_node_id != 10:
+            return False
+        question = from_bytes(flower.from_record(message.content)[0])
+        return question.round == self.at and self.at < self.until
+
+    def push_messages(self, messages):
+        self.at = from_bytes(flower.from_record(messages[0].content)[0]).round
+        return super().push_messages(messages)
+
+
+@pytest.fixture
+def many(make, tmp_path):
+    """many(until) -> (nodes, records): sixteen rounds, of which the first are missed by site-00."""
+    opened = []
+
+    def new(until):
+        patience = {"round_seconds": 0.6, "resend_seconds": 9, "join_seconds": 0, "retries": 0}
+        directory = make(tmp_path / "d", {"patience": patience}, rounds=16)
+        nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
+        opened.extend(nodes)
+        grid, records = AfterTheEnd(nodes), []
+        grid.until = until
+        coordinate(Coordinator.of(directory / "server"), grid, records.append)
+        return nodes, records
+
+    yield new
+    for node in opened:
+        node.site.ledger.close()
+
+
+def test_late_site_is_asked_with_exponential_backoff(many, clock):
+    """Each such answer is charged for, and each such question is waited for in full."""
+    began = clock.now
+    nodes, records = many(until=10**6)
+    asked = sorted({from_bytes(block).round for block in nodes[0].heard})
+    # The last of them, of round 16, is not listened to any more.
+    assert asked == [1, 2, 4, 8]
+    assert charged(nodes[0]) == 2 * len(asked)
+    assert [record.refused for record in records[1:]] == [{"site-00": "absent"}] * 16
+    assert clock.now - began == pytest.approx(5 * 0.6, abs=1.0)
+
+
+def test_site_that_answers_in_time_again_is_asked_each_round(many):
+    nodes, records = many(until=8)
+    asked = sorted({from_bytes(block).round for block in nodes[0].heard})
+    assert asked == [1, 2, 4, *range(8, 17)]
+    assert [bool(record.refused) for record in records[1:]] == [True] * 7 + [False] * 9
+
+
+@pytest.mark.parametrize("federation", [{"least_replies": 3, "retries": 3}], indirect=True)
+def test_slow_site_is_asked_where_too_few_others_remain(federation):
+    run, _ = federation
+    slow = requests.Slow()
+    slow._next["site-00"] = 99
+    patched = pytest.MonkeyPatch()
+    with patched.context() as changed:
+        changed.setattr(transport, "Slow", lambda: slow)
+        assert all(record.refused == {} for record in run())
+
+
+def test_a_site_that_was_started_again_is_asked_at_once(federation, clock):
+    """Its predecessor took the question with it; that is not waited for."""
+    run, nodes = federation
+    nodes[2].behave = lambda message, answer: None
+    sleep = clock.sleep
+
+    def restart(seconds):
+        sleep(seconds)
+        if nodes[2].since == "first":
+            nodes[2].since, nodes[2].behave = "second", lambda message, answer: answer()
+
+    clock.sleep = restart
+    seconds = waited(clock, nodes, run)
+    assert all(record.refused == {} for record in run.records)
+    # A look at who is there, far below the 0.15 s until any other site is asked again.
+    assert seconds[1] == pytest.approx(0.1)
+
+
+def test_absent_site_is_not_awaited_and_may_come_later(federation, clock):
+    run, nodes = federation
+    nodes[2].here = False
+
+    def then_come(message, answer):
+        number = from_bytes(nodes[0].heard[-1]).round
+        nodes[2].here = number >= 2
+        return answer()
+
+    nodes[0].behave = then_come
+    began = clock.now
+    records = run()
+    assert records[1].refused == {"site-02": "absent"}
+    # The 0.2 s for which a start waits for all, and no round's 0.6 s.
+    assert clock.now - began == pytest.approx(0.2, abs=0.11)
+    assert records[3].refused == {}
+    # It is told that nothing of it has been included before.
+    assert from_bytes(nodes[2].heard[0]).included == -1
+
+
+def lies(node):
+    """(what is wrong, how a site that does it behaves)"""
+    d = 650
+    nan = torch.full((d,), math.nan)
+
+    def changed(**changes):
+        return lambda message, answer: node.change(message, answer, **changes)
+
+    def of_round(number):
+        def behave(message, answer):
+            task = from_bytes(node.heard[-1])
+            old = Task(**{**vars(task), "round": number})
+            return node.forge(message, to_bytes(Reply(**{**_reply(node, old), "round": number})))
+
+        return behave
+
+    stranger = keys.ec.generate_private_key(keys.ec.SECP384R1())
+    return {
+        "form": [
+            changed(vectors={"w": torch.zeros(d + 1)}),
+            changed(vectors={"w": torch.zeros(d).double()}),
+            changed(vectors={"w": torch.zeros(d), "more": torch.zeros(1)}),
+            changed(vectors={}),
+            changed(numbers={"loss": 1.0}),
+        ],
+        "not finite": [
+            changed(vectors={"w": nan}),
+            changed(vectors={"w": torch.full((d,), math.inf)}),
+        ],
+        "far off": [changed(vectors={"w": torch.full((d,), 1e6)})],
+        "weight": [changed(weight=1e9), changed(weight=math.nan), changed(weight=-1.0)],
+        "stale": [of_round(0), changed(run="another"), changed(round=2**40)],
+        "another's": [changed(site="site-01")],
+        "ledger": [changed(ledger_length=0), changed(ledger_length=-5)],
+        "key": [
+            lambda message, answer: node.forge(message, _block(answer), key=stranger),
+            lambda message, answer: node.forge(message, _block(answer), name="site-01"),
+        ],
+        "unreadable": [
+            lambda message, answer: node.forge(message, b"\x00" * 40),
+            lambda message, answer: node.forge(message, node.heard[-1]),  # a task is no reply
+            lambda message, answer: Message(type(answer().content)({}), reply_to=message),
+        ],
+    }
+
+
+def _block(answer):
+    return flower.from_record(answer().content)[0]
+
+
+def _reply(node, task):
+    return {
+        "run": task.run,
+        "round": task.round,
+        "site": node.site.name,
+        "weight": float(node.site._terms.size),
+        "vectors": {"w": torch.zeros(650)},
+        "numbers": {},
+        "ledger_head": "f" * 64,
+        "ledger_length": 99,
+    }
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "form",
+        "not finite",
+        "far off",
+        "weight",
+        "stale",
+        "another's",
+        "ledger",
+        "key",
+        "unreadable",
+    ],
+)
+def test_a_bad_reply_is_rejected_and_the_round_goes_on(federation, wrong):
+    """Each lie is told by one site in one round; the two others make the round."""
+    run, nodes = federation
+    waiting = list(lies(nodes[0])[wrong])
+
+    def behave(message, answer):
+        number = from_bytes(nodes[0].heard[-1]).round
+        return waiting[number - 1](message, answer) if number <= len(waiting) else answer()
+
+    nodes[0].behave = behave
+    records = run()
+    rejected = {"site-00": f"rejected: {wrong}"}
+    expected = [rejected] * min(3, len(waiting)) + [{}] * (3 - min(3, len(waiting)))
+    if wrong == "ledger":
+        # That no stays, and the site is not asked any more.
+        expected = [rejected] * 3
+        assert len(nodes[0].heard) == 1
+    assert [record.refused for record in records[1:]] == expected
+    assert run.summary["status"] == "finished"
+    # What was let in is what honest sites sent: the model is finite and near the others'.
+    assert run.summary["loss"] < 10
+
+
+def test_all_lies_of_form_are_told_apart_one_by_one(federation):
+    """More lies than rounds in one run: the rest of them, against the check itself."""
+    run, nodes = federation
+    run()
+    coordinator = Coordinator.of(run.directory / "server")
+    admission, _ = coordinator.admission()
+    task = from_bytes(nodes[0].heard[0])
+    form = expect_form(coordinator.workshop(), task)
+    good = _reply(nodes[0], task)
+    assert admission.fault("site-00", task, Reply(**good), form) is None
+    for vectors in (
+        {"w": torch.zeros(651)},
+        {"w": torch.zeros(650).double()},
+        {"w": torch.zeros(650), "more": torch.zeros(1)},
+        {"w": torch.zeros(1, 650)},
+        {},
+    ):
+        bad = Reply(**{**good, "vectors": vectors})
+        assert admission.fault("site-00", task, bad, form) == "form"
+    lossy = Form(form.vectors, frozenset({"loss"}))
+    for loss, wrong, right in (
+        (1.0, "form", None),
+        (math.nan, "form", "not finite"),
+        (-math.inf, "form", "not finite"),
+    ):
+        bad = Reply(**{**good, "numbers": {"loss": loss}})
+        assert admission.fault("site-00", task, bad, form) == wrong
+        assert admission.fault("site-00", task, bad, lossy) == right
+
+
+# fedfair has no private form, and a deployment trains no other.
+@pytest.mark.parametrize("name", sorted(set(algorithms.names()) - {"fedfair"}))
+def test_the_form_of_a_reply_is_found_for_every_algorithm(make, tmp_path, name):
+    """Two rounds, as the first may not know yet what later ones send.
+
+    And no file of an answer is longer than the room that a site takes for it before it charges:
+    compressed, as sites remember most then.
+    """
+    changes = {"settings": {"iterations": 4} if name == "ali_dpfl" else {}}
+    changes |= {"compression": {"kind": "topk"}} if name in ("ali_dpfl", "feddyn") else {}
+    directory = make(tmp_path / "d", algorithm=name, **{**FLOATS, **changes}, sites=1, rounds=2)
+    node = Node(10, directory / "sites" / "site-00")
+    try:
+        records = []
+        coordinate(Coordinator.of(directory / "server"), Grid([node]), records.append)
+    finally:
+        node.site.ledger.close()
+    assert len(records) >= 2
+    assert all(record.refused == {} for record in records)
+    files = [node.directory / "reply.bin", *node.directory.glob("*memory.safetensors")]
+    assert max(path.stat().st_size for path in files) <= 3 * len(node.heard[-1])
+
+
+@pytest.mark.parametrize("kind", ["float16", "int8", "topk", "grid"])
+def test_compressed_replies_pass_and_impossible_ones_do_not(make, tmp_path, kind):
+    patience = {"join_seconds": 0.0}
+    directory = make(tmp_path / "d", {"patience": patience}, compression={"kind": kind}, rounds=2)
+    nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
+
+    def lie(message, answer):
+        reply = from_bytes(flower.from_record(answer().content)[0])
+        vectors = {
+            name: vector.clone().fill_(-1 if vector.dtype.is_signed else 7)
+            for name, vector in reply.vectors.items()
+        }
+        numbers = dict.fromkeys(reply.numbers, 1e30)
+        return nodes[0].forge(
+            message,
+            to_bytes(type(reply)(**{**vars(reply), "vectors": vectors, "numbers": numbers})),
+        )
+
+    nodes[0].behave = lie
+    records = []
+    try:
+        coordinate(Coordinator.of(directory / "server"), Grid(nodes), records.append)
+    finally:
+        for node in nodes:
+            node.site.ledger.close()
+    why = "form" if kind in ("topk", "grid") else "far off"
+    assert [record.refused for record in records[1:]] == [{"site-00": f"rejected: {why}"}] * 2
+
+
+def test_a_task_that_the_server_did_not_sign_is_refused(federation):
+    run, nodes = federation
+    task = Task(nodes[0].site.run, 1, "fedavg", {"w": torch.zeros(650)}, {})
+    block = to_bytes(task)
+    server = keys.read_private_key(run.directory / "server" / "server.key")
+    stranger = keys.ec.generate_private_key(keys.ec.SECP384R1())
+    agreed = nodes[0].site.agreed
+    own, other = (keys.signing_context(name, (0, ""), agreed) for name in ("site-00", "site-01"))
+    for signature in (
+        keys.sign(stranger, own, block),
+        keys.sign(server, other, block),
+        keys.sign(server, "reply of site-00", block),
+        keys.sign(server, own, block + b" "),
+        b"",
+    ):
+        message = Message(flower.to_record(block, signature, agreed=agreed), 10, "train")
+        message.metadata.__dict__["_message_id"] = "x"
+        answer = from_bytes(
+            flower.from_record(respond(nodes[0].site, nodes[0].key, message).content)[0]
+        )
+        assert answer == Refusal("", 0, "site-00", "unsigned")
+    assert charged(nodes[0]) == 0
+    signature = keys.sign(server, own, block)
+    good = Message(flower.to_record(block, signature, agreed=agreed), 10, "train")
+    good.metadata.__dict__["_message_id"] = "y"
+    answer = flower.from_record(respond(nodes[0].site, nodes[0].key, good).content)[0]
+    assert isinstance(from_bytes(answer), Reply)
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"run": "another"}, "stale"),
+        ({"round": 7}, "stale"),
+        ({"site": "site-01"}, "stale"),
+        ({"code": "record 17 has 0.25"}, "unreadable"),
+        # Plain words, and such as the server says itself.
+        ({"code": "restart with root"}, "unreadable"),
+        ({"code": "absent"}, "unreadable"),
+        ({"code": "rejected: ledger"}, "unreadable"),
+    ],
+)
+def test_a_refusal_of_something_else_is_rejected(federation, change, wrong):
+    """A replayed one would take the site out of this round; words are not for the record."""
+    run, nodes = federation
+
+    def behave(message, answer):
+        task = from_bytes(nodes[0].heard[-1])
+        about = {"run": task.run, "round": task.round, "site": "site-00", "code": "budget"}
+        return nodes[0].forge(message, to_bytes(Refusal(**{**about, **change})))
+
+    nodes[0].behave = behave
+    assert [r.refused for r in run()[1:]] == [{"site-00": f"rejected: {wrong}"}] * 3
+
+
+def test_site_advice_is_attributed_and_hides_no_other_advice(make, tmp_path):
+    """A site chooses among the codes that there are: no text, and nothing in the server's name."""
+    patience = {"round_seconds": 5, "join_seconds": 0, "retries": 0, "least_replies": 3}
+    directory = make(tmp_path / "d", {"patience": patience}, rounds=1, **FLOATS)
+    nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
+
+    def saying(code, node):
+        def behave(message, answer):
+            task = from_bytes(node.heard[-1])
+            refusal = Refusal(task.run, task.round, node.site.name, code)
+            return node.forge(message, to_bytes(refusal))
+
+        return behave
+
+    nodes[0].behave, nodes[1].behave = saying("stale", nodes[0]), saying("buy this", nodes[1])
+    with pytest.raises(TooFewReplies) as told:
+        coordinate(Coordinator.of(directory / "server"), Grid(nodes), lambda record: None)
+    text = str(told.value)
+    assert "By the word of site-00 a later round" in text
+    assert "site-01 rejected: unreadable" in text
+    assert "What was sent is not lost" in text
+    assert "buy this" not in text
+    for node in nodes:
+        node.site.ledger.close()
+
+
+class Late(Grid):
+    """What site-00 answers arrives once it has been asked twice: both answers at a time."""
+
+    def pull_messages(self, numbers):
+        late = [n for n in numbers if self.waiting[n].metadata.dst_node_id == 10]
+        return super().pull_messages([n for n in numbers if n not in late or len(late) > 1])
+
+
+def test_of_two_answers_the_first_counts(federation):
+    """The second is another one, which would be rejected."""
+    run, nodes = federation
+
+    def behave(message, answer):
+        nan = {"w": torch.full((650,), math.nan)}
+        first = len(nodes[0].heard) % 2
+        return answer() if first else nodes[0].change(message, answer, vectors=nan)
+
+    nodes[0].behave = behave
+    records = []
+    coordinate(Coordinator.of(run.directory / "server"), Late(nodes), records.append)
+    assert [record.refused for record in records] == [{}] * 4
+    assert len(nodes[0].heard) == 6
+
+
+def test_one_of_flowers_errors_in_place_of_a_task_is_refused(federation):
+    """It has no record in it; the site's process goes on."""
+    _, nodes = federation
+    message = Message(Error(code=1, reason="none"), reply_to=_asked(10))
+    answer = flower.from_record(respond(nodes[0].site, nodes[0].key, message).content)[0]
+    assert from_bytes(answer) == Refusal("", 0, "site-00", "unsigned")
+
+
+def _asked(node):
+    message = Message(flower.to_record(b"", b""), node, "train")
+    message.metadata.__dict__["_message_id"] = "x"
+    return message
+
+
+@pytest.mark.parametrize("federation", [{"least_replies": 2}], indirect=True)
+def test_run_ends_when_too_few_sites_have_budget(federation):
+    """Two of three have spent theirs, and a round needs two: no later round can have enough."""
+    run, nodes = federation
+    for node in nodes[1:]:
+        for number in (101, 102, 103):
+            task = Task(node.site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
+            node.site._client.handle(task, node.site._bench)
+    records = run()
+    assert run.summary["status"] == "budget"
+    assert [record.round for record in records] == [0]
+    assert (run.directory / "server" / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("digits", [20, 100, 400])
+def test_a_number_that_overflows_is_rejected(make, tmp_path, digits):
+    """Python's integers have no end, and torch's and the floats' have."""
+    choices = {"patience": {"join_seconds": 0.0}}
+    directory = make(tmp_path / "d", choices, compression={"kind": "int8"}, rounds=2)
+    nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
+
+    def lie(message, answer):
+        block = flower.from_record(answer().content)[0]
+        reply = from_bytes(block)
+        (scale,) = reply.numbers.values()
+        length = int.from_bytes(block[:8], "little")
+        head = block[8 : 8 + length].replace(repr(scale).encode(), b"1" + b"0" * digits)
+        head += b" " * (-len(head) % 8)
+        return nodes[0].forge(message, len(head).to_bytes(8, "little") + head + block[8 + length :])
+
+    nodes[0].behave = lie
+    records = []
+    try:
+        coordinate(Coordinator.of(directory / "server"), Grid(nodes), records.append)
+    finally:
+        for node in nodes:
+            node.site.ledger.close()
+    assert [r.refused for r in records[1:]] == [{"site-00": "rejected: unreadable"}] * 2
+
+
+def test_a_folder_of_another_run_is_left_alone(federation):
+    """The same plan under another name: to go on would make one run of two."""
+    run, _ = federation
+    run()
+    path = run.directory / "server" / "federation.toml"
+    name = Coordinator.of(run.directory / "server").federation.run
+    path.write_text(path.read_text().replace(f'run = "{name}"', 'run = "another"'))
+    with pytest.raises(PlanError, match=f"holds run '{name}'.*this is run 'another'"):
+        run()
+
+
+@pytest.mark.parametrize("federation", [{"least_replies": 2}], indirect=True)
+def test_too_few_replies_stop_a_run_that_resumes_uncharged(federation):
+    run, nodes = federation
+    for node in nodes[1:]:
+        node.behave = lambda message, answer, node=node: (
+            answer() if from_bytes(node.heard[-1]).round == 1 else None
+        )
+    with pytest.raises(TooFewReplies, match=r"1 replies of at least 2.*site-01 absent"):
+        run()
+    assert [record.round for record in run.records] == [0, 1]
+    for node in nodes[1:]:
+        node.behave = lambda _, answer: answer()
+    assert [record.round for record in run()] == [0, 1, 2, 3]
+    # site-00 had replied to round 2 before: it was asked again, and not charged again.
+    assert [charged(node) for node in nodes] == [6, 6, 6]
+
+
+def test_server_crash_before_commit_gets_the_same_replies(federation, monkeypatch):
+    run, nodes = federation
+    commit, sent = Folder.commit, []
+
+    def die(folder, checkpoint, record):
+        if record.round == 2 and not sent:
+            sent.extend((node.directory / "reply.bin").read_bytes() for node in nodes)
+            raise KeyboardInterrupt
+        commit(folder, checkpoint, record)
+
+    monkeypatch.setattr(Folder, "commit", die)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    # The sites restart, too: what they sent is on their disks.
+    for node in nodes:
+        node.site.ledger.close()
+        node.site = Site(node.directory)
+        node.behave = lambda message, answer, node=node: again(message, answer, node)
+    repeated = []
+
+    def again(message, answer, node):
+        if from_bytes(node.heard[-1]).round == 2:
+            repeated.append((node.directory / "reply.bin").read_bytes())
+        return answer()
+
+    assert [record.round for record in run()] == [0, 1, 2, 3]
+    assert repeated == sent
+    assert [charged(node) for node in nodes] == [6, 6, 6]
+
+
+def test_the_run_ends_when_every_budget_is_spent(federation):
+    run, nodes = federation
+    for node in nodes:
+        # Two rounds' events are gone already.
+        for number in (101, 102):
+            task = Task(node.site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
+            node.site._client.handle(task, node.site._bench)
+    records = run()
+    assert run.summary["status"] == "budget"
+    assert [record.round for record in records] == [0, 1]
+    for node in nodes:
+        spent = next(iter(receipt(node.directory / "ledger.jsonl")["runs"].values()))
+        assert spent["epsilon_spent"] <= spent["epsilon_reserved"] == 2.0
+
+
+def test_a_server_that_died_in_the_midst_of_a_record_goes_on(federation, monkeypatch):
+    """A torn last line, and a whole one whose state was not committed: neither counts."""
+    run, nodes = federation
+    commit = Folder.commit
+
+    def die(folder, checkpoint, record):
+        if record.round == 2:
+            with (folder.path / "rounds.jsonl").open("a") as file:
+                file.write(record.to_json() + "\n" + record.to_json()[:20])
+            raise KeyboardInterrupt
+        commit(folder, checkpoint, record)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "commit", die)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    records = run()
+    assert [record.round for record in records] == [0, 1, 2, 3]
+    # The replies of round 2 were stored, so that nothing was charged, or is counted, twice.
+    assert [charged(node) for node in nodes] == [6, 6, 6]
+    (spent,) = set(records[-1].epsilon.values())
+    with Site(make_copy(nodes[0].directory)) as site:
+        assert spent == site.cost.epsilon
+
+
+def make_copy(directory):
+    return shutil.copytree(directory, directory.with_name("copy"))
+
+
+@pytest.mark.parametrize("name", ["ledgers.json", "state.safetensors", "rounds.jsonl"])
+@pytest.mark.parametrize("content", [b"\xff\x00", b"{}", b"[1]", b""])
+def test_a_damaged_file_of_the_server_is_told(federation, name, content):
+    run, _ = federation
+    run()
+    path = run.directory / "server" / "run" / name
+    path.write_bytes(content)
+    if (name, content) == ("ledgers.json", b"{}"):
+        return  # as before the first round
+    with pytest.raises(DataError, match=rf"{name} cannot be understood .* from a backup"):
+        run()
+
+
+def seen_with(node):
+    """The ledger that the server says it has seen, of each question to a site, by its round."""
+    found, behave = {}, node.behave
+
+    def note(message, answer):
+        found.setdefault(from_bytes(node.heard[-1]).round, flower.read_seen(message.content))
+        return behave(message, answer)
+
+    node.behave = note
+    return found
+
+
+def hangs_in(nodes, number):
+    """site-00 answers the question of one round in the next one."""
+
+    def note(message, answer):
+        at = from_bytes(nodes[1].heard[-1]).round
+        nodes[0].hangs = number - 1 <= at <= number
+        return answer()
+
+    nodes[0].hangs, nodes[1].behave = number == 1, note
+
+
+def test_a_late_answer_tells_of_its_ledger(federation):
+    """Its round is over, its charge is not: put back to before it, the site would spend it anew."""
+    run, nodes = federation
+    told = seen_with(nodes[0])
+    hangs_in(nodes, 1)
+    run()
+    assert told[1] == (0, "")
+    # Opened, reserved, placement noted, charged for round 1.
+    assert told[2][0] == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ({"ledger_length": 4, "ledger_head": "f" * 64}, {"site-00": "rejected: ledger"}),
+        # Whoever relays messages can keep a reply: an older one says nothing of today's ledger.
+        ({"ledger_length": 3, "ledger_head": "f" * 64}, {}),
+    ],
+)
+def test_a_late_answer_that_shows_another_ledger_bars_its_site(make, tmp_path, change, refused):
+    patience = {"round_seconds": 0.6, "resend_seconds": 9, "join_seconds": 0, "retries": 0}
+    directory = make(tmp_path / "d", {"patience": patience}, rounds=5, **FLOATS)
+    nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
+    told = seen_with(nodes[0])
+    hangs_in(nodes, 2)
+    changed = nodes[0].behave
+    nodes[0].behave = lambda message, answer: (
+        nodes[0].change(message, lambda: changed(message, answer), **change)
+        if from_bytes(nodes[0].heard[-1]).round == 2
+        else changed(message, answer)
+    )
+    records = []
+    coordinate(Coordinator.of(directory / "server"), Grid(nodes), records.append)
+    assert told[2][0] == 4
+    missed = [{}, {"site-00": "absent"}]
+    assert [record.refused for record in records[1:]] == [*missed, *[refused] * 3]
+    for node in nodes:
+        node.site.ledger.close()

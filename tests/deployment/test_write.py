@@ -1,0 +1,296 @@
+"""What `fedpact deploy init` writes: complete, readable, closed where it has to be."""
+
+import json
+import math
+import os
+import re
+import stat
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from typer.testing import CliRunner
+
+from fedpact.cli.main import app
+from fedpact.common.errors import DataError, InputError, PlanError, PolicyRefused
+from fedpact.common.messages import RoundRecord
+from fedpact.deployment import local
+from fedpact.deployment.federation import Federation, Patience, read_plan
+from fedpact.deployment.files import Choices, policy, write_deployment
+from fedpact.deployment.site import Site
+from fedpact.plan import Plan
+from fedpact.privacy.policy import Policy
+from fedpact.simulation import flower
+from fedpact.simulation.flower import QUIET, require_flower
+from fedpact.simulation.secure_aggregation import keys
+
+SECRETS = ("*.key", "runtime.secret", "records.npz")
+
+
+def test_every_party_has_the_same_plan_and_federation(written):
+    parties = [written / "server", *sorted((written / "sites").iterdir())]
+    assert len(parties) == 4
+    for name in ("federation.toml", "plan.json", "ca.crt"):
+        assert len({(party / name).read_bytes() for party in parties}) == 1
+
+
+def test_what_was_chosen_is_what_is_read_back(make, tmp_path):
+    patience = Patience(
+        round_seconds=7.5, resend_seconds=1.25, join_seconds=0, least_replies=2, retries=9
+    )
+    directory = make(tmp_path / "d", {"patience": patience, "host": "server.example.org"})
+    found = Federation.read(directory / "server" / "federation.toml")
+    assert found.patience == patience
+    assert found.seeds == "secure"
+    assert found.address.startswith("server.example.org:")
+    assert found.classes == tuple("0123456789")
+    assert read_plan(directory / "server" / "plan.json").rounds == 5
+
+
+def test_secrets_are_for_their_owner_only_and_no_two_are_alike(written):
+    secret = [path for pattern in SECRETS for path in written.rglob(pattern)]
+    # 3 sites with a key, a secret and records; the server's two keys and secret; the authority's.
+    assert len(secret) == 3 * 3 + 3 + 1
+    assert {stat.S_IMODE(path.stat().st_mode) for path in secret} == {0o600}
+    assert len({path.read_bytes() for path in secret}) == len(secret)
+
+
+def test_server_certificate_is_signed_and_names_the_host(make, tmp_path):
+    directory = make(tmp_path / "d", {"host": "10.1.2.3"})
+    server = x509.load_pem_x509_certificate((directory / "server" / "tls.crt").read_bytes())
+    authority = x509.load_pem_x509_certificate((directory / "server" / "ca.crt").read_bytes())
+    server.verify_directly_issued_by(authority)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert "10.1.2.3" in map(str, names.get_values_for_type(x509.IPAddress))
+    key = load_pem_private_key((directory / "server" / "tls.key").read_bytes(), None)
+    assert key.public_key() == server.public_key()
+
+
+def test_the_policy_allows_this_run_once_and_names_its_noise(written):
+    site = written / "sites" / "site-01"
+    allowed = Policy.read(site / "policy.toml")
+    terms = Federation.read(site / "federation.toml").terms(read_plan(site / "plan.json"))
+    least = min(terms["site-01"].releases.values())
+    assert least * (1 - 1e-5) < allowed.smallest_sigma <= least
+    assert (allowed.epsilon_ever, allowed.delta_ever) == (2.0, 1e-5)
+    allowed.check_run("fedavg", terms["site-01"], (0.0, 0.0))
+
+
+@pytest.mark.parametrize("honest", [0, 2])
+@pytest.mark.parametrize("elsewhere", [1 - 1e-9, 1 + 1e-9])
+def test_the_policy_allows_what_another_processor_computes(tmp_path, elsewhere, honest):
+    """A site finds σ and the ε alone by itself, and the last digits are its own."""
+    privacy = {"trust": "sum", "honest": honest} if honest else {}
+    secure = {"threshold": 3 if honest else 0}
+    plan = Plan.parse({"sites": 3, "privacy": privacy, "secure_aggregation": secure})
+    terms = plan.terms(dict.fromkeys(("a", "b", "c"), 500.0))["a"]
+    other = replace(terms, sigmas={c: s * elsewhere for c, s in terms.sigmas.items()})
+    assert min(other.releases.values()) != min(terms.releases.values())
+    written = policy("fedavg", other, None)
+    (tmp_path / "policy.toml").write_text(
+        re.sub("^# (honest|epsilon_alone)", r"\1", written, flags=re.M)
+    )
+    Policy.read(tmp_path / "policy.toml").check_run("fedavg", terms, (0.0, 0.0))
+    less = replace(terms, sigmas={c: s * (1 - 1e-4) for c, s in terms.sigmas.items()})
+    with pytest.raises(PolicyRefused, match="sigma"):
+        Policy.read(tmp_path / "policy.toml").check_run("fedavg", less, (0.0, 0.0))
+
+
+def test_every_comment_names_a_setting_that_is_there(written):
+    """Every line of the owner's files is a comment, a table's head, or a key that is read."""
+    for name in ("site.toml", "policy.toml"):
+        text = (written / "sites" / "site-00" / name).read_text()
+        tomllib.loads(text)
+        assert text.startswith("# ")
+
+
+def test_sites_with_records_of_their_own(make, tmp_path):
+    """--no-records: the owner names a file, here a table with other columns' names."""
+    directory = make(tmp_path / "d", {"records": False})
+    site = directory / "sites" / "site-00"
+    assert not list(site.glob("*.npz"))
+    with pytest.raises(InputError, match=r"/path/to/records\.csv"):
+        Site(site)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [({"privacy": {"mode": "none"}}, "private runs"), ({"privacy": {"sizes": "noisy"}}, "sizes")],
+)
+def test_simulation_only_features_are_refused_before_writing(tmp_path, change, told):
+    with pytest.raises(PlanError, match=told):
+        write_deployment(tmp_path / "d", Plan.parse(change), Choices())
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        *(({"port": port}, f"port is {port}: expected 1 to 65535") for port in (-7, 0, 65536)),
+        *(
+            ({"host": host}, re.escape(f"host is {host!r}: expected"))
+            for host in ("", "a b", "http://x.org", "x.org:9000", "::1", "-x.org", "é.org")
+        ),
+        ({"patience": {"round_seconds": math.nan}}, "patience.round_seconds is nan"),
+        ({"patience": {"least_replies": 99}}, "least_replies = 99: there are 2 sites"),
+    ],
+)
+def test_a_choice_that_does_not_fit_leaves_nothing(tmp_path, choice, told):
+    plan = Plan.parse({"sites": 2, "rounds": 2})
+    with pytest.raises(PlanError, match=told):
+        write_deployment(tmp_path / "d", plan, Choices(**choice))
+    assert not list((tmp_path / "d").glob("*"))
+    # What was wrong is put right in the same place.
+    assert write_deployment(tmp_path / "d", plan, Choices()).address == "127.0.0.1:8443"
+
+
+def test_nothing_is_written_over(written):
+    with pytest.raises(PlanError, match="not empty"):
+        write_deployment(written, Plan.parse({}), Choices())
+
+
+def test_without_flower_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr("fedpact.simulation.flower.find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"fedpact\[deploy\]"):
+        require_flower()
+    for arguments in (["init", "d"], ["up", "d"]):
+        outcome = CliRunner().invoke(app, ["deploy", *arguments], catch_exceptions=True)
+        assert isinstance(outcome.exception, InputError)
+
+
+def test_who_asks_for_flower_reports_to_nobody(monkeypatch):
+    """A party's own process imports Flower too, and was not started by one that said so."""
+    for name in QUIET:
+        monkeypatch.delenv(name, raising=False)
+    require_flower()
+    assert {name: os.environ[name] for name in QUIET} == QUIET
+
+
+def run_cli(*arguments):
+    outcome = CliRunner().invoke(app, ["deploy", *map(str, arguments)], catch_exceptions=False)
+    assert outcome.exit_code == 0, outcome.output
+    return outcome.output
+
+
+def test_the_command_writes_what_it_was_told_and_status_reads_it(tmp_path):
+    where = tmp_path / "d"
+    told = run_cli(
+        *("init", where, "--set", "rounds=2", "--set", "sites=2", "--port", "9443"),
+        *("--host", "localhost", "--least-replies", "2", "--round-seconds", "11", "--test-seeds"),
+    )
+    found = Federation.read(where / "server" / "federation.toml")
+    assert found.run in told
+    assert found.address == "localhost:9443"
+    assert (found.patience.least_replies, found.patience.round_seconds) == (2, 11.0)
+    assert found.seeds == "test"
+    status = json.loads(run_cli("status", where, "--json"))
+    assert status["running"] == {"server": False, "site-00": False, "site-01": False}
+    assert (status["round"], status["status"]) == (None, "not ended")
+    assert "nothing ran" in run_cli("down", where)
+
+
+def test_the_status_of_one_party(deployment):
+    site = deployment / "sites" / "site-00"
+    with Site(site) as opened:
+        run = opened.run
+    status = json.loads(run_cli("status", site, "--json"))
+    assert list(status["ledgers"]) == ["site-00"]
+    assert status["ledgers"]["site-00"]["runs"][run]["epsilon_reserved"] == 2.0
+    assert f"{run}: known to the server" in run_cli("status", site)
+    (site / "run").mkdir()
+    (site / "run" / "model.safetensors").touch()
+    (site / "log.txt").write_text("nobody answers: the site goes on trying\n")
+    for of, told in ((run, "ended, and the final model is here"), ("an-earlier", "known to")):
+        (site / "run" / "summary.json").write_text(json.dumps({"run": of}))
+        found = run_cli("status", site)
+        assert f"{run}: {told}" in found
+        assert ("goes on trying" in found) == (of != run)
+    assert list(local.parties(deployment / "server")) == ["server"]
+    with pytest.raises(DataError, match="holds no deployment"):
+        local.parties(deployment / "authority")
+
+
+def test_the_server_shows_what_each_site_has_spent(deployment):
+    """At a server of its own there is no ledger: it tells what it counts, of each site."""
+    run = deployment / "server" / "run"
+    run.mkdir()
+    record = RoundRecord(1, epsilon={"site-00": 0.5, "site-01": 0.75, "site-02": 1.25}, steps=2)
+    (run / "rounds.jsonl").write_text(record.to_json() + "\n")
+    lines = run_cli("status", deployment / "server").splitlines()
+    for name, epsilon in record.epsilon.items():
+        (line,) = [line for line in lines if name in line]
+        assert "elsewhere" in line
+        assert f"{epsilon:g}" in line
+
+
+WITHOUT_FLOWER = """
+import sys
+class Nowhere:
+    def find_spec(self, name, path=None, target=None):
+        if name == "flwr" or name.startswith("flwr."):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Nowhere())
+from importlib.util import find_spec
+import fedpact.simulation.flower
+fedpact.simulation.flower.find_spec = lambda name: None
+sys.argv = ["fedpact", "deploy", "init", sys.argv[1]]
+from fedpact.cli.main import main
+main()
+"""
+
+
+def test_everything_else_works_without_flower(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FLOWER, str(tmp_path / "d")], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("fedpact: a deployment needs Flower")
+    assert "pip install 'fedpact[deploy]'" in done.stderr
+
+
+def test_block_survives_the_codec_and_other_data_is_refused():
+    block, signature = bytes(range(256)) * 5, b"signed"
+    assert flower.from_record(flower.to_record(block, signature)) == (block, signature)
+    packed = flower.to_record(block, signature)
+    for missing in ("fedpact", "seal"):
+        record = type(packed)({k: v for k, v in packed.items() if k != missing})
+        with pytest.raises(InputError, match="no fedpact message"):
+            flower.from_record(record)
+
+
+def test_a_signature_holds_for_one_block_one_purpose_and_one_key(written):
+    key = keys.read_private_key(written / "server" / "server.key")
+    other = keys.read_private_key(written / "sites" / "site-00" / "site.key")
+    signature = keys.sign(key, "task for a", b"block")
+    assert keys.is_signed(key.public_key(), "task for a", b"block", signature)
+    assert not keys.is_signed(key.public_key(), "task for b", b"block", signature)
+    assert not keys.is_signed(key.public_key(), "task for a", b"blocc", signature)
+    assert not keys.is_signed(other.public_key(), "task for a", b"block", signature)
+    assert not keys.is_signed(key.public_key(), "task for a", b"block", b"")
+    # The end of the purpose cannot be moved into the block.
+    assert not keys.is_signed(key.public_key(), "task", b" for a\0block", signature)
+
+
+def test_keys_that_are_none_are_told_apart(written, tmp_path):
+    (tmp_path / "key").write_text("no key")
+    with pytest.raises(InputError, match="cannot be read"):
+        keys.read_private_key(tmp_path / "key")
+    with pytest.raises(InputError, match="no OpenSSH public key"):
+        keys.public_key("ssh-rsa nonsense")
+
+
+@pytest.mark.parametrize(("name", "good"), [("a_more1", False), ("a_more0", True), ("more1", True)])
+def test_extension_name_is_refused_for_an_unextended_run(written, name, good):
+    site = next(written.glob("sites/*"))
+    plan = read_plan(site / "plan.json")
+    found = Federation.read(site / "federation.toml").model_copy(update={"run": name})
+    if good:
+        assert found.terms(plan)
+        return
+    with pytest.raises(PlanError, match="a name that `fedpact extend` gives"):
+        found.terms(plan)
+    assert found.terms(plan.model_copy(update={"after": 1, "rounds": plan.rounds + 1}))

@@ -1,0 +1,320 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedpact.common.errors import InputError
+from fedpact.common.losses import cross_entropy, squared_error
+from fedpact.common.messages import SiteScore
+from fedpact.common.params import FlatModel
+from fedpact.evaluation.metrics import entropy, evaluate, fairness, psi, ranking
+from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+
+losses = st.lists(st.floats(0, 100), min_size=1, max_size=20)
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads a number."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "_local_scalar_dense" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+class Scores(nn.Module):
+    """Its input is its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def score(accuracy: float) -> SiteScore:
+    return SiteScore(accuracy=accuracy, loss=0.0, records=1)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 50, 1024])
+def test_evaluate_is_the_mean_over_the_whole_set(batch: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(50, 4, generator=generator, dtype=torch.float64)
+    y = torch.randint(4, (50,), generator=generator)
+    found = evaluate(Scores(), cross_entropy, x, y, batch)
+    # -log softmax written out, and the largest score by comparison.
+    expected = (x.exp().sum(1).log() - x[range(50), y]).mean()
+    right = sum(bool((x[i, y[i]] >= x[i]).all()) for i in range(50))
+    assert found.loss == pytest.approx(float(expected), rel=1e-12)
+    assert found.accuracy == right / 50
+    assert found.records == 50
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 8, 8)])
+def test_images_are_evaluated_as_the_model_computes_them(shape: tuple[int, ...]) -> None:
+    """Their memory format is another for the while: the same scores, and weights as they were."""
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Conv2d(shape[0], 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)
+    ).double()
+    x, y = torch.randn(50, *shape, dtype=torch.float64), torch.randint(3, (50,))
+    before = [(p.data_ptr(), p.stride(), p.detach().clone()) for p in module.parameters()]
+    outputs = module(x).detach()
+    found = evaluate(module, cross_entropy, x, y, batch=7)
+    assert found.loss == pytest.approx(float(cross_entropy(outputs, y).mean()), rel=1e-12)
+    assert found.accuracy == float((outputs.argmax(1) == y).double().mean())
+    for parameter, (place, stride, value) in zip(module.parameters(), before, strict=True):
+        assert (parameter.data_ptr(), parameter.stride()) == (place, stride)
+        assert torch.equal(parameter, value)
+
+
+class ByMemory(nn.Module):
+    """A model of one's own, whose code goes by how its images lie in memory."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.body = way, nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2))
+        self.head = nn.Linear(36, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        if self.way == "view":
+            return self.head(x.view(x.size(0), -1))
+        if self.way == "parts":
+            return self.head(torch.cat([part.view(-1, 18) for part in x.chunk(2, 1)], 1))
+        return self.head(x.as_strided((len(x), 36), (36, 1)))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("way", ["view", "parts", "as_strided"])
+def test_a_model_of_ones_own_is_given_images_as_they_are(way: str, nested: bool) -> None:
+    """What torch's own layers take is no business of code that looks at memory."""
+    torch.manual_seed(0)
+    module: nn.Module = ByMemory(way).double()
+    if nested:
+        module = nn.Sequential(module, nn.ReLU())
+    x, y = torch.randn(20, 3, 8, 8, dtype=torch.float64), torch.randint(3, (20,))
+    losses = cross_entropy(module(x), y).detach()
+    assert evaluate(module, cross_entropy, x, y, batch=7).loss == pytest.approx(
+        float(losses.mean()), rel=1e-12
+    )
+    model = FlatModel(module)
+    for kernel in (PlainKernel(model, cross_entropy), PerSampleKernel(model, cross_entropy)):
+        assert torch.allclose(kernel.losses(x, y), losses, rtol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [3, 1])
+def test_model_that_overwrites_its_test_data_is_refused(rows: int) -> None:
+    """Even where nothing changes, in one batch out of several; a later layer may write."""
+    x, y = torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)
+    for first in (nn.ReLU(inplace=True), nn.Hardtanh(inplace=True)):
+        module = nn.Sequential(nn.Flatten(), first, nn.Linear(2, 2))
+        with pytest.raises(InputError, match="Sequential writes over its input"):
+            evaluate(module, cross_entropy, x, y, batch=rows)
+    later = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
+    assert evaluate(later, cross_entropy, x, y, batch=rows).records == 3
+
+
+def test_uniform_scores_lose_log_k() -> None:
+    found = evaluate(Scores(), cross_entropy, torch.zeros(9, 5), torch.zeros(9, dtype=torch.int64))
+    assert found.loss == pytest.approx(math.log(5), rel=1e-6)
+
+
+def test_sum_is_taken_in_double_precision() -> None:
+    # In float32, 2^24 + 1 = 2^24: a float32 sum over batches would lose the small losses.
+    x = torch.tensor([[2.0**12.5]] + [[math.sqrt(2)]] * 1000)
+    each = squared_error(x, torch.zeros(1001)).double()
+    found = evaluate(Scores(), squared_error, x, torch.zeros(1001), batch=1)
+    assert found.loss == pytest.approx(float(each.sum()) / 1001, rel=1e-14)
+
+
+def test_sequences_count_positions() -> None:
+    scores = torch.eye(3)[torch.tensor([[0, 1], [2, 2]])]
+    found = evaluate(Scores(), cross_entropy, scores, torch.tensor([[0, 1], [2, 0]]))
+    assert found.accuracy == 0.75
+    assert found.records == 2
+
+
+def test_a_number_instead_of_class_scores_has_no_accuracy() -> None:
+    found = evaluate(Scores(), squared_error, torch.full((3, 1), 2.0), torch.zeros(3))
+    assert math.isnan(found.accuracy)
+    assert found.loss == 2.0
+
+
+def test_a_diverged_model_is_wrong_and_its_loss_is_reported() -> None:
+    y = torch.zeros(4, dtype=torch.int64)
+    found = evaluate(Scores(), cross_entropy, torch.full((4, 3), math.nan), y)
+    assert found.accuracy == 0.0
+    assert math.isnan(found.loss)
+
+
+def test_evaluates_in_evaluation_mode_and_restores_every_mode() -> None:
+    module = nn.Sequential(nn.Dropout(1.0), nn.Dropout(1.0))
+    module[1].eval()
+    x, y = torch.eye(3), torch.arange(3)
+    assert evaluate(module, cross_entropy, x, y).accuracy == 1.0
+    assert [part.training for part in module.modules()] == [True, True, False]
+
+
+def test_leaves_no_gradient_behind() -> None:
+    module = nn.Linear(3, 2)
+    seen: list[bool] = []
+
+    def loss(outputs: Tensor, y: Tensor, /) -> Tensor:
+        seen.append(outputs.requires_grad)
+        return cross_entropy(outputs, y)
+
+    evaluate(module, loss, torch.eye(3), torch.tensor([0, 1, 0]))
+    assert seen == [False]
+
+
+@pytest.mark.parametrize(("x", "y"), [((0, 2), 0), ((3, 2), 4)])
+def test_evaluate_refuses_no_records_and_unequal_lengths(x: tuple[int, int], y: int) -> None:
+    with pytest.raises(InputError, match=f"x has {x[0]} records and y has {y}"):
+        evaluate(Scores(), cross_entropy, torch.zeros(x), torch.zeros(y, dtype=torch.int64))
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 100)), min_size=1, max_size=20))
+def test_psi_is_the_weighted_second_moment_less_the_squared_mean(
+    sites: list[tuple[float, float]],
+) -> None:
+    total = math.fsum(n for _, n in sites)
+    mean = math.fsum(n / total * f for f, n in sites)
+    square = math.fsum(n / total * f * f for f, n in sites)
+    found = psi([f for f, _ in sites], [n for _, n in sites])
+    assert found == pytest.approx(square - mean * mean, rel=1e-9, abs=1e-9)
+
+
+@given(losses, st.floats(0.1, 10), st.floats(-10, 10))
+def test_psi_scales_with_the_square_and_ignores_shifts(f: list[float], a: float, b: float) -> None:
+    ones = [1.0] * len(f)
+    moved = psi([a * value + b for value in f], ones)
+    assert moved == pytest.approx(a * a * psi(f, ones), rel=1e-9, abs=1e-8)
+
+
+@given(st.floats(0, 1e300), st.lists(st.floats(0.01, 1e300), min_size=1, max_size=9))
+def test_psi_of_equal_losses_is_exactly_zero(loss: float, weights: list[float]) -> None:
+    assert psi([loss] * len(weights), weights) == 0.0
+
+
+def test_psi_of_two_sites_is_p1_p2_times_the_squared_difference() -> None:
+    assert psi([2.0, 5.0], [1, 3]) == pytest.approx(0.25 * 0.75 * 9, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("f", "expected"),
+    [([1.0, math.inf], math.inf), ([1.0, math.nan], math.nan), ([math.inf, math.nan], math.nan)],
+)
+def test_psi_reports_a_lost_site(f: list[float], expected: float) -> None:
+    assert psi(f, [1, 1]) == pytest.approx(expected, nan_ok=True)
+
+
+def test_psi_leaves_out_a_site_without_weight() -> None:
+    assert psi([1.0, math.nan, 3.0], [1, 0, 1]) == 1.0
+
+
+def test_psi_beyond_the_largest_number_is_infinite() -> None:
+    assert psi([1e300, 0.0], [1, 1]) == math.inf
+    assert psi([1.7e308, -1.7e308], [1, 1]) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("f", "weights"),
+    [([], []), ([1.0], [1, 2]), ([1.0], [0]), ([1.0], [math.nan]), ([1.0, 1.0], [2, -1])],
+)
+def test_psi_refuses_what_is_no_weighting(f: list[float], weights: list[float]) -> None:
+    with pytest.raises(InputError, match="weights"):
+        psi(f, weights)
+
+
+@given(st.lists(st.floats(0, 1, allow_subnormal=False), min_size=1, max_size=20), st.data())
+def test_entropy_obeys_the_chain_rule(values: list[float], data: st.DataObject) -> None:
+    # H(all) = H(shares of the two groups) + Σ share · H(within the group).
+    cut = data.draw(st.integers(0, len(values)))
+    groups = [group for group in (values[:cut], values[cut:]) if sum(group) > 1e-6]
+    if not groups or sum(map(len, groups)) < len(values):
+        return
+    total = sum(values)
+    shares = [sum(group) / total for group in groups]
+    within = sum(s * entropy(group) for s, group in zip(shares, groups, strict=True))
+    between = -sum(s * math.log(s) for s in shares)
+    assert entropy(values) == pytest.approx(between + within, abs=1e-9)
+
+
+@given(st.lists(st.floats(1e-9, 1), min_size=1, max_size=20), st.floats(1e-6, 1e6))
+def test_entropy_depends_on_shares_and_peaks_at_equality(values: list[float], scale: float) -> None:
+    found = entropy(values)
+    assert entropy([scale * value for value in values]) == pytest.approx(found, abs=1e-9)
+    assert entropy([*values, 0.0]) == pytest.approx(found, abs=1e-12)
+    assert -1e-12 <= found <= math.log(len(values)) + 1e-12
+
+
+def test_entropy_of_geometric_shares_is_their_series() -> None:
+    # Shares 2^-k, k >= 1: H = Σ k 2^-k log 2 = 2 log 2.
+    assert entropy([2.0**-k for k in range(1, 60)]) == pytest.approx(2 * math.log(2), rel=1e-12)
+
+
+def test_entropy_of_equal_values_is_exactly_log_n() -> None:
+    assert entropy([0.0] * 7) == entropy([0.3] * 7) == entropy([1.7e308] * 7) == math.log(7)
+    assert entropy([0.0, 0.25, 0.0]) == 0.0
+    assert math.isnan(entropy([0.5, math.nan]))
+
+
+@pytest.mark.parametrize("values", [[], [-0.1, 0.5], [math.inf, 0.5]])
+def test_entropy_refuses_what_has_no_shares(values: list[float]) -> None:
+    with pytest.raises(InputError, match="the entropy of"):
+        entropy(values)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
+def test_fairness_is_of_the_accuracies_whatever_the_sizes(accuracies: list[float]) -> None:
+    scores = {f"s{i:02}": SiteScore(a, 0.0, 10**i % 97 + 1) for i, a in enumerate(accuracies)}
+    found = fairness(scores)
+    mean = math.fsum(accuracies) / len(accuracies)
+    second = math.fsum((a - mean) ** 2 for a in accuracies) / len(accuracies)
+    assert found["variance"] == pytest.approx(second, abs=1e-12)
+    assert found["entropy"] == entropy(np.sort(accuracies).tolist())
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
+def test_fairness_orders_its_figures(accuracies: list[float]) -> None:
+    scores = {f"s{i:02}": score(a) for i, a in enumerate(accuracies)}
+    found = fairness(scores)
+    slack = 1e-12
+    assert found["worst_accuracy"] == min(accuracies)
+    assert scores[found["worst_site"]].accuracy == min(accuracies)
+    assert found["worst_accuracy"] <= found["worst_tenth"] + slack
+    assert found["worst_tenth"] <= found["mean"] + slack
+    # Popoviciu: the variance is at most a quarter of the squared range.
+    spread = max(accuracies) - min(accuracies)
+    assert -slack <= found["variance"] <= spread * spread / 4 + slack
+
+
+@pytest.mark.parametrize(("sites", "worst"), [(1, 1), (10, 1), (11, 2), (1000, 100)])
+def test_worst_tenth_is_rounded_up_to_whole_sites(sites: int, worst: int) -> None:
+    # Accuracy i / sites for i = 0, 1, ...: the worst m have the mean (m - 1) / 2 / sites.
+    found = fairness({str(i): score(i / sites) for i in range(sites)})
+    assert found["worst_tenth"] == pytest.approx((worst - 1) / 2 / sites, rel=1e-12)
+
+
+def test_a_site_without_a_number_ranks_worst_and_shows() -> None:
+    scores = {"b": score(0.5), "a": score(0.5), "lost": score(math.nan)}
+    assert ranking(scores) == ["lost", "a", "b"]
+    assert fairness(scores)["worst_site"] == "lost"
+    assert math.isnan(fairness(scores)["variance"])
+    assert math.isnan(fairness(scores)["entropy"])
+
+
+def test_fairness_refuses_no_sites() -> None:
+    with pytest.raises(InputError, match="no site has a score"):
+        fairness({})
+
+
+def test_evaluate_reads_two_numbers_however_many_batches() -> None:
+    x, y = torch.randn(50, 4), torch.arange(50) % 4
+    with Reads() as reads:
+        evaluate(Scores(), cross_entropy, x, y, 10)
+    assert reads.count == 2

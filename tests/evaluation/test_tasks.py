@@ -1,0 +1,284 @@
+"""What is learnt, and by which loss: each task through the kernel, the oracle and a whole run."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fedpact
+from fedpact.common.errors import DataError, InputError, ModelError, PlanError
+from fedpact.common.losses import LabelEntropy, WeightedEntropy, cross_entropy, pixel_entropy
+from fedpact.common.params import FlatModel
+from fedpact.data.from_python import from_python
+from fedpact.data.schema import LabelForm, PlanRecords
+from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.report.page import repeat
+from fedpact.report.run_files import read_run
+from fedpact.studies.pool import Job
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(120, 4)).astype(np.float32)
+PRESSURE = 100 + 20 * X[:, 0] - 10 * X[:, 1]
+FRAME = pd.DataFrame(X, columns=list("abcd")).assign(bp=PRESSURE)
+IMAGES = RNG.normal(size=(40, 1, 6, 6)).astype(np.float32)
+MASKS = (IMAGES[:, 0] > 0).astype(np.int64)
+SEVERAL = (X[:, :3] > 0).astype(np.int64)
+SETTINGS = {
+    "sites": 2,
+    "rounds": 8,
+    "partition": {"held_out": 0.25},
+    "privacy": {"epsilon": 8.0, "delta": 1e-5},
+    "settings": {"learning_rate": 0.5},
+}
+
+
+@pytest.fixture
+def no_page(monkeypatch):
+    """A run without its page, which takes a second to draw."""
+    monkeypatch.setattr("fedpact.api.write_report", lambda folder: None)
+
+
+def test_losses_are_torchs_by_another_name():
+    torch.manual_seed(0)
+    z, y = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 0])
+    weights = (0.5, 2.0, 7.0)
+    expected = F.cross_entropy(z, y, torch.tensor(weights), reduction="none")
+    assert torch.allclose(WeightedEntropy(weights)(z, y), expected)
+    t = (torch.rand(5, 3) > 0.5).float()
+    each = F.binary_cross_entropy_with_logits(
+        z, t, reduction="none", pos_weight=torch.tensor(weights)
+    )
+    assert torch.allclose(LabelEntropy(weights)(z, t), each.mean(1))
+    image, mask = torch.randn(2, 3, 4, 5), torch.randint(3, (2, 4, 5))
+    by_pixel = F.cross_entropy(image, mask, reduction="none").mean((1, 2))
+    assert torch.allclose(pixel_entropy(image, mask), by_pixel)
+    mask[1, 0, 0] = 3
+    assert pixel_entropy(image, mask).isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "y"),
+    [
+        (nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), WeightedEntropy((1.0, 9.0)),
+         torch.arange(6) % 2),
+        (nn.Sequential(nn.Linear(4, 3)), LabelEntropy((1.0, 2.0, 3.0)),
+         torch.from_numpy(SEVERAL[:6]).float()),
+    ],
+)  # fmt: skip
+def test_a_record_moves_the_sum_by_at_most_the_clip(module, loss, y):
+    """The kernel's clipped sum is that of autograd, record by record, whatever the weights."""
+    model, x, clip = FlatModel(module), torch.from_numpy(X[:6]), 0.3
+    kernel = PerSampleKernel(model, loss)
+    rows = []
+    for i in range(6):
+        value = loss(module(x[i : i + 1]), y[i : i + 1]).sum()
+        flat = torch.cat([g.flatten() for g in torch.autograd.grad(value, module.parameters())])
+        rows.append(flat * min(1.0, clip / float(flat.norm())))
+    found = kernel.clipped_sum(x, y, clip)
+    assert torch.allclose(found, torch.stack(rows).sum(0), atol=1e-5)
+
+
+def test_a_regression_learns_in_the_labels_units(tmp_path):
+    task = {"kind": "regression", "range": [40, 160]}
+    result = fedpact.run("logistic", FRAME, label="bp", task=task, **SETTINGS, out=tmp_path / "r")
+    said = result.predict(FRAME)
+    missed = ((said.labels - PRESSURE) ** 2).mean() / PRESSURE.var()
+    assert missed < 0.2
+    assert result.summary["r2"] > 0.8
+    assert result.summary["accuracy"] is None
+    assert result.summary["fairness"] is None
+    for path in (*result.folder.glob("*.json"), *result.folder.glob("*.jsonl")):
+        assert not re.search(r"\b(NaN|Infinity)\b", path.read_text(encoding="utf-8")), path
+    assert all(math.isnan(record.accuracy) for record in fedpact.load(result.folder).records)
+    # In units of half the range: the loss is ½ (difference / 60)².
+    score = result.evaluate(FRAME)
+    assert score.loss == pytest.approx(((said.labels - PRESSURE) ** 2).mean() / 7200, rel=1e-3)
+    page = (result.folder / "report.html").read_text(encoding="utf-8")
+    assert "mean loss" in page
+    assert "R²" in page
+    assert "not a number" not in page
+    assert max(result.summary["epsilon"].values()) <= 8
+
+
+def test_labels_beyond_the_range_are_clamped_and_others_left_out(caplog):
+    frame = FRAME[:4].assign(bp=[0.0, 100.0, 500.0, np.nan])
+    target = LabelForm(kind="number", low=50.0, high=150.0)
+    found = from_python(frame, PlanRecords(), "bp", target=target)
+    assert found.y.tolist() == [-1.0, 0.0, 1.0]
+    assert found.classes == ("bp",)
+    told = " ".join(caplog.messages)
+    assert "beyond the declared range of labels" in told
+    assert "column bp, row 4 (counted from 1) is missing" in told
+
+
+@pytest.mark.usefixtures("no_page")
+def test_several_labels_and_pixels_are_learnt(tmp_path):
+    several = fedpact.run("logistic", (X, SEVERAL), task={"kind": "multi_label"}, **SETTINGS,
+                          out=tmp_path / "m")  # fmt: skip
+    assert several.summary["accuracy"] > 0.6
+    assert {"auc", "f1", "ece"} <= set(several.summary)
+    named = [" ".join(str(k) for k in range(3) if row[k]) for row in SEVERAL]
+    assert (several.predict(X).labels == named).mean() > 0.3
+    pixels = fedpact.run(_segmenter, (IMAGES, MASKS), task={"kind": "segmentation"}, **SETTINGS,
+                         out=tmp_path / "p")  # fmt: skip
+    assert pixels.summary["accuracy"] > 0.7
+    said = pixels.predict(IMAGES).labels
+    assert (said == MASKS.astype(str)).mean() == pytest.approx(
+        pixels.evaluate(IMAGES, MASKS).accuracy, abs=1e-9
+    )
+
+
+def _segmenter(shape, classes):
+    return nn.Sequential(nn.Conv2d(shape[0], classes, 3, padding=1))
+
+
+@pytest.mark.usefixtures("no_page")
+def test_class_weights_move_the_answer_to_the_heavy_class(tmp_path):
+    y = (X[:, 0] + RNG.normal(size=120) > 1).astype(int)
+    plan = {**SETTINGS, "rounds": 5, "privacy": {"mode": "none"}}
+    said = []
+    for weights in ([1.0, 1.0], [1.0, 20.0]):
+        run = fedpact.run("logistic", (X, y), task={"class_weights": weights}, **plan,
+                          out=tmp_path / f"{weights[1]}")  # fmt: skip
+        said.append((run.predict(X).labels == "1").sum())
+    assert said[1] > said[0]
+    alike = fedpact.run("logistic", (X, y), **plan, out=tmp_path / "plain")
+    assert (alike.predict(X).labels == "1").sum() == said[0]
+    with pytest.raises(PlanError, match="3 weights for 2 classes"):
+        fedpact.run("logistic", (X, y), task={"class_weights": [1.0, 1.0, 1.0]}, **plan)
+
+
+def own(outputs, y):
+    """cross_entropy, written by somebody."""
+    return outputs.logsumexp(1) - outputs.gather(1, y[:, None])[:, 0]
+
+
+def share(outputs, y):
+    """Accuracy, written by somebody."""
+    return float((outputs.argmax(1) == y).double().mean())
+
+
+def test_a_loss_and_a_metric_of_ones_own_are_used(tmp_path):
+    """A cross entropy of one's own trains as ours does; accuracy of one's own is ours."""
+    y = SEVERAL[:, 0]
+    task = {"loss": own, "metrics": [share, "auc"]}
+    mine = fedpact.run("logistic", (X, y), task=task, **SETTINGS, out=tmp_path / "own")
+    ours = fedpact.run("logistic", (X, y), **SETTINGS, out=tmp_path / "ours")
+    for a, b in zip(mine.model.parameters(), ours.model.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+    assert mine.summary["share"] == pytest.approx(mine.summary["accuracy"])
+    plan = json.loads((mine.folder / "plan.json").read_text())
+    assert plan["task"]["loss"] == f"{__name__}:own"
+    assert "share" in (mine.folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_module_is_a_loss_and_a_class_is_none(tmp_path):
+    """Cross entropy as torch's module has it trains as ours does."""
+    y = SEVERAL[:, 0]
+    task = {"loss": torch.nn.CrossEntropyLoss(reduction="none")}
+    mine = fedpact.run("logistic", (X, y), task=task, **SETTINGS, out=tmp_path / "own")
+    ours = fedpact.run("logistic", (X, y), **SETTINGS, out=tmp_path / "ours")
+    for a, b in zip(mine.model.parameters(), ours.model.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+    told = repeat(read_run(mine.folder))
+    assert told.is_python
+    assert told.command.endswith("data=..., loss=...)")
+    with pytest.raises(ModelError, match="which is a class"):
+        fedpact.Plan(task={"loss": torch.nn.CrossEntropyLoss}).task.per_record(2)
+
+
+@pytest.mark.parametrize("mode", ["none", "per_sample"])
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (lambda outputs, y: own(outputs, y).mean(), "one number a record"),
+        (lambda outputs, y: own(outputs, y) - own(outputs, y).mean(), "others are beside it"),
+        (lambda outputs, y: outputs.nothing, "AttributeError"),
+        (lambda outputs, y: own(outputs, y) * torch.rand(1), "draws no random numbers"),
+    ],
+)
+def test_a_loss_that_is_not_of_single_records_is_refused(loss, why, mode, tmp_path):
+    settings = {**SETTINGS, "privacy": {"mode": mode}}
+    with pytest.raises(ModelError, match=why):
+        fedpact.run("logistic", (X, SEVERAL[:, 0]), task={"loss": loss}, **settings,
+                    out=tmp_path / "x")  # fmt: skip
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "why"),
+    [
+        ({"kind": "regression"}, "expected a range"),
+        ({"kind": "regression", "range": [1, 1]}, "expected a range"),
+        ({"range": [0, 1]}, "expected a range"),
+        ({"kind": "regression", "range": [0, 1], "class_weights": [1.0]}, "leave them out"),
+        ({"class_weights": [1.0, 0.0]}, "expected a number from"),
+        ({"class_weights": [1e300, 1.0]}, "expected a number from"),
+        ({"kind": "regression", "range": [-1e308, 1e308]}, "expected a range"),
+        ({"kind": "ranking"}, "task.kind is 'ranking'"),
+    ],
+)
+def test_tasks_that_contradict_themselves_are_refused(task, why):
+    with pytest.raises(PlanError, match=why):
+        fedpact.Plan(task=task)
+
+
+def test_what_rests_on_classes_is_refused_with_another_task(tmp_path):
+    task = {"kind": "regression", "range": [0, 1]}
+    with pytest.raises(PlanError, match=r"\[evaluation\] does not go with \[task\]"):
+        fedpact.Plan(task=task, evaluation={"share": 0.2})
+    with pytest.raises(PlanError, match="of which there is no accuracy"):
+        fedpact.Plan(task=task, budget={"patience": 3}, privacy={"mode": "none"})
+    with pytest.raises(PlanError, match="labels of data set digits are those of classification"):
+        fedpact.run(fedpact.Plan(task=task), tmp_path / "digits")
+    by_label = {**SETTINGS, "partition": {"kind": "dirichlet"}}
+    with pytest.raises(DataError, match="spreads records by their class"):
+        fedpact.run("logistic", FRAME, label="bp", task={"kind": "regression", "range": [40, 160]},
+                    **by_label, out=tmp_path / "d")  # fmt: skip
+    lost = fedpact.Plan(task={"loss": lambda outputs, y: own(outputs, y)})
+    with pytest.raises(InputError, match='engine = "ray" with lambda@'):
+        fedpact.run(lost, tmp_path / "ray", engine="ray")
+    assert Job("name", 0, lost, tmp_path).here
+    assert not Job("name", 0, fedpact.Plan(task={"loss": own}), tmp_path).here
+    with pytest.raises(
+        ModelError, match=r"'r2', which is of regression, .* classification: .* auc, f1, ece,"
+    ):
+        fedpact.run(fedpact.Plan(task={"metrics": ["r2"]}), tmp_path / "m")
+    with pytest.raises(ModelError, match="stands for another number"):
+        fedpact.run(fedpact.Plan(task={"metrics": ["os.path:loss"]}), tmp_path / "n")
+
+
+def test_cross_entropy_stays_the_quick_way():
+    """Without a table [task] the kernel is given the very loss that its quick ways know."""
+    assert fedpact.Plan().task.per_record(10) is cross_entropy
+
+
+class Rooted(nn.Linear):
+    """A model whose outputs are NaN wherever a layer's are below 0."""
+
+    def __init__(self, shape, classes):
+        super().__init__(*shape, classes)
+
+    def forward(self, x):
+        return super().forward(x).sqrt()
+
+
+@pytest.mark.usefixtures("no_page")
+def test_what_is_no_number_is_told_as_that(tmp_path):
+    """Before, as a model that mixes the records of a batch. A plain run may train it."""
+    y = SEVERAL[:, 0]
+    losses = {"some": lambda o, y: torch.log(o[:, 0]), "all": lambda o, y: o[:, 0] * torch.nan}
+    for loss in losses.values():
+        with pytest.raises(ModelError, match=r"gives \[.*nan.*\] on 4 made-up records.*finite"):
+            fedpact.run("logistic", (X, y), task={"loss": loss}, **SETTINGS,
+                        out=tmp_path / "own")  # fmt: skip
+    with pytest.raises(ModelError, match=r"Rooted has outputs.* that are not finite"):
+        fedpact.run(Rooted, (X, y), **SETTINGS, out=tmp_path / "model")
+    plain = {**SETTINGS, "rounds": 1, "privacy": {"mode": "none"}}
+    fedpact.run(Rooted, (X, y), task={"loss": losses["some"]}, **plain, out=tmp_path / "plain")

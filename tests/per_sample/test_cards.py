@@ -1,0 +1,273 @@
+"""What is done otherwise on a card, tried on a CPU whose numbers are said to be out of reach.
+
+The same sums as at hand, to rounding; nothing that is not finite gets into them; and no operation
+looks at a number, for which a card would have to be waited for. What a card itself does with it is
+for tests/gpu.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fedpact.common.losses import cross_entropy, squared_error
+from fedpact.common.params import FlatModel
+from fedpact.models import zoo
+from fedpact.per_sample import norms
+
+
+class Own(nn.Module):
+    """A layer with a parameter of its own."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, size))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+MODELS = {
+    "logistic": (lambda: zoo.logistic((1, 6, 6), 3), (1, 6, 6)),
+    "mlp": (lambda: zoo.mlp((1, 6, 6), 3), (1, 6, 6)),
+    "cnn": (lambda: zoo.cnn_padded((1, 12, 12), 3), (1, 12, 12)),
+    "norms": (
+        lambda: nn.Sequential(
+            nn.Conv1d(2, 4, 3, padding=1, padding_mode="reflect"),
+            nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(),
+            nn.Linear(32, 6), nn.LayerNorm(6), nn.Sigmoid(), nn.Linear(6, 3),
+        ),
+        (2, 8),
+    ),
+    "positions": (
+        lambda: nn.Sequential(nn.Linear(5, 40), nn.ReLU(), nn.Flatten(), nn.Linear(240, 3)),
+        (6, 5),
+    ),
+    "words": (
+        lambda: nn.Sequential(nn.Embedding(7, 5, 0), nn.Flatten(), nn.Linear(30, 3)), (6,),
+    ),
+    "few and wide": (
+        lambda: nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Flatten(), nn.Linear(240, 3)),
+        (4, 20),
+    ),
+    "own": (
+        lambda: nn.Sequential(nn.Linear(5, 4), Own(4), nn.Tanh(), nn.Linear(4, 3)),
+        (5,),
+    ),
+}  # fmt: skip
+
+
+def case(name, count=9, dtype=torch.float64):
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    module = make().to(dtype)
+    x = torch.randn(count, *shape, dtype=dtype)
+    if name == "words":
+        x = torch.randint(7, (count, *shape))
+    return module, x, torch.arange(count) % 3
+
+
+@pytest.mark.parametrize("look", [
+    lambda v: float(v.sum()), lambda v: bool(v.any()), lambda v: v[v > 0], lambda v: v.nonzero(),
+    lambda v: v.equal(v), lambda v: v.numpy(), lambda v: v.tolist(), lambda v: v.unique(),
+    lambda v: v.cpu(), lambda v: v.masked_select(v > 0), lambda v: math.isfinite(v.sum()),
+])  # fmt: skip
+def test_who_looks_is_found(look, nobody_looks, reference):
+    with nobody_looks, pytest.raises(reference.Looked):
+        look(torch.arange(3.0))
+
+
+WAYS = ("chain", "graph", "records")
+TRACED = {}
+"""Kernels by the form of the model: a trace has no weights, and takes longer than what is asked."""
+
+
+def kernels(reference, module, x, y):
+    """Every way's kernel. What is made once, as a trace is, may look at numbers."""
+    model = FlatModel(copy.deepcopy(module))
+    form = repr(module), model.size, model.vector.dtype
+    if form not in TRACED:
+        TRACED[form] = reference.kernels(module, cross_entropy, *WAYS).values()
+        for kernel in TRACED[form]:
+            kernel.way(x, y)
+    for kernel in TRACED[form]:
+        kernel.model.load(model.vector)
+    return TRACED[form]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sums_are_those_of_numbers_at_hand_and_nobody_looks(reference, name, card, nobody_looks):
+    module, x, y = case(name)
+    rows = reference.per_sample(module, cross_entropy, x, y)
+    for one in kernels(reference, module, x, y):
+        for clip, weights in ((math.inf, None), (0.5, None), (0.5, lambda ell: ell - 0.5)):
+            with nobody_looks:
+                found = one.clipped_sum(x, y, clip, weights)
+            w = None if weights is None else weights(cross_entropy(module(x), y).detach())
+            assert reference.error(found, reference.clipped(rows, clip, w)) < 1e-12
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "words"])
+def test_records_that_are_not_finite_add_nothing(reference, name, card, nobody_looks):
+    """In float32, in which 1e30 is finite, and what the layers make of it may be or not."""
+    module, given, y = case(name, dtype=torch.float32)
+    ways = kernels(reference, module, given, y)
+    for bad in (math.nan, math.inf, 1e30):
+        x = given.clone()
+        x[[1, 8]] = bad
+        x[4].view(-1)[3] = -bad
+        # As float64 sees them: not a number, or longer than counts as finite, or as good as others.
+        rows = reference.per_sample(module, cross_entropy, x, y)
+        rows = rows[rows.norm(dim=1) <= norms.LONGEST]
+        assert len(rows) == 6 or bad == 1e30
+        for one in ways:
+            with nobody_looks:
+                found = one.clipped_sum(x, y, 0.5)
+            assert found.isfinite().all()
+            # Normalisation makes 1e30 an ordinary number, and in float32 another one.
+            if bad != 1e30 or name != "norms":
+                assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-5
+
+
+def test_weights_that_are_not_finite_leave_nothing(reference, card, nobody_looks):
+    module, x, y = case("words", dtype=torch.float32)
+    module[0].weight.data[1] = math.nan
+    spoilt = (x == 1).any(1)
+    rows = reference.per_sample(module, cross_entropy, x[~spoilt], y[~spoilt])
+    assert 0 < len(rows) < len(x)
+    for one in kernels(reference, module, x, y):
+        with nobody_looks:
+            found = one.clipped_sum(x, y, 0.5)
+        assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-5
+
+
+def test_a_weight_that_is_not_finite_is_none(reference, card, nobody_looks):
+    module, x, y = case("cnn")
+    others = torch.tensor([0, 1, 3, 4, 6, 7, 8])
+    rows = reference.per_sample(module, cross_entropy, x[others], y[others])
+    for one in kernels(reference, module, x, y):
+        for bad in (math.nan, math.inf, -math.inf):
+            w = torch.ones(9, dtype=torch.float64)
+            w[[2, 5]] = bad
+            with nobody_looks:
+                found = one.clipped_sum(x, y, 0.5, reference.dealt(w))
+            assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-12
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_differences(reference, name, card, nobody_looks):
+    module, x, y = case(name)
+    w = FlatModel(module).vector.clone()
+    anchor = w + 0.1 * torch.randn(len(w), dtype=w.dtype)
+    rows = []
+    for point in (w, anchor):
+        nn.utils.vector_to_parameters(point, module.parameters())
+        rows.append(reference.per_sample(module, cross_entropy, x, y))
+    each = reference.clipped(rows[0] - rows[1], 0.05)
+    others = torch.arange(9) != 4
+    for one in kernels(reference, module, x, y):
+        with nobody_looks:
+            found = one.clipped_difference(x, y, w, anchor, 0.05)
+        assert reference.error(found, each) < 1e-12
+        if x.is_floating_point():
+            spoilt = x.clone()
+            spoilt[4] = math.nan
+            with nobody_looks:
+                found = one.clipped_difference(spoilt, y, w, anchor, 0.05)
+            assert reference.error(found, each[others]) < 1e-12
+
+
+@pytest.mark.parametrize("way", ["graph", "records"])
+def test_dropout_beside_records_that_are_not_finite(reference, way, card, nobody_looks):
+    module = nn.Sequential(nn.Linear(4, 4), Own(4), nn.Dropout(0.5), nn.Linear(4, 2)).double()
+    one = reference.forced(way, module, squared_error)
+    x, y = reference.data(6, 4), reference.data(6, 2, seed=1)
+    x[2] = math.inf
+    one.way(x, y)
+    with nobody_looks:
+        found = one.clipped_sum(x, y, 0.5)
+    assert found.isfinite().all()
+    assert 0 < float(found.norm()) <= 5 * 0.5
+
+
+class Singular(nn.Module):
+    """A layer whose gradient is not finite at 0, nor at what is not finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return (self.w * x).abs().sqrt()
+
+
+def test_layers_that_are_singular_at_a_record(reference, card, nobody_looks):
+    """Records may be as they should and their gradients not, and the other way round."""
+    torch.manual_seed(0)
+    module = nn.Sequential(Singular(), nn.Linear(4, 3))
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    others = torch.tensor([0, 1, 3, 4, 5])
+    rows = reference.per_sample(module, cross_entropy, x[others], y[others])
+    for one in kernels(reference, module, x, y):
+        for bad in (0.0, math.nan, math.inf, 1e30):
+            x[2, 0] = bad
+            with nobody_looks:
+                found = one.clipped_sum(x, y, 0.5)
+            if bad == 1e30:  # whose root is a number like others
+                assert found.isfinite().all()
+            else:
+                assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-5
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(4, eps=0), nn.GroupNorm(2, 4, eps=0)])
+def test_normalisation_of_what_is_all_the_same(reference, layer, card, nobody_looks):
+    torch.manual_seed(0)
+    module = nn.Sequential(layer, nn.Linear(4, 3)).double()
+    x, y = torch.randn(6, 4).double(), torch.arange(6) % 3
+    others = torch.tensor([0, 1, 3, 4, 5])
+    rows = reference.per_sample(module, cross_entropy, x[others], y[others])
+    x[2] = 1.0
+    for one in kernels(reference, module, x, y):
+        with nobody_looks:
+            found = one.clipped_sum(x, y, 0.5)
+        assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-12
+
+
+def test_record_overflowing_in_one_layer_adds_nothing_in_others(reference, card, nobody_looks):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), Own(4), nn.Linear(4, 3))
+    # What such a record is to the other layers is a record like others.
+    module[0].weight.data.mul_(1e-30)
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    others = torch.tensor([0, 1, 3, 4, 5])
+    rows = reference.per_sample(module, cross_entropy, x[others], y[others])
+    x[2] = 1e30
+    for one in kernels(reference, module, x, y):
+        with nobody_looks:
+            found = one.clipped_sum(x, y, 0.5)
+        assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-5
+
+
+class Masked(nn.Module):
+    """Attention that is told by -inf whom not to attend to."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        mask = torch.zeros(x.shape[:2], dtype=x.dtype).index_fill(1, torch.tensor(4), -math.inf)
+        return self.linear(self.attention(x, x, x, key_padding_mask=mask)[0][:, 0])
+
+
+def test_a_mask_of_infinities_is_no_record(reference, card):
+    torch.manual_seed(0)
+    module = Masked().double()
+    x, y = torch.randn(6, 5, 4).double(), torch.arange(6) % 3
+    rows = reference.per_sample_loop(module, cross_entropy, x, y)
+    for one in kernels(reference, module, x, y):
+        found = one.clipped_sum(x, y, 0.5)
+        assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-12

@@ -1,0 +1,194 @@
+"""Passes of one shape: where records stand, and what one record moves where slots are not alike."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import stats
+from torch import nn
+
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.secure import SecureDraws
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.per_sample import layout
+from fedpact.per_sample.clipping import slack
+from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.per_sample.layout import Placement, length_for, slots_for
+from fedpact.per_sample.tracing import replacements
+from fedpact.privacy.accounting.accountant import Budget
+from fedpact.privacy.oracle import PrivateOracle, Records
+from fedpact.privacy.terms import Terms
+
+C = 0.01
+
+
+def scattered(kernel, x, y, most, seed=0):
+    slots, length = kernel.scattered(x, y, most)
+    places = SeededDraws(seed, "site", 0).places(len(y), slots, 0)
+    return Placement(places=places, slots=slots, length=length)
+
+
+@pytest.mark.parametrize("count", [1, 7, 16, 40, 130])
+@pytest.mark.parametrize("images", [False, True])
+def test_every_layout_gives_the_same_sum(reference, images, count):
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)]
+    if images:
+        layers = [nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)]
+    module = nn.Sequential(*layers).double()
+    x = torch.randn(count, *((1, 5, 5) if images else (5,))).double()
+    y, shares = torch.arange(count) % 3, torch.linspace(0.5, 1, count).double()
+    rows = reference.per_sample(module, cross_entropy, x, y)
+    c = shares * torch.clamp(C / rows.norm(dim=1), max=1)
+    expected = (c[:, None] * rows).sum(0)
+    for way, kernel in reference.kernels(module, cross_entropy).items():
+        losses = kernel.losses(x, y)
+        for one in (None, Placement(length=1), Placement(3.0), scattered(kernel, x, y, count + 9)):
+            found = kernel.clipped_sum(x, y, C, shares=shares, layout=one)
+            assert float((found - expected).norm()) <= 1e-12 * float(expected.norm()), way
+            assert torch.allclose(kernel.losses(x, y, one), losses, rtol=1e-12)
+
+
+def test_what_stands_in_empty_slots_is_not_added(reference):
+    """Zeros of class 0, whose loss is ln 2 here; so weights may make of them what is no number."""
+    torch.manual_seed(0)
+    module, x = nn.Linear(3, 2, bias=False).double(), torch.randn(5, 3).double()
+    y = torch.arange(5) % 2
+
+    def weights(losses):
+        return 0.1 / (losses - math.log(2)).abs()
+
+    rows = reference.per_sample(module, cross_entropy, x, y)
+    w = weights(cross_entropy(module(x), y).detach())
+    assert not weights(cross_entropy(module(0 * x), 0 * y)).isfinite().any()
+    for way, kernel in reference.kernels(module, cross_entropy).items():
+        for one in (Placement(length=8), scattered(kernel, x, y, 9)):
+            found = kernel.clipped_sum(x, y, 0.5, weights, layout=one)
+            assert reference.error(found, reference.clipped(rows, 0.5, w)) < 1e-12, way
+
+
+def test_an_empty_scattered_batch_gives_zeros():
+    kernel = PerSampleKernel(FlatModel(nn.Sequential(nn.Linear(3, 2))), cross_entropy)
+    x, y = torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64)
+    found = kernel.clipped_sum(x, y, C, layout=scattered(kernel, torch.zeros(1, 3), y[:0], 5))
+    assert not found.any()
+
+
+@pytest.fixture
+def uneven(monkeypatch):
+    """A library whose products depend on the row's parity, in the last digits."""
+
+    def product(x, weight, bias=None):
+        parity = (torch.arange(len(x)) % 2).to(x.dtype)
+        return F.linear(x, weight, bias) + 1e-6 * (2 * parity - 1)[:, None]
+
+    monkeypatch.setitem(replacements.DONE_AS, torch.ops.aten.linear.default, product)
+
+
+def at_a_kink(reference, count):
+    """A kernel, records all alike at a ReLU's kink whose labels alternate, and one more."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+    x = torch.randn(4).expand(count, 4).contiguous()
+    with torch.no_grad():
+        module[0].bias.copy_(-F.linear(x[:1], module[0].weight)[0])
+        module[2].bias.zero_()
+    kernel = reference.forced("graph", module, cross_entropy)
+    return kernel, x, torch.arange(count) % 2, torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64)
+
+
+def test_slots_that_differ_move_compact_sums_and_are_found(reference, uneven):
+    kernel, x, y, r, label = at_a_kink(reference, 100)
+    more = torch.cat([r, x]), torch.cat([label, y])
+    compact = Placement(length=16)
+    before = kernel.clipped_sum(x, y, C, layout=compact).double()
+    moved = float((kernel.clipped_sum(*more, C, layout=compact).double() - before).norm())
+    assert moved > 5 * C  # else this library harms nobody
+    assert not kernel.invariant(x[:8], y[:8])
+    # So who names no layout gets passes of single records.
+    before = kernel.clipped_sum(x, y, C).double()
+    moved = float((kernel.clipped_sum(*more, C).double() - before).norm())
+    assert moved <= C * (1 + slack(101))
+
+
+def test_scattered_sums_move_by_one_record_on_any_library(reference, uneven):
+    kernel, x, y, r, label = at_a_kink(reference, 100)
+    for seed in range(10):
+        slots, length = kernel.scattered(x, y, 130)
+        places = SeededDraws(seed, "site", 0).places(101, slots, 0)
+        of = Placement(places=places[:100], slots=slots, length=length)
+        before = kernel.clipped_sum(x, y, C, layout=of).double()
+        of = Placement(places=places.roll(1), slots=slots, length=length)
+        more = torch.cat([r, x]), torch.cat([label, y])
+        moved = float((kernel.clipped_sum(*more, C, layout=of).double() - before).norm())
+        assert moved <= C * (1 + slack(101))
+
+
+def test_longer_injection_begins_with_the_shorter_one():
+    draws = SeededDraws(3, "site", 1)
+    assert torch.equal(draws.places(9, 64, 2)[:5], draws.places(5, 64, 2))
+    for one in (draws, SecureDraws()):
+        places = one.places(100, 128, 0)
+        assert len(set(places.tolist())) == 100
+        assert int(places.min()) >= 0
+        assert int(places.max()) < 128
+
+
+def test_every_injection_is_as_likely():
+    """Six of two records in three slots: chi-squared, wrong once in 10^6 (5 degrees, 37)."""
+    counts = dict.fromkeys(((a, b) for a in range(3) for b in range(3) if a != b), 0)
+    for seed in range(3000):
+        counts[tuple(SeededDraws(seed).places(2, 3, 0).tolist())] += 1
+    assert sum((n - 500) ** 2 / 500 for n in counts.values()) < 37
+
+
+@pytest.mark.parametrize("rate", [1e-3, 0.0125, 0.3, 0.9])
+@pytest.mark.parametrize("count", [1, 40, 6000, 10**6])
+def test_slots_hold_a_poisson_batch_but_for_the_chance(count, rate):
+    for chance in (1e-3, 1e-11, 1e-18):
+        slots = slots_for(count, rate, chance)
+        assert slots <= count
+        assert stats.binom.sf(slots, count, rate) <= chance
+        # Not far above the quantile: Chernoff's bound is off by a factor, not by an exponent.
+        exact = stats.binom.isf(chance, count, rate)
+        assert slots <= 1.1 * exact + 8
+
+
+def test_slots_of_all_records_are_all_slots():
+    assert slots_for(100.0, 1.0, 1e-18) == 100
+    assert slots_for(0.0, 0.5, 1e-18) == 0
+
+
+def test_lengths_are_those_of_the_least_cost():
+    """By the sum over all sizes of a Poisson batch, for a pass that costs its slots and 5 more."""
+    for expected in (3.0, 16.0, 64.0, 200.0):
+        sizes = torch.arange(1, 600)
+        chances = torch.tensor(stats.poisson.pmf(sizes, expected))
+
+        def cost(length, sizes=sizes, chances=chances):
+            return float((chances * torch.ceil(sizes / length)).sum()) * (length + 5)
+
+        found = length_for(expected, 1024, 5.0)
+        assert cost(found) <= 1.001 * min(cost(p) for p in layout._LENGTHS)
+    assert length_for(64.0, 16, 5.0) <= 16
+    assert length_for(64, 1024, 1e6, exact=True) == 64
+
+
+@pytest.mark.parametrize("persons", [False, True])
+def test_an_oracles_release_is_the_same_wherever_records_stand(persons):
+    torch.manual_seed(0)
+    kernel = PerSampleKernel(FlatModel(nn.Sequential(nn.Linear(4, 3)).double()), cross_entropy)
+    x, y = torch.randn(60, 4).double(), torch.arange(60) % 3
+    records = Records(x, y, persons=torch.arange(60) // 2 if persons else None)
+    budget = Budget(1e9, 1e-5)
+    terms = Terms("s", float(records.count), 0.5, 0.5, {"gradient": 1e-3}, 1, budget, "best")
+    w, found = kernel.model.vector.clone(), []
+    for placement in (None, "compact", "scattered"):
+        draws = SeededDraws(5, "s", 1)
+        oracle = PrivateOracle(records, kernel, terms, draws, lambda *_: None, placement=placement)
+        found.append(next(oracle.batches(1, "gradient")).gradient(w))
+    assert torch.allclose(found[1], found[0], rtol=0, atol=1e-12)
+    assert torch.allclose(found[2], found[0], rtol=0, atol=1e-12)
+    assert math.isfinite(float(found[0].norm()))

@@ -1,0 +1,57 @@
+"""How long passes on a GPU are, by what they are found to take of its memory."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.per_sample import memory
+from fedpact.per_sample.kernel import PerSampleKernel
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def gpu(monkeypatch, request):
+    """A GPU of so many bytes, on which a pass takes 500 bytes and 30 for each slot."""
+    fitting = memory.fitting
+    request.getfixturevalue("card")
+    monkeypatch.setattr(memory, "fitting", fitting)
+
+    def peak(run, slots, device):
+        run(slots)
+        return 500 + 30 * slots
+
+    monkeypatch.setattr(memory, "peak", peak)
+    return lambda size: monkeypatch.setattr(memory, "total", lambda device: size)
+
+
+@pytest.mark.parametrize("size", [3 * 10**3, 10**5, 10**9])
+def test_a_pass_takes_a_third_and_no_more(gpu, size):
+    gpu(size)
+    most = memory.fitting(lambda slots: None, GPU)
+    assert 500 + 30 * most <= size / 3
+    assert 500 + 30 * (most + 1) > size / 3
+
+
+def test_there_is_room_for_one_record_at_least(gpu):
+    gpu(10)
+    assert memory.fitting(lambda slots: None, GPU) == 1
+
+
+def test_a_pass_is_as_long_as_fits_and_follows_from_no_record(gpu):
+    model = FlatModel(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
+    x, y = torch.randn(50, 4), torch.arange(50) % 3
+    lengths = []
+    for size, length in ((10**4, 96), (10**9, 256)):
+        gpu(size)
+        of_all, of_none = (
+            PerSampleKernel(model, cross_entropy).scattered(x[some], y[some], 200)
+            for some in (slice(None), slice(0))
+        )
+        assert of_all == of_none
+        lengths.append(of_all[1])
+        assert lengths[-1] <= length
+    # 200 slots are a pass of 256 where they fit, and more passes where they do not.
+    assert lengths[0] < lengths[1] == 256

@@ -1,0 +1,262 @@
+"""Passes of fewer digits: what one record moves a sum by is bounded as it is in float32.
+
+bfloat16 is computed on the CPU by torch itself. TF32, which no CPU has, is put in by a mode that
+rounds what products are made of, wherever a pass asks for it.
+"""
+
+import contextlib
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from fedpact.common.errors import ModelError
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel, all_digits, fewer_digits
+from fedpact.models import zoo
+from fedpact.per_sample import passes
+from fedpact.per_sample.clipping import slack
+from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+from fedpact.per_sample.layout import Placement
+
+CLIP, SLOTS = 0.5, 64
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.cell = nn.LSTM(5, 6, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.cell(self.first(x))[0][:, -1])
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(x).mean(1))
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.slope, self.head = nn.GroupNorm(2, 8), nn.PReLU(), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.head((x + self.slope(self.norm(self.b(x)))).mean((2, 3)))
+
+
+class OneByOne(nn.Module):
+    """A sum along the batch, which keeps no records apart: they are given one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.first(x).cumsum(0)[-1:])
+
+
+MODELS = {
+    "mlp": (lambda: zoo.mlp((1, 6, 6), 3), (1, 6, 6)),
+    "positions": (
+        lambda: nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Flatten(), nn.Linear(1200, 3)),
+        (30, 6),
+    ),
+    "few and wide": (
+        lambda: nn.Sequential(nn.Linear(40, 80), nn.Tanh(), nn.Flatten(), nn.Linear(320, 3)),
+        (4, 40),
+    ),
+    "cnn": (lambda: zoo.cnn_padded((1, 12, 12), 3), (1, 12, 12)),
+    "residual": (Residual, (1, 8, 8)),
+    "recurrent": (Recurrent, (7, 5)),
+    "attention": (Attention, (7, 8)),
+    "one by one": (OneByOne, (6,)),
+}
+
+
+class Tf32(TorchDispatchMode):
+    """Rounds what products are made of to TF32's 11 digits, while somebody allows it."""
+
+    PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "convolution", "dot", "linear")
+    allowed = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__.strip("_")
+        if self.allowed and name.removesuffix("_backward") in self.PRODUCTS:
+            written = func._schema.is_mutable
+            # What is written to, in place, is no factor.
+            first = args[:1] if written and name != "bmm" else ()
+            args = (*first, *tree_map(rounded, args[len(first) :]))
+        return func(*args, **(kwargs or {}))
+
+
+def rounded(value):
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+        return value
+    mantissa, exponent = torch.frexp(value)
+    found = torch.ldexp((mantissa * 2**11).round() / 2**11, exponent)
+    return torch.where(value.isfinite(), found, value)
+
+
+@pytest.fixture(params=["float32", "tf32", "bf16"])
+def precision(request, monkeypatch):
+    """Each precision; TF32 as it would be on a GPU."""
+    if request.param != "tf32":
+        yield request.param
+        return
+    mode = Tf32()
+
+    @contextlib.contextmanager
+    def allowing(model):
+        before, mode.allowed = mode.allowed, model.precision != "float32"
+        yield
+        mode.allowed = before
+
+    monkeypatch.setattr(passes, "fewer_digits", allowing)
+    monkeypatch.setattr(passes.Dense, "of", lambda *_: None)  # which is the CPU's
+    with mode:
+        yield request.param
+
+
+def case(name, precision, count=60):
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    x = torch.randn(count, *shape, generator=torch.Generator().manual_seed(1))
+    return PerSampleKernel(FlatModel(make(), precision), cross_entropy), x, torch.arange(count) % 3
+
+
+def strange(x):
+    """Records like x [...]: of extreme sizes, at kinks, and with positions that cancel."""
+    signs = torch.ones_like(x).view(-1)
+    signs[::2] = -1
+    cancelling = x.view(-1)[:1].expand_as(signs) * signs
+    return {
+        "ordinary": x,
+        "large": 1e4 * x,
+        "huge": 1e30 * x,
+        "tiny": 1e-30 * x,
+        "zero": torch.zeros_like(x),
+        "cancelling": 1e3 * cancelling.view(x.shape),
+        "nearly cancelling": (1e3 * cancelling + x.view(-1)).view(x.shape),
+        "one number": torch.zeros_like(x).index_fill(-1, torch.tensor(0), 3e38),
+        "not a number": torch.full_like(x, math.nan),
+    }
+
+
+def scattered(count):
+    places = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(2))[:count]
+    return Placement(places=places, slots=SLOTS, length=32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_record_moves_a_sum_by_more(name, precision):
+    kernel, x, y = case(name, precision)
+    layout, most = scattered(len(x)), CLIP * (1 + slack(len(x)))
+    without = kernel.clipped_sum(x[1:], y[1:], CLIP, layout=layout.of(slice(1, None))).double()
+    moved = {}
+    for kind, record in strange(x[0]).items():
+        one = torch.cat([record[None], x[1:]])
+        moved[kind] = float((kernel.clipped_sum(one, y, CLIP, layout=layout) - without).norm())
+        assert moved[kind] <= most, kind
+    # Some are as long as they may be, so that a bound a little lower would be too low.
+    assert max(moved.values()) > 0.99 * CLIP
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_clipped_has_the_clip_s_length(name, precision):
+    """Of numbers that are measured before they are rounded it would be off by 2^-9, 2^-11."""
+    kernel, x, y = case(name, precision)
+    layout = Placement(length=32)
+    for j in range(4):
+        one = slice(j, j + 1)
+        length = float(kernel.clipped_sum(x[one], y[one], math.inf, layout=layout).double().norm())
+        clip = length / 3
+        found = kernel.clipped_sum(x[one], y[one], clip, layout=layout).double().norm()
+        assert abs(float(found) - clip) <= 2**-13 * clip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sums_are_near_those_of_all_digits_and_not_the_same(name, precision):
+    kernel, x, y = case(name, precision)
+    exact = PerSampleKernel(FlatModel(copy.deepcopy(kernel.model.module)), cross_entropy)
+    layout = Placement(length=32)
+    a = kernel.clipped_sum(x, y, CLIP, layout=layout)
+    b = exact.clipped_sum(x, y, CLIP, layout=layout)
+    off = float((a - b).norm() / b.norm())
+    digits = {"float32": 0.0, "tf32": 2**-11, "bf16": 2**-8}[precision]
+    assert off <= 100 * digits
+    assert (off > 0) == (digits > 0)
+
+
+def test_a_sum_of_fewer_digits_breaks_the_bound():
+    """Were what adds records of fewer digits, too, one of many equal records would show it."""
+    kernel, x, y = case("cnn", "bf16")
+    x, y = x[:1].expand_as(x), y[:1].expand_as(y)
+    layout, most = scattered(len(x)), CLIP * (1 + slack(len(x)))
+    gradients = kernel._passes.gradients
+
+    def rounding(x, y):
+        found = gradients(x, y)
+
+        def add(c, good, total):
+            found.add(c, good, total)
+            total.copy_(total.bfloat16())
+
+        return passes.Measured(found.losses, found.norms, add, found.factors)
+
+    kernel._passes.gradients = rounding
+    sums = [
+        kernel.clipped_sum(x[r], y[r], CLIP, layout=layout.of(r)).double()
+        for r in (slice(0, None), slice(1, None))
+    ]
+    assert float((sums[0] - sums[1]).norm()) > most
+
+
+def test_a_plain_run_s_sums_and_a_private_one_s_agree(precision):
+    kernel, x, y = case("cnn", precision)
+    plain = PlainKernel(FlatModel(copy.deepcopy(kernel.model.module), precision), cross_entropy)
+    a, b = kernel.clipped_sum(x, y, math.inf), plain.weighted_sum(x, y)
+    assert float((a - b).norm()) <= 2**-5 * float(b.norm())
+
+
+def test_a_gpu_allows_tf32_in_passes_and_only_there():
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    vector = SimpleNamespace(device=torch.device("cuda"))
+    for precision in ("float32", "tf32", "bf16"):
+        model = SimpleNamespace(vector=vector, precision=precision)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(torch, "is_autocast_enabled", lambda kind: False)
+            with all_digits(vector):
+                assert (matmul.allow_tf32, cudnn.allow_tf32) == (False, False)
+                with fewer_digits(model):
+                    allowed = precision != "float32"
+                    assert (matmul.allow_tf32, cudnn.allow_tf32) == (allowed, allowed)
+                assert (matmul.allow_tf32, cudnn.allow_tf32) == (False, False)
+    assert (matmul.allow_tf32, cudnn.allow_tf32) == before
+
+
+def test_float64_has_no_fewer_digits():
+    model = FlatModel(zoo.logistic((1, 6, 6), 3).double(), "bf16")
+    with pytest.raises(ModelError, match=r"precision is 'bf16' .*torch\.float64: expected float32"):
+        PerSampleKernel(model, cross_entropy)
+
+
+def test_a_model_is_verified_in_float32_and_trained_in_bf16():
+    kernel, x, y = case("attention", "bf16")
+    kernel.verify(x[:4], y[:4])
+    assert kernel.model.precision == "bf16"

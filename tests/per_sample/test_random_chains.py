@@ -1,0 +1,123 @@
+"""Random chains of layers, by the chain and by the graph, against ordinary autograd in float64."""
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedpact.common.losses import cross_entropy, squared_error
+
+MANY = settings(max_examples=80, deadline=None, derandomize=True)
+FEW = settings(MANY, max_examples=5)
+
+
+@st.composite
+def convolutions(draw, channels, out, small):
+    if small:
+        return nn.Conv2d(channels, out, 1)
+    size, stride = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    # Padded with as much on both sides: torch warns of its own copy where "same" is not.
+    same = ["same"] if stride == 1 and size % 2 else []
+    padding = draw(st.sampled_from([0, 1, *same]))
+    return nn.Conv2d(
+        channels, out, size, stride, padding if size > 1 else 0,
+        groups=draw(st.sampled_from([1, 1, 2])) if channels % 2 == 0 else 1,
+        bias=draw(st.booleans()),
+    )  # fmt: skip
+
+
+@st.composite
+def image_layers(draw, kinds):
+    """Layers [B, C, H, W] -> [B, C', H', W'], ReLU before and behind pooling, overlaps, others."""
+    channels, layers, side = draw(st.sampled_from([1, 3, 8])), [], 13
+    start = channels
+    for _ in range(draw(st.integers(1, 4))):
+        kind = draw(st.sampled_from(kinds))
+        if kind == "conv":
+            out = draw(st.sampled_from([2, 8, 16]))
+            layers.append(draw(convolutions(channels, out, small=side <= 3)))
+            channels = out
+        elif kind == "pool" and side > 3:
+            size, stride = draw(st.sampled_from([(2, 2), (3, 2), (2, 1)]))
+            layers.append(nn.MaxPool2d(size, stride, draw(st.integers(0, 1)),
+                                       ceil_mode=draw(st.booleans())))  # fmt: skip
+        elif kind == "curve":
+            layers.append(draw(st.sampled_from([nn.Tanh(), nn.Sigmoid()])))
+        elif kind == "norm":
+            layers.append(nn.GroupNorm(1, channels))
+        elif kind == "other" and side > 3:
+            layers.append(draw(st.sampled_from([nn.AvgPool2d(2), nn.Softplus(), nn.Identity()])))
+        if draw(st.booleans()):
+            # Autograd itself refuses to overwrite what a tanh, for one, has to remember.
+            free = bool(layers) and isinstance(layers[-1], nn.Conv2d | nn.MaxPool2d | nn.GroupNorm)
+            relu = nn.ReLU(inplace=free and draw(st.booleans()))
+            layers.append(relu if draw(st.booleans()) else nn.Sequential(relu))
+        side = nn.Sequential(*layers)(torch.zeros(1, start, 13, 13)).shape[-1]
+    return start, layers
+
+
+def check_images(reference, case, batch, seed, ways):
+    channels, layers = case
+    torch.manual_seed(seed)
+    x = torch.randn(batch, channels, 13, 13).double()
+    width = nn.Sequential(*layers)(x[:1].float()).numel()
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(width, 3)).double()
+    y = torch.arange(batch) % 3
+    rows = reference.per_sample_loop(model, cross_entropy, x, y)
+    reference.check(model, cross_entropy, x, y, 1e-13, rows, ways=ways)
+
+
+KNOWN = ["conv", "conv", "pool", "curve", "flat"]
+
+
+@MANY
+@given(image_layers(KNOWN), st.integers(1, 5), st.integers(0, 2**16))
+def test_chains_of_image_layers(reference, case, batch, seed):
+    check_images(reference, case, batch, seed, ("dense", "chain"))
+
+
+@FEW
+@given(image_layers([*KNOWN, "norm", "other"]), st.integers(1, 5), st.integers(0, 2**16))
+def test_graphs_of_image_layers(reference, case, batch, seed):
+    check_images(reference, case, batch, seed, ("graph",))
+
+
+@st.composite
+def row_layers(draw, known):
+    widths = draw(st.lists(st.integers(1, 9), min_size=2, max_size=4))
+    layers = []
+    first = [nn.ReLU(), nn.ReLU(inplace=True), nn.Tanh()]
+    then = [nn.ReLU(), nn.Sigmoid()]
+    if not known:
+        first, then = [*first, nn.Identity(), nn.ELU(inplace=True)], [*then, nn.GELU()]
+    for inputs, outputs in pairwise(widths):
+        layers.append(nn.Linear(inputs, outputs, bias=draw(st.booleans())))
+        if not known and draw(st.booleans()):
+            layers.append(nn.LayerNorm(outputs))
+        layers.append(draw(st.sampled_from(first)))
+        layers += draw(st.lists(st.sampled_from(then), max_size=1))
+    return widths[0], draw(st.lists(st.integers(1, 3), max_size=1)), layers
+
+
+def check_rows(reference, case, batch, seed, ways):
+    width, positions, layers = case
+    torch.manual_seed(seed)
+    model = nn.Sequential(*layers, nn.Flatten()).double()
+    x = torch.randn(batch, *positions, width).double()
+    y = torch.randn_like(model(x)).detach()
+    rows = reference.per_sample_loop(model, squared_error, x, y)
+    reference.check(model, squared_error, x, y, 1e-13, rows, ways=ways)
+
+
+@MANY
+@given(row_layers(known=True), st.integers(1, 5), st.integers(0, 2**16))
+def test_chains_of_row_layers(reference, case, batch, seed):
+    check_rows(reference, case, batch, seed, ("chain",))
+
+
+@FEW
+@given(row_layers(known=False), st.integers(1, 5), st.integers(0, 2**16))
+def test_graphs_of_row_layers(reference, case, batch, seed):
+    check_rows(reference, case, batch, seed, ("graph",))

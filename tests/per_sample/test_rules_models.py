@@ -1,0 +1,169 @@
+"""Whole models of the less common uses of a parameter: exact, and under attack.
+
+Exact is beside each record's own gradient by autograd, in float64. What is attacked is that of a
+record whose positions cancel: S(D + r) - S(D) is no longer than C (1 + slack).
+"""
+
+from functools import cache
+
+import pytest
+import torch
+from tests.per_sample.attacked import Means, allowed, moved
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.per_sample.gradients import Made, Outer
+from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.per_sample.rules import of_arguments
+
+
+class Heads(nn.Module):
+    """A matrix for each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrices = nn.Parameter(torch.randn(2, 4, 5))
+
+    def forward(self, x):
+        return torch.einsum("bthd,hde->bthe", x.unflatten(2, (2, 4)), self.matrices).flatten(2)
+
+
+class LoRA(nn.Module):
+    """A frozen weight and a product of two small ones."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width), requires_grad=False)
+        self.down = nn.Parameter(torch.randn(2, width))
+        self.up = nn.Parameter(torch.randn(width, 2))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight + 0.5 * (self.up @ self.down))
+
+
+class Normed(nn.Module):
+    """A weight of length 1, masked, and used twice: as it is and transposed."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+        self.register_buffer("mask", torch.ones(width, width).tril())
+
+    def forward(self, x):
+        weight = self.weight * self.mask / self.weight.norm()
+        return torch.tanh(x @ weight) @ weight.t()
+
+
+class Tied(nn.Module):
+    """Words by a table, and scores by the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.inner = nn.Embedding(3, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        h = torch.tanh(self.inner(self.table(x)))
+        return (h @ self.table.weight.t()).mean(1)
+
+
+def spectral():
+    return spectral_norm(nn.Linear(6, 6)).eval()
+
+
+LAYERS = {
+    "transposed": (lambda: Means(nn.ConvTranspose2d(4, 6, 3, 2), 6, (2, 3)), (4, 5, 5)),
+    "transposed groups": (
+        lambda: Means(nn.ConvTranspose1d(4, 6, 3, 2, 1, 1, groups=2), 6, 2),
+        (4, 9),
+    ),
+    "depthwise": (lambda: Means(nn.Conv2d(8, 16, 1, groups=8), 16, (2, 3)), (8, 7, 7)),
+    "few positions": (lambda: Means(nn.Conv2d(64, 64, 1), 64, (2, 3)), (64, 2, 2)),
+    "volumes": (lambda: Means(nn.Conv3d(4, 6, 1), 6, (2, 3, 4)), (4, 3, 3, 3)),
+    "heads": (lambda: Means(Heads(), 10), (30, 8)),
+    "lora": (lambda: Means(LoRA(6), 6), (30, 6)),
+    "weight norm": (lambda: Means(weight_norm(nn.Linear(6, 6)), 6), (30, 6)),
+    "spectral norm": (lambda: Means(spectral(), 6), (30, 6)),
+    "normed": (lambda: Means(Normed(6), 6), (30, 6)),
+}
+
+
+def made(build, dtype=torch.float32):
+    torch.manual_seed(0)
+    return PerSampleKernel(FlatModel(build().to(dtype)), cross_entropy)
+
+
+@cache
+def attacked(name):
+    return made(LAYERS[name][0])
+
+
+def exact(kernel, x, y):
+    assert kernel.way(x, y) == "graph"
+    rows = kernel.alone(x, y)
+    for clip in (torch.inf, float(rows.norm(dim=1).median())):
+        c = (clip / rows.norm(dim=1)).clamp(max=1)
+        expected = c @ rows
+        found = kernel.clipped_sum(x, y, clip)
+        assert (found - expected).norm() <= 1e-9 * expected.norm()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_uses_of_a_parameter_are_exact(name):
+    build, shape = LAYERS[name]
+    x, y = torch.randn(5, *shape, dtype=torch.float64), torch.arange(5) % 3
+    exact(made(build, torch.float64), x, y)
+
+
+def test_a_table_that_scores_its_own_words_is_exact():
+    exact(made(Tied, torch.float64), torch.randint(0, 3, (5, 7)), torch.arange(5) % 3)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_positions_that_cancel_in_a_use_swallow_nobody(name):
+    _, shape = LAYERS[name]
+    x = torch.randn(60, *shape, generator=torch.Generator().manual_seed(0)) + 1
+    y, of_r = torch.full((60,), 2), torch.tensor([2])
+    by_channel = name in ("heads", "lora", "normed") or name.endswith("norm")
+    kernel = attacked(name)
+
+    def summed(x, y):
+        return kernel.clipped_sum(x, y, 1.0)
+
+    for big in (1e4, 1e8, 1e12, 1e16):
+        # Zeros, but for a number and its opposite at the ends of one channel.
+        r = torch.zeros(1, *shape)
+        channel = r[0, :, 0] if by_channel else r[0, 0]
+        ends = (0,) * channel.dim(), (-1,) * channel.dim()
+        channel[ends[0]], channel[ends[1]] = big, -big
+        assert moved(summed, x, y, r, of_r) <= allowed(60, 1.0)
+
+
+@pytest.mark.parametrize("case", ["t", "transpose", "add", "mul", "mm"])
+def test_what_a_weight_is_made_of_has_an_outer_product(case):
+    g, u = (torch.randn(4, 7, n, dtype=torch.float64) for n in (5, 6))
+    aten = torch.ops.aten
+    op, shapes, more = {
+        "t": (aten.t.default, [(6, 5)], ()),
+        "transpose": (aten.transpose.int, [(6, 5)], (0, -1)),
+        "add": (aten.add.Tensor, [(5, 6), (5, 6)], ()),
+        "mul": (aten.mul.Tensor, [(5, 6)], (0.5,)),
+        "mm": (aten.mm.default, [(5, 2), (2, 6)], ()),
+    }[case]
+    args = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    share = Outer(g, u)
+    found = of_arguments(share, str(op), [*args, *more])
+    for j, row in enumerate(share.rows(slice(0, 4))):
+        expected = torch.autograd.grad(op(*args, *more), args, row.view(5, 6))
+        for i, gradient in enumerate(expected):
+            one = found[i].rows(slice(j, j + 1)).detach().view(gradient.shape)
+            assert (one - gradient).norm() <= 1e-12 * gradient.norm()
+
+
+def test_what_else_a_weight_is_made_by_is_left_to_autograd():
+    share, w = Outer(torch.randn(4, 7, 5), torch.randn(4, 7, 6)), torch.randn(5, 6)
+    assert of_arguments(share, "aten.tanh.default", [w]) is None
+    assert of_arguments(share, "aten.mul.Tensor", [w, torch.randn(5, 6)]) is None
+    assert of_arguments(share, "aten.add.Tensor", [w, torch.randn(6)]) is None
+    assert of_arguments(Made(torch.randn(4, 30)), "aten.t.default", [w.t()]) is None

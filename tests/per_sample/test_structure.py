@@ -1,0 +1,322 @@
+"""Models with structure: repeated and tied modules, in-place operations, frozen layers, hooks.
+
+Each is checked by every way that it takes; see `check` in tests/conftest.py.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedpact.common.errors import ModelError
+from fedpact.common.losses import cross_entropy, squared_error
+from fedpact.common.params import FlatModel
+from fedpact.per_sample import norms
+from fedpact.per_sample.kernel import PerSampleKernel
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(4, 4), (5, 4)),
+        (nn.Linear(4, 4), (5, 3, 4)),
+        (nn.Conv2d(2, 2, 3, padding=1), (5, 2, 6, 5)),
+        (nn.LayerNorm(4), (5, 3, 4)),
+        (nn.GroupNorm(2, 4), (5, 4, 3)),
+        (None, (5, 4)),
+    ],
+)
+def test_a_module_called_several_times(reference, layer, shape):
+    layer = layer or reference.Shift(4)
+
+    def thrice(m, x):
+        h = torch.tanh(m.layer(x))
+        return torch.tanh(m.layer(torch.tanh(m.layer(h) + h)))
+
+    reference.check_structure(reference.Apply(thrice, layer=layer), reference.data(*shape))
+
+
+def test_an_embedding_read_at_several_places(reference):
+    def twice(m, x):
+        return torch.cat([m.table(x[:, :2]).flatten(1), m.table(x[:, 1:]).flatten(1)], 1)
+
+    x = torch.randint(0, 5, (6, 4), generator=torch.Generator().manual_seed(0))
+    reference.check_structure(reference.Apply(twice, table=nn.Embedding(5, 3)), x)
+
+
+def test_a_convolution_at_two_sizes(reference):
+    def both(m, x):
+        return m.conv(x).mean((2, 3)) + torch.tanh(m.conv(x[:, :, ::2])).mean((2, 3))
+
+    reference.check_structure(
+        reference.Apply(both, conv=nn.Conv2d(2, 3, 3)), reference.data(5, 2, 8, 8)
+    )
+
+
+def test_one_module_at_two_paths(reference):
+    layer = nn.Linear(4, 4)
+    reference.check_structure(nn.Sequential(layer, nn.Tanh(), nn.Sequential(layer)))
+
+
+def test_tied_weights(reference):
+    encoder, decoder = nn.Linear(4, 4), nn.Linear(4, 4)
+    decoder.weight = encoder.weight
+    inner = nn.Sequential(encoder, nn.Tanh(), nn.Sequential(decoder))
+    reference.check_structure(nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 2)))
+
+
+def test_a_table_tied_to_the_layer_that_reads_it_out(reference):
+    """As language models have it; the transpose is a way of its own to use a table."""
+
+    def tied(m, x):
+        return m.head(torch.tanh(m.table(x)).mean(1))
+
+    def transposed(m, x):
+        return torch.tanh(m.table(x)).mean(1) @ m.table.weight.t()
+
+    x = torch.randint(0, 5, (6, 4), generator=torch.Generator().manual_seed(0))
+    model = reference.Apply(tied, table=nn.Embedding(5, 3), head=nn.Linear(3, 5))
+    model.head.weight = model.table.weight
+    reference.check_structure(model, x)
+    reference.check_structure(reference.Apply(transposed, table=nn.Embedding(5, 3)), x)
+
+
+def test_a_parameter_used_outside_its_module(reference):
+    def outside(m, x):
+        return F.linear(torch.tanh(m.linear(x)), m.linear.weight) * m.linear.bias
+
+    reference.check_structure(reference.Apply(outside, linear=nn.Linear(4, 4)))
+
+
+def test_a_number_that_is_a_parameter_and_what_follows_from_it(reference):
+    """A temperature, as a layer of numbers is scaled by, or its logarithm."""
+    for f in (lambda m, x: m.linear(x) * m.t, lambda m, x: m.linear(x) * m.t.exp()):
+        model = reference.Apply(f, linear=nn.Linear(4, 3))
+        model.t = nn.Parameter(torch.tensor(0.3))
+        reference.check_structure(model, reference.data(5, 4))
+
+
+class Tokens(nn.Module):
+    """A class token and positions: parameters of a module's own, given to every record."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+        self.positions = nn.Parameter(torch.randn(4, 4))
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
+        return self.layer(torch.tanh(h)).flatten(1)
+
+
+def test_a_class_token_and_bare_parameters(reference):
+    reference.check_structure(Tokens(), reference.data(5, 3, 4))
+
+
+def test_relu_in_place_behind_first_and_later_layers(reference):
+    relu = nn.ReLU(inplace=True)
+    model = nn.Sequential(nn.Linear(4, 8), relu, nn.Linear(8, 8), relu, nn.Linear(8, 2))
+    reference.check_structure(model)
+    images = nn.Sequential(
+        nn.Conv2d(1, 3, 3), relu, nn.Conv2d(3, 3, 3), relu, nn.GroupNorm(1, 3), relu, nn.Flatten()
+    )
+    reference.check_structure(images, reference.data(5, 1, 7, 7))
+    reference.check_structure(
+        nn.Sequential(nn.Linear(4, 8), relu, nn.Linear(8, 2)), reference.data(5, 3, 4)
+    )
+
+    def overwritten(m, x):
+        # Of three dimensions, a linear layer's output is a view: overwritten, it is another tensor.
+        return torch.relu_(m.second(torch.tanh(m.first(x))))
+
+    model = reference.Apply(overwritten, first=nn.Linear(4, 8), second=nn.Linear(8, 2))
+    reference.check_structure(model, reference.data(5, 3, 4))
+
+
+def test_residual_connections_in_place(reference):
+    def residual(m, x):
+        h = m.first(x)
+        h += torch.tanh(x)
+        z = m.second(torch.tanh(h))
+        z += h
+        return z.mul_(2)
+
+    def partly(m, x):
+        z = residual(m, x)
+        z[:, 1:] *= 2
+        return z
+
+    # What is written into a part of a tensor is shown by nobody to be a record's own.
+    for function, way in ((residual, "graph"), (partly, "records")):
+        model = reference.Apply(function, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+        reference.check_structure(model, way=way)
+
+
+def test_an_input_changed_in_place_after_it_was_read(reference):
+    """Which autograd refuses; the gradient is that of the same model without writing over it."""
+
+    def overwriting(m, x):
+        h = torch.tanh(x)
+        z = m.layer(h)
+        h += 1
+        return z + h
+
+    def without(m, x):
+        h = torch.tanh(x)
+        return m.layer(h) + (h + 1)
+
+    x, y = reference.data(3, 4), reference.data(3, 4, seed=1)
+    for layer in (nn.Linear(4, 4), reference.Shift(4)):
+        model = reference.Apply(overwriting, layer=layer).double()
+        same = reference.Apply(without, layer=layer)
+        rows = reference.per_sample_loop(same, squared_error, x, y)
+        reference.check(model, squared_error, x, y, rows=rows)
+
+
+def test_frozen_layers_pass_gradients_on(reference):
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), reference.Shift(4)
+    )
+    model[1].requires_grad_(False)
+    model[4].scale.requires_grad_(False)
+    kernel = reference.check_structure(model)
+    x = reference.data(2, 4)
+    assert kernel.clipped_sum(x, x, 1.0).numel() == 20 + 20 + 4
+
+
+def test_what_no_loss_depends_on_adds_zeros(reference):
+    def ignoring(m, x):
+        m.unused(x)
+        return m.used(x) + m.still(x).detach()
+
+    def silent(m, x):
+        with torch.no_grad():
+            h = m.still(x)
+        return ignoring(m, x) + h
+
+    for function in (ignoring, silent):
+        model = reference.Apply(
+            function, unused=nn.Linear(4, 4), used=nn.Linear(4, 4), still=reference.Shift(4)
+        )
+        reference.check_structure(model, rows="loop")
+
+
+@pytest.mark.parametrize("way", ["chain", "graph", "records"])
+def test_a_loss_that_ignores_the_model_adds_zeros(reference, way):
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU()).double()
+    kernel = reference.forced(way, model, lambda out, y: y.sum(1))
+    x, y = reference.data(5, 4), reference.data(5, 3, seed=1)
+    assert torch.equal(kernel.clipped_sum(x, y, 1.0), torch.zeros(15).double())
+
+
+def test_hooks_of_the_model_are_respected(reference):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model[0].register_forward_hook(lambda _m, _args, output: output * 3)
+    model[2].register_forward_pre_hook(lambda _m, args: (args[0] + 1,))
+    reference.check_structure(model)
+
+
+def test_sequence_losses_and_outputs(reference):
+    x = torch.randint(0, 7, (5, 4), generator=torch.Generator().manual_seed(1))
+    model = nn.Sequential(nn.Embedding(7, 6), nn.LayerNorm(6), nn.Linear(6, 7)).double()
+    reference.check(model, cross_entropy, x, x.flip(1))
+
+
+def test_a_model_that_views_its_images_in_their_usual_layout(reference):
+    def run(m, x):
+        return m.head(torch.tanh(m.conv(x)).view(x.shape[0], -1))  # a view by channel, then row
+
+    def split(m, x):
+        return m.head(m.conv(x.view(-1, 1, 6, 6)).view(x.shape[0], -1))
+
+    for function, channels, shape in ((run, 2, (5, 2, 6, 6)), (split, 1, (5, 1, 36))):
+        model = reference.Apply(function, conv=nn.Conv2d(channels, 3, 3), head=nn.Linear(48, 2))
+        reference.check_structure(model, reference.data(*shape))
+
+
+class ByLength(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.reshape(len(x), -1))
+
+
+def test_a_model_that_asks_for_the_length_of_a_batch(reference):
+    reference.check_structure(nn.Sequential(ByLength(12, 2)), reference.data(5, 3, 4))
+    # What it asks Python for is a number all the same, and Python's own again afterwards.
+    assert "len" not in globals()
+
+
+@pytest.mark.parametrize("way", ["chain", "graph"])
+def test_a_batch_measured_in_several_slices(reference, way, monkeypatch):
+    # A convolution's gradient takes 3 * 2 * 9 * 8 bytes: 40 of them fit, 90 records do not.
+    monkeypatch.setattr(norms, "KEEP_BYTES", 40 * 432)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 2)).double()
+    kernel = reference.forced(way, model, squared_error)
+    x, y = reference.data(90, 2, 5, 5), reference.data(90, 2, seed=1)
+    x[70] = math.nan
+    seen: list[int] = []
+
+    def weights(losses):
+        seen.append(len(losses))
+        return 1 + losses
+
+    others = torch.arange(90) != 70
+    rows = reference.per_sample(model, squared_error, x[others], y[others])
+    losses = kernel.losses(x, y)[others]
+    found = kernel.clipped_sum(x, y, 2.0, weights)
+    assert sum(seen) == 90
+    assert max(seen) <= 40
+    # Slices of one length and a rest: one record more moves no other to another place.
+    assert len(set(seen[:-1])) == 1
+    assert reference.error(found, reference.clipped(rows, 2.0, 1 + losses)) < 1e-13
+
+
+PICKS = {
+    "last": lambda o, n: o[torch.arange(o.shape[0]), n],
+    "last by size": lambda o, n: o[torch.arange(o.size(0), device=o.device), n],
+    "take_along_dim": lambda o, n: torch.take_along_dim(o, n.view(-1, 1, 1), 1)[:, 0],
+    "gather": lambda o, n: o.gather(1, n.view(-1, 1, 1).expand(-1, 1, o.shape[2]))[:, 0],
+    "mask": lambda o, n: o[
+        torch.arange(o.shape[0])[:, None, None, None], torch.arange(o.shape[1])[None, None, None]
+    ].sum((1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", PICKS)
+def test_the_last_step_of_each_record_is_picked_in_a_batch(reference, name):
+    """As classifiers of sequences take it, and as masks are looked up, by the record's number."""
+
+    def picked(m, x):
+        o = torch.tanh(m.body(m.table(x)))
+        return m.head(PICKS[name](o, (x != 0).sum(1) - 1))
+
+    x = torch.randint(1, 7, (6, 5), generator=torch.Generator().manual_seed(0))
+    x[:, 3:] = 0
+    x[2, 2:] = 0
+    layers = {"table": nn.Embedding(7, 4), "body": nn.Linear(4, 4), "head": nn.Linear(4, 3)}
+    reference.check_structure(reference.Apply(picked, **layers), x)
+
+
+PLACES = {
+    "weighted": lambda h: h * torch.arange(h.shape[0])[:, None],
+    "next": lambda h: h[(torch.arange(h.shape[0]) + 1) % h.shape[0]],
+    "twice": lambda h: h[torch.arange(2 * h.shape[0]) // 2],
+    "backwards": lambda h: h[torch.arange(h.shape[0]).flip(0)],
+    "columns": lambda h: (
+        h + h[:, :2][torch.arange(h.shape[0]), torch.arange(h.shape[0]) % 2][:, None]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_record_s_place_is_nothing_to_compute_with(reference, name):
+    model = reference.Apply(
+        lambda m, x: PLACES[name](torch.tanh(m.linear(x))), linear=nn.Linear(4, 4)
+    )
+    kernel = PerSampleKernel(FlatModel(model), lambda out, y: out.sum(1)[: len(y)] + y)
+    try:
+        assert kernel.way(torch.randn(6, 4), torch.zeros(6)) == "records"
+    except ModelError:
+        return

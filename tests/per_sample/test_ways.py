@@ -1,0 +1,430 @@
+"""Which way a model takes, and that all of them give the same sums: see passes.
+
+Layers that no rule knows, parameters of a model's own, attention, recurrence, random numbers, and
+what is not shown to keep records apart: such models are differentiated record by record.
+"""
+
+import logging
+import math
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedpact.common.errors import ModelError
+from fedpact.common.losses import cross_entropy, squared_error
+from fedpact.common.params import FlatModel
+from fedpact.per_sample import norms, per_record
+from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.per_sample.tracing import export
+
+
+class Block(nn.Module):
+    """Attention by hand, with position embeddings as parameters of its own."""
+
+    def __init__(self, length=4, width=6, entries=7):
+        super().__init__()
+        self.tokens = nn.Embedding(entries, width)
+        self.positions = nn.Parameter(torch.randn(length, width))
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out = nn.Sequential(nn.Linear(width, width), nn.PReLU())
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        h = self.tokens(x) + self.positions
+        q, k, v = self.qkv(self.norm(h)).chunk(3, -1)
+        h = h + self.out(torch.softmax(q @ k.mT, -1) @ v)
+        return self.head(h.mean(1))
+
+
+def words(count=5):
+    return torch.randint(0, 7, (count, 4), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_transformer_like_block_with_parameters_of_its_own(reference, keep, monkeypatch):
+    if not keep:
+        monkeypatch.setattr(norms, "KEEP_BYTES", 0)
+    reference.check_structure(Block(), words())
+
+
+def masked(kind, length):
+    ahead = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)
+    if kind == "others":
+        return ahead.flip(0).fill_diagonal_(False)
+    return ahead if kind == "causal" else torch.zeros(length, length).masked_fill(ahead, -torch.inf)
+
+
+# The reference's.
+UNBATCHED = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+
+@UNBATCHED
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["causal", "causal, added", "others"])
+def test_torch_transformer_with_a_mask_of_unknown_kind(reference, kind, padded):
+    """It looks into the mask whether it is the causal one, which a trace does not."""
+
+    class Causal(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+            self.embedding, self.last = nn.Embedding(7, 8), nn.Linear(8, 3)
+            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+        def forward(self, x):
+            mask, left_out = masked(kind, x.shape[1]), None
+            if padded:
+                added = torch.zeros(x.shape).masked_fill(x == 6, -torch.inf)
+                left_out = added if mask.is_floating_point() else x == 6
+            h = self.encoder(self.embedding(x), mask=mask, src_key_padding_mask=left_out)
+            return self.last(h).mean(1)
+
+    looks = nn.modules.transformer._detect_is_causal_mask
+    reference.check_structure(Causal(), words())
+    assert nn.modules.transformer._detect_is_causal_mask is looks
+
+
+@UNBATCHED
+def test_torchs_encoder_and_decoder_with_causal_masks(reference):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.last = nn.Embedding(7, 8), nn.Linear(8, 3)
+            self.both = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+
+        def forward(self, x):
+            h, mask = self.embedding(x), masked("causal", x.shape[1])
+            return self.last(self.both(h, h, src_mask=mask, tgt_mask=mask)[:, -1])
+
+    reference.check_structure(Both(), words())
+
+
+def test_modules_with_parameters_of_their_own(reference):
+    class Maybe(reference.Shift):
+        def forward(self, x):
+            return x
+
+    reference.check_structure(nn.Sequential(reference.Shift(4), nn.Tanh(), nn.Linear(4, 2)))
+    reference.check_structure(nn.Sequential(nn.Linear(4, 4), reference.Shift(4), nn.PReLU()))
+    x = reference.data(5, 4)
+    reference.check_structure(nn.Sequential(Maybe(4), nn.Linear(4, 2)), x, rows="loop")
+    assert not x.requires_grad
+
+
+def test_a_module_called_with_keywords_and_constants(reference):
+    class Power(reference.Shift):
+        def forward(self, x, exponent, *, other, flag=None):
+            return super().forward(x) ** exponent + other * self.scale
+
+    def call(m, x):
+        return m.power(x, 2, other=torch.tanh(x), flag=None)
+
+    reference.check_structure(reference.Apply(call, power=Power(4)))
+
+
+def test_a_module_that_is_given_no_records(reference):
+    class Table(reference.Shift):
+        def forward(self):
+            return self.shift
+
+    model = reference.Apply(
+        lambda m, x: m.linear(x) * m.table() + 1, linear=nn.Linear(4, 4), table=Table(4)
+    )
+    reference.check_structure(model, rows="loop")
+
+
+@pytest.mark.parametrize("length", [3, 5])
+def test_a_batch_that_does_not_lead(reference, length):
+    """[B, T, D] -> [T, B, D] and back, and [B, T, D] -> [B T, D] and back, even where B = T."""
+    turned = reference.Apply(
+        lambda m, x: m.unit(m.layer(x.transpose(0, 1)).tanh()).transpose(0, 1),
+        layer=nn.Linear(4, 4), unit=reference.Shift(length, 1, 4),
+    )  # fmt: skip
+    flat = nn.Sequential(
+        nn.Flatten(0, 1), nn.Linear(4, 3), nn.Unflatten(0, (-1, length)), nn.Flatten()
+    )
+    x = reference.data(3, length, 4)
+    for model in (turned, flat):
+        kernel = reference.check_structure(model, x, rows="loop")
+        kernel.verify(x, torch.zeros_like(model(x)).detach())
+
+
+LAYERS = {
+    "conv3d": (lambda: nn.Conv3d(2, 2, 2), (2, 3, 3, 3)),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(2, 2, 2), (2, 3, 3)),
+    "grouped after pooling": (
+        lambda: nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(2, 4, 2, groups=2)), (2, 6, 6),
+    ),
+    "batch norm at its statistics": (
+        lambda: nn.Sequential(nn.BatchNorm2d(2), nn.Dropout2d(0.5)).eval(), (2, 3, 3),
+    ),
+    "instance norm": (lambda: nn.InstanceNorm2d(2, affine=True), (2, 3, 3)),
+    "rms norm": (lambda: nn.RMSNorm(3), (2, 3)),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (2, 4)),
+    "spectral norm": (
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)).eval(), (4,),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_whose_operations_are_known(reference, name):
+    make, shape = LAYERS[name]
+    torch.manual_seed(0)
+    layer = make()
+    for buffer in layer.buffers():
+        if buffer.is_floating_point() and name.startswith("batch"):
+            buffer.uniform_(0.5, 1.5)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Flatten())
+    reference.check_structure(model, reference.data(4, *shape), rows="loop")
+
+
+def test_an_operation_that_only_vmap_knows(reference):
+    model = reference.Apply(lambda m, x: m.pair(x[:, :2], x[:, 2:]), pair=nn.Bilinear(2, 2, 3))
+    reference.check_structure(model, rows="loop")
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(reference, kind):
+    def last(m, x):
+        return m.cell(x)[0][:, -1]
+
+    def turned(m, x):
+        return m.cell(x.transpose(0, 1))[0][-1]
+
+    for function, settings in ((last, {"num_layers": 2, "bidirectional": True}), (turned, {})):
+        # A state of 3 numbers is filled up, so that all records' begin alike.
+        for hidden in (4, 3):
+            cell = kind(4, hidden, batch_first=function is last, **settings)
+            width = hidden * (1 + cell.bidirectional)
+            layers = nn.Linear(4, 4), reference.Apply(function, cell=cell), nn.Linear(width, 2)
+            # Three steps: one behind the first has both a past and a future.
+            given = reference.data(4, 3, 4)
+            reference.check_structure(nn.Sequential(*layers), given, way="graph", rows="loop")
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_cells(reference, kind):
+    def steps(m, x):
+        h = None
+        for t in range(x.shape[1]):
+            h = m.cell(x[:, t], h)
+        return h[0] if isinstance(h, tuple) else h
+
+    model = reference.Apply(steps, cell=kind(4, 3))
+    reference.check_structure(model, reference.data(4, 2, 4), rows="loop")
+
+
+def test_multihead_attention_and_its_encoder_layer(reference):
+    def attend(m, x):
+        return m.attention(x, x, x, need_weights=m.weights)[0].mean(1)
+
+    for weights in (False, True):
+        attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        model = reference.Apply(attend, attention=attention)
+        model.weights = weights
+        reference.check_structure(model, reference.data(3, 5, 4), rows="loop")
+    encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    model = nn.Sequential(encoder, nn.Linear(4, 2))
+    reference.check_structure(model, reference.data(3, 5, 4), rows="loop")
+
+
+MIXING = {
+    "cumsum": lambda x: x.cumsum(0),
+    "mean": lambda x: x - x.mean(0),
+    "roll": lambda x: x + x.roll(1, 0),
+    "sorted": lambda x: x.sort(0).values,
+    "product": lambda x: x @ x.mT @ x,
+    "softmax": lambda x: F.softmax(x, 0),
+    "size": lambda x: x / x.shape[0],
+    "first": lambda x: x * x[:1],
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_model_that_mixes_records_is_asked_for_each_by_itself(reference, name):
+    """No record enters another's gradient, which is that of a batch of one."""
+    model = reference.Apply(lambda m, x: MIXING[name](m.layer(x)), layer=nn.Linear(4, 4))
+    reference.check_structure(model, rows="loop", way="records")
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_records_of_a_model_that_is_not_traced(reference, recurrent, caplog, monkeypatch):
+    """By vmap, or in a loop where torch's recurrent layers keep out of its sight: told once."""
+    monkeypatch.setattr(per_record, "_announced", set())
+
+    def by_size(m, x):
+        h = m.cell(x)[0] if recurrent else x
+        return m.head(h.flatten(1)) if x.shape[0] < 1000 else h
+
+    cell = {"cell": nn.GRU(4, 4, batch_first=True)} if recurrent else {}
+    model = reference.Apply(by_size, head=nn.Linear(12, 2), **cell)
+    with caplog.at_level(logging.INFO, logger="fedpact"):
+        reference.check_structure(model, reference.data(5, 3, 4), rows="loop", way="records")
+    (record,) = [r for r in caplog.records if r.name == "fedpact"]
+    assert record.levelname == ("WARNING" if recurrent else "INFO")
+    how = "differentiated in a loop" if recurrent else "vmap differentiates it record by record"
+    assert record.message.startswith("model Apply is not shown to keep records apart")
+    assert how in record.message
+
+
+def test_what_neither_vmap_nor_a_trace_takes_is_refused(reference):
+    def branch(m, x):
+        return m.layer(x) if x.sum().item() > 0 else x
+
+    model = reference.Apply(branch, layer=nn.Linear(4, 4)).double()
+    kernel = PerSampleKernel(FlatModel(model), squared_error)
+    x = reference.data(3, 4)
+    for ask in (lambda: kernel.clipped_sum(x, x, 1.0), lambda: kernel.losses(x, x)):
+        with pytest.raises(ModelError, match="cannot be differentiated record by record"):
+            ask()
+
+
+@pytest.mark.parametrize("keep", [0, 20 * 2**20])
+def test_passes_hold_as_many_records_as_memory_allows(reference, keep, monkeypatch):
+    monkeypatch.setattr(norms, "KEEP_BYTES", keep)
+    x, y = reference.data(40, 4), reference.data(40, 2, seed=1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    kernel = reference.forced("records", model, squared_error)
+    seen = []
+
+    def weights(losses):
+        seen.append(len(losses))
+        return torch.ones_like(losses)
+
+    found = kernel.clipped_sum(x, y, 0.3, weights)
+    step = 16 if keep else 1
+    assert seen == [step] * -(-40 // step)
+    rows = reference.per_sample(model, squared_error, x, y)
+    assert reference.error(found, reference.clipped(rows, 0.3)) < 1e-12
+    losses = squared_error(model(x), y).detach()
+    assert torch.allclose(kernel.losses(x, y), losses, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("way", ["chain", "graph", "records", "loop"])
+@pytest.mark.parametrize("layer", [True, False])
+def test_dropout_is_drawn_once_for_forward_and_backward(reference, way, layer):
+    """With ℓ = Σ outputs at weights 1 the gradient is the dropped input, of which ℓ is the sum."""
+    torch.manual_seed(0)
+    last = nn.Linear(30, 1, bias=False)
+    nn.init.ones_(last.weight)
+    if layer:
+        model = nn.Sequential(nn.Dropout(0.5), last)
+    else:
+        model = reference.Apply(lambda m, x: m.last(F.dropout(x, 0.5)), last=last)
+    # Dropout is no layer of a chain.
+    kernel = reference.forced(
+        "records" if way == "loop" else way, model.double(), lambda out, y: out[:, 0]
+    )
+    assert kernel._passes.chain is None
+    seen: list[torch.Tensor] = []
+
+    def weights(losses):
+        seen.append(losses)
+        return torch.ones_like(losses)
+
+    x, y = reference.data(40, 30), torch.zeros(40)
+    if way == "loop":
+        kernel._passes._traced(x, y)._by_vmap = False
+    total = kernel.clipped_sum(x, y, math.inf, weights)
+    drawn = torch.cat(seen)
+    assert len(drawn) == 40
+    assert math.isclose(float(total.sum()), float(drawn.sum()), rel_tol=1e-12)
+    # 30 masked normals agree with their full sum with probability 0; no two records have one mask.
+    assert not torch.isclose(drawn, x.sum(1)).any()
+    ones = kernel.losses(torch.ones_like(x), y)
+    assert len(ones.unique()) > 1
+
+
+def test_a_trace_follows_training_and_hooks(reference):
+    model = reference.Apply(
+        lambda m, x: m.last(m.drop(m.first(x))),
+        first=nn.Linear(4, 4), drop=nn.Dropout(0.5), last=nn.Linear(4, 2),
+    ).double()  # fmt: skip
+    kernel = PerSampleKernel(FlatModel(model), squared_error)
+    x, y = reference.data(5, 4), reference.data(5, 2, seed=1)
+
+    def exact():
+        rows = reference.per_sample_loop(model, squared_error, x, y)
+        return reference.error(kernel.clipped_sum(x, y, math.inf), rows) < 1e-12
+
+    assert not exact()
+    model.eval()
+    assert exact()
+    handle = model.first.register_forward_hook(lambda _m, _args, output: output * 3)
+    assert exact()
+    handle.remove()
+    assert exact()
+    model.drop.forward = lambda h: torch.sigmoid(h)
+    assert exact()
+
+
+def test_way_is_found_once_and_on_dummy_records(reference, monkeypatch):
+    """A record that vmap fails at, as for want of memory, sends no later batch through the loop."""
+    taken, seen = per_record.Alone._vmapped, []
+
+    def some(self, x, y):
+        seen.append(x)
+        if x.max() > 100:
+            raise RuntimeError("not this batch")
+        return taken(self, x, y)
+
+    monkeypatch.setattr(per_record.Alone, "_vmapped", some)
+    model = FlatModel(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double())
+    x, y = reference.data(16, 4), reference.data(16, 2, seed=1)
+    far = torch.cat([x[:15], x[15:] + 1000])
+    before = torch.get_rng_state()
+    way = per_record.Alone(model, squared_error, far, y, "as the test wants it")
+    assert [float(made_up.abs().max()) for made_up in seen] == [0.0]
+    assert torch.equal(torch.get_rng_state(), before)
+    of_others = way.losses(x, y)
+    with pytest.raises(RuntimeError, match="not this batch"):
+        way.losses(far, y)
+    monkeypatch.setattr(per_record.Alone, "_looped", None)
+    assert torch.equal(way.losses(x, y), of_others)
+
+
+def test_a_model_that_raises_at_zeros_is_left_to_vmap(reference, monkeypatch):
+    def fails(self, x, y):
+        raise RuntimeError("nobody takes zeros")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(per_record.Alone, "_vmapped", fails)
+        patched.setattr(per_record.Alone, "_looped", fails)
+        model = FlatModel(nn.Linear(4, 2).double())
+        x, y = reference.data(16, 4), reference.data(16, 2, seed=1)
+        way = per_record.Alone(model, squared_error, x, y, "as the test wants it")
+    monkeypatch.setattr(per_record.Alone, "_looped", None)
+    assert len(way.losses(x, y)) == 16
+
+
+def test_who_waits_for_a_trace_is_told(monkeypatch, capsys):
+    """Also where nobody has set logging up, and it goes to standard error."""
+    told = threading.Event()
+
+    class Told(logging.Handler):
+        def emit(self, record):
+            if "Slow is being traced" in record.getMessage():
+                print(record.getMessage(), file=sys.stderr)
+                told.set()
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            told.wait(60)
+            return super().forward(x)
+
+    monkeypatch.setattr(export, "_PATIENCE", 0.0)
+    handler = Told()
+    logging.getLogger("fedpact").addHandler(handler)
+    try:
+        PerSampleKernel(FlatModel(Slow(3, 2)), cross_entropy).way(
+            torch.randn(3, 3), torch.arange(3)
+        )
+    finally:
+        logging.getLogger("fedpact").removeHandler(handler)
+    assert told.is_set()
+    assert "Slow is being traced" in capsys.readouterr().err

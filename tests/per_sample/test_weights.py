@@ -1,0 +1,89 @@
+"""Weights of any size: a record moves a weighted sum by C at most, whatever its numbers are."""
+
+import pytest
+import torch
+from tests.per_sample.attacked import allowed
+from torch import nn
+
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.per_sample.clipping import Fair
+from fedpact.per_sample.kernel import PerSampleKernel
+
+
+def moved(kernel, x, y, r, of_r, clip, weights):
+    """‖S(D + r) - S(D)‖ over what is allowed, infinite where that is no number."""
+    before = kernel.clipped_sum(x, y, clip, weights).double()
+    after = kernel.clipped_sum(torch.cat([x, r]), torch.cat([y, of_r]), clip, weights).double()
+    assert before.isfinite().all()
+    found = float((after - before).norm()) / allowed(len(x), clip)
+    return found if after.isfinite().all() else torch.inf
+
+
+def of_parts(outputs, parts):
+    """ℓ = a + b f(x) for y = (a, b): a loss of any size beside a gradient of any."""
+    return parts[:, 0] + parts[:, 1] * outputs[:, 0]
+
+
+def of_powers(outputs, parts):
+    """The same in float64, of a^8 and b^5."""
+    parts = parts.double()
+    return parts[:, 0] ** 8 + parts[:, 1] ** 5 * outputs[:, 0]
+
+
+class Double(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers).double()
+
+    def forward(self, x):
+        return self.layers(x.double())
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-39, 1e-30, 1e-20, 1.0])
+@pytest.mark.parametrize("clip", [2.0**-60, 1.0, 2.0**60])
+def test_tiny_inputs_with_huge_weights(clip, size, dense):
+    """c ‖g‖ ‖u‖ <= C, and c ‖g‖ was no number of float32 where ‖u‖ is tiny."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(4, 8, bias=False), nn.Linear(8, 3, bias=False)
+    x, y = torch.rand(20, 4) + 0.5, torch.arange(20) % 3
+    with torch.no_grad():
+        first.weight.fill_(min(3e38, 0.005 / max(size, 1e-45)) if size < 1 else 0.01)
+        last.weight[0], last.weight[1], last.weight[2] = 1e38, -1e38, 0.0
+    kernel = PerSampleKernel(FlatModel(nn.Sequential(first, nn.Tanh(), last)), cross_entropy)
+    if not dense:
+        kernel._passes.dense = None
+    r = torch.full((1, 4), size)
+    for weights in (Fair(0.1, -1e8), Fair(0.1, 0.0), Fair(1e30, 0.0)):
+        for label in range(3):
+            assert moved(kernel, x, y, r, torch.tensor([label]), clip, weights) <= 1
+
+
+@pytest.mark.parametrize("clip", [2.0**-90, 2.0**-60, 2.0**-30, 2.0**-19, 1.0])
+@pytest.mark.parametrize("offset", [1e30, 1e38])
+@pytest.mark.parametrize("slope", [1e-20, 1e-23, 1e-30])
+def test_a_weight_that_is_no_number_in_units_of_the_clip(slope, offset, clip):
+    torch.manual_seed(0)
+    kernel = PerSampleKernel(FlatModel(nn.Linear(4, 1, bias=False)), of_parts)
+    x, y = torch.randn(20, 4), torch.ones(20, 2)
+    for size in (1e-22, 1e-3, 1.0):
+        r, of_r = torch.full((1, 4), size), torch.tensor([[offset, slope]])
+        assert moved(kernel, x, y, r, of_r, clip, Fair(1.0, 1.0)) <= 1
+
+
+@pytest.mark.parametrize("slope", [1.0, 1e-20, 1e-30, 1e-34, 1e-36, 1e-38])
+@pytest.mark.parametrize("wide", [False, True], ids=["one position", "several"])
+def test_gradients_whose_squares_float64_does_not_hold(wide, slope):
+    """A norm of 0 was found for them, and so the whole weight was their coefficient: 1e304."""
+    torch.manual_seed(0)
+    model = Double(nn.Linear(4, 1, bias=False))
+    shape = (3, 4) if wide else (4,)
+    if wide:
+        model.layers.append(nn.Flatten()).append(nn.Linear(3, 1, bias=False).double())
+    kernel = PerSampleKernel(FlatModel(model), of_powers)
+    x, y = torch.randn(20, *shape), torch.tensor([[0.0, 1.0]]).expand(20, 2)
+    for size in (1e-3, 1.0, 1e30):
+        r, of_r = torch.full((1, *shape), size), torch.tensor([[1e38, slope]])
+        for clip in (2.0**-90, 1.0):
+            assert moved(kernel, x, y, r, of_r, clip, Fair(1.0, 1.0)) <= 1

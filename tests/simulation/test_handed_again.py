@@ -1,0 +1,140 @@
+"""A loss and metrics that were handed in go through compare, resume, extend and load."""
+
+import numpy as np
+import pytest
+import torch
+
+import fedpact
+from fedpact.cli.main import main
+from fedpact.common.errors import ModelError, PlanError
+from fedpact.common.user_code import get_handed_in
+from fedpact.report.page import repeat
+from fedpact.report.run_files import read_run
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(60, 4)).astype(np.float32)
+Y = (X[:, 0] > 0).astype(int)
+LOSS = torch.nn.CrossEntropyLoss(reduction="none")
+SETTINGS = {
+    "sites": 2,
+    "rounds": 2,
+    "partition": {"held_out": 0.2},
+    "privacy": {"mode": "none"},
+    "settings": {"learning_rate": 0.5},
+}
+
+
+def right(outputs, y):
+    return float((outputs.argmax(1) == y).double().mean())
+
+
+def local():
+    """A metric that no other process can import."""
+    return lambda outputs, y: right(outputs, y)
+
+
+@pytest.fixture
+def no_page(monkeypatch):
+    """A run without its page, which takes a second to draw."""
+    monkeypatch.setattr("fedpact.api.write_report", lambda folder: None)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Forget what was handed in, as another process would."""
+
+    def forget():
+        monkeypatch.setattr("fedpact.common.user_code._kept", {})
+
+    return forget
+
+
+@pytest.mark.usefixtures("no_page")
+def test_what_was_handed_in_is_handed_in_again(tmp_path, elsewhere):
+    share = local()
+    share.__name__ = "share"
+    task = {"loss": LOSS, "metrics": [share, "auc"]}
+    stopped = fedpact.run("logistic", (X, Y), task=task, **SETTINGS, out=tmp_path / "r",
+                          stop=lambda: True)  # fmt: skip
+    plan = fedpact.Plan.read(stopped.folder / "plan.json")
+    assert set(get_handed_in(plan.document())) == {"data", "task.loss", "task.metrics"}
+    told = repeat(read_run(stopped.folder))
+    assert told.command.endswith("data=..., loss=..., metrics=[...])")
+    elsewhere()
+    with pytest.raises(ModelError, match=r"hand in the same again, as loss=\.\.\. of fedpact.run"):
+        fedpact.run(plan, stopped.folder, data=(X, Y))
+    given = {"data": (X, Y), "loss": LOSS, "metrics": [share, "auc"]}
+    result = fedpact.run(plan, stopped.folder, **given)
+    assert result.summary["share"] == pytest.approx(result.summary["accuracy"])
+    score = result.evaluate(X, Y)
+    elsewhere()
+    more = {"rounds": 1, "data": (X, Y), "loss": LOSS}
+    with pytest.raises(PlanError, match="hand in the same, or begin"):
+        fedpact.extend(result.folder, **{**more, "loss": right})
+    assert fedpact.load(result.folder).predict(X).labels.tolist()
+    with pytest.raises(ModelError, match=r"loss=\.\.\. of fedpact.run or fedpact.load"):
+        fedpact.load(result.folder).evaluate(X, Y)
+    with pytest.raises(ModelError, match=r"loss is .*, and the run's is"):
+        fedpact.load(result.folder, loss=right)
+    loaded = fedpact.load(result.folder, loss=LOSS, metrics=[share, "auc"])
+    assert loaded.evaluate(X, Y) == score
+    assert score.metrics["share"] == pytest.approx(score.accuracy)
+    elsewhere()
+    longer = fedpact.extend(result.folder, **more, metrics=[share, "auc"])
+    assert longer.records[-1].round == 3
+
+
+@pytest.mark.usefixtures("no_page")
+def test_a_loss_goes_through_a_comparison(tmp_path):
+    plans = {"own": fedpact.Plan(model="logistic", task={"loss": LOSS}, **SETTINGS),
+             "ours": fedpact.Plan(model="logistic", **SETTINGS)}  # fmt: skip
+    found = fedpact.compare(plans, seeds=1, data=(X, Y), out=tmp_path / "c")
+    assert not any(entry.missing for entry in found.entries)
+    own, ours = (entry.outcomes[0] for entry in found.entries)
+    assert own.loss == pytest.approx(ours.loss, rel=1e-4)
+
+
+@pytest.mark.usefixtures("no_page")
+@pytest.mark.parametrize("words", [["resume", "r"], ["run", "r/plan.json"], ["plan", "r/plan.json"],
+                                   ["audit", "r"]])  # fmt: skip
+def test_a_command_says_what_to_do_with_records_of_python(tmp_path, monkeypatch, capsys, words):
+    import pandas as pd
+
+    monkeypatch.chdir(tmp_path)
+    frame = pd.DataFrame(X, columns=list("abcd")).assign(out=Y)
+    private = {**SETTINGS, "privacy": {"epsilon": 2.0, "delta": 1e-5}}
+    fedpact.run("logistic", frame, label="out", **private, out="r", stop=lambda: True)
+    capsys.readouterr()
+    monkeypatch.setattr("sys.argv", ["fedpact", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "was handed in from Python" in told
+    assert "data=...)" in told
+    assert "Traceback" not in told
+
+
+def test_one_word_is_a_kind_or_a_metric():
+    assert fedpact.Plan(task="multi_label").task.kind == "multi_label"
+    with pytest.raises(PlanError, match="expected a range"):
+        fedpact.Plan(task="regression")
+    with pytest.raises(PlanError, match="'ranking'"):
+        fedpact.Plan(task="ranking")
+    assert fedpact.Plan(task={"metrics": "auc"}).task.metrics == ["auc"]
+    assert fedpact.Plan(task={"metrics": right}).task.metrics == [f"{__name__}:right"]
+
+
+@pytest.mark.usefixtures("no_page")
+def test_extend_asks_for_what_was_handed_in_by_its_own_name(tmp_path, elsewhere):
+    result = fedpact.run("logistic", (X, Y), task={"loss": LOSS}, **SETTINGS, out=tmp_path / "r")
+    kept = (result.folder / "plan.json").read_bytes()
+    elsewhere()
+    asked = r"fedpact\.extend\(.*r', 2, data=\.\.\., loss=\.\.\.\)"
+    with pytest.raises(PlanError, match=asked):
+        fedpact.extend(result.folder, 2)
+    with pytest.raises(PlanError, match=r"fedpact\.extend\(.*r', 2, loss=\.\.\.\)"):
+        fedpact.extend(result.folder, 2, data=(X, Y))
+    assert (result.folder / "plan.json").read_bytes() == kept
+    longer = fedpact.extend(result.folder, 2, data=(X, Y), loss=LOSS)
+    assert longer.records[-1].round == 4

@@ -1,0 +1,116 @@
+"""A simulation of own records leaves out what a site would, and says so to who looks at it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fedpact
+from fedpact.common.errors import DataError, InputError, PlanError
+from fedpact.common.run_folder import Folder
+from fedpact.data.load import from_arrays
+from fedpact.plan import Plan
+from fedpact.simulation.simulate import simulate
+
+MAIN = "from fedpact.cli.main import main; main()"
+SETTINGS = {"rounds": 2, "sites": 2, "partition": {"held_out": 0.2}, "settings": {"local_steps": 1}}
+
+
+def table(path: Path, lines=()) -> str:
+    rng = np.random.default_rng(0)
+    rows = [
+        f"{a:.3f},{b:.3f},{c}" for a, b, c in zip(*rng.normal(size=(2, 60)), "ab" * 30, strict=True)
+    ]
+    path.write_text("\n".join(["p,q,out", *rows, *lines]) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("mode", ["per_sample", "none"])
+def test_bad_record_is_dropped_and_the_run_uses_the_others(tmp_path, mode, caplog):
+    """Model and scores, bit for bit; before, each of these lines stopped the run."""
+    bad = ("abc,1,a", "1,1", ",1,b", "1e39,1,a", "500,0,a", "1,1,", "1,1,c")
+    results = []
+    for name, lines in (("clean", ()), ("with", bad)):
+        plan = Plan.parse(
+            {
+                **SETTINGS,
+                "data": table(tmp_path / f"{name}.csv", lines),
+                "label": "out",
+                "privacy": {"mode": mode},
+                "records": {"classes": ["a", "b"], "high": 100.0},
+            }
+        )
+        results.append(simulate(plan, tmp_path / name))
+    for a, b in zip(*(result.model.parameters() for result in results), strict=True):
+        assert torch.equal(a, b)
+    assert [r.accuracy for r in results[0].records] == [r.accuracy for r in results[1].records]
+    (told,) = [r.message for r in caplog.records if "left out" in r.message]
+    assert f"{tmp_path / 'with.csv'}: 7 of 67 records" in told
+    for line in ("column p, row 61 (counted from 1) is no finite number: 'abc'",
+                 "column p, row 65 (counted from 1) is beyond its declared range: '500'",
+                 "column out, row 67 (counted from 1) is none of the 2 classes: 'c'"):  # fmt: skip
+        assert line in told
+
+
+def test_the_owner_reads_it_on_the_console(tmp_path):
+    data = table(tmp_path / "t.csv", ["abc,1,a"])
+    # A plan looks at the records as a run does, and is made in half of its time.
+    words = ["plan", "--set", f"data={data}", "--set", "label=out", "--set", "rounds=1"]
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, *words, "--set", "sites=2", "--set", "privacy.mode=none"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "row 61 (counted from 1) is no finite number: 'abc'" in done.stderr
+
+
+def test_words_that_the_model_does_not_have_are_left_out(tmp_path, monkeypatch, caplog):
+    """Of training and test records; found by trying, where no vocabulary is declared."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(2, (40, 6), generator=generator)
+    y, test = torch.randint(2, (40,), generator=generator), torch.zeros(3, 6, dtype=torch.int64)
+    x[7, 2], test[1, 0] = 9, -5
+    data = from_arrays(x, y, test=(test, torch.tensor([0, 1, 0])), classes=("a", "b"))
+    plan = Plan.parse({**SETTINGS, "model": "models_of_users:bag"})
+    simulate(plan, tmp_path / "run", data=data)
+    assert "does not take 1 of 40 records, which are left out of everything: row 7" in caplog.text
+    assert "does not take 1 of 3 records, which are left out of everything: row 1" in caplog.text
+
+
+def test_a_declaration_is_part_of_what_a_run_is(tmp_path):
+    """A folder is not gone on with under another one."""
+    data = table(tmp_path / "t.csv")
+    plan = Plan.parse({**SETTINGS, "data": data, "label": "out", "records": {"high": 100.0}})
+    simulate(plan, tmp_path / "run")
+    assert Folder(tmp_path / "run").read_json("plan.json")["records"]["high"] == 100.0
+    other = Plan.parse({**plan.model_dump(mode="json"), "records": {"high": 101.0}})
+    with pytest.raises(PlanError, match="another configuration"):
+        simulate(other, tmp_path / "run")
+
+
+def test_a_public_data_set_is_held_against_a_declaration_too(tmp_path, caplog):
+    plan = Plan.parse({**SETTINGS, "records": {"high": 0.5}})
+    with pytest.raises(DataError, match=r"no record is left.* digits: 1442 of 1442 .* range"):
+        simulate(plan, tmp_path / "run")
+
+
+def test_records_in_place_of_a_folder_get_a_remedy(tmp_path):
+    """Beside a plan the folder stands second, beside a model the records."""
+    x, y = np.zeros((4, 2)), [0, 1, 0, 1]
+    for given in ((x, y), x, 3):
+        with pytest.raises(PlanError, match="hand records in as data="):
+            fedpact.run(fedpact.Plan(sites=2), given)
+        with pytest.raises(InputError, match="expected the path of a run's folder"):
+            fedpact.load(given)
+
+
+def test_what_holds_no_run_is_told_with_where_one_is(tmp_path):
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server" / "federation.toml").write_text("")
+    with pytest.raises(DataError, match=r"no run: .* deployment is in .*server.run"):
+        fedpact.load(tmp_path)
+    with pytest.raises(DataError, match="no run: give the folder"):
+        fedpact.load(tmp_path / "nowhere")

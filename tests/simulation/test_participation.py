@@ -1,0 +1,417 @@
+"""A part of the sites each round: who is asked, what it costs whom, and what comes of it.
+
+References: the public draw (tests/common/randomness/test_participants.py), the sites' ledgers,
+dp-accounting, and a run of all sites.
+"""
+
+import itertools
+import json
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tests import recounted
+
+import fedpact
+from fedpact import algorithms
+from fedpact.algorithms import fedavg
+from fedpact.algorithms.wrappers.base import Method
+from fedpact.api import extend
+from fedpact.cli.plan import execute_plan as show_plan
+from fedpact.cli.plan import forecast
+from fedpact.common.errors import InputError, PlanError
+from fedpact.common.messages import Reply, State, from_bytes
+from fedpact.common.params import FlatModel
+from fedpact.common.records import RoundRecord
+from fedpact.plan import Plan
+from fedpact.privacy.ledger.hash_chain import read_entries
+from fedpact.report.comparable import differences
+from fedpact.report.export import Facts
+from fedpact.report.model_card import render_model_card
+from fedpact.report.page import write_report
+from fedpact.report.run_files import read_run
+from fedpact.simulation.flower import require_ray
+from fedpact.simulation.setup import SimulationSetup
+from fedpact.simulation.simulate import simulate
+from fedpact.studies.optimise import optimise_budgets
+
+SITES = tuple(f"site-0{i}" for i in range(5))
+PLAN = {
+    "rounds": 6,
+    "sites": 5,
+    "sites_per_round": 2,
+    "settings": {"local_steps": 2},
+    "privacy": {"accountant": "rdp"},
+    "run": {"workers": 1},
+}
+PLAIN = {**PLAN, "privacy": {"mode": "none"}}
+
+
+def own_rounds(plan, site):
+    """The rounds that are a site's, by the public draw."""
+    part = plan.participants(SITES)
+    return [t for t in range(plan.after + 1, plan.rounds + 1) if site in part.of(t)]
+
+
+def entries(folder, site, kind, run=None):
+    found = read_entries(folder / "sites" / site / "ledger.jsonl")
+    return [e for e in found if e["kind"] == kind and run in (None, e["run"])]
+
+
+def bits(folder):
+    """What a run leaves, without the wall clock."""
+    lines = (folder / "rounds.jsonl").read_text().splitlines()
+    rounds = [{**json.loads(line), "seconds": 0} for line in lines]
+    return rounds, (folder / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def private(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("private") / "run"
+    plan = Plan.parse({**PLAN, "privacy": {"accountant": "pld"}})
+    return plan, simulate(plan, folder)
+
+
+def test_each_ledger_has_the_rounds_of_its_site_and_no_other(private):
+    plan, result = private
+    assert any(len(own_rounds(plan, site)) != 2.4 for site in SITES)
+    for site in SITES:
+        own = own_rounds(plan, site)
+        assert [e["round"] for e in entries(result.folder, site, "charge")] == own
+        (promised,) = entries(result.folder, site, "reserve")
+        assert sum(number for _, _, number in promised["events"]) == 2 * len(own)
+        # Its noise is the least for its own rounds: all of ε is used, and no more.
+        cost = recounted.epsilon(map(tuple, promised["events"]), 1e-5)
+        assert 2 * 0.99 < cost <= 2 * (1 + 1e-3)
+        assert result.summary["epsilon"][site] == pytest.approx(cost, rel=1e-3)
+    sigmas = {len(own_rounds(plan, s)): entries(result.folder, s, "reserve")[0] for s in SITES}
+    noise = [sigmas[rounds]["events"][0][1] for rounds in sorted(sigmas)]
+    assert len(noise) > 1
+    assert noise == sorted(noise)
+
+
+def test_only_who_takes_part_is_asked_and_answers(private):
+    plan, result = private
+    part = plan.participants(SITES)
+    for record in result.records[1:]:
+        assert tuple(record.asked) == part.of(record.round)
+        for site in SITES:
+            before = result.records[record.round - 1].epsilon[site]
+            assert (record.epsilon[site] > before) == (site in record.asked)
+            assert record.took_part(site) == (site in record.asked)
+    assert not any(result.records[0].was_asked(site) for site in SITES)
+    sizes = {s.name: float(len(s.y)) for s in SimulationSetup.of(plan).sites}
+    batches = sum(sizes[s] * 0.5 * 2 * len(own_rounds(plan, s)) for s in SITES)
+    assert result.summary["records_read"] == pytest.approx(batches)
+
+
+def test_it_is_written_down_and_shown(private):
+    plan, result = private
+    said = json.loads((result.folder / "privacy.json").read_text())
+    assert said["sites_per_round"] == 2
+    assert {s: each["rounds"] for s, each in said["sites"].items()} == {
+        s: len(own_rounds(plan, s)) for s in SITES
+    }
+    (line,) = [line for line in said["covers"] if "takes part in each round" in line]
+    assert "no amplification by sampling of sites" in line
+    page = write_report(result.folder).read_text()
+    assert "2 of them in each round" in page
+    for site in SITES:
+        own = len(own_rounds(plan, site))
+        assert f'<td class="n">{own} of {own}</td>' in page
+    # A model card tells no number of sites.
+    run = read_run(result.folder)
+    card = render_model_card(Facts(run, plan.about))
+    assert "no amplification by sampling of sites" in card
+    assert "sites_per_round" not in card
+
+
+def test_as_many_as_there_are_is_todays_run(tmp_path):
+    whole = {**PLAN, "sites_per_round": None, "rounds": 3}
+    simulate(Plan.parse(whole), tmp_path / "a")
+    simulate(Plan.parse({**whole, "sites_per_round": 5}), tmp_path / "b")
+    assert bits(tmp_path / "a") == bits(tmp_path / "b")
+    for site in SITES:
+        keys = ("kind", "round", "count", "q", "sigma", "events", "epsilon", "delta")
+        one, other = (
+            [[entry.get(key) for key in keys] for entry in read_entries(path)]
+            for path in (tmp_path / n / "sites" / site / "ledger.jsonl" for n in "ab")
+        )
+        assert one == other
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The replies of a run's rounds as the server folds them."""
+    found, update = list[list[Reply]](), fedavg.update
+
+    def watching(state, replies, settings):
+        found.append(list(replies))
+        return update(state, found[-1], settings)
+
+    monkeypatch.setattr(fedavg, "update", watching)
+    return found
+
+
+def test_the_next_model_is_the_mean_of_who_took_part(tmp_path, seen):
+    """Their weights N_i over the sum of theirs, by hand."""
+    unequal = {**PLAIN, "rounds": 1, "partition": {"kind": "dirichlet"}}
+    result = simulate(Plan.parse(unequal), tmp_path / "run")
+    (replies,) = seen
+    assert tuple(r.site for r in replies) == Plan.parse(unequal).participants(SITES).of(1)
+    weights = [r.weight for r in replies]
+    assert weights[0] != weights[1]
+    mean = np.average([r.vectors["w"].numpy() for r in replies], axis=0, weights=weights)
+    found = FlatModel(result.model).vector.numpy()
+    np.testing.assert_allclose(found, mean, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("weights", [[1.0] * 5, [1.0, 2.0, 3.0, 4.0, 5.0]], ids=["equal", "not"])
+def test_of_equal_sites_a_part_is_an_unbiased_estimate_of_all(tmp_path, seen, weights):
+    """Full batches: the mean of the next models over all pairs is the next model of all sites."""
+    whole = {**PLAIN, "rounds": 1, "sites_per_round": None, "sampling_rate": 1.0}
+    simulate(Plan.parse(whole), tmp_path / "run")
+    replies = [
+        replace(r, weight=weight, vectors={"w": r.vectors["w"].double()})
+        for r, weight in zip(seen.pop(), weights, strict=True)
+    ]
+    settings, state = fedavg.Settings(), State({"w": replies[0].vectors["w"]})
+
+    def next_model(part):
+        return fedavg.update(state, part, settings).vectors["w"]
+
+    pairs = [next_model(pair) for pair in itertools.combinations(replies, 2)]
+    off = (torch.stack(pairs).mean(0) - next_model(replies)).abs().max()
+    apart = (pairs[0] - pairs[-1]).abs().max()
+    # Of unequal ones the mean is a ratio of two estimates.
+    assert (off < 1e-12 * apart) == (len(set(weights)) == 1)
+    assert off < 0.2 * apart
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_same_draws(tmp_path):
+    plan = Plan.parse({**PLAN, "compression": {"kind": "topk"}, "run": {"evaluate_every": 1}})
+    simulate(plan, tmp_path / "a")
+    asked = itertools.count()
+    simulate(plan, tmp_path / "b", stop=lambda: next(asked) == 3)
+    assert simulate(plan, tmp_path / "b").summary["status"] == "finished"
+    assert bits(tmp_path / "a") == bits(tmp_path / "b")
+
+
+def test_more_rounds_draw_on_and_reserve_their_own(tmp_path):
+    fedpact.run(Plan.parse({**PLAN, "rounds": 3}), tmp_path / "run")
+    result = extend(tmp_path / "run", 3, epsilon=1.0)
+    longer = Plan.parse({**PLAN, "after": 3})
+    run = json.loads((tmp_path / "run" / "environment.json").read_text())["run"]
+    assert [tuple(r.asked) for r in result.records[1:]] == [
+        longer.participants(SITES).of(t) for t in range(1, 7)
+    ]
+    said = json.loads((tmp_path / "run" / "privacy.json").read_text())["sites"]
+    for site in SITES:
+        own = own_rounds(longer, site)
+        promised = entries(tmp_path / "run", site, "reserve", run)
+        assert sum(n for p in promised for _, _, n in p["events"]) == 2 * len(own)
+        assert [e["round"] for e in entries(tmp_path / "run", site, "charge", run)] == own
+        assert said[site]["rounds"] == len(own_rounds(Plan.parse(PLAN), site))
+
+
+def test_never_drawn_site_reserves_and_spends_nothing(tmp_path):
+    plan = Plan.parse({**PLAN, "rounds": 1, "sites_per_round": 1})
+    result = simulate(plan, tmp_path / "run")
+    for site in SITES:
+        drawn = own_rounds(plan, site) == [1]
+        (promised,) = entries(result.folder, site, "reserve")
+        assert sum(n for _, _, n in promised["events"]) == 2 * drawn
+        assert (result.summary["epsilon"][site] > 0) == drawn
+    write_report(result.folder)
+    # As with noise that is given, and with an opening of each round.
+    for change in (
+        {"privacy": {"sigma": 3.0}},
+        {"algorithm": "fedproxvr", "settings": {}},
+    ):
+        terms = Plan.parse({**PLAN, "rounds": 1, **change}).terms(dict.fromkeys(SITES, 90.0))
+        steps = {site: (one.steps, one.openings) for site, one in terms.items()}
+        assert sum(steps[site] == (0, 0) for site in SITES) == 3
+
+
+@pytest.mark.parametrize("compression", ["none", "grid"])
+def test_bytes_are_of_those_that_take_part(tmp_path, compression):
+    of = {**PLAN, "compression": {"kind": compression}}
+    told = forecast(SimulationSetup.of(Plan.parse(of)))["bytes"]
+    summary = simulate(Plan.parse(of), tmp_path / "run").summary
+    sent = summary["bytes_down"] + summary["bytes_up"]
+    assert told == pytest.approx(sent, rel=0.15)
+    if compression == "none":
+        every = Plan.parse({**of, "sites_per_round": None})
+        assert told / forecast(SimulationSetup.of(every))["bytes"] == pytest.approx(2 / 5)
+    limited = Plan.parse({**of, "budget": {"bytes": sent // 2}})
+    cut = simulate(limited, tmp_path / "cut").summary
+    assert cut["bytes_down"] + cut["bytes_up"] <= sent // 2
+    assert cut["status"] == "bytes"
+    assert 0 < cut["rounds"] < 4
+
+
+def test_a_plan_tells_rounds_and_epsilon_by_site(capsys):
+    plan = Plan.parse(PLAN)
+    scene = SimulationSetup.of(plan)
+    found = forecast(scene)["sites"]
+    for site in SITES:
+        own = set(own_rounds(plan, site))
+        assert (found[site]["rounds"], found[site]["steps"]) == (len(own), 2 * len(own))
+        before = 0.0
+        for number, cost in enumerate(found[site]["epsilon_by_round"], 1):
+            assert (cost > before) == (number in own)
+            before = cost
+        assert before == pytest.approx(found[site]["epsilon_reserved"], rel=1e-2)
+    show_plan(None, ["sites_per_round=2", "rounds=6"])
+    shown = capsys.readouterr().out
+    assert "2 in each of 6 rounds of 1 iterations" in shown
+    assert f" {found['site-00']['steps']} of 6 " in shown
+    assert "rounds │" not in shown
+    assert "no amplification by sampling of sites" in shown
+    with pytest.raises(PlanError, match="sites_per_round = 2: it chooses for sites that take part"):
+        optimise_budgets(scene, None)
+
+
+CHOICES = [
+    {"robust": {"rule": "median"}, "sites_per_round": 3},
+    {"server": {"optimiser": "adam", "average": "exponential"}},
+    {"local": {"momentum": 0.5, "schedule": "cosine"}},
+    {"fairness": {"weight": 0.1}},
+    {"local": {"head": 10}},
+    {"evaluation": {"share": 0.3, "every": 2}},
+    {"privacy": {"sizes": "noisy"}},
+    {"budget": {"spare_rounds": 1}},
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=json.dumps)
+def test_it_goes_with_what_goes_around_an_algorithm(tmp_path, choice):
+    plan = Plan.parse({**PLAN, **choice})
+    result = simulate(plan, tmp_path / "run")
+    assert result.summary["status"] == "finished"
+    run = json.loads((tmp_path / "run" / "environment.json").read_text())["run"]
+    for site in SITES:
+        own, times = own_rounds(plan, site), Counter()
+        for entry in entries(result.folder, site, "charge", run):
+            times[entry["round"]] += entry["count"]
+        times.pop(0, None)  # a noisy size
+        assert times == dict.fromkeys(own, 2)
+    if plan.evaluation.used:
+        # An evaluation asks everybody, and has a promise of its own.
+        for record in result.records[1:]:
+            asked = set(SITES) if record.round % 2 == 0 else set()
+            assert set(record.evaluation) == asked
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["plain", "private"])
+@pytest.mark.parametrize("name", algorithms.names())
+def test_an_algorithm_says_itself_whether_a_part_will_do(name, private, tmp_path):
+    settings = algorithms.load(name).Settings()
+    if private and settings.plain_only:
+        return
+    mode = {"privacy": {"mode": "none"}} if not private else {}
+    asked = {**PLAN, **mode, "rounds": 2, "algorithm": name, "settings": {}}
+    if why := settings.needs_all_sites:
+        with pytest.raises(PlanError, match="sites_per_round does not go with") as error:
+            Plan.parse(asked)
+        assert why in str(error.value)
+        return
+    plan = Plan.parse(asked)
+    result = simulate(plan, tmp_path / "run")
+    assert [len(r.asked) for r in result.records] == [0, 2, 2]
+    assert all(np.isfinite(v.numpy()).all() for v in result.model.state_dict().values())
+    for site in SITES if private else ():
+        rounds = {e["round"] for e in entries(tmp_path / "run", site, "charge")}
+        assert rounds == {*own_rounds(plan, site)}
+        (promised,) = entries(tmp_path / "run", site, "reserve")
+        charges = entries(tmp_path / "run", site, "charge")
+        # All of it was for these rounds: batches, and what opens a round.
+        assert sum(e["count"] for e in charges) == sum(n for _, _, n in promised["events"])
+
+
+def test_algorithm_without_participation_claim_is_refused():
+    class Settings(fedavg.Settings):
+        pass
+
+    assert Method("fedavg", fedavg.Settings()).needs_all_sites == ""
+    assert "does not say" in Method("fedavg", Settings()).needs_all_sites
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"control": {"kind": "ali"}, "settings": {}}, "left at every site"),
+        ({"secure_aggregation": {"threshold": 3}}, "one list of sites for all rounds"),
+        ({"sites_per_round": 0}, "sites_per_round"),
+    ],
+)
+def test_what_needs_all_sites_is_refused_with_the_reason(change, told):
+    with pytest.raises(PlanError, match=told):
+        Plan.parse({**PLAN, **change})
+
+
+@pytest.mark.parametrize("mode", ["none", "per_sample"])
+def test_more_than_there_are_are_refused_with_the_plan(mode):
+    wrong = {**PLAN, "sites_per_round": 6, "privacy": {"mode": mode}}
+    with pytest.raises(PlanError, match="sites_per_round is 6 with 5 sites"):
+        Plan.parse(wrong)
+
+
+def test_a_site_goes_on_with_what_it_remembers_of_its_last_round(tmp_path):
+    """A head of its own: in rounds that are not the site's, its own model has the same head."""
+    plan = Plan.parse({**PLAIN, "local": {"head": 10}, "rounds": 5})
+    result = simulate(plan, tmp_path / "run")
+    last = dict[str, int]()
+    for site in SITES:
+        if own := own_rounds(plan, site):
+            paths = (tmp_path / "run" / "sites" / site).glob("*memory.safetensors")
+            stored = sorted(int(from_bytes(p.read_bytes()).numbers["/round"]) for p in paths)
+            assert stored == own[-2:]
+            last[site] = own[-1]
+    assert len(set(last.values())) > 1
+    assert result.records[-1].scores
+
+
+def test_stacked_sites_are_those_of_the_round(tmp_path):
+    pytest.importorskip("greenlet")
+    one = simulate(Plan.parse(PLAN), tmp_path / "a")
+    stacked = {**PLAN, "run": {"workers": 1, "stacked": 3}}
+    other = simulate(Plan.parse(stacked), tmp_path / "b")
+    assert [r.asked for r in one.records] == [r.asked for r in other.records]
+    for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+def test_ray_asks_those_of_the_round():
+    try:
+        require_ray()
+    except InputError:
+        pytest.skip("the extra fedpact[ray] is not installed")
+    from fedpact.simulation.ray import RayTransport
+
+    with ThreadPoolExecutor(1) as pool:
+        fake = SimpleNamespace(
+            _backend=SimpleNamespace(num_workers=1),
+            _pool=pool,
+            _ask=lambda site, task: (site, task),
+            sites=SITES,
+        )
+        asked = {"site-03": 3, "site-01": 1}
+        assert list(RayTransport.exchange(fake, asked)) == [("site-01", 1), ("site-03", 3)]
+
+
+def test_plans_that_ask_unlike_parts_are_no_equals():
+    documents = {str(m): Plan.parse({**PLAN, "sites_per_round": m}).document() for m in (None, 2)}
+    (found,) = differences(documents)
+    assert (found.key, found.unequal) == ("sites_per_round", True)
+
+
+def test_a_record_keeps_who_was_asked():
+    record = RoundRecord(3, asked=["a", "c"], refused={"c": "absent"})
+    assert RoundRecord.from_json(record.to_json()).was_asked("c")
+    again = RoundRecord.from_json(record.to_json())
+    assert [again.took_part(site) for site in "abc"] == [True, False, False]

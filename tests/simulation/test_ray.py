@@ -1,0 +1,286 @@
+"""Engine "ray": the bits, ledgers and memories of the local engine, and an orderly end.
+
+Starting Ray takes nearly all of the time, so two runs do it, one after the other in one process.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedpact.common.errors import FedpactError, InputError, LedgerError, PlanError
+from fedpact.common.messages import Reply, Task, from_bytes, to_bytes
+from fedpact.common.run_folder import Folder
+from fedpact.plan import Plan
+from fedpact.privacy.ledger.hash_chain import read_entries
+from fedpact.privacy.ledger.receipt import receipt
+from fedpact.privacy.oracle import Records
+from fedpact.simulation import flower
+from fedpact.simulation.simulate import simulate
+from fedpact.simulation.threads import VirtualSite
+
+WITHOUT = "the extra fedpact[ray] is not installed"
+# SCAFFOLD keeps a control variate at the site, topk what it left out: both are memory on disk.
+PLAN = {
+    "algorithm": "scaffold",
+    "rounds": 20,
+    "sites": 3,
+    "settings": {"local_steps": 2, "learning_rate": 0.5},
+    "privacy": {"accountant": "rdp"},
+    "compression": {"kind": "topk"},
+    "run": {"workers": 2, "evaluate_every": 1},
+}
+SITES = ("site-00", "site-01", "site-02")
+SHARED = {
+    "rounds": 2,
+    "sites": 5,
+    "settings": {"local_steps": 1, "learning_rate": 0.5},
+    "secure_aggregation": {"threshold": 4},
+    "privacy": {"trust": "sum", "honest": 3, "accountant": "rdp"},
+    "run": {"workers": 1},
+}
+# Two commands; each raises SystemExit.
+COMMANDS = """
+import json, sys
+from fedpact.cli.main import main
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["fedpact", *words]
+    try:
+        main()
+    except SystemExit as end:
+        # 130: Ctrl-C cut it short.
+        if end.code not in (None, 0, 130):
+            raise
+        print("ended with", end.code)
+"""
+MARK = "FEDPACT_RAY_TEST"
+SECONDS = 200  # far beyond what it takes: machines are shared
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """One run, ended locally, and a copy of it from before its first round."""
+    home = tmp_path_factory.mktemp("ray")
+    simulate(Plan.parse(PLAN), home / "local", stop=lambda: True)
+    shutil.copytree(home / "local", home / "ray")
+    simulate(Plan.parse(PLAN), home / "local")
+    return home
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """The environment of a process whose offspring can be told; none of them is left behind."""
+    mark = str(tmp_path_factory.mktemp("mark"))
+    variables = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"}
+    variables.pop("RAY_ADDRESS", None)
+    yield variables
+    end = time.monotonic() + 120  # they have been told to end: far beyond what that takes
+    while (left := marked_processes(f"{MARK}={mark}")) and time.monotonic() < end:
+        time.sleep(0.1)
+    for number in left:
+        os.kill(number, signal.SIGKILL)
+    assert not left, "processes were left behind"
+
+
+def marked_processes(mark: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (path / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if mark.encode() in variables:
+            found.append(int(path.name))
+    return found
+
+
+def entries(path: Path) -> list[dict]:
+    """All of it but the clock, and the hashes, which contain it."""
+    return [
+        {key: value for key, value in entry.items() if key not in ("time", "hash", "previous")}
+        for entry in read_entries(path)
+    ]
+
+
+def check_that_it_is_the_same_run(one: Path, other: Path) -> None:
+    for name in ("model.safetensors", "state.safetensors"):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    records = [Folder(path).restore()[1] for path in (one, other)]
+    for a, b in zip(*records, strict=True):
+        assert {**vars(a), "seconds": 0} == {**vars(b), "seconds": 0}
+    # A model that never moved would be equal, too.
+    assert records[0][-1].accuracy > records[0][0].accuracy
+    for site in SITES:
+        ledgers = [entries(path / "sites" / site / "ledger.jsonl") for path in (one, other)]
+        assert ledgers[0] == ledgers[1]
+        kinds = [entry["kind"] for entry in ledgers[0]]
+        assert kinds == ["open", "reserve"] + ["charge"] * PLAN["rounds"]
+        for name in ("memory.safetensors", "pending-memory.safetensors"):
+            kept = [(path / "sites" / site / name).read_bytes() for path in (one, other)]
+            assert kept[0] == kept[1], (site, name)
+
+
+@pytest.fixture(scope="module")
+def on_ray(runs, marked):
+    """What was printed of the one run, on Ray until Ctrl-C, and of one whose sites share noise."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip(WITHOUT)
+    (runs / "plan.json").write_text(json.dumps(SHARED))
+    words = [
+        ["resume", str(runs / "ray"), "--engine", "ray"],
+        ["run", str(runs / "plan.json"), "--engine", "ray", "--out", str(runs / "shared")],
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-c", COMMANDS, json.dumps(words)],
+        env=marked,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        told, pressed = [], False
+        for line in process.stdout:
+            told.append(line)
+            # As a terminal does: to the whole group, actors included. Twice would end it at once.
+            if line.startswith("round 2/") and not pressed:
+                pressed = True
+                os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(SECONDS) == 0, "".join(told)
+    assert next(line for line in told if line.startswith("ended with")).split()[-1] == "130"
+    return "".join(told)
+
+
+def test_run_begun_on_ray_and_resumed_on_threads_is_one_run(runs, on_ray):
+    stopped = json.loads((runs / "ray" / "summary.json").read_text())
+    assert stopped["status"] == "stopped", on_ray
+    rounds = stopped["rounds"]
+    assert rounds >= 2
+    for site in SITES:
+        here = entries(runs / "ray" / "sites" / site / "ledger.jsonl")
+        assert here == entries(runs / "local" / "sites" / site / "ledger.jsonl")[: 2 + rounds]
+    simulate(Plan.parse(PLAN), runs / "ray")
+    check_that_it_is_the_same_run(runs / "local", runs / "ray")
+
+
+def test_shares_of_noise_on_ray_add_up_to_the_sums_of_threads(runs, on_ray, tmp_path):
+    """Whole numbers are summed exactly: the same model bit for bit, and the same charges."""
+    simulate(Plan.parse(SHARED), tmp_path)
+    folders = tmp_path, runs / "shared"
+    kept = [(folder / "model.safetensors").read_bytes() for folder in folders]
+    assert kept[0] == kept[1], on_ray
+    for number in range(5):
+        own = Path("sites") / f"site-{number:02d}" / "ledger.jsonl"
+        spent = [receipt(folder / own)["runs"].values() for folder in folders]
+        ((here, there),) = zip(*spent, strict=True)
+        assert here["events"] == there["events"]
+        assert here["epsilon_alone_spent"] == there["epsilon_alone_spent"] > 0
+
+
+# ---------------------------------------------------------------- inside an actor, without Ray
+
+
+@pytest.fixture
+def site(tmp_path) -> VirtualSite:
+    """A site of a plain run with two records, which Flower's app finds at place 0."""
+    pytest.importorskip("ray", reason=WITHOUT)
+    plan = Plan.parse({"privacy": {"mode": "none"}, "sites": 1, "model": "logistic"})
+    records = Records(torch.eye(2), torch.tensor([0, 1]))
+    return VirtualSite("site-00", plan, "a-run", records, tmp_path / "memory")
+
+
+def asked(site: VirtualSite, monkeypatch, block: bytes | None = None):
+    """Return what the actor's app answers to a task, as the transport reads it."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    from fedpact.simulation import ray
+    from fedpact.simulation.workshop import TrainingSetup
+
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    kit = ray.ActorState(TrainingSetup(site.plan, torch.zeros(2), 2), [site])
+    monkeypatch.setattr(ray, "_opened", {})
+    monkeypatch.setattr(ray.ray, "get", lambda what: kit if what == "kit" else what)
+    w = torch.zeros(6)
+    task = Task("a-run", 1, "fedavg", {"w": w}, {})
+    message, context = ray.encode_task(0, to_bytes(task) if block is None else block, 1)
+    return ray.decode_answer(ray.open_app("kit")(message, context).content)
+
+
+def test_an_actor_answers_as_the_client_does(site, monkeypatch):
+    from fedpact.simulation.workshop import TrainingSetup
+
+    block, spent = asked(site, monkeypatch)
+    answer = from_bytes(block)
+    assert isinstance(answer, Reply)
+    task = Task("a-run", 1, "fedavg", {"w": torch.zeros(6)}, {})
+    here = site.client(None).handle(task, TrainingSetup(site.plan, torch.zeros(2), 2).bench())
+    assert to_bytes(here) == block
+    assert spent == {}
+
+
+def test_an_error_of_ours_keeps_its_kind_on_the_way(site, tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    (tmp_path / "ledger").write_text("this is no ledger\nat all\n")
+    with pytest.raises(LedgerError, match="unreadable or was altered"):
+        asked(replace(site, ledger=tmp_path / "ledger"), monkeypatch)
+    with pytest.raises(InputError, match="no fedpact message"):
+        asked(site, monkeypatch, b"something else")
+
+
+def test_any_other_error_says_what_it_was_and_where(site, monkeypatch):
+    from dataclasses import replace
+
+    with pytest.raises(FedpactError, match="failed at its actor: AttributeError") as caught:
+        asked(replace(site, records=None), monkeypatch)
+    assert "Traceback" in caught.value.__notes__[0]
+
+
+# ---------------------------------------------------------------- refused, and nothing written
+
+
+def refuse(tmp_path: Path, engine: str, **settings) -> None:
+    try:
+        simulate(Plan.parse({**PLAN, "run": settings}), tmp_path / "run", engine=engine)
+    finally:
+        assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_engine_is_refused(tmp_path):
+    with pytest.raises(InputError, match="engine is 'spark': expected local"):
+        refuse(tmp_path, "spark")
+
+
+@pytest.mark.parametrize("missing", ["flwr", "ray"])
+def test_without_the_extra_its_name_is_told(tmp_path, monkeypatch, missing):
+    monkeypatch.setattr(flower, "find_spec", lambda name: None if name == missing else object())
+    with pytest.raises(InputError, match=r"pip install 'fedpact\[ray\]'"):
+        refuse(tmp_path, "ray")
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    monkeypatch.setattr(flower, "find_spec", lambda name: object())
+    for name in (*flower.QUIET, "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("setting", [{"device": "cuda"}, {"stacked": 4}])
+def test_what_an_actor_cannot_do_is_refused(tmp_path, installed, setting):
+    with pytest.raises(PlanError, match='engine "ray" trains one site at a time on a core'):
+        refuse(tmp_path, "ray", **setting)
+    assert {name: os.environ[name] for name in flower.QUIET} == flower.QUIET
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:10001", "nonsense"])
+def test_an_address_without_a_cluster_is_refused_at_once(tmp_path, installed, monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(InputError, match="no cluster answers"):
+        refuse(tmp_path, "ray")

@@ -1,0 +1,305 @@
+"""A run's model in use: its answers are those of its module on records as training had them."""
+
+import csv
+import hashlib
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.data.features import backbones_of_users
+
+import fedpact
+from fedpact.api import load
+from fedpact.cli.main import main
+from fedpact.common.errors import DataError, InputError
+from fedpact.plan import Plan
+from fedpact.simulation.predict import Predictor
+from fedpact.simulation.setup import SimulationSetup
+
+ROWS = 60
+TABLE = {
+    "data": "own.csv",
+    "label": "outcome",
+    "rounds": 1,
+    "sites": 2,
+    "records": {
+        "classes": ["no", "yes"],
+        "columns": {
+            "age": {"range": [0.0, 120.0], "scale": "range", "fill": 50.0},
+            "kind": {"categories": ["a", "b"], "scale": "one-hot"},
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """A run on a table with declared columns, and its folder's place."""
+    where = tmp_path_factory.mktemp("table")
+    rng = np.random.default_rng(0)
+    with (where / "own.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["age", "outcome", "kind", "weight"])
+        for k in range(ROWS):
+            age = "" if k == 3 else f"{rng.uniform(0, 120):.1f}"
+            writer.writerow([age, ["no", "yes"][k % 2], "ab"[k % 3 > 0], f"{rng.normal():.3f}"])
+    raw = {**TABLE, "data": str(where / "own.csv")}
+    result = fedpact.run(Plan.parse(raw), where / "run")
+    return SimpleNamespace(where=where, plan=Plan.parse(raw), result=result)
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_table_is_read_scaled_and_answered_as_in_training(table):
+    scene = SimulationSetup.of(table.plan)
+    with torch.no_grad():
+        expected = table.result.model.eval()(scene.dataset.x).double().softmax(-1).numpy()
+    found = load(table.where / "run").predict(table.where / "own.csv")
+    assert found.used.all()
+    np.testing.assert_allclose(found.probabilities, expected, rtol=1e-6)
+    assert found.labels.tolist() == [["no", "yes"][k] for k in expected.argmax(1)]
+    # Columns by name, in any order, as a mapping, without labels.
+    rows = rows_of(table.where / "own.csv")
+    columns = {name: [row[name] for row in rows] for name in ("weight", "kind", "age")}
+    again = load(table.where / "run").predict(columns)
+    np.testing.assert_array_equal(again.probabilities, found.probabilities)
+
+
+def test_what_training_would_leave_out_is_answered_with_nothing(table):
+    rows = {"age": ["30", "300", "30"], "kind": ["a", "a", "c"], "weight": ["0.5"] * 3}
+    found = table.result.predict(rows)
+    assert found.used.tolist() == [True, False, False]
+    assert found.labels[1] == found.labels[2] == ""
+    assert np.isnan(found.probabilities[1:]).all()
+    assert found.probabilities[0].sum() == pytest.approx(1)
+
+
+def test_a_record_is_told_of_once_and_by_what_is_wrong_with_it(table, caplog):
+    """Not as one that could not be scaled, which it was not even given to."""
+    table.result.predict({"age": ["x", "30"], "kind": ["a", "a"], "weight": ["0.5"] * 2})
+    assert len(caplog.records) == 1
+    assert "row 1 (counted from 1) is no finite number" in caplog.text
+
+
+def test_figures_are_those_of_counting(table):
+    found = table.result.predict(table.where / "own.csv")
+    truth = [row["outcome"] for row in rows_of(table.where / "own.csv")]
+    score = load(table.where / "run").evaluate(table.where / "own.csv")
+    assert score.accuracy == np.mean(found.labels == np.array(truth))
+    own = found.probabilities[np.arange(ROWS), [found.classes.index(t) for t in truth]]
+    assert score.loss == pytest.approx(-np.log(own).mean(), rel=1e-5)
+    assert score.records == ROWS
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    where = tmp_path_factory.mktemp("digits")
+    plan = Plan.parse(
+        {"rounds": 1, "sites": 2, "model": "logistic", "features": {"kind": "scattering"}}
+    )
+    return SimpleNamespace(plan=plan, folder=where / "run", run=fedpact.run(plan, where / "run"))
+
+
+def test_features_replace_images_with_the_runs_accuracy(digits):
+    data = SimulationSetup.of(digits.plan).raw
+    found = load(digits.folder)
+    assert found.evaluate(data.x_test, data.y_test).accuracy == digits.run.summary["accuracy"]
+    assert found.summary == digits.run.summary
+    assert [r.round for r in found.records] == [r.round for r in digits.run.records]
+    for one, other in zip(found.model.parameters(), digits.run.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("records", "told"),
+    [
+        (np.zeros((3, 8, 8), np.float32), r"expected \[n, 1, 8, 8\]"),
+        ("nowhere.npz", "does not exist"),
+        ({"a": [1.0]}, "expected the run's"),
+    ],
+)
+def test_records_of_another_form_are_refused(digits, records, told):
+    with pytest.raises(DataError, match=told):
+        digits.run.predict(records)
+
+
+def test_unlabelled_file_is_predicted_but_not_evaluated(digits, tmp_path):
+    path, x = tmp_path / "new.npz", SimulationSetup.of(digits.plan).raw.x_test[:3].numpy()
+    np.savez(path, x=x)
+    found = digits.run.predict(path)
+    np.testing.assert_array_equal(found.probabilities, digits.run.predict(x).probabilities)
+    with pytest.raises(DataError, match="no labels; give them"):
+        digits.run.evaluate(path)
+
+
+def test_a_folder_without_a_finished_run_is_refused(digits, tmp_path):
+    with pytest.raises(DataError, match=r"plan\.json"):
+        load(tmp_path)
+    plan = json.dumps(digits.plan.document())
+    (tmp_path / "plan.json").write_text(plan)
+    with pytest.raises(DataError, match="fedpact resume"):
+        load(tmp_path)
+
+
+def test_frames_are_rounds_and_sites(digits, monkeypatch):
+    made = SimpleNamespace(DataFrame=lambda rows: rows)
+    monkeypatch.setitem(__import__("sys").modules, "pandas", made)
+    frames = digits.run.frames()
+    assert [row["round"] for row in frames["rounds"]] == [0, 1]
+    spent = {row["site"]: row["epsilon"] for row in frames["sites"]}
+    assert spent == digits.run.summary["epsilon"]
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    with pytest.raises(InputError, match="pip install 'fedpact\\[frames\\]'"):
+        digits.run.frames()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_exported_model_gives_the_same_scores(digits, tmp_path):
+    served = Predictor.of(digits.folder)
+    x, _ = served.preprocess(SimulationSetup.of(digits.plan).raw.x_test[:7])
+    digits.run.export(tmp_path / "model.pt")
+    with torch.no_grad():
+        assert torch.equal(torch.jit.load(tmp_path / "model.pt")(x), served.model(x))
+    with pytest.raises(InputError, match="ends in"):
+        digits.run.export(tmp_path / "model.bin")
+
+
+def test_without_its_packages_onnx_is_told_how_to_have_them(digits, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(InputError, match=r"fedpact\[onnx\]"):
+        digits.run.export(tmp_path / "model.onnx")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_export_gives_equal_scores_for_any_batch_size(digits, tmp_path):
+    reference = pytest.importorskip("onnx.reference", reason="fedpact[onnx] is not installed")
+    pytest.importorskip("onnxscript", reason="fedpact[onnx] is not installed")
+    served, path = Predictor.of(digits.folder), tmp_path / "model.onnx"
+    digits.run.export(path)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    session = reference.ReferenceEvaluator(str(path))
+    for count in (1, 7):
+        x, _ = served.preprocess(SimulationSetup.of(digits.plan).raw.x_test[:count])
+        (scores,) = session.run(None, {session.input_names[0]: x.numpy()})
+        with torch.no_grad():
+            np.testing.assert_allclose(scores, served.model(x).numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_released_column_scales_are_applied_to_new_records(table, tmp_path):
+    columns = {"age": {"range": [0.0, 120.0], "scale": "released", "fill": 50.0}}
+    records = {"classes": ["no", "yes"], "columns": {**TABLE["records"]["columns"], **columns}}
+    plan = Plan.parse({**TABLE, "data": table.plan.data, "records": records})
+    result = fedpact.run(plan, tmp_path / "run")
+    (by,) = json.loads((tmp_path / "run" / "columns.json").read_text()).values()
+    scene = SimulationSetup.of(plan)
+    x = scene.dataset.x.double()
+    (place,) = scene.released
+    x[:, place] = (x[:, place] - by["mean"]) / by["deviation"]
+    with torch.no_grad():
+        expected = result.model.eval()(x.float()).double().softmax(-1).numpy()
+    found = result.predict(table.plan.data).probabilities
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    for broken in (
+        None,
+        {},
+        {"age": {"mean": 0.1}},
+        {"age": {"mean": "a", "deviation": 1.0}},
+        {"age": {"mean": math.nan, "deviation": 1.0}},
+        {"age": {"mean": 0.1, "deviation": 0.0}},
+        {"age": {"mean": 0.1, "deviation": -0.3}},
+        ["age"],
+        {"age": None},
+    ):
+        path = tmp_path / "run" / "columns.json"
+        path.unlink() if broken is None else path.write_text(json.dumps(broken))
+        with pytest.raises(DataError, match=r"columns\.json does not say what the columns age"):
+            Predictor.of(tmp_path / "run")
+        path.write_text("{}")
+
+
+def test_the_commands_say_the_same(table, capsys, monkeypatch, tmp_path):
+    run, file = str(table.where / "run"), str(table.where / "own.csv")
+    out = tmp_path / "found.csv"
+
+    def told(*arguments):
+        monkeypatch.setattr("sys.argv", ["fedpact", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code
+        return capsys.readouterr().out
+
+    found = table.result.predict(file)
+    assert json.loads(told("predict", run, file, "--json"))["labels"] == found.labels.tolist()
+    told("predict", run, file, "--out", str(out))
+    assert [row["label"] for row in rows_of(out)] == found.labels.tolist()
+    assert out.stat().st_mode & 0o077 == 0
+    score = json.loads(told("evaluate", run, file, "--json"))
+    assert score["accuracy"] == table.result.evaluate(file).accuracy
+
+
+def test_heads_of_the_sites_own_leave_no_model_to_ask(digits, tmp_path):
+    for file in ("records.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((digits.folder / file).read_bytes())
+    plan = digits.plan.document()
+    plan["local"]["head"] = 10
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(DataError, match="a head of its own"):
+        Predictor.of(tmp_path)
+
+
+def test_the_average_that_a_server_kept_can_be_asked(table, tmp_path, capsys, monkeypatch):
+    raw = {**TABLE, "data": table.plan.data, "rounds": 3}
+    kept = {"average": "exponential", "average_decay": 0.5}
+    result = fedpact.run(Plan.parse({**raw, "server": kept}), tmp_path / "run")
+    asked = load(tmp_path / "run", average=True)
+    weights = load_file(tmp_path / "run" / "average.safetensors")
+    assert all(torch.equal(asked.model.state_dict()[name], w) for name, w in weights.items())
+    assert not np.array_equal(
+        asked.predict(raw["data"]).probabilities, result.predict(raw["data"]).probabilities
+    )
+    assert f"{result.summary['average']['accuracy']:.1%}"[:-1] in repr(asked)
+
+    def told(*arguments):
+        monkeypatch.setattr("sys.argv", ["fedpact", "evaluate", str(tmp_path / "run"), *arguments])
+        with pytest.raises(SystemExit):
+            main()
+        return capsys.readouterr()
+
+    file = table.plan.data
+    # Whoever does not ask for it is told that there is one.
+    assert "--average asks the average" in told(file).err
+    of_average = told(file, "--average", "--json")
+    assert "--average" not in of_average.err
+    assert json.loads(of_average.out)["loss"] == asked.evaluate(file).loss
+    with pytest.raises(DataError, match=r"holds no average of models .*server\.average = 'none'"):
+        load(table.where / "run", average=True)
+
+
+def test_a_backbones_file_is_found_from_elsewhere_too(tmp_path, monkeypatch):
+    """Its path is of where the run was begun, and its digest says that it is the same."""
+    module = backbones_of_users.linear((1, 8, 8))
+    save_file(module.state_dict(), tmp_path / "w.safetensors")
+    sha256 = hashlib.sha256((tmp_path / "w.safetensors").read_bytes()).hexdigest()
+    features = {
+        **{"kind": f"{backbones_of_users.__name__}:linear", "weights": "w.safetensors"},
+        **{"sha256": sha256, "trained_on": "made numbers"},
+    }
+    monkeypatch.chdir(tmp_path)
+    plan = Plan.parse({"rounds": 1, "sites": 2, "model": "logistic", "features": features})
+    result = fedpact.run(plan, tmp_path / "runs" / "one")
+    x = torch.rand(3, 1, 8, 8)
+    here = result.predict(x).probabilities
+    (tmp_path / "elsewhere").mkdir()
+    # One of its name, but not of its digest, is another.
+    (tmp_path / "elsewhere" / "w.safetensors").write_bytes(b"another")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = load(tmp_path / "runs" / "one").predict(x).probabilities
+    np.testing.assert_array_equal(found, here)

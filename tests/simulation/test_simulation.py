@@ -1,0 +1,490 @@
+"""Whole runs in this process, on the embedded data: what they spend, write, refuse and repeat."""
+
+import gc
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests import recounted
+
+from fedpact.algorithms import fedavg
+from fedpact.common.errors import InputError, LedgerError, ModelError, PlanError
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import DRAWS
+from fedpact.data.load import from_arrays
+from fedpact.plan import Plan
+from fedpact.privacy.ledger.receipt import receipt
+from fedpact.report.page import write_report
+from fedpact.simulation import simulate as simulation
+from fedpact.simulation.evaluation import Evaluator
+from fedpact.simulation.simulate import simulate
+from fedpact.simulation.threads import InProcess
+
+SMALL = {
+    "rounds": 5,
+    "sites": 3,
+    "settings": {"learning_rate": 1.0},
+    "run": {"evaluate_every": 1, "workers": 1},
+}
+
+
+def plan(**changes):
+    return Plan.parse({**SMALL, **changes})
+
+
+def charges(folder, site):
+    lines = (folder / "sites" / site / "ledger.jsonl").read_text().splitlines()
+    return [entry for entry in map(json.loads, lines) if entry["kind"] == "charge"]
+
+
+def recount(folder, site, delta):
+    """ε of what a ledger holds, by dp-accounting, event by event."""
+    events = ((e["q"], e["sigma"], e["count"]) for e in charges(folder, site))
+    return recounted.epsilon(events, delta)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedfdp"])
+def test_sites_stay_within_budget_by_independent_recount(tmp_path, algorithm):
+    result = simulate(plan(algorithm=algorithm), tmp_path / "run")
+    for site, reported in result.summary["epsilon"].items():
+        spent = recount(result.folder, site, 1e-5)
+        # Both are discretised upper bounds of the same figure.
+        assert spent <= 2 * (1 + 1e-3)
+        assert reported == pytest.approx(spent, rel=1e-3)
+        assert reported <= 2
+        assert sum(entry["count"] for entry in charges(result.folder, site)) == 5
+
+
+def test_the_final_model_is_what_the_folder_holds(tmp_path):
+    result = simulate(plan(), tmp_path / "run")
+    stored = load_file(result.folder / "model.safetensors")
+    for name, value in result.model.state_dict().items():
+        assert torch.equal(stored[name], value)
+    assert {"plan.json", "partition.json", "privacy.json", "environment.json", "summary.json"} <= {
+        path.name for path in result.folder.iterdir()
+    }
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    first = simulate(plan(), tmp_path / "run")
+    before = [charges(first.folder, site) for site in first.summary["epsilon"]]
+    again = simulate(plan(), tmp_path / "run")
+    assert [charges(first.folder, site) for site in first.summary["epsilon"]] == before
+    assert again.summary == first.summary
+    assert again.records == first.records
+
+
+def test_a_folder_of_another_plan_is_left_alone(tmp_path):
+    simulate(plan(), tmp_path / "run")
+    with pytest.raises(PlanError, match="another configuration"):
+        simulate(plan(seed=1), tmp_path / "run")
+
+
+def test_run_cut_off_within_a_round_charges_nothing_twice(tmp_path, monkeypatch):
+    whole = simulate(plan(algorithm="fedfdp"), tmp_path / "whole")
+    from fedpact.algorithms import fedfdp
+
+    update, calls = fedfdp.update, []
+
+    def broken(state, replies, settings):
+        calls.append(1)
+        if len(calls) == 3:
+            next(iter(replies))
+            raise KeyboardInterrupt
+        return update(state, replies, settings)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fedfdp, "update", broken)
+        with pytest.raises(KeyboardInterrupt):
+            simulate(plan(algorithm="fedfdp"), tmp_path / "broken")
+    after = simulate(plan(algorithm="fedfdp"), tmp_path / "broken")
+    for site in whole.summary["epsilon"]:
+        assert len(charges(after.folder, site)) == len(charges(whole.folder, site)) == 5
+    assert torch.equal(FlatModel(after.model).vector, FlatModel(whole.model).vector)
+    assert after.summary["epsilon"] == whole.summary["epsilon"]
+
+
+def test_a_spent_budget_ends_the_run(tmp_path):
+    given = {"sigma": 1.0, "epsilon": 4.0}
+    result = simulate(plan(privacy=given, rounds=500, sampling_rate=0.5), tmp_path / "run")
+    assert result.summary["status"] == "budget"
+    assert 0 < result.summary["rounds"] < 500
+    for site in result.summary["epsilon"]:
+        assert recount(result.folder, site, 1e-5) <= 4 * (1 + 1e-3)
+
+
+def test_a_byte_budget_is_not_exceeded(tmp_path):
+    # Of "grid" tests/algorithms/wrappers/test_gridded.py has the budget: five of its rounds are
+    # not two models.
+    equal = {"compression": {"kind": "none"}}
+    free = simulate(plan(**equal), tmp_path / "free")
+    total = free.summary["bytes_up"] + free.summary["bytes_down"]
+    result = simulate(plan(**equal, budget={"bytes": int(total * 0.7)}), tmp_path / "run")
+    assert result.summary["status"] == "bytes"
+    assert result.summary["rounds"] == 3
+    assert result.summary["bytes_up"] + result.summary["bytes_down"] <= total * 0.7
+
+
+def test_a_plain_run_has_no_ledger_and_says_so(tmp_path):
+    result = simulate(plan(privacy={"mode": "none"}), tmp_path / "run")
+    assert not list(result.folder.rglob("ledger.jsonl"))
+    assert json.loads((result.folder / "privacy.json").read_text())["private"] is False
+    assert result.summary["private"] is False
+    assert result.summary["epsilon"] == {}
+
+
+def test_a_plain_run_reaches_the_accuracy_of_logistic_regression(tmp_path):
+    from sklearn.linear_model import LogisticRegression
+
+    from fedpact.data.load import load_dataset
+
+    data = load_dataset("digits")
+    reference = LogisticRegression(max_iter=2000).fit(data.x.flatten(1).numpy(), data.y.numpy())
+    goal = reference.score(data.x_test.flatten(1).numpy(), data.y_test.numpy())
+    result = simulate(
+        plan(
+            privacy={"mode": "none"},
+            rounds=150,
+            sampling_rate=1.0,
+            run={"evaluate_every": 150, "workers": 1},
+        ),
+        tmp_path / "run",
+    )
+    assert result.summary["accuracy"] >= goal - 0.03
+
+
+def test_one_site_with_one_full_batch_is_gradient_descent(tmp_path):
+    """FedAvg at q = 1, τ = 1 with one site: w - η ∇F(w), by ordinary autograd."""
+    torch.manual_seed(0)
+    data = from_arrays(torch.randn(40, 6), torch.randint(3, (40,)))
+    whole = plan(sites=1, sampling_rate=1.0, privacy={"mode": "none"}, partition={"held_out": 0.0})
+    result = simulate(whole, tmp_path / "run", data=data)
+    from fedpact.models.build import build
+
+    model = build("logistic", data.x[0], 3, 0)
+    for _ in range(5):
+        loss = torch.nn.functional.cross_entropy(model(data.x), data.y)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for p, g in zip(model.parameters(), gradients, strict=True):
+                p -= 1.0 * g
+    for found, expected in zip(result.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data": "nowhere.csv"},
+        {"model": "cnn"},
+        {"model": "nowhere:make"},
+        {"sites": 5000},
+        {"privacy": {"sigma": 0.01}},
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(tmp_path, changes):
+    with pytest.raises(InputError):
+        simulate(plan(**changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_batch_norm_is_refused_in_private_runs_by_layer_name(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    with pytest.raises(InputError, match=r"'1'.*replace_batchnorm|'1'.*GroupNorm"):
+        simulate(plan(model="models_of_users:normalised"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_mixes_records_is_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    with pytest.raises(InputError, match="mixes"):
+        simulate(plan(model="models_of_users:centred"), tmp_path / "run")
+
+
+@pytest.mark.parametrize("model", ["shifted", "bounded_in_place"])
+def test_a_model_that_writes_over_its_records_is_refused(tmp_path, monkeypatch, model):
+    """Even where it leaves made-up records as they are. Private runs: before anything is written.
+
+    A plain run ends where the model is first tested; what it trains on are copies.
+    """
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    data = from_arrays(torch.randn(40, 6), torch.randint(3, (40,)))
+    for mode in ("none", "per_sample", "batch_clipped"):
+        asked = plan(model=f"models_of_users:{model}", privacy={"mode": mode})
+        with pytest.raises(InputError, match="writes over its input"):
+            simulate(asked, tmp_path / mode, data=data)
+        assert mode == "none" or not (tmp_path / mode).exists()
+
+
+def test_a_model_that_looks_at_values_is_refused(tmp_path, monkeypatch):
+    """Nobody could say whether it mixes records. A plain run trains it."""
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    data = from_arrays(torch.randint(2, 5, (40, 6)), torch.randint(3, (40,)))
+    told = r"'models_of_users:coded' failed on four made-up records, zeros and ones.*IndexError: "
+    with pytest.raises(ModelError, match=told):
+        simulate(plan(model="models_of_users:coded"), tmp_path / "private", data=data)
+    assert not (tmp_path / "private").exists()
+    asked = plan(model="models_of_users:coded", privacy={"mode": "none"})
+    assert simulate(asked, tmp_path / "plain", data=data).summary["status"] == "finished"
+
+
+def test_value_dependent_model_trains_only_without_privacy(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    with pytest.raises(ModelError, match="cannot be differentiated record by record"):
+        simulate(plan(model="models_of_users:pixels"), tmp_path / "private")
+    assert not (tmp_path / "private").exists()
+    asked = plan(model="models_of_users:pixels", privacy={"mode": "none"})
+    assert simulate(asked, tmp_path / "plain").summary["status"] == "finished"
+
+
+def test_torch_has_its_threads_again_after_a_failure(tmp_path, monkeypatch):
+    """Whatever fails, in the midst of replies too: who catches it goes on with all of them."""
+
+    def failing(state, replies, settings):
+        next(iter(replies))
+        raise ZeroDivisionError("at the server")
+
+    monkeypatch.setattr(fedavg, "update", failing)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ZeroDivisionError, match="at the server"):
+            simulate(plan(), tmp_path / "run")
+        gc.collect()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_state_after_a_plain_round_is_the_weighted_mean(tmp_path):
+    """The engine hands update all replies: Σ p_i w_i with p_i = N_i / Σ N, by hand."""
+    seen = {}
+    update = fedavg.update
+
+    def watching(state, replies, settings):
+        replies = list(replies)
+        seen["mean"] = np.average(
+            [r.vectors["w"].numpy() for r in replies], axis=0, weights=[r.weight for r in replies]
+        )
+        return update(state, replies, settings)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fedavg, "update", watching)
+        whole = plan(rounds=1, privacy={"mode": "none"}, partition={"kind": "dirichlet"})
+        result = simulate(whole, tmp_path / "run")
+    found = FlatModel(result.model).vector.numpy()
+    np.testing.assert_allclose(found, seen["mean"], rtol=1e-5, atol=1e-7)
+
+
+def test_spent_site_leaves_and_the_rest_go_on_or_stop(tmp_path):
+    grants = {"site-01": {"sigma": 3.0, "epsilon": 1.0}}
+    few = plan(rounds=12, sampling_rate=0.5, privacy={"per_site": grants})
+    allowed = few.terms({"site-00": 9.0, "site-01": 9.0, "site-02": 9.0})["site-01"].steps
+    assert 0 < allowed < 12
+    going_on = simulate(few, tmp_path / "on")
+    assert (going_on.summary["status"], going_on.summary["rounds"]) == ("finished", 12)
+    refusals = [record.round for record in going_on.records if record.refused]
+    assert refusals == list(range(allowed + 1, 13))
+    assert going_on.records[-1].refused == {"site-01": "budget"}
+    assert recount(going_on.folder, "site-01", 1e-5) <= 1 * (1 + 1e-3)
+
+    stopping = few.model_copy(
+        update={"budget": few.budget.model_copy(update={"when_spent": "stop"})}
+    )
+    stopped = simulate(stopping, tmp_path / "stop")
+    assert (stopped.summary["status"], stopped.summary["rounds"]) == ("budget", allowed + 1)
+
+
+def test_server_arithmetic_is_single_threaded_and_use_is_not(tmp_path, monkeypatch):
+    """Numbers of threads as torch tells them: of the update, an evaluation and the caller's own."""
+    seen = {"update": [], "evaluate": [], "on_round": []}
+
+    def watch(owner, name, place):
+        original = getattr(owner, name)
+
+        def watched(*arguments):
+            seen[place].append(torch.get_num_threads())
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(fedavg, "update", "update")
+    watch(Evaluator, "_scored", "evaluate")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        simulate(
+            plan(rounds=2),
+            tmp_path / "run",
+            on_round=lambda _: seen["on_round"].append(torch.get_num_threads()),
+        )
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert {place: set(numbers) for place, numbers in seen.items()} == {
+        "update": {1},
+        "evaluate": {2},
+        "on_round": {2},
+    }
+
+
+def test_a_run_that_diverges_ends_with_its_last_finite_model(tmp_path):
+    wild = plan(model="mlp", settings={"learning_rate": 1e30}, privacy={"mode": "none"}, rounds=50)
+    result = simulate(wild, tmp_path / "run")
+    assert result.summary["status"] == "diverged"
+    assert result.summary["rounds"] < 50
+    assert torch.isfinite(FlatModel(result.model).vector).all()
+
+
+@pytest.mark.parametrize(
+    ("mode", "used"), [("per_sample", "fixed sequence"), ("none", "none")], ids=["private", "plain"]
+)
+def test_statement_and_ledger_name_the_accounting_used(tmp_path, mode, used):
+    result = simulate(plan(rounds=1, privacy={"mode": mode}), tmp_path / "run")
+    told = json.loads((result.folder / "privacy.json").read_text())
+    assert told["accounting"] == used
+    assert bool(told["accounting_reason"]) == (mode != "none")
+    for path in result.folder.rglob("ledger.jsonl"):
+        (run,) = receipt(path)["runs"].values()
+        assert run["accounting"] == used
+    shown = write_report(result.folder).read_text()
+    assert ("fixed before the run, so PLD composition is a proof" in shown) == (mode != "none")
+
+
+def test_a_model_that_draws_random_numbers_is_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    with pytest.raises(InputError, match=r"Dropout at '1'"):
+        simulate(plan(model="models_of_users:dropping"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_with_shared_weights_is_trained_and_stored(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    result = simulate(plan(model="models_of_users:tied", rounds=2), tmp_path / "run")
+    stored = load_file(result.folder / "model.safetensors")
+    assert torch.equal(stored["first.weight"], stored["second.weight"])
+    result.model.load_state_dict(stored)
+
+
+def test_a_run_goes_on_with_other_workers(tmp_path):
+    short = simulate(plan(), tmp_path / "run", stop=iter([False, False, True]).__next__)
+    assert short.summary["status"] == "stopped"
+    more = plan(run={"evaluate_every": 1, "workers": 2})
+    assert simulate(more, tmp_path / "run").summary["status"] == "finished"
+
+
+def test_a_run_does_not_go_on_with_other_records(tmp_path):
+    """Its statement is of one data set, and a round carried out again would be another release."""
+    out, file = tmp_path / "run", tmp_path / "t.csv"
+    rows = [f"{20 + k},{k % 2}" for k in range(200)]
+    file.write_text("\n".join(["age,ill", *rows]))
+    mine = plan(data=str(file), label="ill", model="logistic")
+    simulate(mine, out, stop=iter([False, False, True]).__next__)
+    # Another age: neither classes nor the number of their records change.
+    file.write_text("\n".join(["age,ill", "33,0", *rows[1:]]))
+    with pytest.raises(PlanError, match="begun on other records: its data have changed"):
+        simulate(mine, out)
+    file.write_text("\n".join(["age,ill", *rows]))
+    assert simulate(mine, out).summary["status"] == "finished"
+
+
+@pytest.mark.parametrize("begun", [None, 1, DRAWS - 1, DRAWS + 1])
+def test_a_run_of_other_draws_is_finished_by_nobody_else(tmp_path, begun):
+    """A round carried out again would be another release under the first one's charge."""
+    out = tmp_path / "run"
+    simulate(plan(), out, stop=iter([False, False, True]).__next__)
+    written = json.loads((out / "environment.json").read_text())
+    own = written.pop("draws")
+    changed = written if begun is None else {**written, "draws": begun}
+    (out / "environment.json").write_text(json.dumps(changed))
+    with pytest.raises(PlanError, match="other draws"):
+        simulate(plan(), out)
+    (out / "environment.json").write_text(json.dumps({**written, "draws": own}))
+    assert simulate(plan(), out).summary["status"] == "finished"
+    # What is finished draws nothing any more.
+    (out / "environment.json").write_text(json.dumps(changed))
+    assert simulate(plan(), out).summary["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("asked", "model", "rate", "expected"),
+    [
+        # 650 and 9,610 parameters, 287 records or more at a site: below 2^20, and above it.
+        (0, "logistic", 0.5, 1),
+        (0, "mlp", 0.1, 1),
+        (0, "mlp", 0.5, 3),
+        (2, "logistic", 0.5, 2),
+    ],
+)
+def test_short_steps_have_one_worker(tmp_path, monkeypatch, asked, model, rate, expected):
+    """Unless a number is asked for: d q N multiplications decide."""
+    found = []
+
+    class Counted(InProcess):
+        def __init__(self, clients, workers, table):
+            found.append(workers)
+            super().__init__(clients, workers, table)
+
+    monkeypatch.setattr(simulation, "InProcess", Counted)
+    monkeypatch.setattr(simulation, "available_cores", lambda: 3)
+    running = {"evaluate_every": 1, "workers": asked}
+    simulate(plan(model=model, rounds=1, sampling_rate=rate, run=running), tmp_path / "run")
+    assert found == [expected]
+
+
+def test_a_byte_budget_too_small_for_a_round_sends_nothing(tmp_path):
+    result = simulate(plan(budget={"bytes": 1}), tmp_path / "run")
+    assert (result.summary["status"], result.summary["rounds"]) == ("bytes", 0)
+    assert all(not charges(result.folder, site) for site in result.summary["epsilon"])
+
+
+def test_start_cut_off_before_first_state_leaves_no_record(tmp_path):
+    simulate(plan(), tmp_path / "run", stop=lambda: True)
+    # As if killed between the record of round 0 and the state that counts it as done.
+    (tmp_path / "run" / "state.safetensors").unlink()
+    simulate(plan(), tmp_path / "run", stop=iter([False, False, True]).__next__)
+    result = simulate(plan(), tmp_path / "run")
+    assert [record.round for record in result.records] == [0, 1, 2, 3, 4, 5]
+    lines = (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_ledger_that_a_power_failure_shortened_is_not_believed(tmp_path):
+    """It lacks the charge of a round that is committed: its ε would be too small."""
+    stopping = iter([False, False, True])
+    result = simulate(plan(), tmp_path / "run", stop=lambda: next(stopping))
+    assert result.records[-1].round == 2
+    ledger = sorted((tmp_path / "run" / "sites").glob("*/ledger.jsonl"))[1]
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    assert json.loads(lines[-1])["round"] == 2
+    ledger.write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(LedgerError, match="no charge after round 1, and its site took part in"):
+        simulate(plan(), tmp_path / "run")
+    ledger.write_bytes(b"".join(lines))
+    assert simulate(plan(), tmp_path / "run").records[-1].round == 5
+
+
+def test_unstackable_model_is_refused_before_writing(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    asked = plan(model="models_of_users:tied", run={"stacked": 4})
+    with pytest.raises(PlanError, match=r"run.stacked = 4.*cannot be stacked"):
+        simulate(asked, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_device_is_refused_before_writing(tmp_path):
+    with pytest.raises(PlanError, match=r"device is 'cuda:99': torch .* finds"):
+        simulate(plan(run={"device": "cuda:99"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(PlanError, match=r"run.device.*'gpu'"):
+        plan(run={"device": "gpu"})
+
+
+def test_a_round_carried_out_again_is_the_same_release(tmp_path):
+    """Its noise is not drawn anew, so neither device nor stacks may change when a run goes on."""
+    simulate(plan(rounds=2), tmp_path / "run")
+    with pytest.raises(PlanError, match="another configuration"):
+        simulate(plan(rounds=2, run={"stacked": 2}), tmp_path / "run")
+    assert simulate(plan(rounds=2, run={"workers": 1}), tmp_path / "run").records[-1].round == 2

@@ -1,0 +1,220 @@
+"""The bounds: closed forms, exact error rates, and the rule they must not break.
+
+Where a law is known, the chance that a bound exceeds the truth is summed exactly, so nothing here
+fails by chance except where a simulation says so.
+"""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from fedpact.common.errors import InputError
+from fedpact.studies.audit.bounds import (
+    Counts,
+    auc,
+    auc_ceiling,
+    lower_probability,
+    many_runs_epsilon,
+    one_run_epsilon,
+    one_run_p_value,
+    upper_probability,
+)
+
+
+def right(epsilon):
+    """How often randomised response with this ε tells the truth."""
+    return 1 / (1 + math.exp(-epsilon))
+
+
+def test_one_run_without_delta_is_the_binomial_tail():
+    assert one_run_p_value(50, 20, 13, 0.5, 0.0) == pytest.approx(
+        stats.binom(20, right(0.5)).sf(12)
+    )
+    assert one_run_p_value(50, 20, 0, 0.5, 1e-3) == 1.0
+
+
+def test_one_run_delta_term_by_hand():
+    """r = 2, v = 2, ε = 0: P[W >= 2] = 1/4, P[W = 1] = 1/2, P[0 <= W < 2] / 2 = 3/8."""
+    assert one_run_p_value(10, 2, 2, 0.0, 1e-3) == pytest.approx(0.25 + 2 * 10 * 1e-3 * 0.5)
+
+
+def test_one_run_all_right_in_closed_form():
+    """right(ε)^m = 0.05."""
+    p = 0.05 ** (1 / 1000)
+    assert one_run_epsilon(1000, 1000, 1000, 0.0) == pytest.approx(math.log(p / (1 - p)), abs=1e-5)
+
+
+@given(
+    st.integers(1, 60).flatmap(lambda r: st.tuples(st.just(r), st.integers(0, r))),
+    st.sampled_from([0.0, 1e-5, 1e-3]),
+)
+def test_one_run_is_monotone(counts, delta):
+    guesses, correct = counts
+    found = one_run_epsilon(60, guesses, correct, delta)
+    assert found <= one_run_epsilon(60, guesses, correct, 0.0)
+    assert found <= one_run_epsilon(60, guesses, min(guesses, correct + 1), delta) + 1e-6
+    if found:
+        assert one_run_p_value(60, guesses, correct, found, delta) <= 0.05
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 3.0])
+@pytest.mark.parametrize("guesses", [10, 100, 1000])
+def test_one_run_error_rate_on_randomised_response(epsilon, guesses):
+    """The chance that the bound exceeds the known ε, summed exactly over the right guesses."""
+    law = stats.binom(guesses, right(epsilon))
+    least = next(
+        (v for v in range(guesses + 1) if one_run_epsilon(1000, guesses, v, 0.0) > epsilon), None
+    )
+    if least is not None:
+        assert law.sf(least - 1) <= 0.05
+        # It is no tighter than it may be, and not much looser: one more step is beyond.
+        assert law.sf(least - 2) > 0.05 * (1 - 1e-4)
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.01), (1.0, 1e-3), (0.0, 0.02)])
+def test_one_run_error_rate_with_delta(epsilon, delta):
+    """A mechanism that tells a record's bit outright with probability δ, and else answers by ε.
+
+    Each bit's answer is (ε, δ)-private; of m answers all are guessed. Right with probability
+    δ + (1 - δ) right(ε), so the error is summed exactly. It uses up δ: without it the bound fails.
+    """
+    m = 1000
+    law = stats.binom(m, delta + (1 - delta) * right(epsilon))
+    least = next(
+        (v for v in range(m + 1) if one_run_p_value(m, m, v, epsilon, delta) <= 0.05), None
+    )
+    if least is not None:
+        assert law.sf(least - 1) <= 0.05
+
+
+def test_one_run_catastrophe_needs_the_delta_term():
+    """With probability m δ everything is told: a valid (0, δ) mechanism, as for one bit δ is lost.
+
+    The bound with δ allows for it; the one without δ would be wrong more often than 5 %.
+    """
+    m, delta = 100, 1e-3
+    everything = m * delta
+    assert one_run_p_value(m, m, m, 0.0, delta) >= everything / m
+    least = next(v for v in range(m + 1) if one_run_p_value(m, m, v, 0.0, 0.0) <= 0.05)
+    fair = stats.binom(m, 0.5).sf(least - 1)
+    assert everything + (1 - everything) * fair > 0.05
+    least = next((v for v in range(m + 1) if one_run_p_value(m, m, v, 0.0, delta) <= 0.05), m + 1)
+    told = delta if least <= m else 0.0
+    assert told + stats.binom(m, 0.5).sf(least - 1) <= 0.05
+
+
+def test_one_run_by_simulation():
+    """Randomised response with ε = 1 and abstention, 2,000 times: at most 5 % above ε.
+
+    Fails by chance with probability 1e-6 at most.
+    """
+    generator = np.random.default_rng(5)
+    trials, m, guesses, epsilon = 2000, 200, 60, 1.0
+    above = 0
+    bounds = [one_run_epsilon(m, guesses, v, 0.0) for v in range(guesses + 1)]
+    for _ in range(trials):
+        coins = generator.integers(2, size=m)
+        answers = np.where(generator.random(m) < right(epsilon), coins, 1 - coins)
+        guessed = generator.permutation(m)[:guesses]
+        above += bounds[int((answers == coins)[guessed].sum())] > epsilon
+    assert above <= stats.binom(trials, 0.05).isf(1e-6)
+    # Randomised response is what the bound is sharp for: it must come near, too.
+    assert bounds[round(guesses * right(epsilon))] > 0.3
+
+
+@pytest.mark.parametrize(("m", "r", "v"), [(5, 6, 3), (5, 4, 5), (5, 3, -1)])
+def test_impossible_counts_are_refused(m, r, v):
+    with pytest.raises(InputError, match="0 <= correct <= guesses <= canaries"):
+        one_run_p_value(m, r, v, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, -0.1, 1.5])
+def test_bad_numbers_are_refused(bad):
+    with pytest.raises(InputError, match="delta is"):
+        one_run_p_value(5, 4, 3, 1.0, bad)
+    with pytest.raises(InputError, match="confidence is"):
+        one_run_epsilon(5, 4, 3, 0.0, bad)
+    with pytest.raises(InputError, match="delta is"):
+        many_runs_epsilon(Counts(1, 2, 1, 2), bad)
+
+
+@given(st.integers(1, 200).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_clopper_pearson_by_its_definition(counts):
+    seen, runs = counts
+    low, high = (f(seen, runs, 0.025) for f in (lower_probability, upper_probability))
+    assert 0 <= low <= seen / runs <= high <= 1
+    if seen:
+        assert stats.binom(runs, low).sf(seen - 1) == pytest.approx(0.025)
+    if seen < runs:
+        assert stats.binom(runs, high).cdf(seen) == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize(
+    ("p1", "p0", "delta"), [(0.3, 0.1, 0.0), (0.5, 0.4, 0.05), (0.02, 0.01, 0)]
+)
+def test_many_runs_error_rate(p1, p0, delta):
+    """ε = log((p1 - δ)/p0) exactly: how often the bound is above it, summed over all counts."""
+    runs, epsilon = 60, math.log((p1 - delta) / p0)
+    with_it, without = (stats.binom(runs, p).pmf(np.arange(runs + 1)) for p in (p1, p0))
+    wrong = sum(
+        with_it[a] * without[b]
+        for a in range(runs + 1)
+        for b in range(runs + 1)
+        if with_it[a] * without[b] > 1e-12
+        and many_runs_epsilon(Counts(a, runs, b, runs), delta) > epsilon
+    )
+    assert wrong <= 0.05
+
+
+def test_many_runs_finds_randomised_response():
+    """With the expected counts of 10,000 runs at ε = 2 the bound is within 10 %."""
+    n = 10_000
+    seen = Counts(round(n * right(2.0)), n, round(n * right(-2.0)), n)
+    assert 1.8 < many_runs_epsilon(seen, 0.0) < 2.0
+
+
+def test_auc_against_the_normal_law():
+    """Scores N(1, 1) against N(0, 1): AUC = Φ(1/√2). Covered 95 % of the time, to within 1e-6."""
+    generator = np.random.default_rng(3)
+    truth, covered, trials = stats.norm.cdf(1 / math.sqrt(2)), 0, 400
+    for _ in range(trials):
+        found = auc(generator.normal(1, 1, 150), generator.normal(0, 1, 100))
+        covered += found.low <= truth <= found.high
+    # DeLong's interval is asymptotic: 93 % is what is asked for.
+    assert covered >= stats.binom(trials, 0.93).ppf(1e-6)
+    assert covered <= stats.binom(trials, 0.97).isf(1e-6)
+
+
+def test_auc_edges():
+    a = np.array([1.0, 2.0, 3.0])
+    assert auc(a, a).value == 0.5
+    assert auc(a + 9, a).value == 1.0
+    assert auc(a, a + 9).value == 0.0
+    # One minus (0.05)^(1/3): none of 3 was seen misplaced.
+    assert auc(a + 9, a).low == pytest.approx(0.05 ** (1 / 3))
+    assert auc(np.array([1.0, 1.0]), np.array([1.0, 0.0])).value == 0.75
+    with pytest.raises(InputError, match="at least 2 of each"):
+        auc(a, a[:1])
+
+
+@given(st.floats(0, 20), st.floats(0, 1))
+def test_auc_ceiling_is_the_area(epsilon, delta):
+    x = np.linspace(0, 1, 20_001)
+    region = np.minimum(
+        np.minimum(1, math.exp(epsilon) * x + delta), 1 - math.exp(-epsilon) * (1 - delta - x)
+    )
+    area = np.trapezoid(np.minimum(region, 1), x)
+    assert auc_ceiling(epsilon, delta) == pytest.approx(area, abs=1e-4)
+
+
+@pytest.mark.parametrize(("seen", "runs"), [(0, 1), (1, 1), (3, 40), (40, 40), (499, 500)])
+def test_the_bounds_of_counts_are_those_of_scipys_test(seen, runs):
+    for error in (0.025, 1e-4):
+        low = stats.binomtest(seen, runs, alternative="greater").proportion_ci(1 - error).low
+        high = stats.binomtest(seen, runs, alternative="less").proportion_ci(1 - error).high
+        assert lower_probability(seen, runs, error) == pytest.approx(low, abs=1e-12)
+        assert upper_probability(seen, runs, error) == pytest.approx(high, abs=1e-12)

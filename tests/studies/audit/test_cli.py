@@ -1,0 +1,206 @@
+"""`fedpact audit` as a user meets it."""
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from fedpact.api import run as carry_out
+from fedpact.cli import audit as carried_out
+from fedpact.cli.main import app
+from fedpact.common.errors import DataError, InputError, PlanError, PrivacyError
+from fedpact.common.format import lower, upper
+from fedpact.plan import Plan
+from fedpact.privacy import batches
+from fedpact.simulation.setup import SimulationSetup
+from fedpact.studies.audit.attacks import many_runs
+from fedpact.studies.audit.target import Target
+
+QUICK = ["--set", "rounds=2", "--set", "sampling_rate=1.0", "--canaries", "60"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["audit", *QUICK, *arguments])
+
+
+@pytest.fixture
+def few_runs(monkeypatch):
+    """What is shown does not depend on how many runs there were."""
+    monkeypatch.setattr(carried_out, "many_runs", functools.partial(many_runs, runs=50))
+
+
+def test_one_json_document_with_everything_an_epsilon_needs(few_runs):
+    result = invoke("--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert (document["epsilon"], document["delta"]) == (2.0, 1e-5)
+    assert document["adjacency"] == "add/remove one record"
+    assert document["confidence"] == 0.95
+    assert document["accountant"] == "best"
+    assert set(document["methods"]) == {"sensitivity", "one-run", "many-runs", "membership"}
+    assert document["passed"]
+    one = document["methods"]["one-run"]
+    assert (one["canaries"], one["events"]) == (60, 2)
+    for bound in [one, *document["methods"]["many-runs"]["bounds"]]:
+        assert 0 <= bound["epsilon"] <= bound["claimed"]
+    # The same once more in one form: how far a record moves a sum, one-run and its curve, three δ,
+    # a channel's noise and the nearest of the tests, AUC.
+    assert [c["quantity"] for c in document["checks"]] == [*"Δεpεεεσp", "AUC"]
+    (channel,) = document["methods"]["sensitivity"]["channels"]
+    largest = max(channel[part]["size"] for part in ("single", "in_batch"))
+    assert 0.98 < document["checks"][0]["bound"] == largest <= 1
+    # What each attack could show at best stands beside what it showed; a test bounds nothing.
+    for check in document["checks"]:
+        match check["quantity"]:
+            case "ε" | "AUC":
+                assert 0 <= check["power"] <= check["claimed"]
+            case "σ":
+                assert check["power"] > check["claimed"]
+            case _:
+                assert check["power"] is None
+    assert document["checks"][1]["bound"] == one["epsilon"]
+    confidences = [document["checks"][i]["confidence"] for i in (0, 1, 3, 6, 8)]
+    assert confidences == [1, 0.95, 0.95, 0.999, 0.95]
+
+
+def test_text():
+    result = invoke("--method", "one-run")
+    assert result.exit_code == 0, result.output
+    assert "claimed ε = 2 at δ = 1e-05, add/remove one record, accountant best" in result.stdout
+    assert "95% confidence" in result.stdout
+    assert "sensitivity gradient: longest single-record sum 0.9" in result.stdout
+    assert "no attack contradicts the claim" in result.stdout
+    assert "membership" not in result.stdout
+
+
+def test_many_runs_are_left_out_for_a_large_model(few_runs):
+    result = invoke("--set", "model=mlp", "--json", "--canaries", "10")
+    small = json.loads(result.stdout)
+    assert small["model_parameters"] == 64 * 128 + 128 + 1290
+    assert "many-runs" in small["methods"]
+    # 37,510 weights: one run and membership only.
+    result = invoke("--set", "data=digits", "--set", "model=models_of_audits:wide")
+    assert result.exit_code == 0, result.output
+    assert "many-runs   left out" in result.stdout
+
+
+@pytest.fixture(autouse=True)
+def _own_models(monkeypatch, tmp_path):
+    (tmp_path / "models_of_audits.py").write_text(
+        "import math\nfrom torch import nn\n"
+        "def wide(shape, classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 500), nn.ReLU(),\n"
+        "                         nn.Linear(500, classes))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_wrong_claim_ends_with_an_error(monkeypatch, audited, few_runs):
+    """The document still stands on standard output, whole."""
+    honest = Target.of
+
+    def broken(scene):
+        return dataclasses.replace(honest(scene), make=audited.broken["noise halved"])
+
+    monkeypatch.setattr(Target, "of", broken)
+    result = invoke("--method", "many-runs", "--json")
+    assert isinstance(result.exception, PrivacyError)
+    assert "site 'site-00'" in str(result.exception)
+    assert not json.loads(result.stdout)["passed"]
+
+
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_twice_the_clip_is_found_whatever_the_attacks_find(seed, monkeypatch):
+    """No attack has the power to: the noise is as stated, and hides most of it."""
+    right = batches.clip_for
+    monkeypatch.setattr(batches, "clip_for", lambda clip, expected: 2 * right(clip, expected))
+    result = invoke("--method", "one-run", "--json", "--set", f"seed={seed}")
+    assert isinstance(result.exception, PrivacyError)
+    for part in ("(method sensitivity)", "sum 1.98", "label", "clip each record's whole"):
+        assert part in str(result.exception)
+    failed = [c for c in json.loads(result.stdout)["checks"] if not c["passed"]]
+    assert [c["method"] for c in failed] == ["sensitivity"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    carry_out(Plan.read(None, ["rounds=2", "sites=3"]), folder)
+    return folder
+
+
+def audit(*arguments):
+    return CliRunner().invoke(app, ["audit", "--method", "one-run", "--canaries", "60", *arguments])
+
+
+def test_a_runs_folder_keeps_the_outcome_and_its_report_shows_it(run, monkeypatch):
+    result = audit(str(run), "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document == json.loads((run / "audit.json").read_text())
+    # Of the run's own site, with the claim that its statement makes.
+    stated = json.loads((run / "privacy.json").read_text())
+    site = stated["sites"][document["site"]]
+    assert (document["epsilon"], document["delta"]) == (site["epsilon"], site["delta"])
+    assert (document["mechanism"], document["events"]) == (stated["mechanism"], site["steps"])
+    page = (run / "report.html").read_text()
+    moved, check, curve = document["checks"]
+    assert curve["quantity"] == "p"
+    assert moved["found"] in page
+    assert f"Δ ≤ {upper(moved['claimed'], 6)}</td>" in page
+    assert f"ε ≥ {lower(check['bound'])}</td>" in page
+    assert check["found"] in page
+    assert "No attack contradicts the claim" in page
+
+
+def test_a_wrong_claim_is_marked_in_the_runs_report(run, monkeypatch, audited):
+    honest = Target.of
+
+    def broken(scene):
+        return dataclasses.replace(honest(scene), make=audited.broken["noise halved"])
+
+    monkeypatch.setattr(Target, "of", broken)
+    result = CliRunner().invoke(app, ["audit", str(run), "--method", "many-runs"])
+    assert isinstance(result.exception, PrivacyError)
+    assert "CONTRADICTS THE CLAIM" in (run / "report.html").read_text()
+
+
+def test_folder_audit_uses_its_configuration_and_records(run, tmp_path):
+    result = audit(str(run), "--set", "privacy.epsilon=8.0")
+    assert isinstance(result.exception, PlanError)
+    assert "the folder of a run" in str(result.exception)
+    result = audit(str(tmp_path))
+    assert isinstance(result.exception, DataError)
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    (moved / "partition.json").unlink()
+    result = audit(str(moved))
+    assert isinstance(result.exception, DataError)
+    assert "not on this machine" in str(result.exception)
+
+
+@pytest.mark.parametrize("arguments", [("--method", "magic"), ("--canaries", "0")])
+def test_bad_options(arguments):
+    assert invoke("--method", "one-run", *arguments).exit_code != 0
+
+
+def test_attacked_site_releases_something():
+    """Where the first site is drawn in no round, or in fewer than another one."""
+    for seed in range(50):
+        scene = SimulationSetup.of(Plan(sites=6, sites_per_round=1, rounds=3, seed=seed))
+        steps = {name: terms.steps for name, terms in scene.terms.items()}
+        if not steps["site-00"]:
+            break
+    target = Target.of(scene)
+    assert target.terms.steps == max(steps.values()) > 0
+    with pytest.raises(InputError, match="'site-00' releases nothing in this run"):
+        Target.of(scene, "site-00")
+    done = invoke(
+        *("--set", "sites=6", "--set", "sites_per_round=1", "--set", f"seed={seed}"),
+        *("--set", "rounds=3", "--method", "one-run", "--json"),
+    )
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["site"] == target.terms.site

@@ -1,0 +1,161 @@
+"""LDP FedSGD's trade-offs: the paper's printed example, identities, and where its (12) fails."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+from scipy.stats import binom, multivariate_normal, norm
+
+from fedpact.common.errors import InputError
+from fedpact.report import tradeoffs
+from fedpact.report.tradeoffs import (
+    Problem,
+    aggregate_variance,
+    aggregate_variance_of_sums,
+    bits_on_the_wire,
+    entropy_bound,
+    exact_point,
+    mean_of_clipped_moment,
+    old_point,
+    paper_rate,
+    rate_bound,
+    utility_bound,
+)
+
+PROBLEM = Problem()
+
+
+def gaussian_entropy(dimension: int, deviation: float) -> float:
+    return dimension / 2 * math.log(2 * math.pi * math.e * deviation**2)
+
+
+def test_the_printed_example():
+    """For ε = 0.3, "T = 7e4". The paper prints 0.22 for AC1, which its formula does not give."""
+    printed = {"proposed": 25.83, "MA": 10.79, "AC1": 0.24, "AC2": 1.40}
+    points = [old_point(PROBLEM, bound, 0.3, 70_000, paper=True) for bound in printed]
+    assert {p.curve: p.utility for p in points} == pytest.approx(printed, abs=6e-3)
+
+
+def test_single_convention_does_not_give_printed_numbers():
+    honest = {b: old_point(PROBLEM, b, 0.3, 70_000) for b in ("proposed", "MA", "AC2")}
+    assert honest["proposed"].utility == pytest.approx(1.06, abs=5e-3)
+    assert honest["MA"].utility == pytest.approx(0.480, abs=5e-4)
+    assert honest["AC2"].utility == pytest.approx(0.140, abs=5e-4)
+
+
+def test_points_outside_a_bounds_conditions_say_so():
+    assert old_point(PROBLEM, "MA", 2.0, 700_000).notes == ()
+    assert any("σ >= 1" in note for note in old_point(PROBLEM, "proposed", 4.0, 70_000).notes)
+    none = old_point(Problem(delta=1e-2), "proposed", 0.05, 70_000)
+    assert none.sigma is None
+    assert "not positive" in none.notes[0]
+
+
+def test_an_exact_point_follows_from_its_sigma():
+    point = exact_point(PROBLEM, "rdp", 2.0, 70_000)
+    variance = point.sigma**2 / PROBLEM.clients
+    assert point.utility == utility_bound(PROBLEM, variance, 70_000)
+    assert point.rate == rate_bound(10_000, point.sigma, 1.0)
+
+
+def test_utility_is_capped_and_falls_with_noise():
+    # λ²T/(μG²) = 2800 at T = 7e4; half of it where dσ² <= 1.
+    assert utility_bound(PROBLEM, 0.0, 70_000) == pytest.approx(1400)
+    assert utility_bound(PROBLEM, 1e-4, 70_000) == pytest.approx(1400)
+    assert utility_bound(PROBLEM, 3e-4, 70_000) == pytest.approx(700)
+
+
+def test_the_ceiling_of_the_noise_bounds_limits_utility():
+    # σ² < 1/(16q)² = 3906 at each of 100 clients.
+    for steps, limit in ((70_000, 0.0072), (700_000, 0.0717)):
+        assert utility_bound(PROBLEM, 3906.25 / 100, steps) == pytest.approx(limit, abs=5e-5)
+
+
+def test_aggregate_noise_against_simulated_clients():
+    sizes, rates, sigmas = [100, 300, 50], [0.1, 0.02, 1.0], [1.0, 3.0, 0.5]
+    weights = [n * q / (10 + 6 + 50) for n, q in zip(sizes, rates, strict=True)]
+    draw = random.Random(5)
+    total = 0.0
+    for _ in range(20_000):
+        each = (w * 2.0 * draw.gauss(0, s) for w, s in zip(weights, sigmas, strict=True))
+        total += sum(each) ** 2
+    # The mean of 20,000 squares has a relative deviation of 1 %: 5 % is 5 deviations, error 6e-7.
+    assert aggregate_variance(sizes, rates, sigmas, 2.0) == pytest.approx(total / 20_000, rel=0.05)
+
+
+def test_both_aggregate_forms_agree_on_the_same_case():
+    # Per-sample sums with ω_k = N_k q_k/Σ and noise multiplied by the divisor q_k N_k.
+    sizes, rates, sigmas = [100, 300], [0.1, 0.02], [1.0, 3.0]
+    weights = [10 / 16, 6 / 16]
+    scaled = [s * n * q for s, n, q in zip(sigmas, sizes, rates, strict=True)]
+    batch = aggregate_variance(sizes, rates, sigmas, 0.5)
+    assert aggregate_variance_of_sums(weights, sizes, rates, scaled, 0.5) == pytest.approx(batch)
+    # Equal clients: σ²/K.
+    assert aggregate_variance([7] * 4, [0.1] * 4, [2.0] * 4) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("sigma", [0.01, 1.0, 30.0])
+def test_valid_rate_bound_is_gaussian_entropy_at_variance(sigma):
+    total = math.sqrt(4 * (sigma**2 + 1 / 500))
+    assert rate_bound(500, sigma, 2.0) == pytest.approx(gaussian_entropy(500, total))
+    # Never below the noise's own entropy, which the paper's (12) violates at its own numbers.
+    assert rate_bound(10_000, sigma, 1.0) >= gaussian_entropy(10_000, sigma)
+
+
+def test_entropy_bound_is_attained_by_gaussians_only():
+    # X of deviations (a, b), noise v: the sum's entropy in closed form. Equality where a = b.
+    for a, b in ((1.0, 1.0), (2.0, 0.1), (0.0, 3.0)):
+        exact = multivariate_normal(cov=np.diag([a * a + 0.5, b * b + 0.5])).entropy()
+        bound = entropy_bound(2, a * a + b * b, 0.5)
+        assert bound == pytest.approx(exact) if a == b else bound > exact
+
+
+@pytest.mark.parametrize(("size", "rate"), [(40, 0.25), (7, 1.0), (1, 0.5)])
+def test_clipped_sum_moment_is_that_of_its_record_count(size, rate):
+    # All records alike, each of length C = 3: ‖X‖ = C B/(qN), B ~ Binomial(N, q), summed exactly.
+    counts = np.arange(size + 1)
+    moment = np.sum(binom.pmf(counts, size, rate) * (3.0 * counts / (rate * size)) ** 2)
+    assert mean_of_clipped_moment(size, rate, 3.0) == pytest.approx(moment)
+
+
+def test_fine_step_bits_are_the_rounded_numbers_entropy():
+    # A Gaussian in steps of a hundredth of its deviation, its cells' probabilities added up.
+    edges = np.arange(-700.5, 701.5) / 100
+    cells = np.diff(norm.cdf(edges))
+    entropy = -np.sum(cells * np.log2(cells))
+    assert bits_on_the_wire(entropy_bound(1, 1.0, 0.0), 1, 0.01) == pytest.approx(entropy, abs=1e-4)
+
+
+def test_papers_rate_falls_below_the_noise_entropy():
+    assert paper_rate(10_000, 10.0, 1.0) < gaussian_entropy(10_000, 10.0)
+
+
+def test_bits_on_the_wire():
+    # A uniform density on [0, 1) has entropy 0 nats; in steps of 2^-8 it takes 8 bits a number.
+    assert bits_on_the_wire(0.0, 3, 2**-8) == pytest.approx(24)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Problem(clip=6.0),
+        lambda: Problem(clip=math.nan),
+        lambda: Problem(dimension=0),
+        lambda: utility_bound(PROBLEM, math.nan, 10),
+        lambda: utility_bound(PROBLEM, 1.0, 0),
+        lambda: aggregate_variance([], [], []),
+        lambda: aggregate_variance([10], [0.1], [math.nan]),
+        lambda: aggregate_variance([10, 10], [0.1], [1.0]),
+        lambda: aggregate_variance_of_sums([math.nan], [1.0], [0.1], [1.0]),
+        lambda: rate_bound(10, math.nan, 1.0),
+        lambda: paper_rate(10, 0.0, 1.0),
+        lambda: bits_on_the_wire(math.nan, 10, 0.1),
+        lambda: bits_on_the_wire(1.0, 10, 0.0),
+        lambda: tradeoffs.exact_point(PROBLEM, "rdp", math.nan, 10),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong):
+    with pytest.raises(ValueError):  # noqa: PT011 - InputError, and zip's for unequal lengths
+        wrong()
+    assert issubclass(InputError, ValueError)

@@ -1,0 +1,379 @@
+"""`fedpact tune`: what it prints is the theory's, and what it measures is what can be computed."""
+
+import doctest
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from fedpact.cli.main import app
+from fedpact.common.errors import DataError, InputError
+from fedpact.common.messages import RoundRecord
+from fedpact.common.run_folder import Folder
+from fedpact.data.load import load_dataset
+from fedpact.data.partition import Partition
+from fedpact.plan import Plan
+from fedpact.simulation.simulate import simulate
+from fedpact.studies.papers.fedfdp import Slopes, best_weight, noise_term
+from fedpact.studies.papers.measure import split_records
+from fedpact.studies.papers.proxvr_search import (
+    Losses,
+    decrease,
+    local_accuracy,
+    minimise,
+    most_tau,
+)
+
+SPEC = ("--L", "1", "--lam", "0.5", "--sigma2", "1", "--gamma", "0.01")
+
+
+def tune(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["tune", *arguments], env={"COLUMNS": "200"})
+
+
+def no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def as_json(*arguments: str) -> dict:
+    result = tune(*arguments, "--json")
+    assert result.exit_code == 0, result.exception
+    return json.loads(result.stdout, parse_constant=no_constant)
+
+
+def refused(*arguments: str) -> str:
+    result = tune(*arguments)
+    assert isinstance(result.exception, InputError | DataError), result.stdout
+    return str(result.exception)
+
+
+@pytest.fixture(scope="module")
+def private(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of FedFDP on sites of unlike labels; every site has fewer than 1000 records."""
+    plan = Plan.parse(
+        {
+            "algorithm": "fedfdp",
+            "rounds": 3,
+            "sites": 4,
+            "partition": {"kind": "dirichlet", "beta": 0.5},
+            "privacy": {"epsilon": 3.0},
+            "run": {"workers": 1},
+        }
+    )
+    return simulate(plan, tmp_path_factory.mktemp("runs") / "run").folder
+
+
+def copied(run: Path, to: Path, leave: tuple[str, ...] = ()) -> Path:
+    to.mkdir()
+    for file in run.iterdir():
+        if file.is_file() and file.name not in leave:
+            (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+# ---------------------------------------------------------------- fedproxvr with given numbers
+
+
+def test_the_check_value_from_the_command_line():
+    found = as_json("fedproxvr", *SPEC)
+    assert found["mu"] == pytest.approx(22.4, abs=0.1)
+    assert found["beta"] == pytest.approx(19.4, abs=0.05)
+    assert found["tau"] == pytest.approx(225, abs=1)
+    assert 0.180 <= found["theta"] <= 0.181
+    assert found["objective"] == pytest.approx(231.3, abs=0.1)
+    # What belongs together.
+    losses = Losses(1.0, 0.5, 1.0)
+    assert found["tau"] <= most_tau(found["beta"] * (1 + 1e-12))
+    assert found["theta"] == local_accuracy(losses, found["mu"], found["beta"], found["tau"])
+    assert found["Theta"] == decrease(losses, found["mu"], found["theta"])
+    assert found["objective"] == (1 + 0.01 * found["tau"]) / found["Theta"]
+    lower = found["certificate"]["lower"]
+    assert lower <= found["objective"] <= lower * (1 + 2e-6)
+    assert found["lemma1"]["objective"] < found["real"]["objective"] <= found["objective"]
+
+
+def test_svrg_is_that_of_the_theory():
+    found = as_json("fedproxvr", *SPEC, "--solver", "svrg")
+    best = minimise(Losses(1.0, 0.5, 1.0), 0.01, "svrg")
+    assert (found["mu"], found["beta"], found["tau"]) == (best.mu, best.beta, best.tau)
+    assert found["solver"] == found["settings"]["solver"] == "svrg"
+
+
+def test_the_settings_are_the_algorithms_own():
+    found = as_json("fedproxvr", *SPEC)
+    plan = Plan.parse({"algorithm": "fedproxvr", "settings": found["settings"]})
+    assert plan.algorithm == "fedproxvr"
+    # η = 1/(βL); by Lemma 1 alone, which is never worse than (23).
+    assert found["settings"]["step_divisor"] == found["lemma1"]["beta"]
+    assert found["lemma1"]["objective"] <= found["objective"]
+
+
+@pytest.mark.parametrize("heterogeneity", ["1", "1e9"])
+def test_the_printed_settings_are_read_by_a_plan(heterogeneity):
+    out = tune("fedproxvr", *SPEC[:4], "--sigma2", heterogeneity, "--gamma", "1").stdout
+    settings = tomllib.loads(out[out.index("settings = {") :].splitlines()[0])
+    Plan.parse({"algorithm": "fedproxvr", **settings, "privacy": {"mode": "none"}})
+    assert isinstance(settings["settings"]["local_steps"], int)
+
+
+def test_text_says_what_is_proven_and_what_it_is_worth():
+    out = tune("fedproxvr", *SPEC).stdout
+    for part in ("L = 1, λ = 0.5, σ̄² = 1, γ = 0.01", "231.346", "certified", "docs/errata.md, V4"):
+        assert part in out
+    assert "local_steps = 177" in out
+
+
+@pytest.mark.parametrize(("suffix", "head"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_the_figure_is_drawn(tmp_path, suffix, head):
+    out = tmp_path / f"figure{suffix}"
+    assert as_json("fedproxvr", *SPEC, "--out", str(out))["figure"] == str(out)
+    assert out.read_bytes().startswith(head)
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    (tmp_path / "d.png").mkdir()
+    assert "--sigma2, --gamma missing" in refused("fedproxvr", "--L", "1", "--lam", "0.5")
+    assert "sgd" in refused("fedproxvr", *SPEC, "--solver", "sgd")
+    assert ".png or .svg" in refused("fedproxvr", *SPEC, "--out", "figure.jpg")
+    (tmp_path / "file").touch()
+    missing = tmp_path / "file" / "figure.png"
+    assert "file is no folder" in refused("fedproxvr", *SPEC, "--out", str(missing))
+    assert "which is a folder" in refused("fedproxvr", *SPEC, "--out", str(tmp_path / "d.png"))
+    assert "gamma" in refused("fedproxvr", *SPEC[:-1], "nan")
+    assert "weak_convexity" in refused(
+        "fedproxvr", "--L", "1", "--lam", "2", "--sigma2", "1", "--gamma", "1"
+    )
+    assert str(tmp_path / "none") in refused("fedproxvr", str(tmp_path / "none"))
+
+
+# ---------------------------------------------------------------- a run's time
+
+
+def rounds(taus: list[int], d_com: float, d_cmp: float) -> list[RoundRecord]:
+    first = [RoundRecord(round=0)]
+    return first + [
+        RoundRecord(round=i, steps=tau, seconds=d_com + d_cmp * tau)
+        for i, tau in enumerate(taus, start=1)
+    ]
+
+
+def test_several_tau_tell_messages_from_steps():
+    found = split_records(rounds([1, 4, 2, 9], d_com=0.5, d_cmp=0.02))
+    assert found.separated
+    assert (found.d_com, found.d_cmp) == (pytest.approx(0.5), pytest.approx(0.02))
+    assert found.gamma == pytest.approx(0.04)
+
+
+def test_equal_tau_do_not_and_the_split_is_said():
+    found = split_records(rounds([5] * 7, d_com=0.5, d_cmp=0.02))
+    assert not found.separated
+    assert found.d_com == pytest.approx(0.3)
+    assert found.d_com == pytest.approx(5 * found.d_cmp)
+    assert found.gamma == pytest.approx(1 / 5)
+    assert "cannot be split" in found.note
+
+
+@pytest.mark.parametrize("taus", [[1, 4, 2, 9, 3, 5], [5] * 6])
+def test_the_time_of_evaluations_is_left_out(taus):
+    """Every other round also took 7 s to be evaluated, and says that it was."""
+    both = rounds(taus, d_com=0.5, d_cmp=0.02)
+    slow = [
+        replace(record, seconds=record.seconds + 7, accuracy=0.5) if record.round % 2 else record
+        for record in both
+    ]
+    found, bare = (
+        split_records(slow),
+        split_records([record for record in both if record.round % 2 == 0]),
+    )
+    assert (found.d_com, found.d_cmp) == (pytest.approx(bare.d_com), pytest.approx(bare.d_cmp))
+    assert "evaluations" not in found.note
+
+
+def test_where_all_were_evaluated_the_note_says_so():
+    slow = [replace(record, accuracy=0.5) for record in rounds([1, 4, 2], d_com=0.5, d_cmp=0.02)]
+    assert split_records(slow).d_com == pytest.approx(0.5)
+    assert "time of evaluations is among it" in split_records(slow).note
+    # The others have one τ and tell nothing apart: then all count.
+    some = [*slow[:3], replace(slow[3], accuracy=None)]
+    assert split_records(some) == split_records(slow)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [RoundRecord(round=0)],
+        rounds([1, 4, 9], d_com=0.5, d_cmp=-0.02),  # longer rounds took less time
+        rounds([3, 6], d_com=0.0, d_cmp=0.1),
+        rounds([3, 3], d_com=0.0, d_cmp=0.0),
+    ],
+)
+def test_rounds_that_do_not_tell_gamma_are_refused(wrong):
+    with pytest.raises(InputError, match="--gamma"):
+        split_records(wrong)
+
+
+# ---------------------------------------------------------------- a run's records
+
+
+def softmax_gradients(run: Path) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Each site's ∇F_n at the last model, by hand: logistic regression, mean of (p - y) x̃ᵀ."""
+    data = load_dataset("digits")
+    sites = Partition.load(run / "partition.json").sites(data)
+    w = Folder(run).restore()[0].state.vectors["w"].double().numpy()
+    weights, bias = w[:640].reshape(10, 64), w[640:]
+    gradients, norms = [], []
+    for site in sites:
+        x, y = site.x.double().flatten(1).numpy(), site.y.numpy()
+        logits = x @ weights.T + bias
+        p = np.exp(logits - logits.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        error = p - np.eye(10)[y]
+        gradients.append(np.concatenate([(error.T @ x / len(y)).ravel(), error.mean(0)]))
+        # A record's Hessian is (diag p - ppᵀ) ⊗ x̃x̃ᵀ, x̃ = (x, 1).
+        norms.append(
+            np.array(
+                [
+                    np.linalg.eigvalsh(np.diag(a) - np.outer(a, a))[-1] * (b @ b + 1)
+                    for a, b in zip(p, x, strict=True)
+                ]
+            )
+        )
+    return np.stack(gradients), np.array([float(len(s.y)) for s in sites]), norms
+
+
+def test_the_estimates_of_a_run_are_those_computed_by_hand(private):
+    found = as_json("fedproxvr", str(private), "--gamma", "0.1")
+    estimates = found["estimates"]
+    gradients, sizes, norms = softmax_gradients(private)
+    p = sizes / sizes.sum()
+    mean = p @ gradients
+    last = p @ ((gradients - mean) ** 2).sum(1) / (mean @ mean)
+    assert estimates["sigma2_last"]["value"] == pytest.approx(last, rel=1e-4)  # float32
+    assert found["sigma2"] == max(estimates[f"sigma2_{at}"]["value"] for at in ("first", "last"))
+    # Logistic regression is convex, and L is seen from below at two models, so it is no smaller
+    # than the largest record seen at this one and no larger than x̃ᵀx̃/2 of any.
+    assert found["lam"] == pytest.approx(0, abs=1e-5)  # float32
+    every = np.concatenate(norms)
+    assert np.quantile(every, 0.2) < found["L"]
+    x = load_dataset("digits").x.double().flatten(1)
+    assert found["L"] <= float((x * x).sum(1).max() + 1) / 2
+    assert any("no (ε, δ) covers" in note for note in found["notes"])
+    assert Path(found["figure"]).exists()
+
+
+def test_what_is_given_is_not_measured(private):
+    found = as_json("fedproxvr", str(private), *SPEC)
+    assert "estimates" not in found
+    assert "costs" not in found
+    assert found["tau"] == as_json("fedproxvr", *SPEC)["tau"]
+
+
+def test_a_runs_gamma_is_measured(private):
+    found = as_json("fedproxvr", str(private), *SPEC[:-2])
+    costs = found["costs"]
+    assert found["gamma"] == pytest.approx(costs["d_cmp"] / costs["d_com"])
+    assert not costs["separated"]  # FedFDP has τ = 1 in every round
+    assert found["gamma"] == pytest.approx(1)
+    assert "cannot be split" in tune("fedproxvr", str(private), *SPEC[:-2]).stdout
+
+
+def test_a_deployments_records_are_elsewhere(private, tmp_path):
+    run = copied(private, tmp_path / "run", leave=("partition.json",))
+    assert "the records are with the sites" in refused("fedproxvr", str(run), "--gamma", "0.1")
+    assert as_json("fedproxvr", str(run), *SPEC)["tau"] > 0
+
+
+# ---------------------------------------------------------------- fedfdp
+
+
+def test_the_theorem_gives_zero_and_the_reason_is_said():
+    found = as_json("fedfdp")
+    assert found["lam"] == 0
+    assert found["slope_at_0"] > 0
+    assert "docs/errata.md, F10" in found["why"]
+    bounds = [row["P"] for row in found["bound"]]
+    assert bounds == sorted(bounds)
+    assert all(lam <= 1 / 2.3 for lam in found["sweep"])  # no weight is clamped at 0
+    out = tune("fedfdp").stdout
+    assert "λ* = 0" in out
+    assert "sweep" in out
+
+
+def test_what_to_do_instead_is_named_as_a_plan_takes_it():
+    said = as_json("fedfdp")["instead"]
+    assert said in " ".join(tune("fedfdp").stdout.split())
+    settings = tomllib.loads(
+        said[said.index("settings = {") :].split("}")[0].replace("= c", "= 1") + "}"
+    )
+    relative = Plan.parse({"algorithm": "fedfdp", **settings}).algorithm_settings
+    assert (relative.weight_rule, relative.fairness_weight) == ("relative", 1)
+
+
+def test_a_positive_weight_needs_a_positive_q0():
+    found = as_json("fedfdp", "--Q0", "5", "--Q1", "6", "--d", "1000000")
+    noise = noise_term(sigma=2.0, clip=0.1, dimension=1_000_000, batch=75.0)
+    expected = best_weight(Slopes(1.0, 1.0, 0.1, 0.5, noise, 5.0, 6.0, 1.0))
+    assert found["lam"] == expected > 0
+    assert "no data satisfy" in found["why"]
+    by_lam = {row["lam"]: row["P"] for row in found["bound"]}
+    assert by_lam[expected] < by_lam[0.0]
+
+
+def test_a_runs_released_numbers_take_the_defaults_place(private):
+    found = as_json("fedfdp", str(private))
+    records = [
+        RoundRecord.from_json(line) for line in (private / "rounds.jsonl").read_text().splitlines()
+    ]
+    released = [r.numbers["loss"] for r in records if "loss" in r.numbers]
+    terms = json.loads((private / "privacy.json").read_text())["sites"].values()
+    assert found["numbers"]["Q0"] == -released[0]
+    assert found["loss"] == released[-1]
+    assert found["numbers"]["T"] == 3
+    assert found["numbers"]["d"] == 650
+    assert found["numbers"]["B"] == min(t["rate"] * t["size"] for t in terms)
+    assert found["numbers"]["sigma"] == max(t["sigmas"]["gradient"] for t in terms)
+    assert found["lam"] == 0
+    given = as_json("fedfdp", str(private), "--Q0", "-1")
+    assert given["numbers"]["Q0"] == -1
+    assert "Q0" not in given["from_run"]
+
+
+def test_fairness_around_another_algorithm_releases_its_loss_too(tmp_path):
+    """fedavg with [fairness] is fedfdp, bit for bit: so are the numbers taken from it."""
+    common = {"rounds": 2, "sites": 2, "run": {"workers": 1}}
+    found = []
+    for tables in (
+        {"algorithm": "fedfdp", "settings": {"fairness_weight": 0.3, "learning_rate": 0.5}},
+        {"fairness": {"weight": 0.3}, "settings": {"learning_rate": 0.5}},
+    ):
+        folder = simulate(Plan.parse({**common, **tables}), tmp_path / str(len(found))).folder
+        found.append(as_json("fedfdp", str(folder)))
+    assert found[0] == found[1]
+    assert found[0]["loss"] is not None
+
+
+def test_fedfdp_refuses_what_makes_no_sense(private, tmp_path):
+    assert "least_difference" in refused("fedfdp", "--Q0", "9")
+    assert "smoothness" in refused("fedfdp", "--L", "nan")
+    assert "dimension" in refused("fedfdp", "--d", "0")
+    run = copied(private, tmp_path / "run")
+    lines = (run / "rounds.jsonl").read_text().splitlines()
+    bare = [json.dumps(json.loads(line) | {"numbers": {}}) + "\n" for line in lines]
+    (run / "rounds.jsonl").write_text("".join(bare))
+    assert "no released loss" in refused("fedfdp", str(run))
+    privacy = json.loads((run / "privacy.json").read_text())
+    for site in privacy["sites"].values():
+        del site["sigmas"]
+    (run / "privacy.json").write_text(json.dumps(privacy))
+    assert "sigmas" in refused("fedfdp", str(run))
+
+
+def test_the_code_in_the_documentation_runs():
+    page = Path(__file__).parents[3] / "docs" / "tuning.md"
+    done = doctest.testfile(str(page), module_relative=False, encoding="utf-8")
+    assert done.attempted > 15
+    assert done.failed == 0

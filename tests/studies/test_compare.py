@@ -1,0 +1,227 @@
+"""Whole comparisons, with real processes. Each takes seconds to begin, so there are few."""
+
+import html
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import fedpact
+from fedpact.cli.main import main
+from fedpact.common.errors import PlanError
+from fedpact.plan import Plan
+from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
+from fedpact.privacy.ledger.receipt import receipt
+from fedpact.report.compared_runs import Comparison
+from fedpact.studies import pool
+from fedpact.studies.pool import Job, RunProgress
+
+TABLES = {"rounds": 2, "sites": 2, "run": {"evaluate_every": 1}, "settings": {"learning_rate": 1.0}}
+FEDAVG = Plan.parse(TABLES)
+FEDFDP = Plan.parse({**TABLES, "algorithm": "fedfdp"})
+# Fails only when its run is set up, as a model that needs another shape would.
+BROKEN = Plan.parse({**FEDAVG.model_dump(mode="json"), "model": "cnn"})
+PLANS = {"one": FEDAVG, "two": FEDFDP, "broken": BROKEN}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, list[RunProgress]]:
+    news: list[RunProgress] = []
+    folder = tmp_path_factory.mktemp("compare") / "c"
+    return fedpact.compare(PLANS, [3], folder, on_news=news.append), news
+
+
+def test_a_run_of_a_comparison_is_the_run_of_its_plan(
+    whole: tuple[Comparison, list[RunProgress]], tmp_path: Path
+) -> None:
+    # Another process, another number of threads: the same bits as fedpact.run in this one.
+    comparison, _ = whole
+    for entry, plan in (("one", FEDAVG), ("two", FEDFDP)):
+        alone = Plan.parse({**plan.model_dump(mode="json"), "seed": 3})
+        fedpact.run(alone, tmp_path / entry)
+        for file in ("model.safetensors", "partition.json"):
+            made = comparison.folder / entry / "seed-3" / file
+            assert made.read_bytes() == (tmp_path / entry / file).read_bytes()
+
+
+def test_the_page_and_the_document_hold_what_the_runs_say(
+    whole: tuple[Comparison, list[RunProgress]],
+) -> None:
+    comparison, _ = whole
+    document = json.loads((comparison.folder / "comparison.json").read_text())
+    for name in ("one", "two"):
+        path = comparison.folder / name / "seed-3"
+        summary = json.loads((path / "summary.json").read_text())
+        entry = document["entries"][name]
+        assert entry["accuracy"] == {"mean": summary["accuracy"], "deviation": None}
+        assert entry["psi"]["mean"] == summary["psi"]
+        assert entry["bytes"]["mean"] == summary["bytes_down"] + summary["bytes_up"]
+        assert entry["epsilon"] == max(summary["epsilon"].values())
+        assert entry["runs"]["3"]["adjacency"] == "add/remove one record"
+        assert (path / "report.html").exists()
+    assert (comparison.folder / "comparison.html").stat().st_size > 10_000
+
+
+def test_a_run_that_fails_takes_no_other_with_it(
+    whole: tuple[Comparison, list[RunProgress]],
+) -> None:
+    comparison, news = whole
+    one, two, broken = comparison.entries
+    assert (len(one.outcomes), len(two.outcomes), len(broken.outcomes)) == (1, 1, 0)
+    assert "cnn" in broken.missing[3]
+    assert [n.job.name for n in news if n.failed] == ["broken"]
+    assert not (comparison.folder / "broken" / "seed-3").exists()
+    # The same partition and budgets; what is unequal is that one has no run.
+    assert [clause.split(" (")[0] for clause in comparison.inequalities] == ["seeds"]
+
+
+def test_what_has_ended_is_not_run_again_and_what_is_missing_is(
+    whole: tuple[Comparison, list[RunProgress]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparison, _ = whole
+    folder, news = comparison.folder, list[RunProgress]()
+    two = {name: PLANS[name] for name in ("one", "two")}
+    times = {path: path.stat().st_mtime_ns for path in folder.glob("*/seed-3/**/*")}
+    again = fedpact.compare(two, [3], folder, on_news=news.append)
+    assert news == []
+    assert times == {path: path.stat().st_mtime_ns for path in folder.glob("*/seed-3/**/*")}
+    assert again.inequalities == []
+    # As a process that was killed before its summary leaves it: gone on with, to the same model.
+    model = (folder / "two" / "seed-3" / "model.safetensors").read_bytes()
+    for file in ("summary.json", "report.html", "model.safetensors"):
+        (folder / "two" / "seed-3" / file).unlink()
+    monkeypatch.setattr(Job, "here", True)
+    fedpact.compare(two, [3], folder, on_news=news.append)
+    assert {n.job.name for n in news} == {"two"}
+    assert (folder / "two" / "seed-3" / "model.safetensors").read_bytes() == model
+
+
+def test_tuning_cost_is_counted_from_existing_ledgers(
+    whole: tuple[Comparison, list[RunProgress]],
+) -> None:
+    folder = whole[0].folder
+    two = {name: PLANS[name] for name in ("one", "two")}
+    (found,) = fedpact.compare(two, [3], folder, counted=True).counted
+    costs = []
+    for site in ("site-00", "site-01"):
+        events = Counter[SampledGaussian]()
+        for name in two:
+            (run,) = receipt(folder / name / "seed-3" / "sites" / site / "ledger.jsonl")[
+                "runs"
+            ].values()
+            for event in run["events"]:
+                events[SampledGaussian(event["q"], event["sigma"])] += event["reserved"]
+        costs.append(epsilon(events, 1e-5))
+    assert found.found.every == max(costs) > max(e.epsilon or 0 for e in whole[0].entries[:2])
+    (written,) = json.loads((folder / "comparison.json").read_text())["counted"]
+    assert written["epsilon_of_every"] == max(costs)
+    page = (folder / "comparison.html").read_text()
+    assert "What trying these settings costs" in page
+    assert all(line in html.unescape(page) for line in found.lines)
+
+
+def test_trying_is_counted_only_where_it_adds_up(tmp_path: Path) -> None:
+    given = FEDAVG.model_dump(mode="json", exclude={"privacy"}, exclude_unset=True)
+    plain = Plan.parse({**given, "privacy": {"mode": "none"}})
+    own = {"data": str(tmp_path / "visits.csv"), "label": "sick", "person": "patient_id"}
+    person = Plan.parse({**own, "sites": 2, "privacy": {"unit": "person"}})
+    with pytest.raises(PlanError, match="--counted with 1 private runs of 2 entries"):
+        fedpact.compare({"one": FEDAVG, "plain": plain}, [3], counted=True)
+    record = Plan.parse({**own, "sites": 2})
+    with pytest.raises(PlanError, match="different units"):
+        fedpact.compare({"one": record, "person": person}, [3], counted=True)
+
+
+def test_the_command_prints_the_table_and_fails_where_a_run_did(
+    whole: tuple[Comparison, list[RunProgress]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    refuses = 'import sys; sys.stdin.read(); print(\'{"error": "a paragraph"}\'); sys.exit(2)'
+    monkeypatch.setattr(pool, "_WORKER", [sys.executable, "-c", refuses])
+    files = []
+    for name, plan in PLANS.items():
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps(plan.model_dump(mode="json")))
+    options = ["--counted", "--set", "seed=3", "--seeds", "1", "--out", str(whole[0].folder)]
+    monkeypatch.setattr(sys, "argv", ["fedpact", "compare", *map(str, files), *options])
+    try:
+        with pytest.raises(SystemExit) as end:
+            main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    told = capsys.readouterr()
+    assert end.value.code == 2
+    # Two of the three runs have ended before, and only the third is tried again.
+    assert told.err.count("seed 3") == 1
+    assert "broken seed 3: FAILED: a paragraph" in told.err
+    assert "broken seed 3 is missing: a paragraph" in told.out
+    assert "NOT AN EQUAL COMPARISON; it differs in model" not in told.out
+    assert "NOT AN EQUAL COMPARISON; it differs in seeds" in told.out
+    assert "adjacency: add/remove one record; accountant: best" in told.out
+    for entry in whole[0].entries[:2]:
+        started = f"│ {entry.name} "
+        line, did = (line for line in told.out.splitlines() if line.startswith(started))
+        assert f"{100 * (entry.outcomes[0].accuracy or 0):.2f} %" in line
+        assert "at δ = 1e-05" in line
+        # τ, η and the iterations of two rounds.
+        assert did.replace("│", " ").split()[1:4] == ["1", "1", "2"]
+    assert "2 settings, each once: one, two. Whoever sees every run" in told.out
+    assert "Not counted: runs that are missing" in told.out
+    assert told.out.rstrip().endswith("comparison.html")
+
+
+def test_a_sweep_runs_every_value_and_calls_it_no_inequality(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Job, "here", True)  # two processes less to begin
+    plan = Plan.parse({**TABLES, "rounds": 1})
+    values = {"privacy.epsilon": [1, 4.0], "settings.learning_rate": [0.5]}
+    found = fedpact.compare({"a": plan}, 1, tmp_path / "s", sweep=values, jobs=1)
+    names = ["a-epsilon-1-learning_rate-0.5", "a-epsilon-4.0-learning_rate-0.5"]
+    assert [entry.name for entry in found.entries] == names
+    assert found.inequalities == []
+    spent = [entry.epsilon for entry in found.entries]
+    assert 0 < spent[0] <= 1 < spent[1] <= 4
+    page = (tmp_path / "s" / "comparison.html").read_text()
+    assert "Worst site over privacy.epsilon" in page
+
+
+def test_a_folder_of_other_plans_is_refused(whole: tuple[Comparison, list[RunProgress]]) -> None:
+    other = Plan.parse({**FEDAVG.model_dump(mode="json"), "rounds": 3})
+    with pytest.raises(PlanError, match="holds a run of another configuration"):
+        fedpact.compare({"new": FEDFDP, "one": other}, [3], whole[0].folder)
+    assert not (whole[0].folder / "new").exists()
+
+
+def test_ctrl_c_ends_after_the_round_and_reruns_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-c", "from fedpact.cli.main import main; main()", "compare"]
+    command += ["--set", "rounds=200", "--set", "sites=2", "--set", "run.evaluate_every=30"]
+    command += ["--seeds", "1", "--out", "c", "--json"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    records = tmp_path / "c" / "default" / "seed-0" / "rounds.jsonl"
+    while not (records.exists() and records.read_text().count("\n") > 3):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    stopped = json.loads(process.communicate()[0])
+    assert process.returncode == 130
+    assert "stopped after round" in stopped["entries"]["default"]["missing"]["0"]
+    done = records.read_text().count("\n")
+    assert done < 201
+    plan = Plan.read(None, ["rounds=200", "sites=2", "run.evaluate_every=30"])
+    monkeypatch.setattr(Job, "here", True)
+    news: list[RunProgress] = []
+    comparison = fedpact.compare({"default": plan}, 1, tmp_path / "c", on_news=news.append)
+    (entry,) = comparison.entries
+    assert entry.missing == {}
+    assert entry.outcomes[0].rounds == 200
