@@ -108,7 +108,7 @@ def test_spare_rounds_pay_for_what_a_crash_took(make, tmp_path):
     assert run["epsilon_spent"] <= run["epsilon_reserved"] == 2.0
 
 
-def test_a_site_computes_in_the_plan_s_precision_and_its_receipt_says_so(make, tmp_path):
+def test_site_computes_and_reports_the_precision_of_the_plan(make, tmp_path):
     sites = make(tmp_path / "d", run={"precision": "bf16"}) / "sites"
     with Site(sites / "site-00") as site:
         assert isinstance(from_bytes(site.handle(task_of(site, 1))), Reply)
