@@ -16,7 +16,7 @@ from fedpact.deployment.flower.site_process import respond
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
 from fedpact.privacy.ledger.receipt import receipt
-from fedpact.simulation import flower
+from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import keys
 
 NAMES = ("site-00", "site-01", "site-02")
@@ -38,26 +38,26 @@ class Node:
         self.handed = 0
 
     def hear(self, message):
-        question = from_bytes(flower.from_record(message.content)[0])
+        question = from_bytes(flower_records.from_record(message.content)[0])
         if getattr(question, "algorithm", "") == FINAL:
             # Of a run that is over: tests are of what went before.
             self.handed += 1
             return respond(self.site, self.key, message)
-        self.heard.append(flower.from_record(message.content)[0])
+        self.heard.append(flower_records.from_record(message.content)[0])
         return self.behave(message, lambda: self.answer(message))
 
     def answer(self, message):
         answer = respond(self.site, self.key, message)
-        self.said.append(flower.from_record(answer.content)[0])
+        self.said.append(flower_records.from_record(answer.content)[0])
         return answer
 
     def forge(self, message, block, key=None, name=None):
         signature = keys.sign(key or self.key, f"reply of {name or self.site.name}", block)
-        return Message(flower.to_record(block, signature), reply_to=message)
+        return Message(flower_records.to_record(block, signature), reply_to=message)
 
     def change(self, message, answer, **changes):
         """The site's own answer with other fields, signed by it."""
-        reply = from_bytes(flower.from_record(answer().content)[0])
+        reply = from_bytes(flower_records.from_record(answer().content)[0])
         return self.forge(message, to_bytes(type(reply)(**{**vars(reply), **changes})))
 
 

@@ -31,7 +31,7 @@ from fedpact.deployment.flower.site_process import respond
 from fedpact.deployment.flower.transport import TooFewReplies
 from fedpact.deployment.site import Site, answer
 from fedpact.privacy.ledger.ledger import read_entries
-from fedpact.simulation import flower
+from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import keys
 
 STEPS = 2  # local iterations of a round: what each round is charged
@@ -271,13 +271,13 @@ def test_a_question_says_what_its_signature_covers(deployment):
         message = Message(record, 10, "train")
         message.metadata.__dict__["_message_id"] = "x"
         content = respond(node.site, node.key, message).content
-        return from_bytes(flower.from_record(content)[0]).code
+        return from_bytes(flower_records.from_record(content)[0]).code
 
     try:
         for other in ((0, ""), (1, "a" * 64), (seen[0], "b" * 64), (seen[0], ""), ("1", 2), (1, 1)):
-            assert given(flower.to_record(block, signature, other, agreed)) == "unsigned"
-        assert given(flower.to_record(block, signature, seen)) == "unsigned"
-        assert given(flower.to_record(block, signature, seen, agreed)) == "ledger"
+            assert given(flower_records.to_record(block, signature, other, agreed)) == "unsigned"
+        assert given(flower_records.to_record(block, signature, seen)) == "unsigned"
+        assert given(flower_records.to_record(block, signature, seen, agreed)) == "ledger"
     finally:
         node.site.ledger.close()
     assert charged(node.directory) == 0
@@ -373,7 +373,7 @@ def test_of_two_copies_that_take_turns_one_goes_on(federation, tmp_path, plan):
 
     def behave(message, answer):
         given, question = answer(), from_bytes(node.heard[-1])
-        refused = isinstance(from_bytes(flower.from_record(given.content)[0]), Refusal)
+        refused = isinstance(from_bytes(flower_records.from_record(given.content)[0]), Refusal)
         ends = refused or isinstance(question, Task) or question.step == "open"
         if ends and question.round < 4:
             if not copy.exists():
@@ -523,7 +523,7 @@ def test_tightened_policy_opens_no_sum_in_its_round(federation):
         if (asked(nodes[0]), step) == (2, "open"):
             change(nodes[0].directory / "policy.toml", 'algorithms = ["fedavg"]', "algorithms = []")
         given = answer()
-        heard.append(from_bytes(flower.from_record(given.content)[0]))
+        heard.append(from_bytes(flower_records.from_record(given.content)[0]))
         return given
 
     nodes[0].behave = behave

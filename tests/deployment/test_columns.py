@@ -25,7 +25,7 @@ from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.site_evaluation import LastReply
 from fedpact.plan import Plan
-from fedpact.simulation import flower
+from fedpact.simulation import flower_records
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate
 
@@ -279,7 +279,7 @@ def test_false_column_release_is_rejected_and_run_starts(begin, lie, why):
     node = run.nodes[1]
 
     def lies(message, answer):
-        reply = from_bytes(flower.from_record(answer().content)[0])
+        reply = from_bytes(flower_records.from_record(answer().content)[0])
         if isinstance(reply, Reply) and reply.round == 0:
             return node.forge(message, to_bytes(replace(reply, **lie(reply))))
         return answer()

@@ -24,7 +24,7 @@ from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.ledger.reservations import CompanionReservation
 from fedpact.report.page import build_headline, write_page
 from fedpact.report.run_files import read_run
-from fedpact.simulation import flower
+from fedpact.simulation import flower_records
 from fedpact.simulation.simulate import simulate
 
 EVALUATION_TABLE = {"share": 0.3, "every": 2, "epsilon": 4.0, "loss_bound": 3.0}
@@ -354,11 +354,11 @@ def test_a_lie_is_rejected_and_the_others_are_evaluated(federate):
     run = federate({}, **PLAN)
 
     def lie(message, answered):
-        asked = from_bytes(flower.from_record(message.content)[0])
+        asked = from_bytes(flower_records.from_record(message.content)[0])
         if asked.algorithm != EVALUATION:
             return answered()
         huge = {"hits": torch.full((20,), 1e9, dtype=torch.float64)}
-        reply = from_bytes(flower.from_record(answered().content)[0])
+        reply = from_bytes(flower_records.from_record(answered().content)[0])
         return run.nodes[0].change(message, answered, vectors={**reply.vectors, **huge})
 
     run.nodes[0].behave = lie

@@ -12,7 +12,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedpact.deployment.flower.requests import PromptGrid
-from fedpact.simulation import flower
+from fedpact.simulation import flower_records
 
 
 class Link:
@@ -27,7 +27,7 @@ class Link:
 
     def answer(self, question, block, inside=None):
         """inside: the number of the question that the answer's own metadata name."""
-        reply = Message(flower.to_record(block, b"signature"), reply_to=question)
+        reply = Message(flower_records.to_record(block, b"signature"), reply_to=question)
         about = reply.metadata.reply_to_message_id
         reply.metadata.__dict__["_reply_to_message_id"] = inside or about
         number = reply.object_id
@@ -69,14 +69,14 @@ def grid():
 
 
 def question(node):
-    message = Message(flower.to_record(b"question", b"signature"), node, "train")
+    message = Message(flower_records.to_record(b"question", b"signature"), node, "train")
     message.metadata.__dict__["_message_id"] = f"question to {node}"
     message.metadata.__dict__["_src_node_id"] = 1
     return message
 
 
 def blocks(messages):
-    return [flower.from_record(message.content)[0] for message in messages]
+    return [flower_records.from_record(message.content)[0] for message in messages]
 
 
 def test_an_answer_that_is_half_sent_holds_up_no_other(grid):

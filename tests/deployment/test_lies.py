@@ -13,7 +13,7 @@ from tests.deployment.grid import FLOATS, charged
 from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.deployment.flower import transport
 from fedpact.deployment.site import Site, answer
-from fedpact.simulation import flower
+from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation.transport import FalseSum
 
 PATIENCE = {"round_seconds": 5.0, "resend_seconds": 2.0, "join_seconds": 0.2, "retries": 0}
@@ -35,7 +35,7 @@ def telling(node, change):
 
     def behave(message, answer):
         task = from_bytes(node.heard[-1])
-        reply = from_bytes(flower.from_record(answer().content)[0])
+        reply = from_bytes(flower_records.from_record(answer().content)[0])
         return node.forge(message, to_bytes(Reply(**{**vars(reply), **change(task, reply)})))
 
     node.behave = behave

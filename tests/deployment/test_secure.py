@@ -19,7 +19,7 @@ from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site, answer
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.oracle import PrivateOracle
-from fedpact.simulation import flower
+from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import client as opened_module
 from fedpact.simulation.secure_aggregation import client as site_module
 from fedpact.simulation.secure_aggregation import messages, transport
@@ -196,7 +196,7 @@ def test_no_message_to_the_server_shows_a_sites_vector(federation):
         )
     run()
     for node, message in sent:
-        block = flower.from_record(message.content)[0]
+        block = flower_records.from_record(message.content)[0]
         given = from_bytes(block)
         assert isinstance(given, Step)
         stored = (node.directory / "reply.bin").read_bytes().partition(b"\n")[2]
@@ -437,7 +437,7 @@ def test_an_answer_from_another_session_step_or_site_is_rejected(federation, cha
     run, nodes = federation()
 
     def behave(message, answer):
-        given = from_bytes(flower.from_record(answer().content)[0])
+        given = from_bytes(flower_records.from_record(answer().content)[0])
         if isinstance(given, Step) and given.step == "keys":
             return nodes[0].forge(message, to_bytes(Step(**{**vars(given), **change})))
         return nodes[0].forge(message, to_bytes(given))
@@ -452,7 +452,7 @@ def test_site_without_valid_keys_is_excluded_from_the_round(federation, wrong):
     run, nodes = federation()
 
     def behave(message, answer):
-        given = from_bytes(flower.from_record(answer().content)[0])
+        given = from_bytes(flower_records.from_record(answer().content)[0])
         if not isinstance(given, Step) or given.step != "keys":
             return nodes[0].forge(message, to_bytes(given))
         place, blocks = messages.place_of(given), {}
@@ -584,7 +584,7 @@ def lies(node):
 
     def of(**changes):
         def behave(message, answer):
-            given = from_bytes(flower.from_record(answer().content)[0])
+            given = from_bytes(flower_records.from_record(answer().content)[0])
             if not isinstance(given, Step) or given.step != "masked":
                 return node.forge(message, to_bytes(given))
             reply = from_bytes(given.vectors["reply"].numpy().tobytes())
@@ -619,7 +619,7 @@ def test_bytes_are_those_that_went_over_the_wire(federation):
 
         def behave(message, answer):
             given = answer()
-            block = flower.from_record(given.content)[0]
+            block = flower_records.from_record(given.content)[0]
             up[from_bytes(block).round] += len(block)
             return given
 

@@ -24,7 +24,7 @@ from fedpact.deployment.flower.transport import TooFewReplies
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
 from fedpact.privacy.ledger.receipt import receipt
-from fedpact.simulation import flower
+from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import keys
 from fedpact.simulation.secure_aggregation.encoding import Form
 
@@ -151,11 +151,11 @@ class AfterTheEnd(Grid):
         message = self.waiting.get(number)
         if message is None or message.metadata.dst_node_id != 10:
             return False
-        question = from_bytes(flower.from_record(message.content)[0])
+        question = from_bytes(flower_records.from_record(message.content)[0])
         return question.round == self.at and self.at < self.until
 
     def push_messages(self, messages):
-        self.at = from_bytes(flower.from_record(messages[0].content)[0]).round
+        self.at = from_bytes(flower_records.from_record(messages[0].content)[0]).round
         return super().push_messages(messages)
 
 
@@ -294,7 +294,7 @@ def lies(node):
 
 
 def _block(answer):
-    return flower.from_record(answer().content)[0]
+    return flower_records.from_record(answer().content)[0]
 
 
 def _reply(node, task):
@@ -407,7 +407,7 @@ def test_compressed_replies_pass_and_impossible_ones_do_not(make, tmp_path, kind
     nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
 
     def lie(message, answer):
-        reply = from_bytes(flower.from_record(answer().content)[0])
+        reply = from_bytes(flower_records.from_record(answer().content)[0])
         vectors = {
             name: vector.clone().fill_(-1 if vector.dtype.is_signed else 7)
             for name, vector in reply.vectors.items()
@@ -444,17 +444,17 @@ def test_a_task_that_the_server_did_not_sign_is_refused(federation):
         keys.sign(server, own, block + b" "),
         b"",
     ):
-        message = Message(flower.to_record(block, signature, agreed=agreed), 10, "train")
+        message = Message(flower_records.to_record(block, signature, agreed=agreed), 10, "train")
         message.metadata.__dict__["_message_id"] = "x"
         answer = from_bytes(
-            flower.from_record(respond(nodes[0].site, nodes[0].key, message).content)[0]
+            flower_records.from_record(respond(nodes[0].site, nodes[0].key, message).content)[0]
         )
         assert answer == Refusal("", 0, "site-00", "unsigned")
     assert charged(nodes[0]) == 0
     signature = keys.sign(server, own, block)
-    good = Message(flower.to_record(block, signature, agreed=agreed), 10, "train")
+    good = Message(flower_records.to_record(block, signature, agreed=agreed), 10, "train")
     good.metadata.__dict__["_message_id"] = "y"
-    answer = flower.from_record(respond(nodes[0].site, nodes[0].key, good).content)[0]
+    answer = flower_records.from_record(respond(nodes[0].site, nodes[0].key, good).content)[0]
     assert isinstance(from_bytes(answer), Reply)
 
 
@@ -538,12 +538,12 @@ def test_one_of_flowers_errors_in_place_of_a_task_is_refused(federation):
     """It has no record in it; the site's process goes on."""
     _, nodes = federation
     message = Message(Error(code=1, reason="none"), reply_to=_asked(10))
-    answer = flower.from_record(respond(nodes[0].site, nodes[0].key, message).content)[0]
+    answer = flower_records.from_record(respond(nodes[0].site, nodes[0].key, message).content)[0]
     assert from_bytes(answer) == Refusal("", 0, "site-00", "unsigned")
 
 
 def _asked(node):
-    message = Message(flower.to_record(b"", b""), node, "train")
+    message = Message(flower_records.to_record(b"", b""), node, "train")
     message.metadata.__dict__["_message_id"] = "x"
     return message
 
@@ -570,7 +570,7 @@ def test_a_number_that_overflows_is_rejected(make, tmp_path, digits):
     nodes = [Node(10 + i, directory / "sites" / name) for i, name in enumerate(NAMES)]
 
     def lie(message, answer):
-        block = flower.from_record(answer().content)[0]
+        block = flower_records.from_record(answer().content)[0]
         reply = from_bytes(block)
         (scale,) = reply.numbers.values()
         length = int.from_bytes(block[:8], "little")
@@ -708,7 +708,9 @@ def seen_with(node):
     found, behave = {}, node.behave
 
     def note(message, answer):
-        found.setdefault(from_bytes(node.heard[-1]).round, flower.read_seen(message.content))
+        found.setdefault(
+            from_bytes(node.heard[-1]).round, flower_records.read_seen(message.content)
+        )
         return behave(message, answer)
 
     node.behave = note

@@ -24,7 +24,7 @@ from fedpact.deployment.files import Choices, policy, write_deployment
 from fedpact.deployment.site import Site
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
-from fedpact.simulation import flower
+from fedpact.simulation import flower_records
 from fedpact.simulation.flower import QUIET, require_flower
 from fedpact.simulation.secure_aggregation import keys
 
@@ -254,12 +254,15 @@ def test_everything_else_works_without_flower(tmp_path):
 
 def test_block_survives_the_codec_and_other_data_is_refused():
     block, signature = bytes(range(256)) * 5, b"signed"
-    assert flower.from_record(flower.to_record(block, signature)) == (block, signature)
-    packed = flower.to_record(block, signature)
+    assert flower_records.from_record(flower_records.to_record(block, signature)) == (
+        block,
+        signature,
+    )
+    packed = flower_records.to_record(block, signature)
     for missing in ("fedpact", "seal"):
         record = type(packed)({k: v for k, v in packed.items() if k != missing})
         with pytest.raises(InputError, match="no fedpact message"):
-            flower.from_record(record)
+            flower_records.from_record(record)
 
 
 def test_a_signature_holds_for_one_block_one_purpose_and_one_key(written):

@@ -33,7 +33,7 @@ from fedpact.common import errors
 from fedpact.common.errors import DataError, FedpactError
 from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.privacy.accounting.accountant import History, SampledGaussian
-from fedpact.simulation import flower
+from fedpact.simulation import flower_records
 from fedpact.simulation.flower import ray_address
 from fedpact.simulation.machine import available_cores
 from fedpact.simulation.threads import VirtualSite, Worker
@@ -76,7 +76,9 @@ def open_app(reference: Any) -> ClientApp:
 
 def encode_task(place: int, block: bytes, run: int) -> tuple[Message, Context]:
     """Return what Flower hands to an actor: an encoded Task for the site at this place."""
-    message = Message(flower.to_record(block, b""), dst_node_id=place + 1, message_type="train")
+    message = Message(
+        flower_records.to_record(block, b""), dst_node_id=place + 1, message_type="train"
+    )
     return message, Context(run, place + 1, {_PLACE: place}, RecordDict(), {})
 
 
@@ -95,17 +97,17 @@ def decode_answer(answer: RecordDict) -> tuple[bytes, History]:
         raise error
     spent: Any = answer["spent"]
     events = zip(spent["q"], spent["sigma"], spent["count"], strict=True)
-    return flower.from_record(answer)[0], {
+    return flower_records.from_record(answer)[0], {
         SampledGaussian(q, sigma): count for q, sigma, count in events
     }
 
 
 def _answer(site: VirtualSite, bench: Worker, message: Message) -> RecordDict:
-    task = _decoded(flower.from_record(message.content)[0])
+    task = _decoded(flower_records.from_record(message.content)[0])
     with site.open_ledger() or nullcontext() as ledger:
         block = to_bytes(site.client(ledger).handle(task, bench))
         spent = ledger.spent(site.run) if ledger else {}
-    record = flower.to_record(block, b"")
+    record = flower_records.to_record(block, b"")
     record["spent"] = ConfigRecord(
         {
             "q": [event.q for event in spent],

@@ -51,7 +51,7 @@ from fedpact.common.files import write_whole
 from fedpact.common.messages import Refusal, Step, from_bytes, to_bytes
 from fedpact.common.messages import Task as TrainingTask
 from fedpact.deployment.site import Site, answer
-from fedpact.simulation import flower
+from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import keys
 
 _NODE = "flower/node"
@@ -248,8 +248,8 @@ def respond(site: Site, key: ec.EllipticCurvePrivateKey, message: Message) -> Me
     try:
         # A message may carry one of Flower's errors in place of a record.
         record = message.content if message.has_content() else RecordDict()
-        block, signature = flower.from_record(record)
-        seen, agreed = flower.read_seen(record), flower.read_agreed(record)
+        block, signature = flower_records.from_record(record)
+        seen, agreed = flower_records.read_seen(record), flower_records.read_agreed(record)
         signed = keys.is_signed(
             server, keys.signing_context(site.name, seen, agreed), block, signature
         )
@@ -261,7 +261,7 @@ def respond(site: Site, key: ec.EllipticCurvePrivateKey, message: Message) -> Me
         reply, told = _disagreed(site, block)
     else:
         reply, told = answer(site, block, seen)
-    record = flower.to_record(reply, keys.sign(key, f"reply of {site.name}", reply))
+    record = flower_records.to_record(reply, keys.sign(key, f"reply of {site.name}", reply))
     seconds = time.perf_counter() - began
     site.note(reply, seconds)
     _log.info("%s, in %.3f s", told, seconds)

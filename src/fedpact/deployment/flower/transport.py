@@ -36,7 +36,7 @@ from fedpact.common.messages import Message as Answer
 from fedpact.deployment.admission import REFUSALS, Admission
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower.requests import Clock, PendingRequests, Slow, advice, summarise_round
-from fedpact.simulation import flower
+from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import keys
 from fedpact.simulation.secure_aggregation.encoding import Form
 from fedpact.simulation.secure_aggregation.messages import reply_in
@@ -257,7 +257,7 @@ class FlowerTransport:
             block = to_bytes(shortest(question) if isinstance(question, Task) else question)
             seen = self._admission.standing.last_seen(site)
             purpose = keys.signing_context(site, seen, self._agreed)
-            record = flower.to_record(
+            record = flower_records.to_record(
                 block, keys.sign(self._key, purpose, block), seen, self._agreed
             )
             # A site that comes back later is not to spend budget on a round that is over.
@@ -317,7 +317,7 @@ class FlowerTransport:
     def _opened(self, site: str, message: Message) -> Answer | str:
         """Return what a site has signed, or what is wrong with it."""
         try:
-            block, signature = flower.from_record(message.content)
+            block, signature = flower_records.from_record(message.content)
             if not keys.is_signed(self._keys[site], f"reply of {site}", block, signature):
                 return "key"
             return from_bytes(block, MOST_VECTORS + 4 * len(self.sites))
