@@ -23,6 +23,7 @@ from fedpact.plan import Plan
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.oracle import Records
+from fedpact.simulation import flower
 from fedpact.simulation.simulate import simulate
 from fedpact.simulation.threads import VirtualSite
 
