@@ -11,7 +11,7 @@ it holds, changes what is read of another. An error never quotes a value.
 import csv
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -154,28 +154,6 @@ class Table:
         none = {self.label, self.site, self.person, *self.unused}
         return tuple(name for name in self.columns if name not in none)
 
-    def in_order(self, origin: str, features: Sequence[str]) -> "Table":
-        """Return the table with its features in this order.
-
-        Raises DataError: it has others, or nobody says in which order several are.
-        """
-        if not features and len(self.features) > 1:
-            raise DataError(
-                f"{origin} has the columns {', '.join(self.features)}, and federation.toml does "
-                "not say in which order they make a record, so sites may differ: add features = "
-                '["...", ...], all of them, to the federation.toml of every party, in the order '
-                "that the files have had so far"
-            )
-        if features and set(features) & self.unused:
-            # The federation counts what looks like an index among them.
-            return replace(self, unused=self.unused - set(features)).in_order(origin, features)
-        if features and set(features) != set(self.features):
-            raise DataError(
-                f"{origin} has the columns {', '.join(self.features)}: federation.toml has "
-                f"features = {list(features)}; bring the file into that form, in any order"
-            )
-        return replace(self, chosen=tuple(features) or self.features)
-
     @property
     def count(self) -> int:
         """The number of rows."""
@@ -244,14 +222,14 @@ def table_of(
         if column not in columns and not (role != "label" and column is None):
             raise DataError(
                 f"{origin}: {role} column is {column!r}: expected one of its columns "
-                f"{_some(columns)}; name it as {role} in a plan or in Python, or by --{role} "
+                f"{list_some(columns)}; name it as {role} in a plan or in Python, or by --{role} "
                 "where a command has it" + _AT_A_SITE * (role == "label")
             )
     for key, names in (("features", form.features or ()), ("drop", form.drop)):
         if odd := [c for c in names if c not in columns or c in roles.values()]:
             raise DataError(
                 f"{origin}: records.{key} names {', '.join(odd)}: expected some of its columns "
-                f"{_some(columns)}, and not those of label, site or person; correct the names"
+                f"{list_some(columns)}, and not those of label, site or person; correct the names"
             )
     wanted = None if form.features is None else tuple(form.features)
     unused = {*form.drop, *index, *_numbering(origin, list(columns), form)}
@@ -266,7 +244,7 @@ def table_of(
     return table
 
 
-def _some(columns: Iterable[str]) -> str:
+def list_some(columns: Iterable[str]) -> str:
     """Return names of columns, of many the first."""
     names = list(columns)
     more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""

@@ -5,12 +5,15 @@ whole, its columns, its arrays' shapes, are its owner's, and raise; those of rec
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Final
 
 from fedpact.common.errors import DataError
-from fedpact.data.cells import SUFFIXES, read_npz, read_table
+from fedpact.data.cells import SUFFIXES, Table, read_columns, read_npz, read_table
+from fedpact.data.columns import FileColumn, declared_columns
 from fedpact.data.inputs import Given, Sifted, array_of, check_shapes, filter_arrays, labels_of
 from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter
@@ -18,6 +21,8 @@ from fedpact.data.tables import ambiguous, numbers_of_table
 from fedpact.data.targets import persons_of, targets_of
 
 _logger = logging.getLogger("fedpact")
+
+_SAME: Final[Mapping[str, FileColumn]] = MappingProxyType({})
 
 
 def load_site(
@@ -29,11 +34,13 @@ def load_site(
     form: RecordForm,
     person: str | None = None,
     features: tuple[str, ...] = (),
+    sources: Mapping[str, FileColumn] = _SAME,
 ) -> Sifted:
     """Return the records x [n, *shape], y [n] of a site's own .csv, .parquet or .npz file.
 
     features: the columns of a table in the order of the numbers of a record, which is the same at
-    all sites, in whatever order a file has them; an .npz file has them in this one.
+    all sites, in whatever order a file has them; an .npz file has them in this one. A table's other
+    columns count for nothing. sources: what columns of a table are called here; see `site_table`.
     person: the column, or in an .npz the array, that says whose a record is; None: nobody asks.
     classes, shape, values ("float32" or "int64"), form: as the federation declares them. A record
     that does not fit is left out, whatever is wrong with it, and so may all of them be: n >= 0. It
@@ -47,9 +54,8 @@ def load_site(
                 f"data file {path}: labels of kind 'pixels' in a column: expected arrays x and y; "
                 "write the records as .npz"
             )
-        table = read_table(path, label, None, person, form)
-        _check_form(path, (len(features or table.features),), shape)
-        table = table.in_order(f"data file {path}", features)
+        table = site_table(path, label, form, person, features, sources)
+        _check_form(path, (len(table.features),), shape)
         sieve = RecordFilter(str(path), table.count, 1)
         x = numbers_of_table(table, form, values, sieve)
         labels = table.columns[table.label]
@@ -57,6 +63,12 @@ def load_site(
         whose = None if person is None else persons_of(table.columns[person], sieve, person)
         found = Given(x, y, sieve, table.features, whose)
     else:
+        if sources:
+            raise DataError(
+                f"data file {path} is no table: [columns] of site.toml names {', '.join(sources)}, "
+                "and arrays have no columns by name; leave [columns] out, or write the records as "
+                ".csv or .parquet"
+            )
         if features:
             # A table's numbers, in the order that the federation has.
             form = form.by_place(features)
@@ -72,6 +84,42 @@ def load_site(
     if not found.sieve.good.any():
         _logger.warning("%s holds no record that is used: the site sends noise alone", path)
     return found.used()
+
+
+def site_table(
+    path: Path,
+    label: str | None,
+    form: RecordForm,
+    person: str | None,
+    features: Sequence[str],
+    sources: Mapping[str, FileColumn] = _SAME,
+) -> Table:
+    """Return the declared columns of a site's .csv or .parquet file, by their declared names.
+
+    sources: of which columns of the file, in which units and words, they are made; without one a
+    column is the file's of the same name. label, person: among the declared names.
+    Raises DataError: a column is missing, or nobody says in which order several are.
+    """
+    origin = f"data file {path}"
+    if label is None or not features:
+        table = read_table(path, label, None, person, form)
+        if len(table.features) > 1 or sources:
+            raise DataError(
+                f"{origin} has the columns {', '.join(table.features)}, and federation.toml does "
+                "not say in which order they make a record, so sites may differ: add features = "
+                '["...", ...], all of them, to the federation.toml of every party, in the order '
+                "that the files have had so far"
+            )
+        return table
+    wanted = [*features, label, *([] if person is None else [person])]
+    if len(set(wanted)) < len(wanted):
+        raise DataError(
+            f"{origin}: label = {label!r} of site.toml and person = {person!r} of federation.toml "
+            f"beside features = {list(features)}: expected columns that are no features"
+        )
+    columns, broken = read_columns(path)
+    found = declared_columns(origin, columns, wanted, sources)
+    return Table(found, label, None, broken, person, tuple(features))
 
 
 def _site_arrays(

@@ -139,7 +139,7 @@ def class_numbers(
     for row, label in enumerate(given):
         text, k = text_of(label), -1
         if how == "names" or (how is None and (truth or isinstance(label, str | bytes | bool))):
-            k = _named(label, place, place.get(str(label), -1))
+            k = find_named(label, place, place.get(str(label), -1))
         if k < 0 and how != "names":
             *_, number = _SPELLED.get(text.lower(), (without_decimal_zeros(text, place),))
             k = _place_of(number, len(classes))
@@ -355,8 +355,11 @@ def _numbers(cells: Cells) -> np.ndarray:
     return np.array([number_of(value) for value in cells], np.float64)
 
 
-def _named(value: Any, place: Mapping[str, Any], unknown: Any) -> Any:
-    """Return the place of the name that a value is; a truth value has several."""
+def find_named(value: Any, place: Mapping[str, Any], unknown: Any) -> Any:
+    """Return what stands in `place` under the name that a cell is; a truth value has several.
+
+    unknown: in its place where the cell is none of the names.
+    """
     text = text_of(value)
     names = (text, without_decimal_zeros(text, place), *_NAMES_OF.get(text.lower(), ()))
     return next((place[name] for name in names if name in place), unknown)
@@ -379,6 +382,6 @@ def _places(cells: Cells, own: Column) -> np.ndarray:
     def of(value: Any) -> float:
         if _beyond_float64(value):
             return unknown
-        return _named(value, place, np.nan if is_blank(value) else unknown)
+        return find_named(value, place, np.nan if is_blank(value) else unknown)
 
     return np.array([of(value) for value in cells], np.float64)

@@ -177,6 +177,13 @@ data_set = "{name}"            # what the ledger is called: one for these record
 ledger = "ledger.jsonl"        # on a local disk, backed up, never put back
 device = "cpu"                 # or "cuda": where it computes
 port = {port}                  # a free one of this machine, for the site's own processes
+
+# Columns of a table that have another name, unit or words here than the federation declares; what
+# is declared stands first. Columns that nobody declares count for nothing.
+# [columns]
+# bmi = "body_mass_index"
+# lactate = {{ column = "lactate_mgdl", factor = 0.111 }}     # from mg/dL to mmol/L
+# sex = {{ column = "gender", values = {{ F = "female", M = "male" }} }}
 """
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedpact.common.about import OneLine
 from fedpact.data.advice import advise
+from fedpact.data.columns import FileColumn
 from fedpact.data.features.extract import beside
 from fedpact.data.site_records import load_site
 from fedpact.data.splits import number_persons
@@ -26,7 +27,8 @@ class SiteSettings(BaseModel):
     table. data_set: what the ledger is called, one for each set of records and for its whole life;
     data_version: what receipts say of it beside its name, "" where nobody says.
     device: where it computes, "cpu" or "cuda". ledger: where it lies, on a local disk. port: a free
-    one of this machine, for the site's own processes to talk to each other.
+    one of this machine, for the site's own processes to talk to each other. columns: which columns
+    of a table the declared ones are, where they have other names, units or words there.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -38,6 +40,7 @@ class SiteSettings(BaseModel):
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     ledger: str = "ledger.jsonl"
     port: int = Field(gt=0, lt=65536)
+    columns: dict[str, FileColumn] = Field(default_factory=dict[str, FileColumn])
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +72,7 @@ def own_records(
     """
     path = directory / settings.records
     form = of.classes, of.shape, of.values, of.describe_labels(plan), of.person, of.features
-    found = load_site(path, settings.label, *form)
+    found = load_site(path, settings.label, *form, settings.columns)
     if found.x.is_floating_point() and not (plan.features.used and len(of.shape) > 1):
         # Into the owner's own log, as what is left out, and without values like it.
         advise(str(path), of.records, of.shape, found.features, found.x, values=False)

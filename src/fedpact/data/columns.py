@@ -1,0 +1,186 @@
+"""A site's own columns: found under the names that a federation declares, in its units and words.
+
+    [columns]                  of site.toml, the owner's
+    bmi = "body_mass_index"    the declared column bmi is this one of the file
+    lactate = { column = "lactate_mgdl", factor = 0.111 }
+    temperature = { column = "temp_f", factor = 0.5556, offset = -17.78 }
+    sex = { column = "gender", values = { "F" = "female", "M" = "male" } }
+
+What becomes of a cell follows from that cell and these lines alone, and a cell that is no number
+stays what it is: it is left out, or filled, as one of a file that needs no such lines.
+"""
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any, Final
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedpact.common.errors import DataError, nearest
+from fedpact.common.format import toml, toml_key
+from fedpact.data.cells import Cells, NumberCells, list_some
+from fedpact.data.tables import find_named, number_of
+
+_ALIKE: Final = 0.6
+"""From this ratio of difflib's on, which is its own default, two names may be one column's."""
+
+_ABBREVIATED: Final = 3
+"""So many letters at least may stand for a longer word that they begin, as temp does."""
+
+
+class FileColumn(BaseModel):
+    """A column of a site's file that stands for a declared one. See the module.
+
+    column: its name in the file. factor: what its numbers are multiplied by, from the file's unit
+    to the declared one. offset: what is added to that. values: what stands in the file, as text,
+    and what the federation calls it; other cells stay what they are.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    column: str
+    factor: float = 1.0
+    offset: float = 0.0
+    values: dict[str, str | float] = Field(default_factory=dict[str, str | float])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_name(cls, raw: Any) -> Any:
+        return {"column": raw} if isinstance(raw, str) else raw
+
+    @model_validator(mode="after")
+    def _converts(self) -> "FileColumn":
+        if self.factor == 0:
+            raise ValueError("factor = 0 makes all numbers one: expected another number")
+        if self.values and self.scaled:
+            raise ValueError(
+                f"values beside factor = {self.factor:g} and offset = {self.offset:g}: expected "
+                "words to rename, or numbers of another unit; leave one out"
+            )
+        return self
+
+    @property
+    def scaled(self) -> bool:
+        """Whether its numbers are of another unit."""
+        return (self.factor, self.offset) != (1.0, 0.0)
+
+    def convert(self, cells: Cells) -> Cells:
+        """Return cells [n] in the declared unit and words."""
+        if self.values:
+            return [find_named(cell, self.values, cell) for cell in cells]
+        if not self.scaled:
+            return cells
+        if isinstance(cells, NumberCells):
+            with np.errstate(over="ignore"):
+                return NumberCells(cells.floats() * self.factor + self.offset, cells.missing)
+        return [self._convert(cell) for cell in cells]
+
+    def _convert(self, cell: Any) -> Any:
+        number = number_of(cell)
+        return cell if math.isnan(number) else number * self.factor + self.offset
+
+
+@dataclass(frozen=True)
+class ColumnDifference:
+    """How a file's columns differ from the declared ones.
+
+    missing: declared, and not there. unexpected: there, and not declared. renamed: of the missing,
+    the unexpected column that is probably meant.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    renamed: Mapping[str, str]
+
+    @staticmethod
+    def of(wanted: Collection[str], found: Collection[str]) -> "ColumnDifference":
+        """Return it for names that are declared and names that a file has."""
+        missing = tuple(name for name in wanted if name not in found)
+        unexpected = tuple(name for name in found if name.strip() and name not in wanted)
+        pairs = sorted(
+            ((_likeness(a, b), a, b) for a in missing for b in unexpected), key=lambda p: -p[0]
+        )
+        renamed = dict[str, str]()
+        for likeness, name, other in pairs:
+            if likeness >= _ALIKE and name not in renamed and other not in renamed.values():
+                renamed[name] = other
+        return ColumnDifference(missing, unexpected, renamed)
+
+    def describe(self) -> str:
+        """Return in words which are missing, probably renamed, and unexpected."""
+        told = [
+            f"{name} (probably its {self.renamed[name]!r})" if name in self.renamed else name
+            for name in self.missing
+        ]
+        others = [name for name in self.unexpected if name not in self.renamed.values()]
+        return f"{', '.join(told)}; of its columns nobody asks for " + (
+            list_some(others) or "no other"
+        )
+
+    def mend(self) -> str:
+        """Return the line of site.toml that would name the first of the missing."""
+        name = next(iter(self.renamed), self.missing[0])
+        return f"{toml_key(name)} = {toml(self.renamed.get(name, '...'))}"
+
+
+def _likeness(name: str, other: str) -> float:
+    """Return from 0 to 1 how likely two names are one column's: spelling, words, initials."""
+    a, b = _words(name), _words(other)
+    if a == b or set(a) < set(b) or set(b) < set(a):
+        return 1.0
+    for short, long in ((a, b), (b, a)):
+        if len(long) > 1 and "".join(short) == "".join(word[0] for word in long):
+            return 1.0
+        if len(short[0]) >= _ABBREVIATED and long[0].startswith(short[0]):
+            return 0.9
+    return SequenceMatcher(None, "".join(a), "".join(b)).ratio()
+
+
+def _words(name: str) -> list[str]:
+    """Return a name's words in small letters: of "bodyMass_2" body, mass and 2."""
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
+    return re.findall(r"[^\W\d_]+|\d+", spaced.lower()) or [name]
+
+
+def declared_columns(
+    origin: str,
+    columns: Mapping[str, Cells],
+    wanted: Sequence[str],
+    sources: Mapping[str, FileColumn],
+) -> dict[str, Cells]:
+    """Return the wanted columns of a file by their declared names, converted; no others.
+
+    sources: of which column of the file each is made; left out, of the one of its own name.
+    Raises DataError: one is not there, or a source is of nothing that is wanted.
+    """
+    if odd := [name for name in sources if name not in wanted]:
+        raise DataError(
+            f"[columns] of site.toml names {', '.join(odd)}: expected the names that the "
+            f"federation declares, {list_some(wanted)}{nearest(odd[0], wanted)}"
+        )
+    for name, source in sources.items():
+        if source.column not in columns:
+            raise DataError(
+                f"{origin} has no column {source.column!r}, of which [columns] of site.toml makes "
+                f"{name}: expected one of its columns, {list_some(columns)}"
+                f"{nearest(source.column, columns)}"
+            )
+    taken = {source.column for source in sources.values()}
+    free = [name for name in columns if name not in taken or name in wanted]
+    difference = ColumnDifference.of([name for name in wanted if name not in sources], free)
+    if difference.missing:
+        raise DataError(
+            f"{origin} has {len(wanted) - len(difference.missing)} of the {len(wanted)} columns "
+            f"that this site's records are made of. Missing: {difference.describe()}. Say under "
+            "[columns] of site.toml which column of the file each is, as "
+            f"{difference.mend()}, or add it to the file"
+        )
+    return {
+        name: sources[name].convert(columns[sources[name].column])
+        if name in sources
+        else columns[name]
+        for name in wanted
+    }
