@@ -9,7 +9,7 @@ import pytest
 from flwr.app import Message
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedpact.common.messages import FINAL, from_bytes, to_bytes
+from fedpact.common.messages import FREE, READY, from_bytes, to_bytes
 from fedpact.common.run_folder import Folder
 from fedpact.deployment.flower.server_process import coordinate
 from fedpact.deployment.flower.site_process import respond
@@ -37,11 +37,16 @@ class Node:
         self.hangs, self.since, self.said = False, "first", []
         self.handed = 0
 
+    def is_stuck_at(self, message):
+        """A site that hangs does so in its rounds."""
+        question = from_bytes(flower_records.from_record(message.content)[0])
+        return self.hangs and getattr(question, "algorithm", "") != READY
+
     def hear(self, message):
         question = from_bytes(flower_records.from_record(message.content)[0])
-        if getattr(question, "algorithm", "") == FINAL:
-            # Of a run that is over: tests are of what went before.
-            self.handed += 1
+        if getattr(question, "algorithm", "") in FREE:
+            # Before and after a run: tests are of what is between.
+            self.handed += question.algorithm != READY
             return respond(self.site, self.key, message)
         self.heard.append(flower_records.from_record(message.content)[0])
         return self.behave(message, lambda: self.answer(message))
@@ -114,7 +119,7 @@ class Grid:
         replies = []
         for number in list(numbers):
             message = self.waiting.get(number)
-            if message is None or self.nodes[message.metadata.dst_node_id].hangs:
+            if message is None or self.nodes[message.metadata.dst_node_id].is_stuck_at(message):
                 continue
             TaskIdentity.node_id = message.metadata.dst_node_id
             reply = self.nodes[message.metadata.dst_node_id].hear(message)

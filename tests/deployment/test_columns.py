@@ -21,6 +21,7 @@ from fedpact.common.errors import PlanError
 from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.common.params import FlatModel
 from fedpact.deployment.federation import Federation
+from fedpact.deployment.flower.transport import TooFewReplies
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.site_evaluation import LastReply
@@ -310,7 +311,7 @@ def test_a_site_refuses_round_0_of_a_run_that_has_none(federate):
         ("plan.json", '"learning_rate": 0.5', '"learning_rate": 0.25'),
     ],
 )
-def test_a_site_with_other_terms_takes_no_part_and_pays_nothing(begin, file, before, after):
+def test_a_site_with_other_terms_ends_the_start_and_nobody_pays(begin, file, before, after):
     run, _ = begin()
     node = run.nodes[1]
     node.site.ledger.close()
@@ -319,9 +320,9 @@ def test_a_site_with_other_terms_takes_no_part_and_pays_nothing(begin, file, bef
     assert before in text
     path.write_text(text.replace(before, after))
     run.nodes[1] = Node(node.number, node.directory)
-    records = run()
-    assert [record.refused for record in records] == [{"site-01": "terms"}] * len(records)
-    assert [charged(node) > 0 for node in run.nodes] == [True, False, True]
+    with pytest.raises(TooFewReplies, match=r"2 of 3 sites are ready.* site-01: its plan\.json or"):
+        run()
+    assert [charged(node) for node in run.nodes] == [0, 0, 0]
 
 
 def test_addresses_keys_and_patience_are_of_each_party(begin):

@@ -69,7 +69,7 @@ def test_absent_site_gets_the_final_model_after_restart(federate):
 
 
 def test_an_owner_brings_the_file_and_predicts(federate, tmp_path):
-    run = federate(None, rounds=1)
+    run = federate({"patience": {"start_sites": 2}}, rounds=1)
     run.nodes[0].here = False
     run()
     site = run.nodes[0].directory

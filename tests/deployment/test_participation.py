@@ -89,7 +89,7 @@ def test_site_refuses_a_round_it_was_not_drawn_for(make, tmp_path):
 
 
 def test_absent_drawn_site_is_missing_without_substitute(federate):
-    run = federate(None, **PLAN, **FLOATS)
+    run = federate({"patience": {"start_sites": 2}}, **PLAN, **FLOATS)
     away = run.nodes[0]
     away.here = False
     records, plan = run(), away.site.plan

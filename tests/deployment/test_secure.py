@@ -346,7 +346,7 @@ def test_server_crash_after_asking_for_a_sum_starts_an_attempt(federation, monke
 
 
 def test_a_site_that_comes_late_is_in_the_next_sum(federation):
-    run, nodes = federation()
+    run, nodes = federation(patience={"start_sites": 2})
     nodes[2].here = False
 
     def then_come(message, answer):

@@ -14,7 +14,7 @@ from tests.deployment.grid import FLOATS, NAMES, Grid, Node, charged
 
 from fedpact import algorithms
 from fedpact.common.errors import DataError, PlanError
-from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
+from fedpact.common.messages import READY, Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.common.run_folder import Folder
 from fedpact.deployment.admission import expect_form
 from fedpact.deployment.flower import requests, transport
@@ -152,7 +152,7 @@ class AfterTheEnd(Grid):
         if message is None or message.metadata.dst_node_id != 10:
             return False
         question = from_bytes(flower_records.from_record(message.content)[0])
-        return question.round == self.at and self.at < self.until
+        return question.algorithm != READY and question.round == self.at < self.until
 
     def push_messages(self, messages):
         self.at = from_bytes(flower_records.from_record(messages[0].content)[0]).round
@@ -227,6 +227,7 @@ def test_a_site_that_was_started_again_is_asked_at_once(federation, clock):
     assert seconds[1] == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("federation", [{"start_sites": 2}], indirect=True)
 def test_absent_site_is_not_awaited_and_may_come_later(federation, clock):
     run, nodes = federation
     nodes[2].here = False
@@ -734,7 +735,8 @@ def test_a_late_answer_tells_of_its_ledger(federation):
     told = seen_with(nodes[0])
     hangs_in(nodes, 1)
     run()
-    assert told[1] == (0, "")
+    # As it was when the site said that it is ready.
+    assert told[1][0] == told[2][0] - 1
     # Opened, reserved, placement noted, charged for round 1.
     assert told[2][0] == 4
 

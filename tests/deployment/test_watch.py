@@ -22,8 +22,8 @@ def test_a_site_shows_its_own_ledger_and_no_other_site(federate):
     assert of["epsilon_spent"] == expected["epsilon_spent"]
     assert of["epsilon_reserved"] == expected["epsilon_reserved"]
     assert (told["round"], of["rounds"]) == (2, 2)
-    # Two rounds, and the model at the end.
-    assert (told["answers"], told["refusals"]) == (3, {})
+    # That it is ready, two rounds, and the model at the end.
+    assert (told["answers"], told["refusals"]) == (4, {})
     text = live.encode_json(told) + live.text(told)
     assert "site-00" in text
     assert not {"site-01", "site-02"} & set(re.findall(r"site-\d\d", text))
@@ -35,11 +35,11 @@ def test_a_site_shows_its_own_ledger_and_no_other_site(federate):
 
 
 def test_refusals_are_counted_by_code_for_the_owner(federate):
-    run = federate(None, rounds=1)
+    run = federate({"patience": {"start_sites": 2}}, rounds=1)
     path = run.nodes[0].directory / "policy.toml"
     path.write_text(re.sub("epsilon_per_run = .*", "epsilon_per_run = 1e-9", path.read_text()))
     run()
     told = take_snapshot(run.nodes[0].directory)
-    # The round, and the model at the end.
-    assert told["refusals"] == {"policy": 2}
+    # Whether it is ready, the round, and the model at the end.
+    assert told["refusals"] == {"policy": 3}
     assert told["ledger"][told["run"]]["epsilon_spent"] == 0

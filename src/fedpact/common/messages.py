@@ -68,6 +68,14 @@ FINAL: Final = "final model"
 """The algorithm of a task that hands the run's final model over, and asks for nothing."""
 
 
+READY: Final = "ready"
+"""The algorithm of a task that asks whether a site would take part, and costs nothing."""
+
+
+FREE: Final = (FINAL, READY)
+"""Those of tasks that a site answers without any release."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """What a site releases in answer to a Task.

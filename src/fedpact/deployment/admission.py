@@ -38,7 +38,7 @@ import torch
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.errors import InputError, PlanError
 from fedpact.common.files import parse_errors, write_whole
-from fedpact.common.messages import EVALUATION, FINAL, Reply, State, Task
+from fedpact.common.messages import EVALUATION, FREE, Reply, State, Task
 from fedpact.common.params import FlatModel, all_finite
 from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.per_sample.kernel import PlainKernel
@@ -176,7 +176,7 @@ def expect_form(
 
     sums: of an evaluation, how many numbers each channel has.
     """
-    if task.algorithm == FINAL:
+    if task.algorithm in FREE:
         return Form.of({}, {})
     if task.algorithm == EVALUATION:
         return Form.of({c: torch.zeros(n, dtype=torch.float64) for c, n in sums.items()}, {})
@@ -248,7 +248,7 @@ class Admission:
         return None
 
     def _bounds(self, task: Task, terms: Terms) -> ReplyBounds:
-        if task.algorithm == FINAL:
+        if task.algorithm in FREE:
             return ReplyBounds({}, {})
         if task.algorithm == EVALUATION:
             return self._examined(terms)
@@ -268,7 +268,7 @@ class Admission:
 
     def decode_reply(self, reply: Reply, task: Task) -> Reply:
         """Return a reply as the algorithm made it. Raises InputError: it cannot be."""
-        if task.algorithm in (EVALUATION, FINAL):
+        if task.algorithm in (EVALUATION, *FREE):
             return reply
         return self._method.decode_reply(reply, task.vectors)
 
@@ -278,7 +278,7 @@ class Admission:
         Of fewer than three replies nobody can say which is off, and sums over records of unlike
         sites are far apart as they are. A vector that the task does not have is measured from 0.
         """
-        if len(replies) < 3 or task.algorithm in (EVALUATION, FINAL):
+        if len(replies) < 3 or task.algorithm in (EVALUATION, *FREE):
             return []
         found = set[str]()
         replies = {site: self.decode_reply(reply, task) for site, reply in replies.items()}

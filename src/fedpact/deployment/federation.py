@@ -41,14 +41,16 @@ class Patience(BaseModel):
     round_seconds: the longest a round waits for replies. resend_seconds: after so long without an
     answer a site is asked again; it answers a repeated question with the stored reply, so asking
     costs no budget. join_seconds: how long a start waits for all sites to be there; later on the
-    missing are not waited for. least_replies: with fewer, the round is tried again. retries: how
-    often, until the run stops; it can be resumed.
+    missing are not waited for. start_sites: how many sites have to be ready before the first round,
+    else nothing is asked, and nothing charged; left out, all. least_replies: with fewer, the round
+    is tried again. retries: how often, until the run stops; it can be resumed.
     """
 
     model_config = _FROZEN
     round_seconds: float = Field(default=600.0, gt=0)
     resend_seconds: float = Field(default=60.0, gt=0)
     join_seconds: float = Field(default=60.0, ge=0)
+    start_sites: int | None = Field(default=None, ge=1)
     least_replies: int = Field(default=1, ge=1)
     retries: int = Field(default=2, ge=0)
 
@@ -120,6 +122,11 @@ class Federation(BaseModel):
         if self.patience.least_replies > len(self.sites):
             raise ValueError(
                 f"patience.least_replies = {self.patience.least_replies}: there are "
+                f"{len(self.sites)} sites"
+            )
+        if (self.patience.start_sites or 1) > len(self.sites):
+            raise ValueError(
+                f"patience.start_sites = {self.patience.start_sites}: there are "
                 f"{len(self.sites)} sites"
             )
         return self

@@ -115,6 +115,7 @@ seeds = "{of.seeds}"           # "test": noise from the plan's seed, on one mach
 round_seconds = {patience.round_seconds:g}        # how long a round waits for replies
 resend_seconds = {patience.resend_seconds:g}      # a site that does not answer is asked again
 join_seconds = {patience.join_seconds:g}          # how long the start waits for all sites
+{_start_sites(patience.start_sites)}
 least_replies = {patience.least_replies}          # with fewer, the round is tried again
 retries = {patience.retries}                      # how often, before the run stops
 
@@ -134,6 +135,13 @@ def _groups(of: Grouping | None) -> str:
         return ""
     entries = "".join(f"{key} = {toml(value)}\n" for key, value in of.model_dump().items())
     return f"\n[groups]\n{entries}"
+
+
+def _start_sites(count: int | None) -> str:
+    said = "# the first round waits for so many sites to be ready; left out, for all"
+    return (
+        f"# start_sites = 1          {said}" if count is None else f"start_sites = {count}   {said}"
+    )
 
 
 def _person(column: str | None) -> str:

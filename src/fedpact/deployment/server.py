@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -176,28 +176,41 @@ class Coordinator:
         self,
         transport: Transport,
         on_round: Callable[[RoundRecord], None],
+        begin: Callable[[], None],
         plain: Transport | None = None,
     ) -> dict[str, Any]:
         """Carry the run out, or on, and return its summary. on_round: called with every record.
 
-        plain: what carries the final model to the sites where `transport` makes sums of replies.
+        begin: called before sites are asked for what the run's first round costs. plain: what
+        carries the final model to the sites where `transport` makes sums of replies.
         Raises FedpactError where the transport gives up; what was committed stays.
         """
         check_log(self.plan.run.log)
         with Log(self.plan.run.log, self.folder.path) as log:
-            return self._run(transport, log.and_tell(on_round), plain or transport)
+            told = log.and_tell(on_round)
+            return self._run(transport, told, cache(begin), plain or transport)
 
     def _run(
-        self, transport: Transport, on_round: Callable[[RoundRecord], None], plain: Transport
+        self,
+        transport: Transport,
+        on_round: Callable[[RoundRecord], None],
+        begin: Callable[[], None],
+        plain: Transport,
     ) -> dict[str, Any]:
         self._begin()
         plan = self.plan
         evaluator = _Evaluator(self)
         sums = sum(self.sums.values())
         rounds = Rounds(self.plan, self.federation.run, transport, evaluator, sums=sums)
-        at, records = start_or_resume(
-            self.folder, self.plan, self.module, evaluator, rounds.open_run
-        )
+
+        def open_run(at: Checkpoint, record: RoundRecord) -> tuple[Checkpoint, RoundRecord]:
+            begin()
+            return rounds.open_run(at, record)
+
+        at, records = start_or_resume(self.folder, plan, self.module, evaluator, open_run)
+        if at.round <= plan.after:
+            # Of a start that was cut off, or of rounds that are added, which are a new reservation.
+            begin()
         evaluator.go_on(records)
         released = self.form, plan.evaluation_terms, plan.after
         rounds.early = Early(*plan.budget.good_enough, *released).having_seen(records)

@@ -37,6 +37,7 @@ from fedpact.common.messages import (
     EVALUATION,
     FINAL,
     MOST_VECTORS,
+    READY,
     Refusal,
     Reply,
     State,
@@ -186,6 +187,8 @@ class Site:
         objection = self._objection(task, seen)
         if not objection and task.algorithm == FINAL:
             return self._taken_over(task)
+        if not objection and task.algorithm == READY:
+            return self._is_ready(task)
         if objection or (self._masker is not None and task.algorithm != EVALUATION):
             return self._refusal(task, objection or "policy")
         return self._trained(task)
@@ -224,6 +227,10 @@ class Site:
             _log.warning("round %d is refused: %s", question.round, error)
             return "ledger" if isinstance(error, LedgerError) else "policy"
         return ""
+
+    def _is_ready(self, task: Task) -> bytes:
+        about = task.run, task.round, self.name, self._terms.size
+        return to_bytes(Reply(*about, {}, {}, self.ledger.head, self.ledger.length))
 
     def _taken_over(self, task: Task) -> bytes:
         """Keep the run's final model; nothing is charged, and nothing told of a record.
@@ -349,7 +356,9 @@ def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[b
             raise DataError(f"a {type(question).__name__} came where a question is expected")
         run, number = question.run, question.round
         if isinstance(question, Task):
-            encoded, done = site.handle(question, seen), "replied"
+            # Whoever has "replied" has released (check_left_behind).
+            done = "is ready" if question.algorithm == READY else "replied"
+            encoded = site.handle(question, seen)
         else:
             encoded, done = site.handle_step(question, seen), f"answered {question.step!r}"
         message = from_bytes(encoded, site.most_vectors)

@@ -33,6 +33,9 @@ def init(
     round_seconds: Annotated[float, typer.Option(help="How long a round waits.")] = 600.0,
     resend_seconds: Annotated[float, typer.Option(help="Then a site is asked again.")] = 60.0,
     join_seconds: Annotated[float, typer.Option(help="How long the start waits.")] = 60.0,
+    start_sites: Annotated[
+        int | None, typer.Option(help="How many the first round waits for; default: all.")
+    ] = None,
     least_replies: Annotated[int, typer.Option(help="With fewer, a round is tried again.")] = 1,
     retries: Annotated[int, typer.Option(help="How often, before the run stops.")] = 2,
 ) -> None:
@@ -47,6 +50,7 @@ def init(
         "round_seconds": round_seconds,
         "resend_seconds": resend_seconds,
         "join_seconds": join_seconds,
+        "start_sites": start_sites,
         "least_replies": least_replies,
         "retries": retries,
     }

@@ -148,11 +148,12 @@ def coordinate(coordinator: Coordinator, grid: Grid, on_round: OnRound) -> dict[
     transport = FlowerTransport(
         grid, federation, key, agreed, admission, form, remember, coordinator.folder.waits
     )
+    begin = partial(transport.wait_until_ready, federation.run, plan.after)
     if not plan.secure_aggregation.threshold:
-        return coordinator.run(transport, on_round)
+        return coordinator.run(transport, on_round, begin)
     attempts = coordinator.attempts
     secure = secure_deployment(transport, federation, plan, attempts, admission, form)
-    return coordinator.run(secure, on_round, transport)
+    return coordinator.run(secure, on_round, begin, transport)
 
 
 def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str, Any]:

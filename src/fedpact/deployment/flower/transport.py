@@ -23,8 +23,9 @@ from fedpact.algorithms.wrappers.compression import shortest
 from fedpact.common.errors import FedpactError, InputError
 from fedpact.common.messages import (
     EVALUATION,
-    FINAL,
+    FREE,
     MOST_VECTORS,
+    READY,
     Refusal,
     Reply,
     Step,
@@ -45,6 +46,18 @@ from fedpact.simulation.secure_aggregation.transport import Take
 _log = logging.getLogger("fedpact.server")
 _POLL_SECONDS = 0.1
 _NODES_SECONDS = 1.0
+_READY_SECONDS = 5.0
+_WHY = {
+    "absent": "does not answer: it has not been started, it did not open, as its own log says, or "
+    "it does not reach this server",
+    "policy": "its policy.toml does not allow this run",
+    "terms": "its plan.json or federation.toml says something else than this server's, or its "
+    "fedpact is of another version",
+    "ledger": "its ledger lacks entries that this server has seen of it",
+    "rejected: ledger": "it showed another ledger than this server has seen, and is barred",
+    "run": "it takes part in another run",
+    "error": "something failed there: its own log says what",
+}
 
 
 OnWait = Callable[[int, Mapping[str, Mapping[str, Any]]], None]
@@ -96,7 +109,7 @@ class FlowerTransport:
         began, before = time.perf_counter(), self._waiting.seconds
         patience, any_task = self._federation.patience, next(iter(tasks.values()))
         # The final model goes to whoever is there.
-        least = 0 if any_task.algorithm == FINAL else patience.least_replies
+        least = 0 if any_task.algorithm in FREE else patience.least_replies
         form = self._form(any_task)
         self._admission.check(form, any_task)
         this = PendingRequests(tasks, self._faults(tasks, form), least)
@@ -128,6 +141,51 @@ class FlowerTransport:
         own = time.perf_counter() - began - waited
         _log.info("round %d: %.2f s waiting, %.3f s own work", any_task.round, waited, own)
         yield from (each for _, each in sorted({**replies, **this.refusals}.items()))
+
+    def wait_until_ready(self, run: str, number: int) -> None:
+        """Return once so many sites as the federation says are ready for the first round.
+
+        number: of the round before it. They are asked, and answer, at no cost. Raises
+        TooFewReplies: there are fewer after patience.round_seconds; it says who is missing and why.
+        """
+        patience, ready, told = self._federation.patience, set[str](), ""
+        least = patience.start_sites or len(self.sites)
+        end = time.monotonic() + max(patience.round_seconds, patience.join_seconds)
+        refused, next_turn = dict[str, str](), 0.0
+        while True:
+            ready &= set(self._present())
+            # Who has refused is asked again, but not at every look at who has come.
+            if time.monotonic() >= next_turn:
+                refused, next_turn = {}, time.monotonic() + patience.resend_seconds
+            sites = {*self.sites} - ready - {*refused}
+            asked = {site: Task(run, number, READY, {}, {}) for site in sorted(sites)}
+            missing = dict(refused)
+            for answer in self.exchange(asked) if asked else ():
+                if isinstance(answer, Refusal):
+                    missing[answer.site] = answer.code
+                else:
+                    ready.add(answer.site)
+            if len(ready) >= least:
+                return
+            refused = {site: code for site, code in missing.items() if code != "absent"}
+            why = "; ".join(
+                f"{site}: {_WHY.get(missing[site], missing[site])}" for site in sorted(missing)
+            )
+            if time.monotonic() >= end:
+                break
+            if why != told:
+                waits = f"the first round waits for {least} of {len(self.sites)} sites"
+                _log.warning("%s: %s", waits, why)
+                told = why
+            with self._waiting:
+                time.sleep(_READY_SECONDS)
+        raise TooFewReplies(
+            f"run {run} has not begun: {len(ready)} of {len(self.sites)} sites are ready, and its "
+            f"first round waits for {least} (patience.start_sites of federation.toml; left out, "
+            f"for all). {why}. Nothing was asked that costs budget, and nothing is charged at any "
+            "site: have their owners see to it, with `fedpact deploy check` of the site's "
+            "directory, and start the server again"
+        )
 
     def within_reach(self, number: int) -> dict[str, str]:
         """Return the sites that would be asked something in a round, each with when it started."""
