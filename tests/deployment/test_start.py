@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
 
-from tests.deploy.grid import Node, charged
-from tests.deploy.test_columns import RELEASED, table
+from tests.deployment.grid import Node, charged
+from tests.deployment.test_columns import RELEASED, table
 
 from fedpact.common.messages import READY, Reply, Task, from_bytes, to_bytes
 from fedpact.deployment.flower.transport import TooFewReplies
