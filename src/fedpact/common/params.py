@@ -21,6 +21,9 @@ from torch import Tensor, nn
 
 from fedpact.common.errors import InputError, ModelError
 
+TOKENS: Final = ("input_ids", "attention_mask", "token_type_ids")
+"""The rows of a record of tokens, in order, by the names that models of Hugging Face know."""
+
 from_numpy = cast(Callable[[NDArray[Any]], Tensor], torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from fedpact.common.errors import DataError
 from fedpact.data.dataset import CONTROL
 from fedpact.data.schema import RecordForm
+from fedpact.data.tokens import token_rows
 
 Cells = Sequence[Any]
 
@@ -225,13 +226,16 @@ def table_of(
                 f"{list_some(columns)}; name it as {role} in a plan or in Python, or by --{role} "
                 "where a command has it" + _AT_A_SITE * (role == "label")
             )
+    used = form.features or {*columns} - {*roles.values(), *form.drop}
+    rows = token_rows(columns, used)
     for key, names in (("features", form.features or ()), ("drop", form.drop)):
-        if odd := [c for c in names if c not in columns or c in roles.values()]:
+        known = {*columns, *rows} - {*roles.values()}
+        if odd := [c for c in names if c not in known]:
             raise DataError(
                 f"{origin}: records.{key} names {', '.join(odd)}: expected some of its columns "
                 f"{list_some(columns)}, and not those of label, site or person; correct the names"
             )
-    wanted = None if form.features is None else tuple(form.features)
+    wanted = rows or (None if form.features is None else tuple(form.features))
     unused = {*form.drop, *index, *_numbering(origin, list(columns), form)}
     table = Table(columns, str(label), site, broken, person, wanted, frozenset(unused))
     given = [column for column in roles.values() if column is not None]

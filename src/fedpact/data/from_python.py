@@ -32,6 +32,7 @@ from fedpact.data.inputs import (
 from fedpact.data.load import from_arrays, from_frame, with_columns
 from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
 from fedpact.data.tables import check_columns
+from fedpact.data.tokens import is_tokens, token_rows
 
 _logger = logging.getLogger("fedpact")
 
@@ -88,6 +89,8 @@ def _with_test(found: Dataset, test: Any, label: str | None, form: RecordForm) -
         raise DataError(f"data set {found.name} has a test set of its own: leave test out")
     named = list(found.features) or (form.features if found.column is None else [found.column])
     told = {"features": named, "drop": [], "columns": form.kept}
+    if is_tokens(found.features):
+        told["length"] = found.x.shape[-1]
     own, classes = form.model_copy(update=told), list(found.classes)
     if isinstance(test, str | Path):
         column = label if Path(test).suffix.lower() in (".csv", ".parquet") else None
@@ -170,7 +173,8 @@ def _of_table(
         index = [name for name in parts.index if name not in (*roles, *form.drop)]
         form = form.model_copy(update={"drop": [*form.drop, *index]})
     names = choose_columns(columns, form, roles)
-    if label in columns and len(names) == 1 and holds_arrays(columns.get(names[0])):
+    arrays = len(names) == 1 and not token_rows(columns, names)
+    if label in columns and arrays and holds_arrays(columns.get(names[0])):
         found = from_arrays(
             arrays_in(columns[names[0]], names[0]),
             labels_in(columns[str(label)], form),

@@ -9,6 +9,7 @@ that a file's arrays happen to have, and not from the values that happen to occu
     high = 255.0
     clamp = true               a number beyond becomes the nearer bound; else the record is left out
     vocabulary = 50            instead: values are whole numbers, words 0, ..., 49
+    length = 128               of tokenised text: records are padded to it, with their mask, or cut
     labels = "names"           how labels in arrays are meant; see RecordForm
 
     [records.columns.age]      for one column: its own range, or the values that there are
@@ -219,8 +220,10 @@ class LabelForm(BaseModel):
 class RecordForm(ValueRange):
     """What a record may hold, declared before anybody looks at one. See the module.
 
-    vocabulary: values are words, whole numbers 0, ..., vocabulary - 1. columns: what single columns
-    may hold, by name; of an array [n, d] they are called "0", "1", ... labels: of arrays, "numbers"
+    vocabulary: values are words, whole numbers 0, ..., vocabulary - 1. length: of a record of
+    tokenised text, to which it is padded, with its mask, or cut; left out, that of the longest, in
+    a simulation; a deployment has it in the records' shape. columns: what single columns may hold,
+    by name; of an array [n, d] they are called "0", "1", ... labels: of arrays, "numbers"
     for the classes' places from 0, "names" for their names. Left out, numbers are places and text
     is names; it has to be given where a class's name is the number of another. Tables have names.
     features: of a table the columns that a record is made of, in this order. drop: the columns that
@@ -229,6 +232,7 @@ class RecordForm(ValueRange):
     """
 
     vocabulary: int | None = Field(default=None, ge=1)
+    length: int | None = Field(default=None, ge=1, le=2**20)
     labels: Literal["numbers", "names"] | None = None
     features: list[str] | None = Field(default=None, min_length=1)
     drop: list[str] = Field(default_factory=list[str])

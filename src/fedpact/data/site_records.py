@@ -19,6 +19,7 @@ from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter
 from fedpact.data.tables import ambiguous, numbers_of_table
 from fedpact.data.targets import persons_of, targets_of
+from fedpact.data.tokens import is_tokens
 
 _logger = logging.getLogger("fedpact")
 
@@ -55,7 +56,12 @@ def load_site(
                 "write the records as .npz"
             )
         table = site_table(path, label, form, person, features, sources)
-        _check_form(path, (len(table.features),), shape)
+        record = (len(table.features),)
+        if is_tokens(table.features):
+            # Of one length, however long the longest of them is.
+            form = form.model_copy(update={"length": shape[-1]})
+            record = (len(table.features), shape[-1])
+        _check_form(path, record, shape)
         sieve = RecordFilter(str(path), table.count, 1)
         x = numbers_of_table(table, form, values, sieve)
         labels = table.columns[table.label]
@@ -103,7 +109,8 @@ def site_table(
     origin = f"data file {path}"
     if label is None or not features:
         table = read_table(path, label, None, person, form)
-        if len(table.features) > 1 or sources:
+        in_order = len(table.features) < 2 or is_tokens(table.features)
+        if sources or not in_order:
             raise DataError(
                 f"{origin} has the columns {', '.join(table.features)}, and federation.toml does "
                 "not say in which order they make a record, so sites may differ: add features = "

@@ -19,6 +19,7 @@ from fedpact.common.errors import DataError
 from fedpact.data.cells import Cells, NumberCells, Table
 from fedpact.data.schema import Column, RecordForm, ValueRange
 from fedpact.data.sieve import MISSING, RecordFilter
+from fedpact.data.tokens import is_tokens, read_tokens
 
 # "none" or "na" may be the name of a class or of a site.
 _NO_NAME: Final = {"", "?", "nan", "-nan", "nat", "<na>", "#n/a"}
@@ -63,12 +64,15 @@ def numbers_of_table(
 ) -> np.ndarray:
     """Return the features [n, d] of a table, float32 or int64, after its sieve has all faults.
 
+    Of tokenised text they are [n, rows, T]; see tokens.
     values: "float32" or "int64". Raises DataError: a column is declared that the table has not.
     """
     for row, why in table.broken.items():
         sieve.leave_out(row, "", why)
     features = table.features
     check_columns(sieve.origin, form, features)
+    if is_tokens(features):
+        return read_tokens(table.columns, features, form.length, form.vocabulary, sieve)
     columns = [table.columns[name] for name in features]
     x = np.empty((table.count, len(features)))
     for k, (name, cells) in enumerate(zip(features, columns, strict=True)):

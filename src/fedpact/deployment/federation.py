@@ -20,6 +20,7 @@ from fedpact.common.configuration import DEFAULTS_KEY, plan_error
 from fedpact.common.errors import PlanError
 from fedpact.data.features.stage import FeatureStage
 from fedpact.data.schema import RecordForm
+from fedpact.data.tokens import is_tokens
 from fedpact.evaluation.held_out import Grouping, SumsForm, form_of
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.reservations import is_extension
@@ -156,7 +157,9 @@ class Federation(BaseModel):
     def _features_fit(self) -> Self:
         named = self.features
         unknown = sorted(set(self.records.kept) - set(named))
-        if named and ((len(set(named)),) != self.shape or unknown):
+        # Columns of tokens are lists, one a row of the record.
+        whole = self.shape[:1] if is_tokens(named) and len(self.shape) == 2 else self.shape
+        if named and ((len(set(named)),) != whole or unknown):
             raise ValueError(
                 f"features = {list(named)} with shape = {list(self.shape)} and records.columns of "
                 f"{', '.join(unknown) or 'none'} beside them: expected the column of each number "

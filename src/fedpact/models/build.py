@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedpact.common.errors import ModelError
 from fedpact.common.user_code import own_factory
 from fedpact.models import zoo
+from fedpact.models.named_inputs import NamedInputs, with_named_inputs
 
 _DRAWING = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
 _FORM = "factory(shape, classes) -> nn.Module, or factory()"
@@ -63,6 +64,7 @@ def build(
             raise ModelError(
                 f"model {name!r} returned {type(module).__name__}: expected an nn.Module"
             )
+        module = with_named_inputs(module, example, kind)
         # From the same seed, as lazy layers draw their weights only here.
         two = torch.zeros(2, *shape, dtype=example.dtype)
         _try(name, module, two, classes, kind)
@@ -155,10 +157,13 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             " width)",
             "several": f"there are {classes} labels, so expected (2, {classes})",
         }.get(kind, f"the labels have {classes} classes, so expected (2, {classes})")
-        raise ModelError(
-            f"model {name!r} answers a batch of 2 with {shape}: {many}; let the factory size its "
-            "last layer by `classes`"
-        )
+        advice = "let the factory size its last layer by `classes`"
+        if isinstance(module, NamedInputs):
+            advice = (
+                f"give its configuration num_labels = {classes}, and take one with a head that "
+                "answers with logits, as AutoModelForSequenceClassification"
+            )
+        raise ModelError(f"model {name!r} answers a batch of 2 with {shape}: {many}; {advice}")
     alone = tuple(getattr(one, "shape", ()))
     if alone != (1, *shape[1:]):
         raise ModelError(

@@ -45,6 +45,7 @@ from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter
 from fedpact.data.tables import ambiguous, numbers_of_array, numbers_of_table
 from fedpact.data.targets import targets_of, unscale
+from fedpact.data.tokens import is_tokens, read_tokens, token_rows
 from fedpact.evaluation.metrics import evaluate, find_display
 from fedpact.plan import Plan
 from fedpact.privacy.column_scales import scale_columns
@@ -187,6 +188,12 @@ def _of_parts(
             y = None if labels is None else labels_in(labels, form)
             names = form.model_copy(update={"labels": "names"})
             return _of_array(origin, arrays_in(columns[chosen[0]], chosen[0]), y, names, own)
+    if is_tokens(own.features) and (rows := token_rows(columns, columns)):
+        sieve = RecordFilter(origin, len(columns[rows[0]]), 1)
+        given = read_tokens(columns, own.features, own.shape[-1], form.vocabulary, sieve)
+        return PredictionInputs(
+            torch.from_numpy(given), sieve, own.features, labels, names, own.classes
+        )
     table = _table(origin, columns, broken, plan, own)
     sieve = RecordFilter(origin, table.count, 1)
     x = torch.from_numpy(numbers_of_table(table, plan.records.shared(), own.values, sieve))

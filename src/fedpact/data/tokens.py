@@ -1,0 +1,102 @@
+"""Tokenised text: columns of lists become records [rows, T] of one length, with their mask.
+
+The rows are input_ids, attention_mask and, where there is such a column, token_type_ids, as
+tokenizers write them. A record is padded with 0 up to T, where its mask is 0, and cut at T.
+"""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from torch import Tensor
+
+from fedpact.common.params import TOKENS
+from fedpact.data.sieve import RecordFilter
+
+_IDS, _MASK, _ = TOKENS
+_logger = logging.getLogger("fedpact")
+_LONGEST: Final = 2**20
+
+
+def token_rows(columns: Mapping[str, Sequence[Any]], among: Collection[str]) -> tuple[str, ...]:
+    """Return what the rows of a record of tokens are called; () where a table has no tokens.
+
+    among: the columns that a record may be made of.
+    """
+    cells = columns.get(_IDS) if _IDS in among else None
+    first = next((cell for cell in cells or () if cell is not None), None)
+    if not isinstance(first, list | tuple | np.ndarray | Tensor) or np.ndim(first) != 1:
+        return ()
+    return tuple(n for n in TOKENS if n in (_IDS, _MASK) or (n in among and n in columns))
+
+
+def is_tokens(features: Sequence[str]) -> bool:
+    """Whether columns of a table are the rows of a record of tokens."""
+    return features[:1] == TOKENS[:1] and len(features) > 1 and {*features} <= {*TOKENS}
+
+
+def read_tokens(
+    columns: Mapping[str, Sequence[Any]],
+    rows: Sequence[str],
+    length: int | None,
+    vocabulary: int | None,
+    sieve: RecordFilter,
+) -> np.ndarray:
+    """Return records int64 [n, rows, T] of tokens, after their sieve has all faults.
+
+    rows: as of `token_rows`. length: T, None for that of the longest record. vocabulary: tokens
+    are below it; None: not declared.
+    """
+    found = [_record(columns, rows, n, vocabulary, sieve) for n in range(sieve.count)]
+    if length is None:
+        length = max((one.shape[1] for one in found if one is not None), default=1)
+        _logger.info(
+            "data set %s: records.length is not declared, so its longest record's, %d tokens, is "
+            "taken, and counts as public",
+            *(sieve.origin, length),
+        )
+    x = np.zeros((sieve.count, len(rows), length), np.int64)
+    for place, one in enumerate(found):
+        if one is None:
+            continue
+        if one.shape[1] > length:
+            sieve.clamp(place, _IDS, f"is cut at {length} tokens", one.shape[1])
+        x[place, :, : one.shape[1]] = one[:, :length]
+    return x
+
+
+def _record(
+    columns: Mapping[str, Sequence[Any]],
+    rows: Sequence[str],
+    place: int,
+    vocabulary: int | None,
+    sieve: RecordFilter,
+) -> np.ndarray | None:
+    """One record's rows of tokens [rows, t]; None where it is left out."""
+    ids = _whole(columns[_IDS][place])
+    if ids is None or not 0 < len(ids) <= _LONGEST:
+        sieve.leave_out(place, _IDS, "is no list of tokens, whole numbers from 0")
+        return None
+    if vocabulary is not None and not (ids < vocabulary).all():
+        sieve.leave_out(place, _IDS, f"has a token that is none of {vocabulary}")
+        return None
+    found = [ids]
+    for name in rows[1:]:
+        row = _whole(columns[name][place]) if name in columns else np.ones_like(ids)
+        if row is None or len(row) != len(ids) or (name == _MASK and not (row <= 1).all()):
+            sieve.leave_out(place, name, "is no list of whole numbers, one for each token")
+            return None
+        found.append(row)
+    return np.stack(found)
+
+
+def _whole(cell: Any) -> np.ndarray | None:
+    """A cell as int64 [t]; None where it is no list of whole numbers from 0."""
+    try:
+        row = np.asarray(cell)
+    except (TypeError, ValueError):
+        return None
+    if row.ndim != 1 or row.dtype.kind not in "iub" or (row < 0).any():
+        return None
+    return row.astype(np.int64)

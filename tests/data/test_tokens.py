@@ -1,0 +1,99 @@
+"""Tokenised text: lists of tokens become records of one length, with their mask."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from fedpact.common.errors import DataError
+from fedpact.data.from_python import from_python
+from fedpact.data.load import load_dataset
+from fedpact.data.schema import PlanRecords, RecordForm
+from fedpact.data.site_records import load_site
+
+IDS = [[5, 3], [2, 4, 6], [7], [1, 2]]
+MASK = [[1, 1], [1, 1, 0], [1], [1, 1]]
+LABELS = ["a", "b", "a", "b"]
+TABLE = {"text": ["w"] * 4, "input_ids": IDS, "attention_mask": MASK, "label": LABELS}
+
+
+def padded(rows, length):
+    return [(row + [0] * length)[:length] for row in rows]
+
+
+@pytest.mark.parametrize("make", [dict, pd.DataFrame], ids=["dict", "frame"])
+def test_lists_of_tokens_are_padded_with_their_mask(make):
+    found = from_python(make(TABLE), PlanRecords(), "label")
+    assert found.features == ("input_ids", "attention_mask")
+    assert found.x.dtype == torch.int64
+    assert found.x[:, 0].tolist() == padded(IDS, 3)
+    assert found.x[:, 1].tolist() == padded(MASK, 3)
+
+
+def test_without_a_mask_every_token_of_a_list_counts():
+    table = {"input_ids": IDS, "label": LABELS}
+    found = from_python(table, PlanRecords(), "label").x
+    assert found[:, 1].tolist() == padded([[1] * len(row) for row in IDS], 3)
+
+
+def test_kinds_of_tokens_are_a_third_row():
+    table = {**TABLE, "token_type_ids": [[1] * len(row) for row in IDS]}
+    found = from_python(table, PlanRecords(), "label")
+    assert found.features == ("input_ids", "attention_mask", "token_type_ids")
+    assert found.x[:, 2].tolist() == padded(table["token_type_ids"], 3)
+
+
+@pytest.mark.parametrize("length", [2, 5])
+def test_a_declared_length_pads_and_cuts(length):
+    found = from_python(TABLE, PlanRecords(length=length), "label").x
+    assert found[:, 0].tolist() == padded(IDS, length)
+    assert found[:, 1].tolist() == padded(MASK, length)
+
+
+@pytest.mark.parametrize(
+    "bad", [None, [], [1.5, 2.0], [-1], [[1], [2]], ["a"], "text", [1, 9]], ids=str
+)
+def test_what_is_no_list_of_tokens_leaves_its_record_out(bad):
+    records = PlanRecords(length=3, vocabulary=8)
+    other = from_python(TABLE, records, "label")
+    table = {"input_ids": [*IDS, bad], "attention_mask": [*MASK, [1]], "label": [*LABELS, "a"]}
+    found = from_python(table, records, "label")
+    # Whatever it holds, the others are what they are without it.
+    assert torch.equal(found.x, other.x)
+    assert torch.equal(found.y, other.y)
+
+
+@pytest.mark.parametrize("mask", [[1], [1, 2], None, [0.5, 1]], ids=str)
+def test_a_mask_that_does_not_fit_leaves_its_record_out(mask):
+    table = {"input_ids": IDS, "attention_mask": [mask, *MASK[1:]], "label": LABELS}
+    assert len(from_python(table, PlanRecords(), "label").y) == 3
+
+
+def test_test_records_have_the_length_of_the_others():
+    other = {"input_ids": [[1] * 9, [2]], "label": ["a", "b"]}
+    found = from_python(TABLE, PlanRecords(), "label", test=other)
+    assert found.x_test.shape == (2, 2, 3)
+
+
+def test_text_in_such_a_column_is_no_list_of_tokens():
+    with pytest.raises(DataError, match="input_ids"):
+        from_python({"input_ids": ["1 2", "3 4"], "label": ["a", "b"]}, PlanRecords(), "label")
+
+
+def test_a_file_of_a_site_is_read_like_a_table(tmp_path):
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "records.parquet"
+    pd.DataFrame(TABLE).drop(columns="text").to_parquet(path)
+    whole = load_dataset(str(path), "label", form=RecordForm(length=4))
+    for features in ((), whole.features):
+        form = RecordForm(features=[*features] or None)
+        own = load_site(path, "label", ("a", "b"), (2, 4), "int64", form, features=features)
+        assert torch.equal(own.x, whole.x)
+        assert own.y.tolist() == whole.y.tolist() == [0, 1, 0, 1]
+    with pytest.raises(DataError, match=r"shape \(2, 4\): federation.toml has \(3, 4\)"):
+        load_site(path, "label", ("a", "b"), (3, 4), "int64", RecordForm())
+
+
+def test_arrays_of_tokens_are_taken_as_lists():
+    table = {"input_ids": [np.array(row, np.int32) for row in IDS], "label": LABELS}
+    assert from_python(table, PlanRecords(), "label").x[:, 0].tolist() == padded(IDS, 3)

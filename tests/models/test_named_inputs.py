@@ -1,0 +1,122 @@
+"""Models whose inputs have names: records reach them by these, and their logits are what counts."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedpact.common.errors import ModelError
+from fedpact.models.build import build
+from fedpact.models.named_inputs import NamedInputs, with_named_inputs
+
+IDS = torch.tensor([[5, 3, 0], [2, 4, 6]])
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
+TYPES = torch.tensor([[0, 1, 0], [0, 0, 1]])
+
+
+class Config:
+    use_cache, pad_token_id, eos_token_id, vocab_size = True, None, 7, 8
+
+
+class Text(nn.Module):
+    """As a library's: inputs by name, a mapping as its output."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, classes=2):
+        super().__init__()
+        self.table, self.kinds = nn.Embedding(8, 4), nn.Embedding(2, 4)
+        self.head, self.config, self.seen = nn.Linear(4, classes), Config(), {}
+
+    def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, labels=None):
+        self.seen = {"ids": input_ids, "mask": attention_mask, "types": token_type_ids}
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        h = self.table(input_ids)
+        if token_type_ids is not None:
+            h = h + self.kinds(token_type_ids)
+        mean = (h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return {"loss": None, "logits": self.head(mean)}
+
+
+class Picture(nn.Module):
+    main_input_name = "pixel_values"
+
+    def __init__(self, answer=lambda logits: {"logits": logits}):
+        super().__init__()
+        self.f, self.answer = nn.Conv2d(1, 2, 2, stride=2), answer
+
+    def forward(self, pixel_values, return_dict=True):
+        return self.answer(self.f(pixel_values))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_rows_of_tokens_reach_the_model_by_name(rows):
+    model = Text()
+    given = (IDS, MASK, TYPES)[:rows]
+    x = IDS if rows == 1 else torch.stack(given, 1)
+    found = with_named_inputs(model, x[0])
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    assert torch.equal(found(x), model(**dict(zip(names, given, strict=False)))["logits"])
+
+
+def test_padding_is_the_models_own_token():
+    model = Text()
+    found = with_named_inputs(model, torch.stack([IDS, MASK], 1)[0])
+    found(torch.stack([IDS, MASK], 1))
+    # The end of a text, as the model names no token for padding.
+    assert model.seen["ids"].tolist() == [[5, 3, 7], [2, 4, 6]]
+    assert model.config.use_cache is False
+
+
+def test_weights_keep_their_names_in_files():
+    model = Text()
+    found = with_named_inputs(model, IDS[0])
+    assert found.state_dict().keys() == Text().state_dict().keys()
+    found.load_state_dict({name: torch.ones_like(v) for name, v in model.state_dict().items()})
+    assert all(bool((p == 1).all()) for p in model.parameters())
+
+
+def test_an_image_is_the_models_main_input():
+    model, x = Picture(), torch.randn(2, 1, 4, 4)
+    found = with_named_inputs(model, x[0])
+    assert torch.equal(found(x), model(pixel_values=x)["logits"])
+
+
+@pytest.mark.parametrize(
+    "answer", [lambda v: {"out": v, "aux": v + 1}, lambda v: (v, v + 1), lambda v: v]
+)
+def test_scores_of_places_have_the_places_size(answer):
+    model, x = Picture(answer), torch.randn(2, 1, 4, 4)
+    found = with_named_inputs(model, x[0], "pixels")(x)
+    whole = nn.functional.interpolate(model.f(x), (4, 4), mode="bilinear")
+    assert torch.equal(found, whole)
+
+
+def test_scores_of_tokens_have_classes_second():
+    class Tagger(Text):
+        def forward(self, input_ids=None, attention_mask=None):
+            return {"logits": self.head(self.table(input_ids))}
+
+    model = Tagger(classes=5)
+    found = with_named_inputs(model, IDS[0], "pixels")(IDS)
+    assert torch.equal(found, model(IDS)["logits"].movedim(2, 1))
+
+
+def test_other_models_stay_as_they_are():
+    module = nn.Linear(3, 2)
+    assert with_named_inputs(module, torch.zeros(3)) is module
+
+
+def test_a_model_that_answers_otherwise_is_told_what_to_do(monkeypatch):
+    class Headless(Text):
+        def forward(self, input_ids=None):
+            return {"last_hidden_state": self.table(input_ids)}
+
+    for model, classes in ((Headless(), 2), (Text(), 3)):
+        monkeypatch.setattr("fedpact.models.build.own_factory", lambda *_, m=model: lambda: m)
+        with pytest.raises(ModelError, match=f"num_labels = {classes}"):
+            build("own:net", IDS[0], classes, 0)
+
+
+def test_a_model_that_is_built_is_given_named_inputs(monkeypatch):
+    monkeypatch.setattr("fedpact.models.build.own_factory", lambda *_: Text)
+    assert isinstance(build("own:net", torch.stack([IDS, MASK], 1)[0], 2, 0), NamedInputs)
