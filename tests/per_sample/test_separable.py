@@ -29,7 +29,7 @@ ENOUGH = 2
 
 
 def test_every_operation_of_the_table_is_tried():
-    made = {f"aten.new_{kind}.default" for kind in ("zeros", "ones", "full")}
+    made = {f"aten.new_{kind}.default" for kind in ("zeros", "ones", "full", "empty")}
     assert set(USES) == set(RULES) | made
 
 

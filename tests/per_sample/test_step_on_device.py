@@ -51,7 +51,7 @@ class Attention(nn.Module):
     def __init__(self):
         super().__init__()
         self.words = nn.Embedding(11, 8)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
         self.head = nn.Linear(8, 3)
 
     def forward(self, x):

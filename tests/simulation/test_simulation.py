@@ -353,11 +353,13 @@ def test_statement_and_ledger_name_the_accounting_used(tmp_path, mode, used):
     assert ("fixed before the run, so PLD composition is a proof" in shown) == (mode != "none")
 
 
-def test_a_model_that_draws_random_numbers_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("mode", ["per_sample", "batch_clipped", "none"])
+def test_a_model_with_dropout_is_trained_and_repeated(tmp_path, monkeypatch, mode):
     monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
-    with pytest.raises(InputError, match=r"Dropout at '1'"):
-        simulate(plan(model="models_of_users:dropping"), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    chosen = plan(model="models_of_users:dropping", rounds=2, privacy={"mode": mode})
+    runs = [simulate(chosen, tmp_path / name) for name in ("run", "again")]
+    stored = [load_file(run.folder / "model.safetensors") for run in runs]
+    assert all(torch.equal(stored[0][name], stored[1][name]) for name in stored[0])
 
 
 def test_a_model_with_shared_weights_is_trained_and_stored(tmp_path, monkeypatch):

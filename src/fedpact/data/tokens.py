@@ -49,20 +49,21 @@ def read_tokens(
     are below it; None: not declared.
     """
     found = [_record(columns, rows, n, vocabulary, sieve) for n in range(sieve.count)]
-    if length is None:
-        length = max((one.shape[1] for one in found if one is not None), default=1)
+    size = length
+    if size is None:
+        size = max((one.shape[1] for one in found if one is not None), default=1)
         _logger.info(
             "data set %s: records.length is not declared, so its longest record's, %d tokens, is "
             "taken, and counts as public",
-            *(sieve.origin, length),
+            *(sieve.origin, size),
         )
-    x = np.zeros((sieve.count, len(rows), length), np.int64)
+    x = np.zeros((sieve.count, len(rows), size), np.int64)
     for place, one in enumerate(found):
         if one is None:
             continue
-        if one.shape[1] > length:
-            sieve.clamp(place, _IDS, f"is cut at {length} tokens", one.shape[1])
-        x[place, :, : one.shape[1]] = one[:, :length]
+        if one.shape[1] > size:
+            sieve.clamp(place, _IDS, f"is cut at {size} tokens", one.shape[1])
+        x[place, :, : one.shape[1]] = one[:, :size]
     return x
 
 

@@ -13,7 +13,6 @@ from fedpact.common.user_code import own_factory
 from fedpact.models import zoo
 from fedpact.models.named_inputs import NamedInputs, with_named_inputs
 
-_DRAWING = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
 _FORM = "factory(shape, classes) -> nn.Module, or factory()"
 _OF_IMAGES = (zoo.cnn, zoo.cnn_group_norm, zoo.cnn_padded, zoo.logistic, zoo.mlp)
 _KNOWN = {f.__name__: f for f in (*_OF_IMAGES, zoo.ngram, zoo.lstm, zoo.transformer)}
@@ -68,8 +67,6 @@ def build(
         # From the same seed, as lazy layers draw their weights only here.
         two = torch.zeros(2, *shape, dtype=example.dtype)
         _try(name, module, two, classes, kind)
-        _refuse_chance(name, module)
-        _refuse_drawn(name, module, two)
     return module
 
 
@@ -85,49 +82,16 @@ def _needs_nothing(factory: Callable[..., Any]) -> bool:
     return not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in taken)
 
 
-def _refuse_chance(name: str, module: nn.Module) -> None:
-    """Refuse layers that draw numbers of their own, from a generator that all threads share.
-
-    Neither could a run be repeated bit for bit, nor a request that comes again be the same release.
-    """
-    for path, layer in module.named_modules():
-        rate = getattr(layer, "p", getattr(layer, "dropout", 0.0))
-        draws = isinstance(layer, _DRAWING)
-        if isinstance(layer, nn.RReLU) or (draws and rate > 0):
-            raise ModelError(
-                f"model {name!r} has {type(layer).__name__} at {path!r}, which draws random "
-                "numbers in training: expected a model whose gradients follow from weights and "
-                "records alone; set its rate to 0 (clipping and noise regularise already)"
-            )
-
-
-def _refuse_drawn(name: str, module: nn.Module, x: Tensor) -> None:
-    """Refuse what draws such numbers without a layer's name, in a pass as it is trained."""
-    held = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    before = torch.default_generator.get_state()
-    try:
-        with torch.no_grad():
-            module(x)
-    except Exception:
-        # What it answers in training is tried elsewhere, with the loss.
-        return
-    finally:
-        for buffer, value in held:
-            buffer.copy_(value)
-    if not torch.equal(before, torch.default_generator.get_state()):
-        raise ModelError(
-            f"model {name!r} draws random numbers in its forward pass, as functional dropout or "
-            "torch.randn do: expected a model whose outputs follow from weights and records alone; "
-            "leave them out (clipping and noise regularise already), or draw once, when it is made"
-        )
-
-
 def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> None:
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
         with torch.no_grad():
-            outputs, one = module(x), module(x[:1])
+            outputs = module(x)
+            # Behind the first pass, in which lazy layers draw their weights.
+            before = torch.default_generator.get_state()
+            one = module(x[:1])
+        drawn = not torch.equal(before, torch.default_generator.get_state())
     except Exception as error:
         hint = (
             "choose a model that takes this data set, and store measurements as float32 where the "
@@ -144,6 +108,12 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
         # A part that is frozen, as BatchNorm at public statistics, must stay so.
         for part, training in modes:
             part.training = training
+    if drawn:
+        raise ModelError(
+            f"model {name!r} draws random numbers when it is evaluated: expected answers that "
+            "follow from weights and records alone; draw in training alone, as by "
+            "F.dropout(x, p, self.training)"
+        )
     shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
     whole = shape == (2, classes)
     fits = {

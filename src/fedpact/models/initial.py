@@ -28,6 +28,7 @@ from fedpact.common.about import JoinedText
 from fedpact.common.errors import ModelError, PlanError
 from fedpact.common.user_code import brings_weights, is_own
 from fedpact.common.weights import block_of, lower_digest, read_checked, tensors_of
+from fedpact.models.constants import is_constant
 
 _WIDE: Final = {"b": bool, "i": np.int64, "u": np.int64, "f": np.float64, "c": np.complex128}
 """A type of torch's for each kind of numpy's numbers."""
@@ -211,8 +212,8 @@ class InitialSettings(BaseModel):
         """Check that a model of one's own draws its weights, or that it is said what chose them.
 
         first, second: made from two seeds. A run that speaks for its weights does so for no number
-        beside them. Raises PlanError: both have the same numbers somewhere, and not one number all
-        over, as zeros and ones are.
+        beside them. Raises PlanError: both have the same numbers somewhere, which are neither one
+        number all over, as zeros and ones are, nor a known constant of an architecture.
         """
         given = self.weights is not None
         said = self.trained_on
@@ -223,6 +224,7 @@ class InitialSettings(BaseModel):
             filled = {id(value) for value in first.state_dict(keep_vars=True).values()}
             ours = {n: v for n, v in ours.items() if id(v) not in filled}
         same = [n for n, v in ours.items() if n in theirs and alike(v, theirs[n])]
+        same = [n for n in same if not is_constant(ours[n])]
         if not same:
             return
         told = ", ".join(same[:3]) + f" and {len(same) - 3} others" * (len(same) > 3)

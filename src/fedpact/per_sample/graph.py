@@ -24,6 +24,7 @@ from fedpact.per_sample.layout import overhead
 from fedpact.per_sample.rules import Call, Place, of_arguments, results_of, shares_of, wide
 from fedpact.per_sample.share import Share
 from fedpact.per_sample.tracing.batch_rules import Mixed, Where, is_size, kind_of, shape_of
+from fedpact.per_sample.tracing.keyed_draws import drawn
 from fedpact.per_sample.tracing.program import Program, arguments, draws, evaluated, operation
 from fedpact.per_sample.tracing.trace_context import for_vmap
 
@@ -81,7 +82,8 @@ def _tapped(
         def told(place: int, g: Tensor, u: Tensor | None) -> None:
             recorded.append((place, g, u))
 
-        found: Any = recurrent.run(step.node.target, args, told)
+        run = drawn(recurrent.run) if draws(step.node) else recurrent.run
+        found: Any = run(step.node.target, args, told)
     else:
         found = step.do(*args, **kwargs)
     several: list[Tensor] = results_of(found)
@@ -292,7 +294,10 @@ def _done(node: Node) -> Callable[..., Any]:
     def told(place: int, g: Tensor, u: Tensor | None) -> None:
         """Nobody wants to know."""
 
-    return lambda *args: recurrent.run(node.target, args, told)
+    def run(*args: Any) -> Any:
+        return recurrent.run(node.target, args, told)
+
+    return drawn(run) if draws(node) else run
 
 
 def _shares_of(call: Call, recorded: "list[_Recorded]") -> "list[tuple[Place, Share]]":

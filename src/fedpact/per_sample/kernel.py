@@ -50,6 +50,7 @@ from fedpact.per_sample.passes import Measured, Passes, by_pixel, one_each, slic
 from fedpact.per_sample.rules import wide
 from fedpact.per_sample.share import IN_FLOAT32, PARTIAL_SUMS, unit_of
 from fedpact.per_sample.tracing.independence import Mixers, check_agreement, check_separation
+from fedpact.per_sample.tracing.keyed_draws import KeyedDraws, Seed, expected
 
 # The weights of a pass's slots [P], from their losses.
 _Weigh = Callable[[Tensor, Pass], Tensor]
@@ -71,6 +72,18 @@ class PerSampleKernel:
         self._captures = Captures(model_name(model.module), model.vector.device)
         self._trainable = trainable(model)
         self._layouts: dict[object, Placement] = {}
+
+    def seed(self, seed: Seed) -> None:
+        """Have what is asked from now on draw its random numbers, as dropout's, by this seed.
+
+        They follow from it, from a record's slot and from nothing else.
+        """
+        self._passes.seed = seed
+
+    def draws(self, x: Tensor, y: Tensor) -> bool:
+        """Whether passes over records of the form of x, y [B, ...] draw random numbers."""
+        with all_digits(self.model.vector):
+            return self._passes.draws(*_recorded(x, y))
 
     def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
@@ -134,7 +147,7 @@ class PerSampleKernel:
 
         w, anchor: [d]; the model is left at w. bound: > 0, or infinity. Each difference is clipped
         as a whole, by the norm of the difference itself, so the promises of clipped_sum hold
-        however near w is to the anchor. Dropout layers draw anew at either point.
+        however near w is to the anchor. Random numbers, as dropout's, are the same at both.
         most, shares, layout: as of clipped_sum.
         Raises InputError for another bound, and ModelError as clipped_sum does.
         """
@@ -161,10 +174,13 @@ class PerSampleKernel:
 
         Tried on passes of these made-up records x, y [n, ...] over and over, as long as for batches
         of `expected`: in other slots, and with others, zeros or infinities beside them. Compared
-        are losses, norms and what every gradient is made of.
+        are losses, norms and what every gradient is made of. Never where random numbers are drawn,
+        as those are a slot's.
         """
         with all_digits(self.model.vector), torch.no_grad():
             x, y = _recorded(x, y)
+            if self._passes.draws(x, y):
+                return False
             return self._invariant(x, y, self._length(x, y)(expected))
 
     def _invariant(self, x: Tensor, y: Tensor, length: int) -> bool:
@@ -188,14 +204,15 @@ class PerSampleKernel:
         What each record adds to a batch's sum must be its gradient alone, computed by ordinary
         autograd on a batch of one, with and without clipping; see independence. Raises ModelError
         otherwise, where a forward pass changes the model's buffers, and where neither the model
-        nor a single record can be differentiated. Dropout layers are held still meanwhile.
+        nor a single record can be differentiated. Random numbers, as dropout's, are their means
+        meanwhile.
         """
         self._mixers.check()
         # Separation is no matter of digits, which it is found by.
         with all_digits(self.model.vector), _in_float32(self.model):
             x, y = _recorded(x, y)
             passes = _Way(self, self._by_passes)
-            norms = check_separation(passes, x, y, self._passes.draws)
+            norms = check_separation(passes, x, y)
             if self._passes.dense is not None:
                 check_agreement(passes, self._at_once, x, y, norms)
 
@@ -230,7 +247,8 @@ class PerSampleKernel:
             else:
                 made_up = torch.randint(2, shape, generator=generator).to(x)
             try:
-                good = self._invariant(made_up, y.new_zeros(8, *y.shape[1:]), length)
+                with expected():
+                    good = self._invariant(made_up, y.new_zeros(8, *y.shape[1:]), length)
             except Exception:  # whatever a model may raise at made-up records
                 good = False
             self._layouts[key] = Placement(length=length if good else 1)
@@ -277,10 +295,16 @@ class PerSampleKernel:
         length = layout.length or self._passes.length(x, y, layout.expected)
         exact = most is not None or batch > min(IN_FLOAT32, PARTIAL_SUMS * length)
         total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
-        state = self._passes.state()
+        state, draws = self._passes.state(), self._passes.draws(x, y)
         with torch.no_grad():
             for one in self._passes.over(x, y, layout):
-                found = self._captures.measured(state, measure, one.x, one.y, *points)
+                self._passes.place = one.rows.start
+                # A replay would draw the same numbers again.
+                found = (
+                    measure(one.x, one.y, *points)
+                    if draws
+                    else self._captures.measured(state, measure, one.x, one.y, *points)
+                )
                 w = None if weigh is None else weigh(found.losses, one).clamp_min(0)
                 share = None if shares is None else one.placed(sent(shares, x.device))
                 c, good = coefficients(clip, found.norms, w, share), one.occupied
@@ -332,6 +356,12 @@ class PlainKernel:
         # A CPU's caches do not hold what convolutions leave of more records.
         large = on_cpu(model.vector) and any(p.dim() > 2 for p in self._trainable)
         self._length = 128 if large else 1024
+        self._seed: Seed = lambda: 0
+        self._draws = True  # until a pass has drawn none
+
+    def seed(self, seed: Seed) -> None:
+        """Have what is asked from now on draw its random numbers, as dropout's, by this seed."""
+        self._seed = seed
 
     def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient; layout: ignored."""
@@ -353,7 +383,7 @@ class PlainKernel:
         if len(x) == 0:
             return torch.zeros_like(self.model.vector)
         parts = (
-            self._summed(x[r], y[r], weights, None if shares is None else shares[r])[1]
+            self._summed(x[r], y[r], weights, r.start, None if shares is None else shares[r])[1]
             for r in slices(len(x), self._length)
         )
         return reduce(Tensor.add_, parts)
@@ -377,27 +407,38 @@ class PlainKernel:
         loss, gradient = 0.0, w.new_zeros(len(w))
         for rows in slices(len(x), self._length):
             # A copy, as in every batch: a model may write over its input.
-            losses, one = self._summed(x[rows].clone(), y[rows], None)
+            losses, one = self._summed(x[rows].clone(), y[rows], None, rows.start)
             loss += float(losses.double().sum())
             gradient += one
         count = max(len(y), 1)
         return loss / count, gradient / count
 
     def _summed(
-        self, x: Tensor, y: Tensor, weights: Weights | None, shares: Tensor | None = None
+        self,
+        x: Tensor,
+        y: Tensor,
+        weights: Weights | None,
+        place: int,
+        shares: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The losses [B > 0], and the weighted sum of their gradients [d]."""
         self._mixers.check()
         with _requiring_grad(self._trainable) as parameters:
-            losses = self._each(x.detach(), y)
+            losses = self._each(x.detach(), y, place)
             w = weights_of(weights, losses.detach()).clamp_min(0)
             w = w if shares is None else w * sent(shares, w.device).to(w.dtype)
             return losses.detach(), _gradient((w * losses).sum(), parameters)
 
-    def _each(self, x: Tensor, y: Tensor) -> Tensor:
+    def _each(self, x: Tensor, y: Tensor, place: int = 0) -> Tensor:
+        """The losses [B]. place: the slice's among the batch's, by which it draws its numbers."""
         given = pixelwise(x) if self._images and x.dim() == 4 else x
         with fewer_digits(self.model), autocast(self.model):
-            return one_each(wide(self.loss(self.model.module(given), y)), len(x))
+            if not self._draws:
+                return one_each(wide(self.loss(self.model.module(given), y)), len(x))
+            with KeyedDraws(self._seed, place) as mode:
+                losses = wide(self.loss(self.model.module(given), y))
+            self._draws = mode.used
+            return one_each(losses, len(x))
 
 
 def check_precision(model: FlatModel) -> None:

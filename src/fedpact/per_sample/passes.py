@@ -31,6 +31,7 @@ from fedpact.per_sample.per_record import Alone
 from fedpact.per_sample.share import Share, Space
 from fedpact.per_sample.tracing.batch_rules import Mixed
 from fedpact.per_sample.tracing.export import Untraceable
+from fedpact.per_sample.tracing.keyed_draws import Seed, keyed
 
 WAYS: Final = {
     "chain": "The model is a chain of layers each of which is known to map records one by one.",
@@ -74,6 +75,8 @@ class Passes:
         self.chain = Chain.of(model) if is_ours(loss) and full else None
         # A GPU gains nothing from numpy, and the passes are written for it.
         self.dense = Dense.of(model, loss) if on_cpu(model.vector) and full else None
+        self.seed: Seed = lambda: 0  # of the step's random numbers, as dropout draws them
+        self.place = 0  # a pass's first slot, which its random numbers follow from
         self._ways: dict[object, _Way] = {}
         self._fits: dict[object, int] = {}
         self._space = Space(partial(fewer_digits, model))
@@ -138,7 +141,8 @@ class Passes:
         with fewer_digits(self._model):
             if (chain := self._chain(x)) is not None:
                 return chain.losses(x, y, self._loss)
-            return self._traced(x, y).losses(x, y)
+            with keyed(self.seed, one.rows.start):
+                return self._traced(x, y).losses(x, y)
 
     def gradients(self, x: Tensor, y: Tensor) -> Measured:
         """Measure g_j = ∇ℓ_j of records x, y [P, ...] at the model's weights."""
@@ -147,7 +151,8 @@ class Passes:
     def differences(self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor) -> Measured:
         """Measure g_j = ∇ℓ_j(w) - ∇ℓ_j(anchor), w and anchor [d]; leaves the model at w.
 
-        The losses are those at w, and not finite where one of the two is not.
+        The losses are those at w, and not finite where one of the two is not. At both points the
+        same random numbers are drawn.
         """
         given = self._given(x, y)
         self._model.load(anchor)
@@ -172,7 +177,8 @@ class Passes:
             if (chain := self._chain(x)) is not None:
                 return chain.run(x, y, self._loss)
             way = self._traced(x, y)
-            return way.run(x, y) if isinstance(way, Alone) else way.run(x, y, held=held)
+            with keyed(self.seed, self.place):
+                return way.run(x, y) if isinstance(way, Alone) else way.run(x, y, held=held)
 
     def _chain(self, x: Tensor) -> Chain | None:
         chain = self.chain

@@ -32,6 +32,7 @@ from fedpact.common.params import FlatModel, sent
 from fedpact.per_sample.clipping import UNIFORM, Uniform, Weighting, check_clip, slack, within
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layout import Placement
+from fedpact.per_sample.tracing.keyed_draws import Seed
 
 _Take = Callable[[Tensor, Tensor, Placement | None], Tensor]
 _TakeShared = Callable[[Tensor, Tensor, Tensor | None, Placement | None], Tensor]
@@ -256,6 +257,10 @@ class Kernel(Protocol):
         """Return the losses [B] of the records x, y [B, ...]."""
         ...
 
+    def seed(self, seed: Seed) -> None:
+        """Have what is asked from now on draw a model's random numbers by this seed."""
+        ...
+
 
 class NoiseTerms(Protocol):
     """What a batch knows of its site's terms; see privacy.terms.Terms."""
@@ -410,6 +415,10 @@ class BatchClippedKernel:
     def __init__(self, model: FlatModel, loss: Loss, apart: PerSampleKernel | None = None) -> None:
         self.model, self.loss = model, loss
         self._apart = apart or PerSampleKernel(model, loss)
+
+    def seed(self, seed: Seed) -> None:
+        """Have what is asked from now on draw its random numbers by this; see PerSampleKernel."""
+        self._apart.seed(seed)
 
     def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""

@@ -29,7 +29,7 @@ A subclass overrides what it changes, so a new question to the oracle is forward
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
@@ -199,6 +199,11 @@ class Records:
         return self.x.index_select(0, chosen), self.y.index_select(0, chosen)
 
 
+def _seed_of(draws: Draws, step: int) -> Callable[[], int]:
+    """What a step's random numbers are drawn by: one number, and none where none are drawn."""
+    return cache(lambda: draws.number(step))
+
+
 __all__ = [
     "UNIFORM",
     "Batch",
@@ -310,10 +315,12 @@ class PlainOracle:
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
+        self._kernel.seed(_seed_of(self._draws, 0))
         return self._kernel.mean_over(self._records.x, self._records.y, w)
 
     def _batch(self, rate: float, channels: tuple[str, ...]) -> "PlainBatch":
         x, y, shares = self._records.batch(self._draws, rate, self._step)
+        self._kernel.seed(_seed_of(self._draws, self._step))
         self._step += 1
         return PlainBatch(self._kernel, x, y, rate * self._size, channels, shares)
 
@@ -409,6 +416,7 @@ class PrivateOracle:
             )
         if isinstance(self._charge, Charge):
             self._charge.ledger.expose(self._charge.run, self._charge.round)
+        self._exact.seed(_seed_of(self._draws, 0))
         return self._exact.mean_over(self._records.x, self._records.y, w)
 
     def _batch(
@@ -420,6 +428,7 @@ class PrivateOracle:
         # were most of a step.
         lent = answering is PerSampleBatch
         x, y, shares = self._records.batch(self._draws, terms.rate, step, lent=lent)
+        self._kernel.seed(_seed_of(self._draws, step))
         release = self._draws.add_noise
         if terms.units:
             release = self._shared if terms.honest else partial(self._rounded, terms.units)

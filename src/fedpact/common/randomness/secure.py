@@ -234,6 +234,12 @@ class SecureDraws:
         del step
         return injection(self._own.stream, count, slots)
 
+    def number(self, step: int) -> int:
+        """Return a whole number below 2^64, which a model's own random numbers are drawn by; a new
+        one at every call."""
+        del step
+        return int(self._own.stream.words(1)[0])
+
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
         """Return `size` standard normal numbers, of the type and on the device of `like`."""
         del step, purpose

@@ -164,6 +164,10 @@ class Draws(Protocol):
         """Return where the records of a batch stand: `count` different slots, drawn uniformly."""
         ...
 
+    def number(self, step: int) -> int:
+        """Return a whole number below 2^64, which a model's own random numbers are drawn by."""
+        ...
+
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
         """Return `size` standard normal numbers, of the type and on the device of `like`."""
         ...
@@ -249,6 +253,10 @@ class SeededDraws:
     def places(self, count: int, slots: int, step: int) -> Tensor:
         """Return where the records of a batch stand: `count` different slots, drawn uniformly."""
         return injection(self._stream.seek(_place("places", step)), count, slots)
+
+    def number(self, step: int) -> int:
+        """Return a whole number below 2^64, which a model's own random numbers are drawn by."""
+        return int(self._stream.seek(_place("number", step)).words(1)[0])
 
     def noise_words(self, step: int, purpose: str) -> KeyStream:
         """Return what the noise is made of on a CPU; the next draw goes on elsewhere."""

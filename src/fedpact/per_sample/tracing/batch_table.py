@@ -29,7 +29,7 @@ State = Where | None | tuple["State", ...]
 CHECKS: Final = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
 """They check what is known here, and give nothing back."""
 
-_CONSTANT: Final = names("zeros ones full new_zeros new_ones new_full rand randn")
+_CONSTANT: Final = names("zeros ones full empty new_zeros new_ones new_full new_empty rand randn")
 # What leaves the record's number in its batch what it is, and what picks by it.
 _OF_NUMBERS: Final = names(
     "view reshape unsqueeze expand slice permute transpose alias detach to clone _to_copy "
@@ -57,10 +57,11 @@ RULES: Final[dict[str, Rule]] = {
         "gt.Scalar gt.Tensor ge.Scalar ge.Tensor logical_and logical_or logical_not logical_xor "
         "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_not __and__.Tensor "
         "__or__.Tensor __xor__.Tensor isnan isinf isfinite nan_to_num "
-        "dropout feature_dropout alpha_dropout feature_alpha_dropout "
-        "detach alias clone contiguous lift_fresh_copy to.dtype to.dtype_layout to.device "
-        "_to_copy type_as zeros_like ones_like full_like rand_like randn_like bernoulli prelu "
-        "fill.Scalar fill.Tensor bernoulli.p floor_divide floor_divide.Scalar xlogy.Tensor frac",
+        "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout uniform "
+        "normal_functional empty_like detach alias clone contiguous lift_fresh_copy to.dtype "
+        "to.dtype_layout to.device _to_copy type_as zeros_like ones_like full_like rand_like "
+        "randn_like bernoulli prelu fill.Scalar fill.Tensor bernoulli.p floor_divide "
+        "floor_divide.Scalar xlogy.Tensor frac",
     ),
     **_named(
         rules.unreduced(2), "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss"

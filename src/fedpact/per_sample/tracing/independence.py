@@ -2,8 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,9 +16,9 @@ from torch.nn.modules.instancenorm import (
 from fedpact.common.errors import InputError, ModelError
 from fedpact.common.params import FlatModel, check_unwritten, model_name
 from fedpact.per_sample.clipping import SHORTEST
+from fedpact.per_sample.tracing.keyed_draws import expected
 from fedpact.per_sample.tracing.trace_context import announced
 
-_DROPOUT = nn.modules.dropout._DropoutNd  # pyright: ignore[reportPrivateUsage]
 # Relative to a record's gradient: what two orders of the same sums may differ by.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 # What stands for rounding in a record whose gradient is at a kink.
@@ -104,9 +103,7 @@ class Tried(Protocol):
 _Sum = Callable[[Tensor, Tensor, float, Tensor], Tensor]
 
 
-def check_separation(
-    tried: Tried, x: Tensor, y: Tensor, draws: Callable[[Tensor, Tensor], bool] | None = None
-) -> Tensor:
+def check_separation(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
     """Return the norms of records x, y [B, ...]; ModelError unless sums are those of each alone.
 
     A second lock: that records are kept apart follows from the way that the kernel takes, for
@@ -114,23 +111,23 @@ def check_separation(
     others, in two lengths, and a clipped sum over a larger batch; that takes about as long as ten
     steps, and memory for a few vectors [d]. Nor may a pass change the model, or write over the
     records, not even with what they are; and its outputs for a batch must be those for its records:
-    a run is evaluated by them. draws: whether what is differentiated draws random numbers, be it
-    for other records than these.
+    a run is evaluated by them. Each random number, as of dropout, is its mean meanwhile.
     """
     if len(x) < 3:
         raise InputError(f"verify was given {len(x)} records: expected at least 3, any will do")
     module, x, y = tried.model.module, x[:_MOST].clone(), y[:_MOST]
-    with announced(_SLOW, module, _PATIENCE, logging.INFO), _without_dropout(module):
+    with announced(_SLOW, module, _PATIENCE, logging.INFO), expected():
         before, version = _state(module), x._version
         tried.summed(x, y, math.inf, _weights(tried, len(x)))
         _check_state(module, before)
         del before
         tried.alone(x[:1], y[:1])
         check_unwritten(module, x, version)
-        if (draws is not None and draws(x, y)) or not _repeats(tried, x, y):
+        if not _repeats(tried, x, y):
             raise ModelError(
-                f"model {model_name(module)} draws random numbers outside dropout layers: it "
-                "cannot be checked; leave them out (clipping and noise regularise already)"
+                f"model {model_name(module)} gives the same records other losses the second time: "
+                "it cannot be checked; draw numbers from torch's own generator, and keep nothing "
+                "between passes"
             )
         norms = _check_each(tried, x, y)
         _check_large(tried, x, y, norms)
@@ -314,22 +311,3 @@ def _check_state(module: nn.Module, before: dict[str, Tensor]) -> None:
                 f"model {model_name(module)} changes {name!r} in a forward pass: that would "
                 "carry statistics of records around clipping and noise; use a module that does not"
             )
-
-
-@contextmanager
-def _without_dropout(module: nn.Module) -> Generator[None]:
-    """Switch dropout off, and nothing else."""
-    layers = [m for m in module.modules() if isinstance(m, _DROPOUT) and m.training]
-    inner = [m for m in module.modules() if isinstance(m, nn.RNNBase | nn.MultiheadAttention)]
-    rates = [m.dropout for m in inner]
-    try:
-        for m in layers:
-            m.training = False
-        for m in inner:
-            m.dropout = 0.0
-        yield
-    finally:
-        for m in layers:
-            m.training = True
-        for m, rate in zip(inner, rates, strict=True):
-            m.dropout = rate

@@ -11,6 +11,7 @@ from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel
 from fedpact.per_sample.tracing.batch_table import State
 from fedpact.per_sample.tracing.export import WithLoss, trace_of
+from fedpact.per_sample.tracing.keyed_draws import drawn
 from fedpact.per_sample.tracing.record_safety import by_argument
 from fedpact.per_sample.tracing.replacements import DONE_AS
 
@@ -85,8 +86,9 @@ def evaluated(nodes: list[Node], values: Mapping[str, Tensor]) -> dict[Node, Any
 
 
 def operation(node: Node) -> Callable[..., Any]:
-    """What is done for a node."""
-    return DONE_AS.get(cast(Any, node.target)) or cast(Callable[..., Any], node.target)
+    """What is done for a node; what draws random numbers does so from the step's key."""
+    found = DONE_AS.get(cast(Any, node.target)) or cast(Callable[..., Any], node.target)
+    return drawn(found) if draws(node) else found
 
 
 def arguments(node: Node, env: dict[Node, Any]) -> tuple[Any, Any]:

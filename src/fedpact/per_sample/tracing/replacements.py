@@ -135,6 +135,17 @@ def _filled(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     return made.fill_(torch.nan if made.is_floating_point() or made.is_complex() else 0)
 
 
+def _leaky(
+    x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, _: Any = None
+) -> Tensor:
+    """Randomised leaky ReLU; torch's draws a slope for each number below 0, and for no other.
+
+    So how many were drawn before a record's would follow from other records.
+    """
+    slope = torch.empty_like(x).uniform_(lower, upper) if training else (lower + upper) / 2
+    return torch.where(x < 0, x * slope, x)
+
+
 def _copied(into: Tensor, source: Tensor) -> Tensor:
     """torch's copy has no derivative."""
     return source.expand_as(into).to(into.dtype)
@@ -144,6 +155,7 @@ DONE_AS: Final[dict[Any, Callable[..., Any]]] = {
     # A view that was traced may not exist of the same numbers in another layout.
     _aten.view.default: _aten.reshape.default,
     _aten.copy.default: _copied,
+    _aten.rrelu.default: _leaky,
     **{
         overload: _quotient
         for kind in (_aten.div, _aten.divide)

@@ -335,6 +335,9 @@ class _Together:
     def places(self, count: int, slots: int, step: int) -> Tensor:
         return self._own.places(count, slots, step)
 
+    def number(self, step: int) -> int:
+        return self._own.number(step)
+
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
         return self._own.gaussian(size, like, step, purpose)
 

@@ -1,0 +1,202 @@
+"""Random numbers of a pass, as dropout's: by the step's key and a record's slot alone."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedpact.common.errors import ModelError
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.secure import SecureDraws
+from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.per_sample.clipping import slack
+from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+from fedpact.per_sample.layout import Placement
+from fedpact.per_sample.tracing.keyed_draws import drawn, expected, keyed
+
+RATE, WIDTH = 0.4, 8
+
+
+def attention(x: Tensor) -> Tensor:
+    q = x.view(len(x), 2, 2, 2)
+    return F.scaled_dot_product_attention(q, q, q, dropout_p=RATE).flatten(1)
+
+
+def drop_path(x: Tensor) -> Tensor:
+    kept = x.new_empty((len(x), 1)).bernoulli_(1 - RATE).div_(1 - RATE)
+    return x * kept
+
+
+def drop_path_by_floor(x: Tensor) -> Tensor:
+    kept = 1 - RATE + torch.rand((len(x), 1), dtype=x.dtype)
+    return x.div(1 - RATE) * kept.floor_()
+
+
+DRAWING = {
+    "dropout": lambda x: F.dropout(x, RATE),
+    "in place": lambda x: F.dropout(x * 1, RATE, inplace=True),
+    "alpha": lambda x: F.alpha_dropout(x, RATE, training=True),
+    "channels": lambda x: F.dropout2d(x.view(len(x), 4, 2, 1), RATE).flatten(1),
+    "attention": attention,
+    "drop path": drop_path,
+    "drop path by floor": drop_path_by_floor,
+    "noise": lambda x: x + torch.randn_like(x),
+    "uniform noise": lambda x: x + torch.empty_like(x).uniform_(-1, 1),
+    "leaks": lambda x: F.rrelu(x, training=True),
+    "one for all": lambda x: x * torch.rand(()),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, between, mixing=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
+        self.between, self.mixing = between, mixing
+
+    def forward(self, x):
+        h = self.between(torch.tanh(self.first(x)))
+        return self.last(h - h.mean(0) if self.mixing else h)
+
+
+def kernel_of(between, kind=PerSampleKernel, **more):
+    return kind(FlatModel(Net(between, **more).double()), cross_entropy)
+
+
+@pytest.fixture
+def records():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(11, 5, generator=generator, dtype=torch.float64), torch.arange(11) % 3
+
+
+@pytest.mark.parametrize("between", DRAWING.values(), ids=DRAWING)
+def test_numbers_follow_from_the_seed_alone(between, records):
+    kernel = kernel_of(between)
+    assert kernel.way(*records) == "graph"
+    assert kernel.draws(*records)
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    sums = []
+    for seed in (1, 1, 2):
+        kernel.seed(lambda seed=seed: seed)
+        sums.append(kernel.clipped_sum(*records, 1.0))
+    assert torch.equal(sums[0], sums[1])
+    assert not torch.equal(sums[0], sums[2])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("between", DRAWING.values(), ids=DRAWING)
+def test_a_record_more_adds_its_own_share_alone(between, records):
+    """In slots that are drawn, as a deployment's, everybody else keeps slot and numbers."""
+    x, y = records
+    kernel, clip = kernel_of(between), 1e-2
+    kernel.seed(lambda: 3)
+    places = torch.tensor([5, 0, 15, 3, 8, 9, 1, 12, 2, 14, 7])
+
+    def summed(chosen):
+        layout = Placement(places=places[chosen], slots=16, length=8)
+        return kernel.clipped_sum(x[chosen], y[chosen], clip, layout=layout)
+
+    everybody = torch.arange(11)
+    for r in (0, 4, 10):
+        moved = summed(everybody) - summed(everybody[everybody != r])
+        assert torch.allclose(moved, summed(torch.tensor([r])), rtol=0, atol=1e-12)
+        assert float(moved.norm()) <= clip * (1 + slack(11))
+
+
+def test_the_sum_is_of_gradients_behind_the_masks(records):
+    """At ℓ = Σ outputs of a last layer of ones the gradient is the dropped record."""
+    x, _ = records
+    last = nn.Linear(5, 1, bias=False).double()
+    nn.init.ones_(last.weight)
+    model = nn.Sequential(nn.Dropout(RATE), last)
+    kernel = PerSampleKernel(FlatModel(model), lambda out, y: out[:, 0])
+    kernel.seed(lambda: 9)
+    with keyed(lambda: 9, 0):
+        mask = drawn(torch.dropout)(torch.ones(16, 5, dtype=torch.float64), RATE, True)[:11]
+    assert set(mask.unique().tolist()) == {0.0, 1 / (1 - RATE)}
+    rows = x * mask
+    clipped = rows * (1.5 / rows.norm(dim=1, keepdim=True)).clamp(max=1)
+    found = kernel.clipped_sum(x, torch.zeros(11), 1.5, layout=Placement(length=16))
+    assert torch.allclose(found, clipped.sum(0), rtol=1e-10, atol=0)
+
+
+def test_both_points_of_a_difference_have_the_same_numbers(records):
+    kernel = kernel_of(DRAWING["dropout"])
+    w = kernel.model.vector.clone()
+    kernel.seed(lambda: 4)
+    assert not kernel.clipped_difference(*records, w, w, math.inf).any()
+
+
+@pytest.mark.parametrize("between", DRAWING.values(), ids=DRAWING)
+def test_models_that_draw_are_verified_without_chance(between, records):
+    kernel_of(between).verify(*records)
+
+
+def test_mixing_is_found_beside_dropout(records):
+    with pytest.raises(ModelError, match="mixes the records"):
+        kernel_of(DRAWING["dropout"], mixing=True).verify(*records)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda x: x + x[torch.rand(len(x), dtype=x.dtype).argsort()],
+        lambda x: x + torch.bernoulli(torch.full((len(x), len(x)), 0.5, dtype=x.dtype)) @ x,
+    ],
+    ids=["order", "pairs"],
+)
+def test_what_mixes_records_by_chance_is_given_each_alone(between, records):
+    assert kernel_of(between).way(*records) == "records"
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda x: x + x[torch.randperm(len(x))],
+        lambda x: x + torch.poisson(x.detach().abs()),
+        lambda x: x + torch.bernoulli(x.detach().abs()).cumsum(1) * torch.randint(3, ()),
+    ],
+    ids=["order", "poisson", "integers"],
+)
+def test_other_draws_are_refused_in_our_words(between, records):
+    with pytest.raises(ModelError, match=r"draws random numbers by|not known to look"):
+        kernel_of(between).verify(*records)
+
+
+@pytest.mark.parametrize("between", DRAWING.values(), ids=DRAWING)
+def test_a_slot_has_its_own_numbers_so_places_are_drawn(between, records):
+    # A compact run would give a record others' numbers where one more stands in front of it.
+    assert not kernel_of(between).invariant(*records)
+
+
+def test_without_chance_dropout_does_nothing():
+    x = torch.randn(4, 3)
+    with expected():
+        assert torch.allclose(F.dropout(x, 0.3), x)
+        assert torch.equal(torch.rand(2), torch.full((2,), 0.5))
+        # What is keyed inside stays without chance.
+        with keyed(lambda: 1):
+            assert torch.allclose(drawn(torch.dropout)(x, 0.3, True), x)
+
+
+@pytest.mark.parametrize("between", DRAWING.values(), ids=DRAWING)
+def test_plain_sums_draw_by_the_seed_too(between, records):
+    kernel = kernel_of(between, PlainKernel)
+    sums = []
+    for seed in (1, 1, 2):
+        kernel.seed(lambda seed=seed: seed)
+        sums.append(kernel.weighted_sum(*records))
+    assert torch.equal(sums[0], sums[1])
+    assert not torch.equal(sums[0], sums[2])
+
+
+def test_each_step_of_a_run_has_a_number_of_its_own():
+    draws = SeededDraws(1, "site", 2)
+    assert [draws.number(s) for s in (0, 1, 0)] == [draws.number(s) for s in (0, 1, 0)]
+    assert draws.number(0) != draws.number(1)
+    secure = SecureDraws()
+    assert len({secure.number(0) for _ in range(8)}) == 8
