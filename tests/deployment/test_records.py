@@ -113,6 +113,9 @@ def test_outgoing_message_form_is_independent_of_records(make, tmp_path, algorit
     plan = {"algorithm": algorithm, "privacy": privacy, "settings": settings, **EQUAL_LENGTHS}
     site_dir = make(tmp_path / "d", **plan) / "sites" / "site-00"
     x, y = images(site_dir)
+    # An owner who wants no record to decide whether the site opens.
+    with (site_dir / "site.toml").open("a") as settings_file:
+        settings_file.write("most_left_out = 1.0\n")
     clean = everything(site_dir)
     codes = [entry.code for entry in clean if isinstance(entry, Refusal)]
     assert set(codes) == {"budget"}

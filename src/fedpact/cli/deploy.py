@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedpact.cli.check import check_before_start
 from fedpact.cli.console import show
 from fedpact.common.errors import FedpactError
 from fedpact.common.format import exact_percent, headline_metric, upper
@@ -60,6 +61,7 @@ def execute_init(
 def execute_up(directory: Path, wait: bool) -> None:
     """Carry out `fedpact deploy execute_up`."""
     require_flower()
+    check_before_start(directory)
     started = local.start_parties(directory)
     _out().print(f"started: {', '.join(f'{name} ({pid})' for name, pid in started.items())}")
     if not wait:

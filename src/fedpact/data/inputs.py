@@ -239,19 +239,22 @@ class Given:
         places = good.nonzero()[0]
         numbers = torch.from_numpy(places + self.sieve.first)
         whose = tuple(self.persons[i] for i in places.tolist()) if self.persons else ()
-        return Sifted(torch.from_numpy(x), torch.from_numpy(y), numbers, self.features, whose)
+        found = torch.from_numpy(x), torch.from_numpy(y)
+        return Sifted(*found, numbers, self.sieve, self.features, whose)
 
 
 @dataclass(frozen=True, eq=False)
 class Sifted:
     """Records that are used: x [n, ...], y [n], and their numbers in their file [n].
 
-    features: a table's columns. persons: whose each of them is; () where nobody asked.
+    sieve: which of the file's are not, and why. features: a table's columns. persons: whose each of
+    them is; () where nobody asked.
     """
 
     x: Tensor
     y: Tensor
     numbers: Tensor
+    sieve: RecordFilter
     features: tuple[str, ...] = ()
     persons: tuple[str, ...] = ()
 

@@ -61,6 +61,17 @@ class RecordFilter:
             self._unknown[row] = f"{label!r}, which {why} (column {column})"
             self.leave_out(row, column, why, label)
 
+    def reasons(self) -> list[tuple[str, str, int]]:
+        """Return (column or "", why, how many records it leaves out), the most frequent first.
+
+        Of what is wrong with one cell the first counts. A record with two wrong cells is in both.
+        """
+        counted, seen = list[tuple[str, str, int]](), defaultdict[str, set[int]](set)
+        for (column, why), rows in self._faults.items():
+            counted.append((column, why, len(rows - seen[column])))
+            seen[column] |= rows
+        return sorted((each for each in counted if each[2]), key=lambda each: -each[2])
+
     def wholly(self) -> dict[str, list[str]]:
         """Return what is wrong in columns where no record fits -> those columns."""
         broken = set[int]().union(*(r for (column, _), r in self._faults.items() if not column))

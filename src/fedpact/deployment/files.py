@@ -186,6 +186,8 @@ ledger = "ledger.jsonl"        # on a local disk, backed up, never put back
 device = "cpu"                 # or "cuda": where it computes
 port = {port}                  # a free one of this machine, for the site's own processes
 
+# most_left_out = 0.05         # with a larger share of records that do not fit it does not open
+
 # Columns of a table that have another name, unit or words here than the federation declares; what
 # is declared stands first. Columns that nobody declares count for nothing.
 # [columns]

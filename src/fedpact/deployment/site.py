@@ -55,6 +55,7 @@ from fedpact.deployment.secure import masker_of
 from fedpact.deployment.site_evaluation import Cost, Examiner, LastReply, Progress, Questions, room
 from fedpact.deployment.site_records import SiteSettings, own_records
 from fedpact.per_sample.layout import PLACEMENTS
+from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.ledger.rollback_guard import RollbackGuard, is_place
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
@@ -92,6 +93,12 @@ def check_left_behind(directory: Path, ledger: Path, promised: bool) -> None:
             f"{directory} say that this site has released before: put the ledger back as it was "
             "after the last release; without it, treat the records' budget as spent"
         )
+
+
+def has_reserved(ledger: Path, run: str) -> bool:
+    """Whether a ledger's file has a reservation for a run. Raises LedgerError: it is damaged."""
+    entries = read_entries(ledger) if ledger.exists() else []
+    return any(entry["kind"] == "reserve" and entry["run"] == run for entry in entries)
 
 
 _log = logging.getLogger("fedpact.site")
@@ -338,6 +345,10 @@ class Site:
     def _load(self) -> Records:
         bench = self._bench if self._device.type == "cpu" else None
         own = own_records(self._directory, self.settings, self.federation, self.plan, bench)
+        path = self._directory / self.settings.ledger
+        if not has_reserved(path, self.run):
+            # From the first promise on no wrong record stops it, as that would tell of it.
+            own.check(self.settings)
         held = self._examiner.split(own)
         self._examiner.take(own.raw[held], own.part(held).to(self._device))
         return own.part(~held).to(self._device)

@@ -3,14 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from fedpact.common.about import OneLine
+from fedpact.common.errors import DataError
+from fedpact.common.format import percent
 from fedpact.data.advice import advise
 from fedpact.data.columns import FileColumn
 from fedpact.data.features.extract import beside
+from fedpact.data.sieve import RecordFilter
 from fedpact.data.site_records import load_site
 from fedpact.data.splits import number_persons
 from fedpact.deployment.federation import Federation
@@ -18,6 +22,10 @@ from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
 from fedpact.simulation.record_trial import find_accepted, limit_per_person
 from fedpact.simulation.threads import Worker
+
+_REASONS: Final = 5
+_NOT_TAKEN: Final = "is not taken by the model"
+_NOT_FINITE: Final = "has no finite numbers as it is scaled"
 
 
 class SiteSettings(BaseModel):
@@ -29,6 +37,8 @@ class SiteSettings(BaseModel):
     device: where it computes, "cpu" or "cuda". ledger: where it lies, on a local disk. port: a free
     one of this machine, for the site's own processes to talk to each other. columns: which columns
     of a table the declared ones are, where they have other names, units or words there.
+    most_left_out: the share of records that may be left out as not fitting; with more the site does
+    not open, and promises nothing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,6 +50,7 @@ class SiteSettings(BaseModel):
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     ledger: str = "ledger.jsonl"
     port: int = Field(gt=0, lt=65536)
+    most_left_out: float = Field(default=0.05, ge=0, le=1)
     columns: dict[str, FileColumn] = Field(default_factory=dict[str, FileColumn])
 
 
@@ -47,12 +58,37 @@ class SiteSettings(BaseModel):
 class Own:
     """A site's records. raw: as they stand in its file, x [n, ...]; records: as they are used.
 
-    whose: each record's person [n]; None where nobody asks.
+    whose: each record's person [n]; None where nobody asks. sieve: of the file's records, which are
+    left out, and why.
     """
 
     raw: Tensor
     records: Records
     whose: Sequence[str] | None
+    sieve: RecordFilter
+
+    @property
+    def left_out(self) -> float:
+        """The share of the file's records that are left out; 1 where it has none."""
+        return float((~self.sieve.good).mean()) if self.sieve.count else 1.0
+
+    def check(self, settings: SiteSettings) -> None:
+        """Raise DataError where more records are left out than the owner allows."""
+        if self.left_out <= settings.most_left_out:
+            return
+        sieve = self.sieve
+        why = "; ".join(
+            f"{'column ' * bool(column)}{column or 'the record'} {reason} ({count:,})"
+            for column, reason, count in sieve.reasons()[:_REASONS]
+        )
+        raise DataError(
+            f"{int((~sieve.good).sum()):,} of {sieve.count:,} records of {sieve.origin} are left "
+            f"out, {percent(self.left_out)}, and most_left_out of site.toml allows "
+            f"{percent(settings.most_left_out)}: {why or 'it is empty'}. So the site does not "
+            "open, and promises nothing. `fedpact deploy check` of its directory shows each column "
+            "beside its declaration: correct the records, say under [columns] of site.toml which "
+            "units and words they have, or set most_left_out higher"
+        )
 
     def part(self, chosen: Tensor) -> Records:
         """Return some of the records, bool [n], as they are used."""
@@ -79,9 +115,13 @@ def own_records(
     stage = of.stage(plan, directory)
     staged = stage(found.x, of.example(), str(path), beside(path), found.features)
     kernel = (bench or of.workshop(plan, directory).bench()).private
-    good = find_accepted(staged.x, found.y, kernel, str(path), found.numbers) & staged.good
+    accepted = find_accepted(staged.x, found.y, kernel, str(path), found.numbers)
+    good = accepted & staged.good
+    for whole, why in ((accepted, _NOT_TAKEN), (staged.good, _NOT_FINITE)):
+        for row in (found.numbers[~whole] - found.sieve.first).tolist():
+            found.sieve.leave_out(row, "", why)
     used, persons = limit_per_person(found.persons, good, plan)
     released = stage.released(of.example(), found.features)
     records = Records(staged.x[used], found.y[used], released, persons)
     whose = None if of.person is None else [found.persons[i] for i in used.tolist()]
-    return Own(found.x[used], records, whose)
+    return Own(found.x[used], records, whose, found.sieve)

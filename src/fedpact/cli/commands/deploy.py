@@ -60,6 +60,14 @@ def init(
 
 
 @app.command()
+def check(directory: Where, as_json: AsJson = False) -> None:
+    """Show a site's owner its columns, what is left out, and the cost, before it opens."""
+    from fedpact.cli import check as command
+
+    command.execute_check(directory, as_json)
+
+
+@app.command()
 def up(
     directory: Where,
     wait: Annotated[bool, typer.Option(help="Show progress, and end all when it is done.")] = False,

@@ -139,7 +139,8 @@ class FlowerTransport:
             )
         waited = self._waiting.seconds - before
         own = time.perf_counter() - began - waited
-        _log.info("round %d: %.2f s waiting, %.3f s own work", any_task.round, waited, own)
+        if any_task.algorithm != READY:
+            _log.info("round %d: %.2f s waiting, %.3f s own work", any_task.round, waited, own)
         yield from (each for _, each in sorted({**replies, **this.refusals}.items()))
 
     def wait_until_ready(self, run: str, number: int) -> None:

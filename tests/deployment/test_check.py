@@ -1,0 +1,292 @@
+"""Before a site opens: its owner sees each mistake, and nobody else sees anything."""
+
+import csv
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
+
+from tests.deployment.grid import Node, Run
+from typer.testing import CliRunner
+
+from fedpact.cli.main import app
+from fedpact.common.errors import DataError, FedpactError
+from fedpact.common.messages import from_bytes, to_bytes
+from fedpact.deployment import local
+from fedpact.deployment.check import check_site
+from fedpact.deployment.site import Site
+
+pytestmark = pytest.mark.usefixtures("clock")
+
+COLUMNS = {
+    "age": {"range": [0, 120], "scale": "range"},
+    "lactate": {"range": [0, 20], "scale": "range", "fill": 1},
+    "sex": {"categories": ["female", "male"], "scale": "one-hot"},
+}
+OWN = """
+[columns]
+lactate = { column = "blood_lactate", factor = 0.111 }
+sex = { column = "gender", values = { "F" = "female", "M" = "male" } }
+"""
+
+
+def rows(n=200, factor=1.0):
+    rng = np.random.default_rng(5)
+    for k in range(n):
+        sex = ["female", "male"][k % 2]
+        lactate = f"{factor * rng.uniform(0.5, 8):.2f}"
+        yield {"age": rng.integers(20, 90), "lactate": lactate, "sex": sex, "out": "ny"[k % 3 == 0]}
+
+
+def write(path, found):
+    found = list(found)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, found[0].keys())
+        writer.writeheader()
+        writer.writerows(found)
+    return path
+
+
+@pytest.fixture
+def sites(copied, tmp_path):
+    """sites(table, ...) -> a deployment whose sites read these tables, and the sites' homes."""
+
+    def new(*tables, choices=None, name="d", **plan):
+        study = write(tmp_path / "study.csv", rows())
+        whole = {"data": str(study), "label": "out", "rounds": 2, "sites": len(tables), **plan}
+        whole |= {"records": {"classes": ["n", "y"], "columns": COLUMNS}}
+        where = copied(tmp_path / name, {"records": False, **(choices or {})}, **whole)
+        homes = sorted((where / "sites").iterdir())
+        for home, table in zip(homes, tables, strict=True):
+            path = home / "site.toml"
+            path.write_text(path.read_text().replace("/path/to/records.csv", str(table)))
+        return where, homes
+
+    return new
+
+
+def add(home, text):
+    path = home / "site.toml"
+    path.write_text(path.read_text() + text)
+
+
+def spoiled(path, bad, n=100):
+    """A table in which so many records have an age that nobody has."""
+    found = list(rows(n))
+    for row in found[:bad]:
+        row["age"] = 400
+    return write(path, found)
+
+
+def test_a_wrong_unit_is_named(sites, tmp_path):
+    table = write(tmp_path / "own.csv", rows(factor=9.0))
+    _, (home,) = sites(table)
+    found = check_site(home)
+    (lactate,) = (one for one in found.columns if one.name == "lactate")
+    values = np.array([float(row["lactate"]) for row in rows(factor=9.0)])
+    assert (lactate.low, lactate.median, lactate.high) == (
+        values.min(),
+        np.median(values),
+        values.max(),
+    )
+    assert lactate.outside == pytest.approx((values > 20).mean())
+    assert found.left_out == [("lactate", "is beyond its declared range", int((values > 20).sum()))]
+    expected = f"column lactate: median {np.median(values):.4g}, declared 0 to 20: different unit?"
+    assert found.remarks[0] == expected
+    assert found.problems
+    # The owner says which unit it is, and all is well.
+    add(home, '[columns]\nlactate = { column = "lactate", factor = 0.1111 }\n')
+    found = check_site(home)
+    assert (found.problems, found.left_out) == ([], [])
+    assert not any("unit?" in remark for remark in found.remarks)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_6_percent_left_out_refuses_before_any_charge(sites, tmp_path, earlier):
+    table = spoiled(tmp_path / "own.csv", 5)
+    _, (home,) = sites(table)
+    ledger = home / "ledger.jsonl"
+    if earlier:
+        # Another run on the same records.
+        with Site(home):
+            pass
+        path = home / "federation.toml"
+        name = check_site(home).run
+        path.write_text(path.read_text().replace(name, f"{name}-next"))
+        policy = home / "policy.toml"
+        policy.write_text(
+            policy.read_text()
+            .replace("ever = 2.0", "ever = 9.0")
+            .replace("ever = 1e-05", "ever = 1e-04")
+        )
+        assert not check_site(home).problems
+    spoiled(table, 6)
+    before = ledger.read_bytes() if earlier else None
+    match = r"6 of 100 records .* 6.0 %, and most_left_out .* 5.0 %: column age is beyond .*\(6\)"
+    with pytest.raises(DataError, match=match):
+        Site(home)
+    assert (ledger.read_bytes() if ledger.exists() else None) == before
+    assert "6 of 100" in check_site(home).problems[0]
+    spoiled(table, 5)
+    with Site(home) as site:
+        assert site.ledger.runs
+
+
+def test_what_was_promised_is_kept_whatever_the_records_are(sites, tmp_path):
+    """That a site stops at a record would tell of it."""
+    table = spoiled(tmp_path / "own.csv", 0)
+    _, (home,) = sites(table)
+    with Site(home):
+        pass
+    spoiled(table, 100)
+    with Site(home) as site:
+        assert len(site._records._records.x) == 0
+    assert check_site(home).problems == []
+
+
+def test_an_owner_may_leave_out_as_many_as_it_likes(sites, tmp_path):
+    _, (home,) = sites(spoiled(tmp_path / "own.csv", 100))
+    add(home, "most_left_out = 1.0\n")
+    assert check_site(home).problems == []
+    with Site(home):
+        pass
+
+
+def test_columns_that_differ_are_told_with_the_rest(sites, tmp_path):
+    found = [{"case": k, "blood_lactate": r.pop("lactate"), **r} for k, r in enumerate(rows())]
+    _, (home,) = sites(write(tmp_path / "own.csv", found))
+    checked = check_site(home)
+    assert checked.missing == ("lactate",)
+    assert checked.renamed == {"lactate": "blood_lactate"}
+    assert checked.unexpected == ("case", "blood_lactate")
+    assert [one.name for one in checked.columns] == ["age", "sex", "lactate ('blood_lactate')"]
+    assert "Missing: lactate (probably its 'blood_lactate')" in checked.problems[0]
+    told = CliRunner().invoke(app, ["deploy", "check", str(home)])
+    assert "lactate (probably 'blood_lactate')" in told.output
+    assert "ignored: case" in told.output
+    assert "does not open" in told.output
+
+
+def test_words_that_nobody_declares_are_named(sites, tmp_path):
+    found = [{**row, "sex": row["sex"][0].upper()} for row in rows()]
+    _, (home,) = sites(write(tmp_path / "own.csv", found))
+    checked = check_site(home)
+    assert any("'F' (100), 'M' (100): other words?" in remark for remark in checked.remarks)
+    assert checked.left_out == [("sex", "is none of its declared categories", 200)]
+
+
+def test_the_cost_and_what_remains_are_the_owners(sites, tmp_path):
+    _, (home,) = sites(write(tmp_path / "own.csv", rows()))
+    before = check_site(home)
+    assert (before.epsilon, before.epsilon_before, before.reserved) == (2.0, 0.0, False)
+    with Site(home):
+        pass
+    after = check_site(home)
+    assert (after.epsilon_before, after.reserved, after.problems) == (0.0, True, [])
+    path = home / "federation.toml"
+    path.write_text(path.read_text().replace(after.run, "next"))
+    other = check_site(home)
+    assert (other.epsilon_before, other.epsilon_ever) == (2.0, 2.0)
+    assert "epsilon would be 4: the site's policy has epsilon_ever = 2" in other.problems[0]
+    assert other.seconds > 0
+    assert other.classes == {"n": 133, "y": 67}
+
+
+def entries(home):
+    lines = (home / "ledger.jsonl").read_text().splitlines()
+    return [
+        {k: v for k, v in json.loads(x).items() if k not in ("time", "hash", "previous")}
+        for x in lines
+    ]
+
+
+def finish(run):
+    run()
+    for node in run.nodes:
+        node.site.ledger.close()
+    # But for the hash of a ledger's last line, in which its time is.
+    said = [
+        [to_bytes(replace(from_bytes(block), ledger_head="")) for block in node.said]
+        for node in run.nodes
+    ]
+    return said, [entries(node.directory) for node in run.nodes]
+
+
+def test_no_message_tells_what_check_or_a_mapping_does(sites, tmp_path, in_memory):
+    """Replies and ledgers are those of a renamed file, byte for byte but for the time."""
+    plain = write(tmp_path / "plain.csv", rows())
+    own = [
+        {
+            "case": k,
+            "gender": row["sex"][0].upper(),
+            "blood_lactate": row["lactate"],
+            "age": row["age"],
+            "out": row["out"],
+        }
+        for k, row in enumerate(rows(factor=9.0))
+    ]
+    # The same numbers, worked out here.
+    same = [{**row, "lactate": repr(float(row["lactate"]) * 0.111)} for row in rows(factor=9.0)]
+    own, same = write(tmp_path / "own.csv", own), write(tmp_path / "same.csv", same)
+    first, homes = sites(same, plain, choices={"seeds": "test"})
+    second = shutil.copytree(first, tmp_path / "second")
+    mapped = second / "sites" / homes[0].name
+    text = (mapped / "site.toml").read_text().replace(str(same), str(own))
+    (mapped / "site.toml").write_text(text)
+    add(mapped, OWN)
+    found = check_site(mapped)
+    assert not found.problems
+    assert CliRunner().invoke(app, ["deploy", "check", str(second)]).exit_code == 0
+    said, ledgers = finish(Run(first))
+    said_mapped, ledgers_mapped = finish(Run(second))
+    assert said == said_mapped
+    assert ledgers == ledgers_mapped
+    sent = b"".join(block for blocks in said_mapped for block in blocks)
+    assert not any(word in sent for word in (b"blood_lactate", b"gender", b"lactate", b"left_out"))
+
+
+def test_up_checks_every_site_before_it_starts_any(sites, tmp_path, monkeypatch):
+    good, bad = write(tmp_path / "a.csv", rows()), spoiled(tmp_path / "b.csv", 50)
+    where, homes = sites(good, bad)
+    monkeypatch.setattr(local, "start_parties", None)
+    told = CliRunner().invoke(app, ["deploy", "up", str(where)])
+    assert isinstance(told.exception, FedpactError)
+    assert f"Site {homes[1].name}: 50 of 100 records" in str(told.exception)
+    assert f"site {homes[0].name}: 200 of 200 records are used" in told.output
+    assert not list(where.glob("sites/*/ledger.jsonl"))
+    monkeypatch.setattr(local, "start_parties", lambda directory: {"server": 1})
+    spoiled(tmp_path / "b.csv", 1)
+    assert CliRunner().invoke(app, ["deploy", "up", str(where)]).exit_code == 0
+
+
+def test_a_server_alone_is_started_without_a_check(sites, tmp_path, monkeypatch):
+    where, _ = sites(tmp_path / "nowhere.csv")
+    monkeypatch.setattr(local, "start_parties", lambda directory: {"server": 1})
+    assert CliRunner().invoke(app, ["deploy", "up", str(where / "server")]).exit_code == 0
+    told = CliRunner().invoke(app, ["deploy", "check", str(where / "server")])
+    assert "no site's directory" in str(told.exception)
+
+
+def test_arrays_and_persons_are_checked_alike(copied, tmp_path):
+    """As they are written for trying: images, and rows with a person each."""
+    home = copied(tmp_path / "d") / "sites" / "site-00"
+    found = check_site(home)
+    assert (found.problems, [one.name for one in found.columns]) == ([], ["all values"])
+    assert sum(found.classes.values()) == found.used == found.records
+    arrays = dict(np.load(home / "records.npz"))
+    arrays["x"][: len(arrays["x"]) // 10] = np.nan
+    np.savez(home / "records.npz", **arrays)
+    assert "most_left_out" in check_site(home).problems[0]
+
+
+def test_check_runs_beside_an_open_site(sites, tmp_path):
+    _, (home,) = sites(write(tmp_path / "own.csv", rows()))
+    node = Node(10, home)
+    before = (home / "ledger.jsonl").read_bytes()
+    assert check_site(home).problems == []
+    assert (home / "ledger.jsonl").read_bytes() == before
+    node.site.ledger.close()
