@@ -39,9 +39,8 @@ def test_every_party_has_the_same_plan_and_federation(written):
 
 
 def test_what_was_chosen_is_what_is_read_back(make, tmp_path):
-    patience = Patience(
-        round_seconds=7.5, resend_seconds=1.25, join_seconds=0, least_replies=2, retries=9
-    )
+    waits = {"round_seconds": 7.5, "resend_seconds": 1.25, "join_seconds": 0}
+    patience = Patience(**waits, start_sites=3, least_replies=2, retries=9)
     directory = make(tmp_path / "d", {"patience": patience, "host": "server.example.org"})
     found = Federation.read(directory / "server" / "federation.toml")
     assert found.patience == patience
@@ -137,6 +136,7 @@ def test_simulation_only_features_are_refused_before_writing(tmp_path, change, t
         ),
         ({"patience": {"round_seconds": math.nan}}, "patience.round_seconds is nan"),
         ({"patience": {"least_replies": 99}}, "least_replies = 99: there are 2 sites"),
+        ({"patience": {"start_sites": 3}}, "start_sites = 3: there are 2 sites"),
     ],
 )
 def test_a_choice_that_does_not_fit_leaves_nothing(tmp_path, choice, told):
@@ -180,12 +180,14 @@ def test_the_command_writes_what_it_was_told_and_status_reads_it(tmp_path):
     where = tmp_path / "d"
     told = run_cli(
         *("init", where, "--set", "rounds=2", "--set", "sites=2", "--port", "9443"),
-        *("--host", "localhost", "--least-replies", "2", "--round-seconds", "11", "--test-seeds"),
+        *("--host", "localhost", "--least-replies", "2", "--start-sites", "1"),
+        *("--round-seconds", "11", "--test-seeds"),
     )
     found = Federation.read(where / "server" / "federation.toml")
     assert found.run in told
     assert found.address == "localhost:9443"
     assert (found.patience.least_replies, found.patience.round_seconds) == (2, 11.0)
+    assert found.patience.start_sites == 1
     assert found.seeds == "test"
     status = json.loads(run_cli("status", where, "--json"))
     assert status["running"] == {"server": False, "site-00": False, "site-01": False}

@@ -75,7 +75,8 @@ On one machine, for trying: `fedpact deploy up .`, `fedpact deploy status .`, `f
 .`
 
 On several: `server/start.sh` on the server, `start.sh` of each site's directory at that site. Each
-site's owner reads `site.toml` and `policy.toml` first, and points `records` at the site's records.
+site's owner reads `site.toml` and `policy.toml` first, points `records` at the site's records, and
+looks with `fedpact deploy check .` whether they are as declared. Nothing is charged before all are.
 `federation.toml` and `plan.json` are the same everywhere. docs/deployment.md has the whole story.
 """
 
