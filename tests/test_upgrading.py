@@ -153,7 +153,6 @@ def test_layers_have_the_bases_that_they_are_known_by():
     bases = {
         "BatchNorm": nn.modules.batchnorm._BatchNorm,
         "InstanceNorm": nn.modules.instancenorm._InstanceNorm,
-        "Dropout": nn.modules.dropout._DropoutNd,
     }
     known = {n: k for n, k in vars(nn).items() if isinstance(k, type) and issubclass(k, nn.Module)}
     for word, base in bases.items():

@@ -14,10 +14,21 @@ if TYPE_CHECKING:
     from fedpact.api import Result, extend, load, run
     from fedpact.common.errors import FedpactError
     from fedpact.data.load import from_arrays
+    from fedpact.models.prepare import prepare
     from fedpact.plan import Plan
     from fedpact.studies.compare import compare
 
-__all__ = ["FedpactError", "Plan", "Result", "compare", "extend", "from_arrays", "load", "run"]
+__all__ = [
+    "FedpactError",
+    "Plan",
+    "Result",
+    "compare",
+    "extend",
+    "from_arrays",
+    "load",
+    "prepare",
+    "run",
+]
 
 _HOMES = {
     "FedpactError": "fedpact.common.errors",
@@ -27,6 +38,7 @@ _HOMES = {
     "extend": "fedpact.api",
     "from_arrays": "fedpact.data.load",
     "load": "fedpact.api",
+    "prepare": "fedpact.models.prepare",
     "run": "fedpact.api",
 }
 

@@ -12,6 +12,7 @@ from fedpact.common.errors import ModelError
 from fedpact.common.user_code import own_factory
 from fedpact.models import zoo
 from fedpact.models.named_inputs import NamedInputs, with_named_inputs
+from fedpact.models.prepare import find_obstacles
 
 _FORM = "factory(shape, classes) -> nn.Module, or factory()"
 _OF_IMAGES = (zoo.cnn, zoo.cnn_group_norm, zoo.cnn_padded, zoo.logistic, zoo.mlp)
@@ -63,11 +64,26 @@ def build(
             raise ModelError(
                 f"model {name!r} returned {type(module).__name__}: expected an nn.Module"
             )
+        _refuse_obstacles(name, module)
         module = with_named_inputs(module, example, kind)
         # From the same seed, as lazy layers draw their weights only here.
         two = torch.zeros(2, *shape, dtype=example.dtype)
         _try(name, module, two, classes, kind)
     return module
+
+
+def _refuse_obstacles(name: str, module: nn.Module) -> None:
+    """Raise ModelError with all that stands in the way of two things or more.
+
+    Of a single one whoever meets it says more.
+    """
+    found = list(find_obstacles(module))
+    if len(found) > 1:
+        told = "".join(f"\n{number}. {one}" for number, one in enumerate(found, 1))
+        raise ModelError(
+            f"model {name!r} cannot be trained privately, for {len(found)} reasons, each with what "
+            f"to do:{told}"
+        )
 
 
 def _needs_nothing(factory: Callable[..., Any]) -> bool:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedpact.common.errors import ModelError
+
 _aten = cast(Any, torch.ops.aten)
 
 # What a step makes of the linear layers of x and of h, and of the state that h is from.
@@ -57,6 +59,14 @@ def _taken(x: Tensor, index: Tensor, dim: int | None = None) -> Tensor:
     return x.gather(dim, index.expand(sizes))
 
 
+def _packed(*_: Any) -> Any:
+    raise ModelError(
+        "packed sequences (pack_padded_sequence) run over all records at once, step by step: give "
+        "the layer the padded batch, and take each record's last step from what it returns, as "
+        "out[torch.arange(len(out)), lengths - 1], or its mean by a mask"
+    )
+
+
 # These are traced as operators of our own that know the shape of what torch's return: torch finds
 # it by computing, be it in a loop over all positions.
 _library: Any = torch.library.Library("fedpact", "FRAGMENT")
@@ -96,6 +106,7 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.rnn_tanh_cell.default: _cell(lambda of_x, of_h, _: torch.tanh(of_x + of_h)),
     _aten.rnn_relu_cell.default: _cell(lambda of_x, of_h, _: torch.relu(of_x + of_h)),
     _aten.take_along_dim.default: _taken,
+    _aten._pack_padded_sequence.default: _packed,
     **{op: _stand_in(op) for op in _SHAPES},
 }
 """By torch's operation: what is called in its place while a model is traced."""

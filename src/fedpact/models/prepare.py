@@ -1,0 +1,184 @@
+"""What of a model stands in the way of private training: all of it at once, and what to do.
+
+    prepared = fedpact.prepare(model, batch_norm="group")
+    fedpact.run(prepared.model, data, ...)
+
+What changes nothing of what is learnt is done without being asked. BatchNorm, which mixes the
+records of a batch, is replaced on request.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.utils import parametrize
+
+from fedpact.common.errors import InputError
+from fedpact.models.zoo import replace_batchnorm
+
+_FEW: Final = 3
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model that was prepared. done: what was changed; left: what still stands in the way.
+
+    left has with each obstacle what to do.
+    """
+
+    model: nn.Module
+    done: tuple[str, ...]
+    left: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return both as lines."""
+        done = [f"done: {one}" for one in self.done] or ["nothing had to be done"]
+        return "\n".join([*done, *(f"left: {one}" for one in self.left)])
+
+
+def prepare(model: nn.Module, *, batch_norm: Literal["group"] | None = None) -> Prepared:
+    """Return a copy of a model that is ready for private training, as far as that can be done.
+
+    Done is what changes nothing of what is learnt: layers that write in place no longer do, weights
+    of half precision become float32, checkpointing and caches of generation are switched off, and
+    a kernel of attention that cannot be traced gives way to torch's. batch_norm: "group" puts a
+    GroupNorm in place of each BatchNorm. Raises InputError: another batch_norm.
+    """
+    if batch_norm not in (None, "group"):
+        raise InputError(f"batch_norm is {batch_norm!r}: expected 'group', or leave it out")
+    model = copy.deepcopy(model)
+    done = [said for act in _ACTS if (said := act(model))]
+    if batch_norm and (names := _named(model, lambda layer: isinstance(layer, BatchNorm))):
+        model = replace_batchnorm(model)
+        done.append(f"GroupNorm in place of BatchNorm: {_some(names)}")
+    return Prepared(model, tuple(done), tuple(find_obstacles(model)))
+
+
+def find_obstacles(model: nn.Module) -> Iterator[str]:
+    """Yield what stands in the way of training a model privately, each with what to do."""
+    for holds, told in _OBSTACLES:
+        if names := _named(model, holds):
+            yield told.format(_some(names))
+    others = {
+        str(p.dtype)
+        for p in model.parameters()
+        if p.requires_grad and p.dtype not in (torch.float32, torch.float64)
+    }
+    if others:
+        yield f"weights are {', '.join(sorted(others))}: make them float32, as by model.float()"
+    if not any(p.requires_grad for p in model.parameters()):
+        yield "no weight is trained: set requires_grad on at least one"
+
+
+def _uses_batch(layer: nn.Module) -> bool:
+    kept = getattr(layer, "track_running_stats", True)
+    return isinstance(layer, BatchNorm) and (layer.training or not kept)
+
+
+def _keeps_statistics(layer: nn.Module) -> bool:
+    kind = nn.modules.instancenorm._InstanceNorm  # pyright: ignore[reportPrivateUsage]
+    return isinstance(layer, kind) and layer.training and layer.track_running_stats
+
+
+def _acts_by_batch(layer: nn.Module) -> bool:
+    kinds = nn.Embedding | nn.EmbeddingBag
+    return isinstance(layer, kinds) and (
+        layer.max_norm is not None or bool(layer.scale_grad_by_freq)
+    )
+
+
+def _iterates(layer: nn.Module) -> bool:
+    """Whether a layer has a spectral norm, by a hook or as a parametrisation."""
+    hooks: list[Any] = list(cast(Any, layer)._forward_pre_hooks.values())
+    parametrized: Any = layer if parametrize.is_parametrized(layer) else None
+    parts = () if parametrized is None else parametrized.parametrizations.values()
+    every = [*hooks, *(one for several in cast(Any, parts) for one in several)]
+    return any("SpectralNorm" in type(one).__name__ for one in every) and layer.training
+
+
+def _skips_layers(layer: nn.Module) -> bool:
+    return any(
+        isinstance(rate := getattr(layer, name, 0.0), float) and rate > 0
+        for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+    )
+
+
+_OBSTACLES: Final[tuple[tuple[Callable[[nn.Module], bool], str], ...]] = (
+    (
+        _uses_batch,
+        "BatchNorm mixes the records of a batch, so no record's share can be bounded ({}): "
+        "fedpact.prepare(model, batch_norm='group') puts GroupNorm in its place, or freeze it at "
+        "public statistics with .eval()",
+    ),
+    (
+        _keeps_statistics,
+        "InstanceNorm keeps statistics of the batch ({}): build it with track_running_stats=False",
+    ),
+    (
+        _acts_by_batch,
+        "embeddings with max_norm or scale_grad_by_freq act by what the whole batch holds ({}): "
+        "build them without",
+    ),
+    (
+        _iterates,
+        "spectral norm changes a vector of its own in every pass ({}): "
+        "torch.nn.utils.remove_spectral_norm(layer), or of a parametrisation "
+        "parametrize.remove_parametrizations(layer, 'weight')",
+    ),
+    (
+        _skips_layers,
+        "whole layers are skipped by chance for the batch at once ({}): set layerdrop = 0 in the "
+        "configuration",
+    ),
+    (
+        lambda layer: isinstance(layer, torch.jit.ScriptModule),
+        "TorchScript cannot be looked into ({}): hand in the module that it was made of",
+    ),
+)
+"""Which layers stand in the way, and what to do about them, with room for their names."""
+
+
+def _write_nothing_in_place(model: nn.Module) -> str:
+    names = _named(model, lambda layer: getattr(layer, "inplace", False) is True)
+    for name in names:
+        cast(Any, model.get_submodule(name)).inplace = False
+    return f"inplace = False: {_some(names)}" if names else ""
+
+
+def _whole_precision(model: nn.Module) -> str:
+    if not any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
+        return ""
+    model.float()
+    return "weights of half precision are float32"
+
+
+def _checkpoint_nothing(model: nn.Module) -> str:
+    if not getattr(model, "is_gradient_checkpointing", False):
+        return ""
+    cast(Any, model).gradient_checkpointing_disable()
+    return "gradient checkpointing is off"
+
+
+def _attend_by_torch(model: nn.Module) -> str:
+    kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if kind in (None, "eager", "sdpa") or not hasattr(model, "set_attn_implementation"):
+        return ""
+    cast(Any, model).set_attn_implementation("sdpa")
+    return f"attention by torch's own kernel in place of {kind}"
+
+
+_ACTS: Final = (_write_nothing_in_place, _whole_precision, _checkpoint_nothing, _attend_by_torch)
+
+
+def _named(model: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:
+    """The names of the layers of which something holds; of the model itself its class."""
+    return [name or type(model).__name__ for name, layer in model.named_modules() if holds(layer)]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _FEW} more" * (len(names) > _FEW)
+    return ", ".join(names[:_FEW]) + more

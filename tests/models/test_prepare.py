@@ -1,0 +1,83 @@
+"""All that stands in a model's way at once, and what is done about it without being asked."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import fedpact
+from fedpact.common.errors import InputError, ModelError
+from fedpact.models.build import build
+from fedpact.models.prepare import find_obstacles
+
+
+def net():
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(4 * 36, 3))
+
+
+def test_a_ready_model_is_left_as_it_is():
+    model = nn.Linear(3, 2)
+    found = fedpact.prepare(model)
+    assert (found.done, found.left) == ((), ())
+    assert found.model is not model
+    assert torch.equal(found.model.weight, model.weight)
+
+
+def test_what_changes_nothing_is_done_and_the_rest_told():
+    model, x = net().eval(), torch.randn(2, 1, 8, 8)
+    found = fedpact.prepare(model.train())
+    assert found.done == ("inplace = False: 2",)
+    (left,) = found.left
+    assert "BatchNorm" in left
+    assert "(1)" in left
+    assert model[2].inplace
+    assert torch.equal(found.model.eval()(x), model.eval()(x))
+
+
+def test_batchnorm_is_replaced_on_request():
+    found = fedpact.prepare(net(), batch_norm="group")
+    assert found.left == ()
+    assert isinstance(found.model[1], nn.GroupNorm)
+    assert "GroupNorm in place of BatchNorm: 1" in str(found)
+    with pytest.raises(InputError, match="batch_norm is 'layer'"):
+        fedpact.prepare(net(), batch_norm="layer")
+
+
+def test_half_precision_becomes_float32():
+    found = fedpact.prepare(nn.Linear(3, 2).half())
+    assert found.model.weight.dtype == torch.float32
+
+
+class Skipping(nn.Linear):
+    layerdrop = 0.1
+
+
+@pytest.mark.parametrize(
+    ("layer", "told"),
+    [
+        (nn.BatchNorm1d(3), "GroupNorm"),
+        (nn.InstanceNorm1d(3, affine=True, track_running_stats=True), "track_running_stats=False"),
+        (nn.Embedding(3, 2, max_norm=1.0), "max_norm"),
+        (nn.utils.spectral_norm(nn.Linear(3, 3)), "remove_spectral_norm"),
+        (parametrizations.spectral_norm(nn.Linear(3, 3)), "remove_parametrizations"),
+        (Skipping(3, 3), "layerdrop = 0"),
+        (nn.Linear(3, 3).half(), r"\.float\(\)"),
+        (nn.Linear(3, 3).requires_grad_(False), "requires_grad"),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_each_obstacle_comes_with_what_to_do(layer, told):
+    (found,) = find_obstacles(layer)
+    assert re.search(told, found)
+
+
+def test_a_model_is_refused_with_all_that_stands_in_its_way(monkeypatch):
+    def make():
+        return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 4)), nn.BatchNorm1d(4))
+
+    monkeypatch.setattr("fedpact.models.build.own_factory", lambda *_: make)
+    with pytest.raises(ModelError, match=r"2 reasons(.|\n)*BatchNorm(.|\n)*spectral norm"):
+        build("own:net", torch.zeros(3), 4, 0)

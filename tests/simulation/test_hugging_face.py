@@ -1,0 +1,165 @@
+"""Hugging Face's models as they come: a family each, on tokenised text or images."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import fedpact
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("needs transformers: pip install 'fedpact[outside]'", allow_module_level=True)
+
+# It imports torchvision where that is installed, and warns in its own ways.
+pytestmark = pytest.mark.filterwarnings("ignore")
+hf = pytest.importorskip("transformers")
+
+SIZE = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+BERT = {
+    **SIZE, "vocab_size": 50, "intermediate_size": 64, "max_position_embeddings": 20,
+    "num_labels": 2,
+}  # fmt: skip
+IMAGES = {**SIZE, "image_size": 32, "patch_size": 8, "intermediate_size": 64, "num_labels": 2}
+TEXT = {
+    "bert": lambda: hf.BertConfig(**BERT),
+    "roberta": lambda: hf.RobertaConfig(**BERT),
+    "distilbert": lambda: hf.DistilBertConfig(
+        vocab_size=50, dim=32, n_layers=1, n_heads=2, hidden_dim=64, max_position_embeddings=20
+    ),
+    "albert": lambda: hf.AlbertConfig(embedding_size=16, **BERT),
+    "electra": lambda: hf.ElectraConfig(embedding_size=16, **BERT),
+    "deberta": lambda: hf.DebertaV2Config(**BERT),
+    "gpt2": lambda: hf.GPT2Config(
+        vocab_size=50, n_embd=32, n_layer=1, n_head=2, n_positions=20,
+        bos_token_id=1, eos_token_id=2,
+    ),
+    "llama": lambda: hf.LlamaConfig(num_key_value_heads=1, **BERT),
+    "opt": lambda: hf.OPTConfig(ffn_dim=64, word_embed_proj_dim=32, **BERT),
+}  # fmt: skip
+PICTURES = {
+    "vit": lambda: hf.ViTConfig(**IMAGES),
+    "beit": lambda: hf.BeitConfig(**IMAGES),
+    "convnext": lambda: hf.ConvNextConfig(
+        hidden_sizes=[8, 8, 16, 16], depths=[1] * 4, num_labels=2
+    ),
+    "swin": lambda: hf.SwinConfig(
+        image_size=32, patch_size=2, embed_dim=16, depths=[1, 1], num_heads=[1, 2], window_size=4
+    ),
+}
+
+RNG = np.random.default_rng(0)
+LABELS = (np.arange(48) % 2).tolist()
+TABLE = {
+    "text": ["as it was"] * 48,
+    "input_ids": [[3 + k, *RNG.integers(5, 50, 3 + j % 7)] for j, k in enumerate(LABELS)],
+    "label": LABELS,
+}
+SETTINGS = {"sites": 2, "rounds": 1, "sampling_rate": 0.5, "privacy": {"epsilon": 8.0}}
+
+
+@pytest.fixture(autouse=True)
+def no_page(monkeypatch):
+    monkeypatch.setattr("fedpact.api.write_report", lambda folder: None)
+
+
+def separation(result):
+    return json.loads((result.folder / "privacy.json").read_text())["separation"]
+
+
+@pytest.mark.parametrize("config", TEXT.values(), ids=TEXT)
+def test_a_family_of_text_runs_as_it_comes(tmp_path, config):
+    """With its dropout, whose rate no configuration here sets to 0."""
+    make = hf.AutoModelForSequenceClassification.from_config
+    result = fedpact.run(
+        lambda: make(config()), TABLE, label="label", out=tmp_path / "run", **SETTINGS
+    )
+    assert "traced" in separation(result)
+    assert result.predict({"input_ids": TABLE["input_ids"][:5]}).probabilities.shape == (5, 2)
+
+
+@pytest.mark.parametrize("config", PICTURES.values(), ids=PICTURES)
+def test_a_family_of_images_runs_as_it_comes(tmp_path, config):
+    make = hf.AutoModelForImageClassification.from_config
+    data = torch.randn(48, 3, 32, 32), torch.tensor(LABELS)
+    result = fedpact.run(lambda: make(config()), data, out=tmp_path / "run", **SETTINGS)
+    assert "traced" in separation(result)
+
+
+def test_predictions_are_those_of_the_model_itself(tmp_path):
+    """What was padded with a mask is answered as it would be without."""
+    result = fedpact.run(
+        lambda: hf.AutoModelForSequenceClassification.from_config(TEXT["bert"]()),
+        TABLE, label="label", out=tmp_path / "run", **SETTINGS,
+    )  # fmt: skip
+    found = result.predict(TABLE).probabilities
+    model = hf.AutoModelForSequenceClassification.from_config(TEXT["bert"]()).eval()
+    model.load_state_dict(result.model.state_dict())
+    for row, ids in zip(found, TABLE["input_ids"], strict=True):
+        with torch.no_grad():
+            one = model(input_ids=torch.tensor([[int(i) for i in ids]])).logits.softmax(1)
+        assert np.allclose(row, one[0], atol=1e-5)
+
+
+def test_a_module_with_weights_has_to_say_where_they_are_from(tmp_path):
+    model = hf.AutoModelForSequenceClassification.from_config(TEXT["bert"]())
+    with pytest.raises(fedpact.FedpactError, match="trained_on"):
+        fedpact.run(model, TABLE, label="label", out=tmp_path / "run", **SETTINGS)
+    told = {"trained_on": "nothing: drawn"}
+    fedpact.run(model, TABLE, label="label", out=tmp_path / "run", initial=told, **SETTINGS)
+
+
+def lora(kind):
+    """A family's classifier with adapters, and a head, that are trained alone."""
+    peft = pytest.importorskip("peft")
+    base = hf.AutoModelForSequenceClassification.from_config(TEXT[kind]())
+    settings = peft.LoraConfig(r=2, target_modules=ADAPTED[kind], task_type="SEQ_CLS")
+    return peft.get_peft_model(base, settings)
+
+
+ADAPTED = {"bert": ["query", "value"], "gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_lora_trains_and_sends_adapters_alone(tmp_path, kind):
+    made, start = [], {}
+
+    def make():
+        model = lora(kind)
+        made.append(sum(p.numel() for p in model.parameters() if p.requires_grad))
+        start.update({n: v.clone() for n, v in model.state_dict().items()} if not start else {})
+        return model
+
+    settings = {**SETTINGS, "privacy": {"epsilon": 4.0}, "rounds": 2, "local": {"lr": 0.5}}
+    result = fedpact.run(make, TABLE, label="label", out=tmp_path / "run", **settings)
+    assert "traced" in separation(result)
+    # Each of two sites is sent the weights that are trained, 4 bytes each, and little more.
+    record = result.records[-1]
+    assert 8 * made[0] <= record.bytes_down < 8 * made[0] + 4000
+    model = result.model.model
+    after = model.state_dict()
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert all("lora" in n or "modules_to_save" in n for n in trained)
+    assert {n for n in after if not torch.equal(after[n], start[n])} == trained
+
+    # What is stored, what is loaded again and what is merged give the same answers.
+    ids = torch.randint(3, 50, (4, 7))
+    answer = model.eval()(input_ids=ids).logits
+    model.save_pretrained(tmp_path / "adapters")
+    torch.manual_seed(0)
+    peft = pytest.importorskip("peft")
+    again = hf.AutoModelForSequenceClassification.from_config(TEXT[kind]())
+    again.load_state_dict(
+        {
+            n.replace("base_model.model.", "").replace("base_layer.", ""): v
+            for n, v in start.items()
+            if "lora" not in n and "modules_to_save" not in n
+        }
+        | {},
+        strict=False,
+    )
+    again.config.pad_token_id = model.config.pad_token_id
+    again = peft.PeftModel.from_pretrained(again, tmp_path / "adapters").eval()
+    assert torch.allclose(again(input_ids=ids).logits, answer, atol=1e-5)
+    assert torch.allclose(model.merge_and_unload()(input_ids=ids).logits, answer, atol=1e-5)
