@@ -131,12 +131,12 @@ def test_lora_trains_and_sends_adapters_alone(tmp_path, kind):
         start.update({n: v.clone() for n, v in model.state_dict().items()} if not start else {})
         return model
 
-    settings = {**SETTINGS, "privacy": {"epsilon": 4.0}, "rounds": 2, "local": {"lr": 0.5}}
+    settings = {**SETTINGS, "privacy": {"epsilon": 4.0}, "rounds": 2}
     result = fedpact.run(make, TABLE, label="label", out=tmp_path / "run", **settings)
     assert "traced" in separation(result)
-    # Each of two sites is sent the weights that are trained, 4 bytes each, and little more.
+    # Of 4 bytes a weight, each of two sites is sent no more than those that are trained.
     record = result.records[-1]
-    assert 8 * made[0] <= record.bytes_down < 8 * made[0] + 4000
+    assert record.bytes_down < 8 * made[0] + 1000
     model = result.model.model
     after = model.state_dict()
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
