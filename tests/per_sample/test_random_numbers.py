@@ -1,4 +1,4 @@
-"""Random numbers of a pass, as dropout's: by the step's key and a record's slot alone."""
+"""Random numbers of a pass, as dropout's: by the step's key and the record itself, alone."""
 
 import math
 
@@ -15,7 +15,8 @@ from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.per_sample.clipping import slack
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layout import Placement
-from fedpact.per_sample.tracing.keyed_draws import drawn, expected, keyed
+from fedpact.per_sample.tracing.batch_rules import Mixed, Where
+from fedpact.per_sample.tracing.keyed_draws import Numbers, drawing, drawn, expected
 
 RATE, WIDTH = 0.4, 8
 
@@ -51,10 +52,10 @@ DRAWING = {
 
 
 class Net(nn.Module):
-    def __init__(self, between, mixing=False):
+    def __init__(self, between, mixing=False, inputs=5, classes=3):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
+        self.first, self.last = nn.Linear(inputs, WIDTH), nn.Linear(WIDTH, classes)
         self.between, self.mixing = between, mixing
 
     def forward(self, x):
@@ -88,16 +89,20 @@ def test_numbers_follow_from_the_seed_alone(between, records):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("way", ["graph", "vmap", "loop"])
 @pytest.mark.parametrize("between", DRAWING.values(), ids=DRAWING)
-def test_a_record_more_adds_its_own_share_alone(between, records):
-    """In slots that are drawn, as a deployment's, everybody else keeps slot and numbers."""
+def test_a_record_more_adds_its_own_share_alone(between, way, records, monkeypatch):
+    """Wherever it stands: everybody else keeps their numbers, in whichever slots."""
+    if way != "graph":
+        monkeypatch.setattr("fedpact.per_sample.passes.Graph", refused)
     x, y = records
     kernel, clip = kernel_of(between), 1e-2
     kernel.seed(lambda: 3)
-    places = torch.tensor([5, 0, 15, 3, 8, 9, 1, 12, 2, 14, 7])
+    if way == "loop":
+        kernel._passes._traced(x, y)._by_vmap = False
+    layout = Placement(length=8)
 
     def summed(chosen):
-        layout = Placement(places=places[chosen], slots=16, length=8)
         return kernel.clipped_sum(x[chosen], y[chosen], clip, layout=layout)
 
     everybody = torch.arange(11)
@@ -107,21 +112,92 @@ def test_a_record_more_adds_its_own_share_alone(between, records):
         assert float(moved.norm()) <= clip * (1 + slack(11))
 
 
+def refused(*_):
+    raise Mixed("as a model that is not shown to keep records apart")
+
+
+@pytest.mark.parametrize("between", DRAWING.values(), ids=DRAWING)
+def test_ways_draw_the_same_numbers_for_a_record(between, records, monkeypatch):
+    found = []
+    for way in ("graph", "vmap"):
+        if way == "vmap":
+            monkeypatch.setattr("fedpact.per_sample.passes.Graph", refused)
+        kernel = kernel_of(between)
+        kernel.seed(lambda: 5)
+        found.append(kernel.clipped_sum(*records, 1.0))
+    if between is not DRAWING["one for all"]:
+        assert torch.allclose(*found, rtol=1e-9, atol=1e-12)
+
+
 def test_the_sum_is_of_gradients_behind_the_masks(records):
     """At ℓ = Σ outputs of a last layer of ones the gradient is the dropped record."""
     x, _ = records
+    y = torch.zeros(11)
     last = nn.Linear(5, 1, bias=False).double()
     nn.init.ones_(last.weight)
     model = nn.Sequential(nn.Dropout(RATE), last)
     kernel = PerSampleKernel(FlatModel(model), lambda out, y: out[:, 0])
     kernel.seed(lambda: 9)
-    with keyed(lambda: 9, 0):
-        mask = drawn(torch.dropout)(torch.ones(16, 5, dtype=torch.float64), RATE, True)[:11]
-    assert set(mask.unique().tolist()) == {0.0, 1 / (1 - RATE)}
+    numbers = Numbers.of_records(lambda: 9, x, y, leading=False)
+    with drawing(numbers):
+        mask = drawn(torch.dropout, Where(0))(torch.ones_like(x), RATE, True)
+    assert {round(v, 9) for v in mask.unique().tolist()} == {0.0, round(1 / (1 - RATE), 9)}
+    assert len(mask.unique(dim=0)) > 5
     rows = x * mask
     clipped = rows * (1.5 / rows.norm(dim=1, keepdim=True)).clamp(max=1)
-    found = kernel.clipped_sum(x, torch.zeros(11), 1.5, layout=Placement(length=16))
-    assert torch.allclose(found, clipped.sum(0), rtol=1e-10, atol=0)
+    found = kernel.clipped_sum(x, y, 1.5, layout=Placement(length=16))
+    assert torch.allclose(found, clipped.sum(0), rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("where", [Where(0), Where(1), Where(1, 2), Where(1, 1, 3), Where(2, 2, 2)])
+def test_numbers_are_each_records_own_wherever_it_lies(where, records):
+    """With the batch folded among other dimensions, as of heads, behind and in front of it."""
+    x, y = records
+    size = where.outer * where.inner
+    forms = {n: [4, 4, 4] for n in (11, 3)}
+    for n, form in forms.items():
+        form[where.dim] = n * size
+
+    def made(n):
+        with drawing(Numbers.of_records(lambda: 2, x[:n], y[:n], leading=False)):
+            found = drawn(torch.rand, where)(forms[n])
+        split = [*found.shape]
+        split[where.dim : where.dim + 1] = [where.outer, n, where.inner]
+        return found.view(split).movedim(where.dim + 1, 0)
+
+    assert torch.equal(made(11)[:3], made(3))
+    assert len({tuple(one.flatten().tolist()) for one in made(11)}) == 11
+
+
+def test_numbers_that_are_nobodys_are_refused(records):
+    with (
+        drawing(Numbers.of_records(lambda: 2, *records, leading=False)),
+        pytest.raises(ModelError, match="which are whose"),
+    ):
+        drawn(torch.rand, Where(0))([12, 4])
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_drop_between_their_layers(layer):
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = layer(2, 4, num_layers=2, dropout=RATE, batch_first=True)
+            self.last = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.last(self.first(x)[0][:, -1])
+
+    x, y = torch.randn(6, 3, 2), torch.arange(6) % 3
+    kernel = PerSampleKernel(FlatModel(Steps()), cross_entropy)
+    assert kernel.way(x, y) == "graph"
+    kernel.seed(lambda: 1)
+    parts = sum(kernel.clipped_sum(x[[j]], y[[j]], 0.1) for j in range(6))
+    found = kernel.clipped_sum(x, y, 0.1)
+    assert torch.allclose(found, parts, rtol=1e-4, atol=1e-6)
+    kernel.seed(lambda: 2)
+    assert not torch.allclose(found, kernel.clipped_sum(x, y, 0.1), rtol=1e-3)
 
 
 def test_both_points_of_a_difference_have_the_same_numbers(records):
@@ -168,9 +244,9 @@ def test_other_draws_are_refused_in_our_words(between, records):
 
 
 @pytest.mark.parametrize("between", DRAWING.values(), ids=DRAWING)
-def test_a_slot_has_its_own_numbers_so_places_are_drawn(between, records):
-    # A compact run would give a record others' numbers where one more stands in front of it.
-    assert not kernel_of(between).invariant(*records)
+def test_numbers_do_not_depend_on_the_slot(between):
+    kernel = kernel_of(between, inputs=8, classes=4)
+    assert kernel.invariant(torch.randn(8, 8, dtype=torch.float64), torch.arange(8) % 4)
 
 
 def test_without_chance_dropout_does_nothing():
@@ -179,7 +255,7 @@ def test_without_chance_dropout_does_nothing():
         assert torch.allclose(F.dropout(x, 0.3), x)
         assert torch.equal(torch.rand(2), torch.full((2,), 0.5))
         # What is keyed inside stays without chance.
-        with keyed(lambda: 1):
+        with drawing(Numbers.of(lambda: 1)):
             assert torch.allclose(drawn(torch.dropout)(x, 0.3, True), x)
 
 

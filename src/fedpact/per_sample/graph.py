@@ -24,11 +24,15 @@ from fedpact.per_sample.layout import overhead
 from fedpact.per_sample.rules import Call, Place, of_arguments, results_of, shares_of, wide
 from fedpact.per_sample.share import Share
 from fedpact.per_sample.tracing.batch_rules import Mixed, Where, is_size, kind_of, shape_of
+from fedpact.per_sample.tracing.batch_table import State
 from fedpact.per_sample.tracing.keyed_draws import drawn
 from fedpact.per_sample.tracing.program import Program, arguments, draws, evaluated, operation
 from fedpact.per_sample.tracing.trace_context import for_vmap
 
 Shares = dict[str, list[Share]]
+
+_BETWEEN_LAYERS = Where(1)
+"""Where a recurrence has its records, steps in front: what its dropout drops."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +86,9 @@ def _tapped(
         def told(place: int, g: Tensor, u: Tensor | None) -> None:
             recorded.append((place, g, u))
 
-        run = drawn(recurrent.run) if draws(step.node) else recurrent.run
+        run = recurrent.run
+        if draws(step.node):
+            run = drawn(run, _BETWEEN_LAYERS)
         found: Any = run(step.node.target, args, told)
     else:
         found = step.do(*args, **kwargs)
@@ -264,7 +270,7 @@ class Graph:
             use = self._use(node, weighted) if node.op == "call_function" else None
             if node not in needed:
                 last.append(node)
-            steps.insert(0, _Step(node, _done(node), last, use))
+            steps.insert(0, _Step(node, _done(node, self._states[node]), last, use))
         return steps
 
     def _use(self, node: Node, weighted: dict[Node, list[str]]) -> _Use | None:
@@ -286,10 +292,12 @@ class Graph:
         return _Use(sources, places, out)
 
 
-def _done(node: Node) -> Callable[..., Any]:
+def _done(node: Node, state: State) -> Callable[..., Any]:
     """What is done for a node. A recurrence is run as it is differentiated, whoever asks."""
     if node.target not in recurrent.RECURRENT:
-        return operation(node)
+        while isinstance(state, tuple) and not isinstance(state, Where):
+            state = state[0]
+        return operation(node, state)
 
     def told(place: int, g: Tensor, u: Tensor | None) -> None:
         """Nobody wants to know."""
@@ -297,7 +305,7 @@ def _done(node: Node) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         return recurrent.run(node.target, args, told)
 
-    return drawn(run) if draws(node) else run
+    return drawn(run, _BETWEEN_LAYERS) if draws(node) else run
 
 
 def _shares_of(call: Call, recorded: "list[_Recorded]") -> "list[tuple[Place, Share]]":

@@ -50,7 +50,7 @@ from fedpact.per_sample.passes import Measured, Passes, by_pixel, one_each, slic
 from fedpact.per_sample.rules import wide
 from fedpact.per_sample.share import IN_FLOAT32, PARTIAL_SUMS, unit_of
 from fedpact.per_sample.tracing.independence import Mixers, check_agreement, check_separation
-from fedpact.per_sample.tracing.keyed_draws import KeyedDraws, Seed, expected
+from fedpact.per_sample.tracing.keyed_draws import KeyedDraws, Numbers, Seed
 
 # The weights of a pass's slots [P], from their losses.
 _Weigh = Callable[[Tensor, Pass], Tensor]
@@ -76,7 +76,7 @@ class PerSampleKernel:
     def seed(self, seed: Seed) -> None:
         """Have what is asked from now on draw its random numbers, as dropout's, by this seed.
 
-        They follow from it, from a record's slot and from nothing else.
+        A record's follow from it, from that record and from nothing else.
         """
         self._passes.seed = seed
 
@@ -174,13 +174,10 @@ class PerSampleKernel:
 
         Tried on passes of these made-up records x, y [n, ...] over and over, as long as for batches
         of `expected`: in other slots, and with others, zeros or infinities beside them. Compared
-        are losses, norms and what every gradient is made of. Never where random numbers are drawn,
-        as those are a slot's.
+        are losses, norms and what every gradient is made of.
         """
         with all_digits(self.model.vector), torch.no_grad():
             x, y = _recorded(x, y)
-            if self._passes.draws(x, y):
-                return False
             return self._invariant(x, y, self._length(x, y)(expected))
 
     def _invariant(self, x: Tensor, y: Tensor, length: int) -> bool:
@@ -247,8 +244,7 @@ class PerSampleKernel:
             else:
                 made_up = torch.randint(2, shape, generator=generator).to(x)
             try:
-                with expected():
-                    good = self._invariant(made_up, y.new_zeros(8, *y.shape[1:]), length)
+                good = self._invariant(made_up, y.new_zeros(8, *y.shape[1:]), length)
             except Exception:  # whatever a model may raise at made-up records
                 good = False
             self._layouts[key] = Placement(length=length if good else 1)
@@ -298,7 +294,6 @@ class PerSampleKernel:
         state, draws = self._passes.state(), self._passes.draws(x, y)
         with torch.no_grad():
             for one in self._passes.over(x, y, layout):
-                self._passes.place = one.rows.start
                 # A replay would draw the same numbers again.
                 found = (
                     measure(one.x, one.y, *points)
@@ -435,7 +430,7 @@ class PlainKernel:
         with fewer_digits(self.model), autocast(self.model):
             if not self._draws:
                 return one_each(wide(self.loss(self.model.module(given), y)), len(x))
-            with KeyedDraws(self._seed, place) as mode:
+            with KeyedDraws(Numbers.of(self._seed, place)) as mode:
                 losses = wide(self.loss(self.model.module(given), y))
             self._draws = mode.used
             return one_each(losses, len(x))

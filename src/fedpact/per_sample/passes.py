@@ -9,6 +9,7 @@ records  each record by itself (alone)
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Final
@@ -31,7 +32,7 @@ from fedpact.per_sample.per_record import Alone
 from fedpact.per_sample.share import Share, Space
 from fedpact.per_sample.tracing.batch_rules import Mixed
 from fedpact.per_sample.tracing.export import Untraceable
-from fedpact.per_sample.tracing.keyed_draws import Seed, keyed
+from fedpact.per_sample.tracing.keyed_draws import Numbers, Seed, drawing
 
 WAYS: Final = {
     "chain": "The model is a chain of layers each of which is known to map records one by one.",
@@ -76,7 +77,6 @@ class Passes:
         # A GPU gains nothing from numpy, and the passes are written for it.
         self.dense = Dense.of(model, loss) if on_cpu(model.vector) and full else None
         self.seed: Seed = lambda: 0  # of the step's random numbers, as dropout draws them
-        self.place = 0  # a pass's first slot, which its random numbers follow from
         self._ways: dict[object, _Way] = {}
         self._fits: dict[object, int] = {}
         self._space = Space(partial(fewer_digits, model))
@@ -141,8 +141,9 @@ class Passes:
         with fewer_digits(self._model):
             if (chain := self._chain(x)) is not None:
                 return chain.losses(x, y, self._loss)
-            with keyed(self.seed, one.rows.start):
-                return self._traced(x, y).losses(x, y)
+            way = self._traced(x, y)
+            with self._drawing(way, x, y):
+                return way.losses(x, y)
 
     def gradients(self, x: Tensor, y: Tensor) -> Measured:
         """Measure g_j = ∇ℓ_j of records x, y [P, ...] at the model's weights."""
@@ -177,8 +178,15 @@ class Passes:
             if (chain := self._chain(x)) is not None:
                 return chain.run(x, y, self._loss)
             way = self._traced(x, y)
-            with keyed(self.seed, self.place):
+            with self._drawing(way, x, y):
                 return way.run(x, y) if isinstance(way, Alone) else way.run(x, y, held=held)
+
+    def _drawing(self, way: _Way, x: Tensor, y: Tensor) -> AbstractContextManager[None]:
+        """Have a way draw the numbers that belong to the records x, y at this step."""
+        if not way.draws:
+            return nullcontext()
+        alone = isinstance(way, Alone)
+        return drawing(Numbers.of_records(self.seed, x, y, leading=alone))
 
     def _chain(self, x: Tensor) -> Chain | None:
         chain = self.chain

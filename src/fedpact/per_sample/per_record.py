@@ -8,6 +8,7 @@ cannot batch an operation. What cannot be traced so is refused.
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from fedpact.per_sample.gradients import Made
 from fedpact.per_sample.rules import wide
 from fedpact.per_sample.share import Share
 from fedpact.per_sample.tracing.export import Untraceable
+from fedpact.per_sample.tracing.keyed_draws import Numbers, drawing, numbers_at_hand
 from fedpact.per_sample.tracing.program import Program
 from fedpact.per_sample.tracing.record_safety import own_tables
 from fedpact.per_sample.tracing.trace_context import for_vmap
@@ -83,10 +85,13 @@ class Alone:
             self._announce(logging.WARNING, _LOOPED.format(told))
             return False
         made_up = [v.new_zeros((self.step, *v.shape[1:])) for v in (x, y)]
-        why = _error(self._vmapped, *made_up)
+        x, y = made_up
+        with drawing(Numbers.of_records(lambda: 0, x, y, leading=True)):
+            why = _error(self._vmapped, x, y)
         # What raises at zeros in the loop, too, is the model's doing and not vmap's.
-        # As many numbers as a record says, as x[x > 0] picks, vmap never takes.
-        varying = "dynamic shape" in str(why)
+        # As many numbers as a record says, as x[x > 0] picks, vmap never takes; nor may it draw
+        # where nobody knows whose the numbers are.
+        varying = "dynamic shape" in str(why) or isinstance(why, ModelError)
         others = isinstance(why, RuntimeError) and not varying
         taken = not varying and (not others or _error(self._looped, *made_up) is not None)
         if taken:
@@ -104,6 +109,11 @@ class Alone:
             _announced.add(message)
             _logger.log(level, message)
 
+    def _numbers_of(self, j: int) -> AbstractContextManager[None]:
+        """Have record j alone draw its numbers, where somebody has said what they are."""
+        numbers = numbers_at_hand()
+        return nullcontext() if numbers is None else drawing(numbers.alone(j))
+
     def _vmapped(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         def one(w: dict[str, Tensor], record: Tensor, target: Tensor) -> Tensor:
             with autocast(self._model):
@@ -120,7 +130,7 @@ class Alone:
         losses: list[Tensor] = []
         rows: list[tuple[Tensor, ...]] = []
         for j in range(len(x)):
-            with torch.enable_grad(), autocast(self._model):
+            with torch.enable_grad(), autocast(self._model), self._numbers_of(j):
                 # Each lies as the others lie, and nothing of another's behind it.
                 one, target = (
                     v[j : j + 1].clone(memory_format=torch.contiguous_format) for v in (x, y)

@@ -1,15 +1,18 @@
 """Random numbers of a pass, as dropout draws them: from a key, in place of torch's own generator.
 
-That generator is the process's: neither could a run be repeated, nor threads beside it. Here all
-numbers of a pass follow from the key of its step and from the pass's place in it, and each slot's
-numbers from where they stand in a tensor of one shape. So a slot has the same numbers whoever
-stands in it, and whoever stands beside. `expected` puts every number's mean in its place, by which
-dropout does nothing: so a model is tried without chance.
+That generator is the process's: neither could a run be repeated, nor threads beside it. Here the
+numbers of each record follow from the key of its step and from that record itself, x and y. So they
+are the same whoever stands beside it, wherever it stands: to the batch's sum the model is one that
+draws nothing, of each record by itself. Numbers that belong to no record, as one for all, follow
+from the key alone. `expected` puts every number's mean in its place, by which dropout does nothing:
+so a model is tried without chance.
 """
 
+import hashlib
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 import torch
@@ -17,43 +20,45 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedpact.common.errors import ModelError
-from fedpact.common.randomness.seeded import seeded_generator
+from fedpact.per_sample.tracing.batch_rules import Where
 
 Seed = Callable[[], int]
 
 _aten = cast(Any, torch.ops.aten)
 _Op = Callable[..., Any]
 
-# torch has these without a generator, and beside them the same with one.
-_WITH: Final[dict[Any, Any]] = {
-    _aten.rand.default: _aten.rand.generator,
-    _aten.randn.default: _aten.randn.generator,
+
+def _bernoulli(block: Tensor, g: torch.Generator, p: float = 0.5) -> None:
+    block.bernoulli_(p, generator=g)
+
+
+def _uniform(block: Tensor, g: torch.Generator, low: float = 0.0, high: float = 1.0) -> None:
+    block.uniform_(low, high, generator=g)
+
+
+def _normal(block: Tensor, g: torch.Generator, mean: float = 0.0, deviation: float = 1.0) -> None:
+    block.normal_(mean, deviation, generator=g)
+
+
+def _exponential(block: Tensor, g: torch.Generator, rate: float = 1.0) -> None:
+    block.exponential_(rate, generator=g)
+
+
+_DRAWN_BY: Final[dict[Any, Callable[..., None]]] = {
+    _aten.bernoulli_.float: _bernoulli,
+    _aten.bernoulli.p: _bernoulli,
+    _aten.uniform_.default: _uniform,
+    _aten.uniform.default: _uniform,
+    _aten.normal_.default: _normal,
+    _aten.normal_functional.default: _normal,
+    _aten.exponential_.default: _exponential,
+    _aten.exponential.default: _exponential,
+    _aten.rand_like.default: _uniform,
+    _aten.randn_like.default: _normal,
+    _aten.rand.default: _uniform,
+    _aten.randn.default: _normal,
 }
-
-
-def _dropout(
-    x: Tensor, p: float, train: bool | None = True, *, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    if train is False:
-        return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    kept = torch.empty_like(x).bernoulli_(1 - p, generator=generator)
-    return x * kept / max(1 - p, 1e-30), kept.bool()
-
-
-def _uniform_like(x: Tensor, *, generator: torch.Generator, **how: Any) -> Tensor:
-    return torch.empty_like(x, **how).uniform_(generator=generator)
-
-
-def _normal_like(x: Tensor, *, generator: torch.Generator, **how: Any) -> Tensor:
-    return torch.empty_like(x, **how).normal_(generator=generator)
-
-
-_IN_PLACE_OF: Final[dict[Any, _Op]] = {
-    _aten.native_dropout.default: _dropout,
-    _aten.rand_like.default: _uniform_like,
-    _aten.randn_like.default: _normal_like,
-}
-"""Of those that take no generator at all."""
+"""How a block of the numbers is drawn, from the operation's further arguments."""
 
 
 def _chance(p: float = 0.5) -> float:
@@ -138,16 +143,62 @@ behind them.
 """
 
 
-class KeyedDraws(TorchDispatchMode):
-    """Has every operation of this thread draw from a key. seed: None for the numbers' means.
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """What numbers are drawn from. shared: those of no record. rows: each record's own, in order.
 
+    leading: the records are in front of whatever is drawn, as under vmap. rows is () in plain
+    passes, which draw all from the shared one.
+    """
+
+    shared: torch.Generator
+    rows: tuple[torch.Generator, ...] = ()
+    leading: bool = False
+
+    @staticmethod
+    def of(seed: Seed, place: int = 0) -> "Numbers":
+        """Return those of plain passes. place: the pass's among the batch's."""
+        return Numbers(_generator(_key(seed, b"pass", place.to_bytes(8, "little"))))
+
+    @staticmethod
+    def of_records(seed: Seed, x: Tensor, y: Tensor, *, leading: bool) -> "Numbers":
+        """Return those of the records x, y [B, ...]."""
+        parts = [_bytes(v) for v in (x, y)]
+        rows = (_key(seed, a, b) for a, b in zip(*parts, strict=True))
+        return Numbers(_generator(_key(seed)), tuple(map(_generator, rows)), leading)
+
+    def alone(self, j: int) -> "Numbers":
+        """Return those of one record by itself."""
+        return replace(self, rows=self.rows[j : j + 1])
+
+
+def _key(seed: Seed, *parts: bytes) -> int:
+    found = hashlib.blake2b(seed().to_bytes(8, "little"), digest_size=8)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little") + part)
+    return int.from_bytes(found.digest(), "little") >> 1
+
+
+def _generator(key: int) -> torch.Generator:
+    return torch.Generator().manual_seed(key)
+
+
+def _bytes(records: Tensor) -> list[bytes]:
+    flat = records.detach().cpu().reshape(len(records), -1).contiguous()
+    return [row.numpy().tobytes() for row in flat]
+
+
+class KeyedDraws(TorchDispatchMode):
+    """Has every operation of this thread draw from a key.
+
+    numbers: None for their means. where: where the records are in what is drawn; None: nowhere.
     used: whether any has drawn. Raises ModelError at an operation whose numbers it does not know.
     """
 
-    def __init__(self, seed: Seed | None, *place: int) -> None:
+    def __init__(self, numbers: Numbers | None, where: Where | None = None) -> None:
         cast(Any, super()).__init__()
-        self.seed, self._place, self.used = seed, place, False
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self.numbers, self.used = numbers, False
+        self._where = Where(0) if numbers is not None and numbers.leading else where
 
     def __torch_dispatch__(
         self,
@@ -165,32 +216,61 @@ class KeyedDraws(TorchDispatchMode):
             return func(*args, **named)
         self.used = True
         if func not in _MEANS:
-            raise _unknown(func)
-        if self.seed is None:
-            return _MEANS[func](*args, **{k: v for k, v in named.items() if k != "generator"})
-        like = next((a for a in args if isinstance(a, Tensor)), None)
-        device = like.device if like is not None else torch.device(named.get("device") or "cpu")
-        generator = self._generator(device, self.seed)
-        if func in _IN_PLACE_OF:
-            return _IN_PLACE_OF[func](*args, generator=generator, **named)
-        return _WITH.get(func, func)(*args, **{**named, "generator": generator})
+            raise ModelError(
+                f"the model draws random numbers by {func}, of which it is not known that how many "
+                "are drawn follows from no record: write it with dropout, torch.rand, torch.randn "
+                "or torch.bernoulli"
+            )
+        named.pop("generator", None)
+        if self.numbers is None:
+            return _MEANS[func](*args, **named)
+        return self._drawn(func, args, named, self.numbers)
 
-    def _generator(self, device: torch.device, seed: Seed) -> torch.Generator:
-        if device not in self._generators:
-            found = seeded_generator("numbers of a pass", seed(), *self._place)
-            if device.type != "cpu":
-                number = int(torch.randint(2**62, (), generator=found))
-                found = torch.Generator(device).manual_seed(number)
-            self._generators[device] = found
-        return self._generators[device]
+    def _drawn(self, func: Any, args: Any, named: dict[str, Any], numbers: Numbers) -> Any:
+        if func is _aten.native_dropout.default:
+            x, p, train = (*args, True)[:3]
+            if train is False:
+                return _kept(x)
+            kept = self._made(torch.empty_like(x), _bernoulli, (1 - p,), numbers)
+            return x * kept / max(1 - p, 1e-30), kept.bool()
+        if func in (_aten.bernoulli_.Tensor, _aten.bernoulli.default):
+            chance = args[-1]
+            drawn = self._made(torch.empty_like(chance), _uniform, (), numbers) < chance
+            return args[0].copy_(drawn) if len(args) > 1 else drawn.to(chance.dtype)
+        if func is _aten.rrelu_with_noise.default:
+            # Of plain passes alone, as a trace has another in its place.
+            return func(*args, **named, generator=numbers.shared)
+        # What lies in the place is written over, and says how the numbers lie.
+        like = _MEANS[func](*args, **named)
+        more = () if func in _SIZED else args[1:]
+        return self._made(like, _DRAWN_BY[func], more, numbers)
+
+    def _made(
+        self, into: Tensor, draw: Callable[..., None], more: tuple[Any, ...], numbers: Numbers
+    ) -> Tensor:
+        """Write numbers over a tensor: each record's from its own generator."""
+        rows = numbers.rows
+        if not rows or self._where is None:
+            block = torch.empty(into.shape, dtype=into.dtype)
+            draw(block, numbers.shared, *more)
+            return into.copy_(block)
+        dim, outer, inner = self._where
+        shape = list(into.shape)
+        if len(rows) > 1 and (dim >= len(shape) or shape[dim] != outer * len(rows) * inner):
+            raise ModelError(
+                f"the model draws random numbers of shape {tuple(shape)}, of which it is not known "
+                "which are whose: draw them in the form of what they are put to"
+            )
+        block = torch.empty(len(rows), into.numel() // len(rows), dtype=into.dtype)
+        for row, generator in zip(block, rows, strict=True):
+            draw(row, generator, *more)
+        if len(rows) == 1:
+            return into.copy_(block.view(shape))
+        apart = block.view(len(rows), *shape[:dim], outer, inner, *shape[dim + 1 :])
+        return into.copy_(apart.movedim(0, dim + 1).reshape(shape))
 
 
-def _unknown(func: Any) -> ModelError:
-    return ModelError(
-        f"the model draws random numbers by {func}, of which it is not known that how many are "
-        "drawn follows from no record: write it with dropout, torch.rand, torch.randn or "
-        "torch.bernoulli"
-    )
+_SIZED: Final = (_aten.rand.default, _aten.randn.default)
 
 
 def _rate(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> float:
@@ -204,43 +284,54 @@ def _rate(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> float:
 
 
 class _OfThread(threading.local):
-    """What the thread's operations draw by; None: nobody has said."""
+    """What the thread's operations draw from. still: the means stand in their place."""
 
-    mode: KeyedDraws | None = None
+    numbers: Numbers | None = None
+    still = False
 
 
 _own = _OfThread()
 
 
 @contextmanager
-def keyed(seed: Seed, *place: int) -> Generator[None]:
-    """Have `drawn` draw from a key meanwhile; within `expected` the means stay."""
-    before = _own.mode
+def drawing(numbers: Numbers) -> Generator[None]:
+    """Have `drawn` draw from these meanwhile; within `expected` the means stay."""
+    before = _own.numbers
+    _own.numbers = numbers
     try:
-        if before is None or before.seed is not None:
-            _own.mode = KeyedDraws(seed, *place)
         yield
     finally:
-        _own.mode = before
+        _own.numbers = before
+
+
+def numbers_at_hand() -> Numbers | None:
+    """Return what the thread's operations draw from now."""
+    return _own.numbers
 
 
 @contextmanager
 def expected() -> Generator[None]:
     """Have every operation of this thread take the mean of each number that it would draw."""
-    before = _own.mode
+    before = _own.still
+    _own.still = True
     try:
-        with KeyedDraws(None) as mode:
-            _own.mode = mode
+        with KeyedDraws(None):
             yield
     finally:
-        _own.mode = before
+        _own.still = before
 
 
-def drawn(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an operation that draws as the thread has been told to."""
+def drawn(op: Callable[..., Any], where: Where | None = None) -> Callable[..., Any]:
+    """Return an operation that draws as the thread has been told to.
+
+    where: where the records are in what it draws; None: it draws for none of them.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _own.mode or KeyedDraws(lambda: 0):
+        if _own.still:
+            with KeyedDraws(None):
+                return op(*args, **kwargs)
+        with KeyedDraws(_own.numbers or Numbers.of(lambda: 0), where):
             return op(*args, **kwargs)
 
     return run

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel
+from fedpact.per_sample.tracing.batch_rules import Where
 from fedpact.per_sample.tracing.batch_table import State
 from fedpact.per_sample.tracing.export import WithLoss, trace_of
 from fedpact.per_sample.tracing.keyed_draws import drawn
@@ -85,10 +86,13 @@ def evaluated(nodes: list[Node], values: Mapping[str, Tensor]) -> dict[Node, Any
     return env
 
 
-def operation(node: Node) -> Callable[..., Any]:
-    """What is done for a node; what draws random numbers does so from the step's key."""
+def operation(node: Node, where: Where | None = None) -> Callable[..., Any]:
+    """What is done for a node; what draws random numbers does so from the step's key.
+
+    where: where the records are in what it draws.
+    """
     found = DONE_AS.get(cast(Any, node.target)) or cast(Callable[..., Any], node.target)
-    return drawn(found) if draws(node) else found
+    return drawn(found, where) if draws(node) else found
 
 
 def arguments(node: Node, env: dict[Node, Any]) -> tuple[Any, Any]:
