@@ -24,12 +24,12 @@ def tables(path):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     path = tmp_path_factory.mktemp("flower") / "superlink.db"
-    assert server_process.prepare(path) is True
+    assert server_process.prepare_database(path) is True
     return path
 
 
 def test_it_is_what_a_superlink_would_have_made_and_is_kept(whole, tmp_path):
-    assert server_process.prepare(whole) is False
+    assert server_process.prepare_database(whole) is False
     assert whole.stat().st_mode & 0o777 == 0o600
     own = tmp_path / "own.db"
     SqlLinkState(str(own), SimpleNamespace(), None).initialize()
@@ -67,7 +67,7 @@ def another_version(path):
 def test_one_that_no_superlink_could_open_is_made_anew(whole, tmp_path, spoil):
     path = tmp_path / "superlink.db"
     spoil(path)
-    assert server_process.prepare(path) is True
+    assert server_process.prepare_database(path) is True
     assert tables(path) == tables(whole)
     assert [each.name for each in tmp_path.iterdir()] == ["superlink.db"]
 
@@ -82,7 +82,7 @@ def test_a_making_that_is_cut_off_leaves_no_database(whole, tmp_path, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr(server_process, "run_migrations", cut_off)
         with pytest.raises(KeyboardInterrupt):
-            server_process.prepare(path)
+            server_process.prepare_database(path)
     assert not path.exists()
-    assert server_process.prepare(path) is True
+    assert server_process.prepare_database(path) is True
     assert tables(path) == tables(whole)

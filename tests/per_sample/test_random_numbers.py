@@ -16,7 +16,7 @@ from fedpact.per_sample.clipping import slack
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layout import Placement
 from fedpact.per_sample.tracing.batch_rules import Mixed, Where
-from fedpact.per_sample.tracing.keyed_draws import Numbers, drawing, drawn, expected
+from fedpact.per_sample.tracing.keyed_draws import PassNumbers, drawing, drawn, expected
 
 RATE, WIDTH = 0.4, 8
 
@@ -138,7 +138,7 @@ def test_the_sum_is_of_gradients_behind_the_masks(records):
     model = nn.Sequential(nn.Dropout(RATE), last)
     kernel = PerSampleKernel(FlatModel(model), lambda out, y: out[:, 0])
     kernel.seed(lambda: 9)
-    numbers = Numbers.of_records(lambda: 9, x, y, leading=False)
+    numbers = PassNumbers.of_records(lambda: 9, x, y, leading=False)
     with drawing(numbers):
         mask = drawn(torch.dropout, Where(0))(torch.ones_like(x), RATE, True)
     assert {round(v, 9) for v in mask.unique().tolist()} == {0.0, round(1 / (1 - RATE), 9)}
@@ -159,7 +159,7 @@ def test_numbers_are_each_records_own_wherever_it_lies(where, records):
         form[where.dim] = n * size
 
     def made(n):
-        with drawing(Numbers.of_records(lambda: 2, x[:n], y[:n], leading=False)):
+        with drawing(PassNumbers.of_records(lambda: 2, x[:n], y[:n], leading=False)):
             found = drawn(torch.rand, where)(forms[n])
         split = [*found.shape]
         split[where.dim : where.dim + 1] = [where.outer, n, where.inner]
@@ -171,7 +171,7 @@ def test_numbers_are_each_records_own_wherever_it_lies(where, records):
 
 def test_numbers_that_are_nobodys_are_refused(records):
     with (
-        drawing(Numbers.of_records(lambda: 2, *records, leading=False)),
+        drawing(PassNumbers.of_records(lambda: 2, *records, leading=False)),
         pytest.raises(ModelError, match="which are whose"),
     ):
         drawn(torch.rand, Where(0))([12, 4])
@@ -255,7 +255,7 @@ def test_without_chance_dropout_does_nothing():
         assert torch.allclose(F.dropout(x, 0.3), x)
         assert torch.equal(torch.rand(2), torch.full((2,), 0.5))
         # What is keyed inside stays without chance.
-        with drawing(Numbers.of(lambda: 1)):
+        with drawing(PassNumbers.of(lambda: 1)):
             assert torch.allclose(drawn(torch.dropout)(x, 0.3, True), x)
 
 

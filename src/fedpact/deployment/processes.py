@@ -62,7 +62,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
             "--disable-runtime-dependency-installation",
         ]
         _wait_for_port(own, int(port), "address in federation.toml, at every party")
-        if server_process.prepare(_home(directory) / "superlink.db"):
+        if server_process.prepare_database(_home(directory) / "superlink.db"):
             _log.info("Flower's database is new")
         with _flower(directory, command) as link, _ends_with(link, directory):
             return serve(coordinator, f"127.0.0.1:{port}", on_round)

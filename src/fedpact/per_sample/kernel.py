@@ -50,7 +50,7 @@ from fedpact.per_sample.passes import Measured, Passes, by_pixel, one_each, slic
 from fedpact.per_sample.rules import wide
 from fedpact.per_sample.share import IN_FLOAT32, PARTIAL_SUMS, unit_of
 from fedpact.per_sample.tracing.independence import Mixers, check_agreement, check_separation
-from fedpact.per_sample.tracing.keyed_draws import KeyedDraws, Numbers, Seed
+from fedpact.per_sample.tracing.keyed_draws import KeyedDraws, PassNumbers, Seed
 
 # The weights of a pass's slots [P], from their losses.
 _Weigh = Callable[[Tensor, Pass], Tensor]
@@ -430,7 +430,7 @@ class PlainKernel:
         with fewer_digits(self.model), autocast(self.model):
             if not self._draws:
                 return one_each(wide(self.loss(self.model.module(given), y)), len(x))
-            with KeyedDraws(Numbers.of(self._seed, place)) as mode:
+            with KeyedDraws(PassNumbers.of(self._seed, place)) as mode:
                 losses = wide(self.loss(self.model.module(given), y))
             self._draws = mode.used
             return one_each(losses, len(x))

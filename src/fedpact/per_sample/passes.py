@@ -32,7 +32,7 @@ from fedpact.per_sample.per_record import Alone
 from fedpact.per_sample.share import Share, Space
 from fedpact.per_sample.tracing.batch_rules import Mixed
 from fedpact.per_sample.tracing.export import Untraceable
-from fedpact.per_sample.tracing.keyed_draws import Numbers, Seed, drawing
+from fedpact.per_sample.tracing.keyed_draws import PassNumbers, Seed, drawing
 
 WAYS: Final = {
     "chain": "The model is a chain of layers each of which is known to map records one by one.",
@@ -186,7 +186,7 @@ class Passes:
         if not way.draws:
             return nullcontext()
         alone = isinstance(way, Alone)
-        return drawing(Numbers.of_records(self.seed, x, y, leading=alone))
+        return drawing(PassNumbers.of_records(self.seed, x, y, leading=alone))
 
     def _chain(self, x: Tensor) -> Chain | None:
         chain = self.chain

@@ -23,7 +23,7 @@ from fedpact.per_sample.gradients import Made
 from fedpact.per_sample.rules import wide
 from fedpact.per_sample.share import Share
 from fedpact.per_sample.tracing.export import Untraceable
-from fedpact.per_sample.tracing.keyed_draws import Numbers, drawing, numbers_at_hand
+from fedpact.per_sample.tracing.keyed_draws import PassNumbers, drawing, numbers_at_hand
 from fedpact.per_sample.tracing.program import Program
 from fedpact.per_sample.tracing.record_safety import own_tables
 from fedpact.per_sample.tracing.trace_context import for_vmap
@@ -86,7 +86,7 @@ class Alone:
             return False
         made_up = [v.new_zeros((self.step, *v.shape[1:])) for v in (x, y)]
         x, y = made_up
-        with drawing(Numbers.of_records(lambda: 0, x, y, leading=True)):
+        with drawing(PassNumbers.of_records(lambda: 0, x, y, leading=True)):
             why = _error(self._vmapped, x, y)
         # What raises at zeros in the loop, too, is the model's doing and not vmap's.
         # As many numbers as a record says, as x[x > 0] picks, vmap never takes; nor may it draw

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedpact.cli.options import AsJson
+from fedpact.cli.console import AsJson
 
 
 def inspect(

@@ -107,7 +107,7 @@ class SuperLink:
 _BESIDE = ("-wal", "-shm", "-journal")
 
 
-def prepare(path: Path) -> bool:
+def prepare_database(path: Path) -> bool:
     """Have a database at `path` that a SuperLink of this version opens; say whether it is new."""
     if path.exists() and _is_whole(path):
         return False

@@ -144,7 +144,7 @@ behind them.
 
 
 @dataclass(frozen=True, eq=False)
-class Numbers:
+class PassNumbers:
     """What numbers are drawn from. shared: those of no record. rows: each record's own, in order.
 
     leading: the records are in front of whatever is drawn, as under vmap. rows is () in plain
@@ -156,18 +156,18 @@ class Numbers:
     leading: bool = False
 
     @staticmethod
-    def of(seed: Seed, place: int = 0) -> "Numbers":
+    def of(seed: Seed, place: int = 0) -> "PassNumbers":
         """Return those of plain passes. place: the pass's among the batch's."""
-        return Numbers(_generator(_key(seed, b"pass", place.to_bytes(8, "little"))))
+        return PassNumbers(_generator(_key(seed, b"pass", place.to_bytes(8, "little"))))
 
     @staticmethod
-    def of_records(seed: Seed, x: Tensor, y: Tensor, *, leading: bool) -> "Numbers":
+    def of_records(seed: Seed, x: Tensor, y: Tensor, *, leading: bool) -> "PassNumbers":
         """Return those of the records x, y [B, ...]."""
         parts = [_bytes(v) for v in (x, y)]
         rows = (_key(seed, a, b) for a, b in zip(*parts, strict=True))
-        return Numbers(_generator(_key(seed)), tuple(map(_generator, rows)), leading)
+        return PassNumbers(_generator(_key(seed)), tuple(map(_generator, rows)), leading)
 
-    def alone(self, j: int) -> "Numbers":
+    def alone(self, j: int) -> "PassNumbers":
         """Return those of one record by itself."""
         return replace(self, rows=self.rows[j : j + 1])
 
@@ -195,7 +195,7 @@ class KeyedDraws(TorchDispatchMode):
     used: whether any has drawn. Raises ModelError at an operation whose numbers it does not know.
     """
 
-    def __init__(self, numbers: Numbers | None, where: Where | None = None) -> None:
+    def __init__(self, numbers: PassNumbers | None, where: Where | None = None) -> None:
         cast(Any, super()).__init__()
         self.numbers, self.used = numbers, False
         self._where = Where(0) if numbers is not None and numbers.leading else where
@@ -226,7 +226,7 @@ class KeyedDraws(TorchDispatchMode):
             return _MEANS[func](*args, **named)
         return self._drawn(func, args, named, self.numbers)
 
-    def _drawn(self, func: Any, args: Any, named: dict[str, Any], numbers: Numbers) -> Any:
+    def _drawn(self, func: Any, args: Any, named: dict[str, Any], numbers: PassNumbers) -> Any:
         if func is _aten.native_dropout.default:
             x, p, train = (*args, True)[:3]
             if train is False:
@@ -246,7 +246,7 @@ class KeyedDraws(TorchDispatchMode):
         return self._made(like, _DRAWN_BY[func], more, numbers)
 
     def _made(
-        self, into: Tensor, draw: Callable[..., None], more: tuple[Any, ...], numbers: Numbers
+        self, into: Tensor, draw: Callable[..., None], more: tuple[Any, ...], numbers: PassNumbers
     ) -> Tensor:
         """Write numbers over a tensor: each record's from its own generator."""
         rows = numbers.rows
@@ -286,7 +286,7 @@ def _rate(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> float:
 class _OfThread(threading.local):
     """What the thread's operations draw from. still: the means stand in their place."""
 
-    numbers: Numbers | None = None
+    numbers: PassNumbers | None = None
     still = False
 
 
@@ -294,7 +294,7 @@ _own = _OfThread()
 
 
 @contextmanager
-def drawing(numbers: Numbers) -> Generator[None]:
+def drawing(numbers: PassNumbers) -> Generator[None]:
     """Have `drawn` draw from these meanwhile; within `expected` the means stay."""
     before = _own.numbers
     _own.numbers = numbers
@@ -304,7 +304,7 @@ def drawing(numbers: Numbers) -> Generator[None]:
         _own.numbers = before
 
 
-def numbers_at_hand() -> Numbers | None:
+def numbers_at_hand() -> PassNumbers | None:
     """Return what the thread's operations draw from now."""
     return _own.numbers
 
@@ -331,7 +331,7 @@ def drawn(op: Callable[..., Any], where: Where | None = None) -> Callable[..., A
         if _own.still:
             with KeyedDraws(None):
                 return op(*args, **kwargs)
-        with KeyedDraws(_own.numbers or Numbers.of(lambda: 0), where):
+        with KeyedDraws(_own.numbers or PassNumbers.of(lambda: 0), where):
             return op(*args, **kwargs)
 
     return run
