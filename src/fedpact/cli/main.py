@@ -61,13 +61,13 @@ def _top(
     """Train one model across data owners who keep their records, each under its own (ε, δ)."""
 
 
-def _end(why: str) -> NoReturn:
+def _end(why: str, code: int = 2) -> NoReturn:
     from rich.console import Console
 
     Console(stderr=True, soft_wrap=True, highlight=False).print(
         f"fedpact: {why}", style="red", markup=False
     )
-    sys.exit(2)
+    sys.exit(code)
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def main() -> None:
     try:
         app()
     except FedpactError as error:
-        _end(str(error))
+        _end(str(error), error.exit_code)
     except OSError as error:
         if error.errno in _NO_ROOM:
             _end(f"{error}: make room; a run that had begun goes on with `fedpact resume FOLDER`")

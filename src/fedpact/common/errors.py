@@ -8,7 +8,8 @@
     ├── PrivacyError            a release that a site does not make
     │   ├── BudgetExhausted     it would exceed the site's (ε, δ)
     │   └── PolicyRefused       the site's policy or reservation does not name it
-    └── LedgerError             a ledger that is unreadable, altered or in use
+    ├── LedgerError             a ledger that is unreadable, altered or in use
+    └── TransportLost           the process that carries a party's messages has ended
 
 Every message is one paragraph: what is wrong, the name and value that show it, and what to do.
 A message from a site never quotes its data.
@@ -19,7 +20,12 @@ from difflib import get_close_matches
 
 
 class FedpactError(Exception):
-    """The root of every error that fedpact raises on purpose."""
+    """The root of every error that fedpact raises on purpose.
+
+    exit_code: with which a process that ends because of it exits.
+    """
+
+    exit_code = 2
 
 
 class InputError(FedpactError, ValueError):
@@ -52,6 +58,12 @@ class PolicyRefused(PrivacyError):
 
 class LedgerError(FedpactError):
     """A ledger is unreadable, altered or in use by another process."""
+
+
+class TransportLost(FedpactError):
+    """The process that carries a party's messages has ended, or does not answer."""
+
+    exit_code = 69  # EX_UNAVAILABLE of sysexits.h
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -26,7 +26,8 @@ def main() -> None:
         else:
             run_site(where)
     except FedpactError as error:
-        sys.exit(f"fedpact: {error}")
+        print(f"fedpact: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
 
 
 def _tell(record: RoundRecord) -> None:

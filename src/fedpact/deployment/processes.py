@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fedpact.common.errors import FedpactError, InputError
+from fedpact.common.errors import FedpactError, InputError, TransportLost
 from fedpact.common.files import private_opener
 from fedpact.common.messages import RoundRecord
 from fedpact.common.run_folder import exclusive
@@ -32,6 +32,7 @@ from fedpact.simulation.flower import QUIET, require_flower
 OnRound = Callable[[RoundRecord], None]
 _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 _GRACE_SECONDS = 5.0
+_LOST_SECONDS = 10.0
 _LONGEST_PAUSE = 5.0
 _KNOCK_SECONDS = 1.0
 _PORT_SECONDS = 10.0
@@ -187,28 +188,34 @@ def _die_with_parent() -> None:
 
 @contextmanager
 def _ends_with(process: subprocess.Popen[bytes], directory: Path) -> Generator[None]:
-    """End this process, as SIGTERM does, should the other one end before the block does."""
-    done = threading.Event()
+    """End this process with the block should the other one end first. Raises TransportLost.
+
+    The main thread is interrupted as by SIGTERM. Wherever it is held up then, and by whatever
+    threads after it, the process has exited _LOST_SECONDS later, with the same exit code.
+    """
+    done, lost = threading.Event(), threading.Event()
 
     def watch() -> None:
         while not done.wait(_KNOCK_SECONDS):
             if process.poll() is not None:
-                _log.error(
-                    "Flower's process ended with code %s: %s; see %s, then start this server again",
-                    process.returncode,
-                    _reason(directory),
-                    directory / "flower" / "log.txt",
-                )
+                lost.set()
                 os.kill(os.getpid(), signal.SIGTERM)
-                return
+                time.sleep(_LOST_SECONDS)
+                os._exit(TransportLost.exit_code)
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
+    except SystemExit:
+        if not lost.is_set():
+            raise
+        raise TransportLost(
+            f"Flower's process ended with code {process.returncode}: {_reason(directory)}; see "
+            f"{directory / 'flower' / 'log.txt'}, then start this server again: it goes on from "
+            "the last committed round"
+        ) from None
     finally:
         done.set()
-        watcher.join()
 
 
 @contextmanager

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 from flwr.app import Message
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
+from flwr.supercore.retry import RetryInvoker, exponential
 from flwr.superlink.grid import HttpGrid
 
 from fedpact.algorithms.wrappers.compression import DeltaTask, expand_task
@@ -27,20 +29,38 @@ from fedpact.common.messages import Refusal, Reply, Step, Task
 
 _log = logging.getLogger("fedpact.server")
 _HERE_SECONDS = 0.05
+_RETRY_SECONDS = 2
 
 
 class PromptGrid(HttpGrid):
     """A Grid whose `pull_messages` returns at once, with the answers that are there in full.
 
-    The others come with a later call, whatever that asks for.
+    The others come with a later call, whatever that asks for. A SuperLink that cannot be reached is
+    tried again until the grid is closed; one that refuses, as it does once the run was stopped,
+    raises httpx.HTTPStatusError. Flower's own Grid retries without end, in threads that a process
+    waits for when it exits, and interrupts the process when it is refused.
     """
 
     def __init__(self, address: str, root: bytes | None, token: str) -> None:
         super().__init__(address, root_certificates=root, token=token)
+        self._closed = threading.Event()
+        self._retry_invoker = RetryInvoker(
+            lambda: exponential(max_delay=_RETRY_SECONDS),
+            httpx.TransportError,
+            max_tries=None,
+            max_time=None,
+            should_giveup=lambda _: self._closed.is_set(),
+            wait_function=self._pause,
+        )
         # To which messages answers are on their way, and the answers that are here: None, if one
         # never came in full.
         self._awaited = set[str]()
         self._here = queue.SimpleQueue[tuple[str, Message | None]]()
+
+    def close(self) -> None:
+        """Disconnect, and give up what is being tried again."""
+        self._closed.set()
+        super().close()
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return answers to these messages, or to earlier ones, that have arrived in full."""
@@ -57,6 +77,9 @@ class PromptGrid(HttpGrid):
             if message is not None:
                 found.append(message)
         return found
+
+    def _pause(self, seconds: float) -> None:
+        self._closed.wait(seconds)
 
     def _fetch_all(self, asked: list[str]) -> list[threading.Thread]:
         told = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=asked))

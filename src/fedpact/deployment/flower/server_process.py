@@ -9,6 +9,7 @@ half made, damaged, or another version's is replaced by a new one, which is made
 import hashlib
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from fedpact.common.errors import FedpactError
+from fedpact.common.errors import FedpactError, TransportLost
 from fedpact.common.files import replacing
 from fedpact.common.messages import RoundRecord
 from fedpact.deployment.admission import expect_form
@@ -173,11 +174,11 @@ def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str
             given = client.PullTaskInput(PullTaskInputRequest())
             TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
             TaskIdentity.node_id = given.context.node_id
-            grid = PromptGrid(address, desk.root, token)
-            grid.set_run(run_from_proto(given.run))
-            return coordinate(coordinator, grid, on_round)
+            with closing(PromptGrid(address, desk.root, token)) as grid:
+                grid.set_run(run_from_proto(given.run))
+                return coordinate(coordinator, grid, on_round)
     except httpx.HTTPError as error:
-        raise FedpactError(
+        raise TransportLost(
             f"Flower's SuperLink at {address} failed ({error}): see flower/log.txt in the server's "
             "directory; started again, the server goes on from the last committed round"
         ) from error

@@ -1,0 +1,147 @@
+"""How parties end: a server whose SuperLink is lost at any moment exits, with its own code.
+
+Nothing here waits for a time to pass: a SuperLink dies at a request that it counts, and the server
+is waited for until it has exited.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fedpact.common.errors import TransportLost
+
+# Of a SuperLink: answers requests by name, and is killed at the one that it is told.
+LINK = """
+import os, signal, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from flwr.app import Message
+from flwr.common.serde import message_to_proto
+from flwr.proto import message_pb2, runtime_pb2
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.task_identity import TaskIdentity
+from fedpact.simulation import flower
+
+TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+question = Message(flower.to_record(b"question", b"signature"), 7, "train")
+question.metadata.__dict__["_message_id"] = "question"
+question.metadata.__dict__["_src_node_id"] = 1
+reply = Message(flower.to_record(b"answer", b"signature"), reply_to=question)
+reply.metadata.__dict__["_message_id"] = reply.object_id
+objects = {key: each.deflate() for key, each in get_all_nested_objects(reply).items()}
+seen = []
+
+def push_messages(body):
+    sent = runtime_pb2.PushAppMessagesRequest.FromString(body)
+    pushed = [n for tree in sent.message_object_trees for n in names(tree)]
+    return runtime_pb2.PushAppMessagesResponse(message_ids=["question"], objects_to_push=pushed)
+
+def names(tree):
+    return [tree.object_id, *(n for child in tree.children for n in names(child))]
+
+def push_object(body):
+    return message_pb2.PushObjectResponse(stored=True)
+
+def pull_messages(body):
+    return runtime_pb2.PullAppMessagesResponse(
+        messages_list=[message_to_proto(reply)], message_object_trees=[get_object_tree(reply)]
+    )
+
+def pull_object(body):
+    asked = message_pb2.PullObjectRequest.FromString(body)
+    content = objects[asked.object_id]
+    return message_pb2.PullObjectResponse(
+        object_found=True, object_available=True, object_content=content
+    )
+
+def confirm_message_received(body):
+    return message_pb2.ConfirmMessageReceivedResponse()
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        name = self.path.rpartition("/")[2].replace("-", "_")
+        seen.append(name)
+        if seen.count(sys.argv[1]) == int(sys.argv[2]) and name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        answer = globals()[name](body).SerializeToString()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/protobuf")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+    def log_message(self, *_):
+        pass
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_address[1], flush=True)
+server.serve_forever()
+"""
+
+# Of a server: sends a question and fetches the answer, again and again, as `run_server` does.
+SERVER = """
+import subprocess, sys, time
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from flwr.app import Message
+from flwr.supercore.task_identity import TaskIdentity
+from fedpact.common.errors import FedpactError
+from fedpact.deployment import processes
+from fedpact.deployment.flower.requests import PromptGrid
+from fedpact.simulation import flower
+
+TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+link = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE, text=True)
+port = link.stdout.readline().strip()
+Grid = type("Grid", (PromptGrid,), {"run": SimpleNamespace(run_id=1), "_insecure": True})
+try:
+    with (
+        processes._ended_by_signals(),
+        processes._ends_with(link, Path.cwd()),
+        closing(Grid(f"127.0.0.1:{port}", None, "token")) as grid,
+    ):
+        grid._insecure, grid._run = True, grid.run
+        while True:
+            message = Message(flower.to_record(b"question", b"signature"), 7, "train")
+            list(grid.push_messages([message]))
+            list(grid.pull_messages(["question"]))
+            HELD_UP
+except FedpactError as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+
+
+def serve(directory, moment, held_up="pass"):
+    (directory / "link.py").write_text(LINK)
+    (directory / "flower").mkdir()
+    (directory / "flower" / "log.txt").write_text("ERROR of Flower\n")
+    command = [sys.executable, "-c", SERVER.replace("HELD_UP", held_up), "link.py", *moment]
+    return subprocess.run(command, cwd=directory, env=os.environ, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        ("push_messages", "1"),
+        ("push_object", "2"),  # in a thread of Flower's
+        ("pull_messages", "1"),
+        ("pull_object", "1"),  # in a thread of ours, which waits for Flower's
+        ("pull_object", "3"),
+        ("confirm_message_received", "1"),
+    ],
+)
+def test_server_whose_superlink_is_killed_exits(tmp_path, moment):
+    ended = serve(tmp_path, moment)
+    assert ended.returncode == TransportLost.exit_code == 69, ended.stderr
+    assert "ended with code -9: ERROR of Flower" in ended.stdout
+
+
+def test_a_server_that_is_held_up_exits_all_the_same(tmp_path):
+    """As by a thread that nobody ends, or a main thread that takes no notice of signals."""
+    stuck = "import threading; threading.Thread(target=threading.Event().wait).start()"
+    ended = serve(tmp_path, ("pull_messages", "3"), stuck)
+    assert ended.returncode == TransportLost.exit_code
