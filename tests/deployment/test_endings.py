@@ -5,12 +5,18 @@ is waited for until it has exited.
 """
 
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
+from flwr.proto.control_pb2 import ListRunsRequest, StopRunRequest
+from tests.waiting import wait_for
 
 from fedpact.common.errors import TransportLost
+from fedpact.deployment import local
+from fedpact.deployment.federation import Federation
+from fedpact.deployment.flower.server_process import SuperLink
 
 # Of a SuperLink: answers requests by name, and is killed at the one that it is told.
 LINK = """
@@ -145,3 +151,73 @@ def test_a_server_that_is_held_up_exits_all_the_same(tmp_path):
     stuck = "import threading; threading.Thread(target=threading.Event().wait).start()"
     ended = serve(tmp_path, ("pull_messages", "3"), stuck)
     assert ended.returncode == TransportLost.exit_code
+
+
+@pytest.fixture
+def federation(make, tmp_path):
+    """Real processes of two sites and a server; the server's is started by `start_server`."""
+    patience = {"join_seconds": 3600, "round_seconds": 3600, "resend_seconds": 6}
+    directory = make(tmp_path / "d", {"patience": patience}, rounds=2, sites=2)
+    yield directory
+    local.stop(directory)
+    for path in directory.rglob("log.txt"):
+        print(path, path.read_text()[-3000:], sep="\n")
+
+
+def is_connected(log):
+    return log.exists() and "is connected" in log.read_text()
+
+
+def test_a_run_that_somebody_has_stopped_says_so(federation):
+    """As anybody who reaches the control API can do."""
+    server = federation / "server"
+    for name in ("server", "site-00"):
+        local.start_parties(federation, name)
+    wait_for(lambda: is_connected(server / "log.txt"), federation)
+    link = SuperLink(Federation.read(server / "federation.toml").address, server / "ca.crt")
+    for number in link._client.ListRuns(ListRunsRequest()).run_dict:
+        link._client.StopRun(StopRunRequest(run_id=number))
+    link.close()
+    wait_for(lambda: not local.inspect_deployment(federation)["running"]["server"], federation)
+    assert "was stopped by Flower's control API" in local.last_log_lines(federation, "server")
+
+
+def child(pid):
+    """The number of a process's only child, once it has one."""
+    path = f"/proc/{pid}/task/{pid}/children"
+    with open(path, encoding="ascii") as children:
+        return next(map(int, children.read().split()), None)
+
+
+@pytest.mark.slow
+def test_flowers_processes_are_killed_at_each_request(federation):
+    """Of the server, which then exits each time, and of the sites, which go on by themselves."""
+    server = federation / "server"
+    local.start_parties(federation, "site-00")
+    sites = local.start_parties(federation, "site-01")
+    log = server / "flower" / "log.txt"
+    command = [sys.executable, "-m", "fedpact.deployment.party", "server", str(server)]
+    for moment in ("runtime/pull-object", "fleet/push-object", "fleet/pull-object", None):
+        before = log.read_text().count(moment) if moment and log.exists() else 0
+        with open(server / "log.txt", "a", encoding="utf-8") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            if moment is None:
+                # Whichever site is asked first loses its own.
+                wait_for(lambda: is_connected(server / "log.txt"), federation)
+                os.kill(child(sites["site-01"]), signal.SIGKILL)
+            else:
+                wait_for(
+                    lambda p=process, b=before, m=moment: (
+                        p.poll() is not None or (log.exists() and log.read_text().count(m) > b)
+                    ),
+                    federation,
+                    pause=0.001,
+                )
+                assert process.poll() is None
+                os.kill(child(process.pid), signal.SIGKILL)
+            assert process.wait() == (TransportLost.exit_code if moment else 0)
+        finally:
+            process.kill()
+            process.wait()
+    assert local.inspect_deployment(federation)["status"] == "finished"

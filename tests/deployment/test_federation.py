@@ -196,6 +196,20 @@ def check_that_strangers_did_not_get_in(directory, knocked):
     assert connected == set(SITES)
 
 
+def check_that_every_party_states_how_the_run_ended(directory):
+    run = Federation.read(directory / "server" / "federation.toml").run
+    summary = json.loads((directory / "server" / "run" / "summary.json").read_text())
+    for name, place in local.parties(directory).items():
+        lines = (place / "log.txt").read_text().splitlines()
+        line = next(line for line in lines if f"run {run} has ended" in line)
+        # The site's figures are its ledger's, the server's what it has counted.
+        for site in (name,) if name in SITES else SITES:
+            spent = f"{site} ε <= {summary['epsilon'][site]!r} at δ = {summary['delta'][site]!r}"
+            assert spent in line
+        assert f"after round {PLAN['rounds']}; its model is" in line
+        assert str(place.resolve() / "run" / "model.safetensors") in line
+
+
 def check_that_the_logs_say_what_each_round_took(directory):
     """The benchmark of a deployment reads them."""
     logs = [(directory / "server", deployment.SERVER)]
@@ -226,5 +240,6 @@ def test_a_federation_of_processes(make, tmp_path):
     check_the_ledgers_entry_by_entry(directory, in_process)
     check_that_what_its_report_prints_repeats_it(directory, tmp_path / "again")
     check_that_strangers_did_not_get_in(directory, knocked)
+    check_that_every_party_states_how_the_run_ended(directory)
     check_that_the_logs_say_what_each_round_took(directory)
     check_that_nothing_is_left_running(directory)

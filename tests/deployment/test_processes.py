@@ -202,9 +202,18 @@ def test_a_party_tells_a_missing_server_once(deployment, monkeypatch, caplog):
         caplog.clear()
         tries.clear()
         with pytest.raises(KeyboardInterrupt):
-            processes._wait_for(address, processes._Teller())
+            processes._wait_for(address, processes._Teller(), None)
         (told,) = caplog.messages
         assert f"nobody answers at {address}, the server's address in federation.toml (" in told
+
+
+def test_a_site_whose_run_has_ended_does_not_go_on_trying(monkeypatch, caplog):
+    monkeypatch.setattr(processes.time, "sleep", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        processes._wait_for("127.0.0.1:1", processes._Teller(), "run r has ended")
+    (told,) = caplog.messages
+    assert told.startswith("run r has ended. ")
+    assert "goes on trying" not in told
 
 
 def test_logs_and_flowers_files_are_their_owners(deployment):

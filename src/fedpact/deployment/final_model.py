@@ -124,6 +124,37 @@ class FinalModel:
         return self.federation.workshop(self.plan, self.directory).module()
 
 
+def read_ending(directory: Path, run: str) -> Mapping[str, Any] | None:
+    """Return what a site's directory says of how `run` ended; None where its model is not there."""
+    folder = Folder(directory / RUN)
+    if not (folder.path / "model.safetensors").exists():
+        return None
+    found = folder.read_json("summary.json")
+    return found if found.get("run") == run else None
+
+
+def describe_ending(run: str, plan: Plan, summary: Mapping[str, Any], folder: Path) -> str:
+    """Return in words that a run has ended, where its model is, and what it has cost.
+
+    summary: with rounds, epsilon and delta by site. folder: where the model lies.
+    """
+    # To the last digit: rounded down it would be no bound.
+    spent = [
+        f"{site} ε <= {e!r} at δ = {summary['delta'][site]!r}"
+        for site, e in summary["epsilon"].items()
+    ]
+    by = f", {plan.privacy.adjacency}, accountant {plan.privacy.accountant}"
+    cost = (
+        f"spent: {'; '.join(spent)}{by}"
+        if spent and plan.private
+        else "what it spent is in the ledger"
+    )
+    return (
+        f"run {run} has ended after round {summary['rounds']}; its model is "
+        f"{folder / 'model.safetensors'}; {cost}"
+    )
+
+
 def find_published_model(directory: Path, run: str, model: Path | None) -> Path:
     """Return the file of the final model: `model`, or that of a server beside the sites.
 

@@ -17,6 +17,7 @@ from fedpact.common.messages import RoundRecord
 from fedpact.common.run_folder import recover
 from fedpact.deployment.admission import LedgerRegistry
 from fedpact.deployment.federation import Federation, parse_toml
+from fedpact.deployment.final_model import read_ending
 from fedpact.deployment.processes import Process, environment
 from fedpact.deployment.site_evaluation import own_figures
 from fedpact.deployment.site_records import SiteSettings
@@ -27,6 +28,7 @@ from fedpact.simulation.flower import require_flower
 _GRACE_SECONDS = 10.0
 _SERVER = "server"
 _MODULE = "fedpact.deployment.party"
+_ENDED_HERE = "ended, and the final model is here"
 
 
 def parties(directory: Path) -> dict[str, Path]:
@@ -202,10 +204,7 @@ def _outcome(server: Path) -> str:
 
 def _at_site(site: Path, run: str) -> str:
     """Return how a run stands as far as a site knows: whether it has the final model."""
-    path = site / "run" / "summary.json"
-    found = json.loads(path.read_bytes()) if path.exists() else {}
-    has = found.get("run") == run and (site / "run" / "model.safetensors").exists()
-    return "ended, and the final model is here" if has else "known to the server"
+    return "known to the server" if read_ending(site, run) is None else _ENDED_HERE
 
 
 def _kind(name: str) -> str:

@@ -91,14 +91,15 @@ def run_site(directory: Path) -> None:
         waits, tell = _Waits(), _Teller()
         with _ended_by_signals():
             while True:
-                _wait_for(site.federation.address, tell)
+                _wait_for(site.federation.address, tell, site.ending)
                 try:
                     site_process.enter(site, directory)
                     _wait_for_port("127.0.0.1", site.settings.port, "port in site.toml")
                     tell("let in by the server")
                     with _flower(directory, command) as node:
                         work(site, directory, _Alive(node, site.federation.address))
-                    tell(f"the connection to the server has ended: {_reason(directory)}")
+                    if not site.ending:
+                        tell(f"the connection to the server has ended: {_reason(directory)}")
                 except site_process.NotLetIn as error:
                     tell(str(error))
                 except OSError as error:
@@ -245,8 +246,11 @@ class _Teller:
         self._last = told
 
 
-def _wait_for(address: str, tell: _Teller) -> None:
-    """Wait until somebody listens there: knocking costs less than a process that starts in vain."""
+def _wait_for(address: str, tell: _Teller, ending: str | None) -> None:
+    """Wait until somebody listens there: knocking costs less than a process that starts in vain.
+
+    ending: how the site's run ended, after which no server need be there; None before.
+    """
     host, port = address.rsplit(":", 1)
     while True:
         try:
@@ -254,7 +258,10 @@ def _wait_for(address: str, tell: _Teller) -> None:
                 return
         except OSError as error:
             tell(
-                f"nobody answers at {address}, the server's address in federation.toml "
+                f"{ending}. The server has gone, as it does then: this site may be stopped, and "
+                "otherwise waits for more rounds"
+                if ending
+                else f"nobody answers at {address}, the server's address in federation.toml "
                 f"({error.strerror or error}): the site goes on trying; see that the server runs, "
                 "and that its port is open to this machine"
             )

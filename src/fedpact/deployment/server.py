@@ -31,6 +31,7 @@ from fedpact.data import load
 from fedpact.data.features.extract import beside
 from fedpact.deployment.admission import Admission, LedgerRegistry
 from fedpact.deployment.federation import Federation, read_plan
+from fedpact.deployment.final_model import describe_ending
 from fedpact.evaluation.held_out import SumsForm
 from fedpact.evaluation.intervals import Early, check_public
 from fedpact.evaluation.metrics import evaluate
@@ -230,6 +231,7 @@ class Coordinator:
         sizes = {name: terms.size for name, terms in self.terms.items()}
         done = finish(self.folder, self.plan, self.terms, sizes, self.module(), self.form, *ended)
         hand_over(self.folder, of.run, at, plain)
+        _log.info("%s", describe_ending(of.run, self.plan, done, self.folder.path))
         return done
 
     def module(self) -> nn.Module:

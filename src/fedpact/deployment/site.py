@@ -49,8 +49,9 @@ from fedpact.common.messages import (
 from fedpact.common.params import FlatModel
 from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.common.run_folder import RUN
 from fedpact.deployment.federation import Federation, parse_toml, read_plan
-from fedpact.deployment.final_model import FinalModel
+from fedpact.deployment.final_model import FinalModel, describe_ending, read_ending
 from fedpact.deployment.secure import masker_of
 from fedpact.deployment.site_evaluation import Cost, Examiner, LastReply, Progress, Questions, room
 from fedpact.deployment.site_records import SiteSettings, own_records
@@ -254,6 +255,7 @@ class Site:
         spent = self.cost.most if early else self.cost.epsilon
         FinalModel(*of).keep(task, spent, self.cost.delta)
         self._examiner.note(task, self._client.read_memory(task), self._bench)
+        _log.info("%s", self.ending)
         about = task.run, task.round, self.name, self._terms.size
         return to_bytes(Reply(*about, {}, {}, self.ledger.head, self.ledger.length))
 
@@ -300,6 +302,14 @@ class Site:
 
     def _last_of(self, task: Task) -> LastReply:
         return self._examiner.last if task.algorithm == EVALUATION else self._last
+
+    @property
+    def ending(self) -> str | None:
+        """What to tell of the run's end, once its final model is here; None before."""
+        found = read_ending(self._directory, self.run)
+        if found is None:
+            return None
+        return describe_ending(self.run, self.plan, found, self._directory / RUN)
 
     @property
     def most_vectors(self) -> int:

@@ -9,7 +9,7 @@ half made, damaged, or another version's is replaced by a new one, which is made
 import hashlib
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import httpx
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from flwr.cli.build import build_fab_from_disk
+from flwr.common.constant import SubStatus
 from flwr.common.serde import fab_to_proto, run_from_proto
 from flwr.proto.control_pb2 import (
     ListNodesRequest,
@@ -95,6 +96,11 @@ class SuperLink:
             if key.strip() not in known:
                 self._client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
 
+    def was_stopped(self, run: int) -> bool:
+        """Whether somebody has stopped a run by the Control API."""
+        found = self._client.ListRuns(ListRunsRequest(run_id=run)).run_dict.get(run)
+        return found is not None and found.status.sub_status == SubStatus.STOPPED
+
     def start_run(self, app: Path) -> int:
         """End earlier runs, start one with the Flower app in `app`, and return its number."""
         for number, run in self._client.ListRuns(ListRunsRequest()).run_dict.items():
@@ -165,6 +171,7 @@ def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str
     root = coordinator.directory / "ca.crt"
     link = SuperLink(address, root)
     desk = TaskQueue(address, TaskType.SERVER_APP, coordinator.directory / "runtime.secret", root)
+    number = None
     try:
         link.wait(_START_SECONDS)
         link.enrol(coordinator.federation)
@@ -178,6 +185,8 @@ def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str
                 grid.set_run(run_from_proto(given.run))
                 return coordinate(coordinator, grid, on_round)
     except httpx.HTTPError as error:
+        if number is not None and isinstance(error, httpx.HTTPStatusError):
+            _check_not_stopped(link, number)
         raise TransportLost(
             f"Flower's SuperLink at {address} failed ({error}): see flower/log.txt in the server's "
             "directory; started again, the server goes on from the last committed round"
@@ -185,6 +194,19 @@ def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str
     finally:
         desk.close()
         link.close()
+
+
+def _check_not_stopped(link: SuperLink, run: int) -> None:
+    """Raise FedpactError: somebody has stopped the run by the Control API."""
+    with suppress(httpx.HTTPError):
+        if not link.was_stopped(run):
+            return
+        raise FedpactError(
+            f"the run was stopped by Flower's control API (StopRun of run {run}), and not by this "
+            "server: somebody who reaches its port has asked for it, see flower/log.txt in the "
+            "server's directory for from where. Started again, the server goes on from the last "
+            "committed round"
+        )
 
 
 def _token_of(desk: TaskQueue, run: int) -> str:
