@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import urllib.error
@@ -45,6 +46,7 @@ def finished(make, elsewhere):
         log = directory / "server" / "log.txt"
         wait_for(lambda: log.exists() and "is connected" in log.read_text(), directory)
         knocked = knock(directory, elsewhere / "strangers")
+        knocked["long body"] = flood(directory)
         local.start_parties(directory)
         wait_for(lambda: not local.inspect_deployment(directory)["running"]["server"], directory)
         return directory, knocked, local.inspect_deployment(directory)
@@ -84,6 +86,40 @@ def knock(directory, elsewhere):
     return {
         name: (running[name].returncode if name in running else None, told[name]) for name in told
     }
+
+
+def flood(directory):
+    """Send a body of 256 MiB without a key; return the growth of memory's peak, and the answer."""
+    server = directory / "server"
+    host, port = Federation.read(server / "federation.toml").address.split(":")
+    number = local.start_parties(directory, "server")["server"]
+    context = ssl.create_default_context(cafile=server / "ca.crt")
+    with context.wrap_socket(
+        socket.create_connection((host, int(port))), server_hostname=host
+    ) as s:
+        before = peak_bytes(number)
+        head = f"POST /v1/control/start-run HTTP/1.1\r\nHost: {host}\r\n"
+        head += f"Content-Type: application/protobuf\r\nContent-Length: {2**28}\r\n\r\n"
+        answer = b""
+        try:
+            s.sendall(head.encode())
+            for _ in range(2**8):
+                s.sendall(bytes(2**20))
+            answer = s.recv(100)
+        except OSError:  # it hangs up
+            answer = answer or b"hung up"
+    return peak_bytes(number) - before, answer.decode()
+
+
+def peak_bytes(parent):
+    """The most memory that the only child of a process has ever had."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    (line,) = [
+        line
+        for line in Path(f"/proc/{children[0]}/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    ]
+    return int(line.split()[1]) * 2**10
 
 
 def supernode(address, arguments, home):
@@ -189,6 +225,9 @@ def check_that_strangers_did_not_get_in(directory, knocked):
         assert code not in (0, None), f"{name}: {told}"
         # It got so far as to knock.
         assert "Failed to initialize the connection to the SuperLink" in told
+    grown, answer = knocked["long body"]
+    assert grown < 2**26, answer
+    assert answer.startswith("HTTP/1.1 413") or answer == "hung up"
     assert "CERTIFICATE_VERIFY_FAILED" in knocked["wrong certificate"][1]
     assert "answered" not in knocked["bare HTTP"][1]
     log = (directory / "server" / "log.txt").read_text()

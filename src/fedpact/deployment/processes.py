@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fedpact.common.errors import FedpactError, InputError, TransportLost
-from fedpact.common.files import private_opener
+from fedpact.common.files import private_opener, write_whole
 from fedpact.common.messages import RoundRecord
 from fedpact.common.run_folder import exclusive
 from fedpact.deployment.flower import program
@@ -65,6 +65,8 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
         _wait_for_port(own, int(port), "address in federation.toml, at every party")
         if server_process.prepare_database(_home(directory) / "superlink.db"):
             _log.info("Flower's database is new")
+        keys = server_process.site_keys(coordinator.federation).encode()
+        write_whole(directory / program.SITE_KEYS, keys)
         with _flower(directory, command) as link, _ends_with(link, directory):
             return serve(coordinator, f"127.0.0.1:{port}", on_round)
 

@@ -6,6 +6,7 @@ registered at every start, and every start begins a run of its own in Flower. So
 half made, damaged, or another version's is replaced by a new one, which is made aside.
 """
 
+import base64
 import hashlib
 import time
 from collections.abc import Callable
@@ -109,6 +110,12 @@ class SuperLink:
         bundle = build_fab_from_disk(app)
         fab = fab_to_proto(Fab(hashlib.sha256(bundle).hexdigest(), bundle, {}))
         return self._client.StartRun(StartRunRequest(fab=fab)).run_id
+
+
+def site_keys(federation: Federation) -> str:
+    """Return what a server's program.SITE_KEYS has: a line for each site."""
+    found = (public_key_to_bytes(keys.public_key(m.key)) for m in federation.sites.values())
+    return "".join(f"{base64.b64encode(key).decode()}\n" for key in found)
 
 
 _BESIDE = ("-wal", "-shm", "-journal")
