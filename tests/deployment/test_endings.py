@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from flwr.proto.control_pb2 import ListRunsRequest, StopRunRequest
@@ -157,7 +158,7 @@ def test_a_server_that_is_held_up_exits_all_the_same(tmp_path):
 def federation(make, tmp_path):
     """Real processes of two sites and a server; the server's is started by `start_server`."""
     patience = {"join_seconds": 3600, "round_seconds": 3600, "resend_seconds": 6}
-    directory = make(tmp_path / "d", {"patience": patience}, rounds=2, sites=2)
+    directory = make(tmp_path / "d", {"patience": patience}, rounds=3, sites=2)
     yield directory
     local.stop(directory)
     for path in directory.rglob("log.txt"):
@@ -189,34 +190,34 @@ def child(pid):
         return next(map(int, children.read().split()), None)
 
 
+def count(path, words):
+    return path.read_text().count(words) if path.exists() else 0
+
+
 @pytest.mark.slow
-def test_flowers_processes_are_killed_at_each_request(federation):
-    """Of the server, which then exits each time, and of the sites, which go on by themselves."""
-    server = federation / "server"
-    local.start_parties(federation, "site-00")
-    sites = local.start_parties(federation, "site-01")
-    log = server / "flower" / "log.txt"
+def test_flowers_processes_are_killed_in_mid_round(federation):
+    """The server then exits each time; a site starts its own anew, and the run goes on."""
+    server, sites = federation / "server", federation / "sites"
+    numbers = [local.start_parties(federation, name)[name] for name in ("site-00", "site-01")]
     command = [sys.executable, "-m", "fedpact.deployment.party", "server", str(server)]
-    for moment in ("runtime/pull-object", "fleet/push-object", "fleet/pull-object", None):
-        before = log.read_text().count(moment) if moment and log.exists() else 0
+    replied = sites / "site-01" / "log.txt", ": replied"
+    moments = [
+        (server / "log.txt", "is connected", None),
+        (server / "flower" / "log.txt", "get-fab", None),  # a question is fetched
+        (*replied, None),  # an answer is sent, and fetched
+        (*replied, numbers[1]),
+    ]
+    for path, words, site in moments:
+        before = count(path, words)
         with open(server / "log.txt", "a", encoding="utf-8") as out:
             process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         try:
-            if moment is None:
-                # Whichever site is asked first loses its own.
-                wait_for(lambda: is_connected(server / "log.txt"), federation)
-                os.kill(child(sites["site-01"]), signal.SIGKILL)
-            else:
-                wait_for(
-                    lambda p=process, b=before, m=moment: (
-                        p.poll() is not None or (log.exists() and log.read_text().count(m) > b)
-                    ),
-                    federation,
-                    pause=0.001,
-                )
+            while count(path, words) == before:
                 assert process.poll() is None
-                os.kill(child(process.pid), signal.SIGKILL)
-            assert process.wait() == (TransportLost.exit_code if moment else 0)
+                time.sleep(0.001)
+            os.kill(child(site or process.pid), signal.SIGKILL)
+            # Wherever it is: no wait has an end of its own.
+            assert process.wait() == (0 if site else TransportLost.exit_code)
         finally:
             process.kill()
             process.wait()
