@@ -228,8 +228,8 @@ class KeyedDraws(TorchDispatchMode):
 
     def _drawn(self, func: Any, args: Any, named: dict[str, Any], numbers: PassNumbers) -> Any:
         if func is _aten.native_dropout.default:
-            x, p, train = (*args, True)[:3]
-            if train is False:
+            x, p, *train = args
+            if train[:1] == [False]:
                 return _kept(x)
             kept = self._made(torch.empty_like(x), _bernoulli, (1 - p,), numbers)
             return x * kept / max(1 - p, 1e-30), kept.bool()
