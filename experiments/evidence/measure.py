@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.machine import describe
 from experiments.evidence.runs import Run
 
 import fedpact
@@ -75,4 +76,11 @@ def tradeoffs(results: Path) -> None:
 def _versions() -> dict[str, str]:
     asked = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()
-    return {"commit": commit, "torch": torch.__version__, "python": platform.python_version()}
+    machine = describe("1")
+    return {
+        "commit": commit,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": f"{machine['processor']}, {machine['vector instructions']}",
+        "device": machine["device"],
+    }

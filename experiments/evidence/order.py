@@ -47,6 +47,7 @@ def _tables() -> Iterator[Run]:
         for epsilon in sorted({column.epsilon for column in ali.COLUMNS}):
             if epsilon != 2.0:  # experiments/features has it
                 yield from (best.on_test(data, epsilon, trust) for trust in ("own", "sum"))
+        yield ali.undivided(data, 1)
         for rate in (ali.FAITHFUL, ali.EXPLAINED):
             yield from _table(data, "logistic", rate)
         for rate in (ali.FAITHFUL, ali.EXPLAINED):
@@ -80,6 +81,7 @@ def _sweeps() -> Iterator[Run]:
         yield ali.released(data)
         yield ali.noiseless(data)
         yield from (ali.plain(data, rate) for rate in ali.PLAIN)
+        yield from (ali.undivided(data, tau) for tau in (2, 3, 5))
     yield from (fedfdp.private("fashion_mnist", "fedfdp", 16.0, w) for w in fedfdp.SWEPT)
     yield from map(fedfdp.clipped, fedfdp.CLIPS)
     for data in fedfdp.DATA:
