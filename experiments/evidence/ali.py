@@ -136,7 +136,9 @@ def undivided(data: str, tau: int) -> Run:
     run = fixed(data, "cnn", FAITHFUL * batch, tau)
     own = overrides((("privacy.sigma", 1.1 / batch), ("privacy.epsilon", 1e9)))
     looks = tuple(sorted({look for look in (*run.looks, 158, 237) if look <= run.looks[-1]}))
-    return replace(run, name=f"noise over B {run.name}", settings=(*run.settings, *own), looks=looks)
+    return replace(
+        run, name=f"noise over B {run.name}", settings=(*run.settings, *own), looks=looks
+    )
 
 
 def plain(data: str, rate: float) -> Run:

@@ -10,6 +10,7 @@ from experiments.evidence.runs import Run
 from experiments.evidence.stored import Stored
 
 _HUGE: Final = 1e6
+_GUESS, _GUESS_LOSS = 0.102, math.log(10) - 1e-3  # of ten classes, which all data sets here have
 
 
 @dataclass
@@ -67,7 +68,13 @@ class Book:
         """Return what a cell says of seeds whose weights were no numbers any more at this look."""
         each = (outcome.get("diverged", look) for outcome in self.stored.seeds(run).values())
         rounds = [str(last) for last in each if last < look]
-        return f", diverged after round {', '.join(rounds)}" if rounds else ""
+        if rounds:
+            return f", diverged after round {', '.join(rounds)}"
+        pairs = zip(
+            self.values(run, look, "accuracy"), self.values(run, look, "loss"), strict=False
+        )
+        guesses = any(right < _GUESS and loss > _GUESS_LOSS for right, loss in pairs)
+        return ", a guess: diverged, and another processor's rounding may not" if guesses else ""
 
     def lacks(self, run: Run) -> str:
         """Return the cell of a run that has no result, and keep its command."""
