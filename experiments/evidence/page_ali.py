@@ -56,9 +56,9 @@ def part(book: Book) -> Iterator[str]:
         "fixed τ has min(R_s, R_c/τ) rounds. ε: as the paper prints it for R_c (Mironov's "
         "conversion, nine of ten a little more than it says), and, of what was measured, what the "
         "dearest entry of a line has spent by proof. Where R_s >= R_c ALI is τ = 1, bit for bit; "
-        "the first line of the first table is the paper's, and has R_s = 158 for R_c = 177. That is "
-        "so here, not in print: FedFDP's Table 5 has ALI-DPFL at 20 and 50 clients on CIFAR-10 at "
-        "38.35 and 33.46 and FedAvg at 51.58 and 55.90; whatever ran there, τ was not 1."
+        "the first line of the first table is the paper's, and has R_s = 158 for R_c = 177. That "
+        "is so here, not in print: FedFDP's Table 5 has ALI-DPFL at 20 and 50 clients on CIFAR-10 "
+        "at 38.35 and 33.46 and FedAvg at 51.58 and 55.90; whatever ran there, τ was not 1."
     )
     yield _orderings(book)
     for data in ali.DATA:
@@ -178,24 +178,24 @@ def _nearest(book: Book) -> str:
 def _distance(book: Book, data: str, tau: int) -> list[str]:
     """Return how far a τ of the nearest reading is from the printed entries, as cells."""
     run = ali.undivided(data, tau)
-    printed = {
-        c.rounds_of(tau): ali.printed(data, c)[1 + c.fixed.index(tau)]
+    printed = sorted(
+        (c.rounds_of(tau), ali.printed(data, c)[1 + c.fixed.index(tau)])
         for c in COLUMNS
         if tau in c.fixed
-    }
-    found = {look: book.mean(run, look) for look in printed}
+    )
+    found = {look: book.mean(run, look) for look, _ in printed}
     known = {look: 100 * mean for look, mean in found.items() if mean is not None}
-    if len(known) < len(printed):
+    if len(known) < len(found):
         return [book.lacks(run), "", "", "", ""]
-    off = {look: known[look] - printed[look] for look in printed}
-    worst = max(off, key=lambda look: abs(off[look]))
+    off = [(known[look] - value, look) for look, value in printed]
+    most, worst = max(off, key=lambda one: abs(one[0]))
     spent = book.values(run, run.looks[-1], "epsilon")
     seeds = len(book.values(run, worst, "accuracy"))
     return [
         f"{len(printed)}, {seeds} seed{'s' * (seeds > 1)}",
-        f"{math.sqrt(sum(d * d for d in off.values()) / len(off)):.1f}",
-        f"{off[worst]:+.1f} at {worst} rounds",
-        ", ".join(f"{known[look]:.1f} ({printed[look]:.1f})" for look in sorted(printed)),
+        f"{math.sqrt(sum(d * d for d, _ in off) / len(off)):.1f}",
+        f"{most:+.1f} at {worst} rounds",
+        ", ".join(f"{known[look]:.1f} ({value:.1f})" for look, value in printed),
         f"{max(spent):,.0f}",
     ]
 
