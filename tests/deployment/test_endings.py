@@ -23,18 +23,17 @@ from fedpact.deployment.flower.server_process import SuperLink
 LINK = """
 import os, signal, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from flwr.app import Message
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.serde import message_to_proto
 from flwr.proto import message_pb2, runtime_pb2
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.task_identity import TaskIdentity
-from fedpact.simulation import flower
 
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
-question = Message(flower.to_record(b"question", b"signature"), 7, "train")
+question = Message(RecordDict({"r": ConfigRecord({"r": "question"})}), 7, "train")
 question.metadata.__dict__["_message_id"] = "question"
 question.metadata.__dict__["_src_node_id"] = 1
-reply = Message(flower.to_record(b"answer", b"signature"), reply_to=question)
+reply = Message(RecordDict({"r": ConfigRecord({"r": "answer"})}), reply_to=question)
 reply.metadata.__dict__["_message_id"] = reply.object_id
 objects = {key: each.deflate() for key, each in get_all_nested_objects(reply).items()}
 seen = []
@@ -93,12 +92,11 @@ import subprocess, sys, time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from flwr.app import Message
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 from fedpact.common.errors import FedpactError
 from fedpact.deployment import processes
 from fedpact.deployment.flower.requests import PromptGrid
-from fedpact.simulation import flower
 
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
 link = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE, text=True)
@@ -112,7 +110,7 @@ try:
     ):
         grid._insecure, grid._run = True, grid.run
         while True:
-            message = Message(flower.to_record(b"question", b"signature"), 7, "train")
+            message = Message(RecordDict({"r": ConfigRecord({"r": "question"})}), 7, "train")
             list(grid.push_messages([message]))
             list(grid.pull_messages(["question"]))
             HELD_UP

@@ -5,9 +5,12 @@ The requests go through the guard to an application that counts what it is let r
 
 import asyncio
 import base64
+import os
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
 
 from fedpact.deployment.flower import program
@@ -72,6 +75,16 @@ def test_no_request_is_longer_than_flowers_pieces(status_of, site, client):
     own = headers_of(site)
     assert status_of(FLEET, client, content_length=6 * MIB + 1, **own) == 413
     assert status_of(FLEET, client, transfer_encoding="chunked", **own) == 411
+
+
+def test_flower_cuts_a_long_message_into_pieces_that_pass():
+    """Of any plan: what a site sends of a model of 20 MiB."""
+    array = Array(dtype="uint8", shape=(20 * MIB,), stype="bytes", data=os.urandom(20 * MIB))
+    record = RecordDict({"fedpact": ArrayRecord({"message": array})})
+    pieces = [each.deflate() for each in get_all_nested_objects(record).values()]
+    assert sum(map(len, pieces)) > 20 * MIB
+    # Beside a piece, a request has a few numbers and names.
+    assert max(map(len, pieces)) < program._MOST_BYTES - MIB // 2
 
 
 def test_other_machines_have_the_fleet_api_alone(status_of, site):

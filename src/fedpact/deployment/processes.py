@@ -198,12 +198,21 @@ def _ends_with(process: subprocess.Popen[bytes], directory: Path) -> Generator[N
     """
     done, lost = threading.Event(), threading.Event()
 
+    def reason() -> str:
+        return (
+            f"Flower's process ended with code {process.returncode}: {_reason(directory)}; see "
+            f"{directory / 'flower' / 'log.txt'}, then start this server again: it goes on from "
+            "the last committed round"
+        )
+
     def watch() -> None:
         while not done.wait(_KNOCK_SECONDS):
-            if process.poll() is not None:
+            # One that has ended because the block had is not lost.
+            if process.poll() is not None and not done.is_set():
                 lost.set()
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(_LOST_SECONDS)
+                _log.error("%s", reason())
                 os._exit(TransportLost.exit_code)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -212,11 +221,7 @@ def _ends_with(process: subprocess.Popen[bytes], directory: Path) -> Generator[N
     except SystemExit:
         if not lost.is_set():
             raise
-        raise TransportLost(
-            f"Flower's process ended with code {process.returncode}: {_reason(directory)}; see "
-            f"{directory / 'flower' / 'log.txt'}, then start this server again: it goes on from "
-            "the last committed round"
-        ) from None
+        raise TransportLost(reason()) from None
     finally:
         done.set()
 
