@@ -158,7 +158,7 @@ class Unclamped:
     """FedFDP's weight as printed, without a lower bound: min(1 + λΔ, C/‖g‖) by hand."""
 
     def __init__(self, bed):
-        self.model, self.losses = bed.model, bed.kernel.losses
+        self.model, self.losses, self.seed = bed.model, bed.kernel.losses, bed.kernel.seed
         self._one = bed.kernel.clipped_sum
 
     def clipped_sum(self, x, y, clip, weights=None, *_):

@@ -86,7 +86,12 @@ class Alone:
             return False
         made_up = [v.new_zeros((self.step, *v.shape[1:])) for v in (x, y)]
         x, y = made_up
-        with drawing(PassNumbers.of_records(lambda: 0, x, y, leading=True)):
+        draws = self._one.draws
+        with (
+            drawing(PassNumbers.of_records(lambda: 0, x, y, leading=True))
+            if draws
+            else nullcontext()
+        ):
             why = _error(self._vmapped, x, y)
         # What raises at zeros in the loop, too, is the model's doing and not vmap's.
         # As many numbers as a record says, as x[x > 0] picks, vmap never takes; nor may it draw

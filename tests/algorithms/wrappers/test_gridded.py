@@ -54,6 +54,9 @@ class Sums:
     def load(self, w):
         pass
 
+    def seed(self, seed):
+        pass
+
     def clipped_sum(self, *_):
         return self.total.clone()
 

@@ -27,6 +27,7 @@ class Kernel:
 
     def __init__(self, kernel):
         self.inner, self.model, self.losses = kernel, kernel.model, kernel.losses
+        self.seed = kernel.seed
 
 
 class Unclipped(Kernel):

@@ -53,6 +53,7 @@ class Rows:
 
     def __init__(self, kernel, terms, records):
         self.inner, self.model, self.losses = kernel, kernel.model, kernel.losses
+        self.seed = kernel.seed
         self.clip, self.records = terms.clip, records
 
     def rows(self, x, y):
