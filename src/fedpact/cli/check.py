@@ -134,7 +134,7 @@ def _print_cost(found: SiteCheck) -> None:
     promised = "has reserved" if found.reserved else "will reserve"
     told = f"cost: the run {promised} (ε, δ) = ({upper(found.epsilon)}, {upper(found.delta)})"
     if found.evaluation is not None:
-        told += ", and for whoever is held out ({}, {})".format(*map(upper, found.evaluation))
+        told += ", and for held-out records ({}, {})".format(*map(upper, found.evaluation))
     if found.epsilon_ever is not None:
         most = max(found.epsilon, (found.evaluation or (0.0,))[0])
         left = max(0.0, found.epsilon_ever - found.epsilon_before - most)

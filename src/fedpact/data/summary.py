@@ -1,7 +1,7 @@
 """What a table's columns hold beside what is declared of them: for their owner's eyes alone.
 
 Every figure here is of the records themselves, exact, and protected by nothing. It is printed where
-they lie; whoever passes it on releases it.
+they lie; to pass it on is to release it.
 """
 
 from collections import Counter

@@ -57,7 +57,7 @@ class NamedInputs(nn.Module):
         given = dict(zip(TOKENS, rows, strict=False))
         padding = getattr(getattr(self.model, "config", None), "pad_token_id", None)
         if padding is not None and len(rows) > 1:
-            # Some look for it instead of the mask; what stands there is nobody's choice.
+            # Some look for it instead of the mask; what stands there is padding.
             given["input_ids"] = rows[0].masked_fill(rows[1] == 0, padding)
         return {name: row for name, row in given.items() if name in self._names}
 
