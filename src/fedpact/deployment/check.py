@@ -14,7 +14,7 @@ from typing import Any, Final
 from fedpact.common.errors import FedpactError, PolicyRefused
 from fedpact.data.cells import read_columns, read_npz
 from fedpact.data.columns import ColumnDifference
-from fedpact.data.site_records import site_table
+from fedpact.data.schema import RecordForm
 from fedpact.data.summary import (
     ColumnSummary,
     count_classes,
@@ -45,7 +45,7 @@ class SiteCheck:
     of the file is probably meant. records: of the file; used: those that fit. left_out: (column or
     "", why, how many). size: N_i as declared, of `unit`s. epsilon, delta: what the run reserves;
     epsilon_before, epsilon_ever: what other runs have, and what the policy allows in all.
-    evaluation: (ε, δ) for whoever is held out. rounds, steps: of the plan, and of one round.
+    evaluation: (ε, δ) for held-out records. rounds, steps: of the plan, and of one round.
     seconds: of one round on this machine, without the network's.
     """
 
@@ -156,7 +156,9 @@ def _look_at_columns(
 ) -> None:
     """Fill in the file's columns beside the declared ones, as far as they are there."""
     form = of.describe_labels(plan)
-    if path.suffix.lower() not in (".csv", ".parquet"):
+    if path.suffix.lower() in (".csv", ".parquet"):
+        _look_at_table(found, path, settings, of, form)
+    else:
         features = of.columns(plan)
         x = read_npz(path)["x"]
         found.columns = summarise_array(x, form.by_place(of.features) if of.features else form)
@@ -164,35 +166,37 @@ def _look_at_columns(
             found.columns = [
                 replace(one, name=name) for name, one in zip(features, found.columns, strict=True)
             ]
-    else:
-        columns, _ = read_columns(path)
-        sources = settings.columns
-        roles = [name for name in (settings.label, of.person) if name is not None]
-        wanted = [*of.features, *roles]
-        mapped = {source.column for source in sources.values()}
-        difference = ColumnDifference.of(
-            [name for name in wanted if name not in sources],
-            [name for name in columns if name not in mapped],
-        )
-        found.missing, found.renamed = difference.missing, dict(difference.renamed)
-        found.unexpected = difference.unexpected if of.features else ()
-        here = {
-            name: sources[name].convert(columns[sources[name].column])
-            if name in sources
-            else columns[name]
-            for name in wanted
-            if name in columns or (name in sources and sources[name].column in columns)
-        }
-        found.columns = summarise_table(here, form, of.features)
-        # A renamed one may be in another unit, too: both are said at once.
-        found.columns += [
-            summarise_column(f"{name} ({other!r})", columns[other], form.of(name))
-            for name, other in found.renamed.items()
-            if name in of.features
-        ]
     found.remarks += [f"column {one.name}: {one.remark}" for one in found.columns if one.remark]
-    if path.suffix.lower() in (".csv", ".parquet"):
-        site_table(path, settings.label, form, of.person, of.features, settings.columns)
+
+
+def _look_at_table(
+    found: SiteCheck, path: Path, settings: SiteSettings, of: Federation, form: RecordForm
+) -> None:
+    columns, _ = read_columns(path)
+    sources = settings.columns
+    roles = [name for name in (settings.label, of.person) if name is not None]
+    wanted = [*of.features, *roles]
+    mapped = {source.column for source in sources.values()}
+    difference = ColumnDifference.of(
+        [name for name in wanted if name not in sources],
+        [name for name in columns if name not in mapped],
+    )
+    found.missing, found.renamed = difference.missing, dict(difference.renamed)
+    found.unexpected = difference.unexpected if of.features else ()
+    here = {
+        name: sources[name].convert(columns[sources[name].column])
+        if name in sources
+        else columns[name]
+        for name in wanted
+        if name in columns or (name in sources and sources[name].column in columns)
+    }
+    found.columns = summarise_table(here, form, of.features)
+    # A renamed one may be in another unit, too: both are said at once.
+    found.columns += [
+        summarise_column(f"{name} ({other!r})", columns[other], form.of(name))
+        for name, other in found.renamed.items()
+        if name in of.features
+    ]
 
 
 def _look_at_records(
@@ -226,9 +230,8 @@ def _time_round(
     x, y = own.records.x, own.records.y
     if not len(y):
         return None
-    device = device_of(settings.device)
-    kernel = of.workshop(plan, directory).bench().private
-    kernel.model.module.to(device)
+    device = device_of(settings.device, plan.run.precision)
+    kernel = replace(of.workshop(plan, directory), device=settings.device).bench().private
     size = max(1, min(len(y), round(terms.batch_size)))
     x, y = x[:size].to(device), y[:size].to(device)
     seconds = list[float]()
