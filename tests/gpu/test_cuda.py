@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from tests.per_sample.test_capture import MODELS
 
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
@@ -96,33 +96,6 @@ def test_a_step_waits_for_nothing(reference, name, secure, way, request, caplog)
     for batch in oracle.batches(2, "gradient"):
         w -= 0.1 * batch.gradient(w)
     assert not caplog.messages  # of what cannot be captured
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.LSTM(5, 6, batch_first=True)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.head(self.cell(x)[0][:, -1])
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.head(self.layer(x).mean(1))
-
-
-MODELS = {
-    "cnn": (lambda: zoo.cnn_padded((1, 12, 12), 3), (1, 12, 12)),
-    "recurrent": (Recurrent, (7, 5)),
-    "attention": (Attention, (7, 8)),
-}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -140,12 +140,15 @@ def test_record_not_finite_adds_nothing_and_disturbs_no_other(reference, convolu
         expected = kernel.clipped_sum(
             given[0][others], given[1][others], 0.5, layout=layout.of(others)
         )
+        sums = []
         for bad in (math.nan, math.inf, 1e300):
             x, y = given[0].clone(), given[1]
             x[2], x[4] = bad, -bad
-            found = kernel.clipped_sum(x, y, 0.5, layout=layout)
-            assert torch.allclose(found, expected, rtol=0, atol=1e-14)
+            sums.append(kernel.clipped_sum(x, y, 0.5, layout=layout))
+            assert torch.allclose(sums[-1], expected, rtol=0, atol=1e-14)
             assert not kernel.clipped_sum(x[2:3], y[2:3], 0.5).any()
+        # What a bad record holds changes no bit of the others'.
+        assert all(torch.equal(one, sums[0]) for one in sums)
 
 
 def test_a_weight_that_is_not_finite_is_none(reference):

@@ -291,15 +291,12 @@ class PerSampleKernel:
         length = layout.length or self._passes.length(x, y, layout.expected)
         exact = most is not None or batch > min(IN_FLOAT32, PARTIAL_SUMS * length)
         total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
-        state, draws = self._passes.state(), self._passes.draws(x, y)
+        # A replay would draw the same numbers again.
+        if not self._passes.draws(x, y):
+            measure = partial(self._captures.measured, self._passes.state(), measure)
         with torch.no_grad():
             for one in self._passes.over(x, y, layout):
-                # A replay would draw the same numbers again.
-                found = (
-                    measure(one.x, one.y, *points)
-                    if draws
-                    else self._captures.measured(state, measure, one.x, one.y, *points)
-                )
+                found = measure(one.x, one.y, *points)
                 w = None if weigh is None else weigh(found.losses, one).clamp_min(0)
                 share = None if shares is None else one.placed(sent(shares, x.device))
                 c, good = coefficients(clip, found.norms, w, share), one.occupied

@@ -29,5 +29,5 @@ def peak(run: Callable[[int], object], slots: int, device: torch.device) -> int:
 
 
 def total(device: torch.device) -> int:
-    """Return how many bytes a GPU has, whoever uses them."""
+    """Return how many bytes a GPU has in all, in use or not."""
     return torch.cuda.mem_get_info(device)[1]

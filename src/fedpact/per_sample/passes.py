@@ -5,7 +5,7 @@ A model takes the first of these ways that takes it. Each keeps records apart by
 dense    a small chain of dense layers, summed in one go (dense)
 chain    a chain of known layers, by hand (chain)
 graph    operations that are known to keep records apart, as they were traced (graph)
-records  each record by itself (alone)
+records  each record by itself (per_record)
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -86,12 +86,10 @@ class Alone:
             return False
         made_up = [v.new_zeros((self.step, *v.shape[1:])) for v in (x, y)]
         x, y = made_up
-        draws = self._one.draws
-        with (
-            drawing(PassNumbers.of_records(lambda: 0, x, y, leading=True))
-            if draws
-            else nullcontext()
-        ):
+        numbers = nullcontext()
+        if self._one.draws:
+            numbers = drawing(PassNumbers.of_records(lambda: 0, x, y, leading=True))
+        with numbers:
             why = _error(self._vmapped, x, y)
         # What raises at zeros in the loop, too, is the model's doing and not vmap's.
         # As many numbers as a record says, as x[x > 0] picks, vmap never takes; nor may it draw

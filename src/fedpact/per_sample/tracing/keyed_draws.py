@@ -2,7 +2,7 @@
 
 That generator is the process's: neither could a run be repeated, nor threads beside it. Here the
 numbers of each record follow from the key of its step and from that record itself, x and y. So they
-are the same whoever stands beside it, wherever it stands: to the batch's sum the model is one that
+are the same whatever stands beside it, wherever it stands: to the batch's sum the model is one that
 draws nothing, of each record by itself. Numbers that belong to no record, as one for all, follow
 from the key alone. `expected` puts every number's mean in its place, by which dropout does nothing:
 so a model is tried without chance.
