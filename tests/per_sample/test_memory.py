@@ -44,14 +44,14 @@ def test_a_pass_is_as_long_as_fits_and_follows_from_no_record(gpu):
     model = FlatModel(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
     x, y = torch.randn(50, 4), torch.arange(50) % 3
     lengths = []
-    for size, length in ((10**4, 96), (10**9, 256)):
+    for size, length in ((10**4, 96), (10**9, 1024)):
         gpu(size)
         of_all, of_none = (
-            PerSampleKernel(model, cross_entropy).scattered(x[some], y[some], 200)
+            PerSampleKernel(model, cross_entropy).scattered_length(x[some], y[some], 200)
             for some in (slice(None), slice(0))
         )
         assert of_all == of_none
-        lengths.append(of_all[1])
+        lengths.append(of_all)
         assert lengths[-1] <= length
-    # 200 slots are a pass of 256 where they fit, and more passes where they do not.
-    assert lengths[0] < lengths[1] == 256
+    # On a GPU a pass is as long as fits, as few share a slot then.
+    assert lengths[0] < lengths[1]

@@ -113,15 +113,16 @@ class Dense:
         width = sum(m.out_features for m in layers if isinstance(m, nn.Linear))
         return Dense(model, layers, flat) if width * 16 <= MOST and held == model.size else None
 
-    def length(self, expected: float, *, exact: bool = False) -> int:
+    def length(self, expected: float, **how: bool) -> int:
         """Return P; see layout.length_for."""
-        return length_for(expected, MOST // self._width, self._overhead, exact=exact)
+        return length_for(expected, MOST // self._width, self._overhead, **how)
 
     def sum_of(self, asked: SiteSum, *, exact: bool = False) -> Tensor:
         """Return one question's sum [d], of records that fit. exact: in float64, however few."""
         layout = asked.layout
         length = layout.length or self.length(layout.expected)
-        exact = exact or len(asked.y) > min(IN_FLOAT32, PARTIAL_SUMS * length)
+        batch = len(asked.y)
+        exact = exact or batch > IN_FLOAT32 or layout.passes(batch, length) > PARTIAL_SUMS
         total = torch.zeros_like(asked.model.vector, dtype=torch.float64 if exact else self._dtype)
         for one in laid_out(self._rows(asked.x), asked.y, length, layout):
             total += self._sums([(asked, one)], exact)[0]

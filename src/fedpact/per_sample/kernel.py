@@ -163,11 +163,10 @@ class PerSampleKernel:
             self.model.load(w)
         return total
 
-    def scattered(self, x: Tensor, y: Tensor, most: int) -> tuple[int, int]:
-        """Return M >= most and P for scattered layouts of records of the form of x, y [n, ...]."""
+    def scattered_length(self, x: Tensor, y: Tensor, expected: float) -> int:
+        """Return P for scattered batches of `expected` records of the form of x, y [n, ...]."""
         with all_digits(self.model.vector):
-            length = self._length(x, y)(most, exact=True)
-        return -(-max(most, 1) // length) * length, length
+            return self._length(x, y)(expected, scattered=True)
 
     def invariant(self, x: Tensor, y: Tensor, expected: float = EXPECTED) -> bool:
         """Whether a record's numbers have the same bits in every slot and company, on this machine.
@@ -289,7 +288,8 @@ class PerSampleKernel:
         if batch == 0:
             return torch.zeros_like(vector)
         length = layout.length or self._passes.length(x, y, layout.expected)
-        exact = most is not None or batch > min(IN_FLOAT32, PARTIAL_SUMS * length)
+        many = batch > IN_FLOAT32 or layout.passes(batch, length) > PARTIAL_SUMS
+        exact = most is not None or many
         total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
         # A replay would draw the same numbers again.
         if not self._passes.draws(x, y):

@@ -6,8 +6,9 @@ from the expected size of a batch, which is public: never from how many records 
 
 compact    Records fill slots in order, ⌈n/P⌉ passes. Sound where a record's numbers do not depend
            on its slot, which a private run checks on its machine before it begins.
-scattered  Records take M slots, M public, by a uniform random injection from the step's stream.
-           Sound by construction: without one record it is an injection of the others.
+scattered  Each record draws one of the P slots from the step's stream; those that share one stand
+           in passes one after the other. Sound by construction: a record's slot does not depend on
+           the other records, nor on how many there are.
 """
 
 import math
@@ -25,15 +26,11 @@ from fedpact.common.params import sent
 EXPECTED = 64.0
 """The expected batch size of a caller that names none."""
 
-OVERFLOW = 1e-15
-"""The chance that some batch of a run has no place in its scattered slots; it is added to δ."""
-
 PLACEMENTS: Final = {
     "compact": "Records fill passes of one shape in order; what is computed of a record was found "
     "not to depend on its slot or on the others, for this model (checked on this machine).",
-    "scattered": "Records take slots of passes of one shape that are drawn anew for each batch, so "
-    "the bound does not rest on how a library computes (by construction); 1e-15 is added to δ for "
-    "a batch larger than its slots.",
+    "scattered": "Each record draws its slot in passes of one shape anew for each batch, so the "
+    "bound does not rest on how a library computes (by construction).",
 }
 """How a site places records, as its log and its receipt say it."""
 
@@ -46,7 +43,7 @@ class Placement:
 
     expected: the batch's expected size q N, a public number, for which a compact pass is as long as
     is cheapest. places: int64 [B], each record's slot below `slots`, all different, on the CPU or
-    the records' device; None: compact. slots, length: M and P, as PerSampleKernel.scattered says.
+    the records' device; None: compact. slots: of all passes together; length: P. See `scatter`.
     """
 
     expected: float = EXPECTED
@@ -57,6 +54,10 @@ class Placement:
     def of(self, rows: Tensor | slice) -> "Placement":
         """Return the layout of some of the batch's records, each where it stands."""
         return self if self.places is None else replace(self, places=self.places[rows])
+
+    def passes(self, batch: int, length: int) -> int:
+        """Return how many passes of so many slots hold a batch."""
+        return -(-(batch if self.places is None else self.slots) // length)
 
 
 COMPACT = Placement()
@@ -142,55 +143,56 @@ def overhead(operations: float, flops: float, weights: int, numbers: float = 0.0
     return 3 + fixed / max(flops / 8e10 + numbers * 1e-9, 1e-8)
 
 
-def slots_for(records: float, rate: float, chance: float) -> int:
-    """Return M: a Poisson batch of `records` is larger with at most this chance.
+def scatter(positions: Tensor, length: int) -> Placement:
+    """Return the scattered placement of records that have drawn positions [B] in passes of P slots.
 
-    Chernoff: P(Binomial(N, q) >= m) <= exp(-N KL(m/N, q)). records: N, a public number.
+    positions: int64, below `length`, drawn alike and independently for each record. The k-th record
+    at a position stands there in pass k.
 
-    >>> slots_for(6000, 0.0125, 1e-11), slots_for(10, 1.0, 1e-11), slots_for(0, 0.5, 1e-11)
-    (143, 10, 0)
+    >>> scatter(torch.tensor([2, 0, 2]), 8).places.tolist()
+    [2, 0, 10]
     """
-    count = math.ceil(records)
-    if rate >= 1 or count == 0:
-        return count
-
-    def rare(more: int) -> bool:
-        """Whether a batch of `more` or more is."""
-        if more > count:
-            return True
-        p = more / count
-        other = (1 - p) * math.log((1 - p) / (1 - rate)) if p < 1 else 0.0
-        return p > rate and count * (p * math.log(p / rate) + other) >= -math.log(chance)
-
-    low, high = math.floor(count * rate), count + 1  # `high` is rare
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if rare(middle) else (middle, high)
-    return high - 1
+    counts = positions.bincount(minlength=length)
+    order = positions.argsort(stable=True)
+    rank = torch.empty_like(positions)
+    rank[order] = torch.arange(len(positions)) - (counts.cumsum(0) - counts)[positions[order]]
+    return Placement(
+        places=rank * length + positions, slots=int(counts.max()) * length, length=length
+    )
 
 
 @lru_cache(4096)
-def length_for(expected: float, most: int, overhead: float, *, exact: bool = False) -> int:
+def length_for(
+    expected: float, most: int, overhead: float, *, exact: bool = False, scattered: bool = False
+) -> int:
     """Return P: how many slots make a batch cheapest.
 
     A pass costs its slots and `overhead` more, in records' time, whatever it holds. most: the most
-    that fit at a time. expected: of a Poisson batch, or with `exact` how many slots there are.
+    that fit at a time. expected: of a Poisson batch, or with `exact` how many records there are.
     """
     lengths = [p for p in _LENGTHS if p <= max(most, _LENGTHS[0])]
     if exact:
         numbers, chances = np.array([math.ceil(expected)]), np.ones(1)
     else:
-        spread = 6 * math.sqrt(expected) + 6
-        first, last = max(1, math.floor(expected - spread)), math.ceil(expected + spread)
-        numbers = np.arange(first, last + 1)
-        logs = numbers * math.log(max(expected, 1e-9)) - [math.lgamma(n + 1) for n in numbers]
-        chances = np.exp(logs - logs.max())
-        chances /= chances.sum()
+        numbers, chances = _poisson(expected)
 
-    def cost(length: int) -> float:
-        return float((chances * -(-numbers // length)).sum()) * (length + overhead)
+    def passes(length: int) -> float:
+        if scattered:
+            # How many share a slot is Poisson, independently of other slots: the most of them.
+            first, each = _poisson(expected / length)
+            return float(first[0] + (1 - each.cumsum().clip(max=1) ** length).sum())
+        return float((chances * -(-numbers // length)).sum())
 
-    return min(lengths, key=cost)
+    return min(lengths, key=lambda length: passes(length) * (length + overhead))
+
+
+def _poisson(mean: float) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers that a Poisson variable has but for a chance of 1e-8 or less, and theirs."""
+    spread = 6 * math.sqrt(mean) + 6
+    numbers = np.arange(max(0, math.floor(mean - spread)), math.ceil(mean + spread) + 1)
+    logs = numbers * math.log(max(mean, 1e-9)) - [math.lgamma(n + 1) for n in numbers]
+    chances = np.exp(logs - logs.max())
+    return numbers, chances / chances.sum()
 
 
 def is_invariant(

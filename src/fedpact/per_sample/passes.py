@@ -99,19 +99,19 @@ class Passes:
         """Whether passes over records of the form of x, y draw random numbers."""
         return self._chain(x) is None and self._traced(x, y).draws
 
-    def length(self, x: Tensor, y: Tensor, expected: float, *, exact: bool = False) -> int:
+    def length(self, x: Tensor, y: Tensor, expected: float, **how: bool) -> int:
         """Return P for batches of records of the form of x, y; see layout.length_for."""
         way = self._chain(x) or self._traced(x, y)
         if isinstance(way, Alone):
             return way.step
         if not on_cpu(x):
-            return length_for(expected, self._fitting(x, y), _GPU_OVERHEAD, exact=exact)
+            return length_for(expected, self._fitting(x, y), _GPU_OVERHEAD, **how)
         instance, activations, overhead = way.cost(x)
         keep = norms.keep_bytes(self._model.vector)
         most = max(16, min(keep // max(1, instance), 2 * keep // max(1, activations)))
         if overhead < _BUSY:
             most = min(most, _CACHED)
-        return length_for(expected, most, overhead, exact=exact)
+        return length_for(expected, most, overhead, **how)
 
     def _fitting(self, x: Tensor, y: Tensor) -> int:
         """How many slots a pass on a GPU may have, as public numbers say.

@@ -43,7 +43,7 @@ from fedpact.common.randomness.keystream import CHUNK
 from fedpact.common.randomness.seeded import Draws
 from fedpact.per_sample.clipping import UNIFORM, Fair, Uniform, Weighting
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
-from fedpact.per_sample.layout import OVERFLOW, Placement, aligned, slots_for
+from fedpact.per_sample.layout import Placement, aligned, scatter
 from fedpact.privacy import column_scales
 from fedpact.privacy import reply_bounds as reach
 from fedpact.privacy.accounting.accountant import SampledGaussian
@@ -433,25 +433,17 @@ class PrivateOracle:
         if terms.units:
             release = self._shared if terms.honest else partial(self._rounded, terms.units)
         add_noise = partial(release, step=step)
-        x, y, shares, layout = self._laid_out(terms, step, x, y, shares)
+        layout = self._laid_out(terms, step, x, y)
         return answering(cast(Any, self._kernel), x, y, terms, add_noise, channels, shares, layout)
 
-    def _laid_out(
-        self, terms: Terms, step: int, x: Tensor, y: Tensor, shares: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Placement | None]:
-        """Return the batch with its layout; records that M slots have no place for are left out."""
+    def _laid_out(self, terms: Terms, step: int, x: Tensor, y: Tensor) -> Placement | None:
+        """Return where the batch's records stand; None: as the kernel has it by default."""
         if self._placement is None or not isinstance(self._kernel, PerSampleKernel):
-            return x, y, shares, None
+            return None
         if self._placement == "compact":
-            return x, y, shares, Placement(terms.batch_size)
-        if shares is not None:
-            # How many records persons have is not public: each record has a pass of its own.
-            return x, y, shares, Placement(length=1)
-        most = slots_for(terms.size, terms.rate, OVERFLOW / max(terms.steps, 1))
-        slots, length = self._kernel.scattered(x, y, most)
-        count = min(len(y), slots)
-        places = self._draws.places(count, slots, step)
-        return x[:count], y[:count], None, Placement(places=places, slots=slots, length=length)
+            return Placement(terms.batch_size)
+        length = self._kernel.scattered_length(x, y, terms.batch_size)
+        return scatter(self._draws.positions(len(y), length, step), length)
 
     def _shared(
         self, total: Tensor, sigma: float, bound: float, purpose: str, *, step: int

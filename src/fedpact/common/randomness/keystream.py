@@ -118,15 +118,13 @@ def poisson(source: WordSource, records: int, rate: float) -> Tensor:
     return from_numpy(np.concatenate(parts) if len(parts) > 1 else parts[0])
 
 
-def injection(source: WordSource, count: int, places: int) -> Tensor:
-    """Return `count` different places below `places`, every sequence of them as likely.
-
-    The order of words that are drawn anew; two are equal once in 2^64 / places² times.
-    """
+def positions(source: WordSource, count: int, slots: int) -> Tensor:
+    """Return int64 [count], each below `slots`, independently and alike."""
     parts = [
-        source.words(min(CHUNK, places - start)).copy() for start in range(0, max(places, 1), CHUNK)
+        (source.words(min(CHUNK, count - start)) % np.uint64(slots)).astype(np.int64)
+        for start in range(0, max(count, 1), CHUNK)
     ]
-    return from_numpy(np.concatenate(parts).argsort(kind="stable")[:count].astype(np.int64))
+    return from_numpy(np.concatenate(parts))
 
 
 def _below(words: Words, limit: np.uint64) -> NDArray[np.int64]:

@@ -52,9 +52,9 @@ from fedpact.common.randomness.keystream import (
     KeyStream,
     Parts,
     Words,
-    injection,
     normals,
     poisson,
+    positions,
 )
 from fedpact.common.randomness.seeded import empty, shared
 
@@ -229,10 +229,10 @@ class SecureDraws:
             return torch.arange(records)
         return poisson(self._own.stream, records, rate)
 
-    def places(self, count: int, slots: int, step: int) -> Tensor:
-        """Return where the records of a batch stand: `count` different slots, drawn uniformly."""
+    def positions(self, count: int, slots: int, step: int) -> Tensor:
+        """Return a slot below `slots` for each of `count` records, drawn independently."""
         del step
-        return injection(self._own.stream, count, slots)
+        return positions(self._own.stream, count, slots)
 
     def number(self, step: int) -> int:
         """Return a whole number below 2^64, which a model's own random numbers are drawn by; a new

@@ -32,7 +32,7 @@ from torch import Tensor
 from fedpact.common.check import positive
 from fedpact.common.errors import PlanError
 from fedpact.common.params import from_numpy, on_cpu
-from fedpact.common.randomness.keystream import KeyStream, Parts, injection, normals, poisson
+from fedpact.common.randomness.keystream import KeyStream, Parts, normals, poisson, positions
 
 
 def size_of_round(each: int | None, sites: int) -> int:
@@ -160,8 +160,8 @@ class Draws(Protocol):
         """Return the indices of a Poisson batch: each of `records` with probability `rate`."""
         ...
 
-    def places(self, count: int, slots: int, step: int) -> Tensor:
-        """Return where the records of a batch stand: `count` different slots, drawn uniformly."""
+    def positions(self, count: int, slots: int, step: int) -> Tensor:
+        """Return a slot below `slots` for each of `count` records, drawn independently."""
         ...
 
     def number(self, step: int) -> int:
@@ -250,9 +250,9 @@ class SeededDraws:
             return torch.arange(records)
         return poisson(self._stream.seek(_place("batch", step)), records, rate)
 
-    def places(self, count: int, slots: int, step: int) -> Tensor:
-        """Return where the records of a batch stand: `count` different slots, drawn uniformly."""
-        return injection(self._stream.seek(_place("places", step)), count, slots)
+    def positions(self, count: int, slots: int, step: int) -> Tensor:
+        """Return a slot below `slots` for each of `count` records, drawn independently."""
+        return positions(self._stream.seek(_place("positions", step)), count, slots)
 
     def number(self, step: int) -> int:
         """Return a whole number below 2^64, which a model's own random numbers are drawn by."""

@@ -332,8 +332,8 @@ class _Together:
     def batch(self, records: int, rate: float, step: int) -> Tensor:
         return self._own.batch(records, rate, step)
 
-    def places(self, count: int, slots: int, step: int) -> Tensor:
-        return self._own.places(count, slots, step)
+    def positions(self, count: int, slots: int, step: int) -> Tensor:
+        return self._own.positions(count, slots, step)
 
     def number(self, step: int) -> int:
         return self._own.number(step)
