@@ -23,9 +23,6 @@ from fedpact.common.run_folder import (
     explain_not_a_run,
     find_unused_path,
     folder_of_run,
-    keep_before,
-    recover,
-    rollback,
 )
 from fedpact.common.user_code import (
     check_same,
@@ -41,8 +38,8 @@ from fedpact.plan import Plan
 from fedpact.report import charts
 from fedpact.report.page import build_headline, write_report
 from fedpact.report.run_files import RunFolder, read_run
-from fedpact.simulation.extend import begin_extension, extend_plan
 from fedpact.simulation.predict import Predictor
+from fedpact.simulation.resume import extend_plan
 from fedpact.simulation.simulate import OnRound, Simulated, simulate
 
 _INSTEAD: Final = "result.records and result.summary"
@@ -168,7 +165,19 @@ def run(
         _check_named(data, settings)
         plan = plan_of(first, settings)
     plan, records = with_own(plan, model=model, data=data, test=test, loss=loss, metrics=metrics)
-    folder = check_out(default_folder(plan) if out is None else Path(out))
+    folder = default_folder(plan) if out is None else Path(out)
+    return _carry_out(plan, folder, records, engine, on_round, stop)
+
+
+def _carry_out(
+    plan: Plan,
+    out: Path,
+    records: Dataset | None,
+    engine: str,
+    on_round: OnRound | None,
+    stop: Callable[[], bool],
+) -> Result:
+    folder = check_out(out)
     if on_round is None:
         on_round = _bar(plan) if in_notebook() else lambda _: None
     with exclusive(folder):
@@ -269,7 +278,6 @@ def load(
     """
     if not isinstance(cast(Any, folder), str | PathLike):
         raise InputError(f"folder is {describe_value(folder)}: expected the path of a run's folder")
-    recover(Path(folder))
     place = folder_of_run(Path(folder))
     if not (place / "plan.json").exists():
         raise DataError(f"{folder} has no plan.json, so no run: {explain_not_a_run(Path(folder))}")
@@ -287,50 +295,45 @@ def extend(
     rounds: int,
     *,
     epsilon: float | None = None,
+    out: Path | str | None = None,
     data: Any = None,
     model: Any = None,
     test: Any = None,
     loss: Any = None,
     metrics: Any = None,
     engine: str = "local",
-    on_round: OnRound = lambda _: None,
+    on_round: OnRound | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Result:
-    """Carry out so many more rounds of a simulated run that has ended, in its folder.
+    """Go on from the model of a simulated run that has ended: so many rounds more, as a new run.
 
-    Each site reserves them anew, beside what it had reserved: both ε and both δ count together.
-    epsilon: of the new reservation, None for the plan's. data, model, test, loss, metrics: what was
-    handed in, if it was. engine, on_round, stop: as of `run`. Raises InputError: it cannot be
-    extended, or other records, another model, loss or metrics are handed in. PrivacyError: a site's
-    policy does not allow it; the run is then as it was.
+    It keeps the run's ledgers: each site reserves the new rounds beside what it had reserved, and
+    both ε and both δ count together (summary["ledgers"]). What algorithm, server or sites remember
+    beside the model begins anew.
+    epsilon: of the new run, None for the plan's. out: its folder; by default FOLDER-more. data,
+    model, test, loss, metrics: what was handed in, if it was. engine, on_round, stop: as of `run`.
+    Raises InputError: it cannot be extended, or other records, another model, loss or metrics are
+    handed in. PrivacyError: a site's policy does not allow it.
     """
-    place = Folder(Path(folder))
-    with exclusive(place.path):
-        plan, ready = (
-            extend_plan(place, rounds, epsilon),
-            data if isinstance(data, Dataset) else None,
+    place = Path(folder)
+    plan, ready = extend_plan(Folder(place), rounds, epsilon), isinstance(data, Dataset)
+    given = None if ready else data
+    own, found = with_own(plan, model=model, data=given, test=test, loss=loss, metrics=metrics)
+    records = data if ready else found
+    if own != plan:
+        raise PlanError(
+            f"{place} is a run of {plan.model} on {plan.data}{_by(plan)}, and what is "
+            f"handed in is {own.model} on {own.data}{_by(own)}: hand in the same, or begin a "
+            "new run"
         )
-        given = None if ready else data
-        own, found = with_own(plan, model=model, data=given, test=test, loss=loss, metrics=metrics)
-        records = ready or found
-        if own != plan:
-            raise PlanError(
-                f"{place.path} is a run of {plan.model} on {plan.data}{_by(plan)}, and what is "
-                f"handed in is {own.model} on {own.data}{_by(own)}: hand in the same, or begin a "
-                "new run"
-            )
-        _check_here(own, records, place.path, rounds)
-        keep_before(place.path)
-        try:
-            begin_extension(place, plan)
-            result = simulate(
-                plan, place.path, data=records, engine=engine, on_round=on_round, stop=stop
-            )
-        finally:
-            # Whatever ended it: nothing was promised yet, or it is settled, and goes on if resumed.
-            rollback(place.path)
-        write_report(place.path)
-    return Result(**vars(result))
+    _check_here(own, records, place, rounds)
+    return _carry_out(own, extended_folder(place, out), records, engine, on_round, stop)
+
+
+def extended_folder(folder: Path, out: Path | str | None) -> Path:
+    """Return the folder of a run that goes on from the one in `folder`. out: if it was named."""
+    more = folder.resolve().with_name(f"{folder.resolve().name}-more")
+    return find_unused_path(more) if out is None else Path(out)
 
 
 def _check_here(plan: Plan, records: Dataset | None, folder: Path, rounds: int) -> None:

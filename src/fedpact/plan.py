@@ -13,7 +13,6 @@ from fedpact.algorithms.common.limits import Limits, Running
 from fedpact.algorithms.wrappers import effective
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.algorithms.wrappers.combine import (
-    check_extended,
     check_mode,
     check_part,
     combine_wrappers,
@@ -93,8 +92,7 @@ def _figures(plan: Any) -> list[CardFigure]:
         CardFigure("model", str(plan.model)),
         CardFigure("sites", f"{plan.sites:,}"),
         *([CardFigure("sites per round", str(part))] if (part := plan.sites_per_round) else []),
-        # What ε is of: the rounds before were another reservation's.
-        CardFigure("rounds", f"{plan.after + 1:,} to " * bool(plan.after) + f"{plan.rounds:,}"),
+        CardFigure("rounds", f"{plan.rounds:,}"),
         CardFigure("ε", bound if plan.private else "NOT PRIVATE", bad=not plan.private),
         *([CardFigure("δ", str(privacy.delta))] if plan.private else []),
     ]
@@ -114,7 +112,6 @@ class Plan(ShownPlan, BaseModel):
     model: logistic, mlp, cnn, cnn_group_norm, cnn_padded, ngram, lstm, transformer, or one of your
     own as package.module:factory, factory(shape, classes) -> nn.Module.
     algorithm: its name; `fedpact algorithms` lists them.
-    after: how many of the rounds were done under earlier reservations; `fedpact extend` writes it.
     rounds: T, how often the sites are asked. sites: K, how many there are in a simulation.
     sites_per_round: m, how many of the sites take part in a round, drawn anew for each from the
     seed and its number, so that anybody can tell who; left out, all of them do.
@@ -133,7 +130,6 @@ class Plan(ShownPlan, BaseModel):
     model: Named = "logistic"
     algorithm: str = "fedavg"
     rounds: int = Field(default=30, ge=1)
-    after: int = Field(default=0, ge=0)
     sites: int = Field(default=5, ge=1)
     sites_per_round: int | None = Field(default=None, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -171,8 +167,6 @@ class Plan(ShownPlan, BaseModel):
     def _whole(self) -> Self:
         self.task.check_plain("[evaluation]" * self.evaluation.used)
         self.privacy.check_rate(self.sampling_rate, self.batch_size)
-        if self.after >= self.rounds:
-            raise ValueError(f"after = {self.after} of rounds = {self.rounds}: none would be left")
         self.logistic.check_model(self.model)
         self.views.check_goes(self.task.plain, self.features.used, self.run.stacked)
         self.initial.check_model(self.model)
@@ -197,8 +191,6 @@ class Plan(ShownPlan, BaseModel):
         self.privacy.check_sum(self.secure_aggregation.threshold, whose, method.needs_own_noise)
         check_part(self.sites_per_round, method, self.secure_aggregation.threshold)
         self.check_sites(self.sites)
-        if self.after:
-            self.check_extended()
         self.budget.check_method(method.controlled, self.task.kind)
         self.evaluation.check_ends(*self.budget.good_enough, self.private, self.rounds)
         return self
@@ -219,7 +211,6 @@ class Plan(ShownPlan, BaseModel):
             self.privacy,
             self.rounds,
             len(self.records.released),
-            self.after,
         )
 
     @cached_property
@@ -261,11 +252,6 @@ class Plan(ShownPlan, BaseModel):
         """Raise PlanError where no round can be of so many sites: sites_per_round, [robust]."""
         self.robust.check_round(size_of_round(self.sites_per_round, count))
 
-    def check_extended(self) -> None:
-        """Raise PlanError where no reservation for more rounds can follow this plan's."""
-        once = self.evaluation.used, bool(self.records.released), self.noisy_sizes
-        check_extended(self.method, *once, self.privacy.honest)
-
     @property
     def private(self) -> bool:
         """Whether all that leaves the sites is protected; `unprotected` parts make it false."""
@@ -286,6 +272,15 @@ class Plan(ShownPlan, BaseModel):
         """Whether sites release their sizes with noise, instead of declaring them."""
         return self.private and self.privacy.sizes == "noisy"
 
+    def seeds(self, site: str, number: int) -> tuple[int, *tuple[int | str, ...]]:
+        """Return what a site's seeded draws of a round follow from.
+
+        A run that goes on from given weights has draws of its own: by the seed alone it would add
+        the noise of the run that made them a second time.
+        """
+        start = self.initial.sha256
+        return (self.seed, site, number) if start is None else (self.seed, site, number, start)
+
     def participants(self, sites: Iterable[str]) -> Participants:
         """Return who of these sites, which are all, takes part in which round. Raises PlanError."""
         return Participants(self.seed, tuple(sorted(sites)), self.sites_per_round)
@@ -294,10 +289,9 @@ class Plan(ShownPlan, BaseModel):
     def steps(self) -> int:
         """The most joint events (or plain batches) of a site that takes part in every round.
 
-        τ times the rounds; of a run that was extended, of the last reservation's. Of a controlled
-        τ, its iterations where they are given.
+        τ times the rounds; of a controlled τ, its iterations where they are given.
         """
-        return self.method.iterations or (self.rounds - self.after) * self.method.steps()
+        return self.method.iterations or self.rounds * self.method.steps()
 
     def rate(self, site: str, size: float) -> float:
         """Return q_i of a site of nominal size N_i; B / N_i is rounded up to the shared grid."""
@@ -314,7 +308,7 @@ class Plan(ShownPlan, BaseModel):
         names = tuple(sorted(sizes))
         self.privacy.check_sites(names)
         self.privacy.check_shared(self.secure_aggregation.threshold, len(names))
-        each = self.participants(names).rounds(self.after, self.rounds)
+        each = self.participants(names).rounds(self.rounds)
         requests = (self.request(name, sizes[name], names, each[name]) for name in names)
         result = {request.site: self.privacy.terms(names, request) for request in requests}
         return self.privacy.together(result)
@@ -408,14 +402,3 @@ def _validated(raw: Mapping[str, Any], typed: Collection[str] | None) -> Plan:
 
 def _document(raw: Mapping[str, Any]) -> dict[str, Any]:
     return _validated(raw, ()).document()
-
-
-def read_extension(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `extend` was asked for, which made this plan.json: rounds and ε, None for none.
-
-    An ε that was left out and stands for all sites is told as well: it is the same.
-    """
-    privacy = plan["privacy"]
-    own = privacy["mode"] == "none" or privacy["per_site"] or privacy["sigma"] is not None
-    known = None if own or isinstance(privacy["epsilon"], list) else privacy["epsilon"]
-    return {"rounds": plan["rounds"] - plan["after"], "epsilon": known}

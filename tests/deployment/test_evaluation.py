@@ -304,10 +304,10 @@ def test_each_run_on_a_ledger_draws_its_own_secret(evaluated):
         (evaluated / name).write_text(text.replace(old, new))
     with Site(evaluated) as site:
         assert site.ledger.total() == pytest.approx((2 * alone[0], 2 * alone[1]), rel=1e-12)
-    # An extension of it needs the same.
+    # The run that has promised evaluations by it needs the same one.
     (evaluated / "held-out.key").unlink()
-    with pytest.raises(LedgerError, match="evaluations of run another_more1"):
-        _examiner_key(evaluated, evaluated / "ledger.jsonl", "another_more1")
+    with pytest.raises(LedgerError, match="evaluations of run another"):
+        _examiner_key(evaluated, evaluated / "ledger.jsonl", "another")
 
 
 def test_its_owner_sees_the_exact_figures_and_the_server_none(ran, capsys):

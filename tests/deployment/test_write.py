@@ -286,16 +286,3 @@ def test_keys_that_are_none_are_told_apart(written, tmp_path):
         keys.read_private_key(tmp_path / "key")
     with pytest.raises(InputError, match="no OpenSSH public key"):
         keys.public_key("ssh-rsa nonsense")
-
-
-@pytest.mark.parametrize(("name", "good"), [("a_more1", False), ("a_more0", True), ("more1", True)])
-def test_extension_name_is_refused_for_an_unextended_run(written, name, good):
-    site = next(written.glob("sites/*"))
-    plan = read_plan(site / "plan.json")
-    found = Federation.read(site / "federation.toml").model_copy(update={"run": name})
-    if good:
-        assert found.terms(plan)
-        return
-    with pytest.raises(PlanError, match="a name that `fedpact extend` gives"):
-        found.terms(plan)
-    assert found.terms(plan.model_copy(update={"after": 1, "rounds": plan.rounds + 1}))

@@ -35,10 +35,6 @@ def test_when_it_ends():
     assert ended(Early(patience=2), 0.5, 0.6, 0.55, None, 0.6) == "patience"
     assert ended(Early(patience=2), 0.5, 0.6, 0.55, 0.61) == ""
     assert ended(Early(), 1.0, 0.0) == ""
-    # What an earlier reservation's rounds reached ends none of the later ones.
-    early = Early(accuracy=0.5, after=1)
-    early.see([RoundRecord(round=1, accuracy=0.9)])
-    assert early.status == ""
 
 
 def test_plain_run_stops_at_target_and_stays_stopped(tmp_path):

@@ -13,7 +13,6 @@ from fedpact.common.configuration import DEFAULTS_KEY
 from fedpact.common.errors import PlanError
 from fedpact.plan import Plan
 from fedpact.report.page import write_report
-from fedpact.simulation.extend import with_rounds
 from fedpact.studies.pool import expand_sweep
 
 SHARE = {"share": 0.2}
@@ -125,13 +124,12 @@ def old(tmp_path_factory):
     return folder
 
 
-def test_a_run_of_before_is_resumed_read_extended_and_repeated(old):
+def test_a_run_of_before_is_resumed_read_and_repeated(old):
     execute_resume(old, "local", as_json=True)
     assert load(old).summary["rounds"] == 2
     assert "server.adaptivity" in write_report(old).read_text()
     plan = Plan.read(old / "plan.json")
     assert (plan.server.momentum, plan.server.adaptivity) == (0.5, 7.0)
-    assert with_rounds(plan, 2, 1, None).rounds == 3
     assert Plan.parse(plan.document()) == plan
 
 

@@ -16,11 +16,9 @@ import pytest
 import torch
 from tests import recounted
 
-import fedpact
 from fedpact import algorithms
 from fedpact.algorithms import fedavg
 from fedpact.algorithms.wrappers.base import Method
-from fedpact.api import extend
 from fedpact.cli.plan import execute_plan as show_plan
 from fedpact.cli.plan import forecast
 from fedpact.common.errors import InputError, PlanError
@@ -54,7 +52,7 @@ PLAIN = {**PLAN, "privacy": {"mode": "none"}}
 def own_rounds(plan, site):
     """The rounds that are a site's, by the public draw."""
     part = plan.participants(SITES)
-    return [t for t in range(plan.after + 1, plan.rounds + 1) if site in part.of(t)]
+    return [t for t in range(1, plan.rounds + 1) if site in part.of(t)]
 
 
 def entries(folder, site, kind, run=None):
@@ -199,23 +197,6 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_draws(tmp_path):
     simulate(plan, tmp_path / "b", stop=lambda: next(asked) == 3)
     assert simulate(plan, tmp_path / "b").summary["status"] == "finished"
     assert bits(tmp_path / "a") == bits(tmp_path / "b")
-
-
-def test_more_rounds_draw_on_and_reserve_their_own(tmp_path):
-    fedpact.run(Plan.parse({**PLAN, "rounds": 3}), tmp_path / "run")
-    result = extend(tmp_path / "run", 3, epsilon=1.0)
-    longer = Plan.parse({**PLAN, "after": 3})
-    run = json.loads((tmp_path / "run" / "environment.json").read_text())["run"]
-    assert [tuple(r.asked) for r in result.records[1:]] == [
-        longer.participants(SITES).of(t) for t in range(1, 7)
-    ]
-    said = json.loads((tmp_path / "run" / "privacy.json").read_text())["sites"]
-    for site in SITES:
-        own = own_rounds(longer, site)
-        promised = entries(tmp_path / "run", site, "reserve", run)
-        assert sum(n for p in promised for _, _, n in p["events"]) == 2 * len(own)
-        assert [e["round"] for e in entries(tmp_path / "run", site, "charge", run)] == own
-        assert said[site]["rounds"] == len(own_rounds(Plan.parse(PLAN), site))
 
 
 def test_never_drawn_site_reserves_and_spends_nothing(tmp_path):

@@ -142,7 +142,6 @@ def _document(target: Target, findings: dict[str, Finding], found: list[Check]) 
         "mechanism": terms.mechanism,
         "confidence": CONFIDENCE,
         "events": terms.steps,
-        "after": target.plan.after,
         "model_parameters": target.w.numel(),
         "checks": [check.document() for check in found],
         "methods": {m: {**dataclasses.asdict(f), "passed": f.passed} for m, f in findings.items()},
@@ -158,11 +157,6 @@ def _claimed(document: dict[str, Any]) -> str:
 
 def _print(document: dict[str, Any], found: list[Check], run: Path | None) -> None:
     out = Console(highlight=False, soft_wrap=True)
-    if document["after"]:
-        out.print(
-            "the run was extended: attacked is its last reservation, of the rounds after "
-            f"{document['after']}"
-        )
     out.print(
         f"site {document['site']}: claimed ε = {_claimed(document)} at δ = "
         f"{document['delta']:g}, {document['adjacency']}, accountant {document['accountant']}. "

@@ -28,7 +28,7 @@ from fedpact.privacy.terms import channels
 from fedpact.simulation.secure_aggregation.graph import secure_terms
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.statement import describe_held_out_releases, per_person, site_terms
-from fedpact.studies.optimise import optimise_budgets, own_rounds
+from fedpact.studies.optimise import optimise_budgets
 from fedpact.studies.recommend import delta_too_large
 
 # How many times longer noise may be than it could without a word.
@@ -56,18 +56,16 @@ def execute_plan(
 
 def forecast(scene: SimulationSetup) -> dict[str, Any]:
     """Return what the plan will spend if every site answers every round."""
-    plan, rounds = scene.plan, own_rounds(scene.plan)
+    plan, rounds = scene.plan, scene.plan.rounds
     total = _iterations(scene)
     size_of_message, size_of_all = _message_bytes(scene)
     sites = site_terms(scene.plan, scene.terms)
     of_held = describe_held_out_releases(plan, scene.form, scene.dataset.person is not None)
-    own = scene.participants.rounds(plan.after, plan.rounds)
+    own = scene.participants.rounds(plan.rounds)
     return {
         "private": plan.private,
         "algorithm": plan.algorithm,
         "rounds": rounds,
-        # Of an extended run, which had so many rounds before, under reservations of their own.
-        "after": plan.after,
         "sites_per_round": plan.sites_per_round,
         # As a mean, where τ is chosen on the way.
         "iterations_per_round": total // rounds if total % rounds == 0 else total / rounds,
@@ -110,9 +108,9 @@ def _by_round(scene: SimulationSetup, site: str, total: int, *, alone: bool = Fa
 
     Where τ is chosen on the way, as if the rounds shared the iterations evenly.
     """
-    plan, terms, rounds = scene.plan, scene.terms[site], own_rounds(scene.plan)
+    plan, terms, rounds = scene.plan, scene.terms[site], scene.plan.rounds
     after = terms.epsilon_alone_after if alone else terms.epsilon_after
-    own = (site in scene.participants.of(t) for t in range(plan.after + 1, plan.rounds + 1))
+    own = (site in scene.participants.of(t) for t in range(1, plan.rounds + 1))
     return [
         after(
             terms.history(
@@ -139,10 +137,10 @@ def _message_bytes(scene: SimulationSetup) -> tuple[int, int]:
     task = Task("run", 1, plan.algorithm, down, told.numbers)
     full = Task("run", 1, plan.algorithm, told.vectors, told.numbers)
     reply = Reply("run", 1, "site", 1.0, up, told.numbers, "0" * 64)
-    rounds = own_rounds(plan)
+    rounds = plan.rounds
     whole = (task.wire_bytes + encoded_length(reply)) * rounds * len(who.of(1))
     if who.partial:
-        newcomers = who.newcomers(plan.after, plan.rounds)
+        newcomers = who.newcomers(plan.rounds)
         whole += (full.wire_bytes - task.wire_bytes) * newcomers
     return round(whole / rounds), whole
 
@@ -162,11 +160,6 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
         f"{_rounds(scene, document)}, "
         f"about {size(document['bytes'])} of messages"
     )
-    if plan.after:
-        out.print(
-            f"These are rounds {plan.after + 1} to {plan.rounds} of a run that was extended: what "
-            "they cost adds to what the run had reserved before (its earlier.json)"
-        )
     if document["secure_aggregation"]:
         out.print(_secured(**document["secure_aggregation"]))
     if not plan.private:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fedpact.api import Result, default_folder
+from fedpact.api import Result, default_folder, extended_folder
 from fedpact.api import extend as carry_on
 from fedpact.api import run as carry_out
 from fedpact.cli.console import INTERRUPTED, StopOnInterrupt, show
@@ -27,14 +27,11 @@ from fedpact.common.format import (
     upper,
 )
 from fedpact.common.messages import RoundRecord
-from fedpact.common.run_folder import Folder, recover
+from fedpact.common.run_folder import Folder
 from fedpact.evaluation.metrics import METRICS, find_display
 from fedpact.plan import Plan
-from fedpact.privacy.ledger.receipt import receipt
 from fedpact.report import evaluations
-from fedpact.simulation.extend import extend_plan
-
-_RESERVED = "epsilon_reserved", "delta_reserved"
+from fedpact.simulation.resume import extend_plan
 
 
 def execute_run(
@@ -53,38 +50,22 @@ def execute_resume(folder: Path, engine: str, as_json: bool) -> None:
     """Carry out `fedpact execute_resume`. Raises DataError: no such folder."""
     if not folder.is_dir():
         raise DataError(f"{folder} is no folder: name the folder of a run, as under runs/")
-    recover(folder)
     _carry_out(Plan.parse(Folder(folder).read_json("plan.json")), folder, engine, as_json)
 
 
 def execute_extend(
-    folder: Path, rounds: int, epsilon: float | None, engine: str, as_json: bool
+    folder: Path, rounds: int, epsilon: float | None, out: Path | None, engine: str, as_json: bool
 ) -> None:
-    """Carry out `fedpact execute_extend` on a simulated run, or on the files of a deployment's
-    parties."""
-    if (folder / "rounds.jsonl").exists():
-        recover(folder)
-        plan = extend_plan(Folder(folder), rounds, epsilon)
-        carry = partial(carry_on, folder, rounds, epsilon=epsilon, engine=engine)
-        _shown(plan, folder, carry, as_json)
-        return
-    from fedpact.deployment.extend import extend_deployment as extend_parties
-
-    plan, name, least = extend_parties(folder, rounds, epsilon)
-    sigma = f"; smallest_sigma, of which this one has {least:.6g}" if least else ""
-    told = {"run": name, "rounds": plan.rounds, "after": plan.after}
-    out = Console(highlight=False, soft_wrap=True)
-    show(
-        told,
-        as_json,
-        lambda: out.print(
-            f"{folder}: run {name} goes on from round {plan.after} to {plan.rounds}, under a new "
-            "reservation. Every party needs the same plan.json and federation.toml, and every "
-            "site's owner allows it in policy.toml (epsilon_ever and delta_ever, which are of all "
-            f"reservations together{sigma}); start them again",
-            markup=False,
-        ),
-    )
+    """Carry out `fedpact extend`: a new run that goes on from the model of a simulated one."""
+    if (folder / "federation.toml").exists() or (folder / "server").exists():
+        raise DataError(
+            f"{folder} is of a deployment: name a new run in federation.toml at every party, with "
+            "a plan whose initial is the model of this one; each site's ledger, which it keeps, "
+            "counts both, as far as its policy allows"
+        )
+    plan, new = extend_plan(Folder(folder), rounds, epsilon), extended_folder(folder, out)
+    carry = partial(carry_on, folder, rounds, epsilon=epsilon, out=new, engine=engine)
+    _shown(plan, new, carry, as_json)
 
 
 def _carry_out(plan: Plan, folder: Path, engine: str, as_json: bool) -> None:
@@ -220,8 +201,12 @@ def _print_outcome(plan: Plan, result: Result) -> None:
             f"accountant {summary['accountant']}; covers every release of the "
             f"{'training' if plan.evaluation_terms else 'run'}"
         )
-        if plan.run.ledgers:
-            _print_kept(out, Path(plan.run.ledgers), sorted(summary["delta"]))
+        if (kept := summary["ledgers"]) and kept["runs"] > 1:
+            epsilon, delta = upper(kept["epsilon_reserved"]), upper(kept["delta_reserved"])
+            out.print(
+                f"ledgers    {kept['runs']} runs in {plan.run.ledgers}: together ε <= {epsilon} "
+                f"at δ = {delta}"
+            )
         if summary["evaluation"]:
             out.print(
                 f"released   {evaluations.describe_figures(summary['evaluation']['figures'])}"
@@ -234,12 +219,3 @@ def _print_outcome(plan: Plan, result: Result) -> None:
     out.print(f"sent       {size(summary['bytes_up'] + summary['bytes_down'])}")
     out.print(f"time       {summary['seconds']:.1f} s")
     out.print(f"report     {result.folder / 'report.html'}")
-
-
-def _print_kept(out: Console, kept: Path, sites: Sequence[str]) -> None:
-    """Say what the ledgers that a run shares with others have of all of them."""
-    found = [receipt(kept / f"{site}.ledger.jsonl") for site in sites]
-    runs = max(sum(run["beside"] is None for run in one["runs"].values()) for one in found)
-    if runs > 1:
-        epsilon, delta = (upper(max(r[k] for r in found)) for k in _RESERVED)
-        out.print(f"ledgers    {runs} runs in {kept}: together ε <= {epsilon} at δ = {delta}")

@@ -23,7 +23,6 @@ from fedpact.data.schema import RecordForm
 from fedpact.data.tokens import is_tokens
 from fedpact.evaluation.held_out import Grouping, SumsForm, form_of
 from fedpact.plan import Plan
-from fedpact.privacy.ledger.reservations import is_extension
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.workshop import TrainingSetup
 
@@ -195,12 +194,6 @@ class Federation(BaseModel):
                 f"plan.json has {', '.join(plan.handed)}, which was handed in from Python: every "
                 "party builds model and loss itself; define them in a file that all parties have, "
                 "as package.module:name"
-            )
-        if is_extension(self.run) and not plan.after:
-            raise PlanError(
-                f"federation.toml has run = {self.run!r}, a name that `fedpact extend` gives, and "
-                "plan.json is of no run that was extended: its costs would be counted as those of "
-                "another run; name it otherwise, at every party"
             )
         if plan.sites_per_round is not None and plan.sites_per_round < self.patience.least_replies:
             raise PlanError(

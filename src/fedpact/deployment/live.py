@@ -27,7 +27,7 @@ from rich.console import Console
 
 from fedpact.common.errors import DataError, FedpactError, InputError
 from fedpact.common.format import upper
-from fedpact.common.run_folder import BACKUP_FILE, WAITS, folder_of_run
+from fedpact.common.run_folder import WAITS, folder_of_run
 from fedpact.deployment.federation import Federation, parse_toml
 from fedpact.deployment.site_evaluation import Progress
 from fedpact.deployment.site_records import SiteSettings
@@ -168,7 +168,7 @@ def _run(folder: Path) -> Document:
         "kind": "run",
         "name": str(_json(folder / "environment.json").get("run") or folder.name),
         "algorithm": plan.get("algorithm"),
-        "status": _status(folder, summary, begun=bool(records)),
+        "status": _status(summary, begun=bool(records)),
         "private": bool(privacy.get("private")),
         "adjacency": privacy.get("adjacency"),
         "round": done,
@@ -196,9 +196,7 @@ def _run(folder: Path) -> Document:
     }
 
 
-def _status(folder: Path, summary: Mapping[str, Any], *, begun: bool) -> str:
-    if (folder / BACKUP_FILE).exists():
-        return "being extended, or cut off at that: resume, load or extend it"
+def _status(summary: Mapping[str, Any], *, begun: bool) -> str:
     return str(summary.get("status") or ("running" if begun else "not begun"))
 
 
@@ -215,8 +213,8 @@ def _site(directory: Path) -> Document:
     plan, path = _json(directory / "plan.json"), directory / settings.ledger
     progress = Progress.read(directory)
     if progress.run != federation.run:
-        # Of a run that was extended since, which goes on from there.
-        progress = Progress(round=int(plan.get("after") or 0))
+        # Of an earlier run of this site.
+        progress = Progress()
     ledger = _ledger(path, *_stamp(path)) if path.exists() else {"runs": {}, "entries": 0}
     handed = _json(directory / "run" / "summary.json")
     return {
@@ -225,7 +223,7 @@ def _site(directory: Path) -> Document:
         "run": federation.run,
         "algorithm": plan.get("algorithm"),
         "status": "ended: the final model is here"
-        # Of a run that was extended since, the model is of before.
+        # Else the model is an earlier run's.
         if handed.get("run") == federation.run
         else progress.state,
         "round": progress.round,

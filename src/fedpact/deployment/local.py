@@ -14,7 +14,6 @@ from typing import Any
 from fedpact.common.errors import DataError, PlanError
 from fedpact.common.files import PRIVATE, only_one, parse_errors, write_whole
 from fedpact.common.messages import RoundRecord
-from fedpact.common.run_folder import recover
 from fedpact.deployment.admission import LedgerRegistry
 from fedpact.deployment.federation import Federation, parse_toml
 from fedpact.deployment.final_model import read_ending
@@ -54,7 +53,6 @@ def start_parties(directory: Path, only: str | None = None) -> dict[str, int]:
     parties(directory)  # before there is a lock in a folder that is no deployment
     with one_at_a_time(directory):
         places = parties(directory)
-        recover(*places.values())
         running = _running(directory, places)
         for name, where in places.items():
             if name not in running and only in (None, name):

@@ -21,7 +21,6 @@ from fedpact.common.files import parse_errors
 from fedpact.deployment.federation import Federation, parse_toml
 from fedpact.deployment.site_records import SiteSettings
 from fedpact.privacy.ledger.receipt import receipt
-from fedpact.privacy.ledger.reservations import family
 from fedpact.simulation.secure_aggregation import keys
 
 _HOW = "ECDSA with SHA-384, of the rest as JSON with sorted keys and no spaces"
@@ -47,9 +46,8 @@ def build_receipt(ledger: Path, site: Path | None = None) -> dict[str, Any]:
             run = json.loads((folder / "environment.json").read_bytes())["run"]
         about, name = _plan(folder)
         version = about.data_version
-    mine = family(run, told["runs"])
     for other, spend in told["runs"].items():
-        spend["purpose"] = about.purpose or None if (spend["beside"] or other) in mine else None
+        spend["purpose"] = about.purpose or None if (spend["beside"] or other) == run else None
     told["data_set"] = {"name": name, "version": version or None}
     told["date"] = datetime.now(UTC).isoformat(timespec="seconds")
     return told

@@ -41,9 +41,8 @@ from fedpact.privacy.column_scales import advise_of_loud, scale_columns
 from fedpact.privacy.reply_bounds import ReplyBounds, check_grid, counts
 from fedpact.privacy.terms import Terms
 from fedpact.rounds import Rounds, Transport
-from fedpact.simulation.extend import PreviousReservations, with_epsilon
 from fedpact.simulation.predict import RecordedForm
-from fedpact.simulation.run import environment_of, finish, start_or_resume
+from fedpact.simulation.run import environment_of, finish, start_or_resume, with_epsilon
 from fedpact.simulation.secure_aggregation.encoding import check_shares
 from fedpact.simulation.secure_aggregation.keys import check_secure
 from fedpact.simulation.secure_aggregation.transport import Attempts
@@ -151,8 +150,7 @@ class Coordinator:
     def admission(self) -> tuple[Admission, Callable[[], None]]:
         """Return the check of replies, and what makes durable which ledgers it has seen."""
         standing, longest = LedgerRegistry(self.folder.path), self.federation.checks.longest
-        terms = PreviousReservations.read(self.folder).loudest(self.terms)
-        found = Admission(self.plan.method, terms, longest, standing, self._examined)
+        found = Admission(self.plan.method, self.terms, longest, standing, self._examined)
         return found, standing.save
 
     @cached_property
@@ -209,11 +207,11 @@ class Coordinator:
             return rounds.open_run(at, record)
 
         at, records = start_or_resume(self.folder, plan, self.module, evaluator, open_run)
-        if at.round <= plan.after:
-            # Of a start that was cut off, or of rounds that are added, which are a new reservation.
+        if not at.round:
+            # Of a start that was cut off.
             begin()
         evaluator.go_on(records)
-        released = self.form, plan.evaluation_terms, plan.after
+        released = self.form, plan.evaluation_terms
         rounds.early = Early(*plan.budget.good_enough, *released).having_seen(records)
         for record in records:
             on_round(record)
@@ -268,7 +266,6 @@ class Coordinator:
             persons=self.federation.person is not None,
         )
         said = statement(self.plan, self.terms, len(self.terms), side)
-        said = PreviousReservations.read(self.folder).over(said, self.federation.run, self.plan)
         return said | {"epsilon_by_round": _EPSILON}
 
 
@@ -282,10 +279,6 @@ class _Evaluator:
         self._terms = coordinator.terms
         self._steps, self._rounds = Counter[str](), Counter[str]()
         self._model = FlatModel(coordinator.module())
-        self._after, self._earlier = (
-            coordinator.plan.after,
-            PreviousReservations.read(coordinator.folder).spent,
-        )
         self._loss = coordinator.plan.task.per_record(len(coordinator.federation.classes))
         self._each, self._attempts = coordinator.plan.method.steps(), coordinator.attempts
         # With heads of the sites' own what is shared is no model that answers anything.
@@ -303,7 +296,7 @@ class _Evaluator:
             self._count(record)
 
     def _count(self, record: RoundRecord) -> None:
-        for site in self._terms if record.round > self._after else ():
+        for site in self._terms:
             self._steps[site] += record.steps * record.was_asked(site)
             self._rounds[site] += record.was_asked(site)
 
@@ -317,7 +310,7 @@ class _Evaluator:
             )
             for name, terms in self._terms.items()
         }
-        record = with_epsilon(record, self._terms, spent, self._earlier)
+        record = with_epsilon(record, self._terms, spent)
         if self._test is None:
             return record
         x, y = self._test

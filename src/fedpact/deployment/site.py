@@ -343,7 +343,7 @@ class Site:
         policy.check_run(self.plan.algorithm, self._terms, *others, evaluation=once)
 
     def _oracle(self, task: Task, memory: State, bench: Worker) -> Oracle:
-        test = SeededDraws(self.plan.seed, self.name, task.round) if self._test else None
+        test = SeededDraws(*self.plan.seeds(self.name, task.round)) if self._test else None
         asked = task.digest + memory.digest
         charge = Charge(self.ledger, self.run, task.round, asked, task.attempt)
         left = partial(charge.steps_left, self._terms)

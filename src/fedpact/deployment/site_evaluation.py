@@ -62,9 +62,7 @@ from fedpact.evaluation import held_out
 from fedpact.evaluation.held_out import HeldOut, hold_out, key_of_seed, split_of
 from fedpact.evaluation.personal import SiteFigures, on_own_parts, personalise_model, train_locally
 from fedpact.plan import Plan
-from fedpact.privacy.accounting.accountant import add_budgets, epsilon
 from fedpact.privacy.ledger.ledger import Ledger, read_entries
-from fedpact.privacy.ledger.reservations import family
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.threads import Worker
@@ -72,7 +70,7 @@ from fedpact.simulation.threads import Worker
 
 @dataclass(frozen=True)
 class Cost:
-    """Sums over the run's reservations. run: the last one's name. terms: of that one."""
+    """What a run costs at a site, by its ledger."""
 
     run: str
     terms: Terms
@@ -81,23 +79,17 @@ class Cost:
     @property
     def epsilon(self) -> float:
         """ε spent so far at `delta`, an upper bound; adjacency and accountant are the terms'."""
-        return self._before + self.terms.epsilon_after(self.ledger.spent(self.run))
+        return self.terms.epsilon_after(self.ledger.spent(self.run))
 
     @property
     def most(self) -> float:
-        """ε of all that the last reservation may spend, beside what those before have spent."""
-        return self._before + self.terms.budget.epsilon
+        """ε of all that the run may spend."""
+        return self.terms.budget.epsilon
 
     @property
     def delta(self) -> float:
-        """Σ δ of the reservations."""
-        earlier = self.ledger.earlier(self.run)
-        return add_budgets([self.terms.budget.delta, *(budget.delta for _, budget in earlier)])
-
-    @property
-    def _before(self) -> float:
-        each, by = self.ledger.earlier(self.run), self.terms.accountant
-        return sum(epsilon(events, budget.delta, by) for events, budget in each)
+        """δ at which both hold."""
+        return self.terms.budget.delta
 
     def describe(self) -> str:
         """Return `epsilon` in words, to the last digit: rounded down it would be no bound."""
@@ -448,7 +440,7 @@ class Examiner:
             raise LedgerError(f"site {self._name!r} has promised no evaluation")
         draws: Draws = self._secure
         if self._test:
-            draws = SeededDraws(self._plan.seed, self._name, task.round)
+            draws = SeededDraws(*self._plan.seeds(self._name, task.round))
         w, by = find_examined(self._plan.method, task, memory)
         return once.release(
             held_out.charge_of(ledger, task),
@@ -501,7 +493,7 @@ def _examiner_key(directory: Path, ledger: Path, run: str) -> bytes:
         found = path.read_bytes()
         if len(found) == _KEY_BYTES:
             return found
-    elif not (ledger.exists() and family(run, _evaluated(ledger))):
+    elif not (ledger.exists() and run in _evaluated(ledger)):
         found = secrets.token_bytes(_KEY_BYTES)
         write_whole(path, found)
         return found

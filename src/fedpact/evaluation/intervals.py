@@ -402,17 +402,14 @@ def _number(value: float) -> float | None:
 class Early:
     """Whether a run has been good enough, or no better, for long enough.
 
-    accuracy, patience: see algorithms.common.limits.Limits. after: rounds up to this one are
-    another
-    reservation's. form, once: of what sites release of held-out records; without them a record's
-    own accuracy counts, which is then public.
+    accuracy, patience: see algorithms.common.limits.Limits. form, once: of what sites release of
+    held-out records; without them a record's own accuracy counts, which is then public.
     """
 
     accuracy: float | None = None
     patience: int | None = None
     form: SumsForm | None = None
     once: FullDataRelease | None = None
-    after: int = 0
     seen: list[float] = field(default_factory=list[float])
 
     def having_seen(self, records: Sequence[RoundRecord]) -> "Early":
@@ -426,7 +423,7 @@ class Early:
             found = record.accuracy
             if self.form is not None and self.once is not None:
                 found = released_accuracy(record, self.form, self.once)
-            if found is not None and record.round > self.after:
+            if found is not None and record.round:
                 self.seen.append(found)
 
     @property

@@ -280,12 +280,7 @@ class InitialSettings(BaseModel):
         if path.is_dir():
             run = path / "run" if (path / "federation.toml").exists() else path
             path = run / "model.safetensors"
-        # A run that was extended since keeps the model that it had then beside the new one.
-        kept = sorted(path.parent.glob("model-*.safetensors"))
-        if self.sha256 is None or path.name != "model.safetensors" or not kept:
-            return path
-        named = (p for p in kept if hashlib.sha256(p.read_bytes()).hexdigest() == self.sha256)
-        return next(named, path)
+        return path
 
 
 def fill(module: nn.Module, start: Mapping[str, Tensor]) -> None:

@@ -354,7 +354,7 @@ class Outcome:
     def sigma(self) -> tuple[float, float] | None:
         """The least and the largest σ of a site's step, all channels together; None without."""
         sites = self.run.site_privacy.values()
-        found = [each.sigma for site in sites for each in site.reservations]
+        found = [site.sigma for site in sites]
         return (min(found), max(found)) if found else None
 
     @property

@@ -23,7 +23,7 @@ from fedpact.common.format import duration, number, percent, upper
 from fedpact.plan import Plan
 from fedpact.report import evaluations
 from fedpact.report.export import MIN_CELL_SITES, Facts, as_yaml, class_end
-from fedpact.report.run_files import BUDGETS, setting_called
+from fedpact.report.run_files import BUDGETS
 
 NEEDED: Final = "[More Information Needed]"
 _ALWAYS: Final = (
@@ -79,7 +79,7 @@ def _settings(facts: Facts) -> list[tuple[str, str]]:
     """Return how it was trained: the algorithm's settings, and what of the plan is no default."""
     usual = flatten(Plan().model_dump(mode="json"))
     return [
-        (setting_called(facts.run.plan, key), str(value))
+        (key, str(value))
         for key, value in flatten(facts.run.plan).items()
         if not (key in BUDGETS and isinstance(value, list))
         and (

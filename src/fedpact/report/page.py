@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,10 +21,8 @@ from fedpact.common.format import (
     size,
     upper,
 )
-from fedpact.common.run_folder import FIRST_PLAN, Folder, read_earlier
 from fedpact.common.user_code import get_handed_in
 from fedpact.evaluation.metrics import METRICS, fairness, find_display, ranking
-from fedpact.plan import read_extension
 from fedpact.privacy.accounting.accountant import ACCOUNTANTS
 from fedpact.report import charts, evaluations
 from fedpact.report.evaluations import (
@@ -34,7 +32,7 @@ from fedpact.report.evaluations import (
     summarise_joining,
 )
 from fedpact.report.meaning import explain_run
-from fedpact.report.run_files import RunFolder, read_run, setting_called
+from fedpact.report.run_files import RunFolder, read_run
 from fedpact.report.template import page
 
 
@@ -82,14 +80,7 @@ _CARD = "It trained on a GPU, whose noise a CPU does not draw."
 def repeat(run: RunFolder) -> Repeat:
     """Return how the run can be repeated."""
     path, again = run.path / "plan.json", str(_beside(run.path))
-    more = _extensions(run)
-    if more:
-        path = run.path / FIRST_PLAN
-    steps = [f"fedpact run {shlex.quote(str(path))} --out {shlex.quote(again)}"]
-    for one in more:
-        step = f"fedpact extend {shlex.quote(again)} --rounds {one['rounds']}"
-        steps.append(step + (f" --epsilon {one['epsilon']!r}" if one["epsilon"] else ""))
-    shell = " && ".join(steps)
+    shell = f"fedpact run {shlex.quote(str(path))} --out {shlex.quote(again)}"
     randomness = str(run.privacy["randomness"])
     if randomness.startswith("secure"):
         return Repeat(shell, False, _SECURE)
@@ -100,32 +91,18 @@ def repeat(run: RunFolder) -> Repeat:
     if own:
         what = " and ".join(f"{key} {', '.join(names)}" for key, names in own.items())
         told = _HANDED.format(what=what)
-        call = _in_python(path, again, list(own), more)
+        call = _in_python(path, list(own))
         return Repeat(call, True, " ".join([told, *words]))
     if run.environment.get("data") == "given":
-        call = _in_python(path, again, ["data"], more)
+        call = _in_python(path, ["data"])
         return Repeat(call, True, " ".join([_GIVEN, *words]))
     return Repeat(shell, False, " ".join(words))
 
 
-def _extensions(run: RunFolder) -> list[Mapping[str, Any]]:
-    """Return what was asked for at each extension of the run, none where it was not extended."""
-    if not run.plan.get("after"):
-        return []
-    return [*read_earlier(Folder(run.path)).get("more", ()), read_extension(run.plan)]
-
-
-def _in_python(
-    path: Path, again: str, given: Sequence[str], more: Sequence[Mapping[str, Any]]
-) -> str:
+def _in_python(path: Path, given: Sequence[str]) -> str:
     """Return the call that repeats a run. given: the keys of what is handed in."""
     own = "".join(f", {_FORMS.get(key, f'{key}=...')}" for key in given)
-    out = f", out={again!r}" if more else ""
-    steps = [f"fedpact.run(fedpact.Plan.read(Path({str(path)!r})){out}{own})"]
-    for one in more:
-        cost = f", epsilon={one['epsilon']!r}" if one["epsilon"] else ""
-        steps.append(f"fedpact.extend({again!r}, {one['rounds']}{cost}{own})")
-    return "; ".join(steps)
+    return f"fedpact.run(fedpact.Plan.read(Path({str(path)!r})){own})"
 
 
 def _conditions(run: RunFolder) -> list[str]:
@@ -390,11 +367,8 @@ def _site_rows(run: RunFolder) -> list[dict[str, Any]]:
                 privacy.epsilon_reserved,
                 privacy.delta,
             )
-            rest = (privacy.size, privacy.rate, privacy.clip)
-            # Of a run that was extended, of each reservation.
-            sigmas, steps = zip(*((e.sigma, e.steps) for e in privacy.reservations), strict=True)
-            each = ("; ".join(map(number, of)) for of in (sigmas, steps))
-            terms = (*map(upper, bounds), *map(number, rest), *each)
+            rest = (privacy.size, privacy.rate, privacy.clip, privacy.sigma, privacy.steps)
+            terms = (*map(upper, bounds), *map(number, rest))
         over = privacy is not None and privacy.epsilon_spent > privacy.epsilon_allowed
         asked = sum(record.was_asked(name) for record in run.records)
         rounds = f"{sum(record.took_part(name) for record in run.records)} of {asked}"
@@ -444,7 +418,7 @@ def _settings(plan: dict[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[s
     given, left = list[tuple[str, str]](), list[tuple[str, str]]()
     for key, value in rows:
         if key != DEFAULTS_KEY:
-            (left if key in marked else given).append((setting_called(plan, key), value))
+            (left if key in marked else given).append((key, value))
     return given, left
 
 

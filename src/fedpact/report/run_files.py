@@ -16,7 +16,7 @@ from typing import Any, Final
 from fedpact.common.errors import DataError
 from fedpact.common.format import format_epsilon, lower, upper
 from fedpact.common.messages import RoundRecord, SiteScore
-from fedpact.common.run_folder import explain_not_a_run, recover
+from fedpact.common.run_folder import explain_not_a_run
 
 _WORDS = {
     "ε": ("ε ≥ {}", "ε ≤ {}"),
@@ -171,16 +171,6 @@ BUDGETS: Final = ("privacy.epsilon", "privacy.delta", "privacy.sigma")
 
 
 @dataclass(frozen=True)
-class Reserved:
-    """One reservation's budget and mechanism. sigma: of all channels together. steps: T."""
-
-    epsilon: float
-    delta: float
-    sigma: float
-    steps: int
-
-
-@dataclass(frozen=True)
 class SitePrivacy:
     """One site's guarantee in a private run, and what of it is spent.
 
@@ -188,7 +178,7 @@ class SitePrivacy:
     epsilon_allowed: of the budget. epsilon_reserved: of all steps that the run may take.
     sigmas: channel -> noise over that channel's bound. honest: of how many sites of each sum these
     ε need the noise, 0 for none; epsilon_alone: spent without it, the same where it needs none.
-    reservations: one, unless the run was extended.
+    sigma: of all channels together. steps: T.
     """
 
     epsilon_spent: float
@@ -198,7 +188,8 @@ class SitePrivacy:
     size: float
     rate: float
     clip: float
-    reservations: tuple[Reserved, ...]
+    sigma: float
+    steps: int
     sigmas: Mapping[str, float]
     honest: int
     epsilon_alone: float
@@ -317,15 +308,8 @@ class RunFolder:
                 size=float(terms["size"]),
                 rate=float(terms["rate"]),
                 clip=float(terms["clip"]),
-                reservations=tuple(
-                    Reserved(
-                        float(each["epsilon"]),
-                        float(each["delta"]),
-                        float(each["sigma_joint"]),
-                        int(each["steps"]),
-                    )
-                    for each in terms.get("reservations") or [terms]
-                ),
+                sigma=float(terms["sigma_joint"]),
+                steps=int(terms["steps"]),
                 sigmas={str(name): float(sigma) for name, sigma in terms["sigmas"].items()},
                 honest=int(terms.get("honest", 0)),
                 epsilon_alone=(alone if terms.get("honest") else spent).get(name, math.nan),
@@ -361,18 +345,8 @@ class RunFolder:
         return sum(record.seconds for record in self.records)
 
 
-def setting_called(plan: Mapping[str, Any], key: str) -> str:
-    """Return what a setting is called: a run that was extended has the last reservation's budget.
-
-    >>> setting_called({"after": 2}, "privacy.epsilon"), setting_called({}, "privacy.epsilon")
-    ('privacy.epsilon (last reservation)', 'privacy.epsilon')
-    """
-    return f"{key} (last reservation)" if plan.get("after") and key in BUDGETS else key
-
-
 def read_run(folder: Path) -> RunFolder:
     """Read a run's folder. Raises DataError: a file is missing or is not what a run writes."""
-    recover(folder)
     labels = _read(folder / "partition.json", needed=False)
     try:
         run = RunFolder(
@@ -489,8 +463,8 @@ def _reading_check(run: RunFolder) -> None:
 
 def _check_audit(run: RunFolder, audit: Audit) -> None:
     site = run.site_privacy.get(audit.site)
-    granted = {(each.epsilon, each.delta) for each in site.reservations} if site else set()
-    if (audit.epsilon, audit.delta) not in granted:
+    granted = (site.epsilon_allowed, site.delta) if site else None
+    if (audit.epsilon, audit.delta) != granted:
         raise DataError(
             f"audit.json in {run.path} speaks of {audit.claim}, which privacy.json does not grant: "
             "expected the audit of this run; remove it, or audit the folder again"

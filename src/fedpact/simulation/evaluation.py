@@ -25,7 +25,7 @@ from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.accounting.accountant import History
 from fedpact.privacy.batches import BatchClippedKernel
 from fedpact.privacy.column_scales import scale_columns
-from fedpact.simulation.extend import with_epsilon
+from fedpact.simulation.run import with_epsilon
 from fedpact.simulation.setup import SimulationSetup
 
 _SHARE_OF_TIME = 0.1
@@ -36,8 +36,7 @@ class Evaluator:
     """See rounds.Evaluate. With evaluate_every = 0 it takes a tenth of the time, or five seconds.
 
     charged: site -> the events that the run has been charged there so far. remembered: of a site
-    and the round whose reply was included last, -1 for none, what the site remembers. earlier: ε
-    that sites have spent under earlier reservations of the run.
+    and the round whose reply was included last, -1 for none, what the site remembers.
     """
 
     def __init__(
@@ -45,10 +44,8 @@ class Evaluator:
         scene: SimulationSetup,
         charged: Callable[[str], History],
         remembered: Callable[[str, int], State],
-        earlier: Mapping[str, float],
     ) -> None:
         self._scene, self._charged, self._remembered = scene, charged, remembered
-        self._earlier = earlier
         self._device = torch.device(scene.plan.run.device)
         self._loss = scene.workshop.loss
         self._measures = scene.plan.task.measures(len(scene.dataset.classes))
@@ -66,7 +63,7 @@ class Evaluator:
         if self._scene.plan.private:
             terms = self._scene.terms
             spent = {name: self._charged(name) for name in terms}
-            record = with_epsilon(record, terms, spent, self._earlier)
+            record = with_epsilon(record, terms, spent)
         if not record.held_out and (record.evaluation or self._shown(record.round, last)):
             record = replace(record, held_out=self._exact(at))
         if record.accuracy is not None or not (last or self._due(at.round)):

@@ -1,15 +1,17 @@
 """What a folder's run is of, and whether it can go on: its records, its ledgers and its draws."""
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from fedpact.common.check import count
 from fedpact.common.errors import DataError, LedgerError, PlanError
 from fedpact.common.files import PARTIAL
 from fedpact.common.randomness.seeded import DRAWS
 from fedpact.common.run_folder import LOCK, Checkpoint, Folder
 from fedpact.data.from_python import digest_of
+from fedpact.data.partition import Partition
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.simulation.machine import available_cores
@@ -106,13 +108,10 @@ def check_there(ledgers: Iterable[Path]) -> None:
             )
 
 
-def check_complete(at: Checkpoint, runs: Sequence[str], ledgers: dict[str, Ledger]) -> None:
-    """Raise LedgerError: a ledger ends before the round that its site was last included in.
-
-    runs: the names of the run's reservations.
-    """
+def check_complete(at: Checkpoint, run: str, ledgers: dict[str, Ledger]) -> None:
+    """Raise LedgerError: a ledger ends before the round that its site was last included in."""
     for name, ledger in ledgers.items():
-        included, charged = at.included.get(name, -1), max(map(ledger.last_round, runs))
+        included, charged = at.included.get(name, -1), ledger.last_round(run)
         if charged < included:
             last = f"no charge after round {charged}" if charged >= 0 else "no charge of a round"
             raise LedgerError(
@@ -134,3 +133,38 @@ def check_draws(folder: Folder, environment: Mapping[str, Any]) -> None:
             f"other draws (number {begun}, here {DRAWS}): finish it with that version, or start it "
             "anew in another folder with --out"
         )
+
+
+def extend_plan(folder: Folder, rounds: int, budget: float | None) -> Plan:
+    """Return the plan of a new run that goes on from the model of one that has ended.
+
+    Its sites keep that run's ledgers, in which the new rounds are reserved beside what is there:
+    whoever extends a run has seen what it released, so both ε and both δ add up.
+    budget: the new run's ε at every site; None: as in the run's plan.
+    Raises PlanError: it has not ended, or has no one ε. LedgerError: a ledger is gone. InputError:
+    rounds is no integer >= 1.
+    """
+    count(rounds=rounds)
+    plan = Plan.parse(folder.read_json(FIRST))
+    ended = (folder.path / "summary.json").exists()
+    status = folder.read_json("summary.json")["status"] if ended else "not ended"
+    if status in ("not ended", "stopped", "diverged"):
+        raise PlanError(
+            f"run {folder.path} is {status}: expected one that has ended, as `fedpact resume` ends "
+            "it; a run that diverged is begun anew"
+        )
+    whole = plan.document()
+    changed = {**whole, "rounds": rounds, "initial": {"weights": str(folder.path)}}
+    if plan.privacy.mode != "none":
+        kept = plan.run.ledgers or str(folder.path)
+        names = Partition.load(folder.partition).train
+        check_there(folder.ledger(name, plan.run.ledgers) for name in names)
+        changed["run"] = {**whole["run"], "ledgers": kept}
+    if budget is not None:
+        if plan.privacy.per_site or not plan.private:
+            raise PlanError(
+                f"epsilon is {budget!r} with privacy.per_site or a plain run: the new run has the "
+                "budgets of the plan; leave epsilon out"
+            )
+        changed["privacy"] = {**whole["privacy"], "epsilon": budget, "sigma": None}
+    return Plan.parse(changed)

@@ -8,7 +8,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -24,11 +24,10 @@ from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import COLUMNS, Checkpoint, Folder, name_columns
 from fedpact.evaluation.held_out import SumsForm
 from fedpact.evaluation.intervals import exact_outcome, outcome
-from fedpact.evaluation.metrics import METRICS, Commonest, fairness, ranking
+from fedpact.evaluation.metrics import METRICS, fairness, ranking
 from fedpact.plan import Plan
-from fedpact.privacy.accounting.accountant import add_budgets
+from fedpact.privacy.accounting.accountant import History
 from fedpact.privacy.terms import Terms
-from fedpact.simulation.extend import PreviousReservations, check_begun, keep_model
 
 _version = cache(version)
 """Reads a package's files at every call otherwise: 2 ms each."""
@@ -58,6 +57,21 @@ def log_stragglers(folder: Folder, number: int, took: Mapping[str, float], told:
     return time.monotonic()
 
 
+def with_epsilon(
+    record: RoundRecord, terms: Mapping[str, Terms], spent: Mapping[str, History]
+) -> RoundRecord:
+    """Return a round's record with each site's ε so far, from the events that it was charged."""
+    return replace(
+        record,
+        epsilon={name: terms[name].epsilon_after(events) for name, events in spent.items()},
+        epsilon_alone={
+            name: terms[name].epsilon_alone_after(events)
+            for name, events in spent.items()
+            if terms[name].honest
+        },
+    )
+
+
 def start_or_resume(
     folder: Folder,
     plan: Plan,
@@ -73,11 +87,8 @@ def start_or_resume(
     state = folder.path / "state.safetensors"
     remove_left(state, folder.path / "rounds.jsonl")
     if state.exists():
-        at, records = folder.restore()
-        check_begun(plan, at)
-        return at, records
+        return folder.restore()
     at = Checkpoint(plan.method.init(FlatModel(module()).vector), 0, {})
-    check_begun(plan, at)
     at, record = opened(at, RoundRecord(round=0))
     record = evaluate(at, record)
     # A start that was cut off before its state was written may have left its record.
@@ -96,16 +107,15 @@ def finish(
     at: Checkpoint,
     records: list[RoundRecord],
     status: str,
-    commonest: Commonest | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write the final model, which `module` then has, and the summary; return the summary.
 
     sizes: each site's N_i, as declared or released.
     Where the server keeps an average beside the model, it is written as well. form: what sites were
-    asked to sum of held-out records. commonest: of the labels that accuracy is of, where they are
-    known.
+    asked to sum of held-out records. more: what else the summary has, of a simulation.
     """
-    model, files = FlatModel(module), keep_model(folder, plan)
+    model, files = FlatModel(module), dict[str, str]()
     for name, w in (("average", read_average(at.state)), ("model", at.state.vectors["w"])):
         if w is not None:
             model.load(w)
@@ -118,13 +128,14 @@ def finish(
         # Whoever uses the model scales records by the same.
         found = name_columns(plan.records.released, at.state.vectors[CONSTANTS])
         folder.write_json(COLUMNS, found)
-    found = _summary(plan, terms, sizes, records, status, PreviousReservations.read(folder)) | {
-        "commonest": commonest and asdict(commonest),
+    found = _summary(plan, terms, sizes, records, status) | {
+        "commonest": None,
         "model_parameters": model.size,
         # Which weights ε is of: whoever begins with a file can tell whether it is one of these.
         "weights": files,
         "evaluation": outcome(records, form, plan.evaluation_terms),
         "held_out": None if plan.evaluation_terms else exact_outcome(records, form.whole),
+        **(more or {}),
     }
     folder.write_json("summary.json", found)
     return found
@@ -136,7 +147,6 @@ def _summary(
     sizes: Mapping[str, float],
     records: list[RoundRecord],
     status: str,
-    earlier: PreviousReservations,
 ) -> dict[str, Any]:
     """The last round, and totals over all of them."""
     last = records[-1]
@@ -146,7 +156,7 @@ def _summary(
     spent, alone = dict(last.epsilon), dict(last.epsilon_alone)
     if plan.private and status in ("accuracy", "patience"):
         # How long it went depended on what it released: what holds is what was reserved.
-        spent = {n: terms[n].budget.epsilon + earlier.spent.get(n, 0.0) for n in spent}
+        spent = {n: terms[n].budget.epsilon for n in spent}
         alone = {n: terms[n].epsilon_alone for n in alone}
     return {
         "status": status,
@@ -166,11 +176,7 @@ def _summary(
         "epsilon": spent,
         "epsilon_alone": alone,
         "honest": plan.privacy.honest if plan.private else 0,
-        "delta": {
-            n: add_budgets([t.budget.delta, earlier.delta(n)])
-            for n, t in terms.items()
-            if plan.private
-        },
+        "delta": {n: t.budget.delta for n, t in terms.items() if plan.private},
         "adjacency": plan.privacy.adjacency if plan.private else None,
         "accountant": plan.privacy.accountant if plan.private else None,
     }

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from fedpact.algorithms.wrappers.released_scales import check_as_declared
 from fedpact.client import read_memory
 from fedpact.common.errors import InputError, PlanError
-from fedpact.common.messages import RoundRecord, State
+from fedpact.common.messages import RoundRecord
 from fedpact.common.notebook import frame
 from fedpact.common.params import FlatModel, one_thread
-from fedpact.common.run_folder import Checkpoint, Folder, check_writable, commit
+from fedpact.common.run_folder import Checkpoint, Folder, check_writable
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, SiteRecords
 from fedpact.data.splits import number_persons
@@ -43,12 +43,12 @@ from fedpact.evaluation.personal import (
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import History
 from fedpact.privacy.ledger.ledger import Ledger
+from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.policy import sum_reservations
 from fedpact.privacy.terms import Terms, charge_size
 from fedpact.rounds import Rounds, Transport
 from fedpact.simulation.evaluation import Evaluator, select_judged_labels
-from fedpact.simulation.extend import PreviousReservations, check_begun
 from fedpact.simulation.flower import require_ray
 from fedpact.simulation.machine import allow_open_files, available_cores, keep_freed_memory
 from fedpact.simulation.predict import Evaluated, Predictions, Predictor, RecordedForm
@@ -232,9 +232,7 @@ def simulate(
     check_log(plan.run.log)
     keep_freed_memory()
     folder = Folder(out)
-    known, earlier = is_known(folder, plan), PreviousReservations.read(folder)
-    if plan.after and not known:
-        check_begun(plan, Checkpoint(State(), 0, {}))
+    known = is_known(folder, plan)
     scene = SimulationSetup.of(plan, data, Partition.load(folder.partition) if known else None)
     if not known and (told := scene.columns_used):
         print(told, file=sys.stderr)
@@ -245,12 +243,10 @@ def simulate(
         if known:
             check_there([site.ledger for site in sites if site.ledger])
         ledgers = _open_ledgers(sites, stack)
-        # From the first promise on an extended run goes on, and is not as it was before.
-        commit(out)
         _promise(sites, ledgers)
-        if not known or (earlier.runs and not (folder.path / "summary.json").exists()):
+        if not known:
             # It states the released sizes, so it is written after they were charged.
-            folder.write_json("privacy.json", earlier.over(of_simulation(scene), run, plan))
+            folder.write_json("privacy.json", of_simulation(scene))
         workshop = replace(scene.workshop, device=plan.run.device)
         if engine == "ray":
             transport, charged = _on_ray(sites, workshop, ledgers, stack)
@@ -264,7 +260,6 @@ def simulate(
             scene,
             charged,
             lambda site, included: read_memory(memories[site], included),
-            earlier.spent,
         )
         rounds = Rounds(plan, run, transport, evaluator, stop, in_process=True, sums=scene.releases)
         if not known:
@@ -272,10 +267,10 @@ def simulate(
         at, records = start_or_resume(folder, plan, scene.module, evaluator, rounds.open_run)
         if known:
             # Of a run that began here the ledgers may be open elsewhere, as at actors of Ray.
-            check_complete(at, (*earlier.runs, run), ledgers)
+            check_complete(at, run, ledgers)
         if at.round < plan.rounds:
             check_draws(folder, environment)
-        released = scene.form, plan.evaluation_terms, plan.after
+        released = scene.form, plan.evaluation_terms
         rounds.early = Early(*plan.budget.good_enough, *released).having_seen(records)
         log = stack.enter_context(Log(plan.run.log, out))
         on_round = log.and_tell(on_round)
@@ -412,7 +407,7 @@ def _sites(scene: SimulationSetup, folder: Folder, run: str) -> list[VirtualSite
 
     def virtual(site: SiteRecords) -> VirtualSite:
         home, terms = folder.site(site.name).absolute(), scene.terms.get(site.name)
-        ledger = Path(kept) / f"{site.name}.ledger.jsonl" if kept else home / "ledger.jsonl"
+        ledger = folder.ledger(site.name, kept)
         return VirtualSite(
             name=site.name,
             plan=scene.plan,
@@ -439,6 +434,25 @@ def _finish(
     given = RecordedForm(tuple(raw.x.shape[1:]), values, raw.classes, raw.features)
     given.by(scene.plan.stage()).write(folder)
     module = scene.module()
-    ended = scene.form, at, records, status, commonest(select_judged_labels(scene), raw.classes)
+    judged = commonest(select_judged_labels(scene), raw.classes)
+    more = {
+        "commonest": judged and asdict(judged),
+        "ledgers": _sum_ledgers(folder, scene),
+    }
+    ended = scene.form, at, records, status, more
     summary = finish(folder, scene.plan, scene.terms, scene.sizes, module, *ended)
     return Simulated(folder.path, records, summary, module)
+
+
+def _sum_ledgers(folder: Folder, scene: SimulationSetup) -> dict[str, Any] | None:
+    """Return what all runs of kept ledgers have reserved, of each figure the largest of any site.
+
+    None where the run has ledgers of its own.
+    """
+    kept = scene.plan.run.ledgers
+    if kept is None or not scene.terms:
+        return None
+    found = [receipt(folder.ledger(name, kept)) for name in scene.terms]
+    runs = max(sum(run["beside"] is None for run in one["runs"].values()) for one in found)
+    most = {k: max(one[k] for one in found) for k in ("epsilon_reserved", "delta_reserved")}
+    return {"runs": runs, **most}

@@ -266,7 +266,7 @@ def site_terms(plan: Plan, terms: Mapping[str, Terms]) -> dict[str, Any]:
     """
     if not plan.private:
         return {}
-    told, rounds = plan.privacy.told_records, plan.participants(terms).rounds(0, plan.rounds)
+    told, rounds = plan.privacy.told_records, plan.participants(terms).rounds(plan.rounds)
     return {n: describe_terms(one, told) | {"rounds": rounds[n]} for n, one in terms.items()}
 
 

@@ -37,11 +37,11 @@ from fedpact.privacy.terms import Terms
 class Worker:
     """What a worker computes with: a kernel over a model of its own, of the kind the run needs.
 
-    draws: makes a simulated site's draws from seed, site and round.
+    draws: makes a simulated site's draws from what `Plan.seeds` returns.
     """
 
     kernel: PerSampleKernel | BatchClippedKernel | PlainKernel
-    draws: Callable[[int, str, int], SeededDraws] = SeededDraws
+    draws: Callable[..., SeededDraws] = SeededDraws
 
     @property
     def private(self) -> PerSampleKernel | BatchClippedKernel:
@@ -202,10 +202,10 @@ class VirtualSite:
         """Return what answers the site's tasks. ledger: the site's own, open, with a promise."""
         plan, terms, device = self.plan, self.terms, torch.device(self.plan.run.device)
         scaled = ColumnRecords(self.records.to(device))
-        size, seed, private = self.size, plan.seed, plan.private
+        size, private = self.size, plan.private
 
         def oracle(task: Task, memory: State, bench: Worker) -> Oracle:
-            draws, records = bench.draws(seed, self.name, task.round), scaled(task)
+            draws, records = bench.draws(*plan.seeds(self.name, task.round)), scaled(task)
             if terms is None or ledger is None:
                 opening = plan.method.opening
                 rates = plan.rate(self.name, size), opening.rate if opening else 1.0
@@ -242,7 +242,7 @@ class VirtualSite:
         held = replace(held, x=held.x.to(device), y=held.y.to(device))
 
         def examine(task: Task, memory: State, bench: Worker) -> Vectors:
-            draws = bench.draws(self.plan.seed, self.name, task.round)
+            draws = bench.draws(*self.plan.seeds(self.name, task.round))
             w, by = find_examined(self.plan.method, task, memory)
             sums = partial(held.totals, form, bench.private, w, by)
             return once.release(charge_of(ledger, task), sums, draws)

@@ -5,7 +5,6 @@ from typing import Any, Final
 
 from fedpact.common.errors import PlanError
 from fedpact.common.params import FlatModel
-from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import Budget
 from fedpact.privacy.accounting.planner import (
     MOST_STEPS,
@@ -28,7 +27,7 @@ def optimise_budgets(scene: SimulationSetup, passes: float | None) -> dict[str, 
 
     Raises PlanError: a plain run, which has no budget to spend, or no choice that it could have.
     """
-    plan, rounds = scene.plan, own_rounds(scene.plan)
+    plan, rounds = scene.plan, scene.plan.rounds
     for name, why, found in (
         (plan.why_unprotected, "it chooses how to spend ε, and there is none", not plan.private),
         (
@@ -42,7 +41,7 @@ def optimise_budgets(scene: SimulationSetup, passes: float | None) -> dict[str, 
             raise PlanError(f"--optimise with {name}: {why}")
     unlike = len({terms.budget for terms in scene.terms.values()}) > 1
     full = unlike and all(terms.rate == 1.0 for terms in scene.terms.values())
-    of_all = _together(scene, own_rounds(scene.plan)) if full else None
+    of_all = _together(scene, scene.plan.rounds) if full else None
     cases = dict[tuple[Budget, float, float], dict[str, Any]]()
     for terms in scene.terms.values():
         key = (terms.budget, terms.rate, terms.event.sigma)
@@ -127,8 +126,3 @@ def _together(scene: SimulationSetup, rounds: int) -> int | None:
         sigma = sigma_together(sigmas, sizes, plan.privacy.clip, penalty=penalty)
     shares = len(sizes) / (plan.privacy.honest or 1)
     return useful_rounds(signal_to_noise(1.0, sigma, rounds, sum(sizes), shares, weights))
-
-
-def own_rounds(plan: Plan) -> int:
-    """Return how many rounds the plan's own reservation is for: of an extended run, the last."""
-    return plan.rounds - plan.after

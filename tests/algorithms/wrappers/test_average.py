@@ -7,16 +7,13 @@ import torch
 from safetensors.torch import load_file
 from tests.conformance.conftest import Federation
 
-import fedpact
 from fedpact import algorithms
 from fedpact.algorithms.fedavg import Settings
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.algorithms.wrappers.server_optimizer import Averaged, ServerSettings, read_average
-from fedpact.cli.run import execute_resume
 from fedpact.common.errors import PlanError
 from fedpact.common.losses import cross_entropy
-from fedpact.common.messages import Reply, State
-from fedpact.common.records import RoundRecord
+from fedpact.common.messages import Reply
 from fedpact.common.run_folder import Folder
 from fedpact.evaluation.metrics import evaluate
 from fedpact.plan import Plan
@@ -28,8 +25,8 @@ SMALL = {"rounds": 4, "sites": 3, "run": {"workers": 1, "evaluate_every": 1}}
 KINDS = [{"average": "exponential", "average_decay": 0.7}, {"average": "tail"}]
 
 
-def beside(server, rounds, after=0):
-    return Averaged(Method("fedavg", Settings()), server, rounds, after)
+def beside(server, rounds):
+    return Averaged(Method("fedavg", Settings()), server, rounds)
 
 
 def next_state(method, state, w):
@@ -71,55 +68,6 @@ def test_tail_is_the_mean_of_the_last_rounds(models, share, last):
     for t, average in enumerate(found, start=1):
         tail = models[10 - last : t] or [models[t - 1]]
         torch.testing.assert_close(average, torch.stack(tail).mean(0), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("share", "rounds", "done", "longer", "first"),
-    [
-        (0.5, 4, 4, 6, 4),  # with the last model before it
-        (0.5, 4, 4, 9, 5),  # after it
-        (0.2, 4, 4, 10, 9),
-        (0.5, 4, 4, 5, 3),  # as it was
-        (1.0, 4, 4, 10, 1),
-        (0.5, 6, 6, 8, 4),  # not 5: w_4 is in the mean of w_4, w_5, w_6 for good
-        (0.9, 10, 4, 5, 2),  # ended early
-        (0.5, 10, 4, 6, 4),
-        (0.6, 10, 4, 5, 4),  # not 3: w_3 is gone
-    ],
-)
-def test_tail_of_an_extended_run_covers_its_last_models(models, share, rounds, done, longer, first):
-    server = ServerSettings(average="tail", average_share=share)
-    before, after = beside(server, rounds), beside(server, longer, done)
-    state = before.init(torch.zeros(3, dtype=torch.float64))
-    for t, w in enumerate(models[:longer], start=1):
-        state = next_state(before if t <= done else after, state, w)
-        begun = int(state.numbers["average/first"])
-        mean = torch.stack(models[begun - 1 : t]).mean(0)
-        torch.testing.assert_close(read_average(state), mean, rtol=0, atol=1e-12)
-    assert begun == first
-    told = RoundRecord(longer, numbers=state.numbers).describe_average("tail")
-    assert told == f"tail average of rounds {first} to {longer}"
-
-
-@pytest.mark.parametrize(("after", "first"), [(0, 3), (5, 5)])
-def test_tail_is_known_for_runs_without_a_stated_one(models, after, first):
-    """It began by T; which the T of before an extension was is not known, and w_5 is."""
-    method = beside(ServerSettings(average="tail", average_share=5 / 7), 7, after)
-    mean = torch.stack(models[2:5]).mean(0)
-    state = State({"w": models[4], "average/w": mean}, {"average/round": 5})
-    for w in models[5:7]:
-        state = next_state(method, state, w)
-    mean = torch.stack(models[first - 1 : 7]).mean(0)
-    torch.testing.assert_close(read_average(state), mean, rtol=0, atol=1e-12)
-    assert state.numbers["average/first"] == first
-
-
-def test_an_exponential_average_goes_on_when_a_run_is_extended(models):
-    server = ServerSettings(average="exponential", average_decay=0.7)
-    state = beside(server, 6).init(torch.zeros(3, dtype=torch.float64))
-    for t, (w, whole) in enumerate(zip(models, path(server, 10, models), strict=True)):
-        state = next_state(beside(server, 6) if t < 6 else beside(server, 10, 6), state, w)
-        assert torch.equal(read_average(state), whole)
 
 
 def values(folder):
@@ -192,24 +140,6 @@ def test_a_resumed_run_has_the_same_average(tmp_path, table):
     for name in ("model", "average"):
         ends = [values(tmp_path / run / f"{name}.safetensors") for run in ("whole", "cut")]
         assert torch.equal(*ends)
-
-
-def test_extended_run_states_which_rounds_it_averages(tmp_path, capsys):
-    """Cut off in between, too: which models are in it lasts with the server's state."""
-    run, models = tmp_path / "run", {}
-
-    def keep(record):
-        models[record.round] = Folder(run).restore()[0].state.vectors["w"]
-
-    fedpact.run(Plan.parse({**SMALL, "server": KINDS[1]}), run, on_round=keep)
-    fedpact.extend(run, 2, on_round=keep, stop=lambda: 5 in models)
-    assert 6 not in models
-    execute_resume(run, "local", as_json=False)
-    state = Folder(run).restore()[0].state
-    mean = torch.stack([models[4], models[5], state.vectors["w"]]).mean(0)
-    torch.testing.assert_close(read_average(state), mean)
-    assert "(tail average of rounds 4 to 6)" in capsys.readouterr().out
-    assert "the tail average of rounds 4 to 6" in write_report(run).read_text()
 
 
 @pytest.mark.parametrize("name", algorithms.names())

@@ -76,8 +76,8 @@ class Running(BaseModel):
     float32. With "bf16" recurrent layers stay in float32.
     evaluate_every: rounds between evaluations, 0 for as often as a tenth of the time allows; the
     first and the last model are always evaluated.
-    ledgers: a folder that keeps the sites' ledgers across runs, so that reservations add up;
-    without it each run has its own.
+    ledgers: a folder that keeps the sites' ledgers across runs, so that reservations add up, or an
+    earlier run's folder, to go on with its ledgers; without it each run has its own.
     log: whom else to tell of each round: "tensorboard", "mlflow", or both; of a deployment its
     server tells them.
     """

@@ -140,13 +140,10 @@ def combine_wrappers(
     privacy: Privacy,
     rounds: int,
     columns: int,
-    after: int,
 ) -> Method:
     """Return the algorithm with everything around it.
 
-    rounds: of the run. columns: that are scaled by what the sites release. after: of the rounds,
-    how many were done before the run was extended.
-
+    rounds: of the run. columns: that are scaled by what the sites release.
     Raises PlanError: they do not go together.
     """
     method = Method(name, settings)
@@ -172,7 +169,7 @@ def combine_wrappers(
                 "'topk': a site sends later what it left out of earlier, longer steps, and how far "
                 "a reply may go follows the round's own; use another kind, or a constant schedule"
             )
-        local.check_moves("local", after * method.steps(), rounds * method.steps())
+        local.check_moves("local", rounds * method.steps())
         method = Stepped(method, local, rounds)
     if local.head:
         check_goes(name, {**chosen, "average": server.average != "none"})
@@ -182,7 +179,7 @@ def combine_wrappers(
         method = FairMethod(method, fairness)
     if server.optimiser != "none":
         _check("server", name)
-        server.check_moves("server", after, rounds)
+        server.check_moves("server", rounds)
         method = ServerOptimised(method, server, rounds)
     if chosen["control"]:
         _check("control", name)
@@ -198,7 +195,7 @@ def combine_wrappers(
         _check("secure_aggregation", method.name)
         check_summed(method)
     if server.average != "none":
-        method = Averaged(method, server, rounds, after)
+        method = Averaged(method, server, rounds)
     if columns:
         # Outside of all: its round is before the first one, and no algorithm's.
         _check_columns(method, compression.kind, secure)
@@ -266,25 +263,3 @@ def check_part(each: int | None, method: Method, threshold: int) -> None:
         whose, why = "[secure_aggregation]", NEEDS_THE_LIST
     if why:
         raise ValueError(f"sites_per_round does not go with {whose}: {why}; leave it out")
-
-
-def check_extended(
-    method: Method, evaluated: bool, released: bool, noisy: bool, honest: int
-) -> None:
-    """Raise PlanError for a run that no second reservation can follow.
-
-    evaluated: it has [evaluation]. released: its columns are scaled by what sites released. noisy:
-    sizes are released. honest: of how many sites the noise is shared, 0 for none.
-    """
-    for why, found in (
-        ("a τ that follows what is left of its budgets, which are used up", method.controlled),
-        ("[evaluation]: what held-out records cost is reserved once", evaluated),
-        ("columns scaled by what was released before the first round", released),
-        ('privacy.sizes = "noisy": sizes are released and charged once', noisy),
-        ('privacy.trust = "sum": shares of noise are of one reservation', honest),
-    ):
-        if found:
-            raise PlanError(
-                f"no rounds can be added to a run with {why}; begin a new run, with "
-                'initial = "FOLDER OF THIS ONE"'
-            )

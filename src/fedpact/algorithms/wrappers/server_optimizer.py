@@ -23,7 +23,7 @@ All of it is post-processing of what the sites released: no privacy is spent.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal, Self
 
 import torch
@@ -76,13 +76,12 @@ class Averaged(MethodWrapper):
     """A method beside whose model the server keeps an average of it; not "none".
 
     The average is the state's vector "average/w" [d], of no site's concern. Of a tail the number
-    "average/first" says of which round the first model in it is. rounds: T. after: how many of them
-    were done before the run was extended.
+    "average/first" says of which round the first model in it is. rounds: T.
     """
 
-    def __init__(self, inner: Method, server: ServerSettings, rounds: int, after: int = 0) -> None:
+    def __init__(self, inner: Method, server: ServerSettings, rounds: int) -> None:
         super().__init__(inner)
-        self._server, self._after = server, after
+        self._server = server
         # Of ten rounds 0.3 are three, though 0.3 * 10 may be a bit more.
         self._first = rounds - math.ceil(server.average_share * rounds * (1 - 1e-12)) + 1
 
@@ -110,9 +109,8 @@ class Averaged(MethodWrapper):
         after, number = self.inner.update(rest, replies), int(own.numbers["round"]) + 1
         average, numbers = own.vectors["w"], {"round": number}
         if self._server.average == "tail":
-            first = self._begun(own.numbers, number)
-            if first == number - 1:
-                average = rest.vectors["w"]
+            # Before the tail begins, the last model stands for it.
+            first = min(self._first, number)
             share, numbers["first"] = 1 / (number - first + 1), first
         else:
             beta = self._server.average_decay
@@ -120,15 +118,6 @@ class Averaged(MethodWrapper):
         # A share of 1 is the new model itself, bit for bit.
         average = torch.lerp(average, after.vectors["w"], share)
         return join(State({"w": average}, numbers), _AVERAGE, after)
-
-    def _begun(self, numbers: Mapping[str, float], number: int) -> int:
-        """Return from which round on the tail is of models, after round `number`."""
-        if self._first >= number - 1:
-            return min(self._first, number)
-        # Where states did not say it, it began by T; which the T of before an extension was is not
-        # known, so then it begins with the last model.
-        unsaid = number - 1 if self._after else self._first
-        return int(numbers.get("first", unsaid))
 
 
 def read_average(state: State) -> Tensor | None:

@@ -37,17 +37,18 @@ def resume(
 
 
 def extend(
-    run: Annotated[
-        Path, typer.Argument(help="A run's folder, a deployment, or one party's directory.")
-    ],
+    run: Annotated[Path, typer.Argument(help="The folder of a simulated run that has ended.")],
     rounds: Annotated[int, typer.Option(min=1, help="How many more.")],
     epsilon: Annotated[
-        float | None, typer.Option(help="The new reservation's ε; left out, the plan's.")
+        float | None, typer.Option(help="The new run's ε; left out, the plan's.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The new run's folder; left out, RUN-more.")
     ] = None,
     engine: Engine = "local",
     as_json: AsJson = False,
 ) -> None:
-    """Add rounds to a run that has ended: a new reservation at every site, both ε together."""
+    """Go on from the model of a run that has ended, with its ledgers: both ε count together."""
     from fedpact.cli import run as command
 
-    command.execute_extend(run, rounds, epsilon, engine, as_json)
+    command.execute_extend(run, rounds, epsilon, out, engine, as_json)

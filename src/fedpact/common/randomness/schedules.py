@@ -55,12 +55,12 @@ class Scheduled(BaseModel):
             )
         return self
 
-    def check_moves(self, table: str, done: int, total: int) -> None:
-        """Raise PlanError unless one of the steps after `done`, up to `total`, is longer than 0."""
-        if not any(self.factor(number, total) > 0 for number in range(done + 1, total + 1)):
+    def check_moves(self, table: str, total: int) -> None:
+        """Raise PlanError unless one of the steps 1 to `total` is longer than 0."""
+        if not any(self.factor(number, total) > 0 for number in range(1, total + 1)):
             raise PlanError(
                 f"{table}.schedule is {self.schedule}: expected a number above 0 among those of "
-                f"steps {done + 1} to {total}, which are the run's; it would spend its budget and "
+                f"steps 1 to {total}, which are the run's; it would spend its budget and "
                 "move nowhere"
             )
 

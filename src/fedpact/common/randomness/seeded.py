@@ -75,22 +75,19 @@ class Participants:
             self._known[number] = self._drawn(number, self.each)
         return self._known[number]
 
-    def rounds(self, after: int, last: int) -> Counter[str]:
-        """Return T_i: in how many of the rounds after + 1, ..., last each site takes part."""
+    def rounds(self, last: int) -> Counter[str]:
+        """Return T_i: in how many of the rounds 1, ..., last each site takes part."""
         if not self.partial:
-            return Counter(dict.fromkeys(self.sites, last - after))
-        return Counter(site for number in range(after + 1, last + 1) for site in self.of(number))
+            return Counter(dict.fromkeys(self.sites, last))
+        return Counter(site for number in range(1, last + 1) for site in self.of(number))
 
     def last_of(self, site: str, last: int) -> int:
         """Return the last of the rounds 1, ..., last that a site takes part in, 0 for none."""
         return next((number for number in range(last, 0, -1) if site in self.of(number)), 0)
 
-    def newcomers(self, after: int, last: int) -> int:
-        """Return how often in rounds after + 1, ..., last a site had no part in the one before.
-
-        Round 1 has none before it.
-        """
-        drawn = (set(self.of(number)) for number in range(max(after, 1), last + 1))
+    def newcomers(self, last: int) -> int:
+        """Return how often in rounds 2, ..., last a site had no part in the one before."""
+        drawn = (set(self.of(number)) for number in range(1, last + 1))
         return sum(len(now - before) for before, now in pairwise(drawn))
 
     def describe(self) -> str:
@@ -141,7 +138,7 @@ def shared(total: Tensor, unit: float, units: float, parts: Parts) -> Tensor:
     return whole
 
 
-DRAWS: Final = 4
+DRAWS: Final = 5
 """Counts up when equal seeds come to give other draws; no run goes on across such a change."""
 
 

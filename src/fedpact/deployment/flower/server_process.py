@@ -162,7 +162,7 @@ def coordinate(coordinator: Coordinator, grid: Grid, on_round: OnRound) -> dict[
     transport = FlowerTransport(
         grid, federation, key, agreed, admission, form, remember, coordinator.folder.waits
     )
-    begin = partial(transport.wait_until_ready, federation.run, plan.after)
+    begin = partial(transport.wait_until_ready, federation.run)
     if not plan.secure_aggregation.threshold:
         return coordinator.run(transport, on_round, begin)
     attempts = coordinator.attempts

@@ -143,11 +143,11 @@ class FlowerTransport:
             _log.info("round %d: %.2f s waiting, %.3f s own work", any_task.round, waited, own)
         yield from (each for _, each in sorted({**replies, **this.refusals}.items()))
 
-    def wait_until_ready(self, run: str, number: int) -> None:
+    def wait_until_ready(self, run: str) -> None:
         """Return once so many sites as the federation says are ready for the first round.
 
-        number: of the round before it. They are asked, and answer, at no cost. Raises
-        TooFewReplies: there are fewer after patience.round_seconds; it says who is missing and why.
+        They are asked, and answer, at no cost. Raises TooFewReplies: there are fewer after
+        patience.round_seconds; it says who is missing and why.
         """
         patience, ready, told = self._federation.patience, set[str](), ""
         least = patience.start_sites or len(self.sites)
@@ -159,7 +159,7 @@ class FlowerTransport:
             if time.monotonic() >= next_turn:
                 refused, next_turn = {}, time.monotonic() + patience.resend_seconds
             sites = {*self.sites} - ready - {*refused}
-            asked = {site: Task(run, number, READY, {}, {}) for site in sorted(sites)}
+            asked = {site: Task(run, 0, READY, {}, {}) for site in sorted(sites)}
             missing = dict(refused)
             for answer in self.exchange(asked) if asked else ():
                 if isinstance(answer, Refusal):

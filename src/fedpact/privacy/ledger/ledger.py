@@ -40,7 +40,6 @@ from fedpact.privacy.ledger.reservations import (
     FixedSequence,
     Shared,
     cost_of_torn,
-    family,
     from_entry,
     not_reserved,
     other_terms,
@@ -258,15 +257,6 @@ class Ledger:
         """Return the events charged to a run so far."""
         with self._lock:
             return dict(self._reserved[run].spent) if run in self._reserved else {}
-
-    def earlier(self, run: str) -> list[tuple[History, Budget]]:
-        """Return what the run's reservations before this one were charged, and what they promised.
-
-        Of a run that was never extended there are none.
-        """
-        with self._lock:
-            spend_of = [self._reserved[name] for name in family(run, self._reserved) if name != run]
-            return [(dict(one.spent), one.budget) for one in spend_of]
 
     def last_round(self, run: str) -> int:
         """Return the last round that a run was charged for, -1 if none."""

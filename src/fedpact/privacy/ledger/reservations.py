@@ -1,4 +1,4 @@
-"""Reservations in a ledger, and the families of runs that share one.
+"""Reservations in a ledger.
 
 The events are a fixed sequence, enumerated before the run; PLD and RDP bound them all together, and
 (ε, δ) as reserved is the guarantee. `entry` is how a promise stands in a ledger.
@@ -31,19 +31,6 @@ FIXED: Final = "fixed sequence"
 WHY: Final = (
     "The events were fixed before the run, so PLD composition is a proof; a stopping time alone "
     "does not change that for the reserved (ε, δ)."
-)
-
-EACH_FIXED: Final = "fixed sequence for each reservation"
-
-# Rogers, Roth, Ullman, Vadhan. Privacy odometers and filters: pay-as-you-go composition. NeurIPS
-# 2016: basic composition has a filter, and an odometer, for (ε_i, δ_i) chosen on the way.
-WHY_EXTENDED: Final = (
-    "Each reservation's events were fixed before its own first round, so PLD composition is a proof"
-    " of each. That there is a later one, and how large, was decided after results of the earlier "
-    "ones were seen: their ε and their δ add up by basic composition, and the sums are a running "
-    "total of what has been reserved. What holds however that was decided is a bound that was fixed"
-    " before the first of them, as a site's policy has it (epsilon_ever, delta_ever): it refuses "
-    "a reservation with which the sums would go beyond it."
 )
 
 
@@ -213,37 +200,13 @@ def other_terms(run: str, path: Path, before: FixedSequence, asked: FixedSequenc
     )
 
 
-# As `next_name` writes it, so that no two names are one reservation: neither _more0 nor _more01.
-_NAME: Final = re.compile(r"(?P<base>.*?)(?:_more(?P<number>[1-9][0-9]{0,8}))?", re.DOTALL)
-
-
-def next_name(run: str) -> str:
-    """Return what a run's next reservation is called in ledgers: NAME, NAME_more1, NAME_more2."""
-    base, number = _parts(run)
-    return f"{base}_more{number + 1}"
-
-
-def is_extension(run: str) -> bool:
-    """Whether a run's name is one that `next_name` gives: of a run that was extended."""
-    return _parts(run)[1] > 0
-
-
-def family(run: str, known: Iterable[str]) -> tuple[str, ...]:
-    """Return those of the known names that are of the run's reservations up to `run`, in order."""
-    base, last = _parts(run)
-    found = {number: name for name in known for of, number in [_parts(name)] if of == base}
-    return tuple(found[number] for number in sorted(found) if number <= last)
-
-
 def spend_of(run: str, runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float] | None:
-    """Return what a run's reservations have cost together, None where a ledger has none of it.
+    """Return what a run has cost, None where a ledger has nothing of it.
 
     runs: of a receipt. Keys: epsilon_spent, epsilon_reserved, both of them with "alone", and delta.
     Of training and evaluations, which are of other records, the larger counts.
     """
-    whose = {name: str(told["beside"] or name) for name, told in runs.items()}
-    names = set(family(run, whose.values()))
-    mine = [(whose[name], told) for name, told in runs.items() if whose[name] in names]
+    mine = [(run, told) for name, told in runs.items() if run == (told["beside"] or name)]
     if not mine:
         return None
     found = dict[str, float]()
@@ -251,8 +214,3 @@ def spend_of(run: str, runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float
         for key in (f"epsilon_{state}", f"epsilon_alone_{state}"):
             found[key], found["delta"] = over_runs((n, t[key], t["delta"]) for n, t in mine)
     return found
-
-
-def _parts(run: str) -> tuple[str, int]:
-    found = _NAME.fullmatch(run)
-    return (run, 0) if found is None else (found["base"], int(found["number"] or 0))
