@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedpact import algorithms
+from fedpact.algorithms.wrappers.base import Method
 from fedpact.algorithms.wrappers.combine import (
     NEEDS_ONE_CLIP,
     NEEDS_PLAIN_STEPS,
@@ -85,7 +86,7 @@ def test_what_other_tables_refuse_is_the_codes():
     assert block("plain") == single(NEEDS_PLAIN_STEPS)
     heads = {**NEEDS_ONE_MODEL, **NEEDS_ONE_MODEL_TABLES}
     assert block("heads") == "\n".join(f"* `{n}`: {why}." for n, why in heads.items())
-    part = {name: algorithms.load(name).Settings.needs_all_sites for name in algorithms.names()}
+    part = {name: Method(name).facts.needs_all_sites for name in algorithms.names()}
     assert block("part") == "\n".join(f"* `{n}`: {why}." for n, why in part.items() if why)
     assert NEEDS_THE_LIST in PAGE.read_text(encoding="utf-8")
     assert block("clip") == "\n".join(f"* `{n}`: {why}." for n, why in NEEDS_ONE_CLIP.items())

@@ -31,7 +31,7 @@ def carry_out(run: Run, seed: int, out: Path) -> Iterator[dict[str, Any]]:
         # Its iterations were used up, or it diverged: later looks see what there is.
         past = (look for look in run.looks if records[-1].round < look <= asked)
         looks |= {str(look): _seen(records[-1]) for look in past}
-        steps = [r.steps for r in records[1:]] if plan.method.controlled else []
+        steps = [r.steps for r in records[1:]] if plan.method.facts.controlled else []
         yield {
             "looks": looks,
             **({"steps": steps} if steps else {}),

@@ -130,7 +130,7 @@ class Client(Generic[Context]):
                 f"algorithm {self._method.name!r} remembers {[*local.memory.vectors]}, "
                 f"{[*local.memory.numbers]}: nothing may follow from a share of noise alone"
             )
-        public = {n: v for n, v in local.numbers.items() if n in self._method.summed.public}
+        public = {n: v for n, v in local.numbers.items() if n in self._method.facts.summed.public}
         known = {oracle.batch_size, oracle.noise_variance}
         if not known.issuperset(public.values()):
             raise PolicyRefused(

@@ -175,7 +175,7 @@ class Plan(ShownPlan, BaseModel):
         why = why if mode != "none" else ""
         if why := why or why_not(self.records.released, self.features, self.privacy):
             raise ValueError(why)
-        method = self.method
+        method, facts = self.method, self.method.facts
         effective.check_numbers(self)
         effective.check_used(self)
         check_mode(method, self.algorithm, mode)
@@ -186,12 +186,12 @@ class Plan(ShownPlan, BaseModel):
             object.__setattr__(self, "compression", chosen)
             vars(self).pop("method")
         self.compression.check_noise(self.why_unprotected)
-        self.privacy.check_means(exact=method.unprotected, released=bool(self.records.released))
+        self.privacy.check_means(exact=facts.unprotected, released=bool(self.records.released))
         whose = f"algorithm = {self.algorithm!r}" + ", [fairness]" * (self.fairness.weight > 0)
-        self.privacy.check_sum(self.secure_aggregation.threshold, whose, method.needs_own_noise)
+        self.privacy.check_sum(self.secure_aggregation.threshold, whose, facts.needs_own_noise)
         check_part(self.sites_per_round, method, self.secure_aggregation.threshold)
         self.check_sites(self.sites)
-        self.budget.check_method(method.controlled, self.task.kind)
+        self.budget.check_method(facts.controlled, self.task.kind)
         self.evaluation.check_ends(*self.budget.good_enough, self.private, self.rounds)
         return self
 
@@ -261,9 +261,9 @@ class Plan(ShownPlan, BaseModel):
     def why_unprotected(self) -> str:
         """Why the run protects nobody; empty where it is private."""
         if self.privacy.mode == "none":
-            why = self.algorithm_settings.plain_only
+            why = self.method.facts.plain_only
             return 'privacy.mode = "none"' + (why and f", as {self.algorithm} has no private form")
-        if self.method.unprotected:
+        if self.method.facts.unprotected:
             return 'estimator = "raw": exact numbers over the records leave every site'
         return ""
 
@@ -291,7 +291,7 @@ class Plan(ShownPlan, BaseModel):
 
         τ times the rounds; of a controlled τ, its iterations where they are given.
         """
-        return self.method.iterations or self.rounds * self.method.steps()
+        return self.method.facts.iterations or self.rounds * self.method.steps()
 
     def rate(self, site: str, size: float) -> float:
         """Return q_i of a site of nominal size N_i; B / N_i is rounded up to the shared grid."""
@@ -328,22 +328,23 @@ class Plan(ShownPlan, BaseModel):
         mode, spare = self.privacy.mode, self.budget.spare_rounds if rounds else 0
         if mode == "none":
             raise PlanError('privacy.mode = "none": a plain run has no terms')
+        facts = self.method.facts
         return TermsRequest(
             site=name,
             size=size,
             rate=self.rate(name, size),
             clip=self.privacy.clip,
             clips=self.privacy.clips(self.rounds),
-            channels=self.method.channels,
-            steps=self.method.iterations or (rounds + spare) * self.method.steps(),
-            opening=self.method.opening,
-            openings=rounds + spare if self.method.opening else 0,
+            channels=facts.channels,
+            steps=facts.iterations or (rounds + spare) * self.method.steps(),
+            opening=facts.opening,
+            openings=rounds + spare if facts.opening else 0,
             budget=self.privacy.budget(name, names),
             accountant=self.privacy.accountant,
             mechanism=mode,
             size_noise=self.privacy.size_noise if self.noisy_sizes else None,
             honest=self.privacy.honest,
-            grid=self.method.units,
+            grid=facts.units,
             columns=self.privacy.release_of(self.records.released, name, names, 1 + spare),
             protects=self.privacy.unit,
         )
@@ -352,7 +353,9 @@ class Plan(ShownPlan, BaseModel):
         """Return plan.json's content: every setting in effect, and which of them nobody gave."""
         whole, own = self.model_dump(mode="json"), self.algorithm_settings
         whole["control"] = self._control.model_dump()
-        whole["settings"] = used = effective.in_effect(own, self.method.controlled) | self.settings
+        whole["settings"] = used = (
+            effective.in_effect(own, self.method.facts.controlled) | self.settings
+        )
         if self.batch_size is None:
             whole["sampling_rate"] = self.sampling_rate or _RATE
         none = {"sampling_rate": self.sampling_rate, "control.iterations": self.control.iterations}
@@ -380,7 +383,7 @@ class Plan(ShownPlan, BaseModel):
         typed = None if path is None else find_typed_keys(Path(path), overrides)
         raw = read_configuration(path, overrides, lambda found: select_given(found, _document))
         private = any(configuration.key_of(text).startswith("privacy") for text in overrides)
-        if path is None and not private and algorithms.load(raw["algorithm"]).Settings().plain_only:
+        if path is None and not private and Method(raw["algorithm"]).facts.plain_only:
             # The embedded configuration's word on privacy is not the user's.
             raw["privacy"] = {"mode": "none"}
         return _validated(raw, typed)

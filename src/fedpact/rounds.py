@@ -121,7 +121,7 @@ class Rounds:
         The same of a run that begins with nothing. Nothing is trained, and nothing committed: what
         ends before the start is written is carried out again. Raises FedpactError: no site replied.
         """
-        if not self.plan.method.opens_run:
+        if not self.plan.method.facts.opens_run:
             return at, record
         tasks = self._tasks(at, self._begin(at), 0)
         tally = Tally()
@@ -249,7 +249,7 @@ class Rounds:
     def _used_up(self, at: Checkpoint) -> bool:
         """Whether a controlled τ has no local iterations left."""
         method = self.plan.method
-        return method.controlled and method.steps(self._begin(at)) < 1
+        return method.facts.controlled and method.steps(self._begin(at)) < 1
 
     @cached_property
     def _participants(self) -> Participants:
@@ -261,7 +261,7 @@ class Rounds:
 
     def _begin(self, at: Checkpoint) -> State:
         """Return the state with what is left of the budgets, for a method that asks for it."""
-        if not self.plan.method.controlled:
+        if not self.plan.method.facts.controlled:
             return at.state
         per_round, per_step = at.costs.split_seconds()
         allowed = self.plan.budget.seconds
@@ -303,7 +303,7 @@ class Rounds:
             # A reply is taken to be as long as its task in full. Its codes have half as many bytes:
             # some 4 bits a coordinate where noise is most of it, so 16 leave room for the rest.
             expected = sum(task.wire_bytes + expand_task(task).wire_bytes for task in tasks)
-            if self.plan.method.coded:
+            if self.plan.method.facts.coded:
                 numbers = sum(v.nbytes for task in tasks for v in task.vectors.values())
                 expected -= numbers // 2
         else:

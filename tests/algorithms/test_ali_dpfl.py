@@ -310,7 +310,7 @@ def test_calibrated_noise_has_an_iteration_count(tables):
     assert left.terms({"a": 50.0}) == said.terms({"a": 50.0})
     # Where σ is given, the site whose budget allows least decides, and in a plain run nobody.
     for free in ({"privacy": {"sigma": 2.0}}, {"privacy": {"mode": "none"}}):
-        assert plan(tables, rounds, free).method.iterations is None
+        assert plan(tables, rounds, free).method.facts.iterations is None
 
 
 def test_the_forecast_says_what_it_may_spend(data):

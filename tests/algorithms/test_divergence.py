@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fedpact import algorithms
+from fedpact.algorithms.wrappers.base import Method
 from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
@@ -53,7 +54,7 @@ def test_a_huge_bound_on_differences_leaves_a_plain_run_alone(tmp_path, data):
 def test_no_algorithm_fails_on_the_way(name, mode, tmp_path, data):
     """A plain run with η = 1e9 overflows; a private one may only wander off, as it is clipped."""
     algorithm = algorithms.load(name)
-    if mode != "none" and algorithm.Settings().plain_only:
+    if mode != "none" and Method(name).facts.plain_only:
         return
     settings = {"learning_rate": 1e9}
     if "local_steps" in algorithm.Settings.model_fields:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from scipy import stats
 
 from fedpact import algorithms
-from fedpact.algorithms import feddyn
+from fedpact.algorithms import fedavg, feddyn
 from fedpact.algorithms.feddyn import Settings
 from fedpact.common.messages import Reply, State, Task
 
@@ -37,7 +37,7 @@ class Quadratic:
 
 
 def replies(state, settings, oracles, memories, number):
-    told = feddyn.task(state, settings)
+    told = fedavg.task(state, settings)
     task = Task("run", number, "feddyn", told.vectors, told.numbers)
     for site, oracle in oracles.items():
         local = feddyn.local(task, oracle, memories.get(site, State()), settings)
@@ -46,7 +46,7 @@ def replies(state, settings, oracles, memories, number):
 
 
 def after(rounds, settings, oracles, start):
-    state, memories = feddyn.init(start, settings), {}
+    state, memories = fedavg.init(start, settings), {}
     for number in range(1, rounds + 1):
         state = feddyn.update(state, replies(state, settings, oracles, memories, number), settings)
     return state, memories

@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from fedpact import algorithms
-from fedpact.algorithms.fedfdp import Settings, channels, local
+from fedpact.algorithms.fedfdp import Settings, facts, local
 from fedpact.common.messages import State, Task
 from fedpact.privacy.oracle import Fair, Uniform
 
@@ -155,19 +155,19 @@ def test_site_with_fewer_records_stays_within_the_ceiling():
 
 
 def test_channels_follow_the_rule():
-    assert channels(Settings(loss_noise=2.5, count_noise=10.0)) == {
+    assert facts(Settings(loss_noise=2.5, count_noise=10.0)).channels == {
         "gradient": 1.0,
         "loss": 2.5,
         "below": 10.0,
     }
-    assert set(channels(Settings(loss_bound_rule="mean"))) == {"gradient", "loss"}
+    assert set(facts(Settings(loss_bound_rule="mean")).channels) == {"gradient", "loss"}
 
 
 def test_the_count_costs_half_a_percent_of_the_gradients_noise():
     """σ_joint = σ (Σ r_c^-2)^(-1/2): at a given σ_joint, σ grows with the root of Σ r_c^-2."""
 
     def growth(settings):
-        return math.sqrt(sum(ratio**-2 for ratio in channels(settings).values()))
+        return math.sqrt(sum(ratio**-2 for ratio in facts(settings).channels.values()))
 
     assert growth(Settings()) / growth(Settings(loss_bound_rule="mean")) - 1 < 0.005
 

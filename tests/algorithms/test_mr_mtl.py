@@ -12,7 +12,7 @@ from tests.conformance.conftest import Federation
 from tests.conformance.test_fixed_points import SITES, START, P
 
 from fedpact import algorithms
-from fedpact.algorithms import mr_mtl
+from fedpact.algorithms import fedavg, mr_mtl
 from fedpact.algorithms.mr_mtl import Settings
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.algorithms.wrappers.server_optimizer import Averaged, ServerSettings, read_average
@@ -27,7 +27,7 @@ from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
 
 
-def fedavg(**settings):
+def plain(**settings):
     return Method("fedavg", algorithms.load("fedavg").Settings(**settings))
 
 
@@ -40,7 +40,7 @@ def test_without_lambda_each_site_is_alone_bit_for_bit(private, steps):
     state = together.run(method, 4)
     for site, count in together.counts.items():
         alone = Federation(private=private, counts={site: count})
-        expected = alone.run(fedavg(local_steps=steps), 4).vectors["w"]
+        expected = alone.run(plain(local_steps=steps), 4).vectors["w"]
         own = method.own_model(state.vectors["w"], together.memories[site])
         assert torch.equal(own, expected)
 
@@ -50,7 +50,7 @@ def test_mr_mtl_lambda_inf_equals_fedavg(private):
     bed, twin = Federation(private=private), Federation(private=private)
     method = Method("mr_mtl", Settings(proximal=1e300, local_steps=2))
     state = bed.run(method, 4)
-    expected = twin.run(fedavg(local_steps=2), 4).vectors["w"]
+    expected = twin.run(plain(local_steps=2), 4).vectors["w"]
     for site in bed.sites:
         assert torch.equal(method.own_model(state.vectors["w"], bed.memories[site]), expected)
 
@@ -59,7 +59,7 @@ def test_mr_mtl_kappa_inf_equals_fedavg_with_noise():
     bed, twin = Federation(private=True), Federation(private=True)
     method = Method("mr_mtl", Settings(proximal=0.0, proximal_noise=1e300, local_steps=2))
     state = bed.run(method, 4)
-    expected = twin.run(fedavg(local_steps=2), 4).vectors["w"]
+    expected = twin.run(plain(local_steps=2), 4).vectors["w"]
     for site in bed.sites:
         assert torch.equal(method.own_model(state.vectors["w"], bed.memories[site]), expected)
 
@@ -84,7 +84,7 @@ def test_average_of_ends_is_end_of_average_exactly(proximal):
     for site, count in together.counts.items():
         counts = together.counts if proximal else {site: count}
         twin = Federation(private=True, counts=counts)
-        expected = read_average(twin.run(Averaged(fedavg(), server, 5), 5))
+        expected = read_average(twin.run(Averaged(plain(), server, 5), 5))
         own = method.own_model(state.vectors["w"], together.memories[site])
         assert torch.equal(own, expected)
 
@@ -175,14 +175,14 @@ def test_kappa_equalises_noise_of_own_models_and_lambda_not(settings, expected):
 
 def rounds(settings, count, heard=lambda number: SITES, sites=SITES):
     """The server's w and the sites' memories, after rounds in which some sites are heard."""
-    state, memories = mr_mtl.init(START, settings), dict.fromkeys(SITES, State())
+    state, memories = fedavg.init(START, settings), dict.fromkeys(SITES, State())
     for number in range(1, count + 1):
         task, replies = Task("run", number, "mr_mtl", state.vectors, {}), []
         for site in heard(number):
             local = mr_mtl.local(task, sites[site], memories[site], settings)
             memories[site] = local.memory
             replies.append(Reply("run", number, site, SITES[site].size, local.vectors, {}))
-        state = mr_mtl.update(state, iter(replies), settings)
+        state = fedavg.update(state, iter(replies), settings)
     return state.vectors["w"], memories
 
 
@@ -306,5 +306,7 @@ def test_a_run_without_compression_is_fedavgs_bit_for_bit(tmp_path):
     )
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other)
-    units = [Plan.parse({"algorithm": name, **more}).method.units for name, more in ends.items()]
+    units = [
+        Plan.parse({"algorithm": name, **more}).method.facts.units for name, more in ends.items()
+    ]
     assert units[0] != units[1]

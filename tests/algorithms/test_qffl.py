@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from scipy import stats
 from torch import nn
 
-from fedpact.algorithms import qffl
+from fedpact.algorithms import fedavg, qffl
 from fedpact.algorithms.qffl import Settings
 from fedpact.common.losses import cross_entropy
 from fedpact.common.messages import Reply, State, Task
@@ -37,7 +37,7 @@ def updated(settings, w, sites):
         moved = float(((w - w_i) ** 2).sum())
         numbers = {"loss": loss, "moved": moved}
         replies.append(Reply("run", 1, site, SIZES[site], {"w": torch.from_numpy(w_i)}, numbers))
-    state = qffl.init(torch.from_numpy(w), settings)
+    state = fedavg.init(torch.from_numpy(w), settings)
     return qffl.update(state, iter(replies), settings).vectors["w"].numpy()
 
 
@@ -151,7 +151,7 @@ def test_noise_correction_equals_the_noise_in_the_movement(mechanism, steps):
     kernel = {"per_sample": PerSampleKernel, "batch_clipped": BatchClippedKernel}[mechanism]
     records = Records(torch.zeros(0, 1999).double(), torch.zeros(0, dtype=torch.int64))
     settings = Settings(learning_rate=0.3, local_steps=steps)
-    sigmas = {name: 2.0 * ratio for name, ratio in qffl.channels(settings).items()}
+    sigmas = {name: 2.0 * ratio for name, ratio in qffl.facts(settings).channels.items()}
     terms = Terms("a", 100.0, 0.2, 0.5, sigmas, 99, Budget(9.0, 1e-5), "best", mechanism)
     draws = SeededDraws(3, "a", 1)
     oracle = PrivateOracle(records, kernel(model, cross_entropy), terms, draws, lambda *_: None)

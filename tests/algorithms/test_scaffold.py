@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 
 from fedpact import algorithms
-from fedpact.algorithms import scaffold
+from fedpact.algorithms import fedavg, scaffold
 from fedpact.algorithms.scaffold import Settings
 from fedpact.common.messages import Reply, State, Task
 
@@ -38,7 +38,7 @@ class Drawn:
 
 
 def replies(state, settings, oracles, memories, number):
-    told = scaffold.task(state, settings)
+    told = fedavg.task(state, settings)
     task = Task("run", number, "scaffold", told.vectors, told.numbers)
     for site, oracle in oracles.items():
         local = scaffold.local(task, oracle, memories.get(site, State()), settings)

@@ -123,7 +123,7 @@ class Federation:
         return self.around(oracle)
 
     def local(self, method: Method, site: str, task: Task) -> Local:
-        oracle = self.oracle(site, task, method.channels, method.opening)
+        oracle = self.oracle(site, task, method.facts.channels, method.facts.opening)
         return method.local(task, oracle, self.memories.get(site, State()))
 
     def begin(self, state: State, number: int) -> State:
@@ -137,7 +137,7 @@ class Federation:
         return State(state.vectors, {**state.numbers, **left})
 
     def task(self, method: Method, state: State, number: int = 1) -> Task:
-        told = method.task(self.begin(state, number) if method.controlled else state)
+        told = method.task(self.begin(state, number) if method.facts.controlled else state)
         return Task("run", number, method.name, told.vectors, told.numbers)
 
     def replies(self, method: Method, state: State, number: int = 1) -> Iterator[Reply]:
@@ -155,7 +155,7 @@ class Federation:
         state = method.init(self.w)
         for number in range(1, rounds + 1):
             replies = self.replies(method, state, number)
-            begun = self.begin(state, number) if method.controlled else state
+            begun = self.begin(state, number) if method.facts.controlled else state
             state = from_bytes(to_bytes(method.update(begun, replies)))
         return state
 
@@ -236,7 +236,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         cases = [method for name in algorithms.names() for method in variants(name)]
         cases += [of(tables) for tables in COMBINATIONS]
         # What lets exact numbers out by design has tests of its own: test_ali_dpfl.
-        cases = [method for method in cases if not method.unprotected]
+        cases = [method for method in cases if not method.facts.unprotected]
         labels = [label(method.tables) for method in cases]
         metafunc.parametrize("case", cases, ids=labels)
 

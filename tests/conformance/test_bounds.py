@@ -37,7 +37,7 @@ def pulling(made):
 
 
 def declared(made, method, task, site):
-    terms = made.terms(site, method.channels, method.opening)
+    terms = made.terms(site, method.facts.channels, method.facts.opening)
     return method.bounds(task, dataclasses.replace(terms, steps=1000))
 
 
@@ -46,7 +46,7 @@ def rounds(made, method, count):
     state = method.init(made.w)
     made.steps_left = 999.0
     for number in range(1, count + 1):
-        begun = made.begin(state, number) if method.controlled else state
+        begun = made.begin(state, number) if method.facts.controlled else state
         task = made.task(method, state, number)
         replies = list(made.replies(method, state, number))
         yield from ((task, reply) for reply in replies)
@@ -62,7 +62,7 @@ def fault(made, method, task, reply):
 @pytest.mark.parametrize("extreme", EXTREMES)
 def test_honest_replies_are_within_their_bounds(federation, case, extreme):
     """Three seeds; in two of them all records pull the same way."""
-    if case.settings.plain_only:
+    if case.facts.plain_only:
         pytest.skip("it has no private form, and so no bounds")
     for seed in range(3):
         made = federation(private=True, seed=seed, **EXTREMES[extreme])
@@ -79,7 +79,9 @@ def test_all_that_is_sent_is_declared(federation, case):
         bounds = declared(made, case, task, reply.site)
         assert bounds.find_undeclared(reply.vectors, reply.numbers) == []
         assert set(bounds.numbers) == set(reply.numbers)
-        assert all(case.task_numbers()[name].holds(value) for name, value in task.numbers.items())
+        assert all(
+            case.facts.task_numbers[name].holds(value) for name, value in task.numbers.items()
+        )
 
 
 def lies(method, task, reply):
@@ -87,7 +89,7 @@ def lies(method, task, reply):
 
     -90 times a gradient difference may pass: its bound multiplies from step to step.
     """
-    times = [] if "difference" in method.channels else [-90]
+    times = [] if "difference" in method.facts.channels else [-90]
     for name, vector in reply.vectors.items():
         told = task.vectors.get(name, torch.zeros_like(vector))
         multiples = [told + factor * (vector - told) for factor in times]
@@ -100,7 +102,7 @@ def lies(method, task, reply):
 
 def test_lies_are_beyond_the_bounds(federation, case):
     """Whoever multiplies by -90, adds 1e30, or says any number that no records can give."""
-    if case.settings.plain_only:
+    if case.facts.plain_only:
         pytest.skip("it has no private form, and so no bounds")
     made = pulling(federation(private=True))
     for task, reply in rounds(made, case, 2):

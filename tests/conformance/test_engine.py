@@ -15,7 +15,7 @@ ROUNDS = 3
 
 def refused(case, private):
     """Whether this form of it is one that no plan takes; then a plan has to say so."""
-    if not (private and case.settings.plain_only):
+    if not (private and case.facts.plain_only):
         return False
     with pytest.raises(PlanError, match="no private form"):
         plan(case, private)
@@ -31,7 +31,7 @@ def plan(case, private, workers=1, stacked=1):
             "partition": {"kind": "dirichlet", "held_out": 0.25},
             # Where τ is chosen on the way, σ is calibrated for given iterations only.
             "privacy": {"mode": "per_sample" if private else "none"}
-            | ({"sigma": 8.0} if case.controlled and case.iterations is None else {}),
+            | ({"sigma": 8.0} if case.facts.controlled and case.facts.iterations is None else {}),
             "run": {"workers": workers, "stacked": stacked, "evaluate_every": 1},
         }
     )
@@ -115,7 +115,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case, private, data, tmp_path
 
 def test_the_number_of_workers_changes_nothing(case, data, tmp_path, run):
     """In the private form where there is one: who computes a site knows nothing of its oracle."""
-    private = not case.settings.plain_only
+    private = not case.facts.plain_only
     two = simulate(plan(case, private, workers=2), tmp_path / "two", data=data)
     assert_same(two, run(case, private))
 

@@ -33,7 +33,7 @@ def test_around_fedavg_it_is_fedfdp_bit_for_bit(federation, private, rule, steps
 def test_a_weight_of_nothing_leaves_the_algorithm_alone(federation):
     one = method(algorithm="fedavg", fairness={"weight": 0.0})
     other = method(algorithm="fedavg")
-    assert one.channels == other.channels == {"gradient": 1.0}
+    assert one.facts.channels == other.facts.channels == {"gradient": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,10 @@ def apart(case, made):
     Two, so that what sites remember and what the state carries counts as well.
     """
     state, found = case.init(made.w), []
-    summed = Summed() if case.summed.why_not else case.summed
+    summed = Summed() if case.facts.summed.why_not else case.facts.summed
     for number in (1, 2):
         replies = list(made.replies(case, state, number))
-        begun = made.begin(state, number) if case.controlled else state
+        begun = made.begin(state, number) if case.facts.controlled else state
         after = case.update(begun, iter(replies))
         found.append(distance(after, case.update(begun, iter(as_means(replies, summed)))))
         state = after

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from fedpact import algorithms
+from fedpact.algorithms.wrappers.base import Method
 from fedpact.plan import Plan
 from fedpact.report.comparable import differences
 from fedpact.simulation.simulate import simulate
@@ -26,7 +27,9 @@ def test_plan_records_all_settings_and_marks_defaults(name):
     plan = Plan.read(None, [f"algorithm={name}", "seed=0"])
     document = json.loads(json.dumps(plan.document()))
     own = settings_of(name)
-    expected = set(type(own).model_fields) - ({"local_steps"} if plan.method.controlled else set())
+    expected = set(type(own).model_fields) - (
+        {"local_steps"} if plan.method.facts.controlled else set()
+    )
     assert set(document["settings"]) == expected
     marked = {key for key in document["defaults"] if key.startswith("settings.")}
     typed = {"learning_rate"} if name == "fedavg" else set()
@@ -34,7 +37,7 @@ def test_plan_records_all_settings_and_marks_defaults(name):
     if not typed:
         assert document["settings"]["learning_rate"] == own.step_size > 0
     if "local_steps" in expected:
-        steps = algorithms.load(name).steps(own)
+        steps = Method(name).steps()
         assert document["settings"]["local_steps"] == steps == plan.steps // plan.rounds
     # Given by name or by value, and seed = 0 is what the default would have been.
     assert {"seed", "algorithm", "rounds"}.isdisjoint(document["defaults"])
@@ -67,7 +70,7 @@ def test_what_a_run_wrote_down_is_read_back_as_the_same_plan(name, tmp_path):
 def test_it_runs_on_the_embedded_configuration_by_its_name_alone(name, tmp_path):
     Plan.read(None, [f"algorithm={name}"])
     plan = Plan.read(None, [f"algorithm={name}", "rounds=1", "sites=2"])
-    assert plan.private == (not settings_of(name).plain_only)
+    assert plan.private == (not Method(name).facts.plain_only)
     result = simulate(plan, tmp_path / "run")
     assert result.summary["rounds"] == 1
     read = result.summary["records_read"]
@@ -77,7 +80,7 @@ def test_it_runs_on_the_embedded_configuration_by_its_name_alone(name, tmp_path)
             "train"
         ].values()
     ]
-    opening = plan.method.opening.rate if plan.method.opening else 0.0
+    opening = plan.method.facts.opening.rate if plan.method.facts.opening else 0.0
     steps = result.summary["iterations"]
     assert read == pytest.approx((steps * 0.5 + opening) * sum(counts))
 
@@ -90,7 +93,9 @@ def test_shared_settings_are_compared_as_in_effect(names):
     one, other = (documents[name]["settings"] for name in names)
     for key in set(one) & set(other):
         assert (f"settings.{key}" in unequal) == (one[key] != other[key]), key
-    taus = {"chosen" if plan.method.controlled else plan.method.steps() for plan in plans.values()}
+    taus = {
+        "chosen" if plan.method.facts.controlled else plan.method.steps() for plan in plans.values()
+    }
     # Where neither has such a setting, nobody left it: the methods are so.
     could = any("local_steps" in document["settings"] for document in documents.values())
     assert ("settings.local_steps" in unequal) == (could and len(taus) > 1)

@@ -32,7 +32,11 @@ def assert_close(one, other, tolerance):
 
 def released(method):
     """What a site draws for: its batches, and noise on every channel."""
-    return {"batch", *method.channels, *(method.opening.channels if method.opening else ())}
+    return {
+        "batch",
+        *method.facts.channels,
+        *(method.facts.opening.channels if method.facts.opening else ()),
+    }
 
 
 def assert_finite(message):
@@ -209,7 +213,7 @@ def test_no_more_batches_than_declared(case, private, federation):
     list(bed.replies(case, state))
     allowed = case.steps(state)
     assert allowed <= case.steps()
-    allowed += 1 if case.opening else 0
+    allowed += 1 if case.facts.opening else 0
     for counts in bed.drawn.values():
         assert 1 <= counts["batch"] <= allowed
 
@@ -219,14 +223,14 @@ def test_released_is_what_the_ledger_holds(case, federation, tmp_path):
     ledgers = {}
     for site in plan.sites:
         ledgers[site] = Ledger(tmp_path / f"{site}.jsonl", site, hypothetical=True)
-        terms = plan.terms(site, case.channels, case.opening)
+        terms = plan.terms(site, case.facts.channels, case.facts.opening)
         budget = type(terms.budget)(1e6, 1e-5)  # the cost is tested elsewhere
         ledgers[site].reserve("run", budget, terms.history(rounds * case.steps(), rounds))
     bed = federation(private=True, ledgers=ledgers)
     bed.run(case, rounds)
     for site, ledger in ledgers.items():
         ledger.close()
-        terms, held = bed.terms(site, case.channels, case.opening), Counter()
+        terms, held = bed.terms(site, case.facts.channels, case.facts.opening), Counter()
         for entry in read_entries(ledger.path):
             if entry["kind"] == "charge":
                 held["batch"] += entry["count"]

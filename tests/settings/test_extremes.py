@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 import fedpact
 from fedpact import algorithms
+from fedpact.algorithms.wrappers.base import Method
 from fedpact.common import configuration
 from fedpact.common.errors import FedpactError, PlanError
 from fedpact.plan import Plan
@@ -60,7 +61,7 @@ def cases() -> Iterator[tuple[str, str]]:
 def configured(algorithm: str, key: str, value: float) -> dict[str, Any]:
     raw: dict[str, Any] = {"rounds": 2, "sites": 2, "algorithm": algorithm}
     beside = {"fairness.weight": 0.5} if key.startswith("fairness.") else TABLES.get(key, {})
-    if algorithms.load(algorithm).Settings().plain_only:
+    if Method(algorithm).facts.plain_only:
         beside = {**beside, "privacy.mode": "none"}
     for name, each in {"partition.kind": "iid", **beside, key: value}.items():
         configuration.set_key(raw, name, each, "test")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from fedpact import algorithms
+from fedpact.algorithms.wrappers.base import Method
 from fedpact.cli.main import app
 from fedpact.common import reference
 from fedpact.common.configuration import flatten
@@ -88,7 +89,7 @@ def test_a_plan_to_begin_with_is_the_embedded_default():
 
 @pytest.mark.parametrize("name", algorithms.names())
 def test_all_of_its_comments_together_change_nothing(name):
-    own = ["privacy.mode='none'"] if algorithms.load(name).Settings().plain_only else []
+    own = ["privacy.mode='none'"] if Method(name).facts.plain_only else []
     given = [f"algorithm={name}", *own]
     raw = tomllib.loads(uncommented(starting_plan.starting_plan(given)))
     whole, plan = Plan.parse(raw), Plan.read(None, given)

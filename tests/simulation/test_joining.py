@@ -187,7 +187,7 @@ def test_local_in_compare_is_mr_mtl_with_lambda_0():
     assert plans["mr_mtl"].settings == alone | {"proximal": 0.2, "proximal_noise": 7.0}
     sizes = {"a": 100.0}
     # What mr_mtl sends is no single release, so its sums are rounded more finely.
-    local = replace(plans["local"].terms(sizes)["a"], grid=plans["fedavg"].method.units)
+    local = replace(plans["local"].terms(sizes)["a"], grid=plans["fedavg"].method.facts.units)
     assert local == plans["fedavg"].terms(sizes)["a"]
 
 

@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -291,12 +291,12 @@ def test_it_goes_with_what_goes_around_an_algorithm(tmp_path, choice):
 @pytest.mark.parametrize("private", [False, True], ids=["plain", "private"])
 @pytest.mark.parametrize("name", algorithms.names())
 def test_an_algorithm_says_itself_whether_a_part_will_do(name, private, tmp_path):
-    settings = algorithms.load(name).Settings()
-    if private and settings.plain_only:
+    facts = Method(name).facts
+    if private and facts.plain_only:
         return
     mode = {"privacy": {"mode": "none"}} if not private else {}
     asked = {**PLAN, **mode, "rounds": 2, "algorithm": name, "settings": {}}
-    if why := settings.needs_all_sites:
+    if why := facts.needs_all_sites:
         with pytest.raises(PlanError, match="sites_per_round does not go with") as error:
             Plan.parse(asked)
         assert why in str(error.value)
@@ -314,12 +314,16 @@ def test_an_algorithm_says_itself_whether_a_part_will_do(name, private, tmp_path
         assert sum(e["count"] for e in charges) == sum(n for _, _, n in promised["events"])
 
 
-def test_algorithm_without_participation_claim_is_refused():
-    class Settings(fedavg.Settings):
-        pass
-
-    assert Method("fedavg", fedavg.Settings()).needs_all_sites == ""
-    assert "does not say" in Method("fedavg", Settings()).needs_all_sites
+def test_algorithm_without_participation_claim_is_refused(monkeypatch):
+    """Nor does one that borrows the facts of another file say anything of its own functions."""
+    borrowing = ModuleType("borrowing")
+    borrowing.facts, borrowing.Settings = fedavg.facts, fedavg.Settings
+    monkeypatch.setattr(algorithms, "load", lambda name: borrowing if name == "new" else fedavg)
+    assert Method("fedavg").facts.needs_all_sites == ""
+    assert "does not say" in Method("new").facts.needs_all_sites
+    assert "does not say" in Method("new").facts.needs_own_noise
+    del borrowing.facts
+    assert Method("new").facts == algorithms.MethodFacts()
 
 
 @pytest.mark.parametrize(

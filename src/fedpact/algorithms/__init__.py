@@ -6,8 +6,8 @@ rounds and over sites belong to the engine. docs/adding-an-algorithm.md writes o
 
 >>> "fedavg" in names()
 True
->>> load("fedavg").channels(load("fedavg").Settings())
-{'gradient': 1.0}
+>>> load("scaffold").NEUTRAL.parent
+'fedavg'
 """
 
 import importlib
@@ -15,7 +15,7 @@ import pkgutil
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, Protocol, cast
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
@@ -44,65 +44,73 @@ EVEN_IS_NOT_SUMMED = Summed(
 )
 
 
-class BaseSettings(BaseModel):
-    """The base of every algorithm's Settings: frozen, no unknown names, no conversion.
+@dataclass(frozen=True)
+class MethodFacts:
+    """What is known of an algorithm with its settings before it runs. A wrapper replaces some.
 
-    needs_all_sites: why each round needs every site; "": a part of them will do, as `update` asks
-    for no more than this round's replies, and a site's memory may be of any earlier round.
+    The defaults are what holds for any algorithm: what a file does not say of itself is refused.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    needs_all_sites: ClassVar[str] = (
+    channels: Mapping[str, float] = field(default_factory=lambda: {"gradient": 1.0})
+    """What a batch releases: channel -> noise multiplier relative to the gradient's."""
+
+    opening: Opening | None = None
+    """What opens a round beside the batches of its local steps."""
+
+    task_numbers: Mapping[str, Range] = field(default_factory=dict[str, Range])
+    """The numbers that a task may carry, each in its range; a site refuses a task with others."""
+
+    weighs_records: bool = False
+    """Whether records of a batch get unlike weights, which batch clipping has no place for."""
+
+    plain_only: str = ""
+    """Why a private run of it is refused; empty where it is not."""
+
+    unprotected: bool = False
+    """Whether it lets exact numbers out of the sites, so that no run with it is private."""
+
+    controlled: bool = False
+    """Whether τ follows what is left of the budgets, which rounds.py writes to the state."""
+
+    iterations: int | None = None
+    """Of a controlled τ: the local iterations of all rounds together; None: what σ allows."""
+
+    summed: Summed = Summed()
+    """What secure aggregation has to leave of single replies: by default their sizes only."""
+
+    needs_all_sites: str = (
         "its file does not say that a round of some of the sites is what its paper means"
     )
+    """Why each round needs every site; empty where `update` asks for no more than this round's
+    replies, and a site's memory may be of any earlier round."""
 
-    @property
-    def weighs_records(self) -> bool:
-        """Whether records of a batch get unlike weights, which batch clipping has no place for."""
-        return False
+    needs_own_noise: str = (
+        "a site's own steps and memory are hidden by the site's own noise alone, and its file "
+        "does not say that it has none"
+    )
+    """Why noise that sites share out would not protect it; empty where `local` is one batch's
+    gradient at the task's w, which enters the reply linearly, nothing is remembered and the update
+    uses the replies' mean: see docs/noise-for-the-sum.md; the conformance suite compares both."""
 
-    @property
-    def opening(self) -> Opening | None:
-        """What opens a round beside the batches of its local steps, or None."""
-        return None
+    opens_run: bool = False
+    """Whether sites release something before the first round, in round 0."""
 
-    @property
-    def plain_only(self) -> str:
-        """Why a private run of it is refused; empty where it is not."""
-        return ""
+    coded: bool = False
+    """Whether a reply's vectors are blocks of codes, as long as they came out."""
 
-    @property
-    def unprotected(self) -> bool:
-        """Whether it lets exact numbers out of the sites, so that no run with it is private."""
-        return False
+    units: float = 0.0
+    """The deviation of releases' noise in units of a coarse grid (Terms.grid), or 0."""
 
-    @property
-    def controlled(self) -> bool:
-        """Whether τ follows what is left of the budgets; see algorithms.wrappers.base.Method."""
-        return False
 
-    @property
-    def total_iterations(self) -> int | None:
-        """Of a controlled τ: the local iterations of all rounds together; None: what σ allows."""
-        return None
+class BaseSettings(BaseModel):
+    """The base of every algorithm's Settings: frozen, no unknown names, no conversion."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     @property
     def step_size(self) -> float | None:
         """η: the length of a step, of a site or, where sites make none, of the server."""
         return getattr(self, "learning_rate", None)
-
-    @property
-    def needs_own_noise(self) -> str:
-        """Why noise that sites share out would not protect it; empty where it would.
-
-        It would where `local` is one batch's gradient at the task's w, which enters the reply
-        linearly, where nothing is remembered and where the update uses the replies' mean. See
-        docs/noise-for-the-sum.md; the conformance suite compares both forms.
-        """
-        return (
-            "a site's own steps and memory are hidden by the site's own noise alone, and its file "
-            "does not say that it has none"
-        )
 
     def own_model(self, w: Tensor, memory: State) -> Tensor | None:
         """Return a site's own model [d], where each trains one; None where w is everybody's.
@@ -112,11 +120,6 @@ class BaseSettings(BaseModel):
         """
         del w, memory
         return None
-
-    @property
-    def summed(self) -> Summed:
-        """What secure aggregation has to leave of single replies: by default their sizes only."""
-        return Summed()
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,11 @@ class Neutral:
 
 
 class Algorithm(Protocol):
-    """The functions and names of an algorithm's module. `settings` is its own Settings."""
+    """The functions and names of an algorithm's module. `settings` is its own Settings.
+
+    A function may be left out: it is then FedAvg's, and `facts` those of an algorithm of which
+    nothing is known (`wrappers.base.Method`).
+    """
 
     Settings: type[BaseSettings]
     """The [settings] table of a plan; every field has a sound default."""
@@ -144,8 +151,10 @@ class Algorithm(Protocol):
     NEUTRAL: Neutral | None
     """How it reduces to a parent, or None."""
 
-    def channels(self, settings: Any) -> dict[str, float]:
-        """Return what a batch releases: channel -> noise multiplier relative to the gradient's."""
+    __name__: str
+
+    def facts(self, settings: Any) -> MethodFacts:
+        """Return what is known of it before it runs."""
         ...
 
     def steps(self, settings: Any, state: State | None = None) -> int:
@@ -162,13 +171,6 @@ class Algorithm(Protocol):
 
     def task(self, state: State, settings: Any) -> State:
         """Return what every site is told: "w" [d] and whatever else crosses the wire."""
-        ...
-
-    def task_numbers(self, settings: Any) -> dict[str, Range]:
-        """Return the numbers that a task may carry, each in its range; any of them may be absent.
-
-        A site refuses a task with others. Its vectors are those of `task`, always.
-        """
         ...
 
     def bounds(self, task: Task, terms: Terms, settings: Any) -> ReplyBounds:

@@ -28,16 +28,15 @@ Differs   The bracket of h, and T as a function of τ: docs/errata.md, A1 and A5
 """
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 from pydantic import Field
 from torch import Tensor
 
-from fedpact.algorithms import BaseSettings, Neutral, fedavg
+from fedpact.algorithms import BaseSettings, MethodFacts, Neutral, fedavg
 from fedpact.algorithms.common.steps import weighted_mean
 from fedpact.algorithms.common.tau_control import Ali, Controller
 from fedpact.common.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms
+from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms
 
 NEUTRAL: Neutral | None = Neutral(
     parent="fedavg", settings={"most_local_steps": 1}, parent_settings={"local_steps": 1}
@@ -47,25 +46,7 @@ NEUTRAL: Neutral | None = Neutral(
 class Settings(BaseSettings, Ali):
     """Symbols at the top, and algorithms.common.tau_control.Ali."""
 
-    needs_all_sites: ClassVar[str] = (
-        "its τ follows what is left at every site, and its estimates are of all of them"
-    )
     learning_rate: float = Field(default=0.5, gt=0)
-
-    @property
-    def controlled(self) -> bool:
-        """Whether τ follows what is left of the budgets; see algorithms.wrappers.base.Method."""
-        return True
-
-    @property
-    def total_iterations(self) -> int | None:
-        """Of a controlled τ: the local iterations of all rounds together; None: what σ allows."""
-        return self.iterations
-
-    @property
-    def unprotected(self) -> bool:
-        """Whether it lets exact numbers out of the sites, so that no run with it is private."""
-        return self.estimator == "raw"
 
     @property
     def controller(self) -> Controller:
@@ -73,10 +54,16 @@ class Settings(BaseSettings, Ali):
         return Controller(self, self.learning_rate)
 
 
-def channels(settings: Settings) -> dict[str, float]:
-    """What a batch releases -> its noise beside the gradient's; see algorithms.Algorithm."""
-    del settings
-    return {"gradient": 1.0}
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
+    return MethodFacts(
+        task_numbers=settings.controller.task_numbers,
+        controlled=True,
+        iterations=settings.iterations,
+        unprotected=settings.estimator == "raw",
+        needs_all_sites="its τ follows what is left at every site, and its estimates are of all of "
+        "them",
+    )
 
 
 def steps(settings: Settings, state: State | None = None) -> int:
@@ -92,11 +79,6 @@ def init(w: Tensor, settings: Settings) -> State:
 def task(state: State, settings: Settings) -> State:
     """What every site is told; see algorithms.Algorithm."""
     return settings.controller.task(state, lambda rest: rest)
-
-
-def task_numbers(settings: Settings) -> dict[str, Range]:
-    """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
-    return settings.controller.task_numbers({})
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:

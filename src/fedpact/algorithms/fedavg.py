@@ -17,15 +17,14 @@ Differs   Poisson batches, divided by their expected size, where the paper runs 
 """
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 from pydantic import Field
 from torch import Tensor
 
-from fedpact.algorithms import BaseSettings, Neutral
+from fedpact.algorithms import BaseSettings, MethodFacts, Neutral
 from fedpact.algorithms.common.steps import round_steps, sgd, weighted_mean
 from fedpact.common.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms, reach
+from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
 
 NEUTRAL: Neutral | None = None
 
@@ -33,25 +32,23 @@ NEUTRAL: Neutral | None = None
 class Settings(BaseSettings):
     """Symbols at the top."""
 
-    needs_all_sites: ClassVar[str] = ""
     learning_rate: float = Field(default=0.5, gt=0)
     local_steps: int = Field(default=1, ge=1)
 
-    @property
-    def needs_own_noise(self) -> str:
-        """Why noise that sites share out would not protect it; empty where it would."""
-        if self.local_steps == 1:
-            return ""
-        return (
-            f"with settings.local_steps = {self.local_steps} a site's later steps begin where its "
-            "own noisy ones ended, which its own noise alone hides; take 1"
-        )
+
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
+    return MethodFacts(needs_all_sites="", needs_own_noise=why_own_noise(settings.local_steps))
 
 
-def channels(settings: Settings) -> dict[str, float]:
-    """What a batch releases -> its noise beside the gradient's; see algorithms.Algorithm."""
-    del settings
-    return {"gradient": 1.0}
+def why_own_noise(steps: int) -> str:
+    """Return why noise that sites share out would not protect so many steps of SGD, or ""."""
+    if steps == 1:
+        return ""
+    return (
+        f"with settings.local_steps = {steps} a site's later steps begin where its own noisy ones "
+        "ended, which its own noise alone hides; take 1"
+    )
 
 
 def steps(settings: Settings, state: State | None = None) -> int:
@@ -70,12 +67,6 @@ def task(state: State, settings: Settings) -> State:
     """What every site is told; see algorithms.Algorithm."""
     del settings
     return state
-
-
-def task_numbers(settings: Settings) -> dict[str, Range]:
-    """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
-    del settings
-    return {}
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:

@@ -35,12 +35,11 @@ a coordinate, v_i the gradients', and does not grow.
 
 import math
 from collections.abc import Iterable
-from typing import ClassVar
 
 import torch
 from pydantic import Field
 
-from fedpact.algorithms import EVEN_IS_NOT_SUMMED, Neutral, Summed, fedprox
+from fedpact.algorithms import EVEN_IS_NOT_SUMMED, MethodFacts, Neutral, Summed, fedprox
 from fedpact.algorithms.common.steps import (
     Aggregation,
     proximal_sgd,
@@ -48,22 +47,8 @@ from fedpact.algorithms.common.steps import (
     weigh_replies,
     weighted_mean,
 )
-from fedpact.algorithms.fedavg import channels, init, steps, task, task_numbers
 from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
-
-__all__ = [
-    "NEUTRAL",
-    "Settings",
-    "bounds",
-    "channels",
-    "init",
-    "local",
-    "steps",
-    "task",
-    "task_numbers",
-    "update",
-]
 
 NEUTRAL: Neutral | None = None
 
@@ -74,18 +59,19 @@ class Settings(fedprox.Settings):
     aggregation: sites count by their "size", N_i / Σ N, or alike ("uniform").
     """
 
-    needs_all_sites: ClassVar[str] = (
-        "each reply carries its site's share of h, so a round of some sites would leave out the "
-        "others' h_i; with the paper's h, the server would need what each of them has sent"
-    )
     learning_rate: float = Field(default=0.2, gt=0)
     proximal: float = Field(default=1.0, gt=0)
     aggregation: Aggregation = "size"
 
-    @property
-    def summed(self) -> Summed:
-        """What secure aggregation has to leave of single replies: by default their sizes only."""
-        return Summed() if self.aggregation == "size" else EVEN_IS_NOT_SUMMED
+
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
+    return MethodFacts(
+        summed=Summed() if settings.aggregation == "size" else EVEN_IS_NOT_SUMMED,
+        needs_all_sites="each reply carries its site's share of h, so a round of some sites would "
+        "leave out the others' h_i; with the paper's h, the server would need what each of them "
+        "has sent",
+    )
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:

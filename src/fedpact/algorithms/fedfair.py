@@ -22,13 +22,11 @@ Differs   The weight is clamped at 0, as fedfdp's: below it a step would climb.
 
 import math
 from collections.abc import Iterable
-from typing import ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
-from fedpact.algorithms import BaseSettings, Neutral
+from fedpact.algorithms import BaseSettings, MethodFacts, Neutral
 from fedpact.algorithms.common.fairness import FAIR_LOSS, WeightRule, weight
 from fedpact.algorithms.common.steps import round_steps, weighted_mean
 from fedpact.common.messages import Local, Reply, State, Task
@@ -47,54 +45,23 @@ class Settings(BaseSettings):
     1 + λ (ℓ/F - 1).
     """
 
-    needs_all_sites: ClassVar[str] = ""
     learning_rate: float = Field(default=0.5, gt=0)
     local_steps: int = Field(default=2, ge=1)
     fairness_weight: float = Field(default=0.1, ge=0)
     weight_rule: WeightRule = "fixed"
 
-    @property
-    def opening(self) -> Opening:
-        """Releases F_i(w_i) before the local steps."""
-        return Opening(1.0, {"loss": 1.0})
 
-    @property
-    def plain_only(self) -> str:
-        """Why a private run of it is refused; empty where it is not."""
-        return (
-            "it weighs each step by the batch's exact loss; algorithm = 'fedfdp' is its private "
-            "form"
-        )
-
-
-def channels(settings: Settings) -> dict[str, float]:
-    """What a batch releases -> its noise beside the gradient's; see algorithms.Algorithm."""
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
     del settings
-    return {"gradient": 1.0, "loss": 1.0}
-
-
-def steps(settings: Settings, state: State | None = None) -> int:
-    """The local iterations τ of the next round; see algorithms.Algorithm."""
-    del state
-    return settings.local_steps
-
-
-def init(w: Tensor, settings: Settings) -> State:
-    """The server's first state; see algorithms.Algorithm."""
-    del settings
-    return State({"w": w})
-
-
-def task(state: State, settings: Settings) -> State:
-    """What every site is told; see algorithms.Algorithm."""
-    del settings
-    return state
-
-
-def task_numbers(settings: Settings) -> dict[str, Range]:
-    """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
-    del settings
-    return {"loss": FAIR_LOSS}
+    return MethodFacts(
+        {"gradient": 1.0, "loss": 1.0},
+        Opening(1.0, {"loss": 1.0}),
+        {"loss": FAIR_LOSS},
+        plain_only="it weighs each step by the batch's exact loss; algorithm = 'fedfdp' is its "
+        "private form",
+        needs_all_sites="",
+    )
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
@@ -109,7 +76,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     w, reference = task.vectors["w"].clone(), task.numbers.get("loss", math.nan)
     longest = torch.finfo(w.dtype).max
     lam = weight(settings.weight_rule, settings.fairness_weight, reference)
-    for batch in oracle.batches(round_steps(task, settings.local_steps), *channels(settings)):
+    for batch in oracle.batches(round_steps(task, settings.local_steps), "gradient", "loss"):
         scale = 1.0
         if settings.fairness_weight > 0:
             gap = batch.loss(w, _UNUSED_BOUND) - reference

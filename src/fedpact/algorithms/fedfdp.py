@@ -43,18 +43,16 @@ Differs   The weight is clamped at 0 from below: as printed, a contribution can 
 
 import math
 from collections.abc import Iterable
-from typing import ClassVar
 
 from pydantic import Field
 from torch import Tensor
 
-from fedpact.algorithms import BaseSettings, Neutral
+from fedpact.algorithms import BaseSettings, MethodFacts, Neutral
 from fedpact.algorithms.common.fairness import FairOracle, FairRelease, WeightRule, weighting
 from fedpact.algorithms.common.steps import round_steps, sgd, weighted_mean
-from fedpact.algorithms.fedavg import Settings as FedAvg
-from fedpact.algorithms.fedavg import bound_movement
+from fedpact.algorithms.fedavg import bound_movement, why_own_noise
 from fedpact.common.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms
+from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_weight": 0.0})
 
@@ -66,48 +64,26 @@ class Settings(FairRelease, BaseSettings):
     by 1 + λ (ℓ/F - 1).
     """
 
-    needs_all_sites: ClassVar[str] = ""
     learning_rate: float = Field(default=1.0, gt=0)
     local_steps: int = Field(default=1, ge=1)
     fairness_weight: float = Field(default=0.1, ge=0)
     weight_rule: WeightRule = "fixed"
 
-    @property
-    def weighs_records(self) -> bool:
-        """Whether records of a batch get unlike weights, which batch clipping has no place for."""
-        return self.fairness_weight > 0
 
-    @property
-    def needs_own_noise(self) -> str:
-        """Why noise that sites share out would not protect it; empty where it would."""
-        return FedAvg(local_steps=self.local_steps).needs_own_noise or self.why_own_noise
-
-
-def channels(settings: Settings) -> dict[str, float]:
-    """What a batch releases -> its noise beside the gradient's; see algorithms.Algorithm."""
-    return {"gradient": 1.0, **settings.loss_channels}
-
-
-def steps(settings: Settings, state: State | None = None) -> int:
-    """The local iterations τ of the next round; see algorithms.Algorithm."""
-    del state
-    return settings.local_steps
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
+    return MethodFacts(
+        {"gradient": 1.0, **settings.loss_channels},
+        task_numbers=settings.told,
+        weighs_records=settings.fairness_weight > 0,
+        needs_all_sites="",
+        needs_own_noise=why_own_noise(settings.local_steps) or settings.why_own_noise,
+    )
 
 
 def init(w: Tensor, settings: Settings) -> State:
     """The server's first state; see algorithms.Algorithm."""
     return State({"w": w}, settings.first)
-
-
-def task(state: State, settings: Settings) -> State:
-    """What every site is told; see algorithms.Algorithm."""
-    del settings
-    return state
-
-
-def task_numbers(settings: Settings) -> dict[str, Range]:
-    """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
-    return settings.told
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:

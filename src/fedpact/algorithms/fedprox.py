@@ -20,29 +20,15 @@ back. A step along w - w̄ overshoots at η μ > 1; η μ >= 2 grows without end
 it is fedavg whatever μ is.
 """
 
-from typing import ClassVar, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
-from fedpact.algorithms import Neutral, fedavg
+from fedpact.algorithms import MethodFacts, Neutral, fedavg
 from fedpact.algorithms.common.steps import proximal_sgd, round_steps
-from fedpact.algorithms.fedavg import channels, init, steps, task, task_numbers, update
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Local, State, Task
 from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
-
-__all__ = [
-    "NEUTRAL",
-    "Settings",
-    "bounds",
-    "channels",
-    "init",
-    "local",
-    "steps",
-    "task",
-    "task_numbers",
-    "update",
-]
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"proximal": 0.0})
 
@@ -50,7 +36,6 @@ NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"proximal": 0.0})
 class Settings(fedavg.Settings):
     """Symbols at the top."""
 
-    needs_all_sites: ClassVar[str] = ""
     local_steps: int = Field(default=5, ge=1)
     proximal: float = Field(default=0.1, ge=0)
 
@@ -63,6 +48,12 @@ class Settings(fedavg.Settings):
                 "broadcast model whatever the data are; lower either"
             )
         return self
+
+
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
+    del settings
+    return MethodFacts(needs_all_sites="")
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:

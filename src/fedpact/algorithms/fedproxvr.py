@@ -54,17 +54,17 @@ noise and diverges, as it does with K = L on most models. A smaller K clips, whi
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import ClassVar, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedpact.algorithms import BaseSettings, Neutral
-from fedpact.algorithms.common.steps import round_steps, weighted_mean
-from fedpact.common.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Batch, Opening, Oracle, Range, ReplyBounds, Terms, reach
+from fedpact.algorithms import BaseSettings, MethodFacts, Neutral
+from fedpact.algorithms.common.steps import round_steps
+from fedpact.common.messages import Local, State, Task
+from fedpact.privacy.oracle import Batch, Opening, Oracle, ReplyBounds, Terms, reach
 
 NEUTRAL: Neutral | None = None
 
@@ -82,7 +82,6 @@ class Settings(BaseSettings):
     in the opening.
     """
 
-    needs_all_sites: ClassVar[str] = ""
     solver: Literal["sarah", "svrg", "sgd"] = "sarah"
     iterate: Literal["last", "random"] = "last"
     smoothness: float = Field(default=1.0, gt=0)
@@ -100,39 +99,19 @@ class Settings(BaseSettings):
         """The step size η."""
         return self.learning_rate or 1 / (self.step_divisor * self.smoothness)
 
-    @property
-    def opening(self) -> Opening:
-        """Releases the anchor gradient v⁰ before the local steps."""
-        return Opening(self.opening_rate, {"gradient": self.opening_noise})
+
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
+    return MethodFacts(
+        {_channel(settings): 1.0},
+        # v⁰, before the local steps.
+        Opening(settings.opening_rate, {"gradient": settings.opening_noise}),
+        needs_all_sites="",
+    )
 
 
-def channels(settings: Settings) -> dict[str, float]:
-    """What a batch releases -> its noise beside the gradient's; see algorithms.Algorithm."""
-    return {"gradient" if settings.solver == "sgd" else "difference": 1.0}
-
-
-def steps(settings: Settings, state: State | None = None) -> int:
-    """The local iterations τ of the next round; see algorithms.Algorithm."""
-    del state
-    return settings.local_steps
-
-
-def init(w: Tensor, settings: Settings) -> State:
-    """The server's first state; see algorithms.Algorithm."""
-    del settings
-    return State({"w": w})
-
-
-def task(state: State, settings: Settings) -> State:
-    """What every site is told; see algorithms.Algorithm."""
-    del settings
-    return state
-
-
-def task_numbers(settings: Settings) -> dict[str, Range]:
-    """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
-    del settings
-    return {}
+def _channel(settings: Settings) -> str:
+    return "gradient" if settings.solver == "sgd" else "difference"
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
@@ -169,12 +148,6 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     return Local({"w": deque(iterates, maxlen=1).pop()})
 
 
-def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """Server at the top; see algorithms.Algorithm."""
-    del state, settings
-    return weighted_mean(replies)
-
-
 def _iterates(center: Tensor, oracle: Oracle, last: int, settings: Settings) -> Iterator[Tensor]:
     """Yield w¹, w², ... up to w_last, or up to the first that θ calls accurate."""
     eta, mu = settings.step_size, settings.proximal
@@ -192,7 +165,7 @@ def _iterates(center: Tensor, oracle: Oracle, last: int, settings: Settings) -> 
 
 
 def _batches(oracle: Oracle, count: int, settings: Settings) -> Iterator[Batch]:
-    (channel,) = channels(settings)
+    channel = _channel(settings)
     if settings.accuracy is None:
         if count:
             yield from oracle.batches(count, channel)

@@ -33,17 +33,17 @@ numbers that follow from a site's terms.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 from torch import Tensor
 
-from fedpact.algorithms import BaseSettings, Neutral, Summed
+from fedpact.algorithms import BaseSettings, MethodFacts, Neutral, Summed
 from fedpact.algorithms.common.steps import weighted_mean
 from fedpact.common.check import non_negative, positive
 from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.accounting.planner import least_noise, multiplier
-from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms, reach
+from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
 
 NEUTRAL: Neutral | None = Neutral(
     parent="fedavg",
@@ -62,31 +62,22 @@ class Settings(BaseSettings):
     length κ d, see privacy.accounting.planner.
     """
 
-    needs_all_sites: ClassVar[str] = ""
     learning_rate: float = Field(default=1.0, gt=0)
     step_schedule: Literal["inverse", "constant"] = "inverse"
     aggregation: Literal["batch_size", "least_noise"] = "batch_size"
     bias_penalty: float = Field(default=1.0, gt=0)
 
-    @property
-    def needs_own_noise(self) -> str:
-        """Why noise that sites share out would not protect it; empty where it would."""
-        return ""
 
-    @property
-    def summed(self) -> Summed:
-        """What secure aggregation has to leave of single replies: J_k and v_k are public."""
-        if self.aggregation == "batch_size":
-            return Summed("batch_size", ("batch_size", "noise_variance"))
-        return Summed(
-            why_not="aggregation = 'least_noise' takes two sums over the sites, with unlike weights"
-        )
-
-
-def channels(settings: Settings) -> dict[str, float]:
-    """What a batch releases -> its noise beside the gradient's; see algorithms.Algorithm."""
-    del settings
-    return {"gradient": 1.0}
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
+    # J_k and v_k are public.
+    by_size = Summed("batch_size", ("batch_size", "noise_variance"))
+    two_sums = "aggregation = 'least_noise' takes two sums over the sites, with unlike weights"
+    return MethodFacts(
+        summed=by_size if settings.aggregation == "batch_size" else Summed(why_not=two_sums),
+        needs_all_sites="",
+        needs_own_noise="",
+    )
 
 
 def steps(settings: Settings, state: State | None = None) -> int:
@@ -105,12 +96,6 @@ def task(state: State, settings: Settings) -> State:
     """What every site is told; see algorithms.Algorithm."""
     del settings
     return State({"w": state.vectors["w"]})
-
-
-def task_numbers(settings: Settings) -> dict[str, Range]:
-    """The numbers that a task may carry, in their ranges; see algorithms.Algorithm."""
-    del settings
-    return {}
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:

@@ -43,29 +43,15 @@ An own model is made of released numbers, and as private as w̄; it is evaluated
 on the public test set.
 """
 
-from typing import ClassVar, Final
+from typing import Final
 
 from pydantic import Field
 from torch import Tensor
 
-from fedpact.algorithms import BaseSettings, Neutral, fedavg
+from fedpact.algorithms import MethodFacts, Neutral, fedavg
 from fedpact.algorithms.common.steps import round_steps
-from fedpact.algorithms.fedavg import bounds, channels, init, steps, task, task_numbers, update
 from fedpact.common.messages import Local, State, Task
 from fedpact.privacy.oracle import Oracle
-
-__all__ = [
-    "NEUTRAL",
-    "Settings",
-    "bounds",
-    "channels",
-    "init",
-    "local",
-    "steps",
-    "task",
-    "task_numbers",
-    "update",
-]
 
 _NOISE: Final = "noise"
 """What a site's memory calls v_i of the round that its w_i is of; there where κ is not 0."""
@@ -80,23 +66,24 @@ NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"proximal": 1e300})
 class Settings(fedavg.Settings):
     """Symbols at the top."""
 
-    needs_all_sites: ClassVar[str] = (
-        "it holds each site's model to the mean of all of them, and those of the sites that were "
-        "not asked would be missing in it"
-    )
     proximal: float = Field(default=0.01, ge=0)
     proximal_noise: float = Field(default=0.0, ge=0)
     average_decay: float = Field(default=0.0, ge=0, lt=1)
-
-    @property
-    def needs_own_noise(self) -> str:
-        """Why noise cannot be shared: w_i is remembered, so τ = 1 makes no exception here."""
-        return BaseSettings().needs_own_noise
 
     def own_model(self, w: Tensor, memory: State) -> Tensor | None:
         """Return a site's own model [d], where each trains one; None where w is everybody's."""
         held = _held(w, memory, self, self.local_steps)
         return _averaged(held, memory, self)[0] if _averages(memory, self) else held
+
+
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
+    del settings
+    # A site remembers its w_i, so noise is its own even where τ = 1.
+    return MethodFacts(
+        needs_all_sites="it holds each site's model to the mean of all of them, and those of the "
+        "sites that were not asked would be missing in it"
+    )
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

@@ -35,12 +35,11 @@ loss near the floor shortens it. q is not the sampling rate, which has its lette
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from pydantic import Field
 
-from fedpact.algorithms import BaseSettings, Neutral
+from fedpact.algorithms import BaseSettings, MethodFacts, Neutral
 from fedpact.algorithms.common.fairness import LossRelease
 from fedpact.algorithms.common.steps import (
     Aggregation,
@@ -49,22 +48,9 @@ from fedpact.algorithms.common.steps import (
     weigh_replies,
     weighted_mean,
 )
-from fedpact.algorithms.fedavg import bound_movement, init, steps, task, task_numbers
+from fedpact.algorithms.fedavg import bound_movement
 from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
-
-__all__ = [
-    "NEUTRAL",
-    "Settings",
-    "bounds",
-    "channels",
-    "init",
-    "local",
-    "steps",
-    "task",
-    "task_numbers",
-    "update",
-]
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_exponent": 0.0})
 
@@ -80,7 +66,6 @@ class Settings(LossRelease, BaseSettings):
     what sites count by beside: their "size", or "uniform".
     """
 
-    needs_all_sites: ClassVar[str] = ""
     learning_rate: float = Field(default=0.5, gt=0)
     local_steps: int = Field(default=1, ge=1)
     fairness_exponent: float = Field(default=1.0, ge=0, le=20)
@@ -88,9 +73,9 @@ class Settings(LossRelease, BaseSettings):
     aggregation: Aggregation = "size"
 
 
-def channels(settings: Settings) -> dict[str, float]:
-    """What a batch releases -> its noise beside the gradient's; see algorithms.Algorithm."""
-    return {"gradient": 1.0, **settings.loss_channels}
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
+    return MethodFacts({"gradient": 1.0, **settings.loss_channels}, needs_all_sites="")
 
 
 def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
@@ -109,7 +94,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
     start = task.vectors["w"]
     bound = memory.numbers.get("loss_bound", settings.loss_bound)
-    batches = oracle.batches(1, *channels(settings))
+    batches = oracle.batches(1, "gradient", *settings.loss_channels)
     batch = next(batches)
     w = start.add(batch.gradient(start), alpha=-rate)
     loss, bound = settings.release(batch, start, bound)

@@ -32,30 +32,16 @@ Any τ > 1 is worth it where sites differ. At τ = 1 fedavg is the same and is t
 """
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedpact.algorithms import EVEN_IS_NOT_SUMMED, Neutral, Summed, fedavg
+from fedpact.algorithms import EVEN_IS_NOT_SUMMED, MethodFacts, Neutral, Summed, fedavg
 from fedpact.algorithms.common.steps import Aggregation, round_steps, weigh_replies, weighted_mean
-from fedpact.algorithms.fedavg import bound_movement, channels, steps, task, task_numbers
+from fedpact.algorithms.fedavg import bound_movement
 from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
-
-__all__ = [
-    "NEUTRAL",
-    "Settings",
-    "bounds",
-    "channels",
-    "init",
-    "local",
-    "steps",
-    "task",
-    "task_numbers",
-    "update",
-]
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"local_steps": 1})
 
@@ -66,17 +52,18 @@ class Settings(fedavg.Settings):
     aggregation: sites count by their "size", N_i / Σ N, or alike ("uniform").
     """
 
-    needs_all_sites: ClassVar[str] = (
-        "its c is the mean of the c_i of those who reply, so a round of some sites would leave out "
-        "the others' c_i; with the paper's c, each reply would carry how its c_i moved, too"
-    )
     local_steps: int = Field(default=5, ge=1)
     aggregation: Aggregation = "size"
 
-    @property
-    def summed(self) -> Summed:
-        """What secure aggregation has to leave of single replies: by default their sizes only."""
-        return Summed() if self.aggregation == "size" else EVEN_IS_NOT_SUMMED
+
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
+    return MethodFacts(
+        summed=Summed() if settings.aggregation == "size" else EVEN_IS_NOT_SUMMED,
+        needs_all_sites="its c is the mean of the c_i of those who reply, so a round of some sites "
+        "would leave out the others' c_i; with the paper's c, each reply would carry how its c_i "
+        "moved, too",
+    )
 
 
 def init(w: Tensor, settings: Settings) -> State:

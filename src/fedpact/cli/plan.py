@@ -95,7 +95,7 @@ def forecast(scene: SimulationSetup) -> dict[str, Any]:
 def _iterations(scene: SimulationSetup) -> int:
     """Local iterations of all rounds; where τ is chosen on the way, the most that it can use."""
     plan = scene.plan
-    if not plan.method.controlled or plan.method.iterations:
+    if not plan.method.facts.controlled or plan.method.facts.iterations:
         return plan.steps
     # Without R_c the site whose budget allows least ends the run.
     return min((terms.steps for terms in scene.terms.values()), default=plan.steps)
@@ -130,7 +130,7 @@ def _message_bytes(scene: SimulationSetup) -> tuple[int, int]:
     method, plan, who = scene.plan.method, scene.plan, scene.participants
     told = method.task(method.init(FlatModel(scene.module()).vector))
     up, down = {"w": told.vectors["w"]}, told.vectors
-    if method.coded:
+    if method.facts.coded:
         up = {name: _coded(vector, SHARE_DEVIATION) for name, vector in up.items()}
     if plan.compression.kind == "grid":
         down = {name: _coded(vector, UNITS_DOWN) for name, vector in down.items()}
@@ -271,7 +271,7 @@ def _secured(threshold: int, sites: int, neighbours: int, against: int) -> str:
 
 def _rounds(scene: SimulationSetup, document: dict[str, Any]) -> str:
     rounds, total = document["rounds"], document["iterations"]
-    if scene.plan.method.controlled:
+    if scene.plan.method.facts.controlled:
         return f"up to {rounds} rounds with up to {total} iterations in all, τ chosen on the way"
     part = f"{scene.plan.sites_per_round} in each of " if scene.participants.partial else ""
     return f"{part}{rounds} rounds of {document['iterations_per_round']} iterations"

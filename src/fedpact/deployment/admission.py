@@ -185,7 +185,7 @@ def expect_form(
     records = Records(x, y, tuple(range(len(workshop.plan.records.released))))
     oracle = PlainOracle(records, kernel, 1.0, float(len(y)), SeededDraws(0))
     local = workshop.plan.method.local(task, oracle, State())
-    return replace(Form.of(local.vectors, local.numbers), coded=workshop.plan.method.coded)
+    return replace(Form.of(local.vectors, local.numbers), coded=workshop.plan.method.facts.coded)
 
 
 class Admission:
@@ -262,7 +262,7 @@ class Admission:
         terms = [self._terms[site] for site in sites]
         bounds = [self._method.bounds(task, one) for one in terms]
         # Where replies count by their declared sizes, which are public, so do their bounds.
-        weights = [] if self._method.summed.weight else [one.size for one in terms]
+        weights = [] if self._method.facts.summed.weight else [one.size for one in terms]
         joint = ReplyBounds.of_mean(bounds, len(task.vectors["w"]), error, weights)
         return joint.fault(mean.vectors, mean.numbers, task.vectors)
 

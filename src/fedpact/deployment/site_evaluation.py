@@ -216,10 +216,10 @@ class Questions:
     def __init__(self, plan: Plan, w: Tensor, site: str, sites: tuple[str, ...]) -> None:
         told = plan.method.task(plan.method.init(w))
         self._vectors = {name: (v.shape, v.dtype) for name, v in told.vectors.items()}
-        self._numbers, self._rounds = plan.method.task_numbers(), plan.rounds
+        self._numbers, self._rounds = plan.method.facts.task_numbers, plan.rounds
         self._site, self._participants = site, plan.participants(sites)
         self._always = frozenset(told.numbers)
-        self._first = 0 if plan.method.opens_run else 1
+        self._first = 0 if plan.method.facts.opens_run else 1
         model = {name: self._vectors[name] for name in ("w", CONSTANTS) if name in told.vectors}
         # Of questions that train nothing; None: the plan has no such question.
         self._others = {EVALUATION: model if plan.evaluation_terms else None, FINAL: model}

@@ -17,6 +17,7 @@ from itertools import combinations
 from typing import Any, Final
 
 from fedpact import algorithms
+from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.configuration import DEFAULTS_KEY, flatten
 from fedpact.data.partition import site_names
 
@@ -179,13 +180,10 @@ def _steps(plan: JsonMapping) -> Any:
     name, control = plan.get("algorithm"), plan.get("control", {})
     if name not in algorithms.names():
         return _UNKNOWN
-    algorithm = algorithms.load(name)
-    settings = algorithm.Settings()
-    if settings.controlled or control.get("kind", "fixed") != "fixed":
+    method = Method(name)
+    if method.facts.controlled or control.get("kind", "fixed") != "fixed":
         return "chosen in each round"
-    return (
-        _UNKNOWN if "local_steps" in algorithm.Settings.model_fields else algorithm.steps(settings)
-    )
+    return _UNKNOWN if "local_steps" in type(method.settings).model_fields else method.steps()
 
 
 def _is_method(key: str) -> bool:

@@ -187,7 +187,7 @@ def _read(plan: Plan, sizes: Mapping[str, float], records: list[RoundRecord]) ->
 
     Counted are sites whose replies were. Where persons are what is sampled, they are what is read.
     """
-    opening = plan.method.opening.rate if plan.method.opening else 0.0
+    opening = plan.method.facts.opening.rate if plan.method.facts.opening else 0.0
     batch = {name: plan.rate(name, size) * size for name, size in sizes.items()}
     return sum(
         record.steps * batch[name] + opening * sizes[name]

@@ -190,7 +190,7 @@ class VirtualSite:
     @property
     def batch_size(self) -> float:
         """The expected size of its largest batches."""
-        opening = self.plan.method.opening
+        opening = self.plan.method.facts.opening
         rate = self.plan.rate(self.name, self.size)
         return self.size * max(rate, opening.rate if opening else 0.0)
 
@@ -207,7 +207,7 @@ class VirtualSite:
         def oracle(task: Task, memory: State, bench: Worker) -> Oracle:
             draws, records = bench.draws(*plan.seeds(self.name, task.round)), scaled(task)
             if terms is None or ledger is None:
-                opening = plan.method.opening
+                opening = plan.method.facts.opening
                 rates = plan.rate(self.name, size), opening.rate if opening else 1.0
                 return PlainOracle(records, bench.plain, rates[0], size, draws, rates[1])
             charge = Charge(ledger, self.run, task.round, task.digest + memory.digest)

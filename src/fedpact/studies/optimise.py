@@ -35,7 +35,7 @@ def optimise_budgets(scene: SimulationSetup, passes: float | None) -> dict[str, 
             "it chooses for sites that take part in every round; leave one of them out",
             scene.participants.partial,
         ),
-        ("a τ that follows the budgets", "τ is chosen on the way", plan.method.controlled),
+        ("a τ that follows the budgets", "τ is chosen on the way", plan.method.facts.controlled),
     ):
         if found:
             raise PlanError(f"--optimise with {name}: {why}")

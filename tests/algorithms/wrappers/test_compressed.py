@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from fedpact import algorithms
-from fedpact.algorithms import BaseSettings
+from fedpact.algorithms import BaseSettings, MethodFacts
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.algorithms.wrappers.compression import Compressed, CompressionSettings
 from fedpact.common.errors import InputError, PlanError
@@ -26,7 +26,7 @@ class Says(Method):
     """A method whose reply and memory are given."""
 
     def __init__(self, vectors, numbers=None, memory=None):
-        self.name, self.settings = "says", BaseSettings()
+        self.name, self.settings, self.facts = "says", BaseSettings(), MethodFacts()
         self._local = Local(vectors, numbers or {}, memory or State())
 
     def local(self, task, oracle, memory):

@@ -227,10 +227,10 @@ def test_it_goes_with_what_is_around_an_algorithm(tmp_path):
 def test_only_a_reply_that_is_one_release_has_the_coarser_grid():
     several = {"control": {"kind": "ali", "iterations": 6}}
     for tables in (several, {"algorithm": "feddyn", "settings": {"local_steps": 1}}):
-        assert plan_of(**tables).method.units == FINE_UNITS
+        assert plan_of(**tables).method.facts.units == FINE_UNITS
     for tables in ({}, {"algorithm": "ldp_fedsgd"}):
-        assert plan_of(**tables).method.units == SHARE_DEVIATION
-    assert plan_of(secure_aggregation={"threshold": 2}).method.units == 0
+        assert plan_of(**tables).method.facts.units == SHARE_DEVIATION
+    assert plan_of(secure_aggregation={"threshold": 2}).method.facts.units == 0
 
 
 def test_privacy_is_what_it_was():

@@ -81,7 +81,7 @@ def test_a_reply_may_be_as_much_longer_as_momentum_makes_it(name):
         made.records[site] = dataclasses.replace(records, x=x, y=torch.zeros_like(records.y))
     task = made.task(method, method.init(made.w), 1)
     for reply in made.replies(method, method.init(made.w), 1):
-        terms = made.terms(reply.site, method.channels, method.opening)
+        terms = made.terms(reply.site, method.facts.channels, method.facts.opening)
         told = (reply.vectors, reply.numbers, task.vectors)
         assert method.bounds(task, terms).fault(*told) is None
         far = float((reply.vectors["w"] - task.vectors["w"]).norm())

@@ -20,7 +20,6 @@ from tests.simulation.secure_aggregation.summed import COMMON, SUM, plan_of
 
 from fedpact import algorithms
 from fedpact.algorithms import Summed
-from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.errors import DataError, InputError, PlanError, PolicyRefused
 from fedpact.common.messages import Reply, State, Task
 from fedpact.common.randomness.secure import SecureDraws
@@ -286,11 +285,9 @@ def test_the_step_of_the_mean_is_the_mean_of_the_steps(name, rule):
     if name != "fairness":
         tables = {"algorithm": name, "settings": told if name == "fedfdp" else {}}
     method = Plan.parse({**tables, "privacy": {"mode": "none"}}).method
-    if method.needs_own_noise:
-        settings = algorithms.load(name).Settings()
-        assert "needs_own_noise" not in vars(type(settings)) or settings.needs_own_noise
+    if method.facts.needs_own_noise:
         return
-    terms = replace(terms_of(plan_of())["site-00"], sigmas=dict(method.channels))
+    terms = replace(terms_of(plan_of())["site-00"], sigmas=dict(method.facts.channels))
     state = method.init(torch.randn(6, dtype=torch.float64))
     told = method.task(state)
     task = Task("run", 1, name, told.vectors, told.numbers)
@@ -306,7 +303,7 @@ def test_the_step_of_the_mean_is_the_mean_of_the_steps(name, rule):
     for vector, found in one.vectors.items():
         mean = torch.stack([each.vectors[vector] for each in made]).mean(0)
         assert torch.allclose(found, mean, rtol=1e-12)
-    for number in set(one.numbers) - set(method.summed.public):
+    for number in set(one.numbers) - set(method.facts.summed.public):
         each = [m.numbers[number] for m in made]
         assert one.numbers[number] == pytest.approx(sum(each) / 3, rel=1e-12)
 
@@ -408,13 +405,6 @@ def test_revoked_trust_counts_past_noise_as_own_only(tmp_path):
                 else:
                     with pytest.raises(PolicyRefused, match="epsilon_ever"):
                         policy.check_run("fedavg", own, *sum_reservations(ledger, "two", policy))
-
-
-def test_a_file_that_borrows_settings_says_nothing_of_its_own(monkeypatch):
-    """fedavg's settings under another algorithm's file, which may remember and step as it likes."""
-    settings = algorithms.load("fedavg").Settings()
-    assert not Method("fedavg", settings).needs_own_noise
-    assert Method("scaffold", settings).needs_own_noise
 
 
 def test_only_the_owner_can_allow_the_honesty_assumption(tmp_path):

@@ -67,7 +67,7 @@ def test_opened_loss_and_count_have_all_summed_noise(survivors):
     share more or less is off by 7 or more."""
     plan = plan_of(**FAIR, sites=7, secure_aggregation={"threshold": 5})
     terms = plan.terms({f"site-{i:02d}": 200.0 for i in range(7)})
-    coding = encoding.SharedSum(terms, plan.method.summed, plan.method.local)
+    coding = encoding.SharedSum(terms, plan.method.facts.summed, plan.method.local)
     told = plan.method.task(plan.method.init(torch.zeros(3)))
     task = Task("run", 1, "fedfdp", told.vectors, told.numbers)
     some, count, nothing = terms["site-00"], 6000, torch.zeros(1)

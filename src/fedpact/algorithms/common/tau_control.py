@@ -45,7 +45,7 @@ change, distance, length, divergence, noise, ...: the averages, see server
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
@@ -466,9 +466,10 @@ class Controller:
         told = inner(_parts(state)[2])
         return State(told.vectors, {**told.numbers, "local_steps": self.choose(state).steps})
 
-    def task_numbers(self, inner: Mapping[str, Range]) -> dict[str, Range]:
-        """Return the numbers that a task may carry; inner: those of the algorithm itself."""
-        return {**inner, "local_steps": Range(1, self.ali.most_local_steps, whole=True)}
+    @property
+    def task_numbers(self) -> dict[str, Range]:
+        """The numbers that it adds to a task, in their ranges."""
+        return {"local_steps": Range(1, self.ali.most_local_steps, whole=True)}
 
     def bounds(self, task: Task, terms: Terms, inner: ReplyBounds) -> ReplyBounds:
         """See algorithms.Algorithm; inner: the algorithm's own.

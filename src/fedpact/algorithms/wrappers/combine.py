@@ -211,7 +211,7 @@ def _check_columns(method: Method, kind: str, secure: SecureSettings) -> None:
             "tells whole numbers of the gradients' noise, and what scales columns has another; "
             "take another kind, or declare mean and deviation"
         )
-    if secure.threshold and method.summed != Summed():
+    if secure.threshold and method.facts.summed != Summed():
         raise PlanError(
             f'[secure_aggregation] with records.columns of scale = "released" does not go with '
             f"algorithm = {method.name!r}: {RELEASED_NEEDS_SIZES}; declare mean and deviation, or "
@@ -240,11 +240,11 @@ def check_mode(method: Method, algorithm: str, mode: str) -> None:
     """Raise ValueError for a method that a private run cannot have. mode: privacy.mode."""
     if mode == "none":
         return
-    if method.settings.plain_only:
+    if method.facts.plain_only:
         raise ValueError(
-            f"algorithm = {algorithm!r} has no private form: {method.settings.plain_only}"
+            f"algorithm = {algorithm!r} has no private form: {method.facts.plain_only}"
         )
-    if method.weighs_records and not mechanism_of(mode).summed:
+    if method.facts.weighs_records and not mechanism_of(mode).summed:
         raise ValueError(
             f"algorithm = {algorithm!r} with these settings weights each record in its own clip, "
             f"and under privacy.mode = {mode!r} records have none: use privacy.mode = 'per_sample'"
@@ -258,7 +258,7 @@ def check_part(each: int | None, method: Method, threshold: int) -> None:
     """
     if each is None:
         return
-    whose, why = f"algorithm = {method.name!r} with these tables", method.needs_all_sites
+    whose, why = f"algorithm = {method.name!r} with these tables", method.facts.needs_all_sites
     if threshold:
         whose, why = "[secure_aggregation]", NEEDS_THE_LIST
     if why:

@@ -345,23 +345,15 @@ class Gridded(MethodWrapper):
     up: whether replies do, which no masked one can.
     """
 
+    prefix = DELTA_PREFIX
+
     def __init__(self, inner: Method, *, up: bool) -> None:
-        super().__init__(inner)
+        # Finer where a release is rounded once more, and not sent as it is.
+        one_release = inner.steps() == 1 and not inner.facts.needs_own_noise
+        units = SHARE_DEVIATION if one_release else FINE_UNITS
+        super().__init__(inner, coded=up, units=units if up else 0.0)
         self._up = up
         self._weights = dict[_Question, NoiseWeights]()
-
-    @property
-    def coded(self) -> bool:
-        """Whether a reply's vectors are blocks of codes, as long as they came out."""
-        return self._up
-
-    @property
-    def units(self) -> float:
-        """The deviation of noise in units of a grid, finer where a release is rounded once more."""
-        if not self._up:
-            return 0.0
-        one_release = self.steps() == 1 and not self.needs_own_noise
-        return SHARE_DEVIATION if one_release else FINE_UNITS
 
     def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
         """Return what an honest reply can be: a coordinate is rounded by half a step at most."""
@@ -414,18 +406,8 @@ class Gridded(MethodWrapper):
                     sent[_LEFT] = change.sub_(vectors[name].double().sub_(start)).float()
         return join(State(sent), DELTA_PREFIX, State(vectors, after.numbers))
 
-    def task(self, state: State) -> State:
-        """Return what every site is told."""
-        return self.inner.task(split_state(state, DELTA_PREFIX)[1])
-
-    def steps(self, state: State | None = None) -> int:
-        """Return τ of the next round; without a state, the most that it can be."""
-        return self.inner.steps(None if state is None else split_state(state, DELTA_PREFIX)[1])
-
     def short(self, state: State) -> Vectors | None:
-        """Return what may be told in place of `task`'s vectors (algorithms.wrappers.compression),
-        or None.
-        """
+        """Return what may be told in place of `task`'s vectors."""
         own, rest = split_state(state, DELTA_PREFIX)
         codes = {name: block for name, block in own.vectors.items() if name != _LEFT}
         if not codes:

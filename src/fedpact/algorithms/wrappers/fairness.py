@@ -17,7 +17,7 @@ from torch import Tensor
 from fedpact.algorithms.common.fairness import FairOracle, FairRelease, WeightRule, weighting
 from fedpact.algorithms.wrappers.base import Method, MethodWrapper, join, split_state
 from fedpact.common.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms
+from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms
 
 _PREFIX = "fair/"
 
@@ -39,41 +39,26 @@ class FairnessSettings(FairRelease):
 class FairMethod(MethodWrapper):
     """A method whose sites weigh their records by loss; its replies have "w"."""
 
+    prefix = _PREFIX
+
     def __init__(self, inner: Method, fairness: FairnessSettings) -> None:
-        super().__init__(inner)
+        super().__init__(
+            inner,
+            channels={**inner.facts.channels, **fairness.loss_channels},
+            task_numbers={**inner.facts.task_numbers, **_named(fairness.told)},
+            weighs_records=True,
+            needs_own_noise=inner.facts.needs_own_noise or fairness.why_own_noise,
+        )
         self._fairness = fairness
-
-    @property
-    def channels(self) -> Mapping[str, float]:
-        """What a batch releases: channel -> noise multiplier relative to the gradient's."""
-        return {**self.inner.channels, **self._fairness.loss_channels}
-
-    @property
-    def weighs_records(self) -> bool:
-        """Whether records of a batch get unlike weights."""
-        return True
-
-    @property
-    def needs_own_noise(self) -> str:
-        """Why noise that sites share out would not protect it; empty where it would."""
-        return self.inner.needs_own_noise or self._fairness.why_own_noise
 
     def init(self, w: Tensor) -> State:
         """Return the server's first state, from the initial model w [d]."""
         return join(State(numbers=self._fairness.first), _PREFIX, self.inner.init(w))
 
-    def steps(self, state: State | None = None) -> int:
-        """Return τ of the next round; without a state, the most that it can be."""
-        return self.inner.steps(None if state is None else split_state(state, _PREFIX)[1])
-
     def task(self, state: State) -> State:
         """Return what every site is told."""
         own, rest = split_state(state, _PREFIX)
         return join(own, _PREFIX, self.inner.task(rest))
-
-    def task_numbers(self) -> Mapping[str, Range]:
-        """Return the numbers that a task may carry, each in its range."""
-        return {**self.inner.task_numbers(), **_named(self._fairness.told)}
 
     def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
         """Return what an honest reply to the task can be, of a site with these terms. A record's

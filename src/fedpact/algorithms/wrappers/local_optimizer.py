@@ -107,13 +107,12 @@ class Headed(MethodWrapper):
     """A method whose sites keep the last `head` >= 1 numbers of w to themselves."""
 
     def __init__(self, inner: Method, head: int) -> None:
-        super().__init__(inner)
+        super().__init__(
+            inner,
+            needs_own_noise="with [local] head each site's gradient is at a head of its own, which "
+            "it keeps",
+        )
         self._head = head
-
-    @property
-    def needs_own_noise(self) -> str:
-        """Why noise that sites share out would not protect it; empty where it would."""
-        return "with [local] head each site's gradient is at a head of its own, which it keeps"
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """Return a site's reply and its next memory."""

@@ -59,7 +59,7 @@ def why_not(released: Sequence[str], features: FeatureSettings, privacy: Privacy
 
 def check_as_declared(method: Method) -> None:
     """Raise PlanError where a method's records are not scaled as they are declared."""
-    if method.opens_run:
+    if method.facts.opens_run:
         raise PlanError(
             'records.columns of scale = "released": audits, comparisons and tuning take records '
             "as they are declared, and this run's were scaled by what its sites released; for "
@@ -72,14 +72,11 @@ class Released(MethodWrapper):
 
     count: m. quiet: of m, a site's least noise in its sums."""
 
-    def __init__(self, inner: Method, count: int, quiet: Callable[[int], float]) -> None:
-        super().__init__(inner)
-        self.count, self._quiet = count, quiet
+    prefix = _PREFIX
 
-    @property
-    def opens_run(self) -> bool:
-        """Whether sites release something before the first round, in round 0."""
-        return True
+    def __init__(self, inner: Method, count: int, quiet: Callable[[int], float]) -> None:
+        super().__init__(inner, opens_run=True)
+        self.count, self._quiet = count, quiet
 
     def init(self, w: Tensor) -> State:
         """Return the server's first state, from the initial model w [d]."""

@@ -33,7 +33,7 @@ class SecureSettings(BaseModel):
 
 def check_summed(method: Method) -> None:
     """Raise PlanError: the update of a method needs more of the replies than their sum."""
-    why_not = method.summed.why_not
+    why_not = method.facts.summed.why_not
     if why_not:
         raise PlanError(
             f"[secure_aggregation] does not go with these settings of algorithm = "

@@ -31,7 +31,7 @@ from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
 from fedpact.algorithms.wrappers.base import Method, MethodWrapper, join, split_state
-from fedpact.common.messages import Reply, State, Vectors
+from fedpact.common.messages import Reply, State
 from fedpact.common.randomness.schedules import Scheduled
 
 _PREFIX = "server/"
@@ -79,6 +79,8 @@ class Averaged(MethodWrapper):
     "average/first" says of which round the first model in it is. rounds: T.
     """
 
+    prefix = _AVERAGE
+
     def __init__(self, inner: Method, server: ServerSettings, rounds: int) -> None:
         super().__init__(inner)
         self._server = server
@@ -88,20 +90,6 @@ class Averaged(MethodWrapper):
     def init(self, w: Tensor) -> State:
         """Return the server's first state, from the initial model w [d]."""
         return join(State({"w": w.clone()}, {"round": 0}), _AVERAGE, self.inner.init(w))
-
-    def steps(self, state: State | None = None) -> int:
-        """Return τ of the next round; without a state, the most that it can be."""
-        return self.inner.steps(None if state is None else split_state(state, _AVERAGE)[1])
-
-    def task(self, state: State) -> State:
-        """Return what every site is told."""
-        return self.inner.task(split_state(state, _AVERAGE)[1])
-
-    def short(self, state: State) -> Vectors | None:
-        """Return what may be told in place of `task`'s vectors (algorithms.wrappers.compression),
-        or None.
-        """
-        return self.inner.short(split_state(state, _AVERAGE)[1])
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
         """Return the server's next state, folding the replies."""
@@ -128,6 +116,8 @@ def read_average(state: State) -> Tensor | None:
 class ServerOptimised(MethodWrapper):
     """A method whose aggregate is a step of a server optimiser; not "none". rounds: T."""
 
+    prefix = _PREFIX
+
     def __init__(self, inner: Method, server: ServerSettings, rounds: int) -> None:
         super().__init__(inner)
         self._server, self._rounds = server, rounds
@@ -140,14 +130,6 @@ class ServerOptimised(MethodWrapper):
         # Without a schedule nobody counts, as runs of before there were any have no count.
         numbers = {"round": 0} if self._server.schedule != "constant" else {}
         return join(State(own, numbers), _PREFIX, self.inner.init(w))
-
-    def steps(self, state: State | None = None) -> int:
-        """Return τ of the next round; without a state, the most that it can be."""
-        return self.inner.steps(None if state is None else split_state(state, _PREFIX)[1])
-
-    def task(self, state: State) -> State:
-        """Return what every site is told. The optimiser's vectors stay at the server."""
-        return self.inner.task(split_state(state, _PREFIX)[1])
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
         """Return the server's next state, folding the replies."""

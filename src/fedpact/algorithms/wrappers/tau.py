@@ -5,7 +5,7 @@ Solvers other than plain SGD are the controller's business too: its sites find o
 that w - w_i is not η Σ g, and send a bound of their divergence in place of it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal, Self
 
 from pydantic import model_validator
@@ -16,7 +16,7 @@ from fedpact.algorithms.common.tau_control import Ali, Controller
 from fedpact.algorithms.wrappers.base import Method, MethodWrapper
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms
+from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms
 
 
 class ControlSettings(Ali):
@@ -42,30 +42,16 @@ class Controlled(MethodWrapper):
     """A method whose τ a controller chooses. Raises PlanError: no local steps, or chosen twice."""
 
     def __init__(self, inner: Method, ali: Ali) -> None:
-        super().__init__(inner)
-        self._ali = ali
-        self._controller = Controller(ali, _step_size(inner), inner.opening is not None)
-
-    @property
-    def controlled(self) -> bool:
-        """Whether τ follows what is left of the budgets, which the loop then writes to the
-        state."""
-        return True
-
-    @property
-    def iterations(self) -> int | None:
-        """Of a controlled τ: the local iterations of all rounds together, where they are given."""
-        return self._ali.iterations
-
-    @property
-    def needs_all_sites(self) -> str:
-        """Why no part of the sites can be asked in a round; empty where it can."""
-        return "[control]: τ follows what is left at every site, and its estimates are of all"
-
-    @property
-    def unprotected(self) -> bool:
-        """Whether exact numbers leave the sites, so that no run with it is private."""
-        return self.inner.unprotected or self._ali.estimator == "raw"
+        self._controller = Controller(ali, _step_size(inner), inner.facts.opening is not None)
+        super().__init__(
+            inner,
+            task_numbers={**inner.facts.task_numbers, **self._controller.task_numbers},
+            controlled=True,
+            iterations=ali.iterations,
+            unprotected=inner.facts.unprotected or ali.estimator == "raw",
+            needs_all_sites="[control]: τ follows what is left at every site, and its estimates "
+            "are of all",
+        )
 
     def steps(self, state: State | None = None) -> int:
         """Return the local iterations τ of the next round; 0 where the iterations are used up."""
@@ -78,10 +64,6 @@ class Controlled(MethodWrapper):
     def task(self, state: State) -> State:
         """Return what every site is told."""
         return self._controller.task(state, self.inner.task)
-
-    def task_numbers(self) -> Mapping[str, Range]:
-        """Return the numbers that a task may carry, each in its range."""
-        return self._controller.task_numbers(self.inner.task_numbers())
 
     def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
         """Return what an honest reply to the task can be, of a site with these terms."""
@@ -99,7 +81,7 @@ class Controlled(MethodWrapper):
 def _step_size(inner: Method) -> float:
     settings: BaseSettings = inner.settings
     rate = settings.step_size
-    if inner.controlled or rate is None or not hasattr(settings, "local_steps"):
+    if inner.facts.controlled or rate is None or not hasattr(settings, "local_steps"):
         raise PlanError(
             f'control.kind = "ali" with algorithm = {inner.name!r}: expected an algorithm with '
             "local_steps and a learning_rate of its own; choose another, or leave [control] out"

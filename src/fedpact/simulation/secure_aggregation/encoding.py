@@ -311,8 +311,8 @@ def check_shares(plan: Plan, terms: Mapping[str, Terms], dimension: int) -> None
 def coding_of(plan: Plan, sizes: Mapping[str, float], terms: Mapping[str, Terms]) -> Coding:
     """Return how replies are summed. sizes: declared, of all sites; terms: the same sites'."""
     if plan.privacy.honest:
-        return SharedSum(terms, plan.method.summed, plan.method.local)
-    return FixedPointMean(sum(sizes.values()), plan.method.summed, len(sizes))
+        return SharedSum(terms, plan.method.facts.summed, plan.method.local)
+    return FixedPointMean(sum(sizes.values()), plan.method.facts.summed, len(sizes))
 
 
 @dataclass(frozen=True)
