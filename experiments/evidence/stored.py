@@ -19,11 +19,17 @@ class Stored:
 
     def __init__(self, folder: Path = HERE / "results") -> None:
         self.folder = folder
+        self._groups: dict[str, tuple[int, dict[str, Any]]] = {}
 
     def group(self, name: str) -> dict[str, Any]:
-        """Return a group's runs by name."""
+        """Return a group's runs by name. A file is read again once it has changed."""
         path = self.folder / f"{name}.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if not path.exists():
+            return {}
+        changed = path.stat().st_mtime_ns
+        if self._groups.get(name, (None,))[0] != changed:
+            self._groups[name] = changed, json.loads(path.read_text(encoding="utf-8"))
+        return self._groups[name][1]
 
     def seeds(self, run: Run) -> dict[str, Any]:
         """Return what is stored of a run with these settings: seed -> outcome."""
