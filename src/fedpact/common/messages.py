@@ -12,10 +12,10 @@ Nothing in here holds records. Whatever a Reply carries has passed the site's or
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from safetensors.torch import load as _load_tensors
@@ -144,6 +144,24 @@ class Local:
     vectors: Vectors
     numbers: Numbers = field(default_factory=dict[str, float])
     memory: State = field(default_factory=State)
+
+
+class Transport(Protocol):
+    """How tasks reach the sites: threads in this process, or a network."""
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The names of the sites, sorted."""
+        ...
+
+    def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
+        """Send each of these sites its task; yield the answers in the order of their names."""
+        ...
+
+    @property
+    def traffic(self) -> tuple[int, int] | None:
+        """Bytes down and up of the last exchange, where tasks and answers are not what was sent."""
+        ...
 
 
 def split_state(state: State, prefix: str) -> tuple[State, State]:

@@ -24,7 +24,7 @@ from fedpact.algorithms.wrappers.released_scales import CONSTANTS
 from fedpact.algorithms.wrappers.server_optimizer import read_average
 from fedpact.common.errors import FedpactError, PlanError
 from fedpact.common.files import parse_errors
-from fedpact.common.messages import FINAL, Refusal, RoundRecord, SiteScore, Task
+from fedpact.common.messages import FINAL, Refusal, RoundRecord, SiteScore, Task, Transport
 from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import ATTEMPTS, Checkpoint, Folder
 from fedpact.data import load
@@ -40,7 +40,7 @@ from fedpact.privacy.accounting.accountant import History
 from fedpact.privacy.column_scales import advise_of_loud, scale_columns
 from fedpact.privacy.reply_bounds import ReplyBounds, check_grid, counts
 from fedpact.privacy.terms import Terms
-from fedpact.rounds import Rounds, Transport
+from fedpact.rounds import Rounds
 from fedpact.simulation.predict import RecordedForm
 from fedpact.simulation.run import environment_of, finish, start_or_resume, with_epsilon
 from fedpact.simulation.secure_aggregation.encoding import check_shares

@@ -136,7 +136,7 @@ _RUN = 1  # Flower wants a number for the run; nothing depends on it
 
 
 class RayTransport:
-    """See rounds.Transport. An actor for each site or for each core that Ray offers; fewer if
+    """See messages.Transport. An actor for each site or for each core that Ray offers; fewer if
     `workers` says so.
 
     spent: what each site's ledger says before the first round; no ledger may be open here then.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fedpact.algorithms.wrappers.released_scales import check_as_declared
 from fedpact.client import read_memory
 from fedpact.common.errors import InputError, PlanError
-from fedpact.common.messages import RoundRecord
+from fedpact.common.messages import RoundRecord, Transport
 from fedpact.common.notebook import frame
 from fedpact.common.params import FlatModel, one_thread
 from fedpact.common.run_folder import Checkpoint, Folder, check_writable
@@ -47,7 +47,7 @@ from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.policy import sum_reservations
 from fedpact.privacy.terms import Terms, charge_size
-from fedpact.rounds import Rounds, Transport
+from fedpact.rounds import Rounds
 from fedpact.simulation.evaluation import Evaluator, select_judged_labels
 from fedpact.simulation.flower import require_ray
 from fedpact.simulation.machine import allow_open_files, available_cores, keep_freed_memory

@@ -68,7 +68,7 @@ class TooFewReplies(FedpactError):
 
 
 class FlowerTransport:
-    """See rounds.Transport.
+    """See messages.Transport.
 
     key: the server's private key. agreed: see Federation.agreed. form: the form of replies to a
     task. on_seen: called when sites' answers were taken, before anything is made of them. on_wait:

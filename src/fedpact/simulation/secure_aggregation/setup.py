@@ -9,10 +9,9 @@ from dataclasses import replace
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.common.errors import InputError
-from fedpact.common.messages import Refusal, Reply, Step, Task
+from fedpact.common.messages import Refusal, Reply, Step, Task, Transport
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
-from fedpact.rounds import Transport
 from fedpact.simulation.secure_aggregation import messages
 from fedpact.simulation.secure_aggregation.client import Masker, UnmaskedSums
 from fedpact.simulation.secure_aggregation.encoding import Coding, Form, Layout, coding_of
@@ -72,7 +71,7 @@ class _Hall:
         return self._layout
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """Ask each site a task in the clear; see rounds.Transport."""
+        """Ask each site a task in the clear; see messages.Transport."""
         return self._inner.exchange(tasks)
 
     def within_reach(self, number: int) -> dict[str, str]:

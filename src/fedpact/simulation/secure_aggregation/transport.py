@@ -55,7 +55,7 @@ class Carrier(Protocol):
         ...
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """Ask each site a task in the clear; see rounds.Transport."""
+        """Ask each site a task in the clear; see messages.Transport."""
         ...
 
     def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:

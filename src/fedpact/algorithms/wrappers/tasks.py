@@ -1,0 +1,102 @@
+"""What sites are told in a round, and how much of the budgets that leaves.
+
+Where the method lets τ follow the budgets, the state of a round's start also holds what is left:
+
+left/rounds         rounds that plan.rounds and the budget of bytes still allow
+left/seconds        what is left of the budget of seconds, inf without one
+left/round_seconds  seconds of a round beside its steps, as measured; left/step_seconds: of a step
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fedpact.algorithms.common.limits import Limits
+from fedpact.algorithms.wrappers.base import Method
+from fedpact.algorithms.wrappers.compression import START, DeltaTask, expand_task
+from fedpact.common.messages import State, Task
+from fedpact.common.randomness.seeded import Participants
+from fedpact.common.run_folder import Checkpoint
+
+DIGITS = 256  # bytes by which one message may be longer than those before it: numbers' digits
+
+
+@dataclass(frozen=True)
+class RoundTasks:
+    """Makes a run's tasks. run: its name. rounds: T. budget: of bytes and seconds.
+
+    other_bytes: at most how many bytes a round takes beside tasks and replies.
+    """
+
+    run: str
+    method: Method
+    participants: Participants
+    rounds: int
+    budget: Limits
+    other_bytes: Callable[[Checkpoint], int]
+
+    def ending(self, at: Checkpoint) -> str:
+        """Return which budget allows no further round (bytes, iterations, seconds), or ""."""
+        seconds = self.budget.seconds
+        if self._rounds_left(at) < 1:
+            return "bytes"
+        if self.method.facts.controlled and self.method.steps(self.begin(at)) < 1:
+            return "iterations"
+        return "seconds" if seconds is not None and at.costs.seconds >= seconds else ""
+
+    def begin(self, at: Checkpoint) -> State:
+        """Return the state with what is left of the budgets, for a method that asks for it."""
+        if not self.method.facts.controlled:
+            return at.state
+        per_round, per_step = at.costs.split_seconds()
+        allowed = self.budget.seconds
+        left = {
+            "left/rounds": min(self.rounds - at.round, self._rounds_left(at)),
+            "left/seconds": math.inf if allowed is None else allowed - at.costs.seconds,
+            "left/round_seconds": per_round,
+            "left/step_seconds": per_step,
+        }
+        return State(at.state.vectors, {**at.state.numbers, **left})
+
+    def of(self, at: Checkpoint, state: State, number: int) -> dict[str, Task]:
+        """Return the task of each site that takes part in a round, in full or as changes."""
+        told, short = self.method.task(state), self.method.short(state)
+        if short is not None and START in short and at.round:
+            # Of a run that was begun before changes were told: nobody has its model.
+            short = None
+        included = {site: at.included.get(site, -1) for site in self.participants.of(number)}
+        # Sites that are told the same share one Task, which is then encoded and hashed once.
+        distinct = dict[int, Task]()
+        for last in set(included.values()):
+            told_by = self.run, number, self.method.name, told.vectors, told.numbers, last
+            # Who took part in the last round has what it was told then; before the first one every
+            # site has the plan's start.
+            if short is not None and (last == at.round or at.round == 0):
+                distinct[last] = DeltaTask(*told_by, changes=short)
+            else:
+                distinct[last] = Task(*told_by)
+        return {site: distinct[last] for site, last in included.items()}
+
+    def _rounds_left(self, at: Checkpoint) -> float:
+        """Return how many more rounds the budget of bytes allows."""
+        allowed = self.budget.bytes
+        if allowed is None:
+            return math.inf
+        tasks = self.of(at, at.state, at.round + 1).values()
+        spare = 2.0 * len(self.participants.sites) * DIGITS + self.other_bytes(at)
+        if not at.round:
+            # A reply is taken to be as long as its task in full. Its codes have half as many bytes:
+            # some 4 bits a coordinate where noise is most of it, so 16 leave room for the rest.
+            expected = sum(task.wire_bytes + expand_task(task).wire_bytes for task in tasks)
+            if self.method.facts.coded:
+                numbers = sum(v.nbytes for task in tasks for v in task.vectors.values())
+                expected -= numbers // 2
+        else:
+            short = [task for task in tasks if isinstance(task, DeltaTask)]
+            # The first round told next to nothing: here as much as the next one will.
+            expected = (at.costs.sent + sum(task.wire_bytes for task in short)) / at.round
+            if short:
+                # Blocks of codes vary, and who comes back is told the model, which the mean lacks.
+                spare += expected / 4
+                spare += sum(t.wire_bytes for t in tasks if not isinstance(t, DeltaTask))
+        return max(0.0, (allowed - spare - at.costs.sent) // expected)
