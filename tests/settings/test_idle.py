@@ -13,7 +13,7 @@ from fedpact.common.configuration import DEFAULTS_KEY
 from fedpact.common.errors import PlanError
 from fedpact.plan import Plan
 from fedpact.report.page import write_report
-from fedpact.studies.pool import expand_sweep
+from fedpact.studies.sweep import expand_sweep
 
 SHARE = {"share": 0.2}
 PLANS = {

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests.studies import stand_in
 
 import fedpact
 from fedpact.cli.main import main
@@ -144,8 +145,7 @@ def test_the_command_prints_the_table_and_fails_where_a_run_did(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
-    refuses = 'import sys; sys.stdin.read(); print(\'{"error": "a paragraph"}\'); sys.exit(2)'
-    monkeypatch.setattr(pool, "_WORKER", [sys.executable, "-c", refuses])
+    monkeypatch.setattr(pool, "_work", stand_in.refuse)
     files = []
     for name, plan in PLANS.items():
         files.append(tmp_path / f"{name}.json")

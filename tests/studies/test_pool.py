@@ -1,59 +1,23 @@
 """Processes side by side: what fails is told, what goes on goes on. The processes are stand-ins."""
 
-import io
-import json
-import math
+import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.studies import stand_in
 
-from fedpact.common.messages import RoundRecord
 from fedpact.plan import Plan
-from fedpact.studies import pool, worker
+from fedpact.studies import pool
 from fedpact.studies.pool import Job, RunProgress, run_jobs
-
-# Acts on the name of the job's folder; two rounds where nothing else is asked.
-WORKER = """
-import json, os, signal, sys, time
-asked = json.load(sys.stdin)
-what = asked["folder"].split("/")[-2]
-stopped = []
-signal.signal(signal.SIGINT, lambda *_: stopped.append(1))
-def say(**line): print(json.dumps(line), flush=True)
-for r in range(asked["plan"]["rounds"]):
-    say(round=r, accuracy=None if r else 0.25)
-    if what == "slow":
-        for _ in range(12000):
-            if stopped: sys.exit(0)
-            time.sleep(0.05)
-        sys.exit(5)
-    if what == "deaf":
-        time.sleep(600)
-if what.startswith("meets"):
-    places = [os.path.join(os.path.dirname(os.path.dirname(asked["folder"])), x) for x in "12"]
-    open(places[what == "meets2"], "w").close()
-    until = time.monotonic() + 600
-    while not all(map(os.path.exists, places)):
-        if time.monotonic() > until: sys.exit(4)
-        time.sleep(0.02)
-if what == "refuses":
-    say(error="the paragraph"); sys.exit(2)
-if what == "crashes":
-    print("noise", file=sys.stderr); raise RuntimeError("a bug")
-if what == "dies":
-    print('{"round"', end="", flush=True); os.kill(os.getpid(), signal.SIGKILL)
-if what == "silent":
-    sys.exit(3)
-if what == "floods":
-    sys.stderr.write("x" * 1_000_000)
-"""
 
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_WORKER", [sys.executable, "-c", WORKER])
+    monkeypatch.setattr(pool, "_work", stand_in.work)
 
 
 def jobs(folder: Path, *names: str) -> list[Job]:
@@ -89,12 +53,10 @@ def test_no_more_jobs_at_a_time_than_asked_for(tmp_path: Path) -> None:
         most = max(most, len(under_way))
 
     run_jobs(jobs(tmp_path, *"abcdef"), 1, watch, never)
-    # The news of an end may come together with the next one's first round, never after it.
     assert most == 1
 
 
 def test_as_many_jobs_as_asked_for_are_under_way_at_once(tmp_path: Path) -> None:
-    # Each waits for the other before it ends: one after the other, neither would.
     assert run_jobs(jobs(tmp_path, "meets1", "meets2"), 2, lambda _: None, never) == {}
 
 
@@ -143,50 +105,50 @@ def test_stop_finishes_running_rounds_and_starts_nothing(tmp_path: Path) -> None
 
 
 def test_an_interrupt_here_ends_all_processes_at_once(tmp_path: Path) -> None:
-    processes: list[int] = []
-
     def interrupt(news: RunProgress) -> None:
-        processes.extend(children())
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run_jobs(jobs(tmp_path, "deaf", "deaf"), 2, interrupt, never)
     # They would have slept for ten minutes each.
-    assert processes
-    for process in processes:
-        with pytest.raises(ProcessLookupError):
-            os.kill(process, 0)
+    assert multiprocessing.active_children() == []
 
 
-def children() -> list[int]:
-    """The processes that this one began and has not waited for."""
-    task = Path(f"/proc/{os.getpid()}/task")
-    found = [int(p) for t in task.iterdir() for p in (t / "children").read_text().split()]
-    return [p for p in found if b"json.load(sys.stdin)" in Path(f"/proc/{p}/cmdline").read_bytes()]
+def test_ctrl_c_on_the_terminal_does_not_end_the_processes(tmp_path: Path) -> None:
+    news: list[RunProgress] = []
+
+    def interrupt(told: RunProgress) -> None:
+        news.append(told)
+        for process in multiprocessing.active_children():
+            os.kill(process.pid or 0, signal.SIGINT)
+
+    assert run_jobs(jobs(tmp_path, "slow"), 1, interrupt, lambda: bool(news)) == {}
+    assert [n.ended for n in news] == [False, True]
 
 
-def test_ctrl_c_on_the_terminal_does_not_reach_the_processes(tmp_path: Path) -> None:
-    sessions: list[int] = []
+def test_a_script_that_compares_is_not_run_once_more(tmp_path: Path) -> None:
+    """Though no `if __name__ == "__main__"` guards it."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(tmp_path)]
+    own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, env=own)
+    assert (done.returncode, done.stdout) == (0, "once\n{}\n[False, True]\n"), done.stderr
 
-    def look(_: RunProgress) -> None:
-        sessions.extend(os.getsid(p) for p in children())
 
-    run_jobs(jobs(tmp_path, "slow"), 1, look, lambda: bool(sessions))
-    assert sessions
-    assert os.getsid(0) not in sessions
-
-
-def test_a_run_tells_its_rounds_in_strict_json(tmp_path, monkeypatch):
-    """Of labels that are numbers there is no accuracy."""
-    told = io.StringIO()
-    monkeypatch.setattr(worker, "_Stop", lambda: never)
-    monkeypatch.setattr(worker, "_channel", lambda: told)
-    asked = {"plan": Plan(rounds=1).document(), "folder": str(tmp_path), "path": []}
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asked)))
-
-    def run(_plan, _out, on_round, stop):
-        on_round(RoundRecord(round=1, accuracy=math.nan))
-
-    monkeypatch.setattr("fedpact.api.run", run)
-    assert worker.main() == 0
-    assert told.getvalue() == '{"round": 1, "accuracy": null, "loss": null}\n'
+SCRIPT = """
+import sys
+from pathlib import Path
+from fedpact.plan import Plan
+from fedpact.studies import pool
+from fedpact.studies.pool import Job, run_jobs
+from tests.studies import stand_in
+pool._work = stand_in.work
+print("once")
+news = []
+plan = Plan.parse({"rounds": 1, "sites": 2})
+folder = Path(sys.argv[1]) / "a" / "s0"
+failed = run_jobs([Job("a", 0, plan, folder)], 1, news.append, lambda: False)
+print(failed)
+print([n.ended for n in news])
+"""

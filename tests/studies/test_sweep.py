@@ -8,7 +8,7 @@ from fedpact.common.errors import PlanError
 from fedpact.common.user_code import name_object
 from fedpact.plan import Plan
 from fedpact.studies.compare import read_plans
-from fedpact.studies.pool import expand_sweep, read_sweeps
+from fedpact.studies.sweep import expand_sweep, read_sweeps
 
 PLAN = Plan.parse({"rounds": 7, "sites": 3, "settings": {"learning_rate": 0.25}})
 

@@ -33,7 +33,8 @@ from fedpact.report.comparison import (
 )
 from fedpact.studies.compare import compare as carry_out
 from fedpact.studies.compare import comparison_folder, read_plans
-from fedpact.studies.pool import Job, RunProgress, expand_sweep, read_sweeps
+from fedpact.studies.pool import Job, RunProgress
+from fedpact.studies.sweep import expand_sweep, read_sweeps
 
 _BETWEEN_LINES = 20.0  # seconds between two lines on one run, where there is no terminal
 

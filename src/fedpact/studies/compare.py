@@ -32,7 +32,8 @@ from fedpact.report.page import write_report
 from fedpact.report.run_files import RunFolder
 from fedpact.simulation.machine import available_cores
 from fedpact.simulation.simulate import SiteModels, of_run
-from fedpact.studies.pool import Job, OnNews, RunProgress, carry_out_here, expand_sweep, run_jobs
+from fedpact.studies.pool import Job, OnNews, RunProgress, carry_out_here, run_jobs
+from fedpact.studies.sweep import expand_sweep
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -1,43 +1,33 @@
-"""Runs in processes of their own or in this one, and the plans of a sweep."""
+"""Runs side by side, each in a process of its own, or one after the other in this one.
+
+Not concurrent.futures.ProcessPoolExecutor: where one of its processes dies, as it does where memory
+runs out, it ends all of them and does not tell which one it was.
+"""
 
 import contextlib
-import json
-import re
+import math
+import multiprocessing
+import os
 import signal
-import subprocess
 import sys
-import tempfile
-import tomllib
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
-from os import PathLike, fspath
+from multiprocessing.connection import Connection, wait
+from multiprocessing.synchronize import Event
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import IO, Any
+from types import ModuleType
+from typing import Any
 
-from fedpact import algorithms
 from fedpact.api import run
-from fedpact.common.configuration import (
-    drop_overridden,
-    flatten,
-    key_of,
-    select_given,
-    set_key,
-    value_of,
-)
-from fedpact.common.errors import FedpactError, PlanError
-from fedpact.common.files import write_whole
+from fedpact.common.errors import FedpactError
 from fedpact.common.messages import RoundRecord
-from fedpact.common.user_code import name_object, name_of_function
 from fedpact.data.dataset import Dataset
 from fedpact.plan import Plan
-from fedpact.report.compared_runs import SweepPoint
 
-_WORKER = [sys.executable, "-m", "fedpact.studies.worker"]
-_POLL = 0.1  # seconds between two looks at what the processes said
+_SPAWN = multiprocessing.get_context("spawn")
+_POLL = 0.1  # seconds between two looks at `stop`
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +48,11 @@ class Job:
         """Whether no other process can carry it out."""
         return self.data is not None or bool(self.plan.handed)
 
+    @property
+    def errors(self) -> Path:
+        """What the run's process printed, kept where it failed."""
+        return self.folder.with_name(self.folder.name + ".error.txt")
+
 
 @dataclass(frozen=True)
 class RunProgress:
@@ -77,144 +72,136 @@ class RunProgress:
 
 
 OnNews = Callable[[RunProgress], None]
+Failures = dict[tuple[str, int], str]
+"""(entry, seed) of a run that failed -> why."""
 
 
 def run_jobs(
     jobs: Sequence[Job], side_by_side: int, on_news: OnNews, stop: Callable[[], bool]
-) -> dict[tuple[str, int], str]:
-    """Carry out all jobs, so many at a time; return why those that failed did: (name, seed) -> why.
+) -> Failures:
+    """Carry out all jobs, so many at a time; return why those that failed did.
 
-    on_news is called in this thread. Once stop() is true no further run begins, and those under
-    way end after their round; they are not failures. An exception here, Ctrl-C among them, ends
-    all processes at once: their folders can be resumed.
+    Once stop() is true no further run begins, and those under way end after their round; they are
+    not failures. An exception here, Ctrl-C among them, ends all processes at once: their folders
+    can be resumed.
     """
-    pool, failed = _Pool(), dict[tuple[str, int], str]()
-    threads = ThreadPoolExecutor(side_by_side)
+    stopping, failed = _SPAWN.Event(), Failures()
+    waiting, running = deque(jobs), dict[Any, _Process]()
     try:
-        waiting: set[Future[None]] = {threads.submit(pool.run, job) for job in jobs}
-        while waiting:
-            done, waiting = wait(waiting, _POLL, FIRST_COMPLETED)
-            for future in done:
-                future.result()
+        while waiting or running:
             if stop():
-                pool.stop()
-            for news in pool.news():
-                if news.failed is not None:
-                    failed[news.job.name, news.job.seed] = news.failed
+                stopping.set()
+                waiting.clear()
+            while waiting and len(running) < side_by_side:
+                process = _Process(waiting.popleft(), stopping)
+                running[process.said] = process
+            for ready in wait(list(running), _POLL):
+                process = running[ready]
+                news = process.next_news()
+                if news.ended:
+                    del running[ready]
+                    if news.failed is not None:
+                        failed[news.job.name, news.job.seed] = news.failed
                 on_news(news)
         return failed
     finally:
-        pool.kill()
-        threads.shutdown(cancel_futures=True)
+        for process in running.values():
+            process.end()
 
 
-class _Pool:
-    """The processes under way. `run` is called by threads, the rest by their owner."""
+class _Process:
+    """A job in a process of its own. said: what it tells, round by round."""
 
-    def __init__(self) -> None:
-        self._running = set[subprocess.Popen[str]]()
-        self._queue: SimpleQueue[RunProgress] = SimpleQueue()
-        self._stopping = False
+    def __init__(self, job: Job, stopping: Event) -> None:
+        self._job, self._stopping, self._refusal = job, stopping, None
+        self.said, says = _SPAWN.Pipe(duplex=False)
+        job.errors.parent.mkdir(parents=True, exist_ok=True)
+        asked = job.plan.document(), str(job.folder)
+        self._process = _SPAWN.Process(
+            target=_work, args=(says, stopping, str(job.errors), *asked), daemon=True
+        )
+        with _without_main():
+            self._process.start()
+        # The process has the only end that says something: where it dies, reading ends.
+        says.close()
 
-    def run(self, job: Job) -> None:
-        """Carry out one job in a process and put its news into the queue."""
-        if self._stopping:
-            return
-        _error_file(job).unlink(missing_ok=True)
-        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-            # A session of its own: Ctrl-C reaches the processes through `stop` alone.
-            process = subprocess.Popen(
-                _WORKER,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                encoding="utf-8",
-                start_new_session=True,
-            )
-            self._running.add(process)
-            if self._stopping:
-                process.send_signal(signal.SIGINT)
-            refusal = self._converse(process, job)
-            code = process.wait()
-            self._running.discard(process)
-            why = None
-            if code != 0 and not self._stopping:
-                why = refusal or _explain(job, code, errors)
-        self._queue.put(RunProgress(job, ended=True, failed=why))
+    def next_news(self) -> RunProgress:
+        """Return what the process tells next, or that it has ended. Waits for it."""
+        with contextlib.suppress(EOFError, OSError):
+            kind, *said = self.said.recv()
+            if kind == "round":
+                return RunProgress(self._job, *said)
+            self._refusal = said[0]
+        self._process.join()
+        self.said.close()
+        failed = None
+        if not self._stopping.is_set() or self._refusal:
+            failed = self._refusal or self._explain()
+        if failed is None or self._refusal:
+            self._job.errors.unlink(missing_ok=True)
+        return RunProgress(self._job, ended=True, failed=failed)
 
-    def _converse(self, process: subprocess.Popen[str], job: Job) -> str | None:
-        """Tell the process what to do and pass on its rounds; return its refusal, if any."""
-        refusal = None
-        if process.stdin is None or process.stdout is None:
-            raise TypeError("a run's process has no pipes")
-        # A process that was ended before it read closes the pipe; its exit code tells.
-        with contextlib.suppress(BrokenPipeError), process.stdin as told:
-            plan = job.plan.document()
-            # A model's file is found where this process finds it.
-            json.dump({"plan": plan, "folder": str(job.folder), "path": sys.path}, told)
-        with process.stdout as lines:
-            for line in _complete(lines):
-                said = json.loads(line)
-                refusal = said.get("error", refusal)
-                if "round" in said:
-                    self._queue.put(
-                        RunProgress(job, said["round"], said["accuracy"], said.get("loss"))
-                    )
-        return refusal
+    def end(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.join()
 
-    def news(self) -> Iterable[RunProgress]:
-        """Yield what has happened since the last call."""
-        with contextlib.suppress(Empty):
-            while True:
-                yield self._queue.get_nowait()
-
-    def stop(self) -> None:
-        """Have the runs under way end after their round, once, and begin no further one."""
-        if not self._stopping:
-            self._stopping = True
-            self._signal(signal.SIGINT)
-
-    def kill(self) -> None:
-        """End whatever is still under way, at once."""
-        self._stopping = True
-        self._signal(signal.SIGKILL)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in list(self._running):
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
+    def _explain(self) -> str | None:
+        """Say why it ended, None where it did what it was asked to."""
+        code, path = self._process.exitcode or 0, self._job.errors
+        if code == 0:
+            return None
+        if code < 0:
+            ended = f"the process was ended by signal {-code}"
+            ended += ", as it is where memory runs out" if code == -signal.SIGKILL else ""
+        else:
+            text = path.read_text("utf-8", errors="replace") if path.exists() else ""
+            last = text.strip().splitlines()[-1:] or ["it printed nothing"]
+            ended = f"the process ended with code {code}: {last[0]}"
+        return f"{ended}; see {path}"
 
 
-def _complete(lines: Iterable[str]) -> Iterable[str]:
-    """The lines that have their end: a process that is killed may leave half of one."""
-    return (line for line in lines if line.endswith("\n"))
+@contextlib.contextmanager
+def _without_main() -> Any:
+    """Have a new process not import the caller's script, which would run it once more.
+
+    No job needs it: models and records that only a script has are trained in this process.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
-def _explain(job: Job, code: int, errors: IO[str]) -> str:
-    """Say why a process ended, and keep what it printed beside the run's folder."""
-    errors.seek(0)
-    text = errors.read()
-    path = _error_file(job)
-    write_whole(path, text.encode(), private=False)
-    if code < 0:
-        ended = f"the process was ended by signal {-code}"
-        ended += ", as it is where memory runs out" if code == -signal.SIGKILL else ""
-    else:
-        last = text.strip().splitlines()[-1:] or ["it printed nothing"]
-        ended = f"the process ended with code {code}: {last[0]}"
-    return f"{ended}; see {path}"
+def _work(
+    says: Connection, stopping: Event, errors: str, plan: dict[str, Any], folder: str
+) -> None:
+    """Carry out a run in this new process. What it prints goes to the file `errors`."""
+    # Ctrl-C reaches all processes of a terminal; what it means is the first one's to say.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    printed = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+
+    def on_round(record: RoundRecord) -> None:
+        says.send(("round", record.round, _number(record.accuracy), _number(record.loss)))
+
+    try:
+        run(Plan.parse(plan), Path(folder), on_round=on_round, stop=stopping.is_set)
+    except FedpactError as error:
+        says.send(("refused", str(error)))
 
 
-def _error_file(job: Job) -> Path:
-    return job.folder.with_name(job.folder.name + ".error.txt")
+def _number(value: float | None) -> float | None:
+    """Return None for NaN, which is the accuracy of labels that are numbers."""
+    return None if value is None or math.isnan(value) else value
 
 
-def carry_out_here(
-    jobs: Sequence[Job], on_news: OnNews, stop: Callable[[], bool]
-) -> dict[tuple[str, int], str]:
-    """Carry out all jobs; return why those that failed did. See run_jobs."""
-    failed = dict[tuple[str, int], str]()
+def carry_out_here(jobs: Sequence[Job], on_news: OnNews, stop: Callable[[], bool]) -> Failures:
+    """Carry out all jobs in this process, one after the other; see run_jobs."""
+    failed = Failures()
     for job in jobs:
         if stop():
             break
@@ -227,7 +214,7 @@ def carry_out_here(
 
 def _carried_out(job: Job, on_news: OnNews, stop: Callable[[], bool]) -> str | None:
     def on_round(record: RoundRecord) -> None:
-        on_news(RunProgress(job, record.round, record.accuracy, record.loss))
+        on_news(RunProgress(job, record.round, _number(record.accuracy), _number(record.loss)))
 
     try:
         run(job.plan, job.folder, data=job.data, on_round=on_round, stop=stop)
@@ -237,133 +224,3 @@ def _carried_out(job: Job, on_news: OnNews, stop: Callable[[], bool]) -> str | N
         traceback.print_exc()
         return f"it ended with {type(error).__name__}: {error}"
     return None
-
-
-_ELSEWHERE = {
-    "seed": "every entry runs with the same seeds: give their number with --seeds",
-    "algorithm": "each algorithm has settings of its own: name them with --algorithms",
-}
-
-
-_COMMA = re.compile(r""",(?=(?:[^][{}"']|"[^"]*"|'[^']*'|\[[^]]*\]|\{[^}]*\})*$)""")
-
-
-def read_sweeps(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Return key -> its values of `KEY=V1,V2,...`; a value is read as in `--set`.
-
-    Raises PlanError: no such text, a key twice, a value twice, or a key that is no sweep's.
-    """
-    found = dict[str, list[Any]]()
-    for text in texts:
-        key, equals, values = text.partition("=")
-        key = key.strip()
-        if not (key and equals and values.strip()):
-            raise PlanError(
-                f"--sweep {text!r}: expected KEY=V1,V2,..., as in privacy.epsilon=0.5,1,2"
-            )
-        if key in found:
-            raise PlanError(
-                f"--sweep {text!r}: {key} is swept already; give all its values at once"
-            )
-        found[key] = _values(values)
-    return found
-
-
-def expand_sweep(
-    plans: Mapping[str, Plan], sweeps: Mapping[str, Sequence[Any]]
-) -> tuple[dict[str, Plan], dict[str, SweepPoint]]:
-    """Return the plans with each combination of values, and where each entry is in the sweep.
-
-    An algorithm's plan is swept over those of the settings that it knows. Entries are called
-    NAME-KEY-VALUE. Raises PlanError: a value that does not fit, a key that no plan has.
-    """
-    if not isinstance(sweeps, Mapping):
-        raise PlanError(f'sweep is {sweeps!r}: expected {{"privacy.epsilon": [0.5, 1, 2]}}')
-    if not sweeps:
-        return dict(plans), {}
-    sweeps = {key: _plain(key, values) for key, values in sweeps.items()}
-    for key, values in sweeps.items():
-        if key in _ELSEWHERE:
-            raise PlanError(f"sweep {key}: {_ELSEWHERE[key]}")
-        texts = [json.dumps(value) for value in values]
-        if not texts or len(set(texts)) < len(texts):
-            raise PlanError(f"sweep {key}: its values are {list(values)}: expected some, each once")
-        if not any(_knows(plan, key) for plan in plans.values()):
-            raise PlanError(f"sweep {key}: {_no_setting(plans.values())}")
-    entries, points = dict[str, Plan](), dict[str, SweepPoint]()
-    for name, plan in plans.items():
-        own = [key for key in sweeps if _knows(plan, key)]
-        for values in product(*(sweeps[key] for key in own)):
-            chosen = dict(zip(own, values, strict=True))
-            entry = _free("-".join([name, *map(_part, chosen.items())]), entries)
-            entries[entry], points[entry] = _changed(plan, chosen), SweepPoint(name, chosen)
-    return entries, points
-
-
-def _plain(key: str, values: Any) -> list[Any]:
-    """Return a key's values as a plan.json has them: models, losses and metrics by name."""
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-        raise PlanError(f"sweep {key}: its values are {values!r}: expected a list, as [{values!r}]")
-    name = name_of_function if key.startswith("task.") else name_object
-    found = [value.item() if hasattr(value, "item") else name(value) for value in values]
-    try:
-        return json.loads(json.dumps(found, default=_at))
-    except TypeError as error:
-        raise PlanError(
-            f"sweep {key}: its values are {found!r}: expected what a plan has under it ({error})"
-        ) from None
-
-
-def _at(value: object) -> str:
-    if not isinstance(value, PathLike):
-        raise TypeError(f"{type(value).__name__} is nothing that a file can hold")
-    return fspath(value)
-
-
-def _no_setting(plans: Iterable[Plan]) -> str:
-    names = list(dict.fromkeys(plan.algorithm for plan in plans))
-    known = sorted(
-        {field for name in names for field in algorithms.load(name).Settings.model_fields}
-    )
-    return f"it is no setting of {' or '.join(names)}: expected one of {', '.join(known)}"
-
-
-def _values(text: str) -> list[Any]:
-    try:
-        return tomllib.loads(f"values = [{text}]")["values"]
-    except tomllib.TOMLDecodeError:
-        # Words without quotes, maybe beside lists and tables, whose commas are their own.
-        return [value_of(part.strip()) for part in _COMMA.split(text)]
-
-
-def _knows(plan: Plan, key: str) -> bool:
-    if not key.startswith("settings."):
-        return True
-    return key.removeprefix("settings.") in algorithms.load(plan.algorithm).Settings.model_fields
-
-
-def _changed(plan: Plan, chosen: Mapping[str, Any]) -> Plan:
-    # What follows from other keys follows them where they change: only what was given is kept. What
-    # one value of the sweep leaves without effect another one uses.
-    raw = select_given(plan.document(), lambda found: Plan.parse(found).document())
-    keys = [key_of(key) for key in chosen]
-    drop_overridden(raw, keys)
-    for key, value in chosen.items():
-        set_key(raw, key, value, f"sweep {key}")
-    try:
-        return Plan.parse(raw, typed=keys)
-    except PlanError as error:
-        told = ", ".join(f"{key}={value}" for key, value in flatten(chosen).items())
-        raise PlanError(f"sweep {told}: {error}") from None
-
-
-def _part(chosen: tuple[str, Any]) -> str:
-    key, value = chosen
-    text = f"{key.rpartition('.')[2]}-{value}"
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-") or "value"
-
-
-def _free(name: str, taken: Mapping[str, Plan]) -> str:
-    numbered = (f"{name}-{i}" if i > 1 else name for i in range(1, len(taken) + 2))
-    return next(each for each in numbered if each not in taken)

@@ -1,0 +1,152 @@
+"""The plans of a sweep: each plan with each combination of the values of some keys."""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from os import PathLike, fspath
+from typing import Any
+
+from fedpact import algorithms
+from fedpact.common.configuration import (
+    drop_overridden,
+    flatten,
+    key_of,
+    select_given,
+    set_key,
+    value_of,
+)
+from fedpact.common.errors import PlanError
+from fedpact.common.user_code import name_object, name_of_function
+from fedpact.plan import Plan
+from fedpact.report.compared_runs import SweepPoint
+
+_ELSEWHERE = {
+    "seed": "every entry runs with the same seeds: give their number with --seeds",
+    "algorithm": "each algorithm has settings of its own: name them with --algorithms",
+}
+
+
+_COMMA = re.compile(r""",(?=(?:[^][{}"']|"[^"]*"|'[^']*'|\[[^]]*\]|\{[^}]*\})*$)""")
+
+
+def read_sweeps(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Return key -> its values of `KEY=V1,V2,...`; a value is read as in `--set`.
+
+    Raises PlanError: no such text, a key twice, a value twice, or a key that is no sweep's.
+    """
+    found = dict[str, list[Any]]()
+    for text in texts:
+        key, equals, values = text.partition("=")
+        key = key.strip()
+        if not (key and equals and values.strip()):
+            raise PlanError(
+                f"--sweep {text!r}: expected KEY=V1,V2,..., as in privacy.epsilon=0.5,1,2"
+            )
+        if key in found:
+            raise PlanError(
+                f"--sweep {text!r}: {key} is swept already; give all its values at once"
+            )
+        found[key] = _values(values)
+    return found
+
+
+def expand_sweep(
+    plans: Mapping[str, Plan], sweeps: Mapping[str, Sequence[Any]]
+) -> tuple[dict[str, Plan], dict[str, SweepPoint]]:
+    """Return the plans with each combination of values, and where each entry is in the sweep.
+
+    An algorithm's plan is swept over those of the settings that it knows. Entries are called
+    NAME-KEY-VALUE. Raises PlanError: a value that does not fit, a key that no plan has.
+    """
+    if not isinstance(sweeps, Mapping):
+        raise PlanError(f'sweep is {sweeps!r}: expected {{"privacy.epsilon": [0.5, 1, 2]}}')
+    if not sweeps:
+        return dict(plans), {}
+    sweeps = {key: _plain(key, values) for key, values in sweeps.items()}
+    for key, values in sweeps.items():
+        if key in _ELSEWHERE:
+            raise PlanError(f"sweep {key}: {_ELSEWHERE[key]}")
+        texts = [json.dumps(value) for value in values]
+        if not texts or len(set(texts)) < len(texts):
+            raise PlanError(f"sweep {key}: its values are {list(values)}: expected some, each once")
+        if not any(_knows(plan, key) for plan in plans.values()):
+            raise PlanError(f"sweep {key}: {_no_setting(plans.values())}")
+    entries, points = dict[str, Plan](), dict[str, SweepPoint]()
+    for name, plan in plans.items():
+        own = [key for key in sweeps if _knows(plan, key)]
+        for values in product(*(sweeps[key] for key in own)):
+            chosen = dict(zip(own, values, strict=True))
+            entry = _free("-".join([name, *map(_part, chosen.items())]), entries)
+            entries[entry], points[entry] = _changed(plan, chosen), SweepPoint(name, chosen)
+    return entries, points
+
+
+def _plain(key: str, values: Any) -> list[Any]:
+    """Return a key's values as a plan.json has them: models, losses and metrics by name."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise PlanError(f"sweep {key}: its values are {values!r}: expected a list, as [{values!r}]")
+    name = name_of_function if key.startswith("task.") else name_object
+    found = [value.item() if hasattr(value, "item") else name(value) for value in values]
+    try:
+        return json.loads(json.dumps(found, default=_at))
+    except TypeError as error:
+        raise PlanError(
+            f"sweep {key}: its values are {found!r}: expected what a plan has under it ({error})"
+        ) from None
+
+
+def _at(value: object) -> str:
+    if not isinstance(value, PathLike):
+        raise TypeError(f"{type(value).__name__} is nothing that a file can hold")
+    return fspath(value)
+
+
+def _no_setting(plans: Iterable[Plan]) -> str:
+    names = list(dict.fromkeys(plan.algorithm for plan in plans))
+    known = sorted(
+        {field for name in names for field in algorithms.load(name).Settings.model_fields}
+    )
+    return f"it is no setting of {' or '.join(names)}: expected one of {', '.join(known)}"
+
+
+def _values(text: str) -> list[Any]:
+    try:
+        return tomllib.loads(f"values = [{text}]")["values"]
+    except tomllib.TOMLDecodeError:
+        # Words without quotes, maybe beside lists and tables, whose commas are their own.
+        return [value_of(part.strip()) for part in _COMMA.split(text)]
+
+
+def _knows(plan: Plan, key: str) -> bool:
+    if not key.startswith("settings."):
+        return True
+    return key.removeprefix("settings.") in algorithms.load(plan.algorithm).Settings.model_fields
+
+
+def _changed(plan: Plan, chosen: Mapping[str, Any]) -> Plan:
+    # What follows from other keys follows them where they change: only what was given is kept. What
+    # one value of the sweep leaves without effect another one uses.
+    raw = select_given(plan.document(), lambda found: Plan.parse(found).document())
+    keys = [key_of(key) for key in chosen]
+    drop_overridden(raw, keys)
+    for key, value in chosen.items():
+        set_key(raw, key, value, f"sweep {key}")
+    try:
+        return Plan.parse(raw, typed=keys)
+    except PlanError as error:
+        told = ", ".join(f"{key}={value}" for key, value in flatten(chosen).items())
+        raise PlanError(f"sweep {told}: {error}") from None
+
+
+def _part(chosen: tuple[str, Any]) -> str:
+    key, value = chosen
+    text = f"{key.rpartition('.')[2]}-{value}"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-") or "value"
+
+
+def _free(name: str, taken: Mapping[str, Plan]) -> str:
+    numbered = (f"{name}-{i}" if i > 1 else name for i in range(1, len(taken) + 2))
+    return next(each for each in numbered if each not in taken)

@@ -1,0 +1,51 @@
+"""In place of a run of a comparison, in its process: acts on the name of the run's folder.
+
+Imports nothing of the package, so that a process begins at once. Two rounds where nothing else is
+asked.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def work(says, stopping, errors, plan, folder):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    printed = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    what = Path(folder).parent.name
+    for number in range(plan["rounds"]):
+        says.send(("round", number, None if number else 0.25, None))
+        if what == "slow":
+            sys.exit(0 if stopping.wait(600) else 5)
+        if what == "deaf":
+            time.sleep(600)
+    if what.startswith("meets"):
+        # Each waits for the other before it ends: one after the other, neither would.
+        places = [Path(folder).parents[1] / f"met-{name}" for name in ("meets1", "meets2")]
+        (Path(folder).parents[1] / f"met-{what}").touch()
+        until = time.monotonic() + 600
+        while not all(place.exists() for place in places):
+            if time.monotonic() > until:
+                sys.exit(4)
+            time.sleep(0.02)
+    if what == "refuses":
+        says.send(("refused", "the paragraph"))
+    if what == "crashes":
+        print("noise", file=sys.stderr)
+        raise RuntimeError("a bug")
+    if what == "dies":
+        # In the middle of a message.
+        os.write(says.fileno(), b"\x00\x00")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "silent":
+        sys.exit(3)
+    if what == "floods":
+        sys.stderr.write("x" * 1_000_000)
+
+
+def refuse(says, *_):
+    says.send(("refused", "a paragraph"))
