@@ -71,7 +71,7 @@ class HeldOutQuestions:
         Where sites have models of their own, each is told which of its replies that is made of.
         """
         vectors = {n: at.state.vectors[n] for n in ("w", CONSTANTS) if n in at.state.vectors}
-        own, distinct = self.method.facts.has_own_models, dict[int, Task]()
+        own, distinct = self.method.has_own_models, dict[int, Task]()
         last = {site: at.included.get(site, -1) if own else -1 for site in self.transport.sites}
         for each in set(last.values()):
             distinct[each] = Task(self.run, at.round, EVALUATION, vectors, {}, each)
