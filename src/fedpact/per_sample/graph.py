@@ -26,10 +26,21 @@ from fedpact.per_sample.share import Share
 from fedpact.per_sample.tracing.batch_rules import Mixed, Where, is_size, kind_of, shape_of
 from fedpact.per_sample.tracing.batch_table import State
 from fedpact.per_sample.tracing.keyed_draws import drawn
-from fedpact.per_sample.tracing.program import Program, arguments, draws, evaluated, operation
+from fedpact.per_sample.tracing.program import (
+    Program,
+    Reader,
+    arguments,
+    draws,
+    evaluated,
+    operation,
+    reader,
+)
 from fedpact.per_sample.tracing.trace_context import for_vmap
 
 Shares = dict[str, list[Share]]
+
+_aten = cast(Any, torch.ops.aten)
+_max_pool = cast(Callable[..., tuple[Tensor, Tensor]], _aten.max_pool2d_with_indices.default)
 
 _BETWEEN_LAYERS = Where(1)
 """Where a recurrence has its records, steps in front: what its dropout drops."""
@@ -59,12 +70,17 @@ class _Use:
 
 @dataclass(eq=False)
 class _Step:
-    """One operation: what to do, with what, where the result goes, and what is then let go of."""
+    """One operation: what to do, with what, where the result goes, and what is then let go of.
+
+    pools: whether it is a max-pooling that alone reads what a convolution with parameters gives.
+    """
 
     node: Node
     do: Callable[..., Any]
+    read: Reader
     last: list[Node]
     use: _Use | None
+    pools: bool
 
 
 _Recorded = tuple[int, Tensor, Tensor | None]
@@ -73,10 +89,8 @@ _Recorded = tuple[int, Tensor, Tensor | None]
 _Tapped = tuple[_Use, Call, list[_Recorded]]
 
 
-def _tapped(
-    step: _Step, use: _Use, args: Any, kwargs: Any, batch: int, calls: list[_Tapped]
-) -> Any:
-    """Do a step whose results' gradients are wanted, and add it to the calls."""
+def _tapped(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple[Any, _Tapped]:
+    """Do a step whose results' gradients are wanted."""
     recorded: list[_Recorded] = []
     if step.node.target in recurrent.RECURRENT:
         # It tells its gradients when it is gone back through, so its input has to want one.
@@ -99,8 +113,8 @@ def _tapped(
     op, wanted = cast(Any, step.node.target), [*use.sources]
     call = Call(op, list(args), dict(kwargs), use.places, use.out, wanted, batch)
     call.grads = list(several)
-    calls.append((use, call, recorded))
-    return tuple(several) if isinstance(found, (tuple, list)) else several[0]
+    tapped = use, call, recorded
+    return tuple(several) if isinstance(found, (tuple, list)) else several[0], tapped
 
 
 class Graph:
@@ -155,13 +169,15 @@ class Graph:
 
         held: the shares outlast a change of the weights.
         """
-        calls: list[_Tapped] = []
+        calls: dict[Node, _Tapped] = {}
         with torch.enable_grad(), autocast(self._model):
             losses = wide(self._forward(x, y, calls, held))
-        _backward(losses, calls)
-        return losses.detach(), self._shares(calls)
+        _backward(losses, list(calls.values()))
+        return losses.detach(), self._shares(list(calls.values()))
 
-    def _forward(self, x: Tensor, y: Tensor, calls: "list[_Tapped] | None", held: bool) -> Tensor:
+    def _forward(
+        self, x: Tensor, y: Tensor, calls: dict[Node, _Tapped] | None, held: bool
+    ) -> Tensor:
         values = self._program.values(x, y)
         if held:
             values = {name: v.clone() for name, v in values.items()}
@@ -171,16 +187,19 @@ class Graph:
             if node.op == "placeholder":
                 env[node] = values[node.name]
             else:
-                args, kwargs = arguments(node, env)
-                if step.use is None or calls is None:
-                    env[node] = step.do(*args, **kwargs)
+                args, kwargs = step.read(env)
+                if calls is not None and step.use is not None:
+                    env[node], calls[node] = _tapped(step, step.use, args, kwargs, len(x))
+                elif calls is not None and step.pools:
+                    call = calls[cast(Node, node.args[0])][1]
+                    call.pooled = env[node], _ = _max_pool(*args, **kwargs)
                 else:
-                    env[node] = _tapped(step, step.use, args, kwargs, len(x), calls)
+                    env[node] = step.do(*args, **kwargs)
             for one in step.last:
                 del env[one]
         return cast(Tensor, env[self._program.result])
 
-    def _shares(self, calls: "list[_Tapped]") -> Shares:
+    def _shares(self, calls: list[_Tapped]) -> Shares:
         found: Shares = {}
         while calls:
             use, call, recorded = calls.pop()
@@ -270,8 +289,15 @@ class Graph:
             use = self._use(node, weighted) if node.op == "call_function" else None
             if node not in needed:
                 last.append(node)
-            steps.insert(0, _Step(node, _done(node, self._states[node]), last, use))
+            do = _done(node, self._states[node])
+            steps.insert(0, _Step(node, do, reader(node), last, use, self._pools(node, weighted)))
         return steps
+
+    def _pools(self, node: Node, weighted: dict[Node, list[str]]) -> bool:
+        before = node.args[0] if node.target is _aten.max_pool2d.default else None
+        if not isinstance(before, Node) or kind_of(before) != "conv2d" or len(before.users) > 1:
+            return False
+        return any(n in weighted for n in before.all_input_nodes)
 
     def _use(self, node: Node, weighted: dict[Node, list[str]]) -> _Use | None:
         state = self._states[node]
@@ -316,7 +342,7 @@ def _shares_of(call: Call, recorded: "list[_Recorded]") -> "list[tuple[Place, Sh
     return list(shares_of(call).items())
 
 
-def _backward(losses: Tensor, calls: "list[_Tapped]") -> None:
+def _backward(losses: Tensor, calls: list[_Tapped]) -> None:
     """Put the gradients of the taps in place of the tensors that were tapped."""
     if not losses.requires_grad:
         for _, call, _ in calls:
@@ -324,15 +350,20 @@ def _backward(losses: Tensor, calls: "list[_Tapped]") -> None:
         return
     taps = [(c, i, t) for _, c, _ in calls for i, t in enumerate(c.grads) if t is not None]
     taps = [(c, i, t) for c, i, t in taps if t.requires_grad]
+    pooled = [(c, *c.pooled) for _, c, _ in calls if c.pooled is not None]
     for _, call, _ in calls:
-        call.grads = [None for _ in call.grads]
+        call.grads, call.pooled = [None for _ in call.grads], None
     # A recurrence tells its gradients when it is gone back through, so somebody has to want that.
     starts = [c.args[0] for _, c, _ in calls if c.op in recurrent.RECURRENT]
-    found = torch.autograd.grad(
-        losses, [*(t for _, _, t in taps), *starts], torch.ones_like(losses), allow_unused=True
+    wanted = [*(t for _, _, t in taps), *(y for _, y, _ in pooled), *starts]
+    found = cast(
+        tuple[Tensor | None, ...],
+        torch.autograd.grad(losses, wanted, torch.ones_like(losses), allow_unused=True),
     )
-    for (call, i, _), grad in zip(taps, cast(tuple[Tensor | None, ...], found), strict=False):
+    for (call, i, _), grad in zip(taps, found, strict=False):
         call.grads[i] = None if grad is None else wide(grad)
+    for (call, _, index), grad in zip(pooled, found[len(taps) :], strict=False):
+        call.pooled = None if grad is None else (wide(grad), index)
 
 
 def _flat(node: Node) -> "list[tuple[Place, Node]]":

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from fedpact.per_sample.convolution import Convolved, Geometry
+from fedpact.per_sample.convolution import Convolved, Geometry, Pooled, Pooled2d, sparse
 from fedpact.per_sample.gradients import Lookup, Made, Outer
 from fedpact.per_sample.layout import aligned
 from fedpact.per_sample.norms import flattened
@@ -35,7 +35,8 @@ class Call:
     """One operation of a pass. places: of each argument that has records; out: of the results.
 
     wanted: the arguments whose gradients are asked for. grads: those of the results, None where no
-    loss depends on one. batch: B.
+    loss depends on one. batch: B. pooled: where a max-pooling alone read the result, the numbers of
+    its gradient that are not zero.
     """
 
     op: Callable[..., Any]
@@ -46,6 +47,7 @@ class Call:
     wanted: list[Place]
     batch: int
     grads: list[Tensor | None] = field(default_factory=list[Tensor | None])
+    pooled: Pooled | None = None
 
     @property
     def grad(self) -> Tensor:
@@ -286,8 +288,10 @@ def _convolution(call: Call) -> Shares:
     """x [B, C, ...] of one to three dimensions."""
     stride, padding, dilation, groups = [*call.args[3:], *[1, 0, 1, 1][len(call.args[3:]) :]]
     geometry = Geometry.by(call.at(1).shape[2:], [stride, padding, dilation, groups])
-    g = cast(Tensor, call.grads[0])
-    return _biased(call, Convolved(geometry, call.at(1), call.at(0), g), g)
+    x, weight, g = call.at(0), call.at(1), cast(Tensor, call.grads[0])
+    if call.pooled is not None and sparse(geometry, weight, g, call.pooled):
+        return _biased(call, Pooled2d(geometry, weight, x, g, call.pooled), g)
+    return _biased(call, Convolved(geometry, weight, x, g), g)
 
 
 def _transposed(call: Call) -> Shares:
