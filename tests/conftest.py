@@ -237,17 +237,15 @@ def error(found, contributions):
     return float((found.double() - contributions.sum(0)).norm() / scale)
 
 
-WAYS = ("dense", "chain", "graph")
+WAYS = ("dense", "graph")
 
 
 def forced(way, module, loss):
-    """A kernel of a copy of the model that takes one way: dense, chain, graph or records."""
+    """A kernel of a copy of the model that takes one way: dense, graph or records."""
     model = FlatModel(copy.deepcopy(module))
     kernel = PerSampleKernel(model, loss)
     if way != "dense":
         kernel._passes.dense = None
-    if way in ("graph", "records"):
-        kernel._passes.chain = None
     if way == "records":
         alone = {}
 
@@ -267,16 +265,15 @@ def kernels(module, loss, *ways):
     Whether the graph can be taken is for whoever asks to know: see PerSampleKernel.way.
     """
     found = {way: forced(way, module, loss) for way in ways or WAYS}
-    for way in ("dense", "chain"):
-        if way in found and getattr(found[way]._passes, way) is None:
-            del found[way]
+    if "dense" in found and found["dense"]._passes.dense is None:
+        del found["dense"]
     return found
 
 
 def check_model(module, loss, x, y, tolerance=1e-12, rows=None, way="graph", ways=None):
     """Each way's sums at several clips and weights against the reference; returns the last kernel.
 
-    way: the one that is taken where the model is taken for no chain, "graph" or "records".
+    way: the one that is taken where the model is not dense, "graph" or "records".
     ways: those to try, and to find; by default what there is.
     The records are the site's own at a sampling rate of 1, so they have to be left as they are.
     """
@@ -294,7 +291,7 @@ def check_model(module, loss, x, y, tolerance=1e-12, rows=None, way="graph", way
             assert off < tolerance, f"{name} is off by {off:.1e} at clip {clip}"
         losses = torch.cat(each).detach()
         assert torch.allclose(kernel.losses(x, y), losses, rtol=10 * tolerance, atol=tolerance)
-        assert kernel.way(x, y) == (way if name == "graph" else "chain")
+        assert kernel.way(x, y) == (way if name == "graph" else name)
     assert torch.equal(given_x, x)
     return kernel
 

@@ -104,14 +104,14 @@ def _viewed() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
-    "dense": (lambda: _mlp(nn.Tanh()), (6,), "chain"),
-    "chain": (lambda: _mlp(nn.ReLU()), (6,), "chain"),
-    "positions": (lambda: _sequence(5, 4, 10), (10, 5), "chain"),
-    "gram": (lambda: _sequence(64, 48, 4), (4, 64), "chain"),
+    "dense": (lambda: _mlp(nn.Tanh()), (6,), "dense"),
+    "rows": (lambda: _mlp(nn.ReLU()), (6,), "graph"),
+    "positions": (lambda: _sequence(5, 4, 10), (10, 5), "graph"),
+    "gram": (lambda: _sequence(64, 48, 4), (4, 64), "graph"),
     "gram2": (lambda: Means(nn.Linear(64, 48, bias=False), 48), (2, 64), "graph"),
-    "images": (lambda: _images(2, 3, 1), (2, 8, 8), "chain"),
-    "channels": (lambda: _images(8, 8, 1), (8, 8, 8), "chain"),
-    "pooled": (lambda: _images(24, 4, 2), (24, 8, 8), "chain"),
+    "images": (lambda: _images(2, 3, 1), (2, 8, 8), "graph"),
+    "channels": (lambda: _images(8, 8, 1), (8, 8, 8), "graph"),
+    "pooled": (lambda: _images(24, 4, 2), (24, 8, 8), "graph"),
     "views": (_viewed, (2, 8, 8), "graph"),
     "signals": (lambda: Means(nn.Conv1d(3, 4, 3), 4, 2), (3, 20), "graph"),
     "linear": (lambda: Means(nn.Linear(6, 5, bias=False), 5), (30, 6), "graph"),
@@ -145,7 +145,7 @@ def kernel(name: str) -> PerSampleKernel:
     build, _, _ = MODELS[name]
     torch.manual_seed(0)
     made = PerSampleKernel(FlatModel(build()), cross_entropy)
-    if name == "chain":
+    if name == "rows":
         made._passes.dense = None
     return made
 

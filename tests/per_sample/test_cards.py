@@ -79,7 +79,7 @@ def test_who_looks_is_found(look, nobody_looks, reference):
         look(torch.arange(3.0))
 
 
-WAYS = ("chain", "graph", "records")
+WAYS = ("graph", "records")
 TRACED = {}
 """Kernels by the form of the model: a trace has no weights, and takes longer than what is asked."""
 

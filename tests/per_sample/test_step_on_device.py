@@ -80,8 +80,8 @@ def residual():
 
 
 MODELS = {
-    "logistic": (lambda: zoo.logistic((1, 12, 12), 3), (1, 12, 12), "chain"),
-    "cnn": (lambda: zoo.cnn_padded((1, 12, 12), 3), (1, 12, 12), "chain"),
+    "logistic": (lambda: zoo.logistic((1, 12, 12), 3), (1, 12, 12), "dense"),
+    "cnn": (lambda: zoo.cnn_padded((1, 12, 12), 3), (1, 12, 12), "graph"),
     "residual": (residual, (1, 12, 12), "graph"),
     "recurrent": (Recurrent, (7, 5), "graph"),
     "attention": (Attention, (7,), "graph"),

@@ -330,15 +330,11 @@ def test_custom_derivative_is_named_and_the_advice_is_exact(reference):
 def test_verify_tries_every_way_that_a_batch_may_take(reference, wrong, monkeypatch):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     x, y = reference.data(5, 4), torch.arange(5) % 2
-    kernel = PerSampleKernel(FlatModel(model), cross_entropy)
+    kernel = reference.forced("graph" if wrong == "gradients" else "dense", model, cross_entropy)
     kernel.verify(x, y)
-    right = getattr(kernel._passes, wrong)
-
-    def mixing(x, y):
-        return right(x.flip(0), y)
-
     if wrong == "gradients":
-        monkeypatch.setattr(kernel._passes, wrong, mixing)
+        right = kernel._passes.gradients
+        monkeypatch.setattr(kernel._passes, wrong, lambda x, y: right(x.flip(0), y))
     else:
         dense, summed = kernel._passes.dense, kernel._passes.dense.sum_of
         monkeypatch.setattr(dense, "sum_of", lambda *asked: summed(*asked) * 1.01)
@@ -350,7 +346,8 @@ class Counted:
     """A kernel's sums that are right, but for record `wrong`, of which `part` is another's."""
 
     def __init__(self, kernel, wrong=None, part=0.0):
-        self.kernel, self.model, self.wrong, self.part = kernel, kernel.model, wrong, part
+        self.kernel, self.model, self.loss = kernel, kernel.model, kernel.loss
+        self.wrong, self.part = wrong, part
         self.sums, self.gradients = [], []
 
     def summed(self, x, y, clip, w):
@@ -363,9 +360,6 @@ class Counted:
     def alone(self, x, y):
         self.gradients.append(len(x))
         return self.kernel.alone(x, y)
-
-    def losses(self, x, y):
-        return self.kernel.loss(self.model.module(x), y)
 
 
 @pytest.mark.parametrize("records", [3, 4, 60])

@@ -305,7 +305,7 @@ def test_passes_hold_as_many_records_as_memory_allows(reference, keep, monkeypat
     assert torch.allclose(kernel.losses(x, y), losses, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("way", ["chain", "graph", "records", "loop"])
+@pytest.mark.parametrize("way", ["graph", "records", "loop"])
 @pytest.mark.parametrize("layer", [True, False])
 def test_dropout_is_drawn_once_for_forward_and_backward(reference, way, layer):
     """With ℓ = Σ outputs at weights 1 the gradient is the dropped input, of which ℓ is the sum."""
@@ -316,11 +316,10 @@ def test_dropout_is_drawn_once_for_forward_and_backward(reference, way, layer):
         model = nn.Sequential(nn.Dropout(0.5), last)
     else:
         model = reference.Apply(lambda m, x: m.last(F.dropout(x, 0.5)), last=last)
-    # Dropout is no layer of a chain.
     kernel = reference.forced(
         "records" if way == "loop" else way, model.double(), lambda out, y: out[:, 0]
     )
-    assert kernel._passes.chain is None
+    assert kernel._passes.dense is None
     seen: list[torch.Tensor] = []
 
     def weights(losses):

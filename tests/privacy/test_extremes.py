@@ -18,7 +18,7 @@ from fedpact.simulation.stacked import Seat, Stack
 ROOM = 1 + 1e-5
 
 
-LEVELS = ("dense", "chain", "graph", "records", "stacked")
+LEVELS = ("dense", "graph", "records", "stacked")
 
 
 TRACED = {}
@@ -26,7 +26,7 @@ TRACED = {}
 
 
 def kernel_of(reference, level, module):
-    """In one go, by the chain, by the graph, record by record; and in one go for a stack's seat."""
+    """In one go, by the graph, record by record; and in one go for a stack's seat."""
     model = FlatModel(copy.deepcopy(module))
     if level in ("graph", "records"):
         form = level, repr(module), model.vector.dtype
@@ -48,7 +48,7 @@ def kernel_of(reference, level, module):
 
 
 def linear(*weights, bias=False):
-    """A chain of linear layers without activations, of these weights."""
+    """A sequence of linear layers without activations, of these weights."""
     layers = []
     for weight in weights:
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias)
@@ -138,7 +138,7 @@ def test_small_values_of_a_sigmoid_keep_their_digits(reference, bias, level):
 
 @pytest.mark.parametrize("last", [nn.Tanh, nn.ReLU, nn.Sigmoid])
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_chain_may_end_in_an_activation(reference, last, level, anywhere):
+def test_layers_may_end_in_an_activation(reference, last, level, anywhere):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), last()).double()
     x, y = torch.randn(7, 4).double(), torch.arange(7) % 3

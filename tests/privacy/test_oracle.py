@@ -341,11 +341,8 @@ class Branching(nn.Module):
 @pytest.mark.parametrize(
     ("module", "way"),
     [
-        (nn.Linear(3, 2), "chain"),
-        (
-            nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 4), nn.ReLU(True), nn.Linear(4, 2)),
-            "chain",
-        ),
+        (nn.Linear(3, 2), "dense"),
+        (nn.Sequential(nn.Linear(3, 4), nn.ELU(inplace=True), nn.Linear(4, 2)), "graph"),
         (nn.Sequential(nn.LayerNorm(3), nn.Softmax(1), nn.Linear(3, 2)), "graph"),
         (Branching(), "records"),
     ],

@@ -33,7 +33,7 @@ from fedpact.simulation.simulate import simulate
 CLIP = 0.25
 MODELS = {
     "dense": lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)),
-    "chain": lambda: nn.Sequential(
+    "graph": lambda: nn.Sequential(
         nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)
     ),
 }

@@ -116,10 +116,3 @@ def squared_error(outputs: Tensor, y: Tensor, /) -> Tensor:
     # Reshaped, never broadcast: outputs [B, 1] against y [B] would pair every record with every y.
     difference = outputs - y.reshape(outputs.shape)
     return 0.5 * (difference * difference).reshape(outputs.shape[0], -1).sum(1)
-
-
-def is_ours(loss: Loss) -> bool:
-    """Whether a loss is one of these, each of which keeps records apart and is of outputs alone."""
-    ours = (cross_entropy, squared_error, pixel_entropy)
-    # One that is derived from these, or says that it equals them, may do anything.
-    return any(loss is one for one in ours) or type(loss) in (WeightedEntropy, LabelEntropy)

@@ -23,7 +23,7 @@ from fedpact.common.losses import Loss
 from fedpact.common.messages import RoundRecord, SiteScore
 from fedpact.common.params import check_unwritten
 from fedpact.common.user_code import own_function
-from fedpact.per_sample.passes import by_pixel
+from fedpact.per_sample.layers import by_pixel
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fedpact.common.errors import ModelError
-from fedpact.per_sample.dense import ScaledBias
+from fedpact.per_sample.layers import ScaledBias
 
 
 def replace_batchnorm(module: nn.Module) -> nn.Module:

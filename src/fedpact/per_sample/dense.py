@@ -1,11 +1,11 @@
-"""Clipped sums of small chains of dense layers, of one site or of several at once.
+"""Clipped sums of small sequences of dense layers, of one site or of several at once.
 
 A step of a small model is a few products of matrices and many operations on short vectors, which
 torch takes three times as long to begin as numpy. So here torch multiplies and numpy does the rest.
 Slots stand side by side, as the columns of z [O, N]: each site's columns are multiplied by its own
 weights, and all else is done for everybody in one go. No column enters another's numbers.
 
-For a chain of nn.Linear (or ScaledBias), ReLU, Tanh and Sigmoid behind at most a Flatten, with
+For a sequence of nn.Linear (or ScaledBias), ReLU, Tanh and Sigmoid behind at most a Flatten, with
 cross_entropy, on a CPU. Norms are the kernel's ghost norms: of a layer ‖g_j x_jᵀ‖ = ‖g_j‖‖x_j‖.
 """
 
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from fedpact.common.losses import Loss, cross_entropy
 from fedpact.common.params import FlatModel, from_numpy, on_cpu
-from fedpact.per_sample.chain import chain_of, flattens
 from fedpact.per_sample.clipping import SiteSum, coefficients, weights_of
+from fedpact.per_sample.layers import ScaledBias, flattens, sequence_of
 from fedpact.per_sample.layout import Pass, Placement, laid_out, length_for, overhead
 from fedpact.per_sample.norms import (
     BLOCK,
@@ -55,30 +55,13 @@ _ACTIVATIONS: Final[dict[type[nn.Module], tuple[_Curve, _Curve]]] = {
 }
 
 
-class ScaledBias(nn.Linear):
-    """y = W u + s b: a linear layer whose bias is a weight of an input of s > 0 in place of 1."""
-
-    input = 1.0
-
-    @staticmethod
-    def of(in_features: int, out_features: int, scale: float) -> "ScaledBias":
-        """Return a layer with s = scale, drawn as nn.Linear's are."""
-        layer = ScaledBias(in_features, out_features)
-        layer.input = scale
-        return layer
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map [B, ..., in] to [B, ..., out]."""
-        return nn.functional.linear(input, self.weight, self.bias * self.input)
-
-
 class Dense:
     """Answers questions about models like `model`, which it only takes the form of."""
 
     def __init__(self, model: FlatModel, layers: list[nn.Module], flattens: bool) -> None:
         named = {id(p): name for name, p in model.module.named_parameters()}
         linears = [(i, m) for i, m in enumerate(layers) if isinstance(m, nn.Linear)]
-        self._flattens = flattens
+        self._module, self._flattens = model.module, flattens
         self._kinds = [nn.Linear if isinstance(m, nn.Linear) else type(m) for m in layers]
         self._weight = {i: named[id(m.weight)] for i, m in linears}
         biases = {i: named.get(id(m.bias)) for i, m in linears}
@@ -97,8 +80,11 @@ class Dense:
 
     @staticmethod
     def of(model: FlatModel, loss: Loss) -> "Dense | None":
-        """Return what answers for such models, None where the model is no such chain."""
-        chain = chain_of(model.module)
+        """Return what answers for such models, None where the model is no such sequence.
+
+        Nor on a GPU, which gains nothing from numpy.
+        """
+        chain = sequence_of(model.module)
         if chain is None or loss is not cross_entropy or not on_cpu(model.vector):
             return None
         flat = bool(chain) and flattens(chain[0])
@@ -112,6 +98,18 @@ class Dense:
         # Of wider outputs a pass holds too few records, and more would take another way.
         width = sum(m.out_features for m in layers if isinstance(m, nn.Linear))
         return Dense(model, layers, flat) if width * 16 <= MOST and held == model.size else None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the modules are still no more than their layers: hooks may have been added."""
+        return sequence_of(self._module) is not None
+
+    def losses(self, model: FlatModel, one: Pass) -> Tensor:
+        """Return the losses [P] of a pass, without gradient."""
+        made = _Made([self._rows(one.x)], [model.own], [slice(0, len(one.y))])
+        with np.errstate(all="ignore"):
+            self._forward(made)
+            return from_numpy(self._losses(made, one.y.numpy())[0])
 
     def length(self, expected: float, **how: bool) -> int:
         """Return P; see layout.length_for."""
@@ -212,19 +210,22 @@ class Dense:
         bounds = pairwise(accumulate((len(x) for x in xs), initial=0))
         weights = [one.model.own for one, _ in asked]
         made = _Made(xs, weights, [slice(*b) for b in bounds])
-        y = np.concatenate([slots.y.numpy() for _, slots in asked])
-        strange = (y < 0) | (y >= self._classes)
-        some_strange = strange.any()
         self._forward(made)
-        # A record without a label of the model's is left out, and changes nothing for others.
-        y = np.where(strange, 0, y) if some_strange else y
-        made.losses, g = _cross_entropy(made.values[-1], y)
+        y = np.concatenate([slots.y.numpy() for _, slots in asked])
+        made.losses, g = self._losses(made, y)
         self._backward(g, made)
         made.norms = self._squares(made) ** 0.5
-        if some_strange:
-            made.losses = np.where(strange, math.nan, made.losses)
         made.norms = np.where(made.norms <= LONGEST, made.norms, math.inf)
         return made
+
+    def _losses(self, made: "_Made", y: Array) -> tuple[Array, Array]:
+        """Return the losses [N], and their gradient by the last outputs."""
+        strange = (y < 0) | (y >= self._classes)
+        if not strange.any():
+            return _cross_entropy(made.values[-1], y)
+        # A record without a label of the model's is left out, and changes nothing for others.
+        losses, g = _cross_entropy(made.values[-1], np.where(strange, 0, y))
+        return np.where(strange, math.nan, losses), g
 
     def _forward(self, made: "_Made") -> None:
         # Records are columns from the first product on: what follows works along memory.

@@ -120,7 +120,8 @@ def _tapped(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple
 class Graph:
     """A traced model whose operations are known to keep records apart.
 
-    draws: passes draw random numbers.
+    draws: passes draw random numbers. cost: bytes of a record's gradients and of its activations,
+    and a pass's overhead in records.
     Raises Untraceable, and Mixed with the operation that is not known to.
     """
 
@@ -133,17 +134,10 @@ class Graph:
         self._weights = self._weighted(program.nodes)
         self._steps = self._compiled(program.nodes, self._weights)
         self.draws = program.draws
-        self._cost = self._costs(model)
+        self.cost = self._cost(model)
 
-    def cost(self, x: Tensor) -> tuple[int, int, float]:
-        """Bytes of a record's gradients and of its activations, and a pass's overhead in records.
-
-        All of it roughly: passes are as long as is cheapest by it. x: records of the form.
-        """
-        del x
-        return self._cost
-
-    def _costs(self, model: FlatModel) -> tuple[int, int, float]:
+    def _cost(self, model: FlatModel) -> tuple[int, int, float]:
+        # All of it roughly: passes are as long as is cheapest by it.
         recurrent_steps = [s.node for s in self._steps if s.node.target in recurrent.RECURRENT]
         values = [s.node for s in self._steps if isinstance(self._states.get(s.node), Where)]
         numbers, operations = sum(map(_numbers, values)), float(len(values))
@@ -294,7 +288,7 @@ class Graph:
         return steps
 
     def _pools(self, node: Node, weighted: dict[Node, list[str]]) -> bool:
-        before = node.args[0] if node.target is _aten.max_pool2d.default else None
+        before = node.args[0] if kind_of(node) == "max_pool2d" else None
         if not isinstance(before, Node) or kind_of(before) != "conv2d" or len(before.users) > 1:
             return False
         return any(n in weighted for n in before.all_input_nodes)

@@ -16,7 +16,6 @@ A kernel changes its module's flags while it works, so it serves one thread: giv
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial, reduce
 
 import torch
@@ -45,11 +44,12 @@ from fedpact.per_sample.clipping import (
     within,
 )
 from fedpact.per_sample.convolution import pixelwise
+from fedpact.per_sample.layers import by_pixel
 from fedpact.per_sample.layout import COMPACT, EXPECTED, Pass, Placement, collected, is_invariant
-from fedpact.per_sample.passes import Measured, Passes, by_pixel, one_each, slices, trainable
+from fedpact.per_sample.passes import Measured, Passes, one_each, slices, trainable
 from fedpact.per_sample.rules import wide
 from fedpact.per_sample.share import IN_FLOAT32, PARTIAL_SUMS, unit_of
-from fedpact.per_sample.tracing.independence import Mixers, check_agreement, check_separation
+from fedpact.per_sample.tracing.independence import Mixers, check_separation
 from fedpact.per_sample.tracing.keyed_draws import KeyedDraws, PassNumbers, Seed
 
 # The weights of a pass's slots [P], from their losses.
@@ -166,7 +166,7 @@ class PerSampleKernel:
     def scattered_length(self, x: Tensor, y: Tensor, expected: float) -> int:
         """Return P for scattered batches of `expected` records of the form of x, y [n, ...]."""
         with all_digits(self.model.vector):
-            return self._length(x, y)(expected, scattered=True)
+            return self._passes.length(*_recorded(x, y), expected, scattered=True)
 
     def invariant(self, x: Tensor, y: Tensor, expected: float = EXPECTED) -> bool:
         """Whether a record's numbers have the same bits in every slot and company, on this machine.
@@ -177,7 +177,7 @@ class PerSampleKernel:
         """
         with all_digits(self.model.vector), torch.no_grad():
             x, y = _recorded(x, y)
-            return self._invariant(x, y, self._length(x, y)(expected))
+            return self._invariant(x, y, self._passes.length(x, y, expected))
 
     def _invariant(self, x: Tensor, y: Tensor, length: int) -> bool:
         dense, fixed = self._passes.at_once(x, y), Placement(length=length)
@@ -206,25 +206,26 @@ class PerSampleKernel:
         self._mixers.check()
         # Separation is no matter of digits, which it is found by.
         with all_digits(self.model.vector), _in_float32(self.model):
-            x, y = _recorded(x, y)
-            passes = _Way(self, self._by_passes)
-            norms = check_separation(passes, x, y)
-            if self._passes.dense is not None:
-                check_agreement(passes, self._at_once, x, y, norms)
+            check_separation(self, *_recorded(x, y))
+
+    def summed(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
+        """Σ_j min(w_j, C/‖g_j‖) g_j [d] over x, y [B, ...] for weights w [B], in one pass."""
+        dense = self._passes.at_once(x, y)
+        if dense is None:
+            return self._sum(self._passes.gradients, x, y, clip, lambda _, one: one.placed(w))
+        # Weights follow from losses, so they are those given where all records share a pass.
+        layout = Placement(length=-(-len(y) // 8) * 8)
+        padded = nn.functional.pad(w, (0, layout.length - len(w)))
+        return dense.sum_of(SiteSum(self.model, x, y, clip, lambda _: padded, layout=layout))
 
     def way(self, x: Tensor, y: Tensor) -> str:
-        """How records of the form of x, y [B, ...] are kept apart: "chain", "graph" or "records".
+        """How records of the form of x, y [B, ...] are kept apart: "dense", "graph" or "records".
 
-        By a chain of known layers; by a trace of operations that are known to; or by giving each
+        By a sequence of dense layers; by a trace of operations that are known to; or by giving each
         record to the model alone. See passes.
         """
         with all_digits(self.model.vector):
             return self._passes.way(*_recorded(x, y))
-
-    def _length(self, x: Tensor, y: Tensor) -> Callable[..., int]:
-        """What finds P for records of this form; see layout.length_for."""
-        dense = self._passes.at_once(x, y)
-        return partial(self._passes.length, *_recorded(x, y)) if dense is None else dense.length
 
     def _checked_layout(self, x: Tensor, y: Tensor) -> Placement:
         """The layout of callers who name none: for batches like the first one of this form.
@@ -235,7 +236,7 @@ class PerSampleKernel:
             return COMPACT
         key = self._passes.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
         if key not in self._layouts:
-            length = self._length(x, y)(len(x), exact=True)
+            length = self._passes.length(*_recorded(x, y), len(x), exact=True)
             generator = torch.Generator().manual_seed(0)
             shape = (8, *x.shape[1:])
             if x.is_floating_point():
@@ -248,16 +249,6 @@ class PerSampleKernel:
                 good = False
             self._layouts[key] = Placement(length=length if good else 1)
         return self._layouts[key]
-
-    def _by_passes(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
-        return self._sum(self._passes.gradients, x, y, clip, partial(_fixed, w))
-
-    def _at_once(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
-        # One pass, so that weights, which follow from losses, are those given.
-        layout = Placement(length=-(-len(y) // 8) * 8)
-        asked = SiteSum(self.model, x, y, clip, lambda losses: _padded(w, losses), layout=layout)
-        dense = self._passes.at_once(x, y)
-        return self._by_passes(x, y, clip, w) if dense is None else dense.sum_of(asked)
 
     def alone(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample gradients [B, d] by ordinary autograd, one record at a time."""
@@ -309,28 +300,6 @@ class PerSampleKernel:
                 # Let go of it before the next pass is measured.
                 del found
         return within(total.mul_(unit_of(clip)), clip, most).to(vector.dtype)
-
-
-@dataclass(frozen=True)
-class _Way:
-    """One of a kernel's ways to sum, as it is tried."""
-
-    kernel: PerSampleKernel
-    take: Callable[[Tensor, Tensor, float, Tensor], Tensor]
-
-    @property
-    def model(self) -> FlatModel:
-        return self.kernel.model
-
-    def summed(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
-        return self.take(x, y, clip, w)
-
-    def alone(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.kernel.alone(x, y)
-
-    def losses(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.enable_grad():
-            return self.kernel.loss(self.kernel.model.module(x.clone()), y)
 
 
 class PlainKernel:
@@ -489,14 +458,6 @@ def _apart(v: Tensor, vector: Tensor) -> Tensor:
 def _recorded(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The records as autograd may use them: it refuses what was made in inference mode."""
     return x.clone() if x.is_inference() else x.detach(), y.clone() if y.is_inference() else y
-
-
-def _fixed(w: Tensor, _: Tensor, one: Pass) -> Tensor:
-    return one.placed(w)
-
-
-def _padded(w: Tensor, losses: Tensor) -> Tensor:
-    return torch.nn.functional.pad(w, (0, len(losses) - len(w)))
 
 
 def _asked(weights: Weights, losses: Tensor, _: Pass) -> Tensor:

@@ -2,13 +2,12 @@
 
 A model takes the first of these ways that takes it. Each keeps records apart by construction:
 
-dense    a small chain of dense layers, summed in one go (dense)
-chain    a chain of known layers, by hand (chain)
+dense    a small sequence of dense layers, summed in one go (dense)
 graph    operations that are known to keep records apart, as they were traced (graph)
 records  each record by itself (per_record)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -18,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from fedpact.common.errors import ModelError
-from fedpact.common.losses import Loss, is_ours
+from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, fewer_digits, on_cpu
 from fedpact.per_sample import memory, norms
-from fedpact.per_sample.chain import Chain, chain_of
 from fedpact.per_sample.convolution import pixelwise
 from fedpact.per_sample.dense import Dense
 from fedpact.per_sample.gradients import difference, part
 from fedpact.per_sample.graph import Graph
+from fedpact.per_sample.layers import gains_by_pixel
 from fedpact.per_sample.layout import Pass, Placement, laid_out, length_for
 from fedpact.per_sample.norms import LONGEST
 from fedpact.per_sample.per_record import Alone
@@ -35,7 +34,7 @@ from fedpact.per_sample.tracing.export import Untraceable
 from fedpact.per_sample.tracing.keyed_draws import PassNumbers, Seed, drawing
 
 WAYS: Final = {
-    "chain": "The model is a chain of layers each of which is known to map records one by one.",
+    "dense": "The model is a sequence of dense layers, each of which maps records one by one.",
     "graph": "The model was traced, without a branch on values or on the batch's length and "
     "without state, into operations each of which is known to keep the records of a batch apart; "
     "what runs is what was traced.",
@@ -71,42 +70,40 @@ class Passes:
     def __init__(self, model: FlatModel, loss: Loss) -> None:
         _keep_memory()
         self._model, self._loss = model, loss
-        # A chain does not look at the loss; any other is traced with the model.
-        full = model.precision != "bf16"  # autocast is for what autograd differentiates
-        self.chain = Chain.of(model) if is_ours(loss) and full else None
-        # A GPU gains nothing from numpy, and the passes are written for it.
-        self.dense = Dense.of(model, loss) if on_cpu(model.vector) and full else None
+        # Of bfloat16 only autograd's passes know.
+        self.dense = None if model.precision == "bf16" else Dense.of(model, loss)
         self.seed: Seed = lambda: 0  # of the step's random numbers, as dropout draws them
         self._ways: dict[object, _Way] = {}
         self._fits: dict[object, int] = {}
         self._space = Space(partial(fewer_digits, model))
         self._modules = list(model.module.modules())
-        self._images = _gains(self._modules)
+        self._images = gains_by_pixel(self._modules)
 
     def at_once(self, x: Tensor, y: Tensor) -> Dense | None:
         """What sums such records in one go, None where they take the passes that others make."""
-        if self.dense is None or self.chain is None or not self.chain.holds:
-            return None
-        return self.dense if self.dense.fits(x, y) else None
+        dense = self.dense
+        return dense if dense is not None and dense.holds and dense.fits(x, y) else None
 
     def way(self, x: Tensor, y: Tensor) -> str:
-        """Which way records of the form of x, y take: "chain", "graph" or "records"."""
-        if self._chain(x) is not None:
-            return "chain"
+        """Which way records of the form of x, y take: "dense", "graph" or "records"."""
+        if self.at_once(x, y) is not None:
+            return "dense"
         return "graph" if isinstance(self._traced(x, y), Graph) else "records"
 
     def draws(self, x: Tensor, y: Tensor) -> bool:
         """Whether passes over records of the form of x, y draw random numbers."""
-        return self._chain(x) is None and self._traced(x, y).draws
+        return self.at_once(x, y) is None and self._traced(x, y).draws
 
     def length(self, x: Tensor, y: Tensor, expected: float, **how: bool) -> int:
         """Return P for batches of records of the form of x, y; see layout.length_for."""
-        way = self._chain(x) or self._traced(x, y)
+        if (dense := self.at_once(x, y)) is not None:
+            return dense.length(expected, **how)
+        way = self._traced(x, y)
         if isinstance(way, Alone):
             return way.step
         if not on_cpu(x):
             return length_for(expected, self._fitting(x, y), _GPU_OVERHEAD, **how)
-        instance, activations, overhead = way.cost(x)
+        instance, activations, overhead = way.cost
         keep = norms.keep_bytes(self._model.vector)
         most = max(16, min(keep // max(1, instance), 2 * keep // max(1, activations)))
         if overhead < _BUSY:
@@ -137,13 +134,12 @@ class Passes:
 
     def losses(self, one: Pass) -> Tensor:
         """The losses [P] of a pass, without gradient."""
+        if (dense := self.at_once(one.x, one.y)) is not None:
+            return dense.losses(self._model, one)
         x, y = self._given(one.x, one.y)
-        with fewer_digits(self._model):
-            if (chain := self._chain(x)) is not None:
-                return chain.losses(x, y, self._loss)
-            way = self._traced(x, y)
-            with self._drawing(way, x, y):
-                return way.losses(x, y)
+        way = self._traced(x, y)
+        with fewer_digits(self._model), self._drawing(way, x, y):
+            return way.losses(x, y)
 
     def gradients(self, x: Tensor, y: Tensor) -> Measured:
         """Measure g_j = ∇ℓ_j of records x, y [P, ...] at the model's weights."""
@@ -169,17 +165,13 @@ class Passes:
         if not self._images or x.dim() != 4:
             return x, y
         # Record by record it is the model's own code: see by_pixel.
-        known = self._chain(x) is not None or isinstance(self._traced(x, y), Graph)
-        return (pixelwise(x) if known else x), y
+        return (pixelwise(x) if isinstance(self._traced(x, y), Graph) else x), y
 
     def _pass(self, x: Tensor, y: Tensor, *, held: bool) -> tuple[Tensor, Shares]:
         """Losses [P] and shares by the parameters' names; held: they outlast other weights."""
-        with fewer_digits(self._model):
-            if (chain := self._chain(x)) is not None:
-                return chain.run(x, y, self._loss)
-            way = self._traced(x, y)
-            with self._drawing(way, x, y):
-                return way.run(x, y) if isinstance(way, Alone) else way.run(x, y, held=held)
+        way = self._traced(x, y)
+        with fewer_digits(self._model), self._drawing(way, x, y):
+            return way.run(x, y) if isinstance(way, Alone) else way.run(x, y, held=held)
 
     def _drawing(self, way: _Way, x: Tensor, y: Tensor) -> AbstractContextManager[None]:
         """Have a way draw the numbers that belong to the records x, y at this step."""
@@ -187,10 +179,6 @@ class Passes:
             return nullcontext()
         alone = isinstance(way, Alone)
         return drawing(PassNumbers.of_records(self.seed, x, y, leading=alone))
-
-    def _chain(self, x: Tensor) -> Chain | None:
-        chain = self.chain
-        return chain if chain is not None and chain.holds and chain.takes(x) else None
 
     def _traced(self, x: Tensor, y: Tensor) -> _Way:
         """The way of records of this form, for a model in this state of training."""
@@ -255,31 +243,6 @@ def _keep_memory() -> None:
     one is never written to, so it costs nothing.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
-
-
-def by_pixel(module: nn.Module) -> bool:
-    """Whether images may lie by pixel for a module, and should: a chain of torch's own layers.
-
-    Those go by shape. Code of a user's own may go by how numbers lie: `view` fails where channels
-    do not come first, and `as_strided` reads others.
-    """
-    layers = chain_of(module) or []
-    return _gains(layers) and all(
-        type(layer).__module__.startswith("torch.nn.modules.") for layer in layers
-    )
-
-
-def _gains(layers: Sequence[nn.Module]) -> bool:
-    """Whether images that lie by pixel are worth it: max-pooling takes a ninth of its time.
-
-    Not where channels are normalised: the variance of numbers that are nearly alike, as of an
-    empty image, is then rounding, as torch takes it as the mean square less the squared mean.
-    """
-
-    def has(*kinds: type[nn.Module]) -> bool:
-        return any(isinstance(layer, kinds) for layer in layers)
-
-    return has(nn.Conv2d) and has(nn.MaxPool2d) and not has(nn.GroupNorm, nn.InstanceNorm2d)
 
 
 def slices(batch: int, most: int) -> list[slice]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fedpact.data.splits import limit_records_per_person, number_persons
-from fedpact.per_sample.chain import Chain
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+from fedpact.per_sample.layers import is_torchs
 from fedpact.plan import Plan
 from fedpact.privacy.batches import BatchClippedKernel
 
@@ -29,8 +29,8 @@ def find_accepted(x: Tensor, y: Tensor, kernel: AnyKernel, origin: str, numbers:
     nowhere else. origin: the file. numbers: the records' numbers in it [n].
     """
     good = torch.ones(len(y), dtype=torch.bool)
-    # Layers that are all known to take every number.
-    if x.is_floating_point() and Chain.of(kernel.model) is not None:
+    # Such layers take every number.
+    if x.is_floating_point() and is_torchs(kernel.model.module):
         return good
     told: list[str] = []
     for start in range(0, len(y), _TOGETHER):

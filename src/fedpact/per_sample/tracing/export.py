@@ -326,13 +326,13 @@ def _pool_before_relu(graph: Graph) -> None:
     before and after a ReLU, or has no gradient.
     """
     for pool in list(graph.nodes):
-        relu = pool.args[0] if pool.target is torch.ops.aten.max_pool2d.default else None
-        if not isinstance(relu, Node) or relu.target is not torch.ops.aten.relu.default:
+        relu = pool.args[0] if str(pool.target) == "aten.max_pool2d.default" else None
+        if not isinstance(relu, Node) or str(relu.target) != "aten.relu.default":
             continue
         if len(relu.users) == 1:
             pool.replace_input_with(relu, relu.args[0])
             with graph.inserting_after(pool):
-                made = graph.call_function(torch.ops.aten.relu.default)
+                made = graph.call_function(cast(Any, relu.target))
             pool.replace_all_uses_with(made)
             made.args, made.meta = (pool,), dict(pool.meta)
             graph.erase_node(relu)

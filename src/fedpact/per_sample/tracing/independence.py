@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,6 +13,7 @@ from torch.nn.modules.instancenorm import (
 )
 
 from fedpact.common.errors import InputError, ModelError
+from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, check_unwritten, model_name
 from fedpact.per_sample.clipping import SHORTEST
 from fedpact.per_sample.tracing.keyed_draws import expected
@@ -95,12 +95,10 @@ class Tried(Protocol):
         """The gradients [B, d], each of a batch of one."""
         ...
 
-    def losses(self, x: Tensor, y: Tensor) -> Tensor:
-        """The losses [B] by the model itself, with what autograd recorded."""
+    @property
+    def loss(self) -> Loss:
+        """Its loss."""
         ...
-
-
-_Sum = Callable[[Tensor, Tensor, float, Tensor], Tensor]
 
 
 def check_separation(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
@@ -135,25 +133,6 @@ def check_separation(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
     return norms
 
 
-def check_agreement(tried: Tried, summed: _Sum, x: Tensor, y: Tensor, norms: Tensor) -> None:
-    """Raise ModelError where another way to sum differs from one that check_separation passed.
-
-    norms: of the first of the records, as that returned them.
-    """
-    clip = _telling_clip(norms)
-    if not SHORTEST <= clip < math.inf:
-        return
-    x, y = _over_and_over(x[:_MOST]), _over_and_over(y[:_MOST])
-    w = torch.linspace(0.5, 1.5, _LARGE).to(tried.model.vector)
-    found = _norm(summed(x, y, clip, w).sub_(tried.summed(x, y, clip, w)))
-    if not found <= 100 * _TOLERANCE[w.dtype] * _LARGE * clip:
-        raise _mixing(tried, f"the sum over a batch of {_LARGE}", x[:_MOST], y[:_MOST])
-
-
-def _over_and_over(rows: Tensor) -> Tensor:
-    return rows[torch.arange(_LARGE, device=rows.device) % len(rows)]
-
-
 def _weights(tried: Tried, count: int, only: int | None = None) -> Tensor:
     """Ones [count], or zeros but for one of them."""
     vector = tried.model.vector
@@ -167,8 +146,14 @@ def _one(tried: Tried, x: Tensor, y: Tensor, j: int) -> Tensor:
     return tried.alone(x[j : j + 1], y[j : j + 1])[0]
 
 
+def _losses(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
+    """The losses [B] by the model itself, with what autograd recorded."""
+    with torch.enable_grad():
+        return tried.loss(tried.model.module(x.clone()), y)
+
+
 def _repeats(tried: Tried, x: Tensor, y: Tensor) -> bool:
-    first, again = (tried.losses(x[:1], y[:1]).detach() for _ in range(2))
+    first, again = (_losses(tried, x[:1], y[:1]).detach() for _ in range(2))
     return torch.equal(first.nan_to_num(), again.nan_to_num())
 
 
@@ -248,7 +233,7 @@ def _moved(tried: Tried, x: Tensor, y: Tensor, j: int) -> float:
 
 def _mixing(tried: Tried, what: str, x: Tensor, y: Tensor) -> ModelError:
     """The error for records x, y [B, ...] of which what is said differs from each alone."""
-    name, own = model_name(tried.model.module), _own_derivatives(tried.losses(x, y))
+    name, own = model_name(tried.model.module), _own_derivatives(_losses(tried, x, y))
     # In a batch of one there is nobody to mix with.
     gradient = _one(tried, x, y, 0)
     error = _norm(tried.summed(x[:1], y[:1], math.inf, _weights(tried, 1)) - gradient)

@@ -1,4 +1,4 @@
-"""Random chains of layers, by the chain and by the graph, against ordinary autograd in float64."""
+"""Random sequences of layers, by the graph, against ordinary autograd in float64."""
 
 from itertools import pairwise
 
@@ -9,8 +9,7 @@ from torch import nn
 
 from fedpact.common.losses import cross_entropy, squared_error
 
-MANY = settings(max_examples=80, deadline=None, derandomize=True)
-FEW = settings(MANY, max_examples=5)
+FEW = settings(max_examples=12, deadline=None, derandomize=True)
 
 
 @st.composite
@@ -58,7 +57,7 @@ def image_layers(draw, kinds):
     return start, layers
 
 
-def check_images(reference, case, batch, seed, ways):
+def check_images(reference, case, batch, seed):
     channels, layers = case
     torch.manual_seed(seed)
     x = torch.randn(batch, channels, 13, 13).double()
@@ -66,58 +65,44 @@ def check_images(reference, case, batch, seed, ways):
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(width, 3)).double()
     y = torch.arange(batch) % 3
     rows = reference.per_sample_loop(model, cross_entropy, x, y)
-    reference.check(model, cross_entropy, x, y, 1e-13, rows, ways=ways)
+    reference.check(model, cross_entropy, x, y, 1e-13, rows, ways=("graph",))
 
 
 KNOWN = ["conv", "conv", "pool", "curve", "flat"]
 
 
-@MANY
-@given(image_layers(KNOWN), st.integers(1, 5), st.integers(0, 2**16))
-def test_chains_of_image_layers(reference, case, batch, seed):
-    check_images(reference, case, batch, seed, ("dense", "chain"))
-
-
 @FEW
 @given(image_layers([*KNOWN, "norm", "other"]), st.integers(1, 5), st.integers(0, 2**16))
 def test_graphs_of_image_layers(reference, case, batch, seed):
-    check_images(reference, case, batch, seed, ("graph",))
+    check_images(reference, case, batch, seed)
 
 
 @st.composite
-def row_layers(draw, known):
+def row_layers(draw):
     widths = draw(st.lists(st.integers(1, 9), min_size=2, max_size=4))
     layers = []
-    first = [nn.ReLU(), nn.ReLU(inplace=True), nn.Tanh()]
-    then = [nn.ReLU(), nn.Sigmoid()]
-    if not known:
-        first, then = [*first, nn.Identity(), nn.ELU(inplace=True)], [*then, nn.GELU()]
+    first = [nn.ReLU(), nn.ReLU(inplace=True), nn.Tanh(), nn.Identity(), nn.ELU(inplace=True)]
+    then = [nn.ReLU(), nn.Sigmoid(), nn.GELU()]
     for inputs, outputs in pairwise(widths):
         layers.append(nn.Linear(inputs, outputs, bias=draw(st.booleans())))
-        if not known and draw(st.booleans()):
+        if draw(st.booleans()):
             layers.append(nn.LayerNorm(outputs))
         layers.append(draw(st.sampled_from(first)))
         layers += draw(st.lists(st.sampled_from(then), max_size=1))
     return widths[0], draw(st.lists(st.integers(1, 3), max_size=1)), layers
 
 
-def check_rows(reference, case, batch, seed, ways):
+def check_rows(reference, case, batch, seed):
     width, positions, layers = case
     torch.manual_seed(seed)
     model = nn.Sequential(*layers, nn.Flatten()).double()
     x = torch.randn(batch, *positions, width).double()
     y = torch.randn_like(model(x)).detach()
     rows = reference.per_sample_loop(model, squared_error, x, y)
-    reference.check(model, squared_error, x, y, 1e-13, rows, ways=ways)
-
-
-@MANY
-@given(row_layers(known=True), st.integers(1, 5), st.integers(0, 2**16))
-def test_chains_of_row_layers(reference, case, batch, seed):
-    check_rows(reference, case, batch, seed, ("chain",))
+    reference.check(model, squared_error, x, y, 1e-13, rows, ways=("graph",))
 
 
 @FEW
-@given(row_layers(known=False), st.integers(1, 5), st.integers(0, 2**16))
+@given(row_layers(), st.integers(1, 5), st.integers(0, 2**16))
 def test_graphs_of_row_layers(reference, case, batch, seed):
-    check_rows(reference, case, batch, seed, ("graph",))
+    check_rows(reference, case, batch, seed)

@@ -1,4 +1,4 @@
-"""Chains of layers, in one go, by the chain and by the graph, against ordinary autograd.
+"""Sequences of layers, in one go and by the graph, against ordinary autograd.
 
 In float64 to about 1e-14, and the papers' models in float32.
 """
@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from fedpact.common.losses import cross_entropy, squared_error
+from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
 from fedpact.models import zoo
-from fedpact.per_sample import chain, dense, norms, products
+from fedpact.per_sample import convolution, dense, norms, products, rules
 from fedpact.per_sample.kernel import PerSampleKernel
 
-WAYS = ("dense", "chain", "graph")
+WAYS = ("dense", "graph")
 
 
 def check(reference, module, loss, x, y, tolerance=1e-13, rows=None, ways=WAYS):
@@ -37,7 +37,7 @@ PAPERS = [
     ("make", "shape", "batch"),
     [*((*one, 5) for one in PAPERS), *((*one, 1) for one in PAPERS[1:3])],
 )
-def test_papers_models_are_chains_and_agree_in_both_precisions(reference, make, shape, batch):
+def test_papers_models_agree_in_both_precisions(reference, make, shape, batch):
     torch.manual_seed(0)
     x, y = torch.rand(batch, *shape), torch.arange(batch) % 10
     x[:, :, :9] = 0  # ties in pooling
@@ -85,38 +85,40 @@ def test_batches_of_every_size_in_turn(reference):
     torch.manual_seed(0)
     model = zoo.cnn((1, 28, 28), 10)
     x, y = torch.rand(17, 1, 28, 28), torch.arange(17) % 10
-    kernels = reference.kernels(model, cross_entropy, *WAYS[1:]).values()
+    kernels = reference.kernels(model, cross_entropy, "graph", "records").values()
     for n in (3, 17, 0, 1, 16, 2):
         a, b = (k.clipped_sum(x[:n], y[:n], 0.1) for k in kernels)
         assert torch.allclose(a, b, rtol=0, atol=1e-6 * max(n, 1) * 0.1)
         assert bool(a.any()) == (n > 0)
 
 
-@pytest.mark.parametrize("batch", [1, 5, 16])
-def test_images_reach_every_layer_by_pixel(monkeypatch, batch):
-    # Of several channels torch pools images that lie by channel at a tenth of the speed.
-    layouts = []
+def test_pooled_convolutions_are_summed_sparsely(reference, monkeypatch):
+    """By the places of the windows' maxima, of images that lie by pixel; ties count once."""
+    used = []
 
-    class Images(chain.MaxPool2d):
-        def forward(self, x):
-            y = super().forward(x)
-            layouts.extend((x, y))
-            return y
+    class Seen(convolution.Pooled2d):
+        def __init__(self, geometry, weight, x, g, pooled):
+            used.append((x, pooled[0]))
+            super().__init__(geometry, weight, x, g, pooled)
 
-    monkeypatch.setattr(chain, "MaxPool2d", Images)
-    x, y = torch.rand(batch, 3, 32, 32), torch.arange(batch) % 10
-    kernel = PerSampleKernel(FlatModel(zoo.cnn_padded((3, 32, 32), 10)), cross_entropy)
-    kernel.clipped_sum(x, y, 1.0)
-    layouts.clear()  # a single record shows what a pass costs
-    kernel.clipped_sum(x, y, 1.0)
-    assert len(layouts) >= 4
-    assert all(t.is_contiguous(memory_format=torch.channels_last) for t in layouts)
+    monkeypatch.setattr(rules, "Pooled2d", Seen)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 5), nn.ReLU(inplace=True),
+        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 9, 3),
+    ).double()  # fmt: skip
+    x, y = reference.data(5, 3, 12, 12).relu(), torch.arange(5) % 3
+    check(reference, model, cross_entropy, x, y)
+    (layer, maxima), *_ = used
+    assert layer.shape[1] == 16
+    assert maxima.shape[2:] == (3, 3)
+    assert all(t.is_contiguous(memory_format=torch.channels_last) for t, _ in used)
 
 
 def test_the_loss_may_be_any(reference):
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU()).double()
     x, y = reference.data(5, 4), reference.data(5, 3, seed=1)
-    # Expanded, shared and partial gradients: what is overwritten must be the chain's own.
+    # Expanded, shared and partial gradients: none of them may be written over.
     for loss in (
         lambda out, y: out.sum(1),
         lambda out, y: (out * y).sum(1),
@@ -132,8 +134,8 @@ def test_record_with_an_unknown_class_is_left_out_in_every_way(reference, wrong)
     """With the bits that the sum has without it, whichever way the model takes."""
     x, y = reference.data(6, 4), torch.tensor([0, 1, 2, wrong, 1, 0])
     good = y != wrong
-    chain = nn.Sequential(nn.Linear(4, 3)).double()
-    for way, kernel in reference.kernels(chain, cross_entropy).items():
+    model = nn.Sequential(nn.Linear(4, 3)).double()
+    for way, kernel in reference.kernels(model, cross_entropy).items():
         w = kernel.model.vector.clone()
         layout = reference.standing(6)
         whole, rest = (x, y, layout), (x[good], y[good], layout.of(good))
@@ -165,15 +167,11 @@ def test_frozen_parameters_are_passed_through(reference):
     check(reference, model, cross_entropy, x, y)
 
 
-@pytest.mark.parametrize("loss", [squared_error, cross_entropy])
-def test_hooks_added_later_are_respected(reference, loss):
-    """By the chain, and in one go, which takes the second loss alone."""
+def test_hooks_added_later_are_respected(reference):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    x = reference.data(5, 4)
-    y = torch.arange(5) % 2 if loss is cross_entropy else reference.data(5, 2, seed=1)
+    x, y, loss = reference.data(5, 4), torch.arange(5) % 2, cross_entropy
     kernel = PerSampleKernel(FlatModel(model), loss)
-    assert (kernel._passes.dense is not None) == (loss is cross_entropy)
-    assert kernel.way(x, y) == "chain"
+    assert kernel.way(x, y) == "dense"
     before = kernel.clipped_sum(x, y, math.inf)
     handle = model[0].register_forward_hook(lambda _m, _args, output: output * 3)
     rows = reference.per_sample_loop(model, loss, x, y)
@@ -186,7 +184,7 @@ def test_hooks_added_later_are_respected(reference, loss):
     assert reference.error(kernel.clipped_sum(x, y, math.inf), rows) < 1e-13
 
 
-def test_what_is_no_chain_of_known_layers(reference):
+def test_what_is_no_sequence_of_dense_layers(reference):
     class Twice(nn.Sequential):
         def forward(self, x):
             return super().forward(x) * 2
@@ -212,12 +210,9 @@ def test_what_is_no_chain_of_known_layers(reference):
         nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
         reference.Apply(lambda m, x: m.a(x), a=nn.Linear(4, 4)),
         hooked,
-        nn.Conv2d(1, 1, 1, padding_mode="reflect"),
-        nn.Sequential(nn.Conv2d(1, 1, 1), nn.MaxPool2d(2, return_indices=True)),
+        nn.Conv2d(1, 1, 1),
     ):
-        kernel = PerSampleKernel(FlatModel(model.double()), squared_error)
-        assert kernel._passes.chain is None
-        assert kernel._passes.dense is None
+        assert PerSampleKernel(FlatModel(model.double()), cross_entropy)._passes.dense is None
 
 
 def test_layers_of_ones_own_that_overwrite_their_input(reference):

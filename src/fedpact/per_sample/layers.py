@@ -1,0 +1,78 @@
+"""Models that are a sequence of layers, by the classes of these."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class ScaledBias(nn.Linear):
+    """y = W u + s b: a linear layer whose bias is a weight of an input of s > 0 in place of 1."""
+
+    input = 1.0
+
+    @staticmethod
+    def of(in_features: int, out_features: int, scale: float) -> "ScaledBias":
+        """Return a layer with s = scale, drawn as nn.Linear's are."""
+        layer = ScaledBias(in_features, out_features)
+        layer.input = scale
+        return layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map [B, ..., in] to [B, ..., out]."""
+        return nn.functional.linear(input, self.weight, self.bias * self.input)
+
+
+def sequence_of(module: nn.Module) -> list[nn.Module] | None:
+    """The layers that a module runs one after another, None where it does anything else.
+
+    As with a hook, or a forward of its own in place of its class's.
+    """
+    state = vars(module)
+    if "forward" in state or any(state[hooks] for hooks in _HOOKS):
+        return None
+    if type(module) is not nn.Sequential:
+        return None if any(True for _ in module.children()) else [module]
+    found: list[nn.Module] = []
+    for child in module:
+        inner = sequence_of(child)
+        if inner is None:
+            return None
+        found += inner
+    return found
+
+
+def is_torchs(module: nn.Module) -> bool:
+    """Whether a model is a sequence of torch's own layers, which go by shapes and not by values."""
+    return all(
+        type(layer) is ScaledBias or type(layer).__module__.startswith("torch.nn.modules.")
+        for layer in sequence_of(module) or [module]
+    )
+
+
+def flattens(module: nn.Module) -> bool:
+    """Whether a module makes [B, m] of records [B, ...], and is nothing else."""
+    return type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1)
+
+
+def by_pixel(module: nn.Module) -> bool:
+    """Whether images may lie by pixel for a module, and should: a sequence of torch's own layers.
+
+    Code of a user's own may go by how numbers lie: `view` fails where channels do not come first,
+    and `as_strided` reads others.
+    """
+    return gains_by_pixel(sequence_of(module) or []) and is_torchs(module)
+
+
+def gains_by_pixel(layers: Sequence[nn.Module]) -> bool:
+    """Whether images that lie by pixel are worth it: max-pooling takes a ninth of its time.
+
+    Not where channels are normalised: the variance of numbers that are nearly alike, as of an
+    empty image, is then rounding, as torch takes it as the mean square less the squared mean.
+    """
+
+    def has(*kinds: type[nn.Module]) -> bool:
+        return any(isinstance(layer, kinds) for layer in layers)
+
+    return has(nn.Conv2d) and has(nn.MaxPool2d) and not has(nn.GroupNorm, nn.InstanceNorm2d)
