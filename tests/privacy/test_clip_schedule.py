@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fedpact.common.errors import PlanError
-from fedpact.common.messages import Task
 from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.receipt import receipt
@@ -44,22 +43,6 @@ def test_clip_and_noise_change_together_and_the_events_do_not(schedule, factors)
         assert own.clip == pytest.approx(0.5 * factor, rel=1e-12)
         assert own.noise_variance == pytest.approx(factor**2 * plain.noise_variance, rel=1e-12)
         assert own.event == plain.event
-
-
-@pytest.mark.parametrize("tables", [{}, {"algorithm": "ldp_fedsgd"}, {"mode": "batch_clipped"}])
-def test_a_reply_goes_as_far_as_its_rounds_clip_lets_it(tables):
-    mode = {"mode": tables.get("mode", "per_sample")}
-    algorithm = {"algorithm": tables.get("algorithm", "fedavg")}
-    scheduled = plan_of({"clip_schedule": [1.0, 0.25], **mode}, **algorithm)
-    half = plan_of({"clip": 0.125, **mode}, **algorithm)
-    whole = plan_of(mode, **algorithm)
-    for number, other in ((1, whole), (2, half), (3, half)):
-        task = Task("run", number, scheduled.algorithm, {"w": torch.zeros(7)}, {})
-        found, wanted = (
-            plan.method.bounds(task, plan.terms(SIZES)["site-00"]) for plan in (scheduled, other)
-        )
-        assert found.vectors == pytest.approx(wanted.vectors)
-        assert found.numbers == wanted.numbers
 
 
 @pytest.mark.parametrize(("privacy", "tables"), [({}, {}), (SHARED, SUM)])

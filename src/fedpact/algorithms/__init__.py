@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedpact.common.errors import PlanError, nearest
 from fedpact.common.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Opening, Oracle, Range, ReplyBounds, Terms
+from fedpact.privacy.oracle import Opening, Oracle, Range, Terms
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,12 @@ class Algorithm(Protocol):
         """Return what every site is told: "w" [d] and whatever else crosses the wire."""
         ...
 
-    def bounds(self, task: Task, terms: Terms, settings: Any) -> ReplyBounds:
-        """Return what an honest reply to the task can be, of a site with these terms.
+    def public_numbers(self, task: Task, terms: Terms, settings: Any) -> dict[str, Range]:
+        """Return the numbers of a reply that follow from the task and a site's terms.
 
-        Every vector and every number that `local` sends is named in it: what follows from the terms
-        as their value, the rest with a bound that holds whatever the records are, and fails less
-        than once in 10^9 replies (privacy.reply_bounds). The server rejects what lies beyond.
+        The server rejects a reply with another one, as no site is to choose by how much it counts.
+        Of all other numbers and vectors a site may say what it likes within privacy.reply_bounds,
+        so `update` has to clamp what it divides by or takes a root of.
         """
         ...
 

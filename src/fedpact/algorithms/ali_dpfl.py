@@ -36,7 +36,7 @@ from fedpact.algorithms import BaseSettings, MethodFacts, Neutral, fedavg
 from fedpact.algorithms.common.steps import weighted_mean
 from fedpact.algorithms.common.tau_control import Ali, Controller
 from fedpact.common.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms
+from fedpact.privacy.oracle import Oracle, Range, Terms
 
 NEUTRAL: Neutral | None = Neutral(
     parent="fedavg", settings={"most_local_steps": 1}, parent_settings={"local_steps": 1}
@@ -81,10 +81,9 @@ def task(state: State, settings: Settings) -> State:
     return settings.controller.task(state, lambda rest: rest)
 
 
-def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
-    """Bounds at the top; see algorithms.Algorithm."""
-    solver = fedavg.Settings(learning_rate=settings.learning_rate)
-    return settings.controller.bounds(task, terms, fedavg.bounds(task, terms, solver))
+def public_numbers(task: Task, terms: Terms, settings: Settings) -> dict[str, Range]:
+    """The controller's; see algorithms.Algorithm."""
+    return settings.controller.public_numbers(task, terms)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

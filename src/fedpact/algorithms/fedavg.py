@@ -9,8 +9,7 @@ Symbols   paper  code           meaning, unit or range                        wh
 Client    w_i ← w;  τ times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own
 Server    w ← Σ p_i w_i
 Releases  τ gradient sums: τ events
-ReplyBounds    w_i - w̄ = -η Σ g: at most η τ M C + η sqrt(τ) s (sqrt(d) + 9); see
-privacy.reply_bounds Neutral   nothing: FedAvg is what others reduce to
+Neutral   nothing: FedAvg is what others reduce to
 Differs   Poisson batches, divided by their expected size, where the paper runs epochs over shuffled
           batches; a fixed number of sites (sites_per_round) in place of a fraction C, by default
           all of them. The mean of the replies has weights p_i, of those who take part.
@@ -24,7 +23,7 @@ from torch import Tensor
 from fedpact.algorithms import BaseSettings, MethodFacts, Neutral
 from fedpact.algorithms.common.steps import round_steps, sgd, weighted_mean
 from fedpact.common.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
+from fedpact.privacy.oracle import Oracle, Range, Terms
 
 NEUTRAL: Neutral | None = None
 
@@ -69,16 +68,10 @@ def task(state: State, settings: Settings) -> State:
     return state
 
 
-def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
-    """Bounds at the top; see algorithms.Algorithm."""
-    steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
-    return ReplyBounds({"w": bound_movement(task, terms, steps, rate)}, {}, steps)
-
-
-def bound_movement(task: Task, terms: Terms, steps: int, rate: float) -> float:
-    """Return how far `steps` steps of SGD of length `rate` go at most from the task's w."""
-    d = len(task.vectors["w"])
-    return reach.gradient(terms).longest(d, rate * steps, rate * rate * steps)
+def public_numbers(task: Task, terms: Terms, settings: Settings) -> dict[str, Range]:
+    """No numbers are sent; see algorithms.Algorithm."""
+    del task, terms, settings
+    return {}
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

@@ -12,11 +12,6 @@ Client    w_i ← w̄;  τ times: w_i ← w_i - η (g(w_i) - h_i + α (w_i - w̄
           h_i ← h_i - α (w_i - w̄), from h_i = 0
           upload u_i = w_i - h_i/α
 Server    w ← Σ p_i u_i, which is Σ p_i w_i - h/α with the paper's h = Σ p_i h_i
-ReplyBounds    with a = 1 - ηα, |a| < 1, and g_j the gradients that the site has released, last
-first:
-          h_i = αη Σ_j a^j g_j,  w_i - w̄ = ((1 - a^τ) h_i - αη Σ_{j<τ} a^j g_j)/α, so
-          u_i - w̄ = η ((1 - 2a^τ) Σ_{j>=0} a^j g_{τ+j} - 2 Σ_{j<τ} a^j g_j); see
-          privacy.reply_bounds
 Releases  τ gradient sums: τ events. u_i and h_i follow from them and cost nothing further
 Neutral   none: α divides. α → 0 makes steps without end, as h_i/α stays the gradients' size
 Differs   τ steps, where the paper solves the local problem: h_i approaches ∇F_i over rounds.
@@ -33,7 +28,6 @@ magnifies it by 1/(ατη), and shows only in the accuracy. h_i's own noise sett
 a coordinate, v_i the gradients', and does not grow.
 """
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -48,7 +42,7 @@ from fedpact.algorithms.common.steps import (
     weighted_mean,
 )
 from fedpact.common.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
+from fedpact.privacy.oracle import Oracle
 
 NEUTRAL: Neutral | None = None
 
@@ -72,20 +66,6 @@ def facts(settings: Settings) -> MethodFacts:
         "leave out the others' h_i; with the paper's h, the server would need what each of them "
         "has sent",
     )
-
-
-def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
-    """Bounds at the top; see algorithms.Algorithm."""
-    steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
-    a = 1 - rate * settings.proximal
-    old, shrinks = abs(1 - 2 * a**steps), abs(a)
-
-    def both(power: int) -> float:
-        now, ever = (reach.geometric(shrinks**power, count) for count in (steps, math.inf))
-        return rate**power * (old**power * ever + 2**power * now)
-
-    longest = reach.gradient(terms).longest(len(task.vectors["w"]), both(1), both(2))
-    return ReplyBounds({"w": longest}, {}, steps)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

@@ -13,7 +13,6 @@ Client    minimises F_i + (λ/2) Σ p_i (F_i - F)²; w_i ← w, then on each bat
 Server    w ← Σ p_i w_i,  F ← Σ p_i F_i(w_i);  as long as F is no finite number, λ counts as 0
 Releases  exact numbers: a plan refuses it where privacy.mode is not "none". The loss before each
           step would be a release of its own; fedfdp weighs records inside their clip instead
-ReplyBounds    none: nothing is clipped, and sites of a plain run are the simulation's own
 Neutral   λ = 0 gives fedavg, bit for bit
 Differs   The weight is clamped at 0, as fedfdp's: below it a step would climb.
           Poisson batches, divided by their expected size, for batch loss and gradient alike: the
@@ -30,7 +29,7 @@ from fedpact.algorithms import BaseSettings, MethodFacts, Neutral
 from fedpact.algorithms.common.fairness import FAIR_LOSS, WeightRule, weight
 from fedpact.algorithms.common.steps import round_steps, weighted_mean
 from fedpact.common.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Opening, Oracle, Range, ReplyBounds, Terms
+from fedpact.privacy.oracle import Opening, Oracle
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_weight": 0.0})
 
@@ -62,12 +61,6 @@ def facts(settings: Settings) -> MethodFacts:
         "private form",
         needs_all_sites="",
     )
-
-
-def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
-    """Bounds at the top; see algorithms.Algorithm."""
-    del task, terms, settings
-    return ReplyBounds({"w": math.inf}, {"loss": Range(-math.inf, math.inf)})
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

@@ -27,9 +27,6 @@ Server    w ← Σ p_i w_i,  F ← Σ p_i F_i;  as long as F is no finite number
           and with loss_of = "common" the step of C_l, by Σ p_i b_i or F, is the server's
 Releases  gradient sum, clipped loss sum, and the count under "quantile": one joint event a step,
           charged whole at every step, though loss and count are asked for at the last alone
-ReplyBounds    w_i as fedavg, as a record's weight stays within its clip; F_i as LossRelease has it,
-b_i
-          as privacy.reply_bounds
 Neutral   λ = 0 gives fedavg, bit for bit
 Differs   The weight is clamped at 0 from below: as printed, a contribution can be longer than C.
           The divisor is the batch's expected size, as its true one is private.
@@ -50,9 +47,9 @@ from torch import Tensor
 from fedpact.algorithms import BaseSettings, MethodFacts, Neutral
 from fedpact.algorithms.common.fairness import FairOracle, FairRelease, WeightRule, weighting
 from fedpact.algorithms.common.steps import round_steps, sgd, weighted_mean
-from fedpact.algorithms.fedavg import bound_movement, why_own_noise
+from fedpact.algorithms.fedavg import why_own_noise
 from fedpact.common.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms
+from fedpact.privacy.oracle import Oracle
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_weight": 0.0})
 
@@ -84,13 +81,6 @@ def facts(settings: Settings) -> MethodFacts:
 def init(w: Tensor, settings: Settings) -> State:
     """The server's first state; see algorithms.Algorithm."""
     return State({"w": w}, settings.first)
-
-
-def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
-    """Bounds at the top; see algorithms.Algorithm."""
-    steps = round_steps(task, settings.local_steps)
-    longest = bound_movement(task, terms, steps, settings.learning_rate)
-    return ReplyBounds({"w": longest}, settings.ranges(terms), steps)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

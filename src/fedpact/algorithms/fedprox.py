@@ -10,8 +10,7 @@ Client    w_i ← w̄;  τ times: w_i ← w_i - η (g(w_i) + μ (w_i - w̄)), g 
           steps on F_i(w) + (μ/2)‖w - w̄‖²                                     (2)
 Server    w ← Σ p_i w_i
 Releases  τ gradient sums: τ events
-ReplyBounds    w_i - w̄ = -η Σ_j a^j g_{τ-j} over j < τ, a = 1 - ημ, |a| <= 1; see
-privacy.reply_bounds Neutral   μ = 0 gives fedavg, bit for bit
+Neutral   μ = 0 gives fedavg, bit for bit
 Differs   τ steps for every site, where the paper solves to a local inexactness γ_i; sites all take
           part with weights p_i, where it samples them by p_i and averages evenly.
 
@@ -28,7 +27,7 @@ from fedpact.algorithms import MethodFacts, Neutral, fedavg
 from fedpact.algorithms.common.steps import proximal_sgd, round_steps
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Local, State, Task
-from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
+from fedpact.privacy.oracle import Oracle
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"proximal": 0.0})
 
@@ -54,16 +53,6 @@ def facts(settings: Settings) -> MethodFacts:
     """What is known of it before it runs; see algorithms.Algorithm."""
     del settings
     return MethodFacts(needs_all_sites="")
-
-
-def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
-    """Bounds at the top; see algorithms.Algorithm."""
-    steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
-    shrinks = abs(1 - rate * settings.proximal)
-    total = rate * reach.geometric(shrinks, steps)
-    squares = rate * rate * reach.geometric(shrinks**2, steps)
-    longest = reach.gradient(terms).longest(len(task.vectors["w"]), total, squares)
-    return ReplyBounds({"w": longest}, {}, steps)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

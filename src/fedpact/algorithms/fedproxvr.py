@@ -21,15 +21,6 @@ Client    h(w) = (μ/2)‖w - w̄‖²,  prox(x) = (x + ημ w̄)/(1 + ημ)
 Server    w ← Σ p_i w_i
 Releases  v⁰: one gradient sum over the opening, an event of its own; then up to τ sums of
           gradient differences (sgd: of gradients), an event each
-ReplyBounds    with e_t = w_t - w̄, m_t = ‖w_t - w_{t-1}‖, b = 1/(1 + ημ) and the bounds V on ‖v⁰‖,
-G on a
-          gradient, K R m on a difference over a movement m (R: of one that is clipped to 1):
-          sarah  m_{t+1} <= b (1 + ηKR) m_t, m_1 <= bηV, ‖e‖ <= Σ m_t
-          svrg   ‖e_{t+1}‖ <= b ((1 + ηKR) ‖e_t‖ + ηV)
-          sgd    ‖e_{t+1}‖ <= b (‖e_t‖ + ηG), ‖e_1‖ <= bηV
-          and the longest of them, as any w_t may be sent.
-          They grow as fast as a solver that feeds on its own noise: with ηKR > ημ, in proportion
-          to (b (1 + ηKR))^τ, which bounds little; see privacy.reply_bounds
 Neutral   none: the first step takes the full gradient, which no other algorithm here does
 Differs   A private run clips each record's *difference* to K ‖w_t - u‖, u = w_{t-1} or w⁰: the
           bound and its noise shrink with the movement, and follow from released iterates alone.
@@ -64,7 +55,7 @@ from torch import Tensor
 from fedpact.algorithms import BaseSettings, MethodFacts, Neutral
 from fedpact.algorithms.common.steps import round_steps
 from fedpact.common.messages import Local, State, Task
-from fedpact.privacy.oracle import Batch, Opening, Oracle, ReplyBounds, Terms, reach
+from fedpact.privacy.oracle import Batch, Opening, Oracle
 
 NEUTRAL: Neutral | None = None
 
@@ -112,31 +103,6 @@ def facts(settings: Settings) -> MethodFacts:
 
 def _channel(settings: Settings) -> str:
     return "gradient" if settings.solver == "sgd" else "difference"
-
-
-def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
-    """Bounds at the top; see algorithms.Algorithm."""
-    steps, w = round_steps(task, settings.local_steps), task.vectors["w"]
-    eta, shrinks, d = settings.step_size, 1 / (1 + settings.step_size * settings.proximal), len(w)
-    # What w's rounding moves is amplified like any movement.
-    ulps, center = 4 * torch.finfo(w.dtype).eps, reach.measure_distance(w, None)
-    far = moved = shrinks * eta * reach.gradient(terms.opening).longest(d) + ulps * center
-    if settings.solver == "sgd":
-        grows, each = 1.0, shrinks * eta * reach.gradient(terms).longest(d)
-    else:
-        bound = settings.difference_bound or settings.smoothness
-        grows, each = 1 + eta * bound * reach.bound_difference(terms).longest(d), moved
-    longest = far
-    for _ in range(steps):
-        rounded = ulps * (center + far)
-        moved = shrinks * grows * moved + rounded
-        if settings.solver == "sarah":
-            far += moved
-        else:
-            far = shrinks * grows * far + each + rounded
-        # An early iterate may be what is sent, and sgd's first is the longest where V is large.
-        longest = max(longest, far)
-    return ReplyBounds({"w": longest}, {}, steps)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

@@ -13,8 +13,6 @@ Server    w ← w - η_t Σ ω_k g_k
           ω_k = (κ J_k/J + ν)/(v_k + κ)         aggregation "least_noise", Σ ω_k = 1
 Releases  one gradient a round: one event. The paper's is privacy.mode = "batch_clipped", with
           sensitivity 2C; per-sample clipping works as well
-ReplyBounds    g_k: C + C σ_k (sqrt(d) + 9), or M C + ... with per-sample clipping; see
-privacy.reply_bounds.
           |J_k| and C²σ_k² are what the site's terms say
 Neutral   a constant step gives fedavg with τ = 1 where all q_k are equal, to rounding: fedavg
           averages w - η g_k
@@ -43,7 +41,7 @@ from fedpact.algorithms.common.steps import weighted_mean
 from fedpact.common.check import non_negative, positive
 from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.accounting.planner import least_noise, multiplier
-from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
+from fedpact.privacy.oracle import Oracle, Range, Terms, nearly
 
 NEUTRAL: Neutral | None = Neutral(
     parent="fedavg",
@@ -98,12 +96,11 @@ def task(state: State, settings: Settings) -> State:
     return State({"w": state.vectors["w"]})
 
 
-def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
-    """Bounds at the top; see algorithms.Algorithm."""
-    del settings
+def public_numbers(task: Task, terms: Terms, settings: Settings) -> dict[str, Range]:
+    """J_k and v_k, by which a site counts; see algorithms.Algorithm."""
+    del task, settings
     public = {"batch_size": terms.batch_size, "noise_variance": terms.noise_variance}
-    longest = reach.gradient(terms).longest(len(task.vectors["w"]))
-    return ReplyBounds({"gradient": longest}, {n: reach.widen(v) for n, v in public.items()})
+    return {name: nearly(value) for name, value in public.items()}
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

@@ -20,7 +20,6 @@ Server    with Δ_i = (w̄ - w_i)/η:  w ← w̄ - Σ p_i F_i^q Δ_i / Σ p_i (q
           w ← w̄ + (Σ a_i w_i - w̄) / (1 + (q/η) Σ a_i D_i/F_i)
 Releases  gradient sum, clipped loss sum, and the count under "quantile": one joint event a step,
           charged whole at every step, though loss and count are asked for at the first alone
-ReplyBounds    w_i as fedavg; F_i as LossRelease has it; D_i from 0 to the square of w_i's bound
 Neutral   q = 0 gives fedavg, bit for bit
 Differs   D_i is freed of the energy of the gradients' noise, which would shorten every step the
           more the larger the model: τ η² d v_i, as far as the noise of one step does not bend the
@@ -48,9 +47,8 @@ from fedpact.algorithms.common.steps import (
     weigh_replies,
     weighted_mean,
 )
-from fedpact.algorithms.fedavg import bound_movement
 from fedpact.common.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
+from fedpact.privacy.oracle import Oracle
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_exponent": 0.0})
 
@@ -76,17 +74,6 @@ class Settings(LossRelease, BaseSettings):
 def facts(settings: Settings) -> MethodFacts:
     """What is known of it before it runs; see algorithms.Algorithm."""
     return MethodFacts({"gradient": 1.0, **settings.loss_channels}, needs_all_sites="")
-
-
-def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
-    """Bounds at the top; see algorithms.Algorithm."""
-    steps = round_steps(task, settings.local_steps)
-    found = ReplyBounds(
-        {"w": bound_movement(task, terms, steps, settings.learning_rate)}, {}, steps
-    )
-    far = found.longest("w", task.vectors)
-    numbers = {"loss": settings.loss_range(terms), "moved": reach.range_between(0.0, far * far)}
-    return replace(found, numbers=numbers)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
@@ -118,5 +105,6 @@ def _fair(replies: Iterable[Reply], settings: Settings) -> Iterator[Reply]:
     """The replies with weights p_i F_i^q, and D_i/F_i as "stretch"."""
     for reply in replies:
         loss = min(max(settings.least_loss, reply.numbers["loss"]), _MOST_LOSS)  # NaN: the least
+        moved = max(0.0, reply.numbers["moved"])  # or a lie would lengthen the step
         weight = reply.weight * loss**settings.fairness_exponent
-        yield replace(reply, weight=weight, numbers={"stretch": reply.numbers["moved"] / loss})
+        yield replace(reply, weight=weight, numbers={"stretch": moved / loss})

@@ -13,7 +13,6 @@ Client    w_i ← w̄;  τ times: w_i ← w_i - η (g(w_i) - c_i + c), g on a Po
           upload u_i = w̄ - τη c_i: w_i without its corrections
           A site without c_i, in its first round, takes c for it: these are fedavg's steps
 Server    w ← Σ p_i u_i,  c ← (w̄ - w)/(τη), which is Σ p_i c_i
-ReplyBounds    u_i - w̄ = -η Σ g, whatever c and c_i are: fedavg's; local_steps is the round's τ
 Releases  τ gradient sums: τ events. c_i is their mean and costs nothing further
 Neutral   τ = 1 gives fedavg, bit for bit
 Differs   u_i goes up, where the paper sends the changes of w_i and c_i: down 2d numbers, up d.
@@ -39,9 +38,8 @@ from torch import Tensor
 
 from fedpact.algorithms import EVEN_IS_NOT_SUMMED, MethodFacts, Neutral, Summed, fedavg
 from fedpact.algorithms.common.steps import Aggregation, round_steps, weigh_replies, weighted_mean
-from fedpact.algorithms.fedavg import bound_movement
 from fedpact.common.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms, reach
+from fedpact.privacy.oracle import Oracle, Range, Terms, nearly
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"local_steps": 1})
 
@@ -72,11 +70,10 @@ def init(w: Tensor, settings: Settings) -> State:
     return State({"w": w, "c": torch.zeros_like(w)})
 
 
-def bounds(task: Task, terms: Terms, settings: Settings) -> ReplyBounds:
-    """Bounds at the top; see algorithms.Algorithm."""
-    steps = round_steps(task, settings.local_steps)
-    longest = bound_movement(task, terms, steps, settings.learning_rate)
-    return ReplyBounds({"w": longest}, {"local_steps": reach.widen(steps)}, steps)
+def public_numbers(task: Task, terms: Terms, settings: Settings) -> dict[str, Range]:
+    """The round's τ; see algorithms.Algorithm."""
+    del terms
+    return {"local_steps": nearly(round_steps(task, settings.local_steps))}
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

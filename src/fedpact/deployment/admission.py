@@ -15,7 +15,7 @@ form        the vectors and numbers that the algorithm's own local part returns,
     finite      no NaN, no infinity
     weight      the size that was declared for the site
     ledger      one that has become longer, or is the one that was seen (deployment.admission)
-    far off     what is beyond what the site's terms allow (see algorithms.Algorithm.bounds)
+    far off     a number that is not the terms', or a vector beyond privacy.reply_bounds
     longest     no vector much farther from what was told than the others' (see `outliers`)
 
 None of it is a defence against a site that lies within these bounds, and none of it costs a site
@@ -36,15 +36,15 @@ from typing import Any, Final
 import torch
 
 from fedpact.algorithms.wrappers.base import Method
-from fedpact.common.errors import InputError, PlanError
+from fedpact.common.errors import InputError
 from fedpact.common.files import parse_errors, write_whole
-from fedpact.common.messages import EVALUATION, FREE, Reply, State, Task
+from fedpact.common.messages import EVALUATION, FREE, Numbers, Reply, State, Task, Vectors
 from fedpact.common.params import FlatModel, all_finite
 from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.per_sample.kernel import PlainKernel
 from fedpact.privacy.ledger.rollback_guard import is_place
 from fedpact.privacy.oracle import PlainOracle, Records
-from fedpact.privacy.reply_bounds import ReplyBounds
+from fedpact.privacy.reply_bounds import Range, find_fault, longest_reply
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.secure_aggregation.encoding import Form
 from fedpact.simulation.workshop import TrainingSetup
@@ -192,7 +192,7 @@ class Admission:
     """Checks replies to one run of a method. terms: each site's. longest: see `outliers`.
 
     standing: what is known of the sites' ledgers; every reply to the question asked adds to it.
-    examined: the bounds of a site's answer to an evaluation.
+    longest_sums: of a site's answer to an evaluation, channel -> its longest sum.
     """
 
     def __init__(
@@ -201,20 +201,10 @@ class Admission:
         terms: Mapping[str, Terms],
         longest: float,
         standing: LedgerRegistry,
-        examined: Callable[[Terms], ReplyBounds] = lambda _: ReplyBounds({}, {}),
+        longest_sums: Callable[[Terms], Mapping[str, float]] = lambda _: {},
     ) -> None:
         self._method, self._terms, self._longest = method, terms, longest
-        self.standing, self._examined = standing, examined
-
-    def check(self, form: Form, task: Task) -> None:
-        """Raise PlanError where the algorithm has not declared a bound on all that it sends."""
-        any_terms = next(iter(self._terms.values()))
-        missing = self._bounds(task, any_terms).find_undeclared(form.vectors, form.numbers)
-        if missing:
-            raise PlanError(
-                f"algorithm {self._method.name!r} sends {', '.join(missing)} without a bound, "
-                "so that any lie would pass: expected all that `local` sends in its `bounds`"
-            )
+        self.standing, self._longest_sums = standing, longest_sums
 
     def fault(self, site: str, task: Task, reply: Reply, form: Form) -> str | None:
         """Return what is wrong with a site's reply to a task, in a word; None if nothing is."""
@@ -240,19 +230,29 @@ class Admission:
         finite = all(map(all_finite, opened.vectors.values()))
         if not (finite and all(map(math.isfinite, reply.numbers.values()))):
             return "not finite"
-        bounds = self._bounds(task, self._terms[site])
-        beyond = bounds.fault(opened.vectors, reply.numbers, task.vectors)
+        beyond = self.far_off(site, task, opened.vectors, reply.numbers)
         if beyond is not None:
             _log.warning("site %s: round %d: %s", site, task.round, beyond)
             return "far off"
         return None
 
-    def _bounds(self, task: Task, terms: Terms) -> ReplyBounds:
-        if task.algorithm in FREE:
-            return ReplyBounds({}, {})
+    def far_off(self, site: str, task: Task, vectors: Vectors, numbers: Numbers) -> str | None:
+        """Return what of a decoded reply is beyond privacy.reply_bounds, in words, or None."""
+        terms = self._terms[site]
         if task.algorithm == EVALUATION:
-            return self._examined(terms)
-        return self._method.bounds(task, terms)
+            return find_fault(vectors, numbers, {}, self._longest_sums(terms), {})
+        longest = self._longest_vectors(task, terms, vectors)
+        public = {} if task.algorithm in FREE else self._method.public_numbers(task, terms)
+        return find_fault(vectors, numbers, task.vectors, longest, public)
+
+    def _longest_vectors(self, task: Task, terms: Terms, vectors: Vectors) -> dict[str, float]:
+        rate = self._method.settings.step_size or 1.0
+        # Masked words and places of numbers are integers, and have no length.
+        return {
+            name: longest_reply(terms, rate, task.vectors.get(name), len(vector))
+            for name, vector in vectors.items()
+            if vector.is_floating_point()
+        }
 
     def mean_fault(self, task: Task, sites: Iterable[str], mean: State, error: float) -> str | None:
         """Return what shows that one of these sites lied, in words, in the mean of their replies.
@@ -260,11 +260,20 @@ class Admission:
         error: of the mean, in each coordinate.
         """
         terms = [self._terms[site] for site in sites]
-        bounds = [self._method.bounds(task, one) for one in terms]
-        # Where replies count by their declared sizes, which are public, so do their bounds.
-        weights = [] if self._method.facts.summed.weight else [one.size for one in terms]
-        joint = ReplyBounds.of_mean(bounds, len(task.vectors["w"]), error, weights)
-        return joint.fault(mean.vectors, mean.numbers, task.vectors)
+        each = [self._longest_vectors(task, one, mean.vectors) for one in terms]
+        longest = {
+            name: max(one[name] for one in each) + error * math.sqrt(len(mean.vectors[name]))
+            for name in each[0]
+        }
+        said = [self._method.public_numbers(task, one) for one in terms]
+        public = {
+            name: Range(
+                min(one[name].least for one in said) - error,
+                max(one[name].most for one in said) + error,
+            )
+            for name in said[0]
+        }
+        return find_fault(mean.vectors, mean.numbers, task.vectors, longest, public)
 
     def decode_reply(self, reply: Reply, task: Task) -> Reply:
         """Return a reply as the algorithm made it. Raises InputError: it cannot be."""

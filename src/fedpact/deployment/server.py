@@ -38,8 +38,8 @@ from fedpact.evaluation.metrics import evaluate
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import History
 from fedpact.privacy.column_scales import advise_of_loud, scale_columns
-from fedpact.privacy.reply_bounds import ReplyBounds, check_grid, counts
-from fedpact.privacy.terms import Terms
+from fedpact.privacy.reply_bounds import longest_sums
+from fedpact.privacy.terms import Terms, check_grid
 from fedpact.rounds import Rounds
 from fedpact.simulation.predict import RecordedForm
 from fedpact.simulation.run import environment_of, finish, start_or_resume, with_epsilon
@@ -150,7 +150,7 @@ class Coordinator:
     def admission(self) -> tuple[Admission, Callable[[], None]]:
         """Return the check of replies, and what makes durable which ledgers it has seen."""
         standing, longest = LedgerRegistry(self.folder.path), self.federation.checks.longest
-        found = Admission(self.plan.method, self.terms, longest, standing, self._examined)
+        found = Admission(self.plan.method, self.terms, longest, standing, self._longest_sums)
         return found, standing.save
 
     @cached_property
@@ -163,13 +163,13 @@ class Coordinator:
         """Of an evaluation, how many numbers each channel has; empty where there are none."""
         return self.form.lengths if self.plan.evaluation_terms else {}
 
-    def _examined(self, terms: Terms) -> ReplyBounds:
+    def _longest_sums(self, terms: Terms) -> dict[str, float]:
         once = self.plan.evaluation_terms
         if once is None:
-            return ReplyBounds({}, {})
+            return {}
         # All of a site's records at most, however they fall.
         records = terms.size / (1 - self.plan.evaluation.share)
-        return counts(once, self.sums, records)
+        return longest_sums(once, self.sums, records)
 
     def run(
         self,

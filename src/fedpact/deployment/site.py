@@ -61,7 +61,7 @@ from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.ledger.rollback_guard import RollbackGuard, is_place
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy, sum_reservations
-from fedpact.privacy.reply_bounds import check_grid
+from fedpact.privacy.terms import check_grid
 from fedpact.simulation.machine import device_of
 from fedpact.simulation.threads import Worker
 

@@ -45,7 +45,6 @@ from fedpact.per_sample.clipping import UNIFORM, Fair, Uniform, Weighting
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layout import Placement, aligned, scatter
 from fedpact.privacy import column_scales
-from fedpact.privacy import reply_bounds as reach
 from fedpact.privacy.accounting.accountant import SampledGaussian
 from fedpact.privacy.accounting.shared_noise import SHARE_DEVIATION
 from fedpact.privacy.batches import (
@@ -58,7 +57,7 @@ from fedpact.privacy.batches import (
 from fedpact.privacy.column_scales import Means
 from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.mechanisms import mechanism_of
-from fedpact.privacy.reply_bounds import Range, ReplyBounds
+from fedpact.privacy.reply_bounds import Range, nearly
 from fedpact.privacy.terms import Opening, Terms
 
 
@@ -215,11 +214,10 @@ __all__ = [
     "PrivateOracle",
     "Range",
     "Records",
-    "ReplyBounds",
     "Terms",
     "Uniform",
     "Weighting",
-    "reach",
+    "nearly",
 ]
 
 

@@ -1,50 +1,39 @@
-"""How far an honest reply can go, from public numbers: what lies beyond it is broken, or a lie.
+"""How far a site's reply may go before the server takes it for broken, or for a lie.
 
-A released sum over a Poisson batch is made of |B| parts that are at most C long and of noise, and
-is divided by q N. With k = DEVIATIONS, and z from N(0, I_d):
+One bound serves every algorithm. What a site sends is made of the gradients that it has released: a
+sum of them with factors up to η, added to the model that it was told, or one of them by itself. So
+its distance from what was told is at most
 
-    ‖z‖ <= sqrt(d) + k                          ‖·‖ is 1-Lipschitz, and E‖z‖ <= sqrt(d)
-    |B| <= μ + L/3 + sqrt(L²/9 + 2 L μ)          Bernstein, L = k²/2, μ = RECORDS q N
+    η n G       n: the events that the site has reserved,   G: the longest gradient that it releases
 
-each but once in exp(k²/2), which is 4e17. So a sum Σ c_t g_t of releases with noise of deviation s
-in each coordinate is at most
-
-    Σ |c_t| M C + sqrt(Σ c_t²) s (sqrt(d) + k),   M = (the bound on |B|) / (q N)
-
-long, as the noise of each is its own; a reply that is made of n releases exceeds its bound less
-than once in 2e17 / n. M = 1 for a batch's clipped mean. A site may hold up to RECORDS times the
-records that it declared, as a declared size is a round number.
-
-A plain run's releases have no clip, and so no such bound: none is asked for there.
+times LEEWAY, for what stretches a step (momentum, schedules, corrections, compression). G = M C +
+s (sqrt(d) + 9), with noise of deviation s in each of d coordinates, is exceeded less than once in
+10^17 releases; so no honest site is rejected. It stops what would overflow, not a lie of a
+plausible length: that is for the distance to the other sites' median (deployment.admission) and
+[robust]. Gradient differences (fedproxvr) have no such bound: their clip grows with the movement.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from fedpact.common.errors import PlanError
 from fedpact.common.messages import Numbers, Vectors
-from fedpact.privacy.batches import most_records
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import FullDataRelease, Terms
 
-DEVIATIONS: Final = 9.0
-"""k; see the module."""
+LEEWAY: Final = 100.0
+"""How many times the bound above a reply may be long."""
 
-RECORDS: Final = 2.0
-"""How many times its declared size a site's true one may be."""
+LARGEST_NUMBER: Final = 1e18
+"""The largest number of a reply, of those that do not follow from the terms."""
 
-_LONGEST: Final = 2.0**27
-"""Units of a sum whose last bit is 2^-26 of a unit: it moves a probability by as much of itself."""
-
-# Of a bound, for the noise grid's share (2^-10), the clip's slack and float32.
-_LEEWAY: Final = 1 + 2.0**-7
-# Of a number that both sides compute from the same terms, perhaps on unlike machines.
-_DIGITS: Final = 1e-6
+_DEVIATIONS: Final = 9.0
+# How many times its declared size a site's true one may be: declared sizes are round numbers.
+_RECORDS: Final = 2.0
 
 
 @dataclass(frozen=True)
@@ -66,174 +55,82 @@ class Range:
         return f"{kind} from {self.least:g} to {self.most:g}"
 
 
-def widen(value: float) -> Range:
-    """Return the range of what is equal to a number up to its last digits."""
-    return Range(value - abs(value) * _DIGITS, value + abs(value) * _DIGITS)
+def nearly(value: float) -> Range:
+    """Return the range of what is equal to a number to six digits, as computed elsewhere."""
+    return Range(value - abs(value) * 1e-6, value + abs(value) * 1e-6)
 
 
-def range_between(least: float, most: float) -> Range:
-    """Return the range between two bounds that were derived without rounding, and some more."""
-    return Range(least - abs(least) * (_LEEWAY - 1), most + abs(most) * (_LEEWAY - 1))
+def longest_gradient(terms: Terms, d: int) -> float:
+    """Return G: how long a batch's released gradient [d] is at most."""
+    clip, most = max(terms.clip, *terms.clips, 0.0), 1.0
+    if mechanism_of(terms.mechanism).summed:
+        # By Bernstein's bound a Poisson batch has at most so many records, but for a chance of
+        # exp(-tail).
+        expected, tail = _RECORDS * terms.batch_size, _DEVIATIONS**2 / 2
+        drawn = expected + tail / 3 + math.sqrt(tail**2 / 9 + 2 * tail * expected)
+        most = min(drawn, _RECORDS * terms.size) / terms.batch_size
+    # ‖z‖ is 1-Lipschitz in z and E‖z‖ <= sqrt(d), so it exceeds sqrt(d) + 9 as rarely.
+    noise = math.sqrt(terms.noise_variance) * clip / terms.clip * (math.sqrt(d) + _DEVIATIONS)
+    return most * clip + noise
 
 
-@dataclass(frozen=True)
-class ReplyBounds:
-    """What an honest reply to a task can be.
+def longest_reply(terms: Terms, rate: float, told: Tensor | None, d: int) -> float:
+    """Return how far a reply's vector [d] may be from what was told; from 0 where nothing was.
 
-    vectors: name -> the longest distance from what was told under that name, from 0 where nothing
-    was; infinity where there is no bound. numbers: name -> range. steps: how many steps went into
-    the vectors, each of which rounds.
+    rate: η > 0, the length of a site's step.
     """
-
-    vectors: Mapping[str, float]
-    numbers: Mapping[str, Range]
-    steps: int = 1
-
-    def fault(self, vectors: Vectors, numbers: Numbers, told: Vectors) -> str | None:
-        """Return what is beyond its bound, in words; None if nothing is.
-
-        vectors, numbers: of a reply; those without a bound are `find_undeclared`'s to find. told:
-        what the task had.
-        """
-        for name, bound in self.numbers.items():
-            if name in numbers and not bound.holds(numbers[name]):
-                return f"its number {name!r} is {numbers[name]!r}: expected {bound}"
-        for name in self.vectors.keys() & vectors.keys():
-            far, most = measure_distance(vectors[name], told.get(name)), self.longest(name, told)
-            if not far <= most:
-                return (
-                    f"its vector {name!r} is {far:.6g} away from what was told: an honest one is "
-                    f"at most {most:.6g} away"
-                )
-        return None
-
-    def longest(self, name: str, told: Vectors) -> float:
-        """Return the bound of a vector, rounding included."""
-        bound = self.vectors[name] * _LEEWAY
-        start = told.get(name)
-        if start is None or not math.isfinite(bound):
-            return bound
-        # Each step has a few operations on w, which round each coordinate by half an ulp or less.
-        ulps = 4 * (self.steps + 2) * torch.finfo(start.dtype).eps
-        return bound + ulps * (bound + measure_distance(start, None))
-
-    @staticmethod
-    def of_mean(
-        each: Sequence["ReplyBounds"], d: int, error: float, weights: Sequence[float] = ()
-    ) -> "ReplyBounds":
-        """Return the bounds of a weighted mean of replies that each keep theirs.
-
-        each: at least one, with the same names. error: of the mean, in each of d coordinates.
-        weights: of each in the mean, > 0; without, it may be any.
-        """
-        first = each[0]
-        vectors = {n: max(b.vectors[n] for b in each) + error * math.sqrt(d) for n in first.vectors}
-        ranges = {n: [b.numbers[n] for b in each] for n in first.numbers}
-
-        def ends(values: list[float]) -> tuple[float, float]:
-            if not weights:
-                return min(values), max(values)
-            whole = sum(w * value for w, value in zip(weights, values, strict=True))
-            return whole / sum(weights), whole / sum(weights)
-
-        numbers = {
-            name: Range(
-                ends([r.least for r in some])[0] - error, ends([r.most for r in some])[1] + error
-            )
-            for name, some in ranges.items()
-        }
-        return ReplyBounds(vectors, numbers, max(b.steps for b in each))
-
-    def find_undeclared(self, vectors: Collection[str], numbers: Collection[str]) -> list[str]:
-        """Return the names among these that have no bound, sorted."""
-        return sorted((set(vectors) - set(self.vectors)) | (set(numbers) - set(self.numbers)))
+    if "difference" in terms.sigmas:
+        return math.inf
+    gradient = max(longest_gradient(one, d) for one in (terms, terms.opening))
+    far = LEEWAY * max(1, terms.steps + terms.openings) * gradient
+    if told is None:
+        return far
+    return rate * far + LEEWAY * torch.finfo(told.dtype).eps * distance(told, None)
 
 
-def measure_distance(vector: Tensor, told: Tensor | None) -> float:
+def longest_sums(
+    once: FullDataRelease, lengths: Mapping[str, int], records: float
+) -> dict[str, float]:
+    """Return how long sums can be that a site released once, of `records` that it declared.
+
+    lengths: how many numbers each channel has. A record moves a channel by at most its bound.
+    """
+    return {
+        channel: bound
+        * (_RECORDS * records + once.sigma * (math.sqrt(lengths[channel]) + _DEVIATIONS))
+        * (1 + 2.0**-7)  # the noise grid's share, and float32
+        for channel, bound in once.bounds.items()
+    }
+
+
+def distance(vector: Tensor, told: Tensor | None) -> float:
     """Return ‖vector - told‖, of [d] each; told: None for 0."""
     moved = vector if told is None else vector - told
     return float(moved.double().square().sum().sqrt())
 
 
-@dataclass(frozen=True)
-class Release:
-    """A release [d]: at most `clipped` long, and noise of this deviation in each coordinate."""
+def find_fault(
+    vectors: Vectors,
+    numbers: Numbers,
+    told: Vectors,
+    longest: Mapping[str, float],
+    public: Mapping[str, Range],
+) -> str | None:
+    """Return which part of a reply is beyond its bound, in words; None if nothing is.
 
-    clipped: float
-    deviation: float
-
-    def longest(self, d: int, total: float = 1.0, squares: float = 1.0) -> float:
-        """Return the bound on ‖Σ c_t g_t‖ of independent releases like this one.
-
-        total: Σ |c_t|. squares: Σ c_t². See the module.
-        """
-        noise = math.sqrt(squares) * self.deviation * (math.sqrt(d) + DEVIATIONS)
-        return total * self.clipped + noise
-
-
-def crowding(terms: Terms) -> float:
-    """Return M: at most how many times its expected size a batch is."""
-    expected, tail = RECORDS * terms.batch_size, DEVIATIONS**2 / 2
-    drawn = expected + tail / 3 + math.sqrt(tail**2 / 9 + 2 * tail * expected)
-    return min(drawn, RECORDS * terms.size) / terms.batch_size
-
-
-def gradient(terms: Terms) -> Release:
-    """Return a batch's released gradient; give `terms.opening` for the one that opens a round."""
-    most = crowding(terms) if mechanism_of(terms.mechanism).summed else 1.0
-    return Release(most * terms.clip, math.sqrt(terms.noise_variance))
-
-
-def bound_difference(terms: Terms) -> Release:
-    """Return a batch's released gradient difference, each record's clipped to 1."""
-    return Release(crowding(terms), terms.sigmas["difference"] / terms.batch_size)
-
-
-def bound_loss(terms: Terms, bound: float) -> Range:
-    """Return the range of a batch's released loss, each record's clipped to at most `bound` > 0."""
-    noise = DEVIATIONS * terms.sigmas["loss"] / terms.batch_size
-    return range_between(-noise * bound, (crowding(terms) + noise) * bound)
-
-
-def below(terms: Terms) -> Range:
-    """Return the range of the released share of a batch's losses that are below a bound."""
-    # Votes of ±1/2 over the expected size, and noise of half a vote, around 1/2.
-    half = (crowding(terms) + DEVIATIONS * terms.sigmas["below"] / terms.batch_size) / 2
-    return range_between(0.5 - half, 0.5 + half)
-
-
-def counts(once: FullDataRelease, lengths: Mapping[str, int], records: float) -> ReplyBounds:
-    """Return the bounds of sums that a site released once, of `records` that it declared, or fewer.
-
-    lengths: how many numbers each channel has. A record moves a channel by at most its bound, so
-    as many move it by at most so many times as much.
+    told: what the task had. longest: vector -> the longest distance from what was told. public:
+    what numbers follow from the terms.
     """
-    found = {
-        channel: Release(RECORDS * records * bound, once.sigma * bound).longest(lengths[channel])
-        for channel, bound in once.bounds.items()
-    }
-    return ReplyBounds(found, {})
-
-
-def geometric(ratio: float, count: float) -> float:
-    """Return Σ_{j < count} ratio^j for ratio in [0, 1]; count may be infinite."""
-    return count if ratio == 1 else (1 - ratio**count) / (1 - ratio)
-
-
-def check_grid(terms: Iterable[Terms]) -> None:
-    """Raise PlanError unless sums are short enough on their grids for float64 to round them.
-
-    A release is u floor(S/u + ν z + 1/2), z normal and ν u the noise's deviation: post-processing
-    of a Gaussian mechanism, whatever S is and the grid's u. That S/u + ν z is one float64 number
-    moves the value where it is within its last bit of a half.
-    terms: of any sites; those without a grid of their own are left alone.
-    """
-    for one in terms:
-        for each in (one, one.opening) if one.grid else ():
-            longest = most_records(each.batch_size) * one.grid / min(each.sigmas.values())
-            if not longest <= _LONGEST:
-                raise PlanError(
-                    f"a sum of site {one.site!r} has up to {longest:.3g} units of its grid: "
-                    f"expected at most {_LONGEST:.3g}, as far as floating point is shown to round "
-                    'it like a real number; use smaller batches, or compression.kind = "none"'
-                )
+    any_number = Range(-LARGEST_NUMBER, LARGEST_NUMBER)
+    for name, value in numbers.items():
+        allowed = public.get(name, any_number)
+        if not allowed.holds(value):
+            return f"its number {name!r} is {value!r}: expected {allowed}"
+    for name, most in longest.items():
+        far = distance(vectors[name], told.get(name))
+        if not far <= most:
+            return (
+                f"its vector {name!r} is {far:.6g} away from what was told: an honest one is at "
+                f"most {most:.6g} away"
+            )
+    return None

@@ -17,7 +17,7 @@ serves only to sample.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Final
@@ -45,7 +45,7 @@ from fedpact.privacy.accounting.accountant import (
 )
 from fedpact.privacy.accounting.calibration import smallest_scale
 from fedpact.privacy.accounting.group_privacy import epsilon_per_person
-from fedpact.privacy.batches import clip_for
+from fedpact.privacy.batches import clip_for, most_records
 from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.ledger.reservations import Shared
 from fedpact.privacy.mechanisms import mechanism_of, sensitivity
@@ -479,3 +479,27 @@ def charge_size(ledger: Ledger, run: str, terms: Terms) -> None:
     """
     for event, count in size_event(terms.size_noise).items():
         ledger.charge(run, "size", event, count, purpose=("size",), round_number=0)
+
+
+# Units of a sum whose last bit is 2^-26 of a unit: it moves a probability by as much of itself.
+_MOST_UNITS: Final = 2.0**27
+
+
+def check_grid(terms: Iterable[Terms]) -> None:
+    """Raise PlanError unless sums are short enough on their grids for float64 to round them.
+
+    A release is u floor(S/u + ν z + 1/2), z normal and ν u the noise's deviation: post-processing
+    of a Gaussian mechanism, whatever S is and the grid's u. That S/u + ν z is one float64 number
+    moves the value where it is within its last bit of a half.
+    terms: of any sites; those without a grid of their own are left alone.
+    """
+    for one in terms:
+        for each in (one, one.opening) if one.grid else ():
+            longest = most_records(each.batch_size) * one.grid / min(each.sigmas.values())
+            if not longest <= _MOST_UNITS:
+                raise PlanError(
+                    f"a sum of site {one.site!r} has up to {longest:.3g} units of its grid: "
+                    f"expected at most {_MOST_UNITS:.3g}, as far as floating point is shown to "
+                    "round it like a real number; use smaller batches, or compression.kind = "
+                    '"none"'
+                )

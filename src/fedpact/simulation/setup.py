@@ -38,8 +38,7 @@ from fedpact.evaluation.intervals import check_public
 from fedpact.plan import Plan
 from fedpact.privacy.column_scales import advise_of_loud
 from fedpact.privacy.policy import Policy
-from fedpact.privacy.reply_bounds import check_grid
-from fedpact.privacy.terms import Terms, noisy_size
+from fedpact.privacy.terms import Terms, check_grid, noisy_size
 from fedpact.simulation.machine import device_of
 from fedpact.simulation.record_trial import find_accepted
 from fedpact.simulation.secure_aggregation.encoding import check_shares

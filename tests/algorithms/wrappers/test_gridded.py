@@ -24,7 +24,7 @@ from fedpact.common.run_folder import Checkpoint, Folder
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.shared_noise import FINE_UNITS, SHARE_DEVIATION
 from fedpact.privacy.oracle import PrivateOracle, Records
-from fedpact.privacy.reply_bounds import check_grid
+from fedpact.privacy.terms import check_grid
 from fedpact.rounds import Rounds
 from fedpact.simulation.simulate import simulate
 

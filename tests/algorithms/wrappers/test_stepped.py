@@ -1,6 +1,5 @@
 """Local steps with momentum or a schedule: against torch.optim, and where they are refused."""
 
-import dataclasses
 import math
 
 import pytest
@@ -67,26 +66,6 @@ def test_a_schedule_counts_steps_through_the_rounds():
     assert Scheduled(schedule="cosine").factor(7, 12) == pytest.approx(0.5)
     assert Scheduled(schedule="inverse", halved_after=4).factor(5, 12) == pytest.approx(0.5)
     assert Scheduled(schedule=[3.0, 2.0]).factor(9, 12) == 2.0
-
-
-@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedfdp"])
-def test_a_reply_may_be_as_much_longer_as_momentum_makes_it(name):
-    """All records pull one way, without noise: near to the bound, which plain steps' is not."""
-    settings = {"local_steps": 5, "learning_rate": 0.5}
-    method = of({"algorithm": name, "settings": settings, "local": {"momentum": 0.9}})
-    plain = of({"algorithm": name, "settings": settings})
-    made = Federation(private=True, rate=1.0, sigma=1e-9, clip=0.25)
-    for site, records in made.records.items():
-        x = torch.full_like(records.x, 1e4)
-        made.records[site] = dataclasses.replace(records, x=x, y=torch.zeros_like(records.y))
-    task = made.task(method, method.init(made.w), 1)
-    for reply in made.replies(method, method.init(made.w), 1):
-        terms = made.terms(reply.site, method.facts.channels, method.facts.opening)
-        told = (reply.vectors, reply.numbers, task.vectors)
-        assert method.bounds(task, terms).fault(*told) is None
-        far = float((reply.vectors["w"] - task.vectors["w"]).norm())
-        assert method.bounds(task, terms).longest("w", task.vectors) < 3.5 * far
-        assert plain.bounds(task, terms).longest("w", task.vectors) < far
 
 
 def test_optimizer_spends_as_plain_steps_and_resumes(tmp_path):

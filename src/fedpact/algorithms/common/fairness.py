@@ -27,10 +27,8 @@ from fedpact.privacy.oracle import (
     Oracle,
     OracleWrapper,
     Range,
-    Terms,
     Uniform,
     Weighting,
-    reach,
 )
 
 FAIR_LOSS: Final = Range(-1e9, 1e9)
@@ -92,10 +90,6 @@ class LossRelease(BaseModel):
         # NaN gives the least.
         return min(max(self.least_loss_bound, found["loss"]), self.most_loss_bound)
 
-    def loss_range(self, terms: Terms) -> Range:
-        """Return what an honest site's released loss can be: C_l is at most most_loss_bound."""
-        return reach.bound_loss(terms, self.most_loss_bound)
-
     def next_bound(self, bound: float, share: float) -> float:
         """Return C_l exp(-η_q (b - γ)) within its range; share: b, of losses at most C_l."""
         # On the logarithm, as a share with much noise would overflow the exponential.
@@ -144,13 +138,6 @@ class FairRelease(LossRelease):
         bound = Range(self.least_loss_bound, self.most_loss_bound)
         return {"loss": FAIR_LOSS} | ({"loss_bound": bound} if self.loss_of == "common" else {})
 
-    def ranges(self, terms: Terms) -> dict[str, Range]:
-        """Return what an honest site's numbers can be."""
-        known = {"loss": self.loss_range}
-        if "below" in self.sent:
-            known["below"] = reach.below
-        return {name: found(terms) for name, found in known.items()}
-
     def local(
         self, batch: Batch, task: State, w: Tensor, memory: Numbers
     ) -> tuple[dict[str, float], State]:
@@ -167,10 +154,12 @@ class FairRelease(LossRelease):
 
     def update(self, before: Numbers, means: Numbers) -> dict[str, float]:
         """Return the server's next numbers. before: its last. means: of what the sites sent."""
+        # One site's false loss must not become a number that the others refuse to be told.
+        loss = min(max(FAIR_LOSS.least, means["loss"]), FAIR_LOSS.most)
         if self.loss_of == "own":
-            return {"loss": means["loss"]}
+            return {"loss": loss}
         bound = before.get("loss_bound", self.loss_bound)
-        return {"loss": means["loss"], "loss_bound": self.after(bound, means)}
+        return {"loss": loss, "loss_bound": self.after(bound, means)}
 
 
 WeightRule = Literal["fixed", "relative"]

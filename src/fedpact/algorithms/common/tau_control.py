@@ -46,7 +46,7 @@ change, distance, length, divergence, noise, ...: the averages, see server
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import numpy as np
@@ -59,7 +59,7 @@ from fedpact.algorithms.common.tau_site import UNLIMITED, dot
 from fedpact.common import check
 from fedpact.common.check import positive
 from fedpact.common.messages import Local, Numbers, Reply, State, Task, join, split_state
-from fedpact.privacy.oracle import Oracle, Range, ReplyBounds, Terms
+from fedpact.privacy.oracle import Oracle, Range, Terms
 
 Vector = NDArray[np.float64]
 Allowed = Callable[[int], float]
@@ -471,24 +471,16 @@ class Controller:
         """The numbers that it adds to a task, in their ranges."""
         return {"local_steps": Range(1, self.ali.most_local_steps, whole=True)}
 
-    def bounds(self, task: Task, terms: Terms, inner: ReplyBounds) -> ReplyBounds:
-        """See algorithms.Algorithm; inner: the algorithm's own.
+    def public_numbers(self, task: Task, terms: Terms) -> dict[str, Range]:
+        """Return how many steps a site's reservation allows after the first round.
 
-        The first round's replies say how many steps a site's reservation allows, less at most what
-        that round took; later ones cannot change it, see `update`.
+        Less at most what that round took; later replies cannot change it, see `update`.
         """
-        d, reserved = len(task.vectors["w"]), terms.history(terms.steps)[terms.event]
+        if task.round != 1:
+            return {}
+        reserved = terms.history(terms.steps)[terms.event]
         spent = _ATTEMPTS * (int(task.numbers["local_steps"]) + self.opens)
-        least = max(0, reserved - spent) if task.round == 1 else 0
-        if self.ali.estimator == "raw":
-            sent, extra = tau_site.raw_ranges(), {f"{CONTROL_PREFIX}gradient": math.inf}
-        else:
-            sent, extra = tau_site.ranges(terms, d), dict[str, float]()
-        sent["steps_left"] = Range(least, reserved)
-        numbers = {CONTROL_PREFIX + name: bound for name, bound in sent.items()}
-        return replace(
-            inner, vectors={**inner.vectors, **extra}, numbers={**inner.numbers, **numbers}
-        )
+        return {f"{CONTROL_PREFIX}steps_left": Range(max(0, reserved - spent), reserved)}
 
     def local(self, task: Task, oracle: Oracle, memory: State, inner: InnerLocal) -> Local:
         """Return the algorithm's reply, with the numbers that `server` needs."""

@@ -20,7 +20,6 @@ estimated are the clipped and sampled gradients, which the iteration uses.
 the gradient round, which is where τ matters most.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -35,10 +34,7 @@ from fedpact.privacy.oracle import (
     BatchAround,
     Oracle,
     OracleWrapper,
-    Range,
-    Terms,
     Weighting,
-    reach,
 )
 
 UNLIMITED: Final = 2.0**53
@@ -46,9 +42,6 @@ UNLIMITED: Final = 2.0**53
 
 _STRAIGHT: Final = 1e-3
 """Largest part of a movement that is not η Σ g, where the local solver counts as plain SGD."""
-
-_FARTHEST: Final = 1e18
-"""Largest squared distance of two models that a run is thought to have."""
 
 # A sum of so many numbers is one thread's work, so that no result depends on the number of threads.
 _BLOCK: Final = 1 << 14
@@ -138,37 +131,6 @@ def build_report(
         numbers["length_variance"] = 2 * d * seen.squared_variances / seen.count**2
     pair = _pair(seen, memory)
     return numbers if pair is None else {**numbers, **_compared(*pair)}
-
-
-def ranges(terms: Terms, d: int) -> dict[str, Range]:
-    """Return what the numbers of an honest `build_report` can be, of a model of d parameters.
-
-    A gradient is at most G long (privacy.reply_bounds) and has noise of a variance v that is
-    public, so
-    its estimates lie between -dv and G², those of differences between -2dv and 4G². What lies
-    between two rounds' models is the server's doing, and has a bound that any run stays within.
-    """
-    kinds = [each for each in (terms, terms.opening) if "gradient" in each.sigmas]
-    longest = max((reach.gradient(each).longest(d) for each in kinds), default=0.0)
-    noises = [each.noise_variance for each in kinds] or [0.0]
-    square, v = longest * longest, max(noises)
-    yes_or_no, length = Range(0, 1, whole=True), reach.range_between(-d * v, square)
-    return {
-        "pairs": yes_or_no,
-        "straight": yes_or_no,
-        "change": reach.range_between(-2 * d * v, 4 * square),
-        "change_variance": reach.range_between(0.0, 8 * d * v * v),
-        "distance": Range(0.0, _FARTHEST),
-        "length": length,
-        "length_variance": reach.range_between(0.0, 2 * d * v * v),
-        "square": length,
-        "noise": Range(reach.widen(min(noises)).least, reach.widen(v).most),
-    }
-
-
-def raw_ranges() -> dict[str, Range]:
-    """Return the same of `raw_report`: exact numbers have no bounds, and are simulated only."""
-    return dict.fromkeys(("pairs", "lipschitz", "smoothness", "noise"), Range(-math.inf, math.inf))
 
 
 def build_memory(seen: RecordingOracle) -> State:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings, MethodFacts, fedavg
 from fedpact.common.messages import Local, Reply, State, Task, Vectors, join, split_state
-from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms
+from fedpact.privacy.oracle import Oracle, Range, Terms
 
 __all__ = ["Method", "MethodWrapper", "join", "split_state"]
 
@@ -58,9 +58,9 @@ class Method:
         """Return what every site is told."""
         return self._function("task")(state, self.settings)
 
-    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
-        """Return what an honest reply to the task can be, of a site with these terms."""
-        return self._function("bounds")(task, terms.at(task.round), self.settings)
+    def public_numbers(self, task: Task, terms: Terms) -> Mapping[str, Range]:
+        """Return the numbers of a reply that follow from the task and a site's terms."""
+        return self._function("public_numbers")(task, terms.at(task.round), self.settings)
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """Return a site's reply and its next memory."""
@@ -122,9 +122,9 @@ class MethodWrapper(Method):
         """Return what every site is told; the wrapper's own part stays at the server."""
         return self.inner.task(self._rest(state))
 
-    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
-        """Return what an honest reply to the task can be, of a site with these terms."""
-        return self.inner.bounds(task, terms)
+    def public_numbers(self, task: Task, terms: Terms) -> Mapping[str, Range]:
+        """Return the numbers of a reply that follow from the task and a site's terms."""
+        return self.inner.public_numbers(task, terms)
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """Return a site's reply and its next memory."""

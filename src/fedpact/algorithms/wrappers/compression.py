@@ -73,7 +73,7 @@ from fedpact.common.messages import (
 from fedpact.common.params import all_finite
 from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.privacy.accounting.shared_noise import FINE_UNITS, SHARE_DEVIATION
-from fedpact.privacy.oracle import Batch, Oracle, OracleWrapper, ReplyBounds, Terms, reach
+from fedpact.privacy.oracle import Batch, Oracle, OracleWrapper
 
 _PREFIX = "compressed/"
 _LEVELS = 127
@@ -119,39 +119,6 @@ class Compressed(MethodWrapper):
     def __init__(self, inner: Method, compression: CompressionSettings) -> None:
         super().__init__(inner)
         self._kind, self._keep = compression.kind, compression.keep
-
-    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
-        """Return what an honest reply to the task can be, of a site with these terms. With X the
-        bound on ‖x‖, which is one on max|x| too:
-
-        float16: s <= 2X, ‖error‖ <= (2^-11 + 2^-24 sqrt(d)) X.   int8: s <= X/127, ‖error‖ <=
-        sqrt(d) s, and so at most X/127 sqrt(d).   topk: what is left out of v is at most r ‖v‖,
-        r = sqrt(1 - k/d), so e never exceeds rX/(1 - r), and what is sent X/(1 - r).
-        """
-        inner = self.inner.bounds(self._longest_round(task), terms)
-        d = len(task.vectors["w"])
-        longest = {name: inner.longest(name, task.vectors) for name in inner.vectors}
-        vectors, numbers = dict[str, float](), dict(inner.numbers)
-        for name, most in longest.items():
-            if self._kind == "topk":
-                left_out = math.sqrt(1 - math.ceil(self._keep * d) / d)
-                # Twice, as what was rounded in earlier rounds was rounded near other models.
-                vectors[name] = 2 * most / (1 - left_out)
-                # Places have no length; `opened` checks them.
-                vectors[_PREFIX + name] = math.inf
-            elif self._kind == "float16":
-                vectors[name] = most * (1 + 2**-11 + 2**-24 * math.sqrt(d))
-                numbers[_PREFIX + name] = reach.range_between(0.0, 2 * most)
-            else:
-                vectors[name] = most * (1 + math.sqrt(d) / _LEVELS)
-                numbers[_PREFIX + name] = reach.range_between(0.0, most / _LEVELS)
-        return replace(inner, vectors=vectors, numbers=numbers)
-
-    def _longest_round(self, task: Task) -> Task:
-        """Return a task of as many steps as any round's, whose leavings topk may still send."""
-        if self._kind != "topk" or "local_steps" not in task.numbers:
-            return task
-        return replace(task, numbers={**task.numbers, "local_steps": self.inner.steps()})
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """Return a site's reply and its next memory."""
@@ -354,19 +321,6 @@ class Gridded(MethodWrapper):
         super().__init__(inner, coded=up, units=units if up else 0.0)
         self._up = up
         self._weights = dict[_Question, NoiseWeights]()
-
-    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
-        """Return what an honest reply can be: a coordinate is rounded by half a step at most."""
-        inner = self.inner.bounds(task, terms)
-        if not self._up:
-            return inner
-        terms = terms.at(task.round)
-        variances = terms.noise_variance, terms.opening.noise_variance if terms.openings else 0.0
-        half = 0.5 * math.sqrt(len(task.vectors["w"]))
-        found = self._weights_of(task)
-        rounding = {n: half * _step(weight, *variances) for n, weight in found.items()}
-        vectors = {n: most + rounding[n] for n, most in inner.vectors.items()}
-        return replace(inner, vectors=vectors)
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """Return a site's reply and its next memory."""

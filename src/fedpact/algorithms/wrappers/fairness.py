@@ -8,7 +8,6 @@ in the server's state where it is one for all (algorithms.common.fairness.FairRe
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import TypeVar
 
 from pydantic import ConfigDict, Field
@@ -17,7 +16,7 @@ from torch import Tensor
 from fedpact.algorithms.common.fairness import FairOracle, FairRelease, WeightRule, weighting
 from fedpact.algorithms.wrappers.base import Method, MethodWrapper, join, split_state
 from fedpact.common.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms
+from fedpact.privacy.oracle import Oracle
 
 _PREFIX = "fair/"
 
@@ -59,13 +58,6 @@ class FairMethod(MethodWrapper):
         """Return what every site is told."""
         own, rest = split_state(state, _PREFIX)
         return join(own, _PREFIX, self.inner.task(rest))
-
-    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
-        """Return what an honest reply to the task can be, of a site with these terms. A record's
-        weight stays within its clip, so the vectors' do not change."""
-        inner = self.inner.bounds(task, terms)
-        ranges = _named(self._fairness.ranges(terms))
-        return replace(inner, numbers={**inner.numbers, **ranges})
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """Return a site's reply and its next memory."""

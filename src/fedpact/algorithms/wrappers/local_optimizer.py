@@ -44,10 +44,7 @@ from fedpact.privacy.oracle import (
     BatchAround,
     Oracle,
     OracleWrapper,
-    ReplyBounds,
-    Terms,
     Weighting,
-    reach,
 )
 
 _PREFIX: Final = "heads/"
@@ -184,14 +181,6 @@ class Stepped(MethodWrapper):
     def __init__(self, inner: Method, local: LocalSettings, rounds: int) -> None:
         super().__init__(inner)
         self._local, self._rounds = local, rounds
-
-    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
-        """Return what an honest reply to the task can be, of a site with these terms."""
-        inner, steps = self.inner.bounds(task, terms), self.inner.steps()
-        done, total = (task.round - 1) * steps, self._rounds * steps
-        longer = max(self._local.factor(done + k, total) for k in range(1, steps + 1))
-        longer *= reach.geometric(self._local.momentum, steps)
-        return replace(inner, vectors={n: longer * far for n, far in inner.vectors.items()})
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """Return a site's reply and its next memory."""

@@ -30,7 +30,7 @@ from fedpact.common.errors import PlanError
 from fedpact.common.messages import Local, Reply, State, Task, join, split_state
 from fedpact.data.features.settings import FeatureSettings
 from fedpact.privacy import column_scales
-from fedpact.privacy.oracle import Oracle, Records, ReplyBounds, Terms, reach
+from fedpact.privacy.oracle import Oracle, Range, Records, Terms, nearly
 from fedpact.privacy.settings import Privacy
 
 CONSTANTS: Final = "columns/constants"
@@ -88,19 +88,12 @@ class Released(MethodWrapper):
         own, rest = split_state(state, _PREFIX)
         return join(own, _PREFIX, self.inner.task(rest))
 
-    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
-        """Return what an honest reply to the task can be, of a site with these terms. A record's
-        part is at most Δ long, and N_i of them and noise are sent."""
+    def public_numbers(self, task: Task, terms: Terms) -> Mapping[str, Range]:
+        """Return the numbers of a reply that follow from the task and a site's terms."""
         if task.round:
-            return self.inner.bounds(_without(task), terms)
+            return self.inner.public_numbers(_without(task), terms)
         noise = 0.0 if terms.columns is None else column_scales.deviation(terms.columns)
-        said = self._said(noise, terms.size)
-        numbers = {name: reach.widen(value) for name, value in said.items()}
-        if terms.columns is None:
-            return ReplyBounds({}, numbers)
-        longest = reach.RECORDS * column_scales.most_moved(self.count)
-        release = reach.Release(longest, noise / terms.size)
-        return ReplyBounds({_MEANS: said[_PART] * release.longest(2 * self.count)}, numbers)
+        return {name: nearly(value) for name, value in self._said(noise, terms.size).items()}
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """Return a site's reply and its next memory."""

@@ -5,7 +5,7 @@ Solvers other than plain SGD are the controller's business too: its sites find o
 that w - w_i is not η Σ g, and send a bound of their divergence in place of it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, Self
 
 from pydantic import model_validator
@@ -16,7 +16,7 @@ from fedpact.algorithms.common.tau_control import Ali, Controller
 from fedpact.algorithms.wrappers.base import Method, MethodWrapper
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Oracle, ReplyBounds, Terms
+from fedpact.privacy.oracle import Oracle, Range, Terms
 
 
 class ControlSettings(Ali):
@@ -65,9 +65,10 @@ class Controlled(MethodWrapper):
         """Return what every site is told."""
         return self._controller.task(state, self.inner.task)
 
-    def bounds(self, task: Task, terms: Terms) -> ReplyBounds:
-        """Return what an honest reply to the task can be, of a site with these terms."""
-        return self._controller.bounds(task, terms, self.inner.bounds(task, terms))
+    def public_numbers(self, task: Task, terms: Terms) -> Mapping[str, Range]:
+        """Return the numbers of a reply that follow from the task and a site's terms."""
+        own = self._controller.public_numbers(task, terms)
+        return {**self.inner.public_numbers(task, terms), **own}
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         """Return a site's reply and its next memory."""

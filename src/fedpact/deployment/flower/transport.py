@@ -111,7 +111,6 @@ class FlowerTransport:
         # The final model goes to whoever is there.
         least = 0 if any_task.algorithm in FREE else patience.least_replies
         form = self._form(any_task)
-        self._admission.check(form, any_task)
         this = PendingRequests(tasks, self._faults(tasks, form), least)
         self._turn_away(this)
         self._wait_for_all()
