@@ -50,7 +50,6 @@ from fedpact.evaluation.tasks import TaskSettings
 from fedpact.models.initial import InitialSettings
 from fedpact.models.views import ViewSettings
 from fedpact.models.zoo import LogisticSettings
-from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import FullDataRelease, Terms
 
@@ -309,8 +308,8 @@ class Plan(ShownPlan, BaseModel):
         self.privacy.check_sites(names)
         self.privacy.check_shared(self.secure_aggregation.threshold, len(names))
         each = self.participants(names).rounds(self.rounds)
-        requests = (self.request(name, sizes[name], names, each[name]) for name in names)
-        result = {request.site: self.privacy.terms(names, request) for request in requests}
+        unit = (self.terms_at_unit_noise(name, sizes[name], names, each[name]) for name in names)
+        result = {asked.site: self.privacy.terms(names, asked) for asked in unit}
         return self.privacy.together(result)
 
     @cached_property
@@ -323,22 +322,26 @@ class Plan(ShownPlan, BaseModel):
             return None
         return self.evaluation.terms(self.rounds, self.budget.spare_rounds, self.privacy.accountant)
 
-    def request(self, name: str, size: float, names: tuple[str, ...], rounds: int) -> TermsRequest:
-        """Return what one of these sites' terms follow from. rounds: that it takes part in."""
+    def terms_at_unit_noise(
+        self, name: str, size: float, names: tuple[str, ...], rounds: int
+    ) -> Terms:
+        """Return one of these sites' terms, but for the base σ. rounds: that it takes part in."""
         mode, spare = self.privacy.mode, self.budget.spare_rounds if rounds else 0
         if mode == "none":
             raise PlanError('privacy.mode = "none": a plain run has no terms')
         facts = self.method.facts
-        return TermsRequest(
+        opening = facts.opening if rounds + spare else None
+        return Terms(
             site=name,
             size=size,
             rate=self.rate(name, size),
             clip=self.privacy.clip,
             clips=self.privacy.clips(self.rounds),
-            channels=facts.channels,
+            sigmas=facts.channels,
             steps=facts.iterations or (rounds + spare) * self.method.steps(),
-            opening=facts.opening,
-            openings=rounds + spare if facts.opening else 0,
+            opening_rate=opening.rate if opening else 1.0,
+            opening_sigmas=opening.channels if opening else {},
+            openings=rounds + spare if opening else 0,
             budget=self.privacy.budget(name, names),
             accountant=self.privacy.accountant,
             mechanism=mode,

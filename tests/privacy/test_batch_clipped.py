@@ -27,9 +27,10 @@ from fedpact.privacy.accounting.accountant import Accountant, Budget
 from fedpact.privacy.accounting.calibration import smallest_sigma
 from fedpact.privacy.batches import BatchClippedKernel, clip_for
 from fedpact.privacy.mechanisms import sensitivity
+from fedpact.privacy.noise import calibrate
+from fedpact.privacy.noise import with_noise as given_noise
 from fedpact.privacy.oracle import Fair, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy
-from fedpact.privacy.request import TermsRequest
 from fedpact.privacy.terms import Terms
 
 LEVEL = 1e-6
@@ -196,7 +197,7 @@ COMMON: dict[str, Any] = {
     "size": 5000.0,
     "clip": CLIP,
     "rate": 0.015,
-    "channels": {"gradient": 1.0},
+    "sigmas": {"gradient": 1.0},
     "steps": 300,
     "budget": Budget(2.0, 1e-5),
     "mechanism": "batch_clipped",
@@ -204,11 +205,11 @@ COMMON: dict[str, Any] = {
 
 
 def calibrated(**asked: Any) -> Terms:
-    return TermsRequest(**asked).calibrate()
+    return calibrate(Terms(**asked))
 
 
 def with_noise(sigma: float, **asked: Any) -> Terms:
-    return TermsRequest(**asked).with_noise(sigma)
+    return given_noise(Terms(**asked), sigma)
 
 
 def recount(rate: float, multiplier: float, steps: int, accountant: Accountant) -> float:
@@ -240,13 +241,13 @@ def test_calibration_spends_the_budget_at_half_of_sigma(
 
 def test_other_channels_on_the_batch_keep_their_own_sensitivity() -> None:
     terms = with_noise(
-        **COMMON | {"channels": {"gradient": 1.0, "loss": 2.5, "below": 10.0}},
+        **COMMON | {"sigmas": {"gradient": 1.0, "loss": 2.5, "below": 10.0}},
         sigma=4.0,
         accountant="best",
     )
     assert terms.multipliers == {"gradient": 2.0, "loss": 10.0, "below": 40.0}
     assert terms.event.sigma == pytest.approx((2.0**-2 + 10.0**-2 + 40.0**-2) ** -0.5, rel=1e-12)
-    whole = calibrated(**COMMON | {"channels": {"gradient": 1.0, "loss": 2.5}}, accountant="best")
+    whole = calibrated(**COMMON | {"sigmas": {"gradient": 1.0, "loss": 2.5}}, accountant="best")
     least = smallest_sigma(Budget(2.0, 1e-5), 0.015, 300)
     assert least <= whole.event.sigma <= least * (1 + 1e-12)
 
@@ -256,7 +257,7 @@ def test_a_channel_without_a_known_sensitivity_is_refused() -> None:
         with pytest.raises(PlanError, match="'difference' has no known sensitivity"):
             dataclasses.replace(TERMS, sigmas=sigmas)
         with pytest.raises(PlanError, match="'difference' has no known sensitivity"):
-            calibrated(**COMMON | {"channels": sigmas}, accountant="best")
+            calibrated(**COMMON | {"sigmas": sigmas}, accountant="best")
 
 
 def test_policys_smallest_sigma_applies_to_the_multiplier() -> None:

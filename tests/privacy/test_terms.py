@@ -12,7 +12,8 @@ from dp_accounting.rdp import RdpAccountant
 
 from fedpact.common.errors import InputError, PlanError
 from fedpact.privacy.accounting.accountant import Accountant, Budget
-from fedpact.privacy.request import TermsRequest
+from fedpact.privacy.noise import calibrate
+from fedpact.privacy.noise import with_noise as given_noise
 from fedpact.privacy.terms import Terms
 
 ONE = {"gradient": 1.0}
@@ -22,7 +23,7 @@ COMMON: dict[str, Any] = {
     "size": 5000.0,
     "clip": 0.1,
     "rate": 0.015,
-    "channels": THREE,
+    "sigmas": THREE,
     "steps": 300,
     "budget": Budget(2.0, 1e-5),
     "accountant": "best",
@@ -35,11 +36,11 @@ def sigma_of(terms: Terms) -> float:
 
 
 def calibrated(**asked: Any) -> Terms:
-    return TermsRequest(**asked).calibrate()
+    return calibrate(Terms(**asked))
 
 
 def with_noise(sigma: float, **asked: Any) -> Terms:
-    return TermsRequest(**asked).with_noise(sigma)
+    return given_noise(Terms(**asked), sigma)
 
 
 def recount(terms: Terms, steps: int, kind: Accountant) -> float:
@@ -73,7 +74,7 @@ def test_calibrated_terms_keep_the_budget_and_spend_it(
     budget: Budget,
 ) -> None:
     asked: dict[str, Any] = {"rate": rate, "steps": steps, "budget": budget}
-    terms = calibrated(**(COMMON | asked | {"channels": channels, "accountant": accountant}))
+    terms = calibrated(**(COMMON | asked | {"sigmas": channels, "accountant": accountant}))
     assert terms.steps == steps
     # Both are upper bounds, from different grids; calibration stops within 0.02 % of the boundary.
     assert recount(terms, steps, accountant) <= budget.epsilon * (1 + 1e-4)
@@ -91,16 +92,16 @@ def test_channels_share_the_noise_in_the_stated_ratios() -> None:
     assert terms.event.q == 0.015
     assert terms.event.sigma == pytest.approx(sigma_of(terms), rel=1e-14)
     # One channel at σ_joint costs the same: the calibration is that of the joint event.
-    alone = calibrated(**(COMMON | {"channels": ONE}))
+    alone = calibrated(**(COMMON | {"sigmas": ONE}))
     assert terms.event.sigma == pytest.approx(alone.event.sigma, rel=1e-14)
     assert terms.event.sigma >= alone.event.sigma
 
 
 @pytest.mark.parametrize("spread", [1e-6, 1e-3, 1 / 3, 7.0, 1e6])
 def test_rounding_never_lowers_the_joint_noise(spread: float) -> None:
-    alone = calibrated(**(COMMON | {"channels": ONE})).event.sigma
+    alone = calibrated(**(COMMON | {"sigmas": ONE})).event.sigma
     for ratio in (spread, spread * math.pi, spread / 7):
-        terms = calibrated(**(COMMON | {"channels": {"gradient": 1.0, "loss": ratio}}))
+        terms = calibrated(**(COMMON | {"sigmas": {"gradient": 1.0, "loss": ratio}}))
         assert alone <= terms.event.sigma <= alone * (1 + 1e-12)
 
 
@@ -117,7 +118,7 @@ def test_epsilon_after_rounds_bounds_a_recount() -> None:
 
 @pytest.mark.parametrize("accountant", ["best", "rdp"])
 def test_given_noise_takes_as_many_steps_as_the_budget_allows(accountant: Accountant) -> None:
-    asked = COMMON | {"sigma": 1.1, "channels": ONE, "accountant": accountant}
+    asked = COMMON | {"sigma": 1.1, "sigmas": ONE, "accountant": accountant}
     most = with_noise(**(asked | {"steps": 10**6}))
     assert most.sigmas == {"gradient": 1.1}
     assert recount(most, most.steps, accountant) <= 2.0 * (1 + 1e-4)
@@ -132,7 +133,7 @@ def test_given_noise_is_the_gradients() -> None:
     terms = with_noise(**COMMON, sigma=2.0)
     assert terms.sigmas == {"gradient": 2.0, "loss": 5.0, "below": 20.0}
     # The paper's pair: σ = 2 with σ_l = 5 on the same batch is σ_joint = 1.857.
-    pair = with_noise(**(COMMON | {"channels": {"gradient": 1.0, "loss": 2.5}}), sigma=2.0)
+    pair = with_noise(**(COMMON | {"sigmas": {"gradient": 1.0, "loss": 2.5}}), sigma=2.0)
     assert pair.event.q == 0.015
     assert pair.event.sigma == pytest.approx(1.857, abs=5e-4)
 
@@ -169,12 +170,18 @@ def test_terms_without_any_noise_name_no_event() -> None:
 
 @pytest.mark.parametrize("ratio", [0.0, -1.0, math.nan, math.inf])
 def test_channels_are_ratios(ratio: float) -> None:
-    channels = {"gradient": 1.0, "loss": ratio}
-    with pytest.raises(InputError, match=r"channels\['loss'\] is"):
-        calibrated(**(COMMON | {"channels": channels}))
-    with pytest.raises(InputError, match=r"channels\['loss'\] is"):
-        with_noise(**(COMMON | {"channels": channels}), sigma=1.0)
-    for none in (calibrated, with_noise):
-        extra = {} if none is calibrated else {"sigma": 1.0}
-        with pytest.raises(PlanError, match="channels is empty"):
-            none(**(COMMON | {"channels": {}}), **extra)
+    asked = COMMON | {"sigmas": {"gradient": 1.0, "loss": ratio}}
+    for found in (lambda: calibrated(**asked), lambda: with_noise(**asked, sigma=1.0)):
+        with pytest.raises(InputError, match=r"sigmas(\['loss'\])? is .*expected"):
+            found()
+
+
+@pytest.mark.parametrize("none", [{}, {"gradient": 0.0}])
+def test_nothing_is_calibrated_without_any_noise(none: dict[str, float]) -> None:
+    """Terms without noise describe an exact twin; scaled, they would stay so."""
+    for found in (
+        lambda: calibrated(**(COMMON | {"sigmas": none})),
+        lambda: with_noise(**(COMMON | {"sigmas": none}), sigma=1.0),
+    ):
+        with pytest.raises(InputError, match="sigma"):
+            found()

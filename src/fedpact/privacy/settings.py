@@ -21,7 +21,7 @@ from fedpact.privacy.accounting.accountant import (
 )
 from fedpact.privacy.accounting.group_privacy import MOST_RECORDS, PERSON_RECORDS
 from fedpact.privacy.mechanisms import MECHANISMS, mechanism_of
-from fedpact.privacy.request import TermsRequest
+from fedpact.privacy.noise import calibrate, with_noise
 from fedpact.privacy.terms import FullDataRelease, Terms
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -313,19 +313,20 @@ class Privacy(BaseModel):
             column_scales.release(released, of, self.accountant, self.column_share, 1)
         )
 
-    def terms(self, sites: tuple[str, ...], request: TermsRequest) -> Terms:
+    def terms(self, sites: tuple[str, ...], asked: Terms) -> Terms:
         """Return one of these sites' terms: with σ_i where it is given, else calibrated.
 
-        A site that is never asked has those of a single round, and nothing reserved.
+        asked: the same at unit noise (privacy.noise). A site that is never asked has the noise of a
+        single round, and nothing reserved.
         Raises PlanError: a given σ does not allow a single step.
         """
-        once = replace(request, steps=1, opening=None, openings=0)
-        asked = request if request.steps else once
-        sigma = self.per_site.get(request.site, SiteGrant()).sigma
+        once = replace(asked, steps=1, opening_sigmas={}, openings=0)
+        planned = asked if asked.steps else once
+        sigma = self.per_site.get(asked.site, SiteGrant()).sigma
         if sigma is None and self.sigma is not None:
-            sigma = _at(self.sigma, sites.index(request.site))
-        found = asked.calibrate() if sigma is None else asked.with_noise(sigma)
-        return found if request.steps else replace(found, steps=0)
+            sigma = _at(self.sigma, sites.index(asked.site))
+        found = calibrate(planned) if sigma is None else with_noise(planned, sigma)
+        return found if asked.steps else replace(found, steps=0)
 
     def together(self, each: dict[str, Terms]) -> dict[str, Terms]:
         """Return the terms of all sites: where they share the noise out, with that of the loudest.

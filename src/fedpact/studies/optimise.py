@@ -14,6 +14,7 @@ from fedpact.privacy.accounting.planner import (
     useful_rounds,
 )
 from fedpact.privacy.mechanisms import mechanism_of
+from fedpact.privacy.noise import calibrate
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.studies.circumstances import sigma_together
@@ -86,9 +87,9 @@ def _calibrated(scene: SimulationSetup, terms: Terms, one: Choice, rounds: int) 
         whose = list({one.budget: one for one in scene.terms.values()}.values())
     sigmas = list[float]()
     for each in whose:
-        asked = plan.request(each.site, each.size, tuple(scene.terms), rounds)
+        asked = plan.terms_at_unit_noise(each.site, each.size, tuple(scene.terms), rounds)
         steps = asked.steps // plan.method.steps() * one.local_steps
-        sigmas.append(replace(asked, rate=one.rate, steps=steps).calibrate().event.sigma)
+        sigmas.append(calibrate(replace(asked, rate=one.rate, steps=steps)).event.sigma)
     return replace(one, sigma=max(sigmas))
 
 
