@@ -19,9 +19,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import fedpact
-from fedpact.cli import commands
-from fedpact.common import reference
-from fedpact.studies.starting_plan import toml
+from fedpact.cli import commands, reference
+from fedpact.common.format import toml
 
 ROOT = Path(__file__).parents[1]
 _INDEX = "index.md"
@@ -108,8 +107,8 @@ def _lists(markdown: str) -> str:
 
 def _configuration() -> Iterator[str]:
     yield "# Configuration\n\n"
-    yield "Every key of a plan. `fedpact init` writes them into a file, `fedpact settings` shows "
-    yield "them on the command line, `--set TABLE.KEY=VALUE` sets one for a single run.\n\n"
+    yield "Every key of a plan. `fedpact init --all` writes them into a file, `fedpact settings` "
+    yield "shows them on the command line, `--set TABLE.KEY=VALUE` sets one for a single run.\n\n"
     for table in reference.tables():
         yield from _table(table, f"[{table.name}]" if table.name else "Outside of all tables")
 

@@ -45,6 +45,7 @@ ALGORITHMS_MAY_IMPORT = (
     "privacy.accounting",
     "common.messages",
     "common.check",
+    "common.configuration",
     "common.errors",
 )
 ACCOUNTING = "fedpact.privacy.accounting"

@@ -4,11 +4,11 @@ import json
 import numpy as np
 import pytest
 
-from fedpact.common import reference
+from fedpact.cli import reference
+from fedpact.cli.reference import algorithm, everything
 from fedpact.common.configuration import read_configuration
 from fedpact.common.errors import PlanError
 from fedpact.common.format import toml_key
-from fedpact.common.reference import algorithm, everything
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
 

@@ -12,7 +12,7 @@ import pytest
 import fedpact
 from fedpact.algorithms import names
 from fedpact.cli import commands
-from fedpact.common.reference import everything
+from fedpact.cli.reference import everything
 
 ROOT = Path(__file__).parents[1]
 NOWHERE = "http://127.0.0.1:9"

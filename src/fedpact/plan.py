@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
@@ -29,6 +29,7 @@ from fedpact.common import configuration
 from fedpact.common.about import About
 from fedpact.common.configuration import (
     DEFAULTS_KEY,
+    FROZEN,
     defaults_used,
     find_typed_keys,
     flatten,
@@ -99,41 +100,37 @@ def _figures(plan: Any) -> list[CardFigure]:
 
 _RATE = 0.5  # q where neither it nor a batch size is given
 
-_FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
 
 class Plan(ShownPlan, BaseModel):
-    """A whole run: what to train on what, how long. A mistake raises PlanError, which names all.
+    """A whole run: what to train on what, how long. A mistake raises PlanError, which names all."""
 
-    data: a data set's name (`fedpact data list`), or a .csv, .parquet or .npz file.
-    label: the column of a table that is to be predicted. site: the column that names a record's
-    site, for partition.kind = "natural". person: the column that says whose a record is.
-    model: logistic, mlp, cnn, cnn_group_norm, cnn_padded, ngram, lstm, transformer, or one of your
-    own as package.module:factory, factory(shape, classes) -> nn.Module.
-    algorithm: its name; `fedpact algorithms` lists them.
-    rounds: T, how often the sites are asked. sites: K, how many there are in a simulation.
-    sites_per_round: m, how many of the sites take part in a round, drawn anew for each from the
-    seed and its number, so that anybody can tell who; left out, all of them do.
-    seed: what a simulation draws from, so that it can be repeated bit for bit.
-    sampling_rate: q, each record's chance to be in a batch; 0.5 where batch_size is left out too.
-    batch_size: B, the expected size of a batch, in place of q: q_i = B / N_i.
-    settings: the algorithm's own settings; `fedpact algorithms NAME` shows them.
-    policy: a TOML file with the policy that every simulated site has (policy.toml).
-    """
-
-    model_config = _FROZEN
+    model_config = FROZEN
     data: str = "digits"
+    """A data set's name (`fedpact data list`), or a .csv, .parquet or .npz file."""
     label: str | None = None
+    """The column of a table that is to be predicted."""
     site: str | None = None
+    """The column that names a record's site, for partition.kind = "natural"."""
     person: str | None = None
+    """The column that says whose a record is."""
     model: Named = "logistic"
+    """logistic, mlp, cnn, cnn_group_norm, cnn_padded, ngram, lstm, transformer, or one of your
+    own as package.module:factory, factory(shape, classes) -> nn.Module."""
     algorithm: str = "fedavg"
+    """Its name; `fedpact algorithms` lists them."""
     rounds: int = Field(default=30, ge=1)
+    """T, how often the sites are asked."""
     sites: int = Field(default=5, ge=1)
+    """K, how many there are in a simulation."""
     sites_per_round: int | None = Field(default=None, ge=1)
+    """m, how many of the sites take part in a round, drawn anew for each from the seed and its
+    number, so that anybody can tell who; left out, all of them do."""
     seed: int = Field(default=0, ge=0, lt=2**63)
+    """What a simulation draws from, so that it can be repeated bit for bit."""
     sampling_rate: float | None = Field(default=None, gt=0, le=1)
+    """q, each record's chance to be in a batch; 0.5 where batch_size is left out too."""
     batch_size: float | None = Field(default=None, gt=0)
+    """B, the expected size of a batch, in place of q: q_i = B / N_i."""
     about: About = About()
     records: PlanRecords = PlanRecords()
     initial: InitialSettings = InitialSettings()
@@ -144,6 +141,7 @@ class Plan(ShownPlan, BaseModel):
     partition: PartitionSettings = PartitionSettings()
     logistic: LogisticSettings = LogisticSettings()
     settings: dict[str, Any] = Field(default_factory=dict)
+    """The algorithm's own settings; `fedpact algorithms NAME` shows them."""
     privacy: Privacy = Privacy()
     fairness: FairnessSettings = FairnessSettings()
     control: ControlSettings = ControlSettings()
@@ -155,6 +153,7 @@ class Plan(ShownPlan, BaseModel):
     budget: Limits = Limits()
     run: Running = Running()
     policy: str | None = None
+    """A TOML file with the policy that every simulated site has (policy.toml)."""
 
     def __init__(self, **raw: Any) -> None:
         try:

@@ -10,8 +10,8 @@ import click
 import pytest
 
 from fedpact.cli import commands
+from fedpact.cli.reference import check_keys
 from fedpact.common.errors import FedpactError
-from fedpact.common.reference import check_keys
 
 # Each takes longer to import than an answer may take.
 HEAVY = {
@@ -30,13 +30,20 @@ main()
 def call(*arguments: str) -> tuple[int, str, str, set[str]]:
     """Exit code, what was printed and the modules that were loaded, in a process of its own."""
     command = [sys.executable, "-c", CALL, json.dumps(arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     *printed, modules = done.stdout.splitlines()
     return done.returncode, "\n".join(printed), done.stderr, set(json.loads(modules))
 
 
 def top(modules: set[str]) -> set[str]:
     return {name.split(".")[0] for name in modules}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reference_is_kept():
+    """What is read of the classes is read once, by whoever asks first; with torch."""
+    assert call("settings", "privacy")[0] == 0
 
 
 @pytest.mark.parametrize(

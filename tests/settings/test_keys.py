@@ -1,39 +1,11 @@
 """Keys that are checked without importing the classes are the keys that the classes have."""
 
-from typing import get_args
-
 import pytest
-from pydantic import BaseModel
 
 from fedpact import algorithms
+from fedpact.cli.reference import check_keys
 from fedpact.common.errors import PlanError
-from fedpact.common.reference import check_keys, keys
 from fedpact.plan import Plan
-
-
-def tables(model: type[BaseModel]) -> list[type[BaseModel]]:
-    """A class of settings with those of all its tables."""
-    found = [model]
-    for field in model.model_fields.values():
-        for form in (field.annotation, *get_args(field.annotation)):
-            if isinstance(form, type) and issubclass(form, BaseModel):
-                found += tables(form)
-    return found
-
-
-MODELS = [*tables(Plan), *(algorithms.load(name).Settings for name in algorithms.names())]
-
-
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model.__module__}.{model.__name__}")
-def test_the_sources_have_the_keys_of_the_class(model):
-    assert set(keys((model.__module__, model.__name__))) == set(model.model_fields)
-
-
-def test_every_table_of_a_plan_is_known_as_one():
-    known = keys(("fedpact.plan", "Plan"))
-    for name, field in Plan.model_fields.items():
-        own = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        assert (known[name] is not None) == own, name
 
 
 def refused(by, *overrides: str) -> str:
@@ -103,14 +75,6 @@ def test_every_mistyped_key_is_named():
 )
 def test_what_is_no_mistyped_key_is_left_to_the_plan(overrides):
     check_keys(None, overrides)
-
-
-def test_class_unknown_to_the_sources_is_left_to_the_plan(tmp_path):
-    with pytest.raises(LookupError):
-        keys(("fedpact.privacy.settings", "Nobody"))
-    # A base from elsewhere may have any fields.
-    with pytest.raises(LookupError):
-        keys(("fedpact.common.errors", "InputError"))
 
 
 def test_a_configuration_that_is_no_table_is_left_to_the_plan(tmp_path):

@@ -4,79 +4,74 @@ import json
 import math
 import re
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Literal
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 
 from fedpact import algorithms
 from fedpact.algorithms.wrappers.base import Method
+from fedpact.cli import reference
+from fedpact.cli.commands.settings import starting_plan
 from fedpact.cli.main import app
-from fedpact.common import reference
-from fedpact.common.configuration import flatten
+from fedpact.common.configuration import flatten, write_toml
 from fedpact.common.errors import InputError, PlanError
-from fedpact.common.reference import declared_keys
-from fedpact.deployment.federation import Federation
-from fedpact.deployment.site_records import SiteSettings
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
-from fedpact.studies import starting_plan
-
-SETTINGS = [algorithms.load(name).Settings for name in algorithms.names()]
-CLASSES = [Plan, Federation, SiteSettings, Policy, *SETTINGS]
 
 
-def inner(model: type[BaseModel]) -> list[type[BaseModel]]:
-    """A class of settings with those of all tables in it, found through the running classes."""
-    found, asked = {model}, [field.annotation for field in model.model_fields.values()]
-    while asked:
-        part: Any = asked.pop()
-        asked += get_args(part)
-        if isinstance(part, type) and issubclass(part, BaseModel):
-            found |= set(inner(part))
-    return list(found)
+def in_words(tables: list[reference.KeyTable]) -> dict[str, reference.Key]:
+    return {key.name: key for table in tables for key in table.keys}
 
 
-ALL = sorted({one for model in CLASSES for one in inner(model)}, key=repr)
+def test_every_key_of_every_class_is_told_with_its_meaning():
+    stored = reference.read_classes()
+    every = [*stored["plan"], *(t for f in reference.FILES for t in stored[f])]
+    assert len(in_words(every)) > 150
+    every += [one.settings for one in stored["algorithms"].values()]
+    assert [key.name for table in every for key in table.keys if not key.meaning] == []
 
 
-SIGNS = {">": "gt", ">=": "ge", "<": "lt", "<=": "le"}
+def test_a_key_s_type_range_and_default_are_its_field_s():
+    class Inner(BaseModel):
+        """Of a name. More."""
+
+        model_config = ConfigDict(use_attribute_docstrings=True)
+        share: float | list[Annotated[float, Field(ge=0)]] | None = Field(default=None, lt=2**63)
+        """What it is."""
+
+    class Outer(BaseModel):
+        """All."""
+
+        kind: Literal["a", 3]
+        per_site: dict[str, Inner] = Field(default_factory=dict)
+        inner: Inner = Inner()
+
+    top, named, inner = reference.describe_class(Outer)
+    kind, per_site = top.keys
+    assert (kind.type, kind.required, kind.default) == ('"a" | 3', True, None)
+    assert (per_site.type, per_site.default, named.name) == ("table", {}, "per_site.NAME")
+    (share,) = inner.keys
+    assert share == reference.Key(
+        "inner.share", "number | [number, ...]", ">= 0, < 2^63", None, False, "What it is."
+    )
+    assert inner.about == "Of a name."
 
 
-def limits(text: str) -> dict[str, float]:
-    pairs = re.findall(r"([<>]=?) (\S+?)(?:,|$| and)", text)
-    return {SIGNS[sign]: eval(value.replace("^", "**")) for sign, value in pairs}
-
-
-@pytest.mark.parametrize("model", ALL, ids=lambda model: f"{model.__module__}.{model.__name__}")
-def test_default_range_and_optionality_match_the_class(model):
-    known = declared_keys((model.__module__, model.__name__))
-    assert list(known) == list(model.model_fields)
-    for name, field in model.model_fields.items():
-        form, default = reference.form(known[name]), reference.find_default(known[name])
-        assert (default is reference.REQUIRED) == field.is_required(), name
-        if not field.is_required() and form.table is None:
-            assert default == field.get_default(call_default_factory=True), name
-        assert limits(form.range) == asked_of(field), name
-        left_out = not field.is_required() and field.default is None
-        assert form.optional == left_out, name
-
-
-def asked_of(field: Any) -> dict[str, float]:
-    """The bounds of a field and of the forms that it may have."""
-    found: dict[str, float] = {}
-    asked = [field]
-    while asked:
-        part = asked.pop()
-        asked += [*get_args(part), *getattr(part, "metadata", ())]
-        found |= {
-            n: v for n in SIGNS.values() if isinstance(v := getattr(part, n, None), int | float)
-        }
-        asked += [part.annotation] if hasattr(part, "annotation") else []
-    return found
+def test_what_was_read_is_kept_until_a_source_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(reference, "_KEPT", tmp_path / "reference.json")
+    monkeypatch.setattr(reference.sys, "dont_write_bytecode", False)
+    first = reference.read_stored()
+    monkeypatch.setattr(reference, "read_classes", lambda: pytest.fail("read again"))
+    kept = reference.read_stored()
+    assert json.dumps(kept, default=asdict) == json.dumps(first, default=asdict)
+    monkeypatch.setattr(reference, "_stamp", lambda: "another state of the sources")
+    with pytest.raises(pytest.fail.Exception, match="read again"):
+        reference.read_stored()
 
 
 def uncommented(text: str) -> str:
@@ -84,14 +79,14 @@ def uncommented(text: str) -> str:
 
 
 def test_a_plan_to_begin_with_is_the_embedded_default():
-    assert Plan.parse(tomllib.loads(starting_plan.starting_plan())) == Plan.read(None)
+    assert Plan.parse(tomllib.loads(starting_plan())) == Plan.read(None)
 
 
 @pytest.mark.parametrize("name", algorithms.names())
 def test_all_of_its_comments_together_change_nothing(name):
     own = ["privacy.mode='none'"] if Method(name).facts.plain_only else []
     given = [f"algorithm={name}", *own]
-    raw = tomllib.loads(uncommented(starting_plan.starting_plan(given)))
+    raw = tomllib.loads(uncommented(starting_plan(given)))
     whole, plan = Plan.parse(raw), Plan.read(None, given)
     assert whole.document() | {"defaults": []} == plan.document() | {"defaults": []}
     # Every key with a default stands in it; what has none would not be TOML.
@@ -101,7 +96,7 @@ def test_all_of_its_comments_together_change_nothing(name):
 
 
 def test_named_tables_and_keys_without_default_list_names():
-    text = starting_plan.starting_plan()
+    text = starting_plan()
     for table in reference.tables():
         for key in table.keys:
             own = rf"^#? ?{key.last} =" if key.name != "settings" else r"^\[settings\]"
@@ -110,7 +105,7 @@ def test_named_tables_and_keys_without_default_list_names():
 
 def test_what_is_given_stands_in_it(tmp_path):
     given = ["records.columns.age={range=[0,120], scale='range'}", "privacy.per_site.a.epsilon=1.5"]
-    raw = tomllib.loads(starting_plan.starting_plan(given))
+    raw = tomllib.loads(starting_plan(given))
     assert raw["records"]["columns"]["age"] == {"range": [0, 120], "scale": "range"}
     assert raw["privacy"]["per_site"] == {"a": {"epsilon": 1.5}}
 
@@ -167,20 +162,6 @@ def test_settings_and_algorithms_print_what_there_is(capsys):
     assert "arXiv 1602.05629" in capsys.readouterr().out
 
 
-def test_a_key_that_no_docstring_names_has_no_meaning():
-    assert set(reference.parse_meanings("Of it. a: x: y; b, c: z.", ["a", "b", "c", "d"])) == {
-        "a",
-        "b",
-        "c",
-    }
-    assert reference.symbols("Title.\n\nClient does what it does") == {}
-
-
-def test_what_cannot_be_read_is_an_error_and_no_guess():
-    with pytest.raises(LookupError):
-        declared_keys(("fedpact.plan", "Plann"))
-
-
 @given(
     raw=st.dictionaries(
         st.text(max_size=4),
@@ -195,12 +176,12 @@ def test_what_cannot_be_read_is_an_error_and_no_guess():
 @example(raw={"a": math.inf, "b": {"c": [-math.inf]}})
 def test_a_written_configuration_reads_as_what_was_written(raw):
     """However its tables lie in each other, whatever its keys are called."""
-    assert tomllib.loads(starting_plan.configuration(raw, {})) == raw
+    assert tomllib.loads(write_toml(raw, {})) == raw
 
 
 def test_text_beside_a_key_is_a_comment():
     """A column may be called anything: a reason that names it ends no line and is no key."""
     odd = 'columns "a\nb = 3", c\x7f, d\x01\r\u2028 of no range'
-    written = starting_plan.configuration({"a": {"c": 2}}, {"a.c": odd})
+    written = write_toml({"a": {"c": 2}}, {"a.c": odd})
     assert tomllib.loads(written) == {"a": {"c": 2}}
     assert "b = 3" in written

@@ -17,9 +17,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor
 
+from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import PlanError, nearest
 from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Opening, Oracle, Range, Terms
@@ -105,7 +106,7 @@ class MethodFacts:
 class BaseSettings(BaseModel):
     """The base of every algorithm's Settings: frozen, no unknown names, no conversion."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = FROZEN
 
     @property
     def step_size(self) -> float | None:

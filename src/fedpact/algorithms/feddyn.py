@@ -48,14 +48,12 @@ NEUTRAL: Neutral | None = None
 
 
 class Settings(fedprox.Settings):
-    """Symbols at the top. η α < 2, as in fedprox; the defaults have α = 1/(τη).
-
-    aggregation: sites count by their "size", N_i / Σ N, or alike ("uniform").
-    """
+    """Symbols at the top. η α < 2, as in fedprox; the defaults have α = 1/(τη)."""
 
     learning_rate: float = Field(default=0.2, gt=0)
     proximal: float = Field(default=1.0, gt=0)
     aggregation: Aggregation = "size"
+    """Sites count by their "size", N_i / Σ N, or alike ("uniform")."""
 
 
 def facts(settings: Settings) -> MethodFacts:

@@ -38,16 +38,14 @@ _UNUSED_BOUND = 10.0
 
 
 class Settings(BaseSettings):
-    """Symbols at the top.
-
-    fairness_weight: λ; 0 gives FedAvg. weight_rule: "fixed" weighs by 1 + λ (ℓ - F); "relative" by
-    1 + λ (ℓ/F - 1).
-    """
+    """Symbols at the top."""
 
     learning_rate: float = Field(default=0.5, gt=0)
     local_steps: int = Field(default=2, ge=1)
     fairness_weight: float = Field(default=0.1, ge=0)
+    """λ; 0 gives FedAvg."""
     weight_rule: WeightRule = "fixed"
+    """"fixed" weighs by 1 + λ (ℓ - F); "relative" by 1 + λ (ℓ/F - 1)."""
 
 
 def facts(settings: Settings) -> MethodFacts:

@@ -55,16 +55,14 @@ NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_weight": 
 
 
 class Settings(FairRelease, BaseSettings):
-    """Symbols at the top, and algorithms.common.fairness.FairRelease.
-
-    fairness_weight: λ; 0 gives DP-FedAvg. weight_rule: "fixed" weighs by 1 + λ (ℓ - F); "relative"
-    by 1 + λ (ℓ/F - 1).
-    """
+    """Symbols at the top, and algorithms.common.fairness.FairRelease."""
 
     learning_rate: float = Field(default=1.0, gt=0)
     local_steps: int = Field(default=1, ge=1)
     fairness_weight: float = Field(default=0.1, ge=0)
+    """λ; 0 gives DP-FedAvg."""
     weight_rule: WeightRule = "fixed"
+    """"fixed" weighs by 1 + λ (ℓ - F); "relative" by 1 + λ (ℓ/F - 1)."""
 
 
 def facts(settings: Settings) -> MethodFacts:

@@ -63,27 +63,27 @@ _SHORTEST = 2.0**-99
 
 
 class Settings(BaseSettings):
-    """Symbols at the top.
-
-    solver: what v_t is made of: "sarah", "svrg" or "sgd", see Client. iterate: which w_t is sent,
-    the "last" or a "random" one. learning_rate: η; left out, it is 1/(βL).
-    smoothness: L of the loss. step_divisor: β; Lemma 1 wants > 3. accuracy: θ, the local accuracy
-    that ends a round early; left out, τ does. difference_bound: K, the most that a record's
-    gradient changes over the distance moved; left out, L. opening_rate: each record's chance to be
-    in the opening.
-    """
+    """Symbols at the top."""
 
     solver: Literal["sarah", "svrg", "sgd"] = "sarah"
+    """What v_t is made of: "sarah", "svrg" or "sgd", see Client."""
     iterate: Literal["last", "random"] = "last"
+    """Which w_t is sent, the "last" or a "random" one."""
     smoothness: float = Field(default=1.0, gt=0)
+    """L of the loss."""
     step_divisor: float = Field(default=5.0, gt=0)
+    """β; Lemma 1 wants > 3."""
     learning_rate: float | None = Field(default=None, gt=0)
+    """η; left out, it is 1/(βL)."""
     proximal: float = Field(default=0.1, ge=0)
     local_steps: int = Field(default=10, ge=1)
     accuracy: float | None = Field(default=None, gt=0)
+    """θ, the local accuracy that ends a round early; left out, τ does."""
     difference_bound: float | None = Field(default=None, gt=0)
+    """K, the most that a record's gradient changes over the distance moved; left out, L."""
     opening_noise: float = Field(default=3.0, gt=0)
     opening_rate: float = Field(default=1.0, gt=0, le=1)
+    """Each record's chance to be in the opening."""
 
     @property
     def step_size(self) -> float:

@@ -52,18 +52,18 @@ NEUTRAL: Neutral | None = Neutral(
 
 
 class Settings(BaseSettings):
-    """Symbols at the top.
-
-    learning_rate: η_1; of every round, or of the first. step_schedule: "constant", or "inverse",
-    η_1/t in round t. aggregation: what a site counts by: its expected "batch_size", or so that the
-    sum has the "least_noise". bias_penalty: of least_noise, how much bias it is worth: the squared
-    length κ d, see privacy.accounting.planner.
-    """
+    """Symbols at the top."""
 
     learning_rate: float = Field(default=1.0, gt=0)
+    """η_1; of every round, or of the first."""
     step_schedule: Literal["inverse", "constant"] = "inverse"
+    """"constant", or "inverse", η_1/t in round t."""
     aggregation: Literal["batch_size", "least_noise"] = "batch_size"
+    """What a site counts by: its expected "batch_size", or so that the sum has the
+    "least_noise"."""
     bias_penalty: float = Field(default=1.0, gt=0)
+    """Of least_noise, how much bias it is worth: the squared length κ d, see
+    privacy.accounting.planner."""
 
 
 def facts(settings: Settings) -> MethodFacts:

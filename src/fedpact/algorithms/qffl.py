@@ -10,8 +10,7 @@ Symbols   paper  code               meaning, unit or range                      
                  least_loss         floor of F_i, > 0                           plan
           v_i    noise_variance     of a gradient's noise, a coordinate         the sites
           p_i    aggregation        N_i / Σ N ("size"), or even ("uniform")     plan
-          C_l    loss_bound         and what follows: see algorithms.common.fairness.LossRelease
-          plan
+          C_l    loss_bound         the first bound on a record's loss, > 0       plan
 Client    w_i ← w̄;  τ times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own; on the first one
           also F_i, the mean of clamp(ℓ_j(w̄), 0, C_l), + noise; then C_l moves as in fedfdp
           upload w_i, F_i and D_i = max(0, ‖w̄ - w_i‖² - τ η² d v_i)
@@ -57,18 +56,16 @@ _MOST_LOSS = 1e9
 
 
 class Settings(LossRelease, BaseSettings):
-    """Symbols at the top, and algorithms.common.fairness.LossRelease.
-
-    fairness_exponent: q, by whose power of its loss a site counts; 0 gives fedavg. least_loss: the
-    least that F_i is taken for. loss_bound: C_l⁰, the first bound on a record's loss. aggregation:
-    what sites count by beside: their "size", or "uniform".
-    """
+    """Symbols at the top, and algorithms.common.fairness.LossRelease."""
 
     learning_rate: float = Field(default=0.5, gt=0)
     local_steps: int = Field(default=1, ge=1)
     fairness_exponent: float = Field(default=1.0, ge=0, le=20)
+    """q, by whose power of its loss a site counts; 0 gives fedavg."""
     least_loss: float = Field(default=0.01, gt=0)
+    """The least that F_i is taken for."""
     aggregation: Aggregation = "size"
+    """What sites count by beside: their "size", or "uniform"."""
 
 
 def facts(settings: Settings) -> MethodFacts:

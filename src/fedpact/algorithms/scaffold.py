@@ -45,13 +45,11 @@ NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"local_steps": 1})
 
 
 class Settings(fedavg.Settings):
-    """Symbols at the top.
-
-    aggregation: sites count by their "size", N_i / Σ N, or alike ("uniform").
-    """
+    """Symbols at the top."""
 
     local_steps: int = Field(default=5, ge=1)
     aggregation: Aggregation = "size"
+    """Sites count by their "size", N_i / Σ N, or alike ("uniform")."""
 
 
 def facts(settings: Settings) -> MethodFacts:

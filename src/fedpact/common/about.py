@@ -28,29 +28,35 @@ def _written(day: object) -> object:
 
 
 class About(BaseModel):
-    """What people say of a run, for model card and registry; "" is not stated.
+    """What people say of a run, for model card and registry; "" is not stated."""
 
-    name: what the model is called. purpose: what it is for. data_version: which version of the data
-    set, whose name is the plan's data, or a site's data_set. curators: who publishes it; authors:
-    who fills in a registry's entry. published: YYYY-MM-DD. region, sector, curator_type: as the
-    registry of deployments asks them. licence: an identifier, as in apache-2.0. contact: whom to
-    write to.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
     name: OneLine = ""
+    """What the model is called."""
     purpose: OneLine = ""
+    """What it is for."""
     data_version: OneLine = ""
+    """Which version of the data set, whose name is the plan's data, or a site's data_set."""
     curators: list[OneLine] = Field(default_factory=list[str])
+    """Who publishes it."""
     curator_type: Literal["", "Government", "Industry", "Nonprofit"] = ""
+    """As the registry of deployments asks them."""
     region: OneLine = ""
+    """As the registry of deployments asks them."""
     sector: Literal[
         "", "Technology", "Healthcare", "Education", "Government", "Energy", "Finance"
     ] = ""
+    """As the registry of deployments asks them."""
     published: Annotated[str, BeforeValidator(_written)] = ""
+    """YYYY-MM-DD."""
     authors: list[OneLine] = Field(default_factory=list[str])
+    """Who fills in a registry's entry."""
     licence: OneLine = ""
+    """An identifier, as in apache-2.0."""
     contact: OneLine = ""
+    """Whom to write to."""
 
     @model_validator(mode="after")
     def _is_a_day(self) -> Self:

@@ -6,12 +6,23 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 from fedpact.common.errors import PlanError, nearest
+from fedpact.common.format import toml, toml_key
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel, ValidationError
+    from pydantic import BaseModel, ConfigDict, ValidationError
+
+# A plain dictionary, as who only reads a configuration does without pydantic.
+FROZEN: Final["ConfigDict"] = {
+    "frozen": True,
+    "extra": "forbid",
+    "strict": True,
+    "allow_inf_nan": False,
+    "use_attribute_docstrings": True,
+}
+"""What tables of settings have in common. The string below a field is its meaning."""
 
 _DEFAULT = Path(__file__).with_name("default.toml")
 
@@ -329,3 +340,37 @@ def _table_at(model: "type[BaseModel]", place: list[Any]) -> "type[BaseModel]":
             tables = (f for f in forms if isinstance(f, type) and issubclass(f, BaseModel))
             model = next(tables, model)
     return model
+
+
+def write_toml(raw: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
+    """Return a configuration as a file, a table in a table under its own head.
+
+    reasons: what is said beside a key, by its path ("privacy.clip").
+
+    >>> print(write_toml({"a": 1, "b": {"c": 2, "d e": {"f": True}}}, {"b.c": "so"}), end="")
+    a = 1
+    <BLANKLINE>
+    [b]
+    c = 2                           # so
+    <BLANKLINE>
+    [b."d e"]
+    f = true
+    """
+    return "\n".join(_toml_lines(raw, reasons, ())) + "\n"
+
+
+def _toml_lines(
+    table: Mapping[str, Any], reasons: Mapping[str, str], path: tuple[str, ...]
+) -> list[str]:
+    inner = {k: v for k, v in table.items() if isinstance(v, Mapping) and v}
+    own = {k: v for k, v in table.items() if k not in inner}
+    found = [f"[{'.'.join(map(toml_key, path))}]"] if path and own else []
+    for key, value in own.items():
+        line, why = f"{toml_key(key)} = {toml(value)}", reasons.get(".".join((*path, key)))
+        # It may name a table's columns, which are called as they please; a comment is one line.
+        told = "".join(c if c.isprintable() else " " for c in why or "")
+        found.append(f"{line:<31} # {told}" if told else line)
+    for key, value in inner.items():
+        below = _toml_lines(value, reasons, (*path, str(key)))
+        found += ["", *below] if found else below
+    return found

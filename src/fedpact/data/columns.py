@@ -33,18 +33,20 @@ _ABBREVIATED: Final = 3
 
 
 class FileColumn(BaseModel):
-    """A column of a site's file that stands for a declared one. See the module.
+    """A column of a site's file that stands for a declared one. See the module."""
 
-    column: its name in the file. factor: what its numbers are multiplied by, from the file's unit
-    to the declared one. offset: what is added to that. values: what stands in the file, as text,
-    and what the federation calls it; other cells stay what they are.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
     column: str
+    """Its name in the file."""
     factor: float = 1.0
+    """What its numbers are multiplied by, from the file's unit to the declared one."""
     offset: float = 0.0
+    """What is added to that."""
     values: dict[str, str | float] = Field(default_factory=dict[str, str | float])
+    """What stands in the file, as text, and what the federation calls it; other cells stay what
+    they are."""
 
     @model_validator(mode="before")
     @classmethod

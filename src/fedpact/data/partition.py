@@ -114,32 +114,35 @@ def _known(kind: str) -> str:
 class PartitionSettings(BaseModel):
     """How a simulation spreads records over sites.
 
-    kind: iid; dirichlet (each label by Dirichlet(beta) proportions); labels (labels_per_site labels
-    a site); shards (sorted by label, shards_per_site shards a site); power_law (sizes with density
-    ∝ s^-exponent in [smallest, largest], held-out records included, and labels_per_site labels if
-    given: FedProxVR's setting); natural (the data set's own sites).
-    beta: of dirichlet; the smaller, the more unlike the sites. labels_per_site: of labels and
-    power_law, how many labels a site has. shards_per_site: of shards, how many a site gets.
-    smallest, largest: of power_law, the sizes of the smallest and the largest site. exponent: of
-    power_law, s^-exponent is the density of sizes.
-    held_out: fraction of each site's records kept for evaluation, in [0, 1); at least one record
-    stays in training. Of persons, where the data set names them: each by itself, with all records.
-    "own", with kind = "natural": the test part that the data set has at each site, without persons
-    who are in training as well; with a fraction, that part takes no part in anything.
-
     A setting that the kind does not use is refused.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
 
     kind: Annotated[str, AfterValidator(_known)] = "iid"
+    """iid; dirichlet (each label by Dirichlet(beta) proportions); labels (labels_per_site
+    labels a site); shards (sorted by label, shards_per_site shards a site); power_law (sizes
+    with density ∝ s^-exponent in [smallest, largest], held-out records included, and
+    labels_per_site labels if given: FedProxVR's setting); natural (the data set's own sites)."""
     beta: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Of dirichlet; the smaller, the more unlike the sites."""
     labels_per_site: int | None = Field(default=None, ge=1)
+    """Of labels and power_law, how many labels a site has."""
     shards_per_site: int = Field(default=2, ge=1)
+    """Of shards, how many a site gets."""
     smallest: int | None = Field(default=None, ge=2)
+    """Of power_law, the sizes of the smallest and the largest site."""
     largest: int | None = Field(default=None, ge=2)
+    """Of power_law, the sizes of the smallest and the largest site."""
     exponent: float = Field(default=2.0, ge=0, le=20)
+    """Of power_law, s^-exponent is the density of sizes."""
     held_out: Annotated[float, Field(ge=0, lt=1)] | Literal["own"] = 0.2
+    """Fraction of each site's records kept for evaluation, in [0, 1); at least one record stays
+    in training. Of persons, where the data set names them: each by itself, with all records.
+    "own", with kind = "natural": the test part that the data set has at each site, without
+    persons who are in training as well; with a fraction, that part takes no part in anything."""
 
     @model_validator(mode="after")
     def _fits_the_kind(self) -> Self:

@@ -44,34 +44,32 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
-_FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
+from fedpact.common.configuration import FROZEN
 
 _OF_COLUMNS: Final = ("standard", "released", "one-hot")
 _BY_RANGE: Final = ("range", "unit", "released")
 
 
 class ValueRange(BaseModel):
-    """Numbers from low to high, either of which may be left out. See the module.
+    """Numbers from low to high, either of which may be left out. See the module."""
 
-    low, high: the least and the most that a value may be; a record beyond is left out. clamp:
-    whether a number beyond becomes the nearer bound instead. fill: stands for a value that is
-    missing; without it the record is left out. scale: what becomes of a number x before it is
-    trained on: "none" leaves it; "range" maps low..high to -1..1, "unit" to 0..1. Of a column also
-    "standard", (x - mean) / deviation, which are declared; "released", the same with what the sites
-    release with noise (privacy.column_scales), of values between low and high; "one-hot", of
-    categories.
-    """
-
-    model_config = _FROZEN
+    model_config = FROZEN
     low: float | None = None
+    """The least and the most that a value may be; a record beyond is left out."""
     high: float | None = None
+    """The least and the most that a value may be; a record beyond is left out."""
     clamp: bool = False
+    """Whether a number beyond becomes the nearer bound instead."""
     fill: str | float | None = None
+    """Stands for a value that is missing; without it the record is left out."""
     scale: Literal["none", "range", "unit", "standard", "released", "one-hot"] = "none"
+    """What becomes of a number x before it is trained on: "none" leaves it; "range" maps
+    low..high to -1..1, "unit" to 0..1. Of a column also "standard", (x - mean) / deviation,
+    which are declared; "released", the same with what the sites release with noise
+    (privacy.column_scales), of values between low and high; "one-hot", of categories."""
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
@@ -125,15 +123,18 @@ def _lies(value: float, low: float | None, high: float | None) -> bool:
 class Column(ValueRange):
     """One column: its range, or its categories. See the module.
 
-    range: [low, high], in place of the two. categories: all texts or numbers that there are; texts
-    become 0.0, 1.0, ... in this order. other: a category that stands for a value that is none of
-    them; without it the record is left out. mean, deviation: declared, with scale = "standard".
+    range: [low, high], in place of the two.
     """
 
     categories: list[str] | list[float] | None = Field(default=None, min_length=1)
+    """All texts or numbers that there are; texts become 0.0, 1.0, ... in this order."""
     other: str | float | None = None
+    """A category that stands for a value that is none of them; without it the record is left
+    out."""
     mean: float | None = None
+    """Declared, with scale = "standard"."""
     deviation: float | None = Field(default=None, gt=0)
+    """Declared, with scale = "standard"."""
 
     @model_validator(mode="before")
     @classmethod
@@ -206,38 +207,40 @@ class Column(ValueRange):
 class LabelForm(BaseModel):
     """What a record's label is: a class, a number, several labels, or a class for each pixel.
 
-    A plan says it in [task]. kind: "class"; "number", in whose place -1..1 is trained on;
-    "several", 0 or 1 for each of the labels; "pixels", the number of a class at each place. low:
-    the least that a number can be; what is below becomes it. high: the most that a number can be.
+    A plan says it in [task].
     """
 
-    model_config = _FROZEN
+    model_config = FROZEN
     kind: Literal["class", "number", "several", "pixels"] = "class"
+    """"class"; "number", in whose place -1..1 is trained on; "several", 0 or 1 for each of the
+    labels; "pixels", the number of a class at each place."""
     low: float = -1.0
+    """The least that a number can be; what is below becomes it."""
     high: float = 1.0
+    """The most that a number can be."""
 
 
 class RecordForm(ValueRange):
-    """What a record may hold, declared before anybody looks at one. See the module.
-
-    vocabulary: values are words, whole numbers 0, ..., vocabulary - 1. length: of a record of
-    tokenised text, to which it is padded, with its mask, or cut; left out, that of the longest, in
-    a simulation; a deployment has it in the records' shape. columns: what single columns may hold,
-    by name; of an array [n, d] they are called "0", "1", ... labels: of arrays, "numbers"
-    for the classes' places from 0, "names" for their names. Left out, numbers are places and text
-    is names; it has to be given where a class's name is the number of another. Tables have names.
-    features: of a table the columns that a record is made of, in this order. drop: the columns that
-    it is not made of, in place of features; without either it is made of all that are no label,
-    site, person or index of pandas'. target: what a label is, as the plan's [task] says it.
-    """
+    """What a record may hold, declared before anybody looks at one. See the module."""
 
     vocabulary: int | None = Field(default=None, ge=1)
+    """Values are words, whole numbers 0, ..., vocabulary - 1."""
     length: int | None = Field(default=None, ge=1, le=2**20)
+    """Of a record of tokenised text, to which it is padded, with its mask, or cut; left out,
+    that of the longest, in a simulation; a deployment has it in the records' shape."""
     labels: Literal["numbers", "names"] | None = None
+    """Of arrays, "numbers" for the classes' places from 0, "names" for their names. Left out,
+    numbers are places and text is names; it has to be given where a class's name is the number
+    of another. Tables have names."""
     features: list[str] | None = Field(default=None, min_length=1)
+    """Of a table the columns that a record is made of, in this order."""
     drop: list[str] = Field(default_factory=list[str])
+    """The columns that it is not made of, in place of features; without either it is made of
+    all that are no label, site, person or index of pandas'."""
     target: LabelForm = LabelForm()
+    """What a label is, as the plan's [task] says it."""
     columns: dict[str, Column] = Field(default_factory=dict[str, Column])
+    """What single columns may hold, by name; of an array [n, d] they are called "0", "1", ..."""
 
     @model_validator(mode="after")
     def _words_or_numbers(self) -> Self:
@@ -295,12 +298,10 @@ class RecordForm(ValueRange):
 
 
 class PlanRecords(RecordForm):
-    """What a record of your own data may hold, declared before anybody looks at one.
-
-    classes: the labels' names in order; left out, those that are found.
-    """
+    """What a record of your own data may hold, declared before anybody looks at one."""
 
     classes: list[str] | None = Field(default=None, min_length=1)
+    """The labels' names in order; left out, those that are found."""
 
     @model_validator(mode="after")
     def _target_is_the_tasks(self) -> Self:

@@ -26,7 +26,9 @@ from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.workshop import TrainingSetup
 
-_FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+_FROZEN = ConfigDict(
+    frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+)
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -36,76 +38,79 @@ _OF_ONE_PARTY = ("about", "run", "policy", DEFAULTS_KEY)  # of plan.json
 
 
 class Patience(BaseModel):
-    """How the server waits for sites.
-
-    round_seconds: the longest a round waits for replies. resend_seconds: after so long without an
-    answer a site is asked again; it answers a repeated question with the stored reply, so asking
-    costs no budget. join_seconds: how long a start waits for all sites to be there; later on the
-    missing are not waited for. start_sites: how many sites have to be ready before the first round,
-    else nothing is asked, and nothing charged; left out, all. least_replies: with fewer, the round
-    is tried again. retries: how often, until the run stops; it can be resumed.
-    """
+    """How the server waits for sites."""
 
     model_config = _FROZEN
     round_seconds: float = Field(default=600.0, gt=0)
+    """The longest a round waits for replies."""
     resend_seconds: float = Field(default=60.0, gt=0)
+    """After so long without an answer a site is asked again; it answers a repeated question
+    with the stored reply, so asking costs no budget."""
     join_seconds: float = Field(default=60.0, ge=0)
+    """How long a start waits for all sites to be there; later on the missing are not waited for."""
     start_sites: int | None = Field(default=None, ge=1)
+    """How many sites have to be ready before the first round, else nothing is asked, and
+    nothing charged; left out, all."""
     least_replies: int = Field(default=1, ge=1)
+    """With fewer, the round is tried again."""
     retries: int = Field(default=2, ge=0)
+    """How often, until the run stops; it can be resumed."""
 
 
 class Checks(BaseModel):
-    """What replies have to be like, beside well-formed.
-
-    longest: of each vector of a reply, its distance from what the sites were told, at most so many
-    times the median distance of the round's replies (with three or more of them).
-    """
+    """What replies have to be like, beside well-formed."""
 
     model_config = _FROZEN
     longest: float = Field(default=100.0, gt=1)
+    """Of each vector of a reply, its distance from what the sites were told, at most so many
+    times the median distance of the round's replies (with three or more of them)."""
 
 
 class Member(BaseModel):
-    """A site as the others know it. size: N_i, declared. key: its public key, OpenSSH."""
+    """A site as the others know it."""
 
     model_config = _FROZEN
     size: float = Field(gt=0)
+    """N_i, declared."""
     key: str
+    """Its public key, OpenSSH."""
 
 
 class Federation(BaseModel):
-    """What all parties of a deployment agree on; it is public. See the module.
-
-    run: the run's name. address: the server's, host:port. server_key: its public key, with which
-    it signs what it asks. classes: the labels' names, in order. shape: of a record, as in [60] for
-    a row of 60 numbers. values: what a record is made of: numbers, or words ("int64"). sites: who
-    takes part, by name.
-    records: what a record may hold; what does not fit is left out at its site. features: a table's
-    columns in the order of a record's numbers, in whatever order a site's file has them.
-    person: the column (in an .npz the array) of a site's file that says whose a record is, no
-    feature; a record that names nobody is left out. Sizes count persons where the plan protects
-    them. groups: by which column evaluations tell records apart, where the plan's name one.
-    seeds: "secure", or "test", where every party draws from the plan's seed to compare a deployment
-    with a simulation bit for bit. That protects nobody, so it is refused unless the address is this
-    machine's own, and its ledgers are hypothetical.
-    """
+    """What all parties of a deployment agree on; it is public. See the module."""
 
     model_config = _FROZEN
     run: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    """The run's name."""
     address: str = Field(pattern=r"^[^\s/]+:\d+$")
+    """The server's, host:port."""
     server_key: str
+    """Its public key, with which it signs what it asks."""
     classes: tuple[str, ...] = Field(min_length=1)
+    """The labels' names, in order."""
     shape: tuple[int, ...]
+    """Of a record, as in [60] for a row of 60 numbers."""
     values: Literal["float32", "int64"] = "float32"
+    """What a record is made of: numbers, or words ("int64")."""
     seeds: Literal["secure", "test"] = "secure"
+    """"secure", or "test", where every party draws from the plan's seed to compare a deployment
+    with a simulation bit for bit. That protects nobody, so it is refused unless the address is
+    this machine's own, and its ledgers are hypothetical."""
     patience: Patience = Patience()
     checks: Checks = Checks()
     records: RecordForm = RecordForm()
+    """What a record may hold; what does not fit is left out at its site."""
     person: str | None = None
+    """The column (in an .npz the array) of a site's file that says whose a record is, no
+    feature; a record that names nobody is left out. Sizes count persons where the plan protects
+    them."""
     groups: Grouping | None = None
+    """By which column evaluations tell records apart, where the plan's name one."""
     features: tuple[str, ...] = ()
+    """A table's columns in the order of a record's numbers, in whatever order a site's file has
+    them."""
     sites: dict[str, Member] = Field(min_length=1)
+    """Who takes part, by name."""
 
     @property
     def host(self) -> str:

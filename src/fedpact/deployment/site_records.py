@@ -29,29 +29,31 @@ _NOT_FINITE: Final = "has no finite numbers as it is scaled"
 
 
 class SiteSettings(BaseModel):
-    """The owner's settings; paths are relative to the site's directory.
+    """The owner's settings; paths are relative to the site's directory."""
 
-    name: as in federation.toml. records: a .npz, .csv or .parquet file. label: its column, of a
-    table. data_set: what the ledger is called, one for each set of records and for its whole life;
-    data_version: what receipts say of it beside its name, "" where nobody says.
-    device: where it computes, "cpu" or "cuda". ledger: where it lies, on a local disk. port: a free
-    one of this machine, for the site's own processes to talk to each other. columns: which columns
-    of a table the declared ones are, where they have other names, units or words there.
-    most_left_out: the share of records that may be left out as not fitting; with more the site does
-    not open, and promises nothing.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
     name: str
+    """As in federation.toml."""
     records: str
+    """A .npz, .csv or .parquet file."""
     label: str | None = None
+    """Its column, of a table."""
     data_set: str
+    """What the ledger is called, one for each set of records and for its whole life."""
     data_version: OneLine = ""
+    """What receipts say of it beside its name, "" where nobody says."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    """Where it computes, "cpu" or "cuda"."""
     ledger: str = "ledger.jsonl"
+    """Where it lies, on a local disk."""
     port: int = Field(gt=0, lt=65536)
+    """A free one of this machine, for the site's own processes to talk to each other."""
     most_left_out: float = Field(default=0.05, ge=0, le=1)
+    """The share of records that may be left out as not fitting; with more the site does not
+    open, and promises nothing."""
     columns: dict[str, FileColumn] = Field(default_factory=dict[str, FileColumn])
+    """Which columns of a table the declared ones are, where they have other names, units or
+    words there."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,16 +45,17 @@ from fedpact.privacy.terms import FullDataRelease
 
 
 class Grouping(BaseModel):
-    """Groups of records, by one of their columns.
+    """Groups of records, by one of their columns."""
 
-    column: which place of a record [d] decides, from 0. values: what it is in each group. names:
-    the groups', in the same order.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
     column: int = Field(ge=0)
+    """Which place of a record [d] decides, from 0."""
     values: tuple[float, ...] = Field(min_length=2)
+    """What it is in each group."""
     names: tuple[str, ...]
+    """The groups', in the same order."""
 
     @model_validator(mode="after")
     def _fit(self) -> Self:

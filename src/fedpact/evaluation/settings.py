@@ -14,8 +14,9 @@ All of it is public, the same at every party, and part of the plan.
 
 from typing import Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
+from fedpact.common.configuration import FROZEN
 from fedpact.privacy.accounting.accountant import Accountant, Budget
 from fedpact.privacy.terms import FullDataRelease
 
@@ -30,29 +31,31 @@ ReleasedMeasure = Literal["hits", "loss", "roc", "false_positives"]
 
 
 class EvaluationSettings(BaseModel):
-    """Which records are held out of training, and what is released of them. See the module.
+    """Which records are held out of training, and what is released of them. See the module."""
 
-    share: the part of each site's records that is held out, 0 for none; each falls to one side by
-    itself, so it is about so large. every: rounds between evaluations, 0 for the last model only,
-    which is evaluated in any case. epsilon, delta: (ε, δ) of a record that is held out, of all
-    evaluations together. releases: hits, a table of hits and misses by class (and group); loss, the
-    sum of losses, each clipped to loss_bound (with hits, which count the records); roc, scores by
-    class, of two classes only; false_positives, misses by the class that was said (and group), of
-    more than two classes, with hits. loss_bound: the most that one record's loss counts. bins: of
-    roc, into how many bins scores are counted. level: how often an interval covers what it is for.
-    groups: a column of [records] with categories, by which hits are told apart.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = FROZEN
     share: float = Field(default=0.0, ge=0, lt=1)
+    """The part of each site's records that is held out, 0 for none; each falls to one side by
+    itself, so it is about so large."""
     every: int = Field(default=0, ge=0)
+    """Rounds between evaluations, 0 for the last model only, which is evaluated in any case."""
     epsilon: float = Field(default=1.0, gt=0)
+    """(ε, δ) of a record that is held out, of all evaluations together."""
     delta: float = Field(default=1e-5, gt=0, lt=1)
+    """(ε, δ) of a record that is held out, of all evaluations together."""
     releases: list[ReleasedMeasure] = Field(default=["hits", "loss"])
+    """hits, a table of hits and misses by class (and group); loss, the sum of losses, each
+    clipped to loss_bound (with hits, which count the records); roc, scores by class, of two
+    classes only; false_positives, misses by the class that was said (and group), of more than
+    two classes, with hits."""
     loss_bound: float = Field(default=5.0, gt=0)
+    """The most that one record's loss counts."""
     bins: int = Field(default=20, ge=2, le=1000)
+    """Of roc, into how many bins scores are counted."""
     level: float = Field(default=0.95, gt=0, lt=1)
+    """How often an interval covers what it is for."""
     groups: str | None = None
+    """A column of [records] with categories, by which hits are told apart."""
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

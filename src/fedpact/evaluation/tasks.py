@@ -16,9 +16,10 @@ from collections.abc import Callable
 from typing import Any, Final, Literal, Self, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
+from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import ModelError, PlanError
 from fedpact.common.losses import (
     LabelEntropy,
@@ -91,25 +92,26 @@ _FORM: Final = "loss(outputs [B, ...], labels [B, ...]) -> losses [B]"
 
 
 class TaskSettings(BaseModel):
-    """What is learnt of a record's label, and by which loss.
+    """What is learnt of a record's label, and by which loss."""
 
-    kind: "classification"; "multi_label", arrays of 0 and 1 for each of several labels;
-    "regression", a number; "segmentation", a class for each pixel of an image, whose loss is the
-    mean over its pixels. range: of regression, the least and the most that a label can be; labels
-    beyond become the nearer one, and the model learns -1..1 in their place. class_weights: what
-    the loss of a record of each class is multiplied by, in the order of the classes; of multi_label
-    that of a label that is there. loss: one of your own in place of the kind's, as
-    package.module:name, loss(outputs, labels) -> one number a record. metrics: what is measured
-    beside accuracy and loss: auc, f1, ece, r2, or package.module:name, metric(outputs, labels) -> a
-    number; left out, those of them that go with the kind, of more than two classes none.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = FROZEN
     kind: TaskKind = "classification"
+    """"classification"; "multi_label", arrays of 0 and 1 for each of several labels;
+    "regression", a number; "segmentation", a class for each pixel of an image, whose loss is
+    the mean over its pixels."""
     range: list[float] | None = Field(default=None, min_length=2, max_length=2)
+    """Of regression, the least and the most that a label can be; labels beyond become the
+    nearer one, and the model learns -1..1 in their place."""
     class_weights: list[float] | None = Field(default=None, min_length=1)
+    """What the loss of a record of each class is multiplied by, in the order of the classes; of
+    multi_label that of a label that is there."""
     loss: NamedFunction | None = None
+    """One of your own in place of the kind's, as package.module:name, loss(outputs, labels) ->
+    one number a record."""
     metrics: list[NamedFunction] | None = None
+    """What is measured beside accuracy and loss: auc, f1, ece, r2, or package.module:name,
+    metric(outputs, labels) -> a number; left out, those of them that go with the kind, of more
+    than two classes none."""
 
     @model_validator(mode="before")
     @classmethod

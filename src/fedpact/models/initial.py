@@ -127,19 +127,20 @@ _BESIDE = "; said of it: "
 
 
 class InitialSettings(BaseModel):
-    """What the model begins with, in place of weights drawn from the seed.
+    """What the model begins with, in place of weights drawn from the seed."""
 
-    weights: a file of the model's weights (.safetensors or torch's), or the folder of a run that
-    has ended. sha256: of that file; by default as it is when the plan is read.
-    trained_on: what the weights were chosen by; a private run that has ended says it by itself, and
-    what a run says stands beside it.
-    Without weights: what those were chosen by that a model of one's own brings.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
     weights: str | None = Field(default=None, min_length=1)
+    """A file of the model's weights (.safetensors or torch's), or the folder of a run that has
+    ended."""
     sha256: Annotated[str | None, AfterValidator(lower_digest)] = None
+    """Of that file; by default as it is when the plan is read."""
     trained_on: JoinedText | None = None
+    """What the weights were chosen by; a private run that has ended says it by itself, and what
+    a run says stands beside it. Without weights: what those were chosen by that a model of
+    one's own brings."""
 
     @model_validator(mode="before")
     @classmethod

@@ -14,23 +14,23 @@ same for every record and step: no draw decides them. A model is evaluated on th
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
+from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import ModelError
 from fedpact.common.params import model_name
 
 
 class ViewSettings(BaseModel):
-    """Which views of an image are averaged before the clip.
+    """Which views of an image are averaged before the clip."""
 
-    mirror: the image's mirror image, left for right, too. shift: so many pixels, >= 0, by which it
-    is moved up, down, left and right, too; what moves in at an edge is the image mirrored there.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = FROZEN
     mirror: bool = False
+    """The image's mirror image, left for right, too."""
     shift: int = Field(default=0, ge=0, le=64)
+    """So many pixels, >= 0, by which it is moved up, down, left and right, too; what moves in
+    at an edge is the image mirrored there."""
 
     @property
     def count(self) -> int:

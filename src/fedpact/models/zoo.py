@@ -11,11 +11,12 @@ from typing import Annotated, Final, Literal, cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import ModelError
 from fedpact.per_sample.layers import ScaledBias
 
@@ -64,18 +65,16 @@ def _taken_over(old: nn.Module, new: nn.Module) -> nn.Module:
 
 
 class LogisticSettings(BaseModel):
-    """How model = "logistic" begins.
+    """How model = "logistic" begins."""
 
-    start: "random" draws the first weights from the seed, as torch does; "zero" starts where all
-    classes are alike, which on unit rows is nearer to where it ends than any draw. bias: the input,
-    in (0, 1000], for which a class has a weight; true is 1, false leaves it out. On unit rows an
-    input of 1 is half of a gradient's squared length, so it takes 1 - 1/sqrt(2) of what a clip
-    leaves of the rest; one of 0.3 takes 4 %.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = FROZEN
     start: Literal["random", "zero"] = "random"
+    """"random" draws the first weights from the seed, as torch does; "zero" starts where all
+    classes are alike, which on unit rows is nearer to where it ends than any draw."""
     bias: bool | Annotated[float, Field(gt=0, le=1000)] = True
+    """The input, in (0, 1000], for which a class has a weight; true is 1, false leaves it out.
+    On unit rows an input of 1 is half of a gradient's squared length, so it takes 1 - 1/sqrt(2)
+    of what a clip leaves of the rest; one of 0.3 takes 4 %."""
 
     def check_model(self, model: str) -> None:
         """Raise ValueError: another model, which has no use for it."""

@@ -22,40 +22,46 @@ _Share = Annotated[float, Field(gt=0, lt=1, strict=True)]
 
 
 class Policy(BaseModel):
-    """What a site's owner allows. Nothing is allowed by leaving it out.
+    """What a site's owner allows. Nothing is allowed by leaving it out."""
 
-    algorithms: names of algorithms. releases: names as in Terms.releases: channels (gradient,
-    difference, loss, below), "opening gradient" for what opens a round, and "size" for a noisy
-    count of records. A name that nothing has allows nothing.
-    epsilon_per_run, delta_per_run: the most that one run may reserve.
-    epsilon_ever, delta_ever: the most that all runs on this data set may reserve together, by basic
-    composition. smallest_sigma: the least noise multiplier of any release, by itself.
-    honest: of how many sites, this one too, the owner believes that they add their shares of noise
-    and tell nobody; a run that needs more of them is refused, and without it each that needs any.
-    epsilon_alone_per_run, epsilon_alone_ever: the same bounds on the ε that needs none of them;
-    to be given with `honest`.
-    unit: whom all (ε, δ) are of, under add/remove of one: "record", or "person" with all records.
-    A run whose ε is of the other is refused: neither follows from the other.
-    evaluation_epsilon_per_run, evaluation_delta_per_run: the most that one run's evaluations may
-    reserve, for a record (or person) that is held out of its training; without both, none is
-    released. Of a run and its evaluations the larger ε and δ count for `epsilon_ever` and
-    `delta_ever`.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
     algorithms: tuple[str, ...]
+    """Names of algorithms."""
     releases: tuple[str, ...]
+    """Names as in Terms.releases: channels (gradient, difference, loss, below), "opening
+    gradient" for what opens a round, and "size" for a noisy count of records. A name that
+    nothing has allows nothing."""
     epsilon_per_run: _Positive
+    """The most that one run may reserve."""
     delta_per_run: _Share
+    """The most that one run may reserve."""
     epsilon_ever: _Positive
+    """The most that all runs on this data set may reserve together, by basic composition."""
     delta_ever: _Share
+    """The most that all runs on this data set may reserve together, by basic composition."""
     smallest_sigma: _Positive
+    """The least noise multiplier of any release, by itself."""
     honest: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Of how many sites, this one too, the owner believes that they add their shares of noise
+    and tell nobody; a run that needs more of them is refused, and without it each that needs
+    any."""
     epsilon_alone_per_run: _Positive | None = None
+    """The same bounds on the ε that needs none of them; to be given with `honest`."""
     epsilon_alone_ever: _Positive | None = None
+    """The same bounds on the ε that needs none of them; to be given with `honest`."""
     unit: Literal["record", "person"] = "record"
+    """Whom all (ε, δ) are of, under add/remove of one: "record", or "person" with all records.
+    A run whose ε is of the other is refused: neither follows from the other."""
     evaluation_epsilon_per_run: _Positive | None = None
+    """The most that one run's evaluations may reserve, for a record (or person) that is held
+    out of its training; without both, none is released. Of a run and its evaluations the larger
+    ε and δ count for `epsilon_ever` and `delta_ever`."""
     evaluation_delta_per_run: _Share | None = None
+    """The most that one run's evaluations may reserve, for a record (or person) that is held
+    out of its training; without both, none is released. Of a run and its evaluations the larger
+    ε and δ count for `epsilon_ever` and `delta_ever`."""
 
     @model_validator(mode="after")
     def _both(self) -> Self:

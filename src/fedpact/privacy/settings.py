@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from fedpact.common import check
+from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import PlanError
 from fedpact.common.randomness.schedules import ScheduleKind, factor
 from fedpact.per_sample.clipping import check_clip
@@ -24,24 +25,23 @@ from fedpact.privacy.mechanisms import MECHANISMS, mechanism_of
 from fedpact.privacy.noise import calibrate, with_noise
 from fedpact.privacy.terms import FullDataRelease, Terms
 
-_FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
 _Epsilon = Annotated[float, Field(gt=0)]
 _Delta = Annotated[float, Field(gt=0, lt=1)]
 _Rate = Annotated[float, Field(gt=0, le=1)]
 
 
 class SiteGrant(BaseModel):
-    """What one site grants unlike the others; what is left out is as for all.
+    """What one site grants unlike the others; what is left out is as for all."""
 
-    epsilon, delta: its own budget. sigma: its own noise over C. sampling_rate: its own q.
-    """
-
-    model_config = _FROZEN
+    model_config = FROZEN
     epsilon: _Epsilon | None = None
+    """Its own budget."""
     delta: _Delta | None = None
+    """Its own budget."""
     sigma: _Epsilon | None = None
+    """Its own noise over C."""
     sampling_rate: _Rate | None = None
+    """Its own q."""
 
 
 def _read_grants(value: Any) -> Any:
@@ -71,59 +71,59 @@ def _mode(name: str) -> str:
 
 
 class Privacy(BaseModel):
-    """What each site grants the run: (ε, δ) per record, under add/remove of one record.
+    """What each site grants the run: (ε, δ) per record, under add/remove of one record."""
 
-    mode: "per_sample" clips each record's gradient; "batch_clipped" the mean gradient of a batch,
-    which one record moves by up to 2C, so that it needs twice the sigma; "none" trains without any
-    protection, and the report says so.
-    epsilon, delta: the budget of each record at each site; one value for all sites, or a list in
-    the order of site names.
-    clip: C, the longest contribution of one record to a gradient sum, or the longest batch mean.
-    clip_schedule: C f(t) is the clip of round t of T: f = 1 if constant; 1 / (1 + (t - 1) / h) if
-    inverse; (1 + cos(π (t - 1) / T)) / 2 if cosine; or a list f(1), f(2), ... The noise is
-    σ C f(t), so a round costs what it costs at C.
-    clip_halved_after: h of clip_schedule = "inverse", rounds until the clip is half.
-    sigma: the gradient's noise over C; one value, or a list in the order of site names. Left out,
-    it is calibrated to spend ε exactly.
-    accountant: "pld", "rdp", or "best", the smaller of their valid bounds.
-    sizes: "public", N_i is declared; or "noisy", each site releases one noisy count of its records
-    before training, which its budget pays for. A plain run has exact ones.
-    size_noise: the noise multiplier of that count, whose sensitivity is 1: its standard deviation
-    in records.
-    column_share: of the budget, what the release takes by which columns with scale = "released" are
-    scaled: 1/σ² adds up over Gaussian releases, and this is the release's part of it.
-    trust: "own", each site's noise is enough alone; or "sum": sites share the noise out, and only
-    sums over sites are opened ([secure_aggregation]). ε then needs `honest` sites, and the larger
-    one that needs none is stated beside it; see docs/noise-for-the-sum.md.
-    honest: h, of how many sites that are in a sum the noise has to be unknown; at most the
-    threshold less one, as a site knows its own.
-    unit: whom (ε, δ) is of: a "record", or a "person" with all records at the site. Then persons
-    are sampled, sizes count persons, and each of a person's m records weighs 1/m; needs a column
-    that names the person (`person`).
-    person_records: k. Of a record's ε, one is also told for a person of up to k records, beside 2,
-    3, 5 and 10. Where a record's person is known, a site uses at most k of each person's.
-    per_site: site name -> what it grants unlike the others; or a TOML file with such tables.
-    """
-
-    model_config = _FROZEN
+    model_config = FROZEN
     mode: Annotated[str, AfterValidator(_mode)] = "per_sample"
+    """"per_sample" clips each record's gradient; "batch_clipped" the mean gradient of a batch,
+    which one record moves by up to 2C, so that it needs twice the sigma; "none" trains without
+    any protection, and the report says so."""
     epsilon: _Epsilon | list[_Epsilon] = 2.0
+    """The budget of each record at each site; one value for all sites, or a list in the order
+    of site names."""
     delta: _Delta | list[_Delta] = 1e-5
+    """The budget of each record at each site; one value for all sites, or a list in the order
+    of site names."""
     clip: float = Field(default=1.0, gt=0)
+    """C, the longest contribution of one record to a gradient sum, or the longest batch mean."""
     clip_schedule: ScheduleKind | list[_Epsilon] = Field(default="constant", min_length=1)
+    """C f(t) is the clip of round t of T: f = 1 if constant; 1 / (1 + (t - 1) / h) if inverse;
+    (1 + cos(π (t - 1) / T)) / 2 if cosine; or a list f(1), f(2), ... The noise is σ C f(t), so
+    a round costs what it costs at C."""
     clip_halved_after: float = Field(default=10.0, gt=0)
+    """h of clip_schedule = "inverse", rounds until the clip is half."""
     sigma: _Epsilon | list[_Epsilon] | None = None
+    """The gradient's noise over C; one value, or a list in the order of site names. Left out,
+    it is calibrated to spend ε exactly."""
     accountant: Annotated[Accountant, AfterValidator(_accountant)] = "best"
+    """"pld", "rdp", or "best", the smaller of their valid bounds."""
     sizes: Literal["public", "noisy"] = "public"
+    """"public", N_i is declared; or "noisy", each site releases one noisy count of its records
+    before training, which its budget pays for. A plain run has exact ones."""
     size_noise: float = Field(default=10.0, gt=0)
+    """The noise multiplier of that count, whose sensitivity is 1: its standard deviation in
+    records."""
     column_share: float = Field(default=0.04, gt=0, lt=1)
+    """Of the budget, what the release takes by which columns with scale = "released" are
+    scaled: 1/σ² adds up over Gaussian releases, and this is the release's part of it."""
     trust: Literal["own", "sum"] = "own"
+    """"own", each site's noise is enough alone; or "sum": sites share the noise out, and only
+    sums over sites are opened ([secure_aggregation]). ε then needs `honest` sites, and the
+    larger one that needs none is stated beside it; see docs/noise-for-the-sum.md."""
     honest: int = Field(default=0, ge=0)
+    """h, of how many sites that are in a sum the noise has to be unknown; at most the threshold
+    less one, as a site knows its own."""
     unit: Literal["record", "person"] = "record"
+    """Whom (ε, δ) is of: a "record", or a "person" with all records at the site. Then persons
+    are sampled, sizes count persons, and each of a person's m records weighs 1/m; needs a
+    column that names the person (`person`)."""
     person_records: int | None = Field(default=None, ge=1, le=MOST_RECORDS)
+    """k. Of a record's ε, one is also told for a person of up to k records, beside 2, 3, 5 and
+    10. Where a record's person is known, a site uses at most k of each person's."""
     per_site: Annotated[dict[str, SiteGrant], BeforeValidator(_read_grants)] = Field(
         default_factory=dict[str, SiteGrant]
     )
+    """Site name -> what it grants unlike the others; or a TOML file with such tables."""
 
     @model_validator(mode="after")
     def _shared(self) -> Self:

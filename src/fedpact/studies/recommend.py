@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from fedpact.common.configuration import write_toml
 from fedpact.common.errors import InputError
 from fedpact.common.format import upper
 from fedpact.common.params import FlatModel
@@ -23,7 +24,6 @@ from fedpact.privacy.column_scales import advise_of_loud, mean_noise
 from fedpact.privacy.settings import Privacy
 from fedpact.simulation.setup import describe_undeclared_classes, is_table, load_data
 from fedpact.studies.circumstances import Circumstances, SiteNoise, check_kind, sizes_of, with_sites
-from fedpact.studies.starting_plan import configuration
 
 # A share of the gradient's length at the zero model, which is about that of the row.
 _CLIP: Final = 0.2
@@ -179,7 +179,7 @@ class Recommendation:
 
     def toml(self) -> str:
         """Return the configuration as a file, a reason beside each table."""
-        return f"# {self.reasons['guarantee']}\n\n{configuration(self.raw, self.reasons)}"
+        return f"# {self.reasons['guarantee']}\n\n{write_toml(self.raw, self.reasons)}"
 
 
 def _words(example: Tensor) -> bool:
@@ -278,7 +278,7 @@ class _Public:
             length=self.length,
         )
 
-    def configuration(self, chosen: FullBatch) -> dict[str, Any]:
+    def write_toml(self, chosen: FullBatch) -> dict[str, Any]:
         """Return what Plan.parse takes."""
         asked, most = self.asked, max(self.honest, self.asked.sites - self.honest)
         shared = {"trust": "sum", "honest": self.honest} if asked.trust == "sum" else {}

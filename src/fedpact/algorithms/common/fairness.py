@@ -17,6 +17,7 @@ from typing import Final, Literal, Self
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
+from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import InputError, PlanError
 from fedpact.common.messages import Numbers, State
 from fedpact.privacy.oracle import (
@@ -36,24 +37,26 @@ FAIR_LOSS: Final = Range(-1e9, 1e9)
 
 
 class LossRelease(BaseModel):
-    """The part of a Settings that says how a loss is released.
+    """The part of a Settings that says how a loss is released."""
 
-    loss_bound_rule: how C_l follows from what was released: "quantile", so that the share
-    loss_quantile of losses is below it; "mean", the last loss itself, FedFDP's (16).
-    loss_bound: C_l⁰, the first bound on a record's loss. least_loss_bound, most_loss_bound: what
-    C_l is kept between. loss_noise: the noise of the loss over the gradient's. count_noise: the
-    noise of the count of losses below C_l over the gradient's. loss_quantile: γ, the share of
-    losses that is to be below C_l. quantile_rate: η_q, the step of log C_l.
-    """
-
+    model_config = FROZEN
     loss_bound_rule: Literal["quantile", "mean"] = "quantile"
+    """How C_l follows from what was released: "quantile", so that the share loss_quantile of
+    losses is below it; "mean", the last loss itself, FedFDP's (16)."""
     loss_bound: float = Field(default=2.5, gt=0)
+    """C_l⁰, the first bound on a record's loss."""
     least_loss_bound: float = Field(default=0.01, gt=0)
+    """What C_l is kept between."""
     most_loss_bound: float = Field(default=10.0, gt=0)
+    """What C_l is kept between."""
     loss_noise: float = Field(default=2.5, gt=0)
+    """The noise of the loss over the gradient's."""
     loss_quantile: float = Field(default=0.9, gt=0, lt=1)
+    """γ, the share of losses that is to be below C_l."""
     quantile_rate: float = Field(default=0.2, gt=0)
+    """η_q, the step of log C_l."""
     count_noise: float = Field(default=10.0, gt=0)
+    """The noise of the count of losses below C_l over the gradient's."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -101,16 +104,15 @@ class LossRelease(BaseModel):
 class FairRelease(LossRelease):
     """A LossRelease whose bound is each site's own, or the server's for all of them.
 
-    loss_of: "own": the loss of the model that a site sends, and C_l is its own, which it remembers.
-    "common": the loss of the model that all were told, and C_l is the server's; sites send F_i and
-    the share of losses below it, and the next C_l follows their mean. So nothing that a site does
-    follows from its own releases alone.
-
     Replies, tasks and the server's state have "loss" for F,
     "below" for the share and "loss_bound" for C_l.
     """
 
     loss_of: Literal["own", "common"] = "own"
+    """"own": the loss of the model that a site sends, and C_l is its own, which it remembers.
+    "common": the loss of the model that all were told, and C_l is the server's; sites send F_i
+    and the share of losses below it, and the next C_l follows their mean. So nothing that a
+    site does follows from its own releases alone."""
 
     @property
     def why_own_noise(self) -> str:

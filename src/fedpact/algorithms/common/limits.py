@@ -2,33 +2,31 @@
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-_FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+from fedpact.common.configuration import FROZEN
 
 
 class Limits(BaseModel):
-    """When the run ends before its rounds do.
+    """When the run ends before its rounds do."""
 
-    bytes: what it may send both ways, all sites together; left out, there is no limit.
-    seconds: wall-clock time of its rounds, evaluation aside; the round that passes it is the last.
-    A run that depends on measured time does not repeat itself bit for bit.
-    accuracy: the run ends after the round whose accuracy, as it was released, is at least this:
-    of held-out records with [evaluation], else of a public test set, or of a plain run.
-    patience: it ends when so many evaluations in a row had no better accuracy than before them.
-    when_spent: where a site has spent its privacy budget, the others "continue" with weights among
-    themselves until none of a round's sites is left, or the run is to "stop" after that round.
-    spare_rounds: rounds whose events are reserved beyond the run's, at the cost of a little more
-    noise. A deployed site that dies in mid-round computes, and is charged for, that round again.
-    """
-
-    model_config = _FROZEN
+    model_config = FROZEN
     bytes: int | None = Field(default=None, gt=0)
+    """What it may send both ways, all sites together; left out, there is no limit."""
     seconds: float | None = Field(default=None, gt=0)
+    """Wall-clock time of its rounds, evaluation aside; the round that passes it is the last. A
+    run that depends on measured time does not repeat itself bit for bit."""
     when_spent: Literal["continue", "stop"] = "continue"
+    """Where a site has spent its privacy budget, the others "continue" with weights among
+    themselves until none of a round's sites is left, or the run is to "stop" after that round."""
     spare_rounds: int = Field(default=0, ge=0)
+    """Rounds whose events are reserved beyond the run's, at the cost of a little more noise. A
+    deployed site that dies in mid-round computes, and is charged for, that round again."""
     accuracy: float | None = Field(default=None, gt=0, le=1)
+    """The run ends after the round whose accuracy, as it was released, is at least this: of
+    held-out records with [evaluation], else of a public test set, or of a plain run."""
     patience: int | None = Field(default=None, ge=1)
+    """It ends when so many evaluations in a row had no better accuracy than before them."""
 
     @property
     def good_enough(self) -> tuple[float | None, int | None]:
@@ -61,35 +59,34 @@ class Running(BaseModel):
     """How the run is carried out; none of it changes what is trained but for rounding and noise.
 
     All of it may change when a run is resumed, except stacked, device and precision.
-
-    workers: threads that train sites side by side, 0 for one a core, or one in all where a step has
-    less than a million parameters times records: Python is then most of it.
-    stacked: sites that a worker trains in lockstep, their models stacked: a round of a hundred
-    sites with logistic regression takes two thirds of the time with 16. Equal to 1 up to rounding
-    (1e-5 of a step's length), not bit for bit.
-    device: where sites train and models are evaluated, "cpu", "cuda" or "cuda:1"; a GPU draws other
-    noise than the CPU from the same seed, so its runs are repeated on one only. Sites take turns on
-    a GPU, so workers and stacked stay as they are. Deployed sites choose their own.
-    precision: of training passes: "float32"; "tf32", which GPUs since 2020 multiply several times
-    faster; or "bf16", forward and backward by bfloat16 (PyTorch's autocast). What one record may
-    move a sum by, and so ε, is the same: norms and sums are of the numbers that come of it, in
-    float32. With "bf16" recurrent layers stay in float32.
-    evaluate_every: rounds between evaluations, 0 for as often as a tenth of the time allows; the
-    first and the last model are always evaluated.
-    ledgers: a folder that keeps the sites' ledgers across runs, so that reservations add up, or an
-    earlier run's folder, to go on with its ledgers; without it each run has its own.
-    log: whom else to tell of each round: "tensorboard", "mlflow", or both; of a deployment its
-    server tells them.
     """
 
-    model_config = _FROZEN
+    model_config = FROZEN
     workers: int = Field(default=0, ge=0)
+    """Threads that train sites side by side, 0 for one a core, or one in all where a step has
+    less than a million parameters times records: Python is then most of it."""
     stacked: int = Field(default=1, ge=1, le=256)
+    """Sites that a worker trains in lockstep, their models stacked: a round of a hundred sites
+    with logistic regression takes two thirds of the time with 16. Equal to 1 up to rounding
+    (1e-5 of a step's length), not bit for bit."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    """Where sites train and models are evaluated, "cpu", "cuda" or "cuda:1"; a GPU draws other
+    noise than the CPU from the same seed, so its runs are repeated on one only. Sites take
+    turns on a GPU, so workers and stacked stay as they are. Deployed sites choose their own."""
     precision: Literal["float32", "tf32", "bf16"] = "float32"
+    """Of training passes: "float32"; "tf32", which GPUs since 2020 multiply several times
+    faster; or "bf16", forward and backward by bfloat16 (PyTorch's autocast). What one record
+    may move a sum by, and so ε, is the same: norms and sums are of the numbers that come of it,
+    in float32. With "bf16" recurrent layers stay in float32."""
     evaluate_every: int = Field(default=0, ge=0)
+    """Rounds between evaluations, 0 for as often as a tenth of the time allows; the first and
+    the last model are always evaluated."""
     ledgers: str | None = None
+    """A folder that keeps the sites' ledgers across runs, so that reservations add up, or
+    an earlier run's folder, to go on with its ledgers; without it each run has its own."""
     log: list[Literal["tensorboard", "mlflow"]] = Field(default_factory=list)
+    """Whom else to tell of each round: "tensorboard", "mlflow", or both; of a deployment its
+    server tells them."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

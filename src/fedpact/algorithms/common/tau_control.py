@@ -51,13 +51,14 @@ from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from fedpact.algorithms.common import tau_site
 from fedpact.algorithms.common.tau_site import UNLIMITED, dot
 from fedpact.common import check
 from fedpact.common.check import positive
+from fedpact.common.configuration import FROZEN
 from fedpact.common.messages import Local, Numbers, Reply, State, Task, join, split_state
 from fedpact.privacy.oracle import Oracle, Range, Terms
 
@@ -394,21 +395,20 @@ InnerUpdate = Callable[[State, Iterable[Reply]], State]
 
 
 class Ali(BaseModel):
-    """How τ is chosen.
+    """How τ is chosen."""
 
-    kappa: κ > 0, the one control parameter; the larger, the more local work. Left out, it follows
-    the estimates as 10 ρ², in units of their own. iterations: R_c, the
-    local iterations of all rounds together; left out, 5 times the rounds where σ is
-    calibrated, else the site whose budget allows least decides.
-    most_local_steps: no round has more. estimator: "released", from gradients that were released
-    anyway, at no cost; or "raw", the paper's exact numbers, which leave every site unprotected.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = FROZEN
     kappa: float | None = Field(default=None, gt=0)
+    """κ > 0, the one control parameter; the larger, the more local work. Left out, it follows
+    the estimates as 10 ρ², in units of their own."""
     iterations: int | None = Field(default=None, ge=1)
+    """R_c, the local iterations of all rounds together; left out, 5 times the rounds where σ is
+    calibrated, else the site whose budget allows least decides."""
     most_local_steps: int = Field(default=MAX_LOCAL_STEPS, ge=1, le=MAX_LOCAL_STEPS)
+    """No round has more."""
     estimator: Literal["released", "raw"] = "released"
+    """"released", from gradients that were released anyway, at no cost; or "raw", the paper's
+    exact numbers, which leave every site unprotected."""
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,13 @@ from functools import cached_property
 from typing import Final, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from fedpact.algorithms.wrappers import integers
 from fedpact.algorithms.wrappers.base import Method, MethodWrapper
 from fedpact.algorithms.wrappers.integers import NoiseWeights, weights
+from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import InputError
 from fedpact.common.messages import (
     Local,
@@ -82,16 +83,16 @@ _LEVELS = 127
 class CompressionSettings(BaseModel):
     """What sites' replies are cut to, after all protection.
 
-    kind: "none"; "float16" and "int8" round; "topk" sends the largest coordinates only; "grid"
-    rounds to a small part of the noise. "auto" is grid where all that leaves sites has a gradient's
-    noise, else none. keep: of topk, the share of coordinates that is sent.
-
     "auto" becomes what `settled` returns as soon as a plan is made.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = FROZEN
     kind: Literal["auto", "none", "float16", "int8", "topk", "grid"] = "auto"
+    """"none"; "float16" and "int8" round; "topk" sends the largest coordinates only; "grid"
+    rounds to a small part of the noise. "auto" is grid where all that leaves sites has a
+    gradient's noise, else none."""
     keep: float = Field(default=0.1, gt=0, le=1)
+    """Of topk, the share of coordinates that is sent."""
 
     def check_noise(self, why_unprotected: str) -> None:
         """Raise ValueError: a grid of the noise in a run that has none, for this reason."""

@@ -10,11 +10,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms.common.fairness import FairOracle, FairRelease, WeightRule, weighting
 from fedpact.algorithms.wrappers.base import Method, MethodWrapper, join, split_state
+from fedpact.common.configuration import FROZEN
 from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Oracle
 
@@ -24,15 +25,14 @@ V = TypeVar("V")
 
 
 class FairnessSettings(FairRelease):
-    """How records are weighed by loss, around any algorithm; the rest is how losses are released.
+    """How records are weighed by loss, around any algorithm; the rest: how losses are released."""
 
-    weight: λ; 0 leaves the algorithm as it is. weight_rule: "fixed" weighs a record by
-    1 + λ (ℓ - F), ℓ its loss and F the round's; "relative" by 1 + λ (ℓ/F - 1).
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = FROZEN
     weight: float = Field(default=0.0, ge=0)
+    """λ; 0 leaves the algorithm as it is."""
     weight_rule: WeightRule = "fixed"
+    """"fixed" weighs a record by 1 + λ (ℓ - F), ℓ its loss and F the round's; "relative" by 1 +
+    λ (ℓ/F - 1)."""
 
 
 class FairMethod(MethodWrapper):

@@ -31,10 +31,11 @@ from dataclasses import replace
 from typing import Final
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 
 from fedpact.algorithms.wrappers.base import Method, MethodWrapper
+from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Local, State, Task, join, split_state
 from fedpact.common.randomness.schedules import Scheduled
@@ -159,15 +160,13 @@ def _told(ends: Sequence[tuple[int, str]]) -> str:
 
 
 class LocalSettings(Scheduled):
-    """What becomes of a site's gradients on their way to its local steps, which are what f is of.
+    """What becomes of a site's gradients on their way to its local steps, which f is of."""
 
-    momentum: β of m ← β m + g, m = 0 when a round begins. head: how many of the model's last
-    numbers each site keeps to itself, 0 for none.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = FROZEN
     momentum: float = Field(default=0.0, ge=0, lt=1)
+    """β of m ← β m + g, m = 0 when a round begins."""
     head: int = Field(default=0, ge=0)
+    """How many of the model's last numbers each site keeps to itself, 0 for none."""
 
     @property
     def plain(self) -> bool:

@@ -29,10 +29,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from fedpact.algorithms.wrappers.base import Method, MethodWrapper
+from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import InputError, PlanError
 from fedpact.common.messages import Refusal, Reply, State, encoded_length
 from fedpact.common.params import all_finite
@@ -116,17 +117,15 @@ def _largest(reply: Reply) -> float:
 
 
 class RobustSettings(BaseModel):
-    """An aggregate that a few lying sites cannot drag away, in place of the weighted mean.
+    """An aggregate that a few lying sites cannot drag away, in place of the weighted mean."""
 
-    rule: "mean" is the algorithm's own; "median" of each coordinate; "trimmed", the mean without
-    the f smallest and f largest; "krum", the one reply that is nearest to its neighbours. liars: f,
-    how many sites may lie, of all who are asked in a round: fewer than half of them, for krum so
-    that 2f + 3 are asked.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = FROZEN
     rule: Literal["mean", "median", "trimmed", "krum"] = "mean"
+    """"mean" is the algorithm's own; "median" of each coordinate; "trimmed", the mean without
+    the f smallest and f largest; "krum", the one reply that is nearest to its neighbours."""
     liars: int = Field(default=1, ge=0)
+    """f, how many sites may lie, of all who are asked in a round: fewer than half of them, for
+    krum so that 2f + 3 are asked."""
 
     def check_round(self, sites: int) -> None:
         """Raise PlanError: a round asks so few sites that the liars could decide it."""

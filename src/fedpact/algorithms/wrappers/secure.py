@@ -4,21 +4,20 @@ The protocol is simulation.secure_aggregation; what it protects stands in
 docs/secure-aggregation.md.
 """
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from fedpact.algorithms.wrappers.base import Method
+from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import PlanError
 
 
 class SecureSettings(BaseModel):
-    """Whether the server sees sums over sites only.
+    """Whether the server sees sums over sites only."""
 
-    threshold: t, how many sites have to stay to the end of a round, more than half of all and at
-    least 2; 0 leaves secure aggregation out.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = FROZEN
     threshold: int = Field(default=0, ge=0)
+    """t, how many sites have to stay to the end of a round, more than half of all and at least
+    2; 0 leaves secure aggregation out."""
 
     def check_sites(self, count: int) -> None:
         """Raise PlanError: a threshold that `count` sites cannot have."""

@@ -27,10 +27,11 @@ from collections.abc import Iterable
 from typing import Literal, Self
 
 import torch
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedpact.algorithms.wrappers.base import Method, MethodWrapper, join, split_state
+from fedpact.common.configuration import FROZEN
 from fedpact.common.messages import Reply, State
 from fedpact.common.randomness.schedules import Scheduled
 
@@ -39,27 +40,28 @@ _AVERAGE = "average/"
 
 
 class ServerSettings(Scheduled):
-    """What becomes of the aggregate: server optimisers, and averages of the rounds' models.
+    """What becomes of the aggregate: server optimisers, and averages of the rounds' models."""
 
-    optimiser: "none" takes the algorithm's next model as it is; the others take it as a step.
-    learning_rate: η_s; left out, 1 for momentum and 0.1 for the adaptive ones, whose steps are
-    about η_s in every coordinate. momentum: β1, of all three. second_moment: β2, of adam and yogi.
-    adaptivity: a, of adam and yogi, which keeps steps short where v is small. average: which
-    average of the rounds' models is kept, evaluated and saved beside the last model. average_decay:
-    β of average = "exponential". average_share: p of average = "tail", the part of the planned
-    rounds that it is of; before, it is the last model. Of an extended run it may be of more or
-    fewer: models before the extension that are in a mean cannot be taken out of it, or put in.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = FROZEN
     optimiser: Literal["none", "momentum", "adam", "yogi"] = "none"
+    """"none" takes the algorithm's next model as it is; the others take it as a step."""
     learning_rate: float | None = Field(default=None, gt=0)
+    """η_s; left out, 1 for momentum and 0.1 for the adaptive ones, whose steps are about η_s in
+    every coordinate."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
+    """β1, of all three."""
     second_moment: float = Field(default=0.99, ge=0, lt=1)
+    """β2, of adam and yogi."""
     adaptivity: float = Field(default=1e-3, ge=1e-15, le=1e15)
+    """A, of adam and yogi, which keeps steps short where v is small."""
     average: Literal["none", "exponential", "tail"] = "none"
+    """Which average of the rounds' models is kept, evaluated and saved beside the last model."""
     average_decay: float = Field(default=0.9, gt=0, lt=1)
+    """β of average = "exponential"."""
     average_share: float = Field(default=0.5, gt=0, le=1)
+    """p of average = "tail", the part of the planned rounds that it is of; before, it is the
+    last model. Of an extended run it may be of more or fewer: models before the extension that
+    are in a mean cannot be taken out of it, or put in."""
 
     @model_validator(mode="after")
     def _is_used(self) -> Self:

@@ -20,12 +20,10 @@ from fedpact.privacy.oracle import Oracle, Range, Terms
 
 
 class ControlSettings(Ali):
-    """What chooses τ, the local iterations of each round.
-
-    kind: "fixed" leaves τ to the algorithm; "ali" chooses it anew each round, as ALI-DPFL does.
-    """
+    """What chooses τ, the local iterations of each round."""
 
     kind: Literal["fixed", "ali"] = "fixed"
+    """"fixed" leaves τ to the algorithm; "ali" chooses it anew each round, as ALI-DPFL does."""
 
     @model_validator(mode="after")
     def _used(self) -> Self:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fedpact.cli.console import AsJson, Config, Overrides, group
-from fedpact.common.reference import check_keys
+from fedpact.cli.reference import check_keys
 
 app = group("A federation on real machines, over Flower.")
 

@@ -1,12 +1,25 @@
-"""`fedpact settings`, `fedpact algorithms` and `fedpact init`."""
+"""`fedpact settings`, `fedpact algorithms` and `fedpact init`: what there is to be set."""
 
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
 
-from fedpact.cli.console import AsJson, Overrides
-from fedpact.common.reference import check_keys
+from fedpact.cli import reference
+from fedpact.cli.console import AsJson, Overrides, show
+from fedpact.cli.reference import Key, KeyTable
+from fedpact.common.configuration import read_configuration
+from fedpact.common.errors import InputError
+from fedpact.common.files import check_file
+from fedpact.common.format import toml
+from fedpact.common.notebook import print_table
 
 
 def settings(
@@ -17,9 +30,15 @@ def settings(
     as_json: AsJson = False,
 ) -> None:
     """Show what a plan may hold: every table and key with type, default, range and meaning."""
-    from fedpact.cli import settings as command
+    found = reference.everything() if name is None else reference.find(name)
 
-    command.execute_settings(name, as_json)
+    def text() -> None:
+        if name is None:
+            _overview(found)
+        for table in found if name else ():
+            _print(table)
+
+    show({"tables": [asdict(table) for table in found]}, as_json, text)
 
 
 def algorithms(
@@ -27,18 +46,162 @@ def algorithms(
     as_json: AsJson = False,
 ) -> None:
     """List the algorithms, or show one: its paper, what it does and releases, its settings."""
-    from fedpact.cli import settings as command
+    found = [reference.algorithm(one) for one in ([name] if name else reference.algorithm_names())]
 
-    command.execute_algorithms(name, as_json)
+    def text() -> None:
+        if name:
+            print(found[0].text, end="\n\n")
+            _print(found[0].settings)
+            return
+        grid = _grid("algorithm", "what", "settings")
+        for one in found:
+            keys = ", ".join(key.last for key in one.settings.keys)
+            grid.add_row(*map(Text, (one.name, one.title, keys)))
+        print_table(Console(), grid)
+
+    show({"algorithms": [asdict(one) for one in found]}, as_json, text)
 
 
 def init(
     file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("plan.toml"),
     overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
+    every: Annotated[
+        bool, typer.Option("--all", help="Write every key, at its default behind a '#'.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a plan to begin with: a TOML file with every key, its default and what it means."""
-    check_keys(None, overrides)
-    from fedpact.cli import settings as command
+    """Write a plan to begin with: a TOML file with the keys that matter first, and what they mean.
 
-    command.execute_init(file, overrides, as_json)
+    With --all it has every key, each with its default and its meaning.
+    """
+    reference.check_keys(None, overrides)
+    check_file("the file", file, ".toml")
+    if os.path.lexists(file):
+        raise InputError(f"{file} is there: name a file that is not, as in `fedpact init new.toml`")
+    text = starting_plan(overrides, every=every)
+    if overrides:
+        # The embedded default is a plan; what else was asked for is tried before it is written.
+        from fedpact.plan import Plan
+
+        Plan.read(None, overrides)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x", encoding="utf-8") as written:
+            written.write(text)
+    except OSError as error:
+        raise InputError(
+            f"{file} cannot be written ({error.strerror}): name a file in a folder that this "
+            "account may write to, as in `fedpact init plan.toml`"
+        ) from None
+    told = f"{file} written; see what it will spend with `fedpact plan {file}`, and run it with "
+    show({"file": str(file)}, as_json, lambda: print(f"{told}`fedpact run {file}`"))
+
+
+def _overview(found: list[KeyTable]) -> None:
+    grid = _grid("table", "what", "keys")
+    for table in found:
+        name = f"[{table.name}]" if _is_table(table.name) else table.name or "(top level)"
+        keys = ", ".join(key.last for key in table.keys)
+        grid.add_row(*map(Text, (name, table.about, keys)))
+    print_table(Console(), grid)
+    print("`fedpact settings NAME` shows a table or a key; `fedpact algorithms` has [settings].")
+
+
+def _is_table(name: str) -> bool:
+    return bool(name) and name not in reference.FILES
+
+
+def _print(table: KeyTable) -> None:
+    name = f"[{table.name}]" if _is_table(table.name) else table.name
+    console = Console(highlight=False)
+    console.print(f"{name}  {table.about}".strip(), markup=False, style="bold")
+    grid = _grid("key", "type", "default", "meaning")
+    for key in table.keys:
+        told = f"{key.symbol}: {key.meaning}" if key.symbol else key.meaning
+        cells = (key.last, f"{key.type} {key.range}".strip(), format_default(key), told)
+        grid.add_row(*map(Text, cells))
+    print_table(console, grid)
+
+
+def format_default(key: Key) -> str:
+    """Return a key's default for a reader."""
+    if key.required:
+        return "to be given"
+    return "left out" if key.default is None else toml(key.default)
+
+
+def _grid(*columns: str) -> Grid:
+    grid = Grid(show_lines=True)
+    for column in columns:
+        grid.add_column(column, overflow="fold")
+    return grid
+
+
+# ---------------------------------------------------------------- a plan to begin with
+
+_WIDE = 98
+_TOP = """\
+# A plan for `fedpact run`. What `fedpact run` does without a plan stands here as it is{every}.
+# `fedpact settings` and `fedpact algorithms` show every key, `fedpact init --all` writes them.
+"""
+_EVERY = """; every other
+# key stands at its default behind a "#": take that away and change the value. "left out": there is
+# no value unless you give one"""
+
+
+def starting_plan(overrides: Sequence[str] = (), *, every: bool = True) -> str:
+    """Return the text: the embedded default with `key=value` overrides.
+
+    every: also the keys that it leaves to their defaults. A line that begins with "#" and no space
+    after it is such a key: without the "#" the file means the same. What begins with "# " explains.
+    Raises PlanError: an override cannot be read, or there is no such algorithm.
+    """
+    raw = read_configuration(None, overrides)
+    chosen = reference.algorithm(str(raw["algorithm"]))
+    top, *others = reference.tables()
+    about = f"The settings of {chosen.name}, {chosen.title}."
+    parts = [_TOP.format(every=_EVERY if every else ""), *_lines(top, raw, every)]
+    for table in (KeyTable("settings", about, chosen.settings.keys), *others):
+        given: Any = raw
+        for part in table.name.split("."):
+            given = given.get(part, {}) if isinstance(given, Mapping) else {}
+        if "NAME" in table.name and every:
+            # Under a name of the user's own: all of it explains.
+            lines = (one.replace("#", "# ", not one.startswith("# ")) for one in _lines(table, {}))
+            parts += ["", f"# [{table.name}]", *_prose(table.about), *lines]
+        elif "NAME" not in table.name and (given or every):
+            head = f"[{table.name}]" if given else f"#[{table.name}]"
+            parts += ["", head, *_prose(table.about), *_lines(table, given, every)]
+    return "\n".join(parts) + "\n"
+
+
+def _lines(table: KeyTable, given: Mapping[str, Any], every: bool = True) -> list[str]:
+    found = list[str]()
+    for key in table.keys:
+        if key.name != "settings" and (every or key.last in given):
+            found += ["", *_prose(f"{key.meaning} ({kind(key)})"), _line(key, given)]
+    return found
+
+
+def _line(key: Key, given: Mapping[str, Any]) -> str:
+    if key.last in given:
+        return f"{key.last} = {toml(given[key.last])}"
+    if key.default is None:
+        return f"# {key.last} ="
+    return f"#{key.last} = {toml(key.default)}"
+
+
+def kind(key: Key) -> str:
+    """Return a key's type and range in a few words; whether it may be left out, or has to be given.
+
+    >>> kind(Key("a.b", "number", "> 0", None, False, "what it means"))
+    'number > 0; left out'
+    """
+    told = f"{key.type} {key.range}".strip()
+    if key.required:
+        return f"{told}; to be given"
+    return f"{told}; left out" if key.default is None else told
+
+
+def _prose(text: str) -> list[str]:
+    return [f"# {line}" for line in textwrap.wrap(text, _WIDE)]

@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import PlanError
 
 ScheduleKind = Literal["constant", "inverse", "cosine"]
@@ -34,17 +35,17 @@ def factor(
 
 
 class Scheduled(BaseModel):
-    """The part of a table that has a schedule.
+    """The part of a table that has a schedule."""
 
-    schedule: f, by which the length of step t of T changes: 1 if constant; 1 / (1 + (t - 1) / h) if
-    inverse; (1 + cos(π (t - 1) / T)) / 2 if cosine; or a list f(1), f(2), ..., whose last number
-    holds for all that follow. halved_after: h of schedule = "inverse", steps until it is half.
-    """
-
+    model_config = FROZEN
     schedule: ScheduleKind | list[Annotated[float, Field(ge=0, le=_MOST)]] = Field(
         default="constant", min_length=1
     )
+    """f, by which the length of step t of T changes: 1 if constant; 1 / (1 + (t - 1) / h) if
+    inverse; (1 + cos(π (t - 1) / T)) / 2 if cosine; or a list f(1), f(2), ..., whose last
+    number holds for all that follow."""
     halved_after: float = Field(default=10.0, gt=0)
+    """h of schedule = "inverse", steps until it is half."""
 
     @model_validator(mode="after")
     def _halves(self) -> Self:

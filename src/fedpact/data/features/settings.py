@@ -16,9 +16,10 @@ All of it is public, the same at every party, and part of the plan.
 import re
 from typing import Annotated, Any, Final, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from fedpact.common.about import JoinedText
+from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import FedpactError, InputError
 from fedpact.common.weights import lower_digest
 from fedpact.data.features.kinds import FEATURE_KINDS
@@ -43,31 +44,35 @@ def _known(kind: str) -> str:
 class FeatureSettings(BaseModel):
     """What stands in place of each record before it is trained on. See the module.
 
-    kind: "none" trains on the records as they are; "scattering", "patches", or your own as
-    package.module:factory. cells: c of the grid of c x c that maps are averaged over, by default 5
-    for scattering and 2 for patches. filters: of patches, how many. size: of patches, how many
-    pixels wide. threshold: of patches, what a filter's answer has to exceed to count. mirror: the
-    mean of a record's features and its mirror image's, for images that mean the same mirrored, as
-    clothes do and digits do not. seed: what made images follow from, by default the plan's. whiten:
-    whether features are decorrelated by the covariance that they have on made images. weights: the
-    file (.safetensors) with the weights of a module of your own. sha256: of that file, in
-    hexadecimal. trained_on: what those weights were chosen by; without it no ε is stated.
-
     A setting that the kind does not use is refused.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = FROZEN
     kind: Annotated[str, AfterValidator(_known)] = "none"
+    """"none" trains on the records as they are; "scattering", "patches", or your own as
+    package.module:factory."""
     cells: int | None = Field(default=None, ge=1, le=64)
+    """c of the grid of c x c that maps are averaged over, by default 5 for scattering and 2 for
+    patches."""
     filters: int = Field(default=320, ge=2, le=10_000)
+    """Of patches, how many."""
     size: int = Field(default=6, ge=2, le=64)
+    """Of patches, how many pixels wide."""
     threshold: float = Field(default=0.25, ge=0)
+    """Of patches, what a filter's answer has to exceed to count."""
     mirror: bool = False
+    """The mean of a record's features and its mirror image's, for images that mean the same
+    mirrored, as clothes do and digits do not."""
     whiten: bool = True
+    """Whether features are decorrelated by the covariance that they have on made images."""
     seed: int | None = Field(default=None, ge=0, lt=2**63)
+    """What made images follow from, by default the plan's."""
     weights: str | None = None
+    """The file (.safetensors) with the weights of a module of your own."""
     sha256: Annotated[str | None, AfterValidator(lower_digest)] = None
+    """Of that file, in hexadecimal."""
     trained_on: JoinedText | None = None
+    """What those weights were chosen by; without it no ε is stated."""
 
     @property
     def used(self) -> bool:

@@ -1,0 +1,357 @@
+"""What every key of a configuration and every algorithm's setting means, read from their classes.
+
+A field of a pydantic class is the only place for a key, its default, its range and, in the string
+below it, its meaning. Of an algorithm's settings the meaning may stand in its file's table instead:
+
+    Symbols   paper  code           meaning, unit or range                        who chooses it
+              η      learning_rate  step size, > 0                                plan
+
+Importing the classes takes seconds, as torch comes with them. So what was read is kept beside the
+bytecode of this file, as Python keeps that, until a source file changes; a question is then
+answered, and a mistyped key refused, at once.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, get_args, get_origin
+
+from fedpact.common.configuration import flatten, read_configuration, unknown_key
+from fedpact.common.errors import PlanError, nearest
+from fedpact.common.files import write_whole
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+FILES: Final = {
+    "federation.toml": ("fedpact.deployment.federation", "Federation"),
+    "site.toml": ("fedpact.deployment.site_records", "SiteSettings"),
+    "policy.toml": ("fedpact.privacy.policy", "Policy"),
+}
+"""A deployment's files, beside the plan, and the classes that read them."""
+
+_PACKAGE = Path(__file__).parents[1]
+_KEPT = Path(importlib.util.cache_from_source(__file__)).with_name("reference.json")
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key. name: with its tables, as in privacy.epsilon. symbol: the papers', "" for none.
+
+    type, range: in words and signs. default: None for nothing in its place; required: it has to be
+    given, and there is none.
+    """
+
+    name: str
+    type: str
+    range: str
+    default: Any
+    required: bool
+    meaning: str
+    symbol: str = ""
+
+    @property
+    def last(self) -> str:
+        """Its own name, without its tables."""
+        return self.name.rsplit(".", 1)[-1]
+
+
+@dataclass(frozen=True)
+class KeyTable:
+    """A table. name: "" for what stands in no table; NAME in it is for the user to fill in."""
+
+    name: str
+    about: str
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True)
+class Described:
+    """An algorithm. title: its name, paper the source, text all that its file says at the top."""
+
+    name: str
+    title: str
+    text: str
+    settings: KeyTable
+
+
+def algorithm_names() -> list[str]:
+    """Return the names of all algorithms, sorted; as `algorithms.names`, without loading it."""
+    files = (_PACKAGE / "algorithms").glob("*.py")
+    return sorted(file.stem for file in files if not file.stem.startswith("_"))
+
+
+def tables() -> list[KeyTable]:
+    """Return the tables of a plan, of which the first holds what stands in no table."""
+    return _stored()["plan"]
+
+
+def everything() -> list[KeyTable]:
+    """Return all tables of a plan, then the files of a deployment, each by its name."""
+    return [*tables(), *(table for file in FILES for table in _stored()[file])]
+
+
+def algorithm(name: str) -> Described:
+    """Return what is known of an algorithm. Raises PlanError: there is none of that name."""
+    known = algorithm_names()
+    if name not in known:
+        expected = f"expected one of {', '.join(known)}{nearest(name, known)}"
+        raise PlanError(f"algorithm is {name!r}: {expected}")
+    return _stored()["algorithms"][name]
+
+
+def find(name: str) -> list[KeyTable]:
+    """Return the tables of that name, or the one key with its table.
+
+    name: of a table ("privacy"), of a key in it ("privacy.epsilon", or "epsilon" alone where that
+    is clear), or of a deployment's file. Raises PlanError: none has it.
+    """
+    if name in FILES:
+        return _stored()[name]
+    known = tables()
+    if found := [table for table in known if f"{table.name}.".startswith(f"{name}.")]:
+        return found
+    for one in map(algorithm, algorithm_names()):
+        known = [*known, KeyTable(f"settings of {one.name}", "", one.settings.keys)]
+    found = [
+        KeyTable(table.name, table.about, keys)
+        for table in known
+        if (keys := tuple(key for key in table.keys if name in (key.name, key.last)))
+    ]
+    if found:
+        return found
+    shown = [*(table.name for table in tables() if table.name), *FILES]
+    every = [key for table in known for key in table.keys]
+    meant = nearest(name, [*shown, *(key.name for key in every), *(key.last for key in every)])
+    raise PlanError(f"{name} is no known table or key: expected one of {', '.join(shown)}{meant}")
+
+
+def check_keys(config: Path | None, overrides: Sequence[str] = ()) -> None:
+    """Raise PlanError, naming each, where a configuration has keys that no plan has.
+
+    config: a .toml or .json file, None for the embedded default; overrides: `key=value`, over it.
+    In the words of `Plan.read`, which checks all else.
+    """
+    raw = read_configuration(config, overrides)
+    if isinstance(raw, dict) and (found := list(_unknown(raw))):
+        raise PlanError("; ".join(found))
+
+
+def _unknown(raw: dict[str, Any]) -> Iterator[str]:
+    own = raw.get("algorithm")
+    top, *others = tables()
+    # A table's own name first; what stands below a name of the user's own is left to `Plan.read`.
+    places = {table.name: table.keys for table in others if "NAME" not in table.name}
+    if own in algorithm_names():
+        places = {"settings": algorithm(str(own)).settings.keys, **places}
+    known = [key.name for key in top.keys]
+    known += [name for place, keys in places.items() for name in (place, *(k.name for k in keys))]
+    reported = set[str]()
+    for full in flatten(raw):
+        place = ""
+        for name in full.split("."):
+            key = f"{place}.{name}" if place else name
+            if key not in known and key not in reported:
+                reported.add(key)
+                beside = {
+                    one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == place
+                }
+                # `Plan.read` checks [settings] by themselves.
+                yield unknown_key(key, beside, () if place == "settings" else known)
+            if key not in places:
+                break
+            place = key
+
+
+# ---------------------------------------------------------------- reading and keeping
+
+
+@cache
+def _stored() -> dict[str, Any]:
+    return read_stored()
+
+
+def read_stored() -> dict[str, Any]:
+    """Return lists of tables: "plan" and a key a file; and "algorithms", each as Described."""
+    stamp = _stamp()
+    with suppress(OSError, ValueError):
+        kept = json.loads(_KEPT.read_text(encoding="utf-8"))
+        if kept.pop("stamp") == stamp:
+            algorithms = {
+                name: Described(**one | {"settings": _table(one["settings"])})
+                for name, one in kept.pop("algorithms").items()
+            }
+            return {key: list(map(_table, some)) for key, some in kept.items()} | {
+                "algorithms": algorithms
+            }
+    found = read_classes()
+    algorithms = {name: asdict(one) for name, one in found["algorithms"].items()}
+    kept = {key: [asdict(t) for t in found[key]] for key in ("plan", *FILES)}
+    text = json.dumps({**kept, "algorithms": algorithms, "stamp": stamp})
+    if not sys.dont_write_bytecode:
+        with suppress(OSError):  # a folder of another account's: then it is read anew each time
+            write_whole(_KEPT, text.encode(), private=False)
+    return found
+
+
+def _stamp() -> str:
+    """Which state the sources are in: every file's place, length and time of change."""
+    files = sorted(_PACKAGE.rglob("*.py"))
+    each = [(str(file), (s := file.stat()).st_size, s.st_mtime_ns) for file in files]
+    return hashlib.sha256(repr(each).encode()).hexdigest()
+
+
+def _table(raw: dict[str, Any]) -> KeyTable:
+    return KeyTable(raw["name"], raw["about"], tuple(Key(**key) for key in raw["keys"]))
+
+
+def read_classes() -> dict[str, Any]:
+    """Return what `read_stored` does, read from the classes: torch is imported with them."""
+    from fedpact.plan import Plan
+
+    found: dict[str, Any] = {"plan": list(describe_class(Plan))}
+    for file, (module, name) in FILES.items():
+        top, *inner = describe_class(getattr(importlib.import_module(module), name))
+        inside = [KeyTable(f"{file} [{t.name}]", t.about, t.keys) for t in inner]
+        found[file] = [KeyTable(file, top.about, top.keys), *inside]
+    found["algorithms"] = {name: _describe(name) for name in algorithm_names()}
+    return found
+
+
+def _describe(name: str) -> Described:
+    module = importlib.import_module(f"fedpact.algorithms.{name}")
+    text = (module.__doc__ or "").strip()
+    (settings,) = describe_class(module.Settings, "settings")
+    return Described(name, re.split("[.;]", text)[0], text, settings)
+
+
+def describe_class(model: "type[BaseModel]", name: str = "") -> Iterator[KeyTable]:
+    """Give a class as a table, and after it the tables in it, each with all its keys."""
+    keys, below = list[Key](), list[KeyTable]()
+    for last, field in model.model_fields.items():
+        form = _form(Annotated[field.annotation, field])
+        full = f"{name}.{last}" if name else last
+        if form.table is not None:
+            below += describe_class(form.table, f"{full}.NAME" if form.named else full)
+        if form.table is None or form.named:
+            required = field.is_required()
+            value = None if required else field.get_default(call_default_factory=True)
+            meaning, symbol = _meaning(model, last)
+            keys.append(Key(full, form.words, form.range, value, required, meaning, symbol))
+    about = re.split(
+        r"(?<=\.) (?=[A-Z`_a-z])", " ".join((model.__doc__ or "").split("\n\n")[0].split())
+    )
+    yield KeyTable(name, about[0], tuple(keys))
+    yield from below
+
+
+def _meaning(model: "type[BaseModel]", key: str) -> tuple[str, str]:
+    """A key's meaning and symbol, "" for none; what a class does not say, its bases do."""
+    meaning = symbol = ""
+    for base in model.__mro__:
+        if key not in getattr(base, "model_fields", {}):
+            continue
+        row = symbols(sys.modules[base.__module__].__doc__ or "").get(key, ("", ""))
+        own = key in vars(base).get("__annotations__", {})
+        meaning = meaning or (own and base.model_fields[key].description) or row[1]
+        symbol = symbol or row[0].strip("-")
+    return " ".join(meaning.split()), symbol
+
+
+_COLUMNS = ("paper", "code", "meaning", "who")
+
+
+def symbols(text: str) -> dict[str, tuple[str, str]]:
+    """Return the table of symbols of an algorithm's file: code -> the papers' symbol, meaning."""
+    lines = text.splitlines()
+    heads = [n for n, line in enumerate(lines) if line.startswith("Symbols ")]
+    if not heads or not all(column in lines[heads[0]] for column in _COLUMNS):
+        return {}
+    starts = [lines[heads[0]].index(column) for column in _COLUMNS]
+    found, last = dict[str, tuple[str, str]](), ""
+    for line in lines[heads[0] + 1 :]:
+        if not line.startswith(" "):
+            break
+        paper, code, meaning = (line[a:b].strip() for a, b in pairwise(starts))
+        if code:
+            last = code
+            found.setdefault(code, (paper, meaning))
+        elif last and meaning:
+            found[last] = (found[last][0], f"{found[last][1]} {meaning}")
+    return found
+
+
+@dataclass(frozen=True)
+class _KeyForm:
+    """What a key may be. words: its type. range: what numbers may be, "" for any.
+
+    table: the class whose keys it has, if it is a table; named: whether it is a table of such
+    tables, under names of the user's.
+    """
+
+    words: str
+    range: str = ""
+    table: "type[BaseModel] | None" = None
+    named: bool = False
+
+
+_WORDS: Final = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+_SIGNS: Final = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+def _form(kind: Any) -> _KeyForm:
+    """What a key of an annotation may be."""
+    kind = getattr(kind, "__value__", kind)  # of `type X = ...`
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        inner = _form(parts[0])
+        return _KeyForm(
+            inner.words, _joined(inner.range, *_ranges(parts[1:])), inner.table, inner.named
+        )
+    if origin is Literal:
+        return _KeyForm(" | ".join(f'"{v}"' if isinstance(v, str) else str(v) for v in parts))
+    if origin in (Union, UnionType):
+        each = [_form(part) for part in parts if part is not NoneType]
+        return _KeyForm(
+            " | ".join(one.words for one in each),
+            _joined(*dict.fromkeys(one.range for one in each)),
+            next((one.table for one in each if one.table), None),
+            any(one.named for one in each),
+        )
+    if origin is dict:
+        inner = _form(parts[-1])
+        return _KeyForm("table", inner.range, inner.table, named=True)
+    if origin in (list, tuple):
+        inner = _form(parts[0])
+        return _KeyForm(f"[{inner.words}, ...]", inner.range, inner.table, inner.named)
+    if hasattr(kind, "model_fields"):
+        return _KeyForm("table", table=kind)
+    return _KeyForm(_WORDS.get(kind, "anything"))
+
+
+def _ranges(metadata: Sequence[Any]) -> Iterator[str]:
+    """What is asked of a number, as in "> 0, < 1"."""
+    for one in (each for part in metadata for each in getattr(part, "metadata", [part])):
+        for name, sign in _SIGNS.items():
+            if (bound := getattr(one, name, None)) is not None:
+                yield f"{sign} {_short(bound)}"
+
+
+def _short(number: float) -> str:
+    if isinstance(number, int) and number >= 2**20 and number.bit_count() == 1:
+        return f"2^{number.bit_length() - 1}"
+    return f"{number:g}"
+
+
+def _joined(*ranges: str) -> str:
+    return ", ".join(filter(None, ranges))
