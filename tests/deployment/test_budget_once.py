@@ -128,7 +128,7 @@ def test_site_that_released_does_not_open_without_its_ledger(site_dir, tmp_path,
         with pytest.raises(FedpactError):
             Site(unused)
         shutil.copy(unused / "ledger.jsonl", site_dir / "ledger.jsonl")
-    with pytest.raises(LedgerError, match=r"released before|paid for the stored reply\.bin"):
+    with pytest.raises(LedgerError, match=r"released before|the stored reply\.bin names"):
         Site(site_dir)
     assert (site_dir / "ledger.jsonl").exists() == (how != "missing")
 
@@ -160,13 +160,13 @@ def test_a_snapshot_of_the_whole_site_refuses_before_it_charges(site_dir, tmp_pa
         assert codes(told(site, 2)) == ["ledger"]
     assert charged(snapshot) == STEPS
     # A restart does not forget it, and neither does another run on the same records.
-    with pytest.raises(LedgerError, match="by the word of the server of run"):
+    with pytest.raises(LedgerError, match=r"jsonl\.seen names"):
         Site(snapshot)
     run = site.run
     change(snapshot / "federation.toml", f'run = "{run}"', 'run = "another"')
     change(snapshot / "policy.toml", "epsilon_ever = 2.0", "epsilon_ever = 4.0")
     change(snapshot / "policy.toml", "delta_ever = 1e-05", "delta_ever = 2e-05")
-    with pytest.raises(LedgerError, match=f"by the word of the server of run {run}"):
+    with pytest.raises(LedgerError, match=r"jsonl\.seen names"):
         Site(snapshot)
     # The right ledger is all that it takes.
     change(snapshot / "federation.toml", 'run = "another"', f'run = "{run}"')
@@ -187,27 +187,10 @@ def test_an_older_word_takes_nothing_back_of_a_later_one(site_dir, tmp_path):
         for seen, _ in (ledgers[3], ledgers[2]):
             assert codes(told(site, 4, seen=seen)) == ["ledger"]
     (snapshot / "ledger.jsonl").write_bytes(ledgers[2][1])
-    with pytest.raises(LedgerError, match=f"lacks number {ledgers[3][0][0]}.* of the server of"):
+    with pytest.raises(LedgerError, match=f"lacks number {ledgers[3][0][0]}"):
         Site(snapshot)
     (snapshot / "ledger.jsonl").write_bytes(ledgers[3][1])
     Site(snapshot).ledger.close()
-
-
-def test_server_lies_do_not_undo_what_the_site_knows(site_dir):
-    """Its owner removes that word, and an older ledger still does not open."""
-    with Site(site_dir) as site:
-        told(site, 1)
-        older = (site_dir / "ledger.jsonl").read_bytes()
-        told(site, 2)
-        assert codes(told(site, 3, seen=(3, "f" * 64))) == ["ledger"]
-    path = site_dir / "ledger.jsonl.seen"
-    words = json.loads(path.read_text())
-    path.write_text(json.dumps({who: word for who, word in words.items() if "server" not in who}))
-    (site_dir / "reply.bin").unlink()
-    Site(site_dir).ledger.close()
-    (site_dir / "ledger.jsonl").write_bytes(older)
-    with pytest.raises(LedgerError, match="by the word of this site"):
-        Site(site_dir)
 
 
 def test_rolled_back_ledger_stays_barred_after_growing_longer(site_dir, tmp_path):
@@ -307,8 +290,8 @@ def test_a_stored_reply_that_is_none_is_told(site_dir, content):
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"\xff", b"", b"[]", b'[1, "short", "me"]', b'["1", "", ""]', b"7", b'{"me": 1}'),
-        *(b'{"me": [1, "short"]}', b'{"me": ["1", ""]}', b'{"me": [true, ""]}', b'[0, "", [1]]'),
+        *(b"\xff", b"", b"[]", b'[1, "short"]', b'["1", ""]', b"7", b'{"me": 1}', b"[1, 2]"),
+        *(b'[true, ""]', b'[0, "", [1]]'),
     ],
 )
 def test_an_unreadable_note_of_the_ledger_is_told(site_dir, content):

@@ -146,8 +146,8 @@ class Site:
         self._witness = RollbackGuard(path)
         self.ledger = Ledger(path, self.settings.data_set, hypothetical=self._test)
         try:
-            self._witness.check(self.ledger, self._last.ledger)
-            self._witness.check(self.ledger, self._examiner.last.ledger)
+            self._witness.check(self.ledger, self._last.ledger, "the stored reply.bin")
+            self._witness.check(self.ledger, self._examiner.last.ledger, "evaluation.bin")
             check_left_behind(directory, path, promised=bool(self.ledger.runs))
             # Replies that no process is writing any more: the ledger's lock is this one's.
             remembered = directory / "memory.safetensors"
@@ -226,9 +226,9 @@ class Site:
         if not is_place(*seen):
             raise DataError(f"a question says that this site's ledger had {seen[0]} entries")
         if not self.ledger.holds(*seen):
-            self._witness.keep(*seen, f"the server of run {self.run}")
+            self._witness.keep(*seen)
         try:
-            self._witness.check(self.ledger)
+            self._witness.check(self.ledger, seen, f"the server of run {self.run}")
             # Read anew: what its owner takes back counts from the next question.
             self._check_policy()
         except (LedgerError, PlanError, PolicyRefused) as error:
@@ -297,7 +297,7 @@ class Site:
         if isinstance(answer, Reply):
             self._last_of(task).keep(task, block)
             self._examiner.note(task, self._client.read_memory(task), self._bench)
-            self._witness.keep(answer.ledger_length, answer.ledger_head, "this site")
+            self._witness.keep(answer.ledger_length, answer.ledger_head)
         return block
 
     def _last_of(self, task: Task) -> LastReply:
@@ -333,7 +333,7 @@ class Site:
         self._examiner.reserve(self.ledger, self.run)
         if self._masker is not None:
             self._masker.begin(self.run, charged=bool(self.ledger.spent(self.run)))
-        self._witness.keep(self.ledger.length, self.ledger.head, "this site")
+        self._witness.keep(self.ledger.length, self.ledger.head)
 
     def _check_policy(self) -> None:
         """Raise PlanError or PolicyRefused unless policy.toml, as it is now, allows this run."""

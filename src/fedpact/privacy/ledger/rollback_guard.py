@@ -1,7 +1,7 @@
 """What a site knows of its ledger outside of it, so that one that was put back is found out.
 
-    LEDGER.seen         beside the ledger: entries, by number and hash, that it once had, and who
-                        says so: this site, when it opened, or a server that had a reply with it
+    LEDGER.seen         beside the ledger: number and hash of the latest entry that it is known to
+                        have had, by the site itself or by a server that had a reply with it
     reply.bin           the reply names the entries it was paid with (deployment.site_evaluation)
     the server's word   every question says what the server has seen last of this site's ledger
 
@@ -31,61 +31,49 @@ def is_place(length: int, head: str) -> bool:
 
 
 class RollbackGuard:
-    """LEDGER.seen, of a ledger's path. Raises LedgerError: unreadable.
-
-    Each has its own word in it, the latest entry that it has named: what one says, whether it is
-    mistaken or speaks of old times, takes nothing back of what another has said.
-    """
+    """LEDGER.seen, of a ledger's path. Raises LedgerError: unreadable."""
 
     def __init__(self, ledger: Path) -> None:
         self._ledger, self.path = ledger, ledger.with_name(ledger.name + ".seen")
-        self._words = self._read() if self.path.exists() else dict[str, tuple[int, str]]()
+        self._word = self._read() if self.path.exists() else (0, "")
 
-    def check(self, ledger: Chained | Ledger, reply: tuple[int, str] = (0, "")) -> None:
-        """Raise LedgerError for a ledger that lacks an entry seen, or the one of a stored reply.
+    def check(
+        self, ledger: Chained | Ledger, word: tuple[int, str] = (0, ""), whose: str = ""
+    ) -> None:
+        """Raise LedgerError for a ledger that lacks the entry in LEDGER.seen, or another one.
 
-        reply: length and head of the ledger that it was made with.
+        word: number and hash of that other entry. whose: who names it.
         """
-        for who, (length, head) in sorted(self._words.items()):
+        for (length, head), by in ((self._word, str(self.path)), (word, whose)):
             if not ledger.holds(length, head):
                 raise LedgerError(
-                    f"ledger {self._ledger} {_lacks(ledger, length, head)}, which it had by the "
-                    f"word of {who} ({self.path}): it was put back to an older state, or this is a "
-                    "copy of a site that runs elsewhere. Put back the ledger as it was after the "
-                    "last release. If there is none left, treat the records' budget as spent; if "
-                    f"that word is known to be wrong, remove it, and no other, from {self.path}"
+                    f"ledger {self._ledger} {_lacks(ledger, length, head)}, which {by} names: it "
+                    "was put back to an older state, or this is a copy of a site that runs "
+                    "elsewhere. Put back the ledger as it was after the last release. If there is "
+                    "none left, treat the records' budget as spent; if you know that this word is "
+                    f"wrong, as a server's that is mistaken, remove {self.path}"
                 )
-        if not ledger.holds(*reply):
-            raise LedgerError(
-                f"ledger {self._ledger} {_lacks(ledger, *reply)}, which paid for the stored "
-                "reply.bin: it was put back to an older state, or is another one. Put back the "
-                "ledger as it was after the last release; if there is none left, treat the "
-                "records' budget as spent"
-            )
 
-    def keep(self, length: int, head: str, who: str) -> None:
-        """Remember that the ledger had this entry, by the word of `who`, who named none later."""
-        if length > self._words.get(who, (0, ""))[0]:
-            self._write({**self._words, who: (length, head)})
+    def keep(self, length: int, head: str) -> None:
+        """Remember that the ledger had this entry, unless a later one is known."""
+        if length > self._word[0]:
+            write_whole(self.path, json.dumps([length, head]).encode() + b"\n")
+            self._word = length, head
 
-    def _write(self, words: dict[str, tuple[int, str]]) -> None:
-        write_whole(self.path, json.dumps(words, indent=2).encode() + b"\n")
-        self._words = words
-
-    def _read(self) -> dict[str, tuple[int, str]]:
+    def _read(self) -> tuple[int, str]:
         try:
             found: Any = json.loads(self.path.read_bytes().decode("ascii"))
-            words = {str(who): (length, str(head)) for who, (length, head) in found.items()}
-            good = all(type(n) is int and is_place(n, head) for n, head in words.values())
-        except (OSError, ValueError, TypeError, AttributeError, LookupError):
-            words, good = dict[str, tuple[int, str]](), False
+            length, head = found
+            good = type(length) is int and isinstance(head, str) and is_place(length, head)
+        except (OSError, ValueError, TypeError):
+            good = False
         if not good:
             raise LedgerError(
-                f"{self.path} is unreadable: expected who -> [number, hash] of entries that "
+                f"{self.path} is unreadable: expected [number, hash] of an entry that "
                 f"{self._ledger} had; put it back from a backup, or remove it if you are sure that "
                 "the ledger is as it was after its last release"
             )
-        return words
+        return length, head
 
 
 def _lacks(ledger: Chained | Ledger, length: int, head: str) -> str:
