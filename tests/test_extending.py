@@ -100,7 +100,7 @@ from fedpact.common.params import FlatModel
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.privacy.oracle import PrivateOracle, Records, Terms
 from fedpact.report.drawing import Chart
-from fedpact.report.comparison import document, render_comparison, rows
+from fedpact.report.comparison import document, render_comparison, table
 from fedpact.report.compared_runs import read_comparison
 from fedpact.privacy.accounting.accountant import Budget
 from typer.testing import CliRunner
@@ -150,7 +150,7 @@ print(json.dumps({
     "account": json.loads(call("account", "--q", "0.1", "--sigma", "2", "--steps", "9", "--all",
                                "--json")),
     "privacy": json.loads((run / "privacy.json").read_text()),
-    "row": rows(found)[0].metrics,
+    "row": table(found).rows[0],
     "comparison": document(found),
     "compared": render_comparison(found),
     "length": length,
@@ -201,11 +201,10 @@ def test_a_metric_appears_wherever_one_is_shown(told):
     assert "Gap over rounds" in told["page"]
     assert told["comparison"]["entries"]["one"]["gap"]["mean"] == pytest.approx(gap)
     assert told["comparison"]["entries"]["one"]["runs"]["0"]["gap"] == pytest.approx(gap)
-    assert told["row"][-1] == f"{100 * gap:.2f} %"
+    assert f"{100 * gap:.2f} %" in told["row"]
     assert told["compared"].count(">gap</th>") == 2
     # The one that was there is shown at the same places.
     assert {"psi", "gap"} <= set(told["rounds"][-1])
-    assert len(told["row"]) == 2
 
 
 def test_an_accountant_is_used_by_name_and_shown(told):

@@ -16,7 +16,7 @@ from fedpact.common.errors import DataError, InputError, PlanError
 from fedpact.common.files import check_out
 from fedpact.common.format import headline_metric, upper
 from fedpact.common.messages import RoundRecord
-from fedpact.common.notebook import Bar, CardFigure, card, frame, in_notebook
+from fedpact.common.notebook import Bar, card, frame, in_notebook
 from fedpact.common.run_folder import (
     Folder,
     exclusive,
@@ -37,7 +37,7 @@ from fedpact.data.inputs import describe_value
 from fedpact.plan import Plan
 from fedpact.report import charts
 from fedpact.report.page import build_headline, write_report
-from fedpact.report.run_files import RunFolder, read_run
+from fedpact.report.run_summary import RunSummary, read_run
 from fedpact.simulation.predict import Predictor
 from fedpact.simulation.resume import extend_plan
 from fedpact.simulation.simulate import OnRound, Simulated, simulate
@@ -86,7 +86,7 @@ class Result(Simulated):
         seeded = "SIMULATION: protects nobody" if run.seeded else ""
         return card(
             f"{run.plan.get('algorithm')} on {run.plan.get('data')}",
-            [CardFigure(c.label, c.value, c.note, c.bad) for c in build_headline(run)],
+            build_headline(run),
             warning=seeded if run.private else "NOT PRIVATE",
             bad=not run.private,
             below=str(self.folder / "report.html"),
@@ -111,7 +111,7 @@ class Result(Simulated):
         return {name: drawing.chart for name, drawing in drawn.items() if drawing is not None}
 
     @property
-    def _run(self) -> RunFolder:
+    def _run(self) -> RunSummary:
         return read_run(self.folder)
 
 

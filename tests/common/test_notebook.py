@@ -22,7 +22,7 @@ from fedpact.common.notebook import Bar, in_notebook
 from fedpact.plan import Plan
 from fedpact.report import charts
 from fedpact.report.drawing import Chart
-from fedpact.report.run_files import read_run
+from fedpact.report.run_summary import read_run
 from fedpact.studies.compare import Compared
 
 SITES = ["north", "<b>south</b>", "east"]

@@ -18,7 +18,7 @@ from fedpact.deployment.site import Site
 from fedpact.plan import Plan
 from fedpact.report.evaluations import why_none
 from fedpact.report.page import write_page
-from fedpact.report.run_files import read_run
+from fedpact.report.run_summary import read_run
 from fedpact.simulation.simulate import simulate
 
 HELD = {"share": 0.3, "every": 1, "epsilon": 4.0}

@@ -23,7 +23,7 @@ from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT, SampledGaus
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.ledger.reservations import CompanionReservation
 from fedpact.report.page import build_headline, write_page
-from fedpact.report.run_files import read_run
+from fedpact.report.run_summary import read_run
 from fedpact.simulation import flower_records
 from fedpact.simulation.simulate import simulate
 

@@ -24,7 +24,7 @@ from fedpact.deployment.federation import Federation
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.report.page import repeat
-from fedpact.report.run_files import read_run
+from fedpact.report.run_summary import read_run
 from fedpact.simulation.simulate import simulate
 
 PLAN = {"rounds": 3, "sites": 2, "settings": {"local_steps": 4}, "run": {"workers": 2}}

@@ -8,7 +8,7 @@ from fedpact.common.messages import from_bytes
 from fedpact.common.params import FlatModel
 from fedpact.deployment.federation import Federation, read_plan
 from fedpact.report.evaluations import why_none
-from fedpact.report.run_files import read_run
+from fedpact.report.run_summary import read_run
 
 HEAD = 10  # of the logistic model on the digits: its bias
 

@@ -60,7 +60,7 @@ def test_a_comparison_shows_loss_and_measures(where, capsys):
     text = (where / "c" / "comparison.json").read_text(encoding="utf-8")
     raw = json.loads(text, parse_constant=pytest.fail)
     assert raw == json.loads(json.dumps(document(found), default=str))
-    one = found.entries[0].outcomes[0]
+    one = found.entries[0].runs[0]
     entry = next(iter(raw["entries"].values()))
     assert entry["accuracy"] is None
     assert entry["loss"]["mean"] == one.loss

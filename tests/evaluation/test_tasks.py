@@ -19,7 +19,7 @@ from fedpact.data.from_python import from_python
 from fedpact.data.schema import LabelForm, PlanRecords
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.report.page import repeat
-from fedpact.report.run_files import read_run
+from fedpact.report.run_summary import read_run
 from fedpact.studies.pool import Job
 
 RNG = np.random.default_rng(0)

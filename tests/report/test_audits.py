@@ -9,7 +9,7 @@ import pytest
 
 from fedpact.common.errors import DataError
 from fedpact.report.page import build_headline, write_report
-from fedpact.report.run_files import read_run
+from fedpact.report.run_summary import read_run
 
 Build = Callable[..., Path]
 SITES = ["north", "south"]

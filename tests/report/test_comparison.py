@@ -22,7 +22,7 @@ from fedpact.report.comparison import (
     guarantees,
     inequality,
     render_comparison,
-    rows,
+    table,
     write_comparison,
 )
 from fedpact.report.comparison_charts import curve, series, sweeps
@@ -31,6 +31,7 @@ from .conftest import terms
 from .test_page import Page
 
 SITES = ["a", "b"]
+AVERAGED = "accuracy, averaged model"
 PLAN = {
     "data": "digits",
     "algorithm": "fedavg",
@@ -118,6 +119,12 @@ def read(folder: Path, names: list[str], seeds: Any, failed: Any = None) -> Comp
     return read_comparison(folder, plans, seeds, failed)
 
 
+def cells(comparison: Comparison, row: int = 0) -> dict[str, str]:
+    """A row of the comparison's table, by heading."""
+    found = table(comparison)
+    return dict(zip(found.headings, found.rows[row][1:], strict=True))
+
+
 def two(folder: Path, **second: Any) -> Comparison:
     """Two entries of two seeds each; the second's runs are changed."""
     for seed, final in ((3, 0.6), (4, 0.8)):
@@ -141,8 +148,7 @@ def test_figures_are_means_and_sample_deviations_over_seeds(tmp_path: Path) -> N
     assert worst.mean == pytest.approx(np.mean(finals) - 0.1, rel=1e-12)
     psi = entry.spread(lambda o: o.metric("psi"))
     assert (psi and psi.mean, psi and psi.deviation) == pytest.approx((0.02, 0.01))
-    for measure, expected in ((entry.outcomes[0].bytes, 900), (entry.outcomes[0].rounds, 3)):
-        assert measure == expected
+    assert (entry.runs[0].bytes, entry.runs[0].last.round) == (900, 3)
 
 
 def test_deviation_needs_two_runs_and_mean_needs_a_value(tmp_path: Path) -> None:
@@ -154,7 +160,7 @@ def test_deviation_needs_two_runs_and_mean_needs_a_value(tmp_path: Path) -> None
     lost = entry.spread(lambda o: math.nan)
     assert lost is not None
     assert math.isnan(lost.mean)
-    assert rows(Comparison(tmp_path, [entry]))[0].fares == ("50.00 %",)
+    assert cells(Comparison(tmp_path, [entry]))["accuracy"] == "50.00 %"
 
 
 def test_the_servers_averages_stand_beside_the_last_models(tmp_path: Path) -> None:
@@ -162,12 +168,11 @@ def test_the_servers_averages_stand_beside_the_last_models(tmp_path: Path) -> No
         put(tmp_path, "tail", seed, {0: 0.1, 3: 0.5}, averaged=averaged)
         put(tmp_path, "none", seed, {0: 0.1, 3: 0.5})
     alone = read(tmp_path, ["none"], range(2))
-    assert (alone.headings, rows(alone)[0].fares) == (("accuracy",), ("50.00 ± 0.00 %",))
+    assert cells(alone)["accuracy"] == "50.00 ± 0.00 %"
+    assert AVERAGED not in cells(alone)
     comparison = read(tmp_path, ["tail", "none"], range(2))
-    assert comparison.headings == ("accuracy", "accuracy, averaged model")
-    tail, none = rows(comparison)
-    assert tail.fares[1] == f"75.00 ± {100 * statistics.stdev((0.7, 0.8)):.2f} %"
-    assert none.fares[1] == "–"
+    expected = f"75.00 ± {100 * statistics.stdev((0.7, 0.8)):.2f} %"
+    assert [cells(comparison, row)[AVERAGED] for row in (0, 1)] == [expected, "–"]
     found = document(comparison)["entries"]
     assert found["tail"]["average_accuracy"]["mean"] == pytest.approx(0.75)
     assert found["tail"]["runs"]["1"]["average_loss"] == pytest.approx(0.2)
@@ -175,7 +180,7 @@ def test_the_servers_averages_stand_beside_the_last_models(tmp_path: Path) -> No
     shown = render_comparison(comparison)
     # Once in each of the two tables, every row of which has the column.
     assert shown.count("accuracy, averaged model</th>") == 2
-    assert "80.0 %" in shown
+    assert "80.00 %" in shown
     assert "server.average" not in render_comparison(alone)
 
 
@@ -183,8 +188,7 @@ def test_epsilon_is_the_largest_of_all_runs_and_rounded_up(tmp_path: Path) -> No
     for seed, epsilon in enumerate((1.00001, 1.23401, 1.1)):
         put(tmp_path, "x", seed, {0: 0.1, 2: 0.5}, epsilon=epsilon)
     comparison = read(tmp_path, ["x"], range(3))
-    (row,) = rows(comparison)
-    assert row.epsilon == "1.235 at δ = 1e-05"
+    assert cells(comparison)["ε"] == "1.235 at δ = 1e-05"
     (told,) = guarantees(comparison)
     assert told.startswith("x: (ε, δ) = (1.235, 1e-05)")
     assert "adjacency: add/remove one record; accountant: pld" in told
@@ -207,7 +211,7 @@ def test_epsilon_covers_whoever_is_held_out(tmp_path: Path) -> None:
 
 def test_an_unknown_epsilon_is_no_small_one(tmp_path: Path) -> None:
     put(tmp_path, "x", 0, {0: 0.1, 2: 0.5}, epsilon=math.nan)
-    assert rows(read(tmp_path, ["x"], [0]))[0].epsilon.startswith("∞")
+    assert cells(read(tmp_path, ["x"], [0]))["ε"].startswith("∞")
 
 
 def test_equals_are_not_marked(tmp_path: Path) -> None:
@@ -344,8 +348,7 @@ def test_a_missing_seed_is_named_and_unequal(tmp_path: Path) -> None:
     assert third.missing == {0: "not ended after round 2", 1: "not begun"}
     assert fourth.missing == {0: "no such model", 1: "not begun"}
     # What has not ended is in no mean.
-    assert rows(comparison)[1].fares == ("50.00 %",)
-    assert rows(comparison)[3].fares == ("–",)
+    assert [cells(comparison, row)["accuracy"] for row in (1, 3)] == ["50.00 %", "–"]
     assert any(clause.startswith("seeds (") for clause in comparison.inequalities)
     text = Page(write_comparison(comparison)).text
     assert "no such model" in text
@@ -356,7 +359,7 @@ def test_a_damaged_run_is_missing_and_the_others_stand(tmp_path: Path) -> None:
     put(tmp_path, "one", 1, {0: 0.1, 2: 0.5})
     (run_folder(tmp_path, "one", 1) / "privacy.json").write_text("{")
     (entry,) = read(tmp_path, ["one"], [0, 1]).entries
-    assert [o.seed for o in entry.outcomes] == [0]
+    assert [run.seed for run in entry.runs] == [0]
     assert "privacy.json" in entry.missing[1]
 
 
@@ -509,7 +512,8 @@ def test_any_key_is_drawn(tmp_path: Path, values: list[Any]) -> None:
 
 def test_the_table_says_what_each_did(tmp_path: Path) -> None:
     comparison = two(tmp_path)
-    assert effort(comparison) == [(name, "0", "0.5", "0", "–", "2.5") for name in ("one", "two")]
+    expected = [(name, "0", "0.5", "0", "–", "2.5") for name in ("one", "two")]
+    assert effort(comparison).rows == expected
     for path in tmp_path.glob("two/*/"):
         summary = json.loads((path / "summary.json").read_text())
         (path / "summary.json").write_text(json.dumps({**summary, "records_read": 600.0}))
@@ -517,7 +521,7 @@ def test_the_table_says_what_each_did(tmp_path: Path) -> None:
         text = "".join(json.dumps({**line, "steps": line["round"]}) + "\n" for line in lines)
         (path / "rounds.jsonl").write_text(text)
     again = read(tmp_path, ["one", "two"], [3, 4])
-    assert effort(again)[1] == ("two", "1 to 4", "0.5", "10", "600", "2.5")
+    assert effort(again).rows[1] == ("two", "1 to 4", "0.5", "10", "600", "2.5")
     entry = document(again)["entries"]["two"]
     assert entry["local_steps"] == (1, 4)
     assert (entry["iterations"], entry["records_read"]) == (10, 600)
@@ -530,16 +534,16 @@ def test_bytes_to_accuracy_stop_at_the_first_evaluation(tmp_path: Path) -> None:
     for seed, course in ((3, {0: 0.2, 2: 0.71, 4: 0.62}), (4, {0: 0.2, 2: 0.5, 4: 0.8})):
         put(tmp_path, "one", seed, course)
         put(tmp_path, "two", seed, {0: 0.2, 4: 0.66})
-    table = find_bytes_to_targets(read(tmp_path, ["one", "two"], [3, 4]))
-    assert table is not None
-    assert table.levels == ["65.0 %", "70.0 %", "75.0 %", "80.0 %"]
+    found = find_bytes_to_targets(read(tmp_path, ["one", "two"], [3, 4]))
+    assert found is not None
+    assert found.headings == ("65.0 %", "70.0 %", "75.0 %", "80.0 %")
     # Seed 3 after two rounds, seed 4 after four: 600 and 1,200 bytes.
-    assert table.rows[0] == (
+    assert found.rows[0] == (
         "one",
         *["900 B ± 424 B"] * 2,
         *["1.2 kB (1 of 2 runs)"] * 2,
     )
-    assert table.rows[1] == ("two", "1.2 kB ± 0 B", "–", "–", "–")
+    assert found.rows[1] == ("two", "1.2 kB ± 0 B", "–", "–", "–")
     assert find_bytes_to_targets(Comparison(tmp_path, [])) is None
 
 

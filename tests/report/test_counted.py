@@ -13,7 +13,7 @@ from fedpact.privacy.accounting.accountant import Budget, History, SampledGaussi
 from fedpact.privacy.accounting.tuning_cost import LAWS, winner_epsilon
 from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.ledger.reservations import CompanionReservation, Shared
-from fedpact.report.compared_runs import count_tuning_cost
+from fedpact.report.tuning_cost import count_tuning_cost
 
 DELTA = 1e-5
 CHEAP = {SampledGaussian(0.05, 4.0): 100}

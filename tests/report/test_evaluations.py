@@ -11,9 +11,10 @@ from tests.evaluation.people import people
 from fedpact.common.format import percent
 from fedpact.plan import Plan
 from fedpact.report.compared_runs import read_comparison, run_folder
-from fedpact.report.comparison import document, evaluation_lines, render_comparison
+from fedpact.report.comparison import document, lines_by_entry, render_comparison
+from fedpact.report.evaluations import summarise_evaluations
 from fedpact.report.page import write_report
-from fedpact.report.run_files import read_run
+from fedpact.report.run_summary import read_run
 from fedpact.simulation.simulate import simulate
 
 SEEDS = [0, 1]
@@ -45,7 +46,7 @@ def test_a_comparison_shows_the_means_of_what_was_released(runs: Path) -> None:
     (found,) = [f for f in entry if (f["name"], f["about"]) == gap]
     assert {key: found[key] for key in mean} == pytest.approx(mean)
     interval = f"{percent(mean['low'])} to {percent(mean['high'])}"
-    (line,) = evaluation_lines(comparison)
+    (line,) = lines_by_entry(comparison, summarise_evaluations)
     assert line.startswith("fedavg: as sites released it: records ")
     assert f"equalised-odds gap {percent(mean['value'])} ({interval})" in line
     page = render_comparison(comparison)

@@ -6,7 +6,7 @@ import pytest
 
 from fedpact.common.errors import DataError
 from fedpact.report.page import write_report
-from fedpact.report.run_files import read_run
+from fedpact.report.run_summary import read_run
 
 Build = Callable[..., Path]
 SITES = ["north", "south"]
@@ -20,7 +20,7 @@ def change(folder: Path, name: str, **entries: object) -> None:
 def test_totals_are_sums_over_rounds(build: Build) -> None:
     run = read_run(build(SITES, rounds=4))
     # Five records, round 0 included, of 1000 and 2000 bytes a site and half a second each.
-    assert run.bytes == (5 * 2 * 1000, 5 * 2 * 2000)
+    assert (run.bytes_down, run.bytes_up) == (5 * 2 * 1000, 5 * 2 * 2000)
     assert run.seconds == 2.5
 
 

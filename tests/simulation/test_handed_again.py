@@ -9,7 +9,7 @@ from fedpact.cli.main import main
 from fedpact.common.errors import ModelError, PlanError
 from fedpact.common.user_code import get_handed_in
 from fedpact.report.page import repeat
-from fedpact.report.run_files import read_run
+from fedpact.report.run_summary import read_run
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(60, 4)).astype(np.float32)
@@ -90,7 +90,7 @@ def test_a_loss_goes_through_a_comparison(tmp_path):
              "ours": fedpact.Plan(model="logistic", **SETTINGS)}  # fmt: skip
     found = fedpact.compare(plans, seeds=1, data=(X, Y), out=tmp_path / "c")
     assert not any(entry.missing for entry in found.entries)
-    own, ours = (entry.outcomes[0] for entry in found.entries)
+    own, ours = (entry.runs[0] for entry in found.entries)
     assert own.loss == pytest.approx(ours.loss, rel=1e-4)
 
 

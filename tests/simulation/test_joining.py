@@ -20,7 +20,7 @@ from fedpact.evaluation.metrics import evaluate
 from fedpact.plan import Plan
 from fedpact.report.evaluations import joining_rows, summarise_joining
 from fedpact.report.page import write_report
-from fedpact.report.run_files import read_run
+from fedpact.report.run_summary import read_run
 from fedpact.simulation.simulate import of_run, simulate
 from fedpact.studies.compare import compare, read_plans
 from fedpact.studies.pool import Job

@@ -18,7 +18,7 @@ from fedpact.data.from_python import digest_of, from_python, refit
 from fedpact.data.load import load_dataset
 from fedpact.data.schema import PlanRecords
 from fedpact.report.page import repeat
-from fedpact.report.run_files import read_run
+from fedpact.report.run_summary import read_run
 from fedpact.simulation.setup import load_data
 
 ROOT = Path(__file__).parents[2]

@@ -28,10 +28,9 @@ from fedpact.common.records import RoundRecord
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.report.comparable import differences
-from fedpact.report.export import Facts
-from fedpact.report.model_card import render_model_card
+from fedpact.report.model_card import Facts, render_model_card
 from fedpact.report.page import write_report
-from fedpact.report.run_files import read_run
+from fedpact.report.run_summary import read_run
 from fedpact.simulation.flower import require_ray
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate

@@ -73,7 +73,7 @@ def test_a_run_that_fails_takes_no_other_with_it(
 ) -> None:
     comparison, news = whole
     one, two, broken = comparison.entries
-    assert (len(one.outcomes), len(two.outcomes), len(broken.outcomes)) == (1, 1, 0)
+    assert (len(one.runs), len(two.runs), len(broken.runs)) == (1, 1, 0)
     assert "cnn" in broken.missing[3]
     assert [n.job.name for n in news if n.failed] == ["broken"]
     assert not (comparison.folder / "broken" / "seed-3").exists()
@@ -118,7 +118,7 @@ def test_tuning_cost_is_counted_from_existing_ledgers(
             for event in run["events"]:
                 events[SampledGaussian(event["q"], event["sigma"])] += event["reserved"]
         costs.append(epsilon(events, 1e-5))
-    assert found.found.every == max(costs) > max(e.epsilon or 0 for e in whole[0].entries[:2])
+    assert found.found.every == max(costs) > max(e.spent.epsilon for e in whole[0].entries[:2])
     (written,) = json.loads((folder / "comparison.json").read_text())["counted"]
     assert written["epsilon_of_every"] == max(costs)
     page = (folder / "comparison.html").read_text()
@@ -169,7 +169,7 @@ def test_the_command_prints_the_table_and_fails_where_a_run_did(
     for entry in whole[0].entries[:2]:
         started = f"│ {entry.name} "
         line, did = (line for line in told.out.splitlines() if line.startswith(started))
-        assert f"{100 * (entry.outcomes[0].accuracy or 0):.2f} %" in line
+        assert f"{100 * (entry.runs[0].accuracy or 0):.2f} %" in line
         assert "at δ = 1e-05" in line
         # τ, η and the iterations of two rounds.
         assert did.replace("│", " ").split()[1:4] == ["1", "1", "2"]
@@ -188,7 +188,7 @@ def test_a_sweep_runs_every_value_and_calls_it_no_inequality(
     names = ["a-epsilon-1-learning_rate-0.5", "a-epsilon-4.0-learning_rate-0.5"]
     assert [entry.name for entry in found.entries] == names
     assert found.inequalities == []
-    spent = [entry.epsilon for entry in found.entries]
+    spent = [entry.spent.epsilon for entry in found.entries]
     assert 0 < spent[0] <= 1 < spent[1] <= 4
     page = (tmp_path / "s" / "comparison.html").read_text()
     assert "Worst site over privacy.epsilon" in page
@@ -224,4 +224,4 @@ def test_ctrl_c_ends_after_the_round_and_reruns_continue(
     comparison = fedpact.compare({"default": plan}, 1, tmp_path / "c", on_news=news.append)
     (entry,) = comparison.entries
     assert entry.missing == {}
-    assert entry.outcomes[0].rounds == 200
+    assert entry.runs[0].last.round == 200

@@ -15,7 +15,7 @@ from fedpact.common.run_folder import Folder, check_writable
 from fedpact.data.partition import Partition
 from fedpact.plan import Plan
 from fedpact.report.page import write_report
-from fedpact.report.run_files import read_run
+from fedpact.report.run_summary import read_run
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.studies.audit.attacks import attackable, many_runs, membership, one_run
 from fedpact.studies.audit.findings import Check, Finding, checks

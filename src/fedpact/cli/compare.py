@@ -9,28 +9,25 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from fedpact.cli.console import INTERRUPTED, StopOnInterrupt, show
 from fedpact.common import check
 from fedpact.common.files import check_out
 from fedpact.common.format import headline_metric
-from fedpact.common.notebook import print_table
 from fedpact.evaluation.metrics import find_display
 from fedpact.report.compared_runs import Comparison
-from fedpact.report.comparison import EFFORT_HEADINGS as EFFORT
-from fedpact.report.comparison import EFFORT_NOTE as EFFORT_NOTE
 from fedpact.report.comparison import (
+    EFFORT_NOTE,
     describe_tuning_cost,
     document,
     effort,
-    evaluation_lines,
     guarantees,
     inequality,
-    joining_lines,
-    rows,
+    lines_by_entry,
+    table,
 )
+from fedpact.report.evaluations import summarise_evaluations, summarise_joining
 from fedpact.studies.compare import compare as carry_out
 from fedpact.studies.compare import comparison_folder, read_plans
 from fedpact.studies.pool import Job, RunProgress
@@ -149,34 +146,15 @@ def _name(job: Job) -> str:
     return f"{job.name} seed {job.seed}"
 
 
-def _effort(comparison: Comparison) -> Table:
-    table = Table("", title="what each did for it", title_justify="left")
-    for heading in EFFORT:
-        table.add_column(heading, justify="right")
-    for row in effort(comparison):
-        table.add_row(*map(Text, row))
-    return table
-
-
 def _print(comparison: Comparison) -> None:
     out = Console(file=sys.stdout, highlight=False)
     # A pipe has no width: there a row stays on its line.
     out.width = out.width if out.is_terminal else 200
-    table = Table(title=Text(f"comparison {comparison.folder}"), title_justify="left")
-    table.add_column("")
-    table.add_column("seeds", justify="right")
-    metrics = [find_display(name).label for name in comparison.measured]
-    last = ("worst site", "ε", "rounds", "bytes", "seconds")
-    for heading in (*comparison.headings, *metrics, *last):
-        table.add_column(heading, justify="right")
-    table.add_column("")
-    for row in rows(comparison):
-        figures = (*row.fares, *row.metrics, row.worst, row.epsilon, row.rounds, row.bytes)
-        table.add_row(*map(Text, (row.name, row.seeds, *figures, row.seconds, row.note)))
-    print_table(out, table)
-    print_table(out, _effort(comparison))
+    table(comparison).print(out, f"comparison {comparison.folder}")
+    effort(comparison).print(out, "what each did for it")
     out.print(Text(EFFORT_NOTE), soft_wrap=True)
-    pooled = [f"{each} (on held-out records)" for each in comparison.headings if comparison.pooled]
+    pooled = [f"{comparison.judged} (on held-out records)"] * comparison.pooled
+    metrics = [find_display(name).label for name in comparison.measured]
     simulator = ", ".join((*pooled, *metrics))
     out.print(f"mean ± standard deviation over seeds; {simulator} and worst site: simulator only")
     out.print("seconds: all rounds by the wall clock, in which runs side by side share the machine")
@@ -185,8 +163,8 @@ def _print(comparison: Comparison) -> None:
         out.print(Text(sentence, style="bold red"), soft_wrap=True)
     for line in (
         *guarantees(comparison),
-        *evaluation_lines(comparison),
-        *joining_lines(comparison),
+        *lines_by_entry(comparison, summarise_evaluations),
+        *lines_by_entry(comparison, summarise_joining),
         *describe_tuning_cost(comparison),
     ):
         out.print(Text(line), soft_wrap=True)

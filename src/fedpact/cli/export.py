@@ -1,4 +1,4 @@
-"""`fedpact execute_export`: a run's statement as a registry's entry, a model card, or a summary."""
+"""`fedpact export`: a run as a model card."""
 
 import sys
 from collections.abc import Sequence
@@ -8,27 +8,17 @@ from rich.console import Console
 
 from fedpact.cli.console import show
 from fedpact.common.files import check_file, write_whole
-from fedpact.report import export, model_card
-from fedpact.report.export import Facts, about_of
-from fedpact.report.run_files import read_run
+from fedpact.report.model_card import Facts, about_of, render_model_card
+from fedpact.report.run_summary import read_run
 
 
-def execute_export(
-    run: Path, form: str, out: Path | None, overrides: Sequence[str], as_json: bool
-) -> None:
-    """Carry out `fedpact execute_export`. form: "registry", "model-card" or "summary"."""
+def execute_export(run: Path, out: Path | None, overrides: Sequence[str], as_json: bool) -> None:
+    """Carry out `fedpact export`. out: the file to write; None prints the card."""
     if out is not None:
         check_file("--out", out)
     found = read_run(run)
     facts = Facts(found, about_of(found.plan, overrides))
-    if form == "registry":
-        document = export.entry(facts)
-        text = export.as_yaml(document)
-    elif form == "summary":
-        document, text = model_card.summarise_facts(facts), model_card.render_summary(facts)
-    else:
-        text = model_card.render_model_card(facts)
-        document = {"markdown": text}
+    text = render_model_card(facts)
     if out is not None:
         write_whole(out, text.encode(), private=False)
     for warning in facts.warnings:
@@ -38,4 +28,4 @@ def execute_export(
     def tell() -> None:
         sys.stdout.write(text if out is None else f"{out}\n")
 
-    show({**document, **wrote}, as_json, tell)
+    show({"markdown": text, **wrote}, as_json, tell)

@@ -1,27 +1,24 @@
 """`fedpact execute_personalise`: what tuning inside a site gives, and whether joining paid."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from fedpact.cli.console import show
 from fedpact.common.errors import PlanError
-from fedpact.common.notebook import print_table
 from fedpact.evaluation.personal import SiteFigures, describe_joining
 from fedpact.report.evaluations import (
-    JOINING_HEADINGS,
     JOINING_NOTE,
     JoiningRow,
     joining_rows,
+    joining_table,
     summarise_joining,
 )
 from fedpact.report.page import write_page
-from fedpact.report.run_files import RunFolder, read_run
+from fedpact.report.run_summary import RunSummary, read_run
 
 
 def execute_personalise(directory: Path, model: Path | None, as_json: bool) -> None:
@@ -59,9 +56,9 @@ def _at_site(directory: Path, model: Path | None, as_json: bool) -> None:
     show(document, as_json, lambda: _print_site(found.site, found.figures, found.file))
 
 
-def _print_run(run: RunFolder) -> None:
+def _print_run(run: RunSummary) -> None:
     out = Console(highlight=False, soft_wrap=True)
-    print_table(out, _table(joining_rows([run])))
+    joining_table(joining_rows([run])).print(out)
     out.print(Text(f"{JOINING_NOTE}. Simulator only."))
     out.print(Text(summarise_joining([run]) or ""))
 
@@ -78,7 +75,7 @@ def _print_site(site: str, figures: SiteFigures, file: str | None) -> None:
         figures.gain,
     )
     out.print("EXACT FIGURES, for this site's owner alone: NOT PRIVATE, do not release")
-    print_table(out, _table([row]))
+    joining_table([row]).print(out)
     out.print(
         "Each record is answered by models that it did not train, but for the federated one, which "
         "saw it under its ε."
@@ -86,10 +83,3 @@ def _print_site(site: str, figures: SiteFigures, file: str | None) -> None:
     out.print(Text(figures.advice))
     out.print(Text(describe_joining({site: figures.gain}, "for this run")))
     out.print(Text(f"{file}: NOT PRIVATE, keep it here" if file else "no model was written"))
-
-
-def _table(rows: Sequence[JoiningRow]) -> Table:
-    table = Table("site", *JOINING_HEADINGS)
-    for row in rows:
-        table.add_row(*map(Text, (row.site, *row.cells)))
-    return table

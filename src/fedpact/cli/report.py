@@ -20,7 +20,7 @@ from fedpact.common.errors import InputError
 from fedpact.common.files import check_file, write_whole
 from fedpact.common.notebook import print_table
 from fedpact.report.page import build_headline, write_page
-from fedpact.report.run_files import RunFolder, read_run
+from fedpact.report.run_summary import RunSummary, read_run
 from fedpact.simulation.predict import Predictions
 
 
@@ -36,7 +36,7 @@ def execute_report(run: Path, as_json: bool) -> None:
     show(_document(found, path), as_json, lambda: _print(found, path))
 
 
-def _document(run: RunFolder, path: Path | None) -> dict[str, Any]:
+def _document(run: RunSummary, path: Path | None) -> dict[str, Any]:
     statement = ("private", "unit", "adjacency", "mechanism", "accountant", "randomness")
     return {
         "summary": run.summary or {"status": run.status, "rounds": run.last.round},
@@ -47,7 +47,7 @@ def _document(run: RunFolder, path: Path | None) -> dict[str, Any]:
     }
 
 
-def _print(run: RunFolder, path: Path | None) -> None:
+def _print(run: RunSummary, path: Path | None) -> None:
     table = Table(title=Text(f"run {run.path}"), show_header=False)
     for card in build_headline(run):
         note = card.note + (" (simulator only)" if card.simulator_only else "")

@@ -2,7 +2,7 @@
 
 import datetime
 import re
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -28,7 +28,7 @@ def _written(day: object) -> object:
 
 
 class About(BaseModel):
-    """What people say of a run, for model card and registry; "" is not stated."""
+    """What people say of a run, for its model card; "" is not stated."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
@@ -41,18 +41,10 @@ class About(BaseModel):
     """Which version of the data set, whose name is the plan's data, or a site's data_set."""
     curators: list[OneLine] = Field(default_factory=list[str])
     """Who publishes it."""
-    curator_type: Literal["", "Government", "Industry", "Nonprofit"] = ""
-    """As the registry of deployments asks them."""
-    region: OneLine = ""
-    """As the registry of deployments asks them."""
-    sector: Literal[
-        "", "Technology", "Healthcare", "Education", "Government", "Energy", "Finance"
-    ] = ""
-    """As the registry of deployments asks them."""
     published: Annotated[str, BeforeValidator(_written)] = ""
     """YYYY-MM-DD."""
     authors: list[OneLine] = Field(default_factory=list[str])
-    """Who fills in a registry's entry."""
+    """Who writes the card."""
     licence: OneLine = ""
     """An identifier, as in apache-2.0."""
     contact: OneLine = ""

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fedpact.common.errors import InputError
 
@@ -110,12 +111,16 @@ _WARN = (
 
 @dataclass(frozen=True)
 class CardFigure:
-    """A figure of a card. bad: something is wrong with it."""
+    """A headline figure of a card, a page or a terminal. bad: something is wrong with it.
+
+    simulator_only: no site would release it.
+    """
 
     label: str
     value: str
     note: str = ""
     bad: bool = False
+    simulator_only: bool = False
 
 
 def card(
@@ -147,25 +152,43 @@ def _figure(figure: CardFigure) -> str:
     )
 
 
-def listing(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], *, title: str, note: str
-) -> str:
-    """Return a table in the place of a card's figures; the first column names the rows."""
-    cell = 'style="padding:.2rem 1rem .2rem 0;text-align:{};border-bottom:1px solid var(--line)"'
-    side = [cell.format("left"), *[cell.format("right")] * (len(headings) - 1)]
+@dataclass(frozen=True)
+class TextTable:
+    """A table in words, for terminal, page and notebook alike; the first column names the rows."""
 
-    def line(cells: Sequence[str], tag: str) -> str:
-        parts = zip(cells, side, strict=True)
-        return f"<tr>{''.join(f'<{tag} {s}>{escape(c)}</{tag}>' for c, s in parts)}</tr>"
+    headings: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    first: str = ""
 
-    body = "".join(line(row, "td") for row in rows)
-    return (
-        f'<style>{css()}</style><div class="fedpact" style="{_BOX};overflow-x:auto">'
-        f'<b style="font-size:1.05rem">{escape(title)}</b>'
-        '<table style="border-collapse:collapse;margin:.5rem 0;background:none;color:inherit">'
-        f"<thead>{line(headings, 'th')}</thead><tbody>{body}</tbody></table>"
-        f'<div style="{_SOFT}">{escape(note)}</div></div>'
-    )
+    def print(self, console: Console, title: str = "") -> None:
+        """Print it, whatever looks like markup in it as text."""
+        table = Table(self.first, title=Text(title) if title else None, title_justify="left")
+        for heading in self.headings:
+            table.add_column(heading, justify="right")
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        print_table(console, table)
+
+    def html(self, title: str, note: str) -> str:
+        """Return it in the place of a card's figures."""
+        cell = (
+            'style="padding:.2rem 1rem .2rem 0;text-align:{};border-bottom:1px solid var(--line)"'
+        )
+        side = [cell.format("left"), *[cell.format("right")] * len(self.headings)]
+
+        def line(cells: Sequence[str], tag: str) -> str:
+            parts = zip(cells, side, strict=True)
+            return f"<tr>{''.join(f'<{tag} {s}>{escape(c)}</{tag}>' for c, s in parts)}</tr>"
+
+        body = "".join(line(row, "td") for row in self.rows)
+        head = line((self.first, *self.headings), "th")
+        return (
+            f'<style>{css()}</style><div class="fedpact" style="{_BOX};overflow-x:auto">'
+            f'<b style="font-size:1.05rem">{escape(title)}</b>'
+            '<table style="border-collapse:collapse;margin:.5rem 0;background:none;color:inherit">'
+            f"<thead>{head}</thead><tbody>{body}</tbody></table>"
+            f'<div style="{_SOFT}">{escape(note)}</div></div>'
+        )
 
 
 def frame(rows: Sequence[dict[str, Any]], instead: str) -> Any:

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from fedpact.common.format import choose_byte_unit
 from fedpact.common.messages import RoundRecord
 from fedpact.common.notebook import LIGHT
-from fedpact.report.compared_runs import Comparison, Entry, Outcome
+from fedpact.report.compared_runs import Comparison, Entry
 from fedpact.report.drawing import (
     BLUE,
     GREEN,
@@ -30,6 +30,7 @@ from fedpact.report.drawing import (
     shorten,
     thin,
 )
+from fedpact.report.run_summary import RunSummary
 
 # Okabe and Ito's, those of single runs first; entries beyond them are told apart by their dashes.
 _COLOURS = (BLUE, RED, GREEN, ORANGE, LIGHT["pink"], LIGHT["sky"], GREY)
@@ -92,10 +93,10 @@ class Series:
     deviations: list[float]
 
 
-_SWEPT: dict[str, Callable[[Outcome], float | None]] = {
-    "accuracy": lambda outcome: outcome.accuracy,
-    "worst site": lambda outcome: outcome.worst,
-    "mean loss": lambda outcome: None if outcome.run.counted else outcome.loss,
+_SWEPT: dict[str, Callable[[RunSummary], float | None]] = {
+    "accuracy": lambda run: run.accuracy,
+    "worst site": lambda run: run.worst,
+    "mean loss": lambda run: None if run.counted else run.loss,
 }
 
 
@@ -195,9 +196,7 @@ def curve(entry: Entry, measure: ChartMeasure, against: Against) -> Line | None:
     Between two evaluations a run is taken to lie on the straight line. A round whose measure is
     not finite is left out. None: no run has a point, or they share no range.
     """
-    lines = [
-        line for outcome in entry.outcomes if len((line := _line(outcome, measure, against))[0])
-    ]
+    lines = [line for run in entry.runs if len((line := _line(run, measure, against))[0])]
     if not lines:
         return None
     low, high = max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines)
@@ -210,10 +209,10 @@ def curve(entry: Entry, measure: ChartMeasure, against: Against) -> Line | None:
 
 
 def _line(
-    outcome: Outcome, measure: ChartMeasure, against: Against
+    run: RunSummary, measure: ChartMeasure, against: Against
 ) -> tuple[np.ndarray, np.ndarray]:
     position, sent, points = _POSITIONS[against], 0.0, list[tuple[float, float]]()
-    for record in outcome.run.records:
+    for record in run.records:
         sent += record.bytes_down + record.bytes_up
         y = getattr(record, measure)
         x = position(record, sent)
@@ -239,7 +238,7 @@ _POSITIONS: dict[Against, Callable[[RoundRecord, float], float | None]] = {
 def _draw(axes: Axes, i: int, entry: Entry, line: Line, unit: float) -> None:
     colour, dashes = _look(i)
     x = line.x / unit
-    if len(entry.outcomes) > 1:
+    if len(entry.runs) > 1:
         axes.fill_between(x, line.low, line.high, color=colour, alpha=0.13, lw=0)
     axes.plot(
         x, line.mean, dashes, color=colour, marker=marker(len(x)), ms=3, label=shorten(entry.name)
@@ -260,7 +259,7 @@ def _caption(comparison: Comparison, drawn: list[tuple[int, Entry, Line]], again
         "bytes": "Messages as encoded, both ways, all sites together. ",
         "ε": f"{_guarantee(comparison)} ",
     }[against]
-    if any(len(entry.outcomes) > 1 for _, entry, _ in drawn):
+    if any(len(entry.runs) > 1 for _, entry, _ in drawn):
         caption += "Lines are means over seeds, bands reach from the lowest run to the highest."
     missing = [e.name for e in comparison.entries if e.name not in {d[1].name for d in drawn}]
     if missing:
@@ -271,8 +270,8 @@ def _caption(comparison: Comparison, drawn: list[tuple[int, Entry, Line]], again
 
 def _guarantee(comparison: Comparison) -> str:
     kinds = dict.fromkeys(
-        f"adjacency: {o.run.privacy['adjacency']}; accountant: {o.run.privacy['accountant']}"
-        for _, o in comparison.outcomes
-        if o.run.private
+        f"adjacency: {run.privacy['adjacency']}; accountant: {run.privacy['accountant']}"
+        for run in comparison.runs
+        if run.private
     )
     return f"Upper bounds on ε at the sites' δ; {' / '.join(kinds)}."

@@ -7,88 +7,19 @@ from it only with a step to which values are written: here a hundredth of the no
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fedpact.algorithms.wrappers.compression import UNITS_DOWN
 from fedpact.common.format import number, size
-from fedpact.common.messages import RoundRecord
+from fedpact.common.notebook import TextTable
 from fedpact.privacy.accounting.shared_noise import SHARE_DEVIATION, rounded_entropy
+from fedpact.report.run_summary import RunSummary, SitePrivacy
 from fedpact.report.tradeoffs import (
     bits_on_the_wire,
     entropy_bound,
     mean_of_clipped_moment,
     paper_rate,
 )
-
-
-class SiteFacts(Protocol):
-    """A site's terms in a private run."""
-
-    @property
-    def size(self) -> float:
-        """N, declared or released."""
-        ...
-
-    @property
-    def rate(self) -> float:
-        """q, each record's chance to be in a batch."""
-        ...
-
-    @property
-    def clip(self) -> float:
-        """C, the gradient's bound."""
-        ...
-
-    @property
-    def sigmas(self) -> Mapping[str, float]:
-        """Channel -> noise over that channel's bound."""
-        ...
-
-
-class RunFacts(Protocol):
-    """A run as its folder tells it."""
-
-    @property
-    def path(self) -> Path:
-        """The run's folder."""
-        ...
-
-    @property
-    def plan(self) -> Mapping[str, Any]:
-        """The content of plan.json."""
-        ...
-
-    @property
-    def privacy(self) -> Mapping[str, Any]:
-        """privacy.json."""
-        ...
-
-    @property
-    def summary(self) -> Mapping[str, Any]:
-        """summary.json; empty before the run has ended."""
-        ...
-
-    @property
-    def records(self) -> Sequence[RoundRecord]:
-        """The rounds so far, round 0 first."""
-        ...
-
-    @property
-    def private(self) -> bool:
-        """Whether the sites' terms protect the run."""
-        ...
-
-    @property
-    def bytes(self) -> tuple[int, int]:
-        """What was sent to the sites, and by them."""
-        ...
-
-    @property
-    def site_privacy(self) -> Mapping[str, SiteFacts]:
-        """Each site's terms; empty in a plain run."""
-        ...
-
 
 STEP = 0.01
 """The step s of the table, in standard deviations of a coordinate's noise."""
@@ -112,20 +43,23 @@ _PAPER = (
 )
 
 
+_Row = tuple[str, str, str, str]
+"""A row's name, and what it is for one message, for one coordinate, for the whole run."""
+
+
 @dataclass(frozen=True)
-class Rates:
-    """The table: rows of (name, for one reply, for one coordinate, for the run), and what it says.
+class WireTable:
+    """Bytes or bits of messages, and what the table says."""
 
-    reply, coordinate: mean bits at the step, of the bound. measured: mean bits of a reply as sent.
-    """
-
-    rows: list[tuple[str, str, str, str]]
+    table: TextTable
     notes: list[str]
-    measured: float
-    reply: float
 
 
-def rates(run: RunFacts) -> Rates | str:
+def _wire_table(message: str, rows: Sequence[_Row], notes: list[str]) -> WireTable:
+    return WireTable(TextTable((message, "one coordinate", "the run"), [*rows]), notes)
+
+
+def rates(run: RunSummary) -> WireTable | str:
     """Return the table, or in a sentence why there is no bound for this run."""
     why = _undefined(run)
     if why:
@@ -139,7 +73,7 @@ def rates(run: RunFacts) -> Rates | str:
         for name, site in sites.items()
     }
     whole = math.fsum(bits[name] * count for name, count in replies.items())
-    sent = 8 * run.bytes[1]
+    sent = 8 * run.bytes_up
     rows = [
         _in_bits("sent, as measured, with all that is around the numbers", sent, total, d),
         _in_bits(
@@ -157,10 +91,10 @@ def rates(run: RunFacts) -> Rates | str:
         notes.append("R is of the release before [compression], which rounds it further.")
     if run.plan.get("secure_aggregation", {}).get("threshold"):
         notes.append("What was sent is masked; R is of the release below the mask.")
-    return Rates(rows, notes, sent / total, whole / total)
+    return _wire_table("one reply", rows, notes)
 
 
-def _undefined(run: RunFacts) -> str:
+def _undefined(run: RunSummary) -> str:
     if not run.private:
         return "No rate bound: it needs noise, and a plain run adds none."
     if run.plan.get("algorithm") != "ldp_fedsgd":
@@ -178,33 +112,33 @@ def _undefined(run: RunFacts) -> str:
     return ""
 
 
-def _replies(run: RunFacts) -> dict[str, int]:
+def _replies(run: RunSummary) -> dict[str, int]:
     """Return how often each site replied."""
     return {name: sum(r.took_part(name) for r in run.records) for name in run.site_privacy}
 
 
-def _divisor(run: RunFacts, site: SiteFacts) -> float:
+def _divisor(run: RunSummary, site: SitePrivacy) -> float:
     return 1.0 if run.privacy["mechanism"] == "batch_clipped" else site.rate * site.size
 
 
-def _deviation(run: RunFacts, site: SiteFacts) -> float:
+def _deviation(run: RunSummary, site: SitePrivacy) -> float:
     """Return the standard deviation of a released coordinate's noise."""
     return site.sigmas["gradient"] * site.clip / _divisor(run, site)
 
 
-def _bound(run: RunFacts, site: SiteFacts, d: int) -> float:
+def _bound(run: RunSummary, site: SitePrivacy, d: int) -> float:
     moment = site.clip**2
     if run.privacy["mechanism"] == "per_sample":
         moment = mean_of_clipped_moment(site.size, site.rate, site.clip)
     return entropy_bound(d, moment, _deviation(run, site) ** 2)
 
 
-def _in_bits(name: str, bits: float, replies: int, d: int) -> tuple[str, str, str, str]:
+def _in_bits(name: str, bits: float, replies: int, d: int) -> _Row:
     each = bits / replies
     return name, size(each / 8), f"{number(each / d)} bits", size(bits / 8)
 
 
-def _in_nats(name: str, values: Sequence[float], d: int) -> tuple[str, str, str, str]:
+def _in_nats(name: str, values: Sequence[float], d: int) -> _Row:
     each, coordinate = _range(values), _range([value / d for value in values])
     return name, f"{each} nats", f"{coordinate} nats", "–"
 
@@ -225,23 +159,15 @@ _ENTROPY = (
 )
 
 
-@dataclass(frozen=True)
-class Wire:
-    """The table: rows of (name, one message, one coordinate, the run), and what it says."""
-
-    rows: list[tuple[str, str, str, str]]
-    notes: list[str]
-
-
-def wire(run: RunFacts, sites: int) -> Wire | str:
-    """Return the table, or in a sentence why there is none. sites: how many take part."""
+def wire(run: RunSummary) -> WireTable | str:
+    """Return the table, or in a sentence why there is none."""
     d = int(run.summary.get("model_parameters") or 0)
-    rounds = [record for record in run.records if record.round]
+    sites, rounds = len(run.sites), [record for record in run.records if record.round]
     asked = sum(len(record.asked) or sites for record in rounds)
     replies = asked - sum(len(record.refused) for record in rounds)
     if not (d and replies > 0):
         return "No bits a coordinate yet: the run has not ended, or no site has replied."
-    down, up = run.bytes
+    down, up = run.bytes_down, run.bytes_up
     rows = [_measured("from the sites, as measured", up, replies, d)]
     if run.plan.get("compression", {}).get("kind") != "grid":
         rows.append(_measured("to the sites, as measured", down, asked, d))
@@ -252,7 +178,7 @@ def wire(run: RunFacts, sites: int) -> Wire | str:
         rows.append(_measured(name, told, sum(len(r.asked) or sites for r in later), d))
     rounded = [_entropy(name, units, d) for name, units in _grids(run.plan).items()]
     notes = [_WHAT.format(d=d), *([_ENTROPY] if rounded else [])]
-    return Wire(rows + rounded, notes)
+    return _wire_table("one message", rows + rounded, notes)
 
 
 def _grids(plan: Mapping[str, Any]) -> dict[str, float]:
@@ -269,11 +195,11 @@ def _grids(plan: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def _measured(name: str, sent: float, messages: int, d: int) -> tuple[str, str, str, str]:
+def _measured(name: str, sent: float, messages: int, d: int) -> _Row:
     return name, size(sent / messages), f"{number(8 * sent / messages / d)} bits", size(sent)
 
 
-def _entropy(name: str, units: float, d: int) -> tuple[str, str, str, str]:
+def _entropy(name: str, units: float, d: int) -> _Row:
     bits = rounded_entropy(units)
     each = "a half" if units == UNITS_DOWN else "a quarter"
     told = f"{name}, rounded to {each} of its deviation"

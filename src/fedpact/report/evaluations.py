@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedpact.common.format import number, percent, upper
+from fedpact.common.notebook import TextTable
 from fedpact.evaluation.personal import METHOD, Gain, describe_joining
 from fedpact.evaluation.settings import DECLARE
-from fedpact.report.run_files import RunFolder
+from fedpact.report.run_summary import RunSummary
 
 _NUMBERS = ("records", "persons", "loss")
 
 
-def find_last_evaluation(run: RunFolder) -> dict[str, Any] | None:
+def find_last_evaluation(run: RunSummary) -> dict[str, Any] | None:
     """Return the last evaluation for the page, None where there is none.
 
     Of a plain run it is exact, and nobody released it: level, cost and intervals are "" there.
@@ -42,12 +43,12 @@ def find_last_evaluation(run: RunFolder) -> dict[str, Any] | None:
     }
 
 
-def read_figures(run: RunFolder) -> list[dict[str, str]]:
+def read_figures(run: RunSummary) -> list[dict[str, str]]:
     """Return what sites released together, of all of them; nothing of one site."""
     return [_row(figure) for figure in (run.released or {"figures": []})["figures"]]
 
 
-def find_released_accuracy(run: RunFolder) -> tuple[str, str] | None:
+def find_released_accuracy(run: RunSummary) -> tuple[str, str] | None:
     """Return the released accuracy and what it is, None where none was released."""
     found = run.released
     named = {(f["name"], f["about"]): f for f in found["figures"]} if found else {}
@@ -62,26 +63,7 @@ def find_released_accuracy(run: RunFolder) -> tuple[str, str] | None:
     return row["value"], note + (f"; exactly {row['exact']}" if row["exact"] else "")
 
 
-def bound_evaluation_cost(run: RunFolder, site: str) -> float:
-    """Return ε of what a site's evaluations have released, an upper bound; 0 without any.
-
-    All that is reserved counts where the run has not ended, or an answer of the site went missing.
-    """
-    held = run.privacy.get("evaluation")
-    if not held:
-        return 0.0
-    missed = any(site in record.unevaluated for record in run.records)
-    if missed or not run.released:
-        return float(held["epsilon_reserved"])
-    return float(run.released["epsilon_spent"].get(site, 0.0))
-
-
-def delta(run: RunFolder) -> float:
-    """Return the δ of evaluations, 0 without any."""
-    return float((run.privacy.get("evaluation") or {}).get("delta", 0.0))
-
-
-def why_none(run: RunFolder, named: bool = True) -> str:
+def why_none(run: RunSummary, named: bool = True) -> str:
     """Return why a run shows no accuracy of any kind. named: with the sites that gave a reason."""
     if any(record.evaluation for record in run.records):
         return "sites have released evaluations, which stand here when the run is over"
@@ -104,7 +86,7 @@ def why_none(run: RunFolder, named: bool = True) -> str:
 
 
 def compare_evaluations(
-    entries: Mapping[str, Sequence[RunFolder]],
+    entries: Mapping[str, Sequence[RunSummary]],
 ) -> list[tuple[str, dict[str, str]]]:
     """Return (entry, row) of each figure that every run of an entry has of all sites together.
 
@@ -119,12 +101,12 @@ def compare_evaluations(
     return found
 
 
-def means(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+def means(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
     """Return the figures of an entry's runs, means over them; none where a run released none."""
     return _means([run.released for run in runs])
 
 
-def exact_means(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+def exact_means(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
     """Return the same of plain runs, exactly; simulator only."""
     return _means([run.held_out for run in runs])
 
@@ -137,7 +119,7 @@ def _means(documents: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]
     return [_mean([of[key] for of in each]) for key in each[0] if all(key in of for of in each)]
 
 
-def summarise_evaluations(runs: Sequence[RunFolder]) -> str | None:
+def summarise_evaluations(runs: Sequence[RunSummary]) -> str | None:
     """Return in one sentence what an entry's runs released; None where nothing."""
     told = describe_figures(means(runs))
     return f"as sites released it: {told}" if told else None
@@ -222,7 +204,10 @@ class JoiningRow:
         )
 
 
-JOINING_HEADINGS = ("alone", "federated", "tuned", "advice", "difference", "joining")
+def joining_table(rows: Sequence[JoiningRow]) -> TextTable:
+    """Return what joining was worth, a site a row."""
+    headings = ("alone", "federated", "tuned", "advice", "difference", "joining")
+    return TextTable(headings, [(row.site, *row.cells) for row in rows], first="site")
 
 
 def format_difference(gain: Gain) -> str:
@@ -232,7 +217,7 @@ def format_difference(gain: Gain) -> str:
     return f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
 
 
-def joining_rows(runs: Sequence[RunFolder]) -> list[JoiningRow]:
+def joining_rows(runs: Sequence[RunSummary]) -> list[JoiningRow]:
     """Return a row a site, by name, over the runs that say what joining was worth.
 
     Over several runs the interval's ends are means too: it is as wide as that of one run, which
@@ -256,7 +241,7 @@ def _joining_row(site: str, figures: Sequence[Mapping[str, Any]]) -> JoiningRow:
     return JoiningRow(site, *means, tuned_in, len(figures), gain)
 
 
-def summarise_joining(runs: Sequence[RunFolder]) -> str | None:
+def summarise_joining(runs: Sequence[RunSummary]) -> str | None:
     """Return in one sentence for which sites joining paid; None where nothing says so."""
     rows = joining_rows(runs)
     return (
@@ -264,7 +249,7 @@ def summarise_joining(runs: Sequence[RunFolder]) -> str | None:
     )
 
 
-def protection(runs: Sequence[RunFolder]) -> str:
+def protection(runs: Sequence[RunSummary]) -> str:
     """Return how the runs were protected: at which ε, or without privacy."""
     allowed = [site.epsilon_allowed for run in runs for site in run.site_privacy.values()]
     if not allowed:

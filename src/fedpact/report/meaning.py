@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from fedpact.common.format import lower, upper
 from fedpact.privacy.accounting.accountant import ACCOUNTANTS
 from fedpact.report.compared_runs import Entry
-from fedpact.report.run_files import RunFolder
+from fedpact.report.run_summary import Guarantee, RunSummary
 
 QUESTION: Final = (
     "Somebody knows all other records of a site and sees everything that it ever sent. A coin has "
@@ -68,38 +68,42 @@ def stake(who: str, epsilon: float, delta: float) -> OddsStatement:
     )
 
 
-def explain_run(run: RunFolder) -> Meaning | None:
+def explain_run(run: RunSummary) -> Meaning | None:
     """Return what the run's guarantee means; None of a plain run."""
     if not run.private:
         return None
-    sites = run.privacy["sites"].values()
-    size, delta = (max(float(site[key]) for site in sites) for key in ("size", "delta"))
+    size = max(site.size for site in run.site_privacy.values())
+    delta = run.training.delta
     here = f"{_NOTES[1]}. Here δ is {upper(delta)}, and 1/N at least {lower(1 / size, digits=2)}"
-    notes = [_NOTES[0], here, *_accounting(run)]
-    return Meaning(_question([run]), list(_stakes(run)), notes)
+    return Meaning(_question([run]), list(_stakes(run)), [_NOTES[0], here, *_accounting(run)])
 
 
 def explain_comparison(entries: Sequence[Entry]) -> Meaning | None:
     """Return what the guarantees of a comparison's entries mean; None where none is private."""
-    runs = [outcome.run for entry in entries if entry.private for outcome in entry.outcomes]
+    runs = [run for entry in entries for run in entry.runs if run.private]
     if not runs:
         return None
     names: dict[OddsStatement, list[str]] = {}
     for entry in entries:
-        if entry.epsilon is None or entry.delta is None:
-            continue
-        beside = f", if {entry.honest} sites are honest" if entry.honest else ""
-        found = [stake(beside, entry.epsilon, entry.delta)]
-        if entry.epsilon_alone is not None:
-            found.append(stake(", if no other site is", entry.epsilon_alone, entry.delta))
-        for each in found:
+        for each in _both("", entry.spent) if entry.spent else ():
             names.setdefault(each, []).append(entry.name)
     stakes = [replace(each, who=", ".join(of) + each.who) for each, of in names.items()]
     notes = dict.fromkeys(line for run in runs for line in _accounting(run))
     return Meaning(_question(runs), stakes, [*_NOTES, *notes])
 
 
-def _question(runs: Sequence[RunFolder]) -> str:
+def _both(who: str, of: Guarantee) -> Iterable[OddsStatement]:
+    """Say what ε leaves to a bet, and where it needs other sites what it is without them."""
+    yield stake(f"{who}{_given(of)}", of.epsilon, of.delta)
+    if of.condition:
+        yield stake(f"{who}, if no other site is honest", of.alone, of.delta)
+
+
+def _given(of: Guarantee) -> str:
+    return f", given {of.condition}" if of.condition else ""
+
+
+def _question(runs: Sequence[RunSummary]) -> str:
     units = dict.fromkeys(str(run.privacy["unit"]) for run in runs)
     whom = {"record": "a certain record was", "person": "a certain person, with all records, was"}
     return QUESTION.format(
@@ -107,35 +111,22 @@ def _question(runs: Sequence[RunFolder]) -> str:
     )
 
 
-def _stakes(run: RunFolder) -> Iterable[OddsStatement]:
-    sites = list(run.privacy["sites"].values())
-    delta = _most(site["delta"] for site in sites)
+def _stakes(run: RunSummary) -> Iterable[OddsStatement]:
+    sites, training = list(run.privacy["sites"].values()), run.training
     one = "one person, all records" if run.privacy["unit"] == "person" else "one record"
-    honest = run.privacy.get("honest", 0)
-    beside = f", if {honest} sites are honest" if honest else ""
-    yield stake(f"{one}{beside}", _most(site["epsilon_reserved"] for site in sites), delta)
-    if honest:
-        yield stake(
-            f"{one}, if no other site is", _most(s.get("epsilon_alone") for s in sites), delta
-        )
+    yield from _both(one, training)
     for k in sites[0].get("epsilon_per_person") or {}:
-        each = _most(site["epsilon_per_person"][k] for site in sites)
-        yield stake(f"person, {k} records{beside}", each, delta)
+        each = max(float(site["epsilon_per_person"][k]) for site in sites)
+        yield stake(f"person, {k} records{_given(training)}", each, training.delta)
     if held := run.privacy.get("evaluation"):
-        unit = str(held["unit"])
-        told = f"{unit} held out for evaluation"
-        yield stake(told, _most([held["epsilon_reserved"]]), float(held["delta"]))
+        told = f"{held['unit']} held out for evaluation"
+        yield stake(told, float(held["epsilon_reserved"]), float(held["delta"]))
 
 
-def _accounting(run: RunFolder) -> Iterable[str]:
+def _accounting(run: RunSummary) -> Iterable[str]:
     privacy = run.privacy
     about = ACCOUNTANTS.get(str(privacy["accountant"]))
     yield f"Accountant {about.told if about else privacy['accountant']}"
     if "accounting" in privacy:
         reason = str(privacy["accounting_reason"]).rstrip(".")
         yield f"Accounting by a {privacy['accounting']}: {reason}"
-
-
-def _most(values: Iterable[Any]) -> float:
-    """Return the largest; what nobody knows may be anything."""
-    return max((math.inf if value is None else float(value) for value in values), default=math.inf)

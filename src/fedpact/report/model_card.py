@@ -1,29 +1,134 @@
-"""A run as a model card, and as a summary in JSON.
+"""A run as a model card in Markdown, with the headings of Hugging Face's cards.
 
-What a run does not know is marked as theirs are. Figures of single sites are left out, and exact
-ones of held-out records, which no deployment has.
-
-classes of ε    ..., (0.5, 1], (1, 2], (2, 5], (5, 10], ...
-
-A site is in the class of what a record of it may bear, trained on or held out, whichever is more.
-Of every figure a cell tells the end of its class, rounded up, not one site's own. That a class is
-left out, or how many sites are, is not told: it would count them.
+What a run does not know is marked as theirs are. No site is named, and of a number of sites its
+class is told, "fewer than 5" or "5 to 9": who knows the sites could tell which is left out. Figures
+of single sites are left out, and exact ones of held-out records, which no deployment has.
 """
 
-import math
-from bisect import bisect_left
-from collections.abc import Mapping
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Final
 
 from jinja2 import Environment, StrictUndefined
+from pydantic import ValidationError
 
-from fedpact.common.configuration import DEFAULTS_KEY, flatten
+from fedpact.common.about import About
+from fedpact.common.configuration import DEFAULTS_KEY, flatten, override, plan_error
+from fedpact.common.errors import PlanError
 from fedpact.common.format import duration, number, percent, upper
 from fedpact.plan import Plan
 from fedpact.report import evaluations
-from fedpact.report.export import MIN_CELL_SITES, Facts, as_yaml, class_end
-from fedpact.report.run_files import BUDGETS
+from fedpact.report.run_summary import BUDGETS, RunSummary
+
+MIN_SITES: Final = 5
+"""A smaller number of sites is not told."""
+
+SIMULATED: Final = (
+    "A SIMULATION, which protects nobody: its noise came from a seed. Every ε says what a "
+    "deployment on these terms would guarantee."
+)
+_SECURE: Final = (
+    "Secure aggregation: a server that follows the protocol sees weighted means over several sites "
+    "and no single site's vector. Only an ε that is said to need honest sites relies on it."
+)
+PLAIN: Final = "NOT PRIVATE: no (ε, δ) guarantee of any kind."
+
+
+def about_of(plan: Mapping[str, Any], changes: Sequence[str]) -> About:
+    """Return a plan's [about] with `about.key=value` over it. Raises PlanError: another key."""
+    raw = {"about": dict(plan.get("about", {}))}
+    for change in changes:
+        override(raw, change)
+    if set(raw) != {"about"}:
+        others = ", ".join(sorted(set(raw) - {"about"}))
+        raise PlanError(
+            f"--set {others}: a run that has been made is only described here; expected "
+            "about.key=value, as in about.purpose=..."
+        )
+    try:
+        return About.model_validate(raw["about"])
+    except ValidationError as error:
+        raise plan_error(error, ("about",), About) from None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A run and what people say of it."""
+
+    run: RunSummary
+    about: About
+
+    @property
+    def name(self) -> str:
+        """What the model is called."""
+        return self.about.name or f"{self.run.plan['algorithm']} on {self.data}"
+
+    @property
+    def data(self) -> str:
+        """The data set's name; of a file without the folders."""
+        return str(self.run.plan["data"]).rpartition("/")[2]
+
+    @property
+    def many(self) -> str:
+        """How many sites there are, as far as that is told."""
+        return describe_count(len(self.run.sites))
+
+    @property
+    def covers(self) -> list[str]:
+        """What the guarantee covers, without the numbers of sites in it."""
+        lines = list(map(str, self.run.privacy["covers"]))
+        kept = [line for line in lines if not re.search(r"threshold [\d,]+ of [\d,]+ sites", line)]
+        return kept if len(kept) == len(lines) else [*kept, _SECURE]
+
+    @property
+    def training(self) -> str:
+        """How the model came about, in a sentence."""
+        plan, last = self.run.plan, self.run.last.round
+        return (
+            f"A {plan['model']} model, trained by federated learning ({plan['algorithm']}) with "
+            f"{self.many}, {last:,} rounds. Records stayed at their sites, and each site enforced "
+            "its own budget."
+            if self.run.private
+            else f"A {plan['model']} model, trained by federated learning ({plan['algorithm']}) "
+            f"with {self.many}, {last:,} rounds, without privacy."
+        )
+
+    @property
+    def guarantee(self) -> str:
+        """(ε, δ) in words, with unit, adjacency and accountant, rounded up."""
+        privacy, bound = self.run.privacy, self.run.reserved
+        if not self.run.private:
+            return PLAIN
+        return (
+            f"(ε, δ)-differential privacy per {privacy['unit']} of a site, at every site, with ε "
+            f"at most {bound}, and δ = {upper(bound.delta)}; adjacency: {privacy['adjacency']}; "
+            f"accountant: {privacy['accountant']}. A person at two sites pays the sum of both."
+        )
+
+    @property
+    def warnings(self) -> list[str]:
+        """What has to be said first."""
+        if not self.run.private:
+            return [PLAIN]
+        return [SIMULATED] if self.run.seeded else []
+
+
+def describe_count(sites: int) -> str:
+    """Return the class of a number of sites in words: the exact one would count what is left out.
+
+    >>> describe_count(3), describe_count(5), describe_count(12), describe_count(1999)
+    ('fewer than 5 sites', '5 to 9 sites', '10 to 19 sites', '1,000 to 1,999 sites')
+    """
+    if sites < MIN_SITES:
+        return f"fewer than {MIN_SITES} sites"
+    starts = [digit * 10**power for power in range(len(str(sites)) + 1) for digit in (1, 2, 5)]
+    place = bisect_right(starts, sites)
+    return f"{starts[place - 1]:,} to {starts[place] - 1:,} sites"
+
 
 NEEDED: Final = "[More Information Needed]"
 _ALWAYS: Final = (
@@ -50,7 +155,7 @@ def render_model_card(facts: Facts) -> str:
     return environment.from_string(template).render(
         f=facts,
         needed=NEEDED,
-        metadata=as_yaml(_metadata(facts)),
+        metadata=_metadata(facts),
         parameters=f"{count:,} parameters" if count else "size not recorded",
         uncovered=run.privacy["does_not_cover"] if run.private else facts.warnings,
         settings=_settings(facts),
@@ -62,17 +167,17 @@ def render_model_card(facts: Facts) -> str:
     )
 
 
-def _metadata(facts: Facts) -> dict[str, Any]:
-    """Return what stands at the card's top for machines."""
+def _metadata(facts: Facts) -> str:
+    """Return what stands at the card's top for machines: YAML, whose values may be JSON."""
     kind = "differential-privacy" if facts.run.private else "not-private"
-    tags = ["federated-learning", kind, *(["simulation"] if facts.run.seeded else [])]
-    return {
+    found = {
         "library_name": "fedpact",
         "model_name": facts.name,
         **({"license": facts.about.licence} if facts.about.licence else {}),
-        "tags": tags,
+        "tags": ["federated-learning", kind, *(["simulation"] if facts.run.seeded else [])],
         "metrics": ["accuracy"] if facts.run.counted else [],
     }
+    return "".join(f"{key}: {json.dumps(found[key], ensure_ascii=False)}\n" for key in found)
 
 
 def _settings(facts: Facts) -> list[tuple[str, str]]:
@@ -115,105 +220,3 @@ def _results(facts: Facts) -> list[tuple[str, str, str]]:
     for row in evaluations.read_figures(run):
         rows.append((f"{row['name']}, released: {row['about']}", row["value"], row["interval"]))
     return rows
-
-
-_ENDS: Final = tuple(float(f"{a}e{b}") for b in range(-3, 4) for a in (1, 2, 5))
-
-
-def summarise_facts(facts: Facts) -> dict[str, Any]:
-    """Return the cells as plain data: what sites of a class may spend, and have spent, at most."""
-    run, privacy = facts.run, facts.run.privacy
-    held = privacy.get("evaluation") or {}
-    beside = float(held.get("epsilon", 0.0))
-    classes: dict[int, list[str]] = {}
-    for name, site in run.site_privacy.items():
-        allowed = max(site.epsilon_allowed, beside)
-        classes.setdefault(bisect_left(_ENDS, allowed), []).append(name)
-    cells = [_cell(facts, place, classes[place]) for place in sorted(classes)]
-    return {
-        "private": run.private,
-        "simulation": run.seeded,
-        "unit": privacy["unit"],
-        "adjacency": privacy["adjacency"],
-        "accountant": privacy["accountant"],
-        "rounds": run.last.round,
-        "status": run.status,
-        "epsilon_of_held_out": held.get("epsilon_reserved"),
-        "delta_of_held_out": held.get("delta"),
-        "least_sites_of_a_cell": MIN_CELL_SITES,
-        "cells": [cell for cell in cells if cell["sites"] >= MIN_CELL_SITES],
-    }
-
-
-def _cell(facts: Facts, place: int, names: list[str]) -> dict[str, Any]:
-    run = facts.run
-    sites = [run.site_privacy[name] for name in names]
-    held = [evaluations.bound_evaluation_cost(run, name) for name in names]
-    five = [_of_five(facts, run.privacy["sites"][name]) for name in names]
-    known = [each for each in five if each is not None]
-    return {
-        "epsilon_above": _ENDS[place - 1] if place else 0.0,
-        "epsilon_at_most": _ENDS[place] if place < len(_ENDS) else math.inf,
-        "sites": len(names),
-        "epsilon_spent": _largest([*held, *(site.epsilon_spent for site in sites)]),
-        "epsilon_spent_alone": _largest([*held, *(site.epsilon_alone for site in sites)]),
-        "delta": _largest([evaluations.delta(run), *(site.delta for site in sites)]),
-        "epsilon_of_person_of_five": _largest(known) if len(known) == len(names) else None,
-    }
-
-
-def _of_five(facts: Facts, site: Mapping[str, Any]) -> float | None:
-    """Return ε for a person of five records, None where it is not known."""
-    held = facts.run.privacy.get("evaluation")
-    if held and held.get("split_by") != "person":
-        # Where each record decides by itself, a person pays for both, at the sum of both δ.
-        return None
-    told = [each.get("epsilon_per_person") or {} for each in (site, held) if each]
-    return max(float(one["5"]) for one in told) if all("5" in one for one in told) else None
-
-
-def _largest(values: list[float]) -> float:
-    """Return the end of the largest one's class, NaN where one is not known."""
-    return math.nan if any(map(math.isnan, values)) else class_end(max(values))
-
-
-def render_summary(facts: Facts) -> str:
-    """Return the summary as Markdown."""
-    found = summarise_facts(facts)
-    lines = [*(f"**{warning}**\n" for warning in facts.warnings), "# Budgets by class of ε", ""]
-    if not found["cells"]:
-        lines.append(f"No class of ε has {MIN_CELL_SITES} sites or more, so none is shown.")
-    else:
-        lines += [
-            "| ε allowed | sites | ε spent, at most | alone | δ, at most | ε, person of 5 |",
-            "| --- | --- | --- | --- | --- | --- |",
-            *map(_row, found["cells"]),
-        ]
-    lines += [
-        "",
-        f"Per {found['unit']}; adjacency: {found['adjacency']}; accountant: "
-        f"{found['accountant']}; after {found['rounds']:,} rounds ({found['status']}). Figures are "
-        "upper bounds, rounded up to 1, 2 or 5 times a power of ten, for whoever is trained on or "
-        "held out for evaluations. Alone: without other sites' noise. Classes of fewer than "
-        f"{MIN_CELL_SITES} sites are left out.",
-    ]
-    if (cost := found["epsilon_of_held_out"]) is not None:
-        lines[-1] += (
-            " A record that is held out bears nothing of the training's: it bears the evaluations' "
-            f"instead, (ε, δ) at most ({upper(cost)}, {upper(found['delta_of_held_out'])})."
-        )
-    return "\n".join(lines) + "\n"
-
-
-def _row(cell: dict[str, Any]) -> str:
-    low, high = cell["epsilon_above"], cell["epsilon_at_most"]
-    five = cell["epsilon_of_person_of_five"]
-    cells = (
-        f"above {low:g}, at most {high:g}" if math.isfinite(high) else f"above {low:g}",
-        f"{cell['sites']:,}",
-        upper(cell["epsilon_spent"]),
-        upper(cell["epsilon_spent_alone"]),
-        upper(cell["delta"]),
-        "–" if five is None else upper(five),
-    )
-    return f"| {' | '.join(cells)} |"

@@ -21,18 +21,19 @@ from fedpact.common.format import (
     size,
     upper,
 )
+from fedpact.common.notebook import CardFigure
 from fedpact.common.user_code import get_handed_in
-from fedpact.evaluation.metrics import METRICS, fairness, find_display, ranking
+from fedpact.evaluation.metrics import METRICS, find_display, ranking
 from fedpact.privacy.accounting.accountant import ACCOUNTANTS
 from fedpact.report import charts, evaluations
 from fedpact.report.evaluations import (
-    JOINING_HEADINGS,
     JOINING_NOTE,
     joining_rows,
+    joining_table,
     summarise_joining,
 )
 from fedpact.report.meaning import explain_run
-from fedpact.report.run_files import RunFolder, read_run
+from fedpact.report.run_summary import RunSummary, read_run
 from fedpact.report.template import page
 
 
@@ -77,7 +78,7 @@ _TIMED = "budget.seconds ends a run by measured time, which no repetition has to
 _CARD = "It trained on a GPU, whose noise a CPU does not draw."
 
 
-def repeat(run: RunFolder) -> Repeat:
+def repeat(run: RunSummary) -> Repeat:
     """Return how the run can be repeated."""
     path, again = run.path / "plan.json", str(_beside(run.path))
     shell = f"fedpact run {shlex.quote(str(path))} --out {shlex.quote(again)}"
@@ -105,7 +106,7 @@ def _in_python(path: Path, given: Sequence[str]) -> str:
     return f"fedpact.run(fedpact.Plan.read(Path({str(path)!r})){own})"
 
 
-def _conditions(run: RunFolder) -> list[str]:
+def _conditions(run: RunSummary) -> list[str]:
     own, budget = run.plan.get("run", {}), run.plan.get("budget", {})
     conditions = {
         _LEDGERS: own.get("ledgers"),
@@ -135,17 +136,6 @@ _CODES = {
 }
 
 
-@dataclass(frozen=True)
-class Card:
-    """One headline figure."""
-
-    label: str
-    value: str
-    note: str
-    simulator_only: bool = False
-    bad: bool = False
-
-
 def write_report(folder: Path) -> Path:
     """Write report.html into a run's folder from the files there, and return its path.
 
@@ -154,14 +144,14 @@ def write_report(folder: Path) -> Path:
     return write_page(read_run(folder))
 
 
-def write_page(run: RunFolder) -> Path:
+def write_page(run: RunSummary) -> Path:
     """Write report.html beside the files that the run was read from, and return its path."""
     path = run.path / "report.html"
     write_whole(path, render_run(run).encode(), private=False)
     return path
 
 
-def render_run(run: RunFolder) -> str:
+def render_run(run: RunSummary) -> str:
     """Return the page as one HTML document."""
     # The papers' theory is loaded when it is asked.
     from fedpact.report.convergence import rates, wire
@@ -182,17 +172,16 @@ def render_run(run: RunFolder) -> str:
             "epsilon": charts.draw_epsilon(run),
             "bytes": charts.traffic(run),
         },
-        wire=wire(run, len(run.sites)),
+        wire=wire(run),
         rates=rates(run),
         fair=_fair(run),
         released=evaluations.find_last_evaluation(run),
         unevaluated=evaluations.why_none(run),
         sites=_site_rows(run),
-        joining=joining_rows([run]),
+        joining=joining_table(joining_rows([run])),
         paid=summarise_joining([run]),
         joining_note=JOINING_NOTE,
-        joining_headings=JOINING_HEADINGS,
-        honest=run.privacy.get("honest", 0) if run.private else 0,
+        condition=run.spent.condition if run.spent else "",
         accountant=_accountant(run),
         budgets=_budgets(run),
         refusals=_refusals(run),
@@ -203,72 +192,69 @@ def render_run(run: RunFolder) -> str:
     )
 
 
-def build_headline(run: RunFolder) -> list[Card]:
+def build_headline(run: RunSummary) -> list[CardFigure]:
     """Return the figures at the top of the page, which are also those of `fedpact report`."""
-    down, up = run.bytes
     allowed = run.bytes_allowed
     rounds = run.plan.get("rounds")
-    bytes_note = f"{size(down)} to the sites, {size(up)} from them"
+    bytes_note = f"{size(run.bytes_down)} to the sites, {size(run.bytes_up)} from them"
     return [
         *_learning_cards(run),
         _epsilon_card(run),
         *_alone_card(run),
         *_audit_card(run),
-        Card(
+        CardFigure(
             "rounds",
             f"{run.last.round:,}" + (f" of {rounds:,}" if rounds else ""),
             f"τ = {run.last.steps} local steps in the last; {_STATUS.get(run.status, run.status)}",
         ),
         *_control_card(run),
-        Card(
+        CardFigure(
             "bytes sent",
-            size(down + up),
+            size(run.bytes),
             bytes_note + (f"; {size(allowed)} allowed" if allowed else "; no limit set"),
-            bad=bool(allowed) and down + up > allowed,
+            bad=bool(allowed) and run.bytes > allowed,
         ),
-        Card("time", duration(run.seconds), "wall clock, all rounds, on the run's machine"),
+        CardFigure("time", duration(run.seconds), "wall clock, all rounds, on the run's machine"),
     ]
 
 
-def _learning_cards(run: RunFolder) -> list[Card]:
-    cards = []
-    pooled = run.pooled
+def _learning_cards(run: RunSummary) -> list[CardFigure]:
+    cards, pooled = list[CardFigure](), run.pooled
     if run.evaluated:
         last = run.evaluated[-1]
-        loss = f"the global model after round {last.round}; mean loss {number(last.loss)}"
+        note = f"the global model after round {last.round}; mean loss {number(last.loss)}"
         if pooled:
-            loss += ", on the sites' own held-out records: "
-            loss += "its head is each site's own" if run.head else "there is no public test set"
+            note += ", on the sites' own held-out records: "
+            note += "its head is each site's own" if run.head else "there is no public test set"
         if against := against_majority_class(last.accuracy, run.summary.get("commonest")):
-            loss += f"; {against}"
-        cards.append(Card(*headline_metric(last.accuracy, last.loss), loss, simulator_only=pooled))
+            note += f"; {against}"
+        headline = headline_metric(last.accuracy, last.loss)
+        cards.append(CardFigure(*headline, note, simulator_only=pooled))
         if last.average:
             kind = last.describe_average(run.plan["server"]["average"])
             note = f"the {kind}; mean loss {number(last.average['loss'])}"
             value = headline_metric(last.average["accuracy"], last.average["loss"])[1]
-            cards.append(Card("averaged model", value, note, simulator_only=pooled))
+            cards.append(CardFigure("averaged model", value, note, simulator_only=pooled))
     if (found := evaluations.find_released_accuracy(run)) is not None:
-        cards.append(Card("accuracy, released", *found))
+        cards.append(CardFigure("accuracy, released", *found))
     elif not run.evaluated:
-        cards.append(Card("accuracy", "not evaluated", evaluations.why_none(run)))
+        cards.append(CardFigure("accuracy", "not evaluated", evaluations.why_none(run)))
+    if run.fairness:
+        worst, tenth = run.fairness["worst_site"], percent(run.fairness["worst_tenth"])
+        note = f"{worst}; the worst 10 % have {tenth}"
+        cards.append(CardFigure("worst site", percent(run.worst), note, simulator_only=True))
     for name in run.measured:
-        metric = find_display(name)
-        known = [record for record in run.records if name in record.metrics]
-        if known:
-            value = format_metric(metric.form, known[-1].metrics[name])
-            note = f"{metric.note}; after round {known[-1].round}"
-            cards.append(Card(metric.label, value, note, simulator_only=pooled or name in METRICS))
-    if run.scores and run.counted:
-        worst = fairness(run.scores)
-        note = f"{worst['worst_site']}; the worst 10 % have {percent(worst['worst_tenth'])}"
-        value = percent(worst["worst_accuracy"])
-        cards.append(Card("worst site", value, note, simulator_only=True))
+        metric, last = find_display(name), [r for r in run.records if name in r.metrics][-1]
+        value = format_metric(metric.form, last.metrics[name])
+        note = f"{metric.note}; after round {last.round}"
+        sim = pooled or name in METRICS
+        cards.append(CardFigure(metric.label, value, note, simulator_only=sim))
     return cards
 
 
-def _epsilon_card(run: RunFolder) -> Card:
+def _epsilon_card(run: RunSummary) -> CardFigure:
     if not run.private:
-        return Card("privacy", "NOT PRIVATE", "no (ε, δ) guarantee of any kind", bad=True)
+        return CardFigure("privacy", "NOT PRIVATE", "no (ε, δ) guarantee of any kind", bad=True)
     # An unknown ε comes first: it may be the largest.
     name, site = max(
         run.site_privacy.items(),
@@ -278,7 +264,7 @@ def _epsilon_card(run: RunFolder) -> Card:
     if len(run.site_privacy) > 1:
         whose = f"the most of {len(run.site_privacy):,} sites ({name})"
     over = [n for n, s in run.site_privacy.items() if s.epsilon_spent > s.epsilon_allowed]
-    return Card(
+    return CardFigure(
         "ε spent of ε allowed",
         f"{upper(site.epsilon_spent)} of {upper(site.epsilon_allowed)}",
         f"{whose}, at δ = {upper(site.delta)}; {run.privacy['adjacency']}; accountant "
@@ -287,18 +273,15 @@ def _epsilon_card(run: RunFolder) -> Card:
     )
 
 
-def _alone_card(run: RunFolder) -> list[Card]:
+def _alone_card(run: RunSummary) -> list[CardFigure]:
     """What holds of shared noise without the other sites'; nothing where it is each site's own."""
-    honest = run.privacy.get("honest", 0)
-    if not (run.private and honest):
+    if run.spent is None or not run.spent.condition:
         return []
-    spent = [site.epsilon_alone for site in run.site_privacy.values()]
-    most = math.nan if any(map(math.isnan, spent)) else max(spent)
-    note = f"against everybody together; the ε beside it needs {honest} honest sites in each sum"
-    return [Card("ε alone", upper(most), note)]
+    note = f"against everybody together; the ε beside it needs {run.spent.condition}"
+    return [CardFigure("ε alone", upper(run.spent.alone), note)]
 
 
-def _control_card(run: RunFolder) -> list[Card]:
+def _control_card(run: RunSummary) -> list[CardFigure]:
     """What a controller of τ did, and how often it had no clear estimate to go by."""
     even = run.last.numbers.get("control/even")
     if even is None:
@@ -306,10 +289,10 @@ def _control_card(run: RunFolder) -> list[Card]:
     chosen = [record.steps for record in run.records[1:]]
     note = f"τ from {min(chosen)} to {max(chosen)}; the budgets' even split, for want of a clear "
     note += f"estimate, in {even:,.0f} of {len(chosen):,} rounds"
-    return [Card("local iterations", f"{sum(chosen):,}", note)] if chosen else []
+    return [CardFigure("local iterations", f"{sum(chosen):,}", note)] if chosen else []
 
 
-def _audit_card(run: RunFolder) -> list[Card]:
+def _audit_card(run: RunSummary) -> list[CardFigure]:
     audit = run.audit
     if audit is None or (most := audit.most) is None:
         return []
@@ -317,10 +300,10 @@ def _audit_card(run: RunFolder) -> list[Card]:
         "; THE AUDIT CONTRADICTS THE CLAIM" if audit.wrong else ""
     )
     value = f"≥ {lower(most.bound)} of {upper(audit.epsilon)}"
-    return [Card("ε audited", value, note, bad=audit.wrong)]
+    return [CardFigure("ε audited", value, note, bad=audit.wrong)]
 
 
-def _facts(run: RunFolder) -> list[str]:
+def _facts(run: RunSummary) -> list[str]:
     facts = [f"model {run.plan.get('model', 'unknown')}"]
     if d := run.summary.get("model_parameters"):
         facts.append(f"{d:,} parameters")
@@ -331,11 +314,9 @@ def _facts(run: RunFolder) -> list[str]:
     return [*facts, str(run.environment.get("run", run.path.resolve().name))]
 
 
-def _fair(run: RunFolder) -> dict[str, str] | None:
-    if not run.scores or not run.counted:
-        return None
-    found = fairness(run.scores)
-    return {
+def _fair(run: RunSummary) -> dict[str, str] | None:
+    found = run.fairness
+    return found and {
         "sites": f"{len(run.scores):,}",
         "mean": percent(found["mean"]),
         "deviation": percent(math.sqrt(found["variance"])),
@@ -348,7 +329,7 @@ def _fair(run: RunFolder) -> dict[str, str] | None:
     }
 
 
-def _site_rows(run: RunFolder) -> list[dict[str, Any]]:
+def _site_rows(run: RunSummary) -> list[dict[str, Any]]:
     rows = []
     scored = ranking(run.scores)
     for name in [*scored, *(name for name in run.sites if name not in run.scores)]:
@@ -357,7 +338,7 @@ def _site_rows(run: RunFolder) -> list[dict[str, Any]]:
         if score:
             right = percent(score.accuracy) if run.counted else "–"
             scores = (right, number(score.loss), number(score.records))
-        shared = bool(run.private and run.privacy.get("honest"))
+        shared = bool(run.spent and run.spent.condition)
         terms = ("–",) * (9 + shared)
         if privacy:
             bounds = (
@@ -377,7 +358,7 @@ def _site_rows(run: RunFolder) -> list[dict[str, Any]]:
     return rows
 
 
-def _accountant(run: RunFolder) -> str:
+def _accountant(run: RunSummary) -> str:
     about = ACCOUNTANTS.get(str(run.privacy.get("accountant")))
     told = about.told if about else "not known to this version"
     by = Counter(terms.get("epsilon_by") for terms in run.privacy["sites"].values())
@@ -387,7 +368,7 @@ def _accountant(run: RunFolder) -> str:
     return f"{told}. The smaller one is {' and '.join(each)}"
 
 
-def _budgets(run: RunFolder) -> str:
+def _budgets(run: RunSummary) -> str:
     pairs = sorted({(site.epsilon_allowed, site.delta) for site in run.site_privacy.values()})
     shown = [f"({upper(e)}, {upper(d)})" for e, d in pairs]
     if len(shown) > 6:
@@ -395,7 +376,7 @@ def _budgets(run: RunFolder) -> str:
     return ", ".join(shown) + "; site by site in the table above"
 
 
-def _refusals(run: RunFolder) -> list[dict[str, Any]]:
+def _refusals(run: RunSummary) -> list[dict[str, Any]]:
     rounds: dict[tuple[str, str], list[int]] = {}
     for record in run.records:
         for refused in record.refused.items():

@@ -17,7 +17,7 @@ from fedpact.common import check
 from fedpact.common.configuration import key_of
 from fedpact.common.errors import InputError, PlanError
 from fedpact.common.files import check_out, write_whole
-from fedpact.common.notebook import Bar, frame, in_notebook, listing
+from fedpact.common.notebook import Bar, frame, in_notebook
 from fedpact.common.records import strict
 from fedpact.common.run_folder import Folder, find_unused_path
 from fedpact.common.user_code import is_handed
@@ -25,11 +25,11 @@ from fedpact.data.dataset import Dataset
 from fedpact.plan import Plan
 from fedpact.report.comparable import DATA, differences
 from fedpact.report.compared_runs import RESUMABLE, Comparison, read_comparison, run_folder
-from fedpact.report.compared_runs import count_tuning_cost as trying
-from fedpact.report.comparison import document, inequality, rows, write_comparison
+from fedpact.report.comparison import document, inequality, run_figures, table, write_comparison
 from fedpact.report.comparison_charts import on_the_way, sweeps
 from fedpact.report.page import write_report
-from fedpact.report.run_files import RunFolder
+from fedpact.report.run_summary import RunSummary
+from fedpact.report.tuning_cost import count_tuning_cost as trying
 from fedpact.simulation.machine import available_cores
 from fedpact.simulation.simulate import SiteModels, of_run
 from fedpact.studies.pool import Job, OnNews, RunProgress, carry_out_here, run_jobs
@@ -43,16 +43,14 @@ class Compared(Comparison):
     """
 
     def __repr__(self) -> str:
-        named = ", ".join(f"{row.name} {row.fares[0]}" for row in rows(self)[:8])
+        named = ", ".join(f"{name} {fares}" for name, _, fares, *_ in table(self).rows[:8])
         more = ", …" if len(self.entries) > 8 else ""
         told = "; NOT AN EQUAL COMPARISON" if self.inequalities else ""
-        return f"Comparison({named}{more}; {len(self.outcomes)} runs{told}; {str(self.folder)!r})"
+        return f"Comparison({named}{more}; {len(self.runs)} runs{told}; {str(self.folder)!r})"
 
     def _repr_html_(self) -> str:
-        headings = ("", "seeds", *self.headings, "worst site", "ε", "bytes")
-        cells = [(r.name, r.seeds, *r.fares, r.worst, r.epsilon, r.bytes) for r in rows(self)]
         note = f"mean ± standard deviation over seeds; {self.folder / 'comparison.html'}"
-        return listing(headings, cells, title=inequality(self) or "Comparison", note=note)
+        return table(self).html(inequality(self) or "Comparison", note)
 
     def frame(self) -> Any:
         """Return a pandas DataFrame with one row a run: what is swept, and what came of it.
@@ -62,22 +60,13 @@ class Compared(Comparison):
         found = [
             {
                 "entry": entry.name,
-                "seed": outcome.seed,
+                "seed": run.seed,
                 **(self.points[entry.name].values if entry.name in self.points else {}),
-                "accuracy": outcome.accuracy,
-                "loss": outcome.loss,
-                "average_accuracy": outcome.averaged("accuracy"),
-                "average_loss": outcome.averaged("loss"),
-                "worst_accuracy": outcome.worst,
-                **{name: outcome.metric(name) for name in self.measured},
-                "epsilon": outcome.epsilon,
-                "delta": outcome.delta,
-                "rounds": outcome.rounds,
-                "bytes": outcome.bytes,
-                "seconds": outcome.seconds,
-                "status": outcome.run.status,
+                **run_figures(run, self.measured),
+                "status": run.status,
             }
-            for entry, outcome in self.outcomes
+            for entry in self.entries
+            for run in entry.runs
         ]
         return frame(found, "comparison.entries")
 
@@ -272,7 +261,7 @@ def compare(
     run.workers at 0 gets its share of the cores. Runs that share a machine take longer, so where a
     plan has budget.seconds they go one after the other; their seconds mean the same only then.
     joining: find out, too, what joining was worth to each site (simulation.simulate); kept where
-    it is. counted: find out, too, what trying all this costs a site (report.compared_runs).
+    it is. counted: find out, too, what trying all this costs a site (report.tuning_cost).
     sweep: key -> values: every plan with each value, of several keys in all combinations; the swept
     keys are what is compared, and make nothing unequal.
     on_news: called with every round, every end and every site of `joining`; by default a notebook
@@ -371,10 +360,10 @@ def _countable(plans: Mapping[str, Plan], seeds: int | Sequence[int]) -> None:
         )
 
 
-def _private_runs(comparison: Comparison) -> dict[str, dict[int, RunFolder]]:
+def _private_runs(comparison: Comparison) -> dict[str, dict[int, RunSummary]]:
     """Return those with an (ε, δ) that have ended: entry -> seed -> run."""
     return {
-        entry.name: {outcome.seed: outcome.run for outcome in entry.outcomes}
+        entry.name: {run.seed: run for run in entry.runs}
         for entry in comparison.entries
         if entry.private
     }

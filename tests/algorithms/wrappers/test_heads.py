@@ -20,7 +20,7 @@ from fedpact.evaluation.metrics import evaluate
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.report.page import render_run
-from fedpact.report.run_files import read_run
+from fedpact.report.run_summary import read_run
 from fedpact.simulation import simulate as joining
 from fedpact.simulation.simulate import simulate
 

@@ -54,10 +54,7 @@ _EXAMPLES = {
     "deploy site": ("fedpact deploy site fed/site-00",),
     "deploy model": ("fedpact deploy model fed/site-00 --model model.safetensors",),
     "evaluate": ("fedpact evaluate runs/first held_out.csv",),
-    "export": (
-        "fedpact export runs/first --as model-card --set about.name=Digits",
-        "fedpact export runs/first --as registry --out entry.json",
-    ),
+    "export": ("fedpact export runs/first --set about.name=Digits --out CARD.md",),
     "extend": ("fedpact extend runs/first --rounds 40",),
     "init": ("fedpact init study.toml", "fedpact init --set algorithm=scaffold"),
     "inspect": ("fedpact inspect patients.csv --label ill",),

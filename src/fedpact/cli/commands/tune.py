@@ -44,7 +44,7 @@ def fedproxvr(
     """
     from fedpact.cli.console import show
     from fedpact.common.files import check_file
-    from fedpact.report.run_files import read_run
+    from fedpact.report.run_summary import read_run
     from fedpact.studies.papers.fedproxvr import Candidate, candidate_document, draw, print_document
     from fedpact.studies.papers.measure import from_run
 
@@ -112,7 +112,7 @@ def fedfdp(
     long as Q0 <= 0, which is always so. With RUN its released numbers take the defaults' place.
     """
     from fedpact.cli.console import show
-    from fedpact.report.run_files import read_run
+    from fedpact.report.run_summary import read_run
     from fedpact.studies.papers.fedfdp import TheoremInputs, answer_question, print_answer
 
     given = {"sigma": sigma, "C": clip, "d": dimension, "B": batch, "Q0": least, "T": steps}

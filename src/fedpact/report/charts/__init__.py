@@ -1,8 +1,6 @@
 """The charts of one run: its figures and its budgets.
 
 Each figure takes the run and returns a Drawing, or None where there is nothing to draw.
-
-Each figure takes the run and returns a Drawing, or None where there is nothing to draw.
 """
 
 import math
@@ -32,14 +30,14 @@ from fedpact.report.drawing import (
     shorten,
     thin,
 )
-from fedpact.report.run_files import LabelTable, RunFolder, SitePrivacy
+from fedpact.report.run_summary import LabelTable, RunSummary, SitePrivacy
 
 _COLOURS = (BLUE, GREEN, RED)
 
 Sites = Mapping[str, SitePrivacy]
 
 
-def draw_epsilon(run: RunFolder) -> Drawing | None:
+def draw_epsilon(run: RunSummary) -> Drawing | None:
     """ε spent over rounds by each site, against the budgets; None in a plain run.
 
     With more different budgets than a chart can tell apart, ε is drawn as a share of its own.
@@ -109,7 +107,7 @@ def _spending(
     axes.plot(rounds[known], middle, color=colour, label="median site")
 
 
-def _caption(run: RunFolder, groups: Mapping[tuple[float, float], object], shares: bool) -> str:
+def _caption(run: RunSummary, groups: Mapping[tuple[float, float], object], shares: bool) -> str:
     privacy = run.privacy
     guarantee = (
         f"Upper bounds on ε at each site's δ; adjacency: {privacy['adjacency']}; accountant: "
@@ -120,16 +118,15 @@ def _caption(run: RunFolder, groups: Mapping[tuple[float, float], object], share
             f"The sites have {len(groups)} different budgets, so each is drawn as a share of its "
             "own. "
         )
-    if privacy.get("honest"):
-        alone = max(site.epsilon_alone for site in run.site_privacy.values())
+    if run.spent and run.spent.condition:
         guarantee += (
-            f"They need the noise of {privacy['honest']} honest sites in each sum; ε alone, "
-            f"against everybody together, is at most {upper(alone)}. "
+            f"They need {run.spent.condition}; ε alone, against everybody together, is at most "
+            f"{upper(run.spent.alone)}. "
         )
     return guarantee + "No line may cross its dashed budget: a site stops answering before it does."
 
 
-def traffic(run: RunFolder) -> Drawing | None:
+def traffic(run: RunSummary) -> Drawing | None:
     """Bytes sent so far over rounds, both ways, against the budget of bytes if there is one."""
     down = np.cumsum([record.bytes_down for record in run.records])
     up = np.cumsum([record.bytes_up for record in run.records])
@@ -169,7 +166,7 @@ _WRITTEN = 8
 """Up to so many sites a cell of the partition has room for its number."""
 
 
-def accuracy(run: RunFolder) -> Drawing | None:
+def accuracy(run: RunSummary) -> Drawing | None:
     """Global accuracy over rounds, with the middle of the sites and the worst one."""
     records = thin([r for r in run.evaluated if math.isfinite(r.accuracy or 0.0)])
     if not records:
@@ -205,7 +202,7 @@ def accuracy(run: RunFolder) -> Drawing | None:
     return Drawing(title, sheet.chart, caption, simulator_only=bool(spread))
 
 
-def metric(run: RunFolder, name: str) -> Drawing | None:
+def metric(run: RunSummary, name: str) -> Drawing | None:
     """A metric over rounds, on a logarithmic axis where it spans orders of magnitude."""
     known = [(r.round, r.metrics[name]) for r in run.records if name in r.metrics]
     return _over_rounds(
@@ -213,7 +210,7 @@ def metric(run: RunFolder, name: str) -> Drawing | None:
     )
 
 
-def draw_loss(run: RunFolder) -> Drawing | None:
+def draw_loss(run: RunSummary) -> Drawing | None:
     """Mean loss over rounds, of a run in which there is no accuracy."""
     known = [(r.round, r.loss) for r in run.records if r.loss is not None]
     if run.counted:
@@ -249,7 +246,7 @@ def _over_rounds(
     return Drawing(title, sheet.chart, caption, simulator_only=simulator_only)
 
 
-def site_accuracy(run: RunFolder) -> Drawing | None:
+def site_accuracy(run: RunSummary) -> Drawing | None:
     """Accuracy of each site, worst first; as quantiles where there are many sites."""
     scores = {n: s for n, s in run.scores.items() if math.isfinite(s.accuracy)}
     if not scores:
@@ -309,7 +306,7 @@ def _site_bars(axes: Axes, names: Sequence[str], values: Sequence[float]) -> Non
     percent_axis(axes, "x")
 
 
-def draw_labels(run: RunFolder) -> Drawing | None:
+def draw_labels(run: RunSummary) -> Drawing | None:
     """The partition as a picture: sizes above, the share of each label below."""
     table = run.labels
     if table is None:

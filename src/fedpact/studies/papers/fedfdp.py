@@ -32,7 +32,7 @@ from fedpact.common import check
 from fedpact.common.errors import DataError, InputError
 from fedpact.common.notebook import print_table
 from fedpact.common.run_folder import Folder
-from fedpact.report.convergence import RunFacts
+from fedpact.report.run_summary import RunSummary
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class TheoremInputs:
     given: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-def answer_question(question: TheoremInputs, run: RunFacts | None) -> dict[str, Any]:
+def answer_question(question: TheoremInputs, run: RunSummary | None) -> dict[str, Any]:
     """Return what --json prints. Raises InputError, and DataError for a damaged run."""
     measured = _released(run) if run else {}
     released = measured.pop("loss", None)
@@ -234,7 +234,7 @@ def answer_question(question: TheoremInputs, run: RunFacts | None) -> dict[str, 
     }
 
 
-def _released(run: RunFacts) -> dict[str, float]:
+def _released(run: RunSummary) -> dict[str, float]:
     """What a run made public: its terms, the worst of all sites, and its first and last F."""
     found: dict[str, float] = {}
     if terms := run.privacy["sites"]:

@@ -34,7 +34,7 @@ from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import Costs, Folder
 from fedpact.data.partition import Partition
 from fedpact.plan import Plan
-from fedpact.report.convergence import RunFacts
+from fedpact.report.run_summary import RunSummary
 from fedpact.simulation.setup import SimulationSetup
 
 Vector = NDArray[np.float64]
@@ -198,7 +198,7 @@ _EVALUATED = (
 
 
 def from_run(
-    run: RunFacts, given: Mapping[str, float | None]
+    run: RunSummary, given: Mapping[str, float | None]
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Return L, lam, sigma2 and gamma, measured where they are not given, and what to report.
 

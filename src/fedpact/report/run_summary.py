@@ -1,33 +1,46 @@
-"""A run's folder as it is read for the report.
+"""One run as its folder tells it: what terminal, JSON, page, notebook and comparison show of it.
 
-Needed: plan.json, privacy.json, rounds.jsonl. Without summary.json the run has not ended yet;
+Needed are plan.json, privacy.json and rounds.jsonl. Without summary.json the run has not ended yet;
 partition.json and environment.json may be missing in a folder that did not come from a simulation;
 audit.json is there where the run was audited, joining.json where `fedpact personalise` was asked.
 """
 
+import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, TypeAdapter
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from fedpact.common.errors import DataError
 from fedpact.common.format import format_epsilon, lower, upper
 from fedpact.common.messages import RoundRecord, SiteScore
 from fedpact.common.run_folder import explain_not_a_run
+from fedpact.evaluation.metrics import Fairness, fairness, ranking
 
-_WORDS = {
+Document = dict[str, Any]
+
+BUDGETS: Final = ("privacy.epsilon", "privacy.delta", "privacy.sigma")
+"""The settings of a budget: one value a site, where it is a list."""
+
+# How a quantity of an audit is written: measured, then claimed.
+_MEASURED_CLAIMED: Final = {
     "ε": ("ε ≥ {}", "ε ≤ {}"),
     "σ": ("σ ≤ {}", "σ = {}"),
     "p": ("p = {}", "p ≥ {}"),
     "AUC": ("AUC ≥ {}", "AUC ≤ {}"),
     "Δ": ("Δ = {}", "Δ ≤ {}"),
 }
+# JSON has null for an infinite number.
+_Bound = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class AuditRow:
     """One bound that was measured, and what the accountant states of the same.
 
@@ -38,13 +51,13 @@ class AuditRow:
     """
 
     method: str
-    quantity: str
-    bound: float
-    claimed: float
+    quantity: Literal["ε", "σ", "p", "AUC", "Δ"]
+    bound: _Bound
+    claimed: _Bound
     delta: float | None
     confidence: float
     found: str
-    power: float | None = None
+    power: float | None
 
     @property
     def wrong(self) -> bool:
@@ -55,19 +68,19 @@ class AuditRow:
     @property
     def cells(self) -> tuple[str, ...]:
         """Measured, at best, claimed, δ and confidence as text."""
-        measured, claimed = _WORDS[self.quantity]
-        told = upper if self.quantity in ("σ", "Δ") else lower
+        measured, claimed = _MEASURED_CLAIMED[self.quantity]
+        write = upper if self.quantity in ("σ", "Δ") else lower
         digits = 6 if self.quantity == "Δ" else 4
         return (
-            measured.format(told(self.bound, digits)),
-            "–" if self.power is None else measured.format(told(self.power)),
+            measured.format(write(self.bound, digits)),
+            "–" if self.power is None else measured.format(write(self.power)),
             claimed.format(upper(self.claimed, digits)),
             "–" if self.delta is None else upper(self.delta),
             f"{100 * self.confidence:.4g} %",
         )
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Audit:
     """What audit.json holds: the claim of one site, and the checks."""
 
@@ -80,32 +93,6 @@ class Audit:
     honest: int = 0
     epsilon_alone: float | None = None
     unit: str = "record"
-
-    @staticmethod
-    def of(document: Mapping[str, Any]) -> "Audit | None":
-        """Return what `fedpact audit` wrote, None for an empty document. Raises DataError."""
-        if not document:
-            return None
-        try:
-            audit = Audit(
-                site=str(document["site"]),
-                epsilon=float(document["epsilon"]),
-                delta=float(document["delta"]),
-                adjacency=str(document["adjacency"]),
-                accountant=str(document["accountant"]),
-                checks=tuple(_check(raw) for raw in document["checks"]),
-                honest=int(document.get("honest", 0)),
-                epsilon_alone=document.get("epsilon_alone"),
-                unit=str(document.get("unit", "record")),
-            )
-            # Taken here, so that a damaged file is found before anything is drawn.
-            _ = [check.cells for check in audit.checks]
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(
-                f"audit.json is not what `fedpact audit` writes ({type(error).__name__}: {error}): "
-                "remove it, or audit the folder again"
-            ) from error
-        return audit
 
     @property
     def claim(self) -> str:
@@ -128,24 +115,6 @@ class Audit:
         return max(found, key=lambda check: check.bound, default=None)
 
 
-def _check(raw: Mapping[str, Any]) -> AuditRow:
-    return AuditRow(
-        method=str(raw["method"]),
-        quantity=str(raw["quantity"]),
-        bound=_number(raw["bound"]),
-        claimed=_number(raw["claimed"]),
-        delta=None if raw["delta"] is None else float(raw["delta"]),
-        confidence=float(raw["confidence"]),
-        found=str(raw["found"]),
-        power=None if raw["power"] is None else float(raw["power"]),
-    )
-
-
-def _number(value: float | None) -> float:
-    """null stands for an infinite number."""
-    return math.inf if value is None else float(value)
-
-
 @dataclass(frozen=True)
 class LabelTable:
     """Training records of each label at each site; simulator only. counts[site][label]."""
@@ -153,21 +122,6 @@ class LabelTable:
     sites: list[str]
     labels: list[str]
     counts: list[list[int]]
-
-    @staticmethod
-    def of(partition: Mapping[str, Any]) -> "LabelTable":
-        """Return partition.json's. Raises KeyError, TypeError or ValueError: it is no such file."""
-        return LabelTable(
-            sites=[str(name) for name in partition["train"]],
-            labels=[str(label) for label in partition["classes"]],
-            counts=[[int(n) for n in row] for row in partition["label_counts"]],
-        )
-
-
-Document = dict[str, Any]
-
-BUDGETS: Final = ("privacy.epsilon", "privacy.delta", "privacy.sigma")
-"""The settings of a budget: one value a site, where it is a list."""
 
 
 @dataclass(frozen=True)
@@ -195,9 +149,43 @@ class SitePrivacy:
     epsilon_alone: float
 
 
+@dataclass(frozen=True)
+class Guarantee:
+    """(ε, δ) that holds at every site of a run. alone: ε without any other site's noise.
+
+    honest: of how many sites of each sum `epsilon` needs the noise; 0: of none, and alone is ε.
+    """
+
+    epsilon: float
+    delta: float
+    alone: float
+    honest: int = 0
+
+    def __str__(self) -> str:
+        return format_epsilon(self.epsilon, self.alone, self.honest)
+
+    @property
+    def condition(self) -> str:
+        """What ε needs, in words; "" where it holds whatever other sites do."""
+        return f"the noise of {self.honest} honest sites in each sum" if self.honest else ""
+
+    @staticmethod
+    def largest(all_of: "list[Guarantee]") -> "Guarantee":
+        """Return what all of these keep; at least one."""
+        return Guarantee(
+            max(one.epsilon for one in all_of),
+            max(one.delta for one in all_of),
+            max(one.alone for one in all_of),
+            max(one.honest for one in all_of),
+        )
+
+
 @dataclass(frozen=True, eq=False)
-class RunFolder:
-    """What the folder holds. Made by `read_run`; its parts are as in the spine's files."""
+class RunSummary:
+    """A run: the documents of its folder, as run_folder names them, and what follows from them.
+
+    labels: None where the folder has no partition. partition: a digest of which record is where.
+    """
 
     path: Path
     plan: Document
@@ -208,6 +196,7 @@ class RunFolder:
     labels: LabelTable | None
     audit: Audit | None
     joining: Document | None
+    partition: str | None = None
 
     @property
     def private(self) -> bool:
@@ -218,6 +207,11 @@ class RunFolder:
     def seeded(self) -> bool:
         """Whether batches and noise came from the experiment's seed, which protects nobody."""
         return "seed" in str(self.privacy["randomness"])
+
+    @property
+    def seed(self) -> int:
+        """The plan's."""
+        return int(self.plan.get("seed", 0))
 
     @property
     def status(self) -> str:
@@ -239,15 +233,26 @@ class RunFolder:
         """How many of w's last numbers each site has for itself, 0 for none."""
         return int(self.plan.get("local", {}).get("head", 0))
 
-    @cached_property
-    def evaluated(self) -> list[RoundRecord]:
-        """The records with an accuracy."""
-        return [record for record in self.records if record.accuracy is not None]
-
     @property
     def drawn(self) -> bool:
         """Whether a part of the sites took part in each round."""
         return any(record.asked for record in self.records)
+
+    @cached_property
+    def sites(self) -> list[str]:
+        """The names of all sites that any file mentions, sorted."""
+        names = {*self.privacy["sites"], *self.summary.get("epsilon", {})}
+        names.update(self.labels.sites if self.labels else ())
+        for record in self.records:
+            names.update(record.scores, record.epsilon, record.refused)
+        return sorted(names)
+
+    # ------------------------------------------------------------ how good the model is
+
+    @cached_property
+    def evaluated(self) -> list[RoundRecord]:
+        """The records with an accuracy."""
+        return [record for record in self.records if record.accuracy is not None]
 
     @property
     def released(self) -> Document | None:
@@ -269,36 +274,59 @@ class RunFolder:
         """Whether held-out records stand in for a public test set: simulator only."""
         return bool(self.privacy.get("accuracy_pooled"))
 
-    @property
+    @cached_property
     def counted(self) -> bool:
         """Whether there is an accuracy: of labels that are numbers there is none."""
         found = [score.accuracy for score in self.scores.values()]
         found += [record.accuracy or 0.0 for record in self.evaluated[-1:]]
         return not found or not all(map(math.isnan, found))
 
-    @property
+    @cached_property
     def scores(self) -> Mapping[str, SiteScore]:
         """Each site's score the last time that sites were evaluated; maybe none."""
         return next((record.scores for record in reversed(self.records) if record.scores), {})
 
-    @cached_property
-    def sites(self) -> list[str]:
-        """The names of all sites that any file mentions, sorted."""
-        names = {*self.privacy["sites"], *self.summary.get("epsilon", {})}
-        names.update(self.labels.sites if self.labels else ())
-        for record in self.records:
-            names.update(record.scores, record.epsilon, record.refused)
-        return sorted(names)
+    @property
+    def accuracy(self) -> float | None:
+        """Of the last model, on public test data or all held-out records; None without one."""
+        return self.evaluated[-1].accuracy if self.evaluated and self.counted else None
 
     @property
-    def site_privacy(self) -> dict[str, SitePrivacy]:
-        """Each site's guarantee; empty in a plain run."""
-        return self._site_privacy
+    def loss(self) -> float | None:
+        """Mean loss of the last model, likewise."""
+        return self.evaluated[-1].loss if self.evaluated else None
+
+    def averaged(self, name: str) -> float | None:
+        """Return "accuracy" or "loss" of the server's average of models; None without one."""
+        found = self.evaluated[-1].average.get(name) if self.evaluated else None
+        return found if self.counted or name != "accuracy" else None
+
+    def metric(self, name: str) -> float | None:
+        """Return a metric (evaluation.metrics.find_display) of the last model; None if unknown."""
+        return next((r.metrics[name] for r in reversed(self.records) if name in r.metrics), None)
 
     @cached_property
-    def _site_privacy(self) -> dict[str, SitePrivacy]:
-        spent = self._largest("epsilon")
-        alone = self._largest("epsilon_alone")
+    def fairness(self) -> Fairness | None:
+        """How the last model's accuracy is spread over the sites; None without held-out records."""
+        return fairness(self.scores) if self.scores and self.counted else None
+
+    @property
+    def worst(self) -> float | None:
+        """Accuracy at the site that the last model serves worst."""
+        return self.fairness["worst_accuracy"] if self.fairness else None
+
+    @property
+    def worst_loss(self) -> float | None:
+        """Mean loss at that site where there is no accuracy; None where there is."""
+        found = self.scores
+        return found[ranking(found)[0]].loss if found and not self.counted else None
+
+    # ------------------------------------------------------------ what privacy it cost
+
+    @cached_property
+    def site_privacy(self) -> dict[str, SitePrivacy]:
+        """Each site's guarantee; empty in a plain run."""
+        spent, alone = self._largest("epsilon"), self._largest("epsilon_alone")
         return {
             name: SitePrivacy(
                 epsilon_spent=spent.get(name, math.nan),
@@ -328,10 +356,102 @@ class RunFolder:
                 spent[site] = known if math.isnan(known) or known > number else number
         return spent
 
+    @cached_property
+    def spent(self) -> Guarantee | None:
+        """What everything released so far has cost; None of a plain run.
+
+        A record pays for training or for evaluations, never for both: the larger counts.
+        """
+        if not self.private:
+            return None
+        sites = self.site_privacy
+        held = self.privacy.get("evaluation") or {}
+        cost = max(map(self.evaluation_cost, sites), default=0.0)
+        return Guarantee(
+            max(cost, _most(site.epsilon_spent for site in sites.values())),
+            max(*(site.delta for site in sites.values()), float(held.get("delta", 0.0))),
+            max(cost, _most(site.epsilon_alone for site in sites.values())),
+            self._honest,
+        )
+
+    @cached_property
+    def training(self) -> Guarantee:
+        """What the training may release in all, to whoever is trained on, of a private run."""
+        sites = self.privacy["sites"].values()
+        epsilon = _most(site["epsilon_reserved"] for site in sites)
+        alone = _most(site.get("epsilon_alone") for site in sites) if self._honest else epsilon
+        return Guarantee(epsilon, _most(site["delta"] for site in sites), alone, self._honest)
+
+    @cached_property
+    def reserved(self) -> Guarantee:
+        """What all may release, to whoever is trained on or held out, of a private run."""
+        of, held = self.training, self.privacy.get("evaluation") or {}
+        epsilon = max(of.epsilon, float(held.get("epsilon_reserved", 0.0)))
+        delta = max(of.delta, float(held.get("delta", 0.0)))
+        return Guarantee(epsilon, delta, max(epsilon, of.alone), of.honest)
+
     @property
-    def bytes(self) -> tuple[int, int]:
-        """Bytes of all messages so far: (to the sites, from the sites)."""
-        return sum(r.bytes_down for r in self.records), sum(r.bytes_up for r in self.records)
+    def _honest(self) -> int:
+        return max((site.honest for site in self.site_privacy.values()), default=0)
+
+    def evaluation_cost(self, site: str) -> float:
+        """Return ε of what a site's evaluations have released, an upper bound; 0 without any.
+
+        All that is reserved counts where the run has not ended, or an answer of the site went
+        missing.
+        """
+        held = self.privacy.get("evaluation")
+        if not held:
+            return 0.0
+        missed = any(site in record.unevaluated for record in self.records)
+        if missed or not self.released:
+            return float(held["epsilon_reserved"])
+        return float(self.released["epsilon_spent"].get(site, 0.0))
+
+    # ------------------------------------------------------------ what was done for it
+
+    @property
+    def steps(self) -> tuple[int, int] | None:
+        """The least and the largest τ of a round; None before the first."""
+        taken = [record.steps for record in self.records if record.round]
+        return (min(taken), max(taken)) if taken else None
+
+    @property
+    def iterations(self) -> int:
+        """Local iterations of all rounds: batches that a site was asked for which is in each."""
+        return sum(record.steps for record in self.records)
+
+    @property
+    def records_read(self) -> float | None:
+        """Records in the batches of all sites, as expected; None before the run has ended."""
+        return self.summary.get("records_read")
+
+    @property
+    def learning_rate(self) -> tuple[float, float] | None:
+        """η, as least and most; None where the algorithm has none."""
+        eta = self.plan.get("settings", {}).get("learning_rate")
+        return None if eta is None else (eta, eta)
+
+    @property
+    def sigma(self) -> tuple[float, float] | None:
+        """The least and the largest σ of a site's step, all channels together; None without."""
+        found = [site.sigma for site in self.site_privacy.values()]
+        return (min(found), max(found)) if found else None
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes of all messages to the sites so far."""
+        return sum(record.bytes_down for record in self.records)
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes of all messages from the sites so far."""
+        return sum(record.bytes_up for record in self.records)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all messages so far, both ways."""
+        return self.bytes_down + self.bytes_up
 
     @property
     def bytes_allowed(self) -> int | None:
@@ -345,22 +465,29 @@ class RunFolder:
         return sum(record.seconds for record in self.records)
 
 
-def read_run(folder: Path) -> RunFolder:
+def _most(values: Iterable[Any]) -> float:
+    """Return the largest; what nobody knows may be anything."""
+    found = [math.inf if value is None else float(value) for value in values]
+    return math.inf if any(map(math.isnan, found)) else max(found, default=math.inf)
+
+
+def read_run(folder: Path) -> RunSummary:
     """Read a run's folder. Raises DataError: a file is missing or is not what a run writes."""
-    labels = _read(folder / "partition.json", needed=False)
+    partition, audit = (_read(folder / f"{n}.json", needed=False) for n in ("partition", "audit"))
     try:
-        run = RunFolder(
+        run = RunSummary(
             path=folder,
             plan=_read(folder / "plan.json"),
             privacy=_read(folder / "privacy.json"),
             summary=_read(folder / "summary.json", needed=False),
             environment=_read(folder / "environment.json", needed=False),
             records=_read_records(folder / "rounds.jsonl"),
-            labels=LabelTable.of(labels) if labels else None,
-            audit=Audit.of(_read(folder / "audit.json", needed=False)),
+            labels=_labels(partition) if partition else None,
+            audit=_audit(audit) if audit else None,
             joining=_read(folder / "joining.json", needed=False) or None,
+            partition=_digest(partition) if partition else None,
         )
-        _reading_check(run)
+        _check(run)
         # Taken here, so that a damaged file is found before anything is drawn.
         _ = run.site_privacy, run.sites, run.bytes_allowed
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -372,6 +499,29 @@ def read_run(folder: Path) -> RunFolder:
             "new folder"
         ) from error
     return run
+
+
+def _labels(partition: Document) -> LabelTable:
+    return LabelTable(
+        sites=[str(name) for name in partition["train"]],
+        labels=[str(label) for label in partition["classes"]],
+        counts=[[int(n) for n in row] for row in partition["label_counts"]],
+    )
+
+
+def _digest(partition: Document) -> str:
+    records = json.dumps([partition.get("train"), partition.get("held_out")], sort_keys=True)
+    return hashlib.blake2b(records.encode(), digest_size=16).hexdigest()
+
+
+def _audit(document: Document) -> Audit:
+    try:
+        return TypeAdapter(Audit).validate_python(document)
+    except ValueError as error:
+        raise DataError(
+            f"audit.json is not what `fedpact audit` writes ({type(error).__name__}: {error}): "
+            "remove it, or audit the folder again"
+        ) from error
 
 
 def _read(path: Path, *, needed: bool = True) -> Document:
@@ -439,7 +589,7 @@ _STATEMENT = {
 }
 
 
-def _reading_check(run: RunFolder) -> None:
+def _check(run: RunSummary) -> None:
     if missing := _STATEMENT - set(run.privacy):
         raise DataError(
             f"privacy.json in {run.path} lacks {', '.join(sorted(missing))}: expected the whole "
@@ -461,7 +611,7 @@ def _reading_check(run: RunFolder) -> None:
         _check_audit(run, run.audit)
 
 
-def _check_audit(run: RunFolder, audit: Audit) -> None:
+def _check_audit(run: RunSummary, audit: Audit) -> None:
     site = run.site_privacy.get(audit.site)
     granted = (site.epsilon_allowed, site.delta) if site else None
     if (audit.epsilon, audit.delta) != granted:

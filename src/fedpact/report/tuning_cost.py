@@ -1,0 +1,228 @@
+"""What trying several runs costs each site, from the events that their ledgers reserved.
+
+Runs are alternatives on the same records, so at each site their events add up against whoever sees
+every run; see privacy.accounting.tuning_cost for whoever sees the best alone. Of each figure the
+site where it is most is told.
+
+A record is trained on or held out for evaluations, so of the two promises of a run it pays one; in
+runs whose ledgers know of the same split, the same one. Of all ways in which it may fall the
+dearest counts.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from fedpact.common.errors import DataError
+from fedpact.privacy.accounting import shared_noise
+from fedpact.privacy.accounting.accountant import SampledGaussian
+from fedpact.privacy.accounting.tuning_cost import (
+    LAWS,
+    Trials,
+    as_document,
+    count_trials,
+    describe_trials,
+)
+from fedpact.privacy.ledger.hash_chain import read_entries
+from fedpact.privacy.ledger.reservations import from_entry
+from fedpact.report.run_summary import RunSummary
+
+_SPLITS = 6
+"""Of so many splits of a site's records all ways are gone through, 2^6."""
+
+
+@dataclass(frozen=True)
+class TuningCost:
+    """What so many runs cost. alone: without other sites' noise; None where none is needed.
+
+    honest: of how many sites of each sum `found` needs the noise, 0 for none.
+    """
+
+    told: str
+    found: Trials
+    alone: Trials | None
+    honest: int
+
+    @property
+    def lines(self) -> list[str]:
+        """What it costs and for whom each ε holds, in words."""
+        if self.alone is None:
+            return describe_trials(self.found)
+        ifs = f"If at least {self.honest} sites of each sum are honest. "
+        other = "If no other site is honest. "
+        return [ifs + line for line in describe_trials(self.found)] + [
+            other + line for line in describe_trials(self.alone)
+        ]
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The same as plain data."""
+        alone = None if self.alone is None else as_document(self.alone)
+        return {"of": self.told, **as_document(self.found), "honest": self.honest, "alone": alone}
+
+
+@dataclass(frozen=True)
+class _Promise:
+    """What a run's ledger promises at one site. exact: exact numbers left, so no ε is of it.
+
+    events: for the records that are trained on. held: for those that `split` holds out, None where
+    nothing is promised for them alone. units: whom its events are of.
+    """
+
+    events: Counter[SampledGaussian]
+    held: Counter[SampledGaussian] | None
+    split: str
+    epsilon: float
+    delta: float
+    honest: int
+    exact: bool
+    units: frozenset[str]
+
+
+def count_tuning_cost(runs: Mapping[str, Mapping[int, RunSummary]]) -> list[TuningCost]:
+    """Return what trying costs: each setting once, and with all seeds where there are several.
+
+    runs: setting -> seed -> its run, private ones. Nothing where there are fewer than two runs.
+    Raises DataError: a run's folder lacks a ledger, or they are of unlike units, whose events do
+    not add up; LedgerError: one is damaged.
+    """
+    by_seed: dict[int, list[str]] = {}
+    for name, seeds in runs.items():
+        for seed in seeds:
+            by_seed.setdefault(seed, []).append(name)
+    promises = {
+        (name, seed): _promises(run) for name, seeds in runs.items() for seed, run in seeds.items()
+    }
+    _check_units(one for run in promises.values() for one in run.values())
+    groups = list[tuple[str, list[list[tuple[str, int]]]]]()
+    names = f"{len(runs)} settings, each once: {', '.join(runs)}"
+    groups.append((names, [[(name, seed) for name in each] for seed, each in by_seed.items()]))
+    if len(by_seed) > 1:
+        told = f"all {len(promises)} runs, every seed of every setting counted"
+        groups.append((told, [list(promises)]))
+    found = list[TuningCost]()
+    for told, choices in groups:
+        choices = [keys for keys in choices if len(keys) >= 2]
+        if choices:
+            found.append(_worst(told, [[promises[key] for key in keys] for keys in choices]))
+    return found
+
+
+def _check_units(promises: Iterable[_Promise]) -> None:
+    if len(units := sorted({unit for one in promises for unit in one.units})) > 1:
+        raise DataError(
+            f"the ledgers of these runs are per {' and per '.join(units)}: expected one unit, as "
+            "events of unlike units do not add up; compare runs of one privacy.unit, or leave "
+            "--counted out"
+        )
+
+
+def _worst(told: str, choices: Iterable[Sequence[Mapping[str, _Promise]]]) -> TuningCost:
+    """Return each figure of the choice and site where it is most. choices: of runs, by site."""
+    found = dict[Any, tuple[Trials, Trials]]()
+    honest = 0
+    for runs in choices:
+        for site in sorted({name for run in runs for name in run}):
+            each = [run[site] for run in runs if site in run]
+            honest = max(honest, *(one.honest for one in each))
+            for fallen in _ways(each) if len(each) >= 2 else ():
+                # Many sites, and ways, have the same events.
+                key = tuple(
+                    (tuple(sorted(one.events.items())), one.delta, one.exact) for one in fallen
+                )
+                if key not in found:
+                    found[key] = _at_site(fallen)
+    together, alone = zip(*found.values(), strict=True)
+    return TuningCost(told, _largest(together), _largest(alone) if honest else None, honest)
+
+
+def _ways(runs: Sequence[_Promise]) -> Iterator[list[_Promise]]:
+    """Yield the runs with the events that a record pays, for each way in which it may fall.
+
+    With more splits than are gone through, as if it were on both sides of each: no less.
+    """
+    splits = sorted({one.split for one in runs if one.held is not None})
+    if len(splits) > _SPLITS:
+        yield [replace(one, events=one.events + (one.held or Counter())) for one in runs]
+        return
+    for sides in product((False, True), repeat=len(splits)):
+        held = dict(zip(splits, sides, strict=True))
+        fallen = [
+            replace(one, events=one.held, honest=0)
+            if one.held is not None and held[one.split]
+            else one
+            for one in runs
+        ]
+        # The order of runs is nothing to their cost.
+        yield sorted(fallen, key=lambda one: sorted(one.events.items()))
+
+
+def _largest(found: Sequence[Trials]) -> Trials:
+    return Trials(
+        runs=max(one.runs for one in found),
+        delta=max(one.delta for one in found),
+        one=max(one.one for one in found),
+        every=max(one.every for one in found),
+        winner={law: max(one.winner[law] for one in found) for law in LAWS},
+    )
+
+
+def _at_site(runs: Sequence[_Promise]) -> tuple[Trials, Trials]:
+    """Return what they cost one site: with the help of others' shares of noise, and without."""
+    delta, count = max(one.delta for one in runs), len(runs)
+    if any(one.exact for one in runs):
+        nothing = Trials(count, delta, math.inf, math.inf, dict.fromkeys(LAWS, math.inf))
+        return nothing, nothing
+    own = [
+        shared_noise.all_alone(one.events, one.honest) if one.honest else one.events for one in runs
+    ]
+    alone = count_trials(own, delta)
+    shared = [one.epsilon for one in runs if one.honest]
+    if not shared:
+        return alone, alone
+    # Each run is off a Gaussian's law by so much, and K drawn ones by so much on average; one more
+    # for the rounding of that average.
+    left = delta - (count + 1) * shared_noise.ADDED_DELTA
+    sums = count_trials([one.events for one in runs], left)
+
+    def covered(cost: float, without: float) -> float:
+        # Less than shared_noise.cover proves: several runs take ADDED_DELTA off δ each, and how
+        # much a larger ε needs of all of them has not been proven.
+        return cost if cost <= max(min(shared), shared_noise.COVERED) else without
+
+    winner = {law: covered(cost, alone.winner[law]) for law, cost in sums.winner.items()}
+    every = covered(sums.every, alone.every)
+    return Trials(count, delta, covered(sums.one, alone.one), every, winner), alone
+
+
+def _promises(run: RunSummary) -> dict[str, _Promise]:
+    """Return what each site's ledger of a run promises."""
+    return {site: _promise(run.path / "sites" / site / "ledger.jsonl") for site in run.site_privacy}
+
+
+def _promise(path: Path) -> _Promise:
+    if not path.is_file():
+        raise DataError(
+            f"{path} is missing: what trying costs is counted from the ledgers of every run; put "
+            "it back, remove the run's folder and compare again, or leave --counted out"
+        )
+    entries = read_entries(path)
+    made = [from_entry(e) for e in entries if e["kind"] == "reserve"]
+    events, held, splits = Counter[SampledGaussian](), Counter[SampledGaussian](), set[str]()
+    for one in made:
+        (events if one.beside is None else held).update(one.allowed)
+        splits |= set() if one.beside is None else {one.beside.split}
+    return _Promise(
+        events,
+        held if splits else None,
+        " ".join(sorted(splits)),
+        min((one.epsilon for one in made), default=math.inf),
+        max((one.budget.delta for one in made), default=0.5),
+        max((one.honest for one in made), default=0),
+        not made or any(e["kind"] == "unprotected" for e in entries),
+        frozenset(one.unit for one in made),
+    )
