@@ -100,7 +100,7 @@ from fedpact.common.params import FlatModel
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.privacy.oracle import PrivateOracle, Records, Terms
 from fedpact.report.drawing import Chart
-from fedpact.report.comparison import document, render_comparison, table
+from fedpact.report.comparison import document, render_comparison, comparison_table
 from fedpact.report.compared_runs import read_comparison
 from fedpact.privacy.accounting.accountant import Budget
 from typer.testing import CliRunner
@@ -150,7 +150,7 @@ print(json.dumps({
     "account": json.loads(call("account", "--q", "0.1", "--sigma", "2", "--steps", "9", "--all",
                                "--json")),
     "privacy": json.loads((run / "privacy.json").read_text()),
-    "row": table(found).rows[0],
+    "row": comparison_table(found).rows[0],
     "comparison": document(found),
     "compared": render_comparison(found),
     "length": length,

@@ -16,13 +16,13 @@ from fedpact.plan import Plan
 from fedpact.report.comparable import differences
 from fedpact.report.compared_runs import Comparison, SweepPoint, read_comparison, run_folder
 from fedpact.report.comparison import (
+    comparison_table,
     document,
     effort,
     find_bytes_to_targets,
     guarantees,
     inequality,
     render_comparison,
-    table,
     write_comparison,
 )
 from fedpact.report.comparison_charts import curve, series, sweeps
@@ -121,7 +121,7 @@ def read(folder: Path, names: list[str], seeds: Any, failed: Any = None) -> Comp
 
 def cells(comparison: Comparison, row: int = 0) -> dict[str, str]:
     """A row of the comparison's table, by heading."""
-    found = table(comparison)
+    found = comparison_table(comparison)
     return dict(zip(found.headings, found.rows[row][1:], strict=True))
 
 

@@ -19,13 +19,13 @@ from fedpact.evaluation.metrics import find_display
 from fedpact.report.compared_runs import Comparison
 from fedpact.report.comparison import (
     EFFORT_NOTE,
+    comparison_table,
     describe_tuning_cost,
     document,
     effort,
     guarantees,
     inequality,
     lines_by_entry,
-    table,
 )
 from fedpact.report.evaluations import summarise_evaluations, summarise_joining
 from fedpact.studies.compare import compare as carry_out
@@ -150,7 +150,7 @@ def _print(comparison: Comparison) -> None:
     out = Console(file=sys.stdout, highlight=False)
     # A pipe has no width: there a row stays on its line.
     out.width = out.width if out.is_terminal else 200
-    table(comparison).print(out, f"comparison {comparison.folder}")
+    comparison_table(comparison).print(out, f"comparison {comparison.folder}")
     effort(comparison).print(out, "what each did for it")
     out.print(Text(EFFORT_NOTE), soft_wrap=True)
     pooled = [f"{comparison.judged} (on held-out records)"] * comparison.pooled

@@ -37,7 +37,7 @@ from fedpact.privacy.terms import FullDataRelease
 # The grid's noise is so much larger at most (common.randomness.secure).
 _GRID: Final = 1 + 2.0**-10
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
+_Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Figure:
 class Sums:
     """Sums of one site, or of several added up. noise: the variance of each entry, by channel."""
 
-    of: Mapping[str, Array]
+    of: Mapping[str, _Array]
     noise: Mapping[str, float]
 
     @staticmethod
@@ -112,7 +112,7 @@ def estimate_figures(
 
 
 def _accuracies(
-    hits: Array, noise: float, level: float, classes: Sequence[str], units: str
+    hits: _Array, noise: float, level: float, classes: Sequence[str], units: str
 ) -> list[Figure]:
     """The number of records (or persons), accuracy, and accuracy by class, over all groups."""
     table, size = hits.sum(0), len(hits)
@@ -134,9 +134,9 @@ class _Counts:
     noise, of_said: the variance of each entry. said is None where nobody released it.
     """
 
-    hits: Array
+    hits: _Array
     noise: float
-    said: Array | None = None
+    said: _Array | None = None
     of_said: float = 0.0
 
     @property
@@ -210,7 +210,7 @@ def _gap(intervals: Sequence[tuple[float, float, float]]) -> tuple[float, float,
     return value, max(0.0, max(lows) - min(highs)), max(highs) - min(lows)
 
 
-def _share(table: Array, noise: float, level: float) -> tuple[float, float, float]:
+def _share(table: _Array, noise: float, level: float) -> tuple[float, float, float]:
     """The share of hits in rows of (hits, misses) [k, 2], with its interval."""
     hits, misses = (float(n) for n in table.sum(0))
     part = noise * len(table)
@@ -225,7 +225,7 @@ def _loss(sums: Sums, settings: EvaluationSettings) -> Figure:
     return Figure("loss", f"clipped to {bound:g}", *(bound * part for part in found))
 
 
-def roc_area(histogram: Array, noise: float, level: float) -> tuple[float, float, float]:
+def roc_area(histogram: _Array, noise: float, level: float) -> tuple[float, float, float]:
     """Return the area under the ROC curve of scores by class [2, bins], and its interval.
 
     histogram: negatives, then positives, by ascending score; noise: the variance of each entry. The
@@ -241,7 +241,7 @@ def roc_area(histogram: Array, noise: float, level: float) -> tuple[float, float
 
 
 def _pairs(
-    histogram: Array, right: Array, noise: float, level: float
+    histogram: _Array, right: _Array, noise: float, level: float
 ) -> tuple[float, float, float]:
     """The share of pairs (positive in bin b, negative in b') that count as right[b, b']."""
     negative, positive = histogram

@@ -21,10 +21,10 @@ from fedpact.report.meaning import explain_comparison
 from fedpact.report.run_summary import RunSummary
 from fedpact.report.template import page
 
-Measure = Callable[[RunSummary], float | None]
+RunMeasure = Callable[[RunSummary], float | None]
 Cell = Callable[[Entry], str]
 
-_MEASURES: Final[Mapping[str, Measure]] = {
+_MEASURES: Final[Mapping[str, RunMeasure]] = {
     "accuracy": lambda run: run.accuracy,
     "loss": lambda run: run.loss,
     "average_accuracy": lambda run: run.averaged("accuracy"),
@@ -40,7 +40,7 @@ _MEASURES: Final[Mapping[str, Measure]] = {
 """What JSON has of every run and, as mean and deviation, of every entry: its key -> the figure."""
 
 
-def _percents(of: Measure) -> Cell:
+def _percents(of: RunMeasure) -> Cell:
     """Per cent with two decimals: methods are compared by fractions of a point."""
 
     def cell(entry: Entry) -> str:
@@ -54,7 +54,7 @@ def _percents(of: Measure) -> Cell:
     return cell
 
 
-def _in_words(of: Measure, form: Callable[[float], str]) -> Cell:
+def _in_words(of: RunMeasure, form: Callable[[float], str]) -> Cell:
     """A mean and its deviation, in a form of single values; a dash where a run has none."""
 
     def cell(entry: Entry) -> str:
@@ -64,7 +64,7 @@ def _in_words(of: Measure, form: Callable[[float], str]) -> Cell:
     return cell
 
 
-def _numbers(of: Measure) -> Cell:
+def _numbers(of: RunMeasure) -> Cell:
     return _in_words(of, lambda value: number(value, digits=3 if value < 1000 else 4))
 
 
@@ -118,7 +118,7 @@ def _table(columns: Mapping[str, Cell], comparison: Comparison) -> TextTable:
     return TextTable(tuple(columns), rows)
 
 
-def table(comparison: Comparison) -> TextTable:
+def comparison_table(comparison: Comparison) -> TextTable:
     """Return the comparison's table. ε is the largest over sites and seeds, rounded up."""
     costs: dict[str, Cell] = {
         "rounds": _numbers(_MEASURES["rounds"]),
@@ -391,7 +391,7 @@ def render_comparison(comparison: Comparison) -> str:
         differences=comparison.differences,
         names=names,
         metrics=[find_display(name).label for name in comparison.measured],
-        table=table(comparison),
+        table=comparison_table(comparison),
         effort=effort(comparison),
         effort_note=EFFORT_NOTE,
         judged=comparison.judged,

@@ -25,7 +25,13 @@ from fedpact.data.dataset import Dataset
 from fedpact.plan import Plan
 from fedpact.report.comparable import DATA, differences
 from fedpact.report.compared_runs import RESUMABLE, Comparison, read_comparison, run_folder
-from fedpact.report.comparison import document, inequality, run_figures, table, write_comparison
+from fedpact.report.comparison import (
+    comparison_table,
+    document,
+    inequality,
+    run_figures,
+    write_comparison,
+)
 from fedpact.report.comparison_charts import on_the_way, sweeps
 from fedpact.report.page import write_report
 from fedpact.report.run_summary import RunSummary
@@ -43,14 +49,16 @@ class Compared(Comparison):
     """
 
     def __repr__(self) -> str:
-        named = ", ".join(f"{name} {fares}" for name, _, fares, *_ in table(self).rows[:8])
+        named = ", ".join(
+            f"{name} {fares}" for name, _, fares, *_ in comparison_table(self).rows[:8]
+        )
         more = ", …" if len(self.entries) > 8 else ""
         told = "; NOT AN EQUAL COMPARISON" if self.inequalities else ""
         return f"Comparison({named}{more}; {len(self.runs)} runs{told}; {str(self.folder)!r})"
 
     def _repr_html_(self) -> str:
         note = f"mean ± standard deviation over seeds; {self.folder / 'comparison.html'}"
-        return table(self).html(inequality(self) or "Comparison", note)
+        return comparison_table(self).html(inequality(self) or "Comparison", note)
 
     def frame(self) -> Any:
         """Return a pandas DataFrame with one row a run: what is swept, and what came of it.
