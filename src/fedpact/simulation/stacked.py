@@ -11,11 +11,10 @@ order of everything is fixed. Needs the extra `stacked` (greenlet).
 """
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -29,11 +28,6 @@ from fedpact.per_sample.clipping import SiteSum, Weights
 from fedpact.per_sample.dense import Dense
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layout import Placement
-
-QuestionT = TypeVar("QuestionT")
-AnswerT = TypeVar("AnswerT")
-SeatOf = TypeVar("SeatOf")
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(eq=False, slots=True)
@@ -50,6 +44,8 @@ class NoiseRequest:
 
 Ask = Callable[[SiteSum | NoiseRequest], Tensor | None]
 """A question to whoever stacks; None: the site has to answer it itself."""
+
+Answers = Callable[[Sequence[SiteSum | NoiseRequest]], Sequence[Tensor | None]]
 
 
 class Seat(PerSampleKernel):
@@ -156,102 +152,68 @@ def _with_noise(requests: Sequence[NoiseRequest]) -> list[Tensor]:
     return [one.total for one in requests]
 
 
-class Lockstep(Generic[QuestionT, AnswerT, SeatOf]):
-    """Seats for so many sites. Used by one thread at a time.
+class Lockstep:
+    """Trains several sites in one thread, side by side. Used by one thread at a time.
 
-    seat: makes what a site trains with, from its way to ask. answers: see the module.
+    seat: makes what a site trains with, from its way to ask. answers: of so many questions.
     """
 
-    def __init__(
-        self,
-        seats: int,
-        seat: Callable[[Callable[[QuestionT], AnswerT]], SeatOf],
-        answers: Callable[[Sequence[QuestionT]], Sequence[AnswerT]],
-    ) -> None:
+    def __init__(self, seats: int, seat: Callable[[Ask], Any], answers: Answers) -> None:
         self._answers = answers
         self._seats = [seat(_ask) for _ in range(seats)]
-        self._own = _OfThread()
 
     @property
     def size(self) -> int:
         """The number of seats."""
         return len(self._seats)
 
-    def serve(self, jobs: Sequence[Callable[[SeatOf], ResultT]]) -> list[ResultT]:
+    def serve(self, jobs: Sequence[Callable[[Any], Any]]) -> list[Any]:
         """Carry out at most `size` jobs, and return their results in order.
 
         A job's exception is raised when all jobs have ended, that of the first one. What `answers`
         raises is raised in every job that asked.
         """
-        # Where a turn is broken off, nobody knows where its greenlets stand: no further turn does.
-        sitting, self._own.sitting = self._own.sitting, None
-        sitting = sitting or [greenlet(partial(_sit, seat)) for seat in self._seats]
-        # A list, which is emptied: who waits for a job does not hold the last one.
-        said = [one.switch([job]) for one, job in zip(sitting, jobs, strict=False)]
+        pairs = zip(jobs, self._seats, strict=False)
+        sites = [greenlet(partial(_outcome, job, seat)) for job, seat in pairs]
+        # Each runs until it asks, or ends and returns its outcome.
+        said = [site.switch() for site in sites]
         while asking := [i for i, what in enumerate(said) if not isinstance(what, _Outcome)]:
-            told = self._told([said[i] for i in asking])
-            for i, answer in zip(asking, told, strict=True):
-                said[i] = sitting[i].switch(answer)
-        self._own.sitting = sitting
-        return _taken(said)
-
-    def _told(self, questions: list[QuestionT]) -> Sequence[Any]:
-        try:
-            return [_Outcome(answer) for answer in self._answers(questions)]
-        except BaseException as error:
-            return [_Outcome(None, error) for _ in questions]
+            answers = _outcome(self._answers, [said[i] for i in asking])
+            for i, answer in zip(asking, answers.each(len(asking)), strict=True):
+                said[i] = sites[i].switch(answer)
+        return [outcome.get() for outcome in said]
 
 
-class _OfThread(threading.local):
-    """The thread's greenlets, one a seat, that wait for jobs; a new one costs as much as a switch
-    does ten times.
-    """
-
-    sitting: list[greenlet] | None = None
-
-
+@dataclass
 class _Outcome:
     """What a function returned, or raised."""
 
-    def __init__(self, value: Any, error: BaseException | None = None) -> None:
-        self._value, self._error = value, error
+    value: Any = None
+    error: BaseException | None = None
 
-    def emptied(self) -> tuple[Any, BaseException | None]:
-        """Return both; a greenlet that waits has the outcome that it handed over on its stack."""
-        found = self._value, self._error
-        self._value = self._error = None
-        return found
+    def get(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.value
 
-
-def _taken(outcomes: Sequence[_Outcome]) -> list[Any]:
-    found = [outcome.emptied() for outcome in outcomes]
-    for _, error in found:
-        if error is not None:
-            raise error
-    return [value for value, _ in found]
+    def each(self, count: int) -> "list[_Outcome]":
+        """Return the outcomes of a list's items; each that of the whole, where it was raised."""
+        return [self] * count if self.error else [_Outcome(value) for value in self.value]
 
 
-def _sit(seat: Any, given: list[Callable[[Any], Any]]) -> None:
-    """Carry out one job after another, each from a list of its own, until nobody has any more."""
-    parent = cast(greenlet, getcurrent().parent)
-    while True:
-        given = parent.switch(_carried_out(given.pop(), seat))
-
-
-def _carried_out(job: Callable[[Any], Any], seat: Any) -> _Outcome:
+def _outcome(function: Callable[[Any], Any], given: Any) -> _Outcome:
     try:
-        return _Outcome(job(seat))
-    except GreenletExit:
+        return _Outcome(function(given))
+    except GreenletExit:  # nobody waits for this site any more
         raise
     except BaseException as error:
-        return _Outcome(None, error)
+        return _Outcome(error=error)
 
 
-def _ask(question: Any) -> Any:
+def _ask(question: SiteSum | NoiseRequest) -> Tensor | None:
+    """Hand a site's question over to `serve`, and return the answer when all have asked."""
     parent = cast(greenlet, getcurrent().parent)
-    if torch.is_grad_enabled():
-        return _taken([parent.switch(question)])[0]
     # Whether gradients are recorded is the thread's, and the others' while this one waits.
-    with torch.enable_grad():
-        outcome: _Outcome = parent.switch(question)
-    return _taken([outcome])[0]
+    with torch.set_grad_enabled(True):
+        answer: _Outcome = parent.switch(question)
+    return answer.get()
