@@ -14,7 +14,7 @@ from fedpact.common.params import FlatModel
 from fedpact.per_sample.dense import SiteSum
 from fedpact.privacy.oracle import PrivateOracle
 from fedpact.simulation.stacked import Ask, Lockstep, Seat, SeatDraws, Stack
-from fedpact.simulation.threads import Worker
+from fedpact.simulation.workshop import Worker
 
 TITLE = "Stacked sites"
 ABOUT = (

@@ -39,7 +39,7 @@ from fedpact.report import charts
 from fedpact.report.page import build_headline, write_report
 from fedpact.report.run_summary import RunSummary, read_run
 from fedpact.simulation.predict import Predictor
-from fedpact.simulation.resume import extend_plan
+from fedpact.simulation.run import extend_plan
 from fedpact.simulation.simulate import OnRound, Simulated, simulate
 
 _INSTEAD: Final = "result.records and result.summary"

@@ -155,7 +155,7 @@ def simulated(directory, out):
     patch = pytest.MonkeyPatch()
     with patch.context() as changed:
         fixed = type("Fixed", (), {"hex": identifier})
-        changed.setattr("fedpact.simulation.resume.uuid.uuid4", fixed)
+        changed.setattr("fedpact.simulation.run.uuid.uuid4", fixed)
         result = simulate(plan, out)
     assert json.loads((out / "environment.json").read_text())["run"] == run
     return result

@@ -168,7 +168,8 @@ def test_a_batch_that_raises_all_the_same_is_answered(word_sites, tmp_path, monk
     clean = everything(site_dir)
     found = torch.ones(0, dtype=torch.bool)
     monkeypatch.setattr(
-        "fedpact.deployment.site_records.find_accepted", lambda x, y, *_: found.new_ones(len(y))
+        "fedpact.simulation.workshop.Worker.find_accepted",
+        lambda _, x, y, *__: found.new_ones(len(y)),
     )
     x, y = images(site_dir)
     store(site_dir, *with_record(x, y, 50, 0))

@@ -12,7 +12,7 @@ from fedpact.common.errors import InputError, LedgerError, PlanError, PolicyRefu
 from fedpact.common.run_folder import Folder
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.receipt import receipt
-from fedpact.simulation.resume import extend_plan
+from fedpact.simulation.run import extend_plan
 
 PRIVATE = {"rounds": 2, "sites": 2, "privacy": {"accountant": "rdp", "epsilon": 1.0}}
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fedpact.common.messages import Task
-from fedpact.simulation.threads import InProcess, OneByOne
+from fedpact.simulation.threads import InProcess
+from fedpact.simulation.workshop import OneByOne
 
 NAMES = [f"site-{number:02d}" for number in range(40)]
 

@@ -31,7 +31,7 @@ from fedpact.common.run_folder import Folder
 from fedpact.evaluation.metrics import METRICS, find_display
 from fedpact.plan import Plan
 from fedpact.report import evaluations
-from fedpact.simulation.resume import extend_plan
+from fedpact.simulation.run import extend_plan
 
 
 def execute_run(

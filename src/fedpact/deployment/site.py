@@ -63,7 +63,7 @@ from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy, sum_reservations
 from fedpact.privacy.terms import check_grid
 from fedpact.simulation.machine import device_of
-from fedpact.simulation.threads import Worker
+from fedpact.simulation.workshop import Worker
 
 _ANSWERED = re.compile(rb"round \d+: (replied|answered)")
 _LEFT_BEHIND = (

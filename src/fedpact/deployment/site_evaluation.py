@@ -65,7 +65,7 @@ from fedpact.plan import Plan
 from fedpact.privacy.ledger.ledger import Ledger, read_entries
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.terms import Terms
-from fedpact.simulation.threads import Worker
+from fedpact.simulation.workshop import Worker
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
@@ -16,12 +17,11 @@ from fedpact.data.columns import FileColumn
 from fedpact.data.features.extract import beside
 from fedpact.data.sieve import RecordFilter
 from fedpact.data.site_records import load_site
-from fedpact.data.splits import number_persons
+from fedpact.data.splits import limit_records_per_person, number_persons
 from fedpact.deployment.federation import Federation
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
-from fedpact.simulation.record_trial import find_accepted, limit_per_person
-from fedpact.simulation.threads import Worker
+from fedpact.simulation.workshop import Worker
 
 _REASONS: Final = 5
 _NOT_TAKEN: Final = "is not taken by the model"
@@ -116,8 +116,8 @@ def own_records(
         advise(str(path), of.records, of.shape, found.features, found.x, values=False)
     stage = of.stage(plan, directory)
     staged = stage(found.x, of.example(), str(path), beside(path), found.features)
-    kernel = (bench or of.workshop(plan, directory).bench()).private
-    accepted = find_accepted(staged.x, found.y, kernel, str(path), found.numbers)
+    worker = bench or of.workshop(plan, directory).bench()
+    accepted = worker.find_accepted(staged.x, found.y, str(path), found.numbers)
     good = accepted & staged.good
     for whole, why in ((accepted, _NOT_TAKEN), (staged.good, _NOT_FINITE)):
         for row in (found.numbers[~whole] - found.sieve.first).tolist():
@@ -127,3 +127,23 @@ def own_records(
     records = Records(staged.x[used], found.y[used], released, persons)
     whose = None if of.person is None else [found.persons[i] for i in used.tolist()]
     return Own(found.x[used], records, whose, found.sieve)
+
+
+def limit_per_person(
+    persons: Sequence[str], good: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor | None]:
+    """Return which records are used, as indices [m], and whose each is; None if that is all one.
+
+    persons: whose each record is [n], or empty where nobody asked. good: which are taken, bool [n].
+    Beyond `privacy.person_records` of a person the plan drops some; see
+    splits.limit_records_per_person.
+    """
+    places = good.nonzero()[:, 0]
+    if not persons:
+        return places, None
+    numbers = number_persons(persons, places.numpy())
+    most = plan.privacy.person_records
+    if numbers is not None and most is not None:
+        kept = torch.from_numpy(limit_records_per_person(numbers.tolist(), most, plan.seed))
+        places, numbers = places[kept], numbers[kept]
+    return places, numbers if plan.privacy.unit == "person" else None

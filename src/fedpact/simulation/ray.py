@@ -36,8 +36,8 @@ from fedpact.privacy.accounting.accountant import History, SampledGaussian
 from fedpact.simulation import flower_records
 from fedpact.simulation.flower import ray_address
 from fedpact.simulation.machine import available_cores
-from fedpact.simulation.threads import VirtualSite, Worker
-from fedpact.simulation.workshop import TrainingSetup
+from fedpact.simulation.threads import VirtualSite
+from fedpact.simulation.workshop import TrainingSetup, Worker
 
 _PLACE = "partition-id"  # Flower's name for which of the virtual nodes it is
 _opened: dict[Any, tuple["ActorState", Worker]] = {}

@@ -40,11 +40,9 @@ from fedpact.privacy.column_scales import advise_of_loud
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms, check_grid, noisy_size
 from fedpact.simulation.machine import device_of
-from fedpact.simulation.record_trial import find_accepted
 from fedpact.simulation.secure_aggregation.encoding import check_shares
 from fedpact.simulation.secure_aggregation.keys import check_secure
-from fedpact.simulation.threads import Worker
-from fedpact.simulation.workshop import TrainingSetup
+from fedpact.simulation.workshop import TrainingSetup, Worker
 
 _MANY_CLASSES: Final = 20
 """Of more whole numbers one asks whether they are classes."""
@@ -55,6 +53,7 @@ class SimulationSetup:
     """Everything a run needs, checked, before anything is written.
 
     raw: the records as they are. dataset: the same, or their features, where the plan has any.
+    workshop: what builds the plan's models and kernels for these records, on the CPU.
     """
 
     plan: Plan
@@ -63,6 +62,7 @@ class SimulationSetup:
     partition: Partition
     sites: list[SiteRecords]
     terms: dict[str, Terms]
+    workshop: TrainingSetup
     policy: Policy | None = None
 
     @staticmethod
@@ -77,7 +77,8 @@ class SimulationSetup:
         made = plan.features.used and raw.x.ndim > 2
         if own and raw.x.is_floating_point() and not made:
             advise(raw.name, plan.records, raw.x.shape[1:], raw.features, raw.x)
-        raw, dataset = _tried(plan, raw, find_feature_cache(plan, raw) if data is None else None)
+        cache = find_feature_cache(plan, raw) if data is None else None
+        raw, dataset, workshop = _tried(plan, raw, cache)
         if plan.privacy.unit == "person" and dataset.person is None:
             raise PlanError(
                 f'privacy.unit = "person" with data set {dataset.name}, which does not say whose '
@@ -95,7 +96,7 @@ class SimulationSetup:
             for site in sites:
                 own = terms.get(site.name) if plan.private else None
                 policy.check_run(plan.algorithm, own, (0.0, 0.0), evaluation=plan.evaluation_terms)
-        scene = SimulationSetup(plan, raw, dataset, partition, sites, terms, policy)
+        scene = SimulationSetup(plan, raw, dataset, partition, sites, terms, workshop, policy)
         _ = scene.form, scene.participants
         public = dataset.x_test is not None and not plan.local.head
         held_out = any(len(site.y_held) for site in sites)
@@ -181,11 +182,6 @@ class SimulationSetup:
         """Each site's N_i, as it is declared or released."""
         return {site.name: _size(self.plan, site) for site in self.sites}
 
-    @property
-    def workshop(self) -> TrainingSetup:
-        """What builds the plan's models and kernels for this data set's records, on the CPU."""
-        return TrainingSetup.of(self.plan, self.dataset.x[0], len(self.dataset.classes))
-
     def module(self) -> nn.Module:
         """Return the model with its initial weights, the same at every call."""
         return self.workshop.module()
@@ -249,8 +245,10 @@ def load_data(plan: Plan) -> Dataset:
     )
 
 
-def _tried(plan: Plan, raw: Dataset, cache: Path | None) -> tuple[Dataset, Dataset]:
+def _tried(plan: Plan, raw: Dataset, cache: Path | None) -> tuple[Dataset, Dataset, TrainingSetup]:
     """The data set, and what is trained on, without the records that the plan does not take.
+
+    With them what trains. The data sets are the same where the plan has no features.
 
     cache: where features are, or None.
     """
@@ -261,14 +259,14 @@ def _tried(plan: Plan, raw: Dataset, cache: Path | None) -> tuple[Dataset, Datas
     of_test = None if test is None else stage(test, example, name, _of_test(cache), features)
     data = raw if not stage.used else _staged(raw, stage.names(example, features), train, of_test)
     workshop = TrainingSetup.of(plan, data.x[0], len(data.classes))
-    kernel = workshop.bench(check=True).kernel
+    worker = workshop.bench(check=True)
     workshop.check_labels(data.y)
-    good = train.good & find_accepted(data.x, data.y, kernel, data.name, data.numbers)
+    good = train.good & worker.find_accepted(data.x, data.y, data.name, data.numbers)
     if data.x_test is None or data.y_test is None or of_test is None:
-        return _only(raw, data, good, None)
+        return (*_only(raw, data, good, None), workshop)
     numbers = torch.arange(len(data.y_test))
-    good_test = of_test.good & find_accepted(data.x_test, data.y_test, kernel, name, numbers)
-    return _only(raw, data, good, good_test)
+    good_test = of_test.good & worker.find_accepted(data.x_test, data.y_test, name, numbers)
+    return (*_only(raw, data, good, good_test), workshop)
 
 
 def _only(

@@ -52,8 +52,16 @@ from fedpact.simulation.evaluation import Evaluator, select_judged_labels
 from fedpact.simulation.flower import require_ray
 from fedpact.simulation.machine import allow_open_files, available_cores, keep_freed_memory
 from fedpact.simulation.predict import Evaluated, Predictions, Predictor, RecordedForm
-from fedpact.simulation.resume import check_complete, check_draws, check_there, is_known, setting
-from fedpact.simulation.run import finish, log_stragglers, start_or_resume
+from fedpact.simulation.run import (
+    check_complete,
+    check_draws,
+    check_there,
+    finish,
+    is_known,
+    log_stragglers,
+    setting,
+    start_or_resume,
+)
 from fedpact.simulation.secure_aggregation.setup import secure_simulation
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.statement import of_simulation

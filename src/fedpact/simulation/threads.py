@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 import torch
 
@@ -22,72 +22,18 @@ from fedpact.algorithms.wrappers.released_scales import ColumnRecords, find_exam
 from fedpact.client import Client
 from fedpact.common.messages import Refusal, Reply, State, Task, Vectors
 from fedpact.common.params import init_worker_thread
-from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.evaluation.held_out import HeldOut, SumsForm, charge_of
-from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+from fedpact.per_sample.kernel import PlainKernel
 from fedpact.plan import Plan
-from fedpact.privacy.batches import BatchClippedKernel
 from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.oracle import Charge, Oracle, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
-
-
-@dataclass(frozen=True)
-class Worker:
-    """What a worker computes with: a kernel over a model of its own, of the kind the run needs.
-
-    draws: makes a simulated site's draws from what `Plan.seeds` returns.
-    """
-
-    kernel: PerSampleKernel | BatchClippedKernel | PlainKernel
-    draws: Callable[..., SeededDraws] = SeededDraws
-
-    @property
-    def private(self) -> PerSampleKernel | BatchClippedKernel:
-        """The clipping kernel of a private run."""
-        if isinstance(self.kernel, PlainKernel):
-            raise TypeError("a plain run's worker was asked for a private release")
-        return self.kernel
-
-    @property
-    def plain(self) -> PlainKernel:
-        """The kernel of a plain run."""
-        if not isinstance(self.kernel, PlainKernel):
-            raise TypeError("a private run's worker was asked for exact numbers")
-        return self.kernel
-
+from fedpact.simulation.workshop import Worker, WorkerJob, WorkerSlots
 
 _SOME: Final = 8
 _BYTES: Final = 2**20
 """Replies that are taken together, at most so many and so long, if they are as long as a task."""
-
-WorkerJob = Callable[[Worker], Reply | Refusal]
-
-
-class WorkerSlots(Protocol):
-    """Where a worker's sites sit."""
-
-    @property
-    def size(self) -> int:
-        """How many sites a worker trains at a time."""
-        ...
-
-    def serve(self, jobs: Sequence[WorkerJob]) -> list[Reply | Refusal]:
-        """Carry out at most `size` jobs and return their results in order."""
-        ...
-
-
-@dataclass(frozen=True)
-class OneByOne:
-    """A table for one site at a time."""
-
-    bench: Worker
-    size = 1
-
-    def serve(self, jobs: Sequence[WorkerJob]) -> list[Reply | Refusal]:
-        """Carry out at most `size` jobs and return their results in order."""
-        return [job(self.bench) for job in jobs]
 
 
 class InProcess:

@@ -1,12 +1,13 @@
 """What a party computes with: the plan's model and kernel, from the public form of a record."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from fedpact.algorithms.wrappers.local_optimizer import check_head
 from fedpact.common.errors import FedpactError, ModelError, PlanError
 from fedpact.common.losses import Loss
+from fedpact.common.messages import Refusal, Reply
 from fedpact.common.params import FlatModel
-from fedpact.common.randomness.seeded import seeded_generator
+from fedpact.common.randomness.seeded import SeededDraws, seeded_generator
 from fedpact.common.user_code import is_own
 from fedpact.evaluation.metrics import check_measures
 from fedpact.evaluation.tasks import check_loss
@@ -24,14 +26,117 @@ from fedpact.models.initial import check_apart, check_repeated, fill
 from fedpact.models.views import Views
 from fedpact.models.zoo import check_vocabulary
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+from fedpact.per_sample.layers import is_torchs
 from fedpact.per_sample.passes import WAYS
 from fedpact.plan import Plan
 from fedpact.privacy.batches import BatchClippedKernel
 from fedpact.privacy.mechanisms import mechanism_of
-from fedpact.simulation.threads import OneByOne, Worker, WorkerSlots
 
 if TYPE_CHECKING:
     from fedpact.simulation.stacked import Ask
+
+
+Kernel = PerSampleKernel | BatchClippedKernel | PlainKernel
+
+_TOGETHER: Final = 256
+_SHOWN: Final = 20
+
+_logger = logging.getLogger("fedpact")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a worker computes with: a kernel over a model of its own, of the kind the run needs.
+
+    draws: makes a simulated site's draws from what `Plan.seeds` returns.
+    """
+
+    kernel: Kernel
+    draws: Callable[..., SeededDraws] = SeededDraws
+
+    @property
+    def private(self) -> PerSampleKernel | BatchClippedKernel:
+        """The clipping kernel of a private run."""
+        if isinstance(self.kernel, PlainKernel):
+            raise TypeError("a plain run's worker was asked for a private release")
+        return self.kernel
+
+    @property
+    def plain(self) -> PlainKernel:
+        """The kernel of a plain run."""
+        if not isinstance(self.kernel, PlainKernel):
+            raise TypeError("a private run's worker was asked for exact numbers")
+        return self.kernel
+
+    def find_accepted(self, x: Tensor, y: Tensor, origin: str, numbers: Tensor) -> Tensor:
+        """Return which records x, y [n, ...] the model takes, bool [n].
+
+        Each is tried by itself or among others that it takes. One that makes the model raise would
+        make every batch raise that holds it, and that would show. It is named in the log of this
+        machine and nowhere else. origin: the file. numbers: the records' numbers in it [n].
+        """
+        good = torch.ones(len(y), dtype=torch.bool)
+        # Such layers take every number.
+        if x.is_floating_point() and is_torchs(self.kernel.model.module):
+            return good
+        told: list[str] = []
+        for start in range(0, len(y), _TOGETHER):
+            some = range(start, min(start + _TOGETHER, len(y)))
+            if self._error(x, y, some) is None:
+                continue
+            for j in some:
+                error = self._error(x, y, range(j, j + 1))
+                if error is not None:
+                    good[j] = False
+                    told.append(
+                        f"row {int(numbers[j])}" + (f" ({error})" if len(told) < _SHOWN else "")
+                    )
+        if told:
+            _logger.warning(
+                "%s: the model does not take %d of %d records, which are left out of everything: "
+                "%s; look for categories, words or labels that were not declared",
+                origin,
+                len(told),
+                len(y),
+                ", ".join(told),
+            )
+        return good
+
+    def _error(self, x: Tensor, y: Tensor, some: range) -> str | None:
+        rows = slice(some.start, some.stop)
+        try:
+            self.kernel.losses(x[rows].clone(), y[rows])
+        except Exception as error:  # whatever a model may raise at a record
+            return f"{type(error).__name__}: {error}"
+        return None
+
+
+WorkerJob = Callable[[Worker], Reply | Refusal]
+
+
+class WorkerSlots(Protocol):
+    """Where a worker's sites sit."""
+
+    @property
+    def size(self) -> int:
+        """How many sites a worker trains at a time."""
+        ...
+
+    def serve(self, jobs: Sequence[WorkerJob]) -> list[Reply | Refusal]:
+        """Carry out at most `size` jobs and return their results in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """A table for one site at a time."""
+
+    bench: Worker
+    size = 1
+
+    def serve(self, jobs: Sequence[WorkerJob]) -> list[Reply | Refusal]:
+        """Carry out at most `size` jobs and return their results in order."""
+        return [job(self.bench) for job in jobs]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,12 +7,14 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from tests.simulation.secure_aggregation.summed import plan_of
 
 from fedpact.common.errors import InputError
 from fedpact.simulation.secure_aggregation.graph import (
     BITS,
     FEWEST,
     Neighbourhoods,
+    colluding,
     most_shares,
     neighbourhoods,
     spectral_spread,
@@ -161,6 +163,18 @@ def test_simulated_dropouts_leave_the_counted_neighbours():
     ) / math.comb(sites - 1, k)
     chance = tail * (1 - threshold / sites)
     assert abs(fails - 4000 * chance) < 6 * math.sqrt(4000 * chance * (1 - chance))
+
+
+@pytest.mark.parametrize(("sites", "threshold"), [(5, 4), (9, 6), (20, 14)])
+def test_colluding_sites_are_all_that_the_threshold_bears(sites, threshold):
+    """Of any t sites c leave h honest ones; and two lists of t have an honest signer in common."""
+    for honest in (2, 3):
+        shared = plan_of(
+            secure_aggregation={"threshold": threshold}, privacy={"trust": "sum", "honest": honest}
+        )
+        assert threshold - colluding(shared, sites) == honest
+    own = colluding(plan_of(secure_aggregation={"threshold": threshold}, privacy={}), sites)
+    assert 2 * threshold - sites - own == 1
 
 
 def test_few_sites_or_too_many_against_them_are_all_neighbours():
