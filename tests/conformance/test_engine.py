@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from fedpact import algorithms
+from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.errors import PlanError
 from fedpact.common.params import FlatModel
 from fedpact.data.load import from_arrays
@@ -13,16 +15,9 @@ from fedpact.simulation.simulate import simulate
 ROUNDS = 3
 
 
-def refused(case, private):
-    """Whether this form of it is one that no plan takes; then a plan has to say so."""
-    if not (private and case.facts.plain_only):
-        return False
-    with pytest.raises(PlanError, match="no private form"):
-        plan(case, private)
-    return True
-
-
-def plan(case, private, workers=1, stacked=1):
+def plan(case, workers=1, stacked=1):
+    """In the private form where there is one: the engine does all that it does for a plain run."""
+    private = not case.facts.plain_only
     return Plan.parse(
         {
             **case.tables,
@@ -46,14 +41,14 @@ def data():
 
 @pytest.fixture(scope="module")
 def run(data, tmp_path_factory):
-    """`run(case, private)`: one undisturbed run of it, which several tests hold others against."""
+    """`run(case)`: one undisturbed run of it, which several tests hold others against."""
     done = {}
 
-    def undisturbed(case, private):
-        key = str(case.tables), private
+    def undisturbed(case):
+        key = str(case.tables)
         if key not in done:
             folder = tmp_path_factory.mktemp("run") / "run"
-            done[key] = simulate(plan(case, private), folder, data=data)
+            done[key] = simulate(plan(case), folder, data=data)
         return done[key]
 
     return undisturbed
@@ -90,20 +85,14 @@ def assert_same(one, other):
     assert scores(one) == scores(other)
 
 
-both_forms = pytest.mark.parametrize("private", [False, True], ids=["plain", "private"])
-
-
-@both_forms
-def test_a_resumed_run_equals_an_uninterrupted_one(case, private, data, tmp_path, run):
-    if refused(case, private):
-        return
-    whole = run(case, private)
+def test_a_resumed_run_equals_an_uninterrupted_one(case, data, tmp_path, run):
+    """Gone on with twice: of a resumed run, too."""
+    whole = run(case)
     assert len(whole.records) == ROUNDS + 1
     done = []
-    # Gone on with twice where there are ledgers as well, once where there are none.
-    for stop_after in (1, 2, ROUNDS) if private else (2, ROUNDS):
+    for stop_after in (1, 2, ROUNDS):
         stopped = simulate(
-            plan(case, private),
+            plan(case),
             tmp_path / "resumed",
             data=data,
             on_round=lambda record: done.append(record.round),
@@ -114,19 +103,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case, private, data, tmp_path
 
 
 def test_the_number_of_workers_changes_nothing(case, data, tmp_path, run):
-    """In the private form where there is one: who computes a site knows nothing of its oracle."""
-    private = not case.facts.plain_only
-    two = simulate(plan(case, private, workers=2), tmp_path / "two", data=data)
-    assert_same(two, run(case, private))
+    two = simulate(plan(case, workers=2), tmp_path / "two", data=data)
+    assert_same(two, run(case))
 
 
-@both_forms
-def test_stacking_sites_changes_nothing_but_rounding(case, private, data, tmp_path, run):
+def test_stacking_sites_changes_nothing_but_rounding(case, data, tmp_path, run):
     """Three sites at tables of two: 1e-5 of the model's length, and the same charges."""
-    if refused(case, private):
-        return
-    one = run(case, private)
-    other = simulate(plan(case, private, stacked=2), tmp_path / "stacked", data=data)
+    one = run(case)
+    other = simulate(plan(case, stacked=2), tmp_path / "stacked", data=data)
     w, v = (FlatModel(run.model).vector for run in (one, other))
     assert float((w - v).norm()) <= 1e-5 * float(w.norm())
     assert contents(one)[1] == contents(other)[1]
@@ -137,7 +121,14 @@ def test_another_seed_is_another_run(data, tmp_path, run):
     """Else the tests above could pass for a comparison that sees nothing."""
     case = Plan.parse({"algorithm": "scaffold"}).method
     case.tables = {"algorithm": "scaffold"}
-    other = plan(case, True).model_copy(update={"seed": 1})
-    assert plan(case, True).seed == 0
+    other = plan(case).model_copy(update={"seed": 1})
+    assert plan(case).seed == 0
     with pytest.raises(AssertionError):
-        assert_same(simulate(other, tmp_path / "other", data=data), run(case, True))
+        assert_same(simulate(other, tmp_path / "other", data=data), run(case))
+
+
+def test_what_has_no_private_form_is_refused():
+    for name in algorithms.names():
+        if Method(name).facts.plain_only:
+            with pytest.raises(PlanError, match="no private form"):
+                Plan.parse({"algorithm": name})

@@ -13,12 +13,13 @@ from fedpact.data.load import from_arrays, load_dataset
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import PrivateOracle
 from fedpact.simulation.setup import SimulationSetup
+from fedpact.studies.audit import sensitivity
 from fedpact.studies.audit.findings import checks
 from fedpact.studies.audit.sensitivity import crafted_records, measure_sensitivity, requests
 from fedpact.studies.audit.target import Target, private_oracle
 
 # All five with -m slow.
-SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 5))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
 MODELS = ("logistic", "models_of_sums:cnn", "models_of_sums:embedding")
 
 
@@ -36,6 +37,20 @@ def _own_models(monkeypatch, tmp_path):
         "    return nn.Sequential(nn.Embedding(12, 6), Mean(), nn.Linear(6, classes))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Fewer records to try, and smaller batches: enough for what is far out."""
+    values = sensitivity._values
+
+    def some(target, x):
+        found = values(target, x)
+        return {kind: found[kind] for kind in list(found)[:8]}
+
+    monkeypatch.setattr(sensitivity, "_values", some)
+    monkeypatch.setattr(sensitivity, "_MOST_LABELS", 1)
+    monkeypatch.setattr(sensitivity, "_MOST_RECORDS", 64)
 
 
 def target(model="logistic", seed=0, *overrides):
@@ -150,7 +165,7 @@ def test_an_honest_mechanism_passes_and_is_tried(model, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("model", MODELS)
-def test_each_wrong_clip_fails(model, seed):
+def test_each_wrong_clip_fails(model, seed, few):
     one = target(model, seed)
     right = dataclasses.replace(one, make=by(Rows, one.records))
     assert measure_sensitivity(right).passed
@@ -161,12 +176,12 @@ def test_each_wrong_clip_fails(model, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("model", MODELS)
-def test_the_realised_batch_size_fails(model, seed, audited):
+def test_the_realised_batch_size_fails(model, seed, audited, few):
     broken = dataclasses.replace(target(model, seed), make=audited.broken["realised batch size"])
     assert not measure_sensitivity(broken).passed
 
 
-def test_a_mechanism_that_adds_nothing_is_not_passed():
+def test_a_mechanism_that_adds_nothing_is_not_passed(few):
     class Silent(Rows):
         def clipped_sum(self, *args, **kwargs):
             raise RuntimeError("this kernel adds nothing")
@@ -178,7 +193,7 @@ def test_a_mechanism_that_adds_nothing_is_not_passed():
     assert "nothing was measured" in check.text
 
 
-def test_a_clip_is_measured_to_the_digits():
+def test_a_clip_is_measured_to_the_digits(few):
     """Twice the clip is twice as long as right, and an unclipped bias has a factor of its own."""
     one = target("models_of_sums:cnn")
     (right,) = measure_sensitivity(one).channels
@@ -197,7 +212,7 @@ def test_a_clip_is_measured_to_the_digits():
     assert max(others) < 0.5
 
 
-def test_the_finding_names_record_size_and_bound():
+def test_the_finding_names_record_size_and_bound(few):
     one = target()
     broken = dataclasses.replace(one, make=by(TwiceTheClip, one.records))
     (check,) = checks({"sensitivity": measure_sensitivity(broken)}, 0.95)
@@ -240,7 +255,7 @@ class Channel(PrivateOracle):
         (("fedproxvr",), {"opening gradient", "difference"}),
     ],
 )
-def test_every_channel_is_held_to_its_own_bound(algorithm, channels):
+def test_every_channel_is_held_to_its_own_bound(algorithm, channels, few):
     one = target("logistic", 0, f"algorithm={algorithm[0]}", *algorithm[1:])
     found = measure_sensitivity(one)
     assert {c.channel for c in found.channels} == channels
@@ -254,13 +269,12 @@ def test_every_channel_is_held_to_its_own_bound(algorithm, channels):
         assert [c.channel for c in found.channels if not c.passed] == [channel]
 
 
-def test_an_unclamped_weight_fails(audited):
+def test_an_unclamped_weight_fails(audited, few):
     """FedFDP's weight as printed, below 0 where a reference is large: records of any length."""
-    for seed in range(2):
-        fair = target("logistic", seed, "algorithm=fedfdp", "settings.fairness_weight=0.6")
-        broken = dataclasses.replace(fair, make=audited.broken["weight not clamped"])
-        failed = [c.channel for c in measure_sensitivity(broken).channels if not c.passed]
-        assert failed == ["gradient"]
+    fair = target("logistic", 0, "algorithm=fedfdp", "settings.fairness_weight=0.6")
+    broken = dataclasses.replace(fair, make=audited.broken["weight not clamped"])
+    failed = [c.channel for c in measure_sensitivity(broken).channels if not c.passed]
+    assert failed == ["gradient"]
 
 
 def test_batch_clipping_turns_by_twice_its_clip_at_most():
@@ -271,7 +285,7 @@ def test_batch_clipping_turns_by_twice_its_clip_at_most():
     assert channel.single.size <= 1 < channel.in_batch.size <= 2
 
 
-def test_every_rounds_clip_is_measured(audited):
+def test_every_rounds_clip_is_measured(audited, few):
     one = target("logistic", 0, "privacy.clip_schedule=[1.0, 0.5]")
     assert measure_sensitivity(one).passed
 
@@ -282,7 +296,7 @@ def test_every_rounds_clip_is_measured(audited):
     assert channel.single.size == pytest.approx(0.9 / 0.5, rel=1e-3)
 
 
-def test_a_person_moves_a_sum_by_one_clip():
+def test_a_person_moves_a_sum_by_one_clip(few):
     digits = load_dataset("digits")
     whose = [f"p{i}" for i in np.random.default_rng(1).integers(0, 500, len(digits.y))]
     data = from_arrays(digits.x, digits.y, classes=digits.classes, person=whose)
