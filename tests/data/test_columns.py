@@ -90,7 +90,7 @@ def write_parquet(path, found):
 
 def read(path, sources=None, **changes):
     asked = {"form": FORM, "person": "patient", "features": FEATURES, **changes}
-    return load_site(path, "ill", ("no", "yes"), (5,), "float32", sources=sources or {}, **asked)
+    return load_site(path, "ill", ("no", "yes"), (5,), "float32", sources=sources or {}, **asked)[0]
 
 
 @pytest.mark.parametrize(("suffix", "store"), [("csv", write), ("parquet", write_parquet)])
@@ -101,7 +101,7 @@ def test_mapped_columns_are_a_renamed_files_bits(tmp_path, suffix, store):
     assert torch.equal(mapped.x, plain.x)
     assert torch.equal(mapped.y, plain.y)
     assert torch.equal(mapped.numbers, plain.numbers)
-    assert mapped.persons == plain.persons
+    assert mapped.person == plain.person
     # The wrong word and the wrong number are left out, a missing one is filled; nothing else is.
     assert len(mapped.y) == 58
     assert (mapped.x[:, 2] == 1.0).sum() >= 8
@@ -178,4 +178,4 @@ def test_arrays_have_no_columns_to_map(tmp_path):
     with pytest.raises(DataError, match=r"is no table: \[columns\]"):
         load_site(
             tmp_path / "r.npz", None, ("a", "b"), (5,), "float32", RecordForm(), sources=SOURCES
-        )
+        )[0]

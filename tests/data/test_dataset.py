@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from fedpact.common.errors import DataError
 from fedpact.data import load, public
 from fedpact.data.dataset import Dataset
-from fedpact.data.inputs import parts_of
+from fedpact.data.inputs import columns_of
 from fedpact.data.load import from_arrays, load_dataset
 
 
@@ -73,10 +73,10 @@ def test_a_data_set_holds_no_label_out_of_range(y):
         (np.zeros((3, 2)), ["c", "d", "e"], {"classes": ("a", "b")}, "none of the 2 classes"),
         (np.zeros((3, 2)), [0, 1, 0], {"site": ["a"]}, "1 entries for 3"),
         (np.zeros((3, 2)), [0, 1, 0], {"test": (np.zeros((1, 3)), [0])}, "equal shapes"),
-        ([["a"], ["b"]], [0, 1], {}, "row 0 .* is no finite number"),
-        ([[math.nan], [math.inf]], [0, 1], {}, "row 1 .* is no finite number"),
+        ([["a"], ["b"]], [0, 1], {}, "column 0: is no finite number"),
+        ([[math.nan], [math.inf]], [0, 1], {}, "column 0: is no finite number"),
         ([[1.0], [2.0, 3.0]], [0, 1], {}, "no array"),
-        (np.array([[None], [None]]), [0, 1], {}, "row 0 .* is no finite number"),
+        (np.array([[None], [None]]), [0, 1], {}, "column 0: is no finite number"),
         (np.array([[{}], [{}]]), [0, 1], {}, "type object"),
         (torch.zeros(2, 1, device="meta"), [0, 1], {}, "no array"),
     ],
@@ -120,7 +120,7 @@ def test_columns_of_unequal_length_are_named():
     """One value had become everybody's."""
     for short in ([5.0], [1.0, 2.0]):
         with pytest.raises(DataError, match=f"lengths a {len(short)}, b 3, y 3: expected equal"):
-            parts_of({"a": short, "b": [1.0, 2.0, 3.0], "y": [0, 1, 0]})
+            columns_of({"a": short, "b": [1.0, 2.0, 3.0], "y": [0, 1, 0]})
 
 
 def test_changing_the_given_array_does_not_change_the_data_set():
@@ -200,7 +200,7 @@ def test_sites_that_name_the_classes_agree_on_the_labels(tmp_path):
     path = write(tmp_path / "t.csv", "x,y\n1,yes\n2,zebra\n")
     assert load_dataset(path, label="y").y.tolist() == [0, 1]
     assert load_dataset(path, label="y", classes=("no", "yes")).y.tolist() == [1]
-    with pytest.raises(DataError, match=r"column y is none of the 2 classes.* records\.classes"):
+    with pytest.raises(DataError, match=r"column y: is none of the 2 classes.* records\.classes"):
         load_dataset(path, label="y", classes=("0", "1"))
 
 
@@ -211,7 +211,7 @@ def test_sites_that_name_the_classes_agree_on_the_labels(tmp_path):
         (CSV, "outcome", None, "'outcome'"),
         (CSV, "out", "ward", "site column is 'ward'"),
         (CSV, "out", "out", "different columns"),
-        (CSV, "out", None, "column city holds text or dates"),
+        (CSV, "out", None, "column city: is no finite number"),
         ("x,x,y\n1,2,a\n", "y", None, "names each column once"),
         ("x\x1b[31m,y\n1,a\n", "y", None, r"column 'x\\x1b\[31m': expected a name without"),
         ("x;y\n1,5;a\n", "y", None, "no comma, and ';' in it: expected commas .* points in"),
@@ -220,9 +220,9 @@ def test_sites_that_name_the_classes_agree_on_the_labels(tmp_path):
         ("x y,y\nb,a\n", "y", None, r'drop = \["x y"\] .* records\.columns\."x y"\.categories'),
         ("x,y\n", "y", None, "has 0 records: expected at least one below the header"),
         ("", "y", None, "is empty: expected a header line"),
-        ("x,y\n1\n2\n", "y", None, 'every one has 1 values: .* "CSV UTF-8'),
+        ("x,y\n1\n2\n", "y", None, 'a record has 1 values: .* "CSV UTF-8'),
         ("y\na\n", "y", None, "at least one more"),
-        ('x,y\n1,"a\n', "y", None, "cannot be read as CSV"),
+        ('x,y\n1,"a\n', "y", None, "a record has a quotation mark that nothing closes"),
     ],
 )
 def test_a_csv_that_cannot_be_used_is_explained(tmp_path, text, label, site, message):
@@ -239,7 +239,7 @@ def test_no_error_quotes_a_value(tmp_path):
 
 def test_a_csv_in_another_encoding_is_refused(tmp_path):
     (tmp_path / "t.csv").write_bytes("x,y\n1,é\n".encode("latin-1"))
-    with pytest.raises(DataError, match=r'every one is not UTF-8 text; .* "CSV UTF-8"'):
+    with pytest.raises(DataError, match=r'a record is not UTF-8 text; .* "CSV UTF-8"'):
         load_dataset(str(tmp_path / "t.csv"), label="y")
 
 
@@ -260,10 +260,13 @@ def test_parquet_equals_csv(tmp_path):
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ([None, None], "column x holds nothing, in every record"),
-        ([math.nan, None], "column x holds nothing, in every record"),
-        (["a", "b"], "column x holds text or dates, in every record"),
-        ([datetime.date(2020, 1, 1)] * 2, "column x holds text or dates, in every record"),
+        ([None, None], "column x: is missing; leave out what holds nothing"),
+        ([math.nan, None], "column x: is missing; leave out what holds nothing"),
+        (["a", "b"], "column x: is no finite number; if it holds text or dates"),
+        (
+            [datetime.date(2020, 1, 1)] * 2,
+            "column x: is no finite number; if it holds text or dates",
+        ),
     ],
 )
 def test_parquet_with_a_column_that_is_no_feature(tmp_path, column, message):

@@ -38,7 +38,7 @@ def written(path, rows):
 
 
 def of_site(path):
-    return load_site(path, "y", ("a", "b"), (2,), "float32", FORM, "person", FEATURES)
+    return load_site(path, "y", ("a", "b"), (2,), "float32", FORM, "person", FEATURES)[0]
 
 
 def in_a_simulation(path):
@@ -51,7 +51,7 @@ def test_a_site_s_table_has_as_many_rows_as_it_has(tmp_path, kind):
     for count in (0, 1, 2):
         found = of_site(written(tmp_path / f"records.{kind}", [ROW] * count))
         assert (found.x.shape, found.y.shape) == ((count, 2), (count,))
-        assert found.persons == ("anna",) * count
+        assert found.person == ("anna",) * count
 
 
 @pytest.mark.parametrize("text", [False, True], ids=["numbers", "text"])
@@ -66,8 +66,8 @@ def test_a_site_s_arrays_have_as_many_rows_as_they_have(tmp_path, target, text):
         np.savez(path, x=x, y=y, person=whose)
         classes = {"class": ("0.0", "1.0") if text else ("0", "1"), "number": ("y",)}
         named = classes.get(target, ("a", "b", "c"))
-        found = load_site(path, None, named, (4,), "float32", form, "person")
-        assert len(found.x) == len(found.y) == len(found.persons) == count
+        found = load_site(path, None, named, (4,), "float32", form, "person")[0]
+        assert len(found.x) == len(found.y) == len(found.person) == count
 
 
 def test_several_labels_in_a_column_of_no_rows(tmp_path):
@@ -79,7 +79,7 @@ def test_several_labels_in_a_column_of_no_rows(tmp_path):
         labels = pa.array([[0.0, 1.0]] * count, pa.list_(pa.float64()))
         numbers = pa.array([1.0] * count, pa.float64())
         parquet.write_table(pa.table({"a": numbers, "y": labels}), path)
-        found = load_site(path, "y", ("a", "b"), (1,), "float32", form, features=("a",))
+        found = load_site(path, "y", ("a", "b"), (1,), "float32", form, features=("a",))[0]
         assert found.y.shape == (count, 2)
 
 

@@ -79,13 +79,13 @@ def test_columns_by_hand_from_every_kind_of_table(tmp_path):
     assert torch.equal(prepared(found, form), wanted)
     assert Scaling.of(form, (6,), found.features).names == (*NAMES, "sex")
 
-    site = load_site(path, "out", ("no", "yes"), (6,), "float32", form, features=found.features)
+    site = load_site(path, "out", ("no", "yes"), (6,), "float32", form, features=found.features)[0]
     assert torch.equal(Scaling.of(form, (6,), site.features)(site.x), wanted)
 
     # The same numbers as a site's array, in the federation's order.
     np.savez(tmp_path / "t.npz", x=found.x.numpy(), y=found.y.numpy())
     of = (None, ("no", "yes"), (6,), "float32", form)
-    site = load_site(tmp_path / "t.npz", *of, features=found.features)
+    site = load_site(tmp_path / "t.npz", *of, features=found.features)[0]
     assert torch.equal(Scaling.of(form, (6,), site.features)(site.x), wanted)
 
     cells = dict(zip(HEADER, zip(*ROWS, strict=True), strict=True))
@@ -277,7 +277,7 @@ def test_declarations_of_dropped_columns_are_ignored(tmp_path):
     released = {"age": {"range": [0, 9], "scale": "released"}}
     assert RecordForm(columns=released, drop=["age"]).released == ()
     n = len(one.features)
-    site = load_site(path, "out", ("no", "yes"), (n,), "float32", whole, features=one.features)
+    site = load_site(path, "out", ("no", "yes"), (n,), "float32", whole, features=one.features)[0]
     assert torch.equal(site.x, one.x)
 
 

@@ -87,11 +87,11 @@ def test_a_file_of_a_site_is_read_like_a_table(tmp_path):
     whole = load_dataset(str(path), "label", form=RecordForm(length=4))
     for features in ((), whole.features):
         form = RecordForm(features=[*features] or None)
-        own = load_site(path, "label", ("a", "b"), (2, 4), "int64", form, features=features)
+        own = load_site(path, "label", ("a", "b"), (2, 4), "int64", form, features=features)[0]
         assert torch.equal(own.x, whole.x)
         assert own.y.tolist() == whole.y.tolist() == [0, 1, 0, 1]
     with pytest.raises(DataError, match=r"shape \(2, 4\): federation.toml has \(3, 4\)"):
-        load_site(path, "label", ("a", "b"), (3, 4), "int64", RecordForm())
+        load_site(path, "label", ("a", "b"), (3, 4), "int64", RecordForm())[0]
 
 
 def test_arrays_of_tokens_are_taken_as_lists():

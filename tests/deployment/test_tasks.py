@@ -71,7 +71,7 @@ def test_a_sites_file_has_numbers_in_their_own_units(make, tmp_path):
     table = site / "records.csv"
     table.write_text("a,b,c,bp\n1,2,3,100\n1,2,3,\n1,2,3,many\n1,2,3,-7\n")
     declared = {"form": plan_of(site).form, "features": ("a", "b", "c")}
-    own = load_site(table, "bp", ("bp",), (3,), "float32", **declared)
+    own = load_site(table, "bp", ("bp",), (3,), "float32", **declared)[0]
     assert own.y.tolist() == [0.0, -1.0]
 
 

@@ -1,19 +1,22 @@
-"""Tables as files: lines to cells, and cells to numbers.
+"""Columns of cells: read from files, and turned to numbers and names.
 
-So no cell, one that is missing among them, changes what another is read as. A float of 16 or 32
-bits stays one in NumPy's, as it says how large a whole number it can hold.
+What a cell is read as follows from that cell alone: no other record, one with a missing cell among
+them, changes it. So a CSV is split record by record, and a column of whole numbers is never made
+one of floats. A float of 16 or 32 bits stays one in NumPy's, as it says how large a whole number it
+can hold.
 
 What concerns a file as a whole (its columns, that it can be read) is an error. What concerns one
-record stays with that record: a CSV is read line by line, so that no line, whatever quotes or bytes
-it holds, changes what is read of another. An error never quotes a value.
+record stays with that record. An error never quotes a value.
 """
 
 import csv
+import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 from zipfile import is_zipfile
 
@@ -22,8 +25,6 @@ from torch import Tensor
 
 from fedpact.common.errors import DataError
 from fedpact.data.dataset import CONTROL
-from fedpact.data.schema import RecordForm
-from fedpact.data.tokens import token_rows
 
 Cells = Sequence[Any]
 
@@ -123,75 +124,104 @@ def _arrow_cell(one: Any) -> Any:
         return None
 
 
+# "none" or "na" may be the name of a class or of a site.
+_NO_NAME: Final = {"", "?", "nan", "-nan", "nat", "<na>", "#n/a"}
+_MISSING: Final = _NO_NAME | {"na", "n/a", "null", "none"}
+_TRUTH: Final = {"true": 1.0, "false": 0.0}
+_SPELLED: Final = {
+    **dict.fromkeys(("true", "1"), ("True", "true", "TRUE", "1")),
+    **dict.fromkeys(("false", "0"), ("False", "false", "FALSE", "0")),
+}
+"""How a truth value may be written: a CSV has it in words, a frame as Python's, others as 0, 1."""
+_LARGEST: Final = 2**53
+"""Whole numbers from here on are others beside text or a missing value, as floats."""
+
+
+def text_of(value: Any) -> str:
+    """Return a cell that is a name as text: whole numbers without a point, True, False.
+
+    Bytes are read as UTF-8. A Decimal is without the zeros that it has where another of its column
+    has more digits.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, Decimal) and value.is_finite():
+        value = value.normalize()
+        return format(value if value else abs(value), "f")
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace").strip()
+    if isinstance(value, float | np.floating) and value.is_integer():
+        return str(int(value))
+    return str(value).strip()
+
+
+def without_decimal_zeros(text: str, names: Iterable[str] = ()) -> str:
+    """Return "1" of "1.0", as pandas writes whole numbers beside an empty cell.
+
+    Not where names have points: of codes 250 and 250.0 are two.
+    """
+    number = re.fullmatch(r"(-?[0-9]+)\.0+", text)
+    return number[1] if number and not any("." in name for name in names) else text
+
+
+def find_named(value: Any, place: Mapping[str, Any], unknown: Any) -> Any:
+    """Return what stands in `place` under the name that a cell is; a truth value has several.
+
+    unknown: in its place where the cell is none of the names.
+    """
+    text = text_of(value)
+    names = (text, without_decimal_zeros(text, place), *_SPELLED.get(text.lower(), ()))
+    return next((place[name] for name in names if name in place), unknown)
+
+
+def beyond_floats(value: Any) -> bool:
+    """Whether a number would be another, and so another name, beside a missing one."""
+    if isinstance(value, int | np.integer):
+        return not -_LARGEST < value < _LARGEST
+    return isinstance(value, float | np.floating) and _LARGEST <= abs(float(value)) < math.inf
+
+
+def is_blank(value: Any) -> bool:
+    """Whether a cell says that nothing was recorded."""
+    return text_of(value).lower() in _MISSING
+
+
+def is_missing(name: str) -> bool:
+    """Whether a label or the name of a site is none."""
+    return name.lower() in _NO_NAME
+
+
+def number_of(value: Any) -> float:
+    """Return a cell as a number: 1 and 0 for true and false, in words too; NaN for none."""
+    return float(to_numbers([value])[0])
+
+
+def to_numbers(cells: Cells) -> np.ndarray:
+    """Return cells as float64 [n], NaN for what is no number: see `number_of`."""
+    if isinstance(cells, NumberCells):
+        return cells.floats()
+    from pandas import to_numeric
+
+    found, texts = np.full(len(cells), math.nan), dict[int, str]()
+    for row, value in enumerate(cells):
+        if isinstance(value, str | bytes):
+            texts[row] = value.strip() if isinstance(value, str) else text_of(value)
+        else:
+            with suppress(TypeError, ValueError, OverflowError):
+                found[row] = float(value)
+    if texts:
+        # With a NaN among them all are read as floats, whichever others are whole numbers.
+        column = np.array([*texts.values(), math.nan], object)
+        read = np.array(to_numeric(column, errors="coerce"), np.float64)[:-1]
+        for k in np.flatnonzero(np.isnan(read)).tolist():
+            read[k] = _TRUTH.get(str(column[k]).lower(), math.nan)
+        found[list(texts)] = read
+    return found
+
+
 SUFFIXES: Final = (".csv", ".parquet", ".npz")
 
-_INDEX: Final = re.compile(r"(__index_level_\d+__|Unnamed: \d+)?")
-"""What pandas calls a column that numbers rows, in Parquet and, unnamed, in a CSV."""
-_ANY: Final = RecordForm()
 _NAMED: Final = 40  # columns, in an error
-
-
-@dataclass(frozen=True, eq=False)
-class Table:
-    """A file's columns, name -> cells [n], and the roles of some.
-
-    broken: row from 0 -> what is wrong with it as a whole; its cells are empty. chosen: the columns
-    of features that were asked for, in order; None: all but those in `unused`.
-    """
-
-    columns: Mapping[str, Cells]
-    label: str
-    site: str | None
-    broken: Mapping[int, str]
-    person: str | None = None
-    chosen: tuple[str, ...] | None = None
-    unused: frozenset[str] = frozenset()
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """The columns that a record's features stand in, in order."""
-        if self.chosen is not None:
-            return self.chosen
-        none = {self.label, self.site, self.person, *self.unused}
-        return tuple(name for name in self.columns if name not in none)
-
-    @property
-    def count(self) -> int:
-        """The number of rows."""
-        return len(self.columns[self.label])
-
-
-def read_table(
-    path: Path,
-    label: str | None,
-    site: str | None,
-    person: str | None = None,
-    form: RecordForm = _ANY,
-) -> Table:
-    """Return the table in a .csv file with a header line, or in a .parquet file.
-
-    label, site, person: their columns. form: which others are features. A CSV's record is one line;
-    a value with a line break in it is not read. Raises DataError: no such file or column, or a file
-    that cannot be read.
-    """
-    columns, broken = read_columns(path)
-    index = _index_of(path) if path.suffix.lower() == ".parquet" else ()
-    return table_of(f"data file {path}", columns, label, site, broken, person, form, index)
-
-
-def _numbering(origin: str, names: Sequence[str], form: RecordForm) -> list[str]:
-    """Return the columns that number rows. Raises DataError: another one that has no name."""
-    known = [name for name in names if _INDEX.fullmatch(name)]
-    for name in known:
-        place = names.index(name)
-        chosen = form.features is not None or name in form.drop or name.startswith("__index")
-        if place and not chosen:
-            raise DataError(
-                f"{origin}: column {place + 1} of {len(names)} has no name ({name!r}): expected "
-                "one, by which it can be declared; give it one in the file, delete it, or leave it "
-                "out by records.drop"
-            )
-    return known
 
 
 def read_columns(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
@@ -199,53 +229,6 @@ def read_columns(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
     if not path.is_file():
         raise _missing(path)
     return _read_csv(path) if path.suffix.lower() == ".csv" else _read_parquet(path)
-
-
-_AT_A_SITE: Final = "; a deployed site's owner names it as label in site.toml"
-
-
-def table_of(
-    origin: str,
-    columns: Mapping[str, Cells],
-    label: str | None,
-    site: str | None,
-    broken: Mapping[int, str] = MappingProxyType({}),
-    person: str | None = None,
-    form: RecordForm = _ANY,
-    index: Collection[str] = (),
-) -> Table:
-    """Return columns as a table. origin: what they are called. index: those that number its rows.
-
-    form: which columns are features. Raises DataError: no such column.
-    """
-    roles = {"label": label, "site": site, "person": person}
-    for role, column in roles.items():
-        if column not in columns and not (role != "label" and column is None):
-            raise DataError(
-                f"{origin}: {role} column is {column!r}: expected one of its columns "
-                f"{list_some(columns)}; name it as {role} in a plan or in Python, or by --{role} "
-                "where a command has it" + _AT_A_SITE * (role == "label")
-            )
-    used = form.features or {*columns} - {*roles.values(), *form.drop}
-    rows = token_rows(columns, used)
-    for key, names in (("features", form.features or ()), ("drop", form.drop)):
-        known = {*columns, *rows} - {*roles.values()}
-        if odd := [c for c in names if c not in known]:
-            raise DataError(
-                f"{origin}: records.{key} names {', '.join(odd)}: expected some of its columns "
-                f"{list_some(columns)}, and not those of label, site or person; correct the names"
-            )
-    wanted = rows or (None if form.features is None else tuple(form.features))
-    unused = {*form.drop, *index, *_numbering(origin, list(columns), form)}
-    table = Table(columns, str(label), site, broken, person, wanted, frozenset(unused))
-    given = [column for column in roles.values() if column is not None]
-    if not table.features or len(set(given)) < len(given):
-        raise DataError(
-            f"{origin}: label column {label!r}, site column {site!r} and person column "
-            f"{person!r} leave {len(table.features)} feature columns of {len(columns)}: expected "
-            "different columns and at least one more"
-        )
-    return table
 
 
 def list_some(columns: Iterable[str]) -> str:
@@ -311,16 +294,46 @@ def _read_csv(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
             "commas between columns (and points in numbers, as in 21.4); write the file anew so"
         )
     rows, broken = list[list[str]](), dict[int, str]()
-    for number, line in enumerate(lines[1:]):
-        cells = _cells(line)
-        if not isinstance(cells, str) and len(cells) != len(header):
-            cells = f"has {len(cells)} values: expected {len(header)}, as in the header"
+    for number, cells in enumerate(_split(lines[1:], len(header))):
         if isinstance(cells, str):
             broken[number] = cells
-            cells = [""] * len(header)
-        rows.append(cells)
+        rows.append([""] * len(header) if isinstance(cells, str) else cells)
     columns = zip(*rows, strict=True) if rows else ([] for _ in header)
     return dict(zip(header, columns, strict=True)), broken
+
+
+_OPEN: Final = "has a quotation mark that nothing closes"
+
+
+def _split(lines: Sequence[bytes], width: int) -> Iterator[list[str] | str]:
+    """Yield each record's values, so many of them, or what is wrong with it.
+
+    A line that is a record stays one, whatever quotes stand before it. Other lines are one record
+    where a quoted value has line breaks in it (RFC 4180): the first opens it and could close none,
+    the last closes it. So no line can be of two such records.
+    """
+    found = [_cells(line) for line in lines]
+    start = 0
+    while start < len(lines):
+        cells, end = found[start], start + 1
+        if cells == _OPEN and isinstance(_cells(b'"' + lines[start]), str):
+            while end < len(lines) and not _whole(found[end], width):
+                end += 1
+                if lines[end - 1].count(b'"') % 2:
+                    break
+            joined = _cells(b"\n".join(lines[start:end]))
+            if _whole(joined, width):
+                yield joined
+                start = end
+                continue
+        if not isinstance(cells, str) and len(cells) != width:
+            cells = f"has {len(cells)} values: expected {width}, as in the header"
+        yield cells
+        start += 1
+
+
+def _whole(cells: list[str] | str, width: int) -> bool:
+    return not isinstance(cells, str) and len(cells) == width
 
 
 def _cells(line: bytes) -> list[str] | str:
@@ -332,9 +345,10 @@ def _cells(line: bytes) -> list[str] | str:
     if '"' not in text:
         return [value.strip() for value in text.split(",")]
     try:
-        return [v.strip() for v in next(csv.reader([text], skipinitialspace=True, strict=True))]
-    except csv.Error:
-        return "cannot be read as CSV"
+        lines = [f"{line}\n" for line in text.split("\n")]
+        return [v.strip() for v in next(csv.reader(lines, skipinitialspace=True, strict=True))]
+    except csv.Error as error:
+        return _OPEN if "unexpected end" in str(error) else "cannot be read as CSV"
 
 
 def _read_parquet(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
@@ -365,8 +379,10 @@ def _check_names(path: Path, names: Iterable[str]) -> None:
         )
 
 
-def _index_of(path: Path) -> tuple[str, ...]:
-    """Return the columns that pandas wrote as its index, as the file itself says."""
+def index_of(path: Path) -> tuple[str, ...]:
+    """Return the columns of a .parquet file that pandas wrote as its index; () of others."""
+    if path.suffix.lower() != ".parquet":
+        return ()
     import pyarrow.parquet
 
     told: dict[str, Any] = pyarrow.parquet.read_schema(path).pandas_metadata or {}

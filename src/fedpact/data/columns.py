@@ -22,8 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedpact.common.errors import DataError, nearest
 from fedpact.common.format import toml, toml_key
-from fedpact.data.cells import Cells, NumberCells, list_some
-from fedpact.data.tables import find_named, number_of
+from fedpact.data.cells import Cells, NumberCells, find_named, list_some, to_numbers
 
 _ALIKE: Final = 0.6
 """From this ratio of difflib's on, which is its own default, two names may be one column's."""
@@ -78,11 +77,11 @@ class FileColumn(BaseModel):
         if isinstance(cells, NumberCells):
             with np.errstate(over="ignore"):
                 return NumberCells(cells.floats() * self.factor + self.offset, cells.missing)
-        return [self._convert(cell) for cell in cells]
-
-    def _convert(self, cell: Any) -> Any:
-        number = number_of(cell)
-        return cell if math.isnan(number) else number * self.factor + self.offset
+        converted = (to_numbers(cells) * self.factor + self.offset).tolist()
+        return [
+            cell if math.isnan(number) else number
+            for cell, number in zip(cells, converted, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

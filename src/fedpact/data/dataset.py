@@ -35,7 +35,7 @@ class Dataset:
     partition.held_out = "own" keeps them for evaluation, and nothing else uses them.
     description: one line: what it is, where from, the constants of its preprocessing.
 
-    Raises DataError: nothing in it, lengths or shapes that do not fit, a value that is NaN or
+    Raises DataError: lengths or shapes that do not fit, a value that is NaN or
     infinite, a label out of range, or a name with control characters, as a terminal obeys them.
     """
 
@@ -134,10 +134,10 @@ class Dataset:
                     f"data set {self.name}: {name} has type {tensor.dtype}: expected "
                     f"{' or '.join(map(str, dtypes))}; data.from_arrays converts any two arrays"
                 )
-        if x.ndim < 2 or y.ndim < 1 or len(x) != len(y) or x.numel() == 0:
+        if x.ndim < 2 or y.ndim < 1 or len(x) != len(y) or 0 in x.shape[1:]:
             raise DataError(
                 f"data set {self.name}: {x_name} has shape {tuple(x.shape)} and {y_name} "
-                f"{tuple(y.shape)}: expected [n, ...] and [n] with equal n >= 1 and at least one "
+                f"{tuple(y.shape)}: expected [n, ...] and [n] with equal n and at least one "
                 "feature; a single feature is a column, reshape(-1, 1)"
             )
         self._check_values(x_name, x)
@@ -145,7 +145,11 @@ class Dataset:
 
     def _check_values(self, name: str, x: Tensor) -> None:
         # The extremes carry every NaN and infinity, at a seventh of the time of a mask.
-        if not x.is_floating_point() or bool(torch.stack(x.aminmax()).isfinite().all()):
+        if (
+            not x.is_floating_point()
+            or not len(x)
+            or bool(torch.stack(x.aminmax()).isfinite().all())
+        ):
             return
         good = torch.isfinite(x)
         first = (~good).nonzero()[0].tolist()

@@ -11,10 +11,17 @@ from pathlib import Path
 from typing import Final
 
 from fedpact.common.format import number, percent, toml, toml_key
-from fedpact.data.cells import Cells, list_some, read_columns, read_npz
+from fedpact.data.cells import (
+    Cells,
+    is_blank,
+    list_some,
+    read_columns,
+    read_npz,
+    text_of,
+    to_numbers,
+)
 from fedpact.data.schema import RecordForm
 from fedpact.data.summary import ColumnSummary, summarise_array, summarise_column
-from fedpact.data.tables import is_blank, number_of, text_of
 
 _MOST: Final = 20
 """Of text with more values than these nobody writes down all that there are."""
@@ -118,7 +125,8 @@ def _of_column(one: ColumnSummary, cells: Cells) -> list[str]:
         )
     low, high, median = one.low or 0.0, one.high or 0.0, one.median or 0.0
     lines = [f"# found: numbers, {number(low)} to {number(high)}, median {number(median)}{missing}"]
-    values = {value for value in map(number_of, cells) if not math.isnan(value)}
+    numbers = to_numbers(cells).tolist()
+    values = {value for value in numbers if not math.isnan(value)}
     whole = all(value.is_integer() for value in values)
     if whole and len(values) == len(cells) > _MOST:
         lines.append("# another number in each row: if it counts cases, add it to drop")
@@ -131,7 +139,7 @@ def _of_column(one: ColumnSummary, cells: Cells) -> list[str]:
         lines.append(
             f"# fill = {_short(median)}   # stands for a missing one; else its record is left out"
         )
-    odd = sum(math.isnan(number_of(cell)) and not is_blank(cell) for cell in cells)
+    odd = sum(math.isnan(x) and not is_blank(cell) for x, cell in zip(numbers, cells, strict=True))
     if odd:
         lines.append(f"# found: {odd} cells that are no numbers: their records are left out")
     return lines

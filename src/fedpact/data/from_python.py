@@ -1,18 +1,12 @@
-"""Records that are handed in from Python: what somebody has of them becomes a data set.
+"""What a run takes as its data, as a data set: a path, a data set, or records from Python.
 
-    (x, y)                          arrays, tensors or lists
-    a DataFrame, a table            whatever gives columns by name; with label = "..."
-    a data set of Hugging Face      its columns; {"train": ..., "test": ...} with a public test set
-    a torch Dataset                 whose items are pairs (x, y)
-
-What a record becomes follows from that record and what was declared ([records]), as of a file.
-Pillow's images become arrays [channels, height, width] of 0..255, which nothing scales but
-`records = {"low": 0, "high": 255, "scale": "range"}`.
+What a record becomes follows from that record and what was declared ([records]), as of a file. See
+inputs for what may be handed in. {"train": ..., "test": ...} is a data set with a public test set.
 """
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,19 +14,11 @@ from typing import Any, Final
 from fedpact.common.errors import DataError
 from fedpact.data import load
 from fedpact.data.dataset import Dataset
-from fedpact.data.inputs import (
-    Parts,
-    arrays_in,
-    choose_columns,
-    describe_value,
-    holds_arrays,
-    labels_in,
-    parts_of,
-)
-from fedpact.data.load import from_arrays, from_frame, with_columns
+from fedpact.data.inputs import columns_of, describe_value, read_input
+from fedpact.data.load import dataset_of, from_arrays, with_columns
 from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
 from fedpact.data.tables import check_columns
-from fedpact.data.tokens import is_tokens, token_rows
+from fedpact.data.tokens import is_tokens
 
 _logger = logging.getLogger("fedpact")
 
@@ -65,19 +51,19 @@ def from_python(
     if isinstance(data, Mapping) and _is_split(data):
         test = _test_of(data) if test is None else test
         return from_python(data["train"], records, label, site, person, test, target)
-    parts = parts_of(data)
-    if parts.columns is None:
-        if label or site or person:
-            raise DataError(
-                f"label = {label!r}, site = {site!r}, person = {person!r} with "
-                f"{describe_value(data)}: "
-                "only a table has columns to name; leave them out"
-            )
-        if isinstance(test, str | Path):
-            return _with_test(_of_pairs(parts, None, records, form), test, None, form)
-        return _of_pairs(parts, test, records, form)
-    found = _of_table(parts, label, site, person, records.classes, form)
-    return found if test is None else _with_test(found, test, label, form)
+    main = read_input("data", data, form, label, site, person)
+    name = "table" if main.labels == "names" else "arrays"
+    main = replace(main, origin=name)
+    if test is None or main.features or main.column or isinstance(test, str | Path):
+        found = dataset_of(name, [main], records.classes, form)
+        found = with_columns(found, form) if not main.features else found
+        return found if test is None else _with_test(found, test, label, form)
+    if columns_of(test) is not None:
+        raise DataError(
+            f"test is {describe_value(test)} beside records (x, y): expected a pair, too"
+        )
+    tables = [main, read_input("test", test, form)]
+    return with_columns(dataset_of(name, tables, records.classes, form), form)
 
 
 def _with_test(found: Dataset, test: Any, label: str | None, form: RecordForm) -> Dataset:
@@ -99,16 +85,13 @@ def _with_test(found: Dataset, test: Any, label: str | None, form: RecordForm) -
             own = own.by_place(found.features)
         beside = load.load_dataset(str(test), column, classes=classes, form=own)
     else:
-        others = parts_of(test, what="test")
-        if (others.columns is None) != (label is None):
+        if (columns_of(test) is None) != (label is None):
             table = "another table" if label else "a pair (x, y)"
             raise DataError(
                 f"test is {describe_value(test)} beside data {found.name}: expected {table}"
             )
-        if others.columns is None:
-            beside = from_arrays(others.x, others.y, name="test", classes=classes, form=form)
-        else:
-            beside = _of_table(others, label, None, None, classes, own, "the test table")
+        table = read_input("the test table", test, own if label else form, label)
+        beside = dataset_of("test", [table], classes, own)
     return replace(found, x_test=beside.x, y_test=beside.y)
 
 
@@ -155,55 +138,6 @@ def refit(data: Dataset, records: PlanRecords, form: RecordForm | None = None) -
     return replace(found, description=told, features=names, column=data.column, held=held)
 
 
-def _of_table(
-    parts: Parts,
-    label: str | None,
-    site: str | None,
-    person: str | None,
-    classes: list[str] | None,
-    form: RecordForm,
-    name: str = "table",
-) -> Dataset:
-    """Return a table as a data set; where its one feature is an array a cell, as arrays."""
-    columns, roles = dict(parts.columns or {}), (label, site, person)
-    if label in columns:
-        columns[str(label)] = parts.named(str(label))
-        classes = classes or parts.titles_of(label)
-    if form.features is None:
-        index = [name for name in parts.index if name not in (*roles, *form.drop)]
-        form = form.model_copy(update={"drop": [*form.drop, *index]})
-    names = choose_columns(columns, form, roles)
-    arrays = len(names) == 1 and not token_rows(columns, names)
-    if label in columns and arrays and holds_arrays(columns.get(names[0])):
-        found = from_arrays(
-            arrays_in(columns[names[0]], names[0]),
-            labels_in(columns[str(label)], form),
-            name=name,
-            classes=classes,
-            site=None if site is None else columns[site],
-            person=None if person is None else columns[person],
-            form=form.model_copy(update={"labels": "names"}),
-        )
-        return replace(found, column=names[0])
-    return from_frame(
-        _Columns(columns), label, site, person=person, name=name, classes=classes, form=form
-    )
-
-
-def _of_pairs(parts: Parts, test: Any, records: PlanRecords, form: RecordForm) -> Dataset:
-    beside = None if test is None else parts_of(test, what="test")
-    if beside is not None and beside.columns is not None:
-        raise DataError(
-            f"test is {describe_value(test)} beside records (x, y): expected a pair, too"
-        )
-    titles = parts.titles_of("")
-    if titles and form.labels is None:
-        form = form.model_copy(update={"labels": "numbers"})
-    pair = None if beside is None else (beside.x, beside.y)
-    found = from_arrays(parts.x, parts.y, classes=records.classes or titles, test=pair, form=form)
-    return with_columns(found, records)
-
-
 def _is_split(data: Mapping[Any, Any]) -> bool:
     """Whether it has a part to train on, and others beside it."""
     train = data.get("train")
@@ -226,13 +160,3 @@ def _test_of(data: Mapping[Any, Any]) -> Any:
     if left:
         _logger.warning("data: the parts %s are not used", ", ".join(left))
     return data.get("test")
-
-
-class _Columns:
-    """Columns by name, as `from_frame` takes them."""
-
-    def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
-        self.columns = columns
-
-    def __getitem__(self, name: str) -> Sequence[Any]:
-        return self.columns[name]

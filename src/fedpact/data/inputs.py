@@ -1,9 +1,18 @@
-"""Records that arrive as arrays or tables, and those of them that are used."""
+"""Records that are handed in from Python, taken apart: columns by name, or arrays.
+
+    (x, y)                          arrays, tensors or lists
+    a DataFrame, a table            whatever gives columns by name; with label = "..."
+    a data set of Hugging Face      its columns
+    a torch Dataset                 whose items are pairs (x, y)
+
+Pillow's images become arrays [channels, height, width] of 0..255, which nothing scales but
+`records = {"low": 0, "high": 255, "scale": "range"}`.
+"""
 
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from numbers import Number
 from typing import Any, Final, cast
 
@@ -14,73 +23,130 @@ from torch.utils.data import Dataset as Items
 from torch.utils.data import IterableDataset, TensorDataset
 
 from fedpact.common.errors import DataError
-from fedpact.data.cells import cells_of
+from fedpact.data.cells import Cells, cells_of, is_blank
 from fedpact.data.schema import RecordForm
-from fedpact.data.sieve import RecordFilter
-from fedpact.data.tables import is_blank, numbers_of_array
-from fedpact.data.targets import targets_of
+from fedpact.data.tables import Table, table_of
 
 _KINDS: Final = (
     "expected a path, a name, a pair (x, y) of arrays, a DataFrame or another table with label = "
     "..., a data set of Hugging Face, or a torch Dataset of pairs (x, y)"
 )
+_ANY: Final = RecordForm()
+_logger = logging.getLogger("fedpact")
 
 
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """Either a table's columns, by name, or records x [n, ...] and their labels y [n, ...].
+def read_input(
+    origin: str,
+    data: Any,
+    form: RecordForm = _ANY,
+    label: str | None = None,
+    site: str | None = None,
+    person: str | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> Table:
+    """Return what was handed in from Python. origin: what errors call its records.
 
-    index: columns that number a table's rows. titles: column -> the names of the classes that it
-    numbers; of labels y that of "". y: None where there are none.
+    label, site, person: columns of a table. shape: of a record, where there may be records alone;
+    then columns of a table that are not there are passed over.
+    Raises DataError: it is nothing that the module names, or not of the form.
     """
-
-    columns: dict[str, list[Any]] | None = None
-    index: tuple[str, ...] = ()
-    titles: Mapping[str, list[str]] | None = None
-    x: Any = None
-    y: Any = None
-
-    def named(self, label: str) -> list[Any]:
-        """Return a column of labels, by name where it numbers classes that have names."""
-        cells, titles = (self.columns or {})[label], self.titles_of(label)
-        if not titles:
-            return cells
-        return [titles[int(v)] if v in range(len(titles)) else None for v in cells]
-
-    def titles_of(self, label: str | None) -> list[str] | None:
-        """Return the names of the classes that a column, or y by "", numbers; None for none."""
-        return (self.titles or {}).get(str(label))
-
-
-def parts_of(data: Any, shape: tuple[int, ...] | None = None, what: str = "data") -> Parts:
-    """Take apart what was handed in. shape: of a record, where there may be records alone.
-
-    what: its name in errors.
-    Raises DataError: it is nothing that can be.
-    """
-    columns = _columns_of(data)
+    columns = columns_of(data)
     if columns is not None:
-        return Parts(columns, _index_of(data), _titles(data))
+        if shape is not None:
+            label, site, person = (r if r in columns else None for r in (label, site, person))
+        titles = _titles(data).get(str(label))
+        if label in columns and titles:
+            named = [titles[int(v)] if v in range(len(titles)) else None for v in columns[label]]
+            columns[str(label)] = named
+        index = [n for n in _index_of(data) if n not in (label, site, person)]
+        more = {"index": index, "unlabelled": shape is not None}
+        found = of_columns(origin, columns, form, label, site, person, **more)
+        return replace(found, titles=titles)
+    if shape is None and (label or site or person):
+        raise DataError(
+            f"label = {label!r}, site = {site!r}, person = {person!r} with "
+            f"{describe_value(data)}: only a table has columns to name; leave them out"
+        )
+    x, y, titles = _pair_of(origin, data, shape)
+    return of_arrays(origin, x, y, form, titles=titles)
+
+
+def of_columns(
+    origin: str,
+    columns: Mapping[str, Cells],
+    form: RecordForm,
+    label: str | None,
+    site: str | None = None,
+    person: str | None = None,
+    broken: Mapping[int, str] | None = None,
+    index: Sequence[str] = (),
+    *,
+    unlabelled: bool = False,
+) -> Table:
+    """Return columns as a table; see `table_of`.
+
+    Where the one feature is an array or an image in each cell, they are arrays.
+    """
+    table = table_of(
+        origin, columns, label, site, person, broken, form, index, unlabelled=unlabelled
+    )
+    column, *others = table.features
+    cells = cast(Mapping[str, Cells], table.x)[column]
+    if others or not _holds_arrays(cells):
+        return table
+    y = table.y
+    if y is not None and form.target.kind in ("several", "pixels"):
+        y = _together([np.asarray(cell) for cell in y], "label")
+    x = array_of(origin, column, _together([_array(cell) for cell in cells], column))
+    return replace(table, x=x, y=y, column=column)
+
+
+def of_arrays(
+    origin: str,
+    x: Any,
+    y: Any,
+    form: RecordForm,
+    site: Any = None,
+    person: Any = None,
+    end: str = "",
+    titles: Sequence[str] | None = None,
+    least: int = 1,
+) -> Table:
+    """Return arrays x [n, ...] and, unless y is None, y [n, ...]. end: of their names in errors.
+
+    least: so many records at least.
+
+    Raises DataError: no arrays, or their shapes do not fit each other or the form.
+    """
+    x, given = array_of(origin, "x" + end, x), y
+    if given is not None:
+        y = labels_of(origin, "y" + end, given, form.target.kind, x.ndim)
+        check_shapes(origin, end, x, y, least=least, kind=form.target.kind)
+    site, person = (
+        v if v is None or isinstance(v, np.ndarray) else cells_of(v) for v in (site, person)
+    )
+    return Table(
+        origin, x, y, site, person, titles=titles, labels=None if titles is None else "numbers"
+    )
+
+
+def _pair_of(
+    what: str, data: Any, shape: tuple[int, ...] | None
+) -> tuple[Any, Any, list[str] | None]:
+    """Return records x, their labels y or None, and the names of the classes that these number."""
     if isinstance(data, Items) and not isinstance(data, IterableDataset):
         return _of_items(data, shape)
     if isinstance(data, tuple | list):
         pair = cast(Sequence[Any], data)
         if len(pair) == 2 and (shape is None or _shape(pair[0]) != shape):
-            return Parts(x=pair[0], y=pair[1])
+            return pair[0], pair[1], None
     if shape is None or _shape(data) == ():
         hint = "; hand in its .dataset" if hasattr(data, "dataset") else ""
         raise DataError(f"{what} is {describe_value(data)}: {_KINDS}{hint}")
-    return Parts(x=data)
+    return data, None, None
 
 
-def choose_columns(
-    columns: Mapping[str, Any], form: RecordForm, roles: Sequence[str | None]
-) -> list[str]:
-    """Return the columns that a record is made of. roles: label, site and person."""
-    return form.features or [name for name in columns if name not in {*roles, *form.drop}]
-
-
-def holds_arrays(cells: Sequence[Any] | None) -> bool:
+def _holds_arrays(cells: Sequence[Any] | None) -> bool:
     """Whether a column has an array or an image in each cell."""
     return bool(cells) and (
         hasattr(cells[0], "getbands")
@@ -88,45 +154,29 @@ def holds_arrays(cells: Sequence[Any] | None) -> bool:
     )
 
 
-def arrays_in(cells: Sequence[Any], what: str) -> np.ndarray:
-    """Return cells with arrays as one array, images of Pillow's with their channels first.
-
-    Raises DataError: their shapes differ.
-    """
-    return _together([_array(cell) for cell in cells], what)
-
-
-def labels_in(cells: Sequence[Any], form: RecordForm) -> Any:
-    """Return the labels beside arrays: as names, numbers, or arrays, by what a label is."""
-    if form.target.kind in ("several", "pixels"):
-        return _together([np.asarray(cell) for cell in cells], "label")
-    return cells if form.target.kind == "number" else [str(value) for value in cells]
-
-
 def describe_value(data: Any) -> str:
     """Return what an error calls something of no use."""
     return f"a {type(data).__module__}.{type(data).__qualname__}"
 
 
-def _of_items(data: Any, shape: tuple[int, ...] | None) -> Parts:
+def _of_items(data: Any, shape: tuple[int, ...] | None) -> tuple[Any, Any, list[str] | None]:
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
-        return Parts(x=data.tensors[0], y=data.tensors[1])
+        return data.tensors[0], data.tensors[1], None
     items = [data[i] for i in range(len(cast(Any, data)))]
     if shape is not None and items and not _is_pair(items[0], shape):
         # A TensorDataset of records alone has each in a tuple.
         alone = [i[0] if isinstance(i, tuple) and _shape(i) != shape else i for i in items]
-        return Parts(x=arrays_in(alone, "x"))
+        return _together([_array(one) for one in alone], "x"), None, None
     if not items or not all(_is_pair(item, None) for item in items):
         raise DataError(
             f"{describe_value(data)}: expected pairs (x, y), at least one: a record "
             "and its label at each place; wrap it in a Dataset that gives them"
         )
     titles = getattr(data, "classes", None)
-    x = arrays_in([item[0] for item in items], "x")
+    x = _together([_array(item[0]) for item in items], "x")
     y = _together([np.asarray(item[1]) for item in items], "y")
-    whole = isinstance(titles, Sequence) and y.ndim == 1 and y.dtype.kind in "iu"
-    named = list(map(str, titles)) if whole and isinstance(titles, Sequence) else None
-    return Parts(x=x, y=y, titles={"": named} if named else None)
+    named = isinstance(titles, Sequence) and y.ndim == 1 and y.dtype.kind in "iu"
+    return x, y, list(map(str, cast(Sequence[Any], titles))) if named else None
 
 
 def _is_pair(item: Any, shape: tuple[int, ...] | None) -> bool:
@@ -142,7 +192,7 @@ def _shape(thing: Any) -> tuple[int, ...] | None:
         return None
 
 
-def _columns_of(data: Any) -> dict[str, list[Any]] | None:
+def columns_of(data: Any) -> dict[str, list[Any]] | None:
     """Return a table's columns, None where it is none."""
     named = getattr(data, "column_names", None)
     if named is None:
@@ -214,67 +264,6 @@ def _together(records: Sequence[np.ndarray], what: str) -> np.ndarray:
             f"{', '.join(map(str, sorted(shapes)[:3]))}: expected one; bring them into one form"
         )
     return np.stack(records)
-
-
-_logger = logging.getLogger("fedpact")
-
-
-@dataclass(frozen=True, eq=False)
-class Given:
-    """Records as they were given, x [n, ...] and y [n], of which the sieve says who is used.
-
-    features: a table's columns. persons: whose each of them is, where somebody asked.
-    """
-
-    x: np.ndarray
-    y: np.ndarray
-    sieve: RecordFilter
-    features: tuple[str, ...] = ()
-    persons: Sequence[str] | None = None
-
-    def used(self) -> "Sifted":
-        """Return the records that are used."""
-        good = self.sieve.good
-        x, y = (self.x, self.y) if good.all() else (self.x[good], self.y[good])
-        places = good.nonzero()[0]
-        numbers = torch.from_numpy(places + self.sieve.first)
-        whose = tuple(self.persons[i] for i in places.tolist()) if self.persons else ()
-        found = torch.from_numpy(x), torch.from_numpy(y)
-        return Sifted(*found, numbers, self.sieve, self.features, whose)
-
-
-@dataclass(frozen=True, eq=False)
-class Sifted:
-    """Records that are used: x [n, ...], y [n], and their numbers in their file [n].
-
-    sieve: which of the file's are not, and why. features: a table's columns. persons: whose each of
-    them is; () where nobody asked.
-    """
-
-    x: Tensor
-    y: Tensor
-    numbers: Tensor
-    sieve: RecordFilter
-    features: tuple[str, ...] = ()
-    persons: tuple[str, ...] = ()
-
-
-def filter_arrays(
-    name: str,
-    pair: tuple[np.ndarray, np.ndarray],
-    classes: Sequence[str],
-    form: RecordForm,
-    values: str,
-) -> Given:
-    """Hold arrays x, y against a form. values: "float32" or "int64". Raises DataError."""
-    if form.target.kind == "several" and pair[1].shape[1:] != (len(classes),):
-        raise DataError(
-            f"data set {name}: y has shape {pair[1].shape}, and there are {len(classes)} labels, "
-            f"{', '.join(map(str, classes))}: expected [n, {len(classes)}], 0 or 1 of each"
-        )
-    sieve = RecordFilter(name, len(pair[1]), 0)
-    x = numbers_of_array(pair[0], form, values, sieve)
-    return Given(x, targets_of(pair[1], classes, form, "y", sieve), sieve)
 
 
 def array_of(name: str, what: str, values: Any) -> np.ndarray:

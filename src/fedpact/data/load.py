@@ -15,16 +15,9 @@ import torch
 
 from fedpact.common.errors import DataError, nearest
 from fedpact.common.user_code import is_handed
-from fedpact.data.cells import SUFFIXES, Table, cells_of, read_npz, read_table, table_of
+from fedpact.data.cells import SUFFIXES, cells_of, index_of, read_columns, read_npz
 from fedpact.data.dataset import Dataset
-from fedpact.data.inputs import (
-    Given,
-    array_of,
-    check_shapes,
-    filter_arrays,
-    labels_of,
-    warn_of_channels,
-)
+from fedpact.data.inputs import of_arrays, of_columns, warn_of_channels
 from fedpact.data.public import (
     CLASSES,
     FORMS,
@@ -38,8 +31,8 @@ from fedpact.data.public import (
 )
 from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter, nothing_left
-from fedpact.data.tables import class_numbers, is_missing, numbers_of_table, text_of
-from fedpact.data.targets import check_several, class_names, persons_of, sort_names, targets_of
+from fedpact.data.tables import Table, read_numbers, site_names, table_of
+from fedpact.data.targets import check_several, find_classes, persons_of, read_labels
 
 NAMES = (
     *("digits", "mnist", "fashion_mnist", "cifar10"),
@@ -89,7 +82,7 @@ def load_dataset(
         )
     suffix = Path(name).suffix.lower()
     if suffix in (".csv", ".parquet"):
-        return _from_table(name, read_table(Path(name), label, site, person, form), classes, form)
+        return dataset_of(name, [of_file(Path(name), label, site, person, form)], classes, form)
     made = Synthetic.parse(name)
     if suffix != ".npz" and name not in NAMES and not made:
         raise DataError(
@@ -122,18 +115,8 @@ def load_dataset(
     if name == "shakespeare":
         return load_shakespeare()
     if name == "adult":
-        return _adult(form)
+        return dataset_of("adult", adult_tables(form), CLASSES, form)
     return made.dataset(name) if made else load_images(name)
-
-
-def _adult(form: RecordForm) -> Dataset:
-    parts = list[Given]()
-    for end, table in zip(("", " (test)"), adult_tables(form), strict=True):
-        sieve = RecordFilter(f"adult{end}", table.count, 1)
-        x = numbers_of_table(table, form, "float32", sieve)
-        y = class_numbers(table.columns[table.label], CLASSES, "names", table.label, sieve)
-        parts.append(Given(x, y, sieve, table.features))
-    return _dataset("adult", parts, CLASSES, None)
 
 
 def _with_test(data: Dataset) -> Dataset:
@@ -176,30 +159,10 @@ def from_arrays(
     >>> from_arrays([[0.5], [1.5], [2.5]], ["yes", "no", "no"]).y
     tensor([1, 0, 0])
     """
-    pairs = [(x, y)] if test is None else [(x, y), test]
-    ends = ("", "_test")[: len(pairs)]
-    given = list[tuple[np.ndarray, np.ndarray]]()
-    for end, (a, b) in zip(ends, pairs, strict=True):
-        xs = array_of(name, "x" + end, a)
-        given.append((xs, labels_of(name, "y" + end, b, form.target.kind, xs.ndim)))
-    for end, (xs, ys) in zip(ends, given, strict=True):
-        check_shapes(name, end, xs, ys, kind=form.target.kind)
-    warn_of_channels(name, given[0][0])
-    labels = [ys for _, ys in given]
-    names = class_names(name, labels, form) if classes is None else tuple(map(str, classes))
-    check_several(name, names, [str(v) for v in labels[0].flat], form)
-    values = "int64" if form.vocabulary or given[0][0].dtype in _WHOLE else "float32"
-    parts = [
-        filter_arrays(f"{name}{' (test)' if end else ''}", pair, names, form, values)
-        for end, pair in zip(ends, given, strict=True)
-    ]
-    sites: Sequence[Any] | None = None
-    if site is not None:
-        sites = site.tolist() if isinstance(site, np.ndarray) else cells_of(site)
-    if person is not None and not isinstance(person, np.ndarray):
-        person = cells_of(person)
-    whose = None if person is None else persons_of(person, parts[0].sieve)
-    return _dataset(name, parts, names, sites, whose)
+    tables = [of_arrays(name, x, y, form, site, person)]
+    if test is not None:
+        tables.append(of_arrays(f"{name} (test)", *test, form, end="_test"))
+    return dataset_of(name, tables, classes, form)
 
 
 def from_frame(
@@ -217,8 +180,24 @@ def from_frame(
     label, site, person, classes, form: as `load_dataset` takes them for a file. Raises DataError.
     """
     columns = {str(column): cells_of(frame[column]) for column in frame.columns}
-    table = table_of(name, columns, label, site, person=person, form=form)
-    return _from_table(name, table, classes, form)
+    table = of_columns(name, columns, form, label, site, person)
+    return dataset_of(name, [table], classes, form)
+
+
+def of_file(
+    path: Path,
+    label: str | None,
+    site: str | None = None,
+    person: str | None = None,
+    form: RecordForm = _ANY,
+) -> Table:
+    """Return the table in a .csv file with a header line, or in a .parquet file.
+
+    label, site, person: their columns. form: which others are features. Raises DataError: no such
+    file or column, or a file that cannot be read.
+    """
+    columns, broken = read_columns(path)
+    return table_of(f"data file {path}", columns, label, site, person, broken, form, index_of(path))
 
 
 def with_columns(data: Dataset, form: RecordForm) -> Dataset:
@@ -248,72 +227,56 @@ def with_columns(data: Dataset, form: RecordForm) -> Dataset:
     return replace(data, x=data.x[:, places], x_test=x_test, features=tuple(wanted))
 
 
-def _from_table(
-    name: str, table: Table, classes: Sequence[str] | None, form: RecordForm
+def dataset_of(
+    name: str, tables: Sequence[Table], classes: Sequence[str] | None, form: RecordForm
 ) -> Dataset:
-    sieve = RecordFilter(name, table.count, 1)
-    x = numbers_of_table(table, form, "int64" if form.vocabulary else "float32", sieve)
-    labels = [text_of(label) for label in table.columns[table.label]]
-    if form.target.kind not in ("class", "number"):
-        raise DataError(
-            f"data set {name}: labels of kind {form.target.kind!r} in a column: expected arrays "
-            "(x, y), as .npz or in Python"
-        )
-    if form.target.kind == "number":
-        classes = (table.label,)
-    elif classes is None:
-        used = sieve.good.tolist()
-        classes = sort_names(name, [v for v, good in zip(labels, used, strict=True) if good])
-    names = tuple(map(str, classes))
-    if form.target.kind == "class" and len(names) == 1:
-        # Records of another may be among those that are left out, as for a value out of range.
-        sieve.warn(values=True)
-    check_several(name, names, labels, form)
-    y = targets_of(labels, names, form, table.label, sieve, how="names")
-    sites = None
-    if table.site is not None:
-        sites = [text_of(value) for value in table.columns[table.site]]
-        for row in range(table.count):
-            if is_missing(sites[row]):
-                sieve.leave_out(row, table.site, "is no site")
-    whose = None
-    if table.person is not None:
-        whose = persons_of(table.columns[table.person], sieve, table.person)
-    return _dataset(name, [Given(x, y, sieve, table.features)], names, sites, whose)
+    """Return the records of tables that fit, with a warning about the others.
 
-
-def _dataset(
-    name: str,
-    parts: Sequence[Given],
-    classes: tuple[str, ...],
-    sites: Sequence[Any] | None,
-    persons: Sequence[str] | None = None,
-) -> Dataset:
-    """The records that are left, with a warning about the others. parts: training, and test."""
-    for part in parts:
-        if not part.sieve.good.any():
-            raise nothing_left(part.sieve, part.features)
-        part.sieve.warn(values=True)
-    own, count = parts[0].sieve.good, parts[0].sieve.count
-    if sites is not None and len(sites) != count:
-        raise DataError(
-            f"data set {name}: site has {len(sites)} entries for {count} records: give one site "
-            "name a record"
-        )
-    main, *test = (part.used() for part in parts)
-    kept = own.nonzero()[0].tolist()
-    features = main.features
-    what = f"{', '.join(features)} as given" if features else f"{len(main.y)} records as given"
-    return Dataset(
-        name=name,
-        x=main.x,
-        y=main.y,
-        classes=classes,
-        x_test=test[0].x if test else None,
-        y_test=test[0].y if test else None,
-        site=None if sites is None else tuple(str(sites[i]) for i in kept),
-        features=features,
-        rows=main.numbers,
-        person=None if persons is None else tuple(persons[i] for i in kept),
-        description=f"{name}: {what}" if features else f"{name}, {what}",
+    tables: what is trained on, and maybe a public test set. classes: the labels' names in order;
+    None: those that are found. Raises DataError: none is left, or the labels are no such.
+    """
+    values = "int64" if form.vocabulary else "float32"
+    if isinstance(tables[0].x, np.ndarray):
+        warn_of_channels(name, tables[0].x)
+        values = "int64" if tables[0].x.dtype in _WHOLE else values
+    sieves = [table.filter() for table in tables]
+    xs = [read_numbers(t, form, values, sieve) for t, sieve in zip(tables, sieves, strict=True)]
+    _check_left(sieves)
+    classes = classes or tables[0].titles
+    names = (
+        find_classes(name, tables, sieves, form) if classes is None else tuple(map(str, classes))
     )
+    check_several(name, names, tables[0], form)
+    ys = [read_labels(t, names, form, s) for t, s in zip(tables, sieves, strict=True)]
+    main, sieve = tables[0], sieves[0]
+    roles = {role: main.roles.get(role, role) for role in ("site", "person")}
+    site = None if main.site is None else site_names(main.site, sieve, roles["site"])
+    person = None if main.person is None else persons_of(main.person, sieve, roles["person"])
+    _check_left(sieves)
+    for one in sieves:
+        one.warn(values=True)
+    parts = [
+        (torch.from_numpy(x[one.good]), torch.from_numpy(y[one.good]))
+        for x, y, one in zip(xs, ys, sieves, strict=True)
+    ]
+    kept = sieve.good.nonzero()[0]
+    features = main.features
+    told = f"{name}: {', '.join(features)}" if features else f"{name}, {len(kept)} records"
+    return Dataset(
+        name,
+        *parts[0],
+        names,
+        *(parts[1] if len(parts) > 1 else (None, None)),
+        site=None if site is None else tuple(site[i] for i in kept.tolist()),
+        person=None if person is None else tuple(person[i] for i in kept.tolist()),
+        features=features,
+        rows=torch.from_numpy(kept + sieve.first),
+        column=main.column,
+        description=f"{told} as given",
+    )
+
+
+def _check_left(sieves: Sequence[RecordFilter]) -> None:
+    for sieve in sieves:
+        if not sieve.good.any():
+            raise nothing_left(sieve)

@@ -53,11 +53,11 @@ from numpy.random import PCG64, Generator, SeedSequence
 from torch import Tensor
 
 from fedpact.common.errors import DataError
-from fedpact.data.cells import Table, table_of
 from fedpact.data.dataset import Dataset
 from fedpact.data.download import SOURCES, Arrays, Source, load_cached, read_verified
 from fedpact.data.schema import RecordForm
 from fedpact.data.splits import power_law_sizes
+from fedpact.data.tables import Table, table_of
 
 CLASSES = ("<=50K", ">50K")
 
@@ -70,16 +70,13 @@ _COLUMNS = (
 _LEFT_OUT = ("fnlwgt", "education")
 
 
-def adult_tables(form: RecordForm) -> tuple[Table, Table]:
+def adult_tables(form: RecordForm) -> list[Table]:
     """Return the 32,561 records to train on and the 16,281 to test.
 
     form: which columns are features. Raises DataError: no such column, or see read_verified.
     """
     source = SOURCES["adult"]
-    train, test = (
-        _table(read_verified(source, file).decode("ascii"), form) for file in source.files
-    )
-    return train, test
+    return [_table(read_verified(source, file).decode("ascii"), form) for file in source.files]
 
 
 def _table(text: str, form: RecordForm) -> Table:
@@ -91,7 +88,7 @@ def _table(text: str, form: RecordForm) -> Table:
     kept = {name: values for name, values in columns.items() if name not in _LEFT_OUT}
     # To drop what is left out anyway is no mistake.
     form = form.model_copy(update={"drop": [name for name in form.drop if name not in _LEFT_OUT]})
-    return table_of("data set adult", kept, "income", None, form=form)
+    return table_of("data set adult", kept, "income", form=form)
 
 
 _HEART_COLUMNS = (

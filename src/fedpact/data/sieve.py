@@ -38,7 +38,6 @@ class RecordFilter:
     first: int
     _out: dict[int, tuple[str, Any]] = field(default_factory=dict[int, tuple[str, Any]])
     _clamped: dict[int, tuple[str, Any]] = field(default_factory=dict[int, tuple[str, Any]])
-    _unknown: dict[int, str] = field(default_factory=dict[int, str])
     _faults: dict[tuple[str, str], set[int]] = field(
         default_factory=lambda: defaultdict[tuple[str, str], set[int]](set)
     )
@@ -55,12 +54,6 @@ class RecordFilter:
         self._faults[column, why].add(row)
         self._out.setdefault(row, (self._place(row, column, why), _plain(value)))
 
-    def unknown(self, row: int, column: str, why: str, label: Any) -> None:
-        """Leave a record out whose label is no class: of many each label is told of once."""
-        if row not in self._out:
-            self._unknown[row] = f"{label!r}, which {why} (column {column})"
-            self.leave_out(row, column, why, label)
-
     def reasons(self) -> list[tuple[str, str, int]]:
         """Return (column or "", why, how many records it leaves out), the most frequent first.
 
@@ -72,29 +65,6 @@ class RecordFilter:
             seen[column] |= rows
         return sorted((each for each in counted if each[2]), key=lambda each: -each[2])
 
-    def wholly(self) -> dict[str, list[str]]:
-        """Return what is wrong in columns where no record fits -> those columns."""
-        broken = set[int]().union(*(r for (column, _), r in self._faults.items() if not column))
-        by_column, found = dict[str, dict[str, set[int]]](), dict[str, list[str]]()
-        for (column, why), rows in self._faults.items():
-            by_column.setdefault(column, {})[why] = rows - broken
-        for column, faults in by_column.items():
-            bad = set[int]().union(*faults.values())
-            if column and bad and len(bad | broken) == self.count:
-                most = max(faults, key=lambda why: len(faults[why]))
-                found.setdefault(most, []).append(column)
-        return found
-
-    def broken(self) -> list[str]:
-        """Return what is wrong with whole records, the most frequent first; [] if others are left.
-
-        As lines that cannot be read.
-        """
-        found = {why: rows for (column, why), rows in self._faults.items() if not column}
-        if len(set[int]().union(*found.values())) < self.count:
-            return []
-        return sorted(found, key=lambda why: -len(found[why]))
-
     def clamp(self, row: int, column: str, why: str, value: Any) -> None:
         """Note that a value of a record was set to a bound."""
         self._clamped.setdefault(row, (self._place(row, column, why), _plain(value)))
@@ -102,22 +72,16 @@ class RecordFilter:
     def describe(self, *, values: bool) -> list[str]:
         """Return what to tell the records' owner, in paragraphs. values: whether to quote them."""
         clamped = {row: what for row, what in self._clamped.items() if row not in self._out}
-        many = self._unknown if values and len(self._unknown) > _PLACES else {}
-        told = Counter(many.values()).most_common()
-        labels = "; ".join(f"{count} have the label {label}" for label, count in told[:_PLACES])
-        labels += f"; and {len(told) - _PLACES} other labels" if len(told) > _PLACES else ""
-        out = {row: what for row, what in self._out.items() if row not in many}
-        unknown = f"{self.origin}: {len(many)} of {self.count} records are left out of everything: "
         mend = "correct them, or leave them out yourself"
         blank = sorted(c for c, why in self._faults if c and why == MISSING)
         if blank:
             key = f"records.columns.{toml_key(blank[0])}.fill"
             mend += f", or declare what stands for a value that is missing, as {key}"
         found = (
-            (out, "are left out of everything", mend),
+            (self._out, "are left out of everything", mend),
             (clamped, "hold a value that was clamped", "correct it if it is a mistake"),
         )
-        return ([f"{unknown}{labels}; correct them, or records.classes"] if many else []) + [
+        return [
             f"{self.origin}: {len(rows)} of {self.count} records {what}: "
             f"{self._places(rows, values, rows is clamped)}; {advice}"
             for rows, what, advice in found
@@ -151,40 +115,31 @@ def _quoted(value: Any) -> str:
     return whole if len(whole) <= _LONG else f"{whole[:_LONG]}... ({len(whole)} characters)"
 
 
-def nothing_left(sieve: RecordFilter, features: Sequence[str]) -> DataError:
+def nothing_left(sieve: RecordFilter) -> DataError:
     """Return what to tell the owner of records of which none is used: which columns are to blame.
 
-    features: the columns of a table. For simulations alone: a deployed site tells nobody.
+    For simulations alone: a deployed site tells nobody.
     """
     if not sieve.count:
         return DataError(
             f"{sieve.origin} has 0 records: expected at least one below the header of a table, or "
             "in each array; was it written to its end?"
         )
-    if broken := sieve.broken():
-        return DataError(
-            f"no record is left of {sieve.origin}: every one {' or '.join(broken[:3])}; expected "
-            "text in UTF-8 with commas between values, each line as long as the header: save the "
-            'table anew, as what spreadsheets call "CSV UTF-8"'
-        )
-    wholly = sieve.wholly() if features else {}
-    if not wholly:
-        told = sieve.describe(values=False)[0]
-        return DataError(
-            "no record is left: expected at least one; declare a column of words by its categories "
-            "(records.columns) and what stands for a missing value (fill), or leave out columns "
-            f"that hold neither (records.drop): {told}"
-        )
+    faults, count = sieve.reasons(), Counter[str]()
+    for column, _, rows in faults:
+        count[column] += rows
+    # Columns of which no cell fits, where there are any, are to blame.
+    faults = [each for each in faults if count[each[0]] == sieve.count] or faults
+    columns = dict[str, list[str]]()
+    for column, why, _ in faults[:_REASONS]:
+        columns.setdefault(why, []).append(column)
     told, advice = list[str](), list[str]()
-    for why, names in wholly.items():
-        what, hint = _WHOLLY.get(why, (why, "correct what is declared, or the records"))
-        hint = "name the classes as records.classes" if "classes" in why else hint
-        many = len(names) > 1
-        what = what.replace("hold ", "hold " if many else "holds ")
-        told.append(f"column{'s' * many} {', '.join(names)} {what}")
-        advice.append(hint.format(name=toml_key(names[-1]), names=toml(names)))
+    for why, names in columns.items():
+        told.append(f"column {', '.join(names)}: {why}" if names[0] else f"a record {why}")
+        remedy = _REMEDIES.get(why if names[0] else "", _CORRECT)
+        advice.append(remedy.format(name=toml_key(names[-1]), names=toml(names)))
     return DataError(
-        f"no record is left of {sieve.origin}: {'; '.join(told)}, in every record; "
+        f"no record is left of {sieve.origin}: {'; '.join(told)}; "
         f"{'; '.join(dict.fromkeys(advice))}"
     )
 
@@ -192,24 +147,23 @@ def nothing_left(sieve: RecordFilter, features: Sequence[str]) -> DataError:
 NO_NUMBER: Final = "is no number, which labels are"
 """Of a label, where the task is to learn numbers."""
 
-_WHOLLY: Final = {
-    NO_NUMBER: (
-        "hold labels that are no numbers",
-        "learn them as classes, without [task], or name the column of numbers as label",
-    ),
-    "is no finite number": (
-        "hold text or dates",
-        "leave them out with drop = {names} or name the others in features ([records]); declare "
-        "words as records.columns.{name}.categories = [...], all that there are; write a date as a "
-        "number, as days since a day that is fixed, and a number with a point, not a comma",
-    ),
-    MISSING: (
-        "hold nothing",
-        "leave them out with drop = {names}, or declare what stands for a missing value, as "
-        "records.columns.{name}.fill",
-    ),
+_REASONS: Final = 5
+_CORRECT: Final = (
+    "correct the records, or what is declared of them: records.classes, records.columns"
+)
+_REMEDIES: Final = {
+    "": 'save the table anew, as what spreadsheets call "CSV UTF-8", each line as long as the '
+    "header, with commas between values",
+    NO_NUMBER: "learn such labels as classes, without [task], or name the column of numbers as "
+    "label",
+    "is no finite number": "if it holds text or dates, leave it out with drop = {names} or name "
+    "the others in features ([records]); declare words as records.columns.{name}.categories = "
+    "[...], all that there are; write a date as a number, as days since a day that is fixed, and a "
+    "number with a point, not a comma",
+    MISSING: "leave out what holds nothing with drop = {names}, or declare what stands for a "
+    "missing value, as records.columns.{name}.fill",
 }
-"""Why a value is no number of a record -> what columns of such hold, and what to do."""
+"""Why a record is left out -> what to do; "" of what is wrong with it as a whole."""
 
 
 def _plain(value: Any) -> Any:

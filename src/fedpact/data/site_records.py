@@ -6,19 +6,23 @@ whole, its columns, its arrays' shapes, are its owner's, and raise; those of rec
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+import numpy as np
+import torch
+
 from fedpact.common.errors import DataError
-from fedpact.data.cells import SUFFIXES, Table, read_columns, read_npz, read_table
+from fedpact.data.cells import SUFFIXES, read_columns, read_npz
 from fedpact.data.columns import FileColumn, declared_columns
-from fedpact.data.inputs import Given, Sifted, array_of, check_shapes, filter_arrays, labels_of
+from fedpact.data.dataset import Dataset
+from fedpact.data.inputs import of_arrays
+from fedpact.data.load import of_file
 from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter
-from fedpact.data.tables import ambiguous, numbers_of_table
-from fedpact.data.targets import persons_of, targets_of
+from fedpact.data.tables import Table, ambiguous, read_numbers, table_of
+from fedpact.data.targets import persons_of, read_labels
 from fedpact.data.tokens import is_tokens
 
 _logger = logging.getLogger("fedpact")
@@ -36,8 +40,10 @@ def load_site(
     person: str | None = None,
     features: tuple[str, ...] = (),
     sources: Mapping[str, FileColumn] = _SAME,
-) -> Sifted:
-    """Return the records x [n, *shape], y [n] of a site's own .csv, .parquet or .npz file.
+) -> tuple[Dataset, RecordFilter]:
+    """Return the records x [n, *shape], y [n] of a site's own file, and which are left out.
+
+    path: a .csv, .parquet or .npz file.
 
     features: the columns of a table in the order of the numbers of a record, which is the same at
     all sites, in whatever order a file has them; an .npz file has them in this one. A table's other
@@ -50,24 +56,10 @@ def load_site(
     """
     suffix = path.suffix.lower()
     if suffix in (".csv", ".parquet"):
-        if form.target.kind == "pixels":
-            raise DataError(
-                f"data file {path}: labels of kind 'pixels' in a column: expected arrays x and y; "
-                "write the records as .npz"
-            )
         table = site_table(path, label, form, person, features, sources)
-        record = (len(table.features),)
         if is_tokens(table.features):
             # Of one length, however long the longest of them is.
             form = form.model_copy(update={"length": shape[-1]})
-            record = (len(table.features), shape[-1])
-        _check_form(path, record, shape)
-        sieve = RecordFilter(str(path), table.count, 1)
-        x = numbers_of_table(table, form, values, sieve)
-        labels = table.columns[table.label]
-        y = targets_of(labels, classes, form, table.label, sieve, how="names")
-        whose = None if person is None else persons_of(table.columns[person], sieve, person)
-        found = Given(x, y, sieve, table.features, whose)
     else:
         if sources:
             raise DataError(
@@ -84,12 +76,26 @@ def load_site(
                 f"records.drop = {form.drop} of federation.toml expect columns by name; leave "
                 "columns out of the sites' arrays, and agree on a federation.toml without them"
             )
-        arrays = _site_arrays(path, label, classes, shape, values, form, person)
-        found = replace(arrays, features=features)
-    found.sieve.warn(values=False)
-    if not found.sieve.good.any():
+        table = _site_arrays(path, label, classes, form, person)
+    _check_form(path, table, shape)
+    sieve = table.filter()
+    x = read_numbers(table, form, values, sieve)
+    y = read_labels(table, classes, form, sieve)
+    whose = None if person is None else persons_of(table.person, sieve, person)
+    good, rows = sieve.good, sieve.good.nonzero()[0]
+    sieve.warn(values=False)
+    if not good.any():
         _logger.warning("%s holds no record that is used: the site sends noise alone", path)
-    return found.used()
+    found = Dataset(
+        str(path),
+        torch.from_numpy(x[good]),
+        torch.from_numpy(y[good]),
+        tuple(classes),
+        features=table.features or features,
+        rows=torch.from_numpy(rows + sieve.first),
+        person=None if whose is None else tuple(whose[i] for i in rows.tolist()),
+    )
+    return found, sieve
 
 
 def site_table(
@@ -108,7 +114,7 @@ def site_table(
     """
     origin = f"data file {path}"
     if label is None or not features:
-        table = read_table(path, label, None, person, form)
+        table = of_file(path, label, None, person, form)
         in_order = len(table.features) < 2 or is_tokens(table.features)
         if sources or not in_order:
             raise DataError(
@@ -126,18 +132,16 @@ def site_table(
         )
     columns, broken = read_columns(path)
     found = declared_columns(origin, columns, wanted, sources)
-    return Table(found, label, None, broken, person, tuple(features))
+    return table_of(origin, found, label, None, person, broken, RecordForm(features=[*features]))
 
 
 def _site_arrays(
     path: Path,
     label: str | None,
     classes: Sequence[str],
-    shape: tuple[int, ...],
-    values: str,
     form: RecordForm,
     person: str | None,
-) -> Given:
+) -> Table:
     if path.suffix.lower() != ".npz" or label is not None:
         raise DataError(
             f"records is {str(path)!r} with label = {label!r}: expected a file ending in "
@@ -150,23 +154,21 @@ def _site_arrays(
             "[records] of federation.toml"
         )
     arrays = read_npz(path)
-    x = array_of(str(path), "x", arrays["x"])
-    y = labels_of(str(path), "y", arrays["y"], form.target.kind, x.ndim)
-    check_shapes(str(path), "", x, y, least=0, kind=form.target.kind)
-    _check_form(path, x.shape[1:], shape)
-    found = filter_arrays(str(path), (x, y), classes, form, values)
-    if person is None:
-        return found
-    if person not in arrays:
+    if person is not None and person not in arrays:
         raise DataError(
             f"data file {path} holds the arrays {', '.join(sorted(arrays))}: expected {person!r} "
             "too, which federation.toml names as what says whose a record is"
         )
-    whose = array_of(str(path), person, arrays[person])
-    return replace(found, persons=persons_of(whose, found.sieve, person))
+    whose = None if person is None else arrays[person]
+    return of_arrays(str(path), arrays["x"], arrays["y"], form, person=whose, least=0)
 
 
-def _check_form(path: Path, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def _check_form(path: Path, table: Table, shape: tuple[int, ...]) -> None:
+    if isinstance(table.x, np.ndarray):
+        found = table.x.shape[1:]
+    else:
+        tokens = is_tokens(table.features)
+        found = (len(table.features), *(shape[-1:] if tokens else ()))
     if found != shape:
         raise DataError(
             f"a record of {path} has shape {found}: federation.toml has {shape}; bring the file "

@@ -14,9 +14,8 @@ from typing import Any, Final
 import numpy as np
 
 from fedpact.common.format import number, percent
-from fedpact.data.cells import Cells, NumberCells
+from fedpact.data.cells import Cells, NumberCells, find_named, is_blank, text_of, to_numbers
 from fedpact.data.schema import Column, RecordForm, ValueRange
-from fedpact.data.tables import find_named, is_blank, number_of, text_of
 
 _MOST: Final = 0.05
 """Of more values than this share beyond a range it is asked whether the unit is another."""
@@ -110,7 +109,7 @@ class _Cells:
         if isinstance(cells, NumberCells):
             x = cells.floats()
             return _Cells(x, np.isnan(x), [], cells)
-        x = np.array([number_of(cell) for cell in cells], np.float64)
+        x = to_numbers(cells)
         blank = np.array([is_blank(cell) for cell in cells], bool)
         odd = np.isnan(x) & ~blank
         texts = [text_of(cell) if bad else "" for cell, bad in zip(cells, odd, strict=True)]

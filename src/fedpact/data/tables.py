@@ -1,52 +1,168 @@
-"""A person's own records: each is held against what was declared, and left out if it does not fit.
+"""Records as they were given, and the numbers that are read of them.
 
-Whether a record is used, and as what, follows from that record and the declaration (form) alone. So
-a wrong value, word, category or label takes one record out and says so to the records' owner; it
-never stops a site, as that would tell others of it.
+Each record is held against what was declared, and left out if it does not fit. Whether it is used,
+and as what, follows from that record and the declaration (form) alone. So a wrong value, word,
+category or label takes one record out and says so to the records' owner; it never stops a site, as
+that would tell others of it.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from decimal import Decimal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
 from fedpact.common.errors import DataError
-from fedpact.data.cells import Cells, NumberCells, Table
+from fedpact.data.cells import (
+    Cells,
+    beyond_floats,
+    find_named,
+    is_blank,
+    is_missing,
+    list_some,
+    text_of,
+    to_numbers,
+    without_decimal_zeros,
+)
 from fedpact.data.schema import Column, RecordForm, ValueRange
 from fedpact.data.sieve import MISSING, RecordFilter
-from fedpact.data.tokens import is_tokens, read_tokens
+from fedpact.data.tokens import is_tokens, read_tokens, token_columns
 
-# "none" or "na" may be the name of a class or of a site.
-_NO_NAME: Final = {"", "?", "nan", "-nan", "nat", "<na>", "#n/a"}
-_MISSING: Final = _NO_NAME | {"na", "n/a", "null", "none"}
+_ANY: Final = RecordForm()
+_INDEX: Final = re.compile(r"(__index_level_\d+__|Unnamed: \d+)?")
+"""What pandas calls a column that numbers rows, in Parquet and, unnamed, in a CSV."""
+_AT_A_SITE: Final = "; a deployed site's owner names it as label in site.toml"
+_LARGEST: Final = 2**53  # whole numbers from here on are rounded by floats
 
-_SPELLED: Final = {
-    "true": ("True", "true", "TRUE", "1"),
-    "false": ("False", "false", "FALSE", "0"),
-}
-"""How a truth value may be written: a CSV has it in words, a frame as Python's, others as 0, 1."""
-_NAMES_OF: Final = {**_SPELLED, "1": _SPELLED["true"], "0": _SPELLED["false"]}
 
-_Value = Callable[[int, int], Any]
-"""(row, place in a flattened record) -> what stands in the file."""
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Records as they were given, of which nothing is read yet.
 
-# Whole numbers from here on are others beside text or a missing value, as floats.
-_LARGEST: Final = 2**53
+    origin: what errors call them. x: of a table the columns of features in their order, name ->
+    cells [n]; of arrays one of them, [n, ...]. y: the labels [n, ...], site, person: the names [n];
+    None where there are none. broken: row from 0 -> what is wrong with it as a whole. roles: what
+    the columns of "label", "site" and "person" are called. column: the one whose cells x is made
+    of, where these are arrays. titles: the names of the classes that y numbers. labels: how labels
+    are meant where the form does not say, "names", "numbers", or None: see `class_numbers`.
+    """
+
+    origin: str
+    x: Mapping[str, Cells] | np.ndarray
+    y: Any = None
+    site: Any = None
+    person: Any = None
+    broken: Mapping[int, str] | None = None
+    roles: Mapping[str, str] = field(default_factory=lambda: {"label": "y"})
+    column: str | None = None
+    titles: Sequence[str] | None = None
+    labels: str | None = None
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The columns of a table that a record is made of, in order; () of arrays."""
+        return () if isinstance(self.x, np.ndarray) else tuple(self.x)
+
+    @property
+    def count(self) -> int:
+        """The number of records."""
+        return len(self.x if isinstance(self.x, np.ndarray) else next(iter(self.x.values())))
+
+    def filter(self) -> RecordFilter:
+        """Return the filter of these records: of none of them is anything known yet.
+
+        A table's owner counts rows from 1, an array's from 0.
+        """
+        sieve = RecordFilter(self.origin, self.count, int(not isinstance(self.x, np.ndarray)))
+        for row, why in (self.broken or {}).items():
+            sieve.leave_out(row, "", why)
+        return sieve
+
+
+def choose_features(
+    columns: Mapping[str, Any], form: RecordForm, roles: Collection[str | None]
+) -> list[str]:
+    """Return the columns that a record is made of. roles: those of label, site and person."""
+    return form.features or [name for name in columns if name not in {*roles, *form.drop}]
+
+
+def table_of(
+    origin: str,
+    columns: Mapping[str, Cells],
+    label: str | None,
+    site: str | None = None,
+    person: str | None = None,
+    broken: Mapping[int, str] | None = None,
+    form: RecordForm = _ANY,
+    index: Collection[str] = (),
+    *,
+    unlabelled: bool = False,
+) -> Table:
+    """Return columns as a table. origin: what they are called. index: those that number its rows.
+
+    unlabelled: whether there may be no label. form: which columns are features.
+    Raises DataError: no such column.
+    """
+    roles = {"label": label, "site": site, "person": person}
+    for role, column in roles.items():
+        optional = role != "label" or unlabelled
+        if column not in columns and not (optional and column is None):
+            raise DataError(
+                f"{origin}: {role} column is {column!r}: expected one of its columns "
+                f"{list_some(columns)}; name it as {role} in a plan or in Python, or by --{role} "
+                "where a command has it" + _AT_A_SITE * (role == "label")
+            )
+    named = {role: column for role, column in roles.items() if column is not None}
+    rows = token_columns(columns, choose_features(columns, form, roles.values()))
+    for key, names in (("features", form.features or ()), ("drop", form.drop)):
+        known = {*columns, *rows} - {*named.values()}
+        if odd := [c for c in names if c not in known]:
+            raise DataError(
+                f"{origin}: records.{key} names {', '.join(odd)}: expected some of its columns "
+                f"{list_some(columns)}, and not those of label, site or person; correct the names"
+            )
+    unused = {*index, *_numbering(origin, list(columns), form)}
+    chosen = choose_features(columns, form, roles.values())
+    features = [c for c in chosen if form.features is not None or c not in unused]
+    if not (rows or features) or len({*named.values()}) < len(named):
+        raise DataError(
+            f"{origin}: label column {label!r}, site column {site!r} and person column "
+            f"{person!r} leave {len(features)} feature columns of {len(columns)}: expected "
+            "different columns and at least one more"
+        )
+    x = rows or {name: columns[name] for name in features}
+    y, *names = (None if name is None else columns[name] for name in roles.values())
+    return Table(origin, x, y, *names, broken=broken, roles=named, labels="names")
+
+
+def _numbering(origin: str, names: Sequence[str], form: RecordForm) -> list[str]:
+    """Return the columns that number rows. Raises DataError: another one that has no name."""
+    known = [name for name in names if _INDEX.fullmatch(name)]
+    for name in known:
+        place = names.index(name)
+        chosen = form.features is not None or name in form.drop or name.startswith("__index")
+        if place and not chosen:
+            raise DataError(
+                f"{origin}: column {place + 1} of {len(names)} has no name ({name!r}): expected "
+                "one, by which it can be declared; give it one in the file, delete it, or leave it "
+                "out by records.drop"
+            )
+    return known
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Numbers as they were given, x [n, ...], with what a place in a record is called."""
+    """Numbers as they were given, x [n, ...], with what a place in a record is called.
+
+    value: (row, place in a flattened record) -> what stands in the file.
+    """
 
     x: np.ndarray
     sieve: RecordFilter
     name: Callable[[int], str]
-    value: _Value
+    value: Callable[[int, int], Any]
 
     def mark(self, bad: np.ndarray, why: str, *, out: bool = True) -> None:
         """Leave out the records with a bad value, bool like x; or note that it was clamped."""
@@ -59,43 +175,39 @@ class _Source:
             note(row, self.name(place), why, self.value(row, place))
 
 
-def numbers_of_table(
-    table: Table, form: RecordForm, values: str, sieve: RecordFilter
-) -> np.ndarray:
-    """Return the features [n, d] of a table, float32 or int64, after its sieve has all faults.
+def read_numbers(table: Table, form: RecordForm, values: str, sieve: RecordFilter) -> np.ndarray:
+    """Return the features of records, [n, d] of a table's and [n, ...] of arrays; see `Table`.
 
-    Of tokenised text they are [n, rows, T]; see tokens.
-    values: "float32" or "int64". Raises DataError: a column is declared that the table has not.
+    Of tokenised text they are [n, rows, T]; see tokens. values: what type they have, "float32" or
+    "int64". The sieve has the faults of records. Raises DataError: a column is declared that there
+    is not, or one with categories in text for an array.
     """
-    for row, why in table.broken.items():
-        sieve.leave_out(row, "", why)
+    if isinstance(table.x, np.ndarray):
+        return _numbers_of_array(table.x, form, values, sieve)
     features = table.features
-    check_columns(sieve.origin, form, features)
     if is_tokens(features):
-        return read_tokens(table.columns, features, form.length, form.vocabulary, sieve)
-    columns = [table.columns[name] for name in features]
+        return read_tokens(table.x, form.length, form.vocabulary, sieve)
+    check_columns(sieve.origin, form, features)
+    columns = list(table.x.values())
     x = np.empty((table.count, len(features)))
-    for k, (name, cells) in enumerate(zip(features, columns, strict=True)):
+    for k, (name, cells) in enumerate(table.x.items()):
         own = form.of(name)
-        names = own.names if isinstance(own, Column) else None
-        x[:, k] = _places(cells, own) if isinstance(own, Column) and names else _numbers(cells)
-        fill = own.number(own.fill)
-        if fill is not None:
-            missing = np.isnan(x[:, k]) & np.array([is_blank(value) for value in cells], bool)
-            x[missing, k] = fill
-        _mark_cells(np.isnan(x[:, k]), name, cells, names is not None, sieve)
+        words = isinstance(own, Column) and own.names is not None
+        x[:, k] = _places(cells, own) if isinstance(own, Column) and words else to_numbers(cells)
+        why = "is none of its declared categories" if words else "is no finite number"
+        for row in np.isnan(x[:, k]).nonzero()[0].tolist():
+            blank, fill = is_blank(cells[row]), own.number(own.fill)
+            if blank and fill is not None:
+                x[row, k] = fill
+            else:
+                sieve.leave_out(row, name, MISSING if blank else why, cells[row])
     source = _Source(x, sieve, features.__getitem__, lambda row, k: columns[k][row])
     return _convert_numbers(source, form, values, features)
 
 
-def numbers_of_array(
+def _numbers_of_array(
     x: np.ndarray, form: RecordForm, values: str, sieve: RecordFilter
 ) -> np.ndarray:
-    """Return x [n, ...] as float32 or int64, after its sieve has all faults.
-
-    x: numbers or text. Raises DataError: columns are declared for other records than [n, d], one
-    that there is not, or one with categories in text.
-    """
     features = [str(k) for k in range(x.shape[1])] if x.ndim == 2 else []
     check_columns(sieve.origin, form, features)
     if any(column.names for column in form.columns.values()):
@@ -103,16 +215,13 @@ def numbers_of_array(
             f"data set {sieve.origin}: records.columns declares categories in text: expected "
             "numbers for what an array holds; write the records as .csv or .parquet, or number them"
         )
-    numbers, blank = x, None
+    shape, numbers = x.shape[1:], x
     if x.dtype.kind == "U":
-        x = readable(x)
-        numbers = np.array([number_of(v) for v in x.reshape(-1).tolist()], float).reshape(x.shape)
-        blank = np.array([is_blank(v) for v in x.reshape(-1).tolist()], bool).reshape(x.shape)
-    elif x.dtype.kind == "f":
-        blank = np.isnan(x)
-    if blank is not None and blank.any():
+        numbers = to_numbers(x.reshape(-1).tolist()).reshape(x.shape)
+    if x.dtype.kind in "Uf" and (blank := np.isnan(numbers)).any():
+        if x.dtype.kind == "U":
+            blank &= np.vectorize(is_blank, [bool])(x)
         numbers = _fill_missing(numbers, blank, form, features)
-    shape = x.shape[1:]
 
     def name(place: int) -> str:
         index = tuple(map(int, np.unravel_index(place, shape)))
@@ -139,68 +248,41 @@ def class_numbers(
     # 1 is true wherever a truth value stood beside it, or may have, and not the second class.
     truth = {name.lower() for name in classes} == {"true", "false"}
     found = np.zeros(len(labels), np.int64)
-    given = readable(labels).tolist() if isinstance(labels, np.ndarray) else labels
+    given = labels.tolist() if isinstance(labels, np.ndarray) else labels
     for row, label in enumerate(given):
-        text, k = text_of(label), -1
+        k = -1
         if how == "names" or (how is None and (truth or isinstance(label, str | bytes | bool))):
-            k = find_named(label, place, place.get(str(label), -1))
+            k = find_named(label, place, -1)
         if k < 0 and how != "names":
-            *_, number = _SPELLED.get(text.lower(), (without_decimal_zeros(text, place),))
-            k = _place_of(number, len(classes))
-        if _beyond_float64(label):
-            sieve.leave_out(row, column, "is a number from 2^53 on: write such names as text")
-            k = 0
-        elif k < 0 and is_blank(text):
-            sieve.leave_out(row, column, "is no class", label)
+            number = int(label) if isinstance(label, bool | np.bool_) else text_of(label)
+            number = {"true": 1, "false": 0}.get(str(number).lower(), number)
+            k = _place_of(without_decimal_zeros(str(number)), len(classes))
+        if beyond_floats(label):
+            why = "is a number from 2^53 on: write such names as text"
+            sieve.leave_out(row, column, why, label)
         elif k < 0:
-            sieve.unknown(row, column, f"is none of the {len(classes)} classes", label)
+            blank = is_blank(label)
+            why = "is no class" if blank else f"is none of the {len(classes)} classes"
+            sieve.leave_out(row, column, why, label)
         found[row] = max(k, 0)
     return found
 
 
-def text_of(value: Any) -> str:
-    """Return a label or the name of a site as text: whole numbers without a point, True, False.
+def site_names(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "site") -> list[str]:
+    """Return the name of each record's site, [n]; the sieve has those that are of none.
 
-    Bytes are read as UTF-8. A Decimal is without the zeros that it has where another of its column
-    has more digits.
+    Raises DataError: another length.
     """
-    if value is None:
-        return ""
-    if isinstance(value, Decimal) and value.is_finite():
-        value = value.normalize()
-        return format(value if value else abs(value), "f")
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "backslashreplace").strip()
-    if isinstance(value, float | np.floating) and value.is_integer():
-        return str(int(value))
-    return str(value).strip()
-
-
-def _beyond_float64(value: Any) -> bool:
-    """Whether a number is another, and so another name, beside a missing one: see _LARGEST."""
-    if isinstance(value, int | np.integer):
-        return not -_LARGEST < value < _LARGEST
-    return isinstance(value, float | np.floating) and _LARGEST <= abs(float(value)) < math.inf
-
-
-def number_of(value: Any) -> float:
-    """Return a cell as a number: 1 and 0 for true and false, in words too; NaN for none."""
-    # Python reads 1_000 and digits of any script, which no file of measurements means by them.
-    if not (isinstance(value, str) and ("_" in value or not value.strip().isascii())):
-        with suppress(TypeError, ValueError, OverflowError):
-            return float(value)
-    *_, number = _SPELLED.get(text_of(value).lower(), (math.nan,))
-    return float(number)
-
-
-def is_blank(value: Any) -> bool:
-    """Whether a cell says that nothing was recorded."""
-    return text_of(value).lower() in _MISSING
-
-
-def is_missing(name: str) -> bool:
-    """Whether a label or the name of a site is none."""
-    return name.lower() in _NO_NAME
+    if len(given) != sieve.count:
+        raise DataError(
+            f"data set {sieve.origin}: site has {len(given)} entries for {sieve.count} records: "
+            "give one site name a record"
+        )
+    names = [text_of(value) for value in given]
+    for row, name in enumerate(names):
+        if is_missing(name):
+            sieve.leave_out(row, column, "is no site")
+    return names
 
 
 def ambiguous(classes: Sequence[str]) -> bool:
@@ -324,68 +406,21 @@ def _bounds(own: ValueRange, dtype: Any) -> tuple[Any, Any]:
     return whole(low, math.ceil, limits.min), whole(high, math.floor, limits.max)
 
 
-def readable(text: np.ndarray) -> np.ndarray:
-    """Return text without cells that no string can hold, which are blank then, and so missing."""
-    if text.dtype.kind != "U" or not text.dtype.itemsize:
-        return text
-    unit = np.dtype(np.uint32).newbyteorder(text.dtype.byteorder)
-    units = np.ascontiguousarray(text).view(unit).reshape(*text.shape, text.dtype.itemsize // 4)
-    return np.where((units > 0x10FFFF).any(-1), "", text)
-
-
 def _mark_part(source: _Source, part: Any, bad: np.ndarray, why: str, *, out: bool = True) -> None:
     whole = np.zeros(source.x.shape, bool)
     whole[part] = bad
     source.mark(whole, why, out=out)
 
 
-def _mark_cells(
-    bad: np.ndarray, column: str, cells: Cells, names: bool, sieve: RecordFilter
-) -> None:
-    for row in bad.nonzero()[0].tolist():
-        value = cells[row]
-        if is_blank(value):
-            why = MISSING
-        else:
-            why = "is none of its declared categories" if names else "is no finite number"
-        sieve.leave_out(row, column, why, value)
-
-
-def _numbers(cells: Cells) -> np.ndarray:
-    """Return cells as float64 [n], NaN for what is no number."""
-    if isinstance(cells, NumberCells):
-        return cells.floats()
-    # One by one: numpy would read all of them in another way where one of them is of another type.
-    return np.array([number_of(value) for value in cells], np.float64)
-
-
-def find_named(value: Any, place: Mapping[str, Any], unknown: Any) -> Any:
-    """Return what stands in `place` under the name that a cell is; a truth value has several.
-
-    unknown: in its place where the cell is none of the names.
-    """
-    text = text_of(value)
-    names = (text, without_decimal_zeros(text, place), *_NAMES_OF.get(text.lower(), ()))
-    return next((place[name] for name in names if name in place), unknown)
-
-
-def without_decimal_zeros(text: str, names: Iterable[str] = ()) -> str:
-    """Return "1" of "1.0", as pandas writes whole numbers beside an empty cell.
-
-    Not where names have points: of codes 250 and 250.0 are two.
-    """
-    number = re.fullmatch(r"(-?[0-9]+)\.0+", text)
-    return number[1] if number and not any("." in name for name in names) else text
-
-
 def _places(cells: Cells, own: Column) -> np.ndarray:
+    """Return cells as the places of declared words, float64 [n]; NaN for what is none of them."""
     place = {name: float(k) for k, name in enumerate(own.names or [])}
     other = own.number(own.other)
     unknown = np.nan if other is None else other
-
-    def of(value: Any) -> float:
-        if _beyond_float64(value):
-            return unknown
-        return find_named(value, place, np.nan if is_blank(value) else unknown)
-
-    return np.array([of(value) for value in cells], np.float64)
+    found = [
+        unknown
+        if beyond_floats(cell)
+        else find_named(cell, place, np.nan if is_blank(cell) else unknown)
+        for cell in cells
+    ]
+    return np.array(found, np.float64)

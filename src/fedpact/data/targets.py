@@ -21,18 +21,18 @@ from typing import Any, Final, cast
 import numpy as np
 
 from fedpact.common.errors import DataError
-from fedpact.data.cells import Cells, NumberCells
-from fedpact.data.schema import LabelForm, RecordForm
-from fedpact.data.sieve import NO_NUMBER, RecordFilter
-from fedpact.data.tables import (
-    class_numbers,
+from fedpact.data.cells import (
+    Cells,
+    NumberCells,
     is_blank,
     is_missing,
-    number_of,
-    readable,
     text_of,
+    to_numbers,
     without_decimal_zeros,
 )
+from fedpact.data.schema import LabelForm, RecordForm
+from fedpact.data.sieve import NO_NUMBER, RecordFilter
+from fedpact.data.tables import Table, class_numbers
 
 _FEW: Final = 20
 """So many classes may be those of ever so few records."""
@@ -42,20 +42,29 @@ REGRESSION: Final = "is this task.kind = 'regression', with task.range = [low, h
 _logger = logging.getLogger("fedpact")
 
 
-def class_names(name: str, labels: Sequence[np.ndarray], form: RecordForm) -> tuple[str, ...]:
-    """Return the names of the classes of arrays y [n, ...], training and test.
+def find_classes(
+    name: str, tables: Sequence[Table], sieves: Sequence[RecordFilter], form: RecordForm
+) -> tuple[str, ...]:
+    """Return the names of the classes of records, training and test, that are used.
 
     Raises DataError: they are no numbers of classes.
     """
-    if form.target.kind == "number":
-        return ("value",)
-    if form.target.kind == "several":
+    kind, labels = form.target.kind, [table.y for table in tables]
+    named = tables[0].labels == "names"
+    if kind == "number":
+        return (tables[0].roles["label"] if named else "value",)
+    if kind == "several":
         return tuple(map(str, range(labels[0].shape[1])))
-    if labels[0].dtype.kind == "U":
-        return sort_names(name, [str(v) for part in labels for v in part.reshape(-1).tolist()])
-    found = np.unique(np.concatenate([part[np.isfinite(part)] for part in labels]))
-    largest, records = int(max(found, default=0)), sum(part.size for part in labels)
-    ask = "are they masks of class numbers" if form.target.kind == "pixels" else REGRESSION
+    if named or labels[0].dtype.kind == "U":
+        pairs = [
+            (text_of(label), good or not named)
+            for y, sieve in zip(labels, sieves, strict=True)
+            for label, good in zip(y.flat if not named else y, sieve.good.tolist(), strict=True)
+        ]
+        return sort_names(name, [label for label, good in pairs if good])
+    found = np.unique(np.concatenate([y[np.isfinite(y)] for y in labels]))
+    largest, records = int(max(found, default=0)), sum(y.size for y in labels)
+    ask = "are they masks of class numbers" if kind == "pixels" else REGRESSION
     _check_classes(name, found.tolist(), records, ask)
     if found.size and found[0] < 0:
         raise DataError(
@@ -69,7 +78,7 @@ def class_names(name: str, labels: Sequence[np.ndarray], form: RecordForm) -> tu
         )
     never = [k for k in range(largest) if k not in {*found.tolist()}]
     if never:
-        _tell_never(name, never, largest, pixels=form.target.kind == "pixels")
+        _tell_never(name, never, largest, pixels=kind == "pixels")
     return tuple(map(str, range(max(largest, 0) + 1)))
 
 
@@ -102,13 +111,12 @@ def _check_spelled(name: str, names: Sequence[str]) -> None:
         )
 
 
-def check_several(
-    name: str, classes: Sequence[str], labels: Sequence[str], form: RecordForm
-) -> None:
-    """Raise DataError where there is one class alone. labels: all that are found, as text."""
+def check_several(name: str, classes: Sequence[str], table: Table, form: RecordForm) -> None:
+    """Raise DataError where there is one class alone."""
     if form.target.kind not in ("class", "pixels") or len(classes) != 1:
         return
-    found = sorted({label for label in labels if not is_missing(label)})
+    labels = table.y.flat if isinstance(table.y, np.ndarray) else table.y
+    found = sorted({text for label in labels if not is_missing(text := text_of(label))})
     told = ", ".join(map(repr, found[:5])) + (", ..." if len(found) > 5 else "")
     raise DataError(
         f"data set {name}: there is one class, {classes[0]!r}, and the labels found are {told}: "
@@ -190,8 +198,7 @@ def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "pe
         given = [v if v is None or abs(v) < exact else float(v) for v in list(given)]
     if isinstance(given, np.ndarray):
         # Floats stay of their type, which says from where on they round.
-        read = readable(given)
-        given = list(read) if read.dtype.kind == "f" else cast(list[Any], read.tolist())
+        given = list(given) if given.dtype.kind == "f" else cast(list[Any], given.tolist())
     written = [_shown(text_of(value)) for value in given]
     for row, (name, value) in enumerate(zip(written, given, strict=True)):
         if why := _rounded(name, value):
@@ -238,28 +245,34 @@ def _exact(kind: type[Any]) -> float:
     return 2.0 ** (np.finfo(kind).nmant + 1)
 
 
-def targets_of(
-    labels: Cells | np.ndarray,
-    classes: Sequence[str],
-    form: RecordForm,
-    column: str,
-    sieve: RecordFilter,
-    how: str | None = None,
+def read_labels(
+    table: Table, classes: Sequence[str], form: RecordForm, sieve: RecordFilter
 ) -> np.ndarray:
     """Return labels as they are trained on, [n, ...]; the sieve has those that do not fit.
 
-    A class: its place, int64 [n]; how it is named: see tables.class_numbers, by default as the form
-    says. A number: float32 [n], -1..1. Several: 0 or 1 for each of the classes, float32 [n, K].
-    Pixels: places of classes, int64 [n, ...].
+    A class: its place, int64 [n]. A number: float32 [n], -1..1. Several: 0 or 1 for each of the
+    classes, float32 [n, K]. Pixels: places of classes, int64 [n, ...]. Raises DataError: a table's
+    column cannot hold such.
     """
+    labels, column = table.y, table.roles["label"]
     kind = form.target.kind
     if kind == "class":
-        return class_numbers(labels, classes, form.labels or how, column, sieve)
+        return class_numbers(labels, classes, form.labels or table.labels, column, sieve)
     if kind == "number":
         return _numbers(labels, form.target, column, sieve)
-    if kind == "several" and not isinstance(labels, np.ndarray):
+    if not isinstance(labels, np.ndarray):
+        if kind == "pixels":
+            raise DataError(
+                f"{sieve.origin}: labels of kind 'pixels' in a column: expected arrays x and y; "
+                "write the records as .npz, or hand in arrays"
+            )
         labels = _several(labels, len(classes))
-    found = np.asarray(labels)
+    elif kind == "several" and labels.shape[1:] != (len(classes),):
+        raise DataError(
+            f"{sieve.origin}: y has shape {labels.shape}, and there are {len(classes)} labels, "
+            f"{', '.join(map(str, classes))}: expected [n, {len(classes)}], 0 or 1 of each"
+        )
+    found = labels
     flat = found.reshape(len(found), math.prod(found.shape[1:]))
     most = 1 if kind == "several" else len(classes) - 1
     with np.errstate(invalid="ignore"):
@@ -294,15 +307,13 @@ def _several(cells: Cells, count: int) -> np.ndarray:
 def _numbers(
     labels: Cells | np.ndarray, target: LabelForm, column: str, sieve: RecordFilter
 ) -> np.ndarray:
-    found = np.zeros(len(labels))
-    for row, label in enumerate(labels):
-        number = number_of(label)
-        if not np.isfinite(number):
-            why = "is missing" if is_blank(label) else NO_NUMBER
-            sieve.leave_out(row, column, why, label)
-            number = target.low
-        elif not target.low <= number <= target.high:
-            sieve.clamp(row, column, "is beyond the declared range of labels", label)
-        found[row] = min(max(number, target.low), target.high)
+    found = to_numbers(list(labels) if isinstance(labels, np.ndarray) else labels)
+    for row in (~np.isfinite(found)).nonzero()[0].tolist():
+        why = "is missing" if is_blank(labels[row]) else NO_NUMBER
+        sieve.leave_out(row, column, why, labels[row])
+        found[row] = target.low
+    for row in ((found < target.low) | (found > target.high)).nonzero()[0].tolist():
+        sieve.clamp(row, column, "is beyond the declared range of labels", labels[row])
+    found = found.clip(target.low, target.high)
     scaled = (2 * found - target.low - target.high) / (target.high - target.low)
     return scaled.astype(np.float32)

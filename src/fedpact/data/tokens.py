@@ -19,16 +19,21 @@ _logger = logging.getLogger("fedpact")
 _LONGEST: Final = 2**20
 
 
-def token_rows(columns: Mapping[str, Sequence[Any]], among: Collection[str]) -> tuple[str, ...]:
-    """Return what the rows of a record of tokens are called; () where a table has no tokens.
+def token_columns(
+    columns: Mapping[str, Sequence[Any]], among: Collection[str]
+) -> dict[str, Sequence[Any]]:
+    """Return the columns of tokens, in the order of a record's rows; {} where a table has none.
 
-    among: the columns that a record may be made of.
+    among: the columns that a record may be made of. Without a mask all tokens count.
     """
     cells = columns.get(_IDS) if _IDS in among else None
     first = next((cell for cell in cells or () if cell is not None), None)
     if not isinstance(first, list | tuple | np.ndarray | Tensor) or np.ndim(first) != 1:
-        return ()
-    return tuple(n for n in TOKENS if n in (_IDS, _MASK) or (n in among and n in columns))
+        return {}
+    found = {name: columns[name] for name in TOKENS if name in columns and name in {*among, _MASK}}
+    mask = [np.ones(np.size(cell), np.int64) for cell in cells or ()]
+    found.setdefault(_MASK, mask)
+    return {name: found[name] for name in TOKENS if name in found}
 
 
 def is_tokens(features: Sequence[str]) -> bool:
@@ -38,16 +43,16 @@ def is_tokens(features: Sequence[str]) -> bool:
 
 def read_tokens(
     columns: Mapping[str, Sequence[Any]],
-    rows: Sequence[str],
     length: int | None,
     vocabulary: int | None,
     sieve: RecordFilter,
 ) -> np.ndarray:
     """Return records int64 [n, rows, T] of tokens, after their sieve has all faults.
 
-    rows: as of `token_rows`. length: T, None for that of the longest record. vocabulary: tokens
-    are below it; None: not declared.
+    columns: as of `token_columns`. length: T, None for that of the longest record. vocabulary:
+    tokens are below it; None: not declared.
     """
+    rows = list(columns)
     found = [_record(columns, rows, n, vocabulary, sieve) for n in range(sieve.count)]
     size = length
     if size is None:
@@ -84,7 +89,7 @@ def _record(
         return None
     found = [ids]
     for name in rows[1:]:
-        row = _whole(columns[name][place]) if name in columns else np.ones_like(ids)
+        row = _whole(columns[name][place])
         if row is None or len(row) != len(ids) or (name == _MASK and not (row <= 1).all()):
             sieve.leave_out(place, name, "is no list of whole numbers, one for each token")
             return None

@@ -110,7 +110,7 @@ def own_records(
     """
     path = directory / settings.records
     form = of.classes, of.shape, of.values, of.describe_labels(plan), of.person, of.features
-    found = load_site(path, settings.label, *form, settings.columns)
+    found, sieve = load_site(path, settings.label, *form, settings.columns)
     if found.x.is_floating_point() and not (plan.features.used and len(of.shape) > 1):
         # Into the owner's own log, as what is left out, and without values like it.
         advise(str(path), of.records, of.shape, found.features, found.x, values=False)
@@ -120,13 +120,13 @@ def own_records(
     accepted = worker.find_accepted(staged.x, found.y, str(path), found.numbers)
     good = accepted & staged.good
     for whole, why in ((accepted, _NOT_TAKEN), (staged.good, _NOT_FINITE)):
-        for row in (found.numbers[~whole] - found.sieve.first).tolist():
-            found.sieve.leave_out(row, "", why)
-    used, persons = limit_per_person(found.persons, good, plan)
+        for row in (found.numbers[~whole] - sieve.first).tolist():
+            sieve.leave_out(row, "", why)
+    used, persons = limit_per_person(found.person or (), good, plan)
     released = stage.released(of.example(), found.features)
     records = Records(staged.x[used], found.y[used], released, persons)
-    whose = None if of.person is None else [found.persons[i] for i in used.tolist()]
-    return Own(found.x[used], records, whose, found.sieve)
+    whose = found.person and [found.person[i] for i in used.tolist()]
+    return Own(found.x[used], records, whose, sieve)
 
 
 def limit_per_person(

@@ -6,7 +6,7 @@ what the sites released where they did. What is not fit to be used is answered w
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,36 +23,26 @@ from fedpact.common.errors import DataError, InputError, ModelError
 from fedpact.common.files import parse_errors
 from fedpact.common.format import format_metric
 from fedpact.common.messages import SiteScore
+from fedpact.common.params import TOKENS
 from fedpact.common.run_folder import COLUMNS, Folder, folder_of_run, read_scales
 from fedpact.common.user_code import model_again
 from fedpact.common.weights import read_checked
-from fedpact.data.cells import Cells, Table, read_columns, read_npz
+from fedpact.data.cells import read_columns, read_npz
 from fedpact.data.dataset import Dataset
 from fedpact.data.features.extract import MadeBy
 from fedpact.data.features.stage import FeatureStage
-from fedpact.data.inputs import (
-    Parts,
-    array_of,
-    arrays_in,
-    choose_columns,
-    holds_arrays,
-    labels_in,
-    labels_of,
-    parts_of,
-)
+from fedpact.data.inputs import labels_of, of_arrays, of_columns, read_input
 from fedpact.data.load import with_columns
 from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter
-from fedpact.data.tables import ambiguous, numbers_of_array, numbers_of_table
-from fedpact.data.targets import targets_of, unscale
-from fedpact.data.tokens import is_tokens, read_tokens, token_rows
+from fedpact.data.tables import Table, ambiguous, read_numbers
+from fedpact.data.targets import read_labels, unscale
 from fedpact.evaluation.metrics import evaluate, find_display
 from fedpact.plan import Plan
 from fedpact.privacy.column_scales import scale_columns
 from fedpact.simulation.workshop import TrainingSetup
 
 FORM: Final = "records.json"
-_LABEL: Final = "\0label"
 
 
 @dataclass(frozen=True)
@@ -100,15 +90,15 @@ class RecordedForm:
 
 @dataclass(frozen=True, eq=False)
 class PredictionInputs:
-    """Records x [n, *shape], and their labels as they were given, None for none.
+    """Records x [n, *shape], and the table that they were read from, with its labels.
 
     sieve: who of them is used. features: the columns of a table. form, classes: what labels may be.
     """
 
     x: Tensor
+    table: Table
     sieve: RecordFilter
     features: tuple[str, ...]
-    labels: Sequence[Any] | np.ndarray | None
     form: RecordForm
     classes: tuple[str, ...]
 
@@ -117,27 +107,28 @@ class PredictionInputs:
 
         A number whose text names another class is that one where the records are a table's.
         """
-        named = self.form.labels == "names" and ambiguous(self.classes)
+        named = self.table.labels == "names" and ambiguous(self.classes)
         array = labels_of("labels", "y", labels, self.form.target.kind, self.x.ndim)
-        form = self.form.model_copy(update={"labels": "names" if named else None})
-        return replace(self, labels=array, form=form)
+        table = replace(self.table, y=array, labels="names" if named else None)
+        return replace(self, table=table)
 
-    def targets(self, column: str) -> tuple[np.ndarray, np.ndarray]:
+    def targets(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the labels as they are trained on, and which of them fit, [n].
 
-        column: what their errors are told of. Raises DataError: there are none, or not one each.
+        Raises DataError: there are none, or not one each.
         """
-        if self.labels is None:
+        labels = self.table.y
+        if labels is None:
             raise DataError(
                 f"{self.sieve.origin}: there are no labels; give them in the column that the run's "
                 "had, in the array y of an .npz file, or as evaluate(records, labels)"
             )
-        if len(self.labels) != len(self.x):
+        if len(labels) != len(self.x):
             raise DataError(
-                f"there are {len(self.labels)} labels for {len(self.x)} records: give one each"
+                f"there are {len(labels)} labels for {len(self.x)} records: give one each"
             )
         sieve = RecordFilter("labels", len(self.x), self.sieve.first)
-        y = targets_of(self.labels, self.classes, self.form, column, sieve)
+        y = read_labels(self.table, self.classes, self.form, sieve)
         sieve.warn(values=True)
         return y, sieve.good
 
@@ -148,113 +139,61 @@ def read_prediction_inputs(records: Any, plan: Plan, own: RecordedForm) -> Predi
     records: whatever a run takes (see data.from_python), with labels or without; a .csv, .parquet
     or .npz file; an array [n, *shape]. Raises DataError: they are of another form.
     """
+    form = plan.form
     if isinstance(records, Dataset):
-        return _of_dataset(records, plan, own)
+        records = with_columns(records, plan.records)
+        if own.features and records.features:
+            # A file that it was read from may have another order.
+            records = with_columns(records, RecordForm(features=[*own.features]))
+        if records.classes != own.classes:
+            raise DataError(
+                f"data set {records.name} has the classes {', '.join(records.classes)}: the run's "
+                f"are {', '.join(own.classes)}; make it with classes = the run's"
+            )
+        table = of_arrays(records.name, records.x, records.y.numpy(), form)
+        return _read(table, form.in_arrays(records.features), own)
+    wanted = form
+    if own.features:
+        wanted = form.model_copy(update={"features": [*own.features], "drop": []})
+    roles = plan.label, plan.site, plan.person
     if not isinstance(records, str | Path):
-        return _of_parts("records", parts_of(records, own.shape), {}, plan, own)
-    path = Path(records)
-    if path.suffix.lower() == ".npz":
-        arrays = read_npz(path, labelled=False)
-        return _of_parts(str(path), Parts(x=arrays["x"], y=arrays.get("y")), {}, plan, own)
-    if path.suffix.lower() not in (".csv", ".parquet"):
+        table = read_input("records", records, wanted, *roles, shape=own.shape)
+    elif Path(records).suffix.lower() == ".npz":
+        arrays = read_npz(Path(records), labelled=False)
+        table = of_arrays(str(records), arrays["x"], arrays.get("y"), form)
+    elif Path(records).suffix.lower() in (".csv", ".parquet"):
+        columns, broken = read_columns(Path(records))
+        label, site, person = (role if role in columns else None for role in roles)
+        table = of_columns(
+            str(records), columns, wanted, label, site, person, broken, unlabelled=True
+        )
+    else:
         raise DataError(
             f"records is {str(records)!r}: expected the path of a .csv, .parquet or .npz file, or "
             "records from Python, as a table, arrays, or a data set of fedpact.from_arrays"
         )
-    columns, broken = read_columns(path)
-    parts = Parts(columns={name: list(cells) for name, cells in columns.items()})
-    return _of_parts(str(path), parts, broken, plan, own)
+    if table.features:
+        return _read(table, wanted, own)
+    # Beside a table's run they are the columns' numbers, in the order of the run's.
+    return _read(table, form.by_place(own.features) if own.features else form, own)
 
 
-def _of_parts(
-    origin: str, parts: Parts, broken: Mapping[int, str], plan: Plan, own: RecordedForm
-) -> PredictionInputs:
-    form, columns = plan.form, parts.columns
-    if columns is None:
-        y = parts.y
-        if y is not None:
-            y = labels_of(origin, "y", y, form.target.kind, 1 + len(own.shape))
-        if parts.titles_of("") and form.labels is None:
-            form = form.model_copy(update={"labels": "numbers"})
-        if own.features:
-            # Beside a table's run they are the columns' numbers, in the order of the run's.
-            form = form.by_place(own.features)
-        return _of_array(origin, parts.x, y, form, own)
-    labels = parts.named(str(plan.label)) if plan.label in columns else None
-    names = form.model_copy(update={"labels": form.labels or "names"})
-    if not own.features:
-        chosen = choose_columns(columns, form, (plan.label, plan.site, plan.person))
-        if len(chosen) == 1 and holds_arrays(columns.get(chosen[0])):
-            y = None if labels is None else labels_in(labels, form)
-            names = form.model_copy(update={"labels": "names"})
-            return _of_array(origin, arrays_in(columns[chosen[0]], chosen[0]), y, names, own)
-    if is_tokens(own.features) and (rows := token_rows(columns, columns)):
-        sieve = RecordFilter(origin, len(columns[rows[0]]), 1)
-        given = read_tokens(columns, own.features, own.shape[-1], form.vocabulary, sieve)
-        return PredictionInputs(
-            torch.from_numpy(given), sieve, own.features, labels, names, own.classes
-        )
-    table = _table(origin, columns, broken, plan, own)
-    sieve = RecordFilter(origin, table.count, 1)
-    x = torch.from_numpy(numbers_of_table(table, plan.records.shared(), own.values, sieve))
-    return PredictionInputs(x, sieve, table.features, labels, names, own.classes)
-
-
-def _of_array(
-    origin: str, given: Any, y: Any, form: RecordForm, own: RecordedForm
-) -> PredictionInputs:
-    array = array_of(origin, "x", given)
-    if array.shape[1:] != own.shape:
-        shape = ", ".join(map(str, own.shape))
-        raise DataError(
-            f"{origin}: x has shape {array.shape}: expected [n, {shape}], as the run's records "
-            "have; bring them into that form"
-        )
-    sieve = RecordFilter(origin, len(array), 0)
-    x = torch.from_numpy(numbers_of_array(array, form, own.values, sieve))
-    return PredictionInputs(x, sieve, own.features, y, form, own.classes)
-
-
-def _of_dataset(data: Dataset, plan: Plan, own: RecordedForm) -> PredictionInputs:
-    data = with_columns(data, plan.records)
-    if own.features and data.features:
-        # A file that it was read from may have another order.
-        data = with_columns(data, RecordForm(features=[*own.features]))
-    if data.classes != own.classes:
-        raise DataError(
-            f"data set {data.name} has the classes {', '.join(data.classes)}: the run's are "
-            f"{', '.join(own.classes)}; make it with classes = the run's"
-        )
-    form = plan.form.in_arrays(data.features)
-    return _of_array(data.name, data.x, data.y.numpy(), form, own)
-
-
-def _table(
-    origin: str,
-    columns: Mapping[str, Cells],
-    broken: Mapping[int, str],
-    plan: Plan,
-    own: RecordedForm,
-) -> Table:
-    if len(own.shape) != 1:
-        raise DataError(
-            f"{origin} is a table of the columns {', '.join(map(str, columns))}: expected the "
-            f"run's records of shape {own.shape}: hand in an .npz file with them as its array x"
-        )
-    names = own.features
-    if not names:
-        roles = {plan.label, plan.site, plan.person}
-        names = tuple(name for name in columns if name not in roles)
-    missing = [name for name in names if name not in columns]
-    if missing or (len(names),) != own.shape:
-        raise DataError(
-            f"{origin} has the columns {', '.join(map(str, columns))}: expected the run's "
-            f"{own.shape[0]} features {', '.join(own.features) or 'as columns of numbers'}"
-            + (f"; it lacks {', '.join(missing)}" if missing else "")
-        )
-    rows = len(columns[names[0]])
-    used: dict[str, Cells] = {name: columns[name] for name in names}
-    return Table({**used, _LABEL: [""] * rows}, _LABEL, None, broken)
+def _read(table: Table, form: RecordForm, own: RecordedForm) -> PredictionInputs:
+    if table.features and table.features[0] == TOKENS[0]:
+        form = form.model_copy(update={"length": own.shape[-1]})
+    else:
+        x = table.x
+        shape = x.shape[1:] if isinstance(x, np.ndarray) else (len(x),)
+        if shape != own.shape:
+            found = f"columns {', '.join(table.features)}" if table.features else f"shape {shape}"
+            raise DataError(
+                f"{table.origin}: a record has {found}: expected shape {own.shape}"
+                f"{' of ' * bool(own.features)}{', '.join(own.features)}, as the run's records "
+                "have; bring them into that form (arrays as .npz, or from Python)"
+            )
+    sieve = table.filter()
+    x = torch.from_numpy(read_numbers(table, form, own.values, sieve))
+    return PredictionInputs(x, table, sieve, own.features or table.features, form, own.classes)
 
 
 _BATCH: Final = 1024
@@ -422,7 +361,7 @@ class Predictor:
         """
         given = read_prediction_inputs(records, self.plan, self.form)
         given = given if labels is None else given.given(labels)
-        y, good = given.targets(self.plan.label or "y")
+        y, good = given.targets()
         x, used = self._staged(given)
         both = used & good
         if not both.any():
