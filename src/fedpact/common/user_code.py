@@ -60,16 +60,6 @@ def digest_of_module(module: nn.Module) -> str:
     return _digest(_module(module, _Seen()))
 
 
-def stable_digest(module: nn.Module) -> str:
-    """As digest_of_module, but for what has no name beyond this process, as a lock or a generator.
-
-    So it is the same in another process, and two that differ in nothing else have the same.
-    """
-    seen = _Seen()
-    seen.files = True
-    return _digest(part for part in _module(module, seen) if not isinstance(part, _Identity))
-
-
 def digest_of_form(*things: Any) -> str | None:
     """Of what modules and functions compute with weights of any values, None where none can tell.
 

@@ -254,7 +254,7 @@ def read_labels(
     classes, float32 [n, K]. Pixels: places of classes, int64 [n, ...]. Raises DataError: a table's
     column cannot hold such.
     """
-    labels, column = table.y, table.roles["label"]
+    labels, column = table.y, table.roles.get("label", "y")
     kind = form.target.kind
     if kind == "class":
         return class_numbers(labels, classes, form.labels or table.labels, column, sieve)
