@@ -94,7 +94,7 @@ def test_a_declaration_is_part_of_what_a_run_is(tmp_path):
 def test_a_public_data_set_is_held_against_a_declaration_too(tmp_path, caplog):
     plan = Plan.parse({**SETTINGS, "records": {"high": 0.5}})
     with pytest.raises(
-        DataError, match=r"no record is left of digits: column .* is beyond its declared range"
+        DataError, match=r"no record is left of digits: .* beyond its declared range"
     ):
         simulate(plan, tmp_path / "run")
 

@@ -335,8 +335,8 @@ def test_what_a_module_keeps_for_itself_meets_no_other_record(tmp_path):
     """In a variable of its file: what runs is what was traced, before there was a record."""
     chosen = FeatureSettings(kind=f"{OWN}:remembering", trained_on="nothing")
     x, others = torch.rand(5, 2, 3), torch.tensor([4, 2, 0])
-    whole = Extractor(chosen, (2, 3), 0, tmp_path)(x)
-    assert torch.equal(Extractor(chosen, (2, 3), 0, tmp_path)(x[others]).x, whole.x[others])
+    of = Extractor(chosen, (2, 3), 0, tmp_path)
+    assert torch.equal(of(x).x[others], of(x[others]).x)
 
 
 def test_code_that_a_factory_only_uses_is_in_the_caches_key(tmp_path, monkeypatch):
