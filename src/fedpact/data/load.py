@@ -31,7 +31,7 @@ from fedpact.data.public import (
 )
 from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter, nothing_left
-from fedpact.data.tables import Table, read_numbers, site_names, table_of
+from fedpact.data.tables import Table, read_numbers, read_sites, table_of
 from fedpact.data.targets import check_several, find_classes, persons_of, read_labels
 
 NAMES = (
@@ -250,7 +250,7 @@ def dataset_of(
     ys = [read_labels(t, names, form, s) for t, s in zip(tables, sieves, strict=True)]
     main, sieve = tables[0], sieves[0]
     roles = {role: main.roles.get(role, role) for role in ("site", "person")}
-    site = None if main.site is None else site_names(main.site, sieve, roles["site"])
+    site = None if main.site is None else read_sites(main.site, sieve, roles["site"])
     person = None if main.person is None else persons_of(main.person, sieve, roles["person"])
     _check_left(sieves)
     for one in sieves:

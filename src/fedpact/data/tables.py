@@ -268,7 +268,7 @@ def class_numbers(
     return found
 
 
-def site_names(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "site") -> list[str]:
+def read_sites(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "site") -> list[str]:
     """Return the name of each record's site, [n]; the sieve has those that are of none.
 
     Raises DataError: another length.
