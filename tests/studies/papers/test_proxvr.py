@@ -173,7 +173,7 @@ def test_the_check_value():
 def test_certified_optimum_has_no_sample_below_its_bound(how):
     rng = random.Random(4)
     solver = how.get("solver", "sarah")
-    for _ in range(6):
+    for _ in range(3):
         losses, gamma = drawn(rng), 10 ** rng.uniform(-5, 1)
         best = minimise(losses, gamma, **how)
         assert best.objective == objective(losses, gamma, best.mu, best.beta, best.tau)
@@ -301,7 +301,7 @@ def test_heterogeneity_needs_larger_penalty_and_exactness():
 @pytest.mark.parametrize("how", [{"tight": False}, {"whole": False}, {"solver": "svrg"}], ids=str)
 def test_extreme_numbers_are_certified_all_the_same(how):
     rng = random.Random(14)
-    for _ in range(8):
+    for _ in range(4):
         smooth = 10 ** rng.uniform(-8, 8)
         losses = Losses(smooth, smooth * rng.random(), 10 ** rng.uniform(-8, 12))
         best = minimise(losses, 10 ** rng.uniform(-12, 12), **how)
@@ -323,7 +323,7 @@ def test_the_path_for_drawing_is_near_the_certified_optimum():
 
 def test_continuous_optimum_bounds_the_integer_one():
     rng = random.Random(6)
-    for _ in range(10):
+    for _ in range(3):
         losses, gamma = drawn(rng), 10 ** rng.uniform(-4, 1)
         tight, free = minimise(losses, gamma), minimise(losses, gamma, tight=False)
         real = minimise(losses, gamma, whole=False)

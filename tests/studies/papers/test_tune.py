@@ -51,6 +51,14 @@ def refused(*arguments: str) -> str:
     return str(result.exception)
 
 
+@pytest.fixture(autouse=True)
+def _no_figure(request, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To draw one takes most of a command's time."""
+    if "figure" not in request.node.name:
+        draw = "fedpact.studies.papers.fedproxvr.draw"
+        monkeypatch.setattr(draw, lambda setting, out: out.touch())
+
+
 @pytest.fixture(scope="module")
 def private(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of FedFDP on sites of unlike labels; every site has fewer than 1000 records."""
@@ -127,11 +135,10 @@ def test_text_says_what_is_proven_and_what_it_is_worth():
     assert "local_steps = 177" in out
 
 
-@pytest.mark.parametrize(("suffix", "head"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
-def test_the_figure_is_drawn(tmp_path, suffix, head):
-    out = tmp_path / f"figure{suffix}"
+def test_the_figure_is_drawn(tmp_path):
+    out = tmp_path / "figure.svg"
     assert as_json("fedproxvr", *SPEC, "--out", str(out))["figure"] == str(out)
-    assert out.read_bytes().startswith(head)
+    assert out.read_bytes().startswith(b"<?xml")
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
@@ -278,7 +285,7 @@ def test_a_runs_gamma_is_measured(private):
     assert found["gamma"] == pytest.approx(costs["d_cmp"] / costs["d_com"])
     assert not costs["separated"]  # FedFDP has τ = 1 in every round
     assert found["gamma"] == pytest.approx(1)
-    assert "cannot be split" in tune("fedproxvr", str(private), *SPEC[:-2]).stdout
+    assert any("cannot be split" in note for note in found["notes"])
 
 
 def test_a_deployments_records_are_elsewhere(private, tmp_path):

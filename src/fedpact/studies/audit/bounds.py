@@ -20,6 +20,7 @@ from fedpact.common.errors import InputError
 from fedpact.privacy.accounting import gaussian
 
 _LARGEST_EPSILON = 100.0
+_LEAST_LEVEL = 1e-9
 
 
 def one_run_p_value(
@@ -62,7 +63,11 @@ def one_run_epsilon(
     5.81
     """
     level = 1 - check.fraction(confidence=confidence)
-    return _largest(lambda e: one_run_p_value(canaries, guesses, correct, e, delta) <= level)
+
+    def excluded(epsilon: float) -> bool:
+        return one_run_p_value(canaries, guesses, correct, epsilon, delta) <= level
+
+    return _last(excluded, 0.0, _LARGEST_EPSILON)
 
 
 def refutes(
@@ -92,18 +97,11 @@ def curve_p_value(
     lost: Callable[[float], float], canaries: int, guesses: int, correct: int
 ) -> float:
     """Return the least level, within 1 %, at which `refutes`; 1.0 where there is none."""
-    low, high = 1e-9, 1.0
-    if refutes(lost, canaries, guesses, correct, low):
-        return low
-    if not refutes(lost, canaries, guesses, correct, high):
-        return high
-    while high > 1.01 * low:
-        middle = math.sqrt(low * high)
-        if refutes(lost, canaries, guesses, correct, middle):
-            high = middle
-        else:
-            low = middle
-    return high
+
+    def refuted(digits: float) -> bool:
+        return refutes(lost, canaries, guesses, correct, math.exp(-digits))
+
+    return math.exp(-_last(refuted, 0.0, -math.log(_LEAST_LEVEL), within=0.01))
 
 
 def make_loss_bound(curve: Sequence[tuple[float, float]]) -> Callable[[float], float]:
@@ -123,15 +121,14 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     """Return μ of N(0, 1) against N(μ, 1) at which these two are (ε, δ)-private and no more."""
     if epsilon == math.inf:
         return math.inf
-    low, high = 0.0, 1.0
-    while gaussian.gaussian_epsilon(high, delta) < epsilon:
+
+    def weaker(mu: float) -> bool:
+        return gaussian.gaussian_epsilon(mu, delta) < epsilon
+
+    high = 1.0
+    while weaker(high):
         high *= 2
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        low, high = (
-            (middle, high) if gaussian.gaussian_epsilon(middle, delta) < epsilon else (low, middle)
-        )
-    return low
+    return _last(weaker, 0.0, high, within=1e-6 * high)
 
 
 def many_runs_power(claimed: float, delta: float, runs: int, confidence: float) -> float:
@@ -154,14 +151,13 @@ def expect_right(mu: float, share: float) -> float:
 
     Scores are N(μ/2, 1) with a canary and N(-μ/2, 1) without it, independent.
     """
-    low, high = 0.0, mu / 2 + 10
+
+    def exceed(t: float) -> tuple[float, float]:
+        return float(ndtr(mu / 2 - t)), float(ndtr(-t - mu / 2))
+
     # |score| > t for the share that is guessed; right if its sign is.
-    for _ in range(60):
-        t = (low + high) / 2
-        guessed = float(ndtr(mu / 2 - t) + ndtr(-t - mu / 2))
-        low, high = (t, high) if guessed > share else (low, t)
-    right = float(ndtr(mu / 2 - low))
-    return right / (right + float(ndtr(-low - mu / 2)))
+    right, wrong = exceed(_last(lambda t: sum(exceed(t)) > share, 0.0, mu / 2 + 10, within=1e-12))
+    return right / (right + wrong)
 
 
 @dataclass(frozen=True)
@@ -207,16 +203,18 @@ def _check_seen(seen: int, runs: int) -> None:
         raise InputError(f"seen is {seen} of {runs} runs: expected 0 <= seen <= runs")
 
 
-def _largest(excluded: Callable[[float], bool]) -> float:
-    """Return an ε that is excluded, within 1e-6 of the first that is not; 0.0 if none is."""
-    low, high = 0.0, _LARGEST_EPSILON
-    if not excluded(low):
-        return 0.0
-    if excluded(high):
+def _last(holds: Callable[[float], bool], low: float, high: float, within: float = 1e-6) -> float:
+    """Return where it still holds, within so much of where it ends; `low` where it never holds.
+
+    Not scipy's root: what is returned is a point at which it holds, the safe side of a bound.
+    """
+    if not holds(low):
+        return low
+    if holds(high):
         return high
-    while high - low > 1e-6:
+    while high - low > within:
         middle = (low + high) / 2
-        low, high = (middle, high) if excluded(middle) else (low, middle)
+        low, high = (middle, high) if holds(middle) else (low, middle)
     return low
 
 

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import epsilon
 from fedpact.privacy.batches import BatchClippedKernel
-from fedpact.privacy.column_scales import Means
-from fedpact.privacy.oracle import Oracle, PrivateOracle, Records
+from fedpact.privacy.oracle import Oracle, OracleWrapper, PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.setup import SimulationSetup
 
@@ -182,36 +181,17 @@ class Asked:
         return next((part for part in self.query if isinstance(part, Fair)), UNIFORM)
 
 
-class Recorder:
+class Recorder(OracleWrapper):
     """An oracle that writes down what it is asked and what it answers."""
 
     def __init__(self, inner: Oracle, terms: Terms) -> None:
-        self._inner, self._terms, self.asked = inner, terms, list[Asked]()
+        super().__init__(inner)
+        self._terms, self.asked = terms, list[Asked]()
         self.batches_opened = 0
-        self.batch_size, self.noise_variance = inner.batch_size, inner.noise_variance
-
-    @property
-    def steps_left(self) -> float:
-        """How many batches the site's reservation still allows, public; inf in a plain run."""
-        return self._inner.steps_left
-
-    @property
-    def shares(self) -> Mapping[str, Tensor]:
-        """What was released with a share of noise: channel -> int64 [d], on the terms' grid."""
-        return self._inner.shares
 
     def opening(self, *channels: str) -> Any:
         """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
         return self._recorded(self._inner.opening(*channels), opening=True)
-
-    def columns(self) -> Means:
-        """Return what scales the site's columns, once, before the first round."""
-        return self._inner.columns()
-
-    def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
-        """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge. A
-        run that asks for this is not private, and not audited."""
-        return self._inner.unprotected(w)
 
     def batches(self, count: int, *channels: str) -> Iterator[Any]:
         """Yield `count` batches that answer the channels; each is closed by the next one."""
@@ -306,7 +286,9 @@ def _making(shares: int, drawn: Drawn) -> Callable[[Records, PrivateKernel, Term
     def make(records: Records, kernel: PrivateKernel, terms: Terms, draws: Draws) -> Oracle:
         sigmas = {name: sigma / math.sqrt(shares) for name, sigma in terms.sigmas.items()}
         own = replace(terms, sigmas=sigmas)
-        return _Attacked(records, kernel, own, _Together(drawn(draws), shares), lambda *_: None)
+        return _Attacked(
+            records, kernel, own, cast(Draws, _Together(drawn(draws), shares)), lambda *_: None
+        )
 
     return make
 
@@ -329,22 +311,8 @@ class _Together:
     def __init__(self, own: Draws, shares: int) -> None:
         self._own, self._shares = own, shares
 
-    def batch(self, records: int, rate: float, step: int) -> Tensor:
-        return self._own.batch(records, rate, step)
-
-    def positions(self, count: int, slots: int, step: int) -> Tensor:
-        return self._own.positions(count, slots, step)
-
-    def number(self, step: int) -> int:
-        return self._own.number(step)
-
-    def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
-        return self._own.gaussian(size, like, step, purpose)
-
-    def add_noise(
-        self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
-    ) -> Tensor:
-        return self._own.add_noise(total, sigma, sensitivity, step, purpose)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
 
     def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
         found, nothing = self._own.share(total, unit, units, step, purpose), torch.zeros_like(total)
