@@ -49,20 +49,16 @@ class Flat(nn.Module):
 
 
 @MODES
-@pytest.mark.parametrize("moved", ["channels", "order", "permuted"])
-def test_records_may_lie_in_memory_as_they_like(tmp_path, mode, moved):
+def test_records_may_lie_in_memory_as_they_like(tmp_path, mode):
     """As of images whose channels stood last: a view behind them is of numbers in their order."""
     x, y = np.moveaxis(IMAGES[0], -1, 1), IMAGES[1]
-    given = {
-        "channels": x,
-        "order": np.asfortranarray(x),
-        "permuted": torch.from_numpy(IMAGES[0]).permute(0, 3, 1, 2),
-    }[moved]
-    found = run(tmp_path, Viewing, (given, y), mode)
-    plain = run(tmp_path / "again", Viewing, (np.ascontiguousarray(x), y), mode)
-    assert found.records[-1].loss == plain.records[-1].loss
-    assert found.evaluate((given, y)) == plain.evaluate((x, y))
-    assert np.array_equal(found.predict(given).probabilities, plain.predict(x).probabilities)
+    plain = run(tmp_path / "plain", Viewing, (np.ascontiguousarray(x), y), mode, rounds=1)
+    permuted = torch.from_numpy(IMAGES[0]).permute(0, 3, 1, 2)
+    for name, given in (("channels", x), ("order", np.asfortranarray(x)), ("permuted", permuted)):
+        found = run(tmp_path / name, Viewing, (given, y), mode, rounds=1)
+        assert found.records[-1].loss == plain.records[-1].loss
+        assert found.evaluate((given, y)) == plain.evaluate((x, y))
+        assert np.array_equal(found.predict(given).probabilities, plain.predict(x).probabilities)
 
 
 @MODES
@@ -89,7 +85,7 @@ def test_deep_networks_with_norms_are_not_said_to_mix_records(norm):
     def block(i: int, o: int) -> list[nn.Module]:
         return [nn.Conv2d(i, o, 3, padding=1), norm(o), nn.ReLU()]
 
-    for seed in range(6):
+    for seed in range(3):
         torch.manual_seed(seed)
         layers = [*block(1, 8), *block(8, 8), nn.MaxPool2d(2), *block(8, 16), *block(16, 16)]
         net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))

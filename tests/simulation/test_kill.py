@@ -24,11 +24,11 @@ from fedpact.privacy.ledger.receipt import receipt
 from fedpact.simulation.simulate import simulate
 
 PLAN = {
-    "rounds": 25,
+    "rounds": 12,
     "sites": 3,
     "algorithm": "fedavg",
     "settings": {"local_steps": 2},
-    "run": {"evaluate_every": 25, "workers": 2},
+    "run": {"evaluate_every": 12, "workers": 2},
 }
 
 # It loads everything once and forks for each run, so that a run takes a fraction of a second.
@@ -155,8 +155,8 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_five_kills(runner, tmp_path):
-    kill_often(runner, tmp_path, 5, seed=int.from_bytes(os.urandom(4)))
+def test_three_kills(runner, tmp_path):
+    kill_often(runner, tmp_path, 3, seed=int.from_bytes(os.urandom(4)))
 
 
 @pytest.mark.slow

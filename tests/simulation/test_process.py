@@ -80,14 +80,6 @@ def test_version_2_in_a_container_that_sees_the_hosts_path(machine):
     assert available_cores() == 4
 
 
-@pytest.mark.parametrize(("quota", "expected"), [("-1\n", 8), ("250000\n", 3)])
-def test_version_1(machine, quota, expected):
-    machine("own", "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n")
-    machine("groups/cpu/docker/abc/cpu.cfs_quota_us", quota)
-    machine("groups/cpu/docker/abc/cpu.cfs_period_us", "100000\n")
-    assert available_cores() == expected
-
-
 @pytest.fixture
 def files():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -95,19 +95,15 @@ def keep_freed_memory() -> None:
 def _quotas(own: Path, groups: Path) -> Iterator[float]:
     """Yield the limits, in cores, of the process's control group and of all groups around it.
 
-    own: what /proc says of the process's groups; groups: where they are mounted. Of version 2
-    cpu.max counts ("200000 100000", or "max"), of version 1 two files of the controller "cpu".
+    own: what /proc says of the process's groups; groups: where they are mounted. cpu.max counts
+    ("200000 100000", or "max"), as control groups of version 2 have it.
     """
     for line in _text(own).splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            for folder in _upwards(groups, path):
-                yield from _ratio(_text(folder / "cpu.max").split())
-        elif "cpu" in controllers.split(","):
-            for folder in _upwards(groups / "cpu", path):
-                names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-                yield from _ratio([_text(folder / name).strip() for name in names])
+        if line.startswith("0::"):
+            for folder in _upwards(groups, line.removeprefix("0::")):
+                limit, period = (*_text(folder / "cpu.max").split(), "", "")[:2]
+                if limit.isdigit() and period.isdigit() and int(period):
+                    yield int(limit) / int(period)
 
 
 def _upwards(root: Path, path: str) -> Iterator[Path]:
@@ -117,12 +113,6 @@ def _upwards(root: Path, path: str) -> Iterator[Path]:
         yield folder
         folder = folder.parent
     yield root
-
-
-def _ratio(found: list[str]) -> Iterator[float]:
-    # "max", and -1 in version 1, set no limit.
-    if len(found) == 2 and all(word.isdigit() for word in found) and int(found[1]):
-        yield int(found[0]) / int(found[1])
 
 
 def _text(path: Path) -> str:

@@ -352,7 +352,7 @@ def test_a_run_shares_its_noise_and_says_both_epsilons(tmp_path):
     assert spent["epsilon_alone_reserved"] == run["epsilon_alone_reserved"]
     page = write_report(tmp_path / "run").read_text()
     assert page.count("ε alone") >= 3
-    assert "3 sites in each opened sum" in page
+    assert "3 honest sites in each sum" in " ".join(page.split())
     path = tmp_path / "run" / "sites" / "site-00" / "ledger.jsonl"
     with pytest.raises(InputError, match="noise of 3 sites together"):
         remaining(path, Budget(8.0, 1e-4), joint=True)

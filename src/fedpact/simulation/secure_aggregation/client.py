@@ -86,6 +86,8 @@ class UnmaskedSums:
         """
         asked = task.run, task.round, task.attempt, survivors
         last = self._last
+        # A second list of one (round, attempt) would open a second sum of the same vectors, and the
+        # difference of the two is single sites' own.
         again = last is not None and last[0] == task.run and asked[1:3] <= last[1:3]
         if again and last != asked:
             return False
@@ -153,6 +155,7 @@ class _Session(_Asked):
         if not (whose and "roster" in self.answered and number < self.secrets.slots):
             return None
         last = -1 if self.slot is None else self.slot.number
+        # Slots go forward only: masks of one that was used, or passed over, are never made again.
         if self.slot is None or number > last:
             self.slot = _Slot(place, number=number)
         return self.slot if self.slot.place == place else None
@@ -202,6 +205,7 @@ class Masker:
         ):
             return self._refusal(place, "session")
         before = asked.answered.get(question.step)
+        # The same question again, as after a lost answer, gets the same answer and costs nothing.
         if before is not None:
             return before[1] if before[0] == digest else self._refusal(place, "asked")
         if not asked.is_next(question.step):
@@ -322,6 +326,7 @@ class Masker:
             return reply
         slot.task = task
         words = self._coding.encode(reply)
+        # Modulo 2^b, where unsigned words wrap by themselves.
         masked = self._coding.mask(reply, words + self._mask(session, slot, task, words))
         return self._step(question, {"reply": to_bytes(masked)})
 
@@ -363,6 +368,8 @@ class Masker:
             return self._refusal(slot.place, "few")
         what = keys.of_attempt(slot.task.attempt if slot.task else 0, session.roster)
         self._check_signed(signatures, what, survivors, slot.place)
+        # Of a site in the sum its b alone, of one that is missing its m alone: with both secrets of
+        # one site the server could take both of its masks off.
         missing = self._circle.around(self._name) & (session.held.keys() - {*survivors})
         told = messages.under("seed/", self._of(session, slot, survivors))
         told |= messages.under("mask/", self._of(session, slot, missing, session.secrets.slots))

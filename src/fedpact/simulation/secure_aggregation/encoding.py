@@ -47,8 +47,8 @@ RANGE: Final = 2.0**20
 MASKED: Final = "masked"
 """The one vector of a masked reply: int64 [L]."""
 
-_BITS: Final = 42
-_LEAST_BITS: Final = 24
+_BITS: Final = 42  # of fractions of one site: 20 before the point, one for the sign, one to spare
+_LEAST_BITS: Final = 24  # fewer would be coarser than float32
 
 
 def fraction_bits(sites: int) -> int:
@@ -230,6 +230,8 @@ def encode_fixed_point(
     values = np.concatenate([*parts, [numbers[name] for name in sorted(numbers)]])
     if not np.isfinite(values).all():
         raise DataError("a vector with NaN or infinity has no place in a sum modulo 2^64")
+    # Weighted before it is rounded, so that the sum over sites is that of the weighted mean. The
+    # clamp is what keeps |Σ e_i| below 2^63: a site can lie about its vector, and wrap nothing.
     scaled = np.clip(values, -RANGE, RANGE) * np.ldexp(share, fraction_bits(sites))
     return np.rint(scaled).astype(np.int64).view(np.uint64)
 
@@ -249,6 +251,7 @@ def decode_fixed_point(
     """
     if len(total) != layout.length:
         raise InputError(f"a sum of {len(total)} words: expected {layout.length}, as of one reply")
+    # Modulo 2^64 and below 2^63 in absolute value: as int64 it is the sum itself.
     means = np.ldexp(total.view(np.int64).astype(np.float64), -fraction_bits(sites)) / share
     vectors, at = dict[str, Tensor](), 0
     for name, (shape, dtype) in layout.vectors.items():
@@ -286,6 +289,8 @@ def bits(terms: Mapping[str, Terms]) -> int:
             f"{_LONGEST:.3g}, as far as floating point is shown to round it like a real number; "
             "use smaller batches or more noise"
         )
+    # 1.001 is far beyond what floating point adds to a sum. Whole numbers from -reach to reach are
+    # 2 reach + 1 many.
     reach = 1.001 * sum(each) + 12 * SHARE_DEVIATION * math.sqrt(len(terms)) + len(terms)
     needed = math.ceil(math.log2(2 * reach + 1))
     if needed > _MOST:
@@ -344,6 +349,7 @@ class SharedSum:
                 f"a reply of {reply.site} has {[*reply.vectors]}: expected a share of each of "
                 f"{', '.join(self._channels)}"
             )
+        # From int64 to 32 bits modulo 2^32, of which the low b are sent: two's complement.
         return torch.cat(shares).numpy().astype(np.uint32)
 
     def check(self, reply: Reply) -> None:
@@ -385,6 +391,7 @@ class SharedSum:
         for name, (shape, _) in layout.vectors.items():
             sums[name] = whole[at : at + shape.numel()]
             at += shape.numel()
+        # The expected batches of those in the sum: public, and what the noise was reckoned for.
         records = math.fsum(self.terms[site].batch_size for site in sorted(replies))
         opened = NoisySumOracle(sums, self._some.at(task.round), records)
         told = self.step(task, opened, State())
@@ -464,6 +471,7 @@ class _SumBatch:
     def below(self, w: Tensor, bound: float) -> float:
         """Return the share of records with a loss of at most bound at w [d]; may leave [0, 1]."""
         del w, bound
+        # Sites sum 1/2 or -1/2 of each record, so that it is of sensitivity 1/2.
         return float(self._mean("below", 0.5)) + 0.5
 
 
@@ -484,6 +492,7 @@ def pack_bits(words: RingWords, width: int) -> NDArray[np.uint8]:
     [1, 0, 2, 0, 3, 0]
     """
     low = words.astype("<u4")
+    # In parts, as bits take a byte each while they are packed.
     packed: list[NDArray[np.uint8]] = []
     # Whole bytes at each cut, as their number is a multiple of 8.
     for start in range(0, len(low), _AT_A_TIME):

@@ -29,9 +29,8 @@ opens), and for each a hypergeometric tail.
 Bell, Bonawitz, Gascón, Lepoint, Raykova (CCS 2020) draw the graph at random, for k of the order of
 log K, and bound the probability that it is a bad one; here it is shown to be a good one.
 
-simulation.secure_aggregation.graph has the graph, and the proof of what it bears. It follows from
-the sites' names,
-the threshold and how many may be against the others, so that all parties find the same one.
+The graph follows from the sites' names, the threshold and how many may be against the others, so
+that all parties find the same one.
 """
 
 import hashlib
@@ -101,12 +100,15 @@ def neighbourhoods(sites: int, threshold: int, against: int) -> Neighbourhoods:
             f"{sites} sites, a threshold of {threshold} and {against} against the others: expected "
             "0 <= against < threshold <= sites"
         )
-    # Of k neighbours and the site itself more than c have to be there.
+    # From the fewest neighbours on: of k and the site itself more than c have to be there, else all
+    # whom one site shares masks with could be the server's. k is even, as distances go both ways.
     for k in range(max(2, against + against % 2), sites - 1, 2) if sites >= FEWEST else ():
         shares = most_shares(sites, threshold, k)
         least = _least(sites, threshold - against, shares - against)
+        # Which distances are taken decides how far apart two sites are; some sets do better.
         for number in range(_TRIES if shares > against and least > 0 else 0):
             distances = _distances(sites, k, number)
+            # Haemers' bound; the margin is far beyond what the FFT rounds.
             if spectral_spread(sites, distances) ** 2 < least - _MARGIN:
                 return Neighbourhoods(sites, distances, shares)
     return Neighbourhoods(sites, (), threshold)
@@ -127,6 +129,7 @@ def _sure(sites: int, there: int, k: int) -> int:
     """Return the largest l <= k with P(X < l) < 2^-BITS / 3K, in whole numbers."""
     fewer, found = 0, 0
     while found < k:
+        # P(X = found) times comb(K - 1, k): no float, so all parties find the same l.
         fewer += math.comb(there, found) * math.comb(sites - 1 - there, k - found)
         if not 3 * sites * fewer << BITS < math.comb(sites - 1, k):
             break
@@ -136,6 +139,7 @@ def _sure(sites: int, there: int, k: int) -> int:
 
 def spectral_spread(sites: int, distances: tuple[int, ...]) -> float:
     """Return ρ/(k - θ), from 0 on: how far the graph is from one in which all are neighbours."""
+    # The adjacency matrix is circulant: its eigenvalues are its first row's Fourier transform.
     row = np.zeros(sites)
     for distance in distances:
         row[[distance, -distance]] = 1.0
@@ -166,9 +170,7 @@ def _distances(sites: int, k: int, number: int) -> tuple[int, ...]:
 
 
 class MaskingGraph:
-    """names: of all sites of a run. threshold: t. against: c, see
-    simulation.secure_aggregation.graph.
-    """
+    """Who masks with whom. names: of all sites of a run. threshold: t. against: c."""
 
     def __init__(self, names: Iterable[str], threshold: int, against: int) -> None:
         self.threshold = threshold
@@ -212,6 +214,8 @@ def colluding(plan: Plan, sites: int) -> int:
     With 2t > K + c no two lists of t sites each are signed by others than those.
     """
     threshold, honest = plan.secure_aggregation.threshold, plan.privacy.honest
+    # Shared noise needs h honest sites among any t of a sum. Else two lists of t sites each, which
+    # a server might have signed in one round, have 2t - K sites in common: one more than c.
     return threshold - honest if honest else 2 * threshold - sites - 1
 
 

@@ -8,8 +8,8 @@ with it: a reply is no task, and what one site signed is not another's.
 A secret is the value at 0 of a random polynomial of degree threshold - 1 over the whole numbers
 modulo a prime, a share its value at x >= 1. Fewer shares than the threshold say nothing about it.
 
-X25519, HKDF-SHA256, AES-256 in counter mode and AES-GCM are the library cryptography's, Shamir's
-secret sharing is in `shamir`. Every derivation names the session and the two sites that it is for,
+X25519, HKDF-SHA256, AES-256 in counter mode and AES-GCM are the library cryptography's. Every
+derivation names the session and the two sites that it is for,
 and of a session the slot: what is made for one sum, and used for no other.
 """
 
@@ -118,12 +118,14 @@ def split_secrets(
             f"secrets with a threshold of {threshold}, at {sorted(at)}: expected at least one of "
             f"{_SECRET} bytes each, a threshold of at least 1, and shares at 1 and more"
         )
-    # All polynomials at once, side by side in one number: a value has less than 2^257 times
-    # 2^(bits of x) for each coefficient, as it is reduced in the end only.
+    # All polynomials at once, side by side in one number, so that Horner's rule is one
+    # multiplication for all of them: forty secrets take as long as a few. Nothing is reduced on the
+    # way, so a value has less than 2^257 times 2^(bits of x) for each coefficient; `room` is that.
     room = (257 + threshold * max(at, default=1).bit_length()) // 8 + 1
     falling = [
         _beside((secrets.randbelow(_PRIME) for _ in secrets_), room) for _ in range(threshold - 1)
     ]
+    # The coefficient of x^0, and so the value at 0, is the secret itself.
     falling.append(_beside(map(int.from_bytes, secrets_), room))
     found = dict[int, bytes]()
     for x in at:
@@ -148,6 +150,7 @@ def recover_secret(shares: Mapping[int, bytes]) -> bytes:
     at = tuple(sorted(shares))
     if any(len(share) != SHARE for share in shares.values()):
         raise InputError(f"a share is not of {SHARE} bytes")
+    # The prime is above 2^256, so a value at 0 may be no 32 bytes: then a share was wrong.
     values = (int.from_bytes(shares[x]) for x in at)
     secret = sum(a * b for a, b in zip(_at_zero(at), values, strict=True)) % _PRIME
     if secret >> (8 * _SECRET):
@@ -163,6 +166,7 @@ def _at_zero(at: tuple[int, ...]) -> tuple[int, ...]:
         above = below = 1
         for other in at:
             if other != x:
+                # Π other / (other - x), by the inverse modulo the prime.
                 above = above * other % _PRIME
                 below = below * (other - x) % _PRIME
         found.append(above * pow(below, -1, _PRIME) % _PRIME)
@@ -271,6 +275,7 @@ def roster_of(adverts: Mapping[str, Advert]) -> str:
     Its signers mask with no others, nor without one of them. A site that was started again has
     other keys, so what it signs then counts in no session of its first life.
     """
+    # Signatures are left out: they are random, and the keys are what is agreed on.
     parts = ((name, a.mask, a.seal, a.commitment) for name, a in sorted(adverts.items()))
     told = json.dumps([[name, *(part.hex() for part in rest)] for name, *rest in parts])
     return f"roster {hashlib.sha256(told.encode()).hexdigest()}"
@@ -327,6 +332,7 @@ class Secrets:
             raise SecretsDoNotFit(f"what {peer} is said to have sealed for {own} is not") from None
 
     def _cipher(self, own: str, peer: str, key: bytes, place: KeyContext) -> AESGCM:
+        # One key for both ways: from whom to whom a block is, is authenticated with it.
         if peer not in self._ciphers:
             self._ciphers[peer] = AESGCM(_agreed(self._seal, key, place, "seal", own, peer))
         return self._ciphers[peer]
@@ -360,6 +366,7 @@ def expand_seed(seed: bytes, like: RingWords) -> RingWords:
 
     AES-256 in counter mode.
     """
+    # A counter from 0 is safe as no seed is used for two streams.
     encryptor = Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor()
     return np.frombuffer(encryptor.update(bytes(like.nbytes)), dtype=like.dtype.newbyteorder("<"))
 
@@ -389,6 +396,7 @@ def _agreed(
     own: X25519PrivateKey, public: bytes, place: KeyContext, what: str, one: str, other: str
 ) -> bytes:
     secret = _exchanged(own, public, f"{one} or {other}")
+    # Sorted, so that both find the same key; the place keeps it from any other session's or slot's.
     about = place.about(what, *sorted((one, other)))
     return HKDF(hashes.SHA256(), 32, salt=None, info=about).derive(secret)
 

@@ -20,7 +20,6 @@ from fedpact.algorithms.wrappers.compression import shortest
 from fedpact.common.errors import FedpactError, InputError
 from fedpact.common.messages import Reply, Step, Task, to_bytes
 from fedpact.simulation.secure_aggregation import keys, messages
-from fedpact.simulation.secure_aggregation import keys as shamir
 from fedpact.simulation.secure_aggregation.client import add_pair
 from fedpact.simulation.secure_aggregation.encoding import Coding, RingWords
 from fedpact.simulation.secure_aggregation.graph import MaskingGraph
@@ -101,7 +100,7 @@ class Session:
             raise InputError(f"{site} sealed shares for other sites than it was told of")
         for peer, block in sealed.items():
             each = 2 if peer in self.circle.around(site) else 1
-            length = each * shamir.SHARE * self.slots + _SEALING
+            length = each * keys.SHARE * self.slots + _SEALING
             if len(block) != length:
                 raise InputError(f"{site} sealed {len(block)} bytes: expected {length}")
         self.sealed[site] = sealed
@@ -186,7 +185,7 @@ class Sum:
         if self._total.shape != words.shape:
             raise InputError(f"{site} sent {len(words)} words: expected {len(self._total)}")
         np.add(self._total, words, out=self._total)
-        # The sum is all that is kept of it.
+        # The sum is all that is kept of it: no two masked vectors are ever in memory together.
         self.replies[site] = replace(reply, vectors={})
 
     def ask_open(self) -> dict[str, Step]:
@@ -223,8 +222,8 @@ class Sum:
         missing = near & (set(self.session.sites) - set(self.replies))
         if set(found) != {*("seed/" + s for s in self.replies), *("mask/" + s for s in missing)}:
             raise InputError(f"{site} opened other shares than it was asked for")
-        if any(len(share) != shamir.SHARE for share in found.values()):
-            raise InputError(f"{site} opened shares that are not of {shamir.SHARE} bytes")
+        if any(len(share) != keys.SHARE for share in found.values()):
+            raise InputError(f"{site} opened shares that are not of {keys.SHARE} bytes")
         self.opened[site] = found
 
     def total(self) -> RingWords:
@@ -237,9 +236,11 @@ class Sum:
         if self._total is None:
             raise InputError("nothing was summed: expected masked replies before shares")
         total, circle, adverts = self._total.copy(), self.session.circle, self.session.adverts
+        # Whoever is in the sum has its own mask, PRG(b), in it.
         for site in self.replies:
             seed = self._secret("seed/" + site, site, circle.threshold, keys.is_committed)
             np.subtract(total, keys.expand_seed(seed, total), out=total)
+        # Masks of pairs cancel where both are in; those with a site that is missing are left.
         for missing in sorted(set(self.session.sites) - set(self.replies)):
             name, least = "mask/" + missing, circle.graph.shares
             mask_key = X25519PrivateKey.from_private_bytes(
@@ -266,7 +267,7 @@ class Sum:
         for out in islice(self._left_out(given, least), most):
             those = [site for site in given if site not in out][:least]
             try:
-                secret = shamir.recover_secret({place(s): self.opened[s][name] for s in those})
+                secret = keys.recover_secret({place(s): self.opened[s][name] for s in those})
             except InputError:
                 continue
             if fits(advert, self.number, secret):

@@ -222,6 +222,7 @@ class Secured:
                 f"round {task.round}: {len(asks)} replies, and patience.least_replies is "
                 f"{server.least}: nothing is opened"
             )
+        # Written down before any site can open: after a crash this attempt is not asked for again.
         self._attempts.begin(task.round, task.attempt)
         # Who is in the sum stays in it, whether or not it signs and opens shares.
         if not this.is_whole:
