@@ -278,7 +278,7 @@ class _Public:
             length=self.length,
         )
 
-    def write_toml(self, chosen: FullBatch) -> dict[str, Any]:
+    def configuration(self, chosen: FullBatch) -> dict[str, Any]:
         """Return what Plan.parse takes."""
         asked, most = self.asked, max(self.honest, self.asked.sites - self.honest)
         shared = {"trust": "sum", "honest": self.honest} if asked.trust == "sum" else {}
