@@ -11,7 +11,8 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
 from fedpact.common.errors import InputError, PlanError
-from fedpact.privacy.accounting.accountant import Accountant, Budget
+from fedpact.privacy.accounting import shared_noise
+from fedpact.privacy.accounting.accountant import Accountant, Budget, SampledGaussian
 from fedpact.privacy.noise import calibrate
 from fedpact.privacy.noise import with_noise as given_noise
 from fedpact.privacy.terms import Terms
@@ -60,11 +61,13 @@ def recount(terms: Terms, steps: int, kind: Accountant) -> float:
     )
 
 
-@pytest.mark.parametrize("accountant", ["best", "rdp"])
-@pytest.mark.parametrize("channels", [ONE, THREE], ids=["one", "three"])
 @pytest.mark.parametrize(
-    ("rate", "steps", "budget"),
-    [(0.015, 300, Budget(2.0, 1e-5)), (0.25, 40, Budget(1.0, 1e-6)), (1.0, 10, Budget(4.0, 1e-4))],
+    ("rate", "steps", "budget", "channels", "accountant"),
+    [
+        (0.015, 300, Budget(2.0, 1e-5), ONE, "best"),
+        (0.25, 40, Budget(1.0, 1e-6), THREE, "best"),
+        (1.0, 10, Budget(4.0, 1e-4), THREE, "rdp"),
+    ],
 )
 def test_calibrated_terms_keep_the_budget_and_spend_it(
     accountant: Accountant,
@@ -159,6 +162,31 @@ TERMS = Terms("a", 40.0, 0.3, 0.5, {"gradient": 1.0}, 3, Budget(1.0, 1e-5), "bes
 def test_terms_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=rf"{next(iter(wrong))[:4]}.* is .*: expected"):
         dataclasses.replace(TERMS, **wrong)
+
+
+def test_every_opening_is_reserved_beside_the_batches() -> None:
+    opened = dataclasses.replace(
+        TERMS, steps=6, opening_rate=1.0, opening_sigmas={"gradient": 3.0}, openings=2
+    )
+    batch, opening = SampledGaussian(0.3, 1.0), SampledGaussian(1.0, 3.0)
+    assert opened.history(6) == {batch: 6, opening: 2}
+    assert opened.history(1) == {batch: 1, opening: 1}
+    assert opened.history(1, openings=2) == {batch: 1, opening: 2}
+    assert opened.steps_after({batch: 4, opening: 2}) == 2
+    assert opened.releases == {"gradient": 1.0, "opening gradient": 3.0}
+
+
+def test_shared_noise_is_that_of_h_shares_at_a_smaller_delta() -> None:
+    """h shares of deviation σ have σ √h together; their rounding has a part of δ of its own."""
+    shared = dataclasses.replace(TERMS, honest=4)
+    assert shared.event == SampledGaussian(0.3, 2.0)
+    assert shared.noise_variance == TERMS.noise_variance
+    assert shared.delta == 1e-5 - shared_noise.ADDED_DELTA < shared.budget.delta
+    # Calibrated, all shares together have the noise that a site needs alone, at that δ.
+    asked = COMMON | {"sigmas": ONE}
+    alone = calibrated(**asked).sigmas["gradient"]
+    share = calibrated(**asked, honest=4).sigmas["gradient"]
+    assert share == pytest.approx(alone / 2, rel=1e-3)
 
 
 def test_terms_without_any_noise_name_no_event() -> None:

@@ -1,6 +1,5 @@
 """ε while a history grows: sound by closed forms and lower bounds, tight beside PLD, and quick."""
 
-import itertools
 import math
 import random
 import time
@@ -11,7 +10,7 @@ from dp_accounting.pld import privacy_loss_distribution
 
 from fedpact.common.errors import InputError
 from fedpact.privacy.accounting import accountant as accounting
-from fedpact.privacy.accounting import gaussian, pld, rdp
+from fedpact.privacy.accounting import pld, rdp
 from fedpact.privacy.accounting.accountant import (
     RunningEpsilon,
     SampledGaussian,
@@ -58,18 +57,6 @@ def delta_of_one(q: float, sigma: float, e: float) -> mpmath.mpf:
     return max(removed, added)
 
 
-def test_transform_length_is_the_least_5_smooth():
-    def smooth(n):
-        for prime in (2, 3, 5):
-            while n % prime == 0:
-                n //= prime
-        return n == 1
-
-    at = random.Random(0).sample(range(1, 10**6), 50)
-    for least in (*range(1, 200), *at):
-        assert gaussian.fast_length(least) == next(filter(smooth, itertools.count(least)))
-
-
 def test_one_release_costs_no_less_than_its_closed_form():
     draw = random.Random(5)
     finite = 0
@@ -104,7 +91,7 @@ def test_gaussians_compose_as_their_closed_form():
                 assert delta(mpmath.mpf(found) / mpmath.mpf("1.015")) > 1e-6
 
 
-@pytest.mark.parametrize(("q", "sigma"), EVENTS)
+@pytest.mark.parametrize(("q", "sigma"), [EVENTS[0], *EVENTS[4:]])
 def test_compositions_lie_between_optimistic_and_pessimistic(q, sigma):
     counts = (1, 2, 7, 60, 700, 2000)
     found = pld.epsilons([((q, sigma, t),) for t in counts], 1e-5)
@@ -125,8 +112,9 @@ def test_unlike_releases_compose():
     assert pld.pld_epsilon(terms, 1e-5) * 0.999 <= found <= 1.015 * pld.pld_epsilon(terms, 1e-5)
 
 
-@pytest.mark.parametrize("accountant", ["pld", "rdp", "best"])
-@pytest.mark.parametrize(("q", "sigma"), EVENTS[:4])
+@pytest.mark.parametrize(
+    ("q", "sigma", "accountant"), [(0.015, 1.1, "pld"), (0.1, 2.25, "rdp"), (0.05, 2.0, "best")]
+)
 def test_2000_rounds_are_monotone_and_near_the_accountant(q, sigma, accountant):
     event = SampledGaussian(q, sigma)
     planned = {event: 2000}
@@ -172,7 +160,7 @@ def test_what_is_not_part_of_the_plan_is_priced_by_itself():
             assert running_epsilon(history, 1e-5, planned) == epsilon(history, 1e-5)
 
 
-@pytest.mark.parametrize(("q", "sigma"), EVENTS[:4])
+@pytest.mark.parametrize(("q", "sigma"), EVENTS[:2])
 def test_two_thousand_reports_are_quick_from_cold_caches(q, sigma):
     # Of CPU. 15 to 50 ms where it was written; a run of 2,000 rounds takes 12 s at the least. What
     # the plan's end costs is known before the run, from its calibration.
@@ -210,13 +198,13 @@ def test_what_makes_no_sense_is_refused(wrong):
         wrong(SampledGaussian(0.1, 1.0))
 
 
-@pytest.mark.parametrize(("q", "sigma"), [*EVENTS, (0.0003, 0.55)])
+@pytest.mark.parametrize(("q", "sigma"), [*EVENTS[::2], (0.0003, 0.55)])
 @pytest.mark.parametrize("delta", [1e-5, 1e-8])
 def test_two_accountants_of_different_hands_agree_on_one_grid(q, sigma, delta):
     # dp-accounting's distributions and ours connect the same dots, and compose in different ways.
     # At q = 1 pld composes Gaussians in closed form, on another grid.
     tolerance = 1e-4 if q < 1 else 5e-4
-    for count in (1, 30, 317):
+    for count in (1, 317):
         by_hand = quick_epsilon({SampledGaussian(q, sigma): count}, delta, "pld")
         assert by_hand == pytest.approx(pld.pld_epsilon([(q, sigma, count)], delta), rel=tolerance)
 

@@ -96,6 +96,7 @@ class Budget:
 
 def add_budgets(parts: Iterable[float]) -> float:
     """Return the sum of budgets as they are written: three times 1e-05 is 3e-05."""
+    # Exact in decimals, so that the sum is rounded once, to nearest.
     return float(sum(Decimal(repr(float(part))) for part in parts))
 
 
@@ -136,6 +137,7 @@ def find_binding_accountant(
     history: History, delta: float, accountant: Accountant, conversion: Conversion = "balle"
 ) -> Accountant:
     """Return whose bound `epsilon` gives: the accountant itself, or of its parts the smallest."""
+    # Where two are equal the first of the parts is named.
     parts = ACCOUNTANTS[check_accountant(accountant)].parts or (accountant,)
     return min(parts, key=lambda part: epsilon(history, delta, part, conversion))
 
@@ -161,6 +163,7 @@ def check_accountant(accountant: str) -> Accountant:
 def _epsilon(
     terms: tuple[pld.Term, ...], delta: float, accountant: Accountant, conversion: Conversion
 ) -> float:
+    # Each bound holds at this δ by itself, so the smallest does: the choice spends nothing of δ.
     bounds = _bounds(accountant, terms)
     return min((bound.epsilon(terms, delta, conversion) for bound in bounds), default=math.inf)
 
@@ -290,6 +293,8 @@ class RunningEpsilon:
         for event, count in history.items():
             if check.natural(count=count):
                 column = self._counts.get(event, ())
+                # The first history on the way with no fewer of this event; as the columns rise
+                # together, the largest place has no fewer of any.
                 place = max(place, bisect_left(column, count))
                 if place >= len(column):
                     return _epsilon(_terms(history), self._delta, self._accountant, "balle")
@@ -302,7 +307,9 @@ def _on_the_way(
 ) -> tuple[dict[tuple[float, float], list[int]], list[float]]:
     """Return histories on the way to a plan, as each event's rising counts, and a bound on each."""
     octaves = max((math.log2(count) for *_, count in planned), default=0.0)
+    # Counts on a geometric grid: the next one up is at most 2^(1/16) times as large.
     shares = 2 ** (-np.arange(1, 1 + _COUNTS_PER_OCTAVE * octaves) / _COUNTS_PER_OCTAVE)
+    # Rounded up: what stands in for a history must not have fewer events.
     smaller = {tuple((q, s, math.ceil(share * t)) for q, s, t in planned) for share in shares}
     path = sorted(smaller - {planned})
     bounds = pld.epsilons(path, delta)
@@ -358,6 +365,7 @@ def _last(fits: Callable[[int], bool], near: int, stride: int = 1) -> int:
         while low > 0 and not fits(low):
             high, stride = low, 2 * stride
             low = max(0, high - stride)
+    # low fits and high does not, at every step.
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -374,5 +382,7 @@ def round_rate_up(q: float) -> float:
     (1.0, 0.25)
     """
     check.rate(q=q)
+    # The 1e-9 keeps a rate of the grid in its place, however log2 rounds; max(q, ...) below then
+    # keeps the answer at or above q.
     power = math.ceil(_RATES_PER_OCTAVE * math.log2(q) - 1e-9)
     return min(1.0, max(q, 2 ** (power / _RATES_PER_OCTAVE)))

@@ -88,11 +88,13 @@ def _smallest_scale(
     """Return `smallest_scale`, cached: sites on the same terms share one search."""
 
     def history(log_scale: float) -> History:
+        # The σ that is priced is the one that is returned: rounded up to its six digits first.
         scale, total = round_up(math.exp(log_scale)), Counter(dict(spent))
         for event, count in planned:
             total[SampledGaussian(event.q, scale * event.sigma)] += count
         return total
 
+    # Searched in log σ, in which ε is nearly straight, and a tolerance is a relative one.
     low, high = (math.log(sigma) for sigma in _SIGMA_RANGE)
     least = _least(history, low, high, budget, accountant, conversion)
     if least is None:
@@ -117,6 +119,7 @@ def largest_rate(
     check.count(steps=steps)
 
     def history(minus_log_q: float) -> History:
+        # ε falls in -log q, as the search wants it.
         event = SampledGaussian(min(1.0, math.exp(-minus_log_q)), sigma)
         return Counter(spent or {}) + Counter({event: steps})
 
@@ -180,6 +183,8 @@ def _least(
         return None
     if kept < high or quick(high) <= limit:
         found = _boundary(quick, low, kept, limit, _TOLERANCE / 2)
+        # The quick accountant may lie on either side of the exact one by less than the tolerance:
+        # its answer, or the next point on the safe side, counts once the exact one has agreed.
         for x in (found, found + _TOLERANCE / 2):
             if exact(x) <= limit:
                 return x
@@ -233,6 +238,8 @@ def _boundary(
         value = min(max(cost(x), 1e-6 * limit), 1e6 * limit)
         return math.log(value / limit)
 
+    # Brent ends within the tolerance on either side of the root; the steps after it end on the
+    # side where the budget is kept, as a cost that was evaluated says.
     x = gaussian.root(excess, below, above, tolerance)
     while not cost(x) <= limit:
         x += tolerance

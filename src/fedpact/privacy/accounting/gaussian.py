@@ -65,10 +65,10 @@ def log_sum_exp(x: FloatArray) -> float:
 
 
 def fast_length(least: int) -> int:
-    """Return the least 2^i 3^j 5^k >= `least` >= 1, at which a real Fourier transform is quick."""
-    powers = range(least.bit_length())
-    odd = (3**j * 5**k for j in powers for k in powers)
-    return min(part << (-(-least // part) - 1).bit_length() for part in odd)
+    """Return the least length >= `least` >= 1 at which a real Fourier transform is quick."""
+    import scipy.fft as fft  # pyright: ignore[reportMissingTypeStubs]
+
+    return int(cast(Any, fft).next_fast_len(least, real=True))
 
 
 def root(f: Callable[[float], float], low: float, high: float, tolerance: float) -> float:

@@ -96,6 +96,7 @@ def epsilon_per_person(history: History, delta: float, records: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _epsilon(terms: tuple[Term, ...], delta: float, records: int) -> float:
+    # The fallback, and an upper bound by itself: all records of the person in one batch or none.
     at_once = [all_at_once(*term, records) for term in terms]
     if not terms or all(q == 1 for q, *_ in terms):
         return pld.pld_epsilon(at_once, delta)
@@ -125,6 +126,8 @@ def _by_grid(terms: Sequence[Term], delta: float, records: int) -> tuple[float, 
     """Return ε, and whether the grid was as fine as it should be. terms: as `round_up_term`."""
     counts = [t for *_, t in terms]
     count, outside = sum(counts), _OUTSIDE * delta
+    # δ less what the window leaves out, what transforms round, and what `_PLACED` may be off by in
+    # the mass of one release, for each of them.
     usable = (delta - outside - 8 * fft_rounding(count)) * (1 - count * _PLACED)
     if not usable > 0:
         return math.inf, False
@@ -137,6 +140,7 @@ def _by_grid(terms: Sequence[Term], delta: float, records: int) -> tuple[float, 
         ComposedLosses([pair[i] for *pair, _ in pairs], counts, step, spread, outside)
         for i in (0, 1)
     ]
+    # A loss that stands beside its point of the grid is as much too cheap, in each release.
     misplaced = math.fsum(t * off for t, (*_, off) in zip(counts, pairs, strict=True))
     found = max(way.epsilon(counts, usable) for way in ways) + misplaced
     return (found if found >= 0 else math.inf), step <= wanted
@@ -172,6 +176,7 @@ class _Mixture:
     def of(q: float, sigma: float, records: int, share: float) -> "_Mixture":
         """share: the mass that may lie beyond either end."""
         weights = _binomial(q, records)
+        # Φ(-z) <= exp(-z²/2) / 2: beyond this many deviations lies less than `share`.
         reach = math.sqrt(max(1.0, -2 * math.log(share)))
         x: FloatArray = np.linspace(-reach * sigma, records + reach * sigma, _NODES)
         beyond = sum(
@@ -179,6 +184,7 @@ class _Mixture:
             for i, b in enumerate(weights)
             if b
         )
+        # The mixture's own upper tail is far shorter than that of its last part where q is small.
         last = max(1, int(np.argmax(beyond <= share)))
         whole = _Mixture(weights, sigma, (float(x[0]), float(x[last])), math.nan, (0.0, 0.0))
         return whole._measured()
@@ -192,6 +198,7 @@ class _Mixture:
             density = density / density.sum()
             mean = float(density @ loss)
             deviations.append(math.sqrt(float(density @ (loss - mean) ** 2)))
+        # The loss rises in x, so its ends are those of the outcomes.
         ends = (float(loss[0]), float(loss[-1]))
         return _Mixture(self.weights, self.sigma, self.ends, min(deviations), ends)
 
@@ -206,6 +213,7 @@ class _Mixture:
             if not i or not b:
                 continue
             part = math.log(b) + i * (2 * x - i) / (2 * self.sigma**2)
+            # Parts that are far apart would overflow as numbers; their logarithms add.
             summed = np.logaddexp(total, part)
             slope = slope * np.exp(total - summed) + i * np.exp(part - summed)
             total = summed
@@ -242,6 +250,7 @@ class _Mixture:
             np.where(grid < -1, np.exp(grid) - none, np.expm1(grid) + (1 - none)), 0
         )
         aim = np.log(excess)
+        # No outcome has a loss of log B(0) or less: such a point has all mass above it.
         x = np.full(grid.shape, -np.inf)
         open_ = np.isfinite(aim)
         nodes: FloatArray = np.linspace(*self.ends, _NODES)
@@ -254,6 +263,7 @@ class _Mixture:
                 break
         x[open_] = guess
         h, _ = self._excess(guess)
+        # What Newton has left, as a part of P/Q: so far the loss may lie beside its point.
         missed = np.abs(np.exp(h - grid[open_]) - np.exp(aim[open_] - grid[open_]))
         return x, float(np.max(missed, initial=0.0)) + _PLACED * (1 + float(np.abs(grid).max()))
 
@@ -263,6 +273,7 @@ def _binomial(q: float, records: int) -> tuple[float, ...]:
     """Return the chances of i = 0, ..., k successes of k, each rounded once."""
     with localcontext() as context:
         context.prec = _DIGITS
+        # q as the float is, not as it is written: the mixture is that of the rate that is sampled.
         p = Decimal(q)
         return tuple(
             float(math.comb(records, i) * p**i * (1 - p) ** (records - i))

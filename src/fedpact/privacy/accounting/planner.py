@@ -68,6 +68,7 @@ def least_noise(
     >>> [round(w, 3) for w in least_noise([10, 30], [1.0, 3.0], 1e9)]
     [0.25, 0.75]
     """
+    # The stationary point of a strictly convex function: the only one.
     nu, total = multiplier(batch_sizes, variances, penalty), math.fsum(batch_sizes)
     return [
         (penalty * size / total + nu) / (variance + penalty)
@@ -108,6 +109,7 @@ def useful_rounds(snr: float) -> int:
 
     Four times that, from 3 to 100; see the module and `signal_to_noise`.
     """
+    # Fitted to experiments (see the module), and no matter of privacy.
     wanted = _ROUNDS_OF_SIGNAL * check.positive(snr=snr)
     return round(min(max(wanted, LEAST_ROUNDS), MOST_ROUNDS))
 
@@ -146,6 +148,7 @@ def full_batch(
     chosen = min(rounds, useful)
     # With fewer rounds than pay a step of the whole way would overshoot.
     noise = NOISE / length * math.sqrt(chosen / useful)
+    # β changes neither what is released nor what it costs.
     momentum = _MOMENTUM if chosen >= _MOMENTUM_FROM else 0.0
     share = (noisy := sigma(chosen)) * clip / records * math.sqrt(sites / honest)
     rate = noise / (share * math.sqrt(sum(g * g for g in _gains(momentum, chosen))))
@@ -278,6 +281,7 @@ def best(
     most_steps: int = MOST_STEPS,
 ) -> Choice:
     """Return the candidate with the largest snr, the cheapest of those alike, with its exact σ."""
+    # RDP ranks, as it costs microseconds; the chosen one alone is priced exactly.
     found = candidates(budget, rounds, passes, spent, most_steps)
     top = max(c.snr for c in found)
     chosen = next(c for c in found if c.snr >= (1 - _ALIKE) * top)

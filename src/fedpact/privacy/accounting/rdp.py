@@ -177,6 +177,7 @@ def offset(delta: float, conversion: Conversion, orders: tuple[float, ...] = ORD
     check.fraction(delta=delta)
     a = _checked(orders)
     if conversion == "balle":
+        # log((α - 1)/α), without the digits that 1 - 1/α would lose at large orders.
         added = np.log1p(-1 / a) - (math.log(delta) + np.log(a)) / (a - 1)
     elif conversion == "mironov":
         added = -math.log(delta) / (a - 1)

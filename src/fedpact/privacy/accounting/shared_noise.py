@@ -74,7 +74,9 @@ def added_delta(epsilon: float, units: float, shares: int, coordinates: float) -
     coordinates: d times the number of sums. It is (1 + e^ε) times the laws' distance in total
     variation, over all values but those in the tails. Raises InputError.
     """
+    # As many integers as the sum takes between the tails, each off by no more than the error.
     values = 2 * _TAIL * units * math.sqrt(shares) + 2 * shares + 2
+    # Half the sum of differences is the distance in total variation; coordinates add up.
     total = positive(coordinates=coordinates) * values * distribution_error(units, shares) / 2
     # Beyond ε = 700 no sum is short enough, and floats end.
     return (1 + math.exp(min(700.0, positive(epsilon=epsilon)))) * total
@@ -104,6 +106,7 @@ def cover(price: Callable[[float], float], delta: float, budget: float, alone: f
     Gaussian is (ε, δ - s)-private, and the laws add (1 + e^ε) D <= s.
     """
     checked = max(budget, COVERED)
+    # Up to E the δ that was set aside is enough, by what `check_added_delta` has found.
     cost = price(delta - ADDED_DELTA)
     if cost <= checked:
         return cost
@@ -129,6 +132,7 @@ def all_alone(events: History, honest: int) -> History:
     """Return `own_share_event` of each event, with its number."""
     found = dict[SampledGaussian, int]()
     for event, number in events.items():
+        # Two events may become one, to the last digit: then their numbers add.
         own = own_share_event(event, honest)
         found[own] = found.get(own, 0) + number
     return found

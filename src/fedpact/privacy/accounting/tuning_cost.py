@@ -150,6 +150,7 @@ def best_of(one: FloatArray, mean: float, law: str) -> FloatArray:
 
 def _of_run(history: History) -> FloatArray:
     total = np.zeros(len(_ORDERS))
+    # RDP adds up at each order.
     for event, count in history.items():
         if check.natural(count=count):
             total = total + count * rdp.renyi(event.q, event.sigma)
@@ -159,6 +160,7 @@ def _of_run(history: History) -> FloatArray:
 def _negative_binomial(shape: int) -> Callable[[FloatArray, float], FloatArray]:
     def bound(one: FloatArray, mean: float) -> FloatArray:
         gamma = success(mean, shape)
+        # Theorem 2 holds for every order α beside λ, so the least over α is taken, once for all λ.
         others = (1 + shape) * ((1 - 1 / _ORDERS) * one - math.log(gamma) / _ORDERS)
         return one + float(np.nanmin(others)) + math.log(_expected(gamma, shape)) / (_ORDERS - 1)
 
@@ -166,10 +168,12 @@ def _negative_binomial(shape: int) -> Callable[[FloatArray, float], FloatArray]:
 
 
 def _poisson(one: FloatArray, mean: float) -> FloatArray:
+    # ε^ of Theorem 6, for every λ; δ^ there is the least over the orders α of one run's RDP.
     near = np.log1p(1 / (_ORDERS - 1))
     # Canonne, Kamath, Steinke 2020, Proposition 12, for every order at every ε^.
     a = _ORDERS[:, None]
     each = (a - 1) * (one[:, None] - near) + a * np.log1p(-1 / a) - np.log(a - 1)
+    # A chance is at most 1, also where no order gives less.
     missed = np.minimum(1.0, np.exp(np.nanmin(each, axis=0)))
     return one + mean * missed + math.log(mean) / (_ORDERS - 1)
 
@@ -183,8 +187,10 @@ def success(mean: float, shape: int) -> float:
     def excess(log_gamma: float) -> float:
         return math.log(_expected(math.exp(log_gamma), shape)) - math.log(mean)
 
+    # log γ lies between this and 0: E[K] falls in γ and exceeds the mean there.
     low = -2.0 * (1 + math.log(mean) + math.log1p(math.log(mean)))
     exact = 1 / mean if shape == 1 else math.exp(gaussian.root(excess, low, -1e-9, 1e-14))
+    # Down: a smaller γ makes K larger, and the bound too.
     return float(Context(prec=6, rounding=ROUND_FLOOR).create_decimal(exact))
 
 
