@@ -80,7 +80,7 @@ KERNELS = {kind: linear(2, dtype=kind) for kind in (torch.float32, torch.float64
 
 
 @given(rows=st.lists(ROW, max_size=6), row=ROW, dtype=st.sampled_from(["float32", "float64"]))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 def test_one_record_moves_the_release_by_2c_at_most(rows, row, dtype) -> None:
     """Before noise, on one batch (q = 1); from the empty batch on."""
     kind = getattr(torch, dtype)
@@ -126,14 +126,14 @@ def test_the_release_is_the_clipped_mean_of_the_batch_plus_noise(size: float) ->
     """Over the realised batch size, whatever the declared one."""
     held = records(torch.arange(30.0).reshape(10, 3) / 40 - 0.3)
     terms = dataclasses.replace(TERMS, rate=0.3, size=size, sigmas={"gradient": 1.5})
-    lengths = []
+    lengths, kernel = [], linear(3)
     for step in range(120):
         batch = held.x[DRAWS.batch(10, 0.3, step)]
         mean = batch.mean(0) if len(batch) else torch.zeros(3).double()
         lengths.append(float(mean.norm()))
         clipped = mean * min(1.0, CLIP / max(lengths[-1], 1e-300))
         noise = DRAWS.gaussian(3, mean, step, "gradient")
-        found = release(held, terms, step=step)
+        found = release(held, terms, kernel, step)
         torch.testing.assert_close(found, clipped + 1.5 * CLIP * noise, rtol=0, atol=1e-6)
     assert min(lengths) < CLIP < max(lengths)
 
@@ -220,8 +220,9 @@ def recount(rate: float, multiplier: float, steps: int, accountant: Accountant) 
     return ours.compose(event, steps).get_epsilon(1e-5)
 
 
-@pytest.mark.parametrize("accountant", ["pld", "rdp"])
-@pytest.mark.parametrize(("rate", "steps"), [(0.015, 300), (0.25, 40), (1.0, 10)])
+@pytest.mark.parametrize(
+    ("accountant", "rate", "steps"), [("rdp", 0.015, 300), ("pld", 0.25, 40), ("pld", 1.0, 10)]
+)
 def test_calibration_spends_the_budget_at_half_of_sigma(
     accountant: Accountant, rate: float, steps: int
 ) -> None:

@@ -9,7 +9,6 @@ import pytest
 from fedpact.common.errors import BudgetExhausted, InputError
 from fedpact.privacy.accounting import calibration, pld
 from fedpact.privacy.accounting.accountant import (
-    ACCOUNTANTS,
     Budget,
     SampledGaussian,
     epsilon,
@@ -22,8 +21,9 @@ SPENT = {SampledGaussian(0.05, 2.0): 50}
 
 
 @pytest.mark.parametrize("spent", [None, SPENT], ids=["fresh", "spent"])
-@pytest.mark.parametrize("accountant", ["best", "pld", "rdp"])
-@pytest.mark.parametrize(("q", "steps"), [(0.015, 300), (0.25, 40), (1.0, 10)])
+@pytest.mark.parametrize(
+    ("q", "steps", "accountant"), [(0.015, 300, "pld"), (0.25, 40, "best"), (1.0, 10, "rdp")]
+)
 def test_smallest_sigma_keeps_the_budget_and_less_noise_does_not(q, steps, accountant, spent):
     sigma = smallest_sigma(BUDGET, q, steps, accountant, spent=spent)
 
@@ -81,9 +81,7 @@ def test_a_delta_too_small_for_a_grid_is_searched_as_well():
 
 def test_processors_that_round_otherwise_find_the_same_noise(monkeypatch):
     """What differs between them, some 1e-15 in a sum, is 1e-12 here, another at each question."""
-    asked = [
-        (q, steps, by) for q, steps in ((0.015, 300), (0.3, 40), (1.0, 50)) for by in ACCOUNTANTS
-    ]
+    asked = [(0.015, 300, "best"), (0.3, 40, "pld"), (0.3, 40, "rdp"), (1.0, 50, "best")]
     found = [smallest_sigma(BUDGET, *one) for one in asked]
     assert found == [float(f"{sigma:.6g}") for sigma in found]
     draws, exact = (

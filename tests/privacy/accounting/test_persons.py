@@ -87,7 +87,7 @@ def exact_delta(q, sigma, k, e):
 
 @pytest.mark.parametrize(
     ("q", "sigma", "k", "delta"),
-    [(0.1, 1.0, 3, 1e-3), (0.3, 2.0, 5, 1e-2), (0.02, 0.8, 7, 1e-3), (0.5, 4.0, 2, 1e-2)],
+    [(0.1, 1.0, 3, 1e-3), (0.5, 4.0, 2, 1e-2)],
 )
 def test_one_release_costs_what_its_integrals_say(q, sigma, k, delta):
     found = epsilon_per_person({SampledGaussian(q, sigma): 1}, delta, k)
