@@ -33,11 +33,23 @@ from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.report.tradeoffs import (
     Problem,
-    aggregate_variance,
-    aggregate_variance_of_sums,
     utility_bound,
 )
 from fedpact.simulation.simulate import simulate
+
+
+def aggregate_variance(sizes, rates, sigmas, clip=1.0):
+    """C² Σ(N_k q_k σ_k)²/(Σ N_k q_k)²: of clipped batch means, by their expected batch sizes."""
+    shares = [n * q for n, q in zip(sizes, rates, strict=True)]
+    total = sum((a * s) ** 2 for a, s in zip(shares, sigmas, strict=True))
+    return clip**2 * total / sum(shares) ** 2
+
+
+def aggregate_variance_of_sums(weights, sizes, rates, sigmas, clip=1.0):
+    """C² Σ(ω_k σ_k/(q_k N_k))²: of sums of per-sample clipped gradients over q_k N_k."""
+    each = zip(weights, sizes, rates, sigmas, strict=True)
+    return clip**2 * sum((w * s / (q * n)) ** 2 for w, n, q, s in each)
+
 
 LEVEL = 1e-6
 SIZES, RATES, SIGMAS = (100.0, 40.0, 300.0), (0.1, 1.0, 0.05), (4.0, 12.0, 30.0)

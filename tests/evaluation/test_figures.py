@@ -5,8 +5,18 @@ import math
 import numpy as np
 import pytest
 
-from fedpact.evaluation.intervals import Figure, Sums, estimate_figures, estimate_ratio, roc_area
+from fedpact.common.messages import RoundRecord
+from fedpact.evaluation.held_out import SumsForm
+from fedpact.evaluation.intervals import (
+    Figure,
+    Sums,
+    estimate_figures,
+    estimate_ratio,
+    exact_outcome,
+    roc_area,
+)
 from fedpact.evaluation.settings import EvaluationSettings
+from fedpact.report.evaluations import compare_with_classes
 
 CLASSES, GROUPS = ("no", "yes"), ("a", "b")
 TRIES = 1500
@@ -137,3 +147,16 @@ def test_overwhelming_noise_gives_the_full_interval() -> None:
     assert (low, high) == (0.0, 1.0)
     # Beyond all that can be: an empty interval would say nothing.
     assert estimate_ratio(-50.0, 100.0, (1.0, 0.0, 1.0), 0.95) == (0.0, 0.0, 1.0)
+
+
+def test_the_commonest_class_is_the_one_of_most_counts() -> None:
+    settings = EvaluationSettings(share=0.2, releases=["hits"])
+    form = SumsForm(settings, ("no", "yes"), ("a", "b"))
+    # By group and class: hits and misses. Of 2 + 3 + 4 + 1 there are 3 + 5 of "yes".
+    record = RoundRecord(round=1, held_out={"s": {"hits": [1, 1, 2, 1, 0, 0, 4, 1]}})
+    found = exact_outcome([record], form)
+    assert found is not None
+    assert found["commonest"] == {"name": "yes", "accuracy": 0.8}
+    told = compare_with_classes(found)
+    assert told[0] == "no better than always answering 'yes', which gives 80.00%"
+    assert told[1].startswith("worst for class no: 50.0 %")

@@ -1,4 +1,4 @@
-"""`fedpact execute_personalise`: what tuning inside a site gives, and whether joining paid."""
+"""`fedpact personalise`: what tuning inside a site gives, and whether joining paid."""
 
 from dataclasses import asdict
 from itertools import count
@@ -22,7 +22,7 @@ from fedpact.report.run_summary import RunSummary, read_run
 
 
 def execute_personalise(directory: Path, model: Path | None, as_json: bool) -> None:
-    """Carry out `fedpact execute_personalise` on a deployed site's directory or a run's folder."""
+    """Carry out `fedpact personalise` on a deployed site's directory or a run's folder."""
     if (directory / "site.toml").exists():
         _at_site(directory, model, as_json)
         return

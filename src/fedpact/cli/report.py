@@ -1,5 +1,4 @@
-"""What a run left: `fedpact execute_report` shows its figures and makes its page anew, `fedpact
-execute_predict` and `fedpact execute_evaluate` try its model on records of one's own."""
+"""`fedpact report`, `predict` and `evaluate`: a run's figures and page, and its model tried."""
 
 import csv
 import io
@@ -25,7 +24,7 @@ from fedpact.simulation.predict import Predictions
 
 
 def execute_report(run: Path, as_json: bool) -> None:
-    """Carry out `fedpact execute_report` on a run's folder."""
+    """Carry out `fedpact report` on a run's folder."""
     found = read_run(run)
     try:
         path = write_page(found)
@@ -77,7 +76,7 @@ def _asked(run: Path, average: bool) -> Result:
 def execute_predict(
     run: Path, records: Path, out: Path | None, as_json: bool, average: bool
 ) -> None:
-    """Carry out `fedpact execute_predict`. out: the file to write, or None for standard output.
+    """Carry out `fedpact predict`. out: the file to write, or None for standard output.
 
     average: see `fedpact.load`.
 
@@ -114,7 +113,7 @@ def execute_predict(
 
 
 def execute_evaluate(run: Path, records: Path, as_json: bool, average: bool) -> None:
-    """Carry out `fedpact execute_evaluate`. average: see `fedpact.load`."""
+    """Carry out `fedpact evaluate`. average: see `fedpact.load`."""
     score = _asked(run, average).evaluate(records)
 
     def tell() -> None:

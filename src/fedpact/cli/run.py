@@ -1,4 +1,4 @@
-"""`fedpact execute_run`, `execute_resume` and `execute_extend`: carry out a plan and show it as it
+"""`fedpact run`, `resume` and `extend`: carry out a plan and show it as it
 goes."""
 
 import sys
@@ -41,13 +41,13 @@ def execute_run(
     engine: str,
     as_json: bool,
 ) -> None:
-    """Carry out `fedpact execute_run`. out: the run's folder; None for a new one under runs/."""
+    """Carry out `fedpact run`. out: the run's folder; None for a new one under runs/."""
     plan = Plan.read(config, overrides)
     _carry_out(plan, out or default_folder(plan), engine, as_json)
 
 
 def execute_resume(folder: Path, engine: str, as_json: bool) -> None:
-    """Carry out `fedpact execute_resume`. Raises DataError: no such folder."""
+    """Carry out `fedpact resume`. Raises DataError: no such folder."""
     if not folder.is_dir():
         raise DataError(f"{folder} is no folder: name the folder of a run, as under runs/")
     _carry_out(Plan.parse(Folder(folder).read_json("plan.json")), folder, engine, as_json)
@@ -211,6 +211,8 @@ def _print_outcome(plan: Plan, result: Result) -> None:
             out.print(
                 f"released   {evaluations.describe_figures(summary['evaluation']['figures'])}"
             )
+            for line in evaluations.compare_with_classes(summary["evaluation"]):
+                out.print(f"           {line}")
             out.print(
                 f"           of held-out records, at {evaluations.cost(summary['evaluation'])}"
             )

@@ -288,40 +288,68 @@ def outcome(
 
     figures: of all sites together; sites: of each. by_round: of all sites together after each
     evaluated round, without those of single classes and groups. Of a simulation each figure has
-    what it is without noise, `exact`. epsilon_spent: site -> ε of what it has released, at delta.
+    what it is without noise, `exact`. commonest: what always answering one class would give, by
+    the released counts. epsilon_spent: site -> ε of what it has released, at delta.
     """
     done = [record for record in records if record.evaluation]
     if once is None or not done:
         return None
-    last, spent = done[-1], dict[str, float]()
+    spent = dict[str, float]()
     for site in sorted({site for record in done for site in record.evaluation}):
         count = sum(site in record.evaluation for record in done)
         spent[site] = epsilon({once.event: count}, once.budget.delta, once.accountant)
-    noise = dict.fromkeys(form.shapes, once.sigma)
-    released, exact = last.evaluation, last.held_out
-
-    def together(record: RoundRecord) -> list[dict[str, Any]]:
-        sums = list(record.evaluation.values())
-        return _beside(form, noise, sums, _of(record.held_out, record.evaluation))
-
+    released = [(record.round, record.evaluation, record.held_out) for record in done]
     return {
-        "round": last.round,
-        "unit": form.unit,
         "level": form.settings.level,
         "epsilon": once.budget.epsilon,
         "delta": once.budget.delta,
         "epsilon_spent": spent,
-        "unevaluated": dict(last.unevaluated),
-        "figures": together(last),
+        "unevaluated": dict(done[-1].unevaluated),
+        **_over_rounds(form, once.sigma, released),
+    }
+
+
+def exact_outcome(records: Sequence[RoundRecord], form: SumsForm) -> dict[str, Any] | None:
+    """Return what a plain run's held-out records come to, exactly; None where none are held out.
+
+    As `outcome` has it, without what a release costs. Simulator only.
+    """
+    done = [(record.round, record.held_out, {}) for record in records if record.held_out]
+    return _over_rounds(form, 0.0, done) if done else None
+
+
+def _over_rounds(
+    form: SumsForm, sigma: float, done: Sequence[tuple[int, SumsBySite, SumsBySite]]
+) -> dict[str, Any]:
+    """Return figures of the last of these rounds and of all. done: (round, sums, exact ones)."""
+    noise = dict.fromkeys(form.shapes, sigma)
+    whole = [(at, _beside(form, noise, [*sums.values()], _of(by, sums))) for at, sums, by in done]
+    number, sums, exact = done[-1]
+    return {
+        "round": number,
+        "unit": form.unit,
+        "figures": whole[-1][1],
         "by_round": [
-            {"round": record.round, "figures": [f for f in together(record) if not f["of_part"]]}
-            for record in done
+            {"round": at, "figures": [f for f in figures if not f["of_part"]]}
+            for at, figures in whole
         ],
         "sites": {
-            site: _beside(form, noise, [sums], _of(exact, {site: sums}))
-            for site, sums in released.items()
+            site: _beside(form, noise, [own], _of(exact, {site: own})) for site, own in sums.items()
         },
+        "commonest": _commonest(form, sums),
     }
+
+
+def _commonest(form: SumsForm, sums: SumsBySite) -> dict[str, Any] | None:
+    """Return the class with the most held-out records and its share; None where nobody counts."""
+    if "hits" not in form.shapes:
+        return None
+    table = np.sum([np.asarray(site["hits"], np.float64) for site in sums.values()], axis=0)
+    counts = table.reshape(form.shapes["hits"]).sum(axis=(0, 2)).clip(min=0)
+    most = int(counts.argmax())
+    if not counts[most] > 0:
+        return None
+    return {"name": form.classes[most], "accuracy": float(counts[most] / counts.sum())}
 
 
 def released_accuracy(record: RoundRecord, form: SumsForm, once: FullDataRelease) -> float | None:
@@ -332,31 +360,6 @@ def released_accuracy(record: RoundRecord, form: SumsForm, once: FullDataRelease
     found = _beside(form, noise, list(record.evaluation.values()), [])
     values = [f["value"] for f in found if (f["name"], f["about"]) == ("accuracy", "all")]
     return next((value for value in values if value is not None and value == value), None)
-
-
-def exact_outcome(records: Sequence[RoundRecord], form: SumsForm) -> dict[str, Any] | None:
-    """Return what a plain run's held-out records come to, exactly; None where none are held out.
-
-    round, unit, figures, by_round, sites: as `outcome` has them. Simulator only.
-    """
-    done = [record for record in records if record.held_out]
-    if not done:
-        return None
-    noise, last = dict.fromkeys(form.shapes, 0.0), done[-1]
-
-    def together(record: RoundRecord) -> list[dict[str, Any]]:
-        return _beside(form, noise, list(record.held_out.values()), [])
-
-    return {
-        "round": last.round,
-        "unit": form.unit,
-        "figures": together(last),
-        "by_round": [
-            {"round": record.round, "figures": [f for f in together(record) if not f["of_part"]]}
-            for record in done
-        ],
-        "sites": {s: _beside(form, noise, [sums], []) for s, sums in last.held_out.items()},
-    }
 
 
 def exact_figures(sums: Mapping[str, Sequence[float]], form: SumsForm) -> list[Figure]:

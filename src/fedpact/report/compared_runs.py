@@ -159,6 +159,10 @@ class Comparison:
             found.append("the records of the sites, under the same partition settings and seed")
         return found
 
+    def base(self, entry: Entry) -> str:
+        """Return what an entry is but for what is swept."""
+        return self.points[entry.name].base if entry.name in self.points else entry.name
+
     def _by_base(self, values: Mapping[str, str]) -> str:
         """Return who has which value, a sweep's points as one where they have the same."""
         found = dict[str, list[str]]()

@@ -4,8 +4,8 @@ Each figure takes a comparison and returns a Drawing, or None where there is not
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -51,36 +51,62 @@ class Line:
 
 
 def on_the_way(comparison: Comparison) -> list[Drawing]:
-    """Return accuracy and loss against rounds, bytes and ε, as far as there is anything to draw."""
-    costs: tuple[Against, ...] = ("rounds", "bytes", "ε")
-    measures: tuple[ChartMeasure, ...] = ("accuracy", "loss")
-    found = [curves(comparison, measure, cost) for measure in measures for cost in costs]
-    return [drawing for drawing in found if drawing]
+    """Return what the models are judged by against rounds, bytes and ε, as far as it is known.
+
+    Of a sweep against rounds alone, a chart for each of its points, all on one scale.
+    """
+    measure: ChartMeasure = "accuracy" if comparison.judged == "accuracy" else "loss"
+    points = dict[str, list[Entry]]()
+    for entry in comparison.entries:
+        point = comparison.points.get(entry.name)
+        at = ", ".join(f"{key} = {v}" for key, v in point.values.items()) if point else ""
+        points.setdefault(at, []).append(entry)
+    if len(points) == 1:
+        costs: tuple[Against, ...] = ("rounds", "bytes", "ε")
+        found = [curves(comparison, comparison.entries, measure, cost) for cost in costs]
+        return [drawing for drawing in found if drawing]
+    drawings = list[Drawing]()
+    for at, entries in points.items():
+        if drawing := curves(comparison, entries, measure, "rounds"):
+            said = any(drawing.caption == one.caption for one in drawings)
+            title, caption = f"{drawing.title}, {at}", "" if said else drawing.caption
+            drawings.append(replace(drawing, title=title, caption=caption))
+    limits = [axes.get_ylim() for drawing in drawings for axes in drawing.chart.axes]
+    for drawing in drawings:
+        for axes in drawing.chart.axes:
+            axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+    return drawings
 
 
-def curves(comparison: Comparison, measure: ChartMeasure, against: Against) -> Drawing | None:
-    """Draw a measure of the global model of every entry against rounds, bytes or ε."""
-    found = [(i, e, curve(e, measure, against)) for i, e in enumerate(comparison.entries)]
-    drawn = [(i, entry, line) for i, entry, line in found if line is not None]
+def curves(
+    comparison: Comparison, entries: Sequence[Entry], measure: ChartMeasure, against: Against
+) -> Drawing | None:
+    """Draw a measure of the global model of these entries against rounds, bytes or ε."""
+    found = [(entry, curve(entry, measure, against)) for entry in entries]
+    drawn = [(entry, line) for entry, line in found if line is not None]
     if not drawn:
         return None
     title = f"{measure.capitalize()} against {against}"
     unit, name = 1.0, {"rounds": "round", "ε": "largest ε spent by a site", "bytes": ""}[against]
     if against == "bytes":
-        unit, symbol = choose_byte_unit(max(float(line.x[-1]) for _, _, line in drawn))
+        unit, symbol = choose_byte_unit(max(float(line.x[-1]) for _, line in drawn))
         name = f"sent so far ({symbol})"
+    bases = list(dict.fromkeys(map(comparison.base, comparison.entries)))
     with Sheet() as sheet:
         axes = sheet.axes(name, "mean loss" if measure == "loss" else measure)
-        for i, entry, line in drawn:
-            _draw(axes, i, entry, line, unit)
+        for entry, line in drawn:
+            base = comparison.base(entry) if len(entries) < len(comparison.entries) else entry.name
+            place = bases.index(base) if base in bases else entries.index(entry)
+            _draw(axes, place, base, line, unit, band=len(entry.runs) > 1)
         if measure == "accuracy":
             percent_axis(axes)
         else:
-            _loss_axis(axes, [line for _, _, line in drawn])
+            _loss_axis(axes, [line for _, line in drawn])
         if against == "rounds":
             rounds_axis(axes)
         axes.margins(x=0.02)
-    return Drawing(title, sheet.chart, _caption(comparison, drawn, against), comparison.pooled)
+    caption = _caption(comparison, entries, [entry for entry, _ in drawn], against)
+    return Drawing(title, sheet.chart, caption, comparison.pooled)
 
 
 @dataclass(frozen=True)
@@ -235,14 +261,12 @@ _POSITIONS: dict[Against, Callable[[RoundRecord, float], float | None]] = {
 }
 
 
-def _draw(axes: Axes, i: int, entry: Entry, line: Line, unit: float) -> None:
+def _draw(axes: Axes, i: int, label: str, line: Line, unit: float, *, band: bool) -> None:
     colour, dashes = _look(i)
     x = line.x / unit
-    if len(entry.runs) > 1:
+    if band:
         axes.fill_between(x, line.low, line.high, color=colour, alpha=0.13, lw=0)
-    axes.plot(
-        x, line.mean, dashes, color=colour, marker=marker(len(x)), ms=3, label=shorten(entry.name)
-    )
+    axes.plot(x, line.mean, dashes, color=colour, marker=marker(len(x)), ms=3, label=shorten(label))
 
 
 def _loss_axis(axes: Axes, lines: list[Line]) -> None:
@@ -253,15 +277,17 @@ def _loss_axis(axes: Axes, lines: list[Line]) -> None:
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
 
 
-def _caption(comparison: Comparison, drawn: list[tuple[int, Entry, Line]], against: Against) -> str:
+def _caption(
+    comparison: Comparison, entries: Sequence[Entry], drawn: Sequence[Entry], against: Against
+) -> str:
     caption = {
         "rounds": "Each round is one exchange with every site that takes part in it. ",
         "bytes": "Messages as encoded, both ways, all sites together. ",
         "ε": f"{_guarantee(comparison)} ",
     }[against]
-    if any(len(entry.runs) > 1 for _, entry, _ in drawn):
+    if any(len(entry.runs) > 1 for entry in drawn):
         caption += "Lines are means over seeds, bands reach from the lowest run to the highest."
-    missing = [e.name for e in comparison.entries if e.name not in {d[1].name for d in drawn}]
+    missing = [entry.name for entry in entries if entry not in drawn]
     if missing:
         reason = "not private, or without a run" if against == "ε" else "without a run"
         caption += f" Not drawn, {reason}: {', '.join(missing)}."

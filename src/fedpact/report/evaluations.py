@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedpact.common.format import number, percent, upper
+from fedpact.common.format import against_majority_class, number, percent, upper
 from fedpact.common.notebook import TextTable
 from fedpact.evaluation.personal import METHOD, Gain, describe_joining
 from fedpact.evaluation.settings import DECLARE
@@ -60,7 +60,28 @@ def find_released_accuracy(run: RunSummary) -> tuple[str, str] | None:
         f"{row['interval']} at level {found['level']:g}; noisy counts of {len(found['sites']):,} "
     )
     note += f"sites' held-out records after round {found['round']}"
-    return row["value"], note + (f"; exactly {row['exact']}" if row["exact"] else "")
+    note += f"; exactly {row['exact']}" if row["exact"] else ""
+    return row["value"], "; ".join([note, *compare_with_classes(found)])
+
+
+def compare_with_classes(found: Mapping[str, Any]) -> list[str]:
+    """Return what a released accuracy is to be held against: the commonest class, and the worst.
+
+    found: summary.json's `evaluation`.
+    """
+    named = {(f["name"], f["about"]): f for f in found["figures"]}
+    whole = named.get(("accuracy", "all"), {}).get("value")
+    against = against_majority_class(whole, found.get("commonest"))
+    known = [
+        figure
+        for (name, about), figure in named.items()
+        if name == "accuracy" and about.startswith("class ") and figure["value"] is not None
+    ]
+    if not known:
+        return [against] if against else []
+    row = _row(min(known, key=lambda figure: figure["value"]))
+    worst = f"worst for {row['about']}: {row['value']} ({row['interval']})"
+    return [against, worst] if against else [worst]
 
 
 def why_none(run: RunSummary, named: bool = True) -> str:

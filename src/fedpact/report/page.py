@@ -162,7 +162,7 @@ def render_run(run: RunSummary) -> str:
     return page(
         "page",
         run=run,
-        title=f"{run.plan.get('algorithm', 'a run')} on {run.plan.get('data', 'own data')}",
+        title=_title(run),
         facts=_facts(run),
         cards=build_headline(run),
         meaning=explain_run(run),
@@ -192,6 +192,11 @@ def render_run(run: RunSummary) -> str:
     )
 
 
+def _title(run: RunSummary) -> str:
+    named = run.plan.get("about", {}).get("name")
+    return named or f"{run.plan.get('algorithm', 'a run')} on {run.plan.get('data', 'own data')}"
+
+
 def build_headline(run: RunSummary) -> list[CardFigure]:
     """Return the figures at the top of the page, which are also those of `fedpact report`."""
     allowed = run.bytes_allowed
@@ -215,6 +220,7 @@ def build_headline(run: RunSummary) -> list[CardFigure]:
             bad=bool(allowed) and run.bytes > allowed,
         ),
         CardFigure("time", duration(run.seconds), "wall clock, all rounds, on the run's machine"),
+        *_metric_cards(run),
     ]
 
 
@@ -243,11 +249,16 @@ def _learning_cards(run: RunSummary) -> list[CardFigure]:
         worst, tenth = run.fairness["worst_site"], percent(run.fairness["worst_tenth"])
         note = f"{worst}; the worst 10 % have {tenth}"
         cards.append(CardFigure("worst site", percent(run.worst), note, simulator_only=True))
+    return cards
+
+
+def _metric_cards(run: RunSummary) -> list[CardFigure]:
+    cards = list[CardFigure]()
     for name in run.measured:
         metric, last = find_display(name), [r for r in run.records if name in r.metrics][-1]
         value = format_metric(metric.form, last.metrics[name])
         note = f"{metric.note}; after round {last.round}"
-        sim = pooled or name in METRICS
+        sim = run.pooled or name in METRICS
         cards.append(CardFigure(metric.label, value, note, simulator_only=sim))
     return cards
 

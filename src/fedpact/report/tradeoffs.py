@@ -164,48 +164,12 @@ class Problem:
 def utility_bound(problem: Problem, variance: float, steps: int) -> float:
     """Return U(T) = λ²T/(μG²) · min(1/2, 1/(1 + dσ²)), a lower bound on 1/(E loss - optimum).
 
-    variance: σ² of the aggregate, a coordinate, in units of C² (`aggregate_variance` at C = 1).
+    variance: σ² of the aggregate, a coordinate, in units of C².
     """
     check.non_negative(variance=variance)
     check.count(steps=steps)
     scale = problem.convexity**2 * steps / (problem.smoothness * problem.gradient_bound**2)
     return scale * min(0.5, 1 / (1 + problem.dimension * variance))
-
-
-def aggregate_variance(
-    sizes: Sequence[float], rates: Sequence[float], sigmas: Sequence[float], clip: float = 1.0
-) -> float:
-    """Return C² Σ(N_k q_k σ_k)²/(Σ N_k q_k)², the aggregate's noise variance a coordinate.
-
-    Clipped batch means, weighted by their expected batch sizes. Raises InputError.
-    """
-    shares = [check.positive(size=n) * check.rate(q=q) for n, q in zip(sizes, rates, strict=True)]
-    if not shares:
-        raise InputError("sizes is empty: expected at least one client")
-    noises = (check.non_negative(sigma=s) for s in sigmas)
-    total = math.fsum((a * s) ** 2 for a, s in zip(shares, noises, strict=True))
-    return check.positive(clip=clip) ** 2 * total / math.fsum(shares) ** 2
-
-
-def aggregate_variance_of_sums(
-    weights: Sequence[float],
-    sizes: Sequence[float],
-    rates: Sequence[float],
-    sigmas: Sequence[float],
-    clip: float = 1.0,
-) -> float:
-    """Return C² Σ(ω_k σ_k/(q_k N_k))², the aggregate's noise variance a coordinate.
-
-    Sums of per-sample clipped gradients over q_k N_k, aggregated with weights ω_k, σ_k relative to
-    C. Raises InputError.
-    """
-    each = (
-        check.non_negative(weight=w)
-        * check.non_negative(sigma=s)
-        / (check.rate(q=q) * check.positive(size=n))
-        for w, n, q, s in zip(weights, sizes, rates, sigmas, strict=True)
-    )
-    return check.positive(clip=clip) ** 2 * math.fsum(x * x for x in each)
 
 
 def entropy_bound(dimension: int, moment: float, variance: float) -> float:

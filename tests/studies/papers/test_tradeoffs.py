@@ -1,7 +1,6 @@
 """LDP FedSGD's trade-offs: the paper's printed example, identities, and where its (12) fails."""
 
 import math
-import random
 
 import numpy as np
 import pytest
@@ -11,8 +10,6 @@ from fedpact.common.errors import InputError
 from fedpact.report import tradeoffs
 from fedpact.report.tradeoffs import (
     Problem,
-    aggregate_variance,
-    aggregate_variance_of_sums,
     bits_on_the_wire,
     entropy_bound,
     exact_point,
@@ -72,29 +69,6 @@ def test_the_ceiling_of_the_noise_bounds_limits_utility():
         assert utility_bound(PROBLEM, 3906.25 / 100, steps) == pytest.approx(limit, abs=5e-5)
 
 
-def test_aggregate_noise_against_simulated_clients():
-    sizes, rates, sigmas = [100, 300, 50], [0.1, 0.02, 1.0], [1.0, 3.0, 0.5]
-    weights = [n * q / (10 + 6 + 50) for n, q in zip(sizes, rates, strict=True)]
-    draw = random.Random(5)
-    total = 0.0
-    for _ in range(20_000):
-        each = (w * 2.0 * draw.gauss(0, s) for w, s in zip(weights, sigmas, strict=True))
-        total += sum(each) ** 2
-    # The mean of 20,000 squares has a relative deviation of 1 %: 5 % is 5 deviations, error 6e-7.
-    assert aggregate_variance(sizes, rates, sigmas, 2.0) == pytest.approx(total / 20_000, rel=0.05)
-
-
-def test_both_aggregate_forms_agree_on_the_same_case():
-    # Per-sample sums with ω_k = N_k q_k/Σ and noise multiplied by the divisor q_k N_k.
-    sizes, rates, sigmas = [100, 300], [0.1, 0.02], [1.0, 3.0]
-    weights = [10 / 16, 6 / 16]
-    scaled = [s * n * q for s, n, q in zip(sigmas, sizes, rates, strict=True)]
-    batch = aggregate_variance(sizes, rates, sigmas, 0.5)
-    assert aggregate_variance_of_sums(weights, sizes, rates, scaled, 0.5) == pytest.approx(batch)
-    # Equal clients: σ²/K.
-    assert aggregate_variance([7] * 4, [0.1] * 4, [2.0] * 4) == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("sigma", [0.01, 1.0, 30.0])
 def test_valid_rate_bound_is_gaussian_entropy_at_variance(sigma):
     total = math.sqrt(4 * (sigma**2 + 1 / 500))
@@ -144,10 +118,6 @@ def test_bits_on_the_wire():
         lambda: Problem(dimension=0),
         lambda: utility_bound(PROBLEM, math.nan, 10),
         lambda: utility_bound(PROBLEM, 1.0, 0),
-        lambda: aggregate_variance([], [], []),
-        lambda: aggregate_variance([10], [0.1], [math.nan]),
-        lambda: aggregate_variance([10, 10], [0.1], [1.0]),
-        lambda: aggregate_variance_of_sums([math.nan], [1.0], [0.1], [1.0]),
         lambda: rate_bound(10, math.nan, 1.0),
         lambda: paper_rate(10, 0.0, 1.0),
         lambda: bits_on_the_wire(math.nan, 10, 0.1),
