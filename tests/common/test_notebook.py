@@ -166,7 +166,7 @@ def test_figures_are_matplotlib_and_saved_with_legends(tmp_path):
     assert "worst site" not in figure.svg
     assert {key.label for key in figure.keys} == {"global", "sites, middle 80 %", "worst site"}
     titles = set(compared(tmp_path / "c").figures())
-    assert {"Accuracy against rounds", "Loss against ε"} <= titles
+    assert {"Accuracy against rounds", "Accuracy against ε"} <= titles
 
 
 def test_progress_bar_uses_one_output_in_notebooks_only(monkeypatch):

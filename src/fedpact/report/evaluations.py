@@ -72,10 +72,11 @@ def compare_with_classes(found: Mapping[str, Any]) -> list[str]:
     named = {(f["name"], f["about"]): f for f in found["figures"]}
     whole = named.get(("accuracy", "all"), {}).get("value")
     against = against_majority_class(whole, found.get("commonest"))
+    # Where the noise leaves nothing to say of a class, it is not called the worst.
     known = [
         figure
         for (name, about), figure in named.items()
-        if name == "accuracy" and about.startswith("class ") and figure["value"] is not None
+        if name == "accuracy" and about.startswith("class ") and figure["high"] - figure["low"] < 1
     ]
     if not known:
         return [against] if against else []
