@@ -74,16 +74,16 @@ def test_each_rounds_clip_is_attacked(audited, monkeypatch, bounds_alone):
 
 
 def test_false_alarms_are_rare(plain, monkeypatch, bounds_alone):
-    """Ten seeds of a correct mechanism: each alarms at 5 % at most, more than 4 at 7e-5.
+    """Six seeds of a correct mechanism: each alarms at 5 % at most, more than 3 at 9e-5.
 
     That holds for whatever rule the pilots give, so for one of few as well.
     """
     monkeypatch.setattr("fedpact.studies.audit.attacks._PILOT", 10)
     alarms = 0
-    for seed in range(10):
+    for seed in range(6):
         target = dataclasses.replace(plain, plan=plain.plan.model_copy(update={"seed": seed}))
         alarms += not many_runs(target, runs=40).passed
-    assert alarms <= stats.binom(10, 0.05).isf(1e-3)
+    assert alarms <= 3
 
 
 @pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (0.9, False), (0.5, False)])
@@ -103,14 +103,13 @@ def test_noise_level(factor, passes, fair):
         assert level.measured == pytest.approx(factor * level.claimed, rel=0.25)
 
 
-def test_noise_level_of_batch_clipping(audited, request):
+def test_noise_level_of_batch_clipping(audited):
     target = audited.target("algorithm=ldp_fedsgd", "privacy.mode=batch_clipped")
     found = many_runs(target, runs=60)
     assert found.passed
     assert found.noise[0].measured == pytest.approx(target.terms.multipliers["gradient"], rel=0.02)
-    request.getfixturevalue("bounds_alone")
     broken = dataclasses.replace(target, make=audited.broken["noise halved"])
-    assert bounds_fail(many_runs(broken, runs=400))
+    assert not noise_levels(broken, attacks(broken)[0].queries)[0].passed
 
 
 @pytest.mark.parametrize("tables", [[], ["algorithm=fedfdp"]])
