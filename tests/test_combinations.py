@@ -7,14 +7,12 @@ import pytest
 from fedpact import algorithms
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.algorithms.wrappers.combine import (
-    NEEDS_ONE_CLIP,
     NEEDS_PLAIN_STEPS,
     NEEDS_SINGLE_REPLIES,
     NEEDS_THE_LIST,
     READS_SINGLE_REPLIES,
-    REFUSED,
 )
-from fedpact.algorithms.wrappers.local_optimizer import NEEDS_ONE_MODEL, NEEDS_ONE_MODEL_TABLES
+from fedpact.algorithms.wrappers.local_optimizer import NEEDS_ONE_MODEL_TABLES
 from fedpact.common.errors import PlanError
 from fedpact.plan import Plan
 
@@ -33,12 +31,21 @@ COLUMNS = {
 }
 
 
+PARTS = ("fairness", "control", "robust", "local", "server")
+
+
+def test_every_part_that_an_algorithm_excludes_is_one_of_a_plan():
+    known = {*PARTS, "local.head", "privacy.clip_schedule"}
+    for name in algorithms.names():
+        assert set(Method(name).facts.excludes) <= known, name
+
+
 def runs(algorithm, column):
     """Whether a plan of this combination is taken, with the noise for its releases."""
     tables = {"algorithm": algorithm, **COLUMNS[column]}
     if "iterations" in algorithms.load(algorithm).Settings.model_fields:
         tables["settings"] = {"iterations": 9}
-    if column in REFUSED or column in ("none", "sites_per_round"):
+    if column not in ("per_sample", "batch_clipped"):
         tables["privacy"] = {"mode": "none"}
     try:
         Plan.parse(tables).terms({"a": 100.0})
@@ -58,9 +65,15 @@ def table():
 def reasons():
     return "\n".join(
         f"* `[{part}]` with `{name}`: {reason}."
-        for part, refused in REFUSED.items()
-        for name, reason in refused.items()
+        for part in PARTS
+        for name, reason in excluded(part).items()
     )
+
+
+def excluded(part):
+    """Algorithm -> why the part does not go with it."""
+    facts = {name: Method(name).facts for name in algorithms.names()}
+    return {name: of.excludes[part] for name, of in facts.items() if part in of.excludes}
 
 
 def single(refused):
@@ -84,12 +97,13 @@ def test_what_other_tables_refuse_is_the_codes():
     assert block("single") == single(NEEDS_SINGLE_REPLIES)
     assert block("reads") == single(READS_SINGLE_REPLIES)
     assert block("plain") == single(NEEDS_PLAIN_STEPS)
-    heads = {**NEEDS_ONE_MODEL, **NEEDS_ONE_MODEL_TABLES}
+    heads = {**excluded("local.head"), **NEEDS_ONE_MODEL_TABLES}
     assert block("heads") == "\n".join(f"* `{n}`: {why}." for n, why in heads.items())
     part = {name: Method(name).facts.needs_all_sites for name in algorithms.names()}
     assert block("part") == "\n".join(f"* `{n}`: {why}." for n, why in part.items() if why)
     assert NEEDS_THE_LIST in PAGE.read_text(encoding="utf-8")
-    assert block("clip") == "\n".join(f"* `{n}`: {why}." for n, why in NEEDS_ONE_CLIP.items())
+    clip = excluded("privacy.clip_schedule")
+    assert block("clip") == "\n".join(f"* `{n}`: {why}." for n, why in clip.items())
 
 
 TABLES = {

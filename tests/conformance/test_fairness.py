@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fedpact.algorithms.wrappers.combine import REFUSED
+from fedpact import algorithms
+from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.errors import PlanError
 from fedpact.plan import Plan
 
@@ -37,7 +38,13 @@ def test_a_weight_of_nothing_leaves_the_algorithm_alone(federation):
 
 
 @pytest.mark.parametrize(
-    ("table", "algorithm"), [(table, name) for table in REFUSED for name in REFUSED[table]]
+    ("table", "algorithm"),
+    [
+        (part, name)
+        for name in algorithms.names()
+        for part in Method(name).facts.excludes
+        if "." not in part
+    ],
 )
 def test_what_makes_no_sense_is_refused_with_its_reason(table, algorithm):
     on = {
@@ -53,4 +60,4 @@ def test_what_makes_no_sense_is_refused_with_its_reason(table, algorithm):
     Plan.parse(tables)
     with pytest.raises(PlanError, match=f"{table}.*{algorithm}") as refusal:
         Plan.parse({**tables, table: on[table]})
-    assert REFUSED[table][algorithm] in str(refusal.value)
+    assert Method(algorithm).facts.excludes[table] in str(refusal.value)

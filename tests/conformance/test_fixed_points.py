@@ -4,6 +4,7 @@ F_i(w) = ½ a_i ‖w - b_i‖², so ∇F_i(w) = a_i (w - b_i), and a step w - η
 1 - η a_i. The oracle is exact: one record a site, always in the batch, no noise.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -12,6 +13,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from fedpact import algorithms
+from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.messages import Reply, State, Task
 from fedpact.privacy.oracle import Uniform
 
@@ -24,6 +26,7 @@ class Quadratic:
     b: Tensor
     size: float
     noise_variance: float = 0.0
+    sampling_rate: float = 1.0
 
     @property
     def batch_size(self):
@@ -57,17 +60,17 @@ START = torch.tensor([3.0, -2.0], dtype=torch.float64)
 
 def run(name, settings, rounds, sites=None):
     """The server's state after some rounds, from START."""
-    algorithm = algorithms.load(name)
-    state, memories = algorithm.init(START, settings), dict.fromkeys(SITES, State())
+    method = Method(name, settings)
+    state, memories = method.init(START), dict.fromkeys(SITES, State())
     for number in range(1, rounds + 1):
-        told = algorithm.task(state, settings)
+        told = method.task(state)
         task = Task("run", number, name, told.vectors, told.numbers)
         replies = []
         for site, objective in (sites or SITES).items():
-            local = algorithm.local(task, objective, memories[site], settings)
+            local = method.local(task, objective, memories[site])
             memories[site] = local.memory
             replies.append(Reply("run", number, site, objective.size, local.vectors, local.numbers))
-        state = algorithm.update(state, iter(replies), settings)
+        state = method.update(state, iter(replies))
     return state
 
 
@@ -163,6 +166,74 @@ def test_the_larger_qffls_exponent_the_better_off_its_worst_site():
         w = run("qffl", make("qffl", learning_rate=0.1, fairness_exponent=q), 600).vectors["w"]
         worst.append(max(site.value(w) for site in SITES.values()))
     assert worst[0] > 1.1 * worst[1] > 1.1**2 * worst[2]
+
+
+@pytest.mark.parametrize("communication", [1.0, 0.5, 0.2])
+def test_proxskip_reaches_the_optimum_whatever_the_coins(communication):
+    """With h_i = ∇F_i(w*) no step from w* moves anything, and Σ p_i h_i = 0."""
+    settings = make("proxskip", learning_rate=0.1, communication=communication)
+    w = run("proxskip", settings, 600).vectors["w"]
+    torch.testing.assert_close(w, OPTIMUM, rtol=0, atol=1e-11)
+
+
+def test_proxskips_rounds_are_as_long_as_the_coin_says():
+    """2,000 geometric lengths of mean 1/p = 4: their mean spreads by 0.08; five of that."""
+    algorithm, settings = algorithms.load("proxskip"), make("proxskip", communication=0.25)
+    long = settings.model_copy(update={"most_steps": 1000})
+    lengths = [algorithm.steps(long, State({}, {"round": float(n)})) for n in range(2000)]
+    assert sum(lengths) / 2000 == pytest.approx(4.0, abs=0.4)
+    capped = [algorithm.steps(settings, State({}, {"round": float(n)})) for n in range(2000)]
+    assert capped == [min(n, settings.most_steps) for n in lengths]
+
+
+def test_fednova_minimises_the_weighted_loss_with_unlike_steps():
+    """At small η the fixed point is that of Σ p_i F_i; fedavg's mean leans to the longer site.
+
+    Sites of 8 and 1 steps: Σ p_i (1 - (1 - η a_i)^τ_i)/τ_i (w - b_i) = 0, exactly.
+    """
+    rate = 0.01
+    rates = {"a": 1 / 8, "b": 1.0}
+    sites = {n: replace(s, sampling_rate=rates[n]) for n, s in SITES.items()}
+    settings = make("fednova", learning_rate=rate, passes=1.0, local_steps=10)
+    w = run("fednova", settings, 4000, sites).vectors["w"]
+    steps = {n: 1 / rate_ for n, rate_ in rates.items()}
+    pull = {n: (1 - (1 - rate * s.a) ** steps[n]) / steps[n] for n, s in SITES.items()}
+    expected = weighted({n: pull[n] * SITES[n].b for n in SITES}) / weighted(pull)
+    torch.testing.assert_close(w, expected, rtol=0, atol=1e-10)
+    leaning = {n: pull[n] * steps[n] for n in SITES}
+    fedavgs = weighted({n: leaning[n] * SITES[n].b for n in SITES}) / weighted(leaning)
+    assert float((w - OPTIMUM).norm()) < 0.1 * float((fedavgs - OPTIMUM).norm())
+
+
+@pytest.mark.parametrize("tilt", [0.5, 2.0, -0.05])
+def test_term_minimises_its_tilted_loss(tilt):
+    """At τ = 1: the gradient of (1/t) log Σ p_i exp(t F_i), Σ a_i ∇F_i, is 0."""
+    w = run("term", make("term", learning_rate=0.05, tilt=tilt), 3000).vectors["w"]
+    tilted = {n: P[n] * math.exp(tilt * s.value(w)) for n, s in SITES.items()}
+    gradient = sum(tilted[n] * s.gradient(w) for n, s in SITES.items())
+    torch.testing.assert_close(gradient, torch.zeros_like(w), rtol=0, atol=1e-9)
+
+
+def test_the_larger_the_tilt_the_better_off_the_worst_site():
+    worst = []
+    for tilt in (0.0, 1.0, 5.0):
+        w = run("term", make("term", learning_rate=0.05, tilt=tilt), 3000).vectors["w"]
+        worst.append(max(site.value(w) for site in SITES.values()))
+    assert worst[0] > 1.1 * worst[1] > 1.05 * 1.1 * worst[2]
+
+
+def test_afl_reaches_the_best_for_the_worst_mixture():
+    """At the saddle point both sites' losses are equal, and a mixture of gradients is 0."""
+    settings = make("afl", learning_rate=0.05, mixture_rate=0.02)
+    w = run("afl", settings, 6000).vectors["w"]
+
+    def worst(point):
+        return max(site.value(torch.from_numpy(point)) for site in SITES.values())
+
+    losses = [site.value(w) for site in SITES.values()]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    found = minimize(worst, OPTIMUM.numpy(), method="Nelder-Mead", options={"xatol": 1e-9}).x
+    assert max(losses) == pytest.approx(worst(found), rel=1e-5)
 
 
 @pytest.mark.parametrize("aggregation", ["batch_size", "least_noise"])

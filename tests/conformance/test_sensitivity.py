@@ -111,6 +111,10 @@ class Spy:
         return self.inner.batch_size
 
     @property
+    def sampling_rate(self):
+        return self.inner.sampling_rate
+
+    @property
     def noise_variance(self):
         return self.inner.noise_variance
 

@@ -93,6 +93,10 @@ class MethodFacts:
     gradient at the task's w, which enters the reply linearly, nothing is remembered and the update
     uses the replies' mean: see docs/noise-for-the-sum.md; the conformance suite compares both."""
 
+    excludes: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Part of a plan -> why it does not go with the algorithm: "fairness", "control", "robust",
+    "local", "local.head", "server", or "privacy.clip_schedule"."""
+
     opens_run: bool = False
     """Whether sites release something before the first round, in round 0."""
 

@@ -32,7 +32,7 @@ from collections.abc import Iterable
 from pydantic import Field
 from torch import Tensor
 
-from fedpact.algorithms import BaseSettings, MethodFacts, Neutral, fedavg
+from fedpact.algorithms import BaseSettings, MethodFacts, Neutral, Summed, fedavg
 from fedpact.algorithms.common.steps import weighted_mean
 from fedpact.algorithms.common.tau_control import Ali, Controller
 from fedpact.common.messages import Local, Reply, State, Task
@@ -61,8 +61,19 @@ def facts(settings: Settings) -> MethodFacts:
         controlled=True,
         iterations=settings.iterations,
         unprotected=settings.estimator == "raw",
+        summed=Summed(
+            why_not="its controller takes the least of the sites' remaining steps and squares of "
+            "each site's vector, which no sum of vectors gives"
+        ),
         needs_all_sites="its τ follows what is left at every site, and its estimates are of all of "
         "them",
+        excludes={
+            "control": "it chooses τ by itself, as fedavg with [control] does",
+            "robust": "its controller reads single replies, so one lie moves its estimates",
+            "local": "its controller's estimates are of plain steps",
+            "local.head": "its controller's estimates compare the sites' gradients at one model",
+            "privacy.clip_schedule": "its controller's estimates are of gradients of one clip",
+        },
     )
 
 

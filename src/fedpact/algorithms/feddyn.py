@@ -63,6 +63,15 @@ def facts(settings: Settings) -> MethodFacts:
         needs_all_sites="each reply carries its site's share of h, so a round of some sites would "
         "leave out the others' h_i; with the paper's h, the server would need what each of them "
         "has sent",
+        excludes={
+            "fairness": "it sends its model less h_i/α, at which a loss would mean nothing",
+            "local": "its h_i adds up what plain steps moved, as a gradient where they end",
+            "server": "FedDyn's next model is the sites' mean less the server's h, no step from "
+            "w: an optimiser would integrate the sites' drift a second time",
+            "local.head": "its h adds up all of w, and of a head nothing is sent",
+            "privacy.clip_schedule": "its h_i adds up gradients of earlier rounds, and how far a "
+            "reply may go follows one clip of them all",
+        },
     )
 
 

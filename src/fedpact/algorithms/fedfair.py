@@ -58,6 +58,14 @@ def facts(settings: Settings) -> MethodFacts:
         plain_only="it weighs each step by the batch's exact loss; algorithm = 'fedfdp' is its "
         "private form",
         needs_all_sites="",
+        excludes={
+            "fairness": "it has a fairness of its own, and two would pull at each other: set its "
+            "settings.fairness_weight",
+            "local": "it scales each step by the loss where it is made, and with momentum a step "
+            "is made of earlier ones, too",
+            "local.head": "it compares what single sites find at one model, and here each has a "
+            "head of its own",
+        },
     )
 
 

@@ -73,6 +73,12 @@ def facts(settings: Settings) -> MethodFacts:
         weighs_records=settings.fairness_weight > 0,
         needs_all_sites="",
         needs_own_noise=why_own_noise(settings.local_steps) or settings.why_own_noise,
+        excludes={
+            "fairness": "it has a fairness of its own, and two would pull at each other: set its "
+            "settings.fairness_weight",
+            "local.head": "it compares what single sites find at one model, and here each has a "
+            "head of its own",
+        },
     )
 
 

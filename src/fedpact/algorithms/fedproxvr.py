@@ -98,6 +98,14 @@ def facts(settings: Settings) -> MethodFacts:
         # v⁰, before the local steps.
         Opening(settings.opening_rate, {"gradient": settings.opening_noise}),
         needs_all_sites="",
+        excludes={
+            "fairness": "its gradient differences are clipped to how far a gradient can move, "
+            "and a weight that follows the loss moves too: the weighted difference has no such "
+            "bound",
+            "local": "its differences are clipped by how far plain steps move",
+            "local.head": "its openings are mean gradients at one model",
+            "privacy.clip_schedule": "its openings and differences are bounded by one clip",
+        },
     )
 
 

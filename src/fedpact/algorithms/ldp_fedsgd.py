@@ -75,6 +75,13 @@ def facts(settings: Settings) -> MethodFacts:
         summed=by_size if settings.aggregation == "batch_size" else Summed(why_not=two_sums),
         needs_all_sites="",
         needs_own_noise="",
+        excludes={
+            "fairness": "it sends a gradient, not a model at which the site could release its loss",
+            "control": "it makes one step a round, so there is no τ to choose",
+            "robust": "it weighs releases by their noise, and robust aggregates have no weights",
+            "local": "its step is the server's: [server] has momentum and schedules",
+            "local.head": "it sends a gradient and no model, so there is no head to keep",
+        },
     )
 
 

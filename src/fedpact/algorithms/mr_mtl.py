@@ -82,7 +82,17 @@ def facts(settings: Settings) -> MethodFacts:
     # A site remembers its w_i, so noise is its own even where τ = 1.
     return MethodFacts(
         needs_all_sites="it holds each site's model to the mean of all of them, and those of the "
-        "sites that were not asked would be missing in it"
+        "sites that were not asked would be missing in it",
+        excludes={
+            "fairness": "a site's loss would be that of a model which nobody uses: its own is "
+            "not sent",
+            "control": "its estimates compare the sites' gradients at one model, and here each "
+            "site's are at its own",
+            "local": "its sites' models are held to their mean by the length of plain steps",
+            "server": "the sites' own models are held to their mean, which an optimiser's model "
+            "is not",
+            "local.head": "each of its sites has a whole model of its own already",
+        },
     )
 
 

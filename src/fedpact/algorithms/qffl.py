@@ -37,12 +37,11 @@ from dataclasses import replace
 import torch
 from pydantic import Field
 
-from fedpact.algorithms import BaseSettings, MethodFacts, Neutral
-from fedpact.algorithms.common.fairness import LossRelease
+from fedpact.algorithms import MethodFacts, Neutral, Summed
+from fedpact.algorithms.common.fairness import LossSettings
 from fedpact.algorithms.common.steps import (
     Aggregation,
     round_steps,
-    sgd,
     weigh_replies,
     weighted_mean,
 )
@@ -55,11 +54,9 @@ NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_exponent"
 _MOST_LOSS = 1e9
 
 
-class Settings(LossRelease, BaseSettings):
+class Settings(LossSettings):
     """Symbols at the top, and algorithms.common.fairness.LossRelease."""
 
-    learning_rate: float = Field(default=0.5, gt=0)
-    local_steps: int = Field(default=1, ge=1)
     fairness_exponent: float = Field(default=1.0, ge=0, le=20)
     """q, by whose power of its loss a site counts; 0 gives fedavg."""
     least_loss: float = Field(default=0.01, gt=0)
@@ -70,24 +67,32 @@ class Settings(LossRelease, BaseSettings):
 
 def facts(settings: Settings) -> MethodFacts:
     """What is known of it before it runs; see algorithms.Algorithm."""
-    return MethodFacts({"gradient": 1.0, **settings.loss_channels}, needs_all_sites="")
+    return MethodFacts(
+        {"gradient": 1.0, **settings.loss_channels},
+        needs_all_sites="",
+        summed=Summed(
+            why_not="its weights follow the losses that sites report, and the weights of a masked "
+            "sum have to be public"
+        ),
+        excludes={
+            "fairness": "it has a fairness of its own, and two would pull at each other",
+            "robust": "its weights follow the losses that sites report, so a lie would choose "
+            "its own",
+            "local": "it takes the noise of plain steps off the way that a site has moved",
+            "local.head": "it compares what single sites find at one model, and here each has a "
+            "head of its own",
+        },
+    )
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
     """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
-    start = task.vectors["w"]
-    bound = memory.numbers.get("loss_bound", settings.loss_bound)
-    batches = oracle.batches(1, "gradient", *settings.loss_channels)
-    batch = next(batches)
-    w = start.add(batch.gradient(start), alpha=-rate)
-    loss, bound = settings.release(batch, start, bound)
-    if steps > 1:
-        w = sgd(oracle, w, steps - 1, rate)
+    found = settings.descend(task, oracle, memory)
+    w = found.vectors["w"]
     energy = steps * rate**2 * len(w) * oracle.noise_variance
-    moved = max(0.0, float((w - start).double().square().sum()) - energy)
-    numbers = {"loss": loss, "moved": moved}
-    return Local({"w": w}, numbers, State(numbers={"loss_bound": bound}))
+    moved = max(0.0, float((w - task.vectors["w"]).double().square().sum()) - energy)
+    return replace(found, numbers={**found.numbers, "moved": moved})
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:

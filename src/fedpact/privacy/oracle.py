@@ -230,6 +230,11 @@ class Oracle(Protocol):
         ...
 
     @property
+    def sampling_rate(self) -> float:
+        """q_i, the chance of a record to be in a batch: 1/q_i steps are a pass. Public."""
+        ...
+
+    @property
     def noise_variance(self) -> float:
         """The variance of a gradient's noise in each coordinate, public; 0 in a plain run."""
         ...
@@ -291,14 +296,14 @@ class PlainOracle:
         opening_rate: float = 1.0,
     ) -> None:
         self._records, self._kernel, self._draws = records, kernel, draws
-        self._size, self._rate, self.batch_size = size, rate, rate * size
+        self._size, self.sampling_rate, self.batch_size = size, rate, rate * size
         self._opening_rate = opening_rate
         self._step = 0
 
     def batches(self, count: int, *channels: str) -> Iterator["PlainBatch"]:
         """Yield `count` batches that answer the channels; each is closed by the next one."""
         for _ in range(at_least_one(count=count)):
-            batch = self._batch(self._rate, channels)
+            batch = self._batch(self.sampling_rate, channels)
             yield batch
             batch.close()
 
@@ -361,6 +366,11 @@ class PrivateOracle:
     def batch_size(self) -> float:
         """The expected batch size q_i N_i, a public number."""
         return self._terms.batch_size
+
+    @property
+    def sampling_rate(self) -> float:
+        """q_i, the chance of a record to be in a batch: 1/q_i steps are a pass. Public."""
+        return self._terms.rate
 
     @property
     def noise_variance(self) -> float:
@@ -511,6 +521,11 @@ class OracleWrapper:
     def batch_size(self) -> float:
         """The expected batch size q_i N_i, a public number."""
         return self._inner.batch_size
+
+    @property
+    def sampling_rate(self) -> float:
+        """q_i, the chance of a record to be in a batch: 1/q_i steps are a pass. Public."""
+        return self._inner.sampling_rate
 
     @property
     def noise_variance(self) -> float:

@@ -8,7 +8,9 @@ import torch
 from tests.conformance.conftest import Federation, of
 from torch import nn
 
-from fedpact.algorithms.wrappers.local_optimizer import NEEDS_ONE_MODEL, check_head
+from fedpact import algorithms
+from fedpact.algorithms.wrappers.base import Method
+from fedpact.algorithms.wrappers.local_optimizer import check_head
 from fedpact.client import read_memory
 from fedpact.common.errors import PlanError
 from fedpact.common.losses import cross_entropy
@@ -213,6 +215,13 @@ def test_a_run_that_is_stopped_and_resumed_has_the_same_heads(headed, tmp_path):
     simulate(plan, tmp_path, data=data, on_round=seen.append, stop=lambda: len(seen) > 4)
     again = simulate(plan, tmp_path, data=data)
     assert again.records[-1].scores == whole.records[-1].scores
+
+
+NEEDS_ONE_MODEL = {
+    name: Method(name).facts.excludes["local.head"]
+    for name in algorithms.names()
+    if "local.head" in Method(name).facts.excludes
+}
 
 
 @pytest.mark.parametrize("name", NEEDS_ONE_MODEL)

@@ -68,6 +68,7 @@ class Realised:
     def __init__(self, inner):
         self.inner = inner
         self.batch_size, self.noise_variance = inner.batch_size, inner.noise_variance
+        self.sampling_rate = inner.sampling_rate
 
     def batches(self, count, *channels):
         for batch in self.inner.batches(count, *channels):

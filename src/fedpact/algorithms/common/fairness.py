@@ -17,9 +17,11 @@ from typing import Final, Literal, Self
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
+from fedpact.algorithms import BaseSettings
+from fedpact.algorithms.common.steps import round_steps, sgd
 from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import InputError, PlanError
-from fedpact.common.messages import Numbers, State
+from fedpact.common.messages import Local, Numbers, State, Task
 from fedpact.privacy.oracle import (
     UNIFORM,
     Batch,
@@ -99,6 +101,32 @@ class LossRelease(BaseModel):
         logarithm = math.log(bound) - self.quantile_rate * (share - self.loss_quantile)
         least, most = math.log(self.least_loss_bound), math.log(self.most_loss_bound)
         return math.exp(min(max(logarithm, least), most))
+
+
+class LossSettings(LossRelease, BaseSettings):
+    """Settings of an algorithm whose sites release the loss at w̄ beside their steps of SGD."""
+
+    learning_rate: float = Field(default=0.5, gt=0)
+    local_steps: int = Field(default=1, ge=1)
+
+    def descend(self, task: Task, oracle: Oracle, memory: State) -> Local:
+        """Return a site's reply after τ steps of SGD, with its "loss" at the task's w.
+
+        The loss is released on the first step's batch, in one joint event with its gradient. The
+        site remembers its next C_l.
+        """
+        steps, rate, start = (
+            round_steps(task, self.local_steps),
+            self.learning_rate,
+            task.vectors["w"],
+        )
+        bound = memory.numbers.get("loss_bound", self.loss_bound)
+        batch = next(oracle.batches(1, "gradient", *self.loss_channels))
+        w = start.add(batch.gradient(start), alpha=-rate)
+        loss, bound = self.release(batch, start, bound)
+        if steps > 1:
+            w = sgd(oracle, w, steps - 1, rate)
+        return Local({"w": w}, {"loss": loss}, State(numbers={"loss_bound": bound}))
 
 
 class FairRelease(LossRelease):

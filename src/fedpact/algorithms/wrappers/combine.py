@@ -21,55 +21,6 @@ from fedpact.common.errors import PlanError
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.settings import Privacy
 
-_OWN_FAIRNESS = "it has a fairness of its own, and two would pull at each other"
-
-REFUSED: Final[dict[str, dict[str, str]]] = {
-    "fairness": {
-        "fedfdp": _OWN_FAIRNESS + ": set its settings.fairness_weight",
-        "fedfair": _OWN_FAIRNESS + ": set its settings.fairness_weight",
-        "qffl": _OWN_FAIRNESS,
-        "feddyn": "it sends its model less h_i/α, at which a loss would mean nothing",
-        "fedproxvr": "its gradient differences are clipped to how far a gradient can move, and a "
-        "weight that follows the loss moves too: the weighted difference has no such bound",
-        "ldp_fedsgd": "it sends a gradient, not a model at which the site could release its loss",
-        "mr_mtl": "a site's loss would be that of a model which nobody uses: its own is not sent",
-    },
-    "control": {
-        "ali_dpfl": "it chooses τ by itself, as fedavg with [control] does",
-        "ldp_fedsgd": "it makes one step a round, so there is no τ to choose",
-        "mr_mtl": "its estimates compare the sites' gradients at one model, and here each site's "
-        "are at its own",
-    },
-    "robust": {
-        "ali_dpfl": "its controller reads single replies, so one lie moves its estimates",
-        "ldp_fedsgd": "it weighs releases by their noise, and robust aggregates have no weights",
-        "qffl": "its weights follow the losses that sites report, so a lie would choose its own",
-    },
-    "local": {
-        "ali_dpfl": "its controller's estimates are of plain steps",
-        "feddyn": "its h_i adds up what plain steps moved, as a gradient where they end",
-        "fedfair": "it scales each step by the loss where it is made, and with momentum a step is "
-        "made of earlier ones, too",
-        "fedproxvr": "its differences are clipped by how far plain steps move",
-        "ldp_fedsgd": "its step is the server's: [server] has momentum and schedules",
-        "mr_mtl": "its sites' models are held to their mean by the length of plain steps",
-        "qffl": "it takes the noise of plain steps off the way that a site has moved",
-        "scaffold": "its control variate is the mean gradient of plain steps, their way over τ η",
-    },
-    "server": {
-        "feddyn": "FedDyn's next model is the sites' mean less the server's h, no step from w: an "
-        "optimiser would integrate the sites' drift a second time",
-        "mr_mtl": "the sites' own models are held to their mean, which an optimiser's model is not",
-    },
-    "secure_aggregation": {
-        "ali_dpfl": "its controller takes the least of the sites' remaining steps and squares of "
-        "each site's vector, which no sum of vectors gives",
-        "qffl": "its weights follow the losses that sites report, and the weights of a masked sum "
-        "have to be public",
-    },
-}
-"""Table of a plan -> algorithm -> why the two do not go together."""
-
 READS_SINGLE_REPLIES: Final[dict[str, str]] = {
     "control": "the controller reads single replies, so one lie moves its estimates",
     "fairness": "F is the mean of what single replies say, so one lie moves every record's weight; "
@@ -82,30 +33,20 @@ NEEDS_PLAIN_STEPS: Final[dict[str, str]] = {
 }
 """Table of a plan -> why it does not go with [local]."""
 
-NEEDS_ONE_CLIP: Final[dict[str, str]] = {
-    "ali_dpfl": "its controller's estimates are of gradients of one clip",
-    "feddyn": "its h_i adds up gradients of earlier rounds, and how far a reply may go follows one "
-    "clip of them all",
-    "fedproxvr": "its openings and differences are bounded by one clip",
-    "scaffold": "its control variates are gradients of earlier rounds, clipped to another length "
-    "than those that they correct",
-}
-"""Algorithm -> why it does not go with privacy.clip_schedule."""
 
-
-def _check_clips(name: str, control: ControlSettings, kind: str) -> None:
+def _check_clips(method: Method, control: ControlSettings, kind: str) -> None:
     """Raise PlanError where a clip that changes from round to round would break something.
 
-    name: of the algorithm. kind: of compression.
+    kind: of compression.
     """
-    reason = NEEDS_ONE_CLIP.get(name)
+    reason = method.facts.excludes.get("privacy.clip_schedule")
     if control.kind != "fixed":
-        reason = "[control]: " + NEEDS_ONE_CLIP["ali_dpfl"]
+        reason = "[control]: the controller's estimates are of gradients of one clip"
     if kind == "topk":
         reason = "[compression] kind = 'topk': a site sends later what it left out of earlier sums"
     if reason:
         raise PlanError(
-            f"privacy.clip_schedule does not go with algorithm = {name!r} and these tables: "
+            f"privacy.clip_schedule does not go with algorithm = {method.name!r} and these tables: "
             f"{reason}; leave it out"
         )
 
@@ -148,7 +89,7 @@ def combine_wrappers(
     """
     method = Method(name, settings)
     if privacy.clip_schedule != "constant":
-        _check_clips(name, control, compression.kind)
+        _check_clips(method, control, compression.kind)
     chosen = {
         "robust": robust.rule != "mean",
         "fairness": fairness.weight > 0,
@@ -157,11 +98,11 @@ def combine_wrappers(
     }
     if chosen["robust"]:
         # Innermost: whatever is around it still sees the sites' own replies.
-        _check("robust", name)
+        _check("robust", method)
         _check_tables("robust", READS_SINGLE_REPLIES, chosen)
         method = Robust(method, robust)
     if not local.plain:
-        _check("local", name)
+        _check("local", method)
         _check_tables("local", NEEDS_PLAIN_STEPS, chosen)
         if local.schedule != "constant" and compression.kind == "topk":
             raise PlanError(
@@ -172,17 +113,17 @@ def combine_wrappers(
         local.check_moves("local", rounds * method.steps())
         method = Stepped(method, local, rounds)
     if local.head:
-        check_goes(name, {**chosen, "average": server.average != "none"})
+        check_goes(method, {**chosen, "average": server.average != "none"})
         method = Headed(method, local.head)
     if chosen["fairness"]:
-        _check("fairness", name)
+        _check("fairness", method)
         method = FairMethod(method, fairness)
     if server.optimiser != "none":
-        _check("server", name)
+        _check("server", method)
         server.check_moves("server", rounds)
         method = ServerOptimised(method, server, rounds)
     if chosen["control"]:
-        _check("control", name)
+        _check("control", method)
         method = Controlled(method, control)
     if compression.kind == "grid":
         # Outermost, as is the other: what leaves a site, whatever made it. A masked reply has words
@@ -192,7 +133,6 @@ def combine_wrappers(
         method = Compressed(method, compression)
     if secure.threshold:
         _check_tables("secure_aggregation", NEEDS_SINGLE_REPLIES, chosen)
-        _check("secure_aggregation", method.name)
         check_summed(method)
     if server.average != "none":
         method = Averaged(method, server, rounds)
@@ -227,12 +167,13 @@ def _check_tables(table: str, reasons: Mapping[str, str], chosen: Mapping[str, b
             )
 
 
-def _check(table: str, algorithm: str) -> None:
-    reason = REFUSED[table].get(algorithm)
+def _check(table: str, method: Method) -> None:
+    reason = method.facts.excludes.get(table)
     if reason:
         raise PlanError(
-            f"[{table}] does not go with algorithm = {algorithm!r}: {reason}; leave the table out "
-            f"(--set '{table}={{}}'), with an η of the algorithm's own, or choose another algorithm"
+            f"[{table}] does not go with algorithm = {method.name!r}: {reason}; leave the table "
+            f"out (--set '{table}={{}}'), with an η of the algorithm's own, or choose another "
+            "algorithm"
         )
 
 

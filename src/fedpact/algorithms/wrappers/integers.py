@@ -228,6 +228,7 @@ class _Units:
     """An oracle whose k-th gradient is `length` times the k-th unit vector [d]."""
 
     batch_size = 1.0
+    sampling_rate = 1e-12  # a site makes as many steps as it may
     noise_variance = 0.0
     steps_left = math.inf
     shares: Mapping[str, Tensor] = MappingProxyType({})

@@ -64,39 +64,25 @@ MEASURED: Final = (
 )
 """What only a simulator has of them."""
 
-_ONE_MODEL = "it compares what single sites find at one model, and here each has a head of its own"
-
-NEEDS_ONE_MODEL: Final[dict[str, str]] = {
-    "ali_dpfl": "its controller's estimates compare the sites' gradients at one model",
-    "feddyn": "its h adds up all of w, and of a head nothing is sent",
-    "fedfair": _ONE_MODEL,
-    "fedfdp": _ONE_MODEL,
-    "fedproxvr": "its openings are mean gradients at one model",
-    "ldp_fedsgd": "it sends a gradient and no model, so there is no head to keep",
-    "mr_mtl": "each of its sites has a whole model of its own already",
-    "qffl": _ONE_MODEL,
-    "scaffold": "its control variates are the sites' gradients at one model",
-}
-"""Algorithm -> why it does not go with local.head."""
-
 NEEDS_ONE_MODEL_TABLES: Final[dict[str, str]] = {
-    "fairness": _ONE_MODEL,
-    "control": NEEDS_ONE_MODEL["ali_dpfl"],
+    "fairness": "it compares what single sites find at one model, and here each has a head of its "
+    "own",
+    "control": "the controller's estimates compare the sites' gradients at one model",
     "average": "[server] average would be of a w whose head nobody trains",
 }
 """What else does not go with local.head, and why."""
 
 
-def check_goes(name: str, chosen: Mapping[str, bool]) -> None:
+def check_goes(method: Method, chosen: Mapping[str, bool]) -> None:
     """Raise PlanError where heads of the sites' own would not mean what they say.
 
-    name: of the algorithm. chosen: table of a plan -> whether it is used.
+    chosen: table of a plan -> whether it is used.
     """
-    reasons = [NEEDS_ONE_MODEL[name]] if name in NEEDS_ONE_MODEL else []
+    reasons = [why for part, why in method.facts.excludes.items() if part == "local.head"]
     reasons += [why for table, why in NEEDS_ONE_MODEL_TABLES.items() if chosen[table]]
     if reasons:
         raise PlanError(
-            f"local.head does not go with this plan (algorithm = {name!r}): "
+            f"local.head does not go with this plan (algorithm = {method.name!r}): "
             f"{'; '.join(reasons)}; leave it out, or that"
         )
 

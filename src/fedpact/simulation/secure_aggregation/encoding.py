@@ -406,6 +406,7 @@ class NoisySumOracle:
     """
 
     noise_variance = 0.0
+    sampling_rate = 1.0
     steps_left = math.inf
     shares: Mapping[str, Tensor] = MappingProxyType({})
 

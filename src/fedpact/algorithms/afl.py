@@ -1,0 +1,99 @@
+"""Agnostic federated learning. Mohri, Sivek, Suresh. Agnostic federated learning.
+arXiv 1902.00146.
+
+Symbols   paper  code           meaning, unit or range                        who chooses it
+          γ_w    learning_rate  η, step size of w, > 0                        plan
+          τ      local_steps    local iterations of a round, >= 1             plan
+          γ_λ    mixture_rate   step size of λ, >= 0                          plan
+          λ_i    "score/NAME"   a site's weight is N_i exp(its score)         server
+          F_i    "loss"         the site's loss at w̄, clipped to C_l          released
+          C_l    loss_bound     see algorithms.common.fairness.LossRelease    plan
+Client    w_i ← w̄;  τ times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own; on the first one
+          also F_i, the mean of clamp(ℓ_j(w̄), 0, C_l), + noise
+Server    w ← Σ λ_i w_i;  λ_i ← λ_i exp(γ_λ F_i), made to add up to 1, from λ_i = p_i:
+          the saddle point min over w, max over λ of Σ λ_i F_i(w)             (5) over all mixtures
+Releases  gradient sum, clipped loss sum, and the count under "quantile": one joint event a step,
+          charged whole at every step, though loss and count are asked for at the first alone
+Neutral   γ_λ = 0 gives fedavg, bit for bit
+Differs   λ takes the mirror step of entropy, where the paper projects λ + γ_λ F onto the simplex:
+          no weight becomes 0, so a site whose loss rises again is heard again.
+          The last w is the model; the paper's bound is of the average over rounds.
+          τ > 1, which the paper does not have; a site's gradient follows from all of its records'
+          batch, where it draws a site by λ.
+
+At the saddle point the sites with weight have equal losses, the largest there are: the model is the
+best for the worst mixture of the sites. Noise in F_i adds up in a score like a random walk.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import exp
+
+from pydantic import Field
+
+from fedpact.algorithms import MethodFacts, Neutral, Summed
+from fedpact.algorithms.common.fairness import LossSettings
+from fedpact.algorithms.common.steps import weighted_mean
+from fedpact.common.messages import Local, Reply, State, Task
+from fedpact.privacy.oracle import Oracle
+
+NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"mixture_rate": 0.0})
+
+_SCORE = "score/"
+# How far a score may be below the largest: its weight is then e^-300 of that one's, and not 0.
+_LOWEST_SCORE = 300.0
+_MOST_LOSS = 1e9
+
+
+class Settings(LossSettings):
+    """Symbols at the top, and algorithms.common.fairness.LossRelease."""
+
+    mixture_rate: float = Field(default=0.1, ge=0)
+    """γ_λ, the step of the sites' weights along their losses; 0 gives fedavg."""
+
+
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
+    return MethodFacts(
+        {"gradient": 1.0, **settings.loss_channels},
+        needs_all_sites="the weights of all sites move together, by losses at one model",
+        summed=Summed(why_not="each site counts by its own losses"),
+        excludes={
+            "fairness": "it has a fairness of its own, and two would pull at each other",
+            "robust": "its weights follow the losses that sites report, so a lie would choose "
+            "its own",
+            "local.head": "it compares the sites' losses at one model, and here each has a head "
+            "of its own",
+        },
+    )
+
+
+def task(state: State, settings: Settings) -> State:
+    """What every site is told: w alone, and nobody's weight; see algorithms.Algorithm."""
+    del settings
+    return State({"w": state.vectors["w"]})
+
+
+def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
+    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
+    return settings.descend(task, oracle, memory)
+
+
+def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
+    """Server at the top; see algorithms.Algorithm."""
+    scores = {key: score for key, score in state.numbers.items() if key.startswith(_SCORE)}
+
+    def weighed() -> Iterator[Reply]:
+        for reply in replies:
+            key = _SCORE + reply.site
+            score = scores.get(key, 0.0)
+            yield replace(reply, weight=reply.weight * exp(score))
+            # In this order NaN moves nothing up.
+            loss = min(max(-_MOST_LOSS, reply.numbers["loss"]), _MOST_LOSS)
+            scores[key] = score + settings.mixture_rate * loss
+
+    mean = weighted_mean(weighed())
+    largest = max(scores.values())
+    # Only differences count; as they are kept, exp of no score is infinite or 0.
+    kept = {key: max(score - largest, -_LOWEST_SCORE) for key, score in scores.items()}
+    return State(mean.vectors, kept)

@@ -1,0 +1,77 @@
+"""FedNova. Wang, Liu, Liang, Joshi, Poor. Tackling the objective inconsistency problem in
+heterogeneous federated optimization. arXiv 2007.07481.
+
+Symbols   paper  code           meaning, unit or range                          who chooses it
+          η      learning_rate  step size, > 0                                  plan
+          E_i    passes         passes of a round over a site's records, > 0    plan
+                 local_steps    no site makes more steps in a round             plan
+          τ_i    "steps"        min(local_steps, E/q_i), at least 1             the sites, public
+          d_i                   (w̄ - w_i) / (η τ_i), the mean of its gradients
+Client    w_i ← w̄;  τ_i times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own
+          upload u_i = w̄ + (w_i - w̄)/τ_i, and τ_i
+Server    w ← w̄ + τ_eff Σ p_i (u_i - w̄) = w̄ - τ_eff η Σ p_i d_i,  τ_eff = Σ p_i τ_i           (10)
+Releases  τ_i gradient sums: τ_i events of the local_steps that are reserved
+Neutral   equal τ_i give fedavg, up to rounding: with enough passes all τ_i are local_steps
+Differs   SGD alone, where a_i is all ones and ‖a_i‖_1 = τ_i; the paper has solvers with momentum
+          and a proximal term. Weights p_i.
+
+With batches of one size B at sites of N_i records, q_i = B/N_i and τ_i = E N_i/B: the mean of w_i
+would follow the larger sites twice, by their weight and by their steps. A site of fewer steps
+than local_steps leaves a part of its reservation unspent.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from pydantic import Field
+
+from fedpact.algorithms import MethodFacts, Neutral, Summed, fedavg
+from fedpact.algorithms.common.steps import round_steps, sgd, weighted_mean
+from fedpact.common.messages import Local, Reply, State, Task
+from fedpact.privacy.oracle import Oracle, Range, Terms
+
+NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"passes": 1e9}, tolerance=1e-12)
+
+
+class Settings(fedavg.Settings):
+    """Symbols at the top."""
+
+    local_steps: int = Field(default=10, ge=1)
+    passes: float = Field(default=1.0, gt=0)
+
+
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
+    del settings
+    return MethodFacts(
+        needs_all_sites="",
+        summed=Summed(public=("steps",)),
+        excludes={"local": "its movement over τ is the mean gradient of plain steps alone"},
+    )
+
+
+def public_numbers(task: Task, terms: Terms, settings: Settings) -> dict[str, Range]:
+    """The steps of a site; see algorithms.Algorithm."""
+    steps = float(_steps(task, terms.rate, settings))
+    return {"steps": Range(steps, steps)}
+
+
+def _steps(task: Task, rate: float, settings: Settings) -> int:
+    """Return τ_i of a site with this sampling rate."""
+    most = round_steps(task, settings.local_steps)
+    return max(1, round(min(most, settings.passes / rate)))
+
+
+def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
+    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
+    del memory
+    told, steps = task.vectors["w"], _steps(task, oracle.sampling_rate, settings)
+    w = sgd(oracle, told, steps, settings.learning_rate)
+    return Local({"w": torch.lerp(told, w, 1 / steps)}, {"steps": float(steps)})
+
+
+def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
+    """Server at the top; see algorithms.Algorithm."""
+    del settings
+    mean = weighted_mean(replies, numbers=("steps",))
+    return State({"w": torch.lerp(state.vectors["w"], mean.vectors["w"], mean.numbers["steps"])})

@@ -1,0 +1,117 @@
+"""ProxSkip with the consensus constraint, which is Scaffnew. Mishchenko, Malinovsky, Stich,
+Richtárik. ProxSkip: yes! Local gradient steps provably lead to communication acceleration!
+arXiv 2202.09357, Algorithm 2.
+
+Symbols   paper  code           meaning, unit or range                        who chooses it
+          γ      learning_rate  step size, > 0                                plan
+          p      communication  probability that a step is a round's last     plan
+                 most_steps     no round is longer                            plan
+          τ      "local_steps"  local iterations of this round                server's coins
+          h_i    memory "h"     the site's control variate [d], at first 0    released
+          x̂_i    memory "w"     where the site's steps ended [d]              released
+Client    h_i ← h_i + (p/γ)(w̄ - x̂_i), once w̄ has come back for x̂_i
+          x_i ← w̄;  τ times: x_i ← x_i - γ (g(x_i) - h_i), g on a Poisson batch of its own
+          upload x̂_i = x_i
+Server    w ← Σ p_i x̂_i
+Releases  τ gradient sums: τ events. h_i follows from released numbers
+Neutral   p = 1 gives fedavg with one step: Σ p_i h_i = 0, so the control variates leave the mean
+          alone, up to rounding
+Differs   the coin of every step is thrown before the round, by the round's number; a round ends
+          after most_steps steps at the latest, so that the events of a run have a bound, and p is
+          still that of the plan in h_i's step.
+          Weights p_i, with which Σ p_i h_i = 0 as well; the paper's are even.
+
+p near sqrt(μ/L), one over the square root of the condition number, needs the fewest rounds.
+"""
+
+import random
+from collections.abc import Iterable
+from math import ceil, log
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedpact.algorithms import BaseSettings, MethodFacts, Neutral
+from fedpact.algorithms.common.steps import round_steps, weighted_mean
+from fedpact.common.messages import Local, Reply, State, Task
+from fedpact.privacy.oracle import Oracle, Range
+
+NEUTRAL: Neutral | None = Neutral(
+    parent="fedavg",
+    settings={"communication": 1.0},
+    parent_settings={"local_steps": 1},
+    tolerance=1e-12,
+)
+
+_ROUND = "round"
+
+
+class Settings(BaseSettings):
+    """Symbols at the top."""
+
+    learning_rate: float = Field(default=0.2, gt=0)
+    communication: float = Field(default=0.3, gt=0, le=1)
+    """p, the probability that a step is a round's last; a round has 1/p steps on average."""
+    most_steps: int = Field(default=10, ge=1)
+    """No round is longer."""
+
+
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
+    return MethodFacts(
+        task_numbers={"local_steps": Range(1.0, float(settings.most_steps))},
+        needs_all_sites="the sites' control variates add up to 0 over all of them only",
+        excludes={
+            "local": "its control variates are of plain steps",
+            "local.head": "its control variates are the sites' gradients at one model",
+            "server": "its control variates follow where the sites' mean is, and an optimiser's "
+            "model is elsewhere",
+            "privacy.clip_schedule": "its control variates are gradients of earlier rounds, "
+            "clipped to another length than those that they correct",
+            "fairness": "its steps have control variates in them, at which a weight by loss "
+            "would not add up to 0",
+        },
+    )
+
+
+def steps(settings: Settings, state: State | None = None) -> int:
+    """Return the local iterations τ of the next round; see algorithms.Algorithm.
+
+    The number of throws of a coin until it says p: the same in every run, and of no record.
+    """
+    if state is None or settings.communication == 1:
+        return settings.most_steps if state is None and settings.communication < 1 else 1
+    coin = random.Random(int(state.numbers.get(_ROUND, 0)))
+    thrown = ceil(log(1 - coin.random()) / log(1 - settings.communication))
+    return min(max(1, thrown), settings.most_steps)
+
+
+def init(w: Tensor, settings: Settings) -> State:
+    """The server's first state; see algorithms.Algorithm."""
+    del settings
+    return State({"w": w}, {_ROUND: 0.0})
+
+
+def task(state: State, settings: Settings) -> State:
+    """What every site is told; see algorithms.Algorithm."""
+    return State({"w": state.vectors["w"]}, {"local_steps": float(steps(settings, state))})
+
+
+def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
+    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
+    told, rate = task.vectors["w"], settings.learning_rate
+    h = memory.vectors.get("h", torch.zeros_like(told))
+    if "w" in memory.vectors:
+        h = torch.add(h, told - memory.vectors["w"], alpha=settings.communication / rate)
+    w = told.clone()
+    for batch in oracle.batches(round_steps(task, settings.most_steps), "gradient"):
+        w.add_(batch.gradient(w).sub_(h), alpha=-rate)
+    return Local({"w": w}, memory=State({"w": w, "h": h}))
+
+
+def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
+    """Server at the top; see algorithms.Algorithm."""
+    del settings
+    mean = weighted_mean(replies)
+    return State(mean.vectors, {_ROUND: state.numbers[_ROUND] + 1})

@@ -1,0 +1,82 @@
+"""TERM, tilted empirical risk minimisation, across sites. Li, Beirami, Sanjabi, Smith. Tilted
+empirical risk minimization. arXiv 2007.01162; across groups it is their hierarchical objective (4)
+without a tilt inside a group.
+
+Symbols   paper  code           meaning, unit or range                        who chooses it
+          η      learning_rate  step size, > 0                                plan
+          τ      local_steps    local iterations of a round, >= 1             plan
+          t      tilt           > 0 leans to sites of high loss, < 0 away     plan
+          F_i    "loss"         the site's loss at w̄, clipped to C_l          released
+          C_l    loss_bound     see algorithms.common.fairness.LossRelease    plan
+Client    w_i ← w̄;  τ times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own; on the first one
+          also F_i, the mean of clamp(ℓ_j(w̄), 0, C_l), + noise
+Server    w ← Σ a_i w_i, a_i = p_i exp(t F_i) / Σ p_j exp(t F_j): at τ = 1 a step of length η on
+          (1/t) log Σ p_i exp(t F_i), whose gradient is Σ a_i ∇F_i
+Releases  gradient sum, clipped loss sum, and the count under "quantile": one joint event a step,
+          charged whole at every step, though loss and count are asked for at the first alone
+Neutral   t = 0 gives fedavg, bit for bit
+Differs   the paper tilts single records too; a record's weight would have to grow without a bound
+          with its loss, which a bound on what one record moves does not allow.
+
+t → ∞ is the largest loss (afl), t < 0 keeps away from sites whose labels are wrong. Noise in F_i
+makes weights wrong by exp(t times it): |t| times the noise of F_i should stay below 1.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import exp
+
+from pydantic import Field
+
+from fedpact.algorithms import MethodFacts, Neutral, Summed
+from fedpact.algorithms.common.fairness import LossSettings
+from fedpact.algorithms.common.steps import weighted_mean
+from fedpact.common.messages import Local, Reply, State, Task
+from fedpact.privacy.oracle import Oracle
+
+NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"tilt": 0.0})
+
+# exp of it is a finite number, and so is the sum of a thousand sites' weights.
+_MOST_TILTED = 600.0
+
+
+class Settings(LossSettings):
+    """Symbols at the top, and algorithms.common.fairness.LossRelease."""
+
+    tilt: float = Field(default=1.0, ge=-100, le=100)
+    """t, by how much a site's weight grows with its loss: exp(t F_i); 0 gives fedavg."""
+
+
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
+    return MethodFacts(
+        {"gradient": 1.0, **settings.loss_channels},
+        needs_all_sites="",
+        summed=Summed(why_not="each site counts by its own loss"),
+        excludes={
+            "fairness": "it has a fairness of its own, and two would pull at each other",
+            "robust": "its weights follow the losses that sites report, so a lie would choose "
+            "its own",
+            "local.head": "it compares the sites' losses at one model, and here each has a head "
+            "of its own",
+        },
+    )
+
+
+def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
+    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
+    return settings.descend(task, oracle, memory)
+
+
+def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
+    """Server at the top; see algorithms.Algorithm."""
+    del state
+    return weighted_mean(
+        replace(reply, weight=reply.weight * _tilted(settings.tilt * reply.numbers["loss"]))
+        for reply in replies
+    )
+
+
+def _tilted(power: float) -> float:
+    # In this order NaN is the least.
+    return exp(min(max(-_MOST_TILTED, power), _MOST_TILTED))
