@@ -95,19 +95,6 @@ def test_one_wide_column_without_a_name_is_told_by_its_place(tmp_path, caplog):
     assert "[records]\n" not in one
 
 
-@pytest.mark.parametrize("deviation", [12, 0.5])
-def test_a_deviation_that_does_not_suit_the_numbers_is_told_of(tmp_path, caplog, deviation):
-    draw = np.random.default_rng(0)
-    x = np.stack([draw.normal(54, 12, 200), draw.integers(0, 2, 200)], 1).astype(np.float32)
-    x[7, 0] = np.nan
-    np.savez(tmp_path / "x.npz", x=x, y=draw.integers(0, 2, 200))
-    own = {"scale": "standard", "mean": 54, "deviation": deviation}
-    SimulationSetup.of(plan_of(str(tmp_path / "x.npz"), {"columns": {"0": own}}))
-    found = told(caplog)
-    assert len(found) == (deviation == 0.5)
-    assert all("0 (2" in one and "by mean = 54 and deviation = 0.5" in one for one in found)
-
-
 @pytest.mark.parametrize(
     ("value", "most"), [(9876543.0, "1e+07"), (43.0, "1e+02"), (10.0, "1e+01")]
 )
@@ -119,9 +106,6 @@ def test_a_sites_log_has_no_value_of_a_record(caplog, value, most):
     (one,) = told(caplog)
     assert f"age (120), income (up to {most}) (found by looking" in one
     assert f"{value:g}" not in one.replace(f"up to {most}", "")
-    narrow = torch.tensor([[0.0005, 7.0]])
-    advise("t.csv", RecordForm(), (2,), ("a", "b"), narrow, values=False)
-    assert "a (up to 1e-03), as found in the records; others reach up to 1e+01" in caplog.text
 
 
 def narrow(path, *, names):

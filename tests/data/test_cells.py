@@ -57,7 +57,10 @@ FORMS = {
 
 COLUMN = {"label": "y", "regression": "y", "person": "who", "site": "where"}
 WAYS = ("deployed", "file", "table")
-CASES = [(way, role) for way in WAYS for role in FORMS if (way, role) != ("deployed", "site")]
+CASES = [
+    *(("deployed", role) for role in FORMS if role != "site"),
+    *(("file", "site"), ("table", "number"), ("table", "person"), ("table", "label")),
+]
 
 
 def table_of(kind, cells, role):

@@ -169,7 +169,7 @@ def test_bundled_digits_match_scikit_learn_with_licence():
 
 def test_heart_disease_reads_missing_as_declared_finding():
     def features(line: str) -> np.ndarray:
-        return public._features(public._columns(line))
+        return public._features(public._filled(public._columns(line)))
 
     written_out = features("50,1,4,120,200,0,0,150,0,0,1,0,3,1")
     assert np.array_equal(features("50,1,4,?,?,?,?,?,?,?,?,?,?,1"), written_out)

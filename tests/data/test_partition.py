@@ -65,7 +65,7 @@ def test_every_record_goes_to_at_most_one_site(choice, per_label, sites, seed, h
         assert held == min(round(held_out * n), n - 1)
         assert all(a < b for a, b in pairwise(partition.train[name]))
     # The counts are those of the training records, and the sites hold the records they name.
-    for row, site in zip(partition.counts(), partition.sites(data), strict=True):
+    for row, site in zip(partition.label_counts, partition.sites(data), strict=True):
         assert site.y.bincount(minlength=len(per_label)).tolist() == row.tolist()
         assert site.x[:, 0].tolist() == partition.train[site.name].tolist()
         assert site.x_held[:, 0].tolist() == partition.held_out[site.name].tolist()
@@ -87,7 +87,7 @@ def same(a: Partition, b: Partition) -> bool:
         and list(a.train) == list(b.train)
         and all(np.array_equal(a.train[n], b.train[n]) for n in a.train)
         and all(np.array_equal(a.held_out[n], b.held_out[n]) for n in a.train)
-        and np.array_equal(a.counts(), b.counts())
+        and np.array_equal(a.label_counts, b.label_counts)
     )
 
 
@@ -193,7 +193,7 @@ def test_the_table_shows_labels_and_sizes():
     console.print(partition.table())
     text = console.export_text()
     assert "iid partition, seed 4" in text
-    for name, row in zip(partition.train, partition.counts(), strict=True):
+    for name, row in zip(partition.train, partition.label_counts, strict=True):
         (line,) = [line for line in text.splitlines() if name in line]
         numbers = [int(word) for word in line.replace("│", " ").split()[1:]]
         assert numbers == [*row, 160, 40]

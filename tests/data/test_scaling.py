@@ -11,7 +11,6 @@ from pydantic import ValidationError
 
 from fedpact.common.errors import DataError
 from fedpact.common.params import FlatModel
-from fedpact.data.advice import advise
 from fedpact.data.load import from_arrays, from_frame, load_dataset
 from fedpact.data.schema import Column, PlanRecords, RecordForm, Scaling
 from fedpact.data.site_records import load_site
@@ -298,32 +297,6 @@ def test_deployed_tables_drop_declared_columns(tmp_path):
     plan, federation = read_plan(own / "plan.json"), Federation.read(own / "federation.toml")
     record = federation.stage(plan, own).example(federation.example())
     assert record.shape == SimulationSetup.of(plan).dataset.x.shape[1:] == (7,)
-
-
-def test_a_column_that_stays_near_0_beside_others_is_told_of(caplog):
-    """As a rate of 0 .. 0.001 beside 0 and 1: without a scale no step would see it."""
-    form, names = RecordForm(), ("rate", "sex")
-    x = torch.stack([torch.linspace(0, 0.001, 50), torch.arange(50.0) % 2], 1)
-    advise("t.csv", form, (2,), names, x)
-    assert "stay near 0: rate (0.001)" in caplog.text
-    assert 'scale = "range"' in caplog.text
-    caplog.clear()
-    scaled = RecordForm.model_validate(
-        {"columns": {"rate": {"range": [0, 0.001], "scale": "range"}}}
-    )
-    for of, some in ((scaled, x), (form, x * torch.tensor([200.0, 1.0]))):
-        advise("t.csv", of, (2,), names, some)
-    # Pixels have no names, and many of them are dark.
-    advise("t.npz", form, (60,), (), x.repeat(1, 30))
-    assert not caplog.text
-    # But as few as a table has are columns, and so is one that was declared for another unit.
-    advise("t.npz", form, (2,), (), x)
-    assert "stay near 0: 0 (0.001)" in caplog.text
-    caplog.clear()
-    standard = {"range": [0, 3], "mean": 1.7, "deviation": 10.0, "scale": "standard"}
-    heights = x * torch.tensor([250.0, 1.0]) + torch.tensor([1.6, 0.0])
-    advise("t.csv", RecordForm(columns={"rate": Column(**standard)}), (2,), names, heights)
-    assert "stay near 0: rate (0.0" in caplog.text
 
 
 def test_range_unresolved_in_float32_is_refused():

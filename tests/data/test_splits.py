@@ -14,9 +14,9 @@ def test_iid_is_even_and_independent_of_the_labels():
     p_values = []
     for seed in range(40):
         partition = make_partition(data, PartitionSettings(held_out=0), 7, seed)
-        sizes = partition.counts().sum(1)
+        sizes = partition.label_counts.sum(1)
         assert sizes.max() - sizes.min() <= 1
-        p_values.append(stats.chi2_contingency(partition.counts()).pvalue)
+        p_values.append(stats.chi2_contingency(partition.label_counts).pvalue)
     # Each p-value is uniform if the split ignores the labels. The smallest of 40 is below 1e-7
     # with probability 4e-6; Kolmogorov-Smirnov, which too even a split fails, with 1e-6.
     assert min(p_values) > 1e-7
@@ -26,7 +26,7 @@ def test_iid_is_even_and_independent_of_the_labels():
 @pytest.mark.parametrize(("sites", "per_site"), [(10, 2), (100, 2), (7, 3), (3, 10), (4, 1)])
 def test_labels_gives_exactly_so_many_labels_in_equal_parts(sites, per_site):
     chosen = PartitionSettings(kind="labels", labels_per_site=per_site, held_out=0)
-    counts = make_partition(EVEN, chosen, sites, seed=5).counts()
+    counts = make_partition(EVEN, chosen, sites, seed=5).label_counts
     assert ((counts > 0).sum(1) == per_site).all()
     holders = (counts > 0).sum(0)
     assert holders.max() - holders.min() <= 1
@@ -42,7 +42,7 @@ def test_labels_are_combined_differently_by_seed():
     pairs = {
         tuple(np.flatnonzero(row))
         for seed in range(200)
-        for row in make_partition(EVEN, chosen, 5, seed).counts()
+        for row in make_partition(EVEN, chosen, 5, seed).label_counts
     }
     # Each of 1,000 pairs is one of 45: a pair is missed with probability 45 * (44/45)^1000 < 1e-8.
     assert len(pairs) == 45
@@ -51,7 +51,7 @@ def test_labels_are_combined_differently_by_seed():
 @pytest.mark.parametrize(("sites", "per_site"), [(10, 2), (100, 2), (5, 3)])
 def test_shards_are_slices_of_the_sorted_labels(sites, per_site):
     chosen = PartitionSettings(kind="shards", shards_per_site=per_site, held_out=0)
-    counts = make_partition(EVEN, chosen, sites, seed=5).counts()
+    counts = make_partition(EVEN, chosen, sites, seed=5).label_counts
     number = sites * per_site
     sizes = counts.sum(1)
     assert sizes.min() >= per_site * (2000 // number)
@@ -68,7 +68,7 @@ def test_shards_are_dealt_at_random():
     # probability 1/19. Six standard errors over 2,000 sites: error rate about 1e-8.
     chosen = PartitionSettings(kind="shards", held_out=0)
     alone = [
-        (make_partition(EVEN, chosen, 10, seed).counts() > 0).sum(1) == 1 for seed in range(200)
+        (make_partition(EVEN, chosen, 10, seed).label_counts > 0).sum(1) == 1 for seed in range(200)
     ]
     assert abs(np.mean(alone) - 1 / 19) < 6 * (1 / 19 * 18 / 19 / 2000) ** 0.5
 
@@ -77,7 +77,7 @@ def test_dirichlet_gives_every_site_ten_records():
     for beta in (0.1, 0.5, 1.0, 100.0):
         for seed in range(5):
             chosen = PartitionSettings(kind="dirichlet", beta=beta, held_out=0)
-            counts = make_partition(EVEN, chosen, 10, seed).counts()
+            counts = make_partition(EVEN, chosen, 10, seed).label_counts
             assert counts.sum(1).min() >= 10
             assert counts.sum() == 2000
 
@@ -85,7 +85,7 @@ def test_dirichlet_gives_every_site_ten_records():
 def test_dirichlet_gives_a_full_site_no_further_label():
     for seed in range(20):
         chosen = PartitionSettings(kind="dirichlet", beta=0.3, held_out=0)
-        counts = make_partition(EVEN, chosen, 10, seed).counts()
+        counts = make_partition(EVEN, chosen, 10, seed).label_counts
         held_before = np.cumsum(counts, axis=1) - counts
         assert (held_before >= 200).any()
         assert (counts[held_before >= 200] == 0).all()
@@ -96,7 +96,7 @@ def test_dirichlet_of_one_label_has_the_law_s_moments():
     # mean 1/m, variance (m - 1) / (m^2 (m b + 1)). At b = 2, m = 4 the condition of 10 records in
     # 4,000 is missed with probability < 1e-3, which moves neither beyond the bounds below.
     data, chosen = records([4000]), PartitionSettings(kind="dirichlet", beta=2, held_out=0)
-    draws = [make_partition(data, chosen, 4, seed).counts()[:, 0] for seed in range(1500)]
+    draws = [make_partition(data, chosen, 4, seed).label_counts[:, 0] for seed in range(1500)]
     shares = np.array(draws) / 4000
     variance = 3 / (16 * 9)
     # Six standard errors for the mean of the first site's share and for the mean square of all four
@@ -110,7 +110,7 @@ def test_dirichlet_of_one_label_has_the_law_s_moments():
 def test_dirichlet_s_concentration_orders_the_heterogeneity():
     def distance(beta: float) -> float:
         chosen = PartitionSettings(kind="dirichlet", beta=beta, held_out=0)
-        counts = make_partition(EVEN, chosen, 10, seed=1).counts()
+        counts = make_partition(EVEN, chosen, 10, seed=1).label_counts
         return float(np.abs(counts / counts.sum(1, keepdims=True) - 0.1).sum(1).mean())
 
     assert distance(0.1) > distance(1.0) > distance(100.0)
@@ -147,7 +147,7 @@ def test_power_law_with_labels_is_the_setting_of_fedproxvr():
     chosen = PartitionSettings(
         kind="power_law", smallest=37, largest=1350, labels_per_site=2, held_out=0
     )
-    counts = make_partition(data, chosen, 100, seed=0).counts()
+    counts = make_partition(data, chosen, 100, seed=0).label_counts
     sizes = counts.sum(1)
     assert ((counts > 0).sum(1) == 2).all()
     assert ((counts > 0).sum(0) == 20).all()

@@ -52,9 +52,8 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
     head = _HEAD.format(file=path.name)
     if path.suffix.lower() == ".npz":
         found = summarise_array(read_npz(path)["x"], RecordForm())
-        lows, highs = (
-            [v for one in found if (v := part(one)) is not None] for part in (_low, _high)
-        )
+        lows = [one.low for one in found if one.low is not None]
+        highs = [one.high for one in found if one.high is not None]
         lines = [f"# found: {number(min(lows))} to {number(max(highs))}"] if lows else []
         lines += _range_lines(min(lows), max(highs), ("low", "high")) if lows else []
         return "\n".join([head, "[records]", *lines, ""]), found
@@ -76,14 +75,6 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
             lines += ["", f"[records.columns.{toml_key(one.name)}]"]
             lines += _of_column(one, columns[one.name])
     return "\n".join([*lines, ""]), found
-
-
-def _low(one: ColumnSummary) -> float | None:
-    return one.low
-
-
-def _high(one: ColumnSummary) -> float | None:
-    return one.high
 
 
 def _unusable(one: ColumnSummary) -> str:

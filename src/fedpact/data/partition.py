@@ -235,10 +235,6 @@ class Partition:
             for name in self.train
         ]
 
-    def counts(self) -> np.ndarray:
-        """Return [sites, classes]: the training records of each label at each site."""
-        return self.label_counts
-
     def table(self) -> Table:
         """Return the counts and sizes as a table. For simulations: it shows the sites' labels."""
         table = Table(title=f"{self.settings.kind} partition, seed {self.seed}")

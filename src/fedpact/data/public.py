@@ -42,7 +42,7 @@ import json
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
@@ -139,23 +139,10 @@ def load_heart() -> Dataset:
     Features: the six of _RANGES in -1..1, three binary, then the one-hot codes of cp, restecg,
     slope and thal. Label 1: disease, num > 0. Raises DataError: a file is missing or damaged.
     """
-    source = SOURCES["heart_disease"]
-    tables, y, site = list[dict[str, np.ndarray]](), [], []
-    for file in source.files:
-        columns = _columns(read_verified(source, file).decode("ascii"))
-        tables.append(_features(columns))
-        y.append(columns["num"] > 0)
-        site += [file.split(".")[1]] * len(y[-1])
-    return Dataset(
-        name="heart_disease",
-        x=torch.from_numpy(_rows(tables)).float(),
-        y=torch.from_numpy(np.concatenate(y)).long(),
-        classes=("healthy", "disease"),
-        site=tuple(site),
-        features=tuple(tables[0]),
-        description="UCI Heart Disease, 4 hospitals; missing values and ranges by the constants "
-        "declared in data/public.py",
-    )
+    tables = {site: _filled(columns) for site, columns in _hospitals().items()}
+    told = "missing values and ranges by the constants declared in data/public.py"
+    features = {site: _features(columns) for site, columns in tables.items()}
+    return _heart("heart_disease", features, tables, told)
 
 
 def load_flamby() -> Dataset:
@@ -165,32 +152,50 @@ def load_flamby() -> Dataset:
     but for the first of each. held: the test records, for partition.held_out = "own". Raises
     DataError: see load_heart.
     """
-    source, split = SOURCES["heart_disease"], json.loads(_SPLIT.read_text(encoding="utf-8"))
-    tables, y, site, held = list[dict[str, np.ndarray]](), [], [], []
-    for file in source.files:
-        name = file.split(".")[1]
-        columns = _whole(_numbers(read_verified(source, file).decode("ascii")))
-        tables.append(_features(_filled(columns), _FLAMBY_RANGES, reference=True))
-        y.append(columns["num"] > 0)
-        held.append(np.isin(np.arange(len(y[-1])), split[name]))
-        site += [name] * len(y[-1])
-    return Dataset(
-        name="heart_disease_flamby",
-        x=torch.from_numpy(_rows(tables)).float(),
-        y=torch.from_numpy(np.concatenate(y)).long(),
-        classes=("healthy", "disease"),
-        site=tuple(site),
-        features=tuple(tables[0]),
-        held=torch.from_numpy(np.concatenate(held)),
-        description="UCI Heart Disease, 4 hospitals, FLamby's columns, records and test parts; "
-        "ranges declared in data/public.py",
-    )
+    split = json.loads(_SPLIT.read_text(encoding="utf-8"))
+    tables = {site: _whole(columns) for site, columns in _hospitals().items()}
+    features = {
+        site: _features(_filled(columns), _FLAMBY_RANGES, reference=True)
+        for site, columns in tables.items()
+    }
+    held = [np.isin(np.arange(len(c["num"])), split[site]) for site, c in tables.items()]
+    told = "FLamby's columns, records and test parts; ranges declared in data/public.py"
+    found = _heart("heart_disease_flamby", features, tables, told)
+    return replace(found, held=torch.from_numpy(np.concatenate(held)))
 
 
-def _numbers(text: str) -> dict[str, np.ndarray]:
+def _hospitals() -> dict[str, dict[str, np.ndarray]]:
+    """Return each hospital's columns as they are in its file, NaN for what is missing."""
+    source = SOURCES["heart_disease"]
+    return {
+        file.split(".")[1]: _columns(read_verified(source, file).decode("ascii"))
+        for file in source.files
+    }
+
+
+def _columns(text: str) -> dict[str, np.ndarray]:
     rows = [line.split(",") for line in text.split()]
     values = np.array([["nan" if v == "?" else v for v in row] for row in rows], np.float64)
     return dict(zip(_HEART_COLUMNS, values.T, strict=True))
+
+
+def _heart(
+    name: str,
+    features: dict[str, dict[str, np.ndarray]],
+    tables: dict[str, dict[str, np.ndarray]],
+    told: str,
+) -> Dataset:
+    x = [np.stack([*columns.values()], axis=1) for columns in features.values()]
+    y = [columns["num"] > 0 for columns in tables.values()]
+    return Dataset(
+        name=name,
+        x=torch.from_numpy(np.concatenate(x)).float(),
+        y=torch.from_numpy(np.concatenate(y)).long(),
+        classes=("healthy", "disease"),
+        site=tuple(site for site, rows in zip(tables, y, strict=True) for _ in rows),
+        features=tuple(next(iter(features.values()))),
+        description=f"UCI Heart Disease, 4 hospitals; {told}",
+    )
 
 
 def _whole(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -198,10 +203,6 @@ def _whole(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     left = {name: values for name, values in columns.items() if name not in _FLAMBY_LEFT_OUT}
     good = ~np.isnan(np.stack([*left.values()])).any(0)
     return {name: values[good] for name, values in left.items()}
-
-
-def _columns(text: str) -> dict[str, np.ndarray]:
-    return _filled(_numbers(text))
 
 
 def _filled(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -232,10 +233,6 @@ def _features(
     codes = {name: known[reference:] for name, known in _CODES.items() if name in columns}
     one_hot = {f"{n}={code}": columns[n] == code for n, known in codes.items() for code in known}
     return {**scaled, **binary, **one_hot}
-
-
-def _rows(tables: list[dict[str, np.ndarray]]) -> np.ndarray:
-    return np.concatenate([np.stack([*table.values()], axis=1) for table in tables])
 
 
 @dataclass(frozen=True)
