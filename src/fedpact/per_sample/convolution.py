@@ -20,19 +20,17 @@ convolution with x and g in exchanged roles.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedpact.common.params import on_cpu
 from fedpact.per_sample import norms
 from fedpact.per_sample.gradients import Outer
-from fedpact.per_sample.share import Part, Share, same
-
-Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+from fedpact.per_sample.share import Part, Share
 
 PatchOrder = Literal["pixel", "channel", "torch"]
 
@@ -60,16 +58,7 @@ class Geometry:
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     pad: tuple[int, ...]
-    mode: str
     groups: int
-
-    @staticmethod
-    def of(conv: Conv) -> "Geometry":
-        """Read a module's settings."""
-        found = Geometry.by(
-            conv.kernel_size, [conv.stride, conv.padding, conv.dilation, conv.groups]
-        )
-        return found if conv.padding_mode == "zeros" else replace(found, mode=conv.padding_mode)
 
     @staticmethod
     def by(kernel: tuple[int, ...], settings: list[Any]) -> "Geometry":
@@ -82,27 +71,12 @@ class Geometry:
         else:
             sides = [(p, p) for p in _each(0 if padding == "valid" else padding, len(kernel))]
         pad = tuple(p for side in reversed(sides) for p in side)
-        return Geometry(tuple(kernel), stride, dilation, pad, "constant", groups)
+        return Geometry(tuple(kernel), stride, dilation, pad, groups)
 
     @property
     def plain(self) -> bool:
-        """Whether torch's convolution pads by itself: with zeros, and alike on both sides."""
-        return self.mode == "constant" and self.pad[::2] == self.pad[1::2]
-
-    @property
-    def even(self) -> bool:
-        """Of no use where passes have one length; chain.py still asks."""
-        return False
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution of x [n, C, ...], where `plain` holds."""
-        padding, none = list(self.pad[::-2]), [0] * len(self.kernel)
-        settings = list(self.stride), padding, list(self.dilation), False, none, self.groups
-        return torch.convolution(x, weight, bias, *settings)
-
-    def input_grad(self, x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
-        """∂/∂x, where `plain` holds."""
-        return self._gradient(g, x, weight, list(self.pad[::-2]), 1, 0)
+        """Whether torch's convolution pads by itself: alike on both sides."""
+        return self.pad[::2] == self.pad[1::2]
 
     def positions(self, size: tuple[int, ...]) -> tuple[int, ...]:
         """How many positions there are along each dimension of an input of this size."""
@@ -114,11 +88,14 @@ class Geometry:
     def weight_rows(self, x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
         """Gradients [n, |weight|] from x [n, C, ...] and g [n, O, ...], by torch's routine."""
         n, shape = len(x), (len(x) * weight.shape[0], *weight.shape[1:])
-        padding = list(self.pad[::-2])
+        padding, none = list(self.pad[::-2]), [0] * len(self.kernel)
         if not self.plain:
-            x, padding = self.padded(x), [0] * len(padding)
+            x, padding = self.padded(x), none
         x, g = (t.reshape(1, -1, *t.shape[2:]) for t in (x, g))
-        return self._gradient(g, x, weight.new_empty(1).expand(shape), padding, n, 1).view(n, -1)
+        weights = weight.new_empty(1).expand(shape)
+        settings = list(self.stride), padding, list(self.dilation), False, none, n * self.groups
+        found = _backward(g, x, weights, None, *settings, [False, True, False])
+        return cast(Tensor, found[1]).view(n, -1)
 
     def weight_rows_by_channel(self, x: Tensor, g: Tensor) -> Tensor:
         """The same by patches that are laid out by channel."""
@@ -152,23 +129,13 @@ class Geometry:
 
     def padded(self, x: Tensor) -> Tensor:
         """The input with its border."""
-        return F.pad(x, self.pad, mode=self.mode) if any(self.pad) else x
+        return F.pad(x, self.pad) if any(self.pad) else x
 
     def _strides(self, row: tuple[int, ...], *, kernel_first: bool = False) -> tuple[int, ...]:
         """Of positions and kernel in memory, where the steps of the input's own dimensions are."""
         positions = tuple(s * r for s, r in zip(self.stride, row, strict=True))
         kernel = tuple(d * r for d, r in zip(self.dilation, row, strict=True))
         return kernel + positions if kernel_first else positions + kernel
-
-    def _gradient(
-        self, g: Tensor, x: Tensor, weight: Tensor, padding: list[int], samples: int, which: int
-    ) -> Tensor:
-        """∂/∂x (which = 0) or ∂/∂weight (1) of a convolution with samples * groups groups."""
-        mask = [which == 0, which == 1, False]
-        none = [0] * len(padding)
-        settings = list(self.stride), padding, list(self.dilation), False, none
-        found = _backward(g, x, weight, None, *settings, samples * self.groups, mask)
-        return cast(Tensor, found[which])
 
 
 def layout_of(groups: int, weight: Tensor, positions: int, *, cpu: bool) -> PatchOrder:
@@ -199,21 +166,15 @@ class Convolved(Share):
         layout: PatchOrder | None = None,
     ) -> None:
         self._geometry, self._weight = geometry, weight.detach()
+        super().__init__(len(x), weight.numel(), g)
         self.x, self.g = x, g
-        self.batch, self.size = len(x), weight.numel()
-        self.element = g.element_size()
         self._positions = math.prod(g.shape[2:])
         self._layout: PatchOrder = layout or layout_of(
             geometry.groups, weight, self._positions, cpu=on_cpu(g)
         )
         patches = self._positions * weight[0].numel() * geometry.groups
-        one = max(1, norms.chunk_bytes(g) // max(1, patches * self.element))
+        one = max(1, norms.chunk_bytes(g) // max(1, patches * g.element_size()))
         self.most = _GROUPS if self._layout == "torch" else one
-
-    @property
-    def like(self) -> Tensor:
-        """See Share."""
-        return self.g
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
@@ -251,23 +212,6 @@ class Convolved(Share):
             view.add_(total.view(out, *kernel, channels).movedim(-1, 1))
 
         return Part(part.squares, add)
-
-    def minus(self, other: Share) -> list[Share]:
-        """See Share, and Outer."""
-        one = cast(Convolved, other)
-        first = self._with(self.x, self.g - one.g)
-        return [first] if same(self.x, one.x) else [first, self._with(self.x - one.x, one.g)]
-
-    def pairs(self, other: Share) -> bool:
-        """See Share."""
-        return isinstance(other, Convolved) and other.x.shape == self.x.shape
-
-    def negative(self) -> Share:
-        """See Share."""
-        return self._with(self.x, -self.g)
-
-    def _with(self, x: Tensor, g: Tensor) -> Share:
-        return Convolved(self._geometry, self._weight, x, g, self._layout)
 
 
 _WIDE = 64

@@ -19,14 +19,22 @@ Sources: Goodfellow, arXiv 1510.01799 (one position); Li, Tramèr, Liang, Hashim
 """
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from fedpact.per_sample import norms
 from fedpact.per_sample.norms import chosen, exact, flattened, rough_squares, square_sums
-from fedpact.per_sample.share import TOGETHER, Part, Share, Space, balanced, same, together
+from fedpact.per_sample.share import (
+    TOGETHER,
+    Negative,
+    Part,
+    Share,
+    Space,
+    balanced,
+    same,
+    together,
+)
 
 FLOOR = 2.0**-10
 """A norm from float64 Gram matrices is at least so much of Σ_t ‖g_t‖‖u_t‖."""
@@ -44,21 +52,17 @@ def part(shares: list[Share], space: Space) -> Part:
 def difference(shares: list[Share], others: list[Share]) -> list[Share]:
     """Shares of the difference of two gradients, each the sum of its shares.
 
-    Terms of the two cancel where the points are near, so uses are paired one by one: what is
-    bilinear then becomes two terms as small as the difference itself.
+    Terms of the two cancel where the points are near, so uses are paired one by one: an outer
+    product then becomes two terms as small as the difference itself.
     """
-    same = len(shares) == len(others) and all(
-        a.pairs(b) for a, b in zip(shares, others, strict=False)
-    )
-    if not same:
-        return shares + [other.negative() for other in others]
+    if len(shares) != len(others):
+        return shares + [Negative(other) for other in others]
     return [one for a, b in zip(shares, others, strict=True) for one in a.minus(b)]
 
 
 def _by_rows(share: Share, space: Space) -> Part:
-    one = share.size * share.element
-    pieces = norms.chunks(share.batch, one, share.like, _most(share))
-    kept = share.batch * one <= norms.keep_bytes(share.like)
+    pieces = norms.chunks(share.batch, share.nbytes, share.like, _most(share))
+    kept = share.batch * share.nbytes <= norms.keep_bytes(share.like)
     longest = max((p.stop - p.start for p in pieces), default=0)
     memory = space.take(share.batch if kept else longest, share.size, share.like)
     made: dict[int, Tensor] = {}
@@ -110,46 +114,23 @@ class Made(Share):
     def __init__(self, rows: Tensor) -> None:
         # Squares of 16 bits would be no squares.
         self._rows = flattened(rows if rows.element_size() >= 4 else rows.float())
-        self.batch, self.size = self._rows.shape
-        self.element = self._rows.element_size()
+        super().__init__(len(self._rows), self._rows.shape[1], self._rows)
         self.most = TOGETHER
-
-    @property
-    def like(self) -> Tensor:
-        """See Share."""
-        return self._rows
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
         return self._rows[chunk]
-
-    def minus(self, other: Share) -> list[Share]:
-        """See Share."""
-        return [Made(self._rows - other.rows(slice(0, self.batch)))]
-
-    def pairs(self, other: Share) -> bool:
-        """See Share."""
-        return isinstance(other, Made)
-
-    def negative(self) -> Share:
-        """See Share."""
-        return Made(-self._rows)
 
 
 class Outer(Share):
     """Σ_t g_t u_tᵀ [O, K] from g [B, T, O] and u [B, T, K]."""
 
     def __init__(self, g: Tensor, u: Tensor) -> None:
-        self.batch, self.length, out = g.shape
+        batch, self.length, out = g.shape
+        super().__init__(batch, out * u.shape[2], g)
         self.g, self.u = g, u
-        self.size, self.element = out * u.shape[2], g.element_size()
         self._wide = self.size > 2 * _FEW * (out + u.shape[2])
         self._turned = out > u.shape[2]
-
-    @property
-    def like(self) -> Tensor:
-        """See Share."""
-        return self.g
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
@@ -170,18 +151,11 @@ class Outer(Share):
 
     def minus(self, other: Share) -> list[Share]:
         """g uᵀ - g' u'ᵀ = (g - g') uᵀ + g' (u - u')ᵀ: two terms as small as the difference."""
-        one = cast(Outer, other)
-        u = [self.u] if same(self.u, one.u) else [self.u, self.u - one.u]
-        g = [self.g - one.g, one.g][: len(u)]
+        if not isinstance(other, Outer) or other.u.shape != self.u.shape:
+            return super().minus(other)
+        u = [self.u] if same(self.u, other.u) else [self.u, self.u - other.u]
+        g = [self.g - other.g, other.g][: len(u)]
         return [Outer(torch.cat(g, 1), torch.cat(u, 1))]
-
-    def pairs(self, other: Share) -> bool:
-        """See Share."""
-        return isinstance(other, Outer) and other.u.shape == self.u.shape
-
-    def negative(self) -> Share:
-        """See Share."""
-        return Outer(-self.g, self.u)
 
     def factors(self) -> list[Tensor]:
         """See Share."""
@@ -236,15 +210,9 @@ class Lookup(Share):
     """
 
     def __init__(self, index: Tensor, g: Tensor, entries: int, padding: int | None) -> None:
-        self._index, self._entries, self._padding = index.long(), entries, padding
+        self._index, self._entries = index.long(), entries
         self._g = g if padding is None else torch.where((index != padding)[:, :, None], g, 0)
-        self.batch, self.size = len(g), entries * g.shape[2]
-        self.element = g.element_size()
-
-    @property
-    def like(self) -> Tensor:
-        """See Share."""
-        return self._g
+        super().__init__(len(g), entries * g.shape[2], g)
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
@@ -255,18 +223,9 @@ class Lookup(Share):
 
     def minus(self, other: Share) -> list[Share]:
         """See Share."""
-        one = cast(Lookup, other)
-        if same(self._index, one._index):
-            return [Lookup(self._index, self._g - one._g, self._entries, None)]
-        return [self, other.negative()]
-
-    def pairs(self, other: Share) -> bool:
-        """See Share."""
-        return isinstance(other, Lookup)
-
-    def negative(self) -> Share:
-        """See Share."""
-        return Lookup(self._index, -self._g, self._entries, None)
+        if isinstance(other, Lookup) and same(self._index, other._index):
+            return [Lookup(self._index, self._g - other._g, self._entries, None)]
+        return super().minus(other)
 
     def special(self) -> Part:
         """One row for each pair (record, index) that occurs: no table a record is ever built.
@@ -300,18 +259,9 @@ class SumOfShares(Share):
     """Several shares of one parameter."""
 
     def __init__(self, shares: list[Share]) -> None:
+        super().__init__(shares[0].batch, shares[0].size, shares[0].like)
         self.shares = shares
-        self.batch, self.size, self.element = (
-            shares[0].batch,
-            shares[0].size,
-            shares[0].element,
-        )
         self.most = min((s.most for s in shares if s.most), default=None)
-
-    @property
-    def like(self) -> Tensor:
-        """See Share."""
-        return self.shares[0].like
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
@@ -319,18 +269,6 @@ class SumOfShares(Share):
         for share in self.shares[1:]:
             total = total + share.rows(chunk)
         return total
-
-    def minus(self, other: Share) -> list[Share]:
-        """See Share."""
-        return [*self.shares, other.negative()]
-
-    def pairs(self, other: Share) -> bool:  # noqa: ARG002
-        """See Share."""
-        return False
-
-    def negative(self) -> Share:
-        """See Share."""
-        return SumOfShares([share.negative() for share in self.shares])
 
 
 class Through(Share):
@@ -340,30 +278,13 @@ class Through(Share):
     """
 
     def __init__(self, share: Share, pull: Callable[[Tensor], Tensor], size: int) -> None:
+        super().__init__(share.batch, size, share.like)
         self._share, self._pull = share, pull
-        self.batch, self.size, self.element = share.batch, size, share.element
         self.most = _most(share)
-
-    @property
-    def like(self) -> Tensor:
-        """See Share."""
-        return self._share.like
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
         return self._pull(self._share.rows(chunk))
-
-    def minus(self, other: Share) -> list[Share]:
-        """See Share."""
-        return [self, other.negative()]
-
-    def pairs(self, other: Share) -> bool:  # noqa: ARG002
-        """See Share: the function may be another one at another point."""
-        return False
-
-    def negative(self) -> Share:
-        """See Share."""
-        return Through(self._share, lambda rows: -self._pull(rows), self.size)
 
 
 def _joined(shares: list[Share]) -> Share:

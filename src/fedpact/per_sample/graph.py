@@ -247,7 +247,7 @@ class Graph:
             return {n: v.reshape(len(given), weights[n].numel()) for n, v in each.items()}
 
         size = sum(w.numel() for w in weights.values()) + share.size
-        if share.batch * size * share.element <= norms.keep_bytes(share.like):
+        if share.batch * size * share.like.element_size() <= norms.keep_bytes(share.like):
             # All of them at once: what they follow from is made a single time.
             return [(n, Made(v)) for n, v in rows(share.rows(slice(0, share.batch))).items()]
 

@@ -22,7 +22,7 @@ from fedpact.per_sample.convolution import Convolved, Geometry, Pooled, Pooled2d
 from fedpact.per_sample.gradients import Lookup, Made, Outer
 from fedpact.per_sample.layout import aligned
 from fedpact.per_sample.norms import flattened
-from fedpact.per_sample.share import Share, same
+from fedpact.per_sample.share import Share
 from fedpact.per_sample.tracing.batch_rules import Where
 from fedpact.per_sample.tracing.trace_context import for_vmap
 
@@ -255,33 +255,11 @@ class Contracted(Share):
 
     def __init__(self, equation: str, g: Tensor, x: Tensor) -> None:
         self._equation, self._g, self._x = equation, g, x
-        self.batch, self.element = len(g), g.element_size()
-        self.size = self.rows(slice(0, 1)).shape[1]
-
-    @property
-    def like(self) -> Tensor:
-        """See Share."""
-        return self._g
+        super().__init__(len(g), self.rows(slice(0, 1)).shape[1], g)
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
         return flattened(torch.einsum(self._equation, self._g[chunk], self._x[chunk]))
-
-    def minus(self, other: Share) -> list[Share]:
-        """See Share, and Outer."""
-        one = cast(Contracted, other)
-        first = Contracted(self._equation, self._g - one._g, self._x)
-        if same(self._x, one._x):
-            return [first]
-        return [first, Contracted(self._equation, one._g, self._x - one._x)]
-
-    def pairs(self, other: Share) -> bool:
-        """See Share."""
-        return isinstance(other, Contracted) and other._equation == self._equation
-
-    def negative(self) -> Share:
-        """See Share."""
-        return Contracted(self._equation, -self._g, self._x)
 
 
 def _convolution(call: Call) -> Shares:

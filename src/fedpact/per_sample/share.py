@@ -74,30 +74,27 @@ class Space:
 class Share(ABC):
     """What one use of a parameter contributes to its per-sample gradients.
 
-    batch: B. size: numbers in one gradient. element: bytes of a number. most: the most records to
-    make gradients of at a time.
+    batch: B. size: numbers in one gradient. like: a tensor of the type and on the device of these.
+    most: the most records to make gradients of at a time.
     """
 
-    batch: int
-    size: int
-    element: int
     most: int | None = None
+
+    def __init__(self, batch: int, size: int, like: Tensor) -> None:
+        self.batch, self.size, self.like = batch, size, like
 
     @abstractmethod
     def rows(self, chunk: slice) -> Tensor:
         """The gradients [n, size] of the records in the chunk."""
 
-    @abstractmethod
     def minus(self, other: "Share") -> "list[Share]":
-        """Shares whose sum is this one less another of the same kind and form."""
+        """Shares whose sum is this one less another one of the same parameter."""
+        return [self, Negative(other)]
 
-    @abstractmethod
-    def pairs(self, other: "Share") -> bool:
-        """Whether `minus` can take the other."""
-
-    @abstractmethod
-    def negative(self) -> "Share":
-        """The same with the other sign."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one gradient."""
+        return self.size * self.like.element_size()
 
     def quick_rows(self, chunk: slice, out: Tensor) -> Tensor:  # noqa: ARG002
         """The same rows with their numbers in an order of the share's own; see arranged.
@@ -110,11 +107,6 @@ class Share(ABC):
         """What the gradients are made of, each [B, ...], for who compares passes bit for bit."""
         return [self.rows(slice(0, self.batch))]
 
-    @property
-    @abstractmethod
-    def like(self) -> Tensor:
-        """A tensor of the type and on the device of the gradients."""
-
     def arranged(self, total: Tensor) -> Tensor:
         """A sum of quick rows [..., size], as the parameter's numbers in their order."""
         return total
@@ -122,6 +114,18 @@ class Share(ABC):
     def special(self) -> Part | None:
         """A way to norm and sum that makes no rows, where there is a better one."""
         return None
+
+
+class Negative(Share):
+    """A share with the other sign."""
+
+    def __init__(self, share: Share) -> None:
+        super().__init__(share.batch, share.size, share.like)
+        self._share, self.most = share, share.most
+
+    def rows(self, chunk: slice) -> Tensor:
+        """See Share."""
+        return -self._share.rows(chunk)
 
 
 def unit_of(clip: float) -> float:
