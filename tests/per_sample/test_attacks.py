@@ -160,12 +160,6 @@ def test_a_scale_by_the_largest_value_mixes_nobody(loud):
         shifted(kernel, x, torch.full((1, 20), loud), 1.0)
 
 
-def alike(count, width, seed):
-    """So many of one record: their sum rounds the same way at every step."""
-    v = 3 * torch.randn(1, width, generator=torch.Generator().manual_seed(seed))
-    return v.expand(count, width).contiguous()
-
-
 @pytest.mark.parametrize("count", [127, 511, 512, 1024, 10_000, 100_000])
 @pytest.mark.parametrize("dense", [True, False])
 def test_sums_of_many_equal_records_round_within_the_slack(count, dense):
@@ -263,7 +257,7 @@ def test_one_record_more_changes_no_last_bit_of_the_others(shape, dense):
         kernel._passes.dense = None
     x = null_space(kernel, 130, 1e9)
     long = torch.full((1, shape[0]), 2e12)
-    for count in (1, 2, 10, 15, 16, 41, 127, 130):
+    for count in (1, 16, 41, 130):
         for r in (x[:1], 0 * x[:1], 1e-30 * x[:1], long):
             assert shifted(kernel, x[:count], r, 1.0) <= 1
             assert shifted(kernel, x[:count], r, 1.0, place=0) <= 1

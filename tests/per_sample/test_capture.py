@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
+from tests.per_sample.small import Attention, Recurrent
 from tests.per_sample.taped import recorded
-from torch import nn
 
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
@@ -27,26 +27,6 @@ def tapes(monkeypatch, card):
 
     monkeypatch.setattr(capture, "recorder_for", lambda _: record)
     return made
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.LSTM(5, 6, batch_first=True)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.head(self.cell(x)[0][:, -1])
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.head(self.layer(x).mean(1))
 
 
 MODELS = {

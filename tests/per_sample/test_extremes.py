@@ -29,11 +29,10 @@ def test_data_dependent_operations_survive_extreme_numbers():
     assert (code, last) == (0, "done"), errors
 
 
-@pytest.mark.parametrize("name", ["lcm", "nn.functional.ctc_loss"])
-def test_the_check_sees_an_operation_that_does_not_look(name):
-    code, last, _ = _given_extremes(name)
+def test_the_check_sees_an_operation_that_does_not_look():
+    code, last, _ = _given_extremes("lcm")
     assert code < 0
-    assert last.startswith(name)
+    assert last.startswith("lcm")
 
 
 @torch.library.custom_op("fedpact_tests::counted", mutates_args=())

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.per_sample.small import Attention, Recurrent, Residual
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -25,38 +26,6 @@ from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layout import Placement
 
 CLIP, SLOTS = 0.5, 64
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(5, 5)
-        self.cell = nn.LSTM(5, 6, batch_first=True)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.head(self.cell(self.first(x))[0][:, -1])
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.head(self.layer(x).mean(1))
-
-
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.norm, self.slope, self.head = nn.GroupNorm(2, 8), nn.PReLU(), nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = self.a(x)
-        return self.head((x + self.slope(self.norm(self.b(x)))).mean((2, 3)))
 
 
 class OneByOne(nn.Module):

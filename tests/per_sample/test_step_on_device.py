@@ -7,6 +7,7 @@ make the host wait for all that it has queued.
 
 import pytest
 import torch
+from tests.per_sample.small import Recurrent, Residual
 from torch import nn
 
 from fedpact.common.losses import cross_entropy
@@ -37,16 +38,6 @@ def nothing_is_caught(monkeypatch):
     monkeypatch.setattr(memory, "fitting", lambda run, device: 64)
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.LSTM(5, 6, 2, batch_first=True)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.head(self.cell(x)[0][:, -1])
-
-
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -58,31 +49,10 @@ class Attention(nn.Module):
         return self.head(self.layer(self.words(x)).mean(1))
 
 
-def residual():
-    torch.manual_seed(0)
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(4, 4, 3, padding=1)
-            self.norm = nn.GroupNorm(2, 4)
-
-        def forward(self, x):
-            return x + self.norm(self.conv(x)).relu()
-
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1),
-        Block(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(4, 3),
-    )
-
-
 MODELS = {
     "logistic": (lambda: zoo.logistic((1, 12, 12), 3), (1, 12, 12), "dense"),
     "cnn": (lambda: zoo.cnn_padded((1, 12, 12), 3), (1, 12, 12), "graph"),
-    "residual": (residual, (1, 12, 12), "graph"),
+    "residual": (Residual, (1, 12, 12), "graph"),
     "recurrent": (Recurrent, (7, 5), "graph"),
     "attention": (Attention, (7,), "graph"),
 }

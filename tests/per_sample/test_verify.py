@@ -79,13 +79,6 @@ def test_models_that_mix_records_are_found(module):
         verify(module, dtype=torch.float32)
 
 
-def test_a_batch_that_does_not_lead_passes_where_it_comes_back():
-    # [B, T, D] -> [T, B, D] with T = B, and T = B - 1 and so T = B in the second batch size.
-    for length in (2, 3):
-        verify(Apply(lambda x: x.transpose(0, 1), lambda x: x.transpose(0, 1)),
-               torch.randn(3, length, 4))  # fmt: skip
-
-
 def test_a_model_that_fits_one_batch_size_is_refused():
     flat = Apply(lambda x: x.flatten(0, 1), lambda x: x.view(3, -1, 4))
     kernel = PerSampleKernel(FlatModel(flat), squared_error)
@@ -149,25 +142,11 @@ def test_models_that_write_over_their_input_are_found(add):
         verify(Apply(before=add))
 
 
-def test_weights_that_a_forward_pass_changes_are_found():
-    class Decaying(nn.Linear):
-        def forward(self, x):
-            self.weight.data.mul_(0.9)
-            return super().forward(x)
-
-    with pytest.raises(ModelError, match="cannot be differentiated record by record"):
-        verify(Decaying(4, 4))
-
-
 @pytest.mark.parametrize("setting", [{"max_norm": 0.1}, {"scale_grad_by_freq": True}])
 def test_embeddings_that_act_by_the_batch_are_refused(setting):
     model = nn.Sequential(nn.Embedding(3, 4, **setting), nn.Linear(4, 2))
     with pytest.raises(ModelError, match=rf"layer '0' has .*{next(iter(setting))}"):
         PerSampleKernel(FlatModel(model), squared_error)
-
-
-def test_randomness_outside_dropout_layers_passes():
-    verify(Apply(after=lambda x: F.dropout(x, 0.5)))
 
 
 def test_a_record_that_is_all_but_certain_is_no_reason_to_refuse():
@@ -178,17 +157,6 @@ def test_a_record_that_is_all_but_certain_is_no_reason_to_refuse():
     x = torch.tensor([[97.0, 0.0], [500.0, 0.0], [1000.0, 0.0], [1000.0, 0.0]]) / 1e3
     kernel = PerSampleKernel(FlatModel(linear), cross_entropy)
     kernel.verify(x, torch.tensor([0, 0, 1, 1]))
-
-
-@pytest.mark.parametrize("records", [3, 4, 5, 8])
-def test_batches_of_nearly_certain_records_are_not_refused(records):
-    """One record of each batch is far from certain; where most others are, so is their median."""
-    for seed in range(30):
-        torch.manual_seed(seed)
-        linear, x = nn.Linear(5, 3), 300 * torch.randn(records, 5)
-        y = linear(x).argmax(1)
-        y[0] = (y[0] + 1) % 3
-        PerSampleKernel(FlatModel(linear), cross_entropy).verify(x, y)
 
 
 def test_verify_needs_three_records_with_finite_gradients():

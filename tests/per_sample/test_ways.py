@@ -6,20 +6,16 @@ what is not shown to keep records apart: such models are differentiated record b
 
 import logging
 import math
-import sys
-import threading
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fedpact.common.errors import ModelError
-from fedpact.common.losses import cross_entropy, squared_error
+from fedpact.common.losses import squared_error
 from fedpact.common.params import FlatModel
 from fedpact.per_sample import norms, per_record
 from fedpact.per_sample.kernel import PerSampleKernel
-from fedpact.per_sample.tracing import export
 
 
 class Block(nn.Module):
@@ -88,21 +84,6 @@ def test_torch_transformer_with_a_mask_of_unknown_kind(reference, kind, padded):
     assert nn.modules.transformer._detect_is_causal_mask is looks
 
 
-@UNBATCHED
-def test_torchs_encoder_and_decoder_with_causal_masks(reference):
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.last = nn.Embedding(7, 8), nn.Linear(8, 3)
-            self.both = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
-
-        def forward(self, x):
-            h, mask = self.embedding(x), masked("causal", x.shape[1])
-            return self.last(self.both(h, h, src_mask=mask, tgt_mask=mask)[:, -1])
-
-    reference.check_structure(Both(), words())
-
-
 def test_modules_with_parameters_of_their_own(reference):
     class Maybe(reference.Shift):
         def forward(self, x):
@@ -113,17 +94,6 @@ def test_modules_with_parameters_of_their_own(reference):
     x = reference.data(5, 4)
     reference.check_structure(nn.Sequential(Maybe(4), nn.Linear(4, 2)), x, rows="loop")
     assert not x.requires_grad
-
-
-def test_a_module_called_with_keywords_and_constants(reference):
-    class Power(reference.Shift):
-        def forward(self, x, exponent, *, other, flag=None):
-            return super().forward(x) ** exponent + other * self.scale
-
-    def call(m, x):
-        return m.power(x, 2, other=torch.tanh(x), flag=None)
-
-    reference.check_structure(reference.Apply(call, power=Power(4)))
 
 
 def test_a_module_that_is_given_no_records(reference):
@@ -183,11 +153,6 @@ def test_layers_whose_operations_are_known(reference, name):
     reference.check_structure(model, reference.data(4, *shape), rows="loop")
 
 
-def test_an_operation_that_only_vmap_knows(reference):
-    model = reference.Apply(lambda m, x: m.pair(x[:, :2], x[:, 2:]), pair=nn.Bilinear(2, 2, 3))
-    reference.check_structure(model, rows="loop")
-
-
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers(reference, kind):
     def last(m, x):
@@ -217,39 +182,6 @@ def test_recurrent_cells(reference, kind):
 
     model = reference.Apply(steps, cell=kind(4, 3))
     reference.check_structure(model, reference.data(4, 2, 4), rows="loop")
-
-
-def test_multihead_attention_and_its_encoder_layer(reference):
-    def attend(m, x):
-        return m.attention(x, x, x, need_weights=m.weights)[0].mean(1)
-
-    for weights in (False, True):
-        attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        model = reference.Apply(attend, attention=attention)
-        model.weights = weights
-        reference.check_structure(model, reference.data(3, 5, 4), rows="loop")
-    encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-    model = nn.Sequential(encoder, nn.Linear(4, 2))
-    reference.check_structure(model, reference.data(3, 5, 4), rows="loop")
-
-
-MIXING = {
-    "cumsum": lambda x: x.cumsum(0),
-    "mean": lambda x: x - x.mean(0),
-    "roll": lambda x: x + x.roll(1, 0),
-    "sorted": lambda x: x.sort(0).values,
-    "product": lambda x: x @ x.mT @ x,
-    "softmax": lambda x: F.softmax(x, 0),
-    "size": lambda x: x / x.shape[0],
-    "first": lambda x: x * x[:1],
-}
-
-
-@pytest.mark.parametrize("name", MIXING)
-def test_a_model_that_mixes_records_is_asked_for_each_by_itself(reference, name):
-    """No record enters another's gradient, which is that of a batch of one."""
-    model = reference.Apply(lambda m, x: MIXING[name](m.layer(x)), layer=nn.Linear(4, 4))
-    reference.check_structure(model, rows="loop", way="records")
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
@@ -303,42 +235,6 @@ def test_passes_hold_as_many_records_as_memory_allows(reference, keep, monkeypat
     assert reference.error(found, reference.clipped(rows, 0.3)) < 1e-12
     losses = squared_error(model(x), y).detach()
     assert torch.allclose(kernel.losses(x, y), losses, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("way", ["graph", "records", "loop"])
-@pytest.mark.parametrize("layer", [True, False])
-def test_dropout_is_drawn_once_for_forward_and_backward(reference, way, layer):
-    """With ℓ = Σ outputs at weights 1 the gradient is the dropped input, of which ℓ is the sum."""
-    torch.manual_seed(0)
-    last = nn.Linear(30, 1, bias=False)
-    nn.init.ones_(last.weight)
-    if layer:
-        model = nn.Sequential(nn.Dropout(0.5), last)
-    else:
-        model = reference.Apply(lambda m, x: m.last(F.dropout(x, 0.5)), last=last)
-    kernel = reference.forced(
-        "records" if way == "loop" else way, model.double(), lambda out, y: out[:, 0]
-    )
-    assert kernel._passes.dense is None
-    seen: list[torch.Tensor] = []
-
-    def weights(losses):
-        seen.append(losses)
-        return torch.ones_like(losses)
-
-    x, y = reference.data(40, 30), torch.zeros(40)
-    if way == "loop":
-        kernel._passes._traced(x, y)._by_vmap = False
-    total = kernel.clipped_sum(x, y, math.inf, weights)
-    # Empty slots, which draw too, come last.
-    drawn = torch.cat(seen)[:40]
-    assert math.isclose(float(total.sum()), float(drawn.sum()), rel_tol=1e-12)
-    # 30 masked normals agree with their full sum with probability 0; no two records have one mask,
-    # and one record has one wherever it stands.
-    assert not torch.isclose(drawn, x.sum(1)).any()
-    near_ones = torch.ones_like(x) + 1e-9 * torch.arange(40).view(-1, 1)
-    assert len(kernel.losses(near_ones, y).round().unique()) > 1
-    assert len(kernel.losses(torch.ones_like(x), y).unique()) == 1
 
 
 def test_a_trace_follows_training_and_hooks(reference):
@@ -401,31 +297,3 @@ def test_a_model_that_raises_at_zeros_is_left_to_vmap(reference, monkeypatch):
         way = per_record.Alone(model, squared_error, x, y, "as the test wants it")
     monkeypatch.setattr(per_record.Alone, "_looped", None)
     assert len(way.losses(x, y)) == 16
-
-
-def test_who_waits_for_a_trace_is_told(monkeypatch, capsys):
-    """Also where nobody has set logging up, and it goes to standard error."""
-    told = threading.Event()
-
-    class Told(logging.Handler):
-        def emit(self, record):
-            if "Slow is being traced" in record.getMessage():
-                print(record.getMessage(), file=sys.stderr)
-                told.set()
-
-    class Slow(nn.Linear):
-        def forward(self, x):
-            told.wait(60)
-            return super().forward(x)
-
-    monkeypatch.setattr(export, "_PATIENCE", 0.0)
-    handler = Told()
-    logging.getLogger("fedpact").addHandler(handler)
-    try:
-        PerSampleKernel(FlatModel(Slow(3, 2)), cross_entropy).way(
-            torch.randn(3, 3), torch.arange(3)
-        )
-    finally:
-        logging.getLogger("fedpact").removeHandler(handler)
-    assert told.is_set()
-    assert "Slow is being traced" in capsys.readouterr().err

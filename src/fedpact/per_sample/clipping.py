@@ -44,6 +44,7 @@ def within(total: Tensor, clip: float, most: int | None) -> Tensor:
     """
     if most is None:
         return total
+    # A little more than `most` clips, so that sums of so many records are left as they are.
     longest = most * clip * (1 + 2.0**-14)
     return total * torch.clamp(longest / total.square().sum().sqrt(), max=1)
 
@@ -59,6 +60,7 @@ def check_clip(name: str, clip: float) -> None:
 
 def coefficients(clip: float, norms: Tensor, w: Tensor | None, shares: Tensor | None) -> Tensor:
     """c_j = s_j min(w_j, C/‖g_j‖) [P] in float64, in units of the clip (share.unit_of)."""
+    # A norm of 0 gives infinity, which the least of it and the weight is not.
     c = clip / norms
     c = (c.clamp_max(1) if w is None else torch.minimum(w.double(), c)) / unit_of(clip)
     # A weight in units of a small clip may be no number of float32.

@@ -91,7 +91,9 @@ class Geometry:
         padding, none = list(self.pad[::-2]), [0] * len(self.kernel)
         if not self.plain:
             x, padding = self.padded(x), none
+        # One record of n · C channels in n groups: no group's weight sees another record.
         x, g = (t.reshape(1, -1, *t.shape[2:]) for t in (x, g))
+        # Of the weights the routine takes the form alone, so one number stands for all.
         weights = weight.new_empty(1).expand(shape)
         settings = list(self.stride), padding, list(self.dilation), False, none, n * self.groups
         found = _backward(g, x, weights, None, *settings, [False, True, False])
@@ -123,6 +125,7 @@ class Geometry:
         x = self.padded(x).movedim(1, -1).contiguous()
         each = x.shape[-1] // self.groups
         shape = (len(x), self.groups, *positions, *self.kernel, each)
+        # Patches overlap, so each number stands in several: a view says where without copying any.
         strides = (x.stride(0), each, *self._strides(x.stride()[1:-1]), 1)
         columns = x.as_strided(shape, strides)
         return columns.reshape(len(x) * self.groups, math.prod(positions), -1)
@@ -172,6 +175,7 @@ class Convolved(Share):
         self._layout: PatchOrder = layout or layout_of(
             geometry.groups, weight, self._positions, cpu=on_cpu(g)
         )
+        # All patches of the records that are taken together should stay in the cache.
         patches = self._positions * weight[0].numel() * geometry.groups
         one = max(1, norms.chunk_bytes(g) // max(1, patches * g.element_size()))
         self.most = _GROUPS if self._layout == "torch" else one
@@ -207,6 +211,7 @@ class Convolved(Share):
         out, channels, *kernel = self._weight.shape
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
+            # Patches have the channels last, and the weight has them second.
             total = view.new_zeros(out, self.size // out)
             part.add(c, good, total)
             view.add_(total.view(out, *kernel, channels).movedim(-1, 1))

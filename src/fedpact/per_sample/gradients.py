@@ -193,6 +193,7 @@ class Outer(Share):
         g, u = self.g.double(), self.u.double()
         uu, gg = u @ u.mT, g @ g.mT
         lengths = (uu.diagonal(0, 1, 2) * gg.diagonal(0, 1, 2)).sqrt().sum(1)
+        # Of positions that all but cancel the Gram sum is rounding, and no norm to divide by.
         squares = torch.maximum((uu * gg).sum((1, 2)), (FLOOR * lengths).square())
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
@@ -234,6 +235,7 @@ class Lookup(Share):
         """
         index, g = self._index, self._g
         if index.shape[1] > 1:
+            # Equal indices side by side, each record's by itself, so that runs can be summed.
             order = index.argsort(stable=True, dim=1)
             index = index.gather(1, order)
             g = g.gather(1, order[:, :, None].expand_as(g))

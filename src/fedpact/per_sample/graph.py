@@ -107,6 +107,7 @@ def _tapped(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple
     else:
         found = step.do(*args, **kwargs)
     several: list[Tensor] = results_of(found)
+    # Parameters are constants here: what comes before the first tap wants no gradient by itself.
     for one in several:
         if one.is_floating_point() and not one.requires_grad:
             one.requires_grad_()
@@ -173,6 +174,7 @@ class Graph:
         self, x: Tensor, y: Tensor, calls: dict[Node, _Tapped] | None, held: bool
     ) -> Tensor:
         values = self._program.values(x, y)
+        # Shares may hold views of the weights, which the next point is loaded over.
         if held:
             values = {name: v.clone() for name, v in values.items()}
         env: dict[Node, Any] = {}
@@ -185,6 +187,8 @@ class Graph:
                 if calls is not None and step.use is not None:
                     env[node], calls[node] = _tapped(step, step.use, args, kwargs, len(x))
                 elif calls is not None and step.pools:
+                    # Its own gradient has all numbers of the convolution's that are not zero, and
+                    # the places of its maxima say where they stand.
                     call = calls[cast(Node, node.args[0])][1]
                     call.pooled = env[node], _ = _max_pool(*args, **kwargs)
                 else:
@@ -199,6 +203,7 @@ class Graph:
             use, call, recorded = calls.pop()
             for place, share in _shares_of(call, recorded):
                 if place in use.sources:
+                    # In the order of the uses, in which differences pair them.
                     for name, one in self._by_parameter(use.sources[place], share):
                         found.setdefault(name, []).insert(0, one)
         return found
@@ -273,6 +278,7 @@ class Graph:
     def _compiled(self, nodes: list[Node], weighted: dict[Node, list[str]]) -> list[_Step]:
         steps: list[_Step] = []
         needed = {self._program.result}
+        # Backwards, so that whoever reads a node first is the last to need it when it runs.
         for node in reversed(nodes):
             if node.op == "call_function" and node not in needed:
                 # Nobody reads it, and nothing in the table does anything else.

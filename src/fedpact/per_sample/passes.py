@@ -105,6 +105,7 @@ class Passes:
             return length_for(expected, self._fitting(x, y), _GPU_OVERHEAD, **how)
         instance, activations, overhead = way.cost
         keep = norms.keep_bytes(self._model.vector)
+        # By sizes that the model has, never by a batch: P must not follow from the records.
         most = max(16, min(keep // max(1, instance), 2 * keep // max(1, activations)))
         if overhead < _BUSY:
             most = min(most, _CACHED)

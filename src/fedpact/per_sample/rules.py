@@ -130,6 +130,7 @@ def replayed(call: Call) -> Shares:
         with for_vmap():
             rows = cast(Any, vmap(pull, randomness="error"))(inputs, grads)
     except RuntimeError:
+        # Whether vmap takes an operation follows from its form, and not from what records hold.
         each = [
             pull({i: aligned(x[j]) for i, x in inputs.items()}, [aligned(g[j]) for g in grads])
             for j in range(call.batch)
@@ -212,6 +213,7 @@ def _contracted(call: Call, operands: dict[Place, str], out: str) -> Shares:
     found: Shares = {}
     for place in call.wanted:
         own, sizes = operands[place], call.at(place).shape
+        # A dimension of one entry was broadcast, so its gradient is summed over whatever it met.
         kept = "".join(c for c, size in zip(own, sizes, strict=True) if size > 1)
         terms = [_narrow(call.grad, "Z" + out)]
         for i, letters in operands.items():
@@ -219,6 +221,7 @@ def _contracted(call: Call, operands: dict[Place, str], out: str) -> Shares:
                 terms.append(_narrow(call.input(i), "Z" + letters))
             elif i != place:
                 terms.append(_narrow(call.at(i), letters))
+        # A letter in no other term is one that was summed alone: its entries have one gradient.
         if not {*kept} <= {c for _, letters in terms for c in letters}:
             return replayed(call)
         found[place] = _factor(terms, kept, matrix=call.at(place).dim() == len(kept) == 2)
@@ -238,6 +241,7 @@ def _factor(terms: list[tuple[Tensor, str]], own: str, *, matrix: bool) -> Share
         return Made(torch.einsum(equation, *[t for t, _ in terms]))
     (g, out), (x, read) = terms
     rows, columns = ([c for c in own if c in one] for one in (out, read))
+    # A matrix of one letter from either side is an outer product summed over the positions.
     if not matrix or len(rows) != 1 or len(columns) != 1 or rows == columns:
         return Contracted(equation, g, x)
     positions = "".join(c for c in out[1:] if c in read and c not in own)

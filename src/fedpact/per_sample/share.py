@@ -65,6 +65,7 @@ class Space:
         if self._next == len(self._blocks):
             self._blocks.append(like.new_empty(0))
         block = self._blocks[self._next]
+        # Passes ask for the same sizes in the same order, so each block is right the second time.
         if block.numel() < rows * columns or block.dtype != like.dtype:
             block = self._blocks[self._next] = like.new_empty(rows * columns)
         self._next += 1

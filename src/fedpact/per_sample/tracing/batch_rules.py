@@ -64,6 +64,7 @@ def multiple(size: Size) -> int | None:
     expression: Any = cast(Any, size).node.expr
     if expression.is_number:
         return None
+    # The batch's size is the only symbol of a trace, but for what a record says.
     symbols: list[Any] = list(expression.free_symbols)
     factor: Any = expression / symbols[0]
     if len(symbols) > 1 or not factor.is_Integer:
@@ -107,6 +108,7 @@ def _aligned(node: Node, at: At, args: Iterable[Any]) -> Where:
         if is_size(arg):
             raise Mixed(f"operation {node.target} depends on the batch's size")
         if isinstance(arg, Node) and (where := at(arg)) is not None:
+            # Counted from the last, as broadcasting puts dimensions in front.
             found.add(where._replace(dim=where.dim - len(shape_of(arg))))
     if len(found) != 1:
         raise Mixed(f"operation {node.target} pairs records with others' places")
@@ -185,6 +187,7 @@ def in_front(least: int, most: int = 99) -> Rule:
 def regrouped(node: Node, at: At) -> Where:
     """The same numbers in the same order: the batch keeps what is in front of it and behind."""
     where, _ = _records_in(node, at)
+    # Numbers in front of one record's: a reshape keeps their order, so as many must stand there.
     front, before = where.outer, 1
     for size in shape_of(node.args[0])[: where.dim]:
         front *= cast(int, size)

@@ -210,6 +210,7 @@ class KeyedDraws(TorchDispatchMode):
         """Do an operation; one that draws from the key, unless it brings a generator."""
         del types
         named = dict(kwargs or {})
+        # torch marks every operation that draws, so none is missed that is not in the tables.
         if torch.Tag.nondeterministic_seeded not in func.tags or named.get("generator"):
             return func(*args, **named)
         if _rate(func, args, named) == 0:
@@ -266,6 +267,7 @@ class KeyedDraws(TorchDispatchMode):
             draw(row, generator, *more)
         if len(rows) == 1:
             return into.copy_(block.view(shape))
+        # From [B, ...] to where the records lie: outer · B · inner entries of one dimension.
         apart = block.view(len(rows), *shape[:dim], outer, inner, *shape[dim + 1 :])
         return into.copy_(apart.movedim(0, dim + 1).reshape(shape))
 

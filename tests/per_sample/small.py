@@ -1,0 +1,41 @@
+"""Small models of several kinds, for tests of what all of them go through."""
+
+from torch import Tensor, nn
+
+
+class Recurrent(nn.Module):
+    """A layer, an LSTM over steps x [B, T, 5], and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.cell = nn.LSTM(5, 6, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(self.first(x))[0][:, -1])
+
+
+class Attention(nn.Module):
+    """A layer of a transformer over x [B, T, 8], and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x).mean(1))
+
+
+class Residual(nn.Module):
+    """Images x [B, 1, H, W] beside what a normalised convolution makes of them, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.slope, self.head = nn.GroupNorm(2, 8), nn.PReLU(), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.head((x + self.slope(self.norm(self.b(x)))).mean((2, 3)))
