@@ -490,3 +490,10 @@ def test_a_round_carried_out_again_is_the_same_release(tmp_path):
     with pytest.raises(PlanError, match="another configuration"):
         simulate(plan(rounds=2, run={"stacked": 2}), tmp_path / "run")
     assert simulate(plan(rounds=2, run={"workers": 1}), tmp_path / "run").records[-1].round == 2
+
+
+def test_evaluated_rounds_follow_from_the_plan_alone(tmp_path):
+    result = simulate(Plan.parse({"rounds": 151, "sites": 2, "run": {"workers": 1}}), tmp_path)
+    # Every third, with the first and the last.
+    found = [record.round for record in result.records if record.accuracy is not None]
+    assert found == [*range(0, 151, 3), 151]

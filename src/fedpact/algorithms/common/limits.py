@@ -79,8 +79,8 @@ class Running(BaseModel):
     may move a sum by, and so ε, is the same: norms and sums are of the numbers that come of it,
     in float32. With "bf16" recurrent layers stay in float32."""
     evaluate_every: int = Field(default=0, ge=0)
-    """Rounds between evaluations, 0 for as often as a tenth of the time allows; the first and
-    the last model are always evaluated."""
+    """Rounds between evaluations, 0 for each round of a short run and 50 to 100 evaluations
+    of a longer one; the first and the last model are always evaluated."""
     ledgers: str | None = None
     """A folder that keeps the sites' ledgers across runs, so that reservations add up, or
     an earlier run's folder, to go on with its ledgers; without it each run has its own."""
