@@ -93,7 +93,7 @@ class _Live:
 
     def __init__(self, plan: Plan, folder: Path, console: Console) -> None:
         self._plan, self._folder, self._console = plan, Folder(folder), console
-        self._fares, self._sent = "accuracy -", 0
+        self._fares, self._evaluated, self._sent = "accuracy -", 0, 0
         self._metrics = {metric.label: "-" for metric in METRICS.values()}
         self._began, self._first = time.perf_counter(), 0
         self._progress = Progress(
@@ -116,12 +116,15 @@ class _Live:
     def __call__(self, record: RoundRecord) -> None:
         if record.accuracy is not None:
             self._fares = " ".join(headline_metric(record.accuracy, record.loss, exact_percent))
+            self._evaluated = record.round
         self._metrics |= {
             find_display(name).label: f"{v:.3g}" for name, v in record.metrics.items()
         }
         self._sent += record.bytes_up + record.bytes_down
         metrics = "  ".join(f"{label} {value}" for label, value in self._metrics.items())
-        line = f"{self._fares}  {metrics}  {self._privacy(record)}  {size(self._sent)}"
+        old = self._evaluated != record.round
+        fares = self._fares + f" (round {self._evaluated})" * old
+        line = f"{fares}  {metrics}  {self._privacy(record)}  {size(self._sent)}"
         self._progress.update(self._task, completed=record.round, description=line)
         if not self._console.is_terminal:
             left = self._left(record.round)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
 from fedpact.common.format import choose_byte_unit
 from fedpact.common.messages import RoundRecord
@@ -24,6 +24,7 @@ from fedpact.report.drawing import (
     RED,
     Drawing,
     Sheet,
+    log_axis,
     marker,
     percent_axis,
     rounds_axis,
@@ -272,9 +273,7 @@ def _draw(axes: Axes, i: int, label: str, line: Line, unit: float, *, band: bool
 def _loss_axis(axes: Axes, lines: list[Line]) -> None:
     low, high = min(line.low.min() for line in lines), max(line.high.max() for line in lines)
     if low > 0 and high > 10 * low:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+        log_axis(axes)
 
 
 def _caption(

@@ -230,6 +230,13 @@ def percent_axis(axes: Axes, which: str = "y") -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g} %"))
 
 
+def log_axis(axes: Axes) -> None:
+    """Draw a measure on a logarithmic axis, with plain numbers."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+
+
 def marker(points: int) -> str:
     """Return a marker for lines of few points, where a line alone would hide them."""
     return "o" if points <= 15 else ""

@@ -24,6 +24,7 @@ from fedpact.report.drawing import (
     RED,
     Drawing,
     Sheet,
+    log_axis,
     marker,
     percent_axis,
     rounds_axis,
@@ -231,9 +232,7 @@ def _over_rounds(
         rounds, values = zip(*points, strict=True)
         axes.plot(rounds, values, color=GREEN, marker=marker(len(points)), ms=3.5)
         if min(values) > 0 and max(values) > 30 * min(values):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+            log_axis(axes)
         elif max(values) > 0:
             axes.set_ylim(0, 1.08 * max(values))
         rounds_axis(axes)
