@@ -17,7 +17,7 @@ from tests.waiting import wait_for
 from fedpact.common.errors import TransportLost
 from fedpact.deployment import local
 from fedpact.deployment.federation import Federation
-from fedpact.deployment.flower.server_process import SuperLink
+from fedpact.deployment.flower.internals import SuperLink
 
 # Of a SuperLink: answers requests by name, and is killed at the one that it is told.
 LINK = """
@@ -96,7 +96,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 from fedpact.common.errors import FedpactError
 from fedpact.deployment import processes
-from fedpact.deployment.flower.requests import PromptGrid
+from fedpact.deployment.flower.internals import PromptGrid
 
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
 link = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE, text=True)

@@ -85,13 +85,6 @@ def execute_down(directory: Path) -> None:
     _out().print(f"ended: {', '.join(local.stop(directory)) or 'nothing ran'}")
 
 
-def execute_readmit(directory: Path, site: str) -> None:
-    """Carry out `fedpact deploy execute_readmit`."""
-    _out().print(
-        f"{site} is let in again; it was barred because it {local.readmit(directory, site)}"
-    )
-
-
 def execute_renew(authority: Path, directory: Path) -> None:
     """Carry out `fedpact deploy execute_renew`."""
     federation = Federation.read(directory / "federation.toml")

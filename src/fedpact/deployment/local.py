@@ -14,7 +14,6 @@ from typing import Any
 from fedpact.common.errors import DataError, PlanError
 from fedpact.common.files import PRIVATE, only_one, parse_errors, write_whole
 from fedpact.common.messages import RoundRecord
-from fedpact.deployment.admission import LedgerRegistry
 from fedpact.deployment.federation import Federation, parse_toml
 from fedpact.deployment.final_model import read_ending
 from fedpact.deployment.processes import Process, environment
@@ -135,17 +134,6 @@ def inspect_deployment(directory: Path) -> dict[str, Any]:
         "own_figures": own_figures(directory) if (directory / "site.toml").exists() else None,
         "ledgers": {name: ledger_of(where) for name, where in places.items() if name != _SERVER},
     }
-
-
-def readmit(directory: Path, site: str) -> str:
-    """Let a site in again that the server has barred; return why it had. The server may run.
-
-    Raises InputError of some kind: no server lies there, or the site is not barred.
-    """
-    server = parties(directory).get(_SERVER)
-    if server is None:
-        raise DataError(f"{directory} is a site's: name the server's directory, which bars sites")
-    return LedgerRegistry(server / "run").readmit(site)
 
 
 def last_log_lines(directory: Path, name: str) -> str:

@@ -63,9 +63,11 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
             "--disable-runtime-dependency-installation",
         ]
         _wait_for_port(own, int(port), "address in federation.toml, at every party")
-        if server_process.prepare_database(_home(directory) / "superlink.db"):
-            _log.info("Flower's database is new")
-        keys = server_process.site_keys(coordinator.federation).encode()
+        # Of a SuperLink that was killed it may be half made. All in it can be had again: nodes are
+        # registered, and a run of Flower's begun, at every start.
+        for left in _home(directory).glob("superlink.db*"):
+            left.unlink()
+        keys = server_process.render_site_keys(coordinator.federation).encode()
         write_whole(directory / program.SITE_KEYS, keys)
         with _flower(directory, command) as link, _ends_with(link, directory):
             return serve(coordinator, f"127.0.0.1:{port}", on_round)

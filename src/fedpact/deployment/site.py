@@ -225,8 +225,7 @@ class Site:
             return "run"
         if not is_place(*seen):
             raise DataError(f"a question says that this site's ledger had {seen[0]} entries")
-        if not self.ledger.holds(*seen):
-            self._witness.keep(*seen)
+        self._witness.hear(self.ledger, *seen, f"the server of run {self.run}")
         try:
             self._witness.check(self.ledger, seen, f"the server of run {self.run}")
             # Read anew: what its owner takes back counts from the next question.

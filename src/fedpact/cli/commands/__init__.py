@@ -48,7 +48,6 @@ _EXAMPLES = {
     "deploy up": ("fedpact deploy up fed --wait",),
     "deploy status": ("fedpact deploy status fed",),
     "deploy down": ("fedpact deploy down fed",),
-    "deploy readmit": ("fedpact deploy readmit fed/server site-03",),
     "deploy renew": ("fedpact deploy renew fed/authority fed/server",),
     "deploy server": ("fedpact deploy server fed/server",),
     "deploy site": ("fedpact deploy site fed/site-00",),

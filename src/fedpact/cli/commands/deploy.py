@@ -95,17 +95,6 @@ def down(directory: Where) -> None:
 
 
 @app.command()
-def readmit(
-    directory: Where,
-    site: Annotated[str, typer.Argument(help="The site's name.")],
-) -> None:
-    """Let a site in again whose ledger the server has refused; it needs the ledger last seen."""
-    from fedpact.cli import deploy as command
-
-    command.execute_readmit(directory, site)
-
-
-@app.command()
 def renew(
     authority: Annotated[Path, typer.Argument(help="The directory with the authority's key.")],
     directory: Annotated[Path, typer.Argument(help="The server's directory.")],

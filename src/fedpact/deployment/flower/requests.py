@@ -1,127 +1,16 @@
-"""Requests to sites that are under way, and the inbox for their replies.
-
-A SuperLink knows of an answer before it has its content. Flower's own Grid, once it has been told
-of one, waits for the content, and with it whoever asked: for three minutes after a site was killed
-in the midst of sending, while the other sites' answers lie there.
-"""
+"""Requests to sites that are under way, and sites that are slow to answer."""
 
 import logging
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import httpx
-from flwr.app import Message
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
-from flwr.supercore.retry import RetryInvoker, exponential
-from flwr.superlink.grid import HttpGrid
 
 from fedpact.algorithms.wrappers.compression import DeltaTask, expand_task
 from fedpact.common.messages import Message as Answer
 from fedpact.common.messages import Refusal, Reply, Step, Task
 
 _log = logging.getLogger("fedpact.server")
-_HERE_SECONDS = 0.05
-_RETRY_SECONDS = 2
-
-
-class PromptGrid(HttpGrid):
-    """A Grid whose `pull_messages` returns at once, with the answers that are there in full.
-
-    The others come with a later call, whatever that asks for. A SuperLink that cannot be reached is
-    tried again until the grid is closed; one that refuses, as it does once the run was stopped,
-    raises httpx.HTTPStatusError. Flower's own Grid retries without end, in threads that a process
-    waits for when it exits, and interrupts the process when it is refused.
-    """
-
-    def __init__(self, address: str, root: bytes | None, token: str) -> None:
-        super().__init__(address, root_certificates=root, token=token)
-        self._closed = threading.Event()
-        self._retry_invoker = RetryInvoker(
-            lambda: exponential(max_delay=_RETRY_SECONDS),
-            httpx.TransportError,
-            max_tries=None,
-            max_time=None,
-            should_giveup=lambda _: self._closed.is_set(),
-            wait_function=self._pause,
-        )
-        # To which messages answers are on their way, and the answers that are here: None, if one
-        # never came in full.
-        self._awaited = set[str]()
-        self._here = queue.SimpleQueue[tuple[str, Message | None]]()
-
-    def close(self) -> None:
-        """Disconnect, and give up what is being tried again."""
-        self._closed.set()
-        super().close()
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return answers to these messages, or to earlier ones, that have arrived in full."""
-        # Of an answer that has been fetched a SuperLink says that there never was any.
-        asked = [number for number in message_ids if number not in self._awaited]
-        fetching = self._fetch_all(asked) if asked else []
-        for thread in fetching:
-            # Most are there in full; then they come with this call.
-            thread.join(_HERE_SECONDS)
-        found = list[Message]()
-        while not self._here.empty():
-            number, message = self._here.get()
-            self._awaited.discard(number)
-            if message is not None:
-                found.append(message)
-        return found
-
-    def _pause(self, seconds: float) -> None:
-        self._closed.wait(seconds)
-
-    def _fetch_all(self, asked: list[str]) -> list[threading.Thread]:
-        told = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=asked))
-        fetching = list[threading.Thread]()
-        for each, tree in zip(told.messages_list, told.message_object_trees, strict=True):
-            about = each.metadata.reply_to_message_id
-            self._awaited.add(about)
-            arguments = about, each.metadata.message_id, tree
-            fetching.append(threading.Thread(target=self._fetch, args=arguments, daemon=True))
-            fetching[-1].start()
-        return fetching
-
-    def _fetch(self, about: str, number: str, tree: ObjectTree) -> None:
-        """Wait for an answer's content, tell Flower that it is here, and put it with the others."""
-        client, run, message = self._runtime_client, self.run.run_id, None
-        try:
-            contents = pull_objects(
-                [each.object_id for each in iterate_object_tree(tree)],
-                make_pull_object_fn_protobuf(client.PullObject, self.node, run),
-            )
-            client.ConfirmMessageReceived(
-                ConfirmMessageReceivedRequest(node=self.node, run_id=run, message_object_id=number)
-            )
-            found = inflate_object_from_contents(number, contents)
-            # What it says inside is no more than its sender's word. Under which question it was
-            # filed at the SuperLink follows from that question's number, a hash with a signature
-            # in it, which only the site that was asked has been told.
-            if isinstance(found, Message) and found.metadata.reply_to_message_id == about:
-                message = found
-            else:
-                _log.warning("an answer says that it answers another question: left out")
-        except Exception as error:  # what a stranger sent may be unreadable in any way
-            # Who was asked does not answer, which is how it is treated.
-            _log.warning("an answer never arrived in full: %s", error)
-        finally:
-            self._here.put((about, message))
-
-
-_LEDGER = (
-    "find out with their owners whether a ledger was put back or a site runs twice "
-    "(docs/deployment.md)"
-)
 
 
 class Clock:
@@ -290,14 +179,11 @@ def advice(this: PendingRequests) -> str:
             "if server/run was put back to an older state, put the newer one back; without it, "
             "begin a new run"
         )
-    if "ledger" in said:
+    if wrong := [*said.get("ledger", ()), *said.get("rejected: ledger", ())]:
         told.append(
-            f"By the word of {', '.join(said['ledger'])} their ledgers lack entries that this "
-            f"server has seen: {_LEDGER}"
+            f"{', '.join(wrong)}: another ledger than this server has seen. Find out with their "
+            "owners whether a ledger was put back or a site runs twice (docs/deployment.md)"
         )
-    if "rejected: ledger" in said:
-        who = ", ".join(said["rejected: ledger"])
-        told.append(f"{who} showed a ledger that is not the one seen, and is barred: {_LEDGER}")
     if "terms" in said:
         told.append(
             f"By the word of {', '.join(said['terms'])} their plan.json or federation.toml says "

@@ -54,7 +54,7 @@ _WHY = {
     "terms": "its plan.json or federation.toml says something else than this server's, or its "
     "fedpact is of another version",
     "ledger": "its ledger lacks entries that this server has seen of it",
-    "rejected: ledger": "it showed another ledger than this server has seen, and is barred",
+    "rejected: ledger": "it showed another ledger than this server has seen",
     "run": "it takes part in another run",
     "error": "something failed there: its own log says what",
 }
@@ -112,7 +112,6 @@ class FlowerTransport:
         least = 0 if any_task.algorithm in FREE else patience.least_replies
         form = self._form(any_task)
         this = PendingRequests(tasks, self._faults(tasks, form), least)
-        self._turn_away(this)
         self._wait_for_all()
         for _ in range(patience.retries + 1):
             self._collect(this)
@@ -194,7 +193,6 @@ class FlowerTransport:
             site: self._since[site]
             for site in self._present()
             if self._slow.may_be_asked(site, number)
-            and not self._admission.standing.is_barred(site)
         }
 
     def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:
@@ -204,7 +202,6 @@ class FlowerTransport:
             return take(site, answer) if isinstance(answer, Step) else "unreadable"
 
         this = PendingRequests(asks, check, least)
-        self._turn_away(this)
         self._wait_for_all()
         self._collect(this)
         for site in this.open:
@@ -218,17 +215,6 @@ class FlowerTransport:
             return self._admission.fault(site, tasks[site], answer, form)
 
         return fault
-
-    def _turn_away(self, this: PendingRequests) -> None:
-        """Settle the answers of barred sites: they are not asked."""
-        for site in this.open:
-            if self._admission.standing.is_barred(site):
-                _log.warning(
-                    "site %s is barred: its ledger was refused, see run/barred.json and "
-                    "`fedpact deploy readmit`",
-                    site,
-                )
-                this.answers[site] = _refusal(this.tasks[site], site, "rejected: ledger")
 
     def _wait_for_all(self) -> None:
         """Give sites the time to come, once; later on the missing are not waited for."""

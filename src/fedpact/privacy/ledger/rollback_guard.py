@@ -1,7 +1,7 @@
 """What a site knows of its ledger outside of it, so that one that was put back is found out.
 
-    LEDGER.seen         beside the ledger: number and hash of the latest entry that it is known to
-                        have had, by the site itself or by a server that had a reply with it
+    LEDGER.seen         beside the ledger: the latest entry, by number and hash, that it once had,
+                        and who says so: this site, or a server that had a reply with it
     reply.bin           the reply names the entries it was paid with (deployment.site_evaluation)
     the server's word   every question says what the server has seen last of this site's ledger
 
@@ -31,49 +31,68 @@ def is_place(length: int, head: str) -> bool:
 
 
 class RollbackGuard:
-    """LEDGER.seen, of a ledger's path. Raises LedgerError: unreadable."""
+    """LEDGER.seen, of a ledger's path: the latest entry that anybody has named, and who.
+
+    Whoever names an earlier one, mistaken or speaking of old times, takes nothing back.
+    Raises LedgerError: unreadable.
+    """
 
     def __init__(self, ledger: Path) -> None:
         self._ledger, self.path = ledger, ledger.with_name(ledger.name + ".seen")
-        self._word = self._read() if self.path.exists() else (0, "")
+        self._place, self._who = self._read() if self.path.exists() else ((0, ""), "")
 
-    def check(
-        self, ledger: Chained | Ledger, word: tuple[int, str] = (0, ""), whose: str = ""
-    ) -> None:
-        """Raise LedgerError for a ledger that lacks the entry in LEDGER.seen, or another one.
+    def check(self, ledger: Chained | Ledger, reply: tuple[int, str] = (0, "")) -> None:
+        """Raise LedgerError for a ledger that lacks the entry seen, or the one of a stored reply.
 
         word: number and hash of that other entry. whose: who names it.
         """
-        for (length, head), by in ((self._word, str(self.path)), (word, whose)):
-            if not ledger.holds(length, head):
+        for place, told, wrong in (
+            (
+                self._place,
+                f"which it had by the word of {self._who} ({self.path})",
+                f"; if that word is known to be wrong, remove {self.path}",
+            ),
+            (reply, "which paid for a stored reply", ""),
+        ):
+            if not ledger.holds(*place):
                 raise LedgerError(
-                    f"ledger {self._ledger} {_lacks(ledger, length, head)}, which {by} names: it "
-                    "was put back to an older state, or this is a copy of a site that runs "
-                    "elsewhere. Put back the ledger as it was after the last release. If there is "
-                    "none left, treat the records' budget as spent; if you know that this word is "
-                    f"wrong, as a server's that is mistaken, remove {self.path}"
+                    f"ledger {self._ledger} {_lacks(ledger, *place)}, {told}: it was put back to "
+                    "an older state, or this is a copy of a site that runs elsewhere. Put back the "
+                    "ledger as it was after the last release; if there is none left, treat the "
+                    f"records' budget as spent{wrong}"
                 )
 
-    def keep(self, length: int, head: str) -> None:
-        """Remember that the ledger had this entry, unless a later one is known."""
-        if length > self._word[0]:
-            write_whole(self.path, json.dumps([length, head]).encode() + b"\n")
-            self._word = length, head
+    def keep(self, length: int, head: str, who: str) -> None:
+        """Remember that the ledger had this entry, by the word of `who`, unless it had a later."""
+        if length > self._place[0]:
+            found = {"entry": [length, head], "who": who}
+            write_whole(self.path, json.dumps(found).encode() + b"\n")
+            self._place, self._who = (length, head), who
 
-    def _read(self) -> tuple[int, str]:
+    def hear(self, ledger: Ledger, length: int, head: str, who: str) -> None:
+        """Remember an entry that the ledger lacks, by the word of somebody else; `check` says so.
+
+        Where it lacks another one already, the later stays.
+        """
+        if not ledger.holds(length, head):
+            if ledger.holds(*self._place):
+                self._place = 0, ""
+            self.keep(length, head, who)
+
+    def _read(self) -> tuple[tuple[int, str], str]:
         try:
             found: Any = json.loads(self.path.read_bytes().decode("ascii"))
-            length, head = found
-            good = type(length) is int and isinstance(head, str) and is_place(length, head)
-        except (OSError, ValueError, TypeError):
-            good = False
+            (length, head), who = found["entry"], str(found["who"])
+            good = type(length) is int and is_place(length, head)
+        except (OSError, ValueError, TypeError, AttributeError, LookupError):
+            length, head, who, good = 0, "", "", False
         if not good:
             raise LedgerError(
-                f"{self.path} is unreadable: expected [number, hash] of an entry that "
+                f"{self.path} is unreadable: expected the number and hash of an entry that "
                 f"{self._ledger} had; put it back from a backup, or remove it if you are sure that "
                 "the ledger is as it was after its last release"
             )
-        return length, head
+        return (length, head), who
 
 
 def _lacks(ledger: Chained | Ledger, length: int, head: str) -> str:
