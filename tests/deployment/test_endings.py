@@ -157,8 +157,8 @@ def federation(make, tmp_path):
     """Real processes of two sites and a server; the server's is started by `start_server`."""
     patience = {"join_seconds": 3600, "round_seconds": 3600, "resend_seconds": 6}
     directory = make(tmp_path / "d", {"patience": patience}, rounds=3, sites=2)
-    yield directory
-    local.stop(directory)
+    with local.Parties(directory) as here:
+        yield here
     for path in directory.rglob("log.txt"):
         print(path, path.read_text()[-3000:], sep="\n")
 
@@ -167,18 +167,17 @@ def is_connected(log):
     return log.exists() and "is connected" in log.read_text()
 
 
-def test_a_run_that_somebody_has_stopped_says_so(federation):
+def test_a_run_that_somebody_has_stopped_says_so(federation, tmp_path):
     """As anybody who reaches the control API can do."""
-    server = federation / "server"
-    for name in ("server", "site-00"):
-        local.start_parties(federation, name)
-    wait_for(lambda: is_connected(server / "log.txt"), federation)
+    server = tmp_path / "d" / "server"
+    federation.start("server", "site-00")
+    wait_for(lambda: is_connected(server / "log.txt"), server)
     link = SuperLink(Federation.read(server / "federation.toml").address, server / "ca.crt")
     for number in link._client.ListRuns(ListRunsRequest()).run_dict:
         link._client.StopRun(StopRunRequest(run_id=number))
     link.close()
-    wait_for(lambda: not local.inspect_deployment(federation)["running"]["server"], federation)
-    assert "was stopped by Flower's control API" in local.last_log_lines(federation, "server")
+    wait_for(lambda: not federation.runs("server"), server)
+    assert "was stopped by Flower's control API" in local.last_log_lines(server, "server")
 
 
 def child(pid):
@@ -193,10 +192,10 @@ def count(path, words):
 
 
 @pytest.mark.slow
-def test_flowers_processes_are_killed_in_mid_round(federation):
+def test_flowers_processes_are_killed_in_mid_round(federation, tmp_path):
     """The server then exits each time; a site starts its own anew, and the run goes on."""
-    server, sites = federation / "server", federation / "sites"
-    numbers = [local.start_parties(federation, name)[name] for name in ("site-00", "site-01")]
+    server, sites = tmp_path / "d" / "server", tmp_path / "d" / "sites"
+    numbers = list(federation.start("site-00", "site-01").values())
     command = [sys.executable, "-m", "fedpact.deployment.party", "server", str(server)]
     replied = sites / "site-01" / "log.txt", ": replied"
     moments = [
@@ -219,4 +218,4 @@ def test_flowers_processes_are_killed_in_mid_round(federation):
         finally:
             process.kill()
             process.wait()
-    assert local.inspect_deployment(federation)["status"] == "finished"
+    assert local.inspect_deployment(tmp_path / "d")["status"] == "finished"

@@ -34,7 +34,8 @@ class Federation:
 
     def __init__(self, directory):
         self.directory, self.lines, self.names = directory, [], names_of(directory)
-        self.numbers = local.start_parties(directory)
+        self.parties = local.Parties(directory)
+        self.numbers = self.parties.start()
 
     def committed(self):
         """The last committed round, -1 if none; every earlier record is there, unchanged."""
@@ -52,14 +53,14 @@ class Federation:
         wait_for(lambda: self.committed() >= number, self.directory)
 
     def runs(self, name):
-        return local.inspect_deployment(self.directory)["running"][name]
+        return self.parties.runs(name)
 
     def kill(self, name):
         """End a party as a power cut would: its process, and Flower's, at once. Start it again."""
         if self.runs(name):  # not the server of a run that has ended
             os.killpg(self.numbers[name], signal.SIGKILL)
-        wait_for(lambda: not self.runs(name), self.directory)
-        self.numbers |= local.start_parties(self.directory, name)
+        wait_for(lambda: not self.runs(name), self.directory, pause=0.01)
+        self.numbers |= self.parties.start(name)
 
     def finish(self, rounds):
         """Wait for the end, which nobody helps to come; look at what it is."""
@@ -142,7 +143,7 @@ def survive(make, directory, rounds, kills, spare, pause, **plan):
         federation.finish(rounds)
         check_ledgers(directory, rounds + spare, each)
     finally:
-        local.stop(directory)
+        federation.parties.stop()
         for path in directory.rglob("log.txt"):
             print(path, path.read_text()[-3000:], sep="\n")
 

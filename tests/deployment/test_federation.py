@@ -40,18 +40,18 @@ def finished(make, elsewhere):
         **PLAN,
     )
     # As long as a site has not come the run does not begin, so strangers find the server there.
-    for name in ("server", SITES[0]):
-        local.start_parties(directory, name)
+    here = local.Parties(directory)
     try:
+        here.start("server", SITES[0])
         log = directory / "server" / "log.txt"
         wait_for(lambda: log.exists() and "is connected" in log.read_text(), directory)
         knocked = knock(directory, elsewhere / "strangers")
-        knocked["long body"] = flood(directory)
-        local.start_parties(directory)
-        wait_for(lambda: not local.inspect_deployment(directory)["running"]["server"], directory)
+        knocked["long body"] = flood(directory, here._children["server"].pid)
+        here.start()
+        wait_for(lambda: not here.runs("server"), directory)
         return directory, knocked, local.inspect_deployment(directory)
     finally:
-        local.stop(directory)
+        here.stop()
         for path in directory.rglob("log.txt"):
             print(path, path.read_text()[-2000:], sep="\n")
 
@@ -88,11 +88,10 @@ def knock(directory, elsewhere):
     }
 
 
-def flood(directory):
+def flood(directory, number):
     """Send a body of 256 MiB without a key; return the growth of memory's peak, and the answer."""
     server = directory / "server"
     host, port = Federation.read(server / "federation.toml").address.split(":")
-    number = local.start_parties(directory, "server")["server"]
     context = ssl.create_default_context(cafile=server / "ca.crt")
     with context.wrap_socket(
         socket.create_connection((host, int(port))), server_hostname=host

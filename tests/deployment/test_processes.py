@@ -1,17 +1,12 @@
-"""Whose process it is: `down` ends what `up` started, whoever has got its number since."""
+"""The parties' processes, and Flower's beside them: started, watched and ended."""
 
 import errno
-import json
 import os
-import signal
 import subprocess
 import sys
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.waiting import wait_for
 from typer.testing import CliRunner
 
 from fedpact.cli.deploy import _follow
@@ -20,136 +15,85 @@ from fedpact.common.errors import DataError, FedpactError, InputError
 from fedpact.common.files import only_one
 from fedpact.deployment import local, processes
 from fedpact.deployment.flower import program
-from fedpact.deployment.processes import Process
 
 
-@pytest.fixture
-def stranger(deployment):
-    """A process whose command names fedpact, a party's module and its directory; its number."""
-    where = deployment / "sites" / "site-00"
-    code = "import sys; print(flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", code, "fedpact.deployment.party", "site", str(where.resolve())]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+PARTY = """
+import fcntl, signal, sys
+file = open(sys.argv[1], "a")
+fcntl.flock(file, fcntl.LOCK_EX)
+IGNORES
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+class Party:
+    """A party's process, as far as who looks can tell."""
+
+    def __init__(self, ends=True):
+        ignores = "" if ends else "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+        self.code = PARTY.replace("IGNORES", ignores)
+
+    def __call__(self, name, where):
+        process = subprocess.Popen(
+            [sys.executable, "-c", self.code, str(where / "lock")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
         process.stdout.readline()
-        yield process
-        process.kill()
+        return process
 
 
-def recorded(deployment, process):
-    entry = {"number": process.number, "started": process.started}
-    (deployment / "processes.json").write_text(json.dumps({"site-00": entry}))
+def test_parties_end_with_the_block_that_started_them(deployment, monkeypatch):
+    monkeypatch.setattr(local, "_spawn", Party())
+    with local.Parties(deployment) as here:
+        numbers = here.start("site-00")
+        assert here.start() == {**numbers, **here.start()}
+        # Whoever looks sees it, whoever has started it; of the whole, and of one party.
+        assert all(local.inspect_deployment(deployment)["running"].values())
+        site = deployment / "sites" / "site-00"
+        assert local.inspect_deployment(site)["running"] == {"site-00": True}
+        here.stop("site-00")
+        assert local.inspect_deployment(deployment)["running"]["site-00"] is False
+        assert here.runs("site-01")
+        with pytest.raises(InputError, match="no party 'site-09': expected one of server, site-00"):
+            here.start("site-09")
+    assert not any(local.inspect_deployment(deployment)["running"].values())
 
 
-def test_a_stranger_that_has_the_number_by_now_is_left_alone(deployment, stranger):
-    found = Process.of(stranger.pid)
-    recorded(deployment, replace(found, started=found.started + "0"))
+def test_a_party_that_stays_is_killed(deployment, monkeypatch):
+    monkeypatch.setattr(local, "_spawn", Party(ends=False))
+    monkeypatch.setattr(local, "_GRACE_SECONDS", 0.1)
+    with local.Parties(deployment) as here:
+        here.start("site-00")
     assert local.inspect_deployment(deployment)["running"]["site-00"] is False
-    assert local.stop(deployment) == []
-    assert stranger.poll() is None
 
 
-def test_a_process_whose_command_is_not_known_yet_is_waited_for(deployment, stranger, monkeypatch):
-    """As the system starts a process it is without a command for an instant, and runs."""
-    known, asked = processes._command, list[int]()
-
-    def late(number):
-        asked.append(number)
-        return known(number) if len(asked) > 3 else ""
-
-    monkeypatch.setattr(processes, "_command", late)
-    recorded(deployment, Process.of(stranger.pid))
-    assert local.inspect_deployment(deployment)["running"]["site-00"] is True
-    # One that has ended never gets a command, and is not waited for.
-    monkeypatch.setattr(processes.time, "sleep", None)
-    monkeypatch.setattr(processes, "_command", lambda number: "")
-    with subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL) as ended:
-        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-        assert Process.of(ended.pid).number == ended.pid
-
-
-def test_a_process_for_another_directory_is_left_alone(deployment, stranger, tmp_path):
-    recorded(deployment, Process.of(stranger.pid))
-    # The deployment was moved, or copied with its records of processes.
-    elsewhere = deployment.rename(tmp_path / "elsewhere")
-    assert local.stop(elsewhere) == []
-    assert stranger.poll() is None
-
-
-def test_what_was_started_then_and_there_is_ended(deployment, stranger):
-    recorded(deployment, Process.of(stranger.pid))
-    assert local.inspect_deployment(deployment)["running"]["site-00"] is True
-    assert local.stop(deployment) == ["site-00"]
-    # 0 is what is told of a process that somebody else has waited for.
-    assert stranger.wait() in (0, -signal.SIGTERM)
-    assert json.loads((deployment / "processes.json").read_bytes()) == {}
-
-
-@pytest.mark.parametrize("by", [".", "sites/site-00"])
-@pytest.mark.parametrize("asked", [".", "sites/site-00"])
-def test_party_is_found_and_stopped_started_alone_or_together(deployment, stranger, by, asked):
-    recorded(deployment / by, Process.of(stranger.pid))
-    assert local.inspect_deployment(deployment / "sites" / "site-01")["running"] == {
-        "site-01": False
-    }
-    assert local.stop(deployment / "server") == []
-    assert local.inspect_deployment(deployment / asked)["running"]["site-00"] is True
-    # A start finds it as well, and starts no second one.
-    assert local.start_parties(deployment / asked, "site-00") == {"site-00": stranger.pid}
-    assert local.stop(deployment / asked) == ["site-00"]
-    assert stranger.wait() in (0, -signal.SIGTERM)
-    assert not any(local.inspect_deployment(deployment / asked)["running"].values())
-
-
-def test_site_removed_from_the_federation_is_stopped_too(deployment, stranger):
-    path = deployment / "server" / "federation.toml"
-    before, _, after = path.read_text().partition('[sites."site-00"]')
-    path.write_text(before + after[after.index("[sites.") :])
-    assert "site-00" not in local.parties(deployment)
-    recorded(deployment, Process.of(stranger.pid))
-    assert local.inspect_deployment(deployment)["running"]["site-00"] is True
-    # What is started or ended beside it does not forget it.
-    assert local.stop(deployment, "site-01") == []
-    assert "site-00" in json.loads((deployment / "processes.json").read_text())
-    assert local.stop(deployment) == ["site-00"]
-    assert stranger.wait() in (0, -signal.SIGTERM)
-    assert (
-        local.inspect_deployment(deployment)["running"].keys() == local.parties(deployment).keys()
-    )
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_who_waits_is_told_when_no_site_is_left(monkeypatch, capsys, elsewhere):
-    """The server waits for answers for minutes; of sites on other machines nobody here knows."""
+def test_who_waits_is_told_when_no_site_is_left(deployment, monkeypatch, capsys):
+    """The server waits for answers for minutes."""
     looked = []
 
-    def look(directory):
-        looked.append(directory)
-        sites = {} if elsewhere else {"site-00": len(looked) < 2, "site-01": False}
-        running = {"server": len(looked) < 4, **sites}
-        ended = {name: "refused" for name, there in running.items() if not there}
-        found = {"running": running, "ended": ended, "ledgers": dict.fromkeys(sites)}
-        return {**found, "round": None, "status": "not ended"}
+    def runs(name):
+        looked.append(name)
+        return name == "server" or (name == "site-00" and len(looked) < 5)
 
-    monkeypatch.setattr(local, "inspect_deployment", look)
     monkeypatch.setattr("fedpact.cli.deploy._POLL_SECONDS", 0)
-    why = "server ended before" if elsewhere else "every site has ended by itself, as said above"
-    with pytest.raises(FedpactError, match=why):
-        _follow(Path("fed"))
-    assert len(looked) == (4 if elsewhere else 2)
-    assert ("site-00 has ended: refused" in capsys.readouterr().out) != elsewhere
+    (deployment / "sites" / "site-00" / "log.txt").write_text("refused\n")
+    with pytest.raises(FedpactError, match="every site has ended by itself, as said above"):
+        _follow(deployment, SimpleNamespace(runs=runs))
+    assert "site-00 has ended: refused" in capsys.readouterr().out
+    with pytest.raises(FedpactError, match="server ended before the run did"):
+        _follow(deployment, SimpleNamespace(runs=lambda name: name != "server"))
 
 
-def test_a_signal_goes_to_what_was_looked_at(stranger):
-    found, words = Process.of(stranger.pid), ["fedpact.deployment.party", "site"]
-    found.send(signal.SIGKILL, words)  # not the last words of its command
-    replace(found, started="another boot").send(signal.SIGKILL, ["site-00"])
-    assert stranger.poll() is None
-    stranger.kill()
-    stranger.wait()
-    found.send(signal.SIGKILL, [])  # nobody has the number: no error
+@pytest.mark.parametrize("name", ["server", "sites/site-00"])
+def test_up_takes_a_whole_deployment(deployment, name):
+    done = CliRunner().invoke(app, ["deploy", "up", str(deployment / name)])
+    assert "is one party's" in str(done.exception)
 
 
-@pytest.mark.parametrize("act", [local.start_parties, local.stop, local.inspect_deployment])
+@pytest.mark.parametrize("act", [local.Parties, local.inspect_deployment])
 def test_a_mistyped_directory_is_told_and_nothing_is_made_there(tmp_path, act):
     (tmp_path / "empty").mkdir()
     for name in ("nowhere", "empty"):
@@ -158,20 +102,15 @@ def test_a_mistyped_directory_is_told_and_nothing_is_made_there(tmp_path, act):
     assert [*tmp_path.rglob("*")] == [tmp_path / "empty"]
 
 
-def test_a_damaged_record_of_processes_is_told(deployment):
-    (deployment / "processes.json").write_bytes(b"\xff{")
-    with pytest.raises(DataError, match=r"processes\.json cannot be understood"):
-        local.inspect_deployment(deployment)
-
-
 def test_second_server_in_a_directory_is_refused(deployment, monkeypatch):
     """Before it touches anything of the first one's: its run, its database, its port."""
     server = deployment / "server"
     monkeypatch.setattr(processes, "_flower", None)
+    monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.01)
     before = sorted(server.rglob("*"))
     with (
         only_one(server / "lock", "the first"),
-        pytest.raises(InputError, match="server has a server already"),
+        pytest.raises(InputError, match="server is in use already"),
     ):
         processes.run_server(server, lambda record: None)
     assert sorted(server.rglob("*")) == sorted([*before, server / "lock"])
@@ -220,8 +159,9 @@ def test_logs_and_flowers_files_are_their_owners(deployment):
     """A party that ends at once has a log all the same: its policy is missing."""
     site = deployment / "sites" / "site-00"
     (site / "policy.toml").unlink()
-    local.start_parties(deployment, "site-00")
-    wait_for(lambda: not local.inspect_deployment(deployment)["running"]["site-00"], deployment)
+    with local.Parties(deployment) as here:
+        here.start("site-00")
+        here._children["site-00"].wait()
     assert "policy.toml" in local.last_log_lines(deployment, "site-00")
     # Who has only been told "started" learns of it, and nobody else has run.
     told = CliRunner().invoke(app, ["deploy", "status", str(deployment)])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.deployment.grid import allow
-from tests.waiting import wait_for
 
 from fedpact.deployment import local
 from fedpact.plan import Plan
@@ -29,14 +28,7 @@ def test_shared_noise_processes_train_the_simulated_model(make, tmp_path):
         privacy={"trust": "sum", "honest": 2, "accountant": "rdp"},
     )
     allow(directory)
-    local.start_parties(directory)
-    try:
-        wait_for(lambda: local.inspect_deployment(directory)["status"] != "not ended", directory)
-    finally:
-        local.stop(directory)
-        for path in directory.rglob("log.txt"):
-            print(path, path.read_text()[-2000:], sep="\n")
-    run = directory / "server" / "run"
+    run = local.run_all_parties(directory)
     lines = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
     assert [line["refused"] for line in lines] == [{}] * 3
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fedpact.cli.check import check_before_start
 from fedpact.cli.console import show
-from fedpact.common.errors import FedpactError
+from fedpact.common.errors import DataError, FedpactError
 from fedpact.common.format import exact_percent, headline_metric, upper
 from fedpact.common.messages import RoundRecord
 from fedpact.common.notebook import print_table
@@ -45,7 +45,7 @@ def execute_init(
         f"{directory}: run {federation.run}, {len(federation.sites)} sites, server at "
         f"{federation.address}. Read {directory / 'README.md'} next"
         + (
-            f"; `fedpact deploy up {quote(str(directory))} --wait` tries it on this machine."
+            f"; `fedpact deploy up {quote(str(directory))}` tries it on this machine."
             if choices.records
             else ", and give every site its records (site.toml)."
         )
@@ -58,31 +58,24 @@ def execute_init(
         _out().print(told, markup=False)
 
 
-def execute_up(directory: Path, wait: bool) -> None:
+def execute_up(directory: Path) -> None:
     """Carry out `fedpact deploy execute_up`."""
     require_flower()
+    if local.SERVER not in (places := local.parties(directory)) or len(places) < 2:
+        raise DataError(
+            f"{directory} is one party's: `fedpact deploy server` or `site` starts it; name the "
+            "whole deployment's directory"
+        )
     check_before_start(directory)
-    started = local.start_parties(directory)
-    _out().print(f"started: {', '.join(f'{name} ({pid})' for name, pid in started.items())}")
-    if not wait:
-        asked = f"fedpact deploy status {quote(str(directory))}"
-        _out().print(f"Who has ended, and why: `{asked}`.", markup=False)
-    else:
-        try:
-            _follow(directory)
-        finally:
-            local.stop(directory)
+    with local.Parties(directory) as here:
+        _out().print(f"started: {', '.join(here.start())}; Ctrl-C ends them, `up` goes on")
+        _follow(directory, here)
 
 
 def execute_status(directory: Path, as_json: bool) -> None:
     """Carry out `fedpact deploy execute_status`."""
     found = local.inspect_deployment(directory)
     show(found, as_json, lambda: _print(found))
-
-
-def execute_down(directory: Path) -> None:
-    """Carry out `fedpact deploy execute_down`."""
-    _out().print(f"ended: {', '.join(local.stop(directory)) or 'nothing ran'}")
 
 
 def execute_renew(authority: Path, directory: Path) -> None:
@@ -117,24 +110,25 @@ def execute_model(directory: Path, source: Path | None) -> None:
     _out().print(f"{place}: `fedpact predict {directory} FILE` asks it", markup=False)
 
 
-def _follow(directory: Path) -> None:
+def _follow(directory: Path, here: local.Parties) -> None:
     """Print each committed round until the server's process has ended."""
     seen, out, told = -1, _out(), set[str]()
     while True:
+        # In this order: what a server commits before it ends is seen.
+        ended = {name: not here.runs(name) for name in local.parties(directory)}
         found = local.inspect_deployment(directory)
-        for name, words in found["ended"].items():
-            if name not in told | {"server"}:
+        for name in ended:
+            if ended[name] and name not in told | {local.SERVER}:
                 told.add(name)
-                out.print(f"{name} has ended: {words}", markup=False)
+                out.print(f"{name} has ended: {found['ended'].get(name)}", markup=False)
         last = found["round"]
         if last is not None and last["round"] != seen:
             seen = last["round"]
             out.print(_line(RoundRecord(**last)))
-        running = found["running"]
-        if not running["server"]:
+        if ended.pop(local.SERVER):
             break
         # A site's process goes on until it is ended, so those that are not there have failed.
-        if (here := found["ledgers"]) and not any(running[name] for name in here):
+        if all(ended.values()):
             raise FedpactError(
                 "every site has ended by itself, as said above, so no answer can come and the "
                 "server is ended, too: mend what they say, then start them again"
@@ -162,7 +156,7 @@ def _print(found: dict[str, Any]) -> None:
     last = found["round"]
     at = "" if last is None else "; " + _line(RoundRecord(**last))
     out.print(f"run {found['run']}: {found['status']}{at}")
-    table = Table("party", "started by up", "ε spent", "of ε", "alone", "of", "δ", "ledger entries")
+    table = Table("party", "here", "ε spent", "of ε", "alone", "of", "δ", "ledger entries")
     for name, runs in found["running"].items():
         ledger = found["ledgers"].get(name)
         table.add_row(Text(name), "runs" if runs else "-", *_spend(ledger, found["run"]))

@@ -71,8 +71,7 @@ README = """\
 | `sites/NAME/` | the site NAME: copy it to that machine, and delete it here | `site.key`, \
 `runtime.secret`, the records |
 
-On one machine, for trying: `fedpact deploy up .`, `fedpact deploy status .`, `fedpact deploy down
-.`
+On one machine, for trying: `fedpact deploy up .`, and `fedpact deploy status .` beside it.
 
 On several: `server/start.sh` on the server, `start.sh` of each site's directory at that site. Each
 site's owner reads `site.toml` and `policy.toml` first, points `records` at the site's records, and

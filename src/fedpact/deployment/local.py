@@ -1,22 +1,22 @@
-"""A whole federation on this machine: start its parties in the background, look, end them."""
+"""A whole federation on this machine, for trying: its parties as children, and what they say."""
 
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Self
 
-from fedpact.common.errors import DataError, PlanError
-from fedpact.common.files import PRIVATE, only_one, parse_errors, write_whole
+from fedpact.common.errors import DataError, InputError, PlanError
+from fedpact.common.files import parse_errors, private_opener
 from fedpact.common.messages import RoundRecord
 from fedpact.deployment.federation import Federation, parse_toml
 from fedpact.deployment.final_model import read_ending
-from fedpact.deployment.processes import Process, environment
+from fedpact.deployment.processes import die_with_parent, environment, is_held
 from fedpact.deployment.site_evaluation import own_figures
 from fedpact.deployment.site_records import SiteSettings
 from fedpact.plan import Plan
@@ -24,7 +24,7 @@ from fedpact.privacy.ledger.receipt import receipt
 from fedpact.simulation.flower import require_flower
 
 _GRACE_SECONDS = 10.0
-_SERVER = "server"
+SERVER: Final = "server"
 _MODULE = "fedpact.deployment.party"
 _ENDED_HERE = "ended, and the final model is here"
 
@@ -37,51 +37,62 @@ def parties(directory: Path) -> dict[str, Path]:
     if (directory / "site.toml").exists():
         return {parse_toml(SiteSettings, directory / "site.toml").name: directory}
     if (directory / "server.key").exists():
-        return {_SERVER: directory}
-    server = directory / _SERVER
+        return {SERVER: directory}
+    server = directory / SERVER
     if not (server / "federation.toml").exists():
         raise DataError(
             f"{directory} holds no deployment: name the directory that `fedpact deploy init` wrote"
         )
     names = Federation.read(server / "federation.toml").names
-    return {_SERVER: server, **{name: directory / "sites" / name for name in names}}
+    return {SERVER: server, **{name: directory / "sites" / name for name in names}}
 
 
-def start_parties(directory: Path, only: str | None = None) -> dict[str, int]:
-    """Start every party that does not run, or one of them; return name -> process number."""
-    parties(directory)  # before there is a lock in a folder that is no deployment
-    with one_at_a_time(directory):
-        places = parties(directory)
-        running = _running(directory, places)
-        for name, where in places.items():
-            if name not in running and only in (None, name):
-                running[name] = Process.of(_spawn(_kind(name), where.resolve()))
-                # Written down one by one: a start that is cut off leaves nobody unknown.
-                _record(directory, running)
-    return {name: process.number for name, process in running.items()}
+class Parties:
+    """Parties of a deployment on this machine: children of this process, which end with the block.
 
-
-def stop(directory: Path, only: str | None = None) -> list[str]:
-    """End every party that runs, or one of them; return the names of those that ran.
-
-    A process is one of them if it was started when this says, for the party's directory; one of a
-    site that has been taken out of federation.toml since is, too.
+    They also end with this process, however it does (on Linux).
     """
-    places = parties(directory)
-    with one_at_a_time(directory):
-        running = _running(directory, places)
-        places = _with_former(directory, places, running)
-        chosen = {name: p for name, p in running.items() if only in (None, name)}
-        _signal(chosen, places, signal.SIGTERM)
+
+    def __init__(self, directory: Path) -> None:
+        self._places = parties(directory)
+        self._children = dict[str, subprocess.Popen[bytes]]()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def start(self, *names: str) -> dict[str, int]:
+        """Start these parties, all if none is named, but for those that run; return their numbers.
+
+        Raises InputError: no such party.
+        """
+        unknown = [name for name in names if name not in self._places]
+        if unknown:
+            raise InputError(f"no party {unknown[0]!r}: expected one of {', '.join(self._places)}")
+        for name in names or self._places:
+            if not self.runs(name):
+                self._children[name] = _spawn(name, self._places[name].resolve())
+        return {name: child.pid for name, child in self._children.items() if self.runs(name)}
+
+    def runs(self, name: str) -> bool:
+        """Whether a party was started here and has not ended."""
+        return name in self._children and self._children[name].poll() is None
+
+    def stop(self, *names: str) -> None:
+        """End these parties, all if none is named: by SIGTERM, and those that stay by SIGKILL."""
+        chosen = [child for n, child in self._children.items() if not names or n in names]
+        for child in chosen:
+            child.terminate()
         end = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < end and any(
-            process.runs(_words(name, places)) for name, process in chosen.items()
-        ):
-            time.sleep(0.05)
-        # Flower's process dies with its parent.
-        _signal(chosen, places, signal.SIGKILL)
-        _record(directory, {name: p for name, p in running.items() if name not in chosen})
-    return sorted(chosen)
+        for child in chosen:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, end - time.monotonic()))
+            # Its Flower's process, too, which dies with it on Linux alone.
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
 
 
 def run_all_parties(directory: Path) -> Path:
@@ -90,17 +101,13 @@ def run_all_parties(directory: Path) -> Path:
     Raises PlanError: it ended without a run, with the last words of its log.
     """
     require_flower()
-    start_parties(directory)
-    try:
-        while inspect_deployment(directory)["running"][_SERVER]:
+    with Parties(directory) as here:
+        here.start()
+        while here.runs(SERVER):
             time.sleep(0.5)
-    finally:
-        stop(directory)
-    run = directory / _SERVER / "run"
+    run = directory / SERVER / "run"
     if not (run / "summary.json").exists():
-        raise PlanError(
-            f"the server ended before its run had: {last_log_lines(directory, _SERVER)}"
-        )
+        raise PlanError(f"the server ended before its run had: {last_log_lines(directory, SERVER)}")
     return run
 
 
@@ -111,8 +118,8 @@ def inspect_deployment(directory: Path) -> dict[str, Any]:
     log of each party ends that has run here and does not any more.
     """
     places = parties(directory)
-    running = _running(directory, places)
-    server = places.get(_SERVER)
+    running = {name: is_held(where) for name, where in places.items()}
+    server = places.get(SERVER)
     any_party = next(iter(places.values()))
     plan = Plan.read(any_party / "plan.json")
     federation = Federation.read(any_party / "federation.toml")
@@ -122,17 +129,17 @@ def inspect_deployment(directory: Path) -> dict[str, Any]:
         "evaluations": [plan.evaluation.epsilon, plan.evaluation.delta]
         if plan.private and plan.evaluation.used
         else None,
-        "running": {name: name in running for name in {**places, **running}},
+        "running": running,
         "ended": {
             name: last_log_lines(directory, name)
             for name, where in places.items()
-            if name not in running and (where / "log.txt").exists()
+            if not running[name] and (where / "log.txt").exists()
         },
         "round": _last_round(server) if server else None,
         "status": _outcome(server) if server else _at_site(any_party, federation.run),
         # A site's alone: of no other directory, so that nobody sees it in passing.
         "own_figures": own_figures(directory) if (directory / "site.toml").exists() else None,
-        "ledgers": {name: ledger_of(where) for name, where in places.items() if name != _SERVER},
+        "ledgers": {name: ledger_of(where) for name, where in places.items() if name != SERVER},
     }
 
 
@@ -143,20 +150,19 @@ def last_log_lines(directory: Path, name: str) -> str:
     return next((line for line in reversed(lines) if line.strip()), "its log is empty")
 
 
-def _spawn(kind: str, where: Path) -> int:
-    """Start a party's process in a session of its own, which outlives this one."""
-    log, appending = str(where / "log.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    return os.posix_spawn(
-        sys.executable,
-        [sys.executable, "-m", _MODULE, kind, str(where)],
-        environment(where),
-        file_actions=[
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, log, appending, PRIVATE),
-            (os.POSIX_SPAWN_DUP2, 1, 2),
-        ],
-        setsid=True,
-    )
+def _spawn(name: str, where: Path) -> subprocess.Popen[bytes]:
+    """Start a party's process, which a Ctrl-C for this one does not reach."""
+    kind = "server" if name == SERVER else "site"
+    with open(where / "log.txt", "ab", opener=private_opener) as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", _MODULE, kind, str(where)],
+            env=environment(where),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
 
 
 def ledger_path(site: Path) -> Path:
@@ -191,67 +197,3 @@ def _outcome(server: Path) -> str:
 def _at_site(site: Path, run: str) -> str:
     """Return how a run stands as far as a site knows: whether it has the final model."""
     return "known to the server" if read_ending(site, run) is None else _ENDED_HERE
-
-
-def _kind(name: str) -> str:
-    return "server" if name == _SERVER else "site"
-
-
-def _words(name: str, places: Mapping[str, Path]) -> list[str]:
-    """Return what stands in the command of a party's process, and in no stranger's."""
-    return [_MODULE, _kind(name), str(places[name].resolve())]
-
-
-def _signal(
-    processes: Mapping[str, Process], places: Mapping[str, Path], number: signal.Signals
-) -> None:
-    for name, process in processes.items():
-        process.send(number, _words(name, places))
-
-
-def one_at_a_time(directory: Path) -> AbstractContextManager[None]:
-    """Have a start, stop or extension wait for another, so that no process goes unrecorded."""
-    return only_one(directory / "processes.lock", "processes are being started or ended", wait=True)
-
-
-def _with_former(
-    directory: Path, places: Mapping[str, Path], names: Iterable[str]
-) -> dict[str, Path]:
-    """Return these places, and where each other party lay when its process was recorded."""
-    alone = (directory / "site.toml").exists()
-    former = {name: directory if alone else directory / "sites" / name for name in names}
-    return {**former, **places}
-
-
-def _running(directory: Path, places: Mapping[str, Path]) -> dict[str, Process]:
-    """Return the processes that were recorded, and still run for these parties or former ones.
-
-    Whether a party was started by itself or with the whole deployment, both directories tell it.
-    """
-    own = _recorded(directory)
-    known = _with_former(directory, places, own)
-    elsewhere = [_whole_of(directory)] if directory in places.values() else places.values()
-    running = dict[str, Process]()
-    for recorded in (*map(_recorded, elsewhere), own):
-        running |= {n: p for n, p in recorded.items() if n in known and p.runs(_words(n, known))}
-    return running
-
-
-def _whole_of(party: Path) -> Path:
-    """Return where the deployment of a party on this machine lies, if it is one as `init` wrote."""
-    above = party.resolve().parent
-    return above.parent if above.name == "sites" else above
-
-
-def _recorded(directory: Path) -> dict[str, Process]:
-    """Return the processes that a directory's record names, which may have ended."""
-    path = directory / "processes.json"
-    with suppress(FileNotFoundError), parse_errors(path, "end what runs by hand, then remove it"):
-        entries = json.loads(path.read_bytes()).items()
-        return {name: Process(**entry) for name, entry in entries}
-    return {}
-
-
-def _record(directory: Path, running: Mapping[str, Process]) -> None:
-    content = {name: asdict(process) for name, process in running.items()}
-    write_whole(directory / "processes.json", json.dumps(content).encode() + b"\n")

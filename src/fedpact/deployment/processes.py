@@ -1,7 +1,8 @@
-"""The processes of the parties: started, watched, stopped, and found again."""
+"""The process of a party, and Flower's beside it: started, watched and ended."""
 
 import ctypes
 import errno
+import fcntl
 import logging
 import os
 import re
@@ -12,18 +13,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fedpact.common.errors import FedpactError, InputError, TransportLost
-from fedpact.common.files import private_opener, write_whole
+from fedpact.common.files import only_one, private_opener, write_whole
 from fedpact.common.messages import RoundRecord
-from fedpact.common.run_folder import exclusive
+from fedpact.common.run_folder import LOCK
 from fedpact.deployment.flower import program
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
@@ -36,6 +36,7 @@ _LOST_SECONDS = 10.0
 _LONGEST_PAUSE = 5.0
 _KNOCK_SECONDS = 1.0
 _PORT_SECONDS = 10.0
+_LOOK_SECONDS = 1.0
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _log = logging.getLogger("fedpact.party")
 
@@ -49,7 +50,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
     from fedpact.deployment.flower import credentials, server_process
     from fedpact.deployment.flower.server_process import serve
 
-    with _files_told(), _ended_by_signals(), exclusive(directory):
+    with _files_told(), _ended_by_signals(), _held(directory):
         coordinator = Coordinator.of(directory)
         credentials.check_server(directory, coordinator.federation)
         _prepare(coordinator.federation.seeds == "test")
@@ -82,7 +83,7 @@ def run_site(directory: Path) -> None:
     from fedpact.deployment.flower import credentials, site_process
     from fedpact.deployment.flower.site_process import work
 
-    with _files_told(), _opened(directory) as site:
+    with _files_told(), _held(directory), Site(directory) as site:
         credentials.check_site(directory, site.federation, site.name)
         _prepare(site.federation.seeds == "test")
         command = [
@@ -114,10 +115,35 @@ def run_site(directory: Path) -> None:
                 waits()
 
 
-def _opened(directory: Path) -> Site:
-    # All its files are of one run: an extension is over by now, or waits until the site has opened.
-    with exclusive(directory, wait=True):
-        return Site(directory)
+@contextmanager
+def _held(directory: Path) -> Generator[None]:
+    """Hold a party's directory for its process. Raises InputError: another one does."""
+    end = time.monotonic() + _LOOK_SECONDS
+    while True:
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(only_one(directory / LOCK, f"{directory} is in use already"))
+                held = stack.pop_all()
+            break
+        except InputError:
+            # Whoever looks whether it is held holds it for an instant.
+            if time.monotonic() > end:
+                raise
+        time.sleep(_LOOK_SECONDS / 10)
+    with held:
+        yield
+
+
+def is_held(directory: Path) -> bool:
+    """Whether a party's process runs in its directory, whoever has started it."""
+    if not (directory / LOCK).exists():
+        return False
+    with suppress(OSError), open(directory / LOCK, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def environment(directory: Path) -> dict[str, str]:
@@ -148,7 +174,7 @@ def _flower(directory: Path, command: list[str]) -> Generator[subprocess.Popen[b
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=die_with_parent,
         )
     try:
         yield process
@@ -187,8 +213,10 @@ def _home(directory: Path) -> Path:
     return home
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
+def die_with_parent() -> None:
+    """In a new child, have it killed when its parent ends; for subprocess.Popen(preexec_fn=)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
 
 
 @contextmanager
@@ -344,96 +372,3 @@ def _reason(directory: Path) -> str:
     last = [i for i, line in enumerate(lines) if line.startswith("ERROR")]
     told = [line for line in lines[last[-1] if last else -3 :] if line and "flower.ai" not in line]
     return " ".join(told[:4])
-
-
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-# A machine that takes longer from a process to its command stands still: that is told as it is.
-_EXEC_SECONDS = 10.0
-_PAUSE = 0.001
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process that was started for a party.
-
-    number: the system's. started: when, as the system tells it.
-    """
-
-    number: int
-    started: str
-
-    @staticmethod
-    def of(number: int) -> "Process":
-        """Return a process that was started just now, once the system tells its command.
-
-        Whoever started it is let go on before that: to another look it would be a stranger's.
-        """
-        end = time.monotonic() + _EXEC_SECONDS
-        while _nameless(number) and time.monotonic() < end:
-            time.sleep(_PAUSE)
-        return Process(number, _started(number) or "")
-
-    def runs(self, words: Sequence[str]) -> bool:
-        """Whether it still runs, and is the one whose command was started with these last words.
-
-        A process of ours that has ended and was not waited for does not run.
-        """
-        with suppress(ChildProcessError):
-            if os.waitpid(self.number, os.WNOHANG)[0] != 0:
-                return False
-        if _started(self.number) != self.started:
-            return False
-        return _command(self.number).endswith(" ".join(words))
-
-    def send(self, number: signal.Signals, words: Sequence[str]) -> None:
-        """Send it a signal if it runs: never to another process that has its number by now."""
-        if not hasattr(os, "pidfd_open"):
-            if self.runs(words):
-                # There Flower's process does not die with its parent.
-                (os.killpg if number == signal.SIGKILL else os.kill)(self.number, number)
-            return
-        with suppress(ProcessLookupError):
-            # What is looked at is what the signal goes to.
-            handle = os.pidfd_open(self.number)
-            try:
-                if self.runs(words):
-                    signal.pidfd_send_signal(handle, number)
-            finally:
-                os.close(handle)
-
-
-def _started(number: int) -> str | None:
-    """Return when a process was started, None if there is none."""
-    if not _BOOT.exists():
-        return _asked(number, "lstart") or None
-    fields = _stat(number)
-    return None if fields is None else f"{_BOOT.read_text().strip()} {fields[19]}"
-
-
-def _nameless(number: int) -> bool:
-    """Whether a process is about to begin its command; one that has ended is not."""
-    fields = _stat(number) if _BOOT.exists() else None
-    return fields is not None and fields[0] not in "ZX" and not _command(number)
-
-
-def _stat(number: int) -> list[str] | None:
-    try:
-        # The name of the program may have spaces and brackets in it: what follows has none.
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-
-
-def _command(number: int) -> str:
-    if not _BOOT.exists():
-        return _asked(number, "command")
-    try:
-        words = Path(f"/proc/{number}/cmdline").read_bytes().rstrip(b"\0")
-    except OSError:
-        return ""
-    return os.fsdecode(words.replace(b"\0", b" "))
-
-
-def _asked(number: int, what: str) -> str:
-    done = subprocess.run(["ps", "-o", f"{what}=", "-p", str(number)], capture_output=True)
-    return done.stdout.decode(errors="replace").strip()

@@ -68,14 +68,11 @@ def check(directory: Where, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def up(
-    directory: Where,
-    wait: Annotated[bool, typer.Option(help="Show progress, and end all when it is done.")] = False,
-) -> None:
-    """Run the whole federation on this machine, or one party, in the background."""
+def up(directory: Where) -> None:
+    """Try the whole federation on this machine: run it, show it, end it."""
     from fedpact.cli import deploy as command
 
-    command.execute_up(directory, wait)
+    command.execute_up(directory)
 
 
 @app.command()
@@ -84,14 +81,6 @@ def status(directory: Where, as_json: AsJson = False) -> None:
     from fedpact.cli import deploy as command
 
     command.execute_status(directory, as_json)
-
-
-@app.command()
-def down(directory: Where) -> None:
-    """End what `up` started; `up` goes on with the run."""
-    from fedpact.cli import deploy as command
-
-    command.execute_down(directory)
 
 
 @app.command()
