@@ -16,7 +16,6 @@ from fedpact.common.files import only_one
 from fedpact.deployment import local, processes
 from fedpact.deployment.flower import program
 
-
 PARTY = """
 import fcntl, signal, sys
 file = open(sys.argv[1], "a")
