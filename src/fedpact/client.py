@@ -8,7 +8,7 @@ reply of that round was included; if it was not, it is dropped.
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import torch
 
@@ -34,14 +34,53 @@ Context = TypeVar("Context")
 Payload = TypeVar("Payload", Task, State, Local)
 
 _CPU: Final = torch.device("cpu")
+_COMMITTED, _PENDING = "committed", "pending"
 _NOTHING: Final = State()
 """The memory of an algorithm that has none: one object, so that it is hashed once."""
 
 
 _LOST = (
-    "put it back from a backup; or move memory.safetensors and pending-memory.safetensors away, "
-    "and what the algorithm remembers at this site begins anew"
+    "put it back from a backup; or move what the algorithm remembers at this site away, and it "
+    "begins anew"
 )
+
+
+class MemoryStore(Protocol):
+    """Where a site keeps its memory: contents by name, in a file."""
+
+    @property
+    def path(self) -> Path:
+        """The file, for messages."""
+        ...
+
+    def read(self, name: str) -> bytes | None:
+        """Return what is kept under a name, None if nothing is."""
+        ...
+
+    def write(self, name: str, *content: bytes | memoryview) -> None:
+        """Keep these parts under a name."""
+        ...
+
+
+class MemoryFiles:
+    """A memory in files of its own: memory.safetensors, and pending-memory.safetensors beside it.
+
+    path: the first one's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def _file(self, name: str) -> Path:
+        return self.path if name == _COMMITTED else self.path.with_name("pending-" + self.path.name)
+
+    def read(self, name: str) -> bytes | None:
+        """Return what is kept under a name, None if nothing is."""
+        return self._file(name).read_bytes() if self._file(name).exists() else None
+
+    def write(self, name: str, *content: bytes | memoryview) -> None:
+        """Keep these parts under a name."""
+        write_whole(self._file(name), *content)
 
 
 class Client(Generic[Context]):
@@ -49,7 +88,8 @@ class Client(Generic[Context]):
 
     oracle: makes the site's oracle for one task and memory, on one bench.
     ledger: None in a plain run.
-    memory: where the site keeps its memory; it is read once and written after every task.
+    memory: where the site keeps its memory, or the first of its files; it is read once and written
+    after every task.
     policy: what the site's owner allows; None only in a simulation that has none.
     examine: answers a task of EVALUATION with the sums that it releases; None where there are none.
     device: where the oracle's numbers are; messages and memory are always in the CPU's memory.
@@ -62,7 +102,7 @@ class Client(Generic[Context]):
         method: Method,
         oracle: Callable[[Task, State, Context], Oracle],
         ledger: Ledger | None,
-        memory: Path,
+        memory: Path | MemoryStore,
         policy: Policy | None = None,
         device: torch.device = _CPU,
         examine: Callable[[Task, State, Context], Vectors] | None = None,
@@ -108,6 +148,10 @@ class Client(Generic[Context]):
         """Return what the site remembers of the round that a task says was included last."""
         return self._memory.after(task.included)
 
+    def reload_memory(self) -> None:
+        """Read the memory again: what was written since was taken back."""
+        self._memory.reload()
+
     def _reply(self, task: Task, local: Local) -> Reply:
         return Reply(
             run=task.run,
@@ -140,13 +184,13 @@ class Client(Generic[Context]):
         return Local(dict(oracle.shares), public)
 
 
-def read_memory(path: Path, included: int) -> State:
+def read_memory(memory: Path | MemoryStore, included: int) -> State:
     """Return what a site remembers, as its next task would find it; only reads.
 
-    path: its memory.safetensors. included: the round whose reply the server included last, -1 for
-    none. Raises DataError: a damaged file.
+    memory: see Client. included: the round whose reply the server included last, -1 for none.
+    Raises DataError: damaged.
     """
-    return _Memory(path).after(included)
+    return _Memory(memory).after(included)
 
 
 def _moved(device: torch.device, held: Payload) -> Payload:
@@ -158,15 +202,15 @@ def _moved(device: torch.device, held: Payload) -> Payload:
 
 
 class _Memory:
-    """Two generations on disk: what the server is known to have included, and what is pending."""
+    """Two generations: what the server is known to have included, and what is pending."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._pending_path = path.with_name("pending-" + path.name)
-        # Asked of the disk once: a question to it takes as long as a small model's step.
-        self._there = {each for each in (path, self._pending_path) if each.exists()}
-        self._committed, self._committed_round = self._read(path)
-        self._pending, self._pending_round = self._read(self._pending_path)
+    def __init__(self, at: Path | MemoryStore) -> None:
+        self._store, self._there = MemoryFiles(at) if isinstance(at, Path) else at, set[str]()
+        self.reload()
+
+    def reload(self) -> None:
+        self._committed, self._committed_round = self._read(_COMMITTED)
+        self._pending, self._pending_round = self._read(_PENDING)
 
     def after(self, included: int) -> State:
         """What is remembered of the round that was included last, -1 for none; nothing changes."""
@@ -176,7 +220,7 @@ class _Memory:
     def for_task(self, task: Task) -> State:
         if self._pending_round == task.included > self._committed_round:
             # Written first: where that fails, the next task finds it as it was, and tries again.
-            self._write(self._path, self._pending, self._pending_round)
+            self._write(_COMMITTED, self._pending, self._pending_round)
             self._committed, self._committed_round = self._pending, self._pending_round
         return self._committed
 
@@ -184,20 +228,22 @@ class _Memory:
         if not (memory.vectors or memory.numbers):
             memory = _NOTHING
         self._pending, self._pending_round = memory, round_number
-        self._write(self._pending_path, memory, round_number)
+        self._write(_PENDING, memory, round_number)
 
-    def _write(self, path: Path, memory: State, round_number: int) -> None:
+    def _write(self, name: str, memory: State, round_number: int) -> None:
         # Most algorithms remember nothing; then nothing is written.
-        if memory is not _NOTHING or path in self._there:
+        if memory is not _NOTHING or name in self._there:
             numbers = {**memory.numbers, "/round": round_number}
-            write_whole(path, *encode_parts(State(memory.vectors, numbers)))
-            self._there.add(path)
+            self._store.write(name, *encode_parts(State(memory.vectors, numbers)))
+            self._there.add(name)
 
-    def _read(self, path: Path) -> tuple[State, int]:
-        if path not in self._there:
+    def _read(self, name: str) -> tuple[State, int]:
+        block = self._store.read(name)
+        if block is None:
             return _NOTHING, -1
-        with parse_errors(path, _LOST):
-            stored = from_bytes(path.read_bytes())
+        self._there.add(name)
+        with parse_errors(self._store.path, _LOST):
+            stored = from_bytes(block)
             numbers = dict(stored.numbers) if isinstance(stored, State) else {}
             vectors = stored.vectors if isinstance(stored, State) else {}
             number = int(numbers.pop("/round"))

@@ -103,4 +103,4 @@ def federate(copied, tmp_path, in_memory):
     yield new
     for run in made:
         for node in run.nodes:
-            node.site.ledger.close()
+            node.site.close()

@@ -1,6 +1,7 @@
 """Flower's network in memory, and real sites behind it, for tests of what goes over it."""
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from fedpact.deployment.flower.server_process import coordinate
 from fedpact.deployment.flower.site_process import respond
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
+from fedpact.deployment.store import Store, read_store
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import keys
@@ -129,6 +131,18 @@ class Grid:
             if reply is not None:
                 replies.append(reply)
         return replies
+
+
+def stored(directory, name="reply"):
+    """What a site keeps under a name, None if nothing."""
+    return read_store(directory, name)
+
+
+def forget(directory, *names):
+    """Have a site lose what it keeps under these names."""
+    with closing(Store(directory)) as store:
+        for name in names:
+            store.remove(name)
 
 
 def charged(node):

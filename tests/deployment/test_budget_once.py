@@ -8,32 +8,33 @@ import errno
 import json
 import os
 import random
-import resource
 import shutil
-from contextlib import contextmanager, suppress
+import sqlite3
+from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from flwr.app import Message
 from flwr.supercore.task_identity import TaskIdentity
-from tests.deployment.grid import FLOATS, Node
+from tests.deployment.grid import FLOATS, Node, forget, stored
 from tests.deployment.test_site import change, charged, task_of
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, FedpactError, LedgerError
 from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
-from fedpact.deployment import site_evaluation
 from fedpact.deployment.flower.site_process import respond
 from fedpact.deployment.flower.transport import TooFewReplies
 from fedpact.deployment.site import Site, answer
+from fedpact.deployment.store import Store
 from fedpact.privacy.ledger.ledger import read_entries
 from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import keys
 
 STEPS = 2  # local iterations of a round: what each round is charged
-EVIDENCE = ("reply.bin", "memory.safetensors", "pending-memory.safetensors", "log.txt", "opened")
+EVIDENCE = ("reply", "committed", "pending", "opened", "log.txt", "flower/node")
 
 
 def told(site, *numbers, seen=(0, "")):
@@ -57,7 +58,7 @@ def codes(answers):
 # A ledger that is put back
 
 
-@pytest.mark.parametrize("without", [None, "ledger.jsonl.seen", "reply.bin"])
+@pytest.mark.parametrize("without", [None, "ledger.jsonl.seen", "site.db"])
 def test_an_older_ledger_beside_later_files_does_not_open(site_dir, tmp_path, without):
     """Either of the two that name a later entry is enough."""
     with Site(site_dir) as site:
@@ -111,13 +112,14 @@ def test_a_cut_last_line_is_told_as_another_entry(site_dir):
 def test_site_that_released_does_not_open_without_its_ledger(site_dir, tmp_path, how, left):
     """One file of those that a site leaves behind is enough to tell."""
     unused = Path(shutil.copytree(site_dir, tmp_path / "unused"))
-    (site_dir / left).write_bytes(b"")
-    if left == "log.txt":
-        (site_dir / left).write_text("08:00 fedpact: cannot open\n08:01 round 3: replied; spent\n")
-    if left == "reply.bin":
-        shutil.copy(_with_a_reply(tmp_path, unused) / left, site_dir / left)
-    if left == "opened":
-        (site_dir / left).rename(site_dir / "opened.json")
+    path = site_dir / left
+    if "." in left or "/" in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("08:00 fedpact: cannot open\n08:01 round 3: replied; spent\n")
+    else:
+        block = _a_reply(tmp_path, unused) if left == "reply" else b'["run", 1, 0, []]'
+        with closing(Store(site_dir)) as store:
+            store.write(left, block)
     if how == "emptied":
         (site_dir / "ledger.jsonl").write_bytes(b"")
     if how == "fresh":
@@ -131,17 +133,17 @@ def test_site_that_released_does_not_open_without_its_ledger(site_dir, tmp_path,
     assert (site_dir / "ledger.jsonl").exists() == (how != "missing")
 
 
-def _with_a_reply(tmp_path, site_dir):
+def _a_reply(tmp_path, site_dir):
     other = Path(shutil.copytree(site_dir, tmp_path / "other"))
     with Site(other) as site:
         told(site, 1)
-    return other
+    return stored(other)
 
 
 def test_log_without_an_answer_is_no_sign_of_a_release(site_dir):
     """A first start that failed has left one."""
     (site_dir / "log.txt").write_text("fedpact: policy policy.toml cannot be read\n")
-    Site(site_dir).ledger.close()
+    Site(site_dir).close()
 
 
 def test_a_snapshot_of_the_whole_site_refuses_before_it_charges(site_dir, tmp_path):
@@ -188,7 +190,7 @@ def test_an_older_word_takes_nothing_back_of_a_later_one(site_dir, tmp_path):
     with pytest.raises(LedgerError, match=f"lacks number {ledgers[3][0][0]}"):
         Site(snapshot)
     (snapshot / "ledger.jsonl").write_bytes(ledgers[3][1])
-    Site(snapshot).ledger.close()
+    Site(snapshot).close()
 
 
 def test_server_lies_do_not_undo_what_the_site_knows(site_dir):
@@ -201,8 +203,8 @@ def test_server_lies_do_not_undo_what_the_site_knows(site_dir):
     path = site_dir / "ledger.jsonl.seen"
     assert "server" in path.read_text()
     path.unlink()
-    (site_dir / "reply.bin").unlink()
-    Site(site_dir).ledger.close()
+    forget(site_dir, "reply")
+    Site(site_dir).close()
     (site_dir / "ledger.jsonl").write_bytes(older)
     with pytest.raises(LedgerError, match="by the word of this site"):
         Site(site_dir)
@@ -277,7 +279,7 @@ def test_a_question_says_what_its_signature_covers(deployment):
         assert given(flower_records.to_record(block, signature, seen)) == "unsigned"
         assert given(flower_records.to_record(block, signature, seen, agreed)) == "ledger"
     finally:
-        node.site.ledger.close()
+        node.site.close()
     assert charged(node.directory) == 0
 
 
@@ -290,16 +292,25 @@ def test_a_ledger_that_cannot_be_is_nobodys_word(site_dir, seen):
         assert codes(told(site, 1)) == [""]
 
 
+@pytest.mark.parametrize("damage", [b"no database\n" * 500, b"SQLite format 3\0" + b"\xff" * 4080])
+def test_a_damaged_store_is_told_and_reserves_nothing(site_dir, damage):
+    (site_dir / "site.db").write_bytes(damage)
+    with pytest.raises(DataError, match=r"site\.db cannot be understood.*or move it away"):
+        Site(site_dir)
+    assert not (site_dir / "ledger.jsonl").exists()
+    (site_dir / "site.db").unlink()
+    Site(site_dir).close()
+
+
 @pytest.mark.parametrize(
     "content",
     [b"\xff\xfe", b"", b"[]\n", b'["run", 1, 0]\n', b"[1, 2, 3, 4]\nx", b'["r", 1, 0, "d"]\nnone'],
 )
 def test_a_stored_reply_that_is_none_is_told(site_dir, content):
-    (site_dir / "reply.bin").write_bytes(content)
-    with pytest.raises(DataError, match=r"reply\.bin cannot be understood.*move it away"):
+    with closing(Store(site_dir)) as store:
+        store.write("reply", content)
+    with pytest.raises(DataError, match=r"site\.db cannot be understood"):
         Site(site_dir)
-    (site_dir / "reply.bin").unlink()
-    Site(site_dir).ledger.close()
 
 
 @pytest.mark.parametrize(
@@ -335,7 +346,7 @@ def federation(federate):
 
 def move(node, directory):
     """The site's process now runs in another directory."""
-    node.site.ledger.close()
+    node.site.close()
     node.directory, node.site = directory, Site(directory)
 
 
@@ -378,7 +389,7 @@ def test_of_two_copies_that_take_turns_one_goes_on(federation, tmp_path, plan):
         ends = refused or isinstance(question, Task) or question.step == "open"
         if ends and question.round < 4:
             if not copy.exists():
-                node.site.ledger.close()
+                node.site.close()
                 shutil.copytree(original, copy)
                 move(node, original)
             # It is there anew, for the next round.
@@ -507,33 +518,29 @@ def test_tightened_policy_opens_no_sum_in_its_round(federation):
 # A full disk
 
 
-@contextmanager
-def longest_file(length):
-    """No file of this process may be longer."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (length, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_where_there_is_no_room_for_a_reply_nothing_is_charged(make, tmp_path, monkeypatch):
-    """The ledger has room for its lines, and a reply, of 38,440 bytes and a header, has none."""
-    monkeypatch.setattr(site_evaluation, "_SPARE", 1)
-    directory = make(tmp_path / "d", model="mlp", rounds=16) / "sites" / "site-00"
+    directory = make(tmp_path / "d", model="mlp", rounds=4) / "sites" / "site-00"
     with Site(directory) as site:
         w = {"w": torch.zeros(9610)}
         assert isinstance(from_bytes(site.handle(task_of(site, 1, vectors=w))), Reply)
-        for number in range(2, 16):
+        real = os.posix_fallocate
+
+        def full(descriptor, offset, length):
+            # The ledger has room for its lines, and a reply, of 38,440 bytes, has none.
+            if length > 2**17:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(descriptor, offset, length)
+
+        for number in (2, 3):
             block = to_bytes(task_of(site, number, vectors=w))
-            with longest_file(30_000):
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "posix_fallocate", full)
                 given, said = answer(site, block)
             assert from_bytes(given).code == "error"
             assert "nothing is charged; make room" in said
         assert charged(directory) == STEPS
         # With room again it goes on, and nothing is left over of what was taken.
-        assert isinstance(from_bytes(site.handle(task_of(site, 16, vectors=w))), Reply)
+        assert isinstance(from_bytes(site.handle(task_of(site, 4, vectors=w))), Reply)
     assert not [*directory.rglob("*.partial"), *directory.rglob("*.room")]
 
 
@@ -544,13 +551,17 @@ class Disk:
         self.left = None
         for owner, name in ((os, "posix_fallocate"), (os, "fsync"), (Path, "replace")):
             monkeypatch.setattr(owner, name, self.failing(getattr(owner, name)))
+        execute = self.failing(sqlite3.Connection.execute, sqlite3.OperationalError("disk is full"))
+        made = type("Failing", (sqlite3.Connection,), {"execute": lambda *args: execute(*args)})
+        connect = partial(sqlite3.connect, factory=made)
+        monkeypatch.setattr(sqlite3, "connect", connect)
 
-    def failing(self, real):
+    def failing(self, real, error=None):
         def operation(*arguments):
             if self.left is not None:
                 self.left -= 1
                 if self.left < 0:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    raise error or OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return real(*arguments)
 
         return operation
@@ -582,7 +593,7 @@ def test_disk_failure_wastes_at_most_one_rounds_charge(make, tmp_path, monkeypat
         assert delivered[-1] == 5
         assert charged(directory) <= each * (len(delivered) + 1)
         shutil.rmtree(directory)
-    # Room three times, each charge, memory, reply and note: flushed, and all but charges renamed.
+    # Room, each charge, the note, and what SQLite is asked for.
     assert 10 <= k < 39
     disk.left = None
 

@@ -188,7 +188,7 @@ def of_tables(make, tmp_path, declared):
         yield run, data
     finally:
         for node in run.nodes:
-            node.site.ledger.close()
+            node.site.close()
 
 
 def test_prediction_table_columns_may_be_in_any_order(begin, tmp_path):
@@ -247,8 +247,8 @@ def test_crashed_site_pays_again_within_its_reservation(begin, spare, again):
         if len(heard) == 1:
             answer()
             # Charged, and gone before the reply was written down.
-            (node.directory / "reply.bin").unlink()
-            node.site._last = LastReply(node.directory / "reply.bin")
+            node.site._store.remove("reply")
+            node.site._last = LastReply(node.site._store, "reply")
             return None
         return answer()
 
@@ -314,7 +314,7 @@ def test_a_site_refuses_round_0_of_a_run_that_has_none(federate):
 def test_a_site_with_other_terms_ends_the_start_and_nobody_pays(begin, file, before, after):
     run, _ = begin()
     node = run.nodes[1]
-    node.site.ledger.close()
+    node.site.close()
     path = node.directory / file
     text = path.read_text()
     assert before in text
@@ -346,6 +346,6 @@ def test_parties_that_declare_otherwise_do_not_open(begin):
     node = run.nodes[0]
     path = node.directory / "federation.toml"
     path.write_text(path.read_text().replace('"released"', '"range"', 1))
-    node.site.ledger.close()
+    node.site.close()
     with pytest.raises(PlanError, match=r'1 columns of scale = "released", plan\.json 2'):
         Site(node.directory)

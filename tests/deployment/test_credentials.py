@@ -21,11 +21,11 @@ def federation(party):
 
 
 def check_site(site):
-    credentials.check_site(site, federation(site), "site-00")
+    credentials.check_site_keys(site, federation(site), "site-00")
 
 
 def check_server(server):
-    credentials.check_server(server, federation(server))
+    credentials.check_server_keys(server, federation(server))
 
 
 def test_what_was_written_fits(deployment):

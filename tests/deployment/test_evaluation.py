@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from tests.deployment.grid import NAMES, killed_before
+from tests.deployment.grid import NAMES, killed_before, stored
 
 from fedpact.cli import deploy as command
 from fedpact.common.errors import LedgerError, PlanError, PolicyRefused
@@ -41,7 +41,7 @@ def ran(federate):
 
 
 def own(directory):
-    return json.loads((directory / "own-figures.json").read_text())
+    return json.loads(stored(directory, "figures"))
 
 
 def test_evaluation_runs_when_due_and_last_and_is_charged(ran):
@@ -70,22 +70,6 @@ def test_a_server_that_dies_after_an_evaluation_rejects_nobody(federate, number,
     for site in NAMES:
         runs = receipt(run.directory / "sites" / site / "ledger.jsonl")["runs"]
         assert all(e["spent"] == e["reserved"] for one in runs.values() for e in one["events"])
-
-
-def test_what_a_kill_left_beside_a_sites_files_is_removed(ran):
-    directory = ran.directory / "sites" / NAMES[0]
-    next(node.site for node in ran.nodes if node.site.name == NAMES[0]).ledger.close()
-    left = [
-        directory / f"{name}{end}"
-        for name in ("reply.bin", "evaluation.bin", "memory.safetensors")
-        for end in (".0a1b2c3d.partial", ".room")
-    ]
-    others = directory / "mine.0a1b2c3d.partial"
-    for path in (*left, others):
-        path.write_bytes(b"a charged reply")
-    Site(directory).ledger.close()
-    assert not [path for path in left if path.exists()]
-    assert others.exists()
 
 
 def test_only_a_reply_that_was_seen_may_be_older(tmp_path):
@@ -152,9 +136,7 @@ def test_exact_figures_stay_in_the_owners_files(ran):
             assert not [n for n in told if n in everything]
             looked += len(exact)
         assert looked > 4
-        for name in ("own-figures.json", "evaluation.bin", "held-out.key"):
-            if (node.directory / name).exists():
-                assert (node.directory / name).stat().st_mode & 0o777 == 0o600
+        assert (node.directory / "site.db").stat().st_mode & 0o777 == 0o600
 
 
 def test_what_is_trained_does_not_depend_on_what_is_held_out(make, tmp_path):
@@ -326,7 +308,7 @@ def test_a_site_that_holds_nothing_out_has_its_ledgers_status(federate, capsys):
     run = federate(None, rounds=2)
     run()
     site = run.nodes[0].directory
-    assert not (site / "own-figures.json").exists()
+    assert stored(site, "figures") is None
     command.execute_status(site, as_json=False)
     assert inspect_deployment(site)["own_figures"] is None
     told = capsys.readouterr().out

@@ -27,7 +27,7 @@ def test_a_head_is_at_its_site_and_nowhere_else(federate):
         assert len(replies) == 3
         for reply in replies:
             assert torch.equal(reply.vectors["w"][-HEAD:], began)
-        memory = read_memory(node.directory / "memory.safetensors", 3)
+        memory = read_memory(node.site._store, 3)
         heads.append(memory.vectors["heads/own"])
         # No two of its numbers are anywhere in what sites have said or heard. Draws are secure: by
         # chance eight bytes are there less than once in 10^12 runs of this test.

@@ -128,7 +128,7 @@ def test_never_drawn_site_reopens_with_the_final_model(federate):
         assert (charged(node) == [1]) == drawn
         assert (run.summary["epsilon"][node.directory.name] > 0) == drawn
         assert (node.directory / "run" / "model.safetensors").exists()
-        node.site.ledger.close()
+        node.site.close()
         (node.directory / "flower").mkdir(exist_ok=True)
         (node.directory / "flower" / "node").touch()
         with Site(node.directory) as again:
@@ -153,12 +153,12 @@ def test_a_sites_final_model_has_the_head_of_its_last_round(federate):
     run()
     for node in run.nodes:
         last = own(node.site.plan, node.directory.name)[-1]
-        kept = read_memory(node.directory / "memory.safetensors", last).vectors["heads/own"]
+        kept = read_memory(node.site._store, last).vectors["heads/own"]
         path = node.directory / "run" / "model.safetensors"
         assert torch.equal(load_file(path)["1.bias"], kept)
         # Of a site that was away at the end, and whose owner brings the model, it is the same.
         path.unlink()
-        node.site.ledger.close()
+        node.site.close()
         FinalModel.of(node.directory).bring(None)
         assert torch.equal(load_file(path)["1.bias"], kept)
 

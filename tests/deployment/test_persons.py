@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from safetensors.torch import save_file
+from tests.deployment.grid import stored
 from tests.privacy.test_persons import table
 
 from fedpact.cli.deploy import execute_status
@@ -84,7 +85,7 @@ def test_a_person_is_evaluated_or_trained_on_and_counts_once(evaluated, tmp_path
     assert evaluated.records[-1].evaluation == simulated.records[-1].evaluation
     for directory in sorted((evaluated.directory / "sites").iterdir()):
         name = directory.name
-        own = json.loads((directory / "own-figures.json").read_text())["rounds"]["2"]
+        own = json.loads(stored(directory, "figures"))["rounds"]["2"]
         assert own == simulated.records[-1].held_out[name]
         settings = parse_toml(SiteSettings, directory / "site.toml")
         federation = Federation.read(directory / "federation.toml")

@@ -18,34 +18,28 @@ from fedpact.deployment.flower import program
 
 PARTY = """
 import fcntl, signal, sys
+IGNORES
 file = open(sys.argv[1], "a")
 fcntl.flock(file, fcntl.LOCK_EX)
-IGNORES
-print(flush=True)
-sys.stdin.read()
+signal.pause()
 """
 
 
-class Party:
-    """A party's process, as far as who looks can tell."""
+def spawner(ignores=""):
+    """Starts what is a party's process as far as who looks can tell."""
 
-    def __init__(self, ends=True):
-        ignores = "" if ends else "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-        self.code = PARTY.replace("IGNORES", ignores)
-
-    def __call__(self, name, where):
-        process = subprocess.Popen(
-            [sys.executable, "-c", self.code, str(where / "lock")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        process.stdout.readline()
+    def spawn(name, where):
+        code = [sys.executable, "-c", PARTY.replace("IGNORES", ignores), str(where / "lock")]
+        process = subprocess.Popen(code, start_new_session=True)
+        while not processes.is_held(where):
+            assert process.poll() is None
         return process
+
+    return spawn
 
 
 def test_parties_end_with_the_block_that_started_them(deployment, monkeypatch):
-    monkeypatch.setattr(local, "_spawn", Party())
+    monkeypatch.setattr(local, "_spawn", spawner())
     with local.Parties(deployment) as here:
         numbers = here.start("site-00")
         assert here.start() == {**numbers, **here.start()}
@@ -62,7 +56,7 @@ def test_parties_end_with_the_block_that_started_them(deployment, monkeypatch):
 
 
 def test_a_party_that_stays_is_killed(deployment, monkeypatch):
-    monkeypatch.setattr(local, "_spawn", Party(ends=False))
+    monkeypatch.setattr(local, "_spawn", spawner("signal.signal(15, signal.SIG_IGN)"))
     monkeypatch.setattr(local, "_GRACE_SECONDS", 0.1)
     with local.Parties(deployment) as here:
         here.start("site-00")

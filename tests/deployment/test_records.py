@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.deployment.grid import stored
 
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Refusal, Task, from_bytes, to_bytes
@@ -42,8 +43,7 @@ EQUAL_LENGTHS = {"compression": {"kind": "none"}}
 
 def everything(site_dir: Path) -> list[object]:
     """The form of all that leaves a site in a run, and of the files that follow from it."""
-    names = ("ledger.jsonl", "ledger.jsonl.seen", "reply.bin", "memory.safetensors")
-    for name in (*names, "pending-memory.safetensors"):
+    for name in ("ledger.jsonl", "ledger.jsonl.seen", "site.db"):
         (site_dir / name).unlink(missing_ok=True)
     found: list[object] = []
     numbers = False
@@ -67,7 +67,7 @@ def everything(site_dir: Path) -> list[object]:
     ledger = [json.loads(line) for line in (site_dir / "ledger.jsonl").read_text().splitlines()]
     found += [sorted(entry) for entry in ledger]
     if not numbers:
-        found.append((site_dir / "reply.bin").stat().st_size)
+        found.append(len(stored(site_dir)))
     return found
 
 

@@ -1,7 +1,7 @@
 """Secure aggregation over a Grid in memory: real sites, real messages, and sites that drop out."""
 
 import json
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scipy import stats
-from tests.deployment.grid import FLOATS, NAMES, charged, killed_before
+from tests.deployment.grid import FLOATS, NAMES, charged, forget, killed_before, stored
 
 from fedpact.common.errors import DataError, PlanError, PolicyRefused
 from fedpact.common.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
@@ -17,10 +17,10 @@ from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import Folder
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site, answer
+from fedpact.deployment.store import Store, StoreSlot
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.oracle import PrivateOracle
 from fedpact.simulation import flower_records
-from fedpact.simulation.secure_aggregation import client as opened_module
 from fedpact.simulation.secure_aggregation import client as site_module
 from fedpact.simulation.secure_aggregation import messages, transport
 from fedpact.simulation.secure_aggregation.encoding import SharedSum, bits, centre_words
@@ -165,7 +165,7 @@ def test_a_sum_of_two_attempts_stays_masked(federation, lies, listed):
 
 
 def _stored(site):
-    return from_bytes((site._directory / "reply.bin").read_bytes().partition(b"\n")[2])
+    return from_bytes(stored(site._directory).partition(b"\n")[2])
 
 
 # float32's own rounding of a model, 2^-24 of each number, in a fold over three sites, twice; the
@@ -199,8 +199,8 @@ def test_no_message_to_the_server_shows_a_sites_vector(federation):
         block = flower_records.from_record(message.content)[0]
         given = from_bytes(block)
         assert isinstance(given, Step)
-        stored = (node.directory / "reply.bin").read_bytes().partition(b"\n")[2]
-        w = from_bytes(stored).vectors["w"]
+        kept = stored(node.directory).partition(b"\n")[2]
+        w = from_bytes(kept).vectors["w"]
         assert w.numpy().tobytes()[:64] not in block
         if given.step == "masked":
             masked = from_bytes(given.vectors["reply"].numpy().tobytes())
@@ -218,7 +218,7 @@ def test_a_plain_task_is_refused(federation):
     block, _ = answer(site, to_bytes(task))
     assert from_bytes(block) == Refusal(site.run, 1, "site-00", "policy")
     assert charged(nodes[0]) == 0
-    assert not (nodes[0].directory / "reply.bin").exists()
+    assert stored(nodes[0].directory) is None
 
 
 def test_a_step_of_another_run_is_refused(federation):
@@ -257,7 +257,7 @@ def check_mean(run, sites, number=2):
     """The server's last w is the weighted mean of what these sites have on their disks."""
     replies = []
     for site in sites:
-        block = (run.directory / "sites" / site / "reply.bin").read_bytes().partition(b"\n")[2]
+        block = stored(run.directory / "sites" / site).partition(b"\n")[2]
         replies.append(from_bytes(block))
     assert all(reply.round == number for reply in replies)
     total = sum(reply.weight for reply in replies)
@@ -318,7 +318,7 @@ def test_site_restarted_in_a_session_has_dropped_out(federation):
     def restart(message, answer):
         asked = from_bytes(nodes[2].heard[-1])
         if (asked.round, asked.step) == (1, "masked"):
-            nodes[2].site.ledger.close()
+            nodes[2].site.close()
             nodes[2].site = Site(nodes[2].directory)
         return answer()
 
@@ -333,12 +333,9 @@ def test_server_crash_after_asking_for_a_sum_starts_an_attempt(federation, monke
     run, nodes = federation(budget={"spare_rounds": 1})
     killed_before(run, 2, monkeypatch)
     assert Attempts(run.directory / "server" / "run" / "attempts.json").next(2) == 1
-    first = [(node.directory / "reply.bin").read_bytes() for node in nodes]
+    first = [stored(node.directory) for node in nodes]
     assert [record.round for record in run()] == [0, 1, 2]
-    assert all(
-        (node.directory / "reply.bin").read_bytes() != old
-        for node, old in zip(nodes, first, strict=True)
-    )
+    assert all(stored(node.directory) != old for node, old in zip(nodes, first, strict=True))
     assert [charged(node) for node in nodes] == [6, 6, 6]
     # What the server says is what the ledgers say.
     told = run.records[-1].epsilon
@@ -397,7 +394,7 @@ def test_a_site_that_was_started_again_is_in_the_next_sum(federation):
     def behave(message, answer):
         given, question = answer(), from_bytes(nodes[0].heard[-1])
         if (question.round, question.step) == (1, "open"):
-            nodes[0].site.ledger.close()
+            nodes[0].site.close()
             nodes[0].site, nodes[0].since = Site(nodes[0].directory), "later"
         return given
 
@@ -421,12 +418,12 @@ def test_restarts_before_opening_a_sum_charge_nothing_more(federation, monkeypat
     monkeypatch.setattr(Attempts, "begin", die)
     with pytest.raises(KeyboardInterrupt):
         run()
-    stored = [(node.directory / "reply.bin").read_bytes() for node in nodes]
+    kept = [stored(node.directory) for node in nodes]
     for node in nodes:
-        node.site.ledger.close()
+        node.site.close()
         node.site = Site(node.directory)
     assert [record.round for record in run()] == [0, 1, 2]
-    assert [(node.directory / "reply.bin").read_bytes() for node in nodes] == stored
+    assert [stored(node.directory) for node in nodes] == kept
     assert [charged(node) for node in nodes] == [4, 4, 4]
     check_mean(run, NAMES)
 
@@ -472,30 +469,29 @@ def test_site_without_valid_keys_is_excluded_from_the_round(federation, wrong):
 def test_room_for_what_is_opened_is_taken_before_the_charge(federation, monkeypatch):
     """A sum that cannot be written down is not opened: what was charged for it would be lost."""
     run, nodes = federation()
-    held, left = {}, []
-    real = opened_module.make_room
+    held, left, real = [], [], StoreSlot.make_room
     home = nodes[0].directory
 
     def behave(message, answer):
         asked = from_bytes(nodes[0].heard[-1])
         if (asked.round, asked.step) == (2, "open"):
-            held["room"] = (home / "opened.json.room").stat().st_size
+            held.append(len(stored(home, "room for opened")))
         return answer()
 
-    def full(length, *paths):
-        if not left and paths[0].parent == home:
+    def full(slot, length):
+        if not left and slot.path.parent == home:
             left.append(charged(nodes[0]))
             raise OSError(28, "No space left on device")
-        real(length, *paths)
+        real(slot, length)
 
     nodes[0].behave = behave
-    monkeypatch.setattr(opened_module, "make_room", full)
+    monkeypatch.setattr(StoreSlot, "make_room", full)
     records = run()
     assert [sorted(record.refused) for record in records[1:]] == [["site-00"], []]
     assert left == [0]
     assert [charged(node) for node in nodes] == [2, 4, 4]
-    assert held["room"] >= (home / "opened.json").stat().st_size
-    assert not (home / "opened.json.room").exists()
+    assert held[0] >= len(stored(home, "opened"))
+    assert stored(home, "room for opened") is None
 
 
 @pytest.mark.parametrize("how", ["deleted", "of another run"])
@@ -504,17 +500,17 @@ def test_a_site_without_its_list_of_opened_sums_does_not_open(federation, how):
     run, nodes = federation()
     home = nodes[0].directory
     # From the first opening on, so that its lack tells before anything was opened, too.
-    first = json.loads((home / "opened.json").read_bytes())
-    assert first == [nodes[0].site.run, -1, 0, []]
+    assert json.loads(stored(home, "opened")) == [nodes[0].site.run, -1, 0, []]
     lost = loses(nodes[0], "open", 1)
     run()
     assert lost
-    nodes[0].site.ledger.close()
+    nodes[0].site.close()
     if how == "deleted":
-        (home / "opened.json").unlink()
+        forget(home, "opened")
     else:
-        (home / "opened.json").write_text(json.dumps(["another", 3, 0, []]))
-    with pytest.raises(DataError, match=r"opened\.json is .*take part in a new run only"):
+        with closing(Store(home)) as store:
+            store.write("opened", json.dumps(["another", 3, 0, []]).encode())
+    with pytest.raises(DataError, match=r"site\.db (is|has no list) .*take part in a new run only"):
         Site(home)
 
 
@@ -710,7 +706,7 @@ def test_shared_noise_matches_simulation_and_gives_both_epsilons(federation, tmp
 
 
 def test_site_that_lost_its_reply_makes_no_second_share(federation, monkeypatch):
-    """Its owner has moved reply.bin away and the server forgets what was opened: two sums of one
+    """Its reply was removed and the server forgets what was opened: two sums of one
     attempt would differ by that site's own shares."""
     made, opened = shared_words(monkeypatch), []
     run, nodes = federation(
@@ -732,9 +728,9 @@ def test_site_that_lost_its_reply_makes_no_second_share(federation, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         run()
     monkeypatch.setattr(Folder, "commit", commit)
-    (nodes[0].directory / "reply.bin").unlink()
+    forget(nodes[0].directory, "reply")
     (run.directory / "server" / "run" / "attempts.json").unlink()
-    nodes[0].site.ledger.close()
+    nodes[0].site.close()
     nodes[0].site = Site(nodes[0].directory)
     run()
     assert opened == [(1, 0), (1, 1)]
@@ -766,7 +762,7 @@ def test_no_vector_is_in_two_sums_and_no_budget_is_overspent(federation, monkeyp
         killed.append(answer())
         if who == "server":
             raise KeyboardInterrupt
-        nodes[1].site.ledger.close()
+        nodes[1].site.close()
         nodes[1].site = Site(nodes[1].directory)
         return None
 

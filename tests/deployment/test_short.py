@@ -44,7 +44,7 @@ def tasks_of(node):
 
 
 def restart(node):
-    node.site.ledger.close()
+    node.site.close()
     node.site, node.since = Site(node.directory), "again"
 
 

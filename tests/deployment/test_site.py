@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from tests.deployment.grid import events_in
+from tests.deployment.grid import events_in, stored
 
 from fedpact.common.errors import DataError, LedgerError, PlanError, PolicyRefused
 from fedpact.common.messages import Refusal, Reply, State, Task, from_bytes, to_bytes
@@ -144,7 +144,7 @@ def test_internal_failure_sends_only_an_error_code(site_dir, monkeypatch):
         def fail(*_):
             raise ValueError("record 17 has value 0.25")
 
-        monkeypatch.setattr(site, "_client", type("Broken", (), {"handle": fail}))
+        monkeypatch.setattr(site._client, "handle", fail)
         block, told = answer(site, to_bytes(task_of(site)))
         assert from_bytes(block) == Refusal(site.run, 1, "site-00", "error")
         assert b"0.25" not in block
@@ -246,15 +246,15 @@ def test_memory_follows_included_rounds_across_restart(make, tmp_path):
     directory = whole / "sites" / "site-00"
 
     def bound(name):
-        return from_bytes((directory / name).read_bytes()).numbers["loss_bound"]
+        return from_bytes(stored(directory, name)).numbers["loss_bound"]
 
     for number, included in ((1, -1), (2, 1), (3, 1)):
         with Site(directory) as site:
             task = task_of(site, number, included, numbers={"loss": 2.0})
             assert isinstance(from_bytes(site.handle(task)), Reply)
         if number == 1:
-            first = bound("pending-memory.safetensors")
-    assert bound("memory.safetensors") == first
+            first = bound("pending")
+    assert bound("committed") == first
 
 
 def test_a_plan_that_costs_more_is_refused_whoever_wrote_it(site_dir):
@@ -263,39 +263,6 @@ def test_a_plan_that_costs_more_is_refused_whoever_wrote_it(site_dir):
     (site_dir / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(PolicyRefused, match="site's policy has"):
         Site(site_dir)
-
-
-# What a damaged disk, or a hand, may leave in a site's files: garbage, half of it, nothing.
-DAMAGES = {
-    "garbage": lambda content: b"\xff\xfe\x80" * 40,
-    "half of it": lambda content: content[: len(content) // 2],
-    "nothing": lambda content: b"",
-    "other JSON": lambda content: b"[]\n",
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize(
-    "name", ["reply.bin", "memory.safetensors", "pending-memory.safetensors", "opened.json"]
-)
-def test_damaged_file_gets_a_remedy_and_reserves_nothing(make, tmp_path, name, damage):
-    plan = {"algorithm": "fedfdp", "settings": {}}
-    if name == "opened.json":
-        plan = {"secure_aggregation": {"threshold": 2}}
-    directory = make(tmp_path / "d", **plan) / "sites" / "site-00"
-    if name == "opened.json":
-        (directory / name).write_text('["run", 1, 0, ["site-00", "site-01"]]')
-    else:
-        for number, included in ((1, -1), (2, 1)):
-            with Site(directory) as site:
-                site.handle(task_of(site, number, included, numbers={"loss": 2.0}))
-    path, ledger = directory / name, directory / "ledger.jsonl"
-    path.write_bytes(DAMAGES[damage](path.read_bytes()))
-    before = ledger.read_bytes() if ledger.exists() else b""
-    with pytest.raises(DataError, match=rf"{name} cannot be understood .*(back from|move it away)"):
-        Site(directory)
-    after = ledger.read_bytes() if ledger.exists() else b""
-    assert after == before
 
 
 def test_what_holds_ledgers_replies_and_memory_is_its_owners(make, tmp_path):
@@ -310,7 +277,7 @@ def test_what_holds_ledgers_replies_and_memory_is_its_owners(make, tmp_path):
     modes = {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
     private = {name for name, mode in modes.items() if mode == 0o600}
     assert private >= {
-        *("ledger.jsonl", "reply.bin", "memory.safetensors", "pending-memory.safetensors"),
+        *("ledger.jsonl", "site.db", "site.db-journal"),
         *("site.key", "runtime.secret", "records.npz"),
     }
     assert {"plan.json", "federation.toml", "ca.crt"}.isdisjoint(private)

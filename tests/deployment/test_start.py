@@ -96,7 +96,7 @@ def test_a_site_says_that_it_is_ready_at_no_cost(federate):
     assert told.startswith("round 0: is ready")
     assert ledgers(run) == before
     (run.nodes[0].directory / "log.txt").write_text(told + "\n")
-    check_left_behind(run.nodes[0].directory, site.ledger.path, promised=False)
+    check_left_behind(run.nodes[0].directory, site._store, site.ledger.path, promised=False)
 
 
 def test_a_restarted_site_is_ready_again(federate):
@@ -104,6 +104,6 @@ def test_a_restarted_site_is_ready_again(federate):
     run.nodes[0].here = False
     with pytest.raises(TooFewReplies, match="site-00: does not answer"):
         run()
-    run.nodes[0].site.ledger.close()
+    run.nodes[0].site.close()
     run.nodes[0] = Node(10, run.nodes[0].directory)
     assert run.refused() == [{}]

@@ -30,6 +30,7 @@ from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import COLUMNS, RUN, Folder, name_columns, read_scales
 from fedpact.deployment.federation import Federation, parse_toml, read_plan
 from fedpact.deployment.site_records import SiteSettings
+from fedpact.deployment.store import Store
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.ledger.reservations import spend_of
@@ -41,13 +42,17 @@ BROUGHT: Final = "brought by the owner"
 
 @dataclass(frozen=True)
 class FinalModel:
-    """Where a site keeps it. directory: the site's. name: the site's. ledger: its file."""
+    """Where a site keeps it. directory: the site's. name: the site's. ledger: its file.
+
+    store: what the site remembers.
+    """
 
     directory: Path
     name: str
     federation: Federation
     plan: Plan
     ledger: Path
+    store: Store
 
     @staticmethod
     def of(directory: Path) -> "FinalModel":
@@ -55,13 +60,13 @@ class FinalModel:
         settings = parse_toml(SiteSettings, directory / "site.toml")
         federation = Federation.read(directory / "federation.toml")
         plan, ledger = read_plan(directory / "plan.json"), directory / settings.ledger
-        return FinalModel(directory, settings.name, federation, plan, ledger)
+        return FinalModel(directory, settings.name, federation, plan, ledger, Store(directory))
 
     def keep(self, task: Task, epsilon: float, delta: float) -> None:
         """Write down what the server hands over. epsilon: spent by the run here, at delta."""
         module = self._module()
         flat = FlatModel(module)
-        memory = read_memory(self.directory / "memory.safetensors", task.included)
+        memory = read_memory(self.store, task.included)
         own = self.plan.method.own_model(task.vectors["w"], memory)
         flat.load(task.vectors["w"] if own is None else own)
         by = task.vectors.get(CONSTANTS)
@@ -85,7 +90,7 @@ class FinalModel:
         rounds = _rounds_beside(path)
         part = self.plan.participants(self.federation.names)
         last = part.last_of(self.name, rounds or self.plan.rounds)
-        memory = read_memory(self.directory / "memory.safetensors", last)
+        memory = read_memory(self.store, last)
         own = self.plan.method.own_model(w, memory)
         flat.load(w if own is None else own)
         said = {"status": BROUGHT, "rounds": rounds, **self._spent(rounds)}

@@ -29,8 +29,9 @@ from fedpact.common.errors import DataError, FedpactError, InputError
 from fedpact.common.format import upper
 from fedpact.common.run_folder import WAITS, folder_of_run
 from fedpact.deployment.federation import Federation, parse_toml
-from fedpact.deployment.site_evaluation import Progress
+from fedpact.deployment.site_evaluation import PROGRESS, Progress
 from fedpact.deployment.site_records import SiteSettings
+from fedpact.deployment.store import read_store
 from fedpact.privacy.accounting import shared_noise
 from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT, epsilon
 from fedpact.privacy.ledger.hash_chain import read_all
@@ -211,7 +212,7 @@ def _site(directory: Path) -> Document:
     settings = parse_toml(SiteSettings, directory / "site.toml")
     federation = Federation.read(directory / "federation.toml")
     plan, path = _json(directory / "plan.json"), directory / settings.ledger
-    progress = Progress.read(directory)
+    progress = Progress.of(read_store(directory, PROGRESS))
     if progress.run != federation.run:
         # Of an earlier run of this site.
         progress = Progress()

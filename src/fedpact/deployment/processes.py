@@ -52,7 +52,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
 
     with _files_told(), _ended_by_signals(), _held(directory):
         coordinator = Coordinator.of(directory)
-        credentials.check_server(directory, coordinator.federation)
+        credentials.check_server_keys(directory, coordinator.federation)
         _prepare(coordinator.federation.seeds == "test")
         host, port = coordinator.federation.address.rsplit(":", 1)
         own = "127.0.0.1" if host in ("127.0.0.1", "localhost") else "0.0.0.0"
@@ -84,7 +84,7 @@ def run_site(directory: Path) -> None:
     from fedpact.deployment.flower.site_process import work
 
     with _files_told(), _held(directory), Site(directory) as site:
-        credentials.check_site(directory, site.federation, site.name)
+        credentials.check_site_keys(directory, site.federation, site.name)
         _prepare(site.federation.seeds == "test")
         command = [
             *("flower-supernode", "--isolation", "process"),

@@ -12,6 +12,7 @@ from fedpact.common.messages import Reply, State, Task
 from fedpact.common.params import FlatModel
 from fedpact.deployment.admission import Admission
 from fedpact.deployment.federation import Federation
+from fedpact.deployment.store import Store, StoreSlot
 from fedpact.plan import Plan
 from fedpact.simulation.secure_aggregation import keys
 from fedpact.simulation.secure_aggregation.client import Masker, UnmaskedSums
@@ -28,10 +29,13 @@ from fedpact.simulation.secure_aggregation.keys import check_secure
 from fedpact.simulation.secure_aggregation.transport import Attempts, Carrier, Secured, Server
 
 
-def masker_of(directory: Path, name: str, federation: Federation, plan: Plan) -> Masker | None:
+def masker_of(
+    directory: Path, name: str, federation: Federation, plan: Plan, store: Store
+) -> Masker | None:
     """Return a site's side of secure aggregation, None where the plan has none.
 
-    directory: the site's, with its key. Raises InputError of some kind: what does not fit.
+    directory: the site's, with its key. store: the site's. Raises InputError of some kind: what
+    does not fit.
     """
     check_secure(plan, len(federation.sites))
     if not plan.secure_aggregation.threshold:
@@ -45,7 +49,7 @@ def masker_of(directory: Path, name: str, federation: Federation, plan: Plan) ->
         {site: keys.public_key(member.key) for site, member in federation.sites.items()},
         MaskingGraph.of(plan, federation.sites),
         _coding(federation, plan),
-        UnmaskedSums(directory / "opened.json"),
+        UnmaskedSums(StoreSlot(store, "opened")),
     )
 
 

@@ -7,13 +7,9 @@ site.toml           the owner's: where the records are (site_records.SiteSetting
     ledger.jsonl        what it has promised and spent, unless site.toml says otherwise
     ledger.jsonl.seen   entries that it had: one that lacks any does not open
     (privacy.ledger.rollback_guard)
-    memory.safetensors  what its algorithm remembers, beside pending-memory.safetensors
-    reply.bin           its last reply, for when it is asked again (deployment.site_evaluation)
-    held-out.key        and two files more, of evaluations (deployment.site_evaluation)
-    progress.json       what it has answered, for its owner (deployment.site_evaluation)
+    site.db             its last replies, and what it remembers (deployment.store)
+    held-out.key        by which records are held out for evaluations (deployment.site_evaluation)
     run/                the final model, once there is one (deployment.final_model)
-    opened.json         of which sites it has helped to open a sum last, under secure aggregation;
-                        made at the first opening, and missed after the first charge
 
 Nothing a message says can name a file. A site charges at most what it reserved on its own terms,
 which follow from its own copies of the plan and the federation. Before it charges, its ledger holds
@@ -55,6 +51,7 @@ from fedpact.deployment.final_model import FinalModel, describe_ending, read_end
 from fedpact.deployment.secure import masker_of
 from fedpact.deployment.site_evaluation import Cost, Examiner, LastReply, Progress, Questions, room
 from fedpact.deployment.site_records import SiteSettings, own_records
+from fedpact.deployment.store import STORE_FILE, Store
 from fedpact.per_sample.layout import PLACEMENTS
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.privacy.ledger.ledger import Ledger
@@ -66,17 +63,10 @@ from fedpact.simulation.machine import device_of
 from fedpact.simulation.workshop import Worker
 
 _ANSWERED = re.compile(rb"round \d+: (replied|answered)")
-_LEFT_BEHIND = (
-    "reply.bin",
-    "evaluation.bin",
-    "memory.safetensors",
-    "pending-memory.safetensors",
-    "opened.json",
-    "flower/node",
-)
+_LEFT_BEHIND = ("reply", "evaluation", "committed", "pending", "opened")
 
 
-def check_left_behind(directory: Path, ledger: Path, promised: bool) -> None:
+def check_left_behind(directory: Path, store: Store, ledger: Path, promised: bool) -> None:
     """Raise LedgerError where a site has taken part, and its ledger knows nothing of it.
 
     promised: whether the ledger has a reservation. Whoever takes part has reserved before, so of
@@ -85,7 +75,9 @@ def check_left_behind(directory: Path, ledger: Path, promised: bool) -> None:
     if promised:
         return
     log = directory / "log.txt"
-    found = [name for name in _LEFT_BEHIND if (directory / name).exists()]
+    found = [f"{name!r} in {STORE_FILE}" for name in _LEFT_BEHIND if store.read(name) is not None]
+    if (directory / "flower" / "node").exists():
+        found.append("flower/node")
     if log.exists() and _ANSWERED.search(log.read_bytes()):
         found.append(log.name)
     if found:
@@ -124,7 +116,8 @@ class Site:
             raise PlanError(
                 f"site.toml names {self.name!r}: federation.toml has {self.federation.names}"
             )
-        self._masker = masker_of(directory, self.name, self.federation, self.plan)
+        self._store = Store(directory)
+        self._masker = masker_of(directory, self.name, self.federation, self.plan, self._store)
         self._terms = self.federation.terms(self.plan)[self.name]
         check_grid([self._terms])
         self._device = device_of(self.settings.device, self.plan.run.precision)
@@ -136,39 +129,43 @@ class Site:
         whose = self.name, self.federation.names
         self._questions = Questions(self.plan, FlatModel(workshop.module()).vector, *whose)
         path = directory / self.settings.ledger
-        self._examiner = Examiner(directory, self.name, self.federation, self.plan, path)
+        of = self.name, self.federation, self.plan, path, self._store
+        self._examiner = Examiner(directory, *of)
         self._records = ColumnRecords(self._load())
         self._test = self.federation.seeds == "test"
         self._secure = SecureDraws()
-        self._last = LastReply(directory / "reply.bin")
+        self._last = LastReply(self._store, "reply")
         if not (path.exists() and path.stat().st_size):
-            check_left_behind(directory, path, promised=False)
+            check_left_behind(directory, self._store, path, promised=False)
         self._witness = RollbackGuard(path)
         self.ledger = Ledger(path, self.settings.data_set, hypothetical=self._test)
         try:
-            self._witness.check(self.ledger, self._last.ledger, "the stored reply.bin")
-            self._witness.check(self.ledger, self._examiner.last.ledger, "evaluation.bin")
-            check_left_behind(directory, path, promised=bool(self.ledger.runs))
-            # Replies that no process is writing any more: the ledger's lock is this one's.
-            remembered = directory / "memory.safetensors"
-            pending = remembered.with_name(f"pending-{remembered.name}")
-            remove_left(self._last.path, self._examiner.last.path, remembered, pending)
-            # It reads what it remembers: a file that cannot be read ends it before it promises.
+            self._witness.check(self.ledger, self._last.ledger)
+            self._witness.check(self.ledger, self._examiner.last.ledger)
+            check_left_behind(directory, self._store, path, promised=bool(self.ledger.runs))
+            # Room that no process holds any more: the ledger's lock is this one's.
+            remove_left(self._store.path)
+            # It reads what it remembers: what cannot be read ends it before it promises.
             self._client = Client[Worker](
                 self.name,
                 self._terms.size,
                 self.plan.method,
                 self._oracle,
                 self.ledger,
-                remembered,
+                self._store,
                 device=self._device,
                 examine=partial(self._examiner.examine, self.ledger),
             )
             self._take_part()
             self.cost = Cost(self.run, self._terms, self.ledger)
         except BaseException:
-            self.ledger.close()
+            self.close()
             raise
+
+    def close(self) -> None:
+        """Let go of the ledger, for another process, and of the store."""
+        self.ledger.close()
+        self._store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -179,7 +176,7 @@ class Site:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.ledger.close()
+        self.close()
 
     def handle(self, task: Task, seen: tuple[int, str] = (0, "")) -> bytes:
         """Return the encoded answer to a task; a repeated question gets the stored reply.
@@ -227,7 +224,7 @@ class Site:
             raise DataError(f"a question says that this site's ledger had {seen[0]} entries")
         self._witness.hear(self.ledger, *seen, f"the server of run {self.run}")
         try:
-            self._witness.check(self.ledger, seen, f"the server of run {self.run}")
+            self._witness.check(self.ledger)
             # Read anew: what its owner takes back counts from the next question.
             self._check_policy()
         except (LedgerError, PlanError, PolicyRefused) as error:
@@ -248,7 +245,7 @@ class Site:
         if wrong is not None:
             _log.warning("the final model is refused: %s", wrong[1])
             return self._refusal(task, wrong[0])
-        of = self._directory, self.name, self.federation, self.plan, self.ledger.path
+        of = self._directory, self.name, self.federation, self.plan, self.ledger.path, self._store
         # How long it went may have depended on what it released: what holds is what was reserved.
         early = self.plan.budget.early and task.round < self.plan.rounds
         spent = self.cost.most if early else self.cost.epsilon
@@ -276,12 +273,12 @@ class Site:
         if shared and self.ledger.is_charged(self.run, task.round, task.attempt):
             # Two sums of one attempt would differ by this site's shares alone.
             return self._refusal(task, "attempt")
-        pending = self._directory / "pending-memory.safetensors"
         before = self.ledger.length
         try:
-            with room(task, last.path, pending, self._witness.path, self.ledger.path):
+            with room(task, self._store, self._witness.path, self.ledger.path):
                 return self._charged(task)
         except Exception as error:  # whatever it is: what was charged has no reply
+            self._client.reload_memory()
             if self.ledger.length > before:
                 self.stopped = (
                     f"round {task.round} was charged and its reply could not be kept ({error}): "
@@ -291,12 +288,16 @@ class Site:
             raise
 
     def _charged(self, task: Task) -> bytes:
-        answer = self._client.handle(task, self._bench)
-        block = to_bytes(answer)
+        """Return the answer, once it is kept together with what the algorithm remembers."""
+        with self._store.transaction():
+            answer = self._client.handle(task, self._bench)
+            block = to_bytes(answer)
+            if isinstance(answer, Reply):
+                self._last_of(task).keep(task, block)
+                self._examiner.note(task, self._client.read_memory(task), self._bench)
         if isinstance(answer, Reply):
-            self._last_of(task).keep(task, block)
-            self._examiner.note(task, self._client.read_memory(task), self._bench)
-            self._witness.keep(answer.ledger_length, answer.ledger_head)
+            self._last_of(task).note_kept(task, block)
+            self._witness.keep(answer.ledger_length, answer.ledger_head, "this site")
         return block
 
     def _last_of(self, task: Task) -> LastReply:
@@ -316,8 +317,8 @@ class Site:
         return MOST_VECTORS + 4 * len(self.federation.sites)
 
     def note(self, block: bytes, seconds: float) -> None:
-        """Count an answer that took so long, for the site's owner (parties.progress)."""
-        Progress.count(self._directory, self.run, from_bytes(block, self.most_vectors), seconds)
+        """Count an answer that took so long, for the site's owner."""
+        Progress.count(self._store, self.run, from_bytes(block, self.most_vectors), seconds)
 
     def _refusal(self, question: Task | Step, code: str) -> bytes:
         return to_bytes(Refusal(question.run, question.round, self.name, code))

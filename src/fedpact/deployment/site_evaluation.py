@@ -1,23 +1,16 @@
 """What a site answers beside training: evaluations, personal models, progress, and the replies it
 keeps.
 
-It reads the site's records, its copy of the plan and the final model, and writes
-personal.safetensors into the site's directory, mode 0600. It opens no connection, asks no ledger
-and changes nothing else: no message is made of what it finds.
-
-Rounds, counts and codes of refusals follow from public quantities; none of it leaves the machine.
-
 A server's mistake, or lie, ends here, before anything is charged, computed or remembered: a task of
 round 10^12 would make every later one stale, a τ of a million would spend the budget at once.
 
-`reply.bin` is one line of JSON, [run, round, attempt, digest of the task], then the reply as it was
-encoded. The reply names the ledger it was made with (Reply.ledger_length, ledger_head): a ledger
-that does not go on from there is not the one that paid for it.
+A stored reply is one line of JSON, [run, round, attempt, digest of the task], then the reply as it
+was encoded. The reply names the ledger it was made with (Reply.ledger_length, ledger_head): a
+ledger that does not go on from there is not the one that paid for it.
 
 held-out.key      the site's secret, by which each record falls to one side; made at the first
                   opening with evaluations, and missed from then on
-evaluation.bin    its last released evaluation, for when it is asked again
-own-figures.json  exact sums after each round, for the site's owner: no message has any of it
+personal.safetensors  the model that its owner had tuned on the site's own records
 """
 
 import json
@@ -25,7 +18,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -58,6 +51,7 @@ from fedpact.data.splits import number_persons
 from fedpact.deployment.federation import Federation, parse_toml, read_plan
 from fedpact.deployment.final_model import find_published_model, read_model
 from fedpact.deployment.site_records import Own, SiteSettings, own_records
+from fedpact.deployment.store import Store, read_store
 from fedpact.evaluation import held_out
 from fedpact.evaluation.held_out import HeldOut, hold_out, key_of_seed, split_of
 from fedpact.evaluation.personal import SiteFigures, on_own_parts, personalise_model, train_locally
@@ -140,7 +134,7 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     w = read_model(source, module, flat)
     # With the final model a site's last reply counts as included, if it was of its last round.
     last = plan.participants(federation.names).last_of(settings.name, plan.rounds)
-    own = plan.method.own_model(w, read_memory(directory / "memory.safetensors", last))
+    own = plan.method.own_model(w, _remembered(directory, last))
     found = own_records(directory, settings, federation, plan)
     x, y = found.records.x, found.records.y
     whose = number_persons(found.whose, np.arange(len(y)))
@@ -158,8 +152,12 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     return Personal(settings.name, on_own_parts(by_itself, tuned), str(path))
 
 
+def _remembered(directory: Path, last: int) -> State:
+    with closing(Store(directory)) as store:
+        return read_memory(store, last)
+
+
 _log = logging.getLogger("fedpact.site")
-_FILE: Final = "progress.json"
 
 
 @dataclass(frozen=True)
@@ -178,19 +176,27 @@ class Progress:
         return "running" if self.answers else "nothing answered yet"
 
     @staticmethod
-    def read(directory: Path) -> "Progress":
-        """Return what a site's directory says; nothing where the file is missing or damaged."""
+    def of(block: bytes | None) -> "Progress":
+        """Return what a site's store says; nothing where that is missing or unreadable."""
         try:
-            return Progress(**json.loads((directory / _FILE).read_bytes()))
-        except (OSError, ValueError, TypeError):
+            return Progress(**json.loads(block or b"{}"))
+        except (ValueError, TypeError):
             return Progress()
 
     @staticmethod
-    def count(directory: Path, run: str, answer: object, seconds: float) -> None:
-        """Note a message that a site has answered with; what is none counts for nothing."""
-        if isinstance(answer, Reply | Refusal | Step):
-            code = answer.code if isinstance(answer, Refusal) else ""
-            Progress.read(directory).after(run, answer.round, seconds, code).keep(directory)
+    def count(store: Store, run: str, answer: object, seconds: float) -> None:
+        """Note a message that a site has answered with; what is none counts for nothing.
+
+        A disk that is full stops nothing, as nothing follows from it.
+        """
+        if not isinstance(answer, Reply | Refusal | Step):
+            return
+        code = answer.code if isinstance(answer, Refusal) else ""
+        found = Progress.of(store.read(PROGRESS)).after(run, answer.round, seconds, code)
+        try:
+            store.write(PROGRESS, json.dumps(asdict(found)).encode())
+        except OSError as error:
+            _log.warning("the progress is not written: %s", error)
 
     def after(self, run: str, number: int, seconds: float, code: str) -> "Progress":
         """Return it with one more answer. code: of a refusal, "" for none."""
@@ -198,13 +204,6 @@ class Progress:
         refusals = Counter(before.refusals) + Counter([code] if code else [])
         last = max(before.round, number)
         return Progress(run, last, before.answers + 1, seconds, dict(refusals))
-
-    def keep(self, directory: Path) -> None:
-        """Write it down; a disk that is full stops nothing, as nothing follows from it."""
-        try:
-            write_whole(directory / _FILE, json.dumps(asdict(self)).encode() + b"\n")
-        except OSError as error:
-            _log.warning("%s is not written: %s", _FILE, error)
 
 
 _MOST_ATTEMPTS = 1000
@@ -304,30 +303,26 @@ def _few(names: object) -> str:
 
 
 _Question = tuple[str, int, int, str]
-_ADVICE = (
-    "put it back from a backup, or move it away; a round that was answered and is asked again is "
-    "then charged again, and never beyond the budget"
-)
-
 # A reply, or what a method remembers, is at most three times as long as its task in every method.
 _TIMES: Final = 4
 _SPARE: Final = 1 << 16
 
 
 class LastReply:
-    """The last reply and the question that it answers, in one file, written before it is sent.
+    """The last reply and the question that it answers, kept before it is sent.
 
-    ledger: length and head of the ledger it was made with; (0, "") where there is no reply.
-    Raises DataError: a file that this site did not write.
+    name: in the store. ledger: length and head of the ledger it was made with; (0, "") where there
+    is no reply. Raises DataError: something that this site did not write.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, store: Store, name: str) -> None:
+        self._store, self._name = store, name
         self._key: _Question = "", 0, 0, ""
         self._block = b""
         self.ledger = 0, ""
-        if path.exists():
-            self._key, self._block, self.ledger = _read(path)
+        kept = store.read(name)
+        if kept is not None:
+            self._key, self._block, self.ledger = _parse_reply(store.path, kept)
 
     def answer_to(self, task: Task) -> bytes | None:
         """Return the stored reply, if it answers this task."""
@@ -340,43 +335,45 @@ class LastReply:
 
     def keep(self, task: Task, block: bytes) -> None:
         """Store the encoded reply to a task."""
-        key = _key(task)
-        write_whole(self.path, json.dumps(key).encode() + b"\n" + block)
-        self._key, self._block = key, block
+        self._store.write(self._name, json.dumps(_key(task)).encode() + b"\n", block)
+
+    def note_kept(self, task: Task, block: bytes) -> None:
+        """Answer with a stored reply from now on: it is on the disk."""
+        self._key, self._block = _key(task), block
 
 
 @contextmanager
-def room(task: Task, *paths: Path) -> Generator[None]:
-    """Hold room on the disk for what a task's answer will write to these files.
+def room(task: Task, store: Store, *paths: Path) -> Generator[None]:
+    """Hold room on the disk for what a task's answer will write to a store and these files.
 
     The last path is the ledger's: its next lines cannot be written ahead, but there is to be room
     for them. Raises FedpactError: there is none.
     """
     *replaced, ledger = paths
     probe = ledger.with_name(ledger.name + ".room")
-    length = _TIMES * task.wire_bytes + _SPARE
+    # A reply, what the method remembers, and what SQLite keeps of both until they are committed.
+    length = 3 * _TIMES * task.wire_bytes + _SPARE
     try:
-        make_room(length, *replaced)
-        try:
-            make_room(_SPARE, probe)
-        finally:
-            free_room(probe)
+        store.make_room(length)
+        make_room(_SPARE, *replaced, probe)
     except OSError as error:
-        free_room(*replaced)
+        store.free_room()
         raise FedpactError(
-            f"round {task.round} needs {length} bytes on the disk for each of "
-            f"{', '.join(map(str, replaced))}, and {_SPARE} beside {ledger} ({error.strerror}): "
-            "nothing is charged; make room, and the site takes part again"
+            f"round {task.round} needs {length} bytes on the disk beside {store.path}, and {_SPARE}"
+            f" beside {ledger} ({error.strerror}): nothing is charged; make room, and the site "
+            "takes part again"
         ) from error
+    free_room(probe)
     try:
         yield
     finally:
+        store.free_room()
         free_room(*replaced)
 
 
-def _read(path: Path) -> tuple[_Question, bytes, tuple[int, str]]:
-    with parse_errors(path, _ADVICE):
-        head, _, block = path.read_bytes().partition(b"\n")
+def _parse_reply(path: Path, kept: bytes) -> tuple[_Question, bytes, tuple[int, str]]:
+    with parse_errors(path, "put it back from a backup of after the last release"):
+        head, _, block = kept.partition(b"\n")
         run, number, attempt, digest = json.loads(head.decode("ascii"))
         reply = from_bytes(block)
         key = str(run), int(number), int(attempt), str(digest)
@@ -389,7 +386,8 @@ def _key(task: Task) -> _Question:
     return task.run, task.round, task.attempt, task.digest
 
 
-OWN_FIGURES: Final = "own-figures.json"
+PROGRESS: Final = "progress"
+FIGURES: Final = "figures"
 _KEPT: Final = ("run", "settings", "classes", "groups", "unit", "rounds")
 _KEY_BYTES: Final = 32
 
@@ -401,7 +399,13 @@ class Examiner:
     """
 
     def __init__(
-        self, directory: Path, name: str, federation: Federation, plan: Plan, ledger: Path
+        self,
+        directory: Path,
+        name: str,
+        federation: Federation,
+        plan: Plan,
+        ledger: Path,
+        store: Store,
     ) -> None:
         self._name, self._plan, self._groups = name, plan, federation.groups
         self._of_persons = federation.person is not None
@@ -412,8 +416,8 @@ class Examiner:
         if plan.evaluation.used:
             drawn = key_of_seed(plan.seed, name) if self._test else None
             self._key = drawn or _examiner_key(directory, ledger, federation.run)
-        self.last = LastReply(directory / "evaluation.bin")
-        self._figures = directory / OWN_FIGURES
+        self.last = LastReply(store, "evaluation")
+        self._store = store
         self._held: HeldOut | None = None
 
     def split(self, own: Own) -> Tensor:
@@ -458,13 +462,13 @@ class Examiner:
             form = self.form.whole
             w, by = find_examined(self._plan.method, task, memory)
             sums = self._held.totals(form, bench.private, w, by)
-            known = own_figures(self._figures.parent) or {"rounds": {}}
+            known = json.loads(self._store.read(FIGURES) or b'{"rounds": {}}')
             of_run = known["rounds"] if known.get("run") == task.run else {}
             of_run[str(after)] = {channel: total.tolist() for channel, total in sums.items()}
             settings = form.settings.model_dump(mode="json")
             named = {"classes": form.classes, "groups": form.groups, "unit": form.unit}
             found = {"run": task.run, "settings": settings, **named, "rounds": of_run}
-            write_whole(self._figures, json.dumps(found).encode() + b"\n")
+            self._store.write(FIGURES, json.dumps(found).encode())
         except Exception as error:  # of records, or of the disk: no answer may depend on it
             _log.warning("the owner's own figures are not kept: %s", type(error).__name__)
 
@@ -472,15 +476,13 @@ class Examiner:
 def own_figures(directory: Path) -> dict[str, Any] | None:
     """Return what a site's owner sees: of which run and form, and by round the exact sums.
 
-    None: no record is held out, or no round is over.
-    Raises DataError: a file that the site did not write.
+    None: no record is held out, or no round is over. Raises DataError: a damaged store.
     """
-    path = directory / OWN_FIGURES
-    if not path.exists():
+    block = read_store(directory, FIGURES)
+    if block is None:
         return None
-    with parse_errors(path, "remove it: the site writes a new one at the next round"):
-        found = json.loads(path.read_bytes())
-        return {name: found[name] for name in _KEPT}
+    found = json.loads(block)
+    return {name: found[name] for name in _KEPT}
 
 
 def _examiner_key(directory: Path, ledger: Path, run: str) -> bytes:

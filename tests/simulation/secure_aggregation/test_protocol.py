@@ -19,6 +19,7 @@ from tests.simulation.secure_aggregation.conftest import SLOW
 from fedpact.algorithms import Summed
 from fedpact.common.errors import DataError, InputError
 from fedpact.common.messages import Refusal, Step
+from fedpact.deployment.store import Store, StoreSlot
 from fedpact.simulation.secure_aggregation import encoding, keys, messages
 from fedpact.simulation.secure_aggregation.client import UnmaskedSums, add_pair
 from fedpact.simulation.secure_aggregation.session import BelowThreshold, Session
@@ -258,16 +259,19 @@ def test_what_was_opened_outlives_a_restart(party, tmp_path):
     """Rule 3 of the page: one list for a round and attempt, on the disk before the answer; a new
     attempt, whose noise is fresh, may be opened again, an earlier one may not."""
     mine = party(4, 3)
-    path = tmp_path / "opened.json"
+
+    def restarted():
+        return UnmaskedSums(StoreSlot(Store(tmp_path), "opened"))
+
     first, other = ("a", "b", "c"), ("a", "b", "d")
-    assert UnmaskedSums(path).allows(mine.task, first)
-    assert UnmaskedSums(path).allows(mine.task, first)
-    assert not UnmaskedSums(path).allows(mine.task, other)
+    assert restarted().allows(mine.task, first)
+    assert restarted().allows(mine.task, first)
+    assert not restarted().allows(mine.task, other)
     anew = dataclasses.replace(mine.task, attempt=1)
-    assert UnmaskedSums(path).allows(anew, other)
-    assert not UnmaskedSums(path).allows(anew, first)
-    assert not UnmaskedSums(path).allows(mine.task, first)
-    assert UnmaskedSums(path).allows(dataclasses.replace(mine.task, round=2), first)
+    assert restarted().allows(anew, other)
+    assert not restarted().allows(anew, first)
+    assert not restarted().allows(mine.task, first)
+    assert restarted().allows(dataclasses.replace(mine.task, round=2), first)
 
 
 def test_a_site_masks_one_vector_in_a_session(party):

@@ -21,7 +21,7 @@ from fedpact.simulation.secure_aggregation import keys
 _AGAIN = "take the file that `fedpact deploy init` wrote for this party"
 
 
-def check_site(directory: Path, federation: Federation, name: str) -> None:
+def check_site_keys(directory: Path, federation: Federation, name: str) -> None:
     """Raise InputError unless a site's files are its own. name: the site's."""
     _check_public(federation)
     key, line = directory / "site.key", federation.sites[name].key
@@ -35,7 +35,7 @@ def check_site(directory: Path, federation: Federation, name: str) -> None:
     _check_secret(directory)
 
 
-def check_server(directory: Path, federation: Federation) -> None:
+def check_server_keys(directory: Path, federation: Federation) -> None:
     """Raise InputError unless a server's files are its own, and its certificate holds today."""
     _check_public(federation)
     key, line = directory / "server.key", federation.server_key

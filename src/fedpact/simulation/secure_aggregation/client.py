@@ -10,16 +10,16 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedpact.common.errors import DataError, FedpactError, InputError
-from fedpact.common.files import make_room, parse_errors, write_whole
+from fedpact.common.files import parse_errors
 from fedpact.common.messages import Refusal, Reply, Step, Task, to_bytes
 from fedpact.simulation.secure_aggregation import keys, messages
 from fedpact.simulation.secure_aggregation.encoding import Coding, RingWords
@@ -34,18 +34,40 @@ _LOST = (
 _Opened = tuple[str, int, int, tuple[str, ...]]
 
 
+class Slot(Protocol):
+    """Where one content is kept durably, in a file."""
+
+    @property
+    def path(self) -> Path:
+        """The file, for messages."""
+        ...
+
+    def read(self) -> bytes | None:
+        """Return the content, None if there is none."""
+        ...
+
+    def write(self, content: bytes) -> None:
+        """Replace the content."""
+        ...
+
+    def make_room(self, length: int) -> None:
+        """Hold room for what `write` gets next. Raises OSError: there is none."""
+        ...
+
+
 class UnmaskedSums:
     """Over which sites this one has agreed to a sum last, of which round and attempt; durable.
 
-    path: None in a simulation, which keeps it in memory.
+    slot: None in a simulation, which keeps it in memory.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, slot: Slot | None) -> None:
+        self._slot = slot
         self._last: _Opened | None = None
-        if path is not None:
-            with suppress(FileNotFoundError), parse_errors(path, _LOST):
-                run, number, attempt, names = json.loads(path.read_bytes())
+        block = None if slot is None else slot.read()
+        if slot is not None and block is not None:
+            with parse_errors(slot.path, _LOST):
+                run, number, attempt, names = json.loads(block)
                 self._last = str(run), int(number), int(attempt), tuple(map(str, names))
 
     def begin(self, run: str, charged: bool) -> None:
@@ -58,8 +80,9 @@ class UnmaskedSums:
         if found == run:
             return
         if charged:
-            there = "is missing" if found is None else f"is of run {found!r}"
-            raise DataError(f"{self._path} {there}, and this site has released in {run!r}: {_LOST}")
+            there = "has no list of opened sums" if found is None else f"is of run {found!r}"
+            where = "" if self._slot is None else self._slot.path
+            raise DataError(f"{where} {there}, and this site has released in {run!r}: {_LOST}")
         # Before every round that there may be: a run may open with round 0.
         self._keep((run, -1, 0, ()))
 
@@ -68,15 +91,15 @@ class UnmaskedSums:
 
         Raises FedpactError: there is none.
         """
-        if self._path is None:
+        if self._slot is None:
             return
         asked = task.run, task.round, task.attempt, sorted(sites)
         try:
-            make_room(len(json.dumps(asked).encode()), self._path)
+            self._slot.make_room(len(json.dumps(asked).encode()))
         except OSError as error:
             raise FedpactError(
-                f"round {task.round} needs room on the disk for {self._path} ({error.strerror}): "
-                "nothing is charged; make room, and the site takes part again"
+                f"round {task.round} needs room on the disk for {self._slot.path} "
+                f"({error.strerror}): nothing is charged; make room, and the site takes part again"
             ) from error
 
     def allows(self, task: Task, survivors: tuple[str, ...]) -> bool:
@@ -96,8 +119,8 @@ class UnmaskedSums:
         return True
 
     def _keep(self, last: _Opened) -> None:
-        if self._path is not None:
-            write_whole(self._path, json.dumps(last).encode())
+        if self._slot is not None:
+            self._slot.write(json.dumps(last).encode())
         self._last = last
 
 
