@@ -278,13 +278,13 @@ class Site:
             with room(task, self._store, self._witness.path, self.ledger.path):
                 return self._charged(task)
         except Exception as error:  # whatever it is: what was charged has no reply
-            self._client.reload_memory()
             if self.ledger.length > before:
                 self.stopped = (
                     f"round {task.round} was charged and its reply could not be kept ({error}): "
                     "the site answers nothing more, as each round would be charged in vain; make "
                     "room on the disk, or mend it, and start the site again"
                 )
+            self._client.reload_memory()
             raise
 
     def _charged(self, task: Task) -> bytes:
@@ -333,7 +333,7 @@ class Site:
         self._examiner.reserve(self.ledger, self.run)
         if self._masker is not None:
             self._masker.begin(self.run, charged=bool(self.ledger.spent(self.run)))
-        self._witness.keep(self.ledger.length, self.ledger.head)
+        self._witness.keep(self.ledger.length, self.ledger.head, "this site")
 
     def _check_policy(self) -> None:
         """Raise PlanError or PolicyRefused unless policy.toml, as it is now, allows this run."""

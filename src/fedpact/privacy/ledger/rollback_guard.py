@@ -2,7 +2,7 @@
 
     LEDGER.seen         beside the ledger: the latest entry, by number and hash, that it once had,
                         and who says so: this site, or a server that had a reply with it
-    site.db             the stored reply names the entries it was paid with (deployment.site_evaluation)
+    site.db             the stored reply names the entries it was paid with (deployment.store)
     the server's word   every question says what the server has seen last of this site's ledger
 
 A ledger that lacks any of them has lost entries, or is a copy that others have been written to: its
