@@ -160,13 +160,13 @@ def test_a_snapshot_of_the_whole_site_refuses_before_it_charges(site_dir, tmp_pa
         assert codes(told(site, 2)) == ["ledger"]
     assert charged(snapshot) == STEPS
     # A restart does not forget it, and neither does another run on the same records.
-    with pytest.raises(LedgerError, match=r"jsonl\.seen names"):
+    with pytest.raises(LedgerError, match="by the word of the server of run"):
         Site(snapshot)
     run = site.run
     change(snapshot / "federation.toml", f'run = "{run}"', 'run = "another"')
     change(snapshot / "policy.toml", "epsilon_ever = 2.0", "epsilon_ever = 4.0")
     change(snapshot / "policy.toml", "delta_ever = 1e-05", "delta_ever = 2e-05")
-    with pytest.raises(LedgerError, match=r"jsonl\.seen names"):
+    with pytest.raises(LedgerError, match="by the word of the server of run"):
         Site(snapshot)
     # The right ledger is all that it takes.
     change(snapshot / "federation.toml", 'run = "another"', f'run = "{run}"')
