@@ -158,8 +158,7 @@ class Evaluator:
 
     @cached_property
     def _kernel(self) -> PerSampleKernel | BatchClippedKernel | PlainKernel:
-        workshop = replace(self._scene.workshop, device=self._scene.plan.run.device)
-        return workshop.bench().kernel
+        return self._scene.workshop.on(self._scene.plan.run.device).bench().kernel
 
     def _scored(self, x: Tensor, y: Tensor, kept: list[tuple[Tensor, Tensor]]) -> SiteScore:
         # The scene's records are there once and for all, so they are moved once.

@@ -154,7 +154,8 @@ def read_prediction_inputs(records: Any, plan: Plan, own: RecordedForm) -> Predi
         return _read(table, form.in_arrays(records.features), own)
     wanted = form
     if own.features:
-        wanted = form.model_copy(update={"features": [*own.features], "drop": []})
+        told = {"features": [*own.features], "drop": [], "columns": form.kept}
+        wanted = form.model_copy(update=told)
     roles = plan.label, plan.site, plan.person
     if not isinstance(records, str | Path):
         table = read_input("records", records, wanted, *roles, shape=own.shape)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fedpact.common.errors import PlanError
-from fedpact.common.params import FlatModel
 from fedpact.common.randomness.seeded import Participants, SeededDraws
 from fedpact.common.user_code import is_handed
 from fedpact.data import download, load
@@ -104,7 +103,7 @@ class SimulationSetup:
         check_public(*early, test=public, held=held_out)
         device_of(plan.run.device, plan.run.precision)
         scene.workshop.table()
-        check_shares(plan, terms, FlatModel(scene.module()).size)
+        check_shares(plan, terms, workshop.size)
         check_grid(terms.values())
         advise_of_loud(raw.name, ((one.columns, one.size) for one in terms.values()))
         return scene

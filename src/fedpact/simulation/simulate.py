@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -255,7 +255,7 @@ def simulate(
         if not known:
             # It states the released sizes, so it is written after they were charged.
             folder.write_json("privacy.json", of_simulation(scene))
-        workshop = replace(scene.workshop, device=plan.run.device)
+        workshop = scene.workshop.on(plan.run.device)
         if engine == "ray":
             transport, charged = _on_ray(sites, workshop, ledgers, stack)
         else:
@@ -348,8 +348,7 @@ def _sensible_workers(sites: list[VirtualSite], workshop: TrainingSetup) -> int:
     """Return one a core, or one in all where they would only wait: for Python, or for the GPU."""
     if workshop.device != "cpu":
         return 1
-    d = FlatModel(workshop.module()).size
-    short = d * max(site.batch_size for site in sites) < _SHORT
+    short = workshop.size * max(site.batch_size for site in sites) < _SHORT
     return 1 if short else available_cores()
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
@@ -161,6 +161,10 @@ class TrainingSetup:
         """
         return TrainingSetup(plan, example, classes, start=plan.initial.tensors(at))
 
+    def on(self, device: str) -> "TrainingSetup":
+        """Return the same on a device; itself where it is there already."""
+        return self if device == self.device else replace(self, device=device)
+
     def module(self) -> nn.Module:
         """Return the model with its initial weights, the same at every call.
 
@@ -303,8 +307,19 @@ class TrainingSetup:
         x, y = self.make_dummy_records()
         return "compact" if kernel.invariant(x, y, expected) else "scattered"
 
+    @cached_property
+    def size(self) -> int:
+        """The number of the model's parameters, d."""
+        return FlatModel(self.module()).size
+
     def make_dummy_records(self) -> tuple[Tensor, Tensor]:
         """Return four records x, y that are nobody's."""
+        # A copy, as a model may write over its records.
+        x, y = self._dummy_records
+        return x.clone(), y.clone()
+
+    @cached_property
+    def _dummy_records(self) -> tuple[Tensor, Tensor]:
         generator = seeded_generator("made-up records")
         shape = (4, *self.example.shape)
         if self.example.is_floating_point():
