@@ -121,9 +121,9 @@ def test_features_replace_images_with_the_runs_accuracy(digits):
 @pytest.mark.parametrize(
     ("records", "told"),
     [
-        (np.zeros((3, 8, 8), np.float32), r"expected \[n, 1, 8, 8\]"),
+        (np.zeros((3, 8, 8), np.float32), r"expected shape \(1, 8, 8\)"),
         ("nowhere.npz", "does not exist"),
-        ({"a": [1.0]}, "expected the run's"),
+        ({"a": [1.0]}, r"columns a: expected shape"),
     ],
 )
 def test_records_of_another_form_are_refused(digits, records, told):
