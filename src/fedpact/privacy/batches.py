@@ -245,23 +245,6 @@ def person_shares(values: Tensor, shares: Tensor | None) -> Tensor:
     return values if shares is None else values * sent(shares, values.device)
 
 
-class Kernel(Protocol):
-    """What every kernel has: a model, and the losses [B] of records at its weights."""
-
-    @property
-    def model(self) -> FlatModel:
-        """The model, whose weights are set by `load`."""
-        ...
-
-    def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
-        """Return the losses [B] of the records x, y [B, ...]."""
-        ...
-
-    def seed(self, seed: Seed) -> None:
-        """Have what is asked from now on draw a model's random numbers by this seed."""
-        ...
-
-
 class NoiseTerms(Protocol):
     """What a batch knows of its site's terms; see privacy.terms.Terms."""
 
@@ -294,7 +277,7 @@ class AddNoise(Protocol):
         ...
 
 
-K = TypeVar("K", bound=Kernel)
+K = TypeVar("K", bound="Kernel")
 
 
 class NoisyBatch(OpenChannels, Generic[K]):
@@ -446,6 +429,10 @@ class BatchClippedKernel:
     def verify(self, x: Tensor, y: Tensor) -> None:
         """Check that the model keeps the records of a batch apart. Raises ModelError otherwise."""
         self._apart.verify(x, y)
+
+
+Kernel = PerSampleKernel | BatchClippedKernel
+"""What computes with the model in a private run."""
 
 
 class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):

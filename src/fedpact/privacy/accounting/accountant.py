@@ -25,26 +25,7 @@ import numpy as np
 from fedpact.common import check
 from fedpact.common.errors import InputError
 from fedpact.privacy.accounting import pld, rdp
-from fedpact.privacy.accounting.rdp import Conversion
-
-__all__ = [
-    "ACCOUNTANTS",
-    "ADJACENCY",
-    "ADJACENCY_BY_UNIT",
-    "Accountant",
-    "Budget",
-    "Conversion",
-    "History",
-    "RunningEpsilon",
-    "SampledGaussian",
-    "add_budgets",
-    "epsilon",
-    "find_binding_accountant",
-    "joint",
-    "max_steps",
-    "quick_epsilon",
-    "round_rate_up",
-]
+from fedpact.privacy.accounting.rdp import Conversion as Conversion
 
 Accountant = str
 """A name of ACCOUNTANTS."""
