@@ -47,7 +47,7 @@ bit.
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, Literal
@@ -141,7 +141,7 @@ class Compressed(MethodWrapper):
     def update(self, state: State, replies: Iterable[Reply]) -> State:
         """Return the server's next state, folding the replies."""
         told = self.inner.task(state).vectors
-        return self.inner.update(state, self._all_opened(replies, told))
+        return self.inner.update(state, (self.decode_reply(reply, told) for reply in replies))
 
     def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
         """Return a reply as the algorithm made it, from what was sent of it."""
@@ -149,10 +149,6 @@ class Compressed(MethodWrapper):
         vectors = {name: self._restored(reply, name, told) for name in names}
         numbers = {n: v for n, v in reply.numbers.items() if not n.startswith(_PREFIX)}
         return self.inner.decode_reply(replace(reply, vectors=vectors, numbers=numbers), told)
-
-    def _all_opened(self, replies: Iterable[Reply], told: Mapping[str, Tensor]) -> Iterator[Reply]:
-        for reply in replies:
-            yield self.decode_reply(reply, told)
 
     def _rounded(self, x: Tensor, task: Task) -> tuple[Tensor, float]:
         """Return codes [d] and the scale s >= 0 by which they are multiplied again."""
@@ -343,7 +339,8 @@ class Gridded(MethodWrapper):
         """Return the server's next state, folding the replies."""
         own, rest = split_state(state, DELTA_PREFIX)
         before = self.inner.task(rest).vectors
-        after = self.inner.update(rest, self._all_opened(replies, before))
+        opened = (self.decode_reply(reply, before) for reply in replies)
+        after = self.inner.update(rest, opened)
         if not all(map(all_finite, after.vectors.values())):
             # A run that diverges is to be seen as it is.
             return after
@@ -378,10 +375,6 @@ class Gridded(MethodWrapper):
             vectors = {n: _restored(n, block, told) for n, block in reply.vectors.items()}
             reply = replace(reply, vectors=vectors)
         return self.inner.decode_reply(reply, told)
-
-    def _all_opened(self, replies: Iterable[Reply], told: Mapping[str, Tensor]) -> Iterator[Reply]:
-        for reply in replies:
-            yield self.decode_reply(reply, told)
 
     def _weights_of(self, task: Task) -> NoiseWeights:
         """Return the weights of a reply to the task, found once a round for all sites."""
