@@ -31,6 +31,7 @@ from fedpact.common.run_folder import Folder
 from fedpact.evaluation.metrics import METRICS, find_display
 from fedpact.plan import Plan
 from fedpact.report import evaluations
+from fedpact.report.run_summary import ENDS
 from fedpact.simulation.run import extend_plan
 
 
@@ -160,19 +161,8 @@ def _spent(summary: dict[str, Any]) -> str:
 
 def _print_outcome(plan: Plan, result: Result) -> None:
     summary, out = result.summary, Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    ends = {
-        "finished": "all rounds done",
-        "stopped": "stopped; `fedpact resume` goes on",
-        "budget": "ended: no site has budget left",
-        "bytes": "ended: the next round would exceed budget.bytes",
-        "seconds": "ended: budget.seconds are over",
-        "iterations": "ended: the local iterations are used up",
-        "accuracy": "ended: budget.accuracy is reached",
-        "patience": "ended: no better accuracy for budget.patience evaluations",
-        "diverged": "ended: the next model was not finite; lower the learning rate",
-    }
     out.print(
-        f"{plan.algorithm} on {plan.data}: {summary['rounds']} rounds, {ends[summary['status']]}"
+        f"{plan.algorithm} on {plan.data}: {summary['rounds']} rounds, {ENDS[summary['status']]}"
     )
     if summary["loss"] is not None:
         label, value = headline_metric(summary["accuracy"], summary["loss"], exact_percent)

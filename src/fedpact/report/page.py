@@ -120,16 +120,6 @@ def _beside(path: Path) -> Path:
     return path.with_name(f"{path.resolve().name}-again")
 
 
-_STATUS = {
-    "finished": "finished",
-    "stopped": "stopped on request; it can be resumed",
-    "budget": "ended early: the sites' budgets of ε did not allow the next round",
-    "bytes": "ended early: the next round would exceed the budget of bytes",
-    "iterations": "ended: the local iterations are used up",
-    "accuracy": "ended early: the accuracy that was asked for is reached",
-    "patience": "ended early: the accuracy did not get better",
-    "diverged": "ended early: the next model was not finite",
-}
 _CODES = {
     "budget": "its privacy budget is spent",
     "policy": "its policy or reservation does not allow the request",
@@ -210,7 +200,7 @@ def build_headline(run: RunSummary) -> list[CardFigure]:
         CardFigure(
             "rounds",
             f"{run.last.round:,}" + (f" of {rounds:,}" if rounds else ""),
-            f"τ = {run.last.steps} local steps in the last; {_STATUS.get(run.status, run.status)}",
+            f"τ = {run.last.steps} local steps in the last; {run.ended}",
         ),
         *_control_card(run),
         CardFigure(
@@ -321,7 +311,7 @@ def _facts(run: RunSummary) -> list[str]:
     facts.append(f"{len(run.sites) or run.plan.get('sites', 0):,} sites")
     if run.drawn:
         facts.append(f"{run.plan.get('sites_per_round')} of them in each round")
-    facts.append(_STATUS.get(run.status, run.status))
+    facts.append(run.ended)
     return [*facts, str(run.environment.get("run", run.path.resolve().name))]
 
 

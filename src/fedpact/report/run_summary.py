@@ -27,6 +27,20 @@ BUDGETS: Final = ("privacy.epsilon", "privacy.delta", "privacy.sigma")
 """The settings of a budget: one value a site, where it is a list."""
 
 
+ENDS: Final = {
+    "finished": "finished",
+    "stopped": "stopped on request; `fedpact resume` goes on",
+    "budget": "ended early: the sites' budgets of ε did not allow the next round",
+    "bytes": "ended early: the next round would exceed budget.bytes",
+    "seconds": "ended early: budget.seconds are over",
+    "iterations": "ended: the local iterations are used up",
+    "accuracy": "ended early: budget.accuracy is reached",
+    "patience": "ended early: no better accuracy for budget.patience evaluations",
+    "diverged": "ended early: the next model was not finite; lower the learning rate",
+}
+"""How a run's status reads, on the terminal and in its page."""
+
+
 @dataclass(frozen=True)
 class LabelTable:
     """Training records of each label at each site; simulator only. counts[site][label]."""
@@ -129,6 +143,11 @@ class RunSummary:
     def status(self) -> str:
         """How the run ended; "not ended" without a summary."""
         return str(self.summary.get("status", "not ended"))
+
+    @property
+    def ended(self) -> str:
+        """The same in words."""
+        return ENDS.get(self.status, self.status)
 
     @property
     def last(self) -> RoundRecord:
