@@ -10,10 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedpact.common.errors import DataError
 from fedpact.data.cells import to_numbers
 from fedpact.data.load import from_arrays, load_dataset
 from fedpact.data.schema import RecordForm
 from fedpact.data.site_records import load_site
+from fedpact.plan import Plan
+from fedpact.simulation.setup import SimulationSetup
 
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
 DIRT = [
@@ -112,3 +115,12 @@ def test_a_record_of_no_site_is_left_out_of_arrays(missing, caplog):
     assert data.site == ("a", "b") * 4
     assert data.numbers.tolist() == [k for k in range(12) if k % 3]
     assert "column site, row 0 (counted from 0) is no site" in caplog.text
+
+
+def test_as_many_sites_are_made_as_the_records_name():
+    data = from_arrays(torch.eye(12), [0, 1] * 6, site=[None, " a ", "b"] * 4)
+    natural = {"partition": {"kind": "natural"}, "model": "logistic"}
+    scene = SimulationSetup.of(Plan.parse(natural), data)
+    assert (scene.plan.sites, [site.name for site in scene.sites]) == (2, ["a", "b"])
+    with pytest.raises(DataError, match=r"sites is 3 .* has 2 sites of its own: set sites = 2"):
+        SimulationSetup.of(Plan.parse({**natural, "sites": 3}), data)

@@ -18,8 +18,7 @@ from fedpact.data import download, load
 from fedpact.data.advice import advise
 from fedpact.data.cells import SUFFIXES
 from fedpact.data.dataset import Dataset
-from fedpact.data.features.extract import beside
-from fedpact.data.features.stage import Transformed
+from fedpact.data.features.extract import Found, beside
 from fedpact.data.from_python import refit
 from fedpact.data.partition import Partition, SiteRecords, make_partition
 from fedpact.data.splits import limit_records_per_person, number_persons
@@ -71,6 +70,10 @@ class SimulationSetup:
         """Load and check. Raises InputError of some kind for whatever does not fit."""
         raw = load_data(plan) if data is None else refit(data, plan.records, plan.form)
         plan.task.check_data(raw)
+        if plan.partition.kind == "natural" and raw.site and "sites" not in plan.model_fields_set:
+            # Nobody says how many there are but the records themselves.
+            plan = plan.model_copy(update={"sites": len(set(raw.site))})
+            plan.check_sites(plan.sites)
         own = data is not None or is_table(plan.data)
         # What an image's features do with its scale is theirs: ours do not depend on it.
         made = plan.features.used and raw.x.ndim > 2
@@ -275,9 +278,7 @@ def _only(
     return (used if raw is data else raw.only(good, of_test)), used
 
 
-def _staged(
-    raw: Dataset, features: tuple[str, ...], train: Transformed, test: Transformed | None
-) -> Dataset:
+def _staged(raw: Dataset, features: tuple[str, ...], train: Found, test: Found | None) -> Dataset:
     return replace(raw, x=train.x, x_test=None if test is None else test.x, features=features)
 
 

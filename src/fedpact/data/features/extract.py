@@ -177,9 +177,10 @@ class MadeBy:
 
 @dataclass(frozen=True)
 class Found:
-    """Features x [n, p], float16, and which records have any, bool [n]: the others' are 0.
+    """What stands in place of records, x [n, ...], and which have any, bool [n]: the others' are 0.
 
-    A record has none where they are not finite, or where the module of a factory raises at it.
+    Features are float16 [n, p]. A record has none where they are not finite, or where an operation
+    of a factory's module raises at it.
     """
 
     x: Tensor

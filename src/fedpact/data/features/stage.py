@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedpact.common.errors import ModelError
 from fedpact.data.features import extract
-from fedpact.data.features.extract import Extractor, MadeBy, extractor
+from fedpact.data.features.extract import Extractor, Found, MadeBy, extractor
 from fedpact.data.features.settings import FeatureSettings
 from fedpact.data.features.user_module import factory_of
 from fedpact.data.schema import RecordForm, Scaling
@@ -78,7 +78,7 @@ class FeatureStage:
         kept: Path | None,
         features: Sequence[str] = (),
         known: Tensor | None = None,
-    ) -> "Transformed":
+    ) -> Found:
         """Return what stands in place of records x [n, *shape] on the CPU.
 
         example: a record [*shape]. origin: the records' file, for this machine's log alone. kept:
@@ -94,11 +94,11 @@ class FeatureStage:
             x = torch.where(good.view(-1, *[1] * (x.dim() - 1)), x, 0)
             _warn(origin, good | told, "no finite numbers as they are scaled by [records]")
         if not self.settings.used:
-            return Transformed(x, good)
+            return Found(x, good)
         found = extract.features(x, self._extractor(example), kept)
         # Those without a scale are told of above.
         _warn(origin, found.good | ~good | told, f"no features of kind {self.settings.kind}")
-        return Transformed(torch.where(good[:, None], found.x, 0).float(), good & found.good)
+        return Found(torch.where(good[:, None], found.x, 0).float(), good & found.good)
 
     def _scaling(self, record: Tensor, features: Sequence[str] = ()) -> Scaling:
         return Scaling.of(self.form, record.shape, features)
@@ -127,11 +127,3 @@ def _warn(origin: str, good: Tensor, what: str) -> None:
             what,
             ", ".join(map(str, bad[:_SHOWN])) + (", ..." if len(bad) > _SHOWN else ""),
         )
-
-
-@dataclass(frozen=True)
-class Transformed:
-    """What stands in place of records, x [n, ...], and which of them have it, bool [n]."""
-
-    x: Tensor
-    good: Tensor
