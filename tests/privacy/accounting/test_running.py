@@ -106,6 +106,13 @@ def test_compositions_lie_between_optimistic_and_pessimistic(q, sigma):
         assert least <= bound <= 1.015 * pld.pld_epsilon([(q, sigma, count)], 1e-5) + 1e-9
 
 
+def test_what_transforms_round_is_taken_off_delta():
+    """Of a δ that is no larger than that nothing is left to bound an ε with."""
+    term, rounded = (0.1, 2.0, 1000), 8 * pld.fft_rounding(1000)
+    assert pld._by_grid([[term]], [term], rounded, 4.0) == [math.inf]
+    assert pld._by_grid([[term]], [term], 3 * rounded, 4.0)[0] < math.inf
+
+
 def test_unlike_releases_compose():
     terms = ((0.02, 1.0, 300), (0.3, 6.0, 40), (1.0, 10.0, 1))
     (found,) = pld.epsilons([terms], 1e-5)
