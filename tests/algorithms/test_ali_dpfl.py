@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from fedpact.cli.plan import forecast
+from fedpact.cli.commands.plan import forecast
 from fedpact.common.errors import PlanError, PolicyRefused
 from fedpact.common.messages import Reply, State, Task
 from fedpact.common.params import FlatModel

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from tests.privacy.test_persons import table
 
-from fedpact.cli import ledger as ledgers
-from fedpact.cli import plan as plans
-from fedpact.cli import run as runs
+from fedpact.cli.commands import ledger as ledgers
+from fedpact.cli.commands import plan as plans
+from fedpact.cli.commands import run as runs
 from fedpact.common.errors import DataError, PlanError
 from fedpact.common.format import upper
 from fedpact.plan import Plan
@@ -29,7 +29,7 @@ def five(run: dict) -> float:
 def test_a_run_says_what_evaluations_cost_and_showed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs.execute_run(None, SMALL, tmp_path / "run", "local", as_json=False)
+    runs.run(None, SMALL, tmp_path / "run", "local", as_json=False)
     told = " ".join(capsys.readouterr().out.split())
     assert "covers every release of the training" in told
     found = json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]
@@ -45,7 +45,7 @@ def test_a_run_says_what_evaluations_cost_and_showed(
     )
     assert "all that the run named here may release" in proof["sentence"]
     # Nobody knows whose the digits are: of a patient's visits some may be on either side.
-    ledgers.show_spend(tmp_path / "run", as_json=False)
+    ledgers.show(tmp_path / "run", as_json=False)
     told = " ".join(capsys.readouterr().out.split())
     assert (
         f"a patient with five visits at most ε = {upper(five(training) + five(evaluation))}" in told
@@ -62,9 +62,9 @@ def test_a_plan_says_beforehand_what_evaluations_cost(
         lines = [line.split(",", 1)[1] for line in path.read_text().splitlines()]
         path.write_text("\n".join(lines) + "\n")
     asked = [f"data={path}", "label=sick", *SMALL, *([f"person={person}"] if person else [])]
-    plans.execute_plan(None, asked, as_json=True)
+    plans.plan(None, asked, as_json=True)
     found = json.loads(capsys.readouterr().out)
-    plans.execute_plan(None, asked)
+    plans.plan(None, asked)
     told = " ".join(capsys.readouterr().out.split())
     once = Plan.read(None, asked).evaluation_terms
     assert once is not None
@@ -88,4 +88,4 @@ def test_a_plan_says_beforehand_what_evaluations_cost(
 )
 def test_what_does_not_go_together_is_refused(more: list[str], told: str) -> None:
     with pytest.raises((PlanError, DataError), match=told):
-        plans.execute_plan(None, [*SMALL, *more])
+        plans.plan(None, [*SMALL, *more])

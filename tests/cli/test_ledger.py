@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpact.cli import ledger as commands
+from fedpact.cli.commands import ledger as commands
 from fedpact.common.errors import BudgetExhausted, LedgerError, PlanError, PolicyRefused
 from fedpact.common.format import upper
 from fedpact.plan import Plan
@@ -77,12 +77,12 @@ def test_tightened_policy_applies_to_a_continued_run(twice, tmp_path):
 
 def test_the_commands_say_it_as_json(twice, tmp_path, capsys):
     kept = tmp_path / "kept"
-    commands.show_spend(kept, as_json=True)
+    commands.show(kept, as_json=True)
     shown = json.loads(capsys.readouterr().out)["ledgers"]
     assert {each["site"] for each in shown.values()} == {"site-00", "site-01"}
-    commands.execute_verify(kept, None, as_json=True)
+    commands.verify(kept, None, as_json=True)
     assert json.loads(capsys.readouterr().out)["intact"] is True
-    commands.execute_export(kept, tmp_path / "receipt.json", as_json=True)
+    commands.export(kept, tmp_path / "receipt.json", as_json=True)
     exported = json.loads((tmp_path / "receipt.json").read_text())
     for path, told in exported.items():
         # Two runs of other plans: nobody says of which data, or what for; the day is today's.
@@ -103,7 +103,7 @@ def test_the_commands_say_it_as_json(twice, tmp_path, capsys):
             of_five = epsilon_per_person(events, run["delta"], 5)
             of_run = run["epsilon_per_person"]
             assert of_run["5"] == of_five > run["epsilon_reserved"]
-    commands.show_spend(kept, as_json=False)
+    commands.show(kept, as_json=False)
     printed = capsys.readouterr().out
     assert "add/remove one record" in printed
     assert f"a patient with five visits at most ε = {upper(of_five)}" in printed
@@ -117,7 +117,7 @@ def test_an_altered_ledger_is_told(twice, tmp_path):
         .replace(b'"round": 2', b'"round": 3')
     )
     with pytest.raises(LedgerError, match="altered"):
-        commands.execute_verify(tmp_path / "kept", None, as_json=False)
+        commands.verify(tmp_path / "kept", None, as_json=False)
 
 
 def test_torn_last_line_counts_as_the_whole_reservation(twice, tmp_path, capsys):
@@ -131,10 +131,10 @@ def test_torn_last_line_counts_as_the_whole_reservation(twice, tmp_path, capsys)
         assert (
             run["epsilon_spent"] == run["epsilon_reserved"] >= before["runs"][name]["epsilon_spent"]
         )
-    commands.execute_verify(tmp_path / "kept", None, as_json=False)
+    commands.verify(tmp_path / "kept", None, as_json=False)
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("a crash left unreadable") == 1
-    commands.show_spend(tmp_path / "kept", as_json=False)
+    commands.show(tmp_path / "kept", as_json=False)
     assert "a crash left unreadable" in capsys.readouterr().out
     # Who opens the ledger decides what it was: at most what was told.
     with Ledger(path, before["site"], hypothetical=True):
@@ -149,7 +149,7 @@ def test_a_receipt_of_exact_numbers_is_strict_json(twice, tmp_path, capsys):
     path = sorted((tmp_path / "kept").iterdir())[0]
     with Ledger(path, "site-00", hypothetical=True) as ledger:
         ledger.expose(next(iter(receipt(path)["runs"])), 1)
-    commands.execute_export(path, tmp_path / "receipt.json", as_json=False)
+    commands.export(path, tmp_path / "receipt.json", as_json=False)
 
     def refuse(word):
         raise AssertionError(word)
@@ -163,7 +163,7 @@ def test_a_receipt_of_exact_numbers_is_strict_json(twice, tmp_path, capsys):
 
 def test_names_of_runs_are_not_cut_short(twice, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    commands.show_spend(tmp_path / "kept", as_json=False)
+    commands.show(tmp_path / "kept", as_json=False)
     shown = capsys.readouterr().out
     run = next(iter(receipt(next((tmp_path / "kept").iterdir()))["runs"]))
     column = "".join(line.split("│")[2].strip() for line in shown.splitlines() if "│" in line)
@@ -172,15 +172,15 @@ def test_names_of_runs_are_not_cut_short(twice, tmp_path, capsys, monkeypatch):
 
 def test_what_is_no_ledger_is_told(tmp_path):
     with pytest.raises(LedgerError, match="holds no ledger"):
-        commands.execute_verify(tmp_path, None, as_json=False)
+        commands.verify(tmp_path, None, as_json=False)
     with pytest.raises(LedgerError, match="is no ledger"):
-        commands.execute_verify(tmp_path / "missing", None, as_json=False)
+        commands.verify(tmp_path / "missing", None, as_json=False)
 
 
 def test_simulated_runs_receipt_states_data_and_purpose(tmp_path):
     about = {"purpose": "to try it", "data_version": "1998"}
     simulate(Plan.parse({"rounds": 1, "sites": 2, "about": about}), tmp_path / "run")
-    commands.execute_export(tmp_path / "run", tmp_path / "receipt.json", as_json=False)
+    commands.export(tmp_path / "run", tmp_path / "receipt.json", as_json=False)
     for told in json.loads((tmp_path / "receipt.json").read_text()).values():
         assert told["data_set"] == {"name": "digits", "version": "1998"}
         assert [run["purpose"] for run in told["runs"].values()] == ["to try it"]
@@ -205,10 +205,10 @@ def test_what_is_said_of_a_run_has_a_form(about):
 def test_a_run_whose_ledgers_are_kept_elsewhere_says_where(tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps({"run": {"ledgers": "kept/here"}}))
     with pytest.raises(LedgerError, match=r"holds no ledger, as run\.ledgers keeps .*'kept/here'"):
-        commands.show_spend(tmp_path, as_json=False)
+        commands.show(tmp_path, as_json=False)
     (tmp_path / "plan.json").write_text("[1]")
     with pytest.raises(LedgerError, match="holds no ledger: name"):
-        commands.show_spend(tmp_path, as_json=False)
+        commands.show(tmp_path, as_json=False)
 
 
 @pytest.fixture
@@ -218,13 +218,11 @@ def own(tmp_path):
     return simulate(Plan.parse(plan), tmp_path / "own").folder
 
 
-@pytest.mark.parametrize(
-    "asked", [commands.execute_verify, commands.show_spend, commands.execute_export]
-)
+@pytest.mark.parametrize("asked", [commands.verify, commands.show, commands.export])
 def test_a_ledger_that_is_gone_or_not_to_be_seen_is_told(own, asked, monkeypatch, tmp_path):
     given = {
-        commands.execute_verify: (None, True),
-        commands.execute_export: (tmp_path / "r.json", True),
+        commands.verify: (None, True),
+        commands.export: (tmp_path / "r.json", True),
     }
     scandir, hidden = os.scandir, own / "sites" / "site-01"
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from fedpact.cli.commands.plan import forecast
+from fedpact.cli.commands.plan import plan as show_plan
 from fedpact.cli.main import app
-from fedpact.cli.plan import execute_plan as show_plan
-from fedpact.cli.plan import forecast
 from fedpact.common.errors import FedpactError, PlanError
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.deployment.grid import NAMES, killed_before, stored
 
-from fedpact.cli import deploy as command
+from fedpact.cli.commands import deploy as command
 from fedpact.common.errors import LedgerError, PlanError, PolicyRefused
 from fedpact.common.messages import EVALUATION, Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.deployment.admission import LedgerRegistry
@@ -290,7 +290,7 @@ def test_its_owner_sees_the_exact_figures_and_the_server_none(ran, capsys):
     site, server = ran.directory / "sites" / "site-01", ran.directory / "server"
     figures = inspect_deployment(site)["own_figures"]
     assert [*figures["rounds"]] == ["0", "1", "2", "3"]
-    command.execute_status(site, as_json=False)
+    command.status(site, as_json=False)
     told = capsys.readouterr().out
     assert "for its owner alone" in told
     for sums in figures["rounds"].values():
@@ -309,7 +309,7 @@ def test_a_site_that_holds_nothing_out_has_its_ledgers_status(federate, capsys):
     run()
     site = run.nodes[0].directory
     assert stored(site, "figures") is None
-    command.execute_status(site, as_json=False)
+    command.status(site, as_json=False)
     assert inspect_deployment(site)["own_figures"] is None
     told = capsys.readouterr().out
     assert run.nodes[0].site.name in told
@@ -317,7 +317,7 @@ def test_a_site_that_holds_nothing_out_has_its_ledgers_status(federate, capsys):
 
 
 def test_status_has_what_evaluations_cost_and_the_adjacency(ran, capsys):
-    command.execute_status(ran.directory / "sites" / "site-01", as_json=False)
+    command.status(ran.directory / "sites" / "site-01", as_json=False)
     told = capsys.readouterr().out
     # Training reserved less than the 4 of evaluations.
     row = next(line for line in told.splitlines() if "site-01" in line)
@@ -361,13 +361,12 @@ def test_the_report_says_what_was_released_or_what_to_declare(ran, make, tmp_pat
 
 
 def test_init_says_what_to_declare(tmp_path, capsys):
-    from fedpact.deployment.files import Choices
 
     given = ["sites=2", "rounds=2", "privacy.accountant=rdp"]
-    command.execute_init(tmp_path / "d", None, given, Choices())
+    command.init(tmp_path / "d", None, given)
     assert "declare [evaluation] share = 0.2" in capsys.readouterr().out
     masked = [*given, "secure_aggregation.threshold=2", "sites=3"]
-    command.execute_init(tmp_path / "e", None, masked, Choices())
+    command.init(tmp_path / "e", None, masked)
     told = " ".join(capsys.readouterr().out.split())
     assert "declare [evaluation] share = 0.2" in told
     assert "with releases = [] they release nothing" in told

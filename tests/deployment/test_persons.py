@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from tests.deployment.grid import stored
 from tests.privacy.test_persons import table
 
-from fedpact.cli.deploy import execute_status
+from fedpact.cli.commands.deploy import status
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Task
 from fedpact.deployment.federation import Federation, parse_toml, read_plan
@@ -36,7 +36,7 @@ def of_persons(make, tmp_path):
 def test_status_says_that_epsilon_is_of_persons(of_persons, capsys):
     # Also before there is a ledger, and at the server, where there is none.
     for directory in (of_persons, of_persons / "server"):
-        execute_status(directory, as_json=False)
+        status(directory, as_json=False)
         assert f"adjacency: {ADJACENCY_BY_UNIT['person']}" in capsys.readouterr().out
 
 

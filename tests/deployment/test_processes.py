@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from fedpact.cli.deploy import _follow
+from fedpact.cli.commands.deploy import _follow
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, FedpactError, InputError
 from fedpact.common.files import only_one
@@ -71,7 +71,7 @@ def test_who_waits_is_told_when_no_site_is_left(deployment, monkeypatch, capsys)
         looked.append(name)
         return name == "server" or (name == "site-00" and len(looked) < 5)
 
-    monkeypatch.setattr("fedpact.cli.deploy._POLL_SECONDS", 0)
+    monkeypatch.setattr("fedpact.cli.commands.deploy._POLL_SECONDS", 0)
     (deployment / "sites" / "site-00" / "log.txt").write_text("refused\n")
     with pytest.raises(FedpactError, match="every site has ended by itself, as said above"):
         _follow(deployment, SimpleNamespace(runs=runs))

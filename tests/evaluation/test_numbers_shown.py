@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import fedpact
-from fedpact.cli.compare import _Live, _print
+from fedpact.cli.commands.compare import _Live, _print
 from fedpact.cli.main import main
 from fedpact.deployment.live import take_snapshot
 from fedpact.deployment.live import text as for_prometheus

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedpact.cli.plan import forecast
+from fedpact.cli.commands.plan import forecast
 from fedpact.common.errors import DataError, PlanError, PolicyRefused
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from fedpact import algorithms
 from fedpact.algorithms.wrappers.effective import USES
 from fedpact.api import load, run
-from fedpact.cli.run import execute_resume
+from fedpact.cli.commands.run import resume
 from fedpact.common.configuration import DEFAULTS_KEY
 from fedpact.common.errors import PlanError
 from fedpact.plan import Plan
@@ -125,7 +125,7 @@ def old(tmp_path_factory):
 
 
 def test_a_run_of_before_is_resumed_read_and_repeated(old):
-    execute_resume(old, "local", as_json=True)
+    resume(old, "local", as_json=True)
     assert load(old).summary["rounds"] == 2
     assert "server.adaptivity" in write_report(old).read_text()
     plan = Plan.read(old / "plan.json")

@@ -8,7 +8,7 @@ import torch
 from tests import recounted
 
 from fedpact import algorithms
-from fedpact.cli import plan as command
+from fedpact.cli.commands import plan as command
 from fedpact.common.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.simulation.setup import SimulationSetup
@@ -106,10 +106,10 @@ def test_a_resumed_run_has_the_same_sizes_and_charges_them_once(tmp_path, monkey
 def test_no_size_is_shown_before_it_is_charged(tmp_path, capsys):
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan().model_dump(mode="json")))
-    command.execute_plan(file, as_json=True)
+    command.plan(file, as_json=True)
     document = json.loads(capsys.readouterr().out)
     assert [terms["size"] for terms in document["sites"].values()] == [None] * 3
-    command.execute_plan(file, optimise=True)
+    command.plan(file, optimise=True)
     shown = capsys.readouterr().out
     assert shown.count("noisy") == 3
     for name, size in true_sizes(plan()).items():

@@ -19,8 +19,8 @@ from tests import recounted
 from fedpact import algorithms
 from fedpact.algorithms import fedavg
 from fedpact.algorithms.wrappers.base import Method
-from fedpact.cli.plan import execute_plan as show_plan
-from fedpact.cli.plan import forecast
+from fedpact.cli.commands.plan import forecast
+from fedpact.cli.commands.plan import plan as show_plan
 from fedpact.common.errors import InputError, PlanError
 from fedpact.common.messages import Reply, State, from_bytes
 from fedpact.common.params import FlatModel

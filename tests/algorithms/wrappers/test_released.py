@@ -12,7 +12,7 @@ import torch
 from dp_accounting.pld import PLDAccountant
 
 from fedpact.algorithms.wrappers.released_scales import CONSTANTS
-from fedpact.cli import plan as command
+from fedpact.cli.commands import plan as command
 from fedpact.common.errors import FedpactError, LedgerError, PlanError, PolicyRefused
 from fedpact.common.messages import Reply
 from fedpact.common.params import FlatModel
@@ -152,7 +152,7 @@ def test_the_release_is_charged_first_once_and_within_the_budget(data, tmp_path)
 def test_a_plan_says_what_the_release_takes(data, tmp_path, capsys):
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan(data).model_dump(mode="json")))
-    command.execute_plan(file)
+    command.plan(file)
     shown = capsys.readouterr().out
     sigma = SimulationSetup.of(plan(data)).terms[SITES[0]].columns.event.sigma
     assert f"site-00 releases what scales 2 columns before training: σ {sigma:.4f}" in shown

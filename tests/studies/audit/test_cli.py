@@ -9,14 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from fedpact.api import run as carry_out
-from fedpact.cli import audit as carried_out
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, InputError, PlanError, PrivacyError
 from fedpact.common.format import lower, upper
 from fedpact.plan import Plan
 from fedpact.privacy import batches
 from fedpact.simulation.setup import SimulationSetup
-from fedpact.studies.audit.attacks import many_runs
+from fedpact.studies.audit import attacks
 from fedpact.studies.audit.target import Target
 
 QUICK = ["--set", "rounds=2", "--set", "sampling_rate=1.0", "--canaries", "60"]
@@ -29,7 +28,7 @@ def invoke(*arguments):
 @pytest.fixture
 def few_runs(monkeypatch):
     """What is shown does not depend on how many runs there were."""
-    monkeypatch.setattr(carried_out, "many_runs", functools.partial(many_runs, runs=50))
+    monkeypatch.setattr(attacks, "many_runs", functools.partial(attacks.many_runs, runs=50))
 
 
 def test_one_json_document_with_everything_an_epsilon_needs(few_runs):

@@ -19,9 +19,10 @@ from fedpact.common.errors import FedpactError
 
 _COMMAND_FILE = {
     "algorithms": "settings",
-    "evaluate": "predict",
+    "evaluate": "report",
     "extend": "run",
     "init": "settings",
+    "predict": "report",
     "resume": "run",
     "watch": "report",
 }

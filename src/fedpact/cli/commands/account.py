@@ -1,11 +1,30 @@
 """`fedpact account`."""
 
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from fedpact.cli.console import AsJson
+from fedpact.cli.console import AsJson, show
+from fedpact.common import check
+from fedpact.common.errors import InputError
+from fedpact.common.notebook import print_table
+
+if TYPE_CHECKING:
+    from fedpact.privacy.accounting.accountant import Accountant, Conversion, History
+    from fedpact.privacy.ledger.receipt import Remaining
+
+_CONVERSIONS = {
+    "balle": "Balle's conversion",
+    "mironov": "Mironov's conversion, orders 2 to 64",
+}
 
 
 def account(
@@ -58,8 +77,281 @@ def account(
     as_json: AsJson = False,
 ) -> None:
     """Compute ε, or with --epsilon the noise, the number of releases or the sampling rate."""
-    from fedpact.cli import account as command
+    from fedpact.privacy.accounting.accountant import ACCOUNTANTS, ADJACENCY_BY_UNIT
 
-    setting = command.Setting(q, sigma, steps, epsilon, delta)
-    way = None if every else (accountant, conversion)
-    command.execute_account(setting, way, ledger, joint, per_person, tuned, as_json)
+    setting = Setting(q, sigma, steps, epsilon, delta)
+    _tuned_alone(tuned, ledger, per_person)
+    left = _left(setting, ledger, joint)
+    _check_person(per_person, left)
+    if every:
+        ways: list[tuple[Accountant, Conversion]] = [(name, "balle") for name in ACCOUNTANTS]
+        ways.append(("rdp", "mironov"))
+    else:
+        ways = [_way(accountant, conversion)]
+    answers = [_solve(setting, left, by, how, per_person) for by, how in ways]
+    if tuned is not None:
+        answers = [answer | {"tuned": _tuned(answer, tuned)} for answer in answers]
+    (solved,) = setting.open()
+    adjacency = ADJACENCY_BY_UNIT[left.unit if left else "record"]
+    document = {
+        **{"solved_for": solved, "adjacency": adjacency, "covers": _covers(left, joint)},
+        **({"ledger": _described(left, joint)} if left else {}),
+        **({"results": answers} if every else answers[0]),
+    }
+    show(document, as_json, lambda: _print(document, answers, per_person))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known: None stands for the one number that is asked for."""
+
+    q: float | None
+    sigma: float | None
+    steps: int | None
+    epsilon: float | None
+    delta: float
+
+    def __post_init__(self) -> None:
+        """Raise InputError unless exactly one number is left open."""
+        if len(self.open()) != 1:
+            given = ["--" + n for n in ("q", "sigma", "steps", "epsilon") if n not in self.open()]
+            raise InputError(
+                f"given are {', '.join(given) or 'none'}: expected exactly three of --q, --sigma, "
+                "--steps and --epsilon; the fourth is what is computed"
+            )
+
+    def open(self) -> list[str]:
+        """Return the names of the numbers that are None."""
+        return [n for n in ("q", "sigma", "steps", "epsilon") if getattr(self, n) is None]
+
+
+def _check_person(records: int | None, left: Remaining | None) -> None:
+    """Raise InputError: --per-person of no record, or with a ledger of persons."""
+    if records is not None and records < 1:
+        raise InputError(f"--per-person is {records}: expected a person's most records, from 1")
+    if records is not None and left and left.unit == "person":
+        raise InputError(
+            f"--per-person {records} with a ledger whose ε are per person already: leave it out"
+        )
+
+
+def _left(setting: Setting, ledger: Path | None, joint: bool) -> Remaining | None:
+    """Return what is left of a ledger; None without one. Raises InputError: half a question."""
+    from fedpact.privacy.accounting.accountant import Budget
+    from fedpact.privacy.ledger.receipt import remaining
+
+    if ledger is None:
+        if joint:
+            raise InputError(
+                "--joint is given without --ledger: name the ledger whose runs to join"
+            )
+        return None
+    if setting.epsilon is None:
+        raise InputError(
+            "--ledger is given without --epsilon: give the ε that all runs on the ledger's records "
+            "share, and two of --q, --sigma and --steps; the third is what one more run may have"
+        )
+    return remaining(ledger, Budget(setting.epsilon, setting.delta), joint=joint)
+
+
+def _described(left: Remaining, joint: bool) -> dict[str, Any]:
+    return {
+        "site": left.site,
+        "runs": left.runs,
+        "epsilon_reserved": left.epsilon_reserved,
+        "delta_reserved": left.delta_reserved,
+        "honest": left.honest,
+        "combined": "joint" if joint else "apart",
+    }
+
+
+def _way(accountant: str, conversion: str) -> tuple[Accountant, Conversion]:
+    from fedpact.privacy.accounting.accountant import ACCOUNTANTS, Conversion
+
+    if accountant in ACCOUNTANTS and conversion in get_args(Conversion):
+        if not ACCOUNTANTS[accountant].converts and conversion != get_args(Conversion)[0]:
+            raise InputError(
+                f"conversion is {conversion!r} with accountant {accountant!r}, which converts "
+                "nothing: leave --conversion out, or choose --accountant rdp"
+            )
+        return accountant, cast(Conversion, conversion)
+    raise InputError(
+        f"accountant is {accountant!r} and conversion is {conversion!r}: expected one of "
+        f"{', '.join(ACCOUNTANTS)} and one of {', '.join(get_args(Conversion))}"
+    )
+
+
+def _solve(
+    setting: Setting,
+    left: Remaining | None,
+    by: Accountant,
+    how: Conversion,
+    per_person: int | None,
+) -> dict[str, Any]:
+    """Fill in what is open, and add the ε of the completed setting."""
+    from fedpact.privacy.accounting.accountant import (
+        ACCOUNTANTS,
+        Budget,
+        SampledGaussian,
+        epsilon,
+        find_binding_accountant,
+        max_steps,
+    )
+    from fedpact.privacy.accounting.calibration import largest_rate, smallest_sigma
+
+    q, sigma, steps = setting.q, setting.sigma, setting.steps
+    if steps is not None:
+        check.count(steps=steps)
+    budget, spent = None, dict[SampledGaussian, int]()
+    if setting.epsilon is not None:
+        budget = left.budget if left else Budget(setting.epsilon, setting.delta)
+        spent = dict(left.spent) if left else {}
+        if q is None and sigma is not None and steps is not None:
+            q = largest_rate(budget, sigma, steps, by, how, spent)
+        elif sigma is None and q is not None and steps is not None:
+            sigma = smallest_sigma(budget, q, steps, by, how, spent)
+        elif q is not None and sigma is not None:
+            steps = max_steps(SampledGaussian(q, sigma), budget, by, how, spent)
+    if q is None or sigma is None or steps is None:
+        raise InputError("one of q, sigma and steps could not be determined")
+    delta = budget.delta if budget else setting.delta
+    event = SampledGaussian(q, sigma)
+    history = {**spent, event: spent.get(event, 0) + steps}
+    cost = epsilon(history, delta, by, how)
+    return {
+        "q": q,
+        "sigma": sigma,
+        "steps": steps,
+        # JSON knows no infinity: null says that no finite bound was found.
+        "epsilon": cost if math.isfinite(cost) else None,
+        **_of_person(history, delta, per_person),
+        "delta": delta,
+        "target_epsilon": budget.epsilon if budget else None,
+        "accountant": by,
+        "bound_by": find_binding_accountant(history, delta, by, how),
+        "conversion": how if ACCOUNTANTS[by].converts else None,
+    }
+
+
+def _of_person(history: History, delta: float, records: int | None) -> dict[str, Any]:
+    """Return what the answer says of a person of up to `records` records; nothing unasked."""
+    from fedpact.privacy.accounting.group_privacy import epsilon_per_person
+
+    if records is None:
+        return {}
+    cost = epsilon_per_person(history, delta, records)
+    return {
+        "person_records": records,
+        "epsilon_per_person": cost if math.isfinite(cost) else None,
+    }
+
+
+def _tuned_alone(runs: int | None, ledger: Path | None, per_person: int | None) -> None:
+    """Raise InputError: --tuned with what it does not go with, or of too few runs."""
+    if runs is None:
+        return
+    if ledger is not None:
+        raise InputError(
+            f"--tuned {runs} with --ledger: what the runs in a ledger cost together is what "
+            "`fedpact ledger show` says, as every run in it counts; leave --ledger out for the "
+            "cost of new ones"
+        )
+    if per_person is not None:
+        raise InputError(
+            f"--tuned {runs} with --per-person {per_person}: the bound on the best of a random "
+            "number of runs is of one record; for all runs together ask for so many times the "
+            "--steps with --per-person, and leave --tuned out"
+        )
+    if not runs >= 2:
+        raise InputError(f"--tuned is {runs}: expected the number of runs tried, 2 or more")
+
+
+def _tuned(answer: dict[str, Any], runs: int) -> dict[str, Any]:
+    """Return what `runs` runs of an answer's setting cost, as plain data with its sentences."""
+    from fedpact.privacy.accounting.accountant import SampledGaussian
+    from fedpact.privacy.accounting.tuning_cost import as_document, count_trials
+
+    event = SampledGaussian(answer["q"], answer["sigma"])
+    found = count_trials([{event: answer["steps"]}], answer["delta"], times=runs)
+    return as_document(found)
+
+
+def _covers(left: Remaining | None, joint: bool) -> str:
+    """Say what ε is of, and on what it rests."""
+    new = (
+        "all releases together, whoever sees them, each computed from a Poisson batch with "
+        "Gaussian noise; q, sigma and steps fixed in advance; an upper bound"
+    )
+    if left is None:
+        return new
+    site = f"the {left.runs} earlier runs of site {left.site}"
+    if joint:
+        return (
+            f"the new run and every event that {site} reserved, as one sequence, if nothing of the "
+            f"new run follows from what they released: {new}"
+        )
+    rests = f", if {left.honest} sites of each sum are honest" if left.honest else ""
+    return (
+        f"the new run alone: {new}. With what {site} reserved, (ε, δ) = "
+        f"({left.epsilon_reserved:g}, {left.delta_reserved:g}){rests}, it stays in the budget of "
+        "them all"
+    )
+
+
+def _print(document: dict[str, Any], answers: list[dict[str, Any]], per_person: int | None) -> None:
+    solved = document["solved_for"]
+    table = Table(title=f"({solved} is computed)", title_justify="left", box=None)
+    person = () if per_person is None else (f"ε, person of {per_person}",)
+    for column in ("ε", *person, "δ", "q", "σ", "releases", "accountant"):
+        table.add_column(column)
+    for row in answers:
+        table.add_row(
+            _bound(row["epsilon"]),
+            *(_bound(row["epsilon_per_person"]) for _ in person),
+            f"{row['delta']:g}",
+            _digits(row["q"], ROUND_FLOOR if solved == "q" else None),
+            _digits(row["sigma"], ROUND_CEILING if solved == "sigma" else None),
+            str(row["steps"]),
+            _name(row),
+        )
+    console = Console()
+    print_table(console, table)
+    if solved == "steps" and not any(row["steps"] for row in answers):
+        console.print("\nNot one such release fits in that budget: a larger σ, or a smaller q.")
+    console.print(
+        f"\n(ε, δ)-differential privacy, {document['adjacency']}. Covers {document['covers']}."
+    )
+    if person:
+        console.print(
+            f"ε, person of {per_person}: for all records together of a person with at most "
+            f"{per_person} of them, as a patient with {per_person} visits, each sampled for "
+            "itself; by PLD of the mixture, an upper bound at the same δ. A person at two sites "
+            "pays the sum of both."
+        )
+    for row in answers:
+        if "tuned" in row:
+            title = f" ({_name(row)})" if len(answers) > 1 else ""
+            console.print(f"\nTrying {row['tuned']['runs']} settings{title}:")
+            for line in row["tuned"]["holds_for"]:
+                console.print(f"- {line}", markup=False)
+
+
+def _bound(epsilon: float | None) -> str:
+    return "no finite bound" if epsilon is None else _digits(epsilon, ROUND_CEILING)
+
+
+def _name(row: dict[str, Any]) -> str:
+    from fedpact.privacy.accounting.accountant import ACCOUNTANTS
+
+    about = ACCOUNTANTS[row["accountant"]]
+    if about.parts:
+        way = " (Mironov's conversion)" if row["conversion"] == "mironov" else ""
+        return f"{about.label}{way}: {row['bound_by'].upper()}"
+    return about.label + (f", {_CONVERSIONS[row['conversion']]}" if about.converts else "")
+
+
+def _digits(value: float, rounding: str | None) -> str:
+    """Five digits, rounded to the safe side; a number the user gave stays as it is."""
+    if rounding is None:
+        return repr(value)
+    return f"{float(Context(prec=5, rounding=rounding).create_decimal(value)):.5g}"

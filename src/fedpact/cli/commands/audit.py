@@ -1,13 +1,38 @@
 """`fedpact audit`."""
 
+from __future__ import annotations
+
+import dataclasses
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from fedpact.cli.console import AsJson, Overrides
+from fedpact.cli.console import AsJson, Overrides, show
 from fedpact.cli.reference import check_keys
+from fedpact.common.check import count
+from fedpact.common.errors import DataError, InputError, PlanError, PrivacyError
+from fedpact.common.format import format_epsilon
+
+if TYPE_CHECKING:
+    from fedpact.simulation.setup import SimulationSetup
+    from fedpact.studies.audit.findings import Check, Finding
+    from fedpact.studies.audit.target import Target
+
+CONFIDENCE = 0.95
+
+
+# A run of this many events takes minutes on a model above this size.
+_SMALL_MODEL = 20_000
+
+
+METHODS = ("one-run", "many-runs", "membership")
+
+
+SENSITIVITY = "sensitivity"
+"""The check that runs with every method."""
 
 
 class AuditMethod(StrEnum):
@@ -42,6 +67,153 @@ def audit(
     run = config if config is not None and config.is_dir() else None
     if run is None:
         check_keys(config, overrides)
-    from fedpact.cli import audit as command
+    from fedpact.common.params import one_thread
+    from fedpact.common.run_folder import Folder
+    from fedpact.plan import Plan
+    from fedpact.report.page import write_report
+    from fedpact.simulation.setup import SimulationSetup
+    from fedpact.studies.audit.findings import Finding, checks
+    from fedpact.studies.audit.sensitivity import measure_sensitivity
+    from fedpact.studies.audit.target import Target, list_views
 
-    command.execute_audit(config, run, overrides, method.value, canaries, as_json)
+    count(canaries=canaries)
+    scene = (
+        SimulationSetup.of(Plan.read(config, overrides))
+        if run is None
+        else _scene_of(run, overrides)
+    )
+    target = Target.of(scene)
+    findings = dict[str, Finding]()
+    with one_thread():
+        findings[SENSITIVITY] = measure_sensitivity(target)
+        for view, attacked in list_views(target).items():
+            for chosen in _methods(method, target):
+                if chosen == "membership" and chosen in findings:
+                    continue
+                name = f"{chosen}, {view}" if view and chosen != "membership" else chosen
+                findings[name] = _carry_out(chosen, scene, attacked, canaries)
+    found = checks(findings, CONFIDENCE)
+    document = _document(target, findings, found)
+    if run is not None:
+        Folder(run).write_json("audit.json", document)
+        write_report(run)
+    show(document, as_json, lambda: _print(document, found, run))
+    if not document["passed"]:
+        raise PrivacyError(_contradiction(target.terms.site, [c for c in found if not c.passed]))
+
+
+def _contradiction(site: str, failed: list[Check]) -> str:
+    exact = [check.found for check in failed if check.method == SENSITIVITY]
+    names = ", ".join(dict.fromkeys(check.method for check in failed))
+    if exact:
+        how = (
+            f"one record changes a sum by more than its sensitivity ({'; '.join(exact)}): clip "
+            "each record's whole gradient, all parameters together, before adding the records, "
+            "and divide by the expected batch size, never the actual one"
+        )
+    else:
+        how = (
+            f"at {CONFIDENCE:.0%} confidence the mechanism is not what its accountant was told; do "
+            "not run it on data"
+        )
+    return f"the audit of site {site!r} contradicts its claim (method {names}): {how}"
+
+
+def _scene_of(run: Path, overrides: list[str]) -> SimulationSetup:
+    """Return a run's own plan, data and partition. Raises PlanError, DataError."""
+    from fedpact.common.run_folder import Folder, check_writable
+    from fedpact.data.partition import Partition
+    from fedpact.plan import Plan
+    from fedpact.report.run_summary import read_run
+    from fedpact.simulation.setup import SimulationSetup
+
+    if overrides:
+        raise PlanError(
+            f"--set {overrides[0]} with the folder of a run: its report would show the audit of "
+            f"another configuration; audit {run / 'plan.json'} with --set instead"
+        )
+    # A folder whose report cannot be written is found out before minutes of attacks.
+    read_run(run)
+    check_writable(run)
+    folder = Folder(run)
+    if not folder.partition.exists():
+        raise DataError(
+            f"{run} has no partition.json: the run's records are not on this machine; audit "
+            f"{run / 'plan.json'}, which tries its mechanism on a partition made anew"
+        )
+    return SimulationSetup.of(
+        Plan.parse(folder.read_json("plan.json")), None, Partition.load(folder.partition)
+    )
+
+
+def _methods(method: str, target: Target) -> list[str]:
+    from fedpact.studies.audit.attacks import attackable
+
+    if method != "all":
+        return [method]
+    many = target.w.numel() <= _SMALL_MODEL and attackable(target)
+    return [name for name in METHODS if many or name != "many-runs"]
+
+
+def _carry_out(method: str, scene: SimulationSetup, target: Target, canaries: int) -> Finding:
+    from fedpact.studies.audit.attacks import many_runs, membership, one_run
+
+    match method:
+        case "one-run":
+            return one_run(target, canaries, CONFIDENCE)
+        case "many-runs":
+            return many_runs(target, confidence=CONFIDENCE)
+        case "membership":
+            return membership(scene, CONFIDENCE)
+        case _:
+            raise InputError(f"method is {method!r}: expected one of {', '.join(METHODS)}, all")
+
+
+def _document(target: Target, findings: dict[str, Finding], found: list[Check]) -> dict[str, Any]:
+    terms = target.terms
+    return {
+        "site": terms.site,
+        "epsilon": terms.budget.epsilon,
+        "honest": terms.honest,
+        "epsilon_alone": terms.epsilon_alone if terms.honest else None,
+        "delta": terms.budget.delta,
+        "adjacency": terms.adjacency,
+        "unit": terms.protects,
+        "accountant": terms.accountant,
+        "mechanism": terms.mechanism,
+        "confidence": CONFIDENCE,
+        "events": terms.steps,
+        "model_parameters": target.w.numel(),
+        "checks": [check.document() for check in found],
+        "methods": {m: {**dataclasses.asdict(f), "passed": f.passed} for m, f in findings.items()},
+        "passed": all(check.passed for check in found),
+    }
+
+
+def _claimed(document: dict[str, Any]) -> str:
+    if not document["honest"]:
+        return f"{document['epsilon']:g}"
+    return format_epsilon(document["epsilon"], document["epsilon_alone"], document["honest"])
+
+
+def _print(document: dict[str, Any], found: list[Check], run: Path | None) -> None:
+    out = Console(highlight=False, soft_wrap=True)
+    out.print(
+        f"site {document['site']}: claimed ε = {_claimed(document)} at δ = "
+        f"{document['delta']:g}, {document['adjacency']}, accountant {document['accountant']}. "
+        f"Each method's bounds hold with {document['confidence']:.0%} confidence; the sensitivity "
+        "is measured exactly, without noise."
+    )
+    for check in found:
+        out.print(f"{check.method:<11} {check.text}", markup=False)
+    methods = {check.method.partition(",")[0] for check in found} - {SENSITIVITY}
+    if "many-runs" not in methods and len(methods) > 1:
+        out.print(
+            f"many-runs   left out: the model has {document['model_parameters']:,} parameters"
+            if document["model_parameters"] > _SMALL_MODEL
+            else "many-runs   left out: the attack does not know what this algorithm releases"
+        )
+    good = document["passed"]
+    out.print("no attack contradicts the claim" if good else "THE CLAIM IS WRONG")
+    if run is not None:
+        out.print(f"{run / 'audit.json'}, shown in {run / 'report.html'}", markup=False)

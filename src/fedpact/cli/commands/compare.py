@@ -1,12 +1,29 @@
 """`fedpact compare`."""
 
+from __future__ import annotations
+
+import sys
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from fedpact.cli.console import AsJson
+from fedpact.cli.console import INTERRUPTED, AsJson, StopOnInterrupt, show
 from fedpact.cli.reference import check_keys
+from fedpact.common import check
+from fedpact.common.files import check_out
+from fedpact.common.format import headline_metric
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from fedpact.report.compared_runs import Comparison
+    from fedpact.studies.pool import Job, RunProgress
+
+_BETWEEN_LINES = 20.0  # seconds between two lines on one run, where there is no terminal
 
 
 def compare(
@@ -46,8 +63,149 @@ def compare(
     firsts = [text.partition(",")[0] for text in sweeps if not text.startswith("settings.")]
     for config in configs or [None]:
         check_keys(config, [*whole, *firsts])
-    from fedpact.cli import compare as command
+    from fedpact.report.comparison import document
+    from fedpact.studies.compare import compare as carry_out
+    from fedpact.studies.compare import comparison_folder, read_plans
+    from fedpact.studies.sweep import expand_sweep, read_sweeps
 
-    command.execute_compare(
-        configs or [], chosen, overrides, sweeps, seeds, out, jobs, joining, counted, as_json
+    check.count(seeds=seeds)
+    plans, sweep = read_plans(configs or [], chosen, overrides), read_sweeps(sweeps)
+    folder = check_out(out or comparison_folder())
+    console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
+    console.print(f"{len(expand_sweep(plans, sweep)[0])} entries, {seeds} seeds, in {folder}")
+    stop = StopOnInterrupt(console)
+    stop()  # from here on: its processes are told by it
+    with _Live(console) as live:
+        found = carry_out(
+            plans,
+            seeds,
+            folder,
+            jobs=jobs,
+            joining=joining,
+            counted=counted,
+            sweep=sweep,
+            on_news=live,
+            stop=stop,
+        )
+    paths = {"folder": str(folder), "report": str(folder / "comparison.html")}
+    show({**document(found), **paths}, as_json, lambda: _print(found))
+    if live.failed:
+        raise typer.Exit(2)
+    if stop() and any(entry.missing for entry in found.entries):
+        raise typer.Exit(INTERRUPTED)
+
+
+class _Live:
+    """A line a run on a terminal, lines now and then elsewhere; failures are always told."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self.failed = 0
+        self._console = console
+        self._tasks: dict[Job, TaskID] = {}
+        self._told: dict[tuple[Job, str], float] = {}
+        self._progress = Progress(
+            TextColumn("{task.fields[run]}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[what]} {task.completed}/{task.total}  {task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> _Live:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, news: RunProgress) -> None:
+        """Show what a run has just done."""
+        job = news.job
+        if news.ended:
+            self._ended(job)
+            self.failed += news.failed is not None
+            style = "red" if news.failed is not None else None
+            said = "FAILED: " + news.failed if news.failed else "ended"
+            self._line(f"{_name(job)}: {said}", style)
+        elif news.joining is not None:
+            site, at, of = news.joining
+            for before in set(self._tasks) - {job}:  # this is found of one run after the other
+                self._ended(before)
+            self._show(job, "site", at, of, f"{site} alone and tuned")
+        else:
+            told = " ".join(headline_metric(news.accuracy, news.loss))
+            known = news.accuracy is not None or news.loss is not None
+            self._show(job, "round", news.round, job.plan.rounds, told if known else None)
+
+    def _show(self, job: Job, what: str, at: int, of: int, told: str | None) -> None:
+        """Move a run's bar; say it in a line now and then, where there is something to tell."""
+        if job not in self._tasks:
+            self._tasks[job] = self._progress.add_task("", total=of, run=_name(job), what=what)
+        self._progress.update(self._tasks[job], completed=at)
+        if told is None:
+            return
+        self._progress.update(self._tasks[job], description=told)
+        now = time.monotonic()
+        if now - self._told.get((job, what), -_BETWEEN_LINES) >= _BETWEEN_LINES:
+            self._told[job, what] = now
+            if not self._console.is_terminal:
+                self._line(f"{_name(job)}: {what} {at}/{of}  {told}")
+
+    def _ended(self, job: Job) -> None:
+        if job in self._tasks:
+            self._progress.remove_task(self._tasks.pop(job))
+
+    def _line(self, text: str, style: str | None = None) -> None:
+        self._console.print(Text(text, style=style or ""))
+
+
+def _name(job: Job) -> str:
+    return f"{job.name} seed {job.seed}"
+
+
+def _print(comparison: Comparison) -> None:
+    from fedpact.evaluation.metrics import find_display
+    from fedpact.report.comparison import (
+        EFFORT_NOTE,
+        comparison_table,
+        describe_tuning_cost,
+        effort,
+        guarantees,
+        inequality,
+        lines_by_entry,
     )
+    from fedpact.report.evaluations import summarise_evaluations, summarise_joining
+
+    out = Console(file=sys.stdout, highlight=False)
+    # A pipe has no width: there a row stays on its line.
+    out.width = out.width if out.is_terminal else 200
+    comparison_table(comparison).print(out, f"comparison {comparison.folder}")
+    effort(comparison).print(out, "what each did for it")
+    out.print(Text(EFFORT_NOTE), soft_wrap=True)
+    pooled = [f"{comparison.judged} (on held-out records)"] * comparison.pooled
+    metrics = [find_display(name).label for name in comparison.measured]
+    simulator = ", ".join((*pooled, *metrics))
+    out.print(f"mean ± standard deviation over seeds; {simulator} and worst site: simulator only")
+    out.print("seconds: all rounds by the wall clock, in which runs side by side share the machine")
+    sentence = inequality(comparison)
+    if sentence:
+        out.print(Text(sentence, style="bold red"), soft_wrap=True)
+    for line in (
+        *guarantees(comparison),
+        *lines_by_entry(comparison, summarise_evaluations),
+        *lines_by_entry(comparison, summarise_joining),
+        *describe_tuning_cost(comparison),
+    ):
+        out.print(Text(line), soft_wrap=True)
+    for entry in comparison.entries:
+        for why in dict.fromkeys(entry.missing.values()):
+            which = ", ".join(str(seed) for seed, reason in entry.missing.items() if reason == why)
+            line = f"{entry.name} seed {which} is missing: {why}"
+            out.print(Text(line, style="red"), soft_wrap=True)
+    if any(entry.missing for entry in comparison.entries):
+        told = f"the same command with --out {comparison.folder} makes what is missing"
+        out.print(Text(told), soft_wrap=True)
+    out.print(Text(str(comparison.folder / "comparison.html")), soft_wrap=True)

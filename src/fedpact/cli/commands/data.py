@@ -1,10 +1,38 @@
 """`fedpact data`: list, verify and download the public data sets."""
 
-from typing import Annotated
+import json
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from fedpact.cli.console import AsJson, group
+from fedpact.common.errors import DataError
+from fedpact.common.notebook import print_table
+
+_MADE: Final = "made, not read"
+
+
+_ABOUT: Final = {
+    "digits": ("CC BY 4.0, from UCI, with the package", "1,797 handwritten digits, 8 x 8"),
+    "mnist": ("mnist", "70,000 handwritten digits, 28 x 28"),
+    "fashion_mnist": ("fashion_mnist", "70,000 clothes in 10 classes, 28 x 28"),
+    "cifar10": ("cifar10", "60,000 photographs in 10 classes, 32 x 32, colour"),
+    "heart_disease": ("heart_disease", "920 patients of 4 hospitals"),
+    "heart_disease_flamby": ("heart_disease", "740 of them, as FLamby cuts them"),
+    "adult": ("adult", "48,842 answers of a census: is an income above 50,000?"),
+    "shakespeare": ("shakespeare", "the next character, by speaking role"),
+    "synthetic(ALPHA,BETA)": (
+        _MADE,
+        "100 devices, unlike by ALPHA and BETA; 60 numbers, 10 classes",
+    ),
+    "synthetic_iid": (_MADE, "100 devices, all alike"),
+}
+"""Name -> the public data set whose files it is made of, or its licence; what it is."""
+
 
 app = group("List, verify and download the public data sets.")
 
@@ -12,9 +40,34 @@ app = group("List, verify and download the public data sets.")
 @app.command("list")
 def list_(as_json: AsJson = False) -> None:
     """Show the public data sets, and which of them the data directory holds."""
-    from fedpact.cli import data as command
+    from fedpact.data import download
+    from fedpact.data.load import NAMES
+    from fedpact.data.public import FORMS
 
-    command.execute_list(as_json)
+    rows: list[dict[str, Any]] = []
+    for name in (*NAMES, *FORMS):
+        of, what = _ABOUT[name]
+        source = download.SOURCES.get(of)
+        present = source is None or all(download.locate(source, file) for file in source.files)
+        licence = of if source is None else source.licence
+        rows.append({"name": name, "what": what, "present": present, "licence": licence})
+    for path in _own_files(download.data_dir()):
+        what = "a file of your own, by its path"
+        rows.append({"name": str(path), "what": what, "present": True, "licence": ""})
+    if as_json:
+        _print_json({"directory": str(download.data_dir()), "data_sets": rows})
+        return
+    table = Table(title=Text(f"data directory {download.data_dir()}"))
+    table.add_column("data =", no_wrap=True)
+    for column in ("what", "present", "licence"):
+        table.add_column(column)
+    for row in rows:
+        present = "yes" if row["present"] else "no"
+        cells = (f'"{row["name"]}"', row["what"], present, row["licence"])
+        table.add_row(*map(Text, cells))
+    print_table(Console(), table)
+    if missing := [row["name"] for row in rows if not row["present"]]:
+        print(f"what is not there: `fedpact data download {_ABOUT[missing[0]][0]}`")
 
 
 @app.command()
@@ -25,9 +78,37 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Compare every file with its published MD5. Fails where one is missing or damaged."""
-    from fedpact.cli import data as command
+    from fedpact.data import download
 
-    command.execute_verify(names or [], as_json)
+    names = names or []
+    if names:
+        chosen = [download.find_source(name) for name in names]
+    else:
+        chosen = [
+            s for s in download.SOURCES.values() if any(download.locate(s, f) for f in s.files)
+        ]
+    if not chosen:
+        raise DataError(
+            f"the data directory {download.data_dir()} holds no file of a public data set: set "
+            "FEDPACT_DATA to the one that does, or fetch them with `fedpact data download`"
+        )
+    found = {s.name: {file: download.state(s, file) for file in s.files} for s in chosen}
+    if as_json:
+        _print_json({"directory": str(download.data_dir()), "data_sets": found})
+    else:
+        table = Table(title=Text(f"data directory {download.data_dir()}"))
+        for column in ("data set", "file", "state"):
+            table.add_column(column)
+        for name, states in found.items():
+            for file, state in states.items():
+                table.add_row(*map(Text, (name, file, state)))
+        print_table(Console(), table)
+    bad = [f"{name}/{file}" for name in found for file, s in found[name].items() if s != "ok"]
+    if bad:
+        raise DataError(
+            f"{len(bad)} files in {download.data_dir()} are missing or differ from the published "
+            f"ones: {', '.join(bad)}; fetch them with `fedpact data download`"
+        )
 
 
 @app.command()
@@ -40,6 +121,32 @@ def download(
     as_json: AsJson = False,
 ) -> None:
     """Fetch what is missing or damaged into the data directory, checked by the published MD5."""
-    from fedpact.cli import data as command
+    from fedpact.data import download
+    from fedpact.data.download import download as fetch
 
-    command.execute_download(names, home, as_json)
+    for name in names:
+        download.find_source(name)
+    fetched: dict[str, list[str]] = {}
+    progress = Console(stderr=True)
+    for name in names:
+        with progress.status(f"fetching {name}"):
+            fetched[name] = fetch(name, home)
+    if as_json:
+        _print_json({"directory": str(download.data_dir()), "fetched": fetched})
+        return
+    for name, new in fetched.items():
+        Console().print(f"{name}: {len(new)} files fetched into {download.data_dir() / name}")
+
+
+def _own_files(directory: Path) -> list[Path]:
+    """The tables and arrays in the data directory that belong to none of the public data sets."""
+    from fedpact.data import download
+    from fedpact.data.cells import SUFFIXES
+
+    found = (path for suffix in SUFFIXES for path in directory.glob(f"**/*{suffix}"))
+    public = [directory / name for name in download.SOURCES]
+    return sorted(path for path in found if not any(path.is_relative_to(at) for at in public))
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(json.dumps(document, indent=2))

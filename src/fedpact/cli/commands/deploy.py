@@ -1,14 +1,42 @@
 """`fedpact deploy`: a federation on real machines, or all of it on this one for trying."""
 
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from fedpact.cli.console import AsJson, Config, Overrides, group
+from fedpact.cli.console import AsJson, Config, Overrides, group, show
 from fedpact.cli.reference import check_keys
+from fedpact.common.errors import DataError, FedpactError
+from fedpact.common.format import exact_percent, headline_metric, upper
+from fedpact.common.notebook import print_table
+
+if TYPE_CHECKING:
+    from fedpact.common.messages import RoundRecord
+    from fedpact.deployment import local
+
+_POLL_SECONDS = 0.5
+
+
+_SHOWN = 5
+
+
+_OWNERS = (
+    "Each site holds records out, of which it releases nothing: `fedpact deploy status` in a "
+    "site's directory shows its owner what the model does on them"
+)
+
 
 app = group("A federation on real machines, over Flower.")
+
 
 Where = Annotated[
     Path, typer.Argument(help="What `fedpact deploy init` wrote, or one party's directory in it.")
@@ -41,8 +69,10 @@ def init(
 ) -> None:
     """Write a deployment of a configuration: certificates, keys, settings, policies, scripts."""
     check_keys(config, overrides)
-    from fedpact.cli import deploy as command
     from fedpact.deployment.files import Choices
+    from fedpact.deployment.files import write_deployment as write_deployment
+    from fedpact.evaluation.settings import DECLARE
+    from fedpact.plan import Plan
     from fedpact.simulation.flower import require_flower
 
     require_flower()
@@ -56,31 +86,59 @@ def init(
     }
     seeds = "test" if test_seeds else "secure"
     choices = Choices(host=host, port=port, records=records, seeds=seeds, patience=patience)
-    command.execute_init(directory, config, overrides, choices)
+    plan = Plan.read(config, overrides)
+    federation = write_deployment(directory, plan, choices)
+    _out().print(
+        f"{directory}: run {federation.run}, {len(federation.sites)} sites, server at "
+        f"{federation.address}. Read {directory / 'README.md'} next"
+        + (
+            f"; `fedpact deploy up {quote(str(directory))}` tries it on this machine."
+            if choices.records
+            else ", and give every site its records (site.toml)."
+        )
+    )
+    if plan.evaluation_terms is None:
+        public = (directory / "server" / "test.npz").exists()
+        instead = "the public server/test.npz alone" if public else "nothing at all"
+        more = _OWNERS if plan.evaluation.used else DECLARE
+        told = f"By the server the model will be evaluated on {instead}. {more}."
+        _out().print(told, markup=False)
 
 
 @app.command()
 def check(directory: Where, as_json: AsJson = False) -> None:
     """Show a site's owner its columns, what is left out, and the cost, before it opens."""
-    from fedpact.cli import check as command
+    from fedpact.cli.commands.inspect import check_sites
 
-    command.execute_check(directory, as_json)
+    check_sites(directory, as_json)
 
 
 @app.command()
 def up(directory: Where) -> None:
     """Try the whole federation on this machine: run it, show it, end it."""
-    from fedpact.cli import deploy as command
+    from fedpact.cli.commands.inspect import check_before_start
+    from fedpact.deployment import local
+    from fedpact.simulation.flower import require_flower
 
-    command.execute_up(directory)
+    require_flower()
+    if local.SERVER not in (places := local.parties(directory)) or len(places) < 2:
+        raise DataError(
+            f"{directory} is one party's: `fedpact deploy server` or `site` starts it; name the "
+            "whole deployment's directory"
+        )
+    check_before_start(directory)
+    with local.Parties(directory) as here:
+        _out().print(f"started: {', '.join(here.start())}; Ctrl-C ends them, `up` goes on")
+        _follow(directory, here)
 
 
 @app.command()
 def status(directory: Where, as_json: AsJson = False) -> None:
     """Show who runs, how far the run is, and what each site has spent."""
-    from fedpact.cli import deploy as command
+    from fedpact.deployment import local
 
-    command.execute_status(directory, as_json)
+    found = local.inspect_deployment(directory)
+    show(found, as_json, lambda: _print(found))
 
 
 @app.command()
@@ -89,9 +147,17 @@ def renew(
     directory: Annotated[Path, typer.Argument(help="The server's directory.")],
 ) -> None:
     """Write the server's TLS certificate anew, and the authority's where that ends before it."""
-    from fedpact.cli import deploy as command
+    from fedpact.deployment import keys
+    from fedpact.deployment.federation import Federation
 
-    command.execute_renew(authority, directory)
+    federation = Federation.read(directory / "federation.toml")
+    all_parties = keys.renew(authority, directory, federation.host)
+    told = (
+        f"and {directory / 'ca.crt'}, which every site needs in place of its own"
+        if all_parties
+        else "the sites' files stay as they are"
+    )
+    _out().print(f"new: {directory / 'tls.crt'}, with its key; {told}. Start the server again.")
 
 
 @app.command()
@@ -100,17 +166,19 @@ def server(
     as_json: AsJson = False,
 ) -> None:
     """Run the server until the run has ended; started again, it goes on."""
-    from fedpact.cli import deploy as command
+    from fedpact.deployment import processes
 
-    command.execute_server(directory, as_json)
+    out = _out()
+    summary = processes.run_server(directory, lambda record: out.print(_line(record)))
+    show(summary, as_json, lambda: out.print(f"ended: {summary['status']}"))
 
 
 @app.command()
 def site(directory: Annotated[Path, typer.Argument(help="The site's directory.")]) -> None:
     """Take part as a site until stopped; started again, it goes on."""
-    from fedpact.cli import deploy as command
+    from fedpact.deployment import processes
 
-    command.execute_site(directory)
+    processes.run_site(directory)
 
 
 @app.command()
@@ -125,6 +193,127 @@ def model(
     ] = None,
 ) -> None:
     """Put the final model into a site's directory, where it was away when the server sent it."""
-    from fedpact.cli import deploy as command
+    from fedpact.deployment.final_model import FinalModel
 
-    command.execute_model(directory, source)
+    place = FinalModel.of(directory).bring(source)
+    _out().print(f"{place}: `fedpact predict {directory} FILE` asks it", markup=False)
+
+
+def _follow(directory: Path, here: local.Parties) -> None:
+    """Print each committed round until the server's process has ended."""
+    from fedpact.common.messages import RoundRecord
+    from fedpact.deployment import local
+
+    seen, out, told = -1, _out(), set[str]()
+    while True:
+        # In this order: what a server commits before it ends is seen.
+        ended = {name: not here.runs(name) for name in local.parties(directory)}
+        found = local.inspect_deployment(directory)
+        for name in ended:
+            if ended[name] and name not in told | {local.SERVER}:
+                told.add(name)
+                out.print(f"{name} has ended: {found['ended'].get(name)}", markup=False)
+        last = found["round"]
+        if last is not None and last["round"] != seen:
+            seen = last["round"]
+            out.print(_line(RoundRecord(**last)))
+        if ended.pop(local.SERVER):
+            break
+        # A site's process goes on until it is ended, so those that are not there have failed.
+        if all(ended.values()):
+            raise FedpactError(
+                "every site has ended by itself, as said above, so no answer can come and the "
+                "server is ended, too: mend what they say, then start them again"
+            )
+        time.sleep(_POLL_SECONDS)
+    if found["status"] == "not ended":
+        raise FedpactError(
+            f"the server ended before the run did: see {directory / 'server' / 'log.txt'}"
+        )
+    _print(found)
+
+
+def _line(record: RoundRecord) -> str:
+    found = headline_metric(record.accuracy, record.loss, exact_percent)
+    accuracy = "" if record.accuracy is None else f"  {' '.join(found)}"
+    refused = "".join(f"  {site}: {code}" for site, code in record.refused.items())
+    alone = max(record.epsilon_alone.values(), default=None)
+    spent = upper(max(record.epsilon.values()))
+    spent += "" if alone is None else f" (alone {upper(alone)})"
+    return f"round {record.round}{accuracy}  ε {spent}  {record.seconds:.1f} s{refused}"
+
+
+def _print(found: dict[str, Any]) -> None:
+    from fedpact.common.messages import RoundRecord
+
+    out = _out()
+    last = found["round"]
+    at = "" if last is None else "; " + _line(RoundRecord(**last))
+    out.print(f"run {found['run']}: {found['status']}{at}")
+    table = Table("party", "here", "ε spent", "of ε", "alone", "of", "δ", "ledger entries")
+    for name, runs in found["running"].items():
+        ledger = found["ledgers"].get(name)
+        table.add_row(Text(name), "runs" if runs else "-", *_spend(ledger, found["run"]))
+    last = last or {"epsilon": {}, "epsilon_alone": {}}
+    for name, epsilon in last["epsilon"].items():
+        if name not in found["running"]:
+            # Its ledger is on a machine of its own: what the server counts.
+            alone = last["epsilon_alone"].get(name, epsilon)
+            table.add_row(Text(name), "elsewhere", upper(epsilon), "", upper(alone), "", "", "")
+    print_table(out, table)
+    if found["status"] in ("not ended", "known to the server"):
+        for name, words in found["ended"].items():
+            out.print(f"{name} has ended: {words}", markup=False)
+    if found["own_figures"]:
+        _print_own(out, found["own_figures"])
+    out.print(f"(ε, δ), adjacency: {found['adjacency']}; accountant best of PLD and RDP.")
+    if found["evaluations"]:
+        cost, delta = map(upper, found["evaluations"])
+        out.print(
+            "A ledger's line has the larger of training and evaluations, which are of others. A "
+            "round's ε and the lines of sites elsewhere are of training alone; evaluations cost "
+            f"whoever is held out at most ({cost}, {delta})."
+        )
+    out.print("Alone: against everybody together; the same, but where sites share noise out.")
+
+
+def _spend(ledger: Mapping[str, Any] | None, run: str) -> tuple[str, ...]:
+    """Return what a ledger says of a run, with what it was before it was extended."""
+    from fedpact.privacy.ledger.reservations import spend_of
+
+    found = spend_of(run, ledger["runs"]) if ledger else None
+    if not ledger or found is None:
+        return ("",) * 6
+    figures = ("epsilon_spent", "epsilon_reserved", "epsilon_alone_spent", "epsilon_alone_reserved")
+    return (*(upper(found[figure]) for figure in (*figures, "delta")), str(ledger["entries"]))
+
+
+def _print_own(out: Console, own: dict[str, Any]) -> None:
+    """Show a site's exact figures to its owner: accuracy by round, and by class in the last one."""
+    from fedpact.evaluation.held_out import SumsForm
+    from fedpact.evaluation.intervals import exact_figures
+    from fedpact.evaluation.settings import EvaluationSettings
+
+    settings = EvaluationSettings.model_validate(own["settings"])
+    form = SumsForm(settings, tuple(own["classes"]), tuple(own["groups"]), own["unit"])
+    rounds = sorted(own["rounds"].items(), key=lambda each: int(each[0]))
+    figures = {name: exact_figures(sums, form) for name, sums in rounds}
+    of_all = [f.name for f in next(iter(figures.values())) if not f.of_part]
+    table = Table("after round", *of_all)
+    for name, found in figures.items():
+        table.add_row(name, *(f"{f.value:.4g}" for f in found if not f.of_part))
+    print_table(out, table)
+    some = [*figures][-_SHOWN:]
+    parts = Table("", *(f"round {name}" for name in some))
+    of_parts = ([f for f in figures[name] if f.of_part] for name in some)
+    for each in zip(*of_parts, strict=True):
+        parts.add_row(Text(f"{each[0].name}, {each[0].about}"), *(f"{f.value:.4g}" for f in each))
+    print_table(out, parts)
+    out.print(
+        "Exact figures of this site's held-out records, for its owner alone: nothing of them is "
+        "in any message, and to pass them on is a release that no budget counts."
+    )
+
+
+def _out() -> Console:
+    return Console(highlight=False, soft_wrap=True)

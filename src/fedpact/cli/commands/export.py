@@ -1,11 +1,14 @@
 """`fedpact export`."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from fedpact.cli.console import AsJson
+from fedpact.cli.console import AsJson, show
+from fedpact.common.files import check_file, write_whole
 
 
 def export(
@@ -19,6 +22,21 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a model card of a run, in Markdown; no site is named in it."""
-    from fedpact.cli import export as command
+    from fedpact.report.model_card import Facts, about_of, render_model_card
+    from fedpact.report.run_summary import read_run
 
-    command.execute_export(run, out, overrides, as_json)
+    if out is not None:
+        check_file("--out", out)
+    found = read_run(run)
+    facts = Facts(found, about_of(found.plan, overrides))
+    text = render_model_card(facts)
+    if out is not None:
+        write_whole(out, text.encode(), private=False)
+    for warning in facts.warnings:
+        Console(stderr=True, highlight=False, quiet=as_json).print(warning, markup=False)
+    wrote = {} if out is None else {"file": str(out)}
+
+    def tell() -> None:
+        sys.stdout.write(text if out is None else f"{out}\n")
+
+    show({"markdown": text, **wrote}, as_json, tell)

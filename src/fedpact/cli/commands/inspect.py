@@ -1,11 +1,27 @@
 """`fedpact inspect`: what a file holds, and a draft of what to declare of it."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from fedpact.cli.console import AsJson
+from fedpact.cli.console import AsJson, show
+from fedpact.common.errors import DataError, FedpactError
+from fedpact.common.format import duration, number, percent, upper
+from fedpact.common.notebook import print_table
+
+if TYPE_CHECKING:
+    from fedpact.data.summary import ColumnSummary
+    from fedpact.deployment.check import SiteCheck
+
+_FLOWER_SECONDS = "3 to 5 s"
 
 
 def inspect(
@@ -16,6 +32,150 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Draft the [records] of a configuration from a file, for a person to confirm."""
-    from fedpact.cli import check as command
+    from fedpact.data.draft import draft
 
-    command.execute_inspect(file, {"label": label, "site": site, "person": person}, as_json)
+    text, columns = draft(file, {"label": label, "site": site, "person": person})
+    document = {"draft": text, "columns": [asdict(one) for one in columns]}
+
+    def both() -> None:
+        print_columns(columns, Console(stderr=True, highlight=False, soft_wrap=True))
+        print(text, end="")
+
+    show(document, as_json, both)
+
+
+def check_sites(directory: Path, as_json: bool) -> None:
+    """Carry out `fedpact deploy check`."""
+    from fedpact.deployment.check import check_site
+
+    found = [check_site(where) for where in sites_of(directory)]
+    document = {"sites": {one.site: asdict(one) for one in found}}
+
+    def text() -> None:
+        for one in found:
+            print_check(one)
+
+    show(document, as_json, text)
+    refuse(found)
+
+
+def check_before_start(directory: Path) -> None:
+    """Print what there is to say of each site that is to start. Raises FedpactError: one cannot."""
+    from fedpact.deployment.check import check_site
+
+    found = [check_site(where) for where in sites_of(directory, least=0)]
+    for one in found:
+        if one.problems:
+            print_check(one)
+        else:
+            _out().print(_line(one), markup=False)
+            for remark in one.remarks:
+                _out().print(f"  {remark}", markup=False)
+    refuse(found)
+
+
+def sites_of(directory: Path, least: int = 1) -> list[Path]:
+    """Return the directories of the sites that lie there. Raises DataError: none does."""
+    from fedpact.deployment import local
+
+    places = [
+        where for where in local.parties(directory).values() if (where / "site.toml").exists()
+    ]
+    if len(places) < least:
+        raise DataError(f"{directory} is no site's directory: name one, or the whole deployment's")
+    return places
+
+
+def refuse(found: Sequence[SiteCheck]) -> None:
+    """Raise FedpactError where a site has a problem."""
+    bad = [one for one in found if one.problems]
+    if bad:
+        told = ". ".join(f"Site {one.site}: {'; '.join(one.problems)}" for one in bad)
+        raise FedpactError(f"{told}. Nothing is promised or charged")
+
+
+def print_check(found: SiteCheck) -> None:
+    """Print all of it."""
+    out = _out()
+    out.print(f"site {found.site}, run {found.run}: {found.file}", markup=False)
+    if found.missing:
+        told = [
+            f"{name} (probably {found.renamed[name]!r})" if name in found.renamed else name
+            for name in found.missing
+        ]
+        out.print(f"missing columns: {', '.join(told)}", markup=False)
+    others = [name for name in found.unexpected if name not in found.renamed.values()]
+    if others:
+        out.print(f"columns that nobody declares, ignored: {', '.join(others)}", markup=False)
+    print_columns(found.columns, out)
+    if found.records:
+        _print_records(found)
+    _print_cost(found)
+    for remark in found.remarks:
+        out.print(f"look at: {remark}", markup=False)
+    out.print(
+        "does not open" if found.problems else "opens",
+        style="red" if found.problems else "green",
+    )
+    out.print("Exact figures of this site's records, for its owner alone: nothing of them is sent.")
+
+
+def print_columns(columns: Sequence[ColumnSummary], out: Console) -> None:
+    """Print columns beside what is declared of them."""
+    table = Table(
+        "column", "holds", "least", "median", "most", "missing", "not as declared", "declared"
+    )
+    for one in columns:
+        figures = (number(one.low), number(one.median), number(one.high))
+        shares = percent(one.missing), percent(one.outside)
+        table.add_row(*map(Text, (one.name, one.kind, *figures, *shares, one.declared)))
+    print_table(out, table)
+
+
+def _print_records(found: SiteCheck) -> None:
+    out = _out()
+    if found.left_out:
+        table = Table("left out by column", "reason", "records")
+        for column, why, count in found.left_out:
+            table.add_row(Text(column or "the record"), Text(why), f"{count:,}")
+        print_table(out, table)
+    out.print(_line(found), markup=False)
+    if found.classes:
+        told = ", ".join(f"{name} {count:,}" for name, count in found.classes.items())
+        out.print(f"classes: {told}", markup=False)
+
+
+def _print_cost(found: SiteCheck) -> None:
+    out = _out()
+    if found.epsilon is None or found.delta is None:
+        return
+    promised = "has reserved" if found.reserved else "will reserve"
+    told = f"cost: the run {promised} (ε, δ) = ({upper(found.epsilon)}, {upper(found.delta)})"
+    if found.evaluation is not None:
+        told += ", and for held-out records ({}, {})".format(*map(upper, found.evaluation))
+    if found.epsilon_ever is not None:
+        most = max(found.epsilon, (found.evaluation or (0.0,))[0])
+        left = max(0.0, found.epsilon_ever - found.epsilon_before - most)
+        told += (
+            f"; other runs have reserved ε = {upper(found.epsilon_before)} of the "
+            f"{upper(found.epsilon_ever)} that policy.toml ever allows, so {number(left)} remain"
+        )
+    out.print(f"{told}.", markup=False)
+    if found.seconds is not None:
+        out.print(
+            f"time: some {duration(found.seconds)} of this machine a round ({found.steps} steps), "
+            f"and {_FLOWER_SECONDS} for Flower; {found.rounds} rounds at most"
+        )
+
+
+def _line(found: SiteCheck) -> str:
+    persons = "" if found.persons is None else f" of {found.persons:,} persons"
+    out = found.records - found.used
+    return (
+        f"site {found.site}: {found.used:,} of {found.records:,} records{persons} are used, "
+        f"{out:,} left out ({percent(out / found.records if found.records else 0.0)})"
+    )
+
+
+def _out() -> Console:
+    return Console(highlight=False, soft_wrap=True)

@@ -1,13 +1,31 @@
 """`fedpact ledger`: what sites have promised and spent, and whether the proof is intact."""
 
+import json
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
+from fedpact.cli import console
 from fedpact.cli.console import AsJson, group
+from fedpact.common.errors import LedgerError
+from fedpact.common.files import check_file, parse_errors, write_whole
+from fedpact.common.format import upper
+from fedpact.common.notebook import print_table
+from fedpact.common.records import strict
+
+_TORN = (
+    "a last line that a crash left unreadable: until the ledger is opened, which decides what it "
+    "cost, all that its runs reserved counts as spent"
+)
+
 
 app = group("What sites have promised and spent.")
+
 
 Where = Annotated[
     Path, typer.Argument(help="A ledger.jsonl, or a folder with the ledgers of several sites.")
@@ -17,9 +35,8 @@ Where = Annotated[
 @app.command()
 def show(where: Where, as_json: AsJson = False) -> None:
     """Show what each run reserved and spent."""
-    from fedpact.cli import ledger as command
-
-    command.show_spend(where, as_json)
+    receipts = _receipts(where)
+    console.show({"ledgers": receipts}, as_json, lambda: _print(receipts))
 
 
 @app.command()
@@ -35,9 +52,26 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check every link of each ledger's chain, or a receipt's signature; altered is an error."""
-    from fedpact.cli import ledger as command
-
-    command.execute_verify(where, federation, as_json)
+    if where.suffix == ".json" and where.is_file():
+        _verify_signed(where, federation, as_json)
+        return
+    if federation is not None:
+        raise LedgerError(
+            f"--federation {federation} with {where}: keys are asked for by an exported receipt, "
+            "a .json file; leave it out, or name that file"
+        )
+    receipts = _receipts(where)
+    checked = {path: each["entries"] for path, each in receipts.items()}
+    torn = [path for path, each in receipts.items() if each["unreadable_last_line"]]
+    lines = [
+        f"{path}: intact, {count} entries" + (f", and {_TORN}" if path in torn else "")
+        for path, count in checked.items()
+    ]
+    console.show(
+        {"intact": True, "entries": checked, "unreadable_last_line": torn},
+        as_json,
+        lambda: Console(highlight=False, soft_wrap=True).print("\n".join(lines), markup=False),
+    )
 
 
 @app.command()
@@ -47,6 +81,171 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a receipt, signed at a deployed site: budgets and purpose, nothing about records."""
-    from fedpact.cli import ledger as command
+    from fedpact.deployment.receipts import build_receipt, sign_receipt
 
-    command.execute_export(where, out, as_json)
+    check_file("--out", out)
+    # A site's owner signs; whoever holds the directories of several signs for none of them.
+    site = where if (where / "site.toml").exists() else None
+    receipts = {str(path): strict(build_receipt(path, site)) for path in _ledgers(where)}
+    if site is not None:
+        receipts = {path: sign_receipt(told, site) for path, told in receipts.items()}
+    text = json.dumps(receipts, indent=2, allow_nan=False)
+    write_whole(out, text.encode() + b"\n", private=False)
+    how = "unsigned" if site is None else f"signed with {site / 'site.key'}"
+    console.show(
+        {"receipt": str(out), "ledgers": len(receipts), "signed": site is not None},
+        as_json,
+        lambda: Console(highlight=False, soft_wrap=True).print(
+            f"receipt of {len(receipts)} ledgers, {how}: {out}"
+        ),
+    )
+
+
+def _verify_signed(where: Path, federation: Path | None, as_json: bool) -> None:
+    """Check what `export` wrote at a site: who signed each receipt in the file."""
+    from fedpact.deployment.federation import Federation
+    from fedpact.deployment.receipts import check_signature
+
+    known = None if federation is None else Federation.read(federation)
+    with parse_errors(where, "ask the site's owner for the receipt again"):
+        receipts = dict[str, Any](json.loads(where.read_bytes()))
+    checked = {path: check_signature(told, known) for path, told in receipts.items()}
+    lines = [f"{path}: {told}" for path, told in checked.items()]
+    console.show(
+        {"intact": True, "signatures": checked},
+        as_json,
+        lambda: Console(highlight=False, soft_wrap=True).print("\n".join(lines), markup=False),
+    )
+
+
+def _receipts(where: Path) -> dict[str, dict[str, Any]]:
+    from fedpact.privacy.ledger.receipt import receipt
+
+    return {str(path): receipt(path) for path in _ledgers(where)}
+
+
+def _ledgers(where: Path) -> list[Path]:
+    """Return the ledger that is named, or all in a folder; a deployed site's where its owner says.
+
+    Raises LedgerError: there is none, one that cannot be seen, or a run's folder lacks a site's.
+    """
+    paths = _below(where) if where.is_dir() else [where]
+    if (where / "site.toml").exists():
+        from fedpact.deployment.federation import parse_toml
+        from fedpact.deployment.site_records import SiteSettings
+
+        own = where / parse_toml(SiteSettings, where / "site.toml").ledger
+        paths = [own] if own.exists() else []
+    if not paths:
+        raise LedgerError(
+            f"{where} holds no ledger{_kept(where)}: name a ledger.jsonl, or the folder of a "
+            "private run or of its ledgers"
+        )
+    return paths
+
+
+def _below(folder: Path) -> list[Path]:
+    """Return the ledgers below a folder, of a run's own those of all its sites.
+
+    Of one that is passed over nobody would know that it was not looked at.
+    """
+    from fedpact.common.run_folder import Folder
+
+    def unseen(error: OSError) -> None:
+        raise LedgerError(
+            f"{error.filename} cannot be read ({error.strerror}), so ledgers may be in it: use the "
+            "account that may read it, or name the ledgers that are meant one by one"
+        ) from error
+
+    names = [Path(at, n) for at, _, files in os.walk(folder, onerror=unseen) for n in files]
+    paths = sorted(path for path in names if path.name.endswith("ledger.jsonl"))
+    told = folder / "privacy.json"
+    if told.is_file() and any(path.parent.parent == folder / "sites" for path in paths):
+        sites = Folder(folder).read_json("privacy.json").get("sites", {})
+        gone = [name for name in sites if folder / "sites" / name / "ledger.jsonl" not in paths]
+        if gone:
+            raise LedgerError(
+                f"{folder} has no ledger of {', '.join(gone)}, which took part in its run: put "
+                f"sites/{gone[0]}/ledger.jsonl back from a backup; without it nobody can say what "
+                "the run has spent there"
+            )
+    return paths
+
+
+def _kept(run: Path) -> str:
+    """Return where a run's ledgers are kept, if not in its own folder."""
+    try:
+        found = json.loads((run / "plan.json").read_bytes())["run"]["ledgers"]
+    except (OSError, ValueError, LookupError, TypeError):
+        found = None
+    return f", as run.ledgers keeps them in {found!r}" if found else ""
+
+
+def _alone(spend: dict[str, Any]) -> tuple[str, str, str]:
+    return (
+        str(spend["honest"] or "-"),
+        upper(spend["epsilon_alone_reserved"]),
+        upper(spend["epsilon_alone_spent"]),
+    )
+
+
+def _print(receipts: dict[str, dict[str, Any]]) -> None:
+    out = Console(highlight=False, soft_wrap=True)
+    # A name that is cut short would name several runs.
+    names = [Column(name, overflow="fold") for name in ("site", "run")]
+    table = Table(*names, "ε reserved", "ε spent", "δ", "events spent", "of")
+    shared = any(run["honest"] for each in receipts.values() for run in each["runs"].values())
+    if shared:
+        for heading in ("honest", "ε alone reserved", "ε alone spent"):
+            table.add_column(heading)
+    for each in receipts.values():
+        site = each["site"] + (" (hypothetical)" if each["hypothetical"] else "")
+        for run, spend in each["runs"].items():
+            table.add_row(
+                Text(site),
+                Text(run),
+                f"{spend['epsilon_reserved']:g}",
+                upper(spend["epsilon_spent"]),
+                f"{spend['delta']:g}",
+                str(sum(event["spent"] for event in spend["events"])),
+                str(sum(event["reserved"] for event in spend["events"])),
+                *(_alone(spend) if shared else ()),
+            )
+    print_table(out, table)
+    if shared:
+        out.print(
+            "Where sites share noise out, ε needs the noise of so many honest sites in each sum; "
+            "ε alone holds against everybody together."
+        )
+    for path, each in receipts.items():
+        if each["unreadable_last_line"]:
+            out.print(f"{path} has {_TORN}", markup=False)
+    first = next(iter(receipts.values()))
+    if len(receipts) == 1:
+        out.print(first["sentence"], markup=False)
+    out.print(
+        f"(ε, δ), {first['adjacency']}, accountant {first['accountant']}; covers "
+        f"{first['covers']}. Runs on the same records add up. {_of_persons(receipts)}"
+    )
+
+
+def _of_persons(receipts: dict[str, dict[str, Any]]) -> str:
+    """Return what the dearest run reserved for a person with several records."""
+    together = dict[tuple[str, str], dict[str, float]]()
+    for path, ledger in receipts.items():
+        for name, run in ledger["runs"].items():
+            # What a run trains on and what it holds out may both be some of a person's records.
+            whole = together.setdefault((path, run["beside"] or name), {})
+            for k, cost in (run["epsilon_per_person"] or {}).items():
+                whole[k] = whole.get(k, 0.0) + cost
+    each = [found for found in together.values() if found]
+    if not each:
+        return ""
+    most = {k: max(one[k] for one in each) for k in each[0]}
+    both = any(run["beside"] for ledger in receipts.values() for run in ledger["runs"].values())
+    return (
+        "A person with several records loses more: of the dearest run, a patient with five visits "
+        f"at most ε = {upper(most['5'])} ("
+        + ", ".join(f"{k} records {upper(e)}" for k, e in most.items())
+        + f"){', with evaluations the sum of both, at the sum of both δ' if both else ''}."
+    )

@@ -1,11 +1,22 @@
 """`fedpact personalise`."""
 
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from fedpact.cli.console import AsJson
+from fedpact.cli.console import AsJson, show
+from fedpact.common.errors import PlanError
+
+if TYPE_CHECKING:
+    from fedpact.evaluation.personal import SiteFigures
+    from fedpact.report.run_summary import RunSummary
 
 
 def personalise(
@@ -19,6 +30,77 @@ def personalise(
     as_json: AsJson = False,
 ) -> None:
     """Tune the final model inside a site, for its owner alone, or say that it is not worth it."""
-    from fedpact.cli import personalise as command
+    from fedpact.report.evaluations import summarise_joining
+    from fedpact.report.page import write_page
+    from fedpact.report.run_summary import read_run
 
-    command.execute_personalise(directory, model, as_json)
+    if (directory / "site.toml").exists():
+        _at_site(directory, model, as_json)
+        return
+    if model is not None:
+        raise PlanError(
+            f"--model {model} with {directory}: a simulated run has its own final model; leave "
+            "--model out, or give a deployed site's directory"
+        )
+    from fedpact.simulation.simulate import of_run
+
+    console, seen = Console(stderr=True), count(1)
+    with console.status("making what sites have alone") as status:
+
+        def tell(site: str, of: int) -> None:
+            line = f"{site}: site {next(seen)} of {of}"
+            status.update(line)
+            if not console.is_terminal:
+                console.print(line, markup=False)
+
+        document = of_run(directory, on_site=tell)
+    run = read_run(directory)
+    write_page(run)
+    show({**document, "sentence": summarise_joining([run])}, as_json, lambda: _print_run(run))
+
+
+def _at_site(directory: Path, model: Path | None, as_json: bool) -> None:
+    from fedpact.deployment.site_evaluation import personalise_site
+
+    found = personalise_site(directory, model)
+    document = {**asdict(found.figures), "joining": found.figures.gain.verdict, "file": found.file}
+    show(document, as_json, lambda: _print_site(found.site, found.figures, found.file))
+
+
+def _print_run(run: RunSummary) -> None:
+    from fedpact.report.evaluations import (
+        JOINING_NOTE,
+        joining_rows,
+        joining_table,
+        summarise_joining,
+    )
+
+    out = Console(highlight=False, soft_wrap=True)
+    joining_table(joining_rows([run])).print(out)
+    out.print(Text(f"{JOINING_NOTE}. Simulator only."))
+    out.print(Text(summarise_joining([run]) or ""))
+
+
+def _print_site(site: str, figures: SiteFigures, file: str | None) -> None:
+    from fedpact.evaluation.personal import describe_joining
+    from fedpact.report.evaluations import JoiningRow, joining_table
+
+    out = Console(highlight=False, soft_wrap=True)
+    row = JoiningRow(
+        site,
+        figures.local,
+        figures.federated,
+        figures.tuned,
+        int(figures.tune),
+        1,
+        figures.gain,
+    )
+    out.print("EXACT FIGURES, for this site's owner alone: NOT PRIVATE, do not release")
+    joining_table([row]).print(out)
+    out.print(
+        "Each record is answered by models that it did not train, but for the federated one, which "
+        "saw it under its ε."
+    )
+    out.print(Text(figures.advice))
+    out.print(Text(describe_joining({site: figures.gain}, "for this run")))
+    out.print(Text(f"{file}: NOT PRIVATE, keep it here" if file else "no model was written"))

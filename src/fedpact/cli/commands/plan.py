@@ -1,11 +1,30 @@
 """`fedpact plan`."""
 
-from typing import Annotated
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
-from fedpact.cli.console import AsJson, Config, Overrides
+from fedpact.cli.console import AsJson, Config, Overrides, show
 from fedpact.cli.reference import check_keys
+from fedpact.common.errors import InputError
+from fedpact.common.format import size, upper
+from fedpact.common.notebook import print_table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedpact.simulation.setup import SimulationSetup
+
+# How many times longer noise may be than it could without a word.
+_DROWNED: Final = 1.5
 
 
 def plan(
@@ -22,6 +41,288 @@ def plan(
 ) -> None:
     """Show what a configuration will spend: q, σ, iterations, ε per round and at the end, bytes."""
     check_keys(config, overrides)
-    from fedpact.cli import plan as command
+    from fedpact.plan import Plan
+    from fedpact.simulation.setup import SimulationSetup
+    from fedpact.studies.optimise import optimise_budgets
 
-    command.execute_plan(config, overrides, optimise=optimise, passes=passes, as_json=as_json)
+    if passes is not None and not optimise:
+        raise InputError(f"--passes {passes:g} is of --optimise: ask for both, or leave it out")
+    whole = Plan.read(config, overrides)
+    scene = SimulationSetup.of(whole)
+    document = forecast(scene)
+    if optimise:
+        document["optimised"] = optimise_budgets(scene, passes)
+    show(document, as_json, lambda: _print(scene, document))
+
+
+def forecast(scene: SimulationSetup) -> dict[str, Any]:
+    """Return what the plan will spend if every site answers every round."""
+    from fedpact.common.params import FlatModel
+    from fedpact.simulation.secure_aggregation.graph import secure_terms
+    from fedpact.simulation.statement import describe_held_out_releases, per_person, site_terms
+
+    plan, rounds = scene.plan, scene.plan.rounds
+    total = _iterations(scene)
+    size_of_message, size_of_all = _message_bytes(scene)
+    sites = site_terms(scene.plan, scene.terms)
+    of_held = describe_held_out_releases(plan, scene.form, scene.dataset.person is not None)
+    own = scene.participants.rounds(plan.rounds)
+    return {
+        "private": plan.private,
+        "algorithm": plan.algorithm,
+        "rounds": rounds,
+        "sites_per_round": plan.sites_per_round,
+        # As a mean, where τ is chosen on the way.
+        "iterations_per_round": total // rounds if total % rounds == 0 else total / rounds,
+        "iterations": total,
+        "model_parameters": FlatModel(scene.module()).size,
+        "bytes_per_round": size_of_message,
+        "bytes": size_of_all,
+        "adjacency": plan.privacy.adjacency if plan.private else None,
+        "accountant": plan.privacy.accountant if plan.private else None,
+        "per_person": per_person(sites, plan.privacy.unit, of_held),
+        "evaluation": of_held,
+        "secure_aggregation": secure_terms(plan, len(scene.sites)),
+        "sites": {
+            name: {
+                **terms,
+                # Nothing is charged yet, so a noisy size is not known yet.
+                "size": None if plan.noisy_sizes else terms["size"],
+                "rounds": own[name],
+                "epsilon_by_round": _by_round(scene, name, total),
+                "epsilon_alone_by_round": _by_round(scene, name, total, alone=True),
+            }
+            for name, terms in sites.items()
+        },
+    }
+
+
+def _iterations(scene: SimulationSetup) -> int:
+    """Local iterations of all rounds; where τ is chosen on the way, the most that it can use."""
+    plan = scene.plan
+    if not plan.method.facts.controlled or plan.method.facts.iterations:
+        return plan.steps
+    # Without R_c the site whose budget allows least ends the run.
+    return min((terms.steps for terms in scene.terms.values()), default=plan.steps)
+
+
+def _by_round(scene: SimulationSetup, site: str, total: int, *, alone: bool = False) -> list[float]:
+    """ε after round 1, 2, ...; a site whose events are used up stays where it is.
+
+    alone: without the noise of other sites.
+
+    Where τ is chosen on the way, as if the rounds shared the iterations evenly.
+    """
+    plan, terms, rounds = scene.plan, scene.terms[site], scene.plan.rounds
+    after = terms.epsilon_alone_after if alone else terms.epsilon_after
+    own = (site in scene.participants.of(t) for t in range(1, plan.rounds + 1))
+    return [
+        after(
+            terms.history(
+                min(terms.steps, math.ceil(done * total / rounds)), min(terms.openings, done), 1
+            )
+        )
+        for done in accumulate(own)
+    ]
+
+
+def _message_bytes(scene: SimulationSetup) -> tuple[int, int]:
+    """Bytes of a round and of all: what the algorithm tells a site, and a reply of such vectors.
+
+    Where both are coded, as if they were noise: it is most of them. Who had no part in the round
+    before is told in full.
+    """
+    from fedpact.algorithms.wrappers.compression import UNITS_DOWN
+    from fedpact.common.messages import Reply, Task, encoded_length
+    from fedpact.common.params import FlatModel
+    from fedpact.privacy.accounting.shared_noise import SHARE_DEVIATION
+
+    method, plan, who = scene.plan.method, scene.plan, scene.participants
+    told = method.task(method.init(FlatModel(scene.module()).vector))
+    up, down = {"w": told.vectors["w"]}, told.vectors
+    if method.facts.coded:
+        up = {name: _coded(vector, SHARE_DEVIATION) for name, vector in up.items()}
+    if plan.compression.kind == "grid":
+        down = {name: _coded(vector, UNITS_DOWN) for name, vector in down.items()}
+    task = Task("run", 1, plan.algorithm, down, told.numbers)
+    full = Task("run", 1, plan.algorithm, told.vectors, told.numbers)
+    reply = Reply("run", 1, "site", 1.0, up, told.numbers, "0" * 64)
+    rounds = plan.rounds
+    whole = (task.wire_bytes + encoded_length(reply)) * rounds * len(who.of(1))
+    if who.partial:
+        newcomers = who.newcomers(plan.rounds)
+        whole += (full.wire_bytes - task.wire_bytes) * newcomers
+    return round(whole / rounds), whole
+
+
+def _coded(like: Tensor, units: float) -> Tensor:
+    """Return a block of as many whole numbers of normal noise with this deviation."""
+    from fedpact.algorithms.wrappers import integers
+    from fedpact.common.randomness.seeded import SeededDraws
+
+    noise = SeededDraws(0, "plan").gaussian(like.numel(), like, 0, "coded")
+    return integers.pack_codes(*integers.quantise(noise.double(), 1 / units))
+
+
+def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
+    from fedpact.evaluation import intervals
+    from fedpact.privacy.terms import channels
+
+    out = Console(highlight=False, soft_wrap=True)
+    plan = scene.plan
+    out.print(
+        f"{plan.algorithm} on {plan.data} with {plan.model} "
+        f"({document['model_parameters']:,} parameters): {len(scene.sites)} sites, "
+        f"{_rounds(scene, document)}, "
+        f"about {size(document['bytes'])} of messages"
+    )
+    if document["secure_aggregation"]:
+        out.print(_secured(**document["secure_aggregation"]))
+    if not plan.private:
+        out.print(f"NOT PRIVATE: {plan.why_unprotected}")
+        return
+    honest = plan.privacy.honest
+    # A name that is cut short is no name; 24 letters of a long one leave room for the rest.
+    longest = min(24, max(map(len, document["sites"])))
+    site = Column("site", no_wrap=True, min_width=longest)
+    table = Table(site, "N", "q", "σ", Column("T", no_wrap=True), "ε after 1", "ε at the end", "δ")
+    every = f" of {document['iterations']}" if scene.participants.partial else ""
+    several = plan.privacy.told_records
+    records = (plan.privacy.person_records or 5) if several else None
+    if records:
+        table.add_column(f"ε, person of {records}")
+    if honest:
+        table.add_column("ε alone")
+    for name, terms in document["sites"].items():
+        table.add_row(
+            Text(name),
+            "noisy" if terms["size"] is None else f"{terms['size']:g}",
+            f"{terms['rate']:.4g}",
+            f"{terms['sigma_joint']:.4f}",
+            f"{terms['steps']}{every}",
+            upper(terms["epsilon_by_round"][0]),
+            f"{upper(terms['epsilon_by_round'][-1])} of {terms['epsilon']:g}",
+            f"{terms['delta']:g}",
+            *([upper(terms["epsilon_per_person"][str(records)])] if records else []),
+            *([upper(terms["epsilon_alone_by_round"][-1])] if honest else []),
+        )
+    print_table(out, table)
+    if told_of_draw := scene.participants.describe():
+        out.print(told_of_draw)
+    if honest:
+        out.print(
+            f"Noise for the sum: ε and σ hold if at least {honest} sites of each sum add their "
+            "shares and tell nobody; ε alone holds against everybody together."
+        )
+    for warning in _warnings(scene):
+        out.print(warning)
+    moved = _moved(scene)
+    for name, terms in document["sites"].items():
+        if (of := terms["columns"]) is not None:
+            out.print(
+                f"{name} releases what scales {len(plan.records.released)} columns before "
+                f"training: σ {of['sigma']:.4f}, by itself ε {upper(of['epsilon'])}, "
+                f"{plan.privacy.column_share:.3g} of the budget{moved}"
+            )
+    if (of := document["evaluation"]) is not None:
+        out.print(
+            f"{intervals.state_evaluation(of)} {of['times']} evaluations with noise of deviation "
+            f"{of['sigma']:.4g} "
+            "in each of a site's counts."
+        )
+    out.print(
+        f"(ε, δ) per site and {plan.privacy.unit}, {plan.privacy.adjacency}, accountant "
+        f"{plan.privacy.accountant}; it covers every release of the "
+        f"{'training' if document['evaluation'] else 'run'}. "
+        f"{document['per_person']} Channels and their σ: {channels(scene.terms)}"
+    )
+    if "optimised" in document:
+        _print_optimised(out, document["optimised"])
+
+
+def _warnings(scene: SimulationSetup) -> Iterator[str]:
+    from fedpact.studies.recommend import delta_too_large
+
+    sizes = ((terms.budget.delta, terms.size) for terms in scene.terms.values())
+    if not scene.plan.noisy_sizes and (told_of := delta_too_large(sizes)):
+        yield f"WARNING: {told_of}."
+    if (longer := _drowned(scene)) > _DROWNED:
+        yield (
+            f"Unlike noise: together it is {longer:.2g} times as long as if sites counted by their "
+            'noise, as algorithm = "ldp_fedsgd" has them with settings.aggregation = "least_noise" '
+            "(sites with much noise then count less; `fedpact recommend --epsilon A,B,...` has the "
+            "rest of such a plan)."
+        )
+
+
+def _drowned(scene: SimulationSetup) -> float:
+    """Return how many times longer the sites' noise is, all records alike, than it could be."""
+    plan = scene.plan
+    variances = [terms.noise_variance for terms in scene.terms.values()]
+    weighed = getattr(plan.algorithm_settings, "aggregation", "") == "least_noise"
+    alone = plan.algorithm == "mr_mtl"  # each site has a model of its own
+    if weighed or alone or plan.privacy.honest or plan.noisy_sizes or not all(variances):
+        return 1.0
+    # Of sites that are of unlike sizes alone, small ones are no louder than their records weigh.
+    if len({terms.event.sigma for terms in scene.terms.values()}) == 1:
+        return 1.0
+    sizes = list(scene.sizes.values())
+    alike = sum(n * n * v for n, v in zip(sizes, variances, strict=True)) / sum(sizes) ** 2
+    return math.sqrt(alike * sum(1 / v for v in variances))
+
+
+def _moved(scene: SimulationSetup) -> str:
+    """Say how far noise moves the released mean of a column: of all sites', as they are weighed."""
+    from fedpact.privacy.column_scales import mean_noise
+
+    noise = mean_noise((one.columns, one.size) for one in scene.terms.values())
+    return f"; noise moves the mean of all sites by {noise:.2g} of half a range"
+
+
+def _secured(threshold: int, sites: int, neighbours: int, against: int) -> str:
+    others = f"{neighbours} of the {sites - 1} others"
+    if neighbours == sites - 1:
+        others = f"all {neighbours} others, as no smaller graph bears more"
+    return (
+        f"Secure aggregation: at least {threshold} of {sites} sites in each sum; a site shares "
+        f"masks with {others}; {against} may work for the server, whoever they are"
+    )
+
+
+def _rounds(scene: SimulationSetup, document: dict[str, Any]) -> str:
+    rounds, total = document["rounds"], document["iterations"]
+    if scene.plan.method.facts.controlled:
+        return f"up to {rounds} rounds with up to {total} iterations in all, τ chosen on the way"
+    part = f"{scene.plan.sites_per_round} in each of " if scene.participants.partial else ""
+    return f"{part}{rounds} rounds of {document['iterations_per_round']} iterations"
+
+
+def _print_optimised(out: Console, chosen: dict[str, Any]) -> None:
+    table = Table("ε", "", "q", "σ", "T", "τ", "passes", "sqrt(T) q / σ")
+    for case in chosen["cases"]:
+        for name in ("configured", "chosen"):
+            one = case[name]
+            table.add_row(
+                f"{case['epsilon']:g}" if name == "configured" else "",
+                name,
+                f"{one['sampling_rate']:.4g}",
+                f"{one['sigma']:.4f}",
+                f"{one['steps']}",
+                f"{one['local_steps']}",
+                f"{one['passes']:.3g}",
+                f"{one['snr']:.4f}",
+            )
+    print_table(out, table)
+    gains = ", ".join(f"{case['gain']:.2f}" for case in chosen["cases"])
+    out.print(
+        f"The choice has {gains} times the signal to noise at the same (ε, δ). Set it by rounds = "
+        "T / τ (one number for all sites: of unlike choices begin with the fewest), sampling_rate "
+        "and settings.local_steps, without privacy.sigma."
+    )
+    pay = [case["useful_rounds"] for case in chosen["cases"] if case["useful_rounds"]]
+    if pay:
+        out.print(
+            f"A linear model on unit rows makes use of {', '.join(map(str, pay))} rounds at this "
+            "signal to noise, the same for every T with all records in each batch (fedpact "
+            "recommend has the step); more train on noise, fewer take steps that overshoot."
+        )

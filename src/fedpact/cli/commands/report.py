@@ -1,20 +1,57 @@
-"""`fedpact report`."""
+"""`fedpact report`, `fedpact watch`, `fedpact predict` and `fedpact evaluate`."""
 
+from __future__ import annotations
+
+import csv
+import io
+import math
+import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from fedpact.cli.console import AsJson
+from fedpact.cli.console import AsJson, show
+from fedpact.common.errors import InputError
+from fedpact.common.files import check_file, write_whole
+from fedpact.common.notebook import print_table
+
+if TYPE_CHECKING:
+    from fedpact.api import Result
+    from fedpact.report.run_summary import RunSummary
+    from fedpact.simulation.predict import Predictions
+
+Run = Annotated[Path, typer.Argument(help="The folder of a run; of a deployment, server/run.")]
+
+
+File = Annotated[Path, typer.Argument(help="Records: .csv, .parquet or .npz, as in training.")]
+
+
+Average = Annotated[
+    bool,
+    typer.Option("--average", help="Ask the average of models that server.average kept."),
+]
 
 
 def report(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")], as_json: AsJson = False
 ) -> None:
     """Show a run's key figures and write its report.html anew."""
-    from fedpact.cli import report as command
+    from fedpact.report.page import write_page
+    from fedpact.report.run_summary import read_run
 
-    command.execute_report(run, as_json)
+    found = read_run(run)
+    try:
+        path = write_page(found)
+    except OSError:
+        # Read in a folder that is another's: the figures are there all the same.
+        show(_document(found, None), as_json, lambda: _print(found, None))
+        raise
+    show(_document(found, path), as_json, lambda: _print(found, path))
 
 
 def watch(
@@ -29,3 +66,109 @@ def watch(
     from fedpact.deployment import live
 
     live.watch(directory, port, once, as_json)
+
+
+def predict(
+    run: Run,
+    records: File,
+    out: Annotated[
+        Path | None, typer.Option(help="The .csv or .npz file to write; none prints.")
+    ] = None,
+    average: Average = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say which class a run's model gives each record, with the probability of every class."""
+    import numpy as np
+
+    if out is not None:
+        check_file("--out", out, ".csv", ".npz")
+    found = _asked(run, average).predict(records)
+    arrays = out is not None and out.suffix.lower() == ".npz"
+    if found.labels.ndim > 1 and not (arrays or (as_json and out is None)):
+        raise InputError(
+            f"{run} answers each record with a class for every pixel, which no line of a CSV "
+            "holds: name an .npz file, --out answers.npz, or use --json"
+        )
+    text = "" if found.labels.ndim > 1 else _as_csv(found)
+    if out is not None and arrays:
+        stored = io.BytesIO()
+        np.savez_compressed(stored, **{**vars(found), "classes": np.array(found.classes, str)})
+        write_whole(out, stored.getvalue(), private=True)
+    elif out is not None:
+        # What is said of single records is their holder's.
+        write_whole(out, text.encode(), private=True)
+    document = {
+        "classes": list(found.classes),
+        "labels": found.labels.tolist(),
+        "probabilities": found.probabilities.tolist(),
+    }
+
+    def tell() -> None:
+        sys.stdout.write(text if out is None else f"{out}\n")
+
+    show(document, as_json, tell)
+
+
+def evaluate(run: Run, records: File, average: Average = False, as_json: AsJson = False) -> None:
+    """Say how a run's model does on records with labels: exact figures, for whoever holds them."""
+    score = _asked(run, average).evaluate(records)
+
+    def tell() -> None:
+        Console(highlight=False, soft_wrap=True).print(
+            f"{score}, on {score.records:,} records that are used: exact figures, released to "
+            "nobody"
+        )
+
+    show(asdict(score), as_json, tell)
+
+
+def _document(run: RunSummary, path: Path | None) -> dict[str, Any]:
+    statement = ("private", "unit", "adjacency", "mechanism", "accountant", "randomness")
+    return {
+        "summary": run.summary or {"status": run.status, "rounds": run.last.round},
+        "privacy": {key: run.privacy.get(key) for key in statement},
+        "sites": {name: asdict(site) for name, site in run.site_privacy.items()},
+        "audit": asdict(run.audit) if run.audit else None,
+        "report": str(path) if path else None,
+    }
+
+
+def _print(run: RunSummary, path: Path | None) -> None:
+    from fedpact.report.page import build_headline
+
+    table = Table(title=Text(f"run {run.path}"), show_header=False)
+    for card in build_headline(run):
+        note = card.note + (" (simulator only)" if card.simulator_only else "")
+        # Text, because a site's name may look like markup.
+        value = Text(card.value, style="bold red" if card.bad else "bold")
+        table.add_row(card.label, value, Text(note))
+    console = Console()
+    print_table(console, table)
+    if run.private and run.seeded:
+        console.print("A simulation: seeded noise protects nobody; ε is a deployment's.")
+    # Not wrapped: a path must stay whole to be opened.
+    if path is not None:
+        console.print(Text(str(path)), soft_wrap=True)
+
+
+def _asked(run: Path, average: bool) -> Result:
+    """Return a run's result; say so where it has a model beside the one that is asked."""
+    from fedpact.api import load
+
+    found = load(run, average=average)
+    if not average and (found.folder / "average.safetensors").exists():
+        print(
+            f"{run}: the last model answers; --average asks the average that the server kept",
+            file=sys.stderr,
+        )
+    return found
+
+
+def _as_csv(found: Predictions) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["label", *found.classes])
+    rows = zip(found.labels.tolist(), found.probabilities.tolist(), strict=True)
+    for label, row in rows:
+        writer.writerow([label, *("" if math.isnan(p) else f"{p:.6g}" for p in row)])
+    return text.getvalue()

@@ -1,12 +1,42 @@
 """`fedpact run`, `fedpact resume` and `fedpact extend`."""
 
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from fedpact.cli.console import AsJson, Config, Engine, Overrides
+from fedpact.cli.console import (
+    INTERRUPTED,
+    AsJson,
+    Config,
+    Engine,
+    Overrides,
+    StopOnInterrupt,
+    show,
+)
 from fedpact.cli.reference import check_keys
+from fedpact.common.errors import DataError
+from fedpact.common.format import (
+    against_majority_class,
+    exact_percent,
+    format_epsilon,
+    format_metric,
+    headline_metric,
+    size,
+    upper,
+)
+
+if TYPE_CHECKING:
+    from fedpact.api import Result
+    from fedpact.common.messages import RoundRecord
+    from fedpact.plan import Plan
 
 
 def run(
@@ -20,9 +50,11 @@ def run(
 ) -> None:
     """Train as a configuration says, and write the run's folder with its report."""
     check_keys(config, overrides)
-    from fedpact.cli import run as command
+    from fedpact.api import default_folder
+    from fedpact.plan import Plan
 
-    command.execute_run(config, overrides, out, engine, as_json)
+    plan = Plan.read(config, overrides)
+    _carry_out(plan, out or default_folder(plan), engine, as_json)
 
 
 def resume(
@@ -31,9 +63,12 @@ def resume(
     as_json: AsJson = False,
 ) -> None:
     """Go on with a run from its last committed round."""
-    from fedpact.cli import run as command
+    from fedpact.common.run_folder import Folder
+    from fedpact.plan import Plan
 
-    command.execute_resume(folder, engine, as_json)
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder: name the folder of a run, as under runs/")
+    _carry_out(Plan.parse(Folder(folder).read_json("plan.json")), folder, engine, as_json)
 
 
 def extend(
@@ -49,6 +84,178 @@ def extend(
     as_json: AsJson = False,
 ) -> None:
     """Go on from the model of a run that has ended, with its ledgers: both ε count together."""
-    from fedpact.cli import run as command
+    from fedpact.api import extend as carry_on
+    from fedpact.api import extended_folder
+    from fedpact.common.run_folder import Folder
+    from fedpact.simulation.run import extend_plan
 
-    command.execute_extend(run, rounds, epsilon, out, engine, as_json)
+    folder = run
+    if (folder / "federation.toml").exists() or (folder / "server").exists():
+        raise DataError(
+            f"{folder} is of a deployment: name a new run in federation.toml at every party, with "
+            "a plan whose initial is the model of this one; each site's ledger, which it keeps, "
+            "counts both, as far as its policy allows"
+        )
+    plan, new = extend_plan(Folder(folder), rounds, epsilon), extended_folder(folder, out)
+    carry = partial(carry_on, folder, rounds, epsilon=epsilon, out=new, engine=engine)
+    _shown(plan, new, carry, as_json)
+
+
+def _carry_out(plan: Plan, folder: Path, engine: str, as_json: bool) -> None:
+    from fedpact.api import run as carry_out
+
+    _shown(plan, folder, partial(carry_out, plan, folder, engine=engine), as_json)
+
+
+def _shown(plan: Plan, folder: Path, carry: Callable[..., Result], as_json: bool) -> None:
+    """Carry a run out as it is shown. carry: takes on_round and stop, as `fedpact.run` does."""
+    # Standard output is for the JSON document, so progress goes where people look: the terminal.
+    console = Console(stderr=True, quiet=as_json)
+    asked = StopOnInterrupt(console)
+    with _Live(plan, folder, console) as live:
+        result = carry(on_round=live, stop=asked)
+    show(
+        {**result.summary, "folder": str(folder), "report": str(folder / "report.html")},
+        as_json,
+        lambda: _print_outcome(plan, result),
+    )
+    if result.summary["status"] == "stopped":
+        raise typer.Exit(INTERRUPTED)
+
+
+class _Live:
+    """A live line on a terminal, plain lines elsewhere."""
+
+    def __init__(self, plan: Plan, folder: Path, console: Console) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        from fedpact.common.run_folder import Folder
+        from fedpact.evaluation.metrics import METRICS
+
+        self._plan, self._folder, self._console = plan, Folder(folder), console
+        self._fares, self._evaluated, self._sent = "accuracy -", 0, 0
+        self._metrics = {metric.label: "-" for metric in METRICS.values()}
+        self._began, self._first = time.perf_counter(), 0
+        self._progress = Progress(
+            TextColumn("round {task.completed}/{task.total}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("starting", total=plan.rounds)
+
+    def __enter__(self) -> _Live:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, record: RoundRecord) -> None:
+        from fedpact.evaluation.metrics import find_display
+
+        if record.accuracy is not None:
+            self._fares = " ".join(headline_metric(record.accuracy, record.loss, exact_percent))
+            self._evaluated = record.round
+        self._metrics |= {
+            find_display(name).label: f"{v:.3g}" for name, v in record.metrics.items()
+        }
+        self._sent += record.bytes_up + record.bytes_down
+        metrics = "  ".join(f"{label} {value}" for label, value in self._metrics.items())
+        old = self._evaluated != record.round
+        fares = self._fares + f" (round {self._evaluated})" * old
+        line = f"{fares}  {metrics}  {self._privacy(record)}  {size(self._sent)}"
+        self._progress.update(self._task, completed=record.round, description=line)
+        if not self._console.is_terminal:
+            left = self._left(record.round)
+            self._console.print(f"round {record.round}/{self._plan.rounds}  {line}{left}")
+
+    def _privacy(self, record: RoundRecord) -> str:
+        if not self._plan.private:
+            return "NOT PRIVATE"
+        alone = max(record.epsilon_alone.values(), default=None)
+        beside = "" if alone is None else f" (alone {upper(alone)})"
+        return f"ε {upper(max(record.epsilon.values()))} of {self._allowed}{beside}"
+
+    @cached_property
+    def _allowed(self) -> str:
+        """What the sites' budgets are, of all reservations: as the statement has them."""
+        sites = self._folder.read_json("privacy.json")["sites"].values()
+        each = {site["epsilon"] for site in sites}
+        return f"up to {max(each):g}" if len(each) > 1 else f"{max(each):g}"
+
+    def _left(self, done: int) -> str:
+        if record_is_old := done <= self._first or self._first == 0:
+            self._first = done if record_is_old else self._first
+            self._began = time.perf_counter()
+            return ""
+        each = (time.perf_counter() - self._began) / (done - self._first)
+        return f"  {each * (self._plan.rounds - done):.0f} s left"
+
+
+def _spent(summary: dict[str, Any]) -> str:
+    alone = max(summary["epsilon_alone"].values(), default=None)
+    return format_epsilon(max(summary["epsilon"].values()), alone, summary["honest"])
+
+
+def _print_outcome(plan: Plan, result: Result) -> None:
+    from fedpact.evaluation.metrics import find_display
+    from fedpact.report import evaluations
+    from fedpact.report.run_summary import ENDS
+
+    summary, out = result.summary, Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    out.print(
+        f"{plan.algorithm} on {plan.data}: {summary['rounds']} rounds, {ENDS[summary['status']]}"
+    )
+    if summary["loss"] is not None:
+        label, value = headline_metric(summary["accuracy"], summary["loss"], exact_percent)
+        against = against_majority_class(summary["accuracy"], summary.get("commonest"))
+        out.print(f"{label:<10} {value}{against and f' ({against})'}")
+    else:
+        part = plan.partition.held_out
+        out.print(
+            "accuracy   none: there is no test set, and no site holds a record out "
+            f"(partition.held_out = {part if isinstance(part, str) else f'{part:g}'} of each "
+            "site's): give more records, fewer sites or a larger part"
+        )
+    if (average := summary["average"]) is not None:
+        label, value = headline_metric(average["accuracy"], average["loss"], exact_percent)
+        its = "" if label == "accuracy" else f"{label} "
+        kind = result.records[-1].describe_average(plan.server.average)
+        out.print(f"average    {its}{value} ({kind})")
+    for name, value in result.records[-1].metrics.items():
+        out.print(f"{find_display(name).label:<10} {format_metric(find_display(name).form, value)}")
+    if summary["worst_site"] is not None:
+        worst = summary["worst_site"]
+        label, value = headline_metric(worst["accuracy"], worst["loss"], exact_percent)
+        its = "" if label == "accuracy" else f"{label} "
+        out.print(f"worst site {worst['site']} at {its}{value} (simulator only)")
+    if plan.private:
+        out.print(
+            f"privacy    ε <= {_spent(summary)} at δ = "
+            f"{upper(max(summary['delta'].values()))} for each site, {summary['adjacency']}, "
+            f"accountant {summary['accountant']}; covers every release of the "
+            f"{'training' if plan.evaluation_terms else 'run'}"
+        )
+        if (kept := summary["ledgers"]) and kept["runs"] > 1:
+            epsilon, delta = upper(kept["epsilon_reserved"]), upper(kept["delta_reserved"])
+            out.print(
+                f"ledgers    {kept['runs']} runs in {plan.run.ledgers}: together ε <= {epsilon} "
+                f"at δ = {delta}"
+            )
+        if summary["evaluation"]:
+            out.print(
+                f"released   {evaluations.describe_figures(summary['evaluation']['figures'])}"
+            )
+            for line in evaluations.compare_with_classes(summary["evaluation"]):
+                out.print(f"           {line}")
+            out.print(
+                f"           of held-out records, at {evaluations.cost(summary['evaluation'])}"
+            )
+    else:
+        out.print(f"privacy    NONE: {plan.why_unprotected}")
+    out.print(f"sent       {size(summary['bytes_up'] + summary['bytes_down'])}")
+    out.print(f"time       {summary['seconds']:.1f} s")
+    out.print(f"report     {result.folder / 'report.html'}")
