@@ -143,19 +143,6 @@ def test_weights_that_are_not_finite_leave_nothing(reference, card, nobody_looks
         assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-5
 
 
-def test_a_weight_that_is_not_finite_is_none(reference, card, nobody_looks):
-    module, x, y = case("cnn")
-    others = torch.tensor([0, 1, 3, 4, 6, 7, 8])
-    rows = reference.per_sample(module, cross_entropy, x[others], y[others])
-    for one in kernels(reference, module, x, y):
-        for bad in (math.nan, math.inf, -math.inf):
-            w = torch.ones(9, dtype=torch.float64)
-            w[[2, 5]] = bad
-            with nobody_looks:
-                found = one.clipped_sum(x, y, 0.5, reference.dealt(w))
-            assert reference.error(found, reference.clipped(rows, 0.5)) < 1e-12
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_differences(reference, name, card, nobody_looks):
     module, x, y = case(name)

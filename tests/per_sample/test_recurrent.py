@@ -1,8 +1,6 @@
 """Recurrent layers run step by step, against torch's own modules record by record."""
 
-import gc
 import math
-import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -272,29 +270,6 @@ def test_the_model_may_write_over_its_outputs(kind):
         y.mul_(1)
     loss_of(outputs, case.weights).backward()
     assert all(map(torch.equal, rows_of(case, told), ours(case, case.x, case.states)[2]))
-
-
-@pytest.mark.parametrize("kind", sorted(_KINDS))
-def test_whoever_keeps_the_factors_does_not_keep_the_graph(kind):
-    case = case_of(kind, layers=2)
-    x, *states = leaves([case.x, *case.states])
-    told, record = recorder()
-    known = weakref.ref(record)
-    outputs = run(_KINDS[kind], case.args(x, states), record)
-    loss_of(outputs, case.weights).backward()
-    del outputs, record
-    gc.collect()
-    assert known() is None
-    assert told
-
-
-@pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_a_second_backward_pass_is_refused(kind):
-    case = case_of(kind)
-    loss = loss_of(run(_KINDS[kind], case.args(case.x, case.states), lambda *_: None), case.weights)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="inplace"):
-        loss.backward()
 
 
 def test_without_gradient_nothing_is_told():

@@ -153,25 +153,6 @@ def test_layers_whose_operations_are_known(reference, name):
     reference.check_structure(model, reference.data(4, *shape), rows="loop")
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers(reference, kind):
-    def last(m, x):
-        return m.cell(x)[0][:, -1]
-
-    def turned(m, x):
-        return m.cell(x.transpose(0, 1))[0][-1]
-
-    for function, settings in ((last, {"num_layers": 2, "bidirectional": True}), (turned, {})):
-        # A state of 3 numbers is filled up, so that all records' begin alike.
-        for hidden in (4, 3):
-            cell = kind(4, hidden, batch_first=function is last, **settings)
-            width = hidden * (1 + cell.bidirectional)
-            layers = nn.Linear(4, 4), reference.Apply(function, cell=cell), nn.Linear(width, 2)
-            # Three steps: one behind the first has both a past and a future.
-            given = reference.data(4, 3, 4)
-            reference.check_structure(nn.Sequential(*layers), given, way="graph", rows="loop")
-
-
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_recurrent_cells(reference, kind):
     def steps(m, x):
