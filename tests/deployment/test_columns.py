@@ -24,7 +24,7 @@ from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower.transport import TooFewReplies
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site, answer
-from fedpact.deployment.site_evaluation import LastReply
+from fedpact.deployment.store import LastReply
 from fedpact.plan import Plan
 from fedpact.simulation import flower_records
 from fedpact.simulation.setup import SimulationSetup

@@ -131,12 +131,17 @@ def serve(directory, moment, held_up="pass"):
 @pytest.mark.parametrize(
     "moment",
     [
-        ("push_messages", "1"),
         ("push_object", "2"),  # in a thread of Flower's
-        ("pull_messages", "1"),
         ("pull_object", "1"),  # in a thread of ours, which waits for Flower's
-        ("pull_object", "3"),
-        ("confirm_message_received", "1"),
+        *(
+            pytest.param(moment, marks=pytest.mark.slow)
+            for moment in (
+                ("push_messages", "1"),
+                ("pull_messages", "1"),
+                ("pull_object", "3"),
+                ("confirm_message_received", "1"),
+            )
+        ),
     ],
 )
 def test_server_whose_superlink_is_killed_exits(tmp_path, moment):
@@ -167,6 +172,7 @@ def is_connected(log):
     return log.exists() and "is connected" in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_somebody_has_stopped_says_so(federation, tmp_path):
     """As anybody who reaches the control API can do."""
     server = tmp_path / "d" / "server"

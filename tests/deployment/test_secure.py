@@ -88,6 +88,11 @@ def loses(node, step, number, times=None):
 AHEAD = list(messages.SETUP_STEPS)
 SUM = ["masked", "open"]
 SLOW = ["masked", "consistency", "unmask"]
+# A step of each kind: the suite has these, and the rest is slow.
+KINDS = [
+    *(AHEAD[-1], "masked", "open"),
+    *(pytest.param(step, marks=pytest.mark.slow) for step in (*AHEAD[:-1], *SLOW[1:])),
+]
 
 
 def slow(node, number):
@@ -277,7 +282,7 @@ def test_a_lost_answer_is_asked_for_again_and_is_the_same(federation):
     assert [charged(node) for node in nodes] == [4, 4, 4]
 
 
-@pytest.mark.parametrize("step", [*AHEAD, *SLOW, "open"])
+@pytest.mark.parametrize("step", KINDS)
 def test_round_below_threshold_is_refused_and_opens_no_sum(federation, step):
     """Two of five are left. Before `open` and `consistency` nobody has agreed to any sum, and the
     run goes on later without new charges; of a sum that was agreed to, one site's shares open
@@ -738,7 +743,7 @@ def test_site_that_lost_its_reply_makes_no_second_share(federation, monkeypatch)
 
 
 @pytest.mark.parametrize("who", ["site", "server"])
-@pytest.mark.parametrize("step", [*AHEAD, *SLOW, "open"])
+@pytest.mark.parametrize("step", KINDS)
 def test_no_vector_is_in_two_sums_and_no_budget_is_overspent(federation, monkeypatch, step, who):
     """One of five sites, or the server, dies at each step of a session, and its answer with it:
     what is opened of an attempt is one sum, of its own noise, and both ε stay in their bounds."""

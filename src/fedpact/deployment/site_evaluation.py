@@ -1,12 +1,4 @@
-"""What a site answers beside training: evaluations, personal models, progress, and the replies it
-keeps.
-
-A server's mistake, or lie, ends here, before anything is charged, computed or remembered: a task of
-round 10^12 would make every later one stale, a τ of a million would spend the budget at once.
-
-A stored reply is one line of JSON, [run, round, attempt, digest of the task], then the reply as it
-was encoded. The reply names the ledger it was made with (Reply.ledger_length, ledger_head): a
-ledger that does not go on from there is not the one that paid for it.
+"""What a site does beside training: evaluations, personal models, and what its owner sees.
 
 held-out.key      the site's secret, by which each record falls to one side; made at the first
                   opening with evaluations, and missed from then on
@@ -17,8 +9,8 @@ import json
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Generator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -27,11 +19,10 @@ import numpy as np
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from fedpact.algorithms.wrappers.compression import whole
-from fedpact.algorithms.wrappers.released_scales import CONSTANTS, check_as_declared, find_examined
+from fedpact.algorithms.wrappers.released_scales import check_as_declared, find_examined
 from fedpact.client import read_memory
-from fedpact.common.errors import FedpactError, InputError, LedgerError
-from fedpact.common.files import free_room, make_room, parse_errors, write_whole
+from fedpact.common.errors import LedgerError
+from fedpact.common.files import write_whole
 from fedpact.common.messages import (
     EVALUATION,
     FINAL,
@@ -41,9 +32,8 @@ from fedpact.common.messages import (
     Step,
     Task,
     Vectors,
-    from_bytes,
 )
-from fedpact.common.params import FlatModel, all_finite, one_thread
+from fedpact.common.params import FlatModel, one_thread
 from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import Draws, SeededDraws
 from fedpact.common.run_folder import RUN, check_writable
@@ -51,7 +41,7 @@ from fedpact.data.splits import number_persons
 from fedpact.deployment.federation import Federation, parse_toml, read_plan
 from fedpact.deployment.final_model import find_published_model, read_model
 from fedpact.deployment.site_records import Own, SiteSettings, own_records
-from fedpact.deployment.store import Store, read_store
+from fedpact.deployment.store import LastReply, Store, read_store
 from fedpact.evaluation import held_out
 from fedpact.evaluation.held_out import HeldOut, hold_out, key_of_seed, split_of
 from fedpact.evaluation.personal import SiteFigures, on_own_parts, personalise_model, train_locally
@@ -204,186 +194,6 @@ class Progress:
         refusals = Counter(before.refusals) + Counter([code] if code else [])
         last = max(before.round, number)
         return Progress(run, last, before.answers + 1, seconds, dict(refusals))
-
-
-_MOST_ATTEMPTS = 1000
-
-
-class Questions:
-    """Checks tasks of a site. w: the model before the first round [d]. sites: the names of all."""
-
-    def __init__(self, plan: Plan, w: Tensor, site: str, sites: tuple[str, ...]) -> None:
-        told = plan.method.task(plan.method.init(w))
-        self._vectors = {name: (v.shape, v.dtype) for name, v in told.vectors.items()}
-        self._numbers, self._rounds = plan.method.facts.task_numbers, plan.rounds
-        self._site, self._participants = site, plan.participants(sites)
-        self._always = frozenset(told.numbers)
-        self._first = 0 if plan.method.facts.opens_run else 1
-        model = {name: self._vectors[name] for name in ("w", CONSTANTS) if name in told.vectors}
-        # Of questions that train nothing; None: the plan has no such question.
-        self._others = {EVALUATION: model if plan.evaluation_terms else None, FINAL: model}
-        self._told: dict[int, Vectors] = {0: told.vectors}
-
-    def in_full(self, task: Task) -> tuple[Task | None, str, str]:
-        """Return a task that may be carried out, in full; or None, a refusal's code, and why.
-
-        A task may tell changes to what was told in the round before
-        (algorithms.wrappers.compression), which is known
-        as long as this object lives, and before the first one follows from the plan; the code is
-        "model" where it is not known.
-        """
-        if task.algorithm in self._others:
-            # Told in full, and nothing that a later task goes on from.
-            wrong = self.fault(task)
-            return (task, "", "") if wrong is None else (None, *wrong)
-        base = self._told.get(task.round - 1)
-        try:
-            full = whole(task, base)
-        except InputError as error:
-            return None, "task", str(error)
-        if full is None:
-            text = f"it tells changes to a model of round {task.round - 1} that is not known here"
-            return None, "model", text
-        wrong = self.fault(full)
-        if wrong is not None:
-            return None, *wrong
-        if full.round >= max(self._told, default=0):
-            # The round before stays: the same question may come again.
-            before = {} if base is None else {full.round - 1: base}
-            self._told = {full.round: full.vectors, **before}
-        return full, "", ""
-
-    def fault(self, task: Task) -> tuple[str, str] | None:
-        """Return a refusal's code, and what is wrong with a task in words; None if nothing is.
-
-        Both follow from the task and the plan alone. The code is "budget" for a round beyond the
-        plan's, for which nothing is reserved, and "task" for all else.
-        """
-        if task.round > self._rounds:
-            return "budget", f"its round is {task.round}: the site reserved {self._rounds} rounds"
-        wrong = self._wrong(task)
-        return None if wrong is None else ("task", wrong)
-
-    def _wrong(self, task: Task) -> str | None:
-        other = task.algorithm in self._others
-        vectors, numbers = self._vectors, self._numbers
-        if other:
-            vectors, numbers = self._others[task.algorithm], {}
-        if vectors is None:
-            return "it asks for an evaluation: expected none, as the plan has none"
-        for name, value, least, most in (
-            ("round", task.round, self._first, self._rounds),
-            ("included", task.included, -1, task.round - (task.algorithm not in self._others)),
-            ("attempt", task.attempt, 0, _MOST_ATTEMPTS),
-        ):
-            if not least <= value <= most:
-                return f"its {name} is {value}: expected an integer from {least} to {most}"
-        if not (other or self._site in (drawn := self._participants.of(task.round))):
-            return f"round {task.round} is drawn to be of {_few(drawn)}: expected one of this site"
-        found = {name: (v.shape, v.dtype) for name, v in task.vectors.items()}
-        if found != vectors:
-            return f"its vectors are {_few(found)}: expected {_few(vectors)}"
-        for name, value in task.numbers.items():
-            expected = numbers.get(name)
-            if expected is None:
-                return f"it has a number {name!r}: expected none but {_few(numbers)}"
-            if not expected.holds(value):
-                return f"its number {name!r} is {value!r}: expected {expected}"
-        for name in sorted((frozenset() if other else self._always) - task.numbers.keys()):
-            return f"it has no number {name!r}, which every task of this plan has"
-        if not all(map(all_finite, task.vectors.values())):
-            return "its vectors hold NaN or infinity: expected finite numbers"
-        return None
-
-
-def _few(names: object) -> str:
-    """A text of at most a line, whatever a stranger has sent."""
-    text = str(names)
-    return text if len(text) <= 200 else text[:200] + " ..."
-
-
-_Question = tuple[str, int, int, str]
-# A reply, or what a method remembers, is at most three times as long as its task in every method.
-_TIMES: Final = 4
-_SPARE: Final = 1 << 16
-
-
-class LastReply:
-    """The last reply and the question that it answers, kept before it is sent.
-
-    name: in the store. ledger: length and head of the ledger it was made with; (0, "") where there
-    is no reply. Raises DataError: something that this site did not write.
-    """
-
-    def __init__(self, store: Store, name: str) -> None:
-        self._store, self._name = store, name
-        self._key: _Question = "", 0, 0, ""
-        self._block = b""
-        self.ledger = 0, ""
-        kept = store.read(name)
-        if kept is not None:
-            self._key, self._block, self.ledger = _parse_reply(store.path, kept)
-
-    def answer_to(self, task: Task) -> bytes | None:
-        """Return the stored reply, if it answers this task."""
-        return self._block if self._key == _key(task) else None
-
-    def is_newer_than(self, task: Task) -> bool:
-        """Whether it answers a later round or attempt of the task's run, or this one."""
-        run, number, attempt, _ = self._key
-        return run == task.run and (number, attempt) >= (task.round, task.attempt)
-
-    def keep(self, task: Task, block: bytes) -> None:
-        """Store the encoded reply to a task."""
-        self._store.write(self._name, json.dumps(_key(task)).encode() + b"\n", block)
-
-    def note_kept(self, task: Task, block: bytes) -> None:
-        """Answer with a stored reply from now on: it is on the disk."""
-        self._key, self._block = _key(task), block
-
-
-@contextmanager
-def room(task: Task, store: Store, *paths: Path) -> Generator[None]:
-    """Hold room on the disk for what a task's answer will write to a store and these files.
-
-    The last path is the ledger's: its next lines cannot be written ahead, but there is to be room
-    for them. Raises FedpactError: there is none.
-    """
-    *replaced, ledger = paths
-    probe = ledger.with_name(ledger.name + ".room")
-    # A reply, what the method remembers, and what SQLite keeps of both until they are committed.
-    length = 3 * _TIMES * task.wire_bytes + _SPARE
-    try:
-        store.make_room(length)
-        make_room(_SPARE, *replaced, probe)
-    except OSError as error:
-        store.free_room()
-        raise FedpactError(
-            f"round {task.round} needs {length} bytes on the disk beside {store.path}, and {_SPARE}"
-            f" beside {ledger} ({error.strerror}): nothing is charged; make room, and the site "
-            "takes part again"
-        ) from error
-    free_room(probe)
-    try:
-        yield
-    finally:
-        store.free_room()
-        free_room(*replaced)
-
-
-def _parse_reply(path: Path, kept: bytes) -> tuple[_Question, bytes, tuple[int, str]]:
-    with parse_errors(path, "put it back from a backup of after the last release"):
-        head, _, block = kept.partition(b"\n")
-        run, number, attempt, digest = json.loads(head.decode("ascii"))
-        reply = from_bytes(block)
-        key = str(run), int(number), int(attempt), str(digest)
-        if [run, number, attempt, digest] != [*key] or not isinstance(reply, Reply):
-            raise ValueError(f"a {type(reply).__name__} to {key}")
-    return key, block, (reply.ledger_length, reply.ledger_head)
-
-
-def _key(task: Task) -> _Question:
-    return task.run, task.round, task.attempt, task.digest
 
 
 PROGRESS: Final = "progress"

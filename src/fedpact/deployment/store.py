@@ -12,6 +12,7 @@ file of its own, which others read (privacy.ledger), and is written first: what 
 charged before the reply is there.
 """
 
+import json
 import os
 import sqlite3
 from collections.abc import Generator
@@ -20,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fedpact.common.errors import DataError
-from fedpact.common.files import PRIVATE, free_room, make_room
+from fedpact.common.errors import DataError, FedpactError
+from fedpact.common.files import PRIVATE, free_room, make_room, parse_errors
+from fedpact.common.messages import Reply, Task, from_bytes
 
 STORE_FILE: Final = "site.db"
 # Another process of the site's owner may read meanwhile.
@@ -152,3 +154,90 @@ def read_store(directory: Path, name: str) -> bytes | None:
         return None
     with closing(Store(directory)) as store:
         return store.read(name)
+
+
+_Question = tuple[str, int, int, str]
+# A reply, or what a method remembers, is at most three times as long as its task in every method.
+_TIMES: Final = 4
+_SPARE: Final = 1 << 16
+
+
+class LastReply:
+    """The last reply and the question that it answers, kept before it is sent.
+
+    It is kept as one line of JSON, [run, round, attempt, digest of the task], then the reply as it
+    was encoded. The reply names the ledger it was made with (Reply.ledger_length, ledger_head): a
+    ledger that does not go on from there is not the one that paid for it.
+    name: in the store. ledger: length and head of the ledger it was made with; (0, "") where there
+    is no reply. Raises DataError: something that this site did not write.
+    """
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store, self._name = store, name
+        self._key: _Question = "", 0, 0, ""
+        self._block = b""
+        self.ledger = 0, ""
+        kept = store.read(name)
+        if kept is not None:
+            self._key, self._block, self.ledger = _parse_reply(store.path, kept)
+
+    def answer_to(self, task: Task) -> bytes | None:
+        """Return the stored reply, if it answers this task."""
+        return self._block if self._key == _key(task) else None
+
+    def is_newer_than(self, task: Task) -> bool:
+        """Whether it answers a later round or attempt of the task's run, or this one."""
+        run, number, attempt, _ = self._key
+        return run == task.run and (number, attempt) >= (task.round, task.attempt)
+
+    def keep(self, task: Task, block: bytes) -> None:
+        """Store the encoded reply to a task."""
+        self._store.write(self._name, json.dumps(_key(task)).encode() + b"\n", block)
+
+    def note_kept(self, task: Task, block: bytes) -> None:
+        """Answer with a stored reply from now on: it is on the disk."""
+        self._key, self._block = _key(task), block
+
+
+@contextmanager
+def room(task: Task, store: Store, *paths: Path) -> Generator[None]:
+    """Hold room on the disk for what a task's answer will write to a store and these files.
+
+    The last path is the ledger's: its next lines cannot be written ahead, but there is to be room
+    for them. Raises FedpactError: there is none.
+    """
+    *replaced, ledger = paths
+    probe = ledger.with_name(ledger.name + ".room")
+    # A reply, what the method remembers, and what SQLite keeps of both until they are committed.
+    length = 3 * _TIMES * task.wire_bytes + _SPARE
+    try:
+        store.make_room(length)
+        make_room(_SPARE, *replaced, probe)
+    except OSError as error:
+        store.free_room()
+        raise FedpactError(
+            f"round {task.round} needs {length} bytes on the disk beside {store.path}, and {_SPARE}"
+            f" beside {ledger} ({error.strerror}): nothing is charged; make room, and the site "
+            "takes part again"
+        ) from error
+    free_room(probe)
+    try:
+        yield
+    finally:
+        store.free_room()
+        free_room(*replaced)
+
+
+def _parse_reply(path: Path, kept: bytes) -> tuple[_Question, bytes, tuple[int, str]]:
+    with parse_errors(path, "put it back from a backup of after the last release"):
+        head, _, block = kept.partition(b"\n")
+        run, number, attempt, digest = json.loads(head.decode("ascii"))
+        reply = from_bytes(block)
+        key = str(run), int(number), int(attempt), str(digest)
+        if [run, number, attempt, digest] != [*key] or not isinstance(reply, Reply):
+            raise ValueError(f"a {type(reply).__name__} to {key}")
+    return key, block, (reply.ledger_length, reply.ledger_head)
+
+
+def _key(task: Task) -> _Question:
+    return task.run, task.round, task.attempt, task.digest
