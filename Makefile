@@ -1,8 +1,10 @@
-# `make demo` and `make test` need Python 3.11 or newer, make and pip; everything else they install
-# into .venv. Both do nothing twice: what has not changed is not installed, run or tested again.
+# `make demo` and `make test` need Python 3.11 or newer, make and pip. They install the rest into
+# .venv: `make demo` what a run needs, `make test` the development environment on top.
+# Neither repeats work: what has not changed is not installed, run or tested again.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNNABLE := $(VENV)/.runnable
 INSTALLED := $(VENV)/.installed
 SOURCES := $(shell find src tests -type f -not -name '*.pyc' 2>/dev/null) README.md
 # A pass without the data directory says nothing about a run with it.
@@ -16,7 +18,7 @@ demo: runs/demo/.made
 	@$(BIN)/fedpact report runs/demo
 
 # A run of older code is no demonstration of this one.
-runs/demo/.made: $(INSTALLED) $(shell find src -type f -not -name '*.pyc' 2>/dev/null)
+runs/demo/.made: $(RUNNABLE) $(shell find src -type f -not -name '*.pyc' 2>/dev/null)
 	@rm -rf runs/demo
 	$(BIN)/fedpact run --out runs/demo
 	@touch $@
@@ -55,10 +57,17 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-$(INSTALLED): pyproject.toml constraints.txt
+# Without --no-compile, pip compiles every module of torch and scipy; a run imports few of them.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+
+$(RUNNABLE): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, and $(PYTHON) is {v.major}.{v.minor}: call make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) -e .
+	@touch $@
+
+$(INSTALLED): $(RUNNABLE)
+	$(PIP) -e '.[dev]'
 	@touch $@
 
 clean:
