@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md, held on the syntax tree; each rule is shown to fail, too.
+"""The rules of docs/notes/internals.md, held on the syntax tree; each rule is shown to fail, too.
 
 A package is given to the checks as {module name: source}, so that a made-up one can be checked as
 the real one is.
@@ -114,7 +114,7 @@ def upward_imports(sources: Sources) -> Iterator[str]:
     for module in sources:
         unit = unit_of(module)
         if unit not in _LEVEL:
-            yield f"{module}: {unit!r} has no row in LAYERS: give it one, and docs/architecture.md"
+            yield f"{module}: {unit!r} has no row in LAYERS: add one, and docs/notes/internals.md"
             continue
         for line, name in own_imports(sources, module):
             target = name.split(".")[0]
@@ -486,8 +486,8 @@ def test_the_top_level_can_be_seen_at_a_glance(sources):
 
 
 def test_the_documents_table_is_this_one():
-    # Each row of LAYERS stands in docs/architecture.md as one line of its block of layers.
-    page = Path(__file__).parents[1] / "docs" / "architecture.md"
+    # Each row of LAYERS stands in docs/notes/internals.md as one line of its block of layers.
+    page = Path(__file__).parents[1] / "docs" / "notes" / "internals.md"
     block = page.read_text(encoding="utf-8").split("```layers\n")[1].split("```")[0]
     rows = [line.split("#")[0].replace(",", " ").split() for line in block.splitlines()]
     assert rows == [list(row) for row in reversed(LAYERS)]
@@ -495,7 +495,7 @@ def test_the_documents_table_is_this_one():
 
 def test_every_package_has_a_row_that_says_where_to_start():
     root = Path(fedpact.__file__).parent
-    page = (root.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (root.parents[1] / "docs/notes/internals.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page, re.MULTILINE)
     assert {name for name, _ in rows} == {path.parent.name for path in root.glob("*/__init__.py")}
     for name, first in rows:

@@ -1,4 +1,4 @@
-"""docs/combinations.md: its table and reasons are made from what plans refuse."""
+"""docs/reference/combinations.md: its table and reasons are made from what plans refuse."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from fedpact.algorithms.wrappers.local_optimizer import NEEDS_ONE_MODEL_TABLES
 from fedpact.common.errors import PlanError
 from fedpact.plan import Plan
 
-PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "combinations.md"
 COLUMNS = {
     "fairness": {"fairness": {"weight": 0.1}},
     "control": {"control": {"kind": "ali", "iterations": 9}},

@@ -35,7 +35,7 @@ def test_the_worked_example_passes_the_conformance_suite(tmp_path):
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 30
 
 
-@pytest.mark.parametrize(("page", "least"), [("threats.md", 40), ("what-holds.md", 10)])
+@pytest.mark.parametrize(("page", "least"), [("notes/threats.md", 40), ("notes/what-holds.md", 10)])
 def test_the_tests_that_a_page_names_exist(page, least):
     page = (ROOT / "docs" / page).read_text(encoding="utf-8")
     named = set(re.findall(r"`(test_\w+)`", page))

@@ -70,7 +70,7 @@ def test_reference_lists_every_key_algorithm_command_and_name(site):
 
 def test_links_outside_docs_resolve_on_the_site(site):
     home = (site / "index.html").read_text("utf-8")
-    assert 'href="privacy.html"' in home
+    assert 'href="notes/proofs.html"' in home
     assert 'href="experiments/index.html"' in home
     assert "docs/" not in " ".join(re.findall(r'href="([^"]*)"', home))
     page = (site / "experiments/joining/index.html").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""docs/upgrading.md lists what is used of the insides of torch and Flower, and it is all there."""
+"""docs/notes/upgrading.md lists what is used inside torch and Flower, and all of it is there."""
 
 import ast
 import importlib
@@ -17,7 +17,7 @@ from fedpact.per_sample.tracing import batch_table, record_safety
 from fedpact.per_sample.tracing.trace_context import for_vmap
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "upgrading.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "notes" / "upgrading.md").read_text(encoding="utf-8")
 ROWS = [line.split("|") for line in PAGE.splitlines() if line.startswith("| `")]
 LISTED = [name for row in ROWS for name in re.findall(r"`([^`]+)`", row[1])]
 

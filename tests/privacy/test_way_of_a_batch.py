@@ -1,4 +1,4 @@
-"""docs/architecture.md: the way of a batch is as it says, and turns back three times at most.
+"""docs/notes/internals.md: the way of a batch is as it says, and turns back three times at most.
 
 A turn back is a call from a module to one that imports it, directly or through others: whoever
 reads along has left that file already, and has to go back to it.
@@ -24,7 +24,7 @@ from fedpact.privacy.accounting.accountant import Budget
 from fedpact.privacy.oracle import PrivateOracle, Records, Terms
 
 SOURCE = Path(fedpact.__file__).parent
-PAGE = SOURCE.parents[1] / "docs" / "architecture.md"
+PAGE = SOURCE.parents[1] / "docs" / "notes" / "internals.md"
 MOST = 3
 
 

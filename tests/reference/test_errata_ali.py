@@ -1,4 +1,4 @@
-"""docs/errata.md, A1 to A11: what ALI-DPFL (arXiv 2308.10457) prints, against what holds.
+"""docs/notes/errata.md, A1 to A11: what ALI-DPFL (arXiv 2308.10457) prints, against what holds.
 
 Every formula is evaluated here from its printed form; nothing is copied from an output.
 """

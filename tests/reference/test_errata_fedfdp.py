@@ -1,4 +1,4 @@
-"""docs/errata.md, F1 to F12: what FedFDP (arXiv 2402.16028) prints, against what holds."""
+"""docs/notes/errata.md, F1 to F12: what FedFDP (arXiv 2402.16028) prints, against what holds."""
 
 import math
 import random

@@ -21,7 +21,7 @@ def named_in(page: str) -> Counter[str]:
     return Counter(re.findall(r"`(test_\w+)`", (ROOT / "docs" / page).read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("page", ["errata.md", "pitfalls.md"])
+@pytest.mark.parametrize("page", ["notes/errata.md", "notes/pitfalls.md"])
 def test_every_named_test_exists(page):
     named = named_in(page)
     assert named
@@ -29,7 +29,7 @@ def test_every_named_test_exists(page):
 
 
 def test_every_erratum_has_its_tests_and_every_test_its_erratum():
-    page = (ROOT / "docs" / "errata.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "notes" / "errata.md").read_text(encoding="utf-8")
     files = [p for p in (ROOT / "tests/reference").glob("test_errata_*.py") if p != Path(__file__)]
     listed: set[str] = set()
     for entry in re.split(r"^### ", page, flags=re.M)[1:]:

@@ -1,4 +1,4 @@
-"""docs/errata.md, L1 to L7: "Trade-offs between privacy, utility, and communication"
+"""docs/notes/errata.md, L1 to L7: "Trade-offs between privacy, utility, and communication"
 (arXiv 2102.04737), against what holds. All logarithms are natural unless a test says otherwise.
 """
 

@@ -1,4 +1,4 @@
-"""docs/errata.md, V1 to V5: FedProxVR (ICPP 2020), against what holds."""
+"""docs/notes/errata.md, V1 to V5: FedProxVR (ICPP 2020), against what holds."""
 
 import math
 

@@ -91,7 +91,8 @@ class MethodFacts:
     )
     """Why noise that sites share out would not protect it; empty where `local` is one batch's
     gradient at the task's w, which enters the reply linearly, nothing is remembered and the update
-    uses the replies' mean: see docs/noise-for-the-sum.md; the conformance suite compares both."""
+    uses the replies' mean: see docs/notes/noise-for-the-sum.md; the conformance suite compares
+    both."""
 
     excludes: Mapping[str, str] = field(default_factory=dict[str, str])
     """Part of a plan -> why it does not go with the algorithm: "fairness", "control", "robust",

@@ -19,7 +19,7 @@ Releases  τ gradient sums: τ events. The numbers follow from them and cost not
 Bounds    w_i as fedavg, with the round's τ; the numbers as
 algorithms.common.tau_control.Controller has them
 Neutral   most_local_steps = 1 gives fedavg with τ = 1, bit for bit; so does R_s >= R_c
-Differs   The bracket of h, and T as a function of τ: docs/errata.md, A1 and A5.
+Differs   The bracket of h, and T as a function of τ: docs/notes/errata.md, A1 and A5.
           φ and λ are unknown, and only κ moves the minimum.
           ρ, β and ξ come from noisy gradients instead of the records (estimator "raw" is the
           paper's, leaves the sites unprotected, and makes the run's report say so); they are roots

@@ -1,10 +1,10 @@
 """What may cross the wire, and what may reach a report: frozen, and nothing else.
 
 A Task goes from the server to a site; a Reply or a Refusal comes back. Steps go both ways where
-replies are masked (docs/secure-aggregation.md). `to_bytes` and `from_bytes` turn each into one
-safetensors block and back without losing a bit, for every engine; NaN and infinity pass, as a run
-that diverges has to be seen and recorded.
-A RoundRecord (common.records) is what a round leaves behind: one line of a run's rounds.jsonl.
+replies are masked (docs/notes/secure-aggregation.md). `to_bytes` and `from_bytes` turn each into
+one safetensors block and back without losing a bit, for every engine; NaN and infinity pass, as a
+run that diverges has to be seen and recorded. A RoundRecord (common.records) is what a round leaves
+behind: one line of a run's rounds.jsonl.
 
 Nothing in here holds records. Whatever a Reply carries has passed the site's oracle and its ledger.
 """

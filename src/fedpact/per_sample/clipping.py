@@ -22,9 +22,9 @@ SHORTEST: Final = 2.0**-100
 def slack(records: int) -> float:
     """By how much a sum over at most so many records may exceed the clip: relative, proven.
 
-    docs/privacy.md has the proof: |S(D + r) - S(D)| <= C (1 + slack) for batches D and D + r of at
-    most `records`, where float32 adds (gradients.TOGETHER records to a product) and where float64
-    does.
+    docs/notes/proofs.md has the proof: |S(D + r) - S(D)| <= C (1 + slack) for batches D and D + r
+    of at most `records`, where float32 adds (gradients.TOGETHER records to a product) and where
+    float64 does.
 
     >>> slack(75) < 2e-3 and slack(10**6) < 0.13
     True
@@ -133,7 +133,8 @@ class Fair:
     """FedFair's weighting, per record: w_j = max(0, 1 + λ (ℓ_j - F)) (FedFDP, equation 15).
 
     lam: λ >= 0. reference: F, the loss that records are compared with.
-    The paper's weight has no lower bound, and its contribution none above; see docs/errata.md.
+    The paper's weight has no lower bound, and its contribution none above; see
+    docs/notes/errata.md.
     """
 
     lam: float

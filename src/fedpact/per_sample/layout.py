@@ -1,8 +1,8 @@
 """Where a batch's records stand in passes of one shape, and whether their places matter.
 
 Every pass of a run has exactly P slots, each with a record or empty, so a library takes the same
-code for every batch (docs/privacy.md has the lemma and its proof). P follows from the model and
-from the expected size of a batch, which is public: never from how many records there are.
+code for every batch (docs/notes/proofs.md has the lemma and its proof). P follows from the model
+and from the expected size of a batch, which is public: never from how many records there are.
 
 compact    Records fill slots in order, ⌈n/P⌉ passes. Sound where a record's numbers do not depend
            on its slot, which a private run checks on its machine before it begins.

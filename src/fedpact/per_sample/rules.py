@@ -4,8 +4,8 @@ Operations without a rule are replayed: vmap differentiates them record by recor
 around them.
 
 A rule is given a Call: the operation's arguments, the gradient of its output, and where each has
-the batch. It returns a Share for every argument that is wanted. docs/adding-a-rule.md states its
-contract: exact for each record, linear in the output's gradient, and no number of one record in
+the batch. It returns a Share for every argument that is wanted. docs/notes/adding-a-rule.md states
+its contract: exact for each record, linear in the output's gradient, and no number of one record in
 another's.
 """
 

@@ -1,6 +1,6 @@
 """What one use of a parameter leaves: a share of its per-sample gradients; see gradients.
 
-Sums: docs/privacy.md proves how far one record moves them; what it assumes of the code is
+Sums: docs/notes/proofs.md proves how far one record moves them; what it assumes of the code is
 * products of float32 run over at most TOGETHER records, and sums over at most IN_FLOAT32;
 * where c is float64, so are all products.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from fedpact.common.params import on_cpu
 
 TOGETHER = 128
-"""So many records' terms float32 may add in one product; docs/privacy.md has why."""
+"""So many records' terms float32 may add in one product; docs/notes/proofs.md has why."""
 
 IN_FLOAT32 = 512
 """Up to so many records float32 sums; more are summed in float64 and rounded once."""

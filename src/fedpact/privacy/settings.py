@@ -109,7 +109,7 @@ class Privacy(BaseModel):
     trust: Literal["own", "sum"] = "own"
     """"own", each site's noise is enough alone; or "sum": sites share the noise out, and only
     sums over sites are opened ([secure_aggregation]). ε then needs `honest` sites, and the
-    larger one that needs none is stated beside it; see docs/noise-for-the-sum.md."""
+    larger one that needs none is stated beside it; see docs/notes/noise-for-the-sum.md."""
     honest: int = Field(default=0, ge=0)
     """h, of how many sites that are in a sum the noise has to be unknown; at most the threshold
     less one, as a site knows its own."""

@@ -39,7 +39,7 @@ _MECHANISM = {
 }
 _PAPER = (
     "The paper's own (12) does not bound it: it can lie below the entropy of the noise alone "
-    "(docs/errata.md, L4)."
+    "(docs/notes/errata.md, L4)."
 )
 
 

@@ -53,8 +53,8 @@ def stake(who: str, epsilon: float, delta: float) -> OddsStatement:
     """
     if not math.isfinite(epsilon):
         return OddsStatement(who, upper(epsilon), "no limit", "100 %", True)
-    # The most wins per loss of a bet on whether one record was there; see docs/privacy.md. Beyond
-    # e^700 there is no float; it is certainty in any case.
+    # The most wins per loss of a bet on whether one record was there; see docs/notes/proofs.md.
+    # Beyond e^700 there is no float; it is certainty in any case.
     wins = (math.exp(min(epsilon, 700.0)) + delta) / (1 - delta)
     little = wins > _MOST
     # Rounded up to a tenth, as bounds are.

@@ -1,4 +1,4 @@
-"""The lemma of docs/noise-for-the-sum.md by exact probabilities: sums of rounded shares."""
+"""The lemma of docs/notes/noise-for-the-sum.md by exact probabilities: sums of rounded shares."""
 
 import math
 

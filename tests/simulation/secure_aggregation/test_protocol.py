@@ -1,7 +1,7 @@
 """The protocol as pure objects: what comes out, what cannot come out, and what sites refuse.
 
 The references are plain sums of the sites' vectors in float64; the tolerances are the bounds that
-docs/secure-aggregation.md states.
+docs/notes/secure-aggregation.md states.
 """
 
 import contextlib

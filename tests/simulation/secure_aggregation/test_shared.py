@@ -1,6 +1,6 @@
 """Noise for the sum: shares on one grid, summed modulo 2^b, and nothing else of a site is seen.
 
-References are Gaussian laws by scipy and sums of whole numbers; docs/noise-for-the-sum.md.
+References are Gaussian laws by scipy and sums of whole numbers; docs/notes/noise-for-the-sum.md.
 """
 
 import importlib.util

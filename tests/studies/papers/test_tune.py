@@ -130,7 +130,7 @@ def test_the_printed_settings_are_read_by_a_plan(heterogeneity):
 
 def test_text_says_what_is_proven_and_what_it_is_worth():
     out = tune("fedproxvr", *SPEC).stdout
-    for part in ("L = 1, λ = 0.5, σ̄² = 1, γ = 0.01", "231.346", "certified", "docs/errata.md, V4"):
+    for part in ("L = 1, λ = 0.5, σ̄² = 1, γ = 0.01", "231.346", "certified", "notes/errata.md, V4"):
         assert part in out
     assert "local_steps = 177" in out
 
@@ -301,7 +301,7 @@ def test_the_theorem_gives_zero_and_the_reason_is_said():
     found = as_json("fedfdp")
     assert found["lam"] == 0
     assert found["slope_at_0"] > 0
-    assert "docs/errata.md, F10" in found["why"]
+    assert "docs/notes/errata.md, F10" in found["why"]
     bounds = [row["P"] for row in found["bound"]]
     assert bounds == sorted(bounds)
     assert all(lam <= 1 / 2.3 for lam in found["sweep"])  # no weight is clamped at 0

@@ -1,7 +1,7 @@
 """The control of τ: its choice for a budget, its estimators, and the server's averages.
 
 s       = ξ + 2 sqrt(d) σC/B                    (Lemma 3; 1 is enough where the paper has 2)
-    h(τ)    = (s/β)((1 + ηβ)^τ - 1) - ηsτ           (11) corrected: docs/errata.md, A1
+    h(τ)    = (s/β)((1 + ηβ)^τ - 1) - ηsτ           (11) corrected: docs/notes/errata.md, A1
             = ηs Σ_{j<τ} ((1 + ηβ)^j - 1)           the same, without a difference
     κ       = φλ²
     T(τ)    = min(iterations left, τ · rounds left)
@@ -12,7 +12,7 @@ s       = ξ + 2 sqrt(d) σC/B                    (Lemma 3; 1 is enough where th
 step, κ the one control parameter: the larger, the more local work. κ → ∞ spends both budgets
 evenly, a small κ gives τ = 1, and 1 <= τ* <= ceil(R_c/R_s), what is left of both. G ranks values
 of τ. It bounds nothing: its proof drops the noise of one step and has two inequalities the wrong
-way round (docs/errata.md, A2, A6).
+way round (docs/notes/errata.md, A2, A6).
 
 β² = mean change / mean distance      ρ² = mean length       ξ² = mean divergence
     s  = ξ + 2 sqrt(d) σC/B, (σC/B)² the mean over sites of the noise's variance

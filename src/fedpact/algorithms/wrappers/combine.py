@@ -1,7 +1,7 @@
 """Which algorithm goes with which wrapper: `combine_wrappers` puts them together, or says why not.
 
-A combination is refused where it would not mean what its parts mean alone; docs/combinations.md
-has the table.
+A combination is refused where it would not mean what its parts mean alone;
+docs/reference/combinations.md has the table.
 """
 
 from collections.abc import Mapping

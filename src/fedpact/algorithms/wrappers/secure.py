@@ -1,7 +1,7 @@
 """Secure aggregation as a part of a plan: whether a method's update can do with a sum.
 
 The protocol is simulation.secure_aggregation; what it protects stands in
-docs/secure-aggregation.md.
+docs/notes/secure-aggregation.md.
 """
 
 from pydantic import BaseModel, Field

@@ -10,8 +10,9 @@ With h shares that nobody else knows, Σ e_i is as good as a Gaussian of deviati
     |P(Σ e_i = n) - Q(n)| <= (1 + α)^h - 1 + α,   Q the law of floor(a + ν sqrt(h) Z + Σ U + 1/2)
 
 with Z normal and h - 1 numbers U, uniform on [-1/2, 1/2]: post-processing of a Gaussian mechanism,
-wherever the a_i lie and however coarse the grid. docs/noise-for-the-sum.md has the proof. What the
-two laws differ by is added to δ: `added_delta`, which SHARE_DEVIATION keeps below ADDED_DELTA.
+wherever the a_i lie and however coarse the grid. docs/notes/noise-for-the-sum.md has the proof.
+What the two laws differ by is added to δ: `added_delta`, which SHARE_DEVIATION keeps below
+ADDED_DELTA.
 """
 
 import itertools

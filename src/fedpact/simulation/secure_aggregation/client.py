@@ -2,8 +2,8 @@
 
 It holds one session at a time, in memory only: a site that is started again has dropped out of it.
 Of a session's slots it uses each for one reply, in their order, and none again. The rules that
-protect a site (docs/secure-aggregation.md) are kept here, whatever the server asks: each question
-is answered once, the same question with the same answer; no other is.
+protect a site (docs/notes/secure-aggregation.md) are kept here, whatever the server asks: each
+question is answered once, the same question with the same answer; no other is.
 """
 
 import hashlib

@@ -17,7 +17,7 @@ the one root of g. For Q0 <= 0,
 
 so λ* = 0 whenever Q0 <= 0 <= Q1. That is always: F is a mean of the ℓ_ij, and so Q0 <= 0 <= Q1.
 The theorem recommends no fairness; λ has to come from elsewhere. Nor does the bound hold where
-clipping or weights move the optimum (docs/errata.md, F8, F10).
+clipping or weights move the optimum (docs/notes/errata.md, F8, F10).
 """
 
 import math
@@ -161,11 +161,11 @@ WHY_ZERO = (
     "The theorem's λ* is 0. Its bound falls with λ only if a3 < a4 a5, and a5 = 2 Q0 where Q0 "
     "bounds ℓ - F from below. F is a mean of the losses, so Q0 <= 0 <= Q1, a3 - a4 a5 >= 0, and "
     "the bound only grows: it recommends no fairness, whatever the other numbers "
-    "(docs/errata.md, F10)."
+    "(docs/notes/errata.md, F10)."
 )
 WHY_POSITIVE = (
     "λ* > 0 because Q0 > 0 was given: no record's loss may be below the mean loss, which no data "
-    "satisfy (docs/errata.md, F10)."
+    "satisfy (docs/notes/errata.md, F10)."
 )
 ALTERNATIVES = (
     "Choose λ by a sweep of validation accuracy and Ψ: each fairness_weight a configuration of its "

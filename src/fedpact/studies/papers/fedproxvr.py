@@ -28,7 +28,7 @@ PROVEN = (
 )
 WORTH = (
     "The theorem needs its L, λ and σ̄² at every w, and is loose: take μ, β and τ as a start for a "
-    "sweep. The last row is never worse than the others (docs/errata.md, V4)."
+    "sweep. The last row is never worse than the others (docs/notes/errata.md, V4)."
 )
 
 

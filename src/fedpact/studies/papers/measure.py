@@ -2,7 +2,7 @@
 
 Assumption 1 of the paper asks for one L, λ and σ_n at every w; what is seen here is a few points,
 so L and λ are estimated from below and σ̄² for those points only. σ̄² has no bound where the global
-gradient vanishes and the sites' do not (docs/errata.md, V5): it grows as a run converges.
+gradient vanishes and the sites' do not (docs/notes/errata.md, V5): it grows as a run converges.
 
     L    max over records i of ‖∇²f_i(w)‖                  spectra of single records' losses
     λ    max(0, max over sites n of -λ_min(∇²F_n(w)))      spectra of whole sites' losses
@@ -188,7 +188,7 @@ CURVED, IN_HESSIAN, SINGLE, ITERATIONS = 3, 40, 2, 8
 UNPROTECTED = (
     "L, λ and σ̄² were estimated from the simulation's records: exact numbers of them, which no "
     "(ε, δ) covers. L and λ are seen from below; σ̄² grows as a run converges, and where the sites' "
-    "optima differ it has no bound (docs/errata.md, V5)."
+    "optima differ it has no bound (docs/notes/errata.md, V5)."
 )
 
 _EVALUATED = (

@@ -283,8 +283,8 @@ def minimise(
     """Return the μ, β, τ of least training time (1 + γτ)/Θ, with a certificate.
 
     gamma: γ = d_cmp/d_com > 0. tight: τ at Lemma 1's upper bound, the paper's (15), (16) and (23);
-    else any β and τ that Lemma 1 allows, which is never worse (docs/errata.md, V4). whole: τ an
-    integer, θ that of the integer; else a real number, as in the paper. gap: relative, at which
+    else any β and τ that Lemma 1 allows, which is never worse (docs/notes/errata.md, V4). whole: τ
+    an integer, θ that of the integer; else a real number, as in the paper. gap: relative, at which
     the search ends. Raises InputError.
 
     >>> best = minimise(Losses(1.0, 0.5, 1.0), gamma=0.01)
