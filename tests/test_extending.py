@@ -244,10 +244,8 @@ def test_an_incomplete_partition_is_an_error():
         check_kinds(
             {**PARTITION_KINDS, "new": PartitionKind(split, own=("depth",))}, PartitionSettings
         )
-    with pytest.raises(FedpactError, match="beta"):
-        check_kinds(
-            {k: v for k, v in PARTITION_KINDS.items() if k != "dirichlet"}, PartitionSettings
-        )
+    with pytest.raises(FedpactError, match="shards_per_site"):
+        check_kinds({k: v for k, v in PARTITION_KINDS.items() if k != "shards"}, PartitionSettings)
     with pytest.raises(TypeError):
         PartitionKind()
 

@@ -23,15 +23,19 @@ from .conftest import EVEN, records
 EVERY_KIND = [
     {"kind": "iid"},
     {"kind": "dirichlet", "beta": 0.5},
+    {"kind": "inner_dirichlet", "beta": 0.1},
+    {"kind": "quantity_skew", "beta": 2.0},
     {"kind": "labels", "labels_per_site": 2},
-    {"kind": "labels", "labels_per_site": 7},
+    {"kind": "pathological", "labels_per_site": 7},
     {"kind": "shards", "shards_per_site": 3},
     # At most 30 a site: 12 sites of 3 labels use a label of 7 at most 6 times, 10 records each.
+    {"kind": "feature_skew", "strictness": 0.5},
+    {"kind": "feature_noise", "noise": 0.0},
     {"kind": "power_law", "smallest": 4, "largest": 30},
     {"kind": "power_law", "smallest": 4, "largest": 30, "labels_per_site": 3, "exponent": 1.0},
     {"kind": "natural"},
 ]
-LEAVES_SOME_OVER = ("labels", "power_law")
+LEAVES_SOME_OVER = ("labels", "pathological", "power_law")
 
 
 def joined(partition: Partition) -> list[np.ndarray]:
@@ -57,7 +61,7 @@ def test_every_record_goes_to_at_most_one_site(choice, per_label, sites, seed, h
     assert list(partition.train) == sorted(partition.train) == list(partition.held_out)
     assert len(np.unique(used)) == len(used)
     # `labels` covers too, unless it deals fewer labels than there are.
-    dealt = choice["kind"] == "labels" and sites * choice["labels_per_site"] >= len(per_label)
+    dealt = "labels" in choice["kind"] and sites * choice["labels_per_site"] >= len(per_label)
     if dealt or choice["kind"] not in LEAVES_SOME_OVER:
         assert np.array_equal(np.sort(used), np.arange(len(data.y)))
     for name, everything in zip(partition.train, joined(partition), strict=True):
@@ -207,10 +211,13 @@ def test_the_table_shows_labels_and_sizes():
     [
         (
             {"kind": "iid", "beta": 0.1},
-            "beta is 0.1 with kind = 'iid': it is a setting of dirichlet",
+            "beta is 0.1 with kind = 'iid': it is a setting of dirichlet and inner_dirichlet and",
         ),
-        ({"kind": "shards", "labels_per_site": 2}, "labels and power_law"),
+        ({"kind": "shards", "labels_per_site": 2}, "labels and pathological and power_law"),
         ({"kind": "labels"}, "labels_per_site is missing"),
+        ({"kind": "pathological"}, "kind = 'pathological' needs it"),
+        ({"kind": "feature_skew", "strictness": 1.1}, "less than or equal to 1"),
+        ({"kind": "feature_noise", "noise": float("nan")}, "noise"),
         ({"kind": "labels", "labels_per_site": 0}, "greater than or equal to 1"),
         ({"kind": "power_law", "smallest": 5}, "largest is None"),
         ({"kind": "power_law", "smallest": 5, "largest": 4}, "smallest <= largest"),
@@ -247,6 +254,9 @@ def test_settings_survive_a_dump(choice):
             "site site-0. would have 1 of the 20 records",
         ),
         ({"kind": "shards", "shards_per_site": 7}, 3, "21 shards"),
+        ({"kind": "quantity_skew"}, 3, "at least 10; take at most 2 sites"),
+        ({"kind": "quantity_skew", "beta": 1e-6}, 2, "beta = 1e-06 left a site with fewer than 10"),
+        ({"kind": "feature_skew", "feature": 1}, 2, "has 1 numbers; expected at most 0"),
         ({"kind": "natural"}, 2, "has no sites of its own"),
     ],
 )

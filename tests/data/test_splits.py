@@ -1,9 +1,11 @@
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from fedpact.common.errors import DataError
 from fedpact.data import splits
+from fedpact.data.load import from_arrays
 from fedpact.data.partition import PartitionSettings, make_partition
 
 from .conftest import EVEN, records
@@ -122,6 +124,117 @@ def test_a_dirichlet_split_that_is_not_found_is_explained(monkeypatch):
     chosen = PartitionSettings(kind="dirichlet", beta=1e-3)
     with pytest.raises(DataError, match=r"beta = 0\.001 .*in each of 5 tries: raise beta"):
         make_partition(data, chosen, 12, seed=0)
+
+
+def counts_of(data, sites, seed=1, **chosen):
+    settings = PartitionSettings(held_out=0, **chosen)
+    return make_partition(data, settings, sites, seed).label_counts
+
+
+def test_pathological_is_labels_under_its_usual_name():
+    for sites, k in ((10, 2), (7, 3)):
+        found = (
+            counts_of(EVEN, sites, kind=kind, labels_per_site=k)
+            for kind in ("labels", "pathological")
+        )
+        assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["quantity_skew", "inner_dirichlet"])
+def test_a_large_concentration_gives_sites_that_are_alike(kind):
+    counts = counts_of(EVEN, 10, kind=kind, beta=1e12)
+    sizes = counts.sum(1)
+    assert sizes.max() - sizes.min() <= 1
+    # Independent labels would pass with 1e-7; equal shares of each are evener still.
+    assert stats.chi2_contingency(counts).pvalue > 1e-7
+
+
+def test_quantity_skew_has_the_law_s_moments_and_ignores_labels():
+    # A site's share is Beta(b, (m - 1) b), as in the test of one label above.
+    data, shares, p_values = records([1000, 3000]), [], []
+    for seed in range(1500):
+        counts = counts_of(data, 4, seed, kind="quantity_skew", beta=2)
+        shares.append(counts.sum(1) / 4000)
+        p_values.append(stats.chi2_contingency(counts).pvalue)
+    variance = 3 / (16 * 9)
+    assert abs(np.mean(shares, 0) - 0.25).max() < 6 * (variance / 1500) ** 0.5
+    spread = ((np.array(shares) - 0.25) ** 2).mean()
+    assert abs(spread - variance) < 6 * 2 * variance / 1500**0.5
+    assert stats.kstest(p_values, "uniform").pvalue > 1e-6
+
+
+def test_inner_dirichlet_sites_are_of_equal_size_and_few_labels():
+    even = counts_of(EVEN, 7, kind="inner_dirichlet", beta=0.01)
+    assert even.sum(1).max() - even.sum(1).min() <= 1
+    assert even.sum() == 2000
+    # At a tiny beta a site has one label for as long as that lasts; the last ones take what is
+    # left. Its largest label has 1/10 of a site's records where labels are ignored.
+    assert (even.max(1) / even.sum(1)).mean() > 0.5
+
+
+def test_inner_dirichlet_shares_have_the_law_s_moments():
+    # Two labels that never run out at 8 records of 4,000: site shares of the first label are
+    # Beta(b, b), seen through 8 draws: E (k/8)^2 - 1/4 = v + (1/4 - v)/8 with v = 1/(4 (2b + 1)).
+    rng, b, found = np.random.default_rng(3), 1.5, []
+    y = np.repeat([0, 1], 2000)
+    for _ in range(6):
+        parts = splits.inner_dirichlet(y, 500, b, rng)
+        found += [float((y[part] == 0).mean()) for part in parts]
+    v = 1 / (4 * (2 * b + 1))
+    expected = v + (1 / 4 - v) / 8
+    # Labels run out towards the end, which holds sums, not squares, near their mean: 5 %.
+    assert np.mean((np.array(found) - 0.5) ** 2) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("strictness", [0.0, 0.5, 1.0])
+def test_feature_skew_sorts_as_strictly_as_it_is_told(strictness):
+    rng = np.random.default_rng(5)
+    values = rng.standard_normal(4000)
+    parts = splits.feature_skew(values, 8, strictness, rng)
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(4000))
+    assert {len(part) for part in parts} == {500}
+    lows, highs = [values[p].min() for p in parts], [values[p].max() for p in parts]
+    if strictness == 1:
+        assert all(high <= low for high, low in zip(highs, lows[1:], strict=False))
+    place = np.empty(4000)
+    for k, part in enumerate(parts):
+        place[part] = k
+    # The blend s z + (1 - s) ε has correlation s / √(s² + (1 - s)²) with z; cut into 8 ranks it
+    # loses 2 % to 3 % of it. Chance moves 4,000 pairs by 1/√4000.
+    want = strictness / np.hypot(strictness, 1 - strictness)
+    assert np.corrcoef(values, place)[0, 1] == pytest.approx(
+        want, abs=0.05 + 6 / 4000**0.5 * (1 - want)
+    )
+
+
+def test_feature_noise_grows_from_site_to_site_and_moves_nobody():
+    x = torch.zeros(4000, 30)
+    data = from_arrays(x, [0, 1] * 2000)
+    whole, half = (
+        make_partition(data, PartitionSettings(kind="feature_noise", noise=4.0, held_out=h), 5, 1)
+        for h in (0, 0.5)
+    )
+    seen = dict[int, torch.Tensor]()
+    for k, (name, site) in enumerate(zip(whole.train, whole.sites(data), strict=True), start=1):
+        assert set(whole.train[name]) == {*half.train[name], *half.held_out[name]}
+        seen |= dict(zip(whole.train[name].tolist(), site.x, strict=True))
+        # 24,000 squares: their mean is within six standard errors of σ k/5.
+        assert float(site.x.square().mean()) == pytest.approx(
+            4 * k / 5, rel=6 * (2 / 24_000) ** 0.5
+        )
+    for name, site in zip(half.train, half.sites(data), strict=True):
+        pairs = ((half.train[name], site.x), (half.held_out[name], site.x_held))
+        for index, row in ((i, r) for some, rows in pairs for i, r in zip(some, rows, strict=True)):
+            assert torch.equal(row, seen[int(index)])
+    none = PartitionSettings(kind="feature_noise", noise=0.0)
+    assert not any(site.x.any() for site in make_partition(data, none, 5, 1).sites(data))
+
+
+def test_no_noise_is_added_to_tokens():
+    data = from_arrays(torch.zeros(20, 3, dtype=torch.int64), [0, 1] * 10)
+    partition = make_partition(data, PartitionSettings(kind="feature_noise"), 2, 0)
+    with pytest.raises(DataError, match="are tokens"):
+        partition.sites(data)
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 2.0, 3.5])

@@ -36,22 +36,35 @@ from fedpact.data.dataset import Dataset
 class PartitionKind:
     """A way to spread records over sites.
 
-    split: of labels y [n], the number of sites, the settings and a seeded generator, it returns one
-    array of indices a site, none of them twice; None: the data set's own sites. own: the settings
-    that only matter here and in the kinds that name them too. least: records every site gets, so
-    that n / least sites are the most. mistake: of the settings, "" or what is wrong with them.
+    split: of what it goes by [n], the number of sites, the settings and a seeded generator, it
+    returns one array of indices a site, none of them twice; None: the data set's own sites. by:
+    what it goes by, "label", which has to be a class, or a "feature"; "any": labels, or zeros where
+    they are no classes. own: the settings that only matter here and in the kinds that name them
+    too. least: records every site gets, so that n / least sites are the most. mistake: of the
+    settings, "" or what is wrong with them. noise: of the settings and the site's place in [0, 1],
+    the standard deviation of the noise on its features; None: records are as they were.
     """
 
     split: Callable[[np.ndarray, int, Any, Generator], splits.Indices] | None
+    by: Literal["any", "label", "feature"] = "any"
     own: tuple[str, ...] = ()
     least: int = 2
     mistake: Callable[[Any], str] = lambda _: ""
+    noise: Callable[[Any, float], float] | None = None
 
 
 def _labels_mistake(settings: Any) -> str:
     if settings.labels_per_site is None:
-        return "labels_per_site is missing: kind = 'labels' needs it; give one >= 1"
+        return f"labels_per_site is missing: kind = {settings.kind!r} needs it; give one >= 1"
     return ""
+
+
+_LABELS: Final = PartitionKind(
+    lambda y, sites, s, rng: splits.by_labels(y, sites, s.labels_per_site, rng),
+    by="label",
+    own=("labels_per_site",),
+    mistake=_labels_mistake,
+)
 
 
 def _power_law(y: np.ndarray, sites: int, s: Any, rng: Generator) -> splits.Indices:
@@ -72,17 +85,36 @@ PARTITION_KINDS: Final[dict[str, PartitionKind]] = {
     "iid": PartitionKind(lambda y, sites, _, rng: splits.iid(y, sites, rng)),
     "dirichlet": PartitionKind(
         lambda y, sites, s, rng: splits.dirichlet(y, sites, s.beta, rng),
+        by="label",
         own=("beta",),
         least=splits.DIRICHLET_LEAST,
     ),
-    "labels": PartitionKind(
-        lambda y, sites, s, rng: splits.by_labels(y, sites, s.labels_per_site, rng),
-        own=("labels_per_site",),
-        mistake=_labels_mistake,
+    "inner_dirichlet": PartitionKind(
+        lambda y, sites, s, rng: splits.inner_dirichlet(y, sites, s.beta, rng),
+        by="label",
+        own=("beta",),
     ),
+    "quantity_skew": PartitionKind(
+        lambda y, sites, s, rng: splits.quantity_skew(y, sites, s.beta, rng),
+        own=("beta",),
+        least=splits.DIRICHLET_LEAST,
+    ),
+    "labels": _LABELS,
+    "pathological": _LABELS,  # what flwr-datasets calls it
     "shards": PartitionKind(
         lambda y, sites, s, rng: splits.shards(y, sites, s.shards_per_site, rng),
+        by="label",
         own=("shards_per_site",),
+    ),
+    "feature_skew": PartitionKind(
+        lambda values, sites, s, rng: splits.feature_skew(values, sites, s.strictness, rng),
+        by="feature",
+        own=("feature", "strictness"),
+    ),
+    "feature_noise": PartitionKind(
+        lambda y, sites, _, rng: splits.iid(y, sites, rng),
+        own=("noise",),
+        noise=lambda s, place: (s.noise * place) ** 0.5,
     ),
     "power_law": PartitionKind(
         _power_law,
@@ -122,16 +154,25 @@ class PartitionSettings(BaseModel):
     )
 
     kind: Annotated[str, AfterValidator(_known)] = "iid"
-    """iid; dirichlet (each label by Dirichlet(beta) proportions); labels (labels_per_site
-    labels a site); shards (sorted by label, shards_per_site shards a site); power_law (sizes
-    with density ∝ s^-exponent in [smallest, largest], held-out records included, and
-    labels_per_site labels if given: FedProxVR's setting); natural (the data set's own sites)."""
+    """iid; dirichlet (each label by Dirichlet(beta) proportions); inner_dirichlet (equal sizes,
+    each site's labels by Dirichlet(beta) proportions); quantity_skew (sizes by Dirichlet(beta)
+    proportions); labels, also called pathological (labels_per_site labels a site); shards (sorted
+    by label, shards_per_site shards a site); feature_skew (sorted by a feature); feature_noise (iid
+    records with noise on their features, more from site to site); power_law (sizes with density ∝
+    s^-exponent in [smallest, largest], held-out records included, and labels_per_site labels if
+    given: FedProxVR's setting); natural (the data set's own sites)."""
     beta: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Of dirichlet; the smaller, the more unlike the sites."""
+    """Of dirichlet, inner_dirichlet, quantity_skew; the smaller, the more unlike the sites."""
     labels_per_site: int | None = Field(default=None, ge=1)
-    """Of labels and power_law, how many labels a site has."""
+    """Of labels, pathological and power_law, how many labels a site has."""
     shards_per_site: int = Field(default=2, ge=1)
     """Of shards, how many a site gets."""
+    feature: int = Field(default=0, ge=0)
+    """Of feature_skew, the place, from 0, of the number in a record that records are sorted by."""
+    strictness: float = Field(default=1.0, ge=0, le=1)
+    """Of feature_skew, 1: sorted; 0: iid."""
+    noise: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    """Of feature_noise, σ: the variance of the last site's noise; site i of m has σ i/m."""
     smallest: int | None = Field(default=None, ge=2)
     """Of power_law, the sizes of the smallest and the largest site."""
     largest: int | None = Field(default=None, ge=2)
@@ -228,12 +269,31 @@ class Partition:
         return [
             SiteRecords(
                 name,
-                *_take(dataset, self.train[name]),
-                *_take(dataset, self.held_out[name]),
+                *self._take(dataset, self.train[name], place),
+                *self._take(dataset, self.held_out[name], place),
                 splits.number_persons(dataset.person, self.train[name]),
             )
-            for name in self.train
+            for place, name in enumerate(self.train, start=1)
         ]
+
+    def _take(self, dataset: Dataset, indices: np.ndarray, place: int) -> tuple[Tensor, Tensor]:
+        """Return the records of these indices at the site of this place, counted from 1."""
+        chosen = torch.from_numpy(indices)
+        x, y = dataset.x[chosen], dataset.y[chosen]
+        if (noise := PARTITION_KINDS[self.settings.kind].noise) is None:
+            return x, y
+        if not x.is_floating_point():
+            raise DataError(
+                f"partition.kind = {self.settings.kind!r} adds noise to features, and those of "
+                f"data set {dataset.name} are tokens: choose another kind"
+            )
+        # A record's noise follows from its index, whoever else is there or held out.
+        draws = [
+            Generator(PCG64((self.seed, int(i)))).standard_normal(x[0].numel()) for i in indices
+        ]
+        deviation = noise(self.settings, place / len(self.train))
+        drawn = torch.from_numpy(np.reshape(draws, x.shape)).to(x.dtype)
+        return x + deviation * drawn, y
 
     def table(self) -> Table:
         """Return the counts and sizes as a table. For simulations: it shows the sites' labels."""
@@ -279,9 +339,6 @@ class Partition:
                 f"partition file {path} cannot be used ({type(error).__name__}: {error}): expected "
                 "what Partition.save wrote; make the partition again"
             ) from error
-
-
-_BY_LABEL: Final = ("dirichlet", "labels", "shards")
 
 
 def make_partition(
@@ -361,14 +418,23 @@ def make_partition(
 
 
 def _strata(dataset: Dataset, settings: PartitionSettings) -> np.ndarray:
-    """Return the labels that a split goes by, [n]; zeros where they are no classes."""
+    """Return what a split goes by, [n]: labels, or a feature; zeros where labels are no classes."""
+    by = PARTITION_KINDS[settings.kind].by
+    if by == "feature":
+        numbers = dataset.x.flatten(1)
+        if settings.feature >= numbers.shape[1]:
+            raise DataError(
+                f"partition.feature is {settings.feature}: a record of data set {dataset.name} has "
+                f"{numbers.shape[1]} numbers; expected at most {numbers.shape[1] - 1}"
+            )
+        return numbers[:, settings.feature].double().numpy()
     if dataset.kind == "class":
         return dataset.y.numpy()
-    if settings.kind in _BY_LABEL or settings.labels_per_site is not None:
+    if by == "label" or settings.labels_per_site is not None:
         raise DataError(
             f"partition.kind = {settings.kind!r} spreads records by their class, and the labels of "
-            f"data set {dataset.name} are none: use iid, natural, or power_law without "
-            "labels_per_site"
+            f"data set {dataset.name} are none: use iid, natural, quantity_skew, a kind that goes "
+            "by features, or power_law without labels_per_site"
         )
     return np.zeros(len(dataset.y), np.int64)
 
@@ -427,11 +493,6 @@ def _safe(name: str) -> str:
     parted = unicodedata.normalize("NFKD", name.translate(_LETTERS))
     latin = "".join(c for c in parted if not unicodedata.combining(c))
     return re.sub(r"[^A-Za-z0-9._-]+", "-", latin).strip(".-") or "site"
-
-
-def _take(dataset: Dataset, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-    chosen = torch.from_numpy(indices)
-    return dataset.x[chosen], dataset.y[chosen]
 
 
 def _label_counts(dataset: Dataset, train: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -1,7 +1,8 @@
 """How records go to sites: one function a kind, label arrays in, index arrays out.
 
-Each takes the labels y [n] (int64), the number of sites and a seeded generator, and returns one
-index array a site. No record goes to two sites; `by_labels` and `power_law` may leave some over.
+Each takes the labels y [n] (int64), or a feature's values, the number of sites and a seeded
+generator, and returns one index array a site. No record goes to two sites; `by_labels` and
+`power_law` may leave some over.
 """
 
 import hashlib
@@ -68,6 +69,59 @@ def _dirichlet_counts(per_label: np.ndarray, sites: int, beta: float, rng: Gener
         rows.append(np.diff(cuts, prepend=0, append=count))
         held += rows[-1]
     return np.stack(rows)
+
+
+def quantity_skew(y: np.ndarray, sites: int, beta: float, rng: Generator) -> Indices:
+    """Shuffle, and cut by proportions drawn from Dirichlet(beta, ..., beta).
+
+    They are drawn again until every site has 10 records (Li, Diao, Chen, He, as above, section
+    4.4). Raises DataError: not reached in 2,000 tries.
+    """
+    for _ in range(_TRIES):
+        reached = np.cumsum(rng.dirichlet(np.full(sites, beta)))
+        cuts = (reached[:-1] / reached[-1] * len(y)).astype(np.int64)
+        if np.diff(cuts, prepend=0, append=len(y)).min() >= DIRICHLET_LEAST:
+            return np.split(rng.permutation(len(y)), cuts)
+    raise DataError(
+        f"Dirichlet sizes of {sites} sites for {len(y)} records with beta = {beta} left a site "
+        f"with fewer than {DIRICHLET_LEAST} records in each of {_TRIES} tries: raise beta or take "
+        "fewer sites"
+    )
+
+
+def inner_dirichlet(y: np.ndarray, sites: int, beta: float, rng: Generator) -> Indices:
+    """Give sites of equal sizes (give or take 1) labels by proportions from Dirichlet(beta, ...).
+
+    In a random order of sites, record by record, a site takes a label by its own proportions among
+    the labels that are left (Acar et al., Federated learning based on dynamic regularization, ICLR
+    2021; flwr-datasets' InnerDirichletPartitioner).
+    """
+    labels, place = np.unique(y, return_inverse=True)
+    stock = [rng.permutation(np.flatnonzero(place == k)).tolist() for k in range(len(labels))]
+    weights = rng.dirichlet(np.full(len(labels), beta), size=sites)
+    parts: list[list[int]] = [[] for _ in range(sites)]
+    turns = rng.permutation(np.arange(len(y)) % sites)
+    reached = np.cumsum(weights, axis=1)
+    for site, u in zip(turns.tolist(), rng.random(len(y)).tolist(), strict=True):
+        if not reached[site, -1] > 0:  # a tiny beta gave everything to labels that are used up
+            weights[site] = [bool(left) for left in stock]
+            reached[site] = np.cumsum(weights[site])
+        label = int(np.searchsorted(reached[site], u * reached[site, -1], side="right"))
+        parts[site].append(stock[label].pop())
+        if not stock[label]:
+            weights[:, label] = 0
+            reached = np.cumsum(weights, axis=1)
+    return [np.array(part, np.int64) for part in parts]
+
+
+def feature_skew(values: np.ndarray, sites: int, strictness: float, rng: Generator) -> Indices:
+    """Sort by s z + (1 - s) ε and cut into equal parts; z: standardised values [n], ε: N(0, 1).
+
+    Equal values are in random order. It is flwr-datasets' ContinuousPartitioner, s its strictness.
+    """
+    z = (values - values.mean()) / (values.std() or 1.0)
+    blend = strictness * z + (1 - strictness) * rng.standard_normal(len(z))
+    return np.array_split(np.lexsort((rng.random(len(z)), blend)), sites)
 
 
 def by_labels(y: np.ndarray, sites: int, per_site: int, rng: Generator) -> Indices:
