@@ -12,7 +12,7 @@ TESTED := $(VENV)/.tested-$(subst /,_,$(FEDPACT_DATA))
 # Bytecode is kept: dozens of tests start processes, each of which would compile fedpact anew.
 SUITE := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --dist worksteal
 
-.PHONY: demo test retest slow bench evidence docs lint format clean
+.PHONY: demo test retest slow bench evidence docs lint format lock clean
 
 demo: runs/demo/.made
 	@$(BIN)/fedpact report runs/demo
@@ -65,6 +65,15 @@ $(RUNNABLE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e .
 	@touch $@
+
+# The versions and hashes that a deployment's image installs; uv has to be installed.
+LOCK := src/fedpact/deployment/deploy.lock
+lock:
+	grep '^#' $(LOCK) > $(LOCK).new
+	echo hatchling | uv pip compile --quiet pyproject.toml - --extra deploy -c constraints.txt \
+	  --python-version 3.11 --generate-hashes --no-header --no-annotate --no-emit-find-links \
+	  --no-emit-index-url >> $(LOCK).new
+	mv $(LOCK).new $(LOCK)
 
 $(INSTALLED): $(RUNNABLE)
 	$(PIP) -e '.[dev]'

@@ -15,6 +15,7 @@ from fedpact.common.errors import DataError, FedpactError, InputError
 from fedpact.common.files import only_one
 from fedpact.deployment import local, processes
 from fedpact.deployment.flower import program
+from fedpact.deployment.health import is_held
 
 PARTY = """
 import fcntl, signal, sys
@@ -31,7 +32,7 @@ def spawner(ignores=""):
     def spawn(name, where):
         code = [sys.executable, "-c", PARTY.replace("IGNORES", ignores), str(where / "lock")]
         process = subprocess.Popen(code, start_new_session=True)
-        while not processes.is_held(where):
+        while not is_held(where):
             assert process.poll() is None
         return process
 

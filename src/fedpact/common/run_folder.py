@@ -35,7 +35,7 @@ from typing import Any
 from torch import Tensor
 
 from fedpact.common.errors import DataError, InputError
-from fedpact.common.files import only_one, parse_errors, write_whole
+from fedpact.common.files import LOCK, only_one, parse_errors, write_whole
 from fedpact.common.messages import RoundRecord, State, encode_parts, from_bytes
 from fedpact.common.records import strict
 
@@ -86,9 +86,6 @@ WAITS = "waits.json"
 
 ATTEMPTS = "attempts.json"
 """Of a deployment, how often its round was tried."""
-
-LOCK = "lock"
-"""Held by whoever works on a run's folder, or a party's directory."""
 
 COLUMNS = "columns.json"
 """What released columns are scaled by."""

@@ -16,7 +16,8 @@ from fedpact.common.files import parse_errors, private_opener
 from fedpact.common.messages import RoundRecord
 from fedpact.deployment.federation import Federation, parse_toml
 from fedpact.deployment.final_model import read_ending
-from fedpact.deployment.processes import die_with_parent, environment, is_held
+from fedpact.deployment.health import is_held
+from fedpact.deployment.processes import die_with_parent, environment
 from fedpact.deployment.site_evaluation import own_figures
 from fedpact.deployment.site_records import SiteSettings
 from fedpact.plan import Plan

@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -14,16 +13,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fedpact.common.errors import FedpactError, InputError, TransportLost
-from fedpact.common.files import only_one, private_opener, write_whole
+from fedpact.common.files import LOCK, only_one, private_opener, write_whole
 from fedpact.common.messages import RoundRecord
-from fedpact.common.run_folder import LOCK
 from fedpact.deployment.flower import program
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
@@ -132,18 +130,6 @@ def _held(directory: Path) -> Generator[None]:
         time.sleep(_LOOK_SECONDS / 10)
     with held:
         yield
-
-
-def is_held(directory: Path) -> bool:
-    """Whether a party's process runs in its directory, whoever has started it."""
-    if not (directory / LOCK).exists():
-        return False
-    with suppress(OSError), open(directory / LOCK, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def environment(directory: Path) -> dict[str, str]:

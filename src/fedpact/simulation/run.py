@@ -23,11 +23,11 @@ from fedpact.algorithms.wrappers.released_scales import CONSTANTS
 from fedpact.algorithms.wrappers.server_optimizer import read_average
 from fedpact.common.check import count
 from fedpact.common.errors import DataError, LedgerError, PlanError
-from fedpact.common.files import PARTIAL, remove_left, write_whole
+from fedpact.common.files import LOCK, PARTIAL, remove_left, write_whole
 from fedpact.common.messages import RoundRecord
 from fedpact.common.params import FlatModel
 from fedpact.common.randomness.seeded import DRAWS
-from fedpact.common.run_folder import COLUMNS, LOCK, Checkpoint, Folder, name_columns
+from fedpact.common.run_folder import COLUMNS, Checkpoint, Folder, name_columns
 from fedpact.data.from_python import digest_of
 from fedpact.data.partition import Partition
 from fedpact.evaluation.held_out import SumsForm

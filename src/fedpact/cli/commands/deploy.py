@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -22,6 +22,8 @@ from fedpact.common.notebook import print_table
 if TYPE_CHECKING:
     from fedpact.common.messages import RoundRecord
     from fedpact.deployment import local
+
+Form = Literal["compose", "helm", "systemd"]
 
 _POLL_SECONDS = 0.5
 
@@ -48,9 +50,13 @@ def init(
     directory: Annotated[Path, typer.Argument(help="A new directory.")],
     config: Config = None,
     overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
-    host: Annotated[str, typer.Option(help="The server's name or address, for sites.")] = (
-        "127.0.0.1"
-    ),
+    package: Annotated[
+        Form | None,
+        typer.Option("--as", help="Write what runs each party as a service or container, too."),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="The server's name or address, for sites.")
+    ] = None,
     port: Annotated[int, typer.Option(help="The server's port.")] = 8443,
     records: Annotated[
         bool, typer.Option(help="Give each site its part of the plan's data, for trying.")
@@ -71,6 +77,7 @@ def init(
     check_keys(config, overrides)
     from fedpact.deployment.files import Choices
     from fedpact.deployment.files import write_deployment as write_deployment
+    from fedpact.deployment.packaging import SERVER_HOSTS, write_package
     from fedpact.evaluation.settings import DECLARE
     from fedpact.plan import Plan
     from fedpact.simulation.flower import require_flower
@@ -85,14 +92,19 @@ def init(
         "retries": retries,
     }
     seeds = "test" if test_seeds else "secure"
+    host = host or SERVER_HOSTS.get(package or "", "127.0.0.1")
     choices = Choices(host=host, port=port, records=records, seeds=seeds, patience=patience)
     plan = Plan.read(config, overrides)
     federation = write_deployment(directory, plan, choices)
+    if package is not None:
+        write_package(directory, package, port)
     _out().print(
         f"{directory}: run {federation.run}, {len(federation.sites)} sites, server at "
         f"{federation.address}. Read {directory / 'README.md'} next"
         + (
             f"; `fedpact deploy up {quote(str(directory))}` tries it on this machine."
+            if choices.records and host == "127.0.0.1"
+            else "."
             if choices.records
             else ", and give every site its records (site.toml)."
         )
@@ -111,6 +123,18 @@ def check(directory: Where, as_json: AsJson = False) -> None:
     from fedpact.cli.commands.inspect import check_sites
 
     check_sites(directory, as_json)
+
+
+@app.command()
+def health(
+    directory: Annotated[Path, typer.Argument(help="The server's or a site's directory.")],
+) -> None:
+    """Exit with 0 if this party's process runs and its port answers on this machine, else 1."""
+    from fedpact.deployment.health import find_outage
+
+    if fault := find_outage(directory):
+        _out().print(fault, markup=False)
+        raise typer.Exit(1)
 
 
 @app.command()

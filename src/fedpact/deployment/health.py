@@ -1,0 +1,59 @@
+"""Whether a party's process runs and can be reached, without loading any of it.
+
+Something asks every half minute, on the machine on which the party computes. So this reads two
+lines of TOML itself, and imports neither torch nor Flower.
+"""
+
+import fcntl
+import socket
+import tomllib
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from fedpact.common.errors import DataError
+from fedpact.common.files import LOCK
+
+_SECONDS: Final = 5.0
+
+
+def is_held(directory: Path) -> bool:
+    """Whether a party's process runs in its directory, whoever has started it."""
+    if not (directory / LOCK).exists():
+        return False
+    with suppress(OSError), open(directory / LOCK, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def find_outage(directory: Path) -> str:
+    """Return what a party lacks to be at work on this machine, "" for nothing.
+
+    A server listens at its address's port. A site does so for its own two processes, as long as the
+    server lets it in: while it waits for the server, nothing is wrong with it, and it is not at
+    work. Raises DataError: no party's directory.
+    """
+    port = _port(directory)
+    if not is_held(directory):
+        return f"no process runs in {directory}"
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=_SECONDS).close()
+    except OSError as error:
+        return f"a process runs in {directory}, and port {port} does not answer ({error})"
+    return ""
+
+
+def _port(directory: Path) -> int:
+    site = directory / "site.toml"
+    path = site if site.exists() else directory / "federation.toml"
+    try:
+        told = tomllib.loads(path.read_text(encoding="utf-8"))
+        return int(told["port"] if path == site else told["address"].rsplit(":", 1)[1])
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise DataError(
+            f"{path} says no port ({type(error).__name__}: {error}): name the directory of one "
+            "party, as `fedpact deploy init` wrote it"
+        ) from None
