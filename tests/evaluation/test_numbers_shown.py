@@ -14,8 +14,8 @@ from rich.console import Console
 import fedpact
 from fedpact.cli.commands.compare import _Live, _print
 from fedpact.cli.main import main
-from fedpact.deployment.live import take_snapshot
 from fedpact.deployment.live import text as for_prometheus
+from fedpact.deployment.snapshot import take_snapshot
 from fedpact.report.comparison import document
 
 RNG = np.random.default_rng(0)

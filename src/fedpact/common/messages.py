@@ -104,6 +104,21 @@ class Refusal:
     code: str
 
 
+REASONS: Final = {
+    "absent": "does not answer: it has not been started, it did not open, as its own log says, or "
+    "it does not reach the server",
+    "budget": "has spent its privacy budget",
+    "policy": "does not allow this run: see its policy.toml and its reservation",
+    "terms": "has a plan.json or federation.toml that says something else than the server's, or "
+    "another version of fedpact",
+    "ledger": "has a ledger that lacks entries which the server has seen of it",
+    "rejected: ledger": "showed another ledger than the server has seen",
+    "run": "takes part in another run",
+    "error": "failed in something: its own log says what",
+}
+"""Why a site takes no part, by code, to be read after its name."""
+
+
 @dataclass(frozen=True)
 class Step:
     """A question of secure aggregation to a site, or the site's answer to it.

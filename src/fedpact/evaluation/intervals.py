@@ -309,6 +309,23 @@ def outcome(
     }
 
 
+def released_so_far(
+    records: Sequence[RoundRecord], of: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return what `outcome` does while the run goes on, without what it costs and what is exact.
+
+    of: what `describe_evaluation` returns, None where nothing is released.
+    """
+    done = [(record.round, record.evaluation, {}) for record in records if record.evaluation]
+    if not (of and done):
+        return None
+    # `groups` are names there, and not the column that has them.
+    known = {name: of[name] for name in EvaluationSettings.model_fields if name != "groups"}
+    settings = EvaluationSettings.model_validate(known)
+    form = SumsForm(settings, tuple(of["classes"]), tuple(of["groups"]), of["unit"])
+    return _over_rounds(form, of["sigma"], done)
+
+
 def exact_outcome(records: Sequence[RoundRecord], form: SumsForm) -> dict[str, Any] | None:
     """Return what a plain run's held-out records come to, exactly; None where none are held out.
 

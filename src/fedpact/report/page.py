@@ -21,6 +21,7 @@ from fedpact.common.format import (
     size,
     upper,
 )
+from fedpact.common.messages import REASONS
 from fedpact.common.notebook import CardFigure
 from fedpact.common.user_code import get_handed_in
 from fedpact.evaluation.metrics import METRICS, find_display, ranking
@@ -118,12 +119,6 @@ def _conditions(run: RunSummary) -> list[str]:
 
 def _beside(path: Path) -> Path:
     return path.with_name(f"{path.resolve().name}-again")
-
-
-_CODES = {
-    "budget": "its privacy budget is spent",
-    "policy": "its policy or reservation does not allow the request",
-}
 
 
 def write_report(folder: Path) -> Path:
@@ -385,7 +380,7 @@ def _refusals(run: RunSummary) -> list[dict[str, Any]]:
     return [
         {
             "site": site,
-            "why": f"{code}: {_CODES[code]}" if code in _CODES else code,
+            "why": f"{code}: it {REASONS[code]}" if code in REASONS else code,
             "rounds": len(at),
             "first": min(at),
             "last": max(at),

@@ -402,8 +402,12 @@ def _most(values: Iterable[Any]) -> float:
     return math.inf if any(map(math.isnan, found)) else max(found, default=math.inf)
 
 
-def read_run(folder: Path) -> RunSummary:
-    """Read a run's folder. Raises DataError: a file is missing or is not what a run writes."""
+def read_run(folder: Path, *, begun: bool = True) -> RunSummary:
+    """Read a run's folder. Raises DataError: a file is missing or is not what a run writes.
+
+    begun: False also reads a run that has no round yet, not even its initial model's: round 0 then
+    stands for it, and says nothing.
+    """
     partition, audit = (_read(folder / f"{n}.json", needed=False) for n in ("partition", "audit"))
     try:
         run = RunSummary(
@@ -412,7 +416,9 @@ def read_run(folder: Path) -> RunSummary:
             privacy=_read(folder / "privacy.json"),
             summary=_read(folder / "summary.json", needed=False),
             environment=_read(folder / "environment.json", needed=False),
-            records=_read_records(folder / "rounds.jsonl"),
+            records=_read_records(folder / "rounds.jsonl")
+            if begun or (folder / "rounds.jsonl").exists()
+            else [RoundRecord(round=0)],
             labels=_labels(partition) if partition else None,
             audit=read_audit(audit) if audit else None,
             joining=_read(folder / "joining.json", needed=False) or None,

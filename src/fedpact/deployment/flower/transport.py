@@ -26,6 +26,7 @@ from fedpact.common.messages import (
     FREE,
     MOST_VECTORS,
     READY,
+    REASONS,
     Refusal,
     Reply,
     Step,
@@ -47,17 +48,6 @@ _log = logging.getLogger("fedpact.server")
 _POLL_SECONDS = 0.1
 _NODES_SECONDS = 1.0
 _READY_SECONDS = 5.0
-_WHY = {
-    "absent": "does not answer: it has not been started, it did not open, as its own log says, or "
-    "it does not reach this server",
-    "policy": "its policy.toml does not allow this run",
-    "terms": "its plan.json or federation.toml says something else than this server's, or its "
-    "fedpact is of another version",
-    "ledger": "its ledger lacks entries that this server has seen of it",
-    "rejected: ledger": "it showed another ledger than this server has seen",
-    "run": "it takes part in another run",
-    "error": "something failed there: its own log says what",
-}
 
 
 OnWait = Callable[[int, Mapping[str, Mapping[str, Any]]], None]
@@ -167,9 +157,9 @@ class FlowerTransport:
             if len(ready) >= least:
                 return
             refused = {site: code for site, code in missing.items() if code != "absent"}
-            why = "; ".join(
-                f"{site}: {_WHY.get(missing[site], missing[site])}" for site in sorted(missing)
-            )
+            # For whoever watches.
+            self._on_wait(0, {s: {"waiting": True, "code": c} for s, c in sorted(missing.items())})
+            why = "; ".join(f"{s} {REASONS.get(c, c)}" for s, c in sorted(missing.items()))
             if time.monotonic() >= end:
                 break
             if why != told:

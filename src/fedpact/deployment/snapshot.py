@@ -1,0 +1,276 @@
+"""How a run stands by its files, as plain data: what `fedpact watch` shows.
+
+A run's folder or a server's directory shows all sites, as the server counts them. A site's own
+directory shows that site: its ledger, what it answered, and no other site's name. What a site's
+owner alone may see of its records is not in it, as other accounts of the machine can ask the page.
+"""
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+from fedpact.common.errors import DataError
+from fedpact.common.format import against_majority_class
+from fedpact.common.messages import REASONS, RoundRecord
+from fedpact.common.run_folder import WAITS, folder_of_run
+from fedpact.deployment.federation import Federation, parse_toml
+from fedpact.deployment.processes import is_held
+from fedpact.deployment.server import FILE as HANDED_OVER
+from fedpact.deployment.site_evaluation import PROGRESS, Progress
+from fedpact.deployment.site_records import SiteSettings
+from fedpact.deployment.store import read_store
+from fedpact.evaluation.intervals import released_so_far
+from fedpact.privacy.ledger.receipt import receipt
+from fedpact.report.evaluations import compare_with_classes
+from fedpact.report.run_summary import RunSummary, read_run
+
+Document = dict[str, Any]
+# Of so many last rounds the mean time says how long the rest will take.
+_RECENT: Final = 10
+
+
+def take_snapshot(directory: Path) -> Document:
+    """Return what a run's folder, a server's or a site's directory, or a deployment's, says.
+
+    Raises DataError: it is none of them, or its run is still being set up. LedgerError: a site's
+    ledger is damaged.
+    """
+    if (directory / "site.toml").exists():
+        return _site(directory)
+    party, folder = find_run(directory)
+    return _run(party, folder, is_held(party) or is_held(folder), _changed(folder))
+
+
+def find_run(directory: Path) -> tuple[Path, Path]:
+    """Return whose run it is, a server's directory or the run's folder, and that folder.
+
+    Raises DataError: it is neither, nor a deployment's directory.
+    """
+    if (directory / "server" / "federation.toml").exists():
+        directory = directory / "server"
+    folder = folder_of_run(directory)
+    if not (folder / "plan.json").exists() and folder == directory:
+        raise DataError(
+            f"{directory} holds no run: expected the folder of a run, or the directory of a "
+            "deployment's server or site"
+        )
+    return directory, folder
+
+
+def find_released(run: RunSummary) -> Document | None:
+    """Return the evaluations that sites have released so far; None where there are none."""
+    return run.released or released_so_far(run.records, run.privacy.get("evaluation"))
+
+
+def _changed(folder: Path) -> tuple[tuple[int, int], ...]:
+    """Return when each of a run's files was changed, and its length, so that it is read anew."""
+    names = ("privacy.json", "rounds.jsonl", "summary.json", WAITS, HANDED_OVER)
+    found = [(folder / name).stat() for name in names if (folder / name).exists()]
+    return tuple((each.st_mtime_ns, each.st_size) for each in found)
+
+
+@lru_cache(maxsize=4)
+def _run(party: Path, folder: Path, held: bool, changed: object) -> Document:
+    """held: whether a process carries the run out."""
+    del changed
+    if not (folder / "privacy.json").exists():
+        raise DataError(f"the run in {folder} is being set up: look again in a moment")
+    run, begun = read_run(folder, begun=False), (folder / "rounds.jsonl").exists()
+    waits, last = _json(folder / WAITS), run.last
+    ended = bool(run.summary) and not (held and run.status == "stopped")
+    said = "running" if begun else "waiting for the first round"
+    state = run.ended if ended else said if held else "interrupted"
+    name = str(run.environment.get("run") or folder.resolve().name)
+    released, planned = find_released(run), int(run.plan["rounds"])
+    recent = [record.seconds for record in run.records[1:][-_RECENT:]]
+    missing, refusals = _missing(run.records, waits), dict[str, dict[str, int]]()
+    for record in run.records:
+        for site, code in record.refused.items():
+            of_site = refusals.setdefault(site, {})
+            of_site[code] = of_site.get(code, 0) + 1
+    sites = {
+        site: {
+            **_cost(run, site),
+            "seconds": told.get("seconds"),
+            "waiting": not ended and bool(told.get("waiting")),
+            "refusals": refusals.get(site, {}),
+            "missing": missing.get(site),
+        }
+        for site in sorted({*run.sites, *waits.get("sites", {})})
+        for told in [waits.get("sites", {}).get(site, {})]
+    }
+    return {
+        "kind": "run",
+        "name": run.plan.get("about", {}).get("name") or name,
+        "run": name,
+        "algorithm": run.plan.get("algorithm"),
+        "status": run.status if ended else state,
+        "state": state,
+        "ended": ended,
+        "private": run.private,
+        "seeded": run.private and run.seeded,
+        "adjacency": run.privacy["adjacency"],
+        "round": last.round,
+        "rounds": planned,
+        "seconds_spent": run.seconds,
+        "seconds_left": (planned - last.round) * statistics.fmean(recent)
+        if recent and held and not ended
+        else None,
+        "bytes_down": run.bytes_down,
+        "bytes_up": run.bytes_up,
+        "curves": _curves(run, released),
+        "compared": _compared(run, released),
+        "sites": sites,
+        "to_do": list(_to_do(run, party, folder, missing, ended=ended, held=held)),
+    }
+
+
+def _cost(run: RunSummary, site: str) -> Document:
+    terms = run.site_privacy.get(site)
+    return {
+        "epsilon_spent": run.last.epsilon.get(site),
+        "epsilon_allowed": terms and terms.epsilon_allowed,
+        "epsilon_reserved": terms and terms.epsilon_reserved,
+        "delta": terms and terms.delta,
+    }
+
+
+def _missing(records: Iterable[RoundRecord], waits: Mapping[str, Any]) -> dict[str, Document]:
+    """Return the sites that the last round they were asked in went without, and why.
+
+    since: the first of the rounds that it has been so. Before the first round, who is waited for.
+    """
+    found = dict[str, Document]()
+    for record in records:
+        found = {site: was for site, was in found.items() if not record.was_asked(site)} | {
+            site: _reason(code, found.get(site, {}).get("since", record.round))
+            for site, code in record.refused.items()
+        }
+    told: Mapping[str, Document] = waits.get("sites", {})
+    return found | {site: _reason(one["code"], 0) for site, one in told.items() if "code" in one}
+
+
+def _reason(code: str, since: int) -> Document:
+    return {"code": code, "since": since, "why": REASONS.get(code, "see its own log")}
+
+
+def _curves(run: RunSummary, released: Document | None) -> list[Document]:
+    """Return accuracy and mean loss by round, of whatever there is.
+
+    points: [round, value] each, with the interval's two ends where sites released it with noise.
+    """
+    found, exact = list[Document](), "simulator only" if run.pooled else "on public test data"
+    for name in ("accuracy", "loss"):
+        figures = [
+            (each["round"], figure)
+            for each in (released or {"by_round": []})["by_round"]
+            for figure in each["figures"]
+            if figure["name"] == name
+        ]
+        about = {figure["about"] for _, figure in figures} - {"all"}
+        of_sites = ", ".join(["released by the sites", *about])
+        noisy = [[r, *(figure[key] for key in ("value", "low", "high"))] for r, figure in figures]
+        public = [[record.round, getattr(record, name)] for record in run.evaluated]
+        for of, points in ((of_sites, noisy), (exact, public)):
+            # Labels that are numbers have no accuracy: NaN, or none where noise leaves none.
+            known = [p for p in points if all(x is not None and x == x for x in p)]
+            if known:
+                found.append({"name": name, "of": of, "points": known})
+    return found
+
+
+def _compared(run: RunSummary, released: Document | None) -> list[str]:
+    """Return what the last accuracy is to be held against, in words, each with its round."""
+    if released is not None:
+        return describe_released(released)
+    told = against_majority_class(run.accuracy, run.summary.get("commonest"))
+    return [f"after round {run.evaluated[-1].round}: {told}"] if told else []
+
+
+def describe_released(released: Document) -> list[str]:
+    """Return how released figures compare with the commonest class, and the worst class's."""
+    return [f"after round {released['round']}: {told}" for told in compare_with_classes(released)]
+
+
+def _to_do(
+    run: RunSummary,
+    party: Path,
+    folder: Path,
+    missing: Mapping[str, Document],
+    *,
+    ended: bool,
+    held: bool,
+) -> Iterable[str]:
+    """Yield what waits for a person, each in a sentence."""
+    deployed = party != folder
+    goes_on = f"`fedpact deploy server {party}`" if deployed else f"`fedpact resume {folder}`"
+    if not held and (not ended or run.status == "stopped"):
+        yield f"Nothing carries the run out; {goes_on} goes on after round {run.last.round}."
+    # A budget that is spent is nothing to mend.
+    for site, told in sorted(missing.items()):
+        if not ended and told["code"] != "budget":
+            yield f"Site {site} {told['why']}."
+    if deployed and ended and run.last.round:
+        handed = _json(folder / HANDED_OVER)
+        for site in run.sites:
+            if handed.get(site, [None, None])[1] != run.last.round:
+                yield (
+                    f"Site {site} has not got the final model: start the server again when the "
+                    "site is there, or have its owner run `fedpact deploy model`."
+                )
+
+
+def _site(directory: Path) -> Document:
+    settings = parse_toml(SiteSettings, directory / "site.toml")
+    federation = Federation.read(directory / "federation.toml")
+    plan, path = _json(directory / "plan.json"), directory / settings.ledger
+    progress = Progress.of(read_store(directory, PROGRESS))
+    if progress.run != federation.run:
+        # Of an earlier run of this site.
+        progress = Progress()
+    ledger = _ledger(path, path.stat().st_mtime_ns) if path.exists() else {"runs": {}, "entries": 0}
+    # Else the model is an earlier run's.
+    ended = _json(directory / "run" / "summary.json").get("run") == federation.run
+    running = is_held(directory)
+    to_do = [f"It refused {n} questions ({c}): it {REASONS.get(c, 'says why in its log')}."
+             for c, n in progress.refusals.items()]  # fmt: skip
+    if not (running or ended):
+        to_do.append(f"This site is stopped; `fedpact deploy site {directory}` starts it.")
+    return {
+        "kind": "site",
+        "name": settings.name,
+        "run": federation.run,
+        "algorithm": plan.get("algorithm"),
+        "state": "ended: the final model is here" if ended else progress.state,
+        "ended": ended,
+        "round": progress.round,
+        "rounds": plan.get("rounds"),
+        "answers": progress.answers,
+        "refusals": dict(progress.refusals),
+        "seconds": progress.seconds,
+        "ledger_entries": ledger["entries"],
+        "adjacency": ledger.get("adjacency"),
+        "ledger": {
+            run: {key: each[key] for key in ("epsilon_spent", "epsilon_reserved", "delta")}
+            for run, each in ledger["runs"].items()
+        },
+        "to_do": to_do,
+    }
+
+
+@lru_cache(maxsize=4)
+def _ledger(path: Path, changed: int) -> Document:
+    del changed
+    return receipt(path)
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    """Return a JSON file's table; an empty one where it is not there, or none yet."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
