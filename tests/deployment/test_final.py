@@ -10,14 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.deployment.grid import charged
+from tests.deployment.test_site import change
 from typer.testing import CliRunner
 
 from fedpact.api import load
 from fedpact.cli.main import app
-from fedpact.common.errors import DataError
+from fedpact.common.errors import DataError, PlanError
 from fedpact.common.messages import FINAL, Refusal, Reply, Task, from_bytes
 from fedpact.deployment.final_model import FinalModel
+from fedpact.deployment.local import inspect_deployment
 from fedpact.deployment.site import Site
+from fedpact.deployment.site_evaluation import personalise_site
 
 pytestmark = pytest.mark.usefixtures("clock")
 
@@ -84,6 +87,26 @@ def test_an_owner_brings_the_file_and_predicts(federate, tmp_path):
     save_file({"weight": torch.zeros(3)}, other)
     with pytest.raises(DataError, match="the plan's model has"):
         FinalModel.of(site).bring(other)
+
+
+def test_model_and_figures_of_an_earlier_run_are_not_this_ones(federate):
+    run = federate(None, rounds=1, evaluation={"share": 0.25})
+    run()
+    site = run.nodes[0].directory
+    found = inspect_deployment(site)
+    assert (found["own_figures"]["run"], found["status"]) == (
+        found["run"],
+        "ended, and the final model is here",
+    )
+    change(site / "federation.toml", f'run = "{found["run"]}"', 'run = "another"')
+    found = inspect_deployment(site)
+    assert (found["own_figures"], found["status"]) == (None, "known to the server")
+    with pytest.raises(PlanError, match=r"of run 'fedavg-.*is of run 'another'"):
+        personalise_site(site)
+    with pytest.raises(PlanError, match="is of run 'another'"):
+        FinalModel.of(site).bring(None)
+    with pytest.raises(PlanError, match="is of run 'another'"):
+        FinalModel.of(site).bring(site / "run" / "model.safetensors")
 
 
 def test_a_site_with_a_head_of_its_own_keeps_its_own_model(federate):

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from tests.deployment.grid import events_in, stored
+from tests.deployment.grid import FLOATS, events_in, stored
 
 from fedpact.common.errors import DataError, LedgerError, PlanError, PolicyRefused
 from fedpact.common.messages import Refusal, Reply, State, Task, from_bytes, to_bytes
@@ -246,7 +246,8 @@ def test_memory_follows_included_rounds_across_restart(make, tmp_path):
     directory = whole / "sites" / "site-00"
 
     def bound(name):
-        return from_bytes(stored(directory, name)).numbers["loss_bound"]
+        run = Federation.read(directory / "federation.toml").run
+        return from_bytes(stored(directory, f"{run}/{name}")).numbers["loss_bound"]
 
     for number, included in ((1, -1), (2, 1), (3, 1)):
         with Site(directory) as site:
@@ -255,6 +256,35 @@ def test_memory_follows_included_rounds_across_restart(make, tmp_path):
         if number == 1:
             first = bound("pending")
     assert bound("committed") == first
+
+
+@pytest.mark.parametrize("how", [{"algorithm": "fedfdp"}, {"algorithm": "mr_mtl"}])
+def test_another_run_in_a_directory_begins_with_no_memory(copied, tmp_path, how):
+    """Its answers are those of a directory in which no run was before."""
+    whole = copied(tmp_path / "d", {"seeds": "test"}, settings={}, **FLOATS, **how)
+    used, fresh = (whole / "sites" / "site-00", tmp_path / "fresh")
+    numbers = {"loss": 2.0} if how["algorithm"] == "fedfdp" else {}
+    replies = {}
+    shutil.copytree(used, fresh)
+    with Site(used) as site:
+        first = site.run
+        for number, included in ((1, -1), (2, 1)):
+            block = site.handle(task_of(site, number, included, numbers=numbers))
+            assert isinstance(from_bytes(block), Reply)
+        assert site._client.read_memory(task_of(site, 2, 2)) != State()
+    for directory in (used, fresh):
+        change(directory / "federation.toml", f'run = "{first}"', 'run = "another"')
+        change(directory / "policy.toml", "epsilon_ever = 2.0", "epsilon_ever = 4.0")
+        change(directory / "policy.toml", "delta_ever = 1e-05", "delta_ever = 2e-05")
+        with Site(directory) as site:
+            assert from_bytes(site.handle(task_of(site, run=first))).code == "run"
+            answers = [from_bytes(site.handle(task_of(site, numbers=numbers)))]
+            answers.append(from_bytes(site.handle(task_of(site, 2, 1, numbers=numbers))))
+            assert site.ending is None
+        replies[directory] = [
+            ({n: v.tolist() for n, v in a.vectors.items()}, a.numbers) for a in answers
+        ]
+    assert replies[used] == replies[fresh]
 
 
 def test_a_plan_that_costs_more_is_refused_whoever_wrote_it(site_dir):

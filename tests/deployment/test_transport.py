@@ -393,7 +393,9 @@ def test_the_form_of_a_reply_is_found_for_every_algorithm(make, tmp_path, name):
         node.site.close()
     assert len(records) >= 2
     assert all(record.refused == {} for record in records)
-    kept = [stored(node.directory, name) or b"" for name in ("reply", "committed", "pending")]
+    run = node.site.run
+    names = "reply", f"{run}/committed", f"{run}/pending"
+    kept = [stored(node.directory, name) or b"" for name in names]
     assert max(map(len, kept)) <= 3 * len(node.heard[-1])
 
 

@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -30,7 +30,7 @@ from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import COLUMNS, RUN, Folder, name_columns, read_scales
 from fedpact.deployment.federation import Federation, parse_toml, read_plan
 from fedpact.deployment.site_records import SiteSettings
-from fedpact.deployment.store import Store
+from fedpact.deployment.store import RunMemory, Store
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.ledger.reservations import spend_of
@@ -66,7 +66,7 @@ class FinalModel:
         """Write down what the server hands over. epsilon: spent by the run here, at delta."""
         module = self._module()
         flat = FlatModel(module)
-        memory = read_memory(self.store, task.included)
+        memory = read_memory(self._memory, task.included)
         own = self.plan.method.own_model(task.vectors["w"], memory)
         flat.load(task.vectors["w"] if own is None else own)
         by = task.vectors.get(CONSTANTS)
@@ -90,12 +90,16 @@ class FinalModel:
         rounds = _rounds_beside(path)
         part = self.plan.participants(self.federation.names)
         last = part.last_of(self.name, rounds or self.plan.rounds)
-        memory = read_memory(self.store, last)
+        memory = read_memory(self._memory, last)
         own = self.plan.method.own_model(w, memory)
         flat.load(w if own is None else own)
         said = {"status": BROUGHT, "rounds": rounds, **self._spent(rounds)}
         self._write(module, self._columns_beside(path), said)
         return self.directory / RUN
+
+    @property
+    def _memory(self) -> RunMemory:
+        return RunMemory(self.store, self.federation.run)
 
     def _spent(self, rounds: int | None) -> dict[str, dict[str, float]]:
         """Return what this site's ledger says that the run has cost; nothing of a run it lacks."""
@@ -163,7 +167,7 @@ def describe_ending(run: str, plan: Plan, summary: Mapping[str, Any], folder: Pa
 def find_published_model(directory: Path, run: str, model: Path | None) -> Path:
     """Return the file of the final model: `model`, or that of a server beside the sites.
 
-    Raises PlanError: it is not there.
+    Raises PlanError: it is not there, or is another run's.
     """
     path = directory.absolute().parents[1] / "server" / RUN / "model.safetensors"
     path = path if model is None else model
@@ -173,15 +177,32 @@ def find_published_model(directory: Path, run: str, model: Path | None) -> Path:
             "when the run has ended; until then there is nothing to tune. Ask for the server's "
             "run/model.safetensors and give it with --model"
         )
+    # At the server environment.json says whose it is, at a site summary.json.
+    for name in ("environment.json", "summary.json"):
+        found = _beside(path, name).get("run", run)
+        if found != run:
+            raise PlanError(
+                f"{path} is the model of run {found!r}, and federation.toml is of run {run!r}: "
+                "expected the final model of that run, which is there when it has ended"
+            )
     return path
 
 
 def _rounds_beside(model: Path) -> int | None:
     """Return after how many rounds a model is, as a run's summary beside it says; None without."""
     try:
-        return int(json.loads(model.with_name("summary.json").read_bytes())["rounds"])
-    except (OSError, ValueError, LookupError, TypeError):
+        return int(_beside(model, "summary.json")["rounds"])
+    except (ValueError, LookupError, TypeError):
         return None
+
+
+def _beside(model: Path, name: str) -> Mapping[str, Any]:
+    """Return what a JSON file beside a model says; nothing where there is none."""
+    try:
+        found = json.loads(model.with_name(name).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return cast(Mapping[str, Any], found) if isinstance(found, dict) else {}
 
 
 def read_model(path: Path, module: nn.Module, flat: FlatModel) -> Tensor:

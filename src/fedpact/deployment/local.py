@@ -139,7 +139,9 @@ def inspect_deployment(directory: Path) -> dict[str, Any]:
         "round": _last_round(server) if server else None,
         "status": _outcome(server) if server else _at_site(any_party, federation.run),
         # A site's alone: of no other directory, so that nobody sees it in passing.
-        "own_figures": own_figures(directory) if (directory / "site.toml").exists() else None,
+        "own_figures": own_figures(directory, federation.run)
+        if (directory / "site.toml").exists()
+        else None,
         "ledgers": {name: ledger_of(where) for name, where in places.items() if name != SERVER},
     }
 

@@ -62,7 +62,7 @@ from fedpact.deployment.final_model import FinalModel, describe_ending, read_end
 from fedpact.deployment.secure import masker_of
 from fedpact.deployment.site_evaluation import Cost, Examiner, Progress
 from fedpact.deployment.site_records import SiteSettings, own_records
-from fedpact.deployment.store import STORE_FILE, LastReply, Store, room
+from fedpact.deployment.store import STORE_FILE, LastReply, RunMemory, Store, room
 from fedpact.per_sample.layout import PLACEMENTS
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.hash_chain import read_entries
@@ -75,7 +75,8 @@ from fedpact.simulation.machine import device_of
 from fedpact.simulation.workshop import Worker
 
 _ANSWERED = re.compile(rb"round \d+: (replied|answered)")
-_LEFT_BEHIND = ("reply", "evaluation", "committed", "pending", "opened")
+# What the algorithm remembers is written in one transaction with a reply.
+_LEFT_BEHIND = ("reply", "evaluation", "opened")
 
 
 def check_left_behind(directory: Path, store: Store, ledger: Path, promised: bool) -> None:
@@ -264,7 +265,7 @@ class Site:
                 self.plan.method,
                 self._oracle,
                 self.ledger,
-                self._store,
+                RunMemory(self._store, self.run),
                 device=self._device,
                 examine=partial(self._examiner.examine, self.ledger),
             )

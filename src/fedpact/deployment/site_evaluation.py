@@ -39,9 +39,9 @@ from fedpact.common.randomness.seeded import Draws, SeededDraws
 from fedpact.common.run_folder import RUN, check_writable
 from fedpact.data.splits import number_persons
 from fedpact.deployment.federation import Federation, parse_toml, read_plan
-from fedpact.deployment.final_model import find_published_model, read_model
+from fedpact.deployment.final_model import find_published_model, read_ending, read_model
 from fedpact.deployment.site_records import Own, SiteSettings, own_records
-from fedpact.deployment.store import LastReply, Store, read_store
+from fedpact.deployment.store import LastReply, RunMemory, Store, read_store
 from fedpact.evaluation import held_out
 from fedpact.evaluation.held_out import HeldOut, hold_out, key_of_seed, split_of
 from fedpact.evaluation.personal import SiteFigures, on_own_parts, personalise_model, train_locally
@@ -115,7 +115,8 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     plan.task.check_plain("what joining was worth")
     handed = directory / RUN / "model.safetensors"
     # What a site with a model of its own was handed is that, and no longer everybody's.
-    if model is None and handed.is_file() and not plan.method.has_own_models:
+    here = read_ending(directory, federation.run) is not None
+    if model is None and here and not plan.method.has_own_models:
         model = handed
     source = find_published_model(directory, federation.run, model)
     module = federation.workshop(plan, directory).module()
@@ -124,7 +125,7 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     w = read_model(source, module, flat)
     # With the final model a site's last reply counts as included, if it was of its last round.
     last = plan.participants(federation.names).last_of(settings.name, plan.rounds)
-    own = plan.method.own_model(w, _remembered(directory, last))
+    own = plan.method.own_model(w, _remembered(directory, federation.run, last))
     found = own_records(directory, settings, federation, plan)
     x, y = found.records.x, found.records.y
     whose = number_persons(found.whose, np.arange(len(y)))
@@ -142,9 +143,9 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     return Personal(settings.name, on_own_parts(by_itself, tuned), str(path))
 
 
-def _remembered(directory: Path, last: int) -> State:
+def _remembered(directory: Path, run: str, last: int) -> State:
     with closing(Store(directory)) as store:
-        return read_memory(store, last)
+        return read_memory(RunMemory(store, run), last)
 
 
 _log = logging.getLogger("fedpact.site")
@@ -283,15 +284,14 @@ class Examiner:
             _log.warning("the owner's own figures are not kept: %s", type(error).__name__)
 
 
-def own_figures(directory: Path) -> dict[str, Any] | None:
-    """Return what a site's owner sees: of which run and form, and by round the exact sums.
+def own_figures(directory: Path, run: str) -> dict[str, Any] | None:
+    """Return what a site's owner sees of a run: its form, and by round the exact sums.
 
     None: no record is held out, or no round is over. Raises DataError: a damaged store.
     """
-    block = read_store(directory, FIGURES)
-    if block is None:
+    found = json.loads(read_store(directory, FIGURES) or b"{}")
+    if found.get("run") != run:
         return None
-    found = json.loads(block)
     return {name: found[name] for name in _KEPT}
 
 

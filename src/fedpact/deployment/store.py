@@ -1,7 +1,7 @@
 """What a site keeps of its rounds, in one file: site.db, SQLite, changed by transactions.
 
 reply, evaluation   its last replies, each with the question, for when it is asked again
-committed, pending  what its algorithm remembers (client.Client)
+RUN/committed, RUN/pending  what its algorithm remembers of a run (RunMemory, client.Client)
 opened              of which sites it has helped to open a sum last, under secure aggregation; made
                     at the first opening, and missed after the first charge
 progress            what it has answered, and
@@ -146,6 +146,31 @@ class StoreSlot:
     def make_room(self, length: int) -> None:
         """Hold room in the file until the next `write`. Raises OSError."""
         self.store.write(f"room for {self.name}", bytes(length))
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """What the algorithm remembers at this site of one run (client.MemoryStore).
+
+    A directory may take part in one run after the other: a control variate or a model of its own
+    from an earlier one is nothing that the next may start with.
+    """
+
+    store: Store
+    run: str
+
+    @property
+    def path(self) -> Path:
+        """The file that it lies in."""
+        return self.store.path
+
+    def read(self, name: str) -> bytes | None:
+        """Return what is kept of this run under a name, None if nothing is."""
+        return self.store.read(f"{self.run}/{name}")
+
+    def write(self, name: str, *content: bytes | memoryview) -> None:
+        """Keep these parts under a name."""
+        self.store.write(f"{self.run}/{name}", *content)
 
 
 def read_store(directory: Path, name: str) -> bytes | None:
