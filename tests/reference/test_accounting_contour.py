@@ -76,6 +76,59 @@ def test_tiny_rates_are_at_most_two_percent_above_the_integral(terms, delta):
     assert found <= quick * (1 + 1e-9) <= found * 1.02
 
 
+def delta_of_few(terms, e):
+    """δ(ε) of one or two releases: the closed form of one, integrated over the other's outcomes."""
+
+    def one(q, sigma, e, removed):
+        # The losses above e, in P and Q; all where e is below what a loss can be.
+        e = np.asarray(e if removed else -e, dtype=float)
+        grown = (np.exp(e) - (1 - q)) / q
+        x = sigma * np.log(np.maximum(grown, 1e-300)) + 0.5 / sigma
+        with_it = (1 - q) * ndtr(-x) + q * ndtr(1 / sigma - x), ndtr(-x)
+        without = ndtr(x), (1 - q) * ndtr(x) + q * ndtr(x - 1 / sigma)
+        p, r = with_it if removed else without
+        found = p - np.exp(e if removed else -e) * r
+        return np.where(grown > 0, found, -np.expm1(e) if removed else 0.0)
+
+    nodes, weights = np.polynomial.legendre.leggauss(64)
+    cuts = np.linspace(-9, 9, 73)
+    half = (cuts[1] - cuts[0]) / 2
+    z = (cuts[:-1, None] + half * (1 + nodes)).ravel()
+    density = np.tile(half * weights, 72) * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+    found = []
+    for removed in (True, False):
+        if len(terms) == 1:
+            found.append(float(one(*terms[0], e, removed)))
+            continue
+        (q, sigma), other = terms
+        total = 0.0
+        for share, shift in ((1 - q, 0.0), (q, 1 / sigma)) if removed else ((1.0, 0.0),):
+            at = z + shift
+            loss = np.log1p(q * np.expm1(at / sigma - 0.5 / sigma**2)) * (1 if removed else -1)
+            total += share * float(density @ one(*other, e - loss, removed))
+        found.append(total)
+    return max(found)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_few_releases_at_tiny_rates_cost_no_less_than_they_do(seed):
+    """Where no grid resolves them, and the integral's smoothing may be the coarser."""
+    rng, delta = np.random.default_rng(seed), 10.0 ** -(5 + seed % 3)
+    terms = [(float(10 ** rng.uniform(-4.5, -3)), float(rng.uniform(0.6, 3))) for _ in range(2)]
+    terms = [*terms] if seed % 2 else terms[:1]
+    found = pld.pld_epsilon([(q, s, 1) for q, s in terms], delta)
+    assert delta_of_few(terms, found) <= delta * (1 + 1e-9)
+    assert found <= 1e-12 or delta_of_few(terms, found * 0.98) > delta
+
+
+def test_the_finer_of_grid_and_integral_is_taken():
+    terms, delta = [(1e-4, 0.8, 1)], 1e-5
+    assert not pld.is_resolved(terms, delta)
+    found = pld.pld_epsilon(terms, delta)
+    assert delta_of_few([(1e-4, 0.8)], found) <= delta < delta_of_few([(1e-4, 0.8)], found * 0.99)
+    assert found < characteristic_function.contour_epsilon(terms, delta) / 2
+
+
 def gaussian_delta(mu, e):
     return float(ndtr(mu / 2 - e / mu) - math.exp(e + log_ndtr(-mu / 2 - e / mu)))
 

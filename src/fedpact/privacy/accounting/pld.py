@@ -5,9 +5,9 @@ Ghazi, Kamath, Kumar, Manurangsi. arXiv 2207.04380) and composes by FFT; ε is t
 two directions, add and remove. This module chooses the grid, keeps memory bounded and takes the
 rounding of the FFT off δ, so that the answer stays an upper bound. Where no grid that fits into
 memory is fine enough, as for millions of releases at a tiny rate, the loss is composed by its
-transform instead (privacy.accounting.characteristic_function); plain Gaussians are one Gaussian
-(privacy.accounting.gaussian). Each is an
-upper bound for its own reasons, which its module gives.
+transform as well (privacy.accounting.characteristic_function), and the smaller ε counts; plain
+Gaussians are one Gaussian (privacy.accounting.gaussian). Each is an upper bound for its own
+reasons, which its module gives.
 
 `pld` takes tens of milliseconds for a history. A report after every round needs dozens of histories
 on the way to one plan in less than that together, and may lie a little above their ε. On a grid as
@@ -99,13 +99,20 @@ def _at_full_rate(terms: Sequence[Term], delta: float) -> float:
 
 
 def _found(terms: Sequence[Term], delta: float) -> float:
-    if not is_resolved(terms, delta) and all(s >= _LEAST_SIGMA for _, s, _ in terms):
+    if is_resolved(terms, delta):
+        return _by_library(terms, delta)
+    found = math.inf
+    if all(s >= _LEAST_SIGMA for _, s, _ in terms):
         found = characteristic_function.contour_epsilon(terms, delta)
-        if found < math.inf:
-            return found
-    if not _on_a_grid(terms):
-        # ε grows with q.
-        return _at_full_rate(terms, delta)
+    # Each is an upper bound. A grid that is too coarse for many releases may be finer than the
+    # integral's smoothing for few.
+    if _on_a_grid(terms):
+        return min(found, _by_library(terms, delta))
+    # ε grows with q.
+    return found if found < math.inf else _at_full_rate(terms, delta)
+
+
+def _by_library(terms: Sequence[Term], delta: float) -> float:
     usable = delta - fft_rounding(sum(t for *_, t in terms))
     if usable <= 0:
         return math.inf
@@ -157,7 +164,7 @@ def round_up_term(q: float, sigma: float, count: int) -> Term:
 def is_resolved(terms: Sequence[Term], delta: float, fineness: float = FINENESS) -> bool:
     """Return whether a grid serves: one fine beside a release's loss, and no rounding to speak of.
 
-    Else privacy.accounting.characteristic_function does. terms as `round_up_term`.
+    Else privacy.accounting.characteristic_function is asked as well. terms as `round_up_term`.
     """
     count = sum(t for *_, t in terms)
     if not _on_a_grid(terms) or fft_rounding(count) > 0.01 * delta:
