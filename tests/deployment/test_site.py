@@ -14,6 +14,7 @@ from fedpact.common.messages import Refusal, Reply, State, Task, from_bytes, to_
 from fedpact.common.run_folder import Folder
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.site import Site, answer
+from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
 from fedpact.privacy.ledger.receipt import receipt
 
 
@@ -192,6 +193,15 @@ def test_second_run_on_same_records_needs_policy_for_both(site_dir):
     change(site_dir / "policy.toml", "delta_ever = 1e-05", "delta_ever = 2e-05")
     with Site(site_dir) as site:
         assert site.ledger.total() == pytest.approx((4.0, 2e-5), rel=1e-12)
+        terms = site._terms
+    # Each reservation by itself, so that a reader can count it anew.
+    told = receipt(site_dir / "ledger.jsonl")["runs"]
+    assert [*told] == [first, "another"]
+    for run in told.values():
+        events = {(e["q"], e["sigma"]): e["reserved"] for e in run["events"]}
+        assert events == {(e.q, e.sigma): n for e, n in terms.history(terms.steps).items()}
+        whole = {SampledGaussian(*event): n for event, n in events.items()}
+        assert epsilon(whole, run["delta"]) <= run["epsilon_reserved"]
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,12 @@ def test_noise_of_more_honest_sites_than_declared_is_refused(honest, tmp_path):
     else:
         with pytest.raises(PolicyRefused, match=r"needs the noise of 2 honest.*honest = 1"):
             policy.check_run("fedavg", shared, NOTHING)
+    # By itself a release has this site's own share of noise, though the sum has more.
+    assert shared.event.sigma > 2.5
+    with pytest.raises(PolicyRefused, match=r"sigma would be 2: .*smallest_sigma = 2\.5"):
+        Policy.parse({**ALLOWED, **alone, "smallest_sigma": 2.5}).check_run(
+            "fedavg", shared, NOTHING
+        )
     with pytest.raises(PolicyRefused, match="honest = 0"):
         Policy.parse(ALLOWED).check_run("fedavg", shared, NOTHING)
 

@@ -42,7 +42,8 @@ class Policy(BaseModel):
     delta_ever: _Share
     """The most that all runs on this data set may reserve together, by basic composition."""
     smallest_sigma: _Positive
-    """The least noise multiplier of any release, by itself."""
+    """The least noise multiplier of any release, by itself; where sites share noise out, that of
+    the site's own share."""
     honest: Annotated[int, Field(ge=0, strict=True)] = 0
     """Of how many sites, this one too, the owner believes that they add their shares of noise
     and tell nobody; a run that needs more of them is refused, and without it each that needs
