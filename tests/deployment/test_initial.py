@@ -5,11 +5,14 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.deployment.grid import Run
+from tests.deployment.test_site import change
 
 import fedpact
 from fedpact.algorithms.wrappers.compression import START
-from fedpact.common.errors import ModelError
+from fedpact.common.errors import ModelError, PolicyRefused
 from fedpact.common.messages import from_bytes
+from fedpact.deployment.files import write_extension
 from fedpact.deployment.site import Site
 from fedpact.plan import Plan
 
@@ -37,3 +40,35 @@ def test_parties_share_the_initial_model_with_the_simulation(federate, tmp_path)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ModelError, match="the plan names"):
         Site(site)
+
+
+def test_a_deployment_is_extended_in_its_directories(federate, tmp_path):
+    run = federate(None, rounds=1)
+    run()
+    server, more = run.directory / "server", tmp_path / "more"
+    write_extension(server, 2, 0.5, more)
+    first = load_file(server / "run" / "model.safetensors")
+    (server / "run").rename(server / "run-1")
+    for party in (server, *(node.directory for node in run.nodes)):
+        shutil.copytree(more, party, dirs_exist_ok=True)
+    for node in run.nodes:
+        node.site.close()
+        with pytest.raises(PolicyRefused, match="epsilon_ever"):
+            Site(node.directory)
+        for old, new in (
+            ("epsilon_ever = 2.0", "epsilon_ever = 2.5"),
+            ("delta_ever = 1e", "delta_ever = 9e"),
+        ):
+            change(node.directory / "policy.toml", old, new)
+    again = Run(run.directory)
+    try:
+        records = again()
+        assert [record.round for record in records] == [0, 1, 2]
+        assert all(record.refused == {} for record in records)
+        started = again.nodes[0].site.federation.workshop(again.nodes[0].site.plan, server).module()
+        assert all(torch.equal(first[name], value) for name, value in started.state_dict().items())
+        for node in again.nodes:
+            assert node.site.ledger.total() == pytest.approx((2.5, 2e-5), rel=1e-9)
+    finally:
+        for node in again.nodes:
+            node.site.close()

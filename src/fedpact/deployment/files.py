@@ -19,11 +19,18 @@ from fedpact.common.configuration import plan_error
 from fedpact.common.errors import PlanError
 from fedpact.common.files import check_out, replacing
 from fedpact.common.format import toml, toml_key
-from fedpact.common.run_folder import Folder
+from fedpact.common.run_folder import RUN, Folder
 from fedpact.data.schema import RecordForm
 from fedpact.data.targets import unscale
 from fedpact.deployment import keys
-from fedpact.deployment.federation import Checks, Federation, Member, Patience, check_deployable
+from fedpact.deployment.federation import (
+    Checks,
+    Federation,
+    Member,
+    Patience,
+    check_deployable,
+    read_plan,
+)
 from fedpact.evaluation.held_out import Grouping
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT
@@ -322,7 +329,7 @@ def _write(
         key = keys.write_signing_key(directory / "sites" / site.name / "site.key")
         members[site.name] = Member(size=float(units(plan, site)), key=key)
     told: dict[str, Any] = {
-        "run": f"{plan.algorithm}-{uuid.uuid4().hex[:12]}",
+        "run": _new_run(plan),
         "address": address,
         "server_key": line,
         "classes": scene.dataset.classes,
@@ -350,6 +357,41 @@ def _write(
             shutil.copyfile(source, party / name)
     (directory / "README.md").write_text(README, encoding="utf-8")
     return federation
+
+
+def write_extension(server: Path, rounds: int, epsilon: float | None, out: Path) -> Federation:
+    """Write what goes on from a server's run that has ended into a new directory, for every party.
+
+    That is a federation.toml with a new run's name, a plan.json that begins with the final model,
+    and that model; keys, records and ledgers stay as the parties have them. epsilon: the new run's,
+    by default the plan's. Raises InputError of some kind for whatever does not fit.
+    """
+    check_out(out)
+    if out.exists() and any(out.iterdir()):
+        raise PlanError(f"{out} is not empty: name a new directory for what the parties are given")
+    shared, plan = Federation.read(server / "federation.toml"), read_plan(server / "plan.json")
+    folder = Folder(server / RUN)
+    if not (folder.path / "summary.json").exists():
+        raise PlanError(
+            f"{folder.path} holds no run that has ended: expected the server's, whose "
+            "final model the new run begins with"
+        )
+    changed = {**plan.document(), "rounds": rounds, "initial": {"weights": str(folder.path)}}
+    if epsilon is not None:
+        changed["privacy"] = {**changed["privacy"], "epsilon": epsilon, "sigma": None}
+    begun = Plan.parse(changed)
+    source, name = begun.initial.file(), f"initial-{(begun.initial.sha256 or '')[:8]}.safetensors"
+    begun = begun.model_copy(update={"initial": begun.initial.model_copy(update={"weights": name})})
+    found = shared.model_copy(update={"run": _new_run(plan)})
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, out / name)
+    Folder(out).write_json("plan.json", begun.document())
+    (out / "federation.toml").write_text(federation(found), encoding="utf-8")
+    return found
+
+
+def _new_run(plan: Plan) -> str:
+    return f"{plan.algorithm}-{uuid.uuid4().hex[:12]}"
 
 
 def _naming_columns(plan: Plan, features: tuple[str, ...]) -> Plan:

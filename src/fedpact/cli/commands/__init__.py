@@ -45,6 +45,7 @@ _EXAMPLES = {
     "data verify": ("fedpact data verify", "fedpact data verify mnist"),
     "data download": ("FEDPACT_DATA=data fedpact data download mnist fashion_mnist",),
     "deploy init": ("fedpact deploy init fed study.toml --host fed.example.org",),
+    "deploy extend": ("fedpact deploy extend fed/server --rounds 20 --out more",),
     "deploy check": ("fedpact deploy check fed/sites/site-00",),
     "deploy up": ("fedpact deploy up fed",),
     "deploy status": ("fedpact deploy status fed",),

@@ -118,6 +118,27 @@ def init(
 
 
 @app.command()
+def extend(
+    server: Annotated[Path, typer.Argument(help="The server's directory; its run has ended.")],
+    rounds: Annotated[int, typer.Option(min=1, help="How many more.")],
+    out: Annotated[Path, typer.Option(help="A new directory, for what every party is given.")],
+    epsilon: Annotated[
+        float | None, typer.Option(help="The new run's ε; left out, the plan's.")
+    ] = None,
+) -> None:
+    """Write the files of a run that goes on from the final model, with each site's ledger."""
+    from fedpact.deployment.files import write_extension
+
+    found = write_extension(server, rounds, epsilon, out)
+    _out().print(
+        f"{out}: run {found.run}, which begins with the final model. Copy all its files into every "
+        f"party's directory, move {quote(str(server / 'run'))} away, and start all parties again. "
+        "Each site's ledger, which stays where it is, counts both runs, so its owner raises "
+        "epsilon_ever and delta_ever in policy.toml first, or the site does not open."
+    )
+
+
+@app.command()
 def check(directory: Where, as_json: AsJson = False) -> None:
     """Show a site's owner its columns, what is left out, and the cost, before it opens."""
     from fedpact.cli.commands.inspect import check_sites

@@ -92,8 +92,8 @@ def extend(
     folder = run
     if (folder / "federation.toml").exists() or (folder / "server").exists():
         raise DataError(
-            f"{folder} is of a deployment: name a new run in federation.toml at every party, with "
-            "a plan whose initial is the model of this one; each site's ledger, which it keeps, "
+            f"{folder} is of a deployment: `fedpact deploy extend SERVER --rounds {rounds} --out "
+            "NEW` writes the new run's files for every party; each site's ledger, which it keeps, "
             "counts both, as far as its policy allows"
         )
     plan, new = extend_plan(Folder(folder), rounds, epsilon), extended_folder(folder, out)
