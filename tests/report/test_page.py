@@ -237,7 +237,7 @@ def test_the_entropy_of_accuracies_stands_beside_its_bound(build: Build) -> None
 
 def test_refusals_say_who_why_and_when(build: Build) -> None:
     text = page(build(FIVE, refused={"clinic-4": "budget"})).text
-    assert "clinic-4 budget: its privacy budget is spent 1 4 4" in text
+    assert "clinic-4 budget: it has spent its privacy budget 1 4 4" in text
     assert "No site refused" in page(build(FIVE)).text
 
 
