@@ -299,9 +299,9 @@ class RunSummary:
         held = self.privacy.get("evaluation") or {}
         cost = max(map(self.evaluation_cost, sites), default=0.0)
         return Guarantee(
-            max(cost, _most(site.epsilon_spent for site in sites.values())),
+            max(cost, largest_epsilon(site.epsilon_spent for site in sites.values())),
             max(*(site.delta for site in sites.values()), float(held.get("delta", 0.0))),
-            max(cost, _most(site.epsilon_alone for site in sites.values())),
+            max(cost, largest_epsilon(site.epsilon_alone for site in sites.values())),
             self._honest,
         )
 
@@ -309,9 +309,15 @@ class RunSummary:
     def training(self) -> Guarantee:
         """What the training may release in all, to whoever is trained on, of a private run."""
         sites = self.privacy["sites"].values()
-        epsilon = _most(site["epsilon_reserved"] for site in sites)
-        alone = _most(site.get("epsilon_alone") for site in sites) if self._honest else epsilon
-        return Guarantee(epsilon, _most(site["delta"] for site in sites), alone, self._honest)
+        epsilon = largest_epsilon(site["epsilon_reserved"] for site in sites)
+        alone = (
+            largest_epsilon(site.get("epsilon_alone") for site in sites)
+            if self._honest
+            else epsilon
+        )
+        return Guarantee(
+            epsilon, largest_epsilon(site["delta"] for site in sites), alone, self._honest
+        )
 
     @cached_property
     def reserved(self) -> Guarantee:
@@ -396,8 +402,8 @@ class RunSummary:
         return sum(record.seconds for record in self.records)
 
 
-def _most(values: Iterable[Any]) -> float:
-    """Return the largest; what nobody knows may be anything."""
+def largest_epsilon(values: Iterable[Any]) -> float:
+    """Return the largest of these ε; what nobody knows may be anything."""
     found = [math.inf if value is None else float(value) for value in values]
     return math.inf if any(map(math.isnan, found)) else max(found, default=math.inf)
 

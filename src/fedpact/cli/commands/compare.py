@@ -14,7 +14,7 @@ from rich.text import Text
 from fedpact.cli.console import INTERRUPTED, AsJson, StopOnInterrupt, show
 from fedpact.cli.reference import check_keys
 from fedpact.common import check
-from fedpact.common.files import check_out
+from fedpact.common.files import check_file, check_out, write_whole
 from fedpact.common.format import headline_metric
 
 if TYPE_CHECKING:
@@ -54,6 +54,12 @@ def compare(
         bool,
         typer.Option(help="Say what ε trying them all costs, against whom it is, by the ledgers."),
     ] = False,
+    curves: Annotated[
+        Path | None, typer.Option("--csv", help="Write every run's rounds to this file.")
+    ] = None,
+    table: Annotated[
+        Path | None, typer.Option("--latex", help="Write the table to this file, for booktabs.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run configurations or algorithms on the same partition, seeds and budgets, side by side."""
@@ -69,6 +75,9 @@ def compare(
     from fedpact.studies.sweep import expand_sweep, read_sweeps
 
     check.count(seeds=seeds)
+    for option, file in (("--csv", curves), ("--latex", table)):
+        if file is not None:
+            check_file(option, file)
     plans, sweep = read_plans(configs or [], chosen, overrides), read_sweeps(sweeps)
     folder = check_out(out or comparison_folder())
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
@@ -88,11 +97,20 @@ def compare(
             stop=stop,
         )
     paths = {"folder": str(folder), "report": str(folder / "comparison.html")}
+    _export(found, curves, table)
     show({**document(found), **paths}, as_json, lambda: _print(found))
     if live.failed:
         raise typer.Exit(2)
     if stop() and any(entry.missing for entry in found.entries):
         raise typer.Exit(INTERRUPTED)
+
+
+def _export(comparison: Comparison, curves: Path | None, table: Path | None) -> None:
+    from fedpact.report.comparison_export import curves_as_csv, table_as_latex
+
+    for file, form in ((curves, curves_as_csv), (table, table_as_latex)):
+        if file is not None:
+            write_whole(file, form(comparison).encode(), private=False)
 
 
 class _Live:

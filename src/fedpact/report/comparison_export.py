@@ -1,0 +1,77 @@
+"""A comparison for other programs: its runs' curves as CSV, its table as LaTeX."""
+
+import csv
+import io
+from typing import Final
+
+from fedpact.report.compared_runs import Comparison
+from fedpact.report.comparison import comparison_table, guarantees, inequality
+from fedpact.report.run_summary import largest_epsilon
+
+COLUMNS: Final = ("run", "seed", "round", "accuracy", "loss", "epsilon", "bytes")
+# What LaTeX would read as a command, and the signs that its fonts lack.
+_TEX: Final = str.maketrans(
+    {
+        **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "±": r"$\pm$",
+        "×": r"$\times$",
+        "·": r"$\cdot$",
+        "∞": r"$\infty$",
+        "–": "--",
+        **{
+            sign: f"${name}$"
+            for sign, name in zip(
+                "εδτησλΨ",
+                (r"\varepsilon", r"\delta", r"\tau", r"\eta", r"\sigma", r"\lambda", r"\Psi"),
+                strict=True,
+            )
+        },
+    }
+)
+
+
+def curves_as_csv(comparison: Comparison) -> str:
+    """Return a line for each round of each run that has ended; a figure that it lacks is empty.
+
+    accuracy in [0, 1] and loss: of the global model. epsilon: the largest that a site's training
+    has spent so far, an upper bound; empty without privacy. bytes: of all messages so far.
+    """
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(COLUMNS)
+    for entry in comparison.entries:
+        for run in entry.runs:
+            sent = 0
+            for record in run.records:
+                sent += record.bytes_down + record.bytes_up
+                spent = largest_epsilon(record.epsilon.values()) if record.epsilon else None
+                figures = (record.round, record.accuracy, record.loss, spent, sent)
+                rows.writerow((entry.name, run.seed, *figures))
+    return text.getvalue()
+
+
+def table_as_latex(comparison: Comparison) -> str:
+    r"""Return the comparison's table, means ± deviations, for \usepackage{booktabs}.
+
+    Below it stand what ε is and why it may be no comparison between equals, as on the page.
+    """
+    table = comparison_table(comparison)
+    lines = [
+        f"\\begin{{tabular}}{{l{'r' * len(table.headings)}}}",
+        r"\toprule",
+        _row("", *table.headings),
+        r"\midrule",
+        *(_row(*cells) for cells in table.rows),
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    notes = [inequality(comparison), *guarantees(comparison)]
+    lines += [f"\\par\\smallskip\n{note.translate(_TEX)}" for note in notes if note]
+    return "\n".join(lines) + "\n"
+
+
+def _row(*cells: str) -> str:
+    return " & ".join(cell.translate(_TEX) for cell in cells) + r" \\"

@@ -1,0 +1,83 @@
+"""What a comparison writes for other programs is read back to the figures that the page has."""
+
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from fedpact.cli.main import app
+from fedpact.report.comparison import comparison_table, guarantees, inequality
+from fedpact.report.comparison_export import COLUMNS, curves_as_csv, table_as_latex
+
+from .test_comparison import put, read, two
+
+SIGNS = {
+    "\\%": "%",
+    "\\_": "_",
+    "$\\pm$": "±",
+    "$\\varepsilon$": "ε",
+    "$\\delta$": "δ",
+    "--": "–",
+    "$\\Psi$": "Ψ",
+    "$\\lambda$": "λ",
+}
+
+
+def plain(tex: str) -> str:
+    for code, sign in SIGNS.items():
+        tex = tex.replace(code, sign)
+    return tex
+
+
+def test_a_csv_has_every_round_of_every_run(tmp_path: Path) -> None:
+    put(tmp_path, "a, b", 3, {0: 0.1, 2: 0.5}, epsilon=2.0)
+    put(tmp_path, "free", 3, {0: 0.1, 1: 0.7}, epsilon=None)
+    comparison = read(tmp_path, ["a, b", "free"], [3])
+    (tmp_path / "c.csv").write_text(curves_as_csv(comparison))
+    found = pd.read_csv(tmp_path / "c.csv")
+    assert tuple(found.columns) == COLUMNS
+    assert found["run"].tolist() == ["a, b"] * 3 + ["free"] * 2
+    assert found["round"].tolist() == [0, 1, 2, 0, 1]
+    assert found["bytes"].tolist() == [0, 300, 600, 0, 300]
+    private, free = found[:3], found[3:]
+    assert private["epsilon"].tolist() == [0.0, 1.0, 2.0]
+    assert free["epsilon"].isna().all()
+    # Round 1 was not evaluated.
+    assert private["accuracy"].isna().tolist() == [False, True, False]
+    assert float(private["loss"].iloc[-1]) == 0.5
+
+
+def test_an_epsilon_that_nobody_knows_is_infinite(tmp_path: Path) -> None:
+    put(tmp_path, "x", 0, {0: 0.1, 1: 0.5}, epsilon=math.nan)
+    assert curves_as_csv(read(tmp_path, ["x"], [0])).splitlines()[-1] == "x,0,1,0.5,0.5,inf,300"
+
+
+@pytest.mark.parametrize("change", [{}, {"rounds": 5}])
+def test_latex_has_the_cells_and_sentences_of_the_table(tmp_path: Path, change: dict) -> None:
+    comparison = two(tmp_path, **change)
+    tex = table_as_latex(comparison)
+    assert tex.count("toprule") == tex.count("midrule") == tex.count("bottomrule") == 1
+    rows = [line for line in tex.splitlines() if line.endswith(" \\\\")]
+    cells = [tuple(map(plain, line[: -len(" \\\\")].split(" & "))) for line in rows]
+    table = comparison_table(comparison)
+    assert cells == [("", *table.headings), *map(tuple, table.rows)]
+    assert "{l" + "r" * len(table.headings) + "}" in tex
+    told = plain(tex)
+    for sentence in (*guarantees(comparison), *filter(None, [inequality(comparison)])):
+        assert sentence in told
+    assert ("NOT AN EQUAL" in tex) == bool(change)
+
+
+def test_compare_writes_both_files_where_it_is_told(tmp_path: Path) -> None:
+    files = {"--csv": tmp_path / "curves.csv", "--latex": tmp_path / "table.tex"}
+    named = [word for option, file in files.items() for word in (option, str(file))]
+    small = ["--set", "rounds=1", "--set", "sites=2", "--seeds", "1", "--jobs", "1"]
+    out = ["--out", str(tmp_path / "c")]
+    done = CliRunner().invoke(app, ["compare", *small, *named, *out])
+    assert done.exit_code == 0, done.output
+    assert len(pd.read_csv(files["--csv"])) == 2
+    assert files["--latex"].read_text().startswith("\\begin{tabular}")
+    refused = CliRunner().invoke(app, ["compare", *small, "--csv", str(tmp_path), *out])
+    assert "folder" in str(refused.exception or refused.output)
