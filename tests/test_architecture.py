@@ -486,8 +486,8 @@ def test_the_top_level_can_be_seen_at_a_glance(sources):
 
 
 def test_the_documents_table_is_this_one():
-    # Each row of LAYERS stands in docs/notes/internals.md as one line of its block of layers.
-    page = Path(__file__).parents[1] / "docs" / "notes" / "internals.md"
+    # Each row of LAYERS is one line of that page's block of layers.
+    page = Path(__file__).parents[1] / "docs" / "explanation" / "architecture.md"
     block = page.read_text(encoding="utf-8").split("```layers\n")[1].split("```")[0]
     rows = [line.split("#")[0].replace(",", " ").split() for line in block.splitlines()]
     assert rows == [list(row) for row in reversed(LAYERS)]

@@ -1,10 +1,13 @@
 """The documentation's site is built strictly, without a network, and asks for nothing outside."""
 
+import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -70,7 +73,7 @@ def test_reference_lists_every_key_algorithm_command_and_name(site):
 
 def test_links_outside_docs_resolve_on_the_site(site):
     home = (site / "index.html").read_text("utf-8")
-    assert 'href="notes/proofs.html"' in home
+    assert 'href="explanation/guarantee.html"' in home
     assert 'href="experiments/index.html"' in home
     assert "docs/" not in " ".join(re.findall(r'href="([^"]*)"', home))
     page = (site / "experiments/joining/index.html").read_text("utf-8")
@@ -94,3 +97,73 @@ def test_a_browser_asks_for_no_other_place(site):
         running.close()
     assert len(asked) > 4
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+# A plain question, and the page that answers it.
+QUESTIONS = {
+    "what does epsilon mean": "explanation/epsilon",
+    "what is delta": "explanation/epsilon",
+    "odds of a right guess": "explanation/epsilon",
+    "which epsilon is acceptable": "explanation/epsilon",
+    "who is protected by the guarantee": "explanation/guarantee",
+    "what evaluations cost": "explanation/guarantee",
+    "adjacency add or remove one record": "explanation/guarantee",
+    "what is not guaranteed": "explanation/guarantee",
+    "dishonest server": "explanation/threats",
+    "malicious record": "explanation/threats",
+    "five ideas of the architecture": "explanation/architecture",
+    "layers of the package": "explanation/architecture",
+    "what does accountant mean in the glossary": "reference/glossary",
+    "known limits of this version": "CHANGELOG",
+    "errata of the papers": "notes/errata",
+    "lemma of passes of one shape proof": "notes/proofs",
+    "upgrading torch and flower": "notes/upgrading",
+    "which tables go together with robust": "reference/combinations",
+    "fedpact ledger verify command": "reference/commands",
+    "first federation on one machine": "tutorials/first-federation",
+}
+
+
+STOP = re.compile(r"an?|the|[oi][nfr]|is|are|be|by|to|and|what|which|who|how|does|do|i|my|it")
+
+
+def stems(text: str) -> list[str]:
+    """Words as lunr's pipeline leaves them: no stop words, endings taken off."""
+    words = re.findall(r"[^\W_]+", text.lower())
+    return [
+        re.sub(r"(ies|es|s|ing|ed)$", "", w) if len(w) > 4 else w
+        for w in words
+        if not STOP.fullmatch(w)
+    ]
+
+
+def ranked(documents: list[dict[str, str]], question: str) -> list[str]:
+    """Pages by lunr's score: BM25 of each field (k1 = 1.2, b = 0.75), titles weighted highest.
+
+    Material's search asks for all words, each of them optional, and groups sections by page.
+    """
+    score: Counter[str] = Counter()
+    for field, boost in (("title", 10.0), ("text", 1.0)):
+        words = [Counter(stems(re.sub(r"<[^>]+>", " ", d[field]))) for d in documents]
+        mean = sum(c.total() for c in words) / len(words)
+        best: dict[int, float] = {}
+        for term in set(stems(question)):
+            having = [i for i, counts in enumerate(words) if term in counts]
+            rarity = math.log(1 + (len(words) - len(having) + 0.5) / (len(having) + 0.5))
+            for i in having:
+                often, size = words[i][term], words[i].total()
+                weight = often * 2.2 / (often + 1.2 * (0.25 + 0.75 * size / mean))
+                best[i] = best.get(i, 0.0) + boost * rarity * weight
+        for i, value in best.items():
+            score[documents[i]["location"]] += value
+    pages: dict[str, float] = {}
+    for location, value in score.items():
+        page = location.split("#")[0].removesuffix(".html")
+        pages[page] = max(pages.get(page, 0.0), value)
+    return sorted(pages, key=lambda page: -pages[page])
+
+
+def test_search_finds_the_page_that_answers(site):
+    documents = json.loads((site / "search/search_index.json").read_text("utf-8"))["docs"]
+    first = {question: ranked(documents, question)[0] for question in QUESTIONS}
+    assert first == QUESTIONS

@@ -95,7 +95,7 @@ def test_a_plan_says_with_how_many_others_a_site_shares_masks(
 
 
 def test_plan_and_report_name_columns_as_documented(monkeypatch, capsys):
-    page = (ROOT / "docs" / "notes" / "proofs.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "epsilon.md").read_text(encoding="utf-8")
     _, table = page.split("## Reading a plan and a report")
     rows = re.findall(r"^\| ([^|]+) \|", table.split("\n\n")[2], re.MULTILINE)
     # Two share a row; "ε, person of k" is one.
