@@ -12,7 +12,8 @@ one position     G_j = g_j u_jᵀ: ‖G_j‖ = ‖g_j‖‖u_j‖ is exact, and 
 several          G_j is made as a matrix. Its norm is measured, and that matrix is what is added:
                  kept, or made again from the same numbers by the same calls.
 few, and wide    A matrix for each record would cost more than the product. Norms and product are
-                 both float64 then, and no norm is below FLOOR times the length of its terms.
+                 both float64 then, and no norm is below FLOOR times the length of its terms. So it
+                 is where the same table is looked up in as well.
 
 Sources: Goodfellow, arXiv 1510.01799 (one position); Li, Tramèr, Liang, Hashimoto, arXiv 2110.05679
 (ghost norm); Bu, Wang, Zha, Karypis, arXiv 2210.00038 (book-keeping).
@@ -129,7 +130,6 @@ class Outer(Share):
         batch, self.length, out = g.shape
         super().__init__(batch, out * u.shape[2], g)
         self.g, self.u = g, u
-        self._wide = self.size > 2 * _FEW * (out + u.shape[2])
         self._turned = out > u.shape[2]
 
     def rows(self, chunk: slice) -> Tensor:
@@ -165,9 +165,13 @@ class Outer(Share):
         """See Share: one position, or few and wide."""
         if self.length == 1:
             return self._one_position()
+        return self.by_gram() if self.few(_FEW) else None
+
+    def few(self, positions: int) -> bool:
+        """Whether Gram matrices of so many positions cost less than its gradients as matrices."""
+        wide = self.size > 2 * positions * (self.g.shape[2] + self.u.shape[2])
         # Squares of float64's squares have no place in float64.
-        few = self.length <= _FEW and self._wide and self.g.dtype != torch.float64
-        return self._by_gram() if few else None
+        return self.length <= _FEW and wide and self.g.dtype != torch.float64
 
     def _one_position(self) -> Part:
         g, u = self.g[:, 0], self.u[:, 0]
@@ -188,18 +192,36 @@ class Outer(Share):
 
         return Part(squares, add)
 
-    def _by_gram(self) -> Part:
-        """‖G‖² = Σ_tt' (u_t·u_t')(g_t·g_t'), and the product, both in float64."""
+    def by_gram(self, looked_up: "Lookup | None" = None) -> Part:
+        """‖G‖² = Σ_tt' (u_t·u_t')(g_t·g_t'), and the product, both in float64.
+
+        With a look-up in the same table, whose rows are a_i: ‖G + A‖² = ‖G‖² + ‖A‖² + 2 G·A, and
+        G·A = Σ_it g_t[i] (u_t·a_i) takes of each g_t the entries of the rows that occur.
+        """
         g, u = self.g.double(), self.u.double()
         uu, gg = u @ u.mT, g @ g.mT
         lengths = (uu.diagonal(0, 1, 2) * gg.diagonal(0, 1, 2)).sqrt().sum(1)
+        squares = (uu * gg).sum((1, 2))
+        index = rows = None
+        if looked_up is not None:
+            index, rows = looked_up.distinct()
+            rows = rows.double()
+            own = rows.square().sum((1, 2))
+            read = g.gather(2, index[:, None].expand(-1, g.shape[1], -1))
+            squares = squares + own + 2 * (read * (u @ rows.mT)).sum((1, 2))
+            lengths = lengths + own.sqrt()
         # Of positions that all but cancel the Gram sum is rounding, and no norm to divide by.
-        squares = torch.maximum((uu * gg).sum((1, 2)), (FLOOR * lengths).square())
+        squares = torch.maximum(squares, (FLOOR * lengths).square())
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
             some_g, some_u = (g, u) if good is None else (chosen(good, g), chosen(good, u))
             scaled = (some_g * c.double()[:, None, None]).flatten(0, 1)
-            view.add_((scaled.t() @ some_u.flatten(0, 1)).to(view.dtype))
+            total = scaled.t() @ some_u.flatten(0, 1)
+            if index is not None and rows is not None:
+                some = rows if good is None else chosen(good, rows)
+                some = (some * c.double()[:, None, None]).flatten(0, 1)
+                total.index_add_(0, index.flatten(), some)
+            view.add_(total.to(view.dtype))
 
         return Part(squares, add)
 
@@ -228,8 +250,12 @@ class Lookup(Share):
             return [Lookup(self._index, self._g - other._g, self._entries, None)]
         return super().minus(other)
 
-    def special(self) -> Part:
-        """One row for each pair (record, index) that occurs: no table a record is ever built.
+    def factors(self) -> list[Tensor]:
+        """See Share."""
+        return [self._g]
+
+    def distinct(self) -> tuple[Tensor, Tensor]:
+        """Indices [B, T] and rows [B, T, E], each pair (record, index) once: others' rows are 0.
 
         Each position holds the sum over all positions of its index; the first of them counts.
         """
@@ -244,6 +270,11 @@ class Lookup(Share):
             run = first.long().cumsum(1) - 1
             g = torch.zeros_like(g).scatter_add_(1, run[:, :, None].expand_as(g), g)
             index = torch.zeros_like(index).scatter_(1, run, index)
+        return index, g
+
+    def special(self) -> Part:
+        """One row for each pair (record, index) that occurs: no table a record is ever built."""
+        index, g = self.distinct()
         squares = square_sums(g)
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
@@ -272,6 +303,15 @@ class SumOfShares(Share):
             total = total + share.rows(chunk)
         return total
 
+    def special(self) -> Part | None:
+        """See Share: of an output layer that is the embedding."""
+        if len(self.shares) != 2:
+            return None
+        for one, other in (self.shares, self.shares[::-1]):
+            if isinstance(one, Outer) and isinstance(other, Lookup) and one.few(one.length):
+                return one.by_gram(other)
+        return None
+
 
 class Through(Share):
     """Gradients of a parameter that is used by way of a function of it, such as its transpose.
@@ -293,6 +333,7 @@ def _joined(shares: list[Share]) -> Share:
     if len(shares) == 1:
         return shares[0]
     outers = [share for share in shares if isinstance(share, Outer)]
-    if len(outers) == len(shares):
-        return Outer(torch.cat([s.g for s in outers], 1), torch.cat([s.u for s in outers], 1))
+    if len(outers) > 1:
+        one = Outer(torch.cat([s.g for s in outers], 1), torch.cat([s.u for s in outers], 1))
+        return _joined([one, *(s for s in shares if not isinstance(s, Outer))])
     return SumOfShares(shares)

@@ -192,7 +192,11 @@ class PerSampleKernel:
             return [v.clone() for v in (found.losses, *found.factors())]
 
         with torch.no_grad():
-            return is_invariant(measure, x, y, length)
+            blank = self._passes.blank(x, y)
+            beside = [blank]
+            if x.is_floating_point() and self._passes.takes(blank + torch.inf, y):
+                beside.append(blank + torch.inf)
+            return is_invariant(measure, x, y, length, beside)
 
     def verify(self, x: Tensor, y: Tensor) -> None:
         """Check on 3 or more synthetic records that the model keeps the records of a batch apart.
@@ -244,6 +248,9 @@ class PerSampleKernel:
             else:
                 made_up = torch.randint(2, shape, generator=generator).to(x)
             try:
+                for j, one in enumerate(made_up):
+                    if not self._passes.takes(one, y):
+                        made_up[j] = self._passes.blank(x, y)
                 good = self._invariant(made_up, y.new_zeros(8, *y.shape[1:]), length)
             except Exception:  # whatever a model may raise at made-up records
                 good = False

@@ -12,7 +12,7 @@ scattered  Each record draws one of the P slots from the step's stream; those th
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
@@ -88,12 +88,17 @@ class Pass:
         return torch.nn.functional.pad(some, (0, len(self.y) - len(some)))
 
 
-def laid_out(x: Tensor, y: Tensor, length: int, layout: Placement) -> Iterator[Pass]:
-    """Yield the passes of so many slots over records x, y [B, ...]; none without any slot."""
+def laid_out(
+    x: Tensor, y: Tensor, length: int, layout: Placement, blank: Tensor | None = None
+) -> Iterator[Pass]:
+    """Yield the passes of so many slots over records x, y [B, ...]; none without any slot.
+
+    blank: what an empty slot holds [...], the same in every pass; None: zeros.
+    """
     if layout.places is not None:
         places, slots = sent(layout.places, x.device), layout.slots
         occupied = _scattered(torch.ones_like(places, dtype=torch.bool), places, slots)
-        x, y = (_scattered(v, places, slots) for v in (x, y))
+        x, y = _scattered(x, places, slots, blank), _scattered(y, places, slots)
         for i in range(0, slots, length):
             rows = slice(i, i + length)
             some = aligned(x[rows]), aligned(y[rows])
@@ -104,7 +109,7 @@ def laid_out(x: Tensor, y: Tensor, length: int, layout: Placement) -> Iterator[P
         count, occupied = rows.stop - i, None
         if count < length:
             occupied = torch.arange(length, device=x.device) < count
-        some = _filled(x[rows], length), _filled(y[rows], length)
+        some = _filled(x[rows], length, blank), _filled(y[rows], length)
         yield Pass(*some, occupied, rows, count, None, 0)
 
 
@@ -121,16 +126,21 @@ def aligned(rows: Tensor) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-def _filled(rows: Tensor, length: int) -> Tensor:
+def _filled(rows: Tensor, length: int, blank: Tensor | None = None) -> Tensor:
     if len(rows) == length:
         return aligned(rows)
-    found = rows.new_zeros(length, *rows.shape[1:])
+    found = _empty(rows, length, blank)
     found[: len(rows)] = rows
     return found
 
 
-def _scattered(values: Tensor, places: Tensor, slots: int) -> Tensor:
-    return values.new_zeros(slots, *values.shape[1:]).index_copy_(0, places, values)
+def _scattered(values: Tensor, places: Tensor, slots: int, blank: Tensor | None = None) -> Tensor:
+    return _empty(values, slots, blank).index_copy_(0, places, values)
+
+
+def _empty(like: Tensor, slots: int, blank: Tensor | None) -> Tensor:
+    found = like.new_zeros(slots, *like.shape[1:])
+    return found if blank is None else found.copy_(blank)
 
 
 def overhead(operations: float, flops: float, weights: int, numbers: float = 0.0) -> float:
@@ -196,13 +206,18 @@ def _poisson(mean: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def is_invariant(
-    measure: Callable[[Tensor, Tensor], list[Tensor]], x: Tensor, y: Tensor, length: int
+    measure: Callable[[Tensor, Tensor], list[Tensor]],
+    x: Tensor,
+    y: Tensor,
+    length: int,
+    beside: Sequence[Tensor],
 ) -> bool:
     """Whether passes give each record the same bits wherever it stands and whatever is beside it.
 
     measure: of a pass of `length` records whatever it computes of each, tensors [P, ...]. x, y:
-    made-up records [n, ...], which are taken over and over, each a little different. A library
-    shares out work by place, so every place of a pass is tried, in five passes.
+    made-up records [n, ...], which are taken over and over, each a little different. beside: what
+    else may stand beside them, [...] each. A library shares out work by place, so every place of a
+    pass is tried, in five passes.
     """
     rows = torch.arange(length, device=x.device) % len(x)
     x, y = x[rows].clone(), y[rows].clone()
@@ -217,9 +232,8 @@ def is_invariant(
         trials.append((torch.arange(length, device=x.device).roll(shift), torch.ones_like(half)))
     trials += [(torch.arange(length, device=x.device), half), (rows.argsort(), ~half)]
     for number, (order, there) in enumerate(trials):
-        beside = math.inf if number % 2 and x.is_floating_point() else 0
         mask = there.view(-1, *[1] * (x.dim() - 1))
-        other = torch.where(mask, x[order], torch.full_like(x, beside))
+        other = torch.where(mask, x[order], beside[number % len(beside)])
         of = torch.where(there.view(-1, *[1] * (y.dim() - 1)), y[order], torch.zeros_like(y))
         for before, now in zip(base, measure(other, of), strict=True):
             if not _same_bits(before[order][there], now[there]):

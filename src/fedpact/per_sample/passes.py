@@ -75,6 +75,7 @@ class Passes:
         self.seed: Seed = lambda: 0  # of the step's random numbers, as dropout draws them
         self._ways: dict[object, _Way] = {}
         self._fits: dict[object, int] = {}
+        self._blanks: dict[object, Tensor] = {}
         self._space = Space(partial(fewer_digits, model))
         self._modules = list(model.module.modules())
         self._images = gains_by_pixel(self._modules)
@@ -121,7 +122,8 @@ class Passes:
         if form not in self._fits:
 
             def run(length: int) -> None:
-                found = self.gradients(*(v.new_zeros(length, *v.shape[1:]) for v in (x, y)))
+                blanks = self.blank(x, y).expand(length, *x.shape[1:]).clone()
+                found = self.gradients(blanks, y.new_zeros(length, *y.shape[1:]))
                 c = found.norms.to(self._model.vector.dtype)
                 found.add(c, found.norms.isfinite(), torch.zeros_like(self._model.vector))
 
@@ -131,7 +133,30 @@ class Passes:
 
     def over(self, x: Tensor, y: Tensor, layout: Placement) -> Iterator[Pass]:
         """Return the passes over records x, y [B, ...]."""
-        return laid_out(x, y, layout.length or self.length(x, y, layout.expected), layout)
+        length = layout.length or self.length(x, y, layout.expected)
+        return laid_out(x, y, length, layout, self.blank(x, y))
+
+    def blank(self, x: Tensor, y: Tensor) -> Tensor:
+        """What an empty slot holds among records of the form of x, y: one that the model takes.
+
+        Zeros, unless the model raises at them, as one that looks for a last word does. Found on
+        numbers of nobody's, once for each form, so it follows from no record.
+        """
+        form = self.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
+        if form not in self._blanks:
+            zeros = x.new_zeros(x.shape[1:])
+            found = (one for one in (zeros, zeros + 1) if self.takes(one, y))
+            self._blanks[form] = next(found, zeros)
+        return self._blanks[form]
+
+    def takes(self, one: Tensor, y: Tensor) -> bool:
+        """Whether the model takes a made-up record [...], with labels of the form of y."""
+        two, labels = torch.stack([one, one]), y.new_zeros(2, *y.shape[1:])
+        try:
+            self.losses(Pass(two, labels, None, slice(0, 2), 2, None, 0))
+        except Exception:  # whatever a model may raise
+            return False
+        return True
 
     def losses(self, one: Pass) -> Tensor:
         """The losses [P] of a pass, without gradient."""

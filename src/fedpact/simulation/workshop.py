@@ -329,6 +329,8 @@ class TrainingSetup:
                 x = (x > 0).to(x.dtype)
         else:
             x = torch.randint(2, shape, generator=generator, dtype=self.example.dtype)
+            if not self._takes(x):
+                x[..., 0] = 1  # as a text that is not empty
         return x, self._labels(x, generator)
 
     def _takes(self, x: Tensor) -> bool:

@@ -1,0 +1,103 @@
+"""Models that others' bug reports are about: the last step by index, tied tables, packed rows."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedpact.common.errors import ModelError
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import FlatModel
+from fedpact.per_sample.gradients import FLOOR, Lookup, Outer, part
+from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.per_sample.layout import Placement
+from fedpact.per_sample.share import Space
+
+PICKS = {
+    "gather": lambda o, n: o.gather(1, n.view(-1, 1, 1).expand(-1, 1, o.shape[2]))[:, 0],
+    "take_along_dim": lambda o, n: torch.take_along_dim(o, n.view(-1, 1, 1), 1)[:, 0],
+    "arange": lambda o, n: o[torch.arange(len(o)), n],
+    "one-hot": lambda o, n: (nn.functional.one_hot(n, o.shape[1])[..., None] * o).sum(1),
+    "masked mean": lambda o, n: (o * (torch.arange(o.shape[1]) <= n[:, None])[..., None]).sum(1),
+}
+
+
+class LastStep(nn.Module):
+    """Takes the last step that is no padding; of padding alone some picks raise."""
+
+    def __init__(self, pick):
+        super().__init__()
+        self.words, self.head, self.pick = nn.Embedding(30, 6), nn.Linear(6, 3), pick
+
+    def forward(self, x):
+        return self.head(self.pick(self.words(x).tanh(), (x != 0).sum(1) - 1))
+
+
+@pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
+def test_the_last_step_is_taken_many_records_at_a_time(pick):
+    torch.manual_seed(0)
+    kernel = PerSampleKernel(FlatModel(LastStep(pick)), cross_entropy)
+    x, y = torch.randint(1, 30, (11, 7)), torch.arange(11) % 3
+    for j in range(11):
+        x[j, 2 + j % 6 :] = 0
+    each = kernel.alone(x, y)
+    expected = (each * (0.5 / each.norm(dim=1)).clamp_max(1)[:, None]).sum(0)
+    places = torch.arange(11) + 3
+    assert kernel.way(x, y) == "graph"
+    # Eleven records fill no pass: whatever empty slots hold, the model has to take it.
+    for layout in (None, Placement(length=8), Placement(places=places, slots=16, length=16)):
+        found = kernel.clipped_sum(x, y, 0.5, layout=layout)
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+    kernel.invariant(x, y)  # whatever it finds, nothing raises
+
+
+class Tied(nn.Module):
+    """Next words by the table that words are looked up in, from some of the steps."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.words, self.body, self.steps = nn.Embedding(200, 40), nn.Linear(40, 40), steps
+
+    def forward(self, x):
+        z = torch.tanh(self.body(self.words(x)))[:, -self.steps :]
+        return nn.functional.linear(z, self.words.weight).sum(1)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_tied_table_is_summed_without_one_for_each_record(steps, monkeypatch):
+    torch.manual_seed(0)
+    kernel = PerSampleKernel(FlatModel(Tied(steps)), cross_entropy)
+    x, y = torch.randint(0, 9, (12, 6)), torch.randint(0, 200, (12,))
+    each = kernel.alone(x, y)
+    expected = (each * (0.5 / each.norm(dim=1)).clamp_max(1)[:, None]).sum(0)
+    monkeypatch.setattr(Lookup, "rows", lambda *_: pytest.fail("a table for a record"))
+    assert torch.allclose(kernel.clipped_sum(x, y, 0.5), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_uses_of_a_tied_table_that_cancel_are_measured_as_longer():
+    """As of positions that cancel: what is left of them is rounding."""
+    g, u, space = torch.zeros(1, 1, 99), torch.randn(1, 1, 40), Space()
+    g[0, 0, 7] = 1
+    looked_up = Lookup(torch.tensor([[7]]), -u, 99, None)
+    both = part([looked_up, Outer(g, u)], space)
+    assert both.squares.sqrt() == pytest.approx(FLOOR * 2 * float(u.norm()))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_packed_rows_are_refused_with_what_to_write(kind):
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.body = nn.Embedding(9, 4), kind(4, 5, batch_first=True)
+            self.head = nn.Linear(5, 3)
+
+        def forward(self, x):
+            lengths = (x != 0).sum(1).cpu()
+            packed = nn.utils.rnn.pack_padded_sequence(
+                self.words(x), lengths, batch_first=True, enforce_sorted=False
+            )
+            last = self.body(packed)[1]
+            return self.head((last[0] if isinstance(last, tuple) else last)[-1])
+
+    kernel = PerSampleKernel(FlatModel(Packed()), cross_entropy)
+    with pytest.raises(ModelError, match=r"pack_padded_sequence.*out\[torch.arange"):
+        kernel.clipped_sum(torch.ones(4, 3, dtype=torch.long), torch.arange(4) % 3, 1.0)
