@@ -17,6 +17,7 @@ from tests.browser import chromium, look
 from typer.testing import CliRunner
 
 import fedpact
+from fedpact.cli.commands import deploy
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, InputError
 from fedpact.common.messages import REASONS, RoundRecord
@@ -148,6 +149,13 @@ def test_what_sites_released_is_shown_before_the_end_too(finished, unended):
     by_class = [f for f in summary["figures"] if f["name"] == "accuracy" and f["of_part"]]
     lowest = min((f for f in by_class if f["high"] - f["low"] < 1), key=lambda f: f["value"])
     assert lowest["about"] in worst
+
+
+def test_status_names_the_majority_class_and_the_worst(finished, tmp_path):
+    shutil.copytree(finished.folder, tmp_path / "server" / "run")
+    (tmp_path / "server" / "federation.toml").touch()
+    assert deploy._released(tmp_path) == take_snapshot(finished.folder)["compared"]
+    assert len(deploy._released(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("code", ["absent", "unheard of"])

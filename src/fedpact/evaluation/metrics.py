@@ -238,7 +238,7 @@ def ranking(scores: Mapping[str, SiteScore]) -> list[str]:
 
 METRICS: Final[dict[str, Metric]] = {
     "psi": Metric(
-        label="Ψ",
+        label="spread of losses Ψ",
         of=lambda scores, sizes: psi([s.loss for s in scores.values()], [sizes[n] for n in scores]),
         form="number",
         note="spread of the sites' losses; 0 is even",

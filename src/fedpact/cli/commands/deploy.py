@@ -182,8 +182,21 @@ def status(directory: Where, as_json: AsJson = False) -> None:
     """Show who runs, how far the run is, and what each site has spent."""
     from fedpact.deployment import local
 
-    found = local.inspect_deployment(directory)
+    found = {**local.inspect_deployment(directory), "released": _released(directory)}
     show(found, as_json, lambda: _print(found))
+
+
+def _released(directory: Path) -> list[str]:
+    """Return how what sites released compares with the commonest class; nothing at a site."""
+    from fedpact.deployment.snapshot import describe_released, find_released, find_run
+    from fedpact.report.run_summary import read_run
+
+    if (directory / "site.toml").exists():
+        return []
+    folder = find_run(directory)[1]
+    begun = (folder / "rounds.jsonl").exists()
+    released = find_released(read_run(folder)) if begun else None
+    return [] if released is None else describe_released(released)
 
 
 @app.command()
@@ -275,7 +288,7 @@ def _follow(directory: Path, here: local.Parties) -> None:
         raise FedpactError(
             f"the server ended before the run did: see {directory / 'server' / 'log.txt'}"
         )
-    _print(found)
+    _print({**found, "released": _released(directory)})
 
 
 def _line(record: RoundRecord) -> str:
@@ -295,6 +308,8 @@ def _print(found: dict[str, Any]) -> None:
     last = found["round"]
     at = "" if last is None else "; " + _line(RoundRecord(**last))
     out.print(f"run {found['run']}: {found['status']}{at}")
+    for told in found["released"]:
+        out.print(f"as the sites released it, {told}", markup=False)
     table = Table("party", "here", "ε spent", "of ε", "alone", "of", "δ", "ledger entries")
     for name, runs in found["running"].items():
         ledger = found["ledgers"].get(name)
