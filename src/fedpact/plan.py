@@ -218,7 +218,8 @@ class Plan(ShownPlan, BaseModel):
         try:
             found = module.Settings(**self.settings)
         except ValidationError as error:
-            raise plan_error(error, ("settings",), module.Settings) from None
+            tables = {"settings": module.Settings}
+            raise plan_error(error, ("settings",), module.Settings, tables, Plan) from None
         return effective.with_iterations(found, self.rounds) if self.privacy.calibrates else found
 
     @property

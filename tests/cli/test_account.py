@@ -235,4 +235,4 @@ def test_a_conversion_that_nothing_uses_is_refused():
     unused = ["--accountant", "pld", "--conversion", "mironov"]
     done = CliRunner().invoke(app, ["account", *SETTING, *unused])
     assert done.exit_code != 0
-    assert "converts nothing" in f"{done.exception}{done.output}"
+    assert "needs no conversion" in f"{done.exception}{done.output}"

@@ -106,7 +106,7 @@ def test_the_commands_say_it_as_json(twice, tmp_path, capsys):
     commands.show(kept, as_json=False)
     printed = capsys.readouterr().out
     assert "add/remove one record" in printed
-    assert f"a patient with five visits at most ε = {upper(of_five)}" in printed
+    assert f"a patient with five visits has at most ε = {upper(of_five)}" in printed
 
 
 def test_an_altered_ledger_is_told(twice, tmp_path):
@@ -171,7 +171,7 @@ def test_names_of_runs_are_not_cut_short(twice, tmp_path, capsys, monkeypatch):
 
 
 def test_what_is_no_ledger_is_told(tmp_path):
-    with pytest.raises(LedgerError, match="holds no ledger"):
+    with pytest.raises(LedgerError, match="has no ledger"):
         commands.verify(tmp_path, None, as_json=False)
     with pytest.raises(LedgerError, match="is no ledger"):
         commands.verify(tmp_path / "missing", None, as_json=False)
@@ -204,10 +204,10 @@ def test_what_is_said_of_a_run_has_a_form(about):
 
 def test_a_run_whose_ledgers_are_kept_elsewhere_says_where(tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps({"run": {"ledgers": "kept/here"}}))
-    with pytest.raises(LedgerError, match=r"holds no ledger, as run\.ledgers keeps .*'kept/here'"):
+    with pytest.raises(LedgerError, match=r"has no ledger, as run\.ledgers keeps .*'kept/here'"):
         commands.show(tmp_path, as_json=False)
     (tmp_path / "plan.json").write_text("[1]")
-    with pytest.raises(LedgerError, match="holds no ledger: name"):
+    with pytest.raises(LedgerError, match="has no ledger: name"):
         commands.show(tmp_path, as_json=False)
 
 

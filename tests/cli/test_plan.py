@@ -259,7 +259,7 @@ def test_it_says_how_far_noise_moves_a_released_mean(tmp_path, caplog):
         sigma = next(iter(scene.terms.values())).columns.sigma
         noise = sigma * most_moved(1) * math.sqrt(sites) / sum(scene.sizes.values())
         shown = CliRunner().invoke(app, ["plan", str(told)]).stdout
-        assert f"noise moves the mean of all sites by {noise:.2g} of half a range" in shown
+        assert f"noise shifts the mean over all sites by {noise:.2g} of half a range" in shown
         # A run says it, too, before it begins.
         assert ("declare mean and deviation" in caplog.text) == remedy
         caplog.clear()
@@ -284,7 +284,7 @@ def test_noise_of_one_site_that_drowns_the_others_is_told(capsys, overrides, tol
     """Two sites of one size: sqrt((1 + 9) / 4) alike, 1 / sqrt(1 + 1/9) by noise."""
     show_plan(None, ["rounds=3", "sites=2", "batch_size=20", *overrides])
     shown = capsys.readouterr().out
-    assert ("Unlike noise: together it is" in shown) == bool(told)
+    assert ("Uneven noise: all of it together is" in shown) == bool(told)
     assert told in shown
 
 

@@ -168,7 +168,7 @@ def test_columns_that_differ_are_told_with_the_rest(sites, tmp_path):
     told = CliRunner().invoke(app, ["deploy", "check", str(home)])
     assert "lactate (probably 'blood_lactate')" in told.output
     assert "ignored: case" in told.output
-    assert "does not open" in told.output
+    assert "cannot start" in told.output
 
 
 def test_words_that_nobody_declares_are_named(sites, tmp_path):
@@ -267,7 +267,7 @@ def test_up_checks_every_site_before_it_starts_any(sites, tmp_path, monkeypatch)
 def test_a_server_has_no_records_to_check(sites, tmp_path):
     where, _ = sites(tmp_path / "nowhere.csv")
     told = CliRunner().invoke(app, ["deploy", "check", str(where / "server")])
-    assert "no site's directory" in str(told.exception)
+    assert "not a site's directory" in str(told.exception)
 
 
 def test_arrays_and_persons_are_checked_alike(copied, tmp_path):

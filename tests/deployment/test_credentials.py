@@ -171,7 +171,7 @@ def test_renewal_replaces_the_authority_only_when_it_would_end(
         check_server(server)
     told = renew(deployment)
     check_server(server)
-    assert ("which every site needs" in told) == all_parties
+    assert ("which must replace every site's" in told) == all_parties
     assert ((server / "ca.crt").read_bytes() != older) == all_parties
     assert (server / "ca.crt").read_bytes() == (deployment / "authority" / "ca.crt").read_bytes()
     assert stat.S_IMODE((server / "tls.key").stat().st_mode) == 0o600

@@ -292,7 +292,7 @@ def test_its_owner_sees_the_exact_figures_and_the_server_none(ran, capsys):
     assert [*figures["rounds"]] == ["0", "1", "2", "3"]
     command.status(site, as_json=False)
     told = capsys.readouterr().out
-    assert "for its owner alone" in told
+    assert "for its owner only" in told
     for sums in figures["rounds"].values():
         hits = np.array(sums["hits"]).reshape(10, 2)
         assert f"{hits[:, 0].sum() / hits.sum():.4g}" in told

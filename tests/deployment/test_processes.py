@@ -74,7 +74,7 @@ def test_who_waits_is_told_when_no_site_is_left(deployment, monkeypatch, capsys)
 
     monkeypatch.setattr("fedpact.cli.commands.deploy._POLL_SECONDS", 0)
     (deployment / "sites" / "site-00" / "log.txt").write_text("refused\n")
-    with pytest.raises(FedpactError, match="every site has ended by itself, as said above"):
+    with pytest.raises(FedpactError, match="every site has stopped, for the reasons above"):
         _follow(deployment, SimpleNamespace(runs=runs))
     assert "site-00 has ended: refused" in capsys.readouterr().out
     with pytest.raises(FedpactError, match="server ended before the run did"):
@@ -84,7 +84,7 @@ def test_who_waits_is_told_when_no_site_is_left(deployment, monkeypatch, capsys)
 @pytest.mark.parametrize("name", ["server", "sites/site-00"])
 def test_up_takes_a_whole_deployment(deployment, name):
     done = CliRunner().invoke(app, ["deploy", "up", str(deployment / name)])
-    assert "is one party's" in str(done.exception)
+    assert "belongs to one party" in str(done.exception)
 
 
 @pytest.mark.parametrize("act", [local.Parties, local.inspect_deployment])

@@ -166,7 +166,7 @@ def test_the_command_writes_the_card(build: Build, tmp_path: Path) -> None:
     ("change", "message"),
     [
         ("rounds=3", "only described"),
-        ("about.motive=none", "about.motive is no known key"),
+        ("about.motive=none", "about.motive is not a known key"),
         ("about.published=tomorrow", "published is 'tomorrow'"),
         ("about.curators=One", "about.curators"),
     ],

@@ -3,7 +3,8 @@
 import pytest
 
 from fedpact import algorithms
-from fedpact.cli.reference import check_keys
+from fedpact.cli.reference import algorithm, check_keys, tables
+from fedpact.common.configuration import OTHER_NAMES
 from fedpact.common.errors import PlanError
 from fedpact.plan import Plan
 
@@ -14,6 +15,7 @@ def refused(by, *overrides: str) -> str:
     return str(caught.value)
 
 
+TOP_LEVEL = "(a top-level key: in a file, put it above all [tables])"
 MISTYPED = [
     "rouns=3",
     "privcy.epsilon=1",
@@ -34,7 +36,7 @@ def test_a_mistyped_key_is_answered_as_by_the_plan(override):
 @pytest.mark.parametrize("name", algorithms.names())
 def test_of_each_algorithm_a_mistyped_setting_too(name):
     given = (f"algorithm={name}", "settings={nothing=1}")
-    assert "settings.nothing is no known key" in refused(check_keys, *given)
+    assert "settings.nothing is not a known key" in refused(check_keys, *given)
 
 
 @pytest.mark.parametrize(
@@ -43,20 +45,31 @@ def test_of_each_algorithm_a_mistyped_setting_too(name):
         ("epsilon=2", ["evaluation.epsilon", "privacy.epsilon"]),
         ("learning_rate=0.1", ["settings.learning_rate", "server.learning_rate"]),
         ("local.views.mirror=true", ["the table [views]"]),
-        ("privacy.rounds=3", ["rounds (in no table: above a file's first line in brackets)"]),
+        ("partition.alpha=1", ["partition.beta"]),
+        ("concentration=1", ["partition.beta"]),
+        ("noise_multiplier=1", ["privacy.sigma"]),
+        ("settings.epsilon=2", ["evaluation.epsilon", "privacy.epsilon"]),
+        ("settings.batch_size=2", [f"batch_size {TOP_LEVEL}"]),
+        ("privacy.rounds=3", [f"rounds {TOP_LEVEL}"]),
     ],
 )
 def test_a_key_of_another_table_is_told_by_that_table(typed, meant):
     for by in (Plan.read, check_keys):
         told = refused(by, typed)
         key = typed.split("=")[0].removesuffix(".mirror")
-        assert told == f"{key} is no known key: expected {' or '.join(meant)}"
+        assert told == f"{key} is not a known key: expected {' or '.join(meant)}"
+
+
+def test_other_names_lead_to_keys_of_the_plan():
+    known = {key.name for table in tables() for key in table.keys}
+    known |= {key.name for key in algorithm("fedavg").settings.keys}
+    assert set(OTHER_NAMES.values()) <= known
 
 
 def test_every_mistyped_key_is_named():
     told = refused(check_keys, *MISTYPED)
     assert all(f"{override.partition('=')[0].split('.')[0]}" in told for override in MISTYPED)
-    assert told.count("is no known key") == len(MISTYPED)
+    assert told.count("is not a known key") == len(MISTYPED)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,15 @@ def test_all_of_its_comments_together_change_nothing(name):
     assert set(flatten(raw)) >= {k for k, v in keys.items() if v is not None and k != "settings"}
 
 
+@pytest.mark.parametrize("name", algorithms.names())
+def test_the_short_plan_has_at_most_60_lines(name):
+    given = [f"algorithm={name}"]
+    text = starting_plan(given, every=False)
+    assert len(text.splitlines()) <= 60
+    private = ["privacy.mode='none'"] if Method(name).facts.plain_only else []
+    assert tomllib.loads(text)["rounds"] == Plan.read(None, [*given, *private]).rounds
+
+
 def test_named_tables_and_keys_without_default_list_names():
     text = starting_plan()
     for table in reference.tables():
@@ -122,7 +131,7 @@ def test_init_writes_once_and_nothing_that_is_no_plan(tmp_path: Path, capsys):
     cli("init", str(file), "--set", "algorithm=fedprox", "--json")
     assert json.loads(capsys.readouterr().out) == {"file": str(file)}
     assert Plan.read(file).algorithm == "fedprox"
-    with pytest.raises(InputError, match="name a file that is not"):
+    with pytest.raises(InputError, match="exists already: name a new file"):
         cli("init", str(file))
 
 

@@ -275,7 +275,7 @@ def test_the_average_that_a_server_kept_can_be_asked(table, tmp_path, capsys, mo
 
     file = table.plan.data
     # Whoever does not ask for it is told that there is one.
-    assert "--average asks the average" in told(file).err
+    assert "--average uses the average" in told(file).err
     of_average = told(file, "--average", "--json")
     assert "--average" not in of_average.err
     assert json.loads(of_average.out)["loss"] == asked.evaluate(file).loss

@@ -74,7 +74,7 @@ def test_an_algorithm_is_swept_over_the_settings_that_it_knows():
         (["seed=1,2"], "--seeds"),
         (["algorithm=fedavg,fedprox"], "--algorithms"),
         (["settings.nothing=1"], "settings.nothing: it is no setting of fedavg"),
-        (["privacy.epsilom=1"], "privacy.epsilom is no known key"),
+        (["privacy.epsilom=1"], "privacy.epsilom is not a known key"),
         (["privacy.epsilon=1,-1"], "sweep privacy.epsilon=-1"),
         (["privacy.epsilon=1,nan"], "privacy.epsilon"),
     ],

@@ -1,7 +1,4 @@
-"""What the commands share: the console, and options of several commands.
-
-And how it is interrupted.
-"""
+"""What the commands share: output, common options, and Ctrl-C."""
 
 import json
 import signal
@@ -16,8 +13,8 @@ from typer.core import TyperGroup
 from fedpact.common.records import strict
 
 INTERRUPTED: Final = 130
-"""What a command ends with that Ctrl-C cut short, as shells have it: what follows it must not go on
-as if all were there."""
+"""The exit code of a command that Ctrl-C stopped, as in shells; a script must not go on after it as
+if the command had finished."""
 
 
 def show(document: Mapping[str, Any], as_json: bool, text: Callable[[], None]) -> None:
@@ -56,16 +53,16 @@ class StopOnInterrupt:
 
 Config = Annotated[
     Path | None,
-    typer.Argument(help="A .toml or .json configuration; none for the embedded default."),
+    typer.Argument(help="A .toml or .json plan; left out, the built-in example."),
 ]
 Overrides = Annotated[
-    list[str], typer.Option("--set", help="key=value, over the configuration; may be repeated.")
+    list[str], typer.Option("--set", help="key=value: change a key of the plan; may be repeated.")
 ]
 Engine = Annotated[
     str,
-    typer.Option(help="local: threads of this machine; ray: a cluster, or cores of this machine."),
+    typer.Option(help="local: threads on this machine; ray: a cluster, or this machine's cores."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print only a JSON document.")]
 
 
 class Group(TyperGroup):
@@ -78,5 +75,5 @@ class Group(TyperGroup):
 
 
 def group(about: str) -> typer.Typer:
-    """Return a command that has sub-commands. about: what --help says of it."""
+    """Return a command that has sub-commands. about: its text in --help."""
     return typer.Typer(cls=Group, help=about, no_args_is_help=True, add_completion=False)

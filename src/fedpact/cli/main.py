@@ -1,4 +1,4 @@
-"""The command `fedpact`: its sub-commands, loaded when called, and how errors end it.
+"""The command `fedpact`: its sub-commands, loaded on demand, and its exit codes.
 
 Exit codes: 0 done, 1 a bug of ours (with a traceback), 2 bad input or a refusal (one paragraph).
 """
@@ -30,7 +30,7 @@ class Commands(Group):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        # By these names a mistyped one is answered.
+        # Suggestions for a mistyped command come from these names.
         self.commands = {name: click.Command(name) for name in commands.names()}
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -38,6 +38,22 @@ class Commands(Group):
         if cmd_name in self.commands:
             self.commands[cmd_name] = commands.load(cmd_name)
         return super().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; of an option that is a key of the plan, say how the key is set."""
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            command = error.ctx.command if error.ctx else ctx.command
+            if any(given.name == "overrides" for given in command.params):
+                from fedpact.cli.reference import keys_called
+
+                keys = keys_called(error.option_name.lstrip("-").replace("-", "_"))
+                ways = " or ".join(f"--set {key}=VALUE" for key in keys)
+                if ways:
+                    told = f"No such option {error.option_name}: it is set as {ways}"
+                    raise click.UsageError(told, error.ctx) from None
+            raise
 
 
 app = typer.Typer(
@@ -73,9 +89,9 @@ def _end(why: str, code: int = 2) -> NoReturn:
 def main() -> None:
     """Run the command line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Letters that a terminal's encoding lacks are no reason to say nothing, after hours.
+        # A terminal's encoding may lack letters, which must not lose the output of hours.
         sys.stdout.reconfigure(errors="backslashreplace")
-    # It advises whoever has no home to set one of its variables; here it may do without.
+    # It warns where there is no home directory, which it does not need here.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         app()
@@ -83,9 +99,9 @@ def main() -> None:
         _end(str(error), error.exit_code)
     except OSError as error:
         if error.errno in _NO_ROOM:
-            _end(f"{error}: make room; a run that had begun goes on with `fedpact resume FOLDER`")
+            _end(f"{error}: free some disk space, then continue a run with `fedpact resume FOLDER`")
         if error.errno in _NOT_ALLOWED:
-            _end(f"{error}: name a place that this account may read and write")
+            _end(f"{error}: choose a path that this account can read and write")
         raise
     finally:
         # The interpreter ends: to look through all that was loaded once more finds nothing.

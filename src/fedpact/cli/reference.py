@@ -26,7 +26,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, get_args, get_origin
 
-from fedpact.common.configuration import flatten, read_configuration, unknown_key
+from fedpact.common.configuration import OTHER_NAMES, flatten, read_configuration, unknown_key
 from fedpact.common.errors import PlanError, nearest
 from fedpact.common.files import write_whole
 
@@ -136,6 +136,19 @@ def find(name: str) -> list[KeyTable]:
     raise PlanError(f"{name} is no known table or key: expected one of {', '.join(shown)}{meant}")
 
 
+def keys_called(name: str) -> list[str]:
+    """Return the dotted keys of a plan that are called so, without their tables, [privacy] first.
+
+    Of an algorithm's settings, too, and by the names of `OTHER_NAMES`.
+    """
+    settings = [algorithm(one).settings for one in algorithm_names()]
+    every = [key for table in (*tables(), *settings) for key in table.keys]
+    found = dict.fromkeys(key.name for key in every if name == key.last and "NAME" not in key.name)
+    if not found and name in OTHER_NAMES:
+        return [OTHER_NAMES[name]]
+    return sorted(found, key=lambda key: not key.startswith("privacy."))
+
+
 def check_keys(config: Path | None, overrides: Sequence[str] = ()) -> None:
     """Raise PlanError, naming each, where a configuration has keys that no plan has.
 
@@ -166,8 +179,7 @@ def _unknown(raw: dict[str, Any]) -> Iterator[str]:
                 beside = {
                     one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == place
                 }
-                # `Plan.read` checks [settings] by themselves.
-                yield unknown_key(key, beside, () if place == "settings" else known)
+                yield unknown_key(key, beside, known)
             if key not in places:
                 break
             place = key

@@ -29,6 +29,19 @@ _DEFAULT = Path(__file__).with_name("default.toml")
 DEFAULTS_KEY = "defaults"
 """The key of a written plan under which stands what was left to its default."""
 
+OTHER_NAMES: Final = {
+    **dict.fromkeys(("alpha", "concentration", "dirichlet_alpha"), "partition.beta"),
+    **dict.fromkeys(("lr", "eta"), "settings.learning_rate"),
+    **dict.fromkeys(("clients", "num_clients", "num_partitions"), "sites"),
+    **dict.fromkeys(("num_rounds", "num_server_rounds"), "rounds"),
+    **dict.fromkeys(("local_epochs", "epochs"), "settings.local_steps"),
+    **dict.fromkeys(("eps", "target_epsilon"), "privacy.epsilon"),
+    **dict.fromkeys(("target_delta",), "privacy.delta"),
+    **dict.fromkeys(("max_grad_norm", "clipping_norm"), "privacy.clip"),
+    **dict.fromkeys(("noise_multiplier",), "privacy.sigma"),
+}
+"""Names that papers and other libraries have for a key: an error about one names the key."""
+
 _FORM = re.compile(r"(constrained-)?(float|int|str|bool)$|(list|literal)\[")
 _ONE_OF = {"batch_size": "sampling_rate", "sampling_rate": "batch_size"}
 
@@ -243,13 +256,15 @@ def plan_error(
     prefix: tuple[str, ...],
     model: "type[BaseModel]",
     tables: "Mapping[str, type[BaseModel]] | None" = None,
+    whole: "type[BaseModel] | None" = None,
 ) -> PlanError:
     """Return an error that names every mistake by its key.
 
-    model: what was read, below `prefix`. tables: what else it has than its fields say.
+    model: what was read, below `prefix`. whole: what holds it, if it may have a misplaced key.
+    tables: classes of tables that the fields of `whole`, or `model`, do not name.
     """
     entries = [entry for entry in error.errors() if not _is_other_branch(entry)]
-    everywhere = list(_dotted(model, prefix, tables or {}))
+    everywhere = list(_dotted(whole or model, () if whole else prefix, tables or {}))
     of = dict[str, list[Any]]()
     for entry in entries or error.errors():
         of.setdefault(_key(entry, prefix), []).append(entry)
@@ -290,18 +305,21 @@ def unknown_key(key: str, known: Iterable[str], everywhere: Iterable[str] = ()) 
     """
     names, last = sorted(known), key.rsplit(".", 1)[-1]
     of = list(everywhere)
-    if same := [other for other in of if other.rsplit(".", 1)[-1] == last]:
+    same = [other for other in of if other.rsplit(".", 1)[-1] == last]
+    if not same and (usual := OTHER_NAMES.get(last)) in of:
+        same = [usual]
+    if same:
         told = [_with_place(other, of) for other in same]
-        return f"{key} is no known key: expected {' or '.join(told)}"
+        return f"{key} is not a known key: expected {' or '.join(told)}"
     meant = nearest(last, names)
-    return f"{key} is no known key: expected one of {', '.join(names)}{meant}"
+    return f"{key} is not a known key: expected one of {', '.join(names)}{meant}"
 
 
 def _with_place(key: str, everywhere: Iterable[str]) -> str:
     """Return a key and, if it is in no table, where in a file that is, which is easily missed."""
     if any(other.startswith(f"{key}.") for other in everywhere):
         return f"the table [{key}]"
-    return key if "." in key else f"{key} (in no table: above a file's first line in brackets)"
+    return key if "." in key else f"{key} (a top-level key: in a file, put it above all [tables])"
 
 
 def _place(entry: Any) -> list[Any]:

@@ -86,6 +86,16 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:,.0f}" if 10 ** (digits - 1) <= abs(value) < 1e15 else f"{value:.{digits}g}"
 
 
+def counted(count: float, noun: str) -> str:
+    """Return a number with its noun in the singular or plural.
+
+    >>> counted(1, "ledger"), counted(2500, "ledger"), counted(2, "entry")
+    ('1 ledger', '2,500 ledgers', '2 entries')
+    """
+    several = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else several}"
+
+
 def percent(value: float | None) -> str:
     """Return a fraction in per cent.
 

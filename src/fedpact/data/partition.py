@@ -162,7 +162,8 @@ class PartitionSettings(BaseModel):
     s^-exponent in [smallest, largest], held-out records included, and labels_per_site labels if
     given: FedProxVR's setting); natural (the data set's own sites)."""
     beta: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Of dirichlet, inner_dirichlet, quantity_skew; the smaller, the more unlike the sites."""
+    """The Dirichlet distribution's concentration, alpha or beta in papers; the smaller, the more the
+    sites differ. Of dirichlet, inner_dirichlet and quantity_skew."""
     labels_per_site: int | None = Field(default=None, ge=1)
     """Of labels, pathological and power_law, how many labels a site has."""
     shards_per_site: int = Field(default=2, ge=1)
@@ -192,8 +193,8 @@ class PartitionSettings(BaseModel):
             if value != default:
                 kinds = sorted(kind for kind, about in PARTITION_KINDS.items() if name in about.own)
                 raise ValueError(
-                    f"{name} is {value!r} with kind = {self.kind!r}: it is a setting of "
-                    f"{' and '.join(kinds)}; leave it out or change the kind"
+                    f"{name} is {value!r} with kind = {self.kind!r}: only kind = "
+                    f"{' and '.join(map(repr, kinds))} uses it; leave it out or set partition.kind"
                 )
         if self.held_out == "own" and self.kind != "natural":
             raise ValueError(

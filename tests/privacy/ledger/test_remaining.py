@@ -114,7 +114,7 @@ def test_the_text_says_on_what_it_rests(path):
     apart = " ".join(account(path, "--q", "0.1", "--steps", "100").split())
     assert "the 2 earlier runs of site site reserved, (ε, δ) = (2.4, 2e-05)" in apart
     joint = " ".join(account(path, "--q", "0.1", "--steps", "100", "--joint").split())
-    assert "if nothing of the new run follows from what they released" in joint
+    assert "if no setting of the new run depends on what they released" in joint
 
 
 def test_half_a_question_is_refused(path):

@@ -1,4 +1,4 @@
-"""What may be typed after `fedpact`: one file a command, found by its file name.
+"""The sub-commands of `fedpact`: one file for each, found by its file name.
 
 A file holds a function of its own name, or an `app` with sub-commands: their options and what
 --help says of them. It is loaded to show help and to complete words, so at its top it imports
@@ -26,7 +26,7 @@ _COMMAND_FILE = {
     "resume": "run",
     "watch": "report",
 }
-"""Commands that stand in another one's file."""
+"""Commands that are defined in another command's file."""
 
 _EXAMPLES = {
     "account": (
@@ -82,7 +82,7 @@ _EXAMPLES = {
     "tune fedproxvr": ("fedpact tune fedproxvr --gamma 0.01 --L 1 --lam 0.5 --sigma2 0.1",),
     "watch": ("fedpact watch runs/first", "fedpact watch fed/site-00 --once"),
 }
-"""What --help shows at its end, by command."""
+"""Examples at the end of --help, by command."""
 
 
 def names() -> list[str]:

@@ -36,42 +36,43 @@ def account(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Number of releases, >= 1.")] = None,
     epsilon: Annotated[
-        float | None, typer.Option(help="The budget's ε, in place of --q, --sigma or --steps.")
+        float | None, typer.Option(help="The budget's ε; then --q, --sigma or --steps is computed.")
     ] = None,
     delta: Annotated[float, typer.Option(help="The budget's δ, in (0, 1).")] = 1e-5,
     accountant: Annotated[
-        str, typer.Option(help="best, the smallest bound of all; pld, rdp.")
+        str, typer.Option(help="best (the smallest bound), pld or rdp.")
     ] = "best",
     conversion: Annotated[
-        str, typer.Option(help="RDP to (ε, δ): balle, or mironov as in the papers.")
+        str, typer.Option(help="From RDP to (ε, δ): balle (tighter), or mironov as in the papers.")
     ] = "balle",
     every: Annotated[
-        bool, typer.Option("--all", help="Every accountant and conversion side by side.")
+        bool, typer.Option("--all", help="Show every accountant and conversion side by side.")
     ] = False,
     ledger: Annotated[
         Path | None,
         typer.Option(
-            help="A site's ledger: --epsilon and --delta are for all its runs and one more."
+            help="A site's ledger: --epsilon and --delta cover its past runs and one more."
         ),
     ] = None,
     joint: Annotated[
         bool,
         typer.Option(
             "--joint",
-            help="With --ledger: its runs' events and the new ones as one fixed sequence. Cheaper, "
-            "and a proof only if nothing of the new run follows from what the others released.",
+            help="With --ledger: compose past and new runs as one fixed sequence. Tighter, and "
+            "valid "
+            "only if no setting of the new run depends on what the others released.",
         ),
     ] = False,
     per_person: Annotated[
         int | None,
         typer.Option(
-            help="k: also ε for a person, up to k records of theirs together, each sampled alone."
+            help="k: also show ε for a person with up to k records, each sampled on its own."
         ),
     ] = None,
     tuned: Annotated[
         int | None,
         typer.Option(
-            help="m: also ε of trying m settings, for who sees every run, and the best alone."
+            help="m: also show ε of trying m settings, of all runs together and of the best alone."
         ),
     ] = None,
     as_json: AsJson = False,
@@ -117,7 +118,7 @@ class Setting:
             given = ["--" + n for n in ("q", "sigma", "steps", "epsilon") if n not in self.open()]
             raise InputError(
                 f"given are {', '.join(given) or 'none'}: expected exactly three of --q, --sigma, "
-                "--steps and --epsilon; the fourth is what is computed"
+                "--steps and --epsilon; the fourth is computed"
             )
 
     def open(self) -> list[str]:
@@ -128,7 +129,10 @@ class Setting:
 def _check_person(records: int | None, left: Remaining | None) -> None:
     """Raise InputError: --per-person of no record, or with a ledger of persons."""
     if records is not None and records < 1:
-        raise InputError(f"--per-person is {records}: expected a person's most records, from 1")
+        raise InputError(
+            f"--per-person is {records}: expected the largest number of records per person, at "
+            "least 1"
+        )
     if records is not None and left and left.unit == "person":
         raise InputError(
             f"--per-person {records} with a ledger whose ε are per person already: leave it out"
@@ -143,13 +147,13 @@ def _left(setting: Setting, ledger: Path | None, joint: bool) -> Remaining | Non
     if ledger is None:
         if joint:
             raise InputError(
-                "--joint is given without --ledger: name the ledger whose runs to join"
+                "--joint is given without --ledger: name the ledger whose runs to compose"
             )
         return None
     if setting.epsilon is None:
         raise InputError(
             "--ledger is given without --epsilon: give the ε that all runs on the ledger's records "
-            "share, and two of --q, --sigma and --steps; the third is what one more run may have"
+            "share, and two of --q, --sigma and --steps; the third is computed for one more run"
         )
     return remaining(ledger, Budget(setting.epsilon, setting.delta), joint=joint)
 
@@ -171,8 +175,8 @@ def _way(accountant: str, conversion: str) -> tuple[Accountant, Conversion]:
     if accountant in ACCOUNTANTS and conversion in get_args(Conversion):
         if not ACCOUNTANTS[accountant].converts and conversion != get_args(Conversion)[0]:
             raise InputError(
-                f"conversion is {conversion!r} with accountant {accountant!r}, which converts "
-                "nothing: leave --conversion out, or choose --accountant rdp"
+                f"conversion is {conversion!r} with accountant {accountant!r}, which needs no "
+                "conversion: leave --conversion out, or choose --accountant rdp"
             )
         return accountant, cast(Conversion, conversion)
     raise InputError(
@@ -252,15 +256,14 @@ def _tuned_alone(runs: int | None, ledger: Path | None, per_person: int | None) 
         return
     if ledger is not None:
         raise InputError(
-            f"--tuned {runs} with --ledger: what the runs in a ledger cost together is what "
-            "`fedpact ledger show` says, as every run in it counts; leave --ledger out for the "
-            "cost of new ones"
+            f"--tuned {runs} with --ledger: `fedpact ledger show` tells what all runs in a "
+            "ledger cost together; leave --ledger out for the cost of new runs"
         )
     if per_person is not None:
         raise InputError(
-            f"--tuned {runs} with --per-person {per_person}: the bound on the best of a random "
-            "number of runs is of one record; for all runs together ask for so many times the "
-            "--steps with --per-person, and leave --tuned out"
+            f"--tuned {runs} with --per-person {per_person}: the bound on the best of several "
+            "runs holds per record only; for all runs together multiply --steps by their number "
+            "and leave --tuned out"
         )
     if not runs >= 2:
         raise InputError(f"--tuned is {runs}: expected the number of runs tried, 2 or more")
@@ -279,7 +282,7 @@ def _tuned(answer: dict[str, Any], runs: int) -> dict[str, Any]:
 def _covers(left: Remaining | None, joint: bool) -> str:
     """Say what ε is of, and on what it rests."""
     new = (
-        "all releases together, whoever sees them, each computed from a Poisson batch with "
+        "all releases together, each computed from a Poisson batch with "
         "Gaussian noise; q, sigma and steps fixed in advance; an upper bound"
     )
     if left is None:
@@ -287,14 +290,14 @@ def _covers(left: Remaining | None, joint: bool) -> str:
     site = f"the {left.runs} earlier runs of site {left.site}"
     if joint:
         return (
-            f"the new run and every event that {site} reserved, as one sequence, if nothing of the "
-            f"new run follows from what they released: {new}"
+            f"the new run and every event that {site} reserved, as one sequence, valid if no "
+            f"setting of the new run depends on what they released: {new}"
         )
     rests = f", if {left.honest} sites of each sum are honest" if left.honest else ""
     return (
         f"the new run alone: {new}. With what {site} reserved, (ε, δ) = "
-        f"({left.epsilon_reserved:g}, {left.delta_reserved:g}){rests}, it stays in the budget of "
-        "them all"
+        f"({left.epsilon_reserved:g}, {left.delta_reserved:g}){rests}, it stays within the "
+        "budget of all runs"
     )
 
 
@@ -317,7 +320,9 @@ def _print(document: dict[str, Any], answers: list[dict[str, Any]], per_person: 
     console = Console()
     print_table(console, table)
     if solved == "steps" and not any(row["steps"] for row in answers):
-        console.print("\nNot one such release fits in that budget: a larger σ, or a smaller q.")
+        console.print(
+            "\nNot even one such release fits in that budget: use a larger σ or a smaller q."
+        )
     console.print(
         f"\n(ε, δ)-differential privacy, {document['adjacency']}. Covers {document['covers']}."
     )

@@ -55,14 +55,16 @@ def audit(
     overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
     method: Annotated[
         AuditMethod,
-        typer.Option(help="The attack; all leaves out many-runs where it would take too long."),
+        typer.Option(help="The attack; all skips many-runs where it would take too long."),
     ] = AuditMethod.all,
-    canaries: Annotated[int, typer.Option(help="Records to insert in the one run, >= 1.")] = 1000,
+    canaries: Annotated[
+        int, typer.Option(help="Canary records to insert in the one run, >= 1.")
+    ] = 1000,
     as_json: AsJson = False,
 ) -> None:
-    """Attack a configuration on made-up canaries: a lower bound on ε beside the claimed one.
+    """Attack a plan with synthetic canaries: a lower bound on ε next to the claimed one.
 
-    It cannot prove a claim right, only wrong: then it ends with exit code 2.
+    An audit cannot prove a claim, only disprove it; then the exit code is 2.
     """
     run = config if config is not None and config.is_dir() else None
     if run is None:
@@ -113,8 +115,8 @@ def _contradiction(site: str, failed: list[Check]) -> str:
         )
     else:
         how = (
-            f"at {CONFIDENCE:.0%} confidence the mechanism is not what its accountant was told; do "
-            "not run it on data"
+            f"at {CONFIDENCE:.0%} confidence the mechanism is not the one that was accounted for; "
+            "do not run it on data"
         )
     return f"the audit of site {site!r} contradicts its claim (method {names}): {how}"
 
@@ -209,9 +211,9 @@ def _print(document: dict[str, Any], found: list[Check], run: Path | None) -> No
     methods = {check.method.partition(",")[0] for check in found} - {SENSITIVITY}
     if "many-runs" not in methods and len(methods) > 1:
         out.print(
-            f"many-runs   left out: the model has {document['model_parameters']:,} parameters"
+            f"many-runs   skipped: the model has {document['model_parameters']:,} parameters"
             if document["model_parameters"] > _SMALL_MODEL
-            else "many-runs   left out: the attack does not know what this algorithm releases"
+            else "many-runs   skipped: the attack does not know what this algorithm releases"
         )
     good = document["passed"]
     out.print("no attack contradicts the claim" if good else "THE CLAIM IS WRONG")

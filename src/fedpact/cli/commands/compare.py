@@ -29,30 +29,38 @@ _BETWEEN_LINES = 20.0  # seconds between two lines on one run, where there is no
 def compare(
     configs: Annotated[
         list[Path] | None,
-        typer.Argument(help=".toml or .json configurations; none for the embedded default."),
+        typer.Argument(help=".toml or .json plans; left out, the built-in example."),
     ] = None,
     algorithms: Annotated[
         str,
-        typer.Option(help="Run each with these, as in fedavg,fedfdp; local: each site alone."),
+        typer.Option(
+            help="Run each plan with these, as in fedavg,fedfdp; local: each site on its own."
+        ),
     ] = "",
     overrides: Annotated[
-        list[str], typer.Option("--set", help="key=value, over all configurations; repeatable.")
+        list[str],
+        typer.Option("--set", help="key=value: change a key of all plans; may be repeated."),
     ] = [],  # noqa: B006 - typer reads the default, nobody changes it
     sweeps: Annotated[
         list[str],
-        typer.Option("--sweep", help="KEY=V1,V2,...: each with each value; repeatable."),
+        typer.Option(
+            "--sweep", help="KEY=V1,V2,...: run each plan with each value; may be repeated."
+        ),
     ] = [],  # noqa: B006 - as above
-    seeds: Annotated[int, typer.Option(help="Runs each, with seeds counted from the first's.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(help="Runs of each, with consecutive seeds from the plan's.")
+    ] = 3,
     out: Annotated[
-        Path | None, typer.Option(help="The folder; what has ended there is not run again.")
+        Path | None,
+        typer.Option(help="The folder of results; runs that have ended there are kept."),
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Runs side by side; 0 for one a core.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Runs at the same time; 0 for one per core.")] = 0,
     joining: Annotated[
-        bool, typer.Option(help="Say what joining was worth to each site, against going alone.")
+        bool, typer.Option(help="Compare each site with training on its own records alone.")
     ] = False,
     counted: Annotated[
         bool,
-        typer.Option(help="Say what ε trying them all costs, against whom it is, by the ledgers."),
+        typer.Option(help="Account for the ε of trying all settings, from the ledgers."),
     ] = False,
     curves: Annotated[
         Path | None, typer.Option("--csv", help="Write every run's rounds to this file.")
@@ -62,7 +70,7 @@ def compare(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run configurations or algorithms on the same partition, seeds and budgets, side by side."""
+    """Compare plans or algorithms on the same partition, seeds and budgets."""
     chosen = [name.strip() for name in algorithms.split(",")] if algorithms else []
     # An override of settings goes to those of the chosen algorithms that know it.
     whole = [text for text in overrides if not (chosen and text.lstrip().startswith("settings."))]
@@ -201,13 +209,13 @@ def _print(comparison: Comparison) -> None:
     # A pipe has no width: there a row stays on its line.
     out.width = out.width if out.is_terminal else 200
     comparison_table(comparison).print(out, f"comparison {comparison.folder}")
-    effort(comparison).print(out, "what each did for it")
+    effort(comparison).print(out, "what each did to meet it")
     out.print(Text(EFFORT_NOTE), soft_wrap=True)
     pooled = [f"{comparison.judged} (on held-out records)"] * comparison.pooled
     metrics = [find_display(name).label for name in comparison.measured]
     simulator = ", ".join((*pooled, *metrics))
     out.print(f"mean ± standard deviation over seeds; {simulator} and worst site: simulator only")
-    out.print("seconds: all rounds by the wall clock, in which runs side by side share the machine")
+    out.print("seconds: wall clock of all rounds; runs at the same time share the machine")
     sentence = inequality(comparison)
     if sentence:
         out.print(Text(sentence, style="bold red"), soft_wrap=True)
@@ -224,6 +232,6 @@ def _print(comparison: Comparison) -> None:
             line = f"{entry.name} seed {which} is missing: {why}"
             out.print(Text(line, style="red"), soft_wrap=True)
     if any(entry.missing for entry in comparison.entries):
-        told = f"the same command with --out {comparison.folder} makes what is missing"
+        told = f"the same command with --out {comparison.folder} runs what is missing"
         out.print(Text(told), soft_wrap=True)
     out.print(Text(str(comparison.folder / "comparison.html")), soft_wrap=True)

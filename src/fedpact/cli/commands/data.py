@@ -22,14 +22,14 @@ _ABOUT: Final = {
     "fashion_mnist": ("fashion_mnist", "70,000 clothes in 10 classes, 28 x 28"),
     "cifar10": ("cifar10", "60,000 photographs in 10 classes, 32 x 32, colour"),
     "heart_disease": ("heart_disease", "920 patients of 4 hospitals"),
-    "heart_disease_flamby": ("heart_disease", "740 of them, as FLamby cuts them"),
-    "adult": ("adult", "48,842 answers of a census: is an income above 50,000?"),
-    "shakespeare": ("shakespeare", "the next character, by speaking role"),
+    "heart_disease_flamby": ("heart_disease", "740 of them, preprocessed as in FLamby"),
+    "adult": ("adult", "48,842 census records: is the income above 50,000?"),
+    "shakespeare": ("shakespeare", "next-character prediction; a site is a speaking role"),
     "synthetic(ALPHA,BETA)": (
         _MADE,
-        "100 devices, unlike by ALPHA and BETA; 60 numbers, 10 classes",
+        "100 devices that differ by ALPHA and BETA; 60 features, 10 classes",
     ),
-    "synthetic_iid": (_MADE, "100 devices, all alike"),
+    "synthetic_iid": (_MADE, "100 devices with the same distribution"),
 }
 """Name -> the public data set whose files it is made of, or its licence; what it is."""
 
@@ -39,7 +39,7 @@ app = group("List, verify and download the public data sets.")
 
 @app.command("list")
 def list_(as_json: AsJson = False) -> None:
-    """Show the public data sets, and which of them the data directory holds."""
+    """List the public data sets and which of them the data directory has."""
     from fedpact.data import download
     from fedpact.data.load import NAMES
     from fedpact.data.public import FORMS
@@ -52,7 +52,7 @@ def list_(as_json: AsJson = False) -> None:
         licence = of if source is None else source.licence
         rows.append({"name": name, "what": what, "present": present, "licence": licence})
     for path in _own_files(download.data_dir()):
-        what = "a file of your own, by its path"
+        what = "a file of your own, given by its path"
         rows.append({"name": str(path), "what": what, "present": True, "licence": ""})
     if as_json:
         _print_json({"directory": str(download.data_dir()), "data_sets": rows})
@@ -67,17 +67,17 @@ def list_(as_json: AsJson = False) -> None:
         table.add_row(*map(Text, cells))
     print_table(Console(), table)
     if missing := [row["name"] for row in rows if not row["present"]]:
-        print(f"what is not there: `fedpact data download {_ABOUT[missing[0]][0]}`")
+        print(f"to fetch what is missing: `fedpact data download {_ABOUT[missing[0]][0]}`")
 
 
 @app.command()
 def verify(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Data sets; default: all that are present.")
+        list[str] | None, typer.Argument(help="Data sets; default: all that have files.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare every file with its published MD5. Fails where one is missing or damaged."""
+    """Check every file against its published MD5; fail if one is missing or damaged."""
     from fedpact.data import download
 
     names = names or []
@@ -89,8 +89,8 @@ def verify(
         ]
     if not chosen:
         raise DataError(
-            f"the data directory {download.data_dir()} holds no file of a public data set: set "
-            "FEDPACT_DATA to the one that does, or fetch them with `fedpact data download`"
+            f"the data directory {download.data_dir()} has no file of a public data set: set "
+            "FEDPACT_DATA to the one that has, or download them with `fedpact data download`"
         )
     found = {s.name: {file: download.state(s, file) for file in s.files} for s in chosen}
     if as_json:
@@ -116,11 +116,11 @@ def download(
     names: Annotated[list[str], typer.Argument(help="Data sets to fetch.")],
     home: Annotated[
         str | None,
-        typer.Option("--from", help="Another address (http, https, file) with the same files."),
+        typer.Option("--from", help="A mirror (http, https, file) of the same files."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fetch what is missing or damaged into the data directory, checked by the published MD5."""
+    """Download missing or damaged files to the data directory and check their MD5."""
     from fedpact.data import download
     from fedpact.data.download import download as fetch
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from fedpact.cli.console import AsJson, Config, Overrides, group, show
 from fedpact.cli.reference import check_keys
 from fedpact.common.errors import DataError, FedpactError
-from fedpact.common.format import exact_percent, headline_metric, upper
+from fedpact.common.format import counted, exact_percent, headline_metric, upper
 from fedpact.common.notebook import print_table
 
 if TYPE_CHECKING:
@@ -32,16 +32,19 @@ _SHOWN = 5
 
 
 _OWNERS = (
-    "Each site holds records out, of which it releases nothing: `fedpact deploy status` in a "
-    "site's directory shows its owner what the model does on them"
+    "Each site holds out records and releases nothing about them: `fedpact deploy status` in a "
+    "site's directory shows its owner the model's figures on them"
 )
 
 
-app = group("A federation on real machines, over Flower.")
+app = group("Run a federation on real machines, over Flower.")
 
 
 Where = Annotated[
-    Path, typer.Argument(help="What `fedpact deploy init` wrote, or one party's directory in it.")
+    Path,
+    typer.Argument(
+        help="The directory that `fedpact deploy init` wrote, or one party's directory in it."
+    ),
 ]
 
 
@@ -59,21 +62,31 @@ def init(
     ] = None,
     port: Annotated[int, typer.Option(help="The server's port.")] = 8443,
     records: Annotated[
-        bool, typer.Option(help="Give each site its part of the plan's data, for trying.")
+        bool, typer.Option(help="Give each site its part of the plan's data, for a trial.")
     ] = True,
     test_seeds: Annotated[
-        bool, typer.Option(help="Draw noise from the plan's seed: a test, on this machine only.")
+        bool, typer.Option(help="Draw noise from the plan's seed: for tests on this machine only.")
     ] = False,
-    round_seconds: Annotated[float, typer.Option(help="How long a round waits.")] = 600.0,
-    resend_seconds: Annotated[float, typer.Option(help="Then a site is asked again.")] = 60.0,
-    join_seconds: Annotated[float, typer.Option(help="How long the start waits.")] = 60.0,
+    round_seconds: Annotated[
+        float, typer.Option(help="Seconds that a round waits for replies.")
+    ] = 600.0,
+    resend_seconds: Annotated[
+        float, typer.Option(help="Seconds after which a site is asked again.")
+    ] = 60.0,
+    join_seconds: Annotated[
+        float, typer.Option(help="Seconds that the start waits for sites.")
+    ] = 60.0,
     start_sites: Annotated[
-        int | None, typer.Option(help="How many the first round waits for; default: all.")
+        int | None, typer.Option(help="Sites that the first round waits for; default: all.")
     ] = None,
-    least_replies: Annotated[int, typer.Option(help="With fewer, a round is tried again.")] = 1,
-    retries: Annotated[int, typer.Option(help="How often, before the run stops.")] = 2,
+    least_replies: Annotated[
+        int, typer.Option(help="Replies that a round needs; with fewer it is tried again.")
+    ] = 1,
+    retries: Annotated[
+        int, typer.Option(help="Times that a round is tried again before the run stops.")
+    ] = 2,
 ) -> None:
-    """Write a deployment of a configuration: certificates, keys, settings, policies, scripts."""
+    """Write a deployment of a plan: certificates, keys, settings, policies, scripts."""
     check_keys(config, overrides)
     from fedpact.deployment.files import Choices
     from fedpact.deployment.files import write_deployment as write_deployment
@@ -99,7 +112,7 @@ def init(
     if package is not None:
         write_package(directory, package, port)
     _out().print(
-        f"{directory}: run {federation.run}, {len(federation.sites)} sites, server at "
+        f"{directory}: run {federation.run}, {counted(len(federation.sites), 'site')}, server at "
         f"{federation.address}. Read {directory / 'README.md'} next"
         + (
             f"; `fedpact deploy up {quote(str(directory))}` tries it on this machine."
@@ -111,9 +124,9 @@ def init(
     )
     if plan.evaluation_terms is None:
         public = (directory / "server" / "test.npz").exists()
-        instead = "the public server/test.npz alone" if public else "nothing at all"
+        instead = "only the public server/test.npz" if public else "no records"
         more = _OWNERS if plan.evaluation.used else DECLARE
-        told = f"By the server the model will be evaluated on {instead}. {more}."
+        told = f"The server will evaluate the model on {instead}. {more}."
         _out().print(told, markup=False)
 
 
@@ -140,7 +153,7 @@ def extend(
 
 @app.command()
 def check(directory: Where, as_json: AsJson = False) -> None:
-    """Show a site's owner its columns, what is left out, and the cost, before it opens."""
+    """Check a site before it starts: its columns, skipped records and privacy cost."""
     from fedpact.cli.commands.inspect import check_sites
 
     check_sites(directory, as_json)
@@ -160,7 +173,7 @@ def health(
 
 @app.command()
 def up(directory: Where) -> None:
-    """Try the whole federation on this machine: run it, show it, end it."""
+    """Try the whole federation on this machine: start, watch and stop it."""
     from fedpact.cli.commands.inspect import check_before_start
     from fedpact.deployment import local
     from fedpact.simulation.flower import require_flower
@@ -168,18 +181,18 @@ def up(directory: Where) -> None:
     require_flower()
     if local.SERVER not in (places := local.parties(directory)) or len(places) < 2:
         raise DataError(
-            f"{directory} is one party's: `fedpact deploy server` or `site` starts it; name the "
-            "whole deployment's directory"
+            f"{directory} belongs to one party: start it with `fedpact deploy server` or `site`, "
+            "or name the whole deployment's directory"
         )
     check_before_start(directory)
     with local.Parties(directory) as here:
-        _out().print(f"started: {', '.join(here.start())}; Ctrl-C ends them, `up` goes on")
+        _out().print(f"started: {', '.join(here.start())}; Ctrl-C stops them, `up` resumes them")
         _follow(directory, here)
 
 
 @app.command()
 def status(directory: Where, as_json: AsJson = False) -> None:
-    """Show who runs, how far the run is, and what each site has spent."""
+    """Show which parties run, the round, and what each site has spent."""
     from fedpact.deployment import local
 
     found = {**local.inspect_deployment(directory), "released": _released(directory)}
@@ -204,16 +217,16 @@ def renew(
     authority: Annotated[Path, typer.Argument(help="The directory with the authority's key.")],
     directory: Annotated[Path, typer.Argument(help="The server's directory.")],
 ) -> None:
-    """Write the server's TLS certificate anew, and the authority's where that ends before it."""
+    """Renew the server's TLS certificate, and the authority's if that expires first."""
     from fedpact.deployment import keys
     from fedpact.deployment.federation import Federation
 
     federation = Federation.read(directory / "federation.toml")
     all_parties = keys.renew(authority, directory, federation.host)
     told = (
-        f"and {directory / 'ca.crt'}, which every site needs in place of its own"
+        f"and {directory / 'ca.crt'}, which must replace every site's"
         if all_parties
-        else "the sites' files stay as they are"
+        else "the sites' files need no change"
     )
     _out().print(f"new: {directory / 'tls.crt'}, with its key; {told}. Start the server again.")
 
@@ -223,7 +236,7 @@ def server(
     directory: Annotated[Path, typer.Argument(help="The server's directory.")],
     as_json: AsJson = False,
 ) -> None:
-    """Run the server until the run has ended; started again, it goes on."""
+    """Run the server until the run ends; started again, it resumes."""
     from fedpact.deployment import processes
 
     out = _out()
@@ -233,7 +246,7 @@ def server(
 
 @app.command()
 def site(directory: Annotated[Path, typer.Argument(help="The site's directory.")]) -> None:
-    """Take part as a site until stopped; started again, it goes on."""
+    """Take part as a site until stopped; started again, it resumes."""
     from fedpact.deployment import processes
 
     processes.run_site(directory)
@@ -246,15 +259,15 @@ def model(
         Path | None,
         typer.Option(
             "--model",
-            help="The server's run/model.safetensors; by default that of a server beside the site.",
+            help="The server's run/model.safetensors; default: the server next to the site.",
         ),
     ] = None,
 ) -> None:
-    """Put the final model into a site's directory, where it was away when the server sent it."""
+    """Give the final model to a site that was offline when the server sent it."""
     from fedpact.deployment.final_model import FinalModel
 
     place = FinalModel.of(directory).bring(source)
-    _out().print(f"{place}: `fedpact predict {directory} FILE` asks it", markup=False)
+    _out().print(f"{place}: use it with `fedpact predict {directory} FILE`", markup=False)
 
 
 def _follow(directory: Path, here: local.Parties) -> None:
@@ -280,8 +293,8 @@ def _follow(directory: Path, here: local.Parties) -> None:
         # A site's process goes on until it is ended, so those that are not there have failed.
         if all(ended.values()):
             raise FedpactError(
-                "every site has ended by itself, as said above, so no answer can come and the "
-                "server is ended, too: mend what they say, then start them again"
+                "every site has stopped, for the reasons above, so the server was stopped, too: "
+                "fix them, then start again"
             )
         time.sleep(_POLL_SECONDS)
     if found["status"] == "not ended":
@@ -330,11 +343,11 @@ def _print(found: dict[str, Any]) -> None:
     if found["evaluations"]:
         cost, delta = map(upper, found["evaluations"])
         out.print(
-            "A ledger's line has the larger of training and evaluations, which are of others. A "
-            "round's ε and the lines of sites elsewhere are of training alone; evaluations cost "
-            f"whoever is held out at most ({cost}, {delta})."
+            "A ledger's line shows the maximum of training and evaluation, which use disjoint "
+            "records. A round's ε and the lines of remote sites show training only; evaluation "
+            f"costs a held-out record at most ({cost}, {delta})."
         )
-    out.print("Alone: against everybody together; the same, but where sites share noise out.")
+    out.print("Alone: ε even if all others collude; it differs only with distributed noise.")
 
 
 def _spend(ledger: Mapping[str, Any] | None, run: str) -> tuple[str, ...]:
@@ -370,8 +383,8 @@ def _print_own(out: Console, own: dict[str, Any]) -> None:
         parts.add_row(Text(f"{each[0].name}, {each[0].about}"), *(f"{f.value:.4g}" for f in each))
     print_table(out, parts)
     out.print(
-        "Exact figures of this site's held-out records, for its owner alone: nothing of them is "
-        "in any message, and to pass them on is a release that no budget counts."
+        "Exact figures of this site's held-out records, for its owner only: no message contains "
+        "them, and passing them on is a release that no budget covers."
     )
 
 

@@ -14,14 +14,15 @@ from fedpact.common.files import check_file, write_whole
 def export(
     run: Annotated[Path, typer.Argument(help="The folder of a run; of a deployment, server/run.")],
     out: Annotated[
-        Path | None, typer.Option(help="The file to write; none prints the card.")
+        Path | None, typer.Option(help="The file to write; left out, the card is printed.")
     ] = None,
     overrides: Annotated[
-        list[str], typer.Option("--set", help="about.key=value, over the plan's; repeatable.")
+        list[str],
+        typer.Option("--set", help="about.key=value: change a key of [about]; may be repeated."),
     ] = [],  # noqa: B006 - typer reads the default, nobody changes it
     as_json: AsJson = False,
 ) -> None:
-    """Write a model card of a run, in Markdown; no site is named in it."""
+    """Write a model card of a run in Markdown, without site names."""
     from fedpact.report.model_card import Facts, about_of, render_model_card
     from fedpact.report.run_summary import read_run
 

@@ -26,12 +26,14 @@ _FLOWER_SECONDS = "3 to 5 s"
 
 def inspect(
     file: Annotated[Path, typer.Argument(help="Records: .csv, .parquet or .npz.")],
-    label: Annotated[str | None, typer.Option(help="The column of the labels.")] = None,
-    site: Annotated[str | None, typer.Option(help="The column of the sites' names.")] = None,
-    person: Annotated[str | None, typer.Option(help="The column of whose a record is.")] = None,
+    label: Annotated[str | None, typer.Option(help="The column with the labels.")] = None,
+    site: Annotated[str | None, typer.Option(help="The column with the site names.")] = None,
+    person: Annotated[
+        str | None, typer.Option(help="The column with the person that a record belongs to.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draft the [records] of a configuration from a file, for a person to confirm."""
+    """Draft the records table of a plan from a file, to be checked by a person."""
     from fedpact.data.draft import draft
 
     text, columns = draft(file, {"label": label, "site": site, "person": person})
@@ -60,7 +62,7 @@ def check_sites(directory: Path, as_json: bool) -> None:
 
 
 def check_before_start(directory: Path) -> None:
-    """Print what there is to say of each site that is to start. Raises FedpactError: one cannot."""
+    """Print the check of each site before it starts. Raises FedpactError: one cannot start."""
     from fedpact.deployment.check import check_site
 
     found = [check_site(where) for where in sites_of(directory, least=0)]
@@ -82,7 +84,9 @@ def sites_of(directory: Path, least: int = 1) -> list[Path]:
         where for where in local.parties(directory).values() if (where / "site.toml").exists()
     ]
     if len(places) < least:
-        raise DataError(f"{directory} is no site's directory: name one, or the whole deployment's")
+        raise DataError(
+            f"{directory} is not a site's directory: name one, or the whole deployment's"
+        )
     return places
 
 
@@ -91,7 +95,7 @@ def refuse(found: Sequence[SiteCheck]) -> None:
     bad = [one for one in found if one.problems]
     if bad:
         told = ". ".join(f"Site {one.site}: {'; '.join(one.problems)}" for one in bad)
-        raise FedpactError(f"{told}. Nothing is promised or charged")
+        raise FedpactError(f"{told}. Nothing was reserved or charged")
 
 
 def print_check(found: SiteCheck) -> None:
@@ -106,22 +110,22 @@ def print_check(found: SiteCheck) -> None:
         out.print(f"missing columns: {', '.join(told)}", markup=False)
     others = [name for name in found.unexpected if name not in found.renamed.values()]
     if others:
-        out.print(f"columns that nobody declares, ignored: {', '.join(others)}", markup=False)
+        out.print(f"undeclared columns, ignored: {', '.join(others)}", markup=False)
     print_columns(found.columns, out)
     if found.records:
         _print_records(found)
     _print_cost(found)
     for remark in found.remarks:
-        out.print(f"look at: {remark}", markup=False)
+        out.print(f"note: {remark}", markup=False)
     out.print(
-        "does not open" if found.problems else "opens",
+        "cannot start" if found.problems else "ready to start",
         style="red" if found.problems else "green",
     )
-    out.print("Exact figures of this site's records, for its owner alone: nothing of them is sent.")
+    out.print("Exact figures of this site's records, for its owner only; none of them is sent.")
 
 
 def print_columns(columns: Sequence[ColumnSummary], out: Console) -> None:
-    """Print columns beside what is declared of them."""
+    """Print columns next to their declarations."""
     table = Table(
         "column", "holds", "least", "median", "most", "missing", "not as declared", "declared"
     )
@@ -158,13 +162,15 @@ def _print_cost(found: SiteCheck) -> None:
         left = max(0.0, found.epsilon_ever - found.epsilon_before - most)
         told += (
             f"; other runs have reserved ε = {upper(found.epsilon_before)} of the "
-            f"{upper(found.epsilon_ever)} that policy.toml ever allows, so {number(left)} remain"
+            f"{upper(found.epsilon_ever)} that policy.toml allows in total, so {number(left)} "
+            "remain"
         )
     out.print(f"{told}.", markup=False)
     if found.seconds is not None:
         out.print(
-            f"time: some {duration(found.seconds)} of this machine a round ({found.steps} steps), "
-            f"and {_FLOWER_SECONDS} for Flower; {found.rounds} rounds at most"
+            f"time: about {duration(found.seconds)} per round on this machine ({found.steps} "
+            "steps), "
+            f"plus {_FLOWER_SECONDS} for Flower; at most {found.rounds} rounds"
         )
 
 

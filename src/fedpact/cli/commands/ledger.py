@@ -1,4 +1,4 @@
-"""`fedpact ledger`: what sites have promised and spent, and whether the proof is intact."""
+"""`fedpact ledger`: what sites have reserved and spent, and whether the hash chain is intact."""
 
 import json
 import os
@@ -14,17 +14,17 @@ from fedpact.cli import console
 from fedpact.cli.console import AsJson, group
 from fedpact.common.errors import LedgerError
 from fedpact.common.files import check_file, parse_errors, write_whole
-from fedpact.common.format import upper
+from fedpact.common.format import counted, upper
 from fedpact.common.notebook import print_table
 from fedpact.common.records import strict
 
 _TORN = (
-    "a last line that a crash left unreadable: until the ledger is opened, which decides what it "
-    "cost, all that its runs reserved counts as spent"
+    "a last line that a crash left unreadable: until a site opens the ledger again, everything "
+    "that its runs reserved counts as spent"
 )
 
 
-app = group("What sites have promised and spent.")
+app = group("Show, verify and export what sites have reserved and spent.")
 
 
 Where = Annotated[
@@ -43,28 +43,28 @@ def show(where: Where, as_json: AsJson = False) -> None:
 def verify(
     where: Annotated[
         Path,
-        typer.Argument(help="A ledger.jsonl, a folder of ledgers, or a receipt that was exported."),
+        typer.Argument(help="A ledger.jsonl, a folder of ledgers, or an exported receipt."),
     ],
     federation: Annotated[
         Path | None,
-        typer.Option(help="With a receipt: the federation.toml that says whose key is whose."),
+        typer.Option(help="With a receipt: the federation.toml with the sites' public keys."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check every link of each ledger's chain, or a receipt's signature; altered is an error."""
+    """Verify each ledger's hash chain, or a receipt's signature; fail if it was altered."""
     if where.suffix == ".json" and where.is_file():
         _verify_signed(where, federation, as_json)
         return
     if federation is not None:
         raise LedgerError(
-            f"--federation {federation} with {where}: keys are asked for by an exported receipt, "
-            "a .json file; leave it out, or name that file"
+            f"--federation {federation} with {where}: keys are needed for an exported receipt, a "
+            ".json file; leave --federation out, or name that file"
         )
     receipts = _receipts(where)
     checked = {path: each["entries"] for path, each in receipts.items()}
     torn = [path for path, each in receipts.items() if each["unreadable_last_line"]]
     lines = [
-        f"{path}: intact, {count} entries" + (f", and {_TORN}" if path in torn else "")
+        f"{path}: intact, {counted(count, 'entry')}" + (f", and {_TORN}" if path in torn else "")
         for path, count in checked.items()
     ]
     console.show(
@@ -80,7 +80,7 @@ def export(
     out: Annotated[Path, typer.Option(help="The file to write the receipt to.")],
     as_json: AsJson = False,
 ) -> None:
-    """Write a receipt, signed at a deployed site: budgets and purpose, nothing about records."""
+    """Write a receipt of budgets and purpose, signed at a deployed site."""
     from fedpact.deployment.receipts import build_receipt, sign_receipt
 
     check_file("--out", out)
@@ -96,7 +96,7 @@ def export(
         {"receipt": str(out), "ledgers": len(receipts), "signed": site is not None},
         as_json,
         lambda: Console(highlight=False, soft_wrap=True).print(
-            f"receipt of {len(receipts)} ledgers, {how}: {out}"
+            f"receipt of {counted(len(receipts), 'ledger')}, {how}: {out}"
         ),
     )
 
@@ -138,7 +138,7 @@ def _ledgers(where: Path) -> list[Path]:
         paths = [own] if own.exists() else []
     if not paths:
         raise LedgerError(
-            f"{where} holds no ledger{_kept(where)}: name a ledger.jsonl, or the folder of a "
+            f"{where} has no ledger{_kept(where)}: name a ledger.jsonl, or the folder of a "
             "private run or of its ledgers"
         )
     return paths
@@ -153,8 +153,8 @@ def _below(folder: Path) -> list[Path]:
 
     def unseen(error: OSError) -> None:
         raise LedgerError(
-            f"{error.filename} cannot be read ({error.strerror}), so ledgers may be in it: use the "
-            "account that may read it, or name the ledgers that are meant one by one"
+            f"{error.filename} cannot be read ({error.strerror}), so it may contain ledgers: use "
+            "an account that may read it, or name the ledgers one by one"
         ) from error
 
     names = [Path(at, n) for at, _, files in os.walk(folder, onerror=unseen) for n in files]
@@ -165,9 +165,9 @@ def _below(folder: Path) -> list[Path]:
         gone = [name for name in sites if folder / "sites" / name / "ledger.jsonl" not in paths]
         if gone:
             raise LedgerError(
-                f"{folder} has no ledger of {', '.join(gone)}, which took part in its run: put "
-                f"sites/{gone[0]}/ledger.jsonl back from a backup; without it nobody can say what "
-                "the run has spent there"
+                f"{folder} has no ledger of {', '.join(gone)}, which took part in its run: "
+                f"restore sites/{gone[0]}/ledger.jsonl from a backup; without it, what the run "
+                "has spent there is unknown"
             )
     return paths
 
@@ -214,8 +214,8 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
     print_table(out, table)
     if shared:
         out.print(
-            "Where sites share noise out, ε needs the noise of so many honest sites in each sum; "
-            "ε alone holds against everybody together."
+            "With distributed noise, ε holds if that many sites in each sum are honest; ε alone "
+            "holds even if all others collude."
         )
     for path, each in receipts.items():
         if each["unreadable_last_line"]:
@@ -230,7 +230,7 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
 
 
 def _of_persons(receipts: dict[str, dict[str, Any]]) -> str:
-    """Return what the dearest run reserved for a person with several records."""
+    """Return what the costliest run reserved for a person with several records."""
     together = dict[tuple[str, str], dict[str, float]]()
     for path, ledger in receipts.items():
         for name, run in ledger["runs"].items():
@@ -244,8 +244,8 @@ def _of_persons(receipts: dict[str, dict[str, Any]]) -> str:
     most = {k: max(one[k] for one in each) for k in each[0]}
     both = any(run["beside"] for ledger in receipts.values() for run in ledger["runs"].values())
     return (
-        "A person with several records loses more: of the dearest run, a patient with five visits "
-        f"at most ε = {upper(most['5'])} ("
+        "A person with several records has less protection: in the costliest run, a patient with "
+        "five visits has at most ε = {upper(most['5'])} ("
         + ", ".join(f"{k} records {upper(e)}" for k, e in most.items())
         + f"){', with evaluations the sum of both, at the sum of both δ' if both else ''}."
     )

@@ -29,7 +29,7 @@ def personalise(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tune the final model inside a site, for its owner alone, or say that it is not worth it."""
+    """Fine-tune the final model at a site, for its owner only, or advise against it."""
     from fedpact.report.evaluations import summarise_joining
     from fedpact.report.page import write_page
     from fedpact.report.run_summary import read_run
@@ -45,7 +45,7 @@ def personalise(
     from fedpact.simulation.simulate import of_run
 
     console, seen = Console(stderr=True), count(1)
-    with console.status("making what sites have alone") as status:
+    with console.status("training each site on its own") as status:
 
         def tell(site: str, of: int) -> None:
             line = f"{site}: site {next(seen)} of {of}"
@@ -95,11 +95,11 @@ def _print_site(site: str, figures: SiteFigures, file: str | None) -> None:
         1,
         figures.gain,
     )
-    out.print("EXACT FIGURES, for this site's owner alone: NOT PRIVATE, do not release")
+    out.print("EXACT FIGURES, for this site's owner only: NOT PRIVATE, do not release")
     joining_table([row]).print(out)
     out.print(
-        "Each record is answered by models that it did not train, but for the federated one, which "
-        "saw it under its ε."
+        "Each record is evaluated by models that were not trained on it, except the federated "
+        "one, which was, under its ε."
     )
     out.print(Text(figures.advice))
     out.print(Text(describe_joining({site: figures.gain}, "for this run")))

@@ -15,7 +15,7 @@ from rich.text import Text
 from fedpact.cli.console import AsJson, Config, Overrides, show
 from fedpact.cli.reference import check_keys
 from fedpact.common.errors import InputError
-from fedpact.common.format import size, upper
+from fedpact.common.format import counted, size, upper
 from fedpact.common.notebook import print_table
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from fedpact.simulation.setup import SimulationSetup
 
-# How many times longer noise may be than it could without a word.
+# How many times longer than necessary noise may be before a warning.
 _DROWNED: Final = 1.5
 
 
@@ -35,18 +35,21 @@ def plan(
     ] = False,
     passes: Annotated[
         float | None,
-        typer.Option(help="With --optimise: most reads of a site's data; default: as configured."),
+        typer.Option(
+            help="With --optimise: at most this many passes over a site's data; default: the "
+            "plan's."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a configuration will spend: q, σ, iterations, ε per round and at the end, bytes."""
+    """Show what a plan will spend: q, σ, iterations, ε per round and in total, bytes."""
     check_keys(config, overrides)
     from fedpact.plan import Plan
     from fedpact.simulation.setup import SimulationSetup
     from fedpact.studies.optimise import optimise_budgets
 
     if passes is not None and not optimise:
-        raise InputError(f"--passes {passes:g} is of --optimise: ask for both, or leave it out")
+        raise InputError(f"--passes {passes:g} needs --optimise: give both, or leave it out")
     whole = Plan.read(config, overrides)
     scene = SimulationSetup.of(whole)
     document = forecast(scene)
@@ -172,9 +175,9 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
     plan = scene.plan
     out.print(
         f"{plan.algorithm} on {plan.data} with {plan.model} "
-        f"({document['model_parameters']:,} parameters): {len(scene.sites)} sites, "
+        f"({document['model_parameters']:,} parameters): {counted(len(scene.sites), 'site')}, "
         f"{_rounds(scene, document)}, "
-        f"about {size(document['bytes'])} of messages"
+        f"about {size(document['bytes'])} in messages"
     )
     if document["secure_aggregation"]:
         out.print(_secured(**document["secure_aggregation"]))
@@ -211,8 +214,8 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
         out.print(told_of_draw)
     if honest:
         out.print(
-            f"Noise for the sum: ε and σ hold if at least {honest} sites of each sum add their "
-            "shares and tell nobody; ε alone holds against everybody together."
+            f"Distributed noise: ε and σ hold if at least {honest} sites in each sum add their "
+            "shares and keep them secret; ε alone holds even if all others collude."
         )
     for warning in _warnings(scene):
         out.print(warning)
@@ -220,8 +223,8 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
     for name, terms in document["sites"].items():
         if (of := terms["columns"]) is not None:
             out.print(
-                f"{name} releases what scales {len(plan.records.released)} columns before "
-                f"training: σ {of['sigma']:.4f}, by itself ε {upper(of['epsilon'])}, "
+                f"{name} releases the scales of {counted(len(plan.records.released), 'column')} "
+                f"before training: σ {of['sigma']:.4f}, ε {upper(of['epsilon'])} on its own, "
                 f"{plan.privacy.column_share:.3g} of the budget{moved}"
             )
     if (of := document["evaluation"]) is not None:
@@ -248,10 +251,10 @@ def _warnings(scene: SimulationSetup) -> Iterator[str]:
         yield f"WARNING: {told_of}."
     if (longer := _drowned(scene)) > _DROWNED:
         yield (
-            f"Unlike noise: together it is {longer:.2g} times as long as if sites counted by their "
-            'noise, as algorithm = "ldp_fedsgd" has them with settings.aggregation = "least_noise" '
-            "(sites with much noise then count less; `fedpact recommend --epsilon A,B,...` has the "
-            "rest of such a plan)."
+            f"Uneven noise: all of it together is {longer:.2g} times what it would be with sites "
+            'weighted by their noise, as algorithm = "ldp_fedsgd" does with settings.aggregation = "least_noise" '
+            "(sites with more noise then count less; `fedpact recommend --epsilon A,B,...` "
+            "writes such a plan)."
         )
 
 
@@ -276,25 +279,31 @@ def _moved(scene: SimulationSetup) -> str:
     from fedpact.privacy.column_scales import mean_noise
 
     noise = mean_noise((one.columns, one.size) for one in scene.terms.values())
-    return f"; noise moves the mean of all sites by {noise:.2g} of half a range"
+    return f"; noise shifts the mean over all sites by {noise:.2g} of half a range"
 
 
 def _secured(threshold: int, sites: int, neighbours: int, against: int) -> str:
     others = f"{neighbours} of the {sites - 1} others"
     if neighbours == sites - 1:
-        others = f"all {neighbours} others, as no smaller graph bears more"
+        others = f"all {neighbours} others, as no smaller graph tolerates more"
     return (
         f"Secure aggregation: at least {threshold} of {sites} sites in each sum; a site shares "
-        f"masks with {others}; {against} may work for the server, whoever they are"
+        f"masks with {others}; up to {against} of them may collude with the server"
     )
 
 
 def _rounds(scene: SimulationSetup, document: dict[str, Any]) -> str:
     rounds, total = document["rounds"], document["iterations"]
     if scene.plan.method.facts.controlled:
-        return f"up to {rounds} rounds with up to {total} iterations in all, τ chosen on the way"
+        return (
+            f"up to {rounds} rounds with up to {total} iterations in total, τ adapted during the "
+            "run"
+        )
     part = f"{scene.plan.sites_per_round} in each of " if scene.participants.partial else ""
-    return f"{part}{rounds} rounds of {document['iterations_per_round']} iterations"
+    return (
+        f"{part}{counted(rounds, 'round')} of "
+        f"{counted(document['iterations_per_round'], 'iteration')}"
+    )
 
 
 def _print_optimised(out: Console, chosen: dict[str, Any]) -> None:
@@ -315,14 +324,15 @@ def _print_optimised(out: Console, chosen: dict[str, Any]) -> None:
     print_table(out, table)
     gains = ", ".join(f"{case['gain']:.2f}" for case in chosen["cases"])
     out.print(
-        f"The choice has {gains} times the signal to noise at the same (ε, δ). Set it by rounds = "
-        "T / τ (one number for all sites: of unlike choices begin with the fewest), sampling_rate "
-        "and settings.local_steps, without privacy.sigma."
+        f"The chosen values have {gains} times the signal-to-noise ratio at the same (ε, δ). To "
+        "use them, set rounds = T / τ (one number for all sites; if they differ, start with the "
+        "smallest), sampling_rate and settings.local_steps, and leave privacy.sigma out."
     )
     pay = [case["useful_rounds"] for case in chosen["cases"] if case["useful_rounds"]]
     if pay:
         out.print(
-            f"A linear model on unit rows makes use of {', '.join(map(str, pay))} rounds at this "
-            "signal to noise, the same for every T with all records in each batch (fedpact "
-            "recommend has the step); more train on noise, fewer take steps that overshoot."
+            f"A linear model on unit rows benefits from {', '.join(map(str, pay))} rounds at "
+            "this signal-to-noise ratio, the same for every T with all records in each batch "
+            "(fedpact recommend chooses the step size); more rounds fit noise, fewer need steps "
+            "that overshoot."
         )

@@ -28,56 +28,61 @@ def recommend(
     epsilon: Annotated[
         str,
         typer.Option(
-            help="ε per record and site, > 0: one number, or one for each site, as 1,2,8, in the "
-            "order of their names."
+            help="ε per record and site, > 0: one number, or one for each site in the order of "
+            "their names, as in 1,2,8."
         ),
     ],
     delta: Annotated[
-        str, typer.Option(help="δ per record and site, in (0, 1): one number, or one for each.")
+        str,
+        typer.Option(help="δ per record and site, in (0, 1): one number, or one for each site."),
     ] = "1e-5",
-    rounds: Annotated[int, typer.Option(help="Most rounds, >= 1.")] = 100,
+    rounds: Annotated[int, typer.Option(help="At most this many rounds, >= 1.")] = 100,
     sites: Annotated[
         int | None,
-        typer.Option(min=1, help="How many sites; default: those that the data have, or 10."),
+        typer.Option(min=1, help="Number of sites; default: those in the data, or 10."),
     ] = None,
     trust: Annotated[
-        str, typer.Option(help="own: each site's noise protects; sum: the honest sites' together.")
+        str,
+        typer.Option(
+            help="own: each site's noise protects it; sum: the honest sites' noise together."
+        ),
     ] = "own",
     honest: Annotated[
-        int, typer.Option(help="With --trust sum: of how many sites; default: all but one.")
+        int, typer.Option(help="With --trust sum: number of honest sites; default: all but one.")
     ] = 0,
     mirror: Annotated[
         bool | None,
-        typer.Option(help="Images mean the same mirrored; default: those in colour do."),
+        typer.Option(help="Mirrored images have the same label; default: if they are in colour."),
     ] = None,
     features: Annotated[
-        bool, typer.Option(help="Images are seen by fixed features, or as they are.")
+        bool, typer.Option(help="Train on fixed features of images, or on the images themselves.")
     ] = True,
-    label: Annotated[str | None, typer.Option(help="A table's column of labels.")] = None,
-    site: Annotated[str | None, typer.Option(help="A table's column of site names.")] = None,
+    label: Annotated[str | None, typer.Option(help="The column with the labels.")] = None,
+    site: Annotated[str | None, typer.Option(help="The column with the site names.")] = None,
     columns: Annotated[
         Path | None,
         typer.Option(
-            help="A configuration whose \\[records] says what columns may hold; its label, site, "
-            "person, \\[task] and \\[evaluation] count, too. Default: what is known of adult's "
-            "and the hospitals' columns."
+            help="A plan with the columns' declarations (records); its label, site, person, task "
+            "and evaluation are used, too. Default: the built-in declarations of adult and "
+            "heart_disease."
         ),
     ] = None,
     records: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="How many records train, at all sites together, where that is declared; default: "
-            "those of DATA that do, counted. Then DATA may be one site's own, or made up alike.",
+            help="Declared number of training records at all sites together; DATA may then be "
+            "one site's, or synthetic. Default: counted in DATA.",
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the configuration here (.toml).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan to this .toml file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Recommend a whole configuration for a budget, from public numbers alone, with reasons.
+    """Recommend a plan for a privacy budget, from public numbers only, with reasons.
 
-    Of the data only shape, number of classes, records and own sites are read: they are public.
-    With --records their number is not.
+    Only the shape, the number of classes and records, and the sites are read from the data, which
+    are public.
+    With --records, records are not counted.
     """
     from fedpact.studies.circumstances import Circumstances, budgets, describe_columns
 
@@ -97,15 +102,18 @@ def _recommend(asked: Circumstances, out: Path | None, as_json: bool) -> None:
 
     if out is not None and (out.exists() or out.suffix != ".toml"):
         raise InputError(
-            f"--out is {out}, {'which is there' if out.exists() else 'which is no TOML'}: name a "
-            "file that is not there yet, as study.toml"
+            f"--out is {out}, "
+            f"{'which exists already' if out.exists() else 'which is not a TOML file'}: name a "
+            "new file, as in study.toml"
         )
     try:
         found = Recommendation.of(asked)
     except DataError as error:
         if "records" in asked.document or "[records]" not in str(error):
             raise
-        raise DataError(f"{error}. [records] stands in a TOML: --columns FILE") from None
+        raise DataError(
+            f"{error}. Put [records] into a TOML file and name it with --columns FILE"
+        ) from None
     if out is not None:
         try:
             write_whole(out, found.toml().encode(), private=False)
@@ -128,16 +136,17 @@ def _print(asked: Circumstances, found: Recommendation, out: Path | None) -> Non
         console.print(found.toml(), markup=False)
     else:
         run = "" if asked.size else f"; run it with `fedpact run {quote(str(out))}`"
-        console.print(f"Written: {out}{run}.")
-    counted = "classes" if asked.size else "classes, number of records that fit what is declared"
+        console.print(f"Wrote {out}{run}.")
+    counted = "classes" if asked.size else "classes, number of records that fit the declaration"
     table = Table("", "weights", "q", "T", "σ", "signal to noise")
     for row in found.rows:
         weights, sigma, snr = f"{row.weights:,}", f"{row.sigma:.4g}", f"{row.snr:.3g}"
         table.add_row(row.what, weights, f"{row.rate:g}", f"{row.rounds}", sigma, snr)
     print_table(console, table)
     console.print(
-        "Signal to noise: how far clipped gradients can move the model at most, over how far noise "
-        "does, in the whole run: sqrt(T) q N / (σ sqrt(K/h) sqrt(d)). At q = 1 it is the same for "
-        "every T; rounds and features are for what the model learns. Of the data only shape, "
-        f"{counted} and own sites are used. The rule was fitted on {FITTED_ON}."
+        "Signal to noise: the largest distance that clipped gradients can move the model, over "
+        "the distance that noise moves it, in the whole run: sqrt(T) q N / (σ sqrt(K/h) "
+        "sqrt(d)). At q = 1 it is the same for "
+        f"every T; more rounds and features help the model to learn. Only the shape, {counted} "
+        f"and sites of the data are used. The rule was fitted on {FITTED_ON}."
     )

@@ -18,6 +18,7 @@ from rich.text import Text
 from fedpact.cli.console import AsJson, show
 from fedpact.common.errors import InputError
 from fedpact.common.files import check_file, write_whole
+from fedpact.common.format import counted
 from fedpact.common.notebook import print_table
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from fedpact.report.run_summary import RunSummary
     from fedpact.simulation.predict import Predictions
 
-Run = Annotated[Path, typer.Argument(help="The folder of a run; of a deployment, server/run.")]
+Run = Annotated[Path, typer.Argument(help="The folder of a run; for a deployment, server/run.")]
 
 
 File = Annotated[Path, typer.Argument(help="Records: .csv, .parquet or .npz, as in training.")]
@@ -33,14 +34,14 @@ File = Annotated[Path, typer.Argument(help="Records: .csv, .parquet or .npz, as 
 
 Average = Annotated[
     bool,
-    typer.Option("--average", help="Ask the average of models that server.average kept."),
+    typer.Option("--average", help="Use the averaged model that server.average kept."),
 ]
 
 
 def report(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")], as_json: AsJson = False
 ) -> None:
-    """Show a run's key figures and write its report.html anew."""
+    """Show a run's key figures and rewrite its report.html."""
     from fedpact.report.page import write_page
     from fedpact.report.run_summary import read_run
 
@@ -58,11 +59,11 @@ def watch(
     directory: Annotated[
         Path, typer.Argument(help="A run's folder, or a deployment's server's or site's directory.")
     ],
-    port: Annotated[int, typer.Option(help="Of 127.0.0.1; 0 takes a free one.")] = 0,
-    once: Annotated[bool, typer.Option("--once", help="Print how it stands, and end.")] = False,
+    port: Annotated[int, typer.Option(help="Port of 127.0.0.1; 0 for a free one.")] = 0,
+    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a run live on a page of this machine: rounds, ε by site, bytes, who is slow."""
+    """Show a run live in the browser: rounds, ε by site, bytes, slow sites."""
     from fedpact.deployment import live
 
     live.watch(directory, port, once, as_json)
@@ -72,12 +73,12 @@ def predict(
     run: Run,
     records: File,
     out: Annotated[
-        Path | None, typer.Option(help="The .csv or .npz file to write; none prints.")
+        Path | None, typer.Option(help="The .csv or .npz file to write; left out, print.")
     ] = None,
     average: Average = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say which class a run's model gives each record, with the probability of every class."""
+    """Predict the class of each record with a run's model, with all probabilities."""
     import numpy as np
 
     if out is not None:
@@ -86,8 +87,8 @@ def predict(
     arrays = out is not None and out.suffix.lower() == ".npz"
     if found.labels.ndim > 1 and not (arrays or (as_json and out is None)):
         raise InputError(
-            f"{run} answers each record with a class for every pixel, which no line of a CSV "
-            "holds: name an .npz file, --out answers.npz, or use --json"
+            f"{run} predicts a class for every pixel, which does not fit a line of a CSV: name "
+            "an .npz file, --out answers.npz, or use --json"
         )
     text = "" if found.labels.ndim > 1 else _as_csv(found)
     if out is not None and arrays:
@@ -95,7 +96,7 @@ def predict(
         np.savez_compressed(stored, **{**vars(found), "classes": np.array(found.classes, str)})
         write_whole(out, stored.getvalue(), private=True)
     elif out is not None:
-        # What is said of single records is their holder's.
+        # Predictions of single records belong to their owner.
         write_whole(out, text.encode(), private=True)
     document = {
         "classes": list(found.classes),
@@ -110,13 +111,13 @@ def predict(
 
 
 def evaluate(run: Run, records: File, average: Average = False, as_json: AsJson = False) -> None:
-    """Say how a run's model does on records with labels: exact figures, for whoever holds them."""
+    """Evaluate a run's model on labelled records: exact figures, for their owner."""
     score = _asked(run, average).evaluate(records)
 
     def tell() -> None:
         Console(highlight=False, soft_wrap=True).print(
-            f"{score}, on {score.records:,} records that are used: exact figures, released to "
-            "nobody"
+            f"{score}, on {counted(score.records, 'record')} that fit the declaration: exact "
+            "figures, not private"
         )
 
     show(asdict(score), as_json, tell)
@@ -145,20 +146,23 @@ def _print(run: RunSummary, path: Path | None) -> None:
     console = Console()
     print_table(console, table)
     if run.private and run.seeded:
-        console.print("A simulation: seeded noise protects nobody; ε is a deployment's.")
+        console.print(
+            "A simulation: its seeded noise protects nobody; ε is what a deployment would "
+            "guarantee."
+        )
     # Not wrapped: a path must stay whole to be opened.
     if path is not None:
         console.print(Text(str(path)), soft_wrap=True)
 
 
 def _asked(run: Path, average: bool) -> Result:
-    """Return a run's result; say so where it has a model beside the one that is asked."""
+    """Return a run's result; tell on stderr if it has an averaged model that is not used."""
     from fedpact.api import load
 
     found = load(run, average=average)
     if not average and (found.folder / "average.safetensors").exists():
         print(
-            f"{run}: the last model answers; --average asks the average that the server kept",
+            f"{run}: using the last model; --average uses the average that the server kept",
             file=sys.stderr,
         )
     return found

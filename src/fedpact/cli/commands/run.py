@@ -25,6 +25,7 @@ from fedpact.cli.reference import check_keys
 from fedpact.common.errors import DataError
 from fedpact.common.format import (
     against_majority_class,
+    counted,
     exact_percent,
     format_epsilon,
     format_metric,
@@ -43,12 +44,12 @@ def run(
     config: Config = None,
     overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
     out: Annotated[
-        Path | None, typer.Option(help="The run's folder; the same plan's folder is continued.")
+        Path | None, typer.Option(help="The run's folder; a folder of the same plan is resumed.")
     ] = None,
     engine: Engine = "local",
     as_json: AsJson = False,
 ) -> None:
-    """Train as a configuration says, and write the run's folder with its report."""
+    """Train by simulation as a plan says, and write the run's folder with its report."""
     check_keys(config, overrides)
     from fedpact.api import default_folder
     from fedpact.plan import Plan
@@ -62,28 +63,28 @@ def resume(
     engine: Engine = "local",
     as_json: AsJson = False,
 ) -> None:
-    """Go on with a run from its last committed round."""
+    """Resume a run from its last committed round."""
     from fedpact.common.run_folder import Folder
     from fedpact.plan import Plan
 
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder: name the folder of a run, as under runs/")
+        raise DataError(f"{folder} is not a folder: name the folder of a run, as in runs/first")
     _carry_out(Plan.parse(Folder(folder).read_json("plan.json")), folder, engine, as_json)
 
 
 def extend(
     run: Annotated[Path, typer.Argument(help="The folder of a simulated run that has ended.")],
-    rounds: Annotated[int, typer.Option(min=1, help="How many more.")],
+    rounds: Annotated[int, typer.Option(min=1, help="How many more rounds.")],
     epsilon: Annotated[
-        float | None, typer.Option(help="The new run's ε; left out, the plan's.")
+        float | None, typer.Option(help="The new run's ε; default: the plan's.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The new run's folder; left out, RUN-more.")
+        Path | None, typer.Option(help="The new run's folder; default: RUN-more.")
     ] = None,
     engine: Engine = "local",
     as_json: AsJson = False,
 ) -> None:
-    """Go on from the model of a run that has ended, with its ledgers: both ε count together."""
+    """Train a finished run for more rounds, in the same ledgers: both ε add up."""
     from fedpact.api import extend as carry_on
     from fedpact.api import extended_folder
     from fedpact.common.run_folder import Folder
@@ -92,9 +93,9 @@ def extend(
     folder = run
     if (folder / "federation.toml").exists() or (folder / "server").exists():
         raise DataError(
-            f"{folder} is of a deployment: `fedpact deploy extend SERVER --rounds {rounds} --out "
-            "NEW` writes the new run's files for every party; each site's ledger, which it keeps, "
-            "counts both, as far as its policy allows"
+            f"{folder} is a deployment: `fedpact deploy extend SERVER --rounds {rounds} --out "
+            "NEW` writes the new run's files for every party; each site's ledger counts both "
+            "runs, as far as its policy allows"
         )
     plan, new = extend_plan(Folder(folder), rounds, epsilon), extended_folder(folder, out)
     carry = partial(carry_on, folder, rounds, epsilon=epsilon, out=new, engine=engine)
@@ -207,7 +208,8 @@ def _print_outcome(plan: Plan, result: Result) -> None:
 
     summary, out = result.summary, Console(file=sys.stdout, highlight=False, soft_wrap=True)
     out.print(
-        f"{plan.algorithm} on {plan.data}: {summary['rounds']} rounds, {ENDS[summary['status']]}"
+        f"{plan.algorithm} on {plan.data}: {counted(summary['rounds'], 'round')}, "
+        f"{ENDS[summary['status']]}"
     )
     if summary["loss"] is not None:
         label, value = headline_metric(summary["accuracy"], summary["loss"], exact_percent)
@@ -216,7 +218,7 @@ def _print_outcome(plan: Plan, result: Result) -> None:
     else:
         part = plan.partition.held_out
         out.print(
-            "accuracy   none: there is no test set, and no site holds a record out "
+            "accuracy   none: there is no test set, and no site holds out a record "
             f"(partition.held_out = {part if isinstance(part, str) else f'{part:g}'} of each "
             "site's): give more records, fewer sites or a larger part"
         )

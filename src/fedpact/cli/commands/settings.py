@@ -1,6 +1,7 @@
-"""`fedpact settings`, `fedpact algorithms` and `fedpact init`: what there is to be set."""
+"""`fedpact settings`, `fedpact algorithms` and `fedpact init`: what can be set."""
 
 import os
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -29,7 +30,7 @@ def settings(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a plan may hold: every table and key with type, default, range and meaning."""
+    """Show the tables and keys of a plan, with type, default, range and meaning."""
     found = reference.everything() if name is None else reference.find(name)
 
     def text() -> None:
@@ -42,10 +43,10 @@ def settings(
 
 
 def algorithms(
-    name: Annotated[str | None, typer.Argument(help="One of them, to be shown whole.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Show this algorithm in full.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the algorithms, or show one: its paper, what it does and releases, its settings."""
+    """List the algorithms, or show one: its paper, method, releases and settings."""
     found = [reference.algorithm(one) for one in ([name] if name else reference.algorithm_names())]
 
     def text() -> None:
@@ -66,21 +67,21 @@ def init(
     file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("plan.toml"),
     overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
     every: Annotated[
-        bool, typer.Option("--all", help="Write every key, at its default behind a '#'.")
+        bool, typer.Option("--all", help="Write every key; defaults are commented out with '#'.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a plan to begin with: a TOML file with the keys that matter first, and what they mean.
+    """Write a starting plan: a TOML file of at most 60 lines with the most important keys.
 
     With --all it has every key, each with its default and its meaning.
     """
     reference.check_keys(None, overrides)
     check_file("the file", file, ".toml")
     if os.path.lexists(file):
-        raise InputError(f"{file} is there: name a file that is not, as in `fedpact init new.toml`")
+        raise InputError(f"{file} exists already: name a new file, as in `fedpact init new.toml`")
     text = starting_plan(overrides, every=every)
     if overrides:
-        # The embedded default is a plan; what else was asked for is tried before it is written.
+        # The embedded default is a valid plan; with overrides it is checked before it is written.
         from fedpact.plan import Plan
 
         Plan.read(None, overrides)
@@ -93,7 +94,7 @@ def init(
             f"{file} cannot be written ({error.strerror}): name a file in a folder that this "
             "account may write to, as in `fedpact init plan.toml`"
         ) from None
-    told = f"{file} written; see what it will spend with `fedpact plan {file}`, and run it with "
+    told = f"Wrote {file}. `fedpact plan {file}` shows what it will spend; to train: "
     show({"file": str(file)}, as_json, lambda: print(f"{told}`fedpact run {file}`"))
 
 
@@ -126,8 +127,8 @@ def _print(table: KeyTable) -> None:
 def format_default(key: Key) -> str:
     """Return a key's default for a reader."""
     if key.required:
-        return "to be given"
-    return "left out" if key.default is None else toml(key.default)
+        return "required"
+    return "none" if key.default is None else toml(key.default)
 
 
 def _grid(*columns: str) -> Grid:
@@ -137,30 +138,31 @@ def _grid(*columns: str) -> Grid:
     return grid
 
 
-# ---------------------------------------------------------------- a plan to begin with
+# ---------------------------------------------------------------- a starting plan
 
 _WIDE = 98
 _TOP = """\
-# A plan for `fedpact run`. What `fedpact run` does without a plan stands here as it is{every}.
-# `fedpact settings` and `fedpact algorithms` show every key, `fedpact init --all` writes them.
+# A plan for `fedpact run`, with the values that `fedpact run` uses without a plan.{every}
 """
-_EVERY = """; every other
-# key stands at its default behind a "#": take that away and change the value. "left out": there is
-# no value unless you give one"""
+_EVERY = """
+# All other keys are commented out at their defaults: to change one, remove its "#". Keys with
+# "no default" have no value unless you give one."""
+_MORE = """
+# `fedpact init --all` writes every key; `fedpact settings` and `algorithms` explain them."""
 
 
 def starting_plan(overrides: Sequence[str] = (), *, every: bool = True) -> str:
     """Return the text: the embedded default with `key=value` overrides.
 
-    every: also the keys that it leaves to their defaults. A line that begins with "#" and no space
-    after it is such a key: without the "#" the file means the same. What begins with "# " explains.
+    every: also the keys that it leaves at their defaults. A line that begins with "#" and no space
+    is such a key: without the "#" the file means the same. Lines with "# " are explanations.
     Raises PlanError: an override cannot be read, or there is no such algorithm.
     """
     raw = read_configuration(None, overrides)
     chosen = reference.algorithm(str(raw["algorithm"]))
     top, *others = reference.tables()
     about = f"The settings of {chosen.name}, {chosen.title}."
-    parts = [_TOP.format(every=_EVERY if every else ""), *_lines(top, raw, every)]
+    parts = [_TOP.format(every=_EVERY if every else _MORE), *_lines(top, raw, every)]
     for table in (KeyTable("settings", about, chosen.settings.keys), *others):
         given: Any = raw
         for part in table.name.split("."):
@@ -179,7 +181,9 @@ def _lines(table: KeyTable, given: Mapping[str, Any], every: bool = True) -> lis
     found = list[str]()
     for key in table.keys:
         if key.name != "settings" and (every or key.last in given):
-            found += ["", *_prose(f"{key.meaning} ({kind(key)})"), _line(key, given)]
+            # In the short plan, a meaning's first sentence.
+            told = key.meaning if every else re.split(r"(?<=[a-z)]\.) ", key.meaning)[0]
+            found += ["", *_prose(f"{told} ({kind(key)})"), _line(key, given)]
     return found
 
 
@@ -192,15 +196,15 @@ def _line(key: Key, given: Mapping[str, Any]) -> str:
 
 
 def kind(key: Key) -> str:
-    """Return a key's type and range in a few words; whether it may be left out, or has to be given.
+    """Return a key's type and range in a few words, and whether it is required or has no default.
 
     >>> kind(Key("a.b", "number", "> 0", None, False, "what it means"))
-    'number > 0; left out'
+    'number > 0; no default'
     """
     told = f"{key.type} {key.range}".strip()
     if key.required:
-        return f"{told}; to be given"
-    return f"{told}; left out" if key.default is None else told
+        return f"{told}; required"
+    return f"{told}; no default" if key.default is None else told
 
 
 def _prose(text: str) -> list[str]:
