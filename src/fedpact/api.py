@@ -151,14 +151,13 @@ def run(
         plan, out = first, second if out is None else out
         if not isinstance(out, str | PathLike | None):
             raise PlanError(
-                f"out is {describe_value(out)}: expected the path of a run's folder, which stands "
-                f"second "
-                "beside a plan; hand records in as data=..."
+                f"out is {describe_value(out)}: expected the path of a run's folder as the "
+                "second argument after a plan; give records as data=..."
             )
         if settings:
             raise PlanError(
-                f"{', '.join(settings)}: the plan has those settings; give them to it, or the model"
-                " in its place"
+                f"{', '.join(settings)}: these are settings of the plan: set them there, or give "
+                "a model in place of the plan"
             )
     else:
         data = data if second is None else second
@@ -191,8 +190,8 @@ def _check_named(data: Any, settings: Mapping[str, Any]) -> None:
     odd = [key for key in ("label", "site", "person", "drop", "classes") if key in settings]
     if data is None and odd and settings.get("data") is None:
         raise PlanError(
-            f"{', '.join(f'{key} = {settings[key]!r}' for key in odd)} without data: expected your "
-            "records, as fedpact.run(model, data, ...), or a file's path in their place"
+            f"{', '.join(f'{key} = {settings[key]!r}' for key in odd)} without data: expected "
+            "your records or a file's path, as in fedpact.run(model, data, ...)"
         )
 
 
@@ -252,7 +251,7 @@ def with_own(
         known = is_handed(plan.data)
         if known and plan.data.rpartition("@")[2] != name.rpartition("@")[2]:
             raise PlanError(
-                f"data is {name}, and the plan's is {plan.data}: hand in the records that it was "
+                f"data is {name}, and the plan's is {plan.data}: give the records that it was "
                 'made for, or name others with data = "..."'
             )
         own["data"] = plan.data if known else name
@@ -280,7 +279,9 @@ def load(
         raise InputError(f"folder is {describe_value(folder)}: expected the path of a run's folder")
     place = folder_of_run(Path(folder))
     if not (place / "plan.json").exists():
-        raise DataError(f"{folder} has no plan.json, so no run: {explain_not_a_run(Path(folder))}")
+        raise DataError(
+            f"{folder} has no plan.json, so it is not a run: {explain_not_a_run(Path(folder))}"
+        )
     check_same(Folder(place).read_json("plan.json"), loss=loss, metrics=metrics)
     served, found = Predictor.of(place, model, average=average), Folder(place)
     rounds = place / "rounds.jsonl"
@@ -322,9 +323,8 @@ def extend(
     records = data if ready else found
     if own != plan:
         raise PlanError(
-            f"{place} is a run of {plan.model} on {plan.data}{_by(plan)}, and what is "
-            f"handed in is {own.model} on {own.data}{_by(own)}: hand in the same, or begin a "
-            "new run"
+            f"{place} is a run of {plan.model} on {plan.data}{_by(plan)}, but you gave "
+            f"{own.model} on {own.data}{_by(own)}: give the same, or start a new run"
         )
     _check_here(own, records, place, rounds)
     return _carry_out(own, extended_folder(place, out), records, engine, on_round, stop)
@@ -345,8 +345,8 @@ def _check_here(plan: Plan, records: Dataset | None, folder: Path, rounds: int) 
         names = ", ".join(name for several in missing.values() for name in several)
         again = ", ".join(f"{key.removeprefix('task.')}=..." for key in missing)
         raise PlanError(
-            f"{folder} is a run of {names}, handed in from Python and no part of the plan: hand in "
-            f"the same again, from Python: fedpact.extend({str(folder)!r}, {rounds}, {again})"
+            f"{folder} is a run of {names}, given in Python and not stored in the plan: give the "
+            f"same again, in Python: fedpact.extend({str(folder)!r}, {rounds}, {again})"
         )
 
 

@@ -108,29 +108,29 @@ class Plan(ShownPlan, BaseModel):
     data: str = "digits"
     """A data set's name (`fedpact data list`), or a .csv, .parquet or .npz file."""
     label: str | None = None
-    """The column of a table that is to be predicted."""
+    """The column to predict, for a table."""
     site: str | None = None
     """The column that names a record's site, for partition.kind = "natural"."""
     person: str | None = None
-    """The column that says whose a record is."""
+    """The column with the person that a record belongs to."""
     model: Named = "logistic"
     """logistic, mlp, cnn, cnn_group_norm, cnn_padded, ngram, lstm, transformer, or one of your
-    own as package.module:factory, factory(shape, classes) -> nn.Module."""
+    own as package.module:factory, called as factory(shape, classes) -> nn.Module."""
     algorithm: str = "fedavg"
-    """Its name; `fedpact algorithms` lists them."""
+    """The algorithm's name; `fedpact algorithms` lists them."""
     rounds: int = Field(default=30, ge=1)
-    """T, how often the sites are asked."""
+    """T, the number of rounds of training."""
     sites: int = Field(default=5, ge=1)
-    """K, how many there are in a simulation."""
+    """K, the number of sites in a simulation."""
     sites_per_round: int | None = Field(default=None, ge=1)
-    """m, how many of the sites take part in a round, drawn anew for each from the seed and its
-    number, so that anybody can tell who; left out, all of them do."""
+    """m, the number of sites drawn for each round, from the seed and the round's number, so that the
+    draw is public; by default all sites take part."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """What a simulation draws from, so that it can be repeated bit for bit."""
+    """The random seed of a simulation, which makes it repeatable bit for bit."""
     sampling_rate: float | None = Field(default=None, gt=0, le=1)
-    """q, each record's chance to be in a batch; 0.5 where batch_size is left out too."""
+    """q, each record's probability of being in a batch; 0.5 if batch_size is not given either."""
     batch_size: float | None = Field(default=None, gt=0)
-    """B, the expected size of a batch, in place of q: q_i = B / N_i."""
+    """B, the expected batch size, instead of q: q_i = B / N_i."""
     about: About = About()
     records: PlanRecords = PlanRecords()
     initial: InitialSettings = InitialSettings()

@@ -48,7 +48,8 @@ def test_a_run_says_what_evaluations_cost_and_showed(
     ledgers.show(tmp_path / "run", as_json=False)
     told = " ".join(capsys.readouterr().out.split())
     assert (
-        f"a patient with five visits has at most ε = {upper(five(training) + five(evaluation))}" in told
+        f"a patient with five visits has at most ε = {upper(five(training) + five(evaluation))}"
+        in told
     )
     assert "with evaluations the sum of both, at the sum of both δ" in told
 

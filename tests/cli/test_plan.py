@@ -271,9 +271,9 @@ LEAST = "settings.aggregation=least_noise"
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (("privacy.sigma=[1.0, 3.0]",), "1.7 times as long"),
+        (("privacy.sigma=[1.0, 3.0]",), "1.7 times what it would be"),
         (("privacy.sigma=[1.0, 1.2]",), ""),
-        (("privacy.sigma=[1.0, 3.0]", "algorithm=ldp_fedsgd"), "1.7 times as long"),
+        (("privacy.sigma=[1.0, 3.0]", "algorithm=ldp_fedsgd"), "1.7 times what it would be"),
         (("privacy.sigma=[1.0, 3.0]", "algorithm=ldp_fedsgd", LEAST), ""),
         (("privacy.sigma=[1.0, 3.0]", "algorithm=mr_mtl"), ""),
         (("partition.kind=power_law", "partition.smallest=30", "partition.largest=900"), ""),

@@ -69,7 +69,7 @@ def test_full_disk_is_reported_and_the_run_resumes(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("number", "told"), [(errno.EFBIG, "fedpact resume"), (errno.EROFS, "may read and write")]
+    ("number", "told"), [(errno.EFBIG, "fedpact resume"), (errno.EROFS, "can read and write")]
 )
 def test_machine_limits_are_reported_without_traceback(tmp_path, monkeypatch, number, told):
     def refused(*given, **named):
@@ -312,7 +312,7 @@ def test_a_run_without_any_accuracy_says_why(tmp_path):
     changed = [part for one in given for part in ("--set", one)]
     done = fedpact("run", *QUICK, *changed, "--out", "runs/one", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "none: there is no test set, and no site holds a record out" in done.stdout
+    assert "none: there is no test set, and no site holds out a record" in done.stdout
 
 
 def test_runs_sharing_ledgers_report_their_total(tmp_path):

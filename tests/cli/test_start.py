@@ -135,7 +135,7 @@ def test_help_explains_arguments_and_ends_with_examples(name):
 
 def test_help_shows_them():
     _, out, _, _ = call("run", "--help")
-    assert "A .toml or .json configuration" in out
+    assert "A .toml or .json plan" in out
     assert "fedpact run --set algorithm=scaffold --set rounds=20" in out
 
 

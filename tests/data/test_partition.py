@@ -211,9 +211,9 @@ def test_the_table_shows_labels_and_sizes():
     [
         (
             {"kind": "iid", "beta": 0.1},
-            "beta is 0.1 with kind = 'iid': it is a setting of dirichlet and inner_dirichlet and",
+            "beta is 0.1 with kind = 'iid': only kind = 'dirichlet' or 'inner_dirichlet' or",
         ),
-        ({"kind": "shards", "labels_per_site": 2}, "labels and pathological and power_law"),
+        ({"kind": "shards", "labels_per_site": 2}, "'labels' or 'pathological' or 'power_law'"),
         ({"kind": "labels"}, "labels_per_site is missing"),
         ({"kind": "pathological"}, "kind = 'pathological' needs it"),
         ({"kind": "feature_skew", "strictness": 1.1}, "less than or equal to 1"),

@@ -71,7 +71,7 @@ def test_report_shows_groups_gap_and_evaluated_rounds(runs: Path) -> None:
     rounds = read_run(folder).released["by_round"]
     assert [each["round"] for each in rounds] == [1, 2]
     assert rounds[-1]["figures"] == [f for f in found.values() if not f["of_part"]]
-    assert "bears nothing of the training" in page
+    assert "training costs a held-out" in page
 
 
 @pytest.mark.parametrize("nothing", ["no privacy", "no releases"])

@@ -96,7 +96,7 @@ def test_the_card_does_not_say_who_gave_no_evaluation(build: Build) -> None:
     folder = build(NAMES, unevaluated={NAMES[0]: "budget"}, accuracy=None)
     of = facts(folder, {"evaluation": held, "accuracy_pooled": True}, **ABOUT)
     card = render_model_card(of)
-    assert "no site has answered an evaluation yet" in card
+    assert "no site has released an evaluation yet" in card
     assert "Hospital" not in card
     assert "budget)" not in card
 
@@ -165,7 +165,7 @@ def test_the_command_writes_the_card(build: Build, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("rounds=3", "only described"),
+        ("rounds=3", "only its description can change"),
         ("about.motive=none", "about.motive is not a known key"),
         ("about.published=tomorrow", "published is 'tomorrow'"),
         ("about.curators=One", "about.curators"),

@@ -272,7 +272,7 @@ def test_what_was_left_to_its_default_is_told_apart(build: Build) -> None:
     [
         ("seeded simulation", "bit for bit, from the same data"),
         ("seeded test: protects nobody", "so a simulation repeats the run"),
-        ("secure, at each site", "Nobody can repeat this run"),
+        ("secure, at each site", "This run cannot be repeated"),
     ],
 )
 def test_the_page_says_what_a_repetition_gives(build: Build, randomness: str, told: str) -> None:

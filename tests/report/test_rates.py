@@ -64,8 +64,8 @@ def test_clipped_sum_noise_and_moment_are_over_expected_size(
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda build: build(SITES), "one noisy gradient a reply"),
-        (lambda build: build(SITES, private=False), "a plain run adds none"),
+        (lambda build: build(SITES), "one noisy gradient"),
+        (lambda build: build(SITES, private=False), "a run without privacy adds none"),
         (lambda build: ldp(build(SITES), "per_sample", sizes="noisy"), "sizes are noisy"),
         (lambda build: ldp(build(SITES, rounds=0)), "no site has replied"),
         (lambda build: ldp(build(SITES), "unheard of"), "not known to this version"),
@@ -87,9 +87,7 @@ def test_the_page_says_what_is_bounded_and_in_which_unit(build: Build) -> None:
     page = render_run(read_run(ldp(build(SITES))))
     for words in ("differential entropy", "nats", "no bound", "says nothing about privacy"):
         assert words in page
-    assert "one noisy gradient a reply" in render_run(
-        read_run(change(build(SITES), "plan", rounds=4))
-    )
+    assert "one noisy gradient" in render_run(read_run(change(build(SITES), "plan", rounds=4)))
 
 
 def coordinate(row: tuple[str, str, str, str]) -> float:

@@ -103,7 +103,7 @@ def test_records_in_place_of_a_folder_get_a_remedy(tmp_path):
     """Beside a plan the folder stands second, beside a model the records."""
     x, y = np.zeros((4, 2)), [0, 1, 0, 1]
     for given in ((x, y), x, 3):
-        with pytest.raises(PlanError, match="hand records in as data="):
+        with pytest.raises(PlanError, match="give records as data="):
             fedpact.run(fedpact.Plan(sites=2), given)
         with pytest.raises(InputError, match="expected the path of a run's folder"):
             fedpact.load(given)

@@ -174,7 +174,7 @@ def test_the_command_prints_the_table_and_fails_where_a_run_did(
         # τ, η and the iterations of two rounds.
         assert did.replace("│", " ").split()[1:4] == ["1", "1", "2"]
     assert "2 settings, each once: one, two. Whoever sees every run" in told.out
-    assert "Not counted: runs that are missing" in told.out
+    assert "Missing runs are not counted" in told.out
     assert told.out.rstrip().endswith("comparison.html")
 
 

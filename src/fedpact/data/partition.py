@@ -162,7 +162,7 @@ class PartitionSettings(BaseModel):
     s^-exponent in [smallest, largest], held-out records included, and labels_per_site labels if
     given: FedProxVR's setting); natural (the data set's own sites)."""
     beta: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """The Dirichlet distribution's concentration, alpha or beta in papers; the smaller, the more the
+    """The Dirichlet distribution's concentration, alpha or beta in papers; the smaller, the more
     sites differ. Of dirichlet, inner_dirichlet and quantity_skew."""
     labels_per_site: int | None = Field(default=None, ge=1)
     """Of labels, pathological and power_law, how many labels a site has."""
@@ -194,7 +194,7 @@ class PartitionSettings(BaseModel):
                 kinds = sorted(kind for kind, about in PARTITION_KINDS.items() if name in about.own)
                 raise ValueError(
                     f"{name} is {value!r} with kind = {self.kind!r}: only kind = "
-                    f"{' and '.join(map(repr, kinds))} uses it; leave it out or set partition.kind"
+                    f"{' or '.join(map(repr, kinds))} uses it; leave it out or set partition.kind"
                 )
         if self.held_out == "own" and self.kind != "natural":
             raise ValueError(

@@ -116,12 +116,12 @@ def _caption(run: RunSummary, groups: Mapping[tuple[float, float], object], shar
     )
     if shares:
         guarantee += (
-            f"The sites have {len(groups)} different budgets, so each is drawn as a share of its "
-            "own. "
+            f"The sites have {len(groups)} different budgets, so each curve is relative to its "
+            "own budget. "
         )
     if run.spent and run.spent.condition:
         guarantee += (
-            f"They need {run.spent.condition}; ε alone, against everybody together, is at most "
+            f"They assume {run.spent.condition}; if all others collude, ε is at most "
             f"{upper(run.spent.alone)}. "
         )
     return guarantee + "No line may cross its dashed budget: a site stops answering before it does."
@@ -194,7 +194,7 @@ def accuracy(run: RunSummary) -> Drawing | None:
             axes.plot(x, worst, color=RED, lw=1.1, ls="--", label="worst site")
         percent_axis(axes)
         rounds_axis(axes)
-    caption = "Look for a global line that has flattened out."
+    caption = "A global line that has flattened out has converged."
     if spread:
         caption += (
             " A wide band, or a worst site far below the line, means a model that serves some sites"
@@ -239,9 +239,7 @@ def _over_rounds(
     caption = about
     lost = sum(1 for _, value in known if not math.isfinite(value))
     if lost:
-        caption += (
-            f" In {lost} rounds {label} was not finite, and is not drawn: the model diverged."
-        )
+        caption += f" In {lost} rounds {label} was not finite and is not drawn: the model diverged."
     return Drawing(title, sheet.chart, caption, simulator_only=simulator_only)
 
 
@@ -269,8 +267,8 @@ def site_accuracy(run: RunSummary) -> Drawing | None:
     caption = "The sites from worst to best, on their own held-out records. Look at how far the "
     if many:
         caption += (
-            f"left end stays below the dashed global line: at x = 10 % of the {len(names):,} sites "
-            "stands the accuracy that the worst tenth does not exceed."
+            "left end stays below the dashed global line: at x = 10 % the curve shows the "
+            f"accuracy that the worst tenth of the {len(names):,} sites does not exceed."
         )
     else:
         caption += "top bar stays behind the dashed global line."
@@ -345,11 +343,11 @@ def draw_labels(run: RunSummary) -> Drawing | None:
             _write_counts(below, counts)
     caption = (
         f"Training records of {len(table.sites):,} sites (columns) by label (rows). Darker cells: "
-        "the label makes up more of the site. Equal columns mean that the sites have alike data; "
-        "single dark cells, that each knows only some labels."
+        "the label makes up more of the site. Similar columns mean similar label distributions; "
+        "single dark cells mean that sites have only some labels."
     )
     if many:
-        caption += " Sites stand in the order of their commonest label."
+        caption += " Sites are sorted by their commonest label."
     return Drawing(title, sheet.chart, caption, simulator_only=True)
 
 

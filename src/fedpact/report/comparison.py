@@ -133,8 +133,8 @@ def comparison_table(comparison: Comparison) -> TextTable:
 
 
 EFFORT_NOTE: Final = (
-    "τ: local iterations of a round; η: the length of a step; records read: in the batches of all "
-    "sites, as expected; σ: of a step's joint noise, from the least of any site to the most"
+    "τ: local iterations per round; η: step size; records read: expected, in the batches of all "
+    "sites; σ: combined noise multiplier of a step, smallest to largest over sites"
 )
 
 
@@ -229,8 +229,8 @@ def _bytes_cell(entry: Entry, accuracy: float) -> str:
 
 
 SHARED: Final = (
-    "algorithms have defaults of their own: give a setting with --set settings.KEY=VALUE, and all "
-    "that know it have one value"
+    "algorithms have different defaults: with --set settings.KEY=VALUE all algorithms with that "
+    "setting use one value"
 )
 
 
@@ -239,7 +239,7 @@ def inequality(comparison: Comparison) -> str | None:
     found = comparison.inequalities
     if not found:
         return None
-    told = f"NOT AN EQUAL COMPARISON; it differs in {'; '.join(found)}"
+    told = f"NOT AN EQUAL COMPARISON; the runs differ in {'; '.join(found)}"
     return f"{told}; {SHARED}" if comparison.left_apart else told
 
 
@@ -350,13 +350,15 @@ def _uncounted(comparison: Comparison) -> list[str]:
     found = list[str]()
     plain = [entry.name for entry in comparison.entries if entry.private is False]
     if plain:
-        found.append(f"Not counted, as no ε bounds what they tell: {', '.join(plain)}.")
+        found.append(f"Not counted, as no ε bounds what they release: {', '.join(plain)}.")
     if any(entry.missing for entry in comparison.entries):
-        found.append("Not counted: runs that are missing. What they released costs as well.")
+        found.append(
+            "Missing runs are not counted, although what they released costs privacy as well."
+        )
     if comparison.pooled:
         found.append(
             "The accuracies here are exact, on held-out records: no ε above covers choosing the "
-            "winner by them. A deployment chooses by released or public numbers."
+            "best run by them. A deployment must choose by released or public numbers."
         )
     return found
 

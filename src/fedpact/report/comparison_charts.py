@@ -185,7 +185,7 @@ def _over(comparison: Comparison, key: str, measure: str) -> Drawing | None:
         axes.set_xticks(list(place.at.values()), [shorten(text) for text in place.at])
         if measure != "mean loss":
             percent_axis(axes)
-    caption = "Means over seeds of the last model; bars are a sample standard deviation each way. "
+    caption = "Means over seeds of the last model; error bars are one sample standard deviation. "
     if key == "privacy.epsilon":
         caption += f"ε is what each site allows. {_guarantee(comparison)}"
     return Drawing(
@@ -280,15 +280,15 @@ def _caption(
     comparison: Comparison, entries: Sequence[Entry], drawn: Sequence[Entry], against: Against
 ) -> str:
     caption = {
-        "rounds": "Each round is one exchange with every site that takes part in it. ",
+        "rounds": "A round is one exchange with every participating site. ",
         "bytes": "Messages as encoded, both ways, all sites together. ",
         "ε": f"{_guarantee(comparison)} ",
     }[against]
     if any(len(entry.runs) > 1 for entry in drawn):
-        caption += "Lines are means over seeds, bands reach from the lowest run to the highest."
+        caption += "Lines are means over seeds; bands span the lowest to the highest run."
     missing = [entry.name for entry in entries if entry not in drawn]
     if missing:
-        reason = "not private, or without a run" if against == "ε" else "without a run"
+        reason = "not private or without a run" if against == "ε" else "without a run"
         caption += f" Not drawn, {reason}: {', '.join(missing)}."
     return caption.strip()
 

@@ -75,7 +75,7 @@ def rates(run: RunSummary) -> WireTable | str:
     whole = math.fsum(bits[name] * count for name, count in replies.items())
     sent = 8 * run.bytes_up
     rows = [
-        _in_bits("sent, as measured, with all that is around the numbers", sent, total, d),
+        _in_bits("sent, as measured, including the encoding", sent, total, d),
         _in_bits(
             f"at most about, to a step of s = {STEP:g} deviations of the noise", whole, total, d
         ),
@@ -88,25 +88,27 @@ def rates(run: RunSummary) -> WireTable | str:
         rows.append(_in_nats("the paper's (12), no bound", paper, d))
         notes.append(_PAPER)
     if run.plan.get("compression", {}).get("kind", "none") not in ("none", "grid"):
-        notes.append("R is of the release before [compression], which rounds it further.")
+        notes.append("R describes the release before [compression], which rounds it further.")
     if run.plan.get("secure_aggregation", {}).get("threshold"):
-        notes.append("What was sent is masked; R is of the release below the mask.")
+        notes.append("Messages are masked; R describes the release before masking.")
     return _wire_table("one reply", rows, notes)
 
 
 def _undefined(run: RunSummary) -> str:
     if not run.private:
-        return "No rate bound: it needs noise, and a plain run adds none."
+        return "No rate bound: it needs noise, and a run without privacy adds none."
     if run.plan.get("algorithm") != "ldp_fedsgd":
         return (
-            "No rate bound: it is for one noisy gradient a reply, as ldp_fedsgd sends it. What "
-            f"{run.plan.get('algorithm')} sends has no such bound here."
+            "No rate bound: it holds for algorithms that reply with one noisy gradient, as "
+            f"ldp_fedsgd does, and not for {run.plan.get('algorithm')}."
         )
     mechanism = run.privacy.get("mechanism")
     if mechanism not in _MECHANISM:
         return f"No rate bound: the mechanism {mechanism!r} is not known to this version."
     if mechanism == "per_sample" and run.privacy["sizes"] != "public":
-        return "No rate bound: for clipped records it needs their number, and sizes are noisy."
+        return (
+            "No rate bound: for clipped records it needs their exact number, and sizes are noisy."
+        )
     if not run.summary.get("model_parameters") or not sum(_replies(run).values()):
         return "No rate bound yet: the run has not ended, or no site has replied."
     return ""

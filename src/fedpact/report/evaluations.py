@@ -88,20 +88,20 @@ def compare_with_classes(found: Mapping[str, Any]) -> list[str]:
 def why_none(run: RunSummary, named: bool = True) -> str:
     """Return why a run shows no accuracy of any kind. named: with the sites that gave a reason."""
     if any(record.evaluation for record in run.records):
-        return "sites have released evaluations, which stand here when the run is over"
+        return "sites have released evaluations, which are shown here when the run is over"
     if run.privacy.get("evaluation"):
         last = run.last.unevaluated if named else {}
         codes = ", ".join(f"{site}: {code}" for site, code in sorted(last.items()))
-        return f"no site has answered an evaluation yet{f' ({codes})' if codes else ''}"
+        return f"no site has released an evaluation yet{f' ({codes})' if codes else ''}"
     if run.plan.get("evaluation", {}).get("share"):
         return (
-            "sites hold records out and release nothing of them (evaluation.releases = []): "
+            "sites hold out records and release nothing about them (evaluation.releases = []): "
             "`fedpact deploy status SITE_DIRECTORY` shows a site's owner its own figures"
         )
     if run.head:
         return (
-            "with local.head each site has a head of its own, and what is shared is no model that "
-            "answers anything; `fedpact personalise` shows a site's owner its own figures. "
+            "with local.head each site has a head of its own, so the shared part cannot be "
+            "evaluated; `fedpact personalise` shows a site's owner its own figures. "
             f"{DECLARE}"
         )
     return f"neither a public test set nor [evaluation] was declared. {DECLARE}"
@@ -158,8 +158,9 @@ def cost(found: dict[str, Any]) -> str:
     spent = max(found["epsilon_spent"].values())
     return (
         f"({upper(spent)}, {upper(found['delta'])}) of the ({upper(found['epsilon'])}, "
-        f"{upper(found['delta'])}) that evaluations may cost a {found['unit']} that is held out; "
-        f"such a {found['unit']} bears nothing of the training's ε, and the others nothing of this"
+        f"{upper(found['delta'])}) that evaluations may cost a held-out {found['unit']}; "
+        f"training costs a held-out {found['unit']} nothing, and evaluation costs the others "
+        "nothing"
     )
 
 
@@ -192,11 +193,11 @@ def _row(figure: dict[str, Any]) -> dict[str, str]:
 
 
 JOINING_NOTE = (
-    "Accuracy on each site's own held-out records. Alone: the model of the site's own records, "
-    "exact and never released. Tuned: the federated model tuned on the site's own records, exact "
-    "and never released. The difference is between what the site would use, tuned where the "
-    "advice is to tune and federated elsewhere, and alone. Where a column says whose each record "
-    f"is, persons count, each alike; {METHOD}"
+    "Accuracy on each site's own held-out records. Alone: a model trained on the site's own "
+    "records, without noise and never released. Tuned: the federated model fine-tuned on the "
+    "site's own records, without noise and never released. The difference compares the model "
+    "that the site would use (tuned if that is the advice, else federated) with its model alone. "
+    f"If a column names the person of each record, each person counts once; {METHOD}"
 )
 
 

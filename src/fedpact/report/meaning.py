@@ -11,15 +11,15 @@ from fedpact.report.compared_runs import Entry
 from fedpact.report.run_summary import Guarantee, RunSummary
 
 QUESTION: Final = (
-    "Somebody knows all other records of a site and sees everything that it ever sent. A coin has "
-    "decided whether {whom} there. Told to say which, they cannot win by more than these odds, nor "
-    "be right more often. Without anything to go by it is 1 : 1 and 50\u00a0%."
+    "An attacker knows all other records of a site and sees everything that it ever sent. A coin "
+    "flip decided whether {whom} there. If they must guess, their odds of being right and their "
+    "chance of it are at most these. A blind guess has 1 : 1 and 50\u00a0%."
 )
 _MOST: Final = 1000.0
 _NOTES: Final = (
-    "ε is an upper bound on what a whole run tells, at the site where that is most; odds are "
+    "ε is an upper bound for the whole run, at the site where it is largest; odds are "
     "(e^ε + δ) : (1 - δ)",
-    "δ is a share of cases in which the promise may fail altogether: it should be far below 1/N",
+    "δ is the probability that the guarantee may fail: it should be far below 1/N",
 )
 
 

@@ -25,15 +25,15 @@ from fedpact.report import evaluations
 from fedpact.report.run_summary import BUDGETS, RunSummary
 
 MIN_SITES: Final = 5
-"""A smaller number of sites is not told."""
+"""A smaller number of sites is not stated."""
 
 SIMULATED: Final = (
-    "A SIMULATION, which protects nobody: its noise came from a seed. Every ε says what a "
-    "deployment on these terms would guarantee."
+    "A SIMULATION, which protects nobody: its noise came from a seed. Every ε states what a "
+    "deployment with these settings would guarantee."
 )
 _SECURE: Final = (
     "Secure aggregation: a server that follows the protocol sees weighted means over several sites "
-    "and no single site's vector. Only an ε that is said to need honest sites relies on it."
+    "and no single site's vector. Only an ε that is stated to need honest sites relies on it."
 )
 PLAIN: Final = "NOT PRIVATE: no (ε, δ) guarantee of any kind."
 
@@ -46,7 +46,7 @@ def about_of(plan: Mapping[str, Any], changes: Sequence[str]) -> About:
     if set(raw) != {"about"}:
         others = ", ".join(sorted(set(raw) - {"about"}))
         raise PlanError(
-            f"--set {others}: a run that has been made is only described here; expected "
+            f"--set {others}: the run is finished, so only its description can change; expected "
             "about.key=value, as in about.purpose=..."
         )
     try:
@@ -106,7 +106,8 @@ class Facts:
         return (
             f"(ε, δ)-differential privacy per {privacy['unit']} of a site, at every site, with ε "
             f"at most {bound}, and δ = {upper(bound.delta)}; adjacency: {privacy['adjacency']}; "
-            f"accountant: {privacy['accountant']}. A person at two sites pays the sum of both."
+            f"accountant: {privacy['accountant']}. For a person with records at two sites, both "
+            "ε add up."
         )
 
     @property

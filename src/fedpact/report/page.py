@@ -51,32 +51,32 @@ class Repeat:
 
 
 _SAME = (
-    "It makes the same model, bit for bit, from the same data, with the versions below and on a "
-    "machine of that kind."
+    "It trains the same model, bit for bit, from the same data, with the versions below on the "
+    "same kind of machine."
 )
 _GIVEN = (
-    "The records were given in Python and are no part of the plan: give the same ones. Otherwise "
-    "fedpact would train on plan.json's data."
+    "The records were given in Python and are not part of the plan: give the same ones, or "
+    "fedpact trains on the data that plan.json names."
 )
 _HANDED = (
-    "What was handed in from Python is no part of the plan, which knows it by a digest: {what}. "
-    "Hand in the same; another data set is refused, and another model is another plan's."
+    "Objects given in Python are not part of the plan, which stores only their digest: {what}. "
+    "Give the same ones; another data set is refused, and another model makes another plan."
 )
 _FORMS: Final = {"task.loss": "loss=...", "task.metrics": "metrics=[...]"}
 _TEST = (
     "Every party drew from the plan's seed, so a simulation repeats the run: the same model, bit "
-    "for bit, if the sites' records were those that `fedpact deploy init` gave them, if features' "
-    "weights lie where plan.json names them, and if every reply came in its round."
+    "for bit, if the sites' records were those that `fedpact deploy init` gave them, if "
+    "features' weights are where plan.json names them, and if every reply arrived in its round."
 )
 _SECURE = (
-    "Nobody can repeat this run: each site drew its batches and noise in secret, once. What can be "
-    "repeated is the plan, which is what the command does with plan.json's own data and the plan's "
-    "seed: a simulation, which spends nothing. To train the same sites anew, name a new run in "
-    "federation.toml at every party; each site's ledger then reserves and spends anew."
+    "This run cannot be repeated, as each site drew its batches and noise from secret "
+    "randomness. The command simulates its plan with plan.json's data and the plan's seed, which "
+    "spends no budget. To train at the same sites again, name a new run in federation.toml at "
+    "every party; each site's ledger then reserves and spends again."
 )
-_LEDGERS = "run.ledgers names ledgers that are kept: the repetition reserves and spends there anew."
-_TIMED = "budget.seconds ends a run by measured time, which no repetition has to the second."
-_CARD = "It trained on a GPU, whose noise a CPU does not draw."
+_LEDGERS = "run.ledgers names ledgers that are kept: a repetition reserves and spends there again."
+_TIMED = "budget.seconds ends a run by measured time, which a repetition does not reproduce."
+_CARD = "It trained on a GPU, whose random noise a CPU cannot reproduce."
 
 
 def repeat(run: RunSummary) -> Repeat:
@@ -216,7 +216,7 @@ def _learning_cards(run: RunSummary) -> list[CardFigure]:
         note = f"the global model after round {last.round}; mean loss {number(last.loss)}"
         if pooled:
             note += ", on the sites' own held-out records: "
-            note += "its head is each site's own" if run.head else "there is no public test set"
+            note += "each site has its own head" if run.head else "there is no public test set"
         if against := against_majority_class(last.accuracy, run.summary.get("commonest")):
             note += f"; {against}"
         headline = headline_metric(last.accuracy, last.loss)
@@ -273,7 +273,7 @@ def _alone_card(run: RunSummary) -> list[CardFigure]:
     """What holds of shared noise without the other sites'; nothing where it is each site's own."""
     if run.spent is None or not run.spent.condition:
         return []
-    note = f"against everybody together; the ε beside it needs {run.spent.condition}"
+    note = f"if all others collude; the ε next to it needs {run.spent.condition}"
     return [CardFigure("ε alone", upper(run.spent.alone), note)]
 
 

@@ -29,12 +29,12 @@ BUDGETS: Final = ("privacy.epsilon", "privacy.delta", "privacy.sigma")
 
 ENDS: Final = {
     "finished": "finished",
-    "stopped": "stopped on request; `fedpact resume` goes on",
+    "stopped": "stopped on request; `fedpact resume` continues it",
     "budget": "ended early: the sites' budgets of ε did not allow the next round",
     "bytes": "ended early: the next round would exceed budget.bytes",
-    "seconds": "ended early: budget.seconds are over",
+    "seconds": "ended early: budget.seconds is used up",
     "iterations": "ended: the local iterations are used up",
-    "accuracy": "ended early: budget.accuracy is reached",
+    "accuracy": "ended early: budget.accuracy was reached",
     "patience": "ended early: no better accuracy for budget.patience evaluations",
     "diverged": "ended early: the next model was not finite; lower the learning rate",
 }
@@ -464,8 +464,8 @@ def _read(path: Path, *, needed: bool = True) -> Document:
         document = json.loads(path.read_text(encoding="utf-8"))
     except PermissionError:
         raise DataError(
-            f"{path} may not be read by this account: use the one whose run it is, or have it "
-            "made readable"
+            f"{path} cannot be read by this account: use the account that owns the run, or make "
+            "it readable"
         ) from None
     except (OSError, ValueError) as error:
         raise DataError(
@@ -474,7 +474,7 @@ def _read(path: Path, *, needed: bool = True) -> Document:
         ) from error
     if not isinstance(document, dict):
         raise DataError(
-            f"{path} holds a {type(document).__name__}: expected one JSON object, as `fedpact run` "
+            f"{path} is a {type(document).__name__}: expected one JSON object, as `fedpact run` "
             "writes it; run the plan again into a new folder"
         )
     return document
@@ -485,8 +485,8 @@ def _read_records(path: Path) -> list[RoundRecord]:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{path} cannot be read ({type(error).__name__}): expected one line a round; give the "
-            "folder that `fedpact run` wrote, after its round 0"
+            f"{path} cannot be read ({type(error).__name__}): expected one line per round; give "
+            "a folder that `fedpact run` wrote, after its round 0"
         ) from error
     records: list[RoundRecord] = []
     for number, line in enumerate(lines, start=1):
@@ -497,12 +497,12 @@ def _read_records(path: Path) -> list[RoundRecord]:
             if number == len(lines) and not line.endswith("\n"):
                 break
             raise DataError(
-                f"line {number} of {path} is no record of a round ({type(error).__name__}): run "
-                "`fedpact resume`, which drops what was never finished, or run the plan again"
+                f"line {number} of {path} is not a round record ({type(error).__name__}): run "
+                "`fedpact resume`, which drops unfinished rounds, or run the plan again"
             ) from error
     if not records:
         raise DataError(
-            f"{path} holds no round: expected at least round 0, the initial model; wait for it, or "
+            f"{path} has no round: expected at least round 0, the initial model; wait for it, or "
             "run the plan again"
         )
     return records
@@ -526,19 +526,19 @@ def _check(run: RunSummary) -> None:
     if missing := _STATEMENT - set(run.privacy):
         raise DataError(
             f"privacy.json in {run.path} lacks {', '.join(sorted(missing))}: expected the whole "
-            "privacy statement, without which no report is written; restore the file, or run the "
+            "privacy statement, which a report needs; restore the file, or run the "
             "plan again into a new folder"
         )
     private, sites = run.privacy["private"], run.privacy["sites"]
     if not (private is True or private is False):
         raise DataError(
-            f"privacy.json in {run.path} has private = {private!r}: expected true or false; a "
-            "report that does not know whether a run was private is not written"
+            f"privacy.json in {run.path} has private = {private!r}: expected true or false; "
+            "without it no report is written"
         )
     if private != bool(sites):
         raise DataError(
             f"privacy.json in {run.path} has private = {private} and the terms of {len(sites)} "
-            "sites: expected terms in a private run and none in a plain one; restore the file"
+            "sites: expected terms only in a private run; restore the file"
         )
     if run.audit:
         _check_audit(run, run.audit)

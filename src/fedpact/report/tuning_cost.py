@@ -116,8 +116,8 @@ def _check_units(promises: Iterable[_Promise]) -> None:
     if len(units := sorted({unit for one in promises for unit in one.units})) > 1:
         raise DataError(
             f"the ledgers of these runs are per {' and per '.join(units)}: expected one unit, as "
-            "events of unlike units do not add up; compare runs of one privacy.unit, or leave "
-            "--counted out"
+            "events of different units cannot be added; compare runs of one privacy.unit, or "
+            "leave --counted out"
         )
 
 
@@ -207,8 +207,8 @@ def _promises(run: RunSummary) -> dict[str, _Promise]:
 def _promise(path: Path) -> _Promise:
     if not path.is_file():
         raise DataError(
-            f"{path} is missing: what trying costs is counted from the ledgers of every run; put "
-            "it back, remove the run's folder and compare again, or leave --counted out"
+            f"{path} is missing: the cost of trying is counted from every run's ledgers; restore "
+            "it, or remove the run's folder and compare again, or leave --counted out"
         )
     entries = read_entries(path)
     made = [from_entry(e) for e in entries if e["kind"] == "reserve"]

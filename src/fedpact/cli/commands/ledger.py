@@ -245,7 +245,7 @@ def _of_persons(receipts: dict[str, dict[str, Any]]) -> str:
     both = any(run["beside"] for ledger in receipts.values() for run in ledger["runs"].values())
     return (
         "A person with several records has less protection: in the costliest run, a patient with "
-        "five visits has at most ε = {upper(most['5'])} ("
+        f"five visits has at most ε = {upper(most['5'])} ("
         + ", ".join(f"{k} records {upper(e)}" for k, e in most.items())
         + f"){', with evaluations the sum of both, at the sum of both δ' if both else ''}."
     )

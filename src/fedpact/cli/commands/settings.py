@@ -178,12 +178,14 @@ def starting_plan(overrides: Sequence[str] = (), *, every: bool = True) -> str:
 
 
 def _lines(table: KeyTable, given: Mapping[str, Any], every: bool = True) -> list[str]:
-    found = list[str]()
+    found, last = list[str](), ""
     for key in table.keys:
         if key.name != "settings" and (every or key.last in given):
-            # In the short plan, a meaning's first sentence.
+            # In the short plan, a meaning's first sentence, and once for keys that share it.
             told = key.meaning if every else re.split(r"(?<=[a-z)]\.) ", key.meaning)[0]
-            found += ["", *_prose(f"{told} ({kind(key)})"), _line(key, given)]
+            if every or told != last:
+                found += ["", *_prose(f"{told} ({kind(key)})")]
+            found, last = [*found, _line(key, given)], told
     return found
 
 
