@@ -123,12 +123,12 @@ class Plan(ShownPlan, BaseModel):
     sites: int = Field(default=5, ge=1)
     """K, the number of sites in a simulation."""
     sites_per_round: int | None = Field(default=None, ge=1)
-    """m, the number of sites drawn for each round, from the seed and the round's number, so that the
-    draw is public; by default all sites take part."""
+    """m, the number of sites drawn for each round, from the seed and the round's number, which are
+    public; by default all sites take part."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """The random seed of a simulation, which makes it repeatable bit for bit."""
     sampling_rate: float | None = Field(default=None, gt=0, le=1)
-    """q, each record's probability of being in a batch; 0.5 if batch_size is not given either."""
+    """q, each record's probability of being in a batch; by default 0.5, or from batch_size."""
     batch_size: float | None = Field(default=None, gt=0)
     """B, the expected batch size, instead of q: q_i = B / N_i."""
     about: About = About()

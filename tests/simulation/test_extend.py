@@ -99,9 +99,9 @@ def test_what_was_handed_in_is_handed_in_again(tmp_path):
     y = (x[:, 0] > 0.5).astype(int)
     settings = {"rounds": 1, "sites": 2, "privacy": {"mode": "none"}}
     fedpact.run("logistic", (x, y), out=tmp_path / "run", **settings)
-    with pytest.raises(PlanError, match="hand in the records"):
+    with pytest.raises(PlanError, match="give the records"):
         fedpact.extend(tmp_path / "run", 1, data=(x + 1, y))
-    with pytest.raises(PlanError, match="hand in the same"):
+    with pytest.raises(PlanError, match="give the same"):
         fedpact.extend(tmp_path / "run", 1, data=(x, y), model="mlp")
     assert fedpact.extend(tmp_path / "run", 1, data=(x, y)).summary["ledgers"] is None
 

@@ -112,7 +112,7 @@ def test_records_in_place_of_a_folder_get_a_remedy(tmp_path):
 def test_what_holds_no_run_is_told_with_where_one_is(tmp_path):
     (tmp_path / "server").mkdir()
     (tmp_path / "server" / "federation.toml").write_text("")
-    with pytest.raises(DataError, match=r"no run: .* deployment is in .*server.run"):
+    with pytest.raises(DataError, match=r"not a run: .* deployment is in .*server.run"):
         fedpact.load(tmp_path)
-    with pytest.raises(DataError, match="no run: give the folder"):
+    with pytest.raises(DataError, match="not a run: give the folder"):
         fedpact.load(tmp_path / "nowhere")

@@ -252,9 +252,9 @@ def _warnings(scene: SimulationSetup) -> Iterator[str]:
     if (longer := _drowned(scene)) > _DROWNED:
         yield (
             f"Uneven noise: all of it together is {longer:.2g} times what it would be with sites "
-            'weighted by their noise, as algorithm = "ldp_fedsgd" does with settings.aggregation = "least_noise" '
-            "(sites with more noise then count less; `fedpact recommend --epsilon A,B,...` "
-            "writes such a plan)."
+            'weighted by their noise, as algorithm = "ldp_fedsgd" does with settings.aggregation = '
+            '"least_noise" (sites with more noise then count less; `fedpact recommend '
+            "--epsilon A,B,...` writes such a plan)."
         )
 
 

@@ -142,8 +142,7 @@ def _grid(*columns: str) -> Grid:
 
 _WIDE = 98
 _TOP = """\
-# A plan for `fedpact run`, with the values that `fedpact run` uses without a plan.{every}
-"""
+# A plan for `fedpact run`, with the values that `fedpact run` uses without a plan.{every}"""
 _EVERY = """
 # All other keys are commented out at their defaults: to change one, remove its "#". Keys with
 # "no default" have no value unless you give one."""
