@@ -33,34 +33,25 @@ def compare(
     ] = None,
     algorithms: Annotated[
         str,
-        typer.Option(
-            help="Run each plan with these, as in fedavg,fedfdp; local: each site on its own."
-        ),
+        typer.Option(help="Run each with these, as in fedavg,fedfdp; local: each site alone."),
     ] = "",
     overrides: Annotated[
-        list[str],
-        typer.Option("--set", help="key=value: change a key of all plans; may be repeated."),
+        list[str], typer.Option("--set", help="key=value: change a key of all plans; repeatable.")
     ] = [],  # noqa: B006 - typer reads the default, nobody changes it
     sweeps: Annotated[
         list[str],
-        typer.Option(
-            "--sweep", help="KEY=V1,V2,...: run each plan with each value; may be repeated."
-        ),
+        typer.Option("--sweep", help="KEY=V1,V2,...: run each with each value; repeatable."),
     ] = [],  # noqa: B006 - as above
-    seeds: Annotated[
-        int, typer.Option(help="Runs of each, with consecutive seeds from the plan's.")
-    ] = 3,
+    seeds: Annotated[int, typer.Option(help="Runs of each, with consecutive seeds.")] = 3,
     out: Annotated[
-        Path | None,
-        typer.Option(help="The folder of results; runs that have ended there are kept."),
+        Path | None, typer.Option(help="The folder of results; finished runs in it are kept.")
     ] = None,
     jobs: Annotated[int, typer.Option(help="Runs at the same time; 0 for one per core.")] = 0,
     joining: Annotated[
         bool, typer.Option(help="Compare each site with training on its own records alone.")
     ] = False,
     counted: Annotated[
-        bool,
-        typer.Option(help="Account for the ε of trying all settings, from the ledgers."),
+        bool, typer.Option(help="Account for the ε of trying all settings, from the ledgers.")
     ] = False,
     curves: Annotated[
         Path | None, typer.Option("--csv", help="Write every run's rounds to this file.")
