@@ -50,7 +50,7 @@ def no_page(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_page")
-def test_the_readmes_lines_run_as_they_are(tmp_path, monkeypatch, capsys):
+def test_the_readmes_ten_lines_run(tmp_path, monkeypatch, capsys):
     """Eleven lines of Python at most, of which three import and three make a table."""
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "README.md").read_text(encoding="utf-8")
