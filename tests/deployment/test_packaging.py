@@ -26,9 +26,10 @@ from typer.testing import CliRunner
 
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, FedpactError, TransportLost
-from fedpact.deployment import local, packaging
+from fedpact.deployment import local, packaging, processes
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.health import find_outage
+from fedpact.deployment.processes import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 FEDPACT = [sys.executable, "-c", "from fedpact.cli.main import main; main()"]
@@ -102,6 +103,13 @@ def test_lock_has_hashes_of_the_versions_under_test(packaged):
     assert {n: p.split("+")[0] for n, p in locked.items() if n in tested} == {
         n: tested[n] for n in locked if n in tested
     }
+
+
+def test_other_versions_than_the_locks_are_told(monkeypatch):
+    assert processes.describe_untested() == []
+    monkeypatch.setattr(processes, "version", {"torch": "2.130.0", "flwr": "1.41.9"}.get)
+    (told,) = processes.describe_untested()
+    assert told.startswith("torch 2.130.0 is installed, and this version of fedpact is tested with")
 
 
 def test_compose_gives_each_party_what_it_needs_and_no_more(packaged):
@@ -263,7 +271,9 @@ def test_five_run_by_the_commands_of_compose(packaged, tmp_path):
                 str(homes[name]) if word == "/party" else word for word in service["command"]
             ]
             with (homes[name] / "log.txt").open("wb") as log:
-                started[name] = subprocess.Popen([*FEDPACT, *command], stdout=log, stderr=log)
+                started[name] = subprocess.Popen(
+                    [*FEDPACT, *command], stdout=log, stderr=log, preexec_fn=die_with_parent
+                )
         wait_for(
             lambda: started["server"].poll() is not None or not find_outage(homes["site-00"]), where
         )
@@ -291,13 +301,13 @@ def test_built_wheel_runs_a_federation(tmp_path):
     if subprocess.run(build, check=False).returncode:
         pytest.skip("the wheel cannot be built: no index answers, and hatchling is not here")
     (wheel,) = tmp_path.glob("fedpact-*.whl")
-    venv.create(tmp_path / "v", with_pip=True)
+    venv.create(tmp_path / "v")
     python = tmp_path / "v" / "bin" / "python"
     (packages,) = (tmp_path / "v" / "lib").glob("python3*/site-packages")
     (packages / "others.pth").write_text(str(Path(torch.__file__).parents[1]))
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for install in (["--force-reinstall", "--no-deps", wheel], ["fedpact[deploy]"]):
-        command = [python, *quiet, "install", "--no-index", *install]
+        command = [sys.executable, *quiet, "--python", python, "install", "--no-index", *install]
         subprocess.run(command, check=True, env=env, cwd=tmp_path)
     where = [python, "-c", "import fedpact; print(fedpact.__file__)"]
     found = subprocess.run(where, capture_output=True, text=True, env=env, cwd=tmp_path).stdout

@@ -22,6 +22,7 @@ from fedpact.data.summary import (
     summarise_column,
     summarise_table,
 )
+from fedpact.deployment.approval import read_approvals
 from fedpact.deployment.federation import Federation, parse_toml, read_plan
 from fedpact.deployment.site import has_reserved
 from fedpact.deployment.site_records import Own, SiteSettings, own_records
@@ -105,6 +106,12 @@ def check_site(directory: Path) -> SiteCheck:
         return found
     with _noted(found):
         terms = federation.terms(plan)[settings.name]
+        approved = read_approvals(directory)
+        if approved.missing:
+            found.remarks.append(
+                f"{approved.missing} more have to approve, as policy.toml says, before it opens: "
+                f"`fedpact deploy approve {directory} --by NAME`"
+            )
         with _noted(found):
             _count_cost(found, directory, ledger, plan, terms)
         _look_at_columns(found, path, settings, federation, plan)

@@ -82,7 +82,8 @@ On one machine, for trying: `fedpact deploy up .`, and `fedpact deploy status .`
 
 On several: `server/start.sh` on the server, `start.sh` of each site's directory at that site. Each
 site's owner reads `site.toml` and `policy.toml` first, points `records` at the site's records, and
-looks with `fedpact deploy check .` whether they are as declared. Nothing is charged before all are.
+looks with `fedpact deploy check .` whether they are as declared, reads what the site will release,
+and signs: `fedpact deploy approve . --by NAME`. Nothing is charged before all are.
 `federation.toml` and `plan.json` are the same everywhere. docs/deployment.md has the whole story.
 """
 
@@ -204,7 +205,9 @@ port = {port}                  # a free one of this machine, for the site's own 
 """
 
 
-def policy(algorithm: str, terms: Terms, evaluation: FullDataRelease | None) -> str:
+def policy(
+    algorithm: str, terms: Terms, evaluation: FullDataRelease | None, approvals: int = 1
+) -> str:
     """Return policy.toml that allows exactly this run, on a site's terms.
 
     That sites share noise out is for the owner to allow in person.
@@ -229,6 +232,7 @@ delta_per_run = {delta!r}
 epsilon_ever = {ever[0]!r}     # all runs on these records together
 delta_ever = {ever[1]!r}
 smallest_sigma = {sigma!r}     # least noise multiplier of any release
+approvals = {approvals}                  # how many sign first, 0 to 2: fedpact deploy approve
 {_EVALUATION.format(of_held) if evaluation else ""}""" + (
         _HONEST.format(honest=honest, epsilon=epsilon, alone=alone) if honest else ""
     )
@@ -464,7 +468,8 @@ def _write_site(directory: Path, scene: SimulationSetup, name: str, with_records
     (directory / "site.toml").write_text(
         render_site_toml(name, records, label, _free_port()), encoding="utf-8"
     )
-    text = policy(plan.algorithm, terms, plan.evaluation_terms)
+    # What is cut from the plan's own data set, for trying, has no owner who could sign.
+    text = policy(plan.algorithm, terms, plan.evaluation_terms, approvals=int(not with_records))
     (directory / "policy.toml").write_text(text, encoding="utf-8")
     _write_script(directory / "start.sh", SITE_START)
     if with_records:

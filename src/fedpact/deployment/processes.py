@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +142,28 @@ def environment(directory: Path) -> dict[str, str]:
     }
 
 
+def describe_untested() -> list[str]:
+    """Return what there is to say of torch and Flower, where deploy.lock has another minor version.
+
+    The suite passes with what stands there.
+    """
+    text = Path(__file__).with_name("deploy.lock").read_text(encoding="utf-8")
+    found = list[str]()
+    for name, tested in re.findall(r"^(torch|flwr)==(\d+\.\d+)", text, re.MULTILINE):
+        here = version(name)
+        if not here.startswith(f"{tested}."):
+            found.append(
+                f"{name} {here} is installed, and this version of fedpact is tested with "
+                f"{tested}: install what deploy.lock lists, or try the run on one machine first"
+            )
+    return found
+
+
 def _prepare(reproducible: bool) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("fedpact").setLevel(logging.INFO)
+    for told in describe_untested():
+        _log.warning("%s", told)
     if reproducible:
         torch.set_num_threads(1)
 

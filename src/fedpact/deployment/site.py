@@ -2,6 +2,7 @@
 
 site.toml           the owner's: where the records are (site_records.SiteSettings)
     policy.toml         the owner's: what is allowed at most (privacy.policy)
+    approval.toml       who has signed for that, the plan and the federation (deployment.approval)
     federation.toml     the run it takes part in
     plan.json           what it trains
     ledger.jsonl        what it has promised and spent, unless site.toml says otherwise
@@ -57,6 +58,7 @@ from fedpact.common.params import FlatModel, all_finite
 from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.common.run_folder import RUN
+from fedpact.deployment.approval import check_approved
 from fedpact.deployment.federation import Federation, parse_toml, read_plan
 from fedpact.deployment.final_model import FinalModel, describe_ending, read_ending
 from fedpact.deployment.secure import masker_of
@@ -232,6 +234,7 @@ class Site:
         self._store = Store(directory)
         self._masker = masker_of(directory, self.name, self.federation, self.plan, self._store)
         self._terms = self.federation.terms(self.plan)[self.name]
+        check_approved(directory)
         check_grid([self._terms])
         self._device = device_of(self.settings.device, self.plan.run.precision)
         workshop = self.federation.workshop(self.plan, directory)

@@ -52,6 +52,8 @@ class Policy(BaseModel):
     """The same bounds on the ε that needs none of them; to be given with `honest`."""
     epsilon_alone_ever: _Positive | None = None
     """The same bounds on the ε that needs none of them; to be given with `honest`."""
+    approvals: Annotated[int, Field(ge=0, le=2, strict=True)] = 1
+    """How many people, of different names, have to sign before a deployed site opens."""
     unit: Literal["record", "person"] = "record"
     """Whom all (ε, δ) are of, under add/remove of one: "record", or "person" with all records.
     A run whose ε is of the other is refused: neither follows from the other."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from getpass import getuser
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -160,6 +161,22 @@ def check(directory: Where, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def approve(
+    directory: Annotated[Path, typer.Argument(help="The site's directory.")],
+    by: Annotated[str | None, typer.Option(help="Sign for it, by this name.")] = None,
+) -> None:
+    """Show in plain words what a site will release, and at what cost; with --by, sign."""
+    from fedpact.deployment import approval
+
+    out = _out()
+    out.print(approval.describe(directory), markup=False)
+    found = approval.read_approvals(directory) if by is None else approval.approve(directory, by)
+    names = ", ".join(found.names) or "nobody"
+    more = f"; {found.missing} more to go, with --by NAME" if found.missing else ""
+    out.print(f"\nApproved by {names}, of {found.needed} that policy.toml asks for{more}.")
+
+
+@app.command()
 def health(
     directory: Annotated[Path, typer.Argument(help="The server's or a site's directory.")],
 ) -> None:
@@ -172,7 +189,10 @@ def health(
 
 
 @app.command()
-def up(directory: Where) -> None:
+def up(
+    directory: Where,
+    yes: Annotated[bool, typer.Option("--yes", help="Approve for every site unasked.")] = False,
+) -> None:
     """Try the whole federation on this machine: start, watch and stop it."""
     from fedpact.cli.commands.inspect import check_before_start
     from fedpact.deployment import local
@@ -185,6 +205,7 @@ def up(directory: Where) -> None:
             "or name the whole deployment's directory"
         )
     check_before_start(directory)
+    _approve_all([where for name, where in places.items() if name != local.SERVER], yes)
     with local.Parties(directory) as here:
         _out().print(f"started: {', '.join(here.start())}; Ctrl-C stops them, `up` resumes them")
         _follow(directory, here)
@@ -268,6 +289,20 @@ def model(
 
     place = FinalModel.of(directory).bring(source)
     _out().print(f"{place}: use it with `fedpact predict {directory} FILE`", markup=False)
+
+
+def _approve_all(sites: Sequence[Path], yes: bool) -> None:
+    """Have whoever tries a federation approve for its sites, where their policies ask for it."""
+    from fedpact.deployment import approval
+
+    waiting = [where for where in sites if approval.read_approvals(where).missing]
+    for where in waiting:
+        _out().print(approval.describe(where), markup=False)
+    if waiting and not yes:
+        typer.confirm(f"Approve this for {len(waiting)} sites as {getuser()}?", abort=True)
+    for where in waiting:
+        approval.approve(where, getuser())
+        approval.check_approved(where)
 
 
 def _follow(directory: Path, here: local.Parties) -> None:

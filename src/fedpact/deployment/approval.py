@@ -1,0 +1,216 @@
+"""Approvals: people who have read what a site will release, and at what cost, and sign for it.
+
+approval.toml stands in the site's directory, and has a table for each of them. The signature is the
+site's own key's, over name, time and a digest of the plan, the federation and the policy: of any
+other it is void. It is asked for when the site opens, and never leaves it.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fedpact.common.about import OneLine
+from fedpact.common.errors import InputError, PolicyRefused
+from fedpact.common.files import write_whole
+from fedpact.common.format import toml, upper
+from fedpact.deployment.federation import Federation, parse_toml, read_plan
+from fedpact.deployment.site_records import SiteSettings
+from fedpact.plan import Plan
+from fedpact.privacy.policy import Policy
+from fedpact.privacy.terms import Terms
+from fedpact.simulation.secure_aggregation import keys
+
+FILE: Final = "approval.toml"
+_OF: Final = ("plan.json", "federation.toml", "policy.toml")
+_STRICT: Final = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Approval(BaseModel):
+    """One person's. digest: see `digest_of`; signature: hexadecimal."""
+
+    model_config = _STRICT
+    by: OneLine
+    time: str
+    digest: str
+    signature: str = Field(pattern=r"^([0-9a-f]{2})+$")
+
+    @property
+    def signed(self) -> bytes:
+        """What the signature is over."""
+        return json.dumps([self.by, self.time, self.digest]).encode()
+
+
+class _Approvals(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    approvals: list[Approval] = []
+
+
+@dataclass(frozen=True)
+class ApprovalState:
+    """Who has approved a site's run as it is now, and how many different names have to."""
+
+    site: str
+    names: Sequence[str]
+    needed: int
+
+    @property
+    def missing(self) -> int:
+        """How many more have to."""
+        return max(0, self.needed - len(self.names))
+
+
+def digest_of(site: Path) -> str:
+    """Return the SHA-256 of what is approved: of the three files' own, in this order."""
+    parts = [hashlib.sha256((site / name).read_bytes()).digest() for name in _OF]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def read_approvals(site: Path) -> ApprovalState:
+    """Return who has approved. An approval of something else, or that no key signed, counts not.
+
+    Raises PlanError: a file that cannot be read.
+    """
+    name = parse_toml(SiteSettings, site / "site.toml").name
+    needed = Policy.read(site / "policy.toml").approvals
+    return ApprovalState(name, [one.by for one in _valid(site, name)], needed)
+
+
+def check_approved(site: Path) -> None:
+    """Raise PolicyRefused where fewer people have approved than the policy asks for."""
+    found = read_approvals(site)
+    if found.missing:
+        have = f"{', '.join(found.names) or 'nobody'} has approved it as it is now"
+        raise PolicyRefused(
+            f"site {found.site} does not open: policy.toml has approvals = {found.needed}, and "
+            f"{have}. Read what it will release, and sign: `fedpact deploy approve {site}`, then "
+            "again with --by NAME; a changed plan.json, federation.toml or policy.toml needs that "
+            "anew. Nothing is promised or charged"
+        )
+
+
+def approve(site: Path, by: str) -> ApprovalState:
+    """Sign for one person, and return who has approved now. Void approvals are dropped.
+
+    Raises InputError of some kind: no name, a name that has approved, files that cannot be read.
+    """
+    name = parse_toml(SiteSettings, site / "site.toml").name
+    kept = _valid(site, name)
+    who = " ".join(by.split())
+    if not who:
+        raise InputError("--by is empty: expected the name of the person who approves")
+    if _same(who) in {_same(one.by) for one in kept}:
+        raise InputError(f"{who} has approved this run of site {name} already")
+    time = datetime.now(UTC).isoformat(timespec="seconds")
+    own = Approval(by=who, time=time, digest=digest_of(site), signature="00")
+    signature = keys.sign(keys.read_private_key(site / "site.key"), _purpose(name), own.signed)
+    text = "# Who has approved what this site releases: `fedpact deploy approve`.\n" + "".join(
+        "\n[[approvals]]\n"
+        + "".join(f"{key} = {toml(value)}\n" for key, value in one.model_dump().items())
+        for one in (*kept, own.model_copy(update={"signature": signature.hex()}))
+    )
+    write_whole(site / FILE, text.encode())
+    return read_approvals(site)
+
+
+def _valid(site: Path, name: str) -> list[Approval]:
+    """The first approval of each name that holds for the files as they are."""
+    if not (site / FILE).exists():
+        return []
+    member = Federation.read(site / "federation.toml").sites.get(name)
+    if member is None:
+        return []
+    key, digest = keys.public_key(member.key), digest_of(site)
+    found = dict[str, Approval]()
+    for one in parse_toml(_Approvals, site / FILE).approvals:
+        signature = bytes.fromhex(one.signature)
+        if one.digest == digest and keys.is_signed(key, _purpose(name), one.signed, signature):
+            found.setdefault(_same(one.by), one)
+    return [*found.values()]
+
+
+def _same(name: str) -> str:
+    return " ".join(name.casefold().split())
+
+
+def _purpose(site: str) -> str:
+    return f"approval of {site}"
+
+
+def describe(site: Path) -> str:
+    """Return in plain words what a site will release, to whom, and what it costs whom.
+
+    Raises InputError of some kind: its files do not fit.
+    """
+    settings = parse_toml(SiteSettings, site / "site.toml")
+    federation = Federation.read(site / "federation.toml")
+    plan, policy = read_plan(site / "plan.json"), Policy.read(site / "policy.toml")
+    if settings.name not in federation.sites:
+        raise InputError(
+            f"site.toml names {settings.name!r}: federation.toml has {', '.join(federation.names)}"
+        )
+    terms = federation.terms(plan)[settings.name]
+    return "\n".join(
+        [
+            f"Site {settings.name} will take part in run {federation.run}: {plan.algorithm}, at "
+            f"most {plan.rounds} rounds, with {len(federation.sites)} sites in all.",
+            "",
+            "What leaves it:",
+            *(f"- {line}" for line in _released(plan, terms)),
+            "",
+            "What that costs:",
+            *(f"- {line}" for line in _costs(plan, terms, policy)),
+            "",
+            "What this does not cover, and a person has to release by hand:",
+            "- the ledger's receipt (`fedpact ledger export`): budgets and purpose, no records;",
+            "- the exact figures of `deploy check`, `deploy status` and `personalise`: for the "
+            "owner alone, and protected by nothing;",
+            "- the final model: every site has it. To pass it on costs no more ε.",
+        ]
+    )
+
+
+def _released(plan: Plan, terms: Terms) -> list[str]:
+    told = {"gradient": "noisy sums of the model's clipped gradients"}
+    told |= {"difference": "the noisy change of the model", "loss": "noisy sums of the loss"}
+    told |= {"size": f"a noisy count of its {terms.protects}s"}
+    threshold = plan.secure_aggregation.threshold
+    to = (
+        f"the server sees sums over at least {threshold} sites only"
+        if threshold
+        else ("the server sees each one")
+    )
+    found = [
+        f"{told.get(name, name)} ({name}: noise of {sigma:.4g} times what one {terms.protects} "
+        "can add)"
+        for name, sigma in terms.releases.items()
+    ]
+    once = plan.evaluation_terms
+    if once is not None:
+        names = ", ".join(once.releases)
+        found.append(f"noisy counts of how the model does on held-out records ({names})")
+    return [*found, f"{to}; no record, and no exact number of any, is sent"]
+
+
+def _costs(plan: Plan, terms: Terms, policy: Policy) -> list[str]:
+    budget = terms.budget
+    found = [
+        f"(ε, δ) = ({upper(budget.epsilon)}, {upper(budget.delta)}) for each {terms.protects} "
+        f"({terms.adjacency}), reserved when the site opens and never more;",
+        f"the policy allows ε = {policy.epsilon_ever:g} on these records ever, in all runs;",
+    ]
+    if terms.honest:
+        found.append(
+            f"it holds if {terms.honest} sites add their noise; without them ε = "
+            f"{upper(terms.epsilon_alone)};"
+        )
+    once = plan.evaluation_terms
+    if once is not None:
+        cost = upper(once.budget.epsilon), upper(once.budget.delta)
+        found.append(f"({cost[0]}, {cost[1]}) for whoever is held out for evaluations;")
+    return [*found, "what is spent cannot be taken back."]
