@@ -46,7 +46,7 @@ def small_mnist(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     for part, n in (("train", 20), ("t10k", 10)):
         contents[f"{part}-images.gz"] = idx(rng.integers(0, 256, (n, 28, 28)))
         contents[f"{part}-labels.gz"] = idx(np.arange(n) % 10)
-    sums = {name: hashlib.md5(content).hexdigest() for name, content in contents.items()}
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     source = Source("mnist", sums, home="http://localhost:9", licence="none")
     monkeypatch.setitem(download.SOURCES, "mnist", source)  # type: ignore[arg-type]
     return contents

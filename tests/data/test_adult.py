@@ -38,7 +38,7 @@ def adult(tmp_path, monkeypatch):
     for name, lines in parts.items():
         content = "\n".join(lines).encode()
         (home / name).write_bytes(content)
-        sums[name] = hashlib.md5(content).hexdigest()
+        sums[name] = hashlib.sha256(content).hexdigest()
     monkeypatch.setenv("FEDPACT_DATA", str(tmp_path))
     old = download.SOURCES["adult"]
     monkeypatch.setitem(download.SOURCES, "adult", Source("adult", sums, old.home, old.licence))

@@ -61,7 +61,7 @@ def test_download_from_a_folder(tmp_path, small_mnist, cache):
 def test_a_download_that_is_not_the_published_file_is_not_kept(server, small_mnist, cache):
     url, folder = server
     put(folder, {**small_mnist, "train-images.gz": b"<html>moved</html>"})
-    with pytest.raises(DataError, match=r"train-images\.gz \(18 bytes\) has MD5"):
+    with pytest.raises(DataError, match=r"train-images\.gz \(18 bytes\) has SHA-256"):
         download("mnist", url)
     assert not list((cache / "data").rglob("*.gz"))
 
@@ -99,7 +99,7 @@ def test_an_archive_gives_its_named_members_only(tmp_path, cache, monkeypatch):
         name: rng.integers(0, 10, 3073 * 4, np.uint8).tobytes()
         for name in files.SOURCES["cifar10"].files
     }
-    sums = {name: hashlib.md5(content).hexdigest() for name, content in batches.items()}
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in batches.items()}
     source = Source("cifar10", sums, "http://127.0.0.1:1", "none", archive="c.tar.gz")
     monkeypatch.setitem(files.SOURCES, "cifar10", source)
     home = tmp_path / "home"

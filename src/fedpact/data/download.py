@@ -4,8 +4,8 @@ FEDPACT_DATA   the data directory, one folder a data set; it may be read-only.
                Default: `data` in the cache directory.
 FEDPACT_CACHE  the cache directory for decoded arrays. Default: ~/.cache/fedpact.
 
-A file is read whole and compared with its published MD5 before anything is decoded. MD5 is what the
-data sets' own sites publish; it finds a damaged or wrong file, not an attacker.
+A file is read whole and compared with its SHA-256 before anything is decoded. The digests are of
+files that had the MD5 which the data sets' own sites publish.
 """
 
 import hashlib
@@ -35,8 +35,8 @@ _IDX = ("train-images", "train-labels", "t10k-images", "t10k-labels")
 class Source:
     """A public data set: its folder is `name`, its files stand below it.
 
-    files: path in the folder -> published MD5. A file may lie there compressed, with `.xz` added;
-    the MD5 is then that of its content. home: the address its files are fetched from.
+    files: path in the folder -> SHA-256. A file may lie there compressed, with `.xz` added;
+    the digest is then that of its content. home: the address its files are fetched from.
     archive: the tar file below `home` that holds them, if they are not there one by one.
     """
 
@@ -50,8 +50,8 @@ class Source:
 def _idx(images: str, labels: str, test_images: str, test_labels: str) -> dict[str, str]:
     sums = (images, labels, test_images, test_labels)
     return {
-        f"{part}-idx{3 if 'images' in part else 1}-ubyte.gz": md5
-        for part, md5 in zip(_IDX, sums, strict=True)
+        f"{part}-idx{3 if 'images' in part else 1}-ubyte.gz": digest
+        for part, digest in zip(_IDX, sums, strict=True)
     }
 
 
@@ -61,10 +61,10 @@ SOURCES: Mapping[str, Source] = {
         Source(
             "mnist",
             _idx(
-                "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-                "d53e105ee54ea40749a09fcbcd1e9432",
-                "9fb629c4189551a2d022fa330f9573f3",
-                "ec29112dd5afa0611ce80d1b7f02629c",
+                "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+                "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+                "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+                "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
             ),
             home="https://ossci-datasets.s3.amazonaws.com/mnist",
             licence="CC BY-SA 3.0 as commonly stated (Y. LeCun, C. Cortes)",
@@ -72,10 +72,10 @@ SOURCES: Mapping[str, Source] = {
         Source(
             "fashion_mnist",
             _idx(
-                "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-                "25c81989df183df01b3e8a0aad5dffbe",
-                "bef4ecab320f06d8554ea6380940ec79",
-                "bb300cfdad3c16e7a12a480ee83cd310",
+                "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+                "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+                "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+                "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
             ),
             home="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
             licence="MIT, Zalando SE",
@@ -83,14 +83,26 @@ SOURCES: Mapping[str, Source] = {
         Source(
             "cifar10",
             {
-                f"cifar-10-batches-bin/{batch}.bin": md5
-                for batch, md5 in {
-                    "data_batch_1": "5dd7e06a14cb22eb9f671a540d1b7c25",
-                    "data_batch_2": "5ea93a67294ea407fff1d09f752e9692",
-                    "data_batch_3": "942cd6a4bcdd0dd3c604fbe906cb4421",
-                    "data_batch_4": "ae636b3ba5c66a11e91e8cb52e771fcb",
-                    "data_batch_5": "53f37980c15c3d472c316c40844f3f0d",
-                    "test_batch": "803d5f7f4d78ea53de84dbe85f74fb6d",
+                f"cifar-10-batches-bin/{batch}.bin": digest
+                for batch, digest in {
+                    "data_batch_1": (
+                        "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5"
+                    ),
+                    "data_batch_2": (
+                        "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed"
+                    ),
+                    "data_batch_3": (
+                        "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67"
+                    ),
+                    "data_batch_4": (
+                        "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48"
+                    ),
+                    "data_batch_5": (
+                        "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add"
+                    ),
+                    "test_batch": (
+                        "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"
+                    ),
                 }.items()
             },
             home="https://www.cs.toronto.edu/~kriz",
@@ -100,25 +112,33 @@ SOURCES: Mapping[str, Source] = {
         Source(
             "heart_disease",
             {
-                "processed.cleveland.data": "2d91a8ff69cfd9616aa47b59d6f843db",
-                "processed.hungarian.data": "22e96bee155b5973568101c93b3705f6",
-                "processed.switzerland.data": "9a87f7577310b3917730d06ba9349e20",
-                "processed.va.data": "4249d03ca7711e84f4444768c9426170",
+                "processed.cleveland.data": (
+                    "a74b7efa387bc9d108d7d0115d831fe9b414b29ae7124f331b622b4efa0427c8"
+                ),
+                "processed.hungarian.data": (
+                    "d1ad108f785768cd3d7e82dc522e6f5a61eea93cccfb3a46ee8076f73fc3d796"
+                ),
+                "processed.switzerland.data": (
+                    "834a405ccf5b66ab4056bb77794adc8df0b7125186454c0a1d002d33c6c3b314"
+                ),
+                "processed.va.data": (
+                    "e7c93d8d0d2acdadfa4c5e8de768e2191e7f618b952e29623f1f0d5949ff6b8f"
+                ),
             },
             home="https://archive.ics.uci.edu/ml/machine-learning-databases/heart-disease",
             licence="CC BY 4.0 (UCI; A. Janosi, W. Steinbrunn, M. Pfisterer, R. Detrano)",
         ),
         Source(
             "shakespeare",
-            {"input.txt": "6fb458f1232090904fb40fe944165e91"},
+            {"input.txt": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"},
             home="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare",
             licence="text in the public domain; MIT (A. Karpathy's char-rnn)",
         ),
         Source(
             "adult",
             {
-                "adult.data": "5d7c39d7b8804f071cdd1f2a7c460872",
-                "adult.test": "35238206dfdf7f1fe215bbb874adecdc",
+                "adult.data": "5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d",
+                "adult.test": "a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05",
             },
             home="https://archive.ics.uci.edu/ml/machine-learning-databases/adult",
             licence="CC BY 4.0 (UCI; B. Becker, R. Kohavi)",
@@ -161,7 +181,7 @@ def locate(source: Source, file: str) -> Path | None:
 
 
 def read_verified(source: Source, file: str) -> bytes:
-    """Return a file's content, which has the published MD5. Raises DataError otherwise."""
+    """Return a file's content, which has the right SHA-256. Raises DataError otherwise."""
     path = locate(source, file)
     if path is None:
         unset = "" if os.environ.get("FEDPACT_DATA") else " (FEDPACT_DATA is not set)"
@@ -178,23 +198,23 @@ def read_verified(source: Source, file: str) -> bytes:
             f"data set {source.name}: {path} cannot be read ({error}): fetch it again with "
             f"`fedpact data download {source.name}`"
         ) from error
-    check_md5(source, file, content, str(path))
+    check_digest(source, file, content, str(path))
     return content
 
 
-def check_md5(source: Source, file: str, content: bytes, origin: str) -> None:
+def check_digest(source: Source, file: str, content: bytes, origin: str) -> None:
     """Raise DataError unless the content is the published one."""
-    found, expected = hashlib.md5(content, usedforsecurity=False).hexdigest(), source.files[file]
+    found, expected = hashlib.sha256(content).hexdigest(), source.files[file]
     if found != expected:
         raise DataError(
-            f"data set {source.name}: {origin} ({len(content)} bytes) has MD5 {found}: expected "
-            f"the published {expected}; the file is damaged or another version; fetch it again "
+            f"data set {source.name}: {origin} ({len(content)} bytes) has SHA-256 {found}: "
+            f"expected {expected}; the file is damaged or another version; fetch it again "
             f"with `fedpact data download {source.name}`"
         )
 
 
 def state(source: Source, file: str) -> str:
-    """Return "ok", "missing" or "damaged": whether the file is there with its published MD5."""
+    """Return "ok", "missing" or "damaged": whether the file is there with the right digest."""
     if locate(source, file) is None:
         return "missing"
     try:
@@ -210,7 +230,7 @@ def load_cached(source: Source, decode: Callable[[Source], Arrays]) -> Arrays:
     The cached file is an uncompressed .npz, named by the files' checksums; each array in it carries
     a CRC-32, and a file that fails it in any way is made again.
     """
-    sums = "".join(f"{file}{md5}" for file, md5 in sorted(source.files.items()))
+    sums = "".join(f"{file}{digest}" for file, digest in sorted(source.files.items()))
     key = hashlib.blake2b(sums.encode(), digest_size=8).hexdigest()
     path = cache_dir() / f"{source.name}-{key}.npz"
     if path.is_file():
@@ -248,7 +268,7 @@ def download(name: str, home: str | None = None) -> list[str]:
         return []
     home = (home or source.home).rstrip("/")
     for file, content, url in _contents(source, wanted, home):
-        check_md5(source, file, content, url)
+        check_digest(source, file, content, url)
         target = data_dir() / source.name / file
         try:
             with replacing(target, private=False) as temporary:

@@ -327,7 +327,7 @@ def _decode_idx(source: Source) -> Arrays:
 
 
 def _decode_cifar(source: Source) -> Arrays:
-    # liblzma and MD5 release the interpreter's lock, so the batches decode in parallel.
+    # liblzma and SHA-256 release the interpreter's lock, so the batches decode in parallel.
     with ThreadPoolExecutor() as pool:
         batches = list(
             pool.map(lambda file: cifar_batch(read_verified(source, file)), source.files)

@@ -77,7 +77,7 @@ def verify(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check every file against its published MD5; fail if one is missing or damaged."""
+    """Check every file against its SHA-256; fail if one is missing or damaged."""
     from fedpact.data import download
 
     names = names or []
@@ -120,7 +120,7 @@ def download(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Download missing or damaged files to the data directory and check their MD5."""
+    """Download missing or damaged files to the data directory and check their SHA-256."""
     from fedpact.data import download
     from fedpact.data.download import download as fetch
 
