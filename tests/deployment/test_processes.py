@@ -15,7 +15,7 @@ from fedpact.common.errors import DataError, FedpactError, InputError
 from fedpact.common.files import only_one
 from fedpact.deployment import local, processes
 from fedpact.deployment.flower import program
-from fedpact.deployment.health import is_held
+from fedpact.deployment.flower.health import is_held
 
 PARTY = """
 import fcntl, signal, sys

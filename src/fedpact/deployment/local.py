@@ -16,7 +16,7 @@ from fedpact.common.files import parse_errors, private_opener
 from fedpact.common.messages import RoundRecord
 from fedpact.deployment.federation import Federation, parse_toml
 from fedpact.deployment.final_model import read_ending
-from fedpact.deployment.health import is_held
+from fedpact.deployment.flower.health import is_held
 from fedpact.deployment.processes import die_with_parent, environment
 from fedpact.deployment.site_evaluation import own_figures
 from fedpact.deployment.site_records import SiteSettings

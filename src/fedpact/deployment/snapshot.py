@@ -17,7 +17,7 @@ from fedpact.common.format import against_majority_class
 from fedpact.common.messages import REASONS, RoundRecord
 from fedpact.common.run_folder import WAITS, folder_of_run
 from fedpact.deployment.federation import Federation, parse_toml
-from fedpact.deployment.health import is_held
+from fedpact.deployment.flower.health import is_held
 from fedpact.deployment.server import FILE as HANDED_OVER
 from fedpact.deployment.site_evaluation import PROGRESS, Progress
 from fedpact.deployment.site_records import SiteSettings
