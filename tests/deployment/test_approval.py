@@ -10,7 +10,7 @@ from fedpact.cli.main import app
 from fedpact.common.errors import InputError, PlanError, PolicyRefused
 from fedpact.common.format import upper
 from fedpact.deployment import keys
-from fedpact.deployment.approval import FILE, approve, check_approved, read_approvals
+from fedpact.deployment.approval import APPROVAL_FILE, approve, check_approved, read_approvals
 from fedpact.deployment.check import check_site
 from fedpact.deployment.files import Choices, write_deployment
 from fedpact.deployment.site import Site
@@ -49,7 +49,7 @@ def test_two_approvals_need_two_names(site_dir):
     with pytest.raises(InputError, match="has approved this run"):
         approve(site_dir, "a.  owner ")
     # The same block twice, or under the same name otherwise written, is one.
-    path = site_dir / FILE
+    path = site_dir / APPROVAL_FILE
     block = path.read_text().partition("[[approvals]]")[2]
     path.write_text(path.read_text() + f"\n[[approvals]]{block}")
     assert read_approvals(site_dir).missing == 1
@@ -73,7 +73,7 @@ def test_a_changed_file_makes_approvals_void(unsigned, name):
 @pytest.mark.parametrize("field", ["by", "time", "digest", "signature"])
 def test_a_forged_approval_counts_for_nothing(unsigned, field):
     approve(unsigned, "A. Owner")
-    path = unsigned / FILE
+    path = unsigned / APPROVAL_FILE
     lines = path.read_text().splitlines()
     (at,) = (k for k, line in enumerate(lines) if line.startswith(f"{field} = "))
     end = "0" if lines[at][-2] != "0" else "1"
@@ -84,12 +84,12 @@ def test_a_forged_approval_counts_for_nothing(unsigned, field):
 def test_only_the_sites_own_key_signs(unsigned, deployment):
     other = ask_for(deployment / "sites" / "site-01", 1)
     approve(other, "A. Owner")
-    (unsigned / FILE).write_text((other / FILE).read_text())
+    (unsigned / APPROVAL_FILE).write_text((other / APPROVAL_FILE).read_text())
     assert read_approvals(unsigned).names == []
     keys.write_signing_key(unsigned / "site.key")
     approve(unsigned, "A. Owner")
     assert read_approvals(unsigned).missing == 1
-    (unsigned / FILE).write_text("approvals = 3")
+    (unsigned / APPROVAL_FILE).write_text("approvals = 3")
     with pytest.raises(PlanError, match=r"approval\.toml is not understood"):
         read_approvals(unsigned)
 
@@ -108,7 +108,7 @@ def test_command_says_cost_and_releases_then_signs(unsigned):
     assert f"(ε, δ) = ({upper(cost.epsilon)}, {upper(cost.delta)}) for each record" in shown.output
     assert f"at most {cost.rounds} rounds" in shown.output
     assert "Approved by nobody" in shown.output
-    assert not (unsigned / FILE).exists()
+    assert not (unsigned / APPROVAL_FILE).exists()
     signed = CliRunner().invoke(app, [*command, "--by", "A. Owner"])
     assert "Approved by A. Owner, of 1" in signed.output
     check_approved(unsigned)

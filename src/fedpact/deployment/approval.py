@@ -26,13 +26,13 @@ from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.secure_aggregation import keys
 
-FILE: Final = "approval.toml"
+APPROVAL_FILE: Final = "approval.toml"
 _OF: Final = ("plan.json", "federation.toml", "policy.toml")
 _STRICT: Final = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Approval(BaseModel):
-    """One person's. digest: see `digest_of`; signature: hexadecimal."""
+    """One person's. digest: see `digest_approved`; signature: hexadecimal."""
 
     model_config = _STRICT
     by: OneLine
@@ -65,7 +65,7 @@ class ApprovalState:
         return max(0, self.needed - len(self.names))
 
 
-def digest_of(site: Path) -> str:
+def digest_approved(site: Path) -> str:
     """Return the SHA-256 of what is approved: of the three files' own, in this order."""
     parts = [hashlib.sha256((site / name).read_bytes()).digest() for name in _OF]
     return hashlib.sha256(b"".join(parts)).hexdigest()
@@ -107,27 +107,27 @@ def approve(site: Path, by: str) -> ApprovalState:
     if _same(who) in {_same(one.by) for one in kept}:
         raise InputError(f"{who} has approved this run of site {name} already")
     time = datetime.now(UTC).isoformat(timespec="seconds")
-    own = Approval(by=who, time=time, digest=digest_of(site), signature="00")
+    own = Approval(by=who, time=time, digest=digest_approved(site), signature="00")
     signature = keys.sign(keys.read_private_key(site / "site.key"), _purpose(name), own.signed)
     text = "# Who has approved what this site releases: `fedpact deploy approve`.\n" + "".join(
         "\n[[approvals]]\n"
         + "".join(f"{key} = {toml(value)}\n" for key, value in one.model_dump().items())
         for one in (*kept, own.model_copy(update={"signature": signature.hex()}))
     )
-    write_whole(site / FILE, text.encode())
+    write_whole(site / APPROVAL_FILE, text.encode())
     return read_approvals(site)
 
 
 def _valid(site: Path, name: str) -> list[Approval]:
     """The first approval of each name that holds for the files as they are."""
-    if not (site / FILE).exists():
+    if not (site / APPROVAL_FILE).exists():
         return []
     member = Federation.read(site / "federation.toml").sites.get(name)
     if member is None:
         return []
-    key, digest = keys.public_key(member.key), digest_of(site)
+    key, digest = keys.public_key(member.key), digest_approved(site)
     found = dict[str, Approval]()
-    for one in parse_toml(_Approvals, site / FILE).approvals:
+    for one in parse_toml(_Approvals, site / APPROVAL_FILE).approvals:
         signature = bytes.fromhex(one.signature)
         if one.digest == digest and keys.is_signed(key, _purpose(name), one.signed, signature):
             found.setdefault(_same(one.by), one)
