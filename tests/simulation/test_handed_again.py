@@ -69,7 +69,7 @@ def test_what_was_handed_in_is_handed_in_again(tmp_path, elsewhere):
     score = result.evaluate(X, Y)
     elsewhere()
     more = {"rounds": 1, "data": (X, Y), "loss": LOSS}
-    with pytest.raises(PlanError, match="hand in the same, or begin"):
+    with pytest.raises(PlanError, match="give the same, or start"):
         fedpact.extend(result.folder, **{**more, "loss": right})
     assert fedpact.load(result.folder).predict(X).labels.tolist()
     with pytest.raises(ModelError, match=r"loss=\.\.\. of fedpact.run or fedpact.load"):

@@ -305,7 +305,7 @@ def test_a_digest_tells_apart_what_differs_by_a_value_alone():
 
 
 def test_settings_beside_a_plan_and_bad_plans_are_refused():
-    with pytest.raises(PlanError, match="rounds: the plan has those settings"):
+    with pytest.raises(PlanError, match="rounds: these are settings of the plan"):
         fedpact.run(fedpact.Plan(), rounds=3)
     with pytest.raises(InputError, match='engine = "ray" with lambda@'):
         fedpact.run(local(4), "digits", engine="ray")
