@@ -115,7 +115,8 @@ def _configuration() -> Iterator[str]:
 
 def _deployment() -> Iterator[str]:
     yield "# A deployment's files\n\n"
-    yield "`fedpact deploy init` writes them; [deployment](../deployment.md) says what for.\n\n"
+    yield "`fedpact deploy init` writes them; "
+    yield "[Operate a deployment](../how-to/operate-a-deployment.md) explains them.\n\n"
     for table in reference.everything():
         if table.name.startswith(tuple(reference.FILES)):
             yield from _table(table, table.name)

@@ -23,7 +23,7 @@ sys.exit(pytest.main(["-q", "-k", "serverstep", "-p", "no:cacheprovider", *tests
 
 
 def test_the_worked_example_passes_the_conformance_suite(tmp_path):
-    page = (ROOT / "docs" / "adding-an-algorithm.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert "serverstep" not in names()
     (tmp_path / "serverstep.py").write_text(code, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""docs/extending.md: each of its blocks, added to a copy of the package, is found by all of it.
+"""docs/how-to/extend.md: each of its blocks, added to a copy of the package, is found by all of it.
 
 What is added where is the count of files that an extension touches: one each. An accountant's or a
 mechanism's own mathematics would be a second.
@@ -28,8 +28,7 @@ from fedpact.evaluation.metrics import METRICS, Metric, check_names
 from fedpact.per_sample.tracing import batch_table
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
-PAGE = (DOCS / "extending.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
 
 
 def block(name: str) -> str:
@@ -38,8 +37,7 @@ def block(name: str) -> str:
 
 
 def algorithm() -> str:
-    page = (DOCS / "adding-an-algorithm.md").read_text(encoding="utf-8")
-    (found,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (found,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     return found
 
 
@@ -53,7 +51,7 @@ ADDED = {
     "algorithm": ("algorithms/serverstep.py", lambda text: algorithm()),
     "rule": (
         "per_sample/tracing/batch_table.py",
-        lambda text: text + '\n\nRULES |= _named(rules.pointwise, "sinc")\n',
+        lambda text: text + "\n\n" + block("rule"),
     ),
     "partition": (
         "data/partition.py",

@@ -41,7 +41,7 @@ def carried_out(name: str, folder: Path) -> str:
 def test_all_are_listed_and_stored_without_outputs() -> None:
     named = [*SHOWN, *SLOW]
     assert sorted(named) == sorted(path.stem for path in FOLDER.glob("*.ipynb"))
-    page = (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "runs.md").read_text(encoding="utf-8")
     for name in named:
         assert f"notebooks/{name}.ipynb" in page
         cells = [cell for cell in read(name).cells if cell.cell_type == "code"]

@@ -77,7 +77,7 @@ def test_links_outside_docs_resolve_on_the_site(site):
     assert 'href="experiments/index.html"' in home
     assert "docs/" not in " ".join(re.findall(r'href="([^"]*)"', home))
     page = (site / "experiments/joining/index.html").read_text("utf-8")
-    assert 'href="../../joining.html"' in page
+    assert 'href="../../how-to/evaluate-and-personalise.html"' in page
 
 
 def test_a_browser_asks_for_no_other_place(site):

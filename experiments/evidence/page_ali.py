@@ -266,7 +266,7 @@ def _best(book: Book) -> str:
             cells = [best.cell(book, data, epsilon, trust) for trust in ("own", "sum")]
             rows.append([NAMES[data], f"{epsilon:g}", f"{top:.2f}", *cells])
     text = (
-        "Fixed features and a linear model ([features.md](features.md)), all records in every "
+        "Fixed features and a linear model ([Features](how-to/features.md)), all records in every "
         "batch: own, each site with all its own noise; sum, noise that the ten share out, nine of "
         "them honest. 50 and 60 rounds, of the sum 100 and 158, but for CIFAR-10 at ε = 2, which "
         "is the row of experiments/features with 120 and so lies below its neighbours; the paper "

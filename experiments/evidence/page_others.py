@@ -59,7 +59,7 @@ def ldp(book: Book) -> Iterator[str]:
     yield "## LDP FedSGD, Figure 1"
     yield (
         "Noise, utility bound and rate bound against ε. Only RDP and PLD are guarantees; the four "
-        "older bounds drop terms, and are for comparison ([errata.md](errata.md)). q = 1e-3, "
+        "older bounds drop terms, and are for comparison ([Errata](notes/errata.md)). q = 1e-3, "
         "δ = 1e-4, d = 10,000, 100 clients; σ is noise over C a coordinate, the rate in nats a "
         "round. `fedpact tradeoffs --json` makes the numbers, and with `--out` the figure."
     )

@@ -142,7 +142,8 @@ def run(
     classes), or with nothing where it needs nothing. data: a name, a path, or records as
     data.from_python has them. test: a public test set in the same form, or a file's path.
     loss, metrics: in place of those of the plan's [task], as it has them, or the functions.
-    engine: "local", threads of this machine, or "ray", a cluster (docs/deployment.md).
+    engine: "local", threads of this machine, or "ray", a cluster
+    (docs/how-to/operate-a-deployment.md).
     on_round: called with every RoundRecord; by default a notebook shows a bar. stop: asked between
     rounds; true ends the run there.
     Raises InputError (a ValueError) for whatever does not fit, before anything is written.

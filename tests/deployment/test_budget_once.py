@@ -1,7 +1,7 @@
 """No budget is spent twice: ledgers that are put back, sites that run twice, full disks, policies.
 
 The server is honest in all of these: what a server and a site's owner can do together is said in
-docs/deployment.md.
+docs/how-to/operate-a-deployment.md.
 """
 
 import errno

@@ -2,7 +2,7 @@
 
 An algorithm is a module of pure functions, described by `Algorithm`: what the server tells the
 sites, what a site does with its oracle, what the server does with the replies. The loops over
-rounds and over sites belong to the engine. docs/adding-an-algorithm.md writes one from scratch.
+rounds and over sites belong to the engine. docs/how-to/extend.md writes one from scratch.
 
 >>> "fedavg" in names()
 True

@@ -32,7 +32,7 @@ _HEAD: Final = """\
 # Drafted from {file} by `fedpact inspect`, for the person who writes the federation. A line that
 # begins with # and a key is a proposal, and counts for nothing: put it right, by what such a value
 # can be and not by what is here, and take the # away. Lines "found" are of these records, exact:
-# delete them before you pass this on. docs/own-tables.md has the keys.
+# delete them before you pass this on. docs/how-to/prepare-tables.md has the keys.
 """
 _DATE: Final = "a date is no number: write it as days since a day that is fixed, and name it again"
 _TEXT: Final = (

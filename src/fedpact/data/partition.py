@@ -1,7 +1,7 @@
 """The partitions of records over sites: kinds, settings, and their application.
 
 A kind is here whole: what deals the records, which settings are its own, what they have to be.
-Whatever is incomplete is an error when this file is imported; docs/extending.md adds a kind.
+Whatever is incomplete is an error when this file is imported; docs/how-to/extend.md adds a kind.
 
 >>> from fedpact.data.load import load_dataset
 >>> settings = PartitionSettings(kind="labels", labels_per_site=2)

@@ -84,7 +84,8 @@ On several: `server/start.sh` on the server, `start.sh` of each site's directory
 site's owner reads `site.toml` and `policy.toml` first, points `records` at the site's records, and
 looks with `fedpact deploy check .` whether they are as declared, reads what the site will release,
 and signs: `fedpact deploy approve . --by NAME`. Nothing is charged before all are.
-`federation.toml` and `plan.json` are the same everywhere. docs/deployment.md has the whole story.
+`federation.toml` and `plan.json` are the same everywhere. The guide is
+docs/how-to/operate-a-deployment.md.
 """
 
 SERVER_START = """\

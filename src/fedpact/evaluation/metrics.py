@@ -248,7 +248,7 @@ METRICS: Final[dict[str, Metric]] = {
     ),
 }
 """Name -> metric. It stands in rounds.jsonl, summary.json, the page, the comparison and their JSON
-by this entry alone; docs/extending.md adds one."""
+by this entry alone; docs/how-to/extend.md adds one."""
 
 
 def of_sites(scores: Mapping[str, SiteScore], sizes: Mapping[str, float]) -> dict[str, float]:

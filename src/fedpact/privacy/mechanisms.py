@@ -3,7 +3,7 @@
 Every mechanism adds Gaussian noise of deviation σ_c times its channel's bound (C for the gradient),
 as this is what accountants bound and ledgers hold. What differs is what one record moves, which
 its entry has to state, and prove in the docstring of its batch. Whatever is incomplete is an error
-when this file is imported; docs/extending.md adds a mechanism.
+when this file is imported; docs/how-to/extend.md adds a mechanism.
 """
 
 import math

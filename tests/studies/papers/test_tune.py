@@ -380,7 +380,7 @@ def test_fedfdp_refuses_what_makes_no_sense(private, tmp_path):
 
 
 def test_the_code_in_the_documentation_runs():
-    page = Path(__file__).parents[3] / "docs" / "tuning.md"
+    page = Path(__file__).parents[3] / "docs" / "how-to" / "compare-and-tune.md"
     done = doctest.testfile(str(page), module_relative=False, encoding="utf-8")
     assert done.attempted > 15
     assert done.failed == 0

@@ -182,7 +182,8 @@ def advice(this: PendingRequests) -> str:
     if wrong := [*said.get("ledger", ()), *said.get("rejected: ledger", ())]:
         told.append(
             f"{', '.join(wrong)}: another ledger than this server has seen. Find out with their "
-            "owners whether a ledger was put back or a site runs twice (docs/deployment.md)"
+            "owners whether a ledger was put back or a site runs twice "
+            "(docs/how-to/operate-a-deployment.md)"
         )
     if "terms" in said:
         told.append(
