@@ -309,8 +309,10 @@ def test_an_algorithm_says_itself_whether_a_part_will_do(name, private, tmp_path
         assert rounds == {*own_rounds(plan, site)}
         (promised,) = entries(tmp_path / "run", site, "reserve")
         charges = entries(tmp_path / "run", site, "charge")
-        # All of it was for these rounds: batches, and what opens a round.
-        assert sum(e["count"] for e in charges) == sum(n for _, _, n in promised["events"])
+        # All of it was for these rounds: batches, and what opens a round. FedNova's sites make as
+        # many steps as their passes take, and leave the rest.
+        charged, reserved = sum(e["count"] for e in charges), sum(n for *_, n in promised["events"])
+        assert charged <= reserved if name == "fednova" else charged == reserved
 
 
 def test_algorithm_without_participation_claim_is_refused(monkeypatch):

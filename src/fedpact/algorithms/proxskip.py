@@ -26,7 +26,7 @@ p near sqrt(μ/L), one over the square root of the condition number, needs the f
 
 import random
 from collections.abc import Iterable
-from math import ceil, log
+from math import ceil, log, log1p
 
 import torch
 from pydantic import Field
@@ -83,7 +83,7 @@ def steps(settings: Settings, state: State | None = None) -> int:
     if state is None or settings.communication == 1:
         return settings.most_steps if state is None and settings.communication < 1 else 1
     coin = random.Random(int(state.numbers.get(_ROUND, 0)))
-    thrown = ceil(log(1 - coin.random()) / log(1 - settings.communication))
+    thrown = ceil(log(1 - coin.random()) / log1p(-settings.communication))
     return min(max(1, thrown), settings.most_steps)
 
 

@@ -116,8 +116,10 @@ def _stakes(run: RunSummary) -> Iterable[OddsStatement]:
     one = "one person, all records" if run.privacy["unit"] == "person" else "one record"
     yield from _both(one, training)
     for k in sites[0].get("epsilon_per_person") or {}:
-        each = max(float(site["epsilon_per_person"][k]) for site in sites)
-        yield stake(f"person, {k} records{_given(training)}", each, training.delta)
+        # JSON has no infinity: an ε without a finite bound is null.
+        each = [site["epsilon_per_person"][k] for site in sites]
+        most = math.inf if None in each else max(map(float, each))
+        yield stake(f"person, {k} records{_given(training)}", most, training.delta)
     if held := run.privacy.get("evaluation"):
         told = f"{held['unit']} held out for evaluation"
         yield stake(told, float(held["epsilon_reserved"]), float(held["delta"]))
