@@ -101,3 +101,18 @@ def test_packed_rows_are_refused_with_what_to_write(kind):
     kernel = PerSampleKernel(FlatModel(Packed()), cross_entropy)
     with pytest.raises(ModelError, match=r"pack_padded_sequence.*out\[torch.arange"):
         kernel.clipped_sum(torch.ones(4, 3, dtype=torch.long), torch.arange(4) % 3, 1.0)
+
+
+def test_one_thread_traces_a_small_convolution():
+    """torch then asks whether a batch has 16 records, to choose how it is computed."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        layers = [nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1, groups=2)]
+        net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+        kernel = PerSampleKernel(FlatModel(net), cross_entropy)
+        x, y = torch.randn(6, 3, 8, 8), torch.arange(6) % 3
+        assert kernel.way(x, y) == "graph"
+        kernel.verify(x, y)
+    finally:
+        torch.set_num_threads(before)

@@ -84,7 +84,21 @@ def _normalised(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
+def _convolved(x: Tensor, weight: Tensor, _: Any = None, *settings: Any) -> Tensor:
+    """Of conv2d: with one thread torch asks whether a batch has 16 records, to choose a way."""
+    stride, padding, dilation = (
+        settings[i] if len(settings) > i else [default] for i, default in enumerate((1, 0, 1))
+    )
+    sizes: list[int] = []
+    for d in (0, 1):
+        s, p, step = (int(v[d % len(v)]) for v in (stride, padding, dilation))
+        room = x.shape[2 + d] + 2 * p - step * (weight.shape[2 + d] - 1) - 1
+        sizes.append(room // s + 1)
+    return x.new_empty((x.shape[0], weight.shape[0], *sizes))
+
+
 _SHAPES: Final[dict[Any, Callable[..., Any]]] = {
+    _aten.conv2d.default: _convolved,
     **dict.fromkeys(
         (_aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input), _recurrent
     ),
