@@ -331,6 +331,9 @@ def _key(entry: Any, prefix: tuple[str, ...]) -> str:
     return ".".join(map(str, (*prefix, *_place(entry)))) or "configuration"
 
 
+_WITHOUT_PRIVACY: Final = 'for a run without privacy set privacy.mode = "none"'
+
+
 def _explain(
     key: str, entries: Sequence[Any], model: "type[BaseModel]", everywhere: Iterable[str]
 ) -> str:
@@ -342,6 +345,11 @@ def _explain(
     if first["type"] == "value_error":
         told = "; ".join(dict.fromkeys(messages))
         return f"{key}: {told}" if place else told
+    hint = f"; {_WITHOUT_PRIVACY}" if key in ("privacy", "privacy.epsilon") else ""
+    if first["type"] in ("model_type", "model_attributes_type"):
+        return f"{key} is {first['input']!r}: expected a table of keys{hint}"
+    if first["type"] == "finite_number" and hint:
+        return f"{key} is {first['input']!r}: expected a finite number{hint}"
     begin = "Input should be "
     others = [message.removeprefix(begin) for message in messages if message != messages[0]]
     told = ", or ".join([messages[0], *dict.fromkeys(others)])

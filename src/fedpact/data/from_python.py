@@ -48,6 +48,12 @@ def from_python(
         )
         found = replace(found, name=Path(data).name)
         return found if test is None else _with_test(found, test, label, form)
+    if count := _count_sites(data):
+        raise DataError(
+            f"data is a {type(data).__name__} of {count} tables or pairs: expected the records of "
+            "all sites as one table; put them into one, with a column that says whose each record "
+            'is, and name it: site = "hospital"'
+        )
     if isinstance(data, Mapping) and _is_split(data):
         test = _test_of(data) if test is None else test
         return from_python(data["train"], records, label, site, person, test, target)
@@ -64,6 +70,25 @@ def from_python(
         )
     tables = [main, read_input("test", test, form)]
     return with_columns(dataset_of(name, tables, records.classes, form), form)
+
+
+def _count_sites(data: Any) -> int:
+    """Return how many sites' records a dict or list holds, each a table or a pair (x, y); or 0."""
+    if isinstance(data, Mapping):
+        parts = [] if _is_split(data) else [*data.values()]
+    else:
+        parts = data if isinstance(data, list) else []
+    apart = (
+        hasattr(one, "columns") or (isinstance(one, tuple) and len(one) == 2 and _of_rows(*one))
+        for one in parts
+    )
+    return len(parts) if parts and all(apart) else 0
+
+
+def _of_rows(x: Any, y: Any) -> bool:
+    """Whether x, y are records and their labels, and not one of each."""
+    shapes = getattr(x, "shape", ()), getattr(y, "shape", ())
+    return len(shapes[0]) > 1 and len(shapes[1]) == 1 and shapes[0][0] == shapes[1][0]
 
 
 def _with_test(found: Dataset, test: Any, label: str | None, form: RecordForm) -> Dataset:
