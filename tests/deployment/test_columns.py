@@ -320,7 +320,9 @@ def test_a_site_with_other_terms_ends_the_start_and_nobody_pays(begin, file, bef
     assert before in text
     path.write_text(text.replace(before, after))
     run.nodes[1] = Node(node.number, node.directory)
-    with pytest.raises(TooFewReplies, match=r"2 of 3 sites are ready.* site-01: its plan\.json or"):
+    with pytest.raises(
+        TooFewReplies, match=r"2 of 3 sites are ready.* site-01 has a plan\.json or"
+    ):
         run()
     assert [charged(node) for node in run.nodes] == [0, 0, 0]
 

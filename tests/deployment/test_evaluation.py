@@ -323,7 +323,7 @@ def test_status_has_what_evaluations_cost_and_the_adjacency(ran, capsys):
     row = next(line for line in told.splitlines() if "site-01" in line)
     assert [cell.strip() for cell in row.split("│")][4] == "4"
     assert f"adjacency: {ADJACENCY_BY_UNIT['record']}" in told
-    assert "held out at most (4, 1e-05)" in told
+    assert "a held-out record at most (4, 1e-05)" in told
 
 
 def test_a_lie_is_rejected_and_the_others_are_evaluated(federate):

@@ -115,7 +115,7 @@ def test_only_an_ended_run_is_extended(tmp_path):
     party.mkdir()
     (party / "federation.toml").touch()
     told = CliRunner().invoke(app, ["extend", str(party), "--rounds", "1"])
-    assert "name a new run in federation.toml" in str(told.exception)
+    assert "`fedpact deploy extend" in str(told.exception)
 
 
 @pytest.mark.parametrize("rounds", [True, 0, 1.0, "1", None])

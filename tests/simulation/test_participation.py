@@ -248,7 +248,7 @@ def test_a_plan_tells_rounds_and_epsilon_by_site(capsys):
         assert before == pytest.approx(found[site]["epsilon_reserved"], rel=1e-2)
     show_plan(None, ["sites_per_round=2", "rounds=6"])
     shown = capsys.readouterr().out
-    assert "2 in each of 6 rounds of 1 iterations" in shown
+    assert "2 in each of 6 rounds of 1 iteration," in shown
     assert f" {found['site-00']['steps']} of 6 " in shown
     assert "rounds │" not in shown
     assert "no amplification by sampling of sites" in shown

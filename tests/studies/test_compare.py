@@ -163,8 +163,8 @@ def test_the_command_prints_the_table_and_fails_where_a_run_did(
     assert told.err.count("seed 3") == 1
     assert "broken seed 3: FAILED: a paragraph" in told.err
     assert "broken seed 3 is missing: a paragraph" in told.out
-    assert "NOT AN EQUAL COMPARISON; it differs in model" not in told.out
-    assert "NOT AN EQUAL COMPARISON; it differs in seeds" in told.out
+    assert "NOT AN EQUAL COMPARISON; the runs differ in model" not in told.out
+    assert "NOT AN EQUAL COMPARISON; the runs differ in seeds" in told.out
     assert "adjacency: add/remove one record; accountant: best" in told.out
     for entry in whole[0].entries[:2]:
         started = f"│ {entry.name} "

@@ -188,7 +188,7 @@ def test_what_is_measured_and_said_is_of_the_sites_own_models(headed):
     assert any("shared part alone is no model" in line for line in privacy["simulator_only"])
     page = " ".join(render_run(read_run(folder)).split())
     assert f"all of the global model but the last {LAST} numbers" in page
-    assert "its head is each site&#39;s own" in page
+    assert "each site has its own head" in page
 
 
 def test_what_joining_was_worth_is_of_a_sites_own_model(headed, monkeypatch):

@@ -155,7 +155,7 @@ def test_a_plan_says_what_the_release_takes(data, tmp_path, capsys):
     command.plan(file)
     shown = capsys.readouterr().out
     sigma = SimulationSetup.of(plan(data)).terms[SITES[0]].columns.event.sigma
-    assert f"site-00 releases what scales 2 columns before training: σ {sigma:.4f}" in shown
+    assert f"site-00 releases the scales of 2 columns before training: σ {sigma:.4f}" in shown
     assert "0.04 of the budget" in shown
 
 

@@ -47,6 +47,7 @@ _EXAMPLES = {
     "deploy init": ("fedpact deploy init fed study.toml --host fed.example.org",),
     "deploy extend": ("fedpact deploy extend fed/server --rounds 20 --out more",),
     "deploy check": ("fedpact deploy check fed/sites/site-00",),
+    "deploy approve": ("fedpact deploy approve fed/sites/site-00 --by 'Dr Ada Ng'",),
     "deploy health": ("fedpact deploy health fed/sites/site-00",),
     "deploy up": ("fedpact deploy up fed",),
     "deploy status": ("fedpact deploy status fed",),

@@ -228,7 +228,7 @@ def _released(directory: Path) -> list[str]:
     if (directory / "site.toml").exists():
         return []
     folder = find_run(directory)[1]
-    begun = (folder / "rounds.jsonl").exists()
+    begun = all((folder / name).exists() for name in ("plan.json", "rounds.jsonl"))
     released = find_released(read_run(folder)) if begun else None
     return [] if released is None else describe_released(released)
 
