@@ -116,3 +116,30 @@ def test_one_thread_traces_a_small_convolution():
         kernel.verify(x, y)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dilation", [1, 2, 10])
+def test_pooling_after_relu_gives_what_the_model_gives(dilation):
+    """A window wholly in the padding gives -inf in torch, which a ReLU behind it would hide."""
+
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.out = nn.Conv2d(1, 2, 1), nn.Linear(2, 3)
+
+        def forward(self, x):
+            pooled = nn.functional.max_pool2d(
+                self.conv(x).relu(), 2, stride=1, padding=1, dilation=dilation
+            )
+            return self.out(pooled.clamp(min=-1).mean((2, 3)))
+
+    net, x = Pooled(), torch.randn(4, 1, 9, 9, generator=torch.Generator().manual_seed(0))
+    y, model = torch.arange(4) % 3, FlatModel(net)
+    found = PerSampleKernel(model, cross_entropy).clipped_sum(x, y, 1e6)
+    model.load(model.vector)
+    expected = torch.autograd.grad(
+        cross_entropy(net(x), y).sum(), [p for p in net.parameters() if p.requires_grad]
+    )
+    torch.testing.assert_close(
+        found, torch.cat([g.flatten() for g in expected]), rtol=1e-4, atol=1e-5
+    )

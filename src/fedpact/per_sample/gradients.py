@@ -206,9 +206,10 @@ class Outer(Share):
         if looked_up is not None:
             index, rows = looked_up.distinct()
             rows = rows.double()
-            own = rows.square().sum((1, 2))
+            # One axis after the other: the proof counts E + T' additions, and not their product.
+            own = rows.square().sum(2).sum(1)
             read = g.gather(2, index[:, None].expand(-1, g.shape[1], -1))
-            squares = squares + own + 2 * (read * (u @ rows.mT)).sum((1, 2))
+            squares = squares + own + 2 * (read * (u @ rows.mT)).sum(2).sum(1)
             lengths = lengths + own.sqrt()
         # Of positions that all but cancel the Gram sum is rounding, and no norm to divide by.
         squares = torch.maximum(squares, (FLOOR * lengths).square())

@@ -297,6 +297,8 @@ class Graph:
         before = node.args[0] if kind_of(node) == "max_pool2d" else None
         if not isinstance(before, Node) or kind_of(before) != "conv2d" or len(before.users) > 1:
             return False
+        if self._states[before] is None:  # of no record
+            return False
         return any(n in weighted for n in before.all_input_nodes)
 
     def _use(self, node: Node, weighted: dict[Node, list[str]]) -> _Use | None:
