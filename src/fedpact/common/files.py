@@ -20,7 +20,7 @@ PARTIAL = ".partial"
 """How the names of files end that were being written when their process was killed."""
 
 LOCK = "lock"
-"""Held by whoever works on a run's folder, or a party's directory."""
+"""Held by the process that works on a run's folder, or a party's directory."""
 
 _BY_UMASK = 0o666
 

@@ -13,7 +13,7 @@ average.safetensors the average of models that the server kept beside it, where 
 columns.json        what released columns are scaled by, after their range
 records.json        what a record is: shape, labels' names, a table's columns
 summary.json        the outcome, once there is one
-lock                held by whoever carries the run out (`exclusive`)
+lock                held by the process of the run (`exclusive`)
 joining.json        what joining was worth to each site, where that was asked; simulator only
 audit.json          what attacks on the run's mechanism found, where it was audited
 report.html         the page

@@ -212,5 +212,5 @@ def _costs(plan: Plan, terms: Terms, policy: Policy) -> list[str]:
     once = plan.evaluation_terms
     if once is not None:
         cost = upper(once.budget.epsilon), upper(once.budget.delta)
-        found.append(f"({cost[0]}, {cost[1]}) for whoever is held out for evaluations;")
+        found.append(f"({cost[0]}, {cost[1]}) for records held out for evaluations;")
     return [*found, "what is spent cannot be taken back."]

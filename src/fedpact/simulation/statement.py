@@ -73,7 +73,7 @@ _PRECISION = {
 
 @dataclass(frozen=True)
 class Side:
-    """What a statement has of whoever carries the run out.
+    """What a statement has of the party that runs it.
 
     separation: how records are kept apart, in words. pooled: whether the sites' held-out records
     stand in for a test set. simulator_only: numbers that no site would release. form: what sites

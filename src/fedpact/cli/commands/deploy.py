@@ -89,8 +89,7 @@ def init(
 ) -> None:
     """Write a deployment of a plan: certificates, keys, settings, policies, scripts."""
     check_keys(config, overrides)
-    from fedpact.deployment.files import Choices
-    from fedpact.deployment.files import write_deployment as write_deployment
+    from fedpact.deployment.files import Choices, write_deployment
     from fedpact.deployment.packaging import SERVER_HOSTS, write_package
     from fedpact.evaluation.settings import DECLARE
     from fedpact.plan import Plan
@@ -292,7 +291,7 @@ def model(
 
 
 def _approve_all(sites: Sequence[Path], yes: bool) -> None:
-    """Have whoever tries a federation approve for its sites, where their policies ask for it."""
+    """Approve a trial for its sites, where their policies ask for it."""
     from fedpact.deployment import approval
 
     waiting = [where for where in sites if approval.read_approvals(where).missing]
