@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpact.common.messages import Task
-from fedpact.privacy.oracle import Fair, PrivateOracle, Records, Uniform
+from fedpact.privacy.oracle import Fair, PrivateOracle, Records, Scaled, Uniform
 
 CLIP, BOUND = 0.1, 2.5
 # The largest change of a sum, by channel. A new channel of the oracle comes here with its own.
@@ -31,6 +31,7 @@ records = st.tuples(st.lists(numbers, min_size=3, max_size=3), st.integers(0, 2)
 weightings = st.one_of(
     st.just(Uniform()),
     st.builds(Fair, st.sampled_from([0.0, 0.1, 0.6, 1.0, 100.0, 1e6]), st.floats(-1e3, 1e3)),
+    st.builds(Scaled, st.sampled_from([1e-6, 0.1, 1.0, 1e6])),
 )
 
 
@@ -90,6 +91,7 @@ def test_loss_and_below(record, bound, scale, quiet):
         record,
         [("loss", (w, bound)), ("below", (w, bound))],
     )
+    check(quiet, quiet.make_dummy_records("b", 30), record, [("below", (w, bound, "norm"))])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308])
@@ -98,6 +100,7 @@ def test_a_record_that_is_no_number_adds_nothing(value, quiet):
     for weighting in (Uniform(), Fair(0.6, 2.0)):
         queries = [("gradient", (quiet.w, weighting)), ("loss", (quiet.w, BOUND))]
         check(quiet, held, ([value, 0.0, 1.0], 0), [*queries, ("below", (quiet.w, BOUND))])
+        check(quiet, held, ([value, 0.0, 1.0], 0), [("below", (quiet.w, BOUND, "norm"))])
 
 
 class Spy:

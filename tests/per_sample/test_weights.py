@@ -7,7 +7,7 @@ from torch import nn
 
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
-from fedpact.per_sample.clipping import Fair
+from fedpact.per_sample.clipping import Automatic, Fair, Uniform
 from fedpact.per_sample.kernel import PerSampleKernel
 
 
@@ -87,3 +87,24 @@ def test_gradients_whose_squares_float64_does_not_hold(wide, slope):
         r, of_r = torch.full((1, *shape), size), torch.tensor([[1e38, slope]])
         for clip in (2.0**-90, 1.0):
             assert moved(kernel, x, y, r, of_r, clip, Fair(1.0, 1.0)) <= 1
+
+
+@pytest.mark.parametrize("way", ["dense", "graph"])
+def test_automatic_clipping_is_the_papers(way):
+    """AUTO-S: Σ C g_j / (‖g_j‖ + γ), each part below C, also of tiny and huge gradients."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    kernel = PerSampleKernel(FlatModel(module), cross_entropy)
+    if way == "graph":
+        kernel._passes.dense = None
+    x, y = torch.randn(20, 4).double() * torch.logspace(-3, 3, 20)[:, None], torch.arange(20) % 3
+    assert kernel.way(x, y) == way
+    rows = kernel.alone(x, y)
+    length = rows.norm(dim=1)
+    assert torch.allclose(kernel.norms(x, y), length, rtol=1e-9, atol=0)
+    for weighting, v in ((Uniform(), 1.0), (Fair(0.5, 1.0), Fair(0.5, 1.0)(kernel.losses(x, y)))):
+        c = torch.minimum(v * 0.3 / (length + 0.01), 0.3 / length)
+        found = kernel.clipped_sum(x, y, 0.3, Automatic(0.3, weighting))
+        torch.testing.assert_close(found, (c[:, None] * rows).sum(0), rtol=1e-9, atol=1e-12)
+    for r in (x[:1] * 0, x[:1] * 1e30, x[:1] * torch.inf, x[:1] * torch.nan):
+        assert moved(kernel, x, y, r, y[:1], 0.3, Automatic(0.3, Uniform())) <= 1

@@ -94,7 +94,7 @@ def test_records_that_raise_together_only_are_taken_one_by_one():
     assert torch.allclose(total, x[[0, 1, 3, 4]].sum(0) / 2)
     assert total.dtype == like.dtype
     assert not batches.sum_finite(take, x, y, None, like, None).any()
-    losses = batches.measure_losses(lambda some, labels, layout: take(some, labels)[:1], x, y)
+    losses = batches.measure_each(lambda some, labels, layout: take(some, labels)[:1], x, y)
     assert losses.isnan().tolist() == [False, False, True, False, False]
 
 

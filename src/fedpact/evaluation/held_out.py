@@ -37,7 +37,7 @@ from fedpact.data.schema import RecordForm
 from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.per_sample.kernel import PlainKernel
 from fedpact.privacy.accounting.accountant import SampledGaussian
-from fedpact.privacy.batches import Kernel, measure_losses
+from fedpact.privacy.batches import Kernel, measure_each
 from fedpact.privacy.column_scales import scale_columns
 from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.ledger.reservations import CompanionReservation
@@ -277,7 +277,7 @@ def _losses(kernel: Kernel | PlainKernel, x: Tensor, y: Tensor, classes: int) ->
         return torch.zeros(0, classes, dtype=torch.float64)
     # Where the model is: a simulation's held-out records are not.
     x, y = (part.to(kernel.model.vector.device) for part in (x, y))
-    each = [measure_losses(kernel.losses, x, torch.full_like(y, c)) for c in range(classes)]
+    each = [measure_each(kernel.losses, x, torch.full_like(y, c)) for c in range(classes)]
     return torch.stack(each, dim=1)
 
 

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fedpact.common.check import finite, non_negative
+from fedpact.common.check import finite, non_negative, positive
 from fedpact.common.errors import InputError, ModelError
 from fedpact.common.params import FlatModel, on_cpu
 from fedpact.per_sample.layout import COMPACT, Placement
@@ -84,15 +84,36 @@ def every_slot_finite(losses: Tensor, norms: Tensor, w: Tensor | None) -> bool:
     return math.isfinite(sum(float(v.sum()) for v in (losses, norms, w) if v is not None))
 
 
-Weights = Callable[[Tensor], Tensor]
-"""Losses [n] of any records -> weights [n], each from its own record's loss alone."""
+@dataclass(frozen=True)
+class Automatic:
+    """Automatic clipping: w_j = C v_j / (‖g_j‖ + γ), v_j by `of`, so that C/‖g_j‖ seldom binds.
+
+    AUTO-S. Bu, Wang, Zha, Karypis. Automatic clipping. arXiv 2206.07136; γ = 0.01 is the paper's.
+    """
+
+    clip: float
+    of: "Weighting"
+    gamma: float = 0.01
+
+    def __call__(self, losses: Tensor, norms: Tensor) -> Tensor:
+        """Return w_j [B] for losses ℓ_j and norms ‖g_j‖ [B]."""
+        return self.of(losses) * (self.clip / (norms.double() + self.gamma))
 
 
-def weights_of(weights: Weights | None, losses: Tensor) -> Tensor:
-    """Return the weights [n] of the losses [n], ones without any. Raises ModelError."""
+Weights = Callable[[Tensor], Tensor] | Automatic
+"""Losses [n] of any records -> weights [n], each from its own record's loss alone, or its norm."""
+
+
+def weights_of(weights: Weights | None, losses: Tensor, norms: Tensor | None = None) -> Tensor:
+    """Return the weights [n] of losses and norms [n], ones without any. Raises ModelError."""
     if weights is None:
         return torch.ones_like(losses)
-    w = weights(losses).detach()
+    if isinstance(weights, Automatic):
+        # Without a norm nothing is clipped, and then no record is lengthened either.
+        w = weights.of(losses) if norms is None else weights(losses, norms)
+    else:
+        w = weights(losses)
+    w = w.detach()
     if w.shape != losses.shape:
         raise ModelError(
             f"the weights have shape {tuple(w.shape)} for {len(losses)} losses: expected one each"
@@ -149,7 +170,22 @@ class Fair:
         return (1 + self.lam * (losses - self.reference)).clamp_(min=0)
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """Every record counts alike: w_j = `by` > 0, so that by the clip C gradients longer than C/by
+    are cut; the answer over `by` is that of the clip C/by."""
+
+    by: float
+
+    def __post_init__(self) -> None:
+        positive(by=self.by)
+
+    def __call__(self, losses: Tensor) -> Tensor:
+        """Return w_j [B] for losses ℓ_j [B]."""
+        return torch.full_like(losses, self.by)
+
+
 UNIFORM = Uniform()
 
-Weighting = Uniform | Fair
+Weighting = Uniform | Fair | Scaled
 """The closed family of per-record weights: an algorithm names one, it cannot pass code."""

@@ -111,6 +111,12 @@ class Dense:
             self._forward(made)
             return from_numpy(self._losses(made, one.y.numpy())[0])
 
+    def norms(self, model: FlatModel, one: Pass) -> Tensor:
+        """Return ‖g_j‖ [P] of a pass, in float64."""
+        with np.errstate(all="ignore"):
+            made = self._measure([(SiteSum(model, one.x, one.y, 1.0, None), one)])
+        return from_numpy(made.norms)
+
     def length(self, expected: float, **how: bool) -> int:
         """Return P; see layout.length_for."""
         return length_for(expected, MOST // self._width, self._overhead, **how)
@@ -347,7 +353,8 @@ def _weights(asked: list[tuple[SiteSum, Pass]], made: _Made) -> Array | None:
     w = np.ones_like(made.losses)
     for (one, _), own in zip(asked, made.own, strict=True):
         if one.weights is not None:
-            w[own] = weights_of(one.weights, from_numpy(made.losses[own])).clamp_min(0).numpy()
+            found = from_numpy(made.losses[own]), None if one.plain else from_numpy(made.norms[own])
+            w[own] = weights_of(one.weights, *found).clamp_min(0).numpy()
     return w
 
 

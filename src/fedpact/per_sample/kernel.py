@@ -52,8 +52,8 @@ from fedpact.per_sample.share import IN_FLOAT32, PARTIAL_SUMS, unit_of
 from fedpact.per_sample.tracing.independence import Mixers, check_separation
 from fedpact.per_sample.tracing.keyed_draws import KeyedDraws, PassNumbers, Seed
 
-# The weights of a pass's slots [P], from their losses.
-_Weigh = Callable[[Tensor, Pass], Tensor]
+# The weights of a pass's slots [P], from what was measured of them.
+_Weigh = Callable[[Measured, Pass], Tensor]
 
 
 class PerSampleKernel:
@@ -96,6 +96,16 @@ class PerSampleKernel:
             found = [one_each(self._passes.losses(one), len(one.y)) for one in passes]
         return collected(found, len(x), layout)
 
+    def norms(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
+        """The lengths ‖g_j‖ [B] of the per-sample gradients at the model's weights, in float64."""
+        if len(x) == 0:
+            return self.model.vector.new_zeros(0, dtype=torch.float64)
+        with all_digits(self.model.vector), torch.no_grad():
+            x, y = _recorded(x, y)
+            layout = layout or self._checked_layout(x, y)
+            found = [self._passes.norms(one) for one in self._passes.over(x, y, layout)]
+        return collected(found, len(x), layout)
+
     def clipped_sum(
         self,
         x: Tensor,
@@ -108,15 +118,16 @@ class PerSampleKernel:
     ) -> Tensor:
         """Σ_j c_j g_j [d] over the batch x, y [B, ...], with c_j = s_j min(w_j, C/‖g_j‖).
 
-        clip: C > 0; infinity gives c_j = w_j. weights: losses [n] -> w [n], clamped to >= 0, ones
-        by default. They are asked for pass by pass, and w_j must depend on ℓ_j alone, else one
-        record changes the others' shares. most: given where B is larger: the sum is then shortened
-        to most C, which keeps `slack(most)` for any B; see bounds. shares: s_j in (0, 1], float64
-        [B], ones by default: record j then adds at most s_j C, and so records whose shares add up
-        to 1 add at most C together. layout: where the records stand, and how long passes are; in a
-        run it follows from public numbers and secret draws alone. By default passes are as long as
-        suits the first batch of this form, and compact where `invariant` finds on this machine that
-        they may be, else each record has a pass of its own.
+        clip: C > 0; infinity gives c_j = w_j. weights: losses [n] -> w [n], or of losses and norms
+        (clipping.Automatic), clamped to >= 0, ones by default. They are asked for pass by pass, and
+        w_j must depend on record j alone, else one changes the others' shares. most: given where B
+        is larger: the sum is then shortened to most C, which keeps `slack(most)` for any B; see
+        bounds. shares: s_j in (0, 1], float64 [B], ones by default: record j then adds at most s_j
+        C, and so records whose shares add up to 1 add at most C together. layout: where the records
+        stand, and how long passes are; in a run it follows from public numbers and secret draws
+        alone. By default passes are as long as suits the first batch of this form, and compact
+        where `invariant` finds on this machine that they may be, else each record has a pass of its
+        own.
         An empty batch gives zeros. Raises InputError for another clip, and ModelError where the
         model or the loss is found not to keep records apart.
         """
@@ -295,7 +306,7 @@ class PerSampleKernel:
         with torch.no_grad():
             for one in self._passes.over(x, y, layout):
                 found = measure(one.x, one.y, *points)
-                w = None if weigh is None else weigh(found.losses, one).clamp_min(0)
+                w = None if weigh is None else weigh(found, one).clamp_min(0)
                 share = None if shares is None else one.placed(sent(shares, x.device))
                 c, good = coefficients(clip, found.norms, w, share), one.occupied
                 if every_slot_finite(found.losses, found.norms, w):
@@ -467,5 +478,5 @@ def _recorded(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x.clone() if x.is_inference() else x.detach(), y.clone() if y.is_inference() else y
 
 
-def _asked(weights: Weights, losses: Tensor, _: Pass) -> Tensor:
-    return weights_of(weights, losses)
+def _asked(weights: Weights, found: Measured, _: Pass) -> Tensor:
+    return weights_of(weights, found.losses, found.norms)

@@ -167,6 +167,12 @@ class Passes:
         with fewer_digits(self._model), self._drawing(way, x, y):
             return way.losses(x, y)
 
+    def norms(self, one: Pass) -> Tensor:
+        """‖g_j‖ [P] of a pass, in float64; call it without gradient."""
+        if (dense := self.at_once(one.x, one.y)) is not None:
+            return dense.norms(self._model, one)
+        return self.gradients(one.x, one.y).norms
+
     def gradients(self, x: Tensor, y: Tensor) -> Measured:
         """Measure g_j = ∇ℓ_j of records x, y [P, ...] at the model's weights."""
         return self._measured(*self._pass(*self._given(x, y), held=False))

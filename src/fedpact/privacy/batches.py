@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,16 @@ from fedpact.common.check import non_negative, positive
 from fedpact.common.errors import PolicyRefused
 from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, sent
-from fedpact.per_sample.clipping import UNIFORM, Uniform, Weighting, check_clip, slack, within
+from fedpact.per_sample.clipping import (
+    UNIFORM,
+    Automatic,
+    Uniform,
+    Weighting,
+    Weights,
+    check_clip,
+    slack,
+    within,
+)
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layout import Placement
 from fedpact.per_sample.tracing.keyed_draws import Seed
@@ -80,14 +89,14 @@ def sum_finite(
     return finish(total).to(like.dtype)
 
 
-def measure_losses(losses: _Take, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
-    """Return losses(x, y, layout) [B] in float64, NaN for the records at which it raises."""
+def measure_each(measure: _Take, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
+    """Return measure(x, y, layout) [B] in float64, NaN for the records at which it raises."""
 
     def some(rows: slice) -> Tensor:
-        return losses(x[rows], y[rows], layout and layout.of(rows))
+        return measure(x[rows], y[rows], layout and layout.of(rows))
 
     try:
-        return losses(x, y, layout).double()
+        return measure(x, y, layout).double()
     except Exception as error:  # whatever a model may raise at a record
         good = _good(some, len(y), error)
     found = torch.full((len(y),), torch.nan, dtype=torch.float64, device=y.device)
@@ -142,6 +151,10 @@ def most_records(expected: float) -> int:
     return math.ceil(expected + 12 * math.sqrt(expected) + 50)
 
 
+Counted = Literal["loss", "norm"]
+"""What `below` compares of a record: its loss, or its gradient's length."""
+
+
 class Batch(Protocol):
     """One Poisson batch, on which each declared channel answers once."""
 
@@ -165,8 +178,11 @@ class Batch(Protocol):
         """Return the mean of the losses at w [d], each clipped to [0, bound]."""
         ...
 
-    def below(self, w: Tensor, bound: float) -> float:
-        """Return the share of records with a loss of at most bound at w [d]; may leave [0, 1]."""
+    def below(self, w: Tensor, bound: float, of: Counted = "loss") -> float:
+        """Return the share of records with at most bound at w [d]; may leave [0, 1].
+
+        of: "loss", or "norm", a gradient's length over the clip C; 1 where nothing is clipped.
+        """
         ...
 
 
@@ -231,9 +247,11 @@ class PlainBatch(OpenChannels):
         losses = self._kernel.losses(self._x, self._y)
         return float(person_shares(losses, self._shares).sum()) / self._expected
 
-    def below(self, w: Tensor, bound: float) -> float:
-        """Return the share of records with a loss of at most bound at w [d]; may leave [0, 1]."""
+    def below(self, w: Tensor, bound: float, of: Counted = "loss") -> float:
+        """Return the share of records with at most bound at w [d]; see Batch.below."""
         self.use("below")
+        if of == "norm":
+            return 1.0
         self._kernel.model.load(w)
         losses = self._kernel.losses(self._x, self._y)
         votes = person_shares((losses <= bound).double() - 0.5, self._shares)
@@ -307,16 +325,17 @@ class NoisyBatch(OpenChannels, Generic[K]):
         """Return the mean of the losses at w [d], each clipped to [0, bound]."""
         self.use("loss")
         check_clip("bound", positive(bound=bound))
-        losses, finite = self._losses(w)
+        losses, finite = self._values(w, "loss")
         each = person_shares(torch.where(finite, losses.clamp(0, bound), 0), self._shares)
         total = each.sum().reshape(1)
         return float(self.noisy(total, "loss", bound)) / self._terms.batch_size
 
-    def below(self, w: Tensor, bound: float) -> float:
-        """Return the share of records with a loss of at most bound at w [d]; may leave [0, 1]."""
+    def below(self, w: Tensor, bound: float, of: Counted = "loss") -> float:
+        """Return the share of records with at most bound at w [d]; see Batch.below."""
         self.use("below")
-        losses, finite = self._losses(w)
-        votes = (losses <= positive(bound=bound)).double() - 0.5
+        unit = 1.0 if of == "loss" else self._terms.clip
+        values, finite = self._values(w, of)
+        votes = (values <= positive(bound=bound) * unit).double() - 0.5
         each = person_shares(torch.where(finite, votes, 0), self._shares)
         total = self.noisy(each.sum().reshape(1), "below", 0.5)
         return float(total) / self._terms.batch_size + 0.5
@@ -328,11 +347,12 @@ class NoisyBatch(OpenChannels, Generic[K]):
             return total
         return self._add_noise(total, sigma, bound, purpose=channel)
 
-    def _losses(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses [B] at w, and which of them are finite."""
+    def _values(self, w: Tensor, of: Counted) -> tuple[Tensor, Tensor]:
+        """Return the losses or norms [B] at w, and which of them are finite."""
         self._kernel.model.load(w)
-        losses = measure_losses(self._kernel.losses, self._x, self._y, self._layout)
-        return losses, losses.isfinite()
+        measure = self._kernel.losses if of == "loss" else self._kernel.norms
+        values = measure_each(measure, self._x, self._y, self._layout)
+        return values, values.isfinite()
 
 
 class PerSampleBatch(NoisyBatch[PerSampleKernel]):
@@ -351,12 +371,18 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         count = len(y) if shares is None else float(shares.sum())
         return most if count > most else None
 
+    @staticmethod
+    def weights(clip: float, weighting: Weighting) -> Weights | None:
+        """Return what the kernel weighs records by, which it clips to C = clip all the same."""
+        del clip
+        return None if isinstance(weighting, Uniform) else weighting
+
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
         """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over."""
         self.use("gradient")
         self._kernel.model.load(w)
         clip = clip_for(self._terms.clip, self._terms.batch_size)
-        weights = None if isinstance(weighting, Uniform) else weighting
+        weights = self.weights(clip, weighting)
         check_clip("clip", clip)
         clipped_sum = self._kernel.clipped_sum
 
@@ -385,6 +411,18 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         return self.noisy(total, "difference", bound).div_(self._terms.batch_size)
 
 
+class AutomaticBatch(PerSampleBatch):
+    """See Batch. Each record's gradient is scaled to the length C ‖g_j‖ / (‖g_j‖ + γ), below C.
+
+    The kernel takes C / (‖g_j‖ + γ) as a weight, and clips to C as ever: the bound is its own.
+    """
+
+    @staticmethod
+    def weights(clip: float, weighting: Weighting) -> Weights | None:
+        """Return what the kernel weighs records by, which it clips to C = clip all the same."""
+        return Automatic(clip, weighting)
+
+
 # Scaling rounds each entry, by 2^-24 in float32: this keeps the true length at or below C.
 _SLACK = 1e-6
 
@@ -406,6 +444,10 @@ class BatchClippedKernel:
     def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
         return self._apart.losses(x, y, layout)
+
+    def norms(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
+        """The lengths ‖g_j‖ [B] of the per-sample gradients at the model's weights."""
+        return self._apart.norms(x, y, layout)
 
     def clipped_mean(self, x: Tensor, y: Tensor, clip: float) -> Tensor:
         """Return ḡ min(1, C/‖ḡ‖) [d], ḡ the mean gradient of the records x, y [B, ...].

@@ -13,7 +13,12 @@ from typing import Final
 
 from fedpact.common.errors import FedpactError, InputError, PlanError
 from fedpact.per_sample.kernel import PerSampleKernel
-from fedpact.privacy.batches import BatchClippedBatch, BatchClippedKernel, PerSampleBatch
+from fedpact.privacy.batches import (
+    AutomaticBatch,
+    BatchClippedBatch,
+    BatchClippedKernel,
+    PerSampleBatch,
+)
 
 __all__ = ["MECHANISMS", "Mechanism", "check_mechanisms", "mechanism_of", "sensitivity"]
 
@@ -44,6 +49,15 @@ MECHANISMS: Final[dict[str, Mechanism]] = {
         "moves a sum by at most its bound.",
         kernel=PerSampleKernel,
         batch=PerSampleBatch,
+        sensitivities={"gradient": 1.0, "difference": 1.0, "loss": 1.0, "below": 1.0},
+        summed=True,
+    ),
+    "automatic": Mechanism(
+        told="Each record's gradient is scaled to the length C ‖g‖ / (‖g‖ + 0.01), up as well as "
+        "down (automatic clipping, AUTO-S), the sum over a Poisson batch gets Gaussian noise and "
+        "is divided by the expected batch size. One record moves a sum by at most its bound.",
+        kernel=PerSampleKernel,
+        batch=AutomaticBatch,
         sensitivities={"gradient": 1.0, "difference": 1.0, "loss": 1.0, "below": 1.0},
         summed=True,
     ),

@@ -15,7 +15,7 @@ answers with exact numbers. The algorithm cannot tell the two apart.
     difference Σ d_j min(1, bound/‖d_j‖), d_j = ∇ℓ_j(w) - ∇ℓ_j(w')
                                                              bound            q N
     loss       Σ clamp(ℓ_j, 0, bound)                        bound            q N
-    below      Σ (1[ℓ_j <= bound] - 1/2)                     1/2              q N, then + 1/2
+    below      Σ (1[ℓ_j <= bound] - 1/2), or of ‖g_j‖/C      1/2              q N, then + 1/2
 
 Each release adds N(0, σ_c² b²) in every coordinate, b the bound: C, bound, 1/2; a bound
 follows from released numbers only. With m_c = σ_c b over the sensitivity, all channels of a batch,
@@ -41,7 +41,7 @@ from fedpact.common.errors import PolicyRefused
 from fedpact.common.params import sent
 from fedpact.common.randomness.keystream import CHUNK
 from fedpact.common.randomness.seeded import Draws
-from fedpact.per_sample.clipping import UNIFORM, Fair, Uniform, Weighting
+from fedpact.per_sample.clipping import UNIFORM, Fair, Scaled, Uniform, Weighting
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layout import Placement, aligned, scatter
 from fedpact.privacy import column_scales
@@ -51,6 +51,7 @@ from fedpact.privacy.batches import (
     Batch,
     BatchClippedBatch,
     BatchClippedKernel,
+    Counted,
     PerSampleBatch,
     PlainBatch,
 )
@@ -214,6 +215,7 @@ __all__ = [
     "PrivateOracle",
     "Range",
     "Records",
+    "Scaled",
     "Terms",
     "Uniform",
     "Weighting",
@@ -434,7 +436,7 @@ class PrivateOracle:
         answering = mechanism_of(terms.mechanism).batch
         # Per-sample passes write over no record, and refuse a model that would. At q = 1 copies
         # were most of a step.
-        lent = answering is PerSampleBatch
+        lent = issubclass(answering, PerSampleBatch)
         x, y, shares = self._records.batch(self._draws, terms.rate, step, lent=lent)
         self._kernel.seed(_seed_of(self._draws, step))
         release = self._draws.add_noise
@@ -506,9 +508,9 @@ class BatchAround:
         """Return the mean of the losses at w [d], each clipped to [0, bound]."""
         return self._inner.loss(w, bound)
 
-    def below(self, w: Tensor, bound: float) -> float:
-        """Return the share of records with a loss of at most bound at w [d]; may leave [0, 1]."""
-        return self._inner.below(w, bound)
+    def below(self, w: Tensor, bound: float, of: Counted = "loss") -> float:
+        """Return the share of records with at most bound at w [d]; see Batch.below."""
+        return self._inner.below(w, bound, of)
 
 
 class OracleWrapper:

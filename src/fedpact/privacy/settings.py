@@ -75,9 +75,10 @@ class Privacy(BaseModel):
 
     model_config = FROZEN
     mode: Annotated[str, AfterValidator(_mode)] = "per_sample"
-    """"per_sample" clips each record's gradient; "batch_clipped" the mean gradient of a batch,
-    which one record moves by up to 2C, so that it needs twice the sigma; "none" trains without
-    any protection, and the report says so."""
+    """"per_sample" clips each record's gradient; "automatic" scales it to a length of almost C, up
+    as well as down (AUTO-S); "batch_clipped" the mean gradient of a batch, which one record moves
+    by up to 2C, so that it needs twice the sigma; "none" trains without any protection, and the
+    report says so."""
     epsilon: _Epsilon | list[_Epsilon] = 2.0
     """The budget of each record at each site; one value for all sites, or a list in the order
     of site names."""

@@ -31,11 +31,15 @@ _BOUND = (
     "(R - d ln s)/ln 2 bits with the best code for their law; the run's own code writes a fixed "
     "number of bits. It says nothing about privacy."
 )
+_CLIPPED_RECORDS = (
+    "The paper clips the batch's mean. This run clips each record's gradient and "
+    "divides by qN, so R = (d/2) ln(2πe (m/d + (σC/(qN))²)) with m = C²(1 + (1 - q)/(qN)), where "
+    "each site's declared N is taken to be its number of records."
+)
 _MECHANISM = {
     "batch_clipped": "R = (d/2) ln(2πe C²(σ² + 1/d)), for a mean gradient clipped to C.",
-    "per_sample": "The paper clips the batch's mean. This run clips each record's gradient and "
-    "divides by qN, so R = (d/2) ln(2πe (m/d + (σC/(qN))²)) with m = C²(1 + (1 - q)/(qN)), where "
-    "each site's declared N is taken to be its number of records.",
+    "per_sample": _CLIPPED_RECORDS,
+    "automatic": _CLIPPED_RECORDS,
 }
 _PAPER = (
     "The paper's own (12) does not bound it: it can lie below the entropy of the noise alone "
@@ -105,7 +109,7 @@ def _undefined(run: RunSummary) -> str:
     mechanism = run.privacy.get("mechanism")
     if mechanism not in _MECHANISM:
         return f"No rate bound: the mechanism {mechanism!r} is not known to this version."
-    if mechanism == "per_sample" and run.privacy["sizes"] != "public":
+    if mechanism != "batch_clipped" and run.privacy["sizes"] != "public":
         return (
             "No rate bound: for clipped records it needs their exact number, and sizes are noisy."
         )
@@ -130,7 +134,7 @@ def _deviation(run: RunSummary, site: SitePrivacy) -> float:
 
 def _bound(run: RunSummary, site: SitePrivacy, d: int) -> float:
     moment = site.clip**2
-    if run.privacy["mechanism"] == "per_sample":
+    if run.privacy["mechanism"] != "batch_clipped":
         moment = mean_of_clipped_moment(site.size, site.rate, site.clip)
     return entropy_bound(d, moment, _deviation(run, site) ** 2)
 

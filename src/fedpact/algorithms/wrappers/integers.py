@@ -288,7 +288,7 @@ class _Unit:
         del w
         return _SOME_SHARE * bound
 
-    def below(self, w: Tensor, bound: float) -> float:
-        """Return the share of records with a loss of at most bound at w [d]; may leave [0, 1]."""
-        del w, bound
+    def below(self, w: Tensor, bound: float, of: str = "loss") -> float:
+        """Return the share of records with at most bound at w [d]; see Batch.below."""
+        del w, bound, of
         return _SOME_SHARE

@@ -469,9 +469,9 @@ class _SumBatch:
         del w
         return float(self._mean("loss", bound))
 
-    def below(self, w: Tensor, bound: float) -> float:
-        """Return the share of records with a loss of at most bound at w [d]; may leave [0, 1]."""
-        del w, bound
+    def below(self, w: Tensor, bound: float, of: str = "loss") -> float:
+        """Return the share of records with at most bound at w [d]; see Batch.below."""
+        del w, bound, of
         # Sites sum 1/2 or -1/2 of each record, so that it is of sensitivity 1/2.
         return float(self._mean("below", 0.5)) + 0.5
 

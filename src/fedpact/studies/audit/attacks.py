@@ -48,8 +48,9 @@ from fedpact.common.check import count
 from fedpact.common.errors import DataError, InputError, ModelError
 from fedpact.common.losses import cross_entropy
 from fedpact.common.randomness.seeded import SeededDraws, seeded_generator
-from fedpact.per_sample.clipping import UNIFORM, Fair
+from fedpact.per_sample.clipping import UNIFORM, Fair, weights_of
 from fedpact.per_sample.kernel import PlainKernel
+from fedpact.privacy.batches import PerSampleBatch
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.terms import Terms
@@ -490,8 +491,12 @@ def _shares(target: Target, canaries: Records, asked: Asked) -> Tensor:
     """What each canary adds to the sum when it is in the batch: rows c_j g_j [m, d]."""
     target.kernel.model.load(asked.query[0])
     rows, losses = _gradients(target, canaries)
-    weights = asked.weighting(losses).clamp_min(0)
-    c = torch.minimum(weights, asked.terms.clip / rows.norm(dim=1))
+    norms, clip = rows.norm(dim=1), asked.terms.clip
+    batch = mechanism_of(asked.terms.mechanism).batch
+    weights = asked.weighting
+    if issubclass(batch, PerSampleBatch):
+        weights = batch.weights(clip, asked.weighting)
+    c = torch.minimum(weights_of(weights, losses, norms).clamp_min(0), clip / norms)
     return torch.nan_to_num(rows * c[:, None], nan=0.0, posinf=0.0, neginf=0.0)
 
 

@@ -1,0 +1,99 @@
+"""FedAvg whose clip follows a quantile of each site's gradients. Andrew, Thakkar, McMahan,
+Ramaswamy. Differentially private learning with adaptive clipping. arXiv 1905.03871.
+
+Symbols   paper  code           meaning, unit or range                        who chooses it
+          η      learning_rate  step size, > 0                                plan
+          τ      local_steps    local iterations of a round, >= 1             plan
+          γ      quantile       share of gradients to be left unclipped       plan
+          η_C    quantile_rate  step of log C_t, >= 0                         plan
+          σ_b    count_noise    the count's noise over the gradient's         plan
+          C_t    "clip"         f C, f between least_clip and most_clip       released
+          b_t                   share of gradients at most C_t long           released
+Client    w_i ← w;  τ times, each on a Poisson batch of its own, of g and b at once:
+          w_i ← w_i - η g(w_i), clipped to C_t, noise σ C_t;  C_t ← C_t exp(-η_C (b_t - γ))
+          a site remembers its C_t
+Server    w ← Σ p_i w_i
+Releases  gradient sum and count of short gradients: one joint event a step
+Neutral   η_C = 0 gives fedavg at privacy.clip, bit for bit
+Differs   the paper clips each user's update and keeps one C_t at the server; here records are
+          clipped, and each site follows its own gradients. C_t moves with every step, as the count
+          is paid for at every step. σ_b is relative to σ, where the paper has z_b = B/20.
+
+A gradient clipped to f C is f times one of weight 1/f clipped to C, so noise, bound and ledger are
+those of C. The count's cost is in the ledger: σ of the joint event is σ / sqrt(1 + σ_b^-2), and
+with the default 10 calibration raises the gradient's noise by half a percent. A plain run clips
+nothing: there C_t falls to its least and changes nothing but roundings.
+"""
+
+import math
+from typing import Self
+
+import torch
+from pydantic import Field, model_validator
+
+from fedpact.algorithms import MethodFacts, Neutral, Summed, fedavg
+from fedpact.algorithms.common.steps import round_steps
+from fedpact.common.errors import PlanError
+from fedpact.common.messages import Local, State, Task
+from fedpact.privacy.oracle import UNIFORM, Oracle, Scaled
+
+NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"quantile_rate": 0.0})
+
+
+class Settings(fedavg.Settings):
+    """Symbols at the top."""
+
+    quantile: float = Field(default=0.5, gt=0, lt=1)
+    """γ, the share of gradients that is to be at most C_t long."""
+    quantile_rate: float = Field(default=0.2, ge=0)
+    """η_C, the step of log C_t."""
+    count_noise: float = Field(default=10.0, gt=0)
+    """The noise of the count of short gradients over the gradient's."""
+    least_clip: float = Field(default=0.01, gt=0, le=1)
+    """What C_t over privacy.clip is kept above."""
+    most_clip: float = Field(default=10.0, ge=1)
+    """What C_t over privacy.clip is kept below."""
+
+    @model_validator(mode="after")
+    def _reached(self) -> Self:
+        if self.most_clip / self.least_clip > 1e6:
+            raise PlanError(
+                f"most_clip / least_clip is {self.most_clip / self.least_clip:g}: expected at most "
+                "1e6, or weights lose their digits"
+            )
+        return self
+
+    def next_clip(self, clip: float, share: float) -> float:
+        """Return C_t exp(-η_C (b_t - γ)) within its range, of C_t over C. NaN gives the least."""
+        # On the logarithm, as a share with much noise would overflow the exponential.
+        logarithm = math.log(clip) - self.quantile_rate * (share - self.quantile)
+        least, most = math.log(self.least_clip), math.log(self.most_clip)
+        return math.exp(min(max(least, logarithm), most))
+
+
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
+    return MethodFacts(
+        {"gradient": 1.0, "below": settings.count_noise},
+        weighs_records=True,
+        needs_all_sites="",
+        summed=Summed(),
+        needs_own_noise="a site's clip follows its own counts, which its own noise alone hides",
+        excludes={
+            "fairness": "it weighs records by their losses, and the clip follows their lengths",
+            "local": "it takes plain steps, whose noise follows the clip",
+            "privacy.clip_schedule": "its clip follows the gradients already",
+        },
+    )
+
+
+def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
+    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
+    clip, w = memory.numbers.get("clip", 1.0), task.vectors["w"]
+    steps = round_steps(task, settings.local_steps)
+    for batch in oracle.batches(steps, "gradient", "below"):
+        step = batch.gradient(w, UNIFORM if clip == 1 else Scaled(1 / clip))
+        share = batch.below(w, clip, "norm")
+        w = torch.add(w, step, alpha=-settings.learning_rate * clip, out=step)
+        clip = settings.next_clip(clip, share)
+    return Local({"w": w}, memory=State(numbers={"clip": clip}))
