@@ -12,12 +12,13 @@ import time
 
 import pytest
 from flwr.proto.control_pb2 import ListRunsRequest, StopRunRequest
+from tests.deployment.test_faults import child
 from tests.waiting import wait_for
 
 from fedpact.common.errors import TransportLost
 from fedpact.deployment import local
 from fedpact.deployment.federation import Federation
-from fedpact.deployment.flower.internals import SuperLink
+from fedpact.deployment.flower.internals import SuperLink, tls
 
 # Of a SuperLink: answers requests by name, and is killed at the one that it is told.
 LINK = """
@@ -93,6 +94,7 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from fedpact.common.errors import FedpactError
 from fedpact.deployment import processes
@@ -101,14 +103,16 @@ from fedpact.deployment.flower.internals import PromptGrid
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
 link = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE, text=True)
 port = link.stdout.readline().strip()
-Grid = type("Grid", (PromptGrid,), {"run": SimpleNamespace(run_id=1), "_insecure": True})
+Grid = type("Grid", (PromptGrid,), {"run": SimpleNamespace(run_id=1)})
 try:
     with (
         processes._ended_by_signals(),
         processes._ends_with(link, Path.cwd()),
-        closing(Grid(f"127.0.0.1:{port}", None, "token")) as grid,
+        closing(Grid("", None, "token")) as grid,
     ):
-        grid._insecure, grid._run = True, grid.run
+        grid._run, again = grid.run, grid._retry_invoker
+        place = f"http://127.0.0.1:{port}"
+        grid._client = RuntimeHttpClient(place, interceptors=[], retry_invoker=again)
         while True:
             message = Message(RecordDict({"r": ConfigRecord({"r": "question"})}), 7, "train")
             list(grid.push_messages([message]))
@@ -178,19 +182,12 @@ def test_a_run_that_somebody_has_stopped_says_so(federation, tmp_path):
     server = tmp_path / "d" / "server"
     federation.start("server", "site-00")
     wait_for(lambda: is_connected(server / "log.txt"), server)
-    link = SuperLink(Federation.read(server / "federation.toml").address, server / "ca.crt")
+    link = SuperLink(Federation.read(server / "federation.toml").address, tls(server))
     for number in link._client.ListRuns(ListRunsRequest()).run_dict:
         link._client.StopRun(StopRunRequest(run_id=number))
     link.close()
     wait_for(lambda: not federation.runs("server"), server)
     assert "was stopped by Flower's control API" in local.last_log_lines(server, "server")
-
-
-def child(pid):
-    """The number of a process's only child, once it has one."""
-    path = f"/proc/{pid}/task/{pid}/children"
-    with open(path, encoding="ascii") as children:
-        return next(map(int, children.read().split()), None)
 
 
 def count(path, words):

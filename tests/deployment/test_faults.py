@@ -1,7 +1,8 @@
 """SIGKILL of real processes at any instant: the run ends, nobody over budget, no round lost.
 
 Every wait is for something that happens (see waiting), so that a busy machine makes these tests
-slower and not wrong. When a party is killed is drawn by chance: what is asserted holds always.
+slower and not wrong. What is killed, and when, is drawn by chance: what is asserted holds always.
+A party that has ended is started again as a supervisor would, by its exit code alone.
 """
 
 import json
@@ -18,11 +19,21 @@ import pytest
 from tests.deployment.grid import allow
 from tests.waiting import wait_for
 
+from fedpact.common.errors import TransportLost
 from fedpact.deployment import local
 from fedpact.privacy.ledger.receipt import receipt
 
 # Far beyond what it takes: rounds are to wait for whoever was killed.
 PATIENCE = {"round_seconds": 600, "resend_seconds": 6, "join_seconds": 600, "least_replies": 2}
+
+
+def child(pid):
+    """The number of a process's only child, None where it has none."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as children:
+            return next(map(int, children.read().split()), None)
+    except OSError:
+        return None
 
 
 def names_of(directory):
@@ -55,11 +66,23 @@ class Federation:
     def runs(self, name):
         return self.parties.runs(name)
 
-    def kill(self, name):
-        """End a party as a power cut would: its process, and Flower's, at once. Start it again."""
-        if self.runs(name):  # not the server of a run that has ended
-            os.killpg(self.numbers[name], signal.SIGKILL)
+    def kill(self, name, part="both"):
+        """Kill a party's process, Flower's beside it, or both at once as a power cut would."""
+        if not self.runs(name):  # the server of a run that has ended
+            self.numbers |= self.parties.start(name)
+        number = self.numbers[name]
+        victim = child(number) if part == "flower" else number
+        print(f"kill {part} of {name}", flush=True)
+        with suppress(ProcessLookupError, TypeError):  # between two of Flower's there is none
+            (os.killpg if part == "both" else os.kill)(victim, signal.SIGKILL)
+        if part == "flower" and name != "server":
+            return  # a site starts it anew by itself
+        if victim is None:
+            return
         wait_for(lambda: not self.runs(name), self.directory, pause=0.01)
+        code = self.parties.exit_code(name)
+        # 0: it was over before the signal came. Anything else would wait for a person.
+        assert code in ((0, TransportLost.exit_code) if part == "flower" else (0, -signal.SIGKILL))
         self.numbers |= self.parties.start(name)
 
     def finish(self, rounds):
@@ -136,7 +159,8 @@ def survive(make, directory, rounds, kills, spare, pause, **plan):
             # The first ones come before anything was committed, the last ones in the last round.
             federation.reached(number * (rounds + 1) // kills - 1)
             time.sleep(choose.uniform(0, pause))
-            federation.kill(choose.choice([*federation.names, "server"]))
+            part = choose.choice(["party", "flower", "both"])
+            federation.kill(choose.choice([*federation.names, "server"]), part)
         federation.finish(rounds)
         # Once more, after the end: the server finds that there is nothing left to do.
         federation.kill("server")

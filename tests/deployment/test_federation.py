@@ -21,6 +21,7 @@ from tests.waiting import wait_for
 from benchmarks import deployment
 from fedpact.deployment import keys, local
 from fedpact.deployment.federation import Federation
+from fedpact.deployment.flower import program
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.report.page import repeat
@@ -46,7 +47,9 @@ def finished(make, elsewhere):
         log = directory / "server" / "log.txt"
         wait_for(lambda: log.exists() and "is connected" in log.read_text(), directory)
         knocked = knock(directory, elsewhere / "strangers")
-        knocked["long body"] = flood(directory, here._children["server"].pid)
+        link = here._children["server"].pid
+        knocked["long body"] = flood(directory, link)
+        knocked["a site's long body"] = flood(directory, link, directory / "sites" / SITES[0])
         here.start()
         wait_for(lambda: not here.runs("server"), directory)
         return directory, knocked, local.inspect_deployment(directory)
@@ -88,11 +91,14 @@ def knock(directory, elsewhere):
     }
 
 
-def flood(directory, number):
-    """Send a body of 256 MiB without a key; return the growth of memory's peak, and the answer."""
+def flood(directory, number, site=None):
+    """Send a body of 256 MiB, with a site's certificate or none; return the growth of memory's
+    peak, and the answer."""
     server = directory / "server"
     host, port = Federation.read(server / "federation.toml").address.split(":")
     context = ssl.create_default_context(cafile=server / "ca.crt")
+    if site is not None:
+        context.load_cert_chain(site / program.CLIENT)
     with context.wrap_socket(
         socket.create_connection((host, int(port))), server_hostname=host
     ) as s:
@@ -224,9 +230,9 @@ def check_that_strangers_did_not_get_in(directory, knocked):
         assert code not in (0, None), f"{name}: {told}"
         # It got so far as to knock.
         assert "Failed to initialize the connection to the SuperLink" in told
-    grown, answer = knocked["long body"]
-    assert grown < 2**26, answer
-    assert answer.startswith("HTTP/1.1 413") or answer == "hung up"
+    assert knocked["long body"][1] == "hung up"
+    assert knocked["a site's long body"][1].startswith(("HTTP/1.1 413", "hung up"))
+    assert max(knocked[f"{who}long body"][0] for who in ("", "a site's ")) < 2**26
     assert "CERTIFICATE_VERIFY_FAILED" in knocked["wrong certificate"][1]
     assert "answered" not in knocked["bare HTTP"][1]
     log = (directory / "server" / "log.txt").read_text()

@@ -3,6 +3,7 @@
 import email.utils
 import http.server
 import json
+import shutil
 import socket
 import ssl
 import threading
@@ -15,7 +16,7 @@ from tests.deployment.conftest import free_port
 
 from fedpact.deployment import keys, processes
 from fedpact.deployment.federation import Federation
-from fedpact.deployment.flower import site_process
+from fedpact.deployment.flower import credentials, program, site_process
 from fedpact.deployment.flower.site_process import NotLetIn
 
 
@@ -56,8 +57,14 @@ class Server:
 
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
+        federation = Federation.read(server_dir / "federation.toml")
+        (server_dir / "flower").mkdir()
+        credentials.write_server_connections(server_dir, federation)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(server_dir / "tls.crt", server_dir / "tls.key")
+        # As uvicorn does with the options that a SuperLink is given.
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(server_dir / program.ANCHORS)
         self.http.socket = context.wrap_socket(
             self.http.socket, server_side=True, do_handshake_on_connect=False
         )
@@ -97,6 +104,8 @@ def enter(server, site_dir):
     federation = Federation.read(site_dir / "federation.toml")
     federation = federation.model_copy(update={"address": server.address})
     site = SimpleNamespace(name="site-00", federation=federation)
+    (site_dir / "flower").mkdir()
+    credentials.write_site_connection(site_dir)
     return lambda: site_process.enter(site, site_dir)
 
 
@@ -116,7 +125,6 @@ def test_who_is_let_in_knows_its_number_before_its_first_task(enter, server, sit
 
 
 def test_a_number_that_cannot_be_read_is_asked_for_again(enter, server, site_dir):
-    (site_dir / "flower").mkdir()
     (site_dir / "flower" / "node").write_bytes(b"\xff\x00")
     enter()
     assert (site_dir / "flower" / "node").read_text() == "77"
@@ -136,6 +144,16 @@ def test_a_key_that_the_server_does_not_have_is_told(enter, server):
     server.refuse = 412, json.dumps(body).encode()
     with pytest.raises(NotLetIn, match=r"does not let 'site-00' in.*sha256sum federation\.toml"):
         enter()
+
+
+def test_a_key_that_is_not_the_federations_is_no_way_in(enter, server, site_dir):
+    """TLS itself ends it: no request of a stranger's is read."""
+    keys.write_signing_key(site_dir / "strangers.key")
+    shutil.move(site_dir / "strangers.key", site_dir / "site.key")
+    credentials.write_site_connection(site_dir)
+    with pytest.raises(NotLetIn, match=r"hangs up on this site's key .*sha256sum federation\.toml"):
+        enter()
+    assert server.left == []
 
 
 def test_another_refusal_is_told_as_it_came(enter, server):
@@ -169,6 +187,8 @@ def test_a_supernode_whose_server_dies_in_a_handshake_ends(server, site_dir):
         *("--host", "127.0.0.1", "--port", str(free_port())),
         *("--superexec-auth-secret-file", "runtime.secret"),
     ]
+    (site_dir / "flower").mkdir()
+    credentials.write_site_connection(site_dir)
     with processes._flower(site_dir, command) as node:
         while not server.pulled.wait(1.0):
             assert node.poll() is None

@@ -1,8 +1,10 @@
 """Certificates and keys: an authority of the federation's own, the server's, one key a party."""
 
 import datetime
+import hashlib
 import ipaddress
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 
 from cryptography import x509
@@ -17,6 +19,7 @@ _CURVE = ec.SECP384R1()
 # The server's; and the authority's, so that a new one of the server's concerns nobody else.
 _DAYS, _DAYS_OF_AUTHORITY = 825, 3650
 _ADVICE = "name the directories `authority` and `server` as `fedpact deploy init` wrote them"
+_ALWAYS = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
 _PEM, _BARE = serialization.Encoding.PEM, serialization.NoEncryption()
 
 
@@ -130,6 +133,45 @@ def write_server_certificate(authority: Path, directory: Path, host: str) -> Non
     )
     write_whole(directory / "tls.key", _private(key))
     (directory / "tls.crt").write_bytes(certificate.public_bytes(_PEM))
+
+
+def write_client_certificate(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
+    """Write a certificate with a new key of its own, signed by a party's key.
+
+    It says no more than a signature by that key does, so it holds at all times.
+    """
+    own = ec.generate_private_key(ec.SECP256R1())
+    issuer = _named_by(key.public_key())
+    found = _undated(_name("fedpact"), issuer, own.public_key(), ca=False)
+    write_whole(path, found.sign(key, hashes.SHA256()).public_bytes(_PEM), _private(own))
+
+
+def render_anchors(parties: Iterable[ec.EllipticCurvePublicKey]) -> bytes:
+    """Return what TLS is to trust (PEM), so that it lets in who has one of these keys alone.
+
+    Each key stands in a certificate that has it as its own issuer's. Only the key's owner could
+    sign that, and nobody has to: the signature of what is trusted is not looked at (RFC 5280, 6.1).
+    """
+    anybody = ec.generate_private_key(ec.SECP256R1())
+    found = (_undated(name, name, key, ca=True) for key in parties for name in [_named_by(key)])
+    return b"".join(one.sign(anybody, hashes.SHA256()).public_bytes(_PEM) for one in found)
+
+
+def _named_by(key: ec.EllipticCurvePublicKey) -> x509.Name:
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    digest = hashlib.sha256(key.public_bytes(serialization.Encoding.DER, form))
+    return _name(digest.hexdigest())
+
+
+def _undated(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, *, ca: bool
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number())
+        .not_valid_before(_ALWAYS[0])
+        .not_valid_after(_ALWAYS[1])
+        .add_extension(x509.BasicConstraints(ca, 0 if ca else None), critical=True)
+    )
 
 
 def _certificate(

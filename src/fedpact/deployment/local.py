@@ -81,6 +81,10 @@ class Parties:
         """Whether a party was started here and has not ended."""
         return name in self._children and self._children[name].poll() is None
 
+    def exit_code(self, name: str) -> int | None:
+        """How a party's process ended, minus a signal's number; None while it runs."""
+        return self._children[name].poll()
+
     def stop(self, *names: str) -> None:
         """End these parties, all if none is named: by SIGTERM, and those that stay by SIGKILL."""
         chosen = [child for n, child in self._children.items() if not names or n in names]

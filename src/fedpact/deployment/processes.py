@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fedpact.common.errors import FedpactError, InputError, TransportLost
-from fedpact.common.files import LOCK, only_one, private_opener, write_whole
+from fedpact.common.files import LOCK, only_one, private_opener
 from fedpact.common.messages import RoundRecord
 from fedpact.deployment.flower import program
 from fedpact.deployment.server import Coordinator
@@ -46,7 +46,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
     Raises FedpactError: Flower is not installed, does not start, or the run cannot go on.
     """
     require_flower()
-    from fedpact.deployment.flower import credentials, server_process
+    from fedpact.deployment.flower import credentials
     from fedpact.deployment.flower.server_process import serve
 
     with _files_told(), _ended_by_signals(), _held(directory):
@@ -67,8 +67,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
         # registered, and a run of Flower's begun, at every start.
         for left in _home(directory).glob("superlink.db*"):
             left.unlink()
-        keys = server_process.render_site_keys(coordinator.federation).encode()
-        write_whole(directory / program.SITE_KEYS, keys)
+        credentials.write_server_connections(directory, coordinator.federation)
         with _flower(directory, command) as link, _ends_with(link, directory):
             return serve(coordinator, f"127.0.0.1:{port}", on_round)
 
@@ -84,6 +83,7 @@ def run_site(directory: Path) -> None:
 
     with _files_told(), _held(directory), Site(directory) as site:
         credentials.check_site_keys(directory, site.federation, site.name)
+        credentials.write_site_connection(_home(directory).parent)
         _prepare(site.federation.seeds == "test")
         command = [
             *("flower-supernode", "--isolation", "process"),

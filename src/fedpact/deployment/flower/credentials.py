@@ -1,6 +1,8 @@
 """Whether a party's own keys and certificates fit what the federation agreed on, before it starts.
 
-What is found here its owner can mend. Found by the other end it would be a code of Flower's.
+What is found here its owner can mend. Found by the other end it would be a code of Flower's. And
+what the parties' connections show of them: TLS in which both ends are known, by the keys of
+federation.toml.
 """
 
 import datetime
@@ -14,8 +16,10 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpact.common.errors import InputError, PlanError
-from fedpact.common.files import parse_errors
+from fedpact.common.files import parse_errors, write_whole
 from fedpact.deployment.federation import Federation
+from fedpact.deployment.flower import program
+from fedpact.deployment.keys import render_anchors, write_client_certificate
 from fedpact.simulation.secure_aggregation import keys
 
 _AGAIN = "take the file that `fedpact deploy init` wrote for this party"
@@ -47,6 +51,20 @@ def check_server_keys(directory: Path, federation: Federation) -> None:
         )
     _check_certificate(directory, federation.host)
     _check_secret(directory)
+
+
+def write_site_connection(directory: Path) -> None:
+    """Write what a site shows of itself to its server."""
+    own = keys.read_private_key(directory / "site.key")
+    write_client_certificate(directory / program.CLIENT, own)
+
+
+def write_server_connections(directory: Path, federation: Federation) -> None:
+    """Write whom a server's SuperLink lets in, and what the server itself shows of itself there."""
+    own = keys.read_private_key(directory / "server.key")
+    write_client_certificate(directory / program.CLIENT, own)
+    parties = [federation.server_key, *(member.key for member in federation.sites.values())]
+    write_whole(directory / program.ANCHORS, render_anchors(map(keys.public_key, parties)))
 
 
 def _check_public(federation: Federation) -> None:

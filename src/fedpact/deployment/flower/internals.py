@@ -15,6 +15,7 @@ has installed.
 import hashlib
 import logging
 import queue
+import ssl
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -66,6 +67,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message
 
 from fedpact.common.errors import FedpactError
+from fedpact.deployment.flower.program import CLIENT
 
 _log = logging.getLogger("fedpact.server")
 _HERE_SECONDS = 0.05
@@ -83,10 +85,12 @@ class PromptGrid(HttpGrid):
     tried again until the grid is closed; one that refuses, as it does once the run was stopped,
     raises httpx.HTTPStatusError. Flower's own Grid retries without end, in threads that a process
     waits for when it exits, and interrupts the process when it is refused.
+    context: see `tls`.
     """
 
-    def __init__(self, address: str, root: bytes | None, token: str) -> None:
-        super().__init__(address, root_certificates=root, token=token)
+    def __init__(self, address: str, context: ssl.SSLContext, token: str) -> None:
+        super().__init__(address, token=token)
+        self._context = context
         self._closed = threading.Event()
         self._retry_invoker = RetryInvoker(
             lambda: exponential(max_delay=_RETRY_SECONDS),
@@ -105,6 +109,19 @@ class PromptGrid(HttpGrid):
         """Disconnect, and give up what is being tried again."""
         self._closed.set()
         super().close()
+
+    def _connect(self) -> None:
+        # As Flower's own does, which has no place for a certificate to show.
+        self._client = RuntimeHttpClient(
+            f"https://{self._addr}",
+            interceptors=[
+                self._tracing,
+                RuntimeVersionHttpInterceptor(component_name="flwr-serverapp"),
+                RuntimeTokenHttpInterceptor(token=self._token),
+            ],
+            verify=self._context,
+            retry_invoker=self._retry_invoker,
+        )
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return answers to these messages, or to earlier ones, that have arrived in full."""
@@ -162,15 +179,25 @@ class PromptGrid(HttpGrid):
             self._here.put((about, message))
 
 
-class SuperLink:
-    """The Control API of a SuperLink at `address`, whose certificate `root` vouches for."""
+def tls(directory: Path) -> ssl.SSLContext:
+    """Return how a party's connections to a SuperLink show who it is, and see who that is.
 
-    def __init__(self, address: str, root: Path) -> None:
-        self._client = ControlHttpClient.from_server_address(
-            address,
-            insecure=False,
-            root_certificates=root.read_bytes(),
+    directory: the party's, with the authority's certificate and program.CLIENT.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(directory / "ca.crt")
+    context.load_cert_chain(directory / CLIENT)
+    return context
+
+
+class SuperLink:
+    """The Control API of a SuperLink at `address`. context: see `tls`."""
+
+    def __init__(self, address: str, context: ssl.SSLContext) -> None:
+        self._client = ControlHttpClient(
+            f"https://{address}",
             interceptors=[RuntimeVersionHttpInterceptor(component_name="fedpact")],
+            verify=context,
         )
         self._address = address
 
@@ -220,15 +247,14 @@ class SuperLink:
 class TaskQueue:
     """Where tasks are taken on: the Runtime API of a SuperLink, with TLS, or of a SuperNode.
 
-    secret: the file with the secret that both ends know. root: a SuperLink's authority's
-    certificate; None at a SuperNode.
+    secret: the file with the secret that both ends know. context: a SuperLink's (`tls`); None at a
+    SuperNode.
     """
 
-    def __init__(self, address: str, secret: Path, root: Path | None = None) -> None:
-        self._address = address
-        self._kind = TaskType.CLIENT_APP if root is None else TaskType.SERVER_APP
+    def __init__(self, address: str, secret: Path, context: ssl.SSLContext | None = None) -> None:
+        self._address, self._context = address, context
+        self._kind = TaskType.CLIENT_APP if context is None else TaskType.SERVER_APP
         self._seen = time.monotonic()
-        self._root = None if root is None else root.read_bytes()
         self._client = self._connect(
             SuperExecAuthHttpInterceptor(
                 master_secret=secret.read_bytes(), protected_methods=_ACQUIRE
@@ -267,12 +293,14 @@ class TaskQueue:
     @contextmanager
     def grid(self, run: int) -> Generator[PromptGrid]:
         """Give the Grid of a run, as a server's task. Raises FedpactError: it is not handed out."""
+        if self._context is None:
+            raise FedpactError("a site's tasks have no Grid")
         token = self._token_of(run)
         with self._work(token) as client:
             given = client.PullTaskInput(PullTaskInputRequest())
             TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
             TaskIdentity.node_id = given.context.node_id
-            with closing(PromptGrid(self._address, self._root, token)) as grid:
+            with closing(PromptGrid(self._address, self._context, token)) as grid:
                 grid.set_run(run_from_proto(given.run))
                 yield grid
 
@@ -306,8 +334,11 @@ class TaskQueue:
 
     def _connect(self, interceptor: ProtobufClientInterceptor) -> RuntimeHttpClient:
         version = RuntimeVersionHttpInterceptor(component_name="fedpact")
-        return RuntimeHttpClient.from_server_address(
-            self._address, self._root is None, self._root, [version, interceptor]
+        scheme = "http" if self._context is None else "https"
+        return RuntimeHttpClient(
+            f"{scheme}://{self._address}",
+            interceptors=[version, interceptor],
+            verify=self._context or False,
         )
 
 
@@ -347,21 +378,21 @@ def _pull(client: RuntimeHttpClient, alive: Callable[[], bool]) -> tuple[Message
 
 @contextmanager
 def knock(
-    address: str, root: Path, key: ec.EllipticCurvePrivateKey, known: int | None
+    address: str, context: ssl.SSLContext, key: ec.EllipticCurvePrivateKey, known: int | None
 ) -> Generator[int]:
     """Give the number under which a server knows a site's node, once it lets it in.
 
     The connection that a killed process of this site has left behind, under the number `known`, is
-    given up: it would turn away its successor for a minute. Raises httpx.HTTPError, ssl.SSLError.
+    given up: it would turn away its successor for a minute. context: see `tls`.
+    Raises httpx.HTTPError, ssl.SSLError.
     """
-    link = FleetHttpClient.from_server_address(
-        address,
-        insecure=False,
-        root_certificates=root.read_bytes(),
+    link = FleetHttpClient(
+        f"https://{address}",
         interceptors=[
             RuntimeVersionHttpInterceptor(component_name="SuperNode"),
             NodeAuthHttpInterceptor(key, key.public_key()),
         ],
+        verify=context,
     )
     with link as client:
         if known is not None:

@@ -7,32 +7,28 @@ site. What the first raises ends that thread alone: an error of TLS, as from a s
 in the midst of a handshake, is one after which it does not try again. The second thread then keeps
 the process alive and goes on answering that there is no work, so that nobody notices.
 
-A SuperLink's requests pass a Guard. Nothing of fedpact is imported here: the process runs in the
-party's directory, from which it may not be found.
+A SuperLink lets in nobody without a party's key, and its requests pass a Guard. A SuperNode shows
+its site's. Flower has options for neither. Nothing of fedpact is imported here: the process runs in
+the party's directory, from which it may not be found.
 """
 
-import base64
 import gc
 import logging
 import os
+import ssl
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Container, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any, Final
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-
-SITE_KEYS: Final = Path("flower/site-keys")
-"""In the server's directory: the sites' public keys, as their requests' headers have them."""
+ANCHORS: Final = "flower/parties.pem"
+"""In the server's directory: whose connections a SuperLink lets in (keys.render_anchors)."""
+CLIENT: Final = "flower/client.pem"
+"""In a party's directory: what it shows of itself (keys.write_client_certificate)."""
 
 # Flower cuts whatever is longer into pieces of 5 MiB, each a request of its own.
 _MOST_BYTES = 6 * 2**20
-# What a site sends before it is let in, its key and little else, is shorter.
-_MOST_UNSIGNED_BYTES = 2**16
 
 _Event = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[_Event]]
@@ -43,13 +39,12 @@ _App = Callable[[_Event, _Receive, _Send], Awaitable[None]]
 class Guard:
     """Refuses requests to a SuperLink before their bodies are read; an ASGI application.
 
-    Other machines have Flower's Fleet API alone, by which sites connect. Only requests that a
-    site's key has signed may be long, as Flower reads a body before it looks at who sends it.
-    site_keys: see SITE_KEYS.
+    Other machines have Flower's Fleet API alone, by which sites connect. No request may be longer
+    than the pieces of a message, as Flower reads a body before it looks at who sends it.
     """
 
-    def __init__(self, app: _App, site_keys: Container[str]) -> None:
-        self._app, self._keys = app, site_keys
+    def __init__(self, app: _App) -> None:
+        self._app = app
 
     async def __call__(self, scope: _Event, receive: _Receive, send: _Send) -> None:
         """Answer one request."""
@@ -62,42 +57,37 @@ class Guard:
 
     def _refusal(self, scope: _Event) -> int | None:
         """Return the HTTP status with which a request is refused, None for none."""
-        headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
+        headers = dict(scope["headers"])
         here = scope["client"] is not None and scope["client"][0] in ("127.0.0.1", "::1")
         if scope["path"] != "/health" and not scope["path"].startswith(
             "/v1/" if here else "/v1/fleet/"
         ):
             return 404
-        if "transfer-encoding" in headers:
+        if b"transfer-encoding" in headers:
             return 411  # a body of unknown length
-        length = int(headers.get("content-length", "0"))
-        if length <= _MOST_UNSIGNED_BYTES:
-            return None
-        return None if length <= _MOST_BYTES and (here or self._is_signed(headers)) else 413
-
-    def _is_signed(self, headers: dict[str, str]) -> bool:
-        """Whether a site's key has signed the time in these headers, which Flower looks at."""
-        try:
-            key, signature = headers["flwr-public-key"], headers["flwr-signature"]
-            if key not in self._keys:
-                return False
-            public = serialization.load_pem_public_key(base64.b64decode(key))
-            signed = headers["flwr-timestamp"].encode()
-            # As Flower verifies it; what federation.toml lists are such keys.
-            if isinstance(public, ec.EllipticCurvePublicKey):
-                public.verify(base64.b64decode(signature), signed, ec.ECDSA(hashes.SHA256()))
-                return True
-        except (KeyError, ValueError, InvalidSignature):
-            pass
-        return False
+        return 413 if int(headers.get(b"content-length", b"0")) > _MOST_BYTES else None
 
 
 def _guard_superlink() -> None:
-    """Have whatever application uvicorn runs in this process behind a Guard."""
+    """Have uvicorn, in this process, let in parties alone, and put a Guard before what it runs."""
     import uvicorn
 
-    run, keys = uvicorn.run, frozenset(SITE_KEYS.read_text(encoding="ascii").split())
-    uvicorn.run = lambda app, **options: run(Guard(app, keys), **options)
+    parties = {"ssl_ca_certs": ANCHORS, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    run = uvicorn.run
+    uvicorn.run = lambda app, **options: run(Guard(app), **options, **parties)
+
+
+def _show_certificate() -> None:
+    """Have httpx, in this process, show the site's certificate where it uses TLS."""
+    import httpx
+
+    class Client(httpx.Client):
+        def __init__(self, *, verify: Any = True, **options: Any) -> None:
+            if isinstance(verify, ssl.SSLContext):
+                verify.load_cert_chain(CLIENT)
+            super().__init__(verify=verify, **options)
+
+    httpx.Client = Client
 
 
 def run_script(name: str) -> int:
@@ -109,8 +99,7 @@ def run_script(name: str) -> int:
         program = script.load()
         gc.freeze()
         gc.enable()
-        if name == "flower-superlink":
-            _guard_superlink()
+        _guard_superlink() if name == "flower-superlink" else _show_certificate()
         program()
         return 0
     except SystemExit as end:

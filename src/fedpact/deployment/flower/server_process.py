@@ -1,6 +1,5 @@
 """Flower's server as a process of its own: the run over its Grid."""
 
-import base64
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -13,7 +12,7 @@ from fedpact.common.errors import FedpactError, TransportLost
 from fedpact.common.messages import RoundRecord
 from fedpact.deployment.admission import expect_form
 from fedpact.deployment.federation import Federation
-from fedpact.deployment.flower.internals import SuperLink, TaskQueue, public_pem
+from fedpact.deployment.flower.internals import SuperLink, TaskQueue, public_pem, tls
 from fedpact.deployment.flower.transport import FlowerTransport
 from fedpact.deployment.secure import secure_deployment
 from fedpact.deployment.server import Coordinator
@@ -23,12 +22,6 @@ from fedpact.simulation.secure_aggregation import keys
 def find_site_keys(federation: Federation) -> dict[str, bytes]:
     """Return each site's public key, as Flower has it."""
     return {n: public_pem(keys.public_key(m.key)) for n, m in federation.sites.items()}
-
-
-def render_site_keys(federation: Federation) -> str:
-    """Return what a server's program.SITE_KEYS has: a line for each site."""
-    found = find_site_keys(federation).values()
-    return "".join(f"{base64.b64encode(key).decode()}\n" for key in found)
 
 
 OnRound = Callable[[RoundRecord], None]
@@ -58,9 +51,9 @@ def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str
 
     Raises FedpactError: it does not answer, or the run cannot go on.
     """
-    root = coordinator.directory / "ca.crt"
-    link = SuperLink(address, root)
-    desk = TaskQueue(address, coordinator.directory / "runtime.secret", root)
+    context = tls(coordinator.directory)
+    link = SuperLink(address, context)
+    desk = TaskQueue(address, coordinator.directory / "runtime.secret", context)
     number = None
     try:
         link.wait(_START_SECONDS)

@@ -22,7 +22,7 @@ from fedpact.common.errors import FedpactError, InputError
 from fedpact.common.files import write_whole
 from fedpact.common.messages import Refusal, Step, from_bytes, to_bytes
 from fedpact.common.messages import Task as TrainingTask
-from fedpact.deployment.flower.internals import TaskQueue, knock, read_refusal
+from fedpact.deployment.flower.internals import TaskQueue, knock, read_refusal, tls
 from fedpact.deployment.site import Site, answer
 from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import keys
@@ -45,7 +45,7 @@ def enter(site: Site, directory: Path) -> None:
     key, address = keys.read_private_key(directory / "site.key"), site.federation.address
     known = _known(directory)
     try:
-        with knock(address, directory / "ca.crt", key, known) as node:
+        with knock(address, tls(directory), key, known) as node:
             if node != known:
                 write_whole(directory / _NODE, str(node).encode())
     except httpx.HTTPStatusError as error:
@@ -96,6 +96,12 @@ def _seconds_ahead(response: httpx.Response) -> float | None:
 
 
 def _unreached(address: str, directory: Path, why: str) -> str:
+    if "ALERT" in why or "EOF" in why:
+        return (
+            f"the server at {address} hangs up on this site's key ({why}): its federation.toml has "
+            "another one for this site, or it has not started with this one yet; compare "
+            "`sha256sum federation.toml` with the server's"
+        )
     if "CERTIFICATE" not in why and "SSL" not in why:
         return f"the server at {address} does not answer ({why})"
     now = datetime.datetime.now(datetime.UTC)
