@@ -80,7 +80,6 @@ def _check_not_stopped(link: SuperLink, run: int) -> None:
             return
         raise FedpactError(
             f"the run was stopped by Flower's control API (StopRun of run {run}), and not by this "
-            "server: somebody who reaches its port has asked for it, see flower/log.txt in the "
-            "server's directory for from where. Started again, the server goes on from the last "
-            "committed round"
+            "server: somebody with a party's key has asked for it on this machine. Started again, "
+            "the server goes on from the last committed round"
         )
