@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedpact.common.user_code import digest_of_code, digest_of_module
+from fedpact.common.user_code import digest_of_code
 
 WEIGHTS = torch.tensor([1.0, 5.0])
 
@@ -98,18 +98,14 @@ PAIRS = {
 }
 
 
-def _digest(thing):
-    return digest_of_module(thing) if isinstance(thing, nn.Module) else digest_of_code(thing)
-
-
 @pytest.mark.parametrize("what", PAIRS)
 def test_digest_changes_with_what_decides_and_only_then(what):
     def made(value):
         torch.manual_seed(0)
         return PAIRS[what](value)
 
-    assert _digest(made(1)) == _digest(made(1)) != _digest(made(2))
-    assert _digest(copy.deepcopy(made(1))) == _digest(made(1))
+    assert digest_of_code(made(1)) == digest_of_code(made(1)) != digest_of_code(made(2))
+    assert digest_of_code(copy.deepcopy(made(1))) == digest_of_code(made(1))
 
 
 def test_another_process_finds_the_same():
@@ -120,7 +116,7 @@ def test_another_process_finds_the_same():
         "    @property\n    def p(self): return W\n"
         "    @functools.lru_cache\n    def q(self): return torch.relu(self.p)\n"
         "net = Net(); net.l = [nn.Linear(2, 2)]; net.me = net.l\n"
-        "print(digest_of_module(net), digest_of_code(Net))"
+        "print(digest_of_code(net), digest_of_code(Net))"
     )
     with contextlib.redirect_stdout(io.StringIO()) as here:
         exec(code, {"__name__": "__main__"})
@@ -131,4 +127,4 @@ def test_another_process_finds_the_same():
 def test_a_module_that_holds_itself_ends():
     module = Act(1.0)
     module.k = [module]
-    assert _digest(module) == _digest(copy.deepcopy(module))
+    assert digest_of_code(module) == digest_of_code(copy.deepcopy(module))

@@ -7,19 +7,22 @@ another process needs it handed in again. A model that brings weights is NAME.we
 """
 
 import copy
-import dis
 import hashlib
 import importlib
+import inspect
+import io
 import os
+import pickle
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from textwrap import dedent
+from types import CodeType, FunctionType, ModuleType
 from typing import Annotated, Any, Final, cast
 
-import numpy as np
 import torch
 from pydantic import BeforeValidator
 from torch import Tensor, nn
@@ -27,248 +30,146 @@ from torch import Tensor, nn
 from fedpact.common.errors import ModelError
 
 
-class _Identity(str):
-    """Which thing it is in this process, of what nobody can tell otherwise."""
+def digest_of_code(thing: Any) -> str:
+    """Return the digest of a class, function or object; of a module with its weights.
 
-
-_Parts = list[str | bytes]
-
-
-class _Seen(dict[int, tuple[int, Any]]):
-    """What was read, by its identity: which it was, and it itself, so that no other comes to it.
-
-    files: whether of modules that code refers to the files count, and not their names alone.
-    forms: whether of a module's weights and buffers the forms count, and not the numbers.
+    Of what cannot be written, as a lock, it follows from the object's identity.
     """
-
-    files = False
-    forms = False
-
-    def copied(self) -> "_Seen":
-        found = _Seen(self)
-        found.files, found.forms = self.files, self.forms
-        return found
-
-
-_PLAIN: Final = (bool, int, float, complex, str, bytes, range, type(None), type(...))
-_PLAIN_OF_TORCH: Final = (torch.dtype, torch.device, np.dtype)
-_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
-
-
-def digest_of_module(module: nn.Module) -> str:
-    """Of its weights and other attributes, what it prints, and the code that is not torch's."""
-    return _digest(_module(module, _Seen()))
+    try:
+        return _digest(thing, forms=False)
+    except Exception:
+        return hashlib.sha256(f"{type(thing)} {id(thing)}".encode()).hexdigest()
 
 
 def digest_of_form(*things: Any) -> str | None:
-    """Of what modules and functions compute with weights of any values, None where none can tell.
+    """Return the digest of what modules and functions compute with weights of any values.
 
-    That is code, attributes, and forms of weights and buffers. Within this process.
+    That is code, attributes, and forms of weights and buffers, within this process. None where
+    something cannot be written.
     """
-    seen = _Seen()
-    seen.forms = True
-    parts = _each(things, seen)
-    return None if any(isinstance(part, _Identity) for part in parts) else _digest(parts)
-
-
-def digest_of_code(thing: Any) -> str:
-    """Of what a class, function or object does, as far as that can be read."""
-    return _digest(_code(thing, _Seen()))
-
-
-def _digest(parts: Iterable[str | bytes]) -> str:
-    found = hashlib.sha256()
-    for part in parts:
-        raw = part.encode() if isinstance(part, str) else part
-        found.update(len(raw).to_bytes(8, "big") + raw)
-    return found.hexdigest()
-
-
-def _module(module: nn.Module, seen: _Seen) -> _Parts:
-    parts: _Parts = [repr(module)]
-    every = [*module.named_modules()]
-    weights = [*module.named_parameters(), *module.named_buffers()]
-    for _, part in (*every, *(weights if seen.forms else ())):
-        seen.setdefault(id(part), (len(seen), part))
-    base = vars(nn.Module())
-    for name, part in every:
-        own = {key: value for key, value in vars(part).items() if key not in base}
-        # A hook's key is its number in this process.
-        hooks = [list(vars(part)[key].values()) for key in _HOOKS]
-        parts += [name, *_each((type(part), own, *hooks), seen)]
-    # Buffers that no state dict has decide, too; so does which weights are frozen.
-    for name, value in weights if not seen.forms else ():
-        parts += [f"{name} {value.requires_grad}", *_array(value)]
-    return parts + (_forms(module, seen) if seen.forms else [])
-
-
-def _forms(module: nn.Module, seen: _Seen) -> _Parts:
-    """Whether each part is trained, and of each weight and buffer its form and which it is."""
-    parts: _Parts = [f"{name} {part.training}" for name, part in module.named_modules()]
-    every = (module.named_parameters, module.named_buffers)
-    for name, value in (pair for named in every for pair in named(remove_duplicate=False)):
-        form = value.dtype, tuple(value.shape), value.stride(), value.device, value.requires_grad
-        parts.append(f"{name} {form} {type(value)} {seen[id(value)][0]}")
-    return parts
-
-
-def _array(value: Tensor) -> _Parts:
-    raw = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return [f"{value.dtype} {tuple(value.shape)}", raw]
-
-
-def _code(thing: Any, seen: _Seen) -> _Parts:
-    """What decides what a thing of Python's does: code, and the values that the code refers to.
-
-    Of what nobody can tell that by looking, its identity: then it is nowhere else the same.
-    """
-    if type(thing) in _PLAIN or isinstance(thing, _PLAIN_OF_TORCH):
-        return [repr(thing)]
-    if isinstance(thing, ModuleType):
-        return _file(thing, seen)
-    if type(thing) is tuple:
-        # Which of them Python keeps once, it decides anew in each process.
-        return ["tuple", *_each(cast(tuple[Any, ...], thing), seen)]
-    if seen.forms and isinstance(thing, weakref.ref):
-        return ["weak", *_code(thing(), seen)]
-    if id(thing) in seen:
-        return [f"again {seen[id(thing)][0]}"]
-    seen[id(thing)] = len(seen), thing
-    if isinstance(thing, nn.Module):
-        return _module(thing, seen)
-    if type(thing).__name__ == "FakeTensor":
-        # What code kept of its own tracing, which has no numbers.
-        return [_Identity(f"{type(thing)} {id(thing)}")]
-    if isinstance(thing, Tensor):
-        return _array(thing)
-    if isinstance(thing, np.ndarray) and not thing.dtype.hasobject:
-        return [f"{thing.dtype.descr} {thing.shape}", thing.tobytes()]
-    if isinstance(thing, set | frozenset):
-        # A set has another order in each process.
-        each = [_code(e, seen.copied()) for e in cast(set[Any], thing)]
-        unclear = [part for parts in each for part in parts if isinstance(part, _Identity)]
-        return ["set", *sorted(map(_digest, each)), *(unclear if seen.forms else ())]
-    if isinstance(thing, list) and type(cast(Any, thing)) is list:
-        return ["list", *_each(cast(list[Any], thing), seen)]
-    if isinstance(thing, dict) and type(cast(Any, thing)) is dict:
-        return ["dict", *_each([*cast(dict[Any, Any], thing).items()], seen)]
-    if isinstance(thing, type):
-        return _class(thing, seen)
-    return _function(thing, seen) or _object(thing, seen)
-
-
-def _file(thing: ModuleType, seen: _Seen) -> _Parts:
-    """Return the text of a module of one's own and of those that it refers to; of a package all.
-
-    What is in a package's memory follows from who else has imported what of it: its files do not.
-    """
-    name, path = thing.__name__, Path(getattr(thing, "__file__", None) or "")
-    installed = bool({"site-packages", "dist-packages"} & set(path.parts))
-    known = installed or _is_of_known(name) or name.partition(".")[0] == "fedpact"
-    if not seen.files or id(thing) in seen or known or not path.is_file():
-        return [name]
-    seen[id(thing)] = len(seen), thing
-    if hasattr(thing, "__path__"):
-        return [name, *(each.read_bytes() for each in sorted(path.parent.rglob("*.py")))]
-    inside = [each for _, each in sorted(vars(thing).items()) if isinstance(each, ModuleType)]
-    return [name, path.read_bytes(), *_each(inside, seen)]
-
-
-def _class(thing: type, seen: _Seen) -> _Parts:
-    name = f"{thing.__module__}.{thing.__qualname__}"
-    if _is_known(thing) or (seen.forms and _is_installed(thing)):
-        return [name]
-    # What Python itself puts into a class is no code, and what abc does is this process's.
-    own = {
-        key: value
-        for key, value in vars(thing).items()
-        if key != "_abc_impl"
-        and (not key.startswith("__") or hasattr(value, "__code__") or hasattr(value, "__func__"))
-    }
-    return [thing.__qualname__, *_each((*thing.__bases__, own), seen)]
-
-
-def _function(thing: Any, seen: _Seen) -> _Parts | None:
-    """Return what decides what a function or method does, None where it is neither."""
-    if isinstance(thing, MethodType | staticmethod | classmethod):
-        own = cast(Any, thing)
-        return [type(own).__name__, *_each((own.__func__, getattr(own, "__self__", None)), seen)]
-    if isinstance(thing, property):
-        return ["property", *_each((thing.fget, thing.fset, thing.fdel), seen)]
-    if isinstance(thing, BuiltinFunctionType):
-        return [thing.__qualname__, *_code(thing.__self__, seen)]
-    if not isinstance(thing, FunctionType):
-        return None
-    if _is_known(thing) or (seen.forms and _is_installed(thing)):
-        return [f"{thing.__module__}.{thing.__qualname__}"]
-    code, space = thing.__code__, thing.__globals__
-    used = {name: space[name] for name in sorted(_globals(code)) if name in space}
-    values = thing.__defaults__, thing.__kwdefaults__, _closure(thing), used, vars(thing)
-    return [*_bytes(code), *_each(values, seen)]
-
-
-def _object(thing: Any, seen: _Seen) -> _Parts:
-    """Return an object's class and what it holds, as a copy of it would be made."""
     try:
-        made = thing.__reduce_ex__(4)
+        return _digest(things, forms=True)
     except Exception:
-        return [_Identity(f"{type(thing)} {id(thing)}")]
-    if isinstance(made, str):
-        return [made, *_code(getattr(thing, "__wrapped__", None), seen)]
-    first, *rest = made
-    # What it holds beside its state comes as iterators.
-    held = [[*each] if hasattr(each, "__next__") else each for each in rest]
-    return [type(thing).__qualname__, *_each((type(thing), first, *held), seen)]
+        return None
 
 
-def _closure(thing: FunctionType) -> list[Any]:
-    found: list[Any] = []
-    for cell in thing.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # not bound yet
-            found.append(None)
-    return found
+def _digest(thing: Any, forms: bool) -> str:
+    digester = _Digester(forms)
+    digester.dump(thing)
+    return hashlib.sha256(digester.raw.getvalue()).hexdigest()
 
 
-def _globals(code: CodeType) -> set[str]:
-    """Return the global names that code loads, that of functions inside it included."""
-    loads = {"LOAD_GLOBAL", "LOAD_NAME"}
-    found = {str(i.argval) for i in dis.get_instructions(code) if i.opname in loads}
-    return found.union(*(_globals(c) for c in code.co_consts if isinstance(c, CodeType)))
+class _Digester(pickle.Pickler):
+    """Writes what decides what a thing does: the source of code and what the code refers to.
+
+    What is of Python, torch or an installed package is known by its name. forms: whether of a
+    module's weights and buffers the forms count, and not the numbers.
+    """
+
+    def __init__(self, forms: bool) -> None:
+        self.raw, self.forms = io.BytesIO(), forms
+        # With each thing its number, and it itself, so that no other comes to its identity.
+        self._seen: dict[int, tuple[int, Any]] = {}
+        super().__init__(self.raw, 4)
+        # Which equal strings Python keeps once, it decides anew in each process: no references.
+        self.fast = True
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Return what is written in place of what pickle would write by name or not at all."""
+        if isinstance(obj, set | frozenset):  # whose order differs between processes
+            return "set", sorted(_digest(one, self.forms) for one in cast(set[Any], obj))
+        if isinstance(obj, ModuleType):
+            return "module", obj.__name__
+        if isinstance(obj, weakref.ref):
+            return "weak", obj()
+        if isinstance(obj, property):
+            return "property", obj.fget, obj.fset, obj.fdel
+        if isinstance(obj, staticmethod | classmethod):
+            return type(obj).__name__, obj.__func__
+        if isinstance(obj, cached_property):
+            return "cached_property", obj.func
+        if hasattr(obj, "cache_clear"):  # a function whose results are kept
+            return "cached", getattr(obj, "__wrapped__", None)
+        if not isinstance(obj, type | FunctionType | nn.Module | Tensor):
+            return None
+        return self._again(obj) or self._content(obj)
+
+    def _again(self, thing: Any) -> tuple[str, int] | None:
+        """Return the number of what was written already; else number it."""
+        if id(thing) in self._seen:
+            return "again", self._seen[id(thing)][0]
+        self._seen[id(thing)] = len(self._seen), thing
+        return None
+
+    def _content(self, thing: Any) -> Any:
+        if isinstance(thing, nn.Module):
+            weights = self._weights(thing) if self.forms else ()
+            # A hook's key is its number in this process.
+            state = {
+                key: [*value.values()] if key.endswith("_hooks") else value
+                for key, value in vars(thing).items()
+            }
+            return type(thing), weights, state
+        if isinstance(thing, Tensor):
+            raw = thing.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            return str(thing.dtype), tuple(thing.shape), thing.requires_grad, raw.tobytes()
+        if _is_installed(thing):
+            return thing.__module__, thing.__qualname__
+        if isinstance(thing, type):
+            # Beside functions Python itself puts into a class what is no code of its author's.
+            own = {
+                key: value
+                for key, value in vars(thing).items()
+                if key != "_abc_impl"
+                and (not key.startswith("__") or isinstance(value, FunctionType))
+            }
+            return thing.__qualname__, thing.__bases__, own
+        code, space = thing.__code__, thing.__globals__
+        used = {name: space[name] for name in sorted(_names(code)) if name in space}
+        inside = [cell.cell_contents for cell in thing.__closure__ or ()]
+        return _source(code), inside, used, thing.__defaults__, thing.__kwdefaults__, vars(thing)
+
+    def _weights(self, module: nn.Module) -> list[Any]:
+        """Return each weight's and buffer's form, of one that is tied which it is."""
+        every = (module.named_parameters, module.named_buffers)
+        return [
+            self._again(v)
+            or f"{n} {type(v)} {v.dtype} {tuple(v.shape)} {v.stride()} {v.device} {v.requires_grad}"
+            for named in every
+            for n, v in named(remove_duplicate=False)
+        ]
 
 
-def _each(things: Sequence[Any], seen: _Seen) -> _Parts:
-    return [str(len(things)), *(text for thing in things for text in _code(thing, seen))]
+@lru_cache(1024)
+def _source(code: CodeType) -> str:
+    try:
+        text = dedent(inspect.getsource(code))
+    except (OSError, TypeError):
+        text = ""
+    if text and code.co_name != "<lambda>":
+        return text
+    # Several lambdas stand on one line; and what makes code, as dataclass does, keeps no source.
+    values = [c for c in code.co_consts if not isinstance(c, CodeType)]
+    inner = [_source(c) for c in code.co_consts if isinstance(c, CodeType)]
+    return f"{text} {code.co_code!r} {code.co_names} {values} {inner}"
 
 
-def _bytes(code: CodeType) -> _Parts:
-    inner = [part for c in code.co_consts if isinstance(c, CodeType) for part in _bytes(c)]
-    others = [c for c in code.co_consts if not isinstance(c, CodeType)]
-    plain = [repr(sorted(map(repr, c))) if isinstance(c, frozenset) else repr(c) for c in others]
-    return [code.co_code, repr(code.co_names), *plain, *inner]
-
-
-def _is_known(thing: Any) -> bool:
-    """Whether a class or function is Python's own, numpy's or torch's: then its name says which."""
-    return _is_of_known(str(thing.__module__))
+def _names(code: CodeType) -> set[str]:
+    """Return the names that code loads, and functions inside it."""
+    inner = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _is_installed(thing: Any) -> bool:
-    """Whether it is an installed package's by its name, whose code this process has read once."""
+    """Whether it can be imported by its name, from Python, torch or an installed package."""
     module = sys.modules.get(str(thing.__module__))
     found: Any = module
     for part in thing.__qualname__.split("."):
         found = getattr(found, part, None)
+    package = str(thing.__module__).partition(".")[0]
+    standard = package in sys.stdlib_module_names and package != "__main__"
     parts = Path(getattr(module, "__file__", None) or "").parts
-    return found is thing and bool({"site-packages", "dist-packages"} & set(parts))
-
-
-def _is_of_known(module: str) -> bool:
-    package = module.partition(".")[0]
-    return package in ("torch", "numpy") or (
-        package in sys.stdlib_module_names and package != "__main__"
-    )
+    return found is thing and (standard or bool({"site-packages", "dist-packages"} & set(parts)))
 
 
 _DIGITS: Final = 16
@@ -378,7 +279,7 @@ def name_object(thing: Any) -> Any:
     """
     if isinstance(thing, nn.Module):
         kept = copy.deepcopy(thing).cpu()
-        name = name_handed_in(type(thing).__name__ + _WEIGHTS, digest_of_module(kept))
+        name = name_handed_in(type(thing).__name__ + _WEIGHTS, digest_of_code(kept))
         _kept[name] = lambda: copy.deepcopy(kept)
         return name
     if not callable(thing):
@@ -400,7 +301,7 @@ def name_of_function(thing: Any) -> Any:
     if not isinstance(thing, nn.Module):
         return name_object(thing)
     kept = copy.deepcopy(thing).cpu()
-    name = name_handed_in(type(thing).__name__, digest_of_module(kept))
+    name = name_handed_in(type(thing).__name__, digest_of_code(kept))
     _kept[name] = kept
     return name
 
