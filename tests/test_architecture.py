@@ -272,7 +272,8 @@ def names_of_two_things(sources: Sources) -> Iterator[str]:
     homes: dict[str, list[str]] = {}
     for module, name, is_class in public_names(sources):
         # Every algorithm's file has the same form.
-        if module.rpartition(".")[0] == ALGORITHMS or name in ONE_THING:
+        folder = module.rpartition(".")[0]
+        if folder in (ALGORITHMS, f"{ALGORITHMS}.private") or name in ONE_THING:
             continue
         if is_class and name in homes:
             yield f"{module}.{name} has the name of {homes[name][0]}.{name}"

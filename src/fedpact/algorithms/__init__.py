@@ -207,16 +207,28 @@ class Algorithm(Protocol):
 
 def names() -> list[str]:
     """Return the names of all algorithms, sorted."""
-    found = (module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
-    return sorted(name for name in found if not name.startswith("_"))
+    return sorted(_modules())
+
+
+def _modules() -> dict[str, str]:
+    """Algorithm -> the full name of its module, in this folder or in `private`."""
+    found = dict[str, str]()
+    for folder in ("", "/private"):
+        for module in pkgutil.iter_modules([path + folder for path in __path__]):
+            if not module.ispkg and not module.name.startswith("_"):
+                found[module.name] = __name__ + folder.replace("/", ".") + "." + module.name
+    return found
 
 
 def load(name: str) -> Algorithm:
     """Return the algorithm of that name. Raises PlanError: there is none."""
     # One that is loaded is known: to look through the folder is most of reading a short plan.
     loaded = sys.modules.get(f"{__name__}.{name}")
-    if (loaded is None or hasattr(loaded, "__path__")) and name not in names():
-        known = names()
+    if loaded is not None and not hasattr(loaded, "__path__"):
+        return cast(Algorithm, loaded)
+    places = _modules()
+    if name not in places:
+        known = sorted(places)
         told = f"expected one of {', '.join(known)}{nearest(name, known)}"
         raise PlanError(f"algorithm is {name!r}: {told}")
-    return cast(Algorithm, importlib.import_module(f"{__name__}.{name}"))
+    return cast(Algorithm, importlib.import_module(places[name]))

@@ -87,7 +87,8 @@ class Described:
 
 def algorithm_names() -> list[str]:
     """Return the names of all algorithms, sorted; as `algorithms.names`, without loading it."""
-    files = (_PACKAGE / "algorithms").glob("*.py")
+    folder = _PACKAGE / "algorithms"
+    files = (*folder.glob("*.py"), *folder.glob("private/*.py"))
     return sorted(file.stem for file in files if not file.stem.startswith("_"))
 
 
@@ -241,7 +242,9 @@ def read_classes() -> dict[str, Any]:
 
 
 def _describe(name: str) -> Described:
-    module = importlib.import_module(f"fedpact.algorithms.{name}")
+    from fedpact import algorithms
+
+    module = algorithms.load(name)
     text = (module.__doc__ or "").strip()
     (settings,) = describe_class(module.Settings, "settings")
     return Described(name, re.split("[.;]", text)[0], text, settings)

@@ -1,0 +1,73 @@
+"""Adap DP-FL: clip and noise follow the length of each site's gradients. Fu, Chen, Han. Adap DP-FL:
+differentially private federated learning with adaptive noise. TrustCom 2022, arXiv 2211.15893.
+
+Symbols   paper  code           meaning, unit or range                        who chooses it
+          η      learning_rate  step size, > 0                                plan
+          τ      local_steps    local iterations of a round, >= 1             plan
+          α      clip_power     how closely C_t follows the gradients, >= 0   plan
+          C_t    "clip"         C (L_t / L_1)^α within bounds                 released
+          L_t    "length"       of the round's mean gradient, freed of noise  released
+Client    w_i ← w;  τ times: w_i ← w_i - η g(w_i), clipped to C_t, noise σ C_t;
+          L_t² = max(0, ‖mean of the τ g‖² - its noise's energy); a site remembers L_1 and C_t
+Server    w ← Σ p_i w_i
+Releases  τ gradient sums: τ events. L_t follows from them and costs nothing further
+Neutral   α = 0 gives fedavg, bit for bit
+Differs   the paper's threshold is α times the mean length of single records' noisy gradients. No
+          record's gradient leaves its site here, so the length is that of the released mean, and
+          its unit that of the first round, for which privacy.clip is chosen. The paper also lowers
+          σ when the loss falls on validation records; here σ is fixed before the run, as an ε that
+          is reserved has to be, and the noise falls with C_t alone (docs/notes/errata.md, N3).
+"""
+
+import torch
+from pydantic import Field
+
+from fedpact.algorithms import MethodFacts, Neutral, fedavg
+from fedpact.algorithms.common.steps import round_steps
+from fedpact.common.messages import Local, State, Task
+from fedpact.privacy.oracle import UNIFORM, Oracle, Scaled
+
+NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"clip_power": 0.0})
+
+
+class Settings(fedavg.Settings):
+    """Symbols at the top."""
+
+    clip_power: float = Field(default=1.0, ge=0)
+    """α, by what power of its gradients' length a site's clip follows them; 0 keeps C."""
+    least_clip: float = Field(default=0.1, gt=0, le=1)
+    """What C_t over privacy.clip is kept above."""
+    most_clip: float = Field(default=2.0, ge=1, le=1e3)
+    """What C_t over privacy.clip is kept below."""
+
+
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
+    del settings
+    return MethodFacts(
+        weighs_records=True,
+        needs_all_sites="",
+        needs_own_noise="a site's clip follows its own gradients, which its own noise alone hides",
+        excludes={
+            "fairness": "it weighs records by their losses, and the clip follows their lengths",
+            "local": "it takes plain steps, whose noise follows the clip",
+            "privacy.clip_schedule": "its clip follows the gradients already",
+        },
+    )
+
+
+def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
+    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
+    clip, start = memory.numbers.get("clip", 1.0), task.vectors["w"]
+    steps, rate, w = round_steps(task, settings.local_steps), settings.learning_rate * clip, start
+    for batch in oracle.batches(steps, "gradient"):
+        step = batch.gradient(w, UNIFORM if clip == 1 else Scaled(1 / clip))
+        w = torch.add(w, step, alpha=-rate, out=step)
+    square = float((w - start).double().square().sum()) / (rate * steps) ** 2
+    noise = len(w) * oracle.noise_variance / steps
+    length = clip * max(0.0, square - noise) ** 0.5
+    first = memory.numbers.get("first", length)
+    # In this order NaN is the least; without a first length there is nothing to follow.
+    follows = (length / first) ** settings.clip_power if first > 0 else 1.0
+    clip = min(max(settings.least_clip, follows), settings.most_clip)
+    return Local({"w": w}, memory=State(numbers={"clip": clip, "first": first}))

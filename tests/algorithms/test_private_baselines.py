@@ -1,0 +1,67 @@
+"""NbAFL, Adap DP-FL and PEDPFL: what each does beside its parent, by hand on one site."""
+
+import pytest
+import torch
+from tests.conformance.conftest import Federation
+
+from fedpact import algorithms
+from fedpact.algorithms.wrappers.base import Method
+from fedpact.common.messages import State, Task
+from fedpact.privacy.batches import clip_for
+
+RATE = 0.1
+
+
+def site(name, memory=State(), rate=1.0, **settings):  # noqa: B008
+    """One site's reply to the task w, without noise and with all records in each batch."""
+    made = algorithms.load(name).Settings(**{"learning_rate": RATE, **settings})
+    method, bed = Method(name, made), Federation(private=True, sigma=0.0, rate=rate)
+    task = Task("run", 1, name, {"w": bed.w}, {})
+    return bed, method.local(task, bed.oracle("a", task, method.facts.channels), memory)
+
+
+def clipped(bed, w, times=1.0):
+    held = bed.records["a"]
+    clip = times * clip_for(bed.clip, len(held.y))
+    bed.model.load(w)
+    rows = bed.kernel.alone(held.x, held.y)
+    c = (clip / rows.norm(dim=1)).clamp_max(1)
+    return (c[:, None] * rows).sum(0) / len(rows)
+
+
+@pytest.mark.parametrize("clip", [0.3, 2.0, 50.0])
+def test_nbafl_shortens_a_sites_model(clip):
+    """In its own direction, to the bound, and only where it is longer."""
+    local = site("nbafl", model_clip=clip, local_steps=3)[1]
+    free = site("fedprox", local_steps=3)[1].vectors["w"]
+    expected = free * min(1.0, clip / float(free.norm()))
+    torch.testing.assert_close(local.vectors["w"], expected, rtol=1e-12, atol=0)
+
+
+def test_adap_dpfl_follows_the_length_of_its_gradients():
+    """C_2 = C (L_2/L_1)^α, by lengths that are known."""
+    bed, first = site("adap_dpfl")
+    length = float(clipped(bed, bed.w).norm())
+    assert first.memory.numbers["first"] == pytest.approx(length, rel=1e-9)
+    assert first.memory.numbers["clip"] == 1.0
+    memory = State(numbers={"clip": 0.8, "first": 2 * length})
+    bed, later = site("adap_dpfl", memory, clip_power=0.5)
+    found = clipped(bed, bed.w, 0.8)
+    torch.testing.assert_close(later.vectors["w"], bed.w - RATE * found, rtol=0, atol=1e-9)
+    expected = (float(found.norm()) / (2 * length)) ** 0.5
+    assert later.memory.numbers["clip"] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("length", "clip"), [(1e9, 0.1), (1e-9, 2.0), (0.0, 1.0)])
+def test_adap_dpfl_keeps_its_clip_within_bounds(length, clip):
+    memory = State(numbers={"clip": 1.0, "first": length})
+    assert site("adap_dpfl", memory)[1].memory.numbers["clip"] == clip
+
+
+def test_pedpfl_takes_the_second_gradient_uphill():
+    bed, local = site("pedpfl", local_steps=2, perturbation=0.3)
+    g = clipped(bed, bed.w)
+    w = bed.w - RATE * g
+    expected = w - RATE * clipped(bed, w + 0.3 * g / g.norm())
+    torch.testing.assert_close(local.vectors["w"], expected, rtol=0, atol=1e-9)
+    assert float((expected - (w - RATE * clipped(bed, w))).norm()) > 1e-3
