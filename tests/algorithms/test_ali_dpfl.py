@@ -156,7 +156,7 @@ def test_bytes_limit_the_rounds_too(data, tmp_path):
     assert max(steps(result)) > max(steps(free))
 
 
-@pytest.mark.parametrize("over", [-1, 0, 50])
+@pytest.mark.parametrize("over", [-1, 0])
 def test_no_budget_of_bytes_is_exceeded_by_one(over, data, tmp_path):
     """Budgets of just what k rounds send: replies differ by digits, and the last may be longer."""
     free = simulate(plan(ALI, PRIVATE), tmp_path / "free", data=data)

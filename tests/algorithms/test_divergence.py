@@ -58,7 +58,7 @@ def test_no_algorithm_fails_on_the_way(name, mode, tmp_path, data):
         return
     settings = {"learning_rate": 1e9}
     if "local_steps" in algorithm.Settings.model_fields:
-        settings["local_steps"] = 20
+        settings["local_steps"] = 5
     if "proximal" in algorithm.Settings.model_fields:
         settings["proximal"] = 1e-9
     told = ends(

@@ -106,8 +106,9 @@ def test_other_runs_folder_is_detected_before_computing(tmp_path, monkeypatch):
 
 def test_what_is_no_runs_folder_is_answered_with_where_that_is(tmp_path):
     compared = ("compare", "--algorithms", "fedavg", "--seeds", "1", "--set", "rounds=1")
-    assert fedpact(*compared, "--out", "c", cwd=tmp_path).returncode == 0
-    found = next((tmp_path / "c").glob("*/seed-*"))
+    found = tmp_path / "c" / "fedavg" / "seed-0"
+    assert fedpact("run", *QUICK, "--out", str(found), cwd=tmp_path).returncode == 0
+    (tmp_path / "c" / "comparison.json").write_text("{}")
     places = {"c": "c/comparison.html", "d/server": "d/server/run", "d": "d/server/run"}
     for name in ("d/server", "d/sites/a"):
         (tmp_path / name).mkdir(parents=True)

@@ -61,17 +61,16 @@ def fault(made, method, task, reply):
 
 @pytest.mark.parametrize("extreme", EXTREMES)
 def test_honest_replies_are_within_their_bounds(federation, case, extreme):
-    """In the second seed all records pull the same way."""
+    """In all but the first all records pull the same way."""
     if case.facts.plain_only:
         pytest.skip("it has no private form, and so no bounds")
-    for seed in range(2):
-        made = federation(private=True, seed=seed, **EXTREMES[extreme])
-        if seed:
-            pulling(made)
-        for task, reply in rounds(made, case, 2):
-            assert fault(made, case, task, reply) is None
-            for name, value in task.numbers.items():
-                assert case.facts.task_numbers[name].holds(value)
+    made = federation(private=True, seed=1, **EXTREMES[extreme])
+    if EXTREMES[extreme]:
+        pulling(made)
+    for task, reply in rounds(made, case, 2):
+        assert fault(made, case, task, reply) is None
+        for name, value in task.numbers.items():
+            assert case.facts.task_numbers[name].holds(value)
 
 
 def lies(method, task, reply):

@@ -86,13 +86,13 @@ def assert_same(one, other):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(case, data, tmp_path, run):
-    """Gone on with twice: of a resumed run, too."""
+    """Gone on with twice, of a resumed run, too, and by other numbers of workers."""
     whole = run(case)
     assert len(whole.records) == ROUNDS + 1
     done = []
-    for stop_after in (1, 2, ROUNDS):
+    for workers, stop_after in enumerate((1, 2, ROUNDS), 1):
         stopped = simulate(
-            plan(case),
+            plan(case, workers),
             tmp_path / "resumed",
             data=data,
             on_round=lambda record: done.append(record.round),
@@ -100,11 +100,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case, data, tmp_path, run):
         )
         assert stopped.records[-1].round == stop_after
     assert_same(stopped, whole)
-
-
-def test_the_number_of_workers_changes_nothing(case, data, tmp_path, run):
-    two = simulate(plan(case, workers=2), tmp_path / "two", data=data)
-    assert_same(two, run(case))
 
 
 def test_stacking_sites_changes_nothing_but_rounding(case, data, tmp_path, run):

@@ -145,15 +145,15 @@ def test_every_query_of_every_algorithm(case, federation):
     """What the algorithms ask for in three noisy rounds, asked again with each record left out."""
     queries = []
     noisy = federation(
-        private=True, sigma=1.0, clip=CLIP, counts={"a": 9}, around=lambda o: Spy(o, queries)
+        private=True, sigma=1.0, clip=CLIP, counts={"a": 6}, around=lambda o: Spy(o, queries)
     )
     noisy.run(case)
     assert queries
-    bed = federation(private=True, sigma=0.0, clip=CLIP, rate=1.0, counts={"a": 9})
+    bed = federation(private=True, sigma=0.0, clip=CLIP, rate=1.0, counts={"a": 6})
     every = bed.records["a"]
     for query in queries:
-        for j in range(9):
-            rest = torch.arange(9) != j
+        for j in range(6):
+            rest = torch.arange(6) != j
             held = Records(every.x[rest], every.y[rest])
             check(bed, held, (every.x[j], every.y[j]), [query])
 

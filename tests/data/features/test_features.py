@@ -474,10 +474,11 @@ def test_any_callable_is_a_factory(tmp_path, name):
     assert stage(x, x[0], "x", None).good.all()
 
 
-def test_more_filters_than_made_images_have_patches_for_are_told():
+def test_more_filters_than_made_images_have_patches_for_are_told(monkeypatch):
+    monkeypatch.setattr(kinds, "_IMAGES", 40)
     asked = FeatureSettings(kind="patches", filters=10_000, size=2)
     with pytest.raises(ModelError, match=r"features\.filters is 10000 of size 2.*lower filters"):
-        FEATURE_KINDS["patches"].make(asked, (1, 48, 48), 0)
+        FEATURE_KINDS["patches"].make(asked, (1, 12, 12), 0)
 
 
 def test_what_features_were_trained_on_is_one_line():
@@ -659,9 +660,10 @@ def test_whitening_is_cached_reports_progress_and_is_stable(tmp_path, monkeypatc
     """Thousands of made images, however few the records: of large ones they are the work."""
     monkeypatch.setenv("FEDPACT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(extract, "TELL_EVERY", 0.0)
+    monkeypatch.setattr(extract, "MADE", 400)
     settings, x = FeatureSettings(kind="scattering", cells=1), made(3)
     first = Extractor(settings, SHAPE, 0, tmp_path)(x).x
-    assert "of 4,000 made images, to whiten by" in capsys.readouterr().err
+    assert "of 400 made images, to whiten by" in capsys.readouterr().err
     (kept,) = (tmp_path / "cache" / "whitening").iterdir()
     with monkeypatch.context() as patch:
         patch.setattr(extract, "generate_images", None)
