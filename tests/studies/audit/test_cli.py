@@ -75,7 +75,9 @@ def test_text():
     assert "membership" not in result.stdout
 
 
-def test_many_runs_are_left_out_for_a_large_model(few_runs):
+def test_many_runs_are_left_out_for_a_large_model(monkeypatch):
+    monkeypatch.setattr(attacks, "_PILOT", 2)
+    monkeypatch.setattr(attacks, "many_runs", functools.partial(attacks.many_runs, runs=2))
     result = invoke("--set", "model=mlp", "--json", "--canaries", "10")
     small = json.loads(result.stdout)
     assert small["model_parameters"] == 64 * 128 + 128 + 1290
@@ -135,7 +137,7 @@ def audit(*arguments):
     return CliRunner().invoke(app, ["audit", "--method", "one-run", "--canaries", "60", *arguments])
 
 
-def test_a_runs_folder_keeps_the_outcome_and_its_report_shows_it(run, monkeypatch):
+def test_a_runs_folder_keeps_the_outcome_and_its_report_shows_it(run):
     result = audit(str(run), "--json")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
@@ -155,7 +157,7 @@ def test_a_runs_folder_keeps_the_outcome_and_its_report_shows_it(run, monkeypatc
     assert "No attack contradicts the claim" in page
 
 
-def test_a_wrong_claim_is_marked_in_the_runs_report(run, monkeypatch, audited):
+def test_a_wrong_claim_is_marked_in_the_runs_report(run, monkeypatch, audited, few_runs):
     honest = Target.of
 
     def broken(scene):

@@ -19,8 +19,9 @@ from fedpact.studies.audit.target import Target, private_oracle
 
 def target(**privacy):
     digits = load_dataset("digits")
-    whose = [f"p{i}" for i in np.random.default_rng(1).integers(0, 500, len(digits.y))]
-    data = from_arrays(digits.x, digits.y, classes=digits.classes, person=whose)
+    x, y = digits.x[:400], digits.y[:400]
+    whose = [f"p{i}" for i in np.random.default_rng(1).integers(0, 110, len(y))]
+    data = from_arrays(x, y, classes=digits.classes, person=whose)
     plan = {"rounds": 4, "sites": 2, "sampling_rate": 0.5, "privacy": privacy}
     return Target.of(SimulationSetup.of(Plan.parse(plan), data))
 

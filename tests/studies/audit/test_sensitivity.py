@@ -46,7 +46,7 @@ def few(monkeypatch):
 
     def some(target, x):
         found = values(target, x)
-        return {kind: found[kind] for kind in list(found)[:8]}
+        return {kind: found[kind] for kind in list(found)[:4]}
 
     monkeypatch.setattr(sensitivity, "_values", some)
     monkeypatch.setattr(sensitivity, "_MOST_LABELS", 1)
@@ -143,19 +143,18 @@ def by(kind, site):
     return lambda r, k, t, d: private_oracle(r, kind(k, t, site), t, d)
 
 
-KERNELS = [
-    TwiceTheClip,
-    OneBiasUnclipped,
-    EachLayerClipped,
-    MeanClipped,
-    RareLabelUnclipped,
-    NotANumber,
-]
+KERNELS = {
+    "logistic": [RareLabelUnclipped, NotANumber],
+    "models_of_sums:cnn": [TwiceTheClip, OneBiasUnclipped, EachLayerClipped],
+    "models_of_sums:embedding": [TwiceTheClip, MeanClipped],
+}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("model", MODELS)
-def test_an_honest_mechanism_passes_and_is_tried(model, seed):
+def test_an_honest_mechanism_passes_and_is_tried(model, seed, request):
+    if model != "logistic":
+        request.getfixturevalue("few")
     (channel,) = measure_sensitivity(target(model, seed)).channels
     assert channel.passed, channel.text
     # Records were clipped: what was measured is the clip, and not how short the gradients are.
@@ -169,15 +168,15 @@ def test_each_wrong_clip_fails(model, seed, few):
     one = target(model, seed)
     right = dataclasses.replace(one, make=by(Rows, one.records))
     assert measure_sensitivity(right).passed
-    for kind in KERNELS:
+    for kind in KERNELS[model]:
         found = measure_sensitivity(dataclasses.replace(one, make=by(kind, one.records)))
         assert not found.passed, kind
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("model", MODELS)
-def test_the_realised_batch_size_fails(model, seed, audited, few):
-    broken = dataclasses.replace(target(model, seed), make=audited.broken["realised batch size"])
+def test_the_realised_batch_size_fails(seed, audited, few):
+    one = target("logistic", seed)
+    broken = dataclasses.replace(one, make=audited.broken["realised batch size"])
     assert not measure_sensitivity(broken).passed
 
 
