@@ -46,6 +46,7 @@ from fedpact.data.features.settings import FeatureSettings
 from fedpact.data.features.stage import FeatureStage
 from fedpact.data.partition import PartitionSettings
 from fedpact.data.schema import PlanRecords, RecordForm
+from fedpact.evaluation.held_out import Grouping, SumsForm, form_of
 from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.evaluation.tasks import TaskSettings
 from fedpact.models.initial import InitialSettings
@@ -312,6 +313,11 @@ class Plan(ShownPlan, BaseModel):
         result = {asked.site: self.privacy.terms(names, asked) for asked in unit}
         return self.privacy.together(result)
 
+    @property
+    def held_out(self) -> float | str:
+        """The part of each site's records that trains nothing; "own": that the data set names."""
+        return self.evaluation.share or self.partition.held_out
+
     @cached_property
     def evaluation_terms(self) -> FullDataRelease | None:
         """What a site releases of its held-out records, and for what; None: nothing.
@@ -321,6 +327,14 @@ class Plan(ShownPlan, BaseModel):
         if not self.private:
             return None
         return self.evaluation.terms(self.rounds, self.budget.spare_rounds, self.privacy.accountant)
+
+    def sums_form(self, classes: Sequence[str], groups: Grouping | None) -> SumsForm:
+        """Return what is summed of held-out records, with what is released of it, and when.
+
+        Raises PlanError: it does not fit the classes.
+        """
+        unit, once = self.privacy.unit, self.evaluation_terms
+        return form_of(self.evaluation, classes, groups, unit, once, self.rounds)
 
     def terms_at_unit_noise(
         self, name: str, size: float, names: tuple[str, ...], rounds: int

@@ -9,8 +9,8 @@ round). How tasks are made and counted is in algorithms.wrappers.tasks.
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -21,6 +21,7 @@ from fedpact.common.errors import FedpactError
 from fedpact.common.messages import RoundRecord, State, Task, Transport
 from fedpact.common.params import all_finite
 from fedpact.common.run_folder import Checkpoint
+from fedpact.evaluation.held_out import SumsForm
 from fedpact.evaluation.intervals import Early
 from fedpact.plan import Plan
 
@@ -39,8 +40,7 @@ class Rounds:
     in_process: whether the sites are this process's, as in a simulation. Strangers' replies are
     held until the round is over, and one that brings the update down is rejected; our own need no
     such care, and where they are not finite the run diverges.
-    sums: how many numbers a site releases of its held-out records at a time; 0: none, ever.
-    early: what has been released of how good the model is, and whether that ends the run.
+    form: what sites are asked of their held-out records, and when; None: nothing, ever.
     """
 
     plan: Plan
@@ -49,9 +49,8 @@ class Rounds:
     evaluate: Evaluate
     stop: Callable[[], bool] = lambda: False
     in_process: bool = False
-    sums: int = 0
+    form: SumsForm | None = None
     status: str = "running"
-    early: Early = field(default_factory=Early)
 
     def __call__(self, at: Checkpoint) -> Iterator[tuple[Checkpoint, RoundRecord]]:
         """Yield every committed round's checkpoint and record until the run ends."""
@@ -60,7 +59,7 @@ class Rounds:
                 self.status = "finished"
             elif self.stop():
                 self.status = "stopped"
-            elif ending := self.early.status or self._tasks.ending(at):
+            elif ending := self._early.status or self._tasks.ending(at):
                 self.status = ending
             elif (outcome := self._round(at)) is None:
                 self.status = "budget"
@@ -69,11 +68,15 @@ class Rounds:
                 self.status = "diverged"
             else:
                 at, record = outcome
-                self.early.see([record])
+                self.see([record])
                 spent = "budget" in record.refused.values()
                 if spent and self.plan.budget.when_spent == "stop":
                     self.status = "budget"
                 yield outcome
+
+    def see(self, records: Sequence[RoundRecord]) -> None:
+        """Take notice of rounds, those of earlier sessions first: they may end the run."""
+        self._early.see(records)
 
     def open_run(self, at: Checkpoint, record: RoundRecord) -> tuple[Checkpoint, RoundRecord]:
         """Return a run's start after round 0, in which sites release what it begins with.
@@ -122,7 +125,7 @@ class Rounds:
         )
         included = {**at.included, **dict.fromkeys(tally.replied, number)}
         after = Checkpoint(state, number, included)
-        if self.plan.evaluation.is_due(number, self.plan.rounds) and _finite(state):
+        if self.form is not None and self.form.is_due(number) and _finite(state):
             record = self._questions.ask(after, record)
         # Without a budget of seconds nothing of time enters the state.
         timed = self.plan.budget.seconds is not None
@@ -159,9 +162,12 @@ class Rounds:
 
     @cached_property
     def _questions(self) -> HeldOutQuestions:
-        return HeldOutQuestions(
-            self.run, self.plan.method, self.transport, self.sums, self.in_process
-        )
+        sums = 0 if self.form is None else sum(self.form.lengths.values())
+        return HeldOutQuestions(self.run, self.plan.method, self.transport, sums, self.in_process)
+
+    @cached_property
+    def _early(self) -> Early:
+        return Early(*self.plan.budget.good_enough, self.form)
 
 
 def _finite(state: State) -> bool:

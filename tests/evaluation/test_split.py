@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fedpact.common.randomness.seeded import seeded_generator
-from fedpact.evaluation.held_out import hold_out, key_of_seed, split_of
+from fedpact.evaluation.held_out import form_of, hold_out, key_of_seed
+from fedpact.evaluation.settings import EvaluationSettings
 
 KEY = key_of_seed(0, "site-00")
 
@@ -62,14 +63,7 @@ def test_label_key_and_share_decide_too() -> None:
     assert (hold_out(x, y, 0.6, KEY) | ~whole).all()
     assert not hold_out(x, y, 0.0, KEY).any()
     assert hold_out(x, y, 1.0, KEY).all()
-    assert (
-        len(
-            {
-                split_of(KEY, 0.5, persons=False),
-                split_of(KEY, 0.5, persons=True),
-                split_of(KEY, 0.4, persons=False),
-                split_of(b"other", 0.5, persons=False),
-            }
-        )
-        == 4
-    )
+    half, less = (form_of(EvaluationSettings(share=s), ["a"], None, "record") for s in (0.5, 0.4))
+    splits = {half.split(KEY, persons=False), half.split(KEY, persons=True)}
+    splits |= {less.split(KEY, persons=False), half.split(b"other", persons=False)}
+    assert len(splits) == 4

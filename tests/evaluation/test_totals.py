@@ -1,5 +1,6 @@
 """Sums over held-out records, by hand; and how far one record moves them."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from fedpact.per_sample.kernel import PerSampleKernel
 
 SETTINGS = EvaluationSettings(share=0.2, releases=["hits", "loss", "roc"], loss_bound=0.8, bins=4)
 FORM = SumsForm(SETTINGS, ("no", "yes"), ("a", "b", "c"))
+LENGTHS = {c: math.prod(shape) for c, shape in FORM.shapes.items()}
 
 
 def kernel() -> PerSampleKernel:
@@ -51,7 +53,9 @@ def test_they_are_what_counting_gives() -> None:
     # Each part is rounded down to 2^-20.
     assert 0 <= float(expected["loss"] - found["loss"]) < 50 * 2**-20 + 1e-4
     assert [*found] == ["hits", "loss", "roc"]
-    assert {c: len(v) for c, v in found.items()} == FORM.lengths
+    assert {c: len(v) for c, v in found.items()} == {
+        c: math.prod(shape) for c, shape in FORM.shapes.items()
+    }
 
 
 def test_false_positives_are_misses_by_the_class_that_is_said() -> None:
@@ -124,7 +128,9 @@ def test_whatever_a_record_does_it_is_one_record() -> None:
     assert found["loss"].isfinite().all()
     nobody = HeldOut(one.x[:0], one.y[:0], one.group[:0]).totals(FORM, kernel(), w)
     assert all(not total.any() for total in nobody.values())
-    assert {c: len(v) for c, v in nobody.items()} == FORM.lengths
+    assert {c: len(v) for c, v in nobody.items()} == {
+        c: math.prod(shape) for c, shape in FORM.shapes.items()
+    }
 
 
 def test_a_roc_curve_is_of_two_classes() -> None:

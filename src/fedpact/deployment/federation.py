@@ -21,7 +21,7 @@ from fedpact.common.errors import PlanError
 from fedpact.data.features.stage import FeatureStage
 from fedpact.data.schema import RecordForm
 from fedpact.data.tokens import is_tokens
-from fedpact.evaluation.held_out import Grouping, SumsForm, form_of
+from fedpact.evaluation.held_out import Grouping, SumsForm
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.workshop import TrainingSetup
@@ -244,7 +244,7 @@ class Federation(BaseModel):
                 f"{self.groups} in federation.toml: expected both or none, as `fedpact deploy "
                 "init` writes them"
             )
-        return form_of(plan.evaluation, self.classes, self.groups, plan.privacy.unit)
+        return plan.sums_form(self.classes, self.groups)
 
     def workshop(self, plan: Plan, at: Path) -> TrainingSetup:
         """Return what a party of this federation computes with. at: its directory."""

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -33,7 +33,7 @@ from fedpact.deployment.admission import Admission, LedgerRegistry
 from fedpact.deployment.federation import Federation, read_plan
 from fedpact.deployment.final_model import describe_ending
 from fedpact.evaluation.held_out import SumsForm
-from fedpact.evaluation.intervals import Early, check_public
+from fedpact.evaluation.intervals import check_public
 from fedpact.evaluation.metrics import evaluate
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import History
@@ -126,7 +126,7 @@ class Coordinator:
         plan = read_plan(directory / "plan.json")
         plan.check_sites(len(federation.sites))
         check_secure(plan, len(federation.sites))
-        federation.form(plan)
+        form = federation.form(plan)
         found = Coordinator(directory, federation, plan, federation.terms(plan))
         if plan.privacy.honest:
             check_shares(plan, found.terms, FlatModel(found.module()).size)
@@ -134,7 +134,7 @@ class Coordinator:
         each = ((one.columns, one.size) for one in found.terms.values())
         advise_of_loud(f"run {federation.run}", each)
         test = (directory / "test.npz").exists() and not plan.local.head
-        check_public(plan.budget.early, plan.private, plan.evaluation, test=test, held=False)
+        check_public(plan.budget.early, plan.private, form.settings, test=test, held=False)
         return found
 
     @property
@@ -158,18 +158,12 @@ class Coordinator:
         """What sites are asked to sum of their held-out records."""
         return self.federation.form(self.plan)
 
-    @property
-    def sums(self) -> Mapping[str, int]:
-        """Of an evaluation, how many numbers each channel has; empty where there are none."""
-        return self.form.lengths if self.plan.evaluation_terms else {}
-
     def _longest_sums(self, terms: Terms) -> dict[str, float]:
-        once = self.plan.evaluation_terms
-        if once is None:
+        form = self.form
+        if form.once is None:
             return {}
         # All of a site's records at most, however they fall.
-        records = terms.size / (1 - self.plan.evaluation.share)
-        return longest_sums(once, self.sums, records)
+        return longest_sums(form.once, form.lengths, terms.size / (1 - form.settings.share))
 
     def run(
         self,
@@ -199,8 +193,7 @@ class Coordinator:
         self._begin()
         plan = self.plan
         evaluator = _Evaluator(self)
-        sums = sum(self.sums.values())
-        rounds = Rounds(self.plan, self.federation.run, transport, evaluator, sums=sums)
+        rounds = Rounds(plan, self.federation.run, transport, evaluator, form=self.form)
 
         def open_run(at: Checkpoint, record: RoundRecord) -> tuple[Checkpoint, RoundRecord]:
             begin()
@@ -211,8 +204,7 @@ class Coordinator:
             # Of a start that was cut off.
             begin()
         evaluator.go_on(records)
-        released = self.form, plan.evaluation_terms
-        rounds.early = Early(*plan.budget.good_enough, *released).having_seen(records)
+        rounds.see(records)
         for record in records:
             on_round(record)
         for committed, record in rounds(at):

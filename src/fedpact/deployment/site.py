@@ -455,7 +455,7 @@ class Site:
         """Raise PlanError or PolicyRefused unless policy.toml, as it is now, allows this run."""
         policy = Policy.read(self._directory / "policy.toml")
         others = sum_reservations(self.ledger, self.run, policy)
-        once = self._examiner.once
+        once = self._examiner.form.once
         policy.check_run(self.plan.algorithm, self._terms, *others, evaluation=once)
 
     def _oracle(self, task: Task, memory: State, bench: Worker) -> Oracle:

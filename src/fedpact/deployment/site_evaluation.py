@@ -42,8 +42,7 @@ from fedpact.deployment.federation import Federation, parse_toml, read_plan
 from fedpact.deployment.final_model import find_published_model, read_ending, read_model
 from fedpact.deployment.site_records import Own, SiteSettings, own_records
 from fedpact.deployment.store import LastReply, RunMemory, Store, read_store
-from fedpact.evaluation import held_out
-from fedpact.evaluation.held_out import HeldOut, hold_out, key_of_seed, split_of
+from fedpact.evaluation.held_out import HeldOut, charge_of, hold_out, key_of_seed
 from fedpact.evaluation.personal import SiteFigures, on_own_parts, personalise_model, train_locally
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.ledger import Ledger, read_entries
@@ -220,11 +219,11 @@ class Examiner:
     ) -> None:
         self._name, self._plan, self._groups = name, plan, federation.groups
         self._of_persons = federation.person is not None
-        self.form, self.once = federation.form(plan), plan.evaluation_terms
+        self.form = federation.form(plan)
         self._test = federation.seeds == "test"
         self._secure = SecureDraws()
         self._key = b""
-        if plan.evaluation.used:
+        if self.form.settings.used:
             drawn = key_of_seed(plan.seed, name) if self._test else None
             self._key = drawn or _examiner_key(directory, ledger, federation.run)
         self.last = LastReply(store, "evaluation")
@@ -233,7 +232,7 @@ class Examiner:
 
     def split(self, own: Own) -> Tensor:
         """Return which of the site's records are held out, bool [n]."""
-        share, key = self._plan.evaluation.share, self._key or b"-"
+        share, key = self.form.settings.share, self._key or b"-"
         return hold_out(own.raw, own.records.y, share, key, own.whose)
 
     def take(self, raw: Tensor, held: Records) -> None:
@@ -244,13 +243,11 @@ class Examiner:
 
     def reserve(self, ledger: Ledger, run: str) -> None:
         """Promise the run's evaluations, if it has any."""
-        if self.once is not None:
-            split = split_of(self._key, self._plan.evaluation.share, persons=self._of_persons)
-            held_out.reserve(ledger, run, self.once, split, self._plan.privacy.unit)
+        self.form.reserve(ledger, run, self.form.split(self._key, persons=self._of_persons))
 
     def examine(self, ledger: Ledger, task: Task, memory: State, bench: Worker) -> Vectors:
         """Return what the site releases in answer to a question, charged first."""
-        held, once = self._held, self.once
+        held, once = self._held, self.form.once
         if held is None or once is None:
             raise LedgerError(f"site {self._name!r} has promised no evaluation")
         draws: Draws = self._secure
@@ -258,14 +255,14 @@ class Examiner:
             draws = SeededDraws(*self._plan.seeds(self._name, task.round))
         w, by = find_examined(self._plan.method, task, memory)
         return once.release(
-            held_out.charge_of(ledger, task),
+            charge_of(ledger, task),
             lambda: held.totals(self.form, bench.private, w, by),
             draws,
         )
 
     def note(self, task: Task, memory: State, bench: Worker) -> None:
         """Keep the exact sums of a task's model for the owner. Whatever goes wrong, stays here."""
-        if self._held is None or task.round == 0 or not self._plan.evaluation.used:
+        if self._held is None or task.round == 0 or not self.form.settings.used:
             return
         try:
             ended = task.algorithm in (EVALUATION, FINAL)

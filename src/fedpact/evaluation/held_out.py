@@ -96,21 +96,6 @@ def name_reservation(run: str) -> str:
     return f"{run}/evaluation"
 
 
-def reserve(ledger: Ledger, run: str, once: FullDataRelease, split: str, unit: str) -> None:
-    """Promise a run's evaluations, of the records that a split holds out of its training.
-
-    unit: whom its (ε, δ) is of, as the run's; a split by records is none by persons. Raises what
-    Ledger.reserve raises, as where the split was another one.
-    """
-    ledger.reserve(
-        name_reservation(run),
-        once.budget,
-        once.history,
-        beside=CompanionReservation(run, split),
-        unit=unit,
-    )
-
-
 def charge_of(ledger: Ledger, task: Task) -> Callable[[SampledGaussian, tuple[str, ...]], None]:
     """Return what charges the evaluation that a task asks for."""
 
@@ -156,29 +141,23 @@ def key_of_seed(seed: int, site: str) -> bytes:
     return hashlib.blake2b(f"held out/{seed}/{site}".encode(), digest_size=32).digest()
 
 
-def split_of(key: bytes, share: float, *, persons: bool) -> str:
-    """Return what a ledger knows a split by: it tells nothing of the key.
-
-    persons: whether persons decide, with all their records, or each record.
-    """
-    by = "person" if persons else "record"
-    return hashlib.sha256(f"{share!r}/{by}/".encode() + key).hexdigest()[:32]
-
-
 _FINE: Final = 2.0**20
 
 
 @dataclass(frozen=True)
 class SumsForm:
-    """What is summed. groups: their names; of one group "all" where none are declared.
+    """What a run sums of held-out records, releases of them, and when.
 
-    unit: what counts as one, a "record" or a "person".
+    groups: their names; of one group "all" where none are declared. unit: what counts as one, a
+    "record" or a "person". once: what each site releases of it; None: nothing. rounds: of the run.
     """
 
     settings: EvaluationSettings
     classes: tuple[str, ...]
     groups: tuple[str, ...] = ("all",)
     unit: str = "record"
+    once: FullDataRelease | None = None
+    rounds: int = 0
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -198,13 +177,55 @@ class SumsForm:
         return replace(self, settings=self.settings.with_releases(["hits", "loss", last]))
 
     @property
+    def shown(self) -> "SumsForm":
+        """What a simulation has exactly: what sites release, or all where they release nothing."""
+        return self.whole if self.once is None else self
+
+    @property
     def lengths(self) -> dict[str, int]:
-        """Channel -> how many numbers it releases."""
+        """Channel -> how many numbers a site releases of it; empty where it releases nothing."""
+        if self.once is None:
+            return {}
         return {channel: math.prod(shape) for channel, shape in self.shapes.items()}
+
+    @property
+    def noise(self) -> dict[str, float]:
+        """Channel -> the deviation of the noise in a site's sums."""
+        return dict.fromkeys(self.shapes, 0.0 if self.once is None else self.once.sigma)
+
+    def is_due(self, round_number: int) -> bool:
+        """Whether the model is evaluated after this round."""
+        every = self.settings.every
+        regular = every > 0 and round_number % every == 0
+        return self.settings.used and round_number > 0 and (regular or round_number == self.rounds)
+
+    def split(self, key: bytes, *, persons: bool) -> str:
+        """Return what a ledger knows the split by: it tells nothing of the key.
+
+        persons: whether persons decide, with all their records, or each record.
+        """
+        by = "person" if persons else "record"
+        return hashlib.sha256(f"{self.settings.share!r}/{by}/".encode() + key).hexdigest()[:32]
+
+    def reserve(self, ledger: Ledger, run: str, split: str) -> None:
+        """Promise a run's evaluations, of the records that a split holds out of its training.
+
+        Raises what Ledger.reserve raises, as where the split was another one.
+        """
+        if self.once is not None:
+            of = self.once
+            beside = CompanionReservation(run, split)
+            name = name_reservation(run)
+            ledger.reserve(name, of.budget, of.history, beside=beside, unit=self.unit)
 
 
 def form_of(
-    settings: EvaluationSettings, classes: Sequence[str], groups: Grouping | None, unit: str
+    settings: EvaluationSettings,
+    classes: Sequence[str],
+    groups: Grouping | None,
+    unit: str,
+    once: FullDataRelease | None = None,
+    rounds: int = 0,
 ) -> SumsForm:
     """Return what is summed. Raises PlanError: a release that says nothing of so many classes."""
     if "roc" in settings.releases and settings.used and len(classes) != 2:
@@ -218,7 +239,8 @@ def form_of(
             "already how many are said to be of the other one; leave it out, as each release more "
             "has more noise"
         )
-    return SumsForm(settings, tuple(classes), groups.names if groups else ("all",), unit)
+    names = groups.names if groups else ("all",)
+    return SumsForm(settings, tuple(classes), names, unit, once, rounds)
 
 
 @dataclass(frozen=True)

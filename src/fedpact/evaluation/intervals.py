@@ -32,7 +32,6 @@ from fedpact.evaluation.held_out import SumsForm
 from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.privacy.accounting.accountant import epsilon
 from fedpact.privacy.accounting.group_privacy import epsilon_per_person
-from fedpact.privacy.terms import FullDataRelease
 
 # The grid's noise is so much larger at most (common.randomness.secure).
 _GRID: Final = 1 + 2.0**-10
@@ -281,9 +280,7 @@ def _z(level: float) -> float:
     return NormalDist().inv_cdf((1 + level) / 2)
 
 
-def outcome(
-    records: Sequence[RoundRecord], form: SumsForm, once: FullDataRelease | None
-) -> dict[str, Any] | None:
+def outcome(records: Sequence[RoundRecord], form: SumsForm) -> dict[str, Any] | None:
     """Return the last evaluation as plain data, None where the run released none.
 
     figures: of all sites together; sites: of each. by_round: of all sites together after each
@@ -291,7 +288,7 @@ def outcome(
     what it is without noise, `exact`. commonest: what always answering one class would give, by
     the released counts. epsilon_spent: site -> ε of what it has released, at delta.
     """
-    done = [record for record in records if record.evaluation]
+    done, once = [record for record in records if record.evaluation], form.once
     if once is None or not done:
         return None
     spent = dict[str, float]()
@@ -305,7 +302,7 @@ def outcome(
         "delta": once.budget.delta,
         "epsilon_spent": spent,
         "unevaluated": dict(done[-1].unevaluated),
-        **_over_rounds(form, once.sigma, released),
+        **_over_rounds(form, form.noise, released),
     }
 
 
@@ -323,7 +320,7 @@ def released_so_far(
     known = {name: of[name] for name in EvaluationSettings.model_fields if name != "groups"}
     settings = EvaluationSettings.model_validate(known)
     form = SumsForm(settings, tuple(of["classes"]), tuple(of["groups"]), of["unit"])
-    return _over_rounds(form, of["sigma"], done)
+    return _over_rounds(form, dict.fromkeys(form.shapes, float(of["sigma"])), done)
 
 
 def exact_outcome(records: Sequence[RoundRecord], form: SumsForm) -> dict[str, Any] | None:
@@ -332,14 +329,15 @@ def exact_outcome(records: Sequence[RoundRecord], form: SumsForm) -> dict[str, A
     As `outcome` has it, without what a release costs. Simulator only.
     """
     done = [(record.round, record.held_out, {}) for record in records if record.held_out]
-    return _over_rounds(form, 0.0, done) if done else None
+    return _over_rounds(form, form.noise, done) if done else None
 
 
 def _over_rounds(
-    form: SumsForm, sigma: float, done: Sequence[tuple[int, SumsBySite, SumsBySite]]
+    form: SumsForm,
+    noise: Mapping[str, float],
+    done: Sequence[tuple[int, SumsBySite, SumsBySite]],
 ) -> dict[str, Any]:
     """Return figures of the last of these rounds and of all. done: (round, sums, exact ones)."""
-    noise = dict.fromkeys(form.shapes, sigma)
     whole = [(at, _beside(form, noise, [*sums.values()], _of(by, sums))) for at, sums, by in done]
     number, sums, exact = done[-1]
     return {
@@ -369,12 +367,11 @@ def _commonest(form: SumsForm, sums: SumsBySite) -> dict[str, Any] | None:
     return {"name": form.classes[most], "accuracy": float(counts[most] / counts.sum())}
 
 
-def released_accuracy(record: RoundRecord, form: SumsForm, once: FullDataRelease) -> float | None:
+def released_accuracy(record: RoundRecord, form: SumsForm) -> float | None:
     """Return the accuracy of all sites together as it was released, None where it was not."""
     if not record.evaluation:
         return None
-    noise = dict.fromkeys(form.shapes, once.sigma)
-    found = _beside(form, noise, list(record.evaluation.values()), [])
+    found = _beside(form, form.noise, list(record.evaluation.values()), [])
     values = [f["value"] for f in found if (f["name"], f["about"]) == ("accuracy", "all")]
     return next((value for value in values if value is not None and value == value), None)
 
@@ -422,27 +419,21 @@ def _number(value: float) -> float | None:
 class Early:
     """Whether a run has been good enough, or no better, for long enough.
 
-    accuracy, patience: see algorithms.common.limits.Limits. form, once: of what sites release of
-    held-out records; without them a record's own accuracy counts, which is then public.
+    accuracy, patience: see algorithms.common.limits.Limits. form: of what sites release of held-out
+    records; where they release nothing, a record's own accuracy counts, which is then public.
     """
 
     accuracy: float | None = None
     patience: int | None = None
     form: SumsForm | None = None
-    once: FullDataRelease | None = None
     seen: list[float] = field(default_factory=list[float])
-
-    def having_seen(self, records: Sequence[RoundRecord]) -> "Early":
-        """Return it, with notice taken of a run's rounds so far."""
-        self.see(records)
-        return self
 
     def see(self, records: Sequence[RoundRecord]) -> None:
         """Take notice of rounds, in their order."""
         for record in records:
             found = record.accuracy
-            if self.form is not None and self.once is not None:
-                found = released_accuracy(record, self.form, self.once)
+            if self.form is not None and self.form.once is not None:
+                found = released_accuracy(record, self.form)
             if found is not None and record.round:
                 self.seen.append(found)
 
@@ -493,23 +484,18 @@ _HELD_ONLY = (
 
 
 def describe_evaluation(
-    once: FullDataRelease,
-    form: SumsForm,
-    persons: bool,
-    records: Sequence[int],
-    *,
-    own_models: bool,
-    masked: bool,
-) -> dict[str, Any]:
-    """Return what sites release of held-out records, and what it costs, as plain data.
+    form: SumsForm, persons: bool, records: Sequence[int], *, own_models: bool, masked: bool
+) -> dict[str, Any] | None:
+    """Return what sites release of held-out records, and what it costs, as plain data, or None.
 
     own_models: whether each site looks at a model of its own. masked: whether the server sees sums
     of the sites' training only.
     persons: whether persons decide who is held out. records: for how many of one person's ε is
     told; of none where it is of persons anyway.
     """
-    delta, of_persons = once.budget.delta, form.unit == "person"
-    several = () if of_persons else records
+    if (once := form.once) is None:
+        return None
+    delta, several = once.budget.delta, () if form.unit == "person" else records
     return {
         **form.settings.model_dump(mode="json"),
         "groups": list(form.groups),
@@ -527,15 +513,15 @@ def describe_evaluation(
     }
 
 
-def state_held_out(
-    of: dict[str, Any] | None, settings: EvaluationSettings, unit: str, *, private: bool
-) -> list[str]:
-    """Return what a guarantee says of held-out records. of: what `describe_evaluation` returns, or
-    None."""
+def state_held_out(of: dict[str, Any] | None, form: SumsForm) -> list[str]:
+    """Return what a private run's guarantee says of held-out records.
+
+    of: what `describe_evaluation` returns.
+    """
     if of is not None:
         return [state_evaluation(of)]
-    held = private and settings.used
-    return [_HELD_ONLY.format(share=settings.share, unit=unit)] if held else []
+    share = form.settings.share
+    return [_HELD_ONLY.format(share=share, unit=form.unit)] if form.settings.used else []
 
 
 def state_evaluation(of: dict[str, Any]) -> str:

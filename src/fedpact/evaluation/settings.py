@@ -121,8 +121,3 @@ class EvaluationSettings(BaseModel):
         times, bounds = self.times(rounds) + spare, dict.fromkeys(map(str, self.releases), 1.0)
         budget = Budget(self.epsilon, self.delta)
         return FullDataRelease.within("evaluation", bounds, times, budget, accountant)
-
-    def is_due(self, round_number: int, rounds: int) -> bool:
-        """Whether the model is evaluated after this round."""
-        regular = self.every > 0 and round_number % self.every == 0
-        return self.used and round_number > 0 and (regular or round_number == rounds)

@@ -71,9 +71,9 @@ class Evaluator:
 
     def _shown(self, round_number: int, last: bool) -> bool:
         """Whether a run of which nobody releases anything has exact sums by itself."""
-        plan = self._scene.plan
-        due = plan.evaluation.used and (last or plan.evaluation.is_due(round_number, plan.rounds))
-        return due and plan.evaluation_terms is None and round_number > 0
+        form = self._scene.form
+        due = form.settings.used and (last or form.is_due(round_number))
+        return due and form.once is None and round_number > 0
 
     def _due(self, round_number: int) -> bool:
         plan = self._scene.plan
@@ -151,7 +151,7 @@ class Evaluator:
         scene, kernel, own = self._scene, self._kernel, self._own_models(at)
         w, by = at.state.vectors["w"], at.state.vectors.get(CONSTANTS)
         sums = {
-            s.name: scene.held_out(s).totals(scene.shown, kernel, own.get(s.name, w), by)
+            s.name: scene.held_out(s).totals(scene.form.shown, kernel, own.get(s.name, w), by)
             for s in scene.sites
         }
         return {name: {c: v.tolist() for c, v in each.items()} for name, each in sums.items()}

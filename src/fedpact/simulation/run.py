@@ -144,8 +144,8 @@ def finish(
         "model_parameters": model.size,
         # Which weights ε is of: whoever begins with a file can tell whether it is one of these.
         "weights": files,
-        "evaluation": outcome(records, form, plan.evaluation_terms),
-        "held_out": None if plan.evaluation_terms else exact_outcome(records, form.whole),
+        "evaluation": outcome(records, form),
+        "held_out": exact_outcome(records, form.whole) if form.once is None else None,
         **(more or {}),
     }
     folder.write_json("summary.json", found)

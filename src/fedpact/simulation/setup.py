@@ -27,10 +27,8 @@ from fedpact.evaluation.held_out import (
     Grouping,
     HeldOut,
     SumsForm,
-    form_of,
     hold_out,
     key_of_seed,
-    split_of,
 )
 from fedpact.evaluation.intervals import check_public
 from fedpact.plan import Plan
@@ -102,7 +100,7 @@ class SimulationSetup:
         _ = scene.form, scene.participants
         public = dataset.x_test is not None and not plan.local.head
         held_out = any(len(site.y_held) for site in sites)
-        early = plan.budget.early, plan.private, plan.evaluation
+        early = plan.budget.early, plan.private, scene.form.settings
         check_public(*early, test=public, held=held_out)
         device_of(plan.run.device, plan.run.precision)
         scene.workshop.table()
@@ -123,8 +121,7 @@ class SimulationSetup:
     @cached_property
     def form(self) -> SumsForm:
         """What is summed of held-out records. Raises PlanError: it does not fit the classes."""
-        plan = self.plan
-        return form_of(plan.evaluation, self.dataset.classes, self.groups, plan.privacy.unit)
+        return self.plan.sums_form(self.dataset.classes, self.groups)
 
     @property
     def columns_used(self) -> str:
@@ -139,16 +136,6 @@ class SimulationSetup:
             f"columns used: {_some(names)}; label {self.plan.label or 'y'}, {kind}{of}; "
             f"{len(self.raw.y):,} records"
         )
-
-    @property
-    def shown(self) -> SumsForm:
-        """What a simulation has exactly: what sites release, or all where they release nothing."""
-        return self.form if self.plan.evaluation_terms else self.form.whole
-
-    @property
-    def releases(self) -> int:
-        """How many numbers a site releases of its held-out records at a time; 0: none."""
-        return sum(self.form.lengths.values()) if self.plan.evaluation_terms else 0
 
     def held_out(self, site: SiteRecords) -> HeldOut:
         """Return a site's held-out records, as they are evaluated."""
@@ -166,8 +153,8 @@ class SimulationSetup:
 
     def split(self, site: str) -> str:
         """Return what a site's ledger knows by which records are held out."""
-        key, share = key_of_seed(self.plan.seed, site), self.plan.evaluation.share
-        return split_of(key, share, persons=self.dataset.person is not None)
+        key = key_of_seed(self.plan.seed, site)
+        return self.form.split(key, persons=self.dataset.person is not None)
 
     @property
     def released(self) -> tuple[int, ...]:

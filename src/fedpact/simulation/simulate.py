@@ -29,8 +29,6 @@ from fedpact.common.run_folder import Checkpoint, Folder, check_writable
 from fedpact.data.dataset import Dataset
 from fedpact.data.partition import Partition, SiteRecords
 from fedpact.data.splits import number_persons
-from fedpact.evaluation import held_out
-from fedpact.evaluation.intervals import Early
 from fedpact.evaluation.metrics import commonest
 from fedpact.evaluation.personal import (
     METHOD,
@@ -269,7 +267,7 @@ def simulate(
             charged,
             lambda site, included: read_memory(memories[site], included),
         )
-        rounds = Rounds(plan, run, transport, evaluator, stop, in_process=True, sums=scene.releases)
+        rounds = Rounds(plan, run, transport, evaluator, stop, in_process=True, form=scene.form)
         if not known:
             check_draws(folder, environment)
         at, records = start_or_resume(folder, plan, scene.module, evaluator, rounds.open_run)
@@ -278,8 +276,7 @@ def simulate(
             check_complete(at, run, ledgers)
         if at.round < plan.rounds:
             check_draws(folder, environment)
-        released = scene.form, plan.evaluation_terms
-        rounds.early = Early(*plan.budget.good_enough, *released).having_seen(records)
+        rounds.see(records)
         log = stack.enter_context(Log(plan.run.log, out))
         on_round = log.and_tell(on_round)
         for record in records:
@@ -382,7 +379,7 @@ def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledge
         stack.enter_context(ledger)
         if site.policy:
             others = sum_reservations(ledger, site.run, site.policy)
-            of_held = site.plan.evaluation_terms
+            of_held = site.form and site.form.once
             site.policy.check_run(site.plan.algorithm, terms, *others, evaluation=of_held)
         _reserve(site, ledger, terms, only_ask=True)
         ledgers[site.name] = ledger
@@ -394,19 +391,14 @@ def _promise(sites: list[VirtualSite], ledgers: Mapping[str, Ledger]) -> None:
     for site in sites:
         if site.terms is not None and site.name in ledgers:
             _reserve(site, ledgers[site.name], site.terms)
-            _reserve_evaluation(site, ledgers[site.name])
+            if site.form is not None:
+                site.form.reserve(ledgers[site.name], site.run, site.split)
             charge_size(ledgers[site.name], site.run, site.terms)
 
 
 def _reserve(site: VirtualSite, ledger: Ledger, terms: Terms, *, only_ask: bool = False) -> None:
     events, unit = terms.history(terms.steps), terms.protects
     ledger.reserve(site.run, terms.budget, events, terms.shared, unit=unit, only_ask=only_ask)
-
-
-def _reserve_evaluation(site: VirtualSite, ledger: Ledger) -> None:
-    once = site.plan.evaluation_terms
-    if once is not None:
-        held_out.reserve(ledger, site.run, once, site.split, site.plan.privacy.unit)
 
 
 def _sites(scene: SimulationSetup, folder: Folder, run: str) -> list[VirtualSite]:
@@ -424,7 +416,7 @@ def _sites(scene: SimulationSetup, folder: Folder, run: str) -> list[VirtualSite
             terms=terms,
             ledger=ledger.absolute() if terms else None,
             policy=scene.policy,
-            held=scene.held_out(site) if scene.releases else None,
+            held=scene.held_out(site) if scene.form.lengths else None,
             form=scene.form,
             split=scene.split(site.name),
         )

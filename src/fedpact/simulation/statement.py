@@ -125,9 +125,7 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
             *covers,
             *_own_models(plan),
             *filter(None, [plan.participants(terms).describe() if plan.private else ""]),
-            *evaluations.state_held_out(
-                of_held, plan.evaluation, plan.privacy.unit, private=plan.private
-            ),
+            *(evaluations.state_held_out(of_held, side.form) if plan.private else []),
             *secure_lines(plan, sites),
         ],
         "does_not_cover": [
@@ -185,11 +183,9 @@ def describe_held_out_releases(plan: Plan, form: SumsForm, persons: bool) -> dic
 
     persons: whether sites know whose each record is.
     """
-    once, few = plan.evaluation_terms, plan.privacy.told_records
     masked, own = bool(plan.secure_aggregation.threshold), plan.method.has_own_models
-    return once and evaluations.describe_evaluation(
-        once, form, persons, few, own_models=own, masked=masked
-    )
+    few = plan.privacy.told_records
+    return evaluations.describe_evaluation(form, persons, few, own_models=own, masked=masked)
 
 
 def _of_person(plan: Plan, persons: bool) -> list[str]:

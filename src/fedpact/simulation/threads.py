@@ -180,10 +180,9 @@ class VirtualSite:
 
     def _examine(self, ledger: Ledger | None) -> Callable[[Task, State, Worker], Vectors] | None:
         """Return what answers questions about held-out records; None where there are none."""
-        held, form, once = self.held, self.form, self.plan.evaluation_terms
+        held, form, once = self.held, self.form, self.form and self.form.once
         if ledger is None or held is None or form is None or once is None:
             return None
-
         device = torch.device(self.plan.run.device)
         held = replace(held, x=held.x.to(device), y=held.y.to(device))
 

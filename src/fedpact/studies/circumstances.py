@@ -218,12 +218,8 @@ def sizes_of(asked: Circumstances, data: Dataset, plan: Plan) -> dict[str, float
 
 def _training(data: Dataset, plan: Plan) -> int:
     """Return how many records train: those that a data set or the plan holds out do not."""
-    if plan.evaluation.used:
-        share = plan.evaluation.share
-    elif plan.partition.held_out == "own":
+    if isinstance(share := plan.held_out, str):
         return len(data.y) - (0 if data.held is None else int(data.held.sum()))
-    else:
-        share = plan.partition.held_out
     return max(1, round((1 - share) * len(data.y)))
 
 

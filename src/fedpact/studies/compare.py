@@ -343,7 +343,7 @@ def _holds_out(plans: Mapping[str, Plan]) -> None:
                 f"{name}: joining with data {plan.data}: what joining is worth is asked of data "
                 "that a plan names; write the records to a file"
             )
-        if not (plan.partition.held_out or plan.evaluation.used):
+        if not plan.held_out:
             raise PlanError(
                 f"{name}: partition.held_out is 0, and evaluation.share: what joining is worth is "
                 "found on the sites' held-out records; give some, or leave --joining out"

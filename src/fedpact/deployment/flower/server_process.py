@@ -32,7 +32,7 @@ def coordinate(coordinator: Coordinator, grid: Grid, on_round: OnRound) -> dict[
     """Carry out a run over a Grid and return its summary."""
     key = keys.read_private_key(coordinator.directory / "server.key")
     admission, remember = coordinator.admission()
-    form = partial(expect_form, coordinator.workshop(), sums=coordinator.sums)
+    form = partial(expect_form, coordinator.workshop(), sums=coordinator.form.lengths)
     federation, plan = coordinator.federation, coordinator.plan
     agreed = federation.agreed(plan)
     transport = FlowerTransport(
