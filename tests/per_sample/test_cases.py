@@ -1,10 +1,12 @@
 """Models that others' bug reports are about: the last step by index, tied tables, packed rows."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from fedpact.common.errors import ModelError
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
 from fedpact.per_sample.gradients import FLOOR, Lookup, Outer, part
@@ -82,25 +84,88 @@ def test_uses_of_a_tied_table_that_cancel_are_measured_as_longer():
     assert both.squares.sqrt() == pytest.approx(FLOOR * 2 * float(u.norm()))
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_packed_rows_are_refused_with_what_to_write(kind):
-    class Packed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words, self.body = nn.Embedding(9, 4), kind(4, 5, batch_first=True)
-            self.head = nn.Linear(5, 3)
+def last_state(body, packed):
+    last = body(packed)[1]
+    return torch.cat(last, -1)[-1] if isinstance(last, tuple) else last[-1]
 
-        def forward(self, x):
-            lengths = (x != 0).sum(1).cpu()
-            packed = nn.utils.rnn.pack_padded_sequence(
-                self.words(x), lengths, batch_first=True, enforce_sorted=False
-            )
-            last = self.body(packed)[1]
-            return self.head((last[0] if isinstance(last, tuple) else last)[-1])
 
-    kernel = PerSampleKernel(FlatModel(Packed()), cross_entropy)
-    with pytest.raises(ModelError, match=r"pack_padded_sequence.*out\[torch.arange"):
-        kernel.clipped_sum(torch.ones(4, 3, dtype=torch.long), torch.arange(4) % 3, 1.0)
+def mean_output(body, packed):
+    out, lengths = pad_packed_sequence(body(packed)[0], batch_first=body.batch_first)
+    return out.sum(1 if body.batch_first else 0) / lengths[:, None]
+
+
+def last_output(body, packed):
+    first = body.batch_first
+    out, lengths = pad_packed_sequence(body(packed)[0], first, total_length=6, padding_value=-1.0)
+    return out[torch.arange(len(lengths)), lengths - 1] if first else out.sum(0)
+
+
+def of_steps(body, packed):
+    doubled = PackedSequence(packed.data * 2, *packed[1:])
+    return last_state(body, doubled)
+
+
+def in_order(x, lengths, *_):
+    return x, lengths, slice(None)
+
+
+def by_length(x, lengths, first):
+    lengths, order = lengths.sort(descending=True)
+    return x.index_select(0 if first else 1, order), lengths.tolist(), order.argsort()
+
+
+class Packed(nn.Module):
+    """Reads packed rows of words; enforce_sorted as torch has it by default where it sorts them."""
+
+    def __init__(self, kind, read, settings, place):
+        super().__init__()
+        self.words, self.body = nn.Embedding(9, 4), kind(4, 5, **settings)
+        self.head, self.read, self.place = nn.LazyLinear(3), read, place
+
+    def forward(self, x):
+        first = self.body.batch_first
+        x = x if first else x.t()
+        lengths = (x != 0).sum(1 if first else 0).cpu()
+        x, lengths, back = self.place(x, lengths, first)
+        packed = pack_padded_sequence(self.words(x), lengths, first, self.place is by_length)
+        return self.head(self.read(self.body, packed)[back])
+
+
+LAYERS = [
+    {"batch_first": True},
+    {"bidirectional": True},
+    {"num_layers": 2, "batch_first": True, "bidirectional": True},
+]
+READS = [last_state, mean_output, last_output, of_steps]
+
+
+@pytest.mark.parametrize(
+    ("kind", "read", "settings", "place"),
+    [
+        *((nn.LSTM, read, LAYERS[2], in_order) for read in READS),
+        (nn.LSTM, mean_output, LAYERS[0], by_length),
+        (nn.LSTM, last_state, LAYERS[1], by_length),
+        (partial(nn.LSTM, proj_size=3), last_state, LAYERS[2], in_order),
+        (nn.GRU, last_output, LAYERS[2], by_length),
+        (nn.GRU, last_state, LAYERS[1], in_order),
+        (nn.RNN, mean_output, LAYERS[2], in_order),
+        (partial(nn.RNN, nonlinearity="relu"), last_output, LAYERS[0], by_length),
+    ],
+)
+def test_packed_rows_have_the_gradients_of_each_alone(kind, read, settings, place):
+    torch.manual_seed(0)
+    x, y = torch.randint(1, 9, (5, 6)), torch.arange(5) % 3
+    for j in range(5):
+        x[j, 1 + (3 * j) % 6 :] = 0
+    module = Packed(kind, read, settings, place).double()
+    # As torch runs the packed batch, each record's loss is what it is by itself.
+    together = cross_entropy(module(x), y)
+    kernel = PerSampleKernel(FlatModel(module), cross_entropy)
+    assert kernel.way(x, y) == "graph"
+    assert torch.allclose(kernel.losses(x, y), together)
+    each = kernel.alone(x, y)
+    expected = (each * (0.5 / each.norm(dim=1)).clamp_max(1)[:, None]).sum(0)
+    assert torch.allclose(kernel.clipped_sum(x, y, 0.5), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_one_thread_traces_a_small_convolution():

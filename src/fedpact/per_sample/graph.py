@@ -103,7 +103,7 @@ def _tapped(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple
         run = recurrent.run
         if draws(step.node):
             run = drawn(run, _BETWEEN_LAYERS)
-        found: Any = run(step.node.target, args, told)
+        found: Any = run(step.node.target, args, told, **kwargs)
     else:
         found = step.do(*args, **kwargs)
     several: list[Tensor] = results_of(found)
@@ -330,8 +330,8 @@ def _done(node: Node, state: State) -> Callable[..., Any]:
     def told(place: int, g: Tensor, u: Tensor | None) -> None:
         """Nobody wants to know."""
 
-    def run(*args: Any) -> Any:
-        return recurrent.run(node.target, args, told)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return recurrent.run(node.target, args, told, **kwargs)
 
     return drawn(run, _BETWEEN_LAYERS) if draws(node) else run
 

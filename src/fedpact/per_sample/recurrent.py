@@ -83,10 +83,10 @@ class _Cell(ABC):
         """
 
     @abstractmethod
-    def backward(self, kept: Sequence[Tensor], direct: Tensor, last: Tensor | None) -> _Found:
-        """From what forward returned, ∂ℓ/∂h_t [T+1, B, P] past all later steps, and ∂ℓ/∂c_T if any.
+    def backward(self, kept: Sequence[Tensor], direct: Tensor, cells: Tensor | None) -> _Found:
+        """From what forward returned, ∂ℓ/∂h_t and, if any, ∂ℓ/∂c_t past all later steps.
 
-        All but `last` may be written over.
+        Both are [T+1, B, ·], and all may be written over.
         """
 
     def tell(self, x: Tensor, states: Tensor, found: _Found) -> None:
@@ -118,7 +118,7 @@ class _Rnn(_Cell):
             self.curve(following.addmm_(h, w_hh))
         return (hs,)
 
-    def backward(self, kept: Sequence[Tensor], direct: Tensor, last: Tensor | None) -> _Found:  # noqa: ARG002
+    def backward(self, kept: Sequence[Tensor], direct: Tensor, cells: Tensor | None) -> _Found:  # noqa: ARG002
         grads, dh, h = torch.empty_like(kept[0][1:]), direct.unbind(0), kept[0].unbind(0)
         for t, g in reversed(list(enumerate(grads.unbind(0)))):
             self.slope(dh[t + 1], h[t + 1], grad_input=g)
@@ -165,11 +165,11 @@ class _Lstm(_Cell):
                 torch.mm(inside[t], self.w_hr.t(), out=h[t + 1])
         return hs, cs, gates, tanh
 
-    def backward(self, kept: Sequence[Tensor], direct: Tensor, last: Tensor | None) -> _Found:
+    def backward(self, kept: Sequence[Tensor], direct: Tensor, cells: Tensor | None) -> _Found:
         _, cs, gates, tanh = kept
         width = cs.shape[2]
         inside = None if self.w_hr is None else gates[:, :, 2 * width : 3 * width] * tanh
-        dc = torch.zeros_like(cs[0]) if last is None else last.clone()
+        dc = torch.zeros_like(cs[0])
         dh, scratch, each_gate = direct.unbind(0), torch.empty_like(dc), dc.unsqueeze(1)
         grads, do = gates.unbind(0), gates[:, :, 3 * width :].unbind(0)
         by_cell = _by_gate(gates)[:, :, :3].unbind(0)
@@ -179,6 +179,8 @@ class _Lstm(_Cell):
                 k, dm = t - start, dh[t + 1]
                 if self.w_hr is not None:
                     dm = torch.mm(dm, self.w_hr, out=scratch)
+                if cells is not None:
+                    dc.add_(cells[t + 1])
                 dc.addcmul_(dm, slope[k])
                 do[t].mul_(dm)
                 by_cell[t].mul_(each_gate)
@@ -223,7 +225,7 @@ class _Gru(_Cell):
             torch.lerp(n[t], h[t], z[t], out=h[t + 1])
         return hs, gates
 
-    def backward(self, kept: Sequence[Tensor], direct: Tensor, last: Tensor | None) -> _Found:  # noqa: ARG002
+    def backward(self, kept: Sequence[Tensor], direct: Tensor, cells: Tensor | None) -> _Found:  # noqa: ARG002
         hs, gates = kept
         width = hs.shape[2]
         dh, each_gate = direct.unbind(0), direct.unsqueeze(2).unbind(0)
@@ -262,16 +264,24 @@ RECURRENT = frozenset(_CELLS)
 
 
 class _Recurrence(torch.autograd.Function):
-    """A cell's outputs [T, B, P], last h and, of an LSTM, last c, by autograd from x, h0 and c0."""
+    """A cell's outputs [T, B, P], last h and, of an LSTM, last c, by autograd from x, h0 and c0.
+
+    With an end, outputs past it are 0, and the states at it are the last ones.
+    """
 
     @staticmethod
-    def forward(ctx: Any, cell: _Cell, _: Tensor, x: Tensor, *first: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, cell: _Cell, end: "_End | None", _: Tensor, x: Tensor, *first: Tensor
+    ) -> tuple[Tensor, ...]:
         kept = cell.forward(x, first)
+        at = -1 if end is None else end.at
+        # Copies, so that the model may write over what it is given.
+        lasts = [states[at].clone() for states in kept[: len(first)]]
+        if end is not None:
+            kept[0].masked_fill_(end.past, 0)
         ctx.save_for_backward(x, *kept)
         ctx.set_materialize_grads(False)
-        ctx.cell = cell
-        # Copies, so that the model may write over what it is given.
-        lasts = (states[-1].clone() for states in kept[: len(first)])
+        ctx.cell, ctx.end = cell, end
         return kept[0][1:].clone(), *lasts
 
     @staticmethod
@@ -280,22 +290,45 @@ class _Recurrence(torch.autograd.Function):
         ctx: Any, *passed: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         x, *kept = cast(tuple[Tensor, ...], ctx.saved_tensors)
-        cell = cast(_Cell, ctx.cell)
+        cell, end = cast(_Cell, ctx.cell), cast(_End | None, ctx.end)
         outputs, hidden, *last = passed
-        found = cell.backward(kept, _direct(kept[0], outputs, hidden), last[0] if last else None)
+        cells = _direct(kept[1], None, last[0], end) if last and last[0] is not None else None
+        found = cell.backward(kept, _direct(kept[0], outputs, hidden, end), cells)
         # Without its history: whoever keeps it would keep the graph, and the graph whom it tells.
         cell.tell(x.detach(), kept[0], found)
-        dx = _all_steps(found.inner, cell.w_ih.t()) if ctx.needs_input_grad[2] else None
-        return None, None, dx, found.hidden, *([found.cell] if last else [])
+        dx = _all_steps(found.inner, cell.w_ih.t()) if ctx.needs_input_grad[3] else None
+        return None, None, None, dx, found.hidden, *([found.cell] if last else [])
 
 
-def run(op: object, args: Sequence[object], record: Record) -> tuple[Tensor, ...]:
+class _End:
+    """Where each record ends, of lengths [B] among T steps.
+
+    at: the index of its last state among [T+1, B]. past: what is behind that, [T+1, B, 1].
+    turned: the steps [T, B, 1] in the opposite order, but for those behind its end.
+    """
+
+    def __init__(self, lengths: Tensor, steps: int) -> None:
+        lengths = lengths.clamp(1, steps)
+        self.at = (lengths, torch.arange(len(lengths), device=lengths.device))
+        t = torch.arange(steps + 1, device=lengths.device).unsqueeze(1)
+        self.past = (t > lengths).unsqueeze(2)
+        self.turned = torch.where(t < lengths, lengths - 1 - t, t)[:-1].unsqueeze(2)
+
+    def turn(self, x: Tensor) -> Tensor:
+        """x [T, B, K] with each record's steps in the opposite order."""
+        return x.gather(0, self.turned.expand_as(x))
+
+
+def run(
+    op: object, args: Sequence[object], record: Record, lengths: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """What the operation returns of its arguments, (out, hn, cn) or (out, hn).
 
     args: input [B, T, K] (or [T, B, K]), h0 or [h0, c0], the parameters, has_biases, num_layers,
     dropout, train, bidirectional, batch_first. Autograd differentiates it once, by input, h0 and
     c0; parameters are constants to it. As the gradient passes, `record` is told the factors of
     every parameter's per-sample gradients; of a layer that no loss depends on it is told nothing.
+    lengths: of each record's steps [B], 1 to T, as of packed sequences; None where all have T.
     Raises ModelError: op is not in RECURRENT.
     """
     if op not in RECURRENT:
@@ -311,16 +344,18 @@ def run(op: object, args: Sequence[object], record: Record) -> tuple[Tensor, ...
     anchor = torch.zeros((), requires_grad=True)
     size, directions = len(params) // len(starts), 2 if both else 1
     lasts: list[tuple[Tensor, ...]] = []
+    end = None if lengths is None else _End(lengths.to(x.device), len(x))
+    turn = partial(torch.flip, dims=[0]) if end is None else end.turn
     for layer in range(layers):
         x = F.dropout(x, dropout, train) if layer else x
         made: list[Tensor] = []
         for k in range(layer * directions, (layer + 1) * directions):
             reverse, place = k % directions == 1, k * size
             cell = kind(params[place : place + size], biased, place, record)
-            read = x.flip(0) if reverse else x
+            read = turn(x) if reverse else x
             with without_autocast(x.device.type):
-                y, *last = cast(Any, _Recurrence).apply(cell, anchor, read, *starts[k])
-            made.append(y.flip(0) if reverse else y)
+                y, *last = cast(Any, _Recurrence).apply(cell, end, anchor, read, *starts[k])
+            made.append(turn(y) if reverse else y)
             lasts.append(tuple(last))
         x = torch.cat(made, 2) if both else made[0]
     states = [torch.stack(each) for each in zip(*lasts, strict=True)]
@@ -334,13 +369,17 @@ def _history(first: Tensor, steps: int) -> Tensor:
     return values
 
 
-def _direct(states: Tensor, outputs: Tensor | None, last: Tensor | None) -> Tensor:
+def _direct(
+    states: Tensor, outputs: Tensor | None, last: Tensor | None, end: _End | None
+) -> Tensor:
     """∂ℓ/∂h_t past all later steps [T+1, B, P], as h_0, ..., h_T, from those of outputs and h_T."""
     found = torch.empty_like(states)
     found[0] = 0
     found[1:] = 0 if outputs is None else outputs
+    if end is not None:
+        found.masked_fill_(end.past, 0)
     if last is not None:
-        found[-1] += last
+        found[-1 if end is None else end.at] += last
     return found
 
 

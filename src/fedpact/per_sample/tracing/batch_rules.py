@@ -249,6 +249,14 @@ def indexed(node: Node, at: At) -> Where:
     raise Mixed(f"operation {node.target} reads along the batch")
 
 
+def selected(node: Node, at: At) -> Where:
+    """index_select within each record, or of the records by their own numbers."""
+    where, _ = _records_in(node, at)
+    if node.args[1] == where.dim and isinstance(at(node.args[2]), RecordNumber):
+        return where
+    return along(1)(node, at)
+
+
 def overwritten(node: Node, at: At) -> Where:
     """x with other numbers along a dimension, at places that are the same for each record."""
     where, count = _records_in(node, at)
@@ -378,8 +386,11 @@ def recurrent(node: Node, at: At) -> Where:
     """(output, last states): outputs [B, T, H] or [T, B, H], states [layers, B, H]."""
     where, count = _records_in(node, at)
     hidden = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
-    others = [n for n in node.all_input_nodes if n not in (node.args[0], *hidden)]
-    right = where == Where(0 if node.args[-1] else 1) and count == 3
+    lengths = node.kwargs.get("lengths")
+    others = [n for n in node.all_input_nodes if n not in (node.args[0], *hidden, lengths)]
+    right = (
+        at(lengths) in (None, Where(0)) and where == Where(0 if node.args[-1] else 1) and count == 3
+    )
     if not right or any(at(h) not in (None, Where(1)) for h in hidden) or any(map(at, others)):
         raise Mixed(f"operation {node.target} has its batch elsewhere")
     return where

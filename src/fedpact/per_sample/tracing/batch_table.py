@@ -33,7 +33,7 @@ _CONSTANT: Final = names("zeros ones full empty new_zeros new_ones new_full new_
 # What leaves the record's number in its batch what it is, and what picks by it.
 _OF_NUMBERS: Final = names(
     "view reshape unsqueeze expand slice permute transpose alias detach to clone _to_copy "
-    "contiguous lift_fresh_copy index"
+    "contiguous lift_fresh_copy index index_select"
 )
 
 
@@ -84,7 +84,8 @@ RULES: Final[dict[str, Rule]] = {
     **_named(rules.gathered, "gather"),
     **_named(rules.copied, "copy"),
     **_named(rules.overwritten, "slice_scatter select_scatter"),
-    **_named(rules.along(1), "index_select narrow unfold flip cumsum cumprod logcumsumexp"),
+    **_named(rules.selected, "index_select"),
+    **_named(rules.along(1), "narrow unfold flip cumsum cumprod logcumsumexp"),
     **_named(rules.along(2, default=None), "roll repeat_interleave.self_int"),
     **_named(
         rules.along(1), "softmax.int log_softmax.int _softmax _log_softmax sort cummax cummin"
@@ -176,7 +177,7 @@ def _of_records(node: Node, at: Any) -> State:
     if counted and kind not in _OF_NUMBERS:
         raise Mixed(f"operation {node.target} depends on a record's place in the batch")
     where = rule(node, at)
-    picked = counted and kind != "index"
+    picked = counted and kind not in ("index", "index_select")
     value = node.meta["val"]
     if not isinstance(value, (list, tuple)):
         return _in_shape(node, where, value, RecordNumber if picked else Where)

@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedpact.common.errors import ModelError
-
 _aten = cast(Any, torch.ops.aten)
 
 # What a step makes of the linear layers of x and of h, and of the state that h is from.
@@ -59,12 +57,21 @@ def _taken(x: Tensor, index: Tensor, dim: int | None = None) -> Tensor:
     return x.gather(dim, index.expand(sizes))
 
 
-def _packed(*_: Any) -> Any:
-    raise ModelError(
-        "packed sequences (pack_padded_sequence) run over all records at once, step by step: give "
-        "the layer the padded batch, and take each record's last step from what it returns, as "
-        "out[torch.arange(len(out)), lengths - 1], or its mean by a mask"
-    )
+def _sorted(x: Tensor, *args: Any, stable: bool | None = None, **named: Any) -> Any:  # noqa: ARG001
+    """Along the batch: no change, as it is to each record by itself, and the records' numbers.
+
+    So rows that are sorted by length, and put back afterwards, stay where they are.
+    """
+    dim = next((a for a in args if type(a) is int), named.get("dim", -1))
+    if x.dim() != 1 or dim not in (0, -1) or not isinstance(x.shape[0], torch.SymInt):
+        return NotImplemented
+    return x, torch.arange(x.shape[0], device=x.device)
+
+
+def _order(*args: Any, **named: Any) -> Any:
+    """The same of argsort."""
+    found = _sorted(*args, **named)
+    return found if found is NotImplemented else found[1]
 
 
 # These are traced as operators of our own that know the shape of what torch's return: torch finds
@@ -72,7 +79,7 @@ def _packed(*_: Any) -> Any:
 _library: Any = torch.library.Library("fedpact", "FRAGMENT")
 
 
-def _recurrent(x: Tensor, hx: Any, *settings: Any) -> tuple[Tensor, ...]:
+def _recurrent(x: Tensor, hx: Any, *settings: Any, **_: Any) -> tuple[Tensor, ...]:
     """Results for input x [B, T, K] or [T, B, K] and first states hx [layers, B, H]."""
     states: list[Tensor] = [*hx] if isinstance(hx, (list, tuple)) else [hx]
     directions = 2 if settings[-2] else 1
@@ -97,19 +104,24 @@ def _convolved(x: Tensor, weight: Tensor, _: Any = None, *settings: Any) -> Tens
     return x.new_empty((x.shape[0], weight.shape[0], *sizes))
 
 
+_RECURRENT: Final = (
+    _aten.lstm.input,
+    _aten.gru.input,
+    _aten.rnn_tanh.input,
+    _aten.rnn_relu.input,
+)
+
 _SHAPES: Final[dict[Any, Callable[..., Any]]] = {
     _aten.conv2d.default: _convolved,
-    **dict.fromkeys(
-        (_aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input), _recurrent
-    ),
+    **dict.fromkeys(_RECURRENT, _recurrent),
     **dict.fromkeys((_aten.group_norm.default, _aten.layer_norm.default), _normalised),
 }
 
 
-def _stand_in(op: Any) -> Any:
+def _stand_in(op: Any, suffix: str = "", more: str = "") -> Any:
     name, _, arguments = str(op._schema).removeprefix("aten::").partition("(")
-    name = name.partition(".")[0]
-    _library.define(f"{name}({arguments}")
+    name = name.partition(".")[0] + suffix
+    _library.define(f"{name}({arguments.replace(') ->', f'{more}) ->', 1)}")
     cast(Any, torch.library).register_fake(f"fedpact::{name}", _SHAPES[op], lib=_library)
     return getattr(cast(Any, torch.ops).fedpact, name).default
 
@@ -120,12 +132,20 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.rnn_tanh_cell.default: _cell(lambda of_x, of_h, _: torch.tanh(of_x + of_h)),
     _aten.rnn_relu_cell.default: _cell(lambda of_x, of_h, _: torch.relu(of_x + of_h)),
     _aten.take_along_dim.default: _taken,
-    _aten._pack_padded_sequence.default: _packed,
+    **dict.fromkeys((_aten.sort.default, _aten.sort.stable), _sorted),
+    **dict.fromkeys((_aten.argsort.default, _aten.argsort.stable), _order),
     **{op: _stand_in(op) for op in _SHAPES},
 }
 """By torch's operation: what is called in its place while a model is traced."""
 
-STANDS_FOR: Final = {TRACED_AS[op]: op for op in _SHAPES}
+_with_lengths = {op: _stand_in(op, "_with_lengths", ", *, Tensor lengths") for op in _RECURRENT}
+
+WITH_LENGTHS: Final = {str(op).split(".")[1]: ours for op, ours in _with_lengths.items()}
+"""By torch's name for a recurrence: the same over records [B, T, K] with `lengths` [B] of steps."""
+
+STANDS_FOR: Final = {
+    ours: op for op, ours in (*TRACED_AS.items(), *_with_lengths.items()) if op in _SHAPES
+}
 """Operators of our own in a trace: the operations of torch's that they stand for."""
 
 
@@ -171,6 +191,15 @@ def _leaky(
     return torch.where(x < 0, x * slope, x)
 
 
+def _by_lengths(op: Any, *args: Any, lengths: Tensor | None = None) -> Any:
+    """A recurrence of torch's; with lengths, of one record, over no more steps than it has."""
+    if lengths is None:
+        return op(*args)
+    x, steps = args[0], int(lengths)
+    out, *last = op(x[:, :steps], *args[1:])
+    return F.pad(out, (0, 0, 0, x.shape[1] - steps)), *last
+
+
 def _copied(into: Tensor, source: Tensor) -> Tensor:
     """torch's copy has no derivative."""
     return source.expand_as(into).to(into.dtype)
@@ -181,6 +210,7 @@ DONE_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.view.default: _aten.reshape.default,
     _aten.copy.default: _copied,
     _aten.rrelu.default: _leaky,
+    **{op: partial(_by_lengths, op) for op in _RECURRENT},
     **{
         overload: _quotient
         for kind in (_aten.div, _aten.divide)

@@ -1,5 +1,6 @@
 """What torch and a model find around them while the model is traced, and leave as it was."""
 
+import builtins
 import logging
 import threading
 from collections.abc import Generator
@@ -11,10 +12,13 @@ from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules import transformer
 from torch.nn.modules.transformer import _detect_is_causal_mask  # pyright: ignore[reportPrivateUsage]
+from torch.nn.utils import rnn
 
 from fedpact.common.losses import Loss
 from fedpact.common.params import model_name
+from fedpact.per_sample.tracing import packed
 
+_RECURRENT: Final = (nn.LSTM, nn.GRU, nn.RNN)
 _LOGGERS: Final = ("torch.fx", "torch._subclasses", "torch._dynamo", "torch._export")
 _logger = logging.getLogger("fedpact")
 
@@ -54,34 +58,79 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
     to give a number, so a model that calls it would be traced for batches of one size alone: within
     the files of the model it is x.shape[0]. torch's transformers look whether a mask is the causal
     one, for which there is a faster way to the same; a branch on its values would end the trace.
+    Packed sequences are what `packed` has in place of torch's.
     """
     functions = [vars(m).get("forward", type(m).forward) for m in model.modules()]
+    # Here, as torch's tracer takes a second to import, which most commands do without.
+    from torch._subclasses.fake_tensor import FakeTensor
+
     scopes = [getattr(f, "__globals__", {}) for f in (*functions, loss)]
     own = {id(s): s for s in scopes if s and not str(s.get("__name__")).startswith("torch.")}
-    changed = [s for s in own.values() if "len" not in s]
-    name, thread = _detect_is_causal_mask.__name__, threading.get_ident()
-
-    def causal(mask: Any, is_causal: bool | None = None, *size: Any, **named: Any) -> bool:
-        if threading.get_ident() == thread:
-            return is_causal is True
-        return _detect_is_causal_mask(mask, is_causal, *size, **named)
-
+    ours: list[tuple[Any, str, Any]] = [
+        (transformer, _detect_is_causal_mask.__name__, _causal),
+        (FakeTensor, "tolist", _listed),
+        *((kind, "forward", packed.forward) for kind in _RECURRENT),
+    ]
+    for name in ("pack_padded_sequence", "pad_packed_sequence"):
+        theirs, instead = getattr(rnn, name), getattr(packed, name)
+        ours.append((rnn, name, instead))
+        for scope in own.values():
+            ours += [(scope, n, instead) for n, v in scope.items() if v is theirs]
+    ours += [(scope, "len", _size) for scope in own.values() if "len" not in scope]
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [one.level for one in loggers]
     try:
         for one in loggers:  # what the tracer tells whoever develops models for it
             one.setLevel(logging.CRITICAL)
-        for scope in changed:
-            scope["len"] = _size
-        setattr(transformer, name, causal)
-        with _compiling_state_context():
+        with _compiling_state_context(), _in_place_of(ours):
             yield
     finally:
         for one, level in zip(loggers, levels, strict=True):
             one.setLevel(level)
-        for scope in changed:
-            del scope["len"]
-        setattr(transformer, name, _detect_is_causal_mask)
+
+
+@contextmanager
+def _in_place_of(ours: list[tuple[Any, str, Any]]) -> Generator[None]:
+    """Have names of modules, classes and scopes stand for functions of ours, in this thread."""
+    thread = threading.get_ident()
+
+    def here(instead: Any, theirs: Any) -> Any:
+        def run(*args: Any, **named: Any) -> Any:
+            found: Any = NotImplemented
+            if threading.get_ident() == thread:
+                found = instead(*args, **named)
+            return theirs(*args, **named) if found is NotImplemented else found
+
+        return run
+
+    theirs: list[Any] = [
+        cast(Any, at if isinstance(at, dict) else vars(at)).get(name) for at, name, _ in ours
+    ]
+    try:
+        for (at, name, instead), before in zip(ours, theirs, strict=True):
+            _put(at, name, here(instead, before or getattr(builtins, name)))
+        yield
+    finally:
+        for (at, name, _), before in zip(ours, theirs, strict=True):
+            _put(at, name, before)
+
+
+def _put(at: Any, name: str, value: Any) -> None:
+    if not isinstance(at, dict):
+        setattr(at, name, value)
+    elif value is None:
+        del at[name]
+    else:
+        at[name] = value
+
+
+def _causal(_: Any, is_causal: bool | None = None, *__: Any, **___: Any) -> bool:
+    return is_causal is True
+
+
+def _listed(of: Tensor) -> Any:
+    """What stands for a list of one number a record, as lengths: the tensor that has them."""
+    return of if isinstance(_size(of), torch.SymInt) else NotImplemented
 
 
 def _size(of: Any) -> Any:
