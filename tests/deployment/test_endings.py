@@ -92,9 +92,8 @@ SERVER = """
 import subprocess, sys, time
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from fedpact.common.errors import FedpactError
 from fedpact.deployment import processes
@@ -103,16 +102,13 @@ from fedpact.deployment.flower.internals import PromptGrid
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
 link = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE, text=True)
 port = link.stdout.readline().strip()
-Grid = type("Grid", (PromptGrid,), {"run": SimpleNamespace(run_id=1)})
+run = Run.create_empty(run_id=1)
 try:
     with (
         processes._ended_by_signals(),
         processes._ends_with(link, Path.cwd()),
-        closing(Grid("", None, "token")) as grid,
+        closing(PromptGrid(f"http://127.0.0.1:{port}", None, "token", run)) as grid,
     ):
-        grid._run, again = grid.run, grid._retry_invoker
-        place = f"http://127.0.0.1:{port}"
-        grid._client = RuntimeHttpClient(place, interceptors=[], retry_invoker=again)
         while True:
             message = Message(RecordDict({"r": ConfigRecord({"r": "question"})}), 7, "train")
             list(grid.push_messages([message]))

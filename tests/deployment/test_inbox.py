@@ -1,7 +1,6 @@
 """Flower's Grid with answers that are on their way: none of them holds up another."""
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 from flwr.app import Message
@@ -9,6 +8,7 @@ from flwr.common.serde import message_to_proto
 from flwr.proto.message_pb2 import PullObjectResponse
 from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedpact.deployment.flower.internals import PromptGrid
@@ -62,8 +62,7 @@ class Link:
 @pytest.fixture
 def grid():
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
-    run = SimpleNamespace(run_id=1)
-    found = type("OfARun", (PromptGrid,), {"run": run})("nowhere:1", None, "token")
+    found = PromptGrid("https://nowhere:1", None, "token", Run.create_empty(run_id=1))
     found._client = Link()
     return found
 

@@ -26,7 +26,6 @@ import httpx
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context, Message
-from flwr.cli.build import build_fab_from_disk
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, SubStatus
 from flwr.common.serde import fab_to_proto, run_from_proto
 from flwr.proto.control_pb2 import (
@@ -38,6 +37,7 @@ from flwr.proto.control_pb2 import (
 )
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
     PullAppMessagesRequest,
@@ -59,9 +59,9 @@ from flwr.supercore.interceptors import (
 )
 from flwr.supercore.protobuf.client import ProtobufClientInterceptor
 from flwr.supercore.retry import RetryInvoker, exponential
+from flwr.supercore.run import Run
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message
@@ -78,21 +78,22 @@ _HEARTBEAT_SECONDS = 10.0
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 
 
-class PromptGrid(HttpGrid):
+class PromptGrid:
     """A Grid whose `pull_messages` returns at once, with the answers that are there in full.
 
     The others come with a later call, whatever that asks for. A SuperLink that cannot be reached is
     tried again until the grid is closed; one that refuses, as it does once the run was stopped,
     raises httpx.HTTPStatusError. Flower's own Grid retries without end, in threads that a process
     waits for when it exits, and interrupts the process when it is refused.
-    context: see `tls`.
+    url: the SuperLink's. context: see `tls`. run: Flower's number of it.
     """
 
-    def __init__(self, address: str, context: ssl.SSLContext, token: str) -> None:
-        super().__init__(address, token=token)
-        self._context = context
+    def __init__(self, url: str, context: ssl.SSLContext, token: str, run: Run) -> None:
+        # A site has none, and need not load the databases that come with it.
+        from flwr.superlink.grid import HttpGrid
+
         self._closed = threading.Event()
-        self._retry_invoker = RetryInvoker(
+        again = RetryInvoker(
             lambda: exponential(max_delay=_RETRY_SECONDS),
             httpx.TransportError,
             max_tries=None,
@@ -100,6 +101,20 @@ class PromptGrid(HttpGrid):
             should_giveup=lambda _: self._closed.is_set(),
             wait_function=self._pause,
         )
+        # Flower's own has no place for a certificate to show.
+        self._client = RuntimeHttpClient(
+            url,
+            interceptors=[
+                RuntimeVersionHttpInterceptor(component_name="flwr-serverapp"),
+                RuntimeTokenHttpInterceptor(token=token),
+            ],
+            verify=context,
+            retry_invoker=again,
+        )
+        self._grid = HttpGrid(url, token=token)
+        self._grid._client = self._client
+        self._grid.set_run(run)
+        self._run, self._node = run.run_id, self._grid.node
         # To which messages answers are on their way, and the answers that are here: None, if one
         # never came in full.
         self._awaited = set[str]()
@@ -108,20 +123,15 @@ class PromptGrid(HttpGrid):
     def close(self) -> None:
         """Disconnect, and give up what is being tried again."""
         self._closed.set()
-        super().close()
+        self._client.close()
 
-    def _connect(self) -> None:
-        # As Flower's own does, which has no place for a certificate to show.
-        self._client = RuntimeHttpClient(
-            f"https://{self._addr}",
-            interceptors=[
-                self._tracing,
-                RuntimeVersionHttpInterceptor(component_name="flwr-serverapp"),
-                RuntimeTokenHttpInterceptor(token=self._token),
-            ],
-            verify=self._context,
-            retry_invoker=self._retry_invoker,
-        )
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        """Return the sites' nodes that are connected."""
+        return self._grid.get_nodes()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages; return their numbers, in their order."""
+        return self._grid.push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return answers to these messages, or to earlier ones, that have arrived in full."""
@@ -143,7 +153,7 @@ class PromptGrid(HttpGrid):
         self._closed.wait(seconds)
 
     def _fetch_all(self, asked: list[str]) -> list[threading.Thread]:
-        told = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=asked))
+        told = self._client.PullMessages(PullAppMessagesRequest(message_ids=asked))
         fetching = list[threading.Thread]()
         for each, tree in zip(told.messages_list, told.message_object_trees, strict=True):
             about = each.metadata.reply_to_message_id
@@ -155,14 +165,14 @@ class PromptGrid(HttpGrid):
 
     def _fetch(self, about: str, number: str, tree: ObjectTree) -> None:
         """Wait for an answer's content, tell Flower that it is here, and put it with the others."""
-        client, run, message = self._runtime_client, self.run.run_id, None
+        client, run, message = self._client, self._run, None
         try:
             contents = pull_objects(
                 [each.object_id for each in iterate_object_tree(tree)],
-                make_pull_object_fn_protobuf(client.PullObject, self.node, run),
+                make_pull_object_fn_protobuf(client.PullObject, self._node, run),
             )
             client.ConfirmMessageReceived(
-                ConfirmMessageReceivedRequest(node=self.node, run_id=run, message_object_id=number)
+                ConfirmMessageReceivedRequest(node=self._node, run_id=run, message_object_id=number)
             )
             found = inflate_object_from_contents(number, contents)
             # What it says inside is no more than its sender's word. Under which question it was
@@ -236,6 +246,8 @@ class SuperLink:
 
     def start_run(self, app: Path) -> int:
         """End earlier runs, start one with the Flower app in `app`, and return its number."""
+        from flwr.cli.build import build_fab_from_disk
+
         for number, run in self._client.ListRuns(ListRunsRequest()).run_dict.items():
             if run.status.status != "finished":
                 self._client.StopRun(StopRunRequest(run_id=number))
@@ -252,7 +264,8 @@ class TaskQueue:
     """
 
     def __init__(self, address: str, secret: Path, context: ssl.SSLContext | None = None) -> None:
-        self._address, self._context = address, context
+        self._context = context
+        self._url = f"{'http' if context is None else 'https'}://{address}"
         self._kind = TaskType.CLIENT_APP if context is None else TaskType.SERVER_APP
         self._seen = time.monotonic()
         self._client = self._connect(
@@ -300,8 +313,8 @@ class TaskQueue:
             given = client.PullTaskInput(PullTaskInputRequest())
             TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
             TaskIdentity.node_id = given.context.node_id
-            with closing(PromptGrid(self._address, self._context, token)) as grid:
-                grid.set_run(run_from_proto(given.run))
+            grid = PromptGrid(self._url, self._context, token, run_from_proto(given.run))
+            with closing(grid):
                 yield grid
 
     def _token_of(self, run: int) -> str:
@@ -334,11 +347,8 @@ class TaskQueue:
 
     def _connect(self, interceptor: ProtobufClientInterceptor) -> RuntimeHttpClient:
         version = RuntimeVersionHttpInterceptor(component_name="fedpact")
-        scheme = "http" if self._context is None else "https"
         return RuntimeHttpClient(
-            f"{scheme}://{self._address}",
-            interceptors=[version, interceptor],
-            verify=self._context or False,
+            self._url, interceptors=[version, interceptor], verify=self._context or False
         )
 
 

@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any
 
 import httpx
-from flwr.serverapp import Grid
 
 from fedpact.common.errors import FedpactError, TransportLost
 from fedpact.common.messages import RoundRecord
 from fedpact.deployment.admission import expect_form
 from fedpact.deployment.federation import Federation
-from fedpact.deployment.flower.internals import SuperLink, TaskQueue, public_pem, tls
+from fedpact.deployment.flower.internals import PromptGrid, SuperLink, TaskQueue, public_pem, tls
 from fedpact.deployment.flower.transport import FlowerTransport
 from fedpact.deployment.secure import secure_deployment
 from fedpact.deployment.server import Coordinator
@@ -28,7 +27,7 @@ OnRound = Callable[[RoundRecord], None]
 _START_SECONDS = 60.0
 
 
-def coordinate(coordinator: Coordinator, grid: Grid, on_round: OnRound) -> dict[str, Any]:
+def coordinate(coordinator: Coordinator, grid: PromptGrid, on_round: OnRound) -> dict[str, Any]:
     """Carry out a run over a Grid and return its summary."""
     key = keys.read_private_key(coordinator.directory / "server.key")
     admission, remember = coordinator.admission()

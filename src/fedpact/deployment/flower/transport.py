@@ -17,7 +17,6 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
-from flwr.serverapp import Grid
 
 from fedpact.algorithms.wrappers.compression import shortest
 from fedpact.common.errors import FedpactError, InputError
@@ -37,6 +36,7 @@ from fedpact.common.messages import (
 from fedpact.common.messages import Message as Answer
 from fedpact.deployment.admission import REFUSALS, Admission
 from fedpact.deployment.federation import Federation
+from fedpact.deployment.flower.internals import PromptGrid
 from fedpact.deployment.flower.requests import Clock, PendingRequests, Slow, advice, summarise_round
 from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import keys
@@ -69,7 +69,7 @@ class FlowerTransport:
 
     def __init__(
         self,
-        grid: Grid,
+        grid: PromptGrid,
         federation: Federation,
         key: ec.EllipticCurvePrivateKey,
         agreed: str,

@@ -200,6 +200,11 @@ class KeyedDraws(TorchDispatchMode):
         self.numbers, self.used = numbers, False
         self._where = Where(0) if numbers is not None and numbers.leading else where
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here. To have that skipped loads the compiler: 100 MB, two seconds.
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,
