@@ -139,6 +139,15 @@ def test_compose_gives_each_party_what_it_needs_and_no_more(packaged):
         assert where / mounts["/party/ledger"]["source"] == home / "ledger"
 
 
+def test_parties_with_like_names_have_labels_of_their_own():
+    names = ["server", "Ward 1", "ward-1", "ward_1", "ward-1-2", "Server", "病院", "x" * 90]
+    labels = packaging._labels(names)
+    assert (labels["Ward 1"], labels["ward-1"]) == ("ward-1", "ward-1-2")
+    assert len({*labels.values()}) == len(names)
+    assert all(re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", one) for one in labels.values())
+    assert max(map(len, labels.values())) < 50
+
+
 def rendered(where, role, values):
     """A chart's documents with the values put in, by nothing but their names."""
     chart = where / "helm" / role

@@ -38,36 +38,6 @@ from fedpact.privacy.accounting.calibration import round_down, round_up
 from fedpact.privacy.terms import FullDataRelease, Terms
 from fedpact.simulation.setup import SimulationSetup, describe_undeclared_classes, units
 
-APP = """\
-# What Flower wants to be told of a run. It carries no code that a site runs: a site's process
-# answers with the fedpact that its owner has installed.
-[project]
-name = "fedpact"
-version = "1.0.0"
-license = { file = "LICENSE" }
-dependencies = ["flwr>=1.41,<1.43"]
-
-[tool.flwr.app]
-publisher = "fedpact"
-fab-format-version = 1
-flwr-version-target = "1.41.0"
-
-[tool.flwr.app.components]
-serverapp = "app:server"
-clientapp = "app:client"
-"""
-
-APP_MODULE = '''\
-"""A run of fedpact: nothing in here is carried out; see `fedpact deploy server` and `site`."""
-
-from flwr.clientapp import ClientApp
-from flwr.serverapp import ServerApp
-
-server, client = ServerApp(), ClientApp()
-'''
-
-LICENSE = "Apache-2.0: https://www.apache.org/licenses/LICENSE-2.0\n"
-
 README = """\
 # A fedpact deployment
 
@@ -194,6 +164,7 @@ data_set = "{name}"            # what the ledger is called: one for these record
 ledger = "ledger.jsonl"        # on a local disk, backed up, never put back
 device = "cpu"                 # or "cuda": where it computes
 port = {port}                  # a free one of this machine, for the site's own processes
+# socket = "/run/fedpact/{name}.sock"      # of a SuperNode that is there already; then no port
 
 # most_left_out = 0.05         # with a larger share of records that do not fit it does not open
 
@@ -448,14 +419,6 @@ def _write_shared(party: Path, authority: Path, plan: Plan, shared: Federation) 
 
 
 def _write_server(server: Path, scene: SimulationSetup) -> None:
-    app = server / "app"
-    app.mkdir()
-    for name, text in (
-        ("pyproject.toml", APP),
-        ("app.py", APP_MODULE),
-        ("LICENSE", LICENSE),
-    ):
-        (app / name).write_text(text, encoding="utf-8")
     _write_script(server / "start.sh", SERVER_START)
     data = scene.raw
     if data.x_test is not None and data.y_test is not None:

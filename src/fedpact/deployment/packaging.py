@@ -9,21 +9,29 @@ has paths that are right in a container and out of it. Exit code 2 says that a p
 something (common.errors), and 0 that a run has ended: after neither is a party started again.
 """
 
+import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain, count
 from pathlib import Path
+from shlex import quote
 from typing import Final, Literal
 
 from fedpact.common.errors import DataError
 from fedpact.deployment.local import SERVER, parties
 
-Form = Literal["compose", "helm", "systemd"]
+Form = Literal["compose", "helm", "systemd", "flower"]
 
-SERVER_HOSTS: Final[dict[str, str]] = {"compose": SERVER, "helm": "fedpact-server"}
-"""What sites call the server where one file starts all of them, and nobody names a host."""
+SERVER_HOSTS: Final[dict[str, str]] = {
+    "compose": SERVER,
+    "helm": "fedpact-server",
+    "flower": "superlink",
+}
+"""What sites call the server where nobody names a host; as a Flower app they never call it."""
 
 _USER: Final = 10001
+_LONGEST_LABEL: Final = 40  # Kubernetes takes 63, of which it and we use some
 
 _BASE: Final = "python:3.11-slim-bookworm"
 
@@ -335,6 +343,7 @@ _INSTALL_SITE: Final = (
     '# device = "cuda" in site.toml: PrivateDevices=no.'
 )
 
+_APP: Final = Path(__file__).parent / "flower" / "app"
 _LEDGER: Final = 'ledger = "ledger.jsonl" '
 _RECORDS: Final = re.compile(r'(?m)^records = "(?:.*/)?([^/"]+)"')
 
@@ -349,6 +358,9 @@ def write_package(directory: Path, form: Form, port: int) -> None:
         _write(directory / "systemd", dict(_units()))
         return
     sites = {name: where for name, where in places.items() if name != SERVER}
+    if form == "flower":
+        _write_app(directory, sites)
+        return
     for where in sites.values():
         _move_records_and_ledger(where)
     _write(directory, {"Dockerfile": render_dockerfile(), ".dockerignore": _IGNORED})
@@ -357,6 +369,19 @@ def write_package(directory: Path, form: Form, port: int) -> None:
         _write(directory, {"compose.yaml": _compose(sites)})
     else:
         _write(directory / "helm", dict(_charts(directory, places, port)))
+
+
+def _write_app(directory: Path, sites: dict[str, Path]) -> None:
+    """Write the Flower app of a run, whose sites answer at sockets."""
+    app = directory / "app"
+    shutil.copytree(_APP, app, ignore=shutil.ignore_patterns("__pycache__"))
+    server = json.dumps(str((directory / SERVER).resolve()))
+    text = (app / "pyproject.toml").read_text(encoding="utf-8")
+    text = text.replace('server-dir = ""', f"server-dir = {server}")
+    _write(app, {"pyproject.toml": text})
+    for where in sites.values():
+        text = (where / "site.toml").read_text(encoding="utf-8")
+        _write(where, {"site.toml": text.replace("# socket = ", "socket = ")})
 
 
 def render_dockerfile(checkout: bool = False) -> str:
@@ -392,16 +417,22 @@ def _move_records_and_ledger(site: Path) -> None:
 
 
 def _compose(sites: dict[str, Path]) -> str:
+    labels = _labels([SERVER, *sites])
     services = "".join(
-        _COMPOSE_SITE.replace("SERVICE", _label(name)).replace("NAME", name) for name in sites
+        _COMPOSE_SITE.replace("SERVICE", labels[name]).replace("NAME", name) for name in sites
     )
     head = _COMPOSE.replace("USER:USER", f"{_USER}:{_USER}")
     return head + _COMPOSE_SERVER + services + _COMPOSE_NETWORK
 
 
-def _label(name: str) -> str:
-    """Return a name as a DNS label: small letters, digits and hyphens."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+def _labels(names: Iterable[str]) -> dict[str, str]:
+    """Return each party's DNS label, of small letters, digits and hyphens; no two have the same."""
+    found = dict[str, str]()
+    for name in names:
+        plain = re.sub(r"[^a-z0-9]+", "-", name.lower())[:_LONGEST_LABEL].strip("-") or "site"
+        others = (f"{plain}-{number}" for number in count(2))
+        found[name] = next(one for one in chain([plain], others) if one not in found.values())
+    return found
 
 
 def _charts(directory: Path, places: dict[str, Path], port: int) -> Iterator[tuple[str, str]]:
@@ -417,21 +448,21 @@ def _charts(directory: Path, places: dict[str, Path], port: int) -> Iterator[tup
         for name, text in files.items():
             told = text.replace("ROLE", role).replace("USER", str(_USER))
             yield f"{role}/templates/{name}", told
-    commands = list[str]()
+    labels, commands = _labels(places), list[str]()
     for name, where in places.items():
         role = "server" if name == SERVER else "site"
-        label, there = _label(name), where.relative_to(directory)
-        yield f"{label}.yaml", _named(values[role], name, port)
+        label, there = labels[name], where.relative_to(directory)
+        yield f"{label}.yaml", _named(values[role], label, port)
         commands += [
-            f"tar -C {there} {_LEFT_OUT} -cf party.tar .",
+            f"tar -C {quote(str(there))} {_LEFT_OUT} -cf party.tar .",
             f"kubectl create secret generic fedpact-{label} --from-file=party.tar && rm party.tar",
             f"helm install fedpact-{label} helm/{role} --values helm/{label}.yaml",
         ]
     yield "README.md", _HELM_README.replace("PARTIES", "\n".join(commands))
 
 
-def _named(values: str, name: str, port: int) -> str:
-    return values.replace("NAME", f"fedpact-{_label(name)}").replace("PORT", str(port))
+def _named(values: str, label: str, port: int) -> str:
+    return values.replace("NAME", f"fedpact-{label}").replace("PORT", str(port))
 
 
 def _units() -> Iterator[tuple[str, str]]:

@@ -85,6 +85,9 @@ def run_site(directory: Path) -> None:
         credentials.check_site_keys(directory, site.federation, site.name)
         credentials.write_site_connection(_home(directory).parent)
         _prepare(site.federation.seeds == "test")
+        if site.settings.socket is not None:
+            with _ended_by_signals():
+                site_process.listen(site, directory, directory / site.settings.socket)
         command = [
             *("flower-supernode", "--isolation", "process"),
             *("--superlink", site.federation.address, "--root-certificates", "ca.crt"),

@@ -261,6 +261,17 @@ class Coordinator:
         return said | {"epsilon_by_round": _EPSILON}
 
 
+def print_round(record: RoundRecord) -> None:
+    """Print what a round has cost, for a server's log."""
+    # To the last digit: rounded down it would be no bound.
+    spent = ", ".join(f"{site} {epsilon!r}" for site, epsilon in record.epsilon.items())
+    alone = ", ".join(f"{site} {epsilon!r}" for site, epsilon in record.epsilon_alone.items())
+    spent += f"; if no other site's noise counts: {alone}" if alone else ""
+    refused = "".join(f", {site}: {code}" for site, code in record.refused.items())
+    told = f"ε, each at its site's δ, adjacency and accountant as in plan.json: {spent}"
+    print(f"round {record.round}: {told}{refused}", flush=True)
+
+
 class _Evaluator:
     """Evaluates on the public test set, with ε by the rounds that each site was asked in.
 

@@ -48,6 +48,9 @@ class SiteSettings(BaseModel):
     """Where it lies, on a local disk."""
     port: int = Field(gt=0, lt=65536)
     """A free one of this machine, for the site's own processes to talk to each other."""
+    socket: str | None = None
+    """The Unix socket at which a SuperNode that is there already asks, by fedpact's Flower app;
+    the account of that SuperNode needs the socket's group, and must not read this directory."""
     most_left_out: float = Field(default=0.05, ge=0, le=1)
     """The share of records that may be left out as not fitting; with more the site does not
     open, and promises nothing."""

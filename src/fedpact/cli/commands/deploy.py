@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fedpact.common.messages import RoundRecord
     from fedpact.deployment import local
 
-Form = Literal["compose", "helm", "systemd"]
+Form = Literal["compose", "helm", "systemd", "flower"]
 
 _POLL_SECONDS = 0.5
 

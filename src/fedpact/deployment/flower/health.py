@@ -36,21 +36,29 @@ def find_outage(directory: Path) -> str:
     server lets it in: while it waits for the server, nothing is wrong with it, and it is not at
     work. Raises DataError: no party's directory.
     """
-    port = _port(directory)
+    place = _place(directory)
     if not is_held(directory):
         return f"no process runs in {directory}"
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=_SECONDS).close()
+        if isinstance(place, Path):
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(str(place))
+        else:
+            socket.create_connection(("127.0.0.1", place), timeout=_SECONDS).close()
     except OSError as error:
-        return f"a process runs in {directory}, and port {port} does not answer ({error})"
+        where = f"{'socket' if isinstance(place, Path) else 'port'} {place}"
+        return f"a process runs in {directory}, and {where} does not answer ({error})"
     return ""
 
 
-def _port(directory: Path) -> int:
+def _place(directory: Path) -> int | Path:
+    """Return the port, or the Unix socket, at which a party answers."""
     site = directory / "site.toml"
     path = site if site.exists() else directory / "federation.toml"
     try:
         told = tomllib.loads(path.read_text(encoding="utf-8"))
+        if path == site and "socket" in told:
+            return directory / told["socket"]
         return int(told["port"] if path == site else told["address"].rsplit(":", 1)[1])
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise DataError(

@@ -1,21 +1,31 @@
 """Flower's server as a process of its own: the run over its Grid."""
 
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import httpx
+from flwr.app import Message, RecordDict
 
-from fedpact.common.errors import FedpactError, TransportLost
-from fedpact.common.messages import RoundRecord
+from fedpact.common.errors import FedpactError, InputError, TransportLost
+from fedpact.common.files import LOCK, only_one
+from fedpact.common.messages import Refusal, RoundRecord, from_bytes
 from fedpact.deployment.admission import expect_form
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower.internals import PromptGrid, SuperLink, TaskQueue, public_pem, tls
 from fedpact.deployment.flower.transport import FlowerTransport
 from fedpact.deployment.secure import secure_deployment
-from fedpact.deployment.server import Coordinator
+from fedpact.deployment.server import Coordinator, print_round
+from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import keys
+
+if TYPE_CHECKING:
+    from flwr.serverapp import Grid
 
 
 def find_site_keys(federation: Federation) -> dict[str, bytes]:
@@ -25,6 +35,56 @@ def find_site_keys(federation: Federation) -> dict[str, bytes]:
 
 OnRound = Callable[[RoundRecord], None]
 _START_SECONDS = 60.0
+_HELLO_SECONDS = 30.0
+APP: Final = Path(__file__).with_name("app")
+"""The Flower app. At a SuperLink of our own nothing in it is carried out."""
+
+
+class AppGrid:
+    """The Grid of a SuperLink that is there already, whose nodes have other keys than the sites'.
+
+    So each node is asked who it is, and its site signs the answer. A node that lies about that is
+    asked in a site's place, and cannot sign what the site would answer.
+    """
+
+    def __init__(self, grid: "Grid", federation: Federation) -> None:
+        self.push_messages, self.pull_messages = grid.push_messages, grid.pull_messages
+        self._grid, self._keys = grid, find_site_keys(federation)
+        self._public = {n: keys.public_key(m.key) for n, m in federation.sites.items()}
+        # Message -> node and when it was started; by these, which site, and when it is asked again.
+        self._asked = dict[str, tuple[int, str]]()
+        self._names, self._next = dict[tuple[int, str], str](), dict[tuple[int, str], float]()
+
+    def get_nodes(self) -> Iterator[SimpleNamespace]:
+        """Yield those nodes whose sites are known, each with its site's key, PEM."""
+        for answer in self.pull_messages([*self._asked]) if self._asked else ():
+            which = self._asked.pop(answer.metadata.reply_to_message_id, None)
+            if which is not None and answer.has_content():
+                self._take(which, answer.content)
+        for node in self._grid.get_nodes():
+            # Started again, it may be another site's.
+            which, now = (node.node_id, node.last_activated_at), time.monotonic()
+            if which in self._names:
+                yield SimpleNamespace(
+                    node_id=node.node_id,
+                    public_key=self._keys[self._names[which]],
+                    last_activated_at=node.last_activated_at,
+                )
+            elif now >= self._next.get(which, 0.0):
+                self._next[which] = now + _HELLO_SECONDS
+                empty = flower_records.to_record(b"", b"")
+                hello = Message(empty, node.node_id, "train", ttl=_HELLO_SECONDS)
+                self._asked |= dict.fromkeys(self.push_messages([hello]), which)
+
+    def _take(self, which: tuple[int, str], record: RecordDict) -> None:
+        with suppress(InputError):
+            block, signature = flower_records.from_record(record)
+            said = from_bytes(block)
+            name = said.site if isinstance(said, Refusal) else ""
+            if name in self._public and keys.is_signed(
+                self._public[name], f"reply of {name}", block, signature
+            ):
+                self._names[which] = name
 
 
 def coordinate(coordinator: Coordinator, grid: PromptGrid, on_round: OnRound) -> dict[str, Any]:
@@ -32,17 +92,28 @@ def coordinate(coordinator: Coordinator, grid: PromptGrid, on_round: OnRound) ->
     key = keys.read_private_key(coordinator.directory / "server.key")
     admission, remember = coordinator.admission()
     form = partial(expect_form, coordinator.workshop(), sums=coordinator.form.lengths)
-    federation, plan = coordinator.federation, coordinator.plan
+    federation, plan, waits = coordinator.federation, coordinator.plan, coordinator.folder.waits
     agreed = federation.agreed(plan)
-    transport = FlowerTransport(
-        grid, federation, key, agreed, admission, form, remember, coordinator.folder.waits
-    )
+    transport = FlowerTransport(grid, federation, key, agreed, admission, form, remember, waits)
     begin = partial(transport.wait_until_ready, federation.run)
     if not plan.secure_aggregation.threshold:
         return coordinator.run(transport, on_round, begin)
     attempts = coordinator.attempts
     secure = secure_deployment(transport, federation, plan, attempts, admission, form)
     return coordinator.run(secure, on_round, begin, transport)
+
+
+def serve_app(grid: "Grid", directory: Path) -> None:
+    """Carry out, or go on with, the run of a server's directory as a Flower app.
+
+    Raises FedpactError: another process has the directory, or the run cannot go on.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    logging.getLogger("fedpact").setLevel(logging.INFO)
+    with only_one(directory / LOCK, f"{directory} is in use already"):
+        coordinator = Coordinator.of(directory)
+        over = cast(PromptGrid, AppGrid(grid, coordinator.federation))
+        print(f"ended: {coordinate(coordinator, over, print_round)['status']}", flush=True)
 
 
 def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str, Any]:
@@ -57,7 +128,7 @@ def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str
     try:
         link.wait(_START_SECONDS)
         link.enrol(find_site_keys(coordinator.federation))
-        number = link.start_run(coordinator.directory / "app")
+        number = link.start_run(APP)
         with desk.grid(number) as grid:
             return coordinate(coordinator, grid, on_round)
     except httpx.HTTPError as error:

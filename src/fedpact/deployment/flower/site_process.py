@@ -6,12 +6,14 @@ answer that the site's owner can act on.
 
 import datetime
 import email.utils
+import json
 import logging
 import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 import httpx
@@ -117,36 +119,42 @@ _log = logging.getLogger("fedpact.site")
 _POLL_SECONDS = 0.1
 # A SuperNode takes a few seconds to start.
 _SILENT_SECONDS = 20.0
+_MOST_SEAL_BYTES, _MOST_BYTES = 2**12, 2**30
 
 
 def respond(site: Site, key: ec.EllipticCurvePrivateKey, message: Message) -> Message:
-    """Return a site's signed answer to a message; to one that its server did not sign, a refusal.
+    """Return a site's signed answer to a message, which may be one of Flower's errors."""
+    record = message.content if message.has_content() else RecordDict()
+    return Message(reply_to_record(site, key, record), reply_to=message)
 
-    key: the site's private key.
+
+def reply_to_record(site: Site, key: ec.EllipticCurvePrivateKey, record: RecordDict) -> RecordDict:
+    """Return a site's signed answer to a question; to what its server did not sign, a refusal.
+
+    key: the site's private key. The refusal of an empty question says who the site is.
     """
     began = time.perf_counter()
     server = keys.public_key(site.federation.server_key)
     try:
-        # A message may carry one of Flower's errors in place of a record.
-        record = message.content if message.has_content() else RecordDict()
         block, signature = flower_records.from_record(record)
         seen, agreed = flower_records.read_seen(record), flower_records.read_agreed(record)
         signed = keys.is_signed(
             server, keys.signing_context(site.name, seen, agreed), block, signature
         )
     except InputError:
-        block, seen, agreed, signed = b"", (0, ""), "", False
+        block, seen, agreed, signed = b"unreadable", (0, ""), "", False
     if not signed:
-        reply, told = to_bytes(Refusal("", 0, site.name, "unsigned")), "unsigned task refused"
+        told = "unsigned task refused" if block else "asked for its name"
+        reply = to_bytes(Refusal("", 0, site.name, "unsigned"))
     elif agreed != site.agreed:
         reply, told = _disagreed(site, block)
     else:
         reply, told = answer(site, block, seen)
-    record = flower_records.to_record(reply, keys.sign(key, f"reply of {site.name}", reply))
     seconds = time.perf_counter() - began
-    site.note(reply, seconds)
+    if block:
+        site.note(reply, seconds)
     _log.info("%s, in %.3f s", told, seconds)
-    return Message(record, reply_to=message)
+    return flower_records.to_record(reply, keys.sign(key, f"reply of {site.name}", reply))
 
 
 def _disagreed(site: Site, block: bytes) -> tuple[bytes, str]:
@@ -192,3 +200,40 @@ def work(
                     raise FedpactError(site.stopped)
     finally:
         desk.close()
+
+
+def listen(site: Site, directory: Path, path: Path) -> None:
+    """Answer at a Unix socket what a Flower app's client passes on; see app/app.py.
+
+    One after the other; a client that is silent for long is left. directory: the site's.
+    Raises FedpactError: the site has stopped.
+    """
+    key = keys.read_private_key(directory / "site.key")
+    path.unlink(missing_ok=True)  # of a process that was killed: the directory is held by this one
+    with Listener(str(path), "AF_UNIX", backlog=16) as listener:
+        path.chmod(0o660)
+        _log.info("answers at %s", path)
+        while not site.stopped:
+            try:
+                with listener.accept() as link:
+                    _answer_at(link, site, key)
+            except EOFError:
+                pass  # it went away, or looked whether somebody is here
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                _log.warning("a question at the socket was left: %s", error)
+    raise FedpactError(site.stopped)
+
+
+def _answer_at(link: Connection, site: Site, key: ec.EllipticCurvePrivateKey) -> None:
+    parts = list[bytes]()
+    for most in (_MOST_SEAL_BYTES, _MOST_BYTES):
+        if not link.poll(_SILENT_SECONDS):
+            raise TimeoutError("it did not come")
+        parts.append(link.recv_bytes(most))
+    seal = json.loads(parts[0])
+    seen = seal["length"], seal["head"]
+    signature = bytes.fromhex(seal["signature"])
+    record = flower_records.to_record(parts[1], signature, seen, seal["agreed"])
+    block, signature = flower_records.from_record(reply_to_record(site, key, record))
+    link.send_bytes(signature)
+    link.send_bytes(block)
