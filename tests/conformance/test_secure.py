@@ -27,7 +27,7 @@ def as_means(replies, summed):
     weighing = FixedPointMean(sum(reply.weight for reply in replies), summed, len(replies))
     weights = torch.tensor([weighing.weight(reply) for reply in replies], dtype=torch.float64)
     shares = weights / weights.sum()
-    names, numbers = replies[0].vectors, weighing.private(replies[0].numbers)
+    names, numbers = replies[0].vectors, replies[0].numbers
     vectors = {
         name: sum(p * r.vectors[name].double() for p, r in zip(shares, replies, strict=True))
         for name in names
@@ -35,10 +35,10 @@ def as_means(replies, summed):
     means = {
         name: float(sum(p * r.numbers[name] for p, r in zip(shares, replies, strict=True)))
         for name in numbers
+        if name not in summed.public
     }
     return [
-        replace(reply, vectors=vectors, numbers={**means, **weighing.public(reply.numbers)})
-        for reply in replies
+        replace(reply, vectors=vectors, numbers={**reply.numbers, **means}) for reply in replies
     ]
 
 

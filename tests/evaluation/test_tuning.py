@@ -23,7 +23,6 @@ from fedpact.evaluation.personal import (
     on_held_out,
     on_own_parts,
     personalise_model,
-    train_locally,
     tune,
 )
 
@@ -215,7 +214,7 @@ def test_what_joining_was_worth_is_what_the_hits_say():
     x, x_held, y, y_held = x[:200], x[200:], y[:200], y[200:]
     w = vector(3)
     by_itself, own = (
-        train_locally(flat, x, y, torch.zeros(12).double()),
+        personalise_model(flat, x, y, torch.zeros(12).double()),
         personalise_model(flat, x, y, w),
     )
     for figures, held in (

@@ -40,7 +40,7 @@ def masker_of(
     check_secure(plan, len(federation.sites))
     if not plan.secure_aggregation.threshold:
         return None
-    if plan.privacy.honest:
+    if plan.privacy.shares_noise:
         dimension = FlatModel(federation.workshop(plan, directory).module()).size
         check_shares(plan, federation.terms(plan), dimension)
     return Masker(
@@ -80,7 +80,7 @@ def secure_deployment(
         return admission.fault(site, task, reply, coding.form(layout(task)))
 
     def mean_fault(task: Task, sites: list[str], mean: State, error: float) -> str | None:
-        if plan.privacy.honest:
+        if plan.privacy.shares_noise:
             # Nothing was clamped on the way.
             return admission.mean_fault(task, sites, mean, error)
         vectors = {n: v.clamp(-RANGE, RANGE) for n, v in task.vectors.items()}
@@ -103,4 +103,4 @@ def secure_deployment(
 
 def _coding(federation: Federation, plan: Plan) -> Coding:
     sizes = {name: float(member.size) for name, member in federation.sites.items()}
-    return coding_of(plan, sizes, federation.terms(plan) if plan.privacy.honest else {})
+    return coding_of(plan, sizes, federation.terms(plan) if plan.privacy.shares_noise else {})

@@ -128,7 +128,7 @@ class Coordinator:
         check_secure(plan, len(federation.sites))
         form = federation.form(plan)
         found = Coordinator(directory, federation, plan, federation.terms(plan))
-        if plan.privacy.honest:
+        if plan.privacy.shares_noise:
             check_shares(plan, found.terms, FlatModel(found.module()).size)
         check_grid(found.terms.values())
         each = ((one.columns, one.size) for one in found.terms.values())

@@ -385,7 +385,7 @@ class Site:
             return stored
         if last.is_newer_than(task):
             return self._refusal(task, "stale")
-        shared = self._terms.honest and task.algorithm != EVALUATION
+        shared = self._terms.shares_noise and task.algorithm != EVALUATION
         if shared and self.ledger.is_charged(self.run, task.round, task.attempt):
             # Two sums of one attempt would differ by this site's shares alone.
             return self._refusal(task, "attempt")

@@ -43,7 +43,7 @@ from fedpact.deployment.final_model import find_published_model, read_ending, re
 from fedpact.deployment.site_records import Own, SiteSettings, own_records
 from fedpact.deployment.store import LastReply, RunMemory, Store, read_store
 from fedpact.evaluation.held_out import HeldOut, charge_of, hold_out, key_of_seed
-from fedpact.evaluation.personal import SiteFigures, on_own_parts, personalise_model, train_locally
+from fedpact.evaluation.personal import SiteFigures, on_own_parts, personalise_model
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.ledger import Ledger, read_entries
 from fedpact.privacy.oracle import Records
@@ -129,7 +129,7 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     x, y = found.records.x, found.records.y
     whose = number_persons(found.whose, np.arange(len(y)))
     with one_thread():
-        by_itself = train_locally(flat, x, y, initial, whose)
+        by_itself = personalise_model(flat, x, y, initial, whose)
         tuned = personalise_model(flat, x, y, w if own is None else own, whose)
     path = directory / "personal.safetensors"
     if not tuned.choice.tune:

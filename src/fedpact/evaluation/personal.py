@@ -23,7 +23,7 @@ federated   the released model, or the site's own of an algorithm that has such
 tuned       the federated one tuned on the site's own records; never released
 as used     tuned where the advice is to tune, else federated: chosen without the held-out records
 
-The difference is that of the hits of `as used` and `train_locally` on the same held-out records.
+The difference is that of the hits of `as used` and `alone` on the same held-out records.
 Its interval is Bonett and Price's for paired proportions (Psychological Methods 17, 2012): with a
 and b records that only one of the two answers rightly, of n, p = (a + 1)/(n + 2), r = (b + 1)/(n +
 2) and p - r ± 1.96 sqrt((p + r - (p - r)²)/(n + 2)), 95 %.
@@ -317,23 +317,12 @@ class SiteModel:
     choice: Validated
 
 
-def train_locally(
-    model: FlatModel, x: Tensor, y: Tensor, initial: Tensor, whose: Tensor | None = None
-) -> SiteModel:
-    """Return a site's model of its own records x [n, ...], y [n, ...], from the initial one [d].
-
-    whose: of choose_lambda.
-    """
-    choice = choose_lambda(model, x, y, initial, whose)
-    return SiteModel(with_weight(model, x, y, initial, choice.weight), choice)
-
-
 def personalise_model(
     model: FlatModel, x: Tensor, y: Tensor, w: Tensor, whose: Tensor | None = None
 ) -> SiteModel:
-    """Return the released model w [d] tuned on a site's records, whatever the advice is.
+    """Return a model w [d] tuned on a site's records x [n, ...], y [n, ...], whatever the advice.
 
-    whose: of choose_lambda.
+    w: the released one; or the plan's initial one, for a site by itself. whose: of choose_lambda.
     """
     choice = choose_lambda(model, x, y, w, whose)
     return SiteModel(with_weight(model, x, y, w, choice.weight), choice)

@@ -441,7 +441,7 @@ class PrivateOracle:
         self._kernel.seed(_seed_of(self._draws, step))
         release = self._draws.add_noise
         if terms.units:
-            release = self._shared if terms.honest else partial(self._rounded, terms.units)
+            release = self._shared if terms.shares_noise else partial(self._rounded, terms.units)
         add_noise = partial(release, step=step)
         layout = self._laid_out(terms, step, x, y)
         return answering(cast(Any, self._kernel), x, y, terms, add_noise, channels, shares, layout)

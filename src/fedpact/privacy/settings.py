@@ -126,6 +126,15 @@ class Privacy(BaseModel):
     )
     """Site name -> what it grants unlike the others; or a TOML file with such tables."""
 
+    @property
+    def shares_noise(self) -> bool:
+        """Whether ε is of sums over sites, whose noise they share out."""
+        return self.honest > 0
+
+    def noise_copies(self, sites: int) -> float:
+        """Return how often the noise that protects is in a sum over so many sites."""
+        return sites / (self.honest or 1)
+
     @model_validator(mode="after")
     def _shared(self) -> Self:
         if (self.trust == "sum") != (self.honest > 0):

@@ -394,6 +394,11 @@ class Terms:
         return self._running_alone(shared_noise.all_alone(spent, self.honest))
 
     @property
+    def shares_noise(self) -> bool:
+        """Whether ε is of sums over sites, whose noise they share out."""
+        return self.honest > 0
+
+    @property
     def shared(self) -> Shared | None:
         """How noise is shared, as a ledger has it; None where it is the site's own."""
         return Shared(self.honest, self.epsilon_alone) if self.honest else None

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, TypeAdapter
@@ -26,10 +27,13 @@ _Bound = Annotated[float, BeforeValidator(lambda value: math.inf if value is Non
 class AuditRow:
     """One bound that was measured, and what the accountant states of the same.
 
-    quantity: "ε" at `delta` or "AUC", bounded from below; "σ", a noise multiplier, from above;
-    "p", of a test of the mechanism, beside its level; "Δ", how far a record moved a channel's sum,
-    relative to its sensitivity. power: the bound that the best attack would show, were all as
-    claimed; None of a test.
+    quantity: "ε" at `delta`, bounded from below; "σ", a channel's noise multiplier, from above;
+    "AUC" of a membership attack, from below, where the claim is the most that (ε, δ) leaves room
+    for; "p" of a test of the mechanism, beside the level it may not fall below; "Δ", how far a
+    record moved a channel's sum, relative to its sensitivity; exact.
+    confidence: with which the bound holds. found: how it came about. power: the bound that the
+    best attack would show, were the mechanism exactly as claimed: one below it is no evidence of
+    privacy; None of a test, which bounds nothing.
     """
 
     method: str
@@ -39,13 +43,32 @@ class AuditRow:
     delta: float | None
     confidence: float
     found: str
-    power: float | None
+    power: float | None = None
 
     @property
-    def wrong(self) -> bool:
-        """Whether the numbers contradict each other, whatever else the file says of them."""
+    def passed(self) -> bool:
+        """Whether the claim stands. Not, where one of the two is not a number."""
         above = self.quantity in ("σ", "p")
-        return not (self.claimed <= self.bound if above else self.bound <= self.claimed)
+        return self.claimed <= self.bound if above else self.bound <= self.claimed
+
+    @property
+    def text(self) -> str:
+        """One line for a terminal."""
+        if self.quantity == "Δ":
+            return self.found
+        at = "" if self.delta is None else f" at δ = {self.delta:g}"
+        best = "" if self.power is None else f", at best {self.power:.4g}"
+        sign = {"σ": "<=", "p": "="}.get(self.quantity, ">=")
+        measured = f"{self.quantity} {sign} {self.bound:.4g}{best}"
+        return f"{measured}, claimed {self.claimed:.4g}{at}: {self.found}"
+
+    def document(self) -> dict[str, Any]:
+        """Return it as plain data for a JSON file, which knows no infinity: null is no number."""
+        numbers = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(self).items()
+        }
+        return {**numbers, "passed": self.passed}
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -88,7 +111,7 @@ class Audit:
     @property
     def wrong(self) -> bool:
         """Whether the claim is contradicted."""
-        return any(check.wrong for check in self.checks)
+        return not all(check.passed for check in self.checks)
 
     @property
     def most(self) -> AuditRow | None:

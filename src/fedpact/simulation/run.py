@@ -78,7 +78,7 @@ def with_epsilon(
         epsilon_alone={
             name: terms[name].epsilon_alone_after(events)
             for name, events in spent.items()
-            if terms[name].honest
+            if terms[name].shares_noise
         },
     )
 

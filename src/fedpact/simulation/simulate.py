@@ -36,7 +36,6 @@ from fedpact.evaluation.personal import (
     SiteModel,
     on_held_out,
     personalise_model,
-    train_locally,
 )
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import History
@@ -108,7 +107,7 @@ def of_run(
             if on_site is not None:
                 on_site(site.name, len(scene.sites))
             if site.name not in alones:
-                alones[site.name] = train_locally(model, site.x, site.y, initial, site.persons)
+                alones[site.name] = personalise_model(model, site.x, site.y, initial, site.persons)
             w = models[site.name]
             tuned = personalise_model(model, site.x, site.y, w, site.persons)
             whose = number_persons(scene.dataset.person, partition.held_out[site.name])

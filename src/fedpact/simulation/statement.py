@@ -319,10 +319,10 @@ def describe_terms(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
         "honest": terms.honest,
         # 0: noise of its own, as fine as numbers are; else its deviation in units of the grid.
         "grid": terms.units,
-        "epsilon_alone": terms.epsilon_alone if terms.honest else None,
+        "epsilon_alone": terms.epsilon_alone if terms.shares_noise else None,
         "epsilon_per_person": {str(k): terms.per_person(k) for k in records},
         "epsilon_alone_per_person": {str(k): terms.per_person(k, alone=True) for k in records}
-        if terms.honest
+        if terms.shares_noise
         else None,
         # "best" is the smallest of several: which it was.
         "epsilon_by": find_binding_accountant(history, terms.delta, terms.accountant).upper(),

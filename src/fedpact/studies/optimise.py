@@ -75,7 +75,7 @@ def _best(scene: SimulationSetup, terms: Terms, rounds: int, passes: float) -> C
     plan, own = scene.plan, scene.plan.algorithm_settings
     # What is not a batch is paid for first: a noisy size, the openings of the rounds.
     fixed = terms.history(0, min(terms.openings, rounds))
-    alone = plan.privacy.honest or "local_steps" not in type(own).model_fields
+    alone = plan.privacy.shares_noise or "local_steps" not in type(own).model_fields
     one = best(terms.budget, rounds, passes, fixed, 1 if alone else MOST_STEPS)
     return _calibrated(scene, terms, one, rounds)
 
@@ -83,7 +83,7 @@ def _best(scene: SimulationSetup, terms: Terms, rounds: int, passes: float) -> C
 def _calibrated(scene: SimulationSetup, terms: Terms, one: Choice, rounds: int) -> Choice:
     """Return a choice with the σ that a site has by it: of shared noise that of the loudest."""
     plan, whose = scene.plan, [terms]
-    if plan.privacy.honest:
+    if plan.privacy.shares_noise:
         whose = list({one.budget: one for one in scene.terms.values()}.values())
     sigmas = list[float]()
     for each in whose:
@@ -100,7 +100,7 @@ def _useful(scene: SimulationSetup, terms: Terms, one: Choice) -> int | None:
     """
     if scene.plan.model not in LINEAR_MODELS or not mechanism_of(terms.mechanism).summed:
         return None
-    records, shares = sum(scene.sizes.values()), len(scene.sites) / (terms.honest or 1)
+    records, shares = sum(scene.sizes.values()), scene.plan.privacy.noise_copies(len(scene.sites))
     weights = FlatModel(scene.module()).size
     snr = signal_to_noise(one.rate, one.sigma, one.steps, records, shares, weights)
     return useful_rounds(snr)
@@ -121,9 +121,9 @@ def _together(scene: SimulationSetup, rounds: int) -> int | None:
     sizes, own = list(scene.sizes.values()), plan.algorithm_settings
     sigmas, weights = [one.sigma for one in each], FlatModel(scene.module()).size
     sigma = max(sigmas)
-    if not plan.privacy.honest:
+    if not plan.privacy.shares_noise:
         weighed = getattr(own, "aggregation", "") == "least_noise"
         penalty = getattr(own, "bias_penalty", 0.0) / weights if weighed else None
         sigma = sigma_together(sigmas, sizes, plan.privacy.clip, penalty=penalty)
-    shares = len(sizes) / (plan.privacy.honest or 1)
+    shares = plan.privacy.noise_copies(len(sizes))
     return useful_rounds(signal_to_noise(1.0, sigma, rounds, sum(sizes), shares, weights))

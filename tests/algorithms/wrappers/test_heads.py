@@ -194,7 +194,6 @@ def test_what_is_measured_and_said_is_of_the_sites_own_models(headed):
 def test_what_joining_was_worth_is_of_a_sites_own_model(headed, monkeypatch):
     folder, _, result = headed
     # Tuning itself has tests of its own.
-    monkeypatch.setattr(joining, "train_locally", lambda *_: None)
     monkeypatch.setattr(joining, "personalise_model", lambda *_: None)
     monkeypatch.setattr(joining, "on_held_out", lambda model, alone, tuned, w, *held: w)
     monkeypatch.setattr(joining, "asdict", lambda w: w.tolist())

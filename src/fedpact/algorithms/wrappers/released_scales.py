@@ -48,7 +48,7 @@ def why_not(released: Sequence[str], features: FeatureSettings, privacy: Privacy
             'records.columns of scale = "released" with [features]: features are computed once, '
             "before the first round, of records as they are declared; take another scale"
         )
-    if released and privacy.honest:
+    if released and privacy.shares_noise:
         return (
             'privacy.trust = "sum" does not go with records.columns of scale = "released": noise '
             "is shared out for what rounds release; declare mean and deviation with scale = "

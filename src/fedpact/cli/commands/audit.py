@@ -17,8 +17,9 @@ from fedpact.common.errors import DataError, InputError, PlanError, PrivacyError
 from fedpact.common.format import format_epsilon
 
 if TYPE_CHECKING:
+    from fedpact.report.audited import AuditRow
     from fedpact.simulation.setup import SimulationSetup
-    from fedpact.studies.audit.findings import Check, Finding
+    from fedpact.studies.audit.findings import Finding
     from fedpact.studies.audit.target import Target
 
 CONFIDENCE = 0.95
@@ -104,7 +105,7 @@ def audit(
         raise PrivacyError(_contradiction(target.terms.site, [c for c in found if not c.passed]))
 
 
-def _contradiction(site: str, failed: list[Check]) -> str:
+def _contradiction(site: str, failed: list[AuditRow]) -> str:
     exact = [check.found for check in failed if check.method == SENSITIVITY]
     names = ", ".join(dict.fromkeys(check.method for check in failed))
     if exact:
@@ -171,7 +172,9 @@ def _carry_out(method: str, scene: SimulationSetup, target: Target, canaries: in
             raise InputError(f"method is {method!r}: expected one of {', '.join(METHODS)}, all")
 
 
-def _document(target: Target, findings: dict[str, Finding], found: list[Check]) -> dict[str, Any]:
+def _document(
+    target: Target, findings: dict[str, Finding], found: list[AuditRow]
+) -> dict[str, Any]:
     terms = target.terms
     return {
         "site": terms.site,
@@ -198,7 +201,7 @@ def _claimed(document: dict[str, Any]) -> str:
     return format_epsilon(document["epsilon"], document["epsilon_alone"], document["honest"])
 
 
-def _print(document: dict[str, Any], found: list[Check], run: Path | None) -> None:
+def _print(document: dict[str, Any], found: list[AuditRow], run: Path | None) -> None:
     out = Console(highlight=False, soft_wrap=True)
     out.print(
         f"site {document['site']}: claimed ε = {_claimed(document)} at δ = "

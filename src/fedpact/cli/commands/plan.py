@@ -264,7 +264,7 @@ def _drowned(scene: SimulationSetup) -> float:
     variances = [terms.noise_variance for terms in scene.terms.values()]
     weighed = getattr(plan.algorithm_settings, "aggregation", "") == "least_noise"
     alone = plan.algorithm == "mr_mtl"  # each site has a model of its own
-    if weighed or alone or plan.privacy.honest or plan.noisy_sizes or not all(variances):
+    if weighed or alone or plan.privacy.shares_noise or plan.noisy_sizes or not all(variances):
         return 1.0
     # Of sites that are of unlike sizes alone, small ones are no louder than their records weigh.
     if len({terms.event.sigma for terms in scene.terms.values()}) == 1:

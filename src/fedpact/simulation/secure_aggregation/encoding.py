@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedpact.algorithms import Summed
 from fedpact.common.errors import DataError, InputError, PlanError, PolicyRefused
-from fedpact.common.messages import Local, Numbers, Reply, State, Task
+from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.per_sample.clipping import UNIFORM, Weighting
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.shared_noise import SHARE_DEVIATION, check_added_delta
@@ -107,47 +107,14 @@ class Form:
         return replace(self, coded=False) == Form.of(vectors, numbers)
 
 
-class Coding(Protocol):
-    """How replies become words that can be summed, and what their sum says."""
-
-    def encode(self, reply: Reply) -> RingWords:
-        """Return a plain reply's words [L]. Raises DataError: it has no place in a sum."""
-        ...
-
-    def check(self, reply: Reply) -> None:
-        """Raise InputError for a masked reply whose public numbers no honest site sends."""
-        ...
-
-    def mask(self, reply: Reply, words: RingWords) -> Reply:
-        """Return a reply with masked words [L] in place of all that is not public."""
-        ...
-
-    def words(self, masked: Reply) -> RingWords:
-        """Return the words [L] of what `mask` made."""
-        ...
-
-    def layout(self, form: Form) -> Layout:
-        """Return what the words of a plain reply of this form are."""
-        ...
-
-    def form(self, layout: Layout) -> Form:
-        """Return the form of a masked reply."""
-        ...
-
-    def mean(
-        self, task: Task, replies: Mapping[str, Reply], total: RingWords, layout: Layout
-    ) -> tuple[State, float]:
-        """Return what stands for the reply of each site in a sum, and how far it may be off.
-
-        replies: those in the sum, masked. total: Σ e_i. Off: in each coordinate of the mean.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class FixedPointMean:
     """Codes the weighted mean of vectors and numbers, each reply's weight its own.
 
+    encode: a plain reply's words [L], DataError where it has no place in a sum. mask: a reply with
+    masked words in place of all that is not public; words: those again. check: InputError for a
+    masked reply whose public numbers no honest site sends. mean: what stands for the reply of each
+    site in a sum Σ e_i, and by how much it may be off in each coordinate.
     total: Σ N_i of all sites, declared. summed: see Summed. sites: n, of all who could send.
     """
 
@@ -166,23 +133,11 @@ class FixedPointMean:
             )
         return weight
 
-    def share(self, reply: Reply) -> float:
-        """Return p_i = ω_i / Σ N, in (0, 1]. Raises InputError, as `weight` does."""
-        return self.weight(reply) / self.total
-
-    def public(self, numbers: Numbers) -> dict[str, float]:
-        """Return those of a reply's numbers that stay readable."""
-        return {name: value for name, value in numbers.items() if name in self.summed.public}
-
-    def private(self, numbers: Numbers) -> dict[str, float]:
-        """Return those of a reply's numbers that are summed."""
-        return {name: value for name, value in numbers.items() if name not in self.summed.public}
-
     def encode(self, reply: Reply) -> RingWords:
         """Return a plain reply's words [L]."""
-        return encode_fixed_point(
-            reply.vectors, self.private(reply.numbers), self.share(reply), self.sites
-        )
+        summed = {n: v for n, v in reply.numbers.items() if n not in self.summed.public}
+        share = self.weight(reply) / self.total
+        return encode_fixed_point(reply.vectors, summed, share, self.sites)
 
     def check(self, reply: Reply) -> None:
         """Raise InputError for a masked reply whose public numbers no honest site sends."""
@@ -203,18 +158,22 @@ class FixedPointMean:
     ) -> tuple[State, float]:
         """Return what stands for the reply of each site in a sum, and how far it may be off."""
         del task
-        share = sum(self.share(reply) for _, reply in sorted(replies.items()))
+        share = sum(self.weight(reply) / self.total for _, reply in sorted(replies.items()))
         state = State(*decode_fixed_point(total, share, self.sites, layout))
         return state, rounding(share, self.sites)
 
     def mask(self, reply: Reply, words: RingWords) -> Reply:
         """Return a reply with masked words [L] in place of all that is not public."""
-        vector = torch.from_numpy(words.view(np.int64))
-        return replace(reply, vectors={MASKED: vector}, numbers=self.public(reply.numbers))
+        return _masked(reply, words.view(np.int64), self.summed)
 
     def words(self, masked: Reply) -> RingWords:
         """Return the words [L] of what `masked` made."""
         return masked.vectors[MASKED].numpy().view(np.uint64)
+
+
+def _masked(reply: Reply, words: NDArray[np.int64 | np.uint8], summed: Summed) -> Reply:
+    public = {name: value for name, value in reply.numbers.items() if name in summed.public}
+    return replace(reply, vectors={MASKED: torch.from_numpy(words)}, numbers=public)
 
 
 def encode_fixed_point(
@@ -306,23 +265,19 @@ def check_shares(plan: Plan, terms: Mapping[str, Terms], dimension: int) -> None
 
     dimension: d. Nothing is checked where each site's noise is its own.
     """
-    if plan.privacy.honest:
+    if plan.privacy.shares_noise:
         bits(terms)
         for one in terms.values():
             sums = float(dimension + len(one.sigmas) - 1) * one.steps
             check_added_delta(one.budget.epsilon, len(terms), sums)
 
 
-def coding_of(plan: Plan, sizes: Mapping[str, float], terms: Mapping[str, Terms]) -> Coding:
-    """Return how replies are summed. sizes: declared, of all sites; terms: the same sites'."""
-    if plan.privacy.honest:
-        return SharedSum(terms, plan.method.facts.summed, plan.method.local)
-    return FixedPointMean(sum(sizes.values()), plan.method.facts.summed, len(sizes))
-
-
 @dataclass(frozen=True)
 class SharedSum:
-    """Codes a sum with shared noise. terms: of all sites. step: the algorithm's local part."""
+    """Codes a sum with shared noise, by the same methods as FixedPointMean.
+
+    terms: of all sites. step: the algorithm's local part.
+    """
 
     terms: Mapping[str, Terms]
     summed: Summed
@@ -360,9 +315,7 @@ class SharedSum:
 
     def mask(self, reply: Reply, words: RingWords) -> Reply:
         """Return a reply with masked words [L] in place of all that is not public."""
-        vector = torch.from_numpy(pack_bits(words, self._bits))
-        public = {n: v for n, v in reply.numbers.items() if n in self.summed.public}
-        return replace(reply, vectors={MASKED: vector}, numbers=public)
+        return _masked(reply, pack_bits(words, self._bits), self.summed)
 
     def words(self, masked: Reply) -> RingWords:
         """Return the words [L] of what `masked` made."""
@@ -397,6 +350,17 @@ class SharedSum:
         told = self.step(task, opened, State())
         numbers = {n: v for n, v in told.numbers.items() if n not in self.summed.public}
         return State(told.vectors, numbers), opened.coarsest * len(replies) / records
+
+
+Coding = FixedPointMean | SharedSum
+"""How replies become words that can be summed, and what their sum says."""
+
+
+def coding_of(plan: Plan, sizes: Mapping[str, float], terms: Mapping[str, Terms]) -> Coding:
+    """Return how replies are summed. sizes: declared, of all sites; terms: the same sites'."""
+    if plan.privacy.shares_noise:
+        return SharedSum(terms, plan.method.facts.summed, plan.method.local)
+    return FixedPointMean(sum(sizes.values()), plan.method.facts.summed, len(sizes))
 
 
 class NoisySumOracle:

@@ -239,7 +239,7 @@ def secure_lines(plan: Plan, sites: int) -> list[str]:
     threshold = plan.secure_aggregation.threshold
     if not (threshold and plan.private):
         return []
-    if plan.privacy.honest:
+    if plan.privacy.shares_noise:
         return [_shared_line(plan, sites)]
     return [
         f"Secure aggregation, threshold {threshold} of {sites} sites: a server that follows the "

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch import Tensor
 from fedpact.common.errors import InputError
 from fedpact.common.messages import Reply, Step, Task, from_bytes
 from fedpact.simulation.secure_aggregation.keys import Advert, KeyContext
+
+T = TypeVar("T", Task, Reply)
 
 SETUP_STEPS = ("keys", "shares", "roster")
 """The questions that begin a session, in their order."""
@@ -137,18 +140,19 @@ def to_names(given: bytes) -> tuple[str, ...]:
 
 def task_in(question: Step) -> Task:
     """Return the task that a question "masked" carries. Raises InputError: there is none."""
-    task = from_bytes(block(question, "task"))
-    if not isinstance(task, Task):
-        raise InputError(f"a step {question.step!r} carries a {type(task).__name__}, no task")
-    return task
+    return _carried(question, "task", Task)
 
 
 def reply_in(answer: Step) -> Reply:
     """Return the masked reply in an answer. Raises InputError: there is none."""
-    reply = from_bytes(block(answer, "reply"))
-    if not isinstance(reply, Reply):
-        raise InputError(f"a step {answer.step!r} carries a {type(reply).__name__}, no reply")
-    return reply
+    return _carried(answer, "reply", Reply)
+
+
+def _carried(message: Step, name: str, kind: type[T]) -> T:
+    found = from_bytes(block(message, name))
+    if not isinstance(found, kind):
+        raise InputError(f"a step {message.step!r} carries a {type(found).__name__}, no {name}")
+    return found
 
 
 def _packed(given: bytes) -> Tensor:
