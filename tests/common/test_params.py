@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedpact.common.errors import InputError, ModelError
-from fedpact.common.params import FlatModel, all_digits, all_finite, one_thread
+from fedpact.common.params import FlatModel, all_digits, all_finite, one_thread, state_of
 
 
 def model():
@@ -247,3 +247,11 @@ def test_a_gpu_adds_in_the_same_order_every_time(settings_of_torch):
     assert filled.fill_uninitialized_memory == before
     with all_digits(torch.zeros(1)):
         assert not enabled()
+
+
+def test_a_state_is_stored_in_one_piece():
+    layer = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    found = state_of(layer)
+    assert torch.equal(found["weight"], layer.weight)
+    assert found["weight"].is_contiguous()
+    assert found["weight"].data_ptr() != layer.weight.data_ptr()

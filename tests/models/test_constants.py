@@ -40,6 +40,7 @@ CONSTANTS = {
     "a triangle of -inf": torch.full((N, N), -math.inf).triu(1),
     "a triangle of the least": torch.full((N, N), torch.finfo(torch.float32).min).triu(1),
     "the identity": torch.eye(N),
+    "an orthogonal layer's": -torch.eye(N),
     "what is beside it": 1 - torch.eye(N, dtype=torch.int64),
     "differences": torch.arange(N)[:, None] - torch.arange(N) + N - 1,
     "distances": (torch.arange(N)[:, None] - torch.arange(N)).abs().float(),

@@ -120,3 +120,28 @@ def test_a_model_that_answers_otherwise_is_told_what_to_do(monkeypatch):
 def test_a_model_that_is_built_is_given_named_inputs(monkeypatch):
     monkeypatch.setattr("fedpact.models.build.own_factory", lambda *_: Text)
     assert isinstance(build("own:net", torch.stack([IDS, MASK], 1)[0], 2, 0), NamedInputs)
+
+
+class Several(nn.Linear):
+    """Answers with more than its logits."""
+
+    def __init__(self, answer, training):
+        super().__init__(3, 2)
+        self.answer, self.when = answer, training
+
+    def forward(self, x):
+        found = super().forward(x)
+        return self.answer(found) if self.training in self.when else found
+
+
+@pytest.mark.parametrize("training", [(True, False), (True,)], ids=["always", "in training"])
+@pytest.mark.parametrize(
+    "answer",
+    [lambda v: (v, v.sum()), lambda v: [v], lambda v: {"logits": v, "hidden": v + 1}],
+    ids=["tuple", "list", "dict"],
+)
+def test_what_stands_beside_the_logits_is_left_out(answer, training):
+    model, x = Several(answer, training), torch.randn(4, 3)
+    found = with_named_inputs(model, x[0])
+    assert torch.equal(found.train()(x), nn.functional.linear(x, model.weight, model.bias))
+    assert found.eval()(x).shape == (4, 2)

@@ -55,6 +55,12 @@ class Skipping(nn.Linear):
     layerdrop = 0.1
 
 
+class Adjacent(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+        self.register_buffer("edges", torch.eye(3).to_sparse())
+
+
 @pytest.mark.parametrize(
     ("layer", "told"),
     [
@@ -66,12 +72,21 @@ class Skipping(nn.Linear):
         (Skipping(3, 3), "layerdrop = 0"),
         (nn.Linear(3, 3).half(), r"\.float\(\)"),
         (nn.Linear(3, 3).requires_grad_(False), "requires_grad"),
+        (nn.Linear(3, 3, device="meta"), "no values"),
+        (Adjacent(), "to_dense"),
     ],
     ids=lambda v: type(v).__name__,
 )
 def test_each_obstacle_comes_with_what_to_do(layer, told):
     (found,) = find_obstacles(layer)
     assert re.search(told, found)
+
+
+def test_a_single_obstacle_comes_with_what_to_do(monkeypatch):
+    make = lambda: nn.utils.spectral_norm(nn.Linear(3, 4))  # noqa: E731
+    monkeypatch.setattr("fedpact.models.build.own_factory", lambda *_: make)
+    with pytest.raises(ModelError, match=r"trained: spectral norm.*remove_spectral_norm"):
+        build("own:net", torch.zeros(3), 4, 0)
 
 
 def test_a_model_is_refused_with_all_that_stands_in_its_way(monkeypatch):

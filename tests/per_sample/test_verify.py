@@ -179,7 +179,9 @@ KINDS = [
 @pytest.mark.parametrize("layer", KINDS, ids=lambda m: type(m).__name__)
 def test_batch_statistics_are_refused_with_name_and_replacement(layer, kernel):
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), layer.train()))
-    with pytest.raises(ModelError, match=rf"'1\.1' is a {type(layer).__name__}.*replace_batchnorm"):
+    with pytest.raises(
+        ModelError, match=rf"'1\.1' is a {type(layer).__name__}.*batch_norm='group'"
+    ):
         kernel(FlatModel(model), squared_error)
     kernel(FlatModel(replace_batchnorm(model)), squared_error)
 
@@ -362,3 +364,13 @@ def test_verify_says_in_the_log_that_it_is_at_work(reference, monkeypatch, caplo
         kernel = PerSampleKernel(FlatModel(Apply(after=slow).double()), squared_error)
         kernel.verify(reference.data(3, 4), reference.data(3, 4, seed=1))
     assert "model Apply is tried on made-up records" in caplog.text
+
+
+def test_a_model_that_rounds_by_itself_is_told_apart_from_mixing():
+    class Rounding(Apply):
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(x).float()
+
+    with pytest.raises(ModelError, match=r"computes in bfloat16, as by torch\.autocast"):
+        verify(Rounding(), dtype=torch.float32)

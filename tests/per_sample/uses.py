@@ -4,6 +4,7 @@ A draw may give what the operation does not take, or what mixes records: the fir
 the second must be refused.
 """
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -188,6 +189,22 @@ add(
 )
 add("repeat_interleave.self_int", _then(_is(2), _dim))
 add("gather", _then(_dim, lambda g, x: g.partner(x, "i")))
+add(
+    "scatter_add scatter.src",
+    _then(_dim, lambda g, x: g.partner(x, "i"), lambda g, x: g.partner(x)),
+)
+add("scatter.value", _then(_dim, lambda g, x: g.partner(x, "i"), _is(0.5)))
+
+
+def _index_add(g: Draw) -> tuple[object, ...]:
+    x = g.x()
+    dim = g.dim(x)
+    size = x.meta["val"].shape[dim]
+    length = size if isinstance(size, int) and g.likely() else g.rng.randint(1, 3)
+    return x, dim, g.constant(length, kind="i"), g.partner(x)
+
+
+add("index_add", _index_add)
 add("index_select", _then(_dim, lambda g, _: g.constant(4, kind="i")))
 add("narrow", _then(_dim, _is(0), _is(1)))
 add("unfold", _then(_dim, _is(2), _is(1)))
@@ -262,6 +279,7 @@ def _selected(g: Draw) -> tuple[object, ...]:
 
 
 add("select_scatter", _selected)
-add("slice_scatter", _then(lambda g, x: g.partner(x), _dim, _one_of(None, 0, 1), _one_of(None, 2)))
+_ends = _one_of(None, 2, sys.maxsize)
+add("slice_scatter", _then(lambda g, x: g.partner(x), _dim, _one_of(None, 0, 1), _ends))
 add("embedding", lambda g: (g.constant(3, 4), g.x(kind="i")))
 add("one_hot", lambda g: (g.x(kind="i"), 3 if g.likely() else -1))

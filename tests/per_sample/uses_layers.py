@@ -35,6 +35,14 @@ def _addmm(g: Draw) -> tuple[fx.Node, ...]:
     return (bias, g.like([3, 2], int(not g.likely())), g.constant(2, 4))
 
 
+def _baddbmm(g: Draw) -> tuple[fx.Node, ...]:
+    dims = [0 if g.likely() else g.rng.randrange(3) for _ in range(3)]
+    added, a, b = (
+        g.like(s, d) for s, d in zip(([2, 3, 4], [2, 3, 2], [2, 2, 4]), dims, strict=True)
+    )
+    return (g.constant(3, 4) if g.likely() else added), a, b
+
+
 def _einsum(g: Draw) -> tuple[str, list[fx.Node]]:
     lengths = {"b": 2, "i": 2, "j": 3}
     used = ["".join(g.rng.sample("bij", g.rng.randint(1, 3))) for _ in range(g.rng.randint(1, 2))]
@@ -129,6 +137,7 @@ add("mm", _product((2,), (2,)))
 add("bmm", _product((3,), (3,)))
 add("mv", _product((2,), (1,)))
 add("addmm", _addmm)
+add("baddbmm", _baddbmm)
 add("einsum", _einsum)
 add("bilinear", _bilinear)
 add("scaled_dot_product_attention", _attention)

@@ -57,6 +57,12 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's state as a file has it: each tensor by itself, and in one piece."""
+    state = module.state_dict()
+    return {name: t.clone(memory_format=torch.contiguous_format) for name, t in state.items()}
+
+
 def model_name(module: nn.Module) -> str:
     """Return what messages call a model: its class, or what a module around one says it is."""
     return str(getattr(module, "called", type(module).__name__))

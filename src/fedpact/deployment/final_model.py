@@ -26,7 +26,7 @@ from fedpact.client import read_memory
 from fedpact.common.errors import DataError, PlanError
 from fedpact.common.files import write_whole
 from fedpact.common.messages import Task
-from fedpact.common.params import FlatModel
+from fedpact.common.params import FlatModel, state_of
 from fedpact.common.run_folder import COLUMNS, RUN, Folder, name_columns, read_scales
 from fedpact.deployment.federation import Federation, parse_toml, read_plan
 from fedpact.deployment.site_records import SiteSettings
@@ -126,8 +126,7 @@ class FinalModel:
         if columns is not None:
             folder.write_json(COLUMNS, columns)
         folder.write_json("summary.json", {"run": of.run, "site": self.name, **said})
-        tensors = {key: value.clone() for key, value in module.state_dict().items()}
-        write_whole(folder.path / "model.safetensors", save_tensors(tensors))
+        write_whole(folder.path / "model.safetensors", save_tensors(state_of(module)))
 
     def _module(self) -> nn.Module:
         return self.federation.workshop(self.plan, self.directory).module()

@@ -33,7 +33,7 @@ from fedpact.common.messages import (
     Task,
     Vectors,
 )
-from fedpact.common.params import FlatModel, one_thread
+from fedpact.common.params import FlatModel, one_thread, state_of
 from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import Draws, SeededDraws
 from fedpact.common.run_folder import RUN, check_writable
@@ -136,9 +136,8 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
         path.unlink(missing_ok=True)
         return Personal(settings.name, on_own_parts(by_itself, tuned), None)
     flat.load(tuned.w)
-    tensors = {name: value.clone() for name, value in module.state_dict().items()}
     marked = {"privacy": NOT_PRIVATE, "run": federation.run, "site": settings.name}
-    write_whole(path, save_tensors(tensors, metadata=marked))
+    write_whole(path, save_tensors(state_of(module), metadata=marked))
     return Personal(settings.name, on_own_parts(by_itself, tuned), str(path))
 
 

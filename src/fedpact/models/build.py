@@ -73,16 +73,15 @@ def build(
 
 
 def _refuse_obstacles(name: str, module: nn.Module) -> None:
-    """Raise ModelError with all that stands in the way of two things or more.
-
-    Of a single one whoever meets it says more.
-    """
+    """Raise ModelError with all that stands in the way."""
     found = list(find_obstacles(module))
-    if len(found) > 1:
+    if len(found) == 1:
+        raise ModelError(f"model {name!r} cannot be trained: {found[0]}")
+    if found:
         told = "".join(f"\n{number}. {one}" for number, one in enumerate(found, 1))
         raise ModelError(
-            f"model {name!r} cannot be trained privately, for {len(found)} reasons, each with what "
-            f"to do:{told}"
+            f"model {name!r} cannot be trained, for {len(found)} reasons, each with what to do:"
+            f"{told}"
         )
 
 
@@ -148,11 +147,13 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             "several": f"there are {classes} labels, so expected (2, {classes})",
         }.get(kind, f"the labels have {classes} classes, so expected (2, {classes})")
         advice = "let the factory size its last layer by `classes`"
-        if isinstance(module, NamedInputs):
+        if isinstance(module, NamedInputs) and module.names:
             advice = (
                 f"give its configuration num_labels = {classes}, and take one with a head that "
                 "answers with logits, as AutoModelForSequenceClassification"
             )
+        elif not isinstance(outputs, Tensor):
+            advice = "return the logits alone, or as 'logits' of a dict"
         raise ModelError(f"model {name!r} answers a batch of 2 with {shape}: {many}; {advice}")
     alone = tuple(getattr(one, "shape", ()))
     if alone != (1, *shape[1:]):

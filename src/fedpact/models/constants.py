@@ -15,7 +15,7 @@ _BASES: Final = (1e4, 1e5, 1.6e5, 5e5, 1e6, 1e7)
 """Of the frequencies of positions, as published: of Vaswani 2017, Llama 3, Qwen, ModernBERT."""
 _STARTS: Final = (0, 1, 2)
 """Where positions begin; models of OPT's and RoBERTa's kind count from 2."""
-_HIDDEN: Final = (0.0, -math.inf, -1e4, -1e9)
+_HIDDEN: Final = (0.0, -1.0, -math.inf, -1e4, -1e9)
 """What a mask that is added has in one of two kinds of places, beside 0; or a type's least."""
 _MOST: Final = 2**24
 _ROWS: Final = 4

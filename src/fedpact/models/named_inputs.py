@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,19 +27,21 @@ _OUTPUTS: Final = ("logits", "out")
 class NamedInputs(nn.Module):
     """A model that is given records by name, and answers with its logits.
 
-    names: of the model's inputs. by_place: a label is a class at each place of a record, so the
-    classes come second: [B, K, T] of a sequence, [B, K, height, width] of an image. The weights
-    have the names that they have in the model itself.
+    names: of the model's inputs; none where it takes records as they are. by_place: a label is a
+    class at each place of a record, so the classes come second: [B, K, T] of a sequence,
+    [B, K, height, width] of an image. The weights have the names that they have in the model.
     """
 
     def __init__(self, model: nn.Module, names: tuple[str, ...], *, by_place: bool = False) -> None:
         super().__init__()
-        self.model, self._names, self._by_place = model, names, by_place
+        self.model, self.names, self._by_place = model, names, by_place
         self.called = model_name(model)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of records x: [B, T] or [B, rows, T] of tokens, [B, ...] else."""
-        found = _logits_of(self.model(**self._named(x)))
+        if _reads_an_end(self.model):
+            return _at_the_end(self.model, self._named(x))
+        found = _logits_of(self.model(**self._named(x)) if self.names else self.model(x))
         if not self._by_place or not isinstance(found, Tensor) or found.dim() < 3:
             return found
         if found.dim() == 3:
@@ -49,17 +52,17 @@ class NamedInputs(nn.Module):
         return found
 
     def _named(self, x: Tensor) -> dict[str, Tensor]:
-        if x.is_floating_point() or "input_ids" not in self._names:
+        if x.is_floating_point() or "input_ids" not in self.names:
             main = getattr(self.model, "main_input_name", None)
-            measured = (main, *(name for name in _MEASURED if name in self._names), *self._names)
-            return {next(name for name in measured if name in self._names): x}
+            measured = (main, *(name for name in _MEASURED if name in self.names), *self.names)
+            return {next(name for name in measured if name in self.names): x}
         rows = x.unbind(1) if x.dim() == 3 else (x,)
         given = dict(zip(TOKENS, rows, strict=False))
         padding = getattr(getattr(self.model, "config", None), "pad_token_id", None)
         if padding is not None and len(rows) > 1:
             # Some look for it instead of the mask; what stands there is padding.
             given["input_ids"] = rows[0].masked_fill(rows[1] == 0, padding)
-        return {name: row for name, row in given.items() if name in self._names}
+        return {name: row for name, row in given.items() if name in self.names}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's own state."""
@@ -78,10 +81,56 @@ def with_named_inputs(module: nn.Module, record: Tensor, kind: str = "class") ->
     names = _input_names(module)
     several = not record.is_floating_point() and record.dim() == 2
     of_library = hasattr(module, "main_input_name") or _is_adapted(module)
-    if not of_library and not (several and {*TOKENS[:2]} <= {*names}):
-        return module
-    _configure(module)
-    return NamedInputs(module, names, by_place=kind == "pixels")
+    by_place = kind == "pixels"
+    if of_library or (several and {*TOKENS[:2]} <= {*names}):
+        _configure(module)
+        return NamedInputs(module, names, by_place=by_place)
+    return NamedInputs(module, (), by_place=by_place) if _answers_more(module, record) else module
+
+
+def _answers_more(module: nn.Module, record: Tensor) -> bool:
+    """Whether it answers with more than a tensor, in training or not, on two made-up records."""
+    modes = [(part, part.training) for part in module.modules()]
+    two = torch.zeros(2, *record.shape, dtype=record.dtype)
+    try:
+        for train in (False, True):
+            # Whatever it keeps of a pass in training goes to copies.
+            kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            with torch.no_grad():
+                found = torch.func.functional_call(module.train(train), kept, (two,))
+            if not isinstance(found, Tensor):
+                return True
+    except Exception:  # whatever it may raise; who tries it next says so
+        return False
+    finally:
+        for part, training in modes:
+            part.training = training
+    return False
+
+
+def _reads_an_end(module: nn.Module) -> bool:
+    """Whether it classifies by what stands where a text's last token of an end stands."""
+    below: Any = cast(Any, module).get_base_model() if _is_adapted(module) else module
+    encodes = getattr(getattr(below, "config", None), "is_encoder_decoder", False)
+    return bool(encodes) and hasattr(below, "classification_head")
+
+
+def _at_the_end(module: nn.Module, given: dict[str, Tensor]) -> Tensor:
+    """Return the logits of a classifier of the kind of T5's and BART's, record by record.
+
+    As the library's own, which picks by truth values from all records together, and takes no batch
+    whose records differ in how many ends they have. Without one, it is the last token that is read.
+    """
+    below: Any = cast(Any, module).get_base_model() if _is_adapted(module) else module
+    ids = given["input_ids"]
+    read = given.get("attention_mask", torch.ones_like(ids))
+    more = {"decoder_input_ids": below._shift_right(ids)} if hasattr(below, "_shift_right") else {}
+    states: Tensor = below.base_model(**given, **more)[0]
+    ends = ids.eq(below.config.eos_token_id).long()
+    places = torch.arange(ids.shape[1], device=ids.device)
+    last = ((places + len(places) * ends) * read).argmax(1)
+    index = last[:, None, None].expand(-1, 1, states.shape[-1])
+    return below.classification_head(states.gather(1, index).squeeze(1))
 
 
 def _configure(module: nn.Module) -> None:
@@ -94,6 +143,9 @@ def _configure(module: nn.Module) -> None:
         end = getattr(config, "eos_token_id", None)
         known = isinstance(end, int) and 0 <= end < getattr(config, "vocab_size", 0)
         config.pad_token_id = end if known else 0
+    starts = getattr(config, "decoder_start_token_id", None)
+    if getattr(config, "is_encoder_decoder", False) and starts is None:
+        config.decoder_start_token_id = config.pad_token_id
 
 
 def _is_adapted(module: nn.Module) -> bool:
@@ -115,5 +167,6 @@ def _logits_of(output: Any) -> Any:
     if isinstance(output, Mapping):
         named = cast(Mapping[str, Any], output)
         return next((named[name] for name in _OUTPUTS if name in named), output)
-    first = output[0] if isinstance(output, tuple) and output else output
+    several = isinstance(output, (tuple, list)) and output
+    first = cast(Any, output)[0] if several else output
     return first if isinstance(first, Tensor) else output

@@ -69,7 +69,15 @@ def find_obstacles(model: nn.Module) -> Iterator[str]:
         if p.requires_grad and p.dtype not in (torch.float32, torch.float64)
     }
     if others:
-        yield f"weights are {', '.join(sorted(others))}: make them float32, as by model.float()"
+        yield (
+            f"weights are {', '.join(sorted(others))}: make them float32, as fedpact.prepare(model)"
+            " or model.float() do"
+        )
+    held = (*model.named_parameters(), *model.named_buffers())
+    if names := [name for name, tensor in held if tensor.layout != torch.strided]:
+        yield f"tensors are sparse ({_some(names)}): make them dense, as by .to_dense()"
+    if names := [name for name, tensor in held if tensor.is_meta]:
+        yield f"tensors have a form and no values ({_some(names)}): build them on a device"
     if not any(p.requires_grad for p in model.parameters()):
         yield "no weight is trained: set requires_grad on at least one"
 

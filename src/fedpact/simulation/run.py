@@ -25,7 +25,7 @@ from fedpact.common.check import count
 from fedpact.common.errors import DataError, LedgerError, PlanError
 from fedpact.common.files import LOCK, PARTIAL, remove_left, write_whole
 from fedpact.common.messages import RoundRecord
-from fedpact.common.params import FlatModel
+from fedpact.common.params import FlatModel, state_of
 from fedpact.common.randomness.seeded import DRAWS
 from fedpact.common.run_folder import COLUMNS, Checkpoint, Folder, name_columns
 from fedpact.data.from_python import digest_of
@@ -130,8 +130,7 @@ def finish(
     for name, w in (("average", read_average(at.state)), ("model", at.state.vectors["w"])):
         if w is not None:
             model.load(w)
-            tensors = {key: value.clone() for key, value in module.state_dict().items()}
-            block = save_tensors(tensors)
+            block = save_tensors(state_of(module))
             path = folder.path / f"{name}.safetensors"
             write_whole(path, block, private=False)
             files[path.name] = hashlib.sha256(block).hexdigest()

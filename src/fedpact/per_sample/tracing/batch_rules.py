@@ -6,6 +6,7 @@ dimension of the result. Which dimension that is shows in the result's shape, wh
 size is a symbol. batch_table has the operations' names.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -261,13 +262,31 @@ def overwritten(node: Node, at: At) -> Where:
     """x with other numbers along a dimension, at places that are the same for each record."""
     where, count = _records_in(node, at)
     (dim,) = _dims(argument(node, 2, "dim", 0), count)
-    everything = kind_of(node) == "slice_scatter" and len(node.args) < 3
+    span = [argument(node, k, name) for k, name in ((3, "start"), (4, "end"), (5, "step"))]
+    everything = kind_of(node) == "slice_scatter" and (
+        span[0] in (None, 0) and span[1] in (None, sys.maxsize) and span[2] in (None, 1)
+    )
     source = at(argument(node, 1, "src"))
     gone = dim < where.dim and kind_of(node) == "select_scatter"
     _only(node, at, 0, 1)
     if (dim == where.dim and not everything) or (
         source is not None and source != where._replace(dim=where.dim - gone)
     ):
+        raise Mixed(f"operation {node.target} writes along the batch")
+    return where
+
+
+def scattered(node: Node, at: At) -> Where:
+    """Numbers put or added to others of the record, at places along a dimension not the batch's.
+
+    scatter's index is of the batch's length, as it would else reach the first records alone;
+    index_add has one index for all records.
+    """
+    where, count = _records_in(node, at)
+    by_record = (3,) if kind_of(node) == "index_add" else (2, 3)
+    _only(node, at, 0, *by_record)
+    beside = [at(node.args[i]) for i in by_record if isinstance(node.args[i], Node)]
+    if any(place != where for place in beside) or _dims(node.args[1], count) == [where.dim]:
         raise Mixed(f"operation {node.target} writes along the batch")
     return where
 
@@ -311,6 +330,14 @@ def addmm(node: Node, at: At) -> Where:
     _only(node, at, 1)
     where, _ = _records_in(node, at, 1)
     if where.dim != 0:
+        raise Mixed(f"operation {node.target} sums over the batch")
+    return where
+
+
+def baddbmm(node: Node, at: At) -> Where:
+    """c + a b of matrices, one for each entry of the first dimension, which is the batch's."""
+    where = _aligned(node, at, node.all_input_nodes)
+    if where.dim != -3 or any(at(node.args[i]) is None for i in (1, 2)):
         raise Mixed(f"operation {node.target} sums over the batch")
     return where
 

@@ -108,6 +108,8 @@ RULES: Final[dict[str, Rule]] = {
     **_named(rules.within(3), "max_pool3d_with_indices adaptive_max_pool3d"),
     **_named(rules.matmul, "matmul mm bmm mv linalg_matmul"),
     **_named(rules.addmm, "addmm"),
+    **_named(rules.baddbmm, "baddbmm"),
+    **_named(rules.scattered, "scatter_add scatter.src scatter.value index_add"),
     **_named(rules.contracted, "einsum"),
     **_named(rules.bilinear, "bilinear"),
     **_named(rules.attention, "scaled_dot_product_attention"),

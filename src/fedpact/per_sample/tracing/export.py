@@ -11,6 +11,7 @@ import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +29,12 @@ from fedpact.per_sample.tracing.batch_rules import is_size
 from fedpact.per_sample.tracing.batch_table import State, states
 from fedpact.per_sample.tracing.record_safety import by_argument, follow, unsafe
 from fedpact.per_sample.tracing.replacements import STANDS_FOR, TRACED_AS
-from fedpact.per_sample.tracing.trace_context import announced, state_kept, while_tracing
+from fedpact.per_sample.tracing.trace_context import (
+    WritableDropout,
+    announced,
+    state_kept,
+    while_tracing,
+)
 
 _TRACING: Final = threading.RLock()  # torch's tracer is no more than one thread's at a time
 _BATCH: Final = 3  # records in a made-up batch
@@ -200,7 +206,8 @@ def _recorded(
 
     def run(tensors: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
         given = dict(zip(held, tensors, strict=True))
-        losses = torch.func.functional_call(whole, given, (x, y))
+        with WritableDropout() if functional else nullcontext():
+            losses = torch.func.functional_call(whole, given, (x, y))
         if (name := whole.replaced(given)) is not None:
             raise Untraceable(f"a pass changes {_own_name(name)}")
         return losses
@@ -366,6 +373,8 @@ def _reason(error: Exception) -> str:
     why = f"{kind}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
     if kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException"):
         why = "a branch on a value, or a number taken out of a tensor"
+    if ".numpy() is not supported" in why:
+        why = "numbers leave torch by .numpy(), so no gradient comes back"
     return why + _place(extract_tb(error.__traceback__))
 
 

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # pyright: ignor
 from torch.nn.modules.instancenorm import (
     _InstanceNorm as InstanceNorm,  # pyright: ignore[reportPrivateUsage]
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedpact.common.errors import InputError, ModelError
 from fedpact.common.losses import Loss
@@ -32,6 +33,11 @@ _MIXES = (
     "model {} mixes the records of a batch: {} differs from what its records give one by one. Look "
     "for means over the batch, for branches on values, and for a layer whose leading dimension is "
     "not the batch (batch_first=False)"
+)
+_ROUNDS = (
+    "model {} computes in {}, as by torch.autocast: its rounding makes {} differ from what its "
+    'records give one by one. Take that out of the model; precision = "bf16" of a run computes '
+    "so, and is checked for it"
 )
 _OWN = (
     "model {} has a backward pass of its own in {} (torch.autograd.Function), which is not the "
@@ -68,8 +74,8 @@ class Mixers:
             if (layer.training and tracked) or (isinstance(layer, BatchNorm) and not tracked):
                 raise ModelError(
                     f"layer {path!r} is a {type(layer).__name__} that uses or keeps statistics of "
-                    "the whole batch, so no record's share can be bounded: replace it, for example "
-                    "model = fedpact.models.zoo.replace_batchnorm(model), or freeze it at "
+                    "the whole batch, so no record's share can be bounded: put GroupNorm in its "
+                    "place, as fedpact.prepare(model, batch_norm='group') does, or freeze it at "
                     "public statistics with .eval()"
                 )
 
@@ -239,7 +245,31 @@ def _mixing(tried: Tried, what: str, x: Tensor, y: Tensor) -> ModelError:
     error = _norm(tried.summed(x[:1], y[:1], math.inf, _weights(tried, 1)) - gradient)
     if own and not error <= _TOLERANCE[gradient.dtype] * _norm(gradient):
         return ModelError(_OWN.format(name, ", ".join(own), what))
+    if short := _short_types(tried, x, y):
+        return ModelError(_ROUNDS.format(name, ", ".join(short), what))
     return ModelError(_MIXES.format(name, what))
+
+
+class _Types(TorchDispatchMode):
+    """Collects the types of fewer digits than float32 has that a pass computes in."""
+
+    def __init__(self) -> None:
+        cast(Any, super()).__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchDispatchMode."""
+        del types
+        made = func(*args, **(kwargs or {}))
+        if getattr(made, "dtype", None) in (torch.bfloat16, torch.float16):
+            self.found.add(str(made.dtype).removeprefix("torch."))
+        return made
+
+
+def _short_types(tried: Tried, x: Tensor, y: Tensor) -> list[str]:
+    with _Types() as types:
+        _losses(tried, x[:1], y[:1])
+    return sorted(types.found)
 
 
 def _own_derivatives(losses: Tensor) -> list[str]:

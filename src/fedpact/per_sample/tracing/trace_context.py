@@ -1,6 +1,7 @@
 """What torch and a model find around them while the model is traced, and leave as it was."""
 
 import builtins
+import inspect
 import logging
 import threading
 from collections.abc import Generator
@@ -8,11 +9,13 @@ from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules import transformer
 from torch.nn.modules.transformer import _detect_is_causal_mask  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils import rnn
+from torch.overrides import TorchFunctionMode
 
 from fedpact.common.losses import Loss
 from fedpact.common.params import model_name
@@ -48,6 +51,26 @@ def state_kept(whole: nn.Module) -> Generator[None]:
         for state, held in zip(states, before, strict=True):
             state.clear()
             state.update(held)
+
+
+class WritableDropout(TorchFunctionMode):
+    """Let a model write to what dropout returned, which torch's tracer forbids.
+
+    It may be dropout's input itself, and is where nothing is dropped; elsewhere it is copied.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchFunctionMode."""
+        del types
+        named: dict[str, Any] = kwargs or {}
+        found = func(*args, **named)
+        if func not in (F.dropout, torch.dropout):
+            return found
+        named = {"training" if name == "train" else name: value for name, value in named.items()}
+        given = inspect.signature(F.dropout).bind(*args, **named)
+        given.apply_defaults()
+        x, rate, drops, in_place = given.args
+        return found if in_place else found.clone() if drops and rate else x
 
 
 @contextmanager

@@ -1,0 +1,177 @@
+"""Public models as they come: does each train privately, how fast, with how much memory?
+
+python -m benchmarks.brought [NAME ...]    goes on where it ended: a model that has a result of this
+                                           kernel and machine is left as it is; writes the table of
+                                           docs/how-to/hugging-face.md
+
+Needs transformers, timm, torchvision and MONAI, beside Opacus. Every model runs in a process of
+its own. Steps are timed in turn, and ratios are to a plain step of the same model.
+"""
+
+import json
+import resource
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fedpact
+from benchmarks import provenance, steps
+from benchmarks.brought_models import CLASSES, LENGTH, TOKENS, Brought, catalogue
+from benchmarks.child import call
+from benchmarks.machine import describe
+from benchmarks.problems import Problem
+from fedpact.models.named_inputs import with_named_inputs
+
+RESULTS = Path(__file__).parent / "brought.json"
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "hugging-face.md"
+_BATCH = 16
+_TURNS = 5
+_METHODS = {
+    "private": steps.kernel_step,
+    "vmap": steps.vmap_grad,
+    "hooks": steps.opacus_hooks,
+    "ghost": steps.opacus_ghost,
+}
+
+
+class _Problem(Problem):
+    """With token records of which some have padding behind them."""
+
+    def records(self, count: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+        x, y = super().records(count, seed)
+        if not self.vocabulary:
+            return x, y
+        x = x.clamp(min=3)
+        lengths = LENGTH - torch.arange(count) % 8
+        x[:, 1] = (torch.arange(LENGTH) < lengths[:, None]).long()
+        return x, y
+
+
+def _problem(one: Brought, batch_norm: bool) -> Problem:
+    def factory(shape: tuple[int, ...], _: int) -> torch.nn.Module:
+        model = one.make()
+        if batch_norm:
+            model = fedpact.prepare(model, batch_norm="group").model
+        dtype = torch.int64 if one.form == "tokens" else torch.float32
+        record = torch.zeros(shape, dtype=dtype)
+        return with_named_inputs(model, record, "pixels" if one.pixels else "class").train()
+
+    tokens = TOKENS if one.form == "tokens" else 0
+    return _Problem(
+        one.name, one.shape, factory, classes=CLASSES, vocabulary=tokens, pixels=one.pixels
+    )
+
+
+def tried(name: str) -> dict[str, Any]:
+    """Train a model in a federation of two sites, as it comes, else after `prepare`."""
+    one = catalogue()[name]
+    first = _run(one, prepared=False)
+    if "refused" not in first:
+        return {"runs": "as it comes", **first}
+    second = _run(one, prepared=True)
+    if "refused" not in second:
+        return {"runs": "after prepare", **second, "refused": first["refused"]}
+    return {"runs": "no", **second}
+
+
+def _run(one: Brought, *, prepared: bool) -> dict[str, Any]:
+    def make() -> torch.nn.Module:
+        if not prepared:
+            return one.make()
+        return fedpact.prepare(one.make(), batch_norm="group").model
+
+    x, y = _problem(one, False).records(24)
+    y[: 4 * CLASSES] = torch.arange(4 * CLASSES).view(-1, *[1] * (y.dim() - 1)) % CLASSES
+    settings: dict[str, Any] = {"sites": 2, "rounds": 1, "sampling_rate": 0.5}
+    if one.pixels:
+        settings["task"] = "segmentation"
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        try:
+            fedpact.run(make, (x, y), out=out, privacy={"epsilon": 8.0}, **settings)
+        except fedpact.FedpactError as error:
+            return {"refused": str(error)}
+        told = json.loads((out / "privacy.json").read_text())["separation"]
+    return {"separation": told, "way": "traced" if "traced" in told else "record by record"}
+
+
+def timed(name: str) -> dict[str, Any]:
+    """Return each method's step over a plain one's, its median over turns; or why there is none."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    problem = _problem(catalogue()[name], True)
+    works = {"plain": steps.plain(problem, _BATCH)}
+    found: dict[str, Any] = {}
+    for method, make in _METHODS.items():
+        try:
+            works[method] = make(problem, _BATCH)
+            works[method]()
+        except Exception as error:  # whatever another library may raise
+            works.pop(method, None)
+            found[method] = f"{type(error).__name__}: {error}"[:200]
+    works["plain"]()
+    turns: list[dict[str, float]] = []
+    for _ in range(_TURNS):
+        turns.append({method: _seconds(work) for method, work in works.items()})
+    for method in works:
+        found[method] = statistics.median(turn[method] / turn["plain"] for turn in turns)
+    found["seconds"] = statistics.median(turn["plain"] for turn in turns)
+    found["parameters"] = problem.size
+    return found
+
+
+def _seconds(work: Any) -> float:
+    # Short steps would be charged for the caches that the one before has left.
+    start = time.thread_time()
+    work()
+    return time.thread_time() - start
+
+
+def memory(name: str, method: str) -> float:
+    """Return the MiB that three steps of a method take at their peak, beyond the model's."""
+    torch.set_num_threads(1)
+    problem = _problem(catalogue()[name], True)
+    problem.module()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    work = steps.plain(problem, _BATCH) if method == "plain" else _METHODS[method](problem, _BATCH)
+    for _ in range(3):
+        work()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def main(names: list[str]) -> None:
+    """Measure the models named, all by default, that have no result yet; write the table."""
+    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    machine, kernel = describe("1"), provenance.digest()
+    for name in names or catalogue():
+        old = stored.get(name, {})
+        if not names and (old.get("kernel"), old.get("processor")) == (
+            kernel,
+            machine["processor"],
+        ):
+            continue
+        found: dict[str, Any] = {"kernel": kernel, "commit": provenance.commit()}
+        found["processor"] = machine["processor"]
+        try:
+            found |= call(tried, name, timeout=240)
+            if found["runs"] != "no":
+                found |= call(timed, name, timeout=400)
+                for method in ("plain", "private"):
+                    found[f"{method} MiB"] = call(memory, name, method)
+        except Exception as error:  # a model that ends the process is a result too
+            found["failed"] = str(error)[-600:]
+        stored[name] = found
+        RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+        told = {k: v for k, v in found.items() if k not in ("kernel", "commit", "processor")}
+        print(name, json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
