@@ -124,7 +124,11 @@ def _at_the_end(module: nn.Module, given: dict[str, Tensor]) -> Tensor:
     below: Any = cast(Any, module).get_base_model() if _is_adapted(module) else module
     ids = given["input_ids"]
     read = given.get("attention_mask", torch.ones_like(ids))
-    more = {"decoder_input_ids": below._shift_right(ids)} if hasattr(below, "_shift_right") else {}
+    more: dict[str, Tensor] = {}
+    if str(below.config.model_type).endswith("t5"):
+        # Those of BART's kind do so themselves.
+        start = torch.full_like(ids[:, :1], below.config.decoder_start_token_id)
+        more["decoder_input_ids"] = torch.cat([start, ids[:, :-1]], 1)
     states: Tensor = below.base_model(**given, **more)[0]
     ends = ids.eq(below.config.eos_token_id).long()
     places = torch.arange(ids.shape[1], device=ids.device)
