@@ -14,6 +14,7 @@ from fedpact.deployment.approval import APPROVAL_FILE, approve, check_approved, 
 from fedpact.deployment.check import check_site
 from fedpact.deployment.files import Choices, write_deployment
 from fedpact.deployment.site import Site
+from fedpact.deployment.snapshot import take_snapshot
 from fedpact.plan import Plan
 
 
@@ -35,10 +36,12 @@ def test_a_site_opens_once_somebody_has_signed(unsigned):
     assert not (unsigned / "ledger.jsonl").exists()
     (remark,) = (one for one in check_site(unsigned).remarks if "approve" in one)
     assert "1 more" in remark
+    assert f"approve {unsigned}`" in take_snapshot(unsigned)["to_do"][0]
     approve(unsigned, "A. Owner")
     with Site(unsigned) as site:
         assert site.ledger.runs
-    assert not [one for one in check_site(unsigned).remarks if "approve" in one]
+    told = check_site(unsigned).remarks + take_snapshot(unsigned)["to_do"]
+    assert not [one for one in told if "approve" in one]
 
 
 def test_two_approvals_need_two_names(site_dir):

@@ -46,8 +46,9 @@ class SiteCheck:
     of the file is probably meant. records: of the file; used: those that fit. left_out: (column or
     "", why, how many). size: N_i as declared, of `unit`s. epsilon, delta: what the run reserves;
     epsilon_before, epsilon_ever: what other runs have, and what the policy allows in all.
-    evaluation: (ε, δ) for held-out records. rounds, steps: of the plan, and of one round.
-    seconds: of one round on this machine, without the network's.
+    approvals: how many people have yet to sign. evaluation: (ε, δ) for held-out records.
+    rounds, steps: of the plan, and of one round. seconds: of one round on this machine, without
+    the network's.
     """
 
     site: str
@@ -56,6 +57,7 @@ class SiteCheck:
     size: float
     unit: str
     reserved: bool
+    approvals: int = 0
     problems: list[str] = field(default_factory=list[str])
     remarks: list[str] = field(default_factory=list[str])
     missing: Sequence[str] = ()
@@ -106,10 +108,10 @@ def check_site(directory: Path) -> SiteCheck:
         return found
     with _noted(found):
         terms = federation.terms(plan)[settings.name]
-        approved = read_approvals(directory)
-        if approved.missing:
+        found.approvals = read_approvals(directory).missing
+        if found.approvals:
             found.remarks.append(
-                f"{approved.missing} more have to approve, as policy.toml says, before it opens: "
+                f"{found.approvals} more have to approve, as policy.toml says, before it opens: "
                 f"`fedpact deploy approve {directory} --by NAME`"
             )
         with _noted(found):

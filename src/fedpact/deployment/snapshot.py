@@ -16,6 +16,7 @@ from fedpact.common.errors import DataError
 from fedpact.common.format import against_majority_class
 from fedpact.common.messages import REASONS, RoundRecord
 from fedpact.common.run_folder import WAITS, folder_of_run
+from fedpact.deployment.approval import read_approvals
 from fedpact.deployment.federation import Federation, parse_toml
 from fedpact.deployment.flower.health import is_held
 from fedpact.deployment.server import FILE as HANDED_OVER
@@ -237,6 +238,11 @@ def _site(directory: Path) -> Document:
     running = is_held(directory)
     to_do = [f"It refused {n} questions ({c}): it {REASONS.get(c, 'says why in its log')}."
              for c, n in progress.refusals.items()]  # fmt: skip
+    if missing := read_approvals(directory).missing:
+        to_do.append(
+            f"It waits for {missing} more to approve what it will release: read `fedpact deploy "
+            f"approve {directory}`, then sign with --by NAME."
+        )
     if not (running or ended):
         to_do.append(f"This site is stopped; `fedpact deploy site {directory}` starts it.")
     return {

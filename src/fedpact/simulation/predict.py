@@ -4,7 +4,9 @@ They are read as the plan declares, scaled and turned into features by the same 
 what the sites released where they did. What is not fit to be used is answered with nothing.
 """
 
+import logging
 import math
+import tomllib
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -240,6 +242,25 @@ class Evaluated(SiteScore):
         return ", ".join(found)
 
 
+_log = logging.getLogger(__name__)
+
+
+def _tell_of_an_earlier_run(party: Path, folder: Path) -> None:
+    """Warn where a site takes part in another run than the one whose model it has."""
+    if not (party / "site.toml").exists():
+        return
+    with parse_errors(party / "federation.toml", "put it back as it was handed out"):
+        now = tomllib.loads((party / "federation.toml").read_text(encoding="utf-8"))["run"]
+    of = Folder(folder).read_json("summary.json").get("run")
+    if of != now:
+        _log.warning(
+            "this is the model of run %s: the site takes part in run %s now, whose model is not "
+            "here yet",
+            of,
+            now,
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Predictor:
     """A run's model with all that stands before it."""
@@ -273,6 +294,7 @@ class Predictor:
                 "own, which no run's folder holds, so there is no model here to ask"
             )
         at = beside if (beside / "federation.toml").exists() else _begun_at(plan, folder)
+        _tell_of_an_earlier_run(beside, folder)
         names = plan.records.released
         released = read_scales(folder / COLUMNS, names) if names else {}
         stage = plan.stage(at)

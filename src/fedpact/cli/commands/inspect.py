@@ -117,10 +117,9 @@ def print_check(found: SiteCheck) -> None:
     _print_cost(found)
     for remark in found.remarks:
         out.print(f"note: {remark}", markup=False)
-    out.print(
-        "cannot start" if found.problems else "ready to start",
-        style="red" if found.problems else "green",
-    )
+    ready = "ready to start, once it is approved" if found.approvals else "ready to start"
+    bad = bool(found.problems)
+    out.print("cannot start" if bad else ready, style="red" if bad else "green")
     out.print("Exact figures of this site's records, for its owner only; none of them is sent.")
 
 
@@ -163,7 +162,7 @@ def _print_cost(found: SiteCheck) -> None:
         told += (
             f"; other runs have reserved ε = {upper(found.epsilon_before)} of the "
             f"{upper(found.epsilon_ever)} that policy.toml allows in total, so {number(left)} "
-            "remain"
+            "remain after it"
         )
     out.print(f"{told}.", markup=False)
     if found.seconds is not None:
