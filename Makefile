@@ -12,7 +12,7 @@ TESTED := $(VENV)/.tested-$(subst /,_,$(FEDPACT_DATA))
 # Bytecode is kept: dozens of tests start processes, each of which would compile fedpact anew.
 SUITE := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --dist worksteal
 
-.PHONY: demo test retest slow bench evidence docs lint format lock clean
+.PHONY: demo test retest slow bench evidence reference docs lint format lock clean
 
 demo: runs/demo/.made
 	@$(BIN)/fedpact report runs/demo
@@ -46,6 +46,10 @@ bench: $(INSTALLED)
 evidence: $(INSTALLED)
 	$(BIN)/python -m experiments.evidence --page
 	$(BIN)/python experiments/beyond/table.py --page
+
+# What each key of a configuration means, for the command line.
+reference: $(INSTALLED)
+	$(BIN)/python -m fedpact.cli.reference
 
 # The site, in site/; it loads nothing from outside. To read it: python -m http.server -d site
 docs: $(INSTALLED)

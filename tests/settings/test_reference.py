@@ -4,7 +4,6 @@ import json
 import math
 import re
 import tomllib
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,11 +27,12 @@ def in_words(tables: list[reference.KeyTable]) -> dict[str, reference.Key]:
     return {key.name: key for table in tables for key in table.keys}
 
 
-def test_every_key_of_every_class_is_told_with_its_meaning():
-    stored = reference.read_classes()
-    every = [*stored["plan"], *(t for f in reference.FILES for t in stored[f])]
+def test_reference_is_what_the_classes_say():
+    written = reference.WRITTEN.read_text(encoding="utf-8")
+    assert written == reference.to_json(), "run `make reference`"
+    every = reference.everything()
     assert len(in_words(every)) > 150
-    every += [one.settings for one in stored["algorithms"].values()]
+    every += [reference.algorithm(name).settings for name in reference.algorithm_names()]
     assert [key.name for table in every for key in table.keys if not key.meaning] == []
 
 
@@ -60,18 +60,6 @@ def test_a_key_s_type_range_and_default_are_its_field_s():
         "inner.share", "number | [number, ...]", ">= 0, < 2^63", None, False, "What it is."
     )
     assert inner.about == "Of a name."
-
-
-def test_what_was_read_is_kept_until_a_source_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(reference, "_KEPT", tmp_path / "reference.json")
-    monkeypatch.setattr(reference.sys, "dont_write_bytecode", False)
-    first = reference.read_stored()
-    monkeypatch.setattr(reference, "read_classes", lambda: pytest.fail("read again"))
-    kept = reference.read_stored()
-    assert json.dumps(kept, default=asdict) == json.dumps(first, default=asdict)
-    monkeypatch.setattr(reference, "_stamp", lambda: "another state of the sources")
-    with pytest.raises(pytest.fail.Exception, match="read again"):
-        reference.read_stored()
 
 
 def uncommented(text: str) -> str:

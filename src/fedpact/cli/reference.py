@@ -6,19 +6,17 @@ below it, its meaning. Of an algorithm's settings the meaning may stand in its f
     Symbols   paper  code           meaning, unit or range                        who chooses it
               η      learning_rate  step size, > 0                                plan
 
-Importing the classes takes seconds, as torch comes with them. So what was read is kept beside the
-bytecode of this file, as Python keeps that, until a source file changes; a question is then
-answered, and a mistyped key refused, at once.
+Importing the classes takes seconds, as torch comes with them. So what they say stands in
+reference.json beside this file, which `make reference` writes and a test holds against them: a
+question is answered, and a mistyped key refused, at once. Of an algorithm that is not in it yet the
+class is imported.
 """
 
-import hashlib
 import importlib
-import importlib.util
 import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import pairwise
@@ -28,7 +26,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, get_arg
 
 from fedpact.common.configuration import OTHER_NAMES, flatten, read_configuration, unknown_key
 from fedpact.common.errors import PlanError, nearest
-from fedpact.common.files import write_whole
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -41,7 +38,7 @@ FILES: Final = {
 """A deployment's files, beside the plan, and the classes that read them."""
 
 _PACKAGE = Path(__file__).parents[1]
-_KEPT = Path(importlib.util.cache_from_source(__file__)).with_name("reference.json")
+WRITTEN: Final = Path(__file__).with_name("reference.json")
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ def algorithm(name: str) -> Described:
     if name not in known:
         expected = f"expected one of {', '.join(known)}{nearest(name, known)}"
         raise PlanError(f"algorithm is {name!r}: {expected}")
-    return _stored()["algorithms"][name]
+    return _stored()["algorithms"].get(name) or _describe(name)
 
 
 def find(name: str) -> list[KeyTable]:
@@ -186,50 +183,28 @@ def _unknown(raw: dict[str, Any]) -> Iterator[str]:
             place = key
 
 
-# ---------------------------------------------------------------- reading and keeping
+# ---------------------------------------------------------------- reading and writing
 
 
 @cache
 def _stored() -> dict[str, Any]:
-    return read_stored()
-
-
-def read_stored() -> dict[str, Any]:
     """Return lists of tables: "plan" and a key a file; and "algorithms", each as Described."""
-    stamp = _stamp()
-    with suppress(OSError, ValueError):
-        kept = json.loads(_KEPT.read_text(encoding="utf-8"))
-        if kept.pop("stamp") == stamp:
-            algorithms = {
-                name: Described(**one | {"settings": _table(one["settings"])})
-                for name, one in kept.pop("algorithms").items()
-            }
-            return {key: list(map(_table, some)) for key, some in kept.items()} | {
-                "algorithms": algorithms
-            }
-    found = read_classes()
-    algorithms = {name: asdict(one) for name, one in found["algorithms"].items()}
-    kept = {key: [asdict(t) for t in found[key]] for key in ("plan", *FILES)}
-    text = json.dumps({**kept, "algorithms": algorithms, "stamp": stamp})
-    if not sys.dont_write_bytecode:
-        with suppress(OSError):  # a folder of another account's: then it is read anew each time
-            write_whole(_KEPT, text.encode(), private=False)
-    return found
-
-
-def _stamp() -> str:
-    """Which state the sources are in: every file's place, length and time of change."""
-    files = sorted(_PACKAGE.rglob("*.py"))
-    each = [(str(file), (s := file.stat()).st_size, s.st_mtime_ns) for file in files]
-    return hashlib.sha256(repr(each).encode()).hexdigest()
+    written = json.loads(WRITTEN.read_text(encoding="utf-8"))
+    algorithms = {
+        name: Described(**one | {"settings": _table(one["settings"])})
+        for name, one in written.pop("algorithms").items()
+    }
+    return {key: list(map(_table, some)) for key, some in written.items()} | {
+        "algorithms": algorithms
+    }
 
 
 def _table(raw: dict[str, Any]) -> KeyTable:
     return KeyTable(raw["name"], raw["about"], tuple(Key(**key) for key in raw["keys"]))
 
 
-def read_classes() -> dict[str, Any]:
-    """Return what `read_stored` does, read from the classes: torch is imported with them."""
+def to_json() -> str:
+    """Return reference.json's content, read from the classes: torch is imported with them."""
     from fedpact.plan import Plan
 
     found: dict[str, Any] = {"plan": list(describe_class(Plan))}
@@ -237,8 +212,10 @@ def read_classes() -> dict[str, Any]:
         top, *inner = describe_class(getattr(importlib.import_module(module), name))
         inside = [KeyTable(f"{file} [{t.name}]", t.about, t.keys) for t in inner]
         found[file] = [KeyTable(file, top.about, top.keys), *inside]
-    found["algorithms"] = {name: _describe(name) for name in algorithm_names()}
-    return found
+    found = {key: [asdict(table) for table in some] for key, some in found.items()}
+    found["algorithms"] = {name: asdict(_describe(name)) for name in algorithm_names()}
+    # A line for each table and key, so that a change of one is seen as one.
+    return json.dumps(found, ensure_ascii=False).replace('{"name"', '\n{"name"') + "\n"
 
 
 def _describe(name: str) -> Described:
@@ -370,3 +347,7 @@ def _short(number: float) -> str:
 
 def _joined(*ranges: str) -> str:
     return ", ".join(filter(None, ranges))
+
+
+if __name__ == "__main__":
+    WRITTEN.write_text(to_json(), encoding="utf-8")
