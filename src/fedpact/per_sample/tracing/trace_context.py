@@ -79,8 +79,9 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
 
     Many models ask torch.compiler.is_compiling() before they look at values. Python's own len has
     to give a number, so a model that calls it would be traced for batches of one size alone: within
-    the files of the model it is x.shape[0]. torch's transformers look whether a mask is the causal
-    one, for which there is a faster way to the same; a branch on its values would end the trace.
+    the files of the model it is x.shape[0], and list(range(len(x))) the records' numbers. torch's
+    transformers look whether a mask is the causal one, for which there is a faster way to the same;
+    a branch on its values would end the trace.
     Packed sequences are what `packed` has in place of torch's.
     """
     functions = [vars(m).get("forward", type(m).forward) for m in model.modules()]
@@ -99,7 +100,13 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
         ours.append((rnn, name, instead))
         for scope in own.values():
             ours += [(scope, n, instead) for n, v in scope.items() if v is theirs]
-    ours += [(scope, "len", _size) for scope in own.values() if "len" not in scope]
+    lengths = {"len": _size, "range": _range, "list": _List}
+    ours += [
+        (scope, name, instead)
+        for scope in own.values()
+        for name, instead in lengths.items()
+        if name not in scope
+    ]
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [one.level for one in loggers]
     try:
@@ -131,7 +138,8 @@ def _in_place_of(ours: list[tuple[Any, str, Any]]) -> Generator[None]:
     ]
     try:
         for (at, name, instead), before in zip(ours, theirs, strict=True):
-            _put(at, name, here(instead, before or getattr(builtins, name)))
+            # Those of Python's do as they always do where no batch is traced.
+            _put(at, name, here(instead, before) if before else instead)
         yield
     finally:
         for (at, name, _), before in zip(ours, theirs, strict=True):
@@ -159,6 +167,25 @@ def _listed(of: Tensor) -> Any:
 def _size(of: Any) -> Any:
     size = of.shape[0] if isinstance(of, Tensor) and of.dim() else None
     return size if isinstance(size, torch.SymInt) else len(of)
+
+
+def _range(*of: Any) -> Any:
+    """Return the records' numbers as a tensor, for the batch's size."""
+    return torch.arange(of[0]) if isinstance(of[0], torch.SymInt) and not of[1:] else range(*of)
+
+
+class _Listing(type):
+    def __call__(cls, *of: Any) -> Any:
+        """Return a list; of the records' numbers, the tensor of them."""
+        counted = of and isinstance(of[0], Tensor) and isinstance(_size(of[0]), torch.SymInt)
+        return of[0] if counted else list(*of)
+
+    def __instancecheck__(cls, one: object) -> bool:
+        return isinstance(one, list)
+
+
+class _List(list[Any], metaclass=_Listing):
+    """What `list` stands for in a model's file while the model is traced."""
 
 
 @contextmanager
