@@ -1,6 +1,7 @@
 """Which records of a person's own are used, and what that person is told of the others."""
 
 import logging
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,13 @@ class RecordFilter:
 
     def describe(self, *, values: bool) -> list[str]:
         """Return what to tell the records' owner, in paragraphs. values: whether to quote them."""
+        return [paragraph for _, paragraph in self._paragraphs(values=values)]
+
+    def _paragraphs(self, *, values: bool) -> list[tuple[bool, str]]:
+        """The paragraphs, each with whether it is of what no record could be read from."""
+        lines = set[int]().union(*(rows for (c, _), rows in self._faults.items() if not c))
+        broken = {row: what for row, what in self._out.items() if row in lines}
+        out = {row: what for row, what in self._out.items() if row not in lines}
         clamped = {row: what for row, what in self._clamped.items() if row not in self._out}
         mend = "correct them, or leave them out yourself"
         blank = sorted(c for c, why in self._faults if c and why == MISSING)
@@ -78,20 +86,30 @@ class RecordFilter:
             key = f"records.columns.{toml_key(blank[0])}.fill"
             mend += f", or declare what stands for a value that is missing, as {key}"
         found = (
-            (self._out, "are left out of everything", mend),
+            (broken, "cannot be read and are left out of everything", "correct the file"),
+            (out, "are left out of everything", mend),
             (clamped, "hold a value that was clamped", "correct it if it is a mistake"),
         )
         return [
-            f"{self.origin}: {len(rows)} of {self.count} records {what}: "
-            f"{self._places(rows, values, rows is clamped)}; {advice}"
+            (
+                rows is broken,
+                f"{self.origin}: {len(rows)} of {self.count} records {what}: "
+                f"{self._places(rows, values, rows is clamped)}; {advice}",
+            )
             for rows, what, advice in found
             if rows
         ]
 
     def warn(self, *, values: bool) -> None:
-        """Tell the records' owner, in the log of this machine and nowhere else."""
-        for paragraph in self.describe(values=values):
-            _logger.warning(paragraph)
+        """Tell the records' owner, on this machine and nowhere else.
+
+        values: the owner runs this program, who is warned of broken lines; all else is in the log.
+        """
+        for broken, paragraph in self._paragraphs(values=values):
+            if broken and values:
+                warnings.warn_explicit(paragraph, UserWarning, self.origin, 0)
+            else:
+                _logger.warning(paragraph)
 
     def _place(self, row: int, column: str, why: str) -> str:
         place = f"column {column}, " if column else ""

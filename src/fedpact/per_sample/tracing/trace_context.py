@@ -1,6 +1,5 @@
 """What torch and a model find around them while the model is traced, and leave as it was."""
 
-import builtins
 import inspect
 import logging
 import threading
