@@ -150,7 +150,7 @@ Who is ahead on which data at the same (ε, δ) per record and site, over as man
 * **Chance**: the variance of the differences is pooled over the entrants; "chance" is the width within which *all* of them would stay in 19 of 20 leagues of equals (Bonferroni, Student's t). So the best of many is no winner for being many.
 
 The league has one step and one pair of τ for all; an algorithm with settings of its own, such as λ of `fedfdp`, would gain by choosing them, and pay for it.
-"""
+"""  # noqa: E501
 
 
 def write() -> None:

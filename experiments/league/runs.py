@@ -176,13 +176,23 @@ class Results:
         if key not in self.found:
             plan = cell.plan(seed, self.rounds(cell.entrant), *way)
             figures, _ = _carried_out(plan)
-            if seed == CHOICE_SEED:
-                figures = {"mean": figures["mean"]}
-            self.keep(key, figures)
+            self.keep(key, {"mean": figures["mean"]} if seed == CHOICE_SEED else figures)
         return self.found[key]
 
     def chosen(self, cell: Cell) -> tuple[int, float]:
-        """Return the τ and factor of the best mean on what is set aside."""
+        """Return the τ and factor of the best mean on what is set aside; those refused are last.
+
+        Raises FedpactError: all are refused.
+        """
+        errors = list[FedpactError]()
+        for way in cell.ways():
+            try:
+                self.of(cell, CHOICE_SEED, way)
+            except FedpactError as error:
+                errors.append(error)
+                self.keep(key_of(cell, CHOICE_SEED, way), {"mean": -1.0, "refused": str(error)})
+        if len(errors) == len(cell.ways()):
+            raise errors[0]
         return max(cell.ways(), key=lambda way: self.of(cell, CHOICE_SEED, way)["mean"])
 
     def refused(self, cell: Cell, error: FedpactError) -> None:
