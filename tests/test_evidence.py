@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from experiments.beyond import table as beyond
-from experiments.evidence import ali, drawing, fedfdp, measure, page, page_ali
+from experiments.evidence import ali, check, drawing, fedfdp, measure, page, page_ali
 from experiments.evidence.__main__ import main, missing
 from experiments.evidence.cells import Book, told
 from experiments.evidence.order import ORDER
@@ -295,3 +295,21 @@ def test_a_cell_counts_what_diverged_beyond_all_numbers():
     assert told([1.0, math.inf, 3.0], 1) == "no number in 1 of 3 seeds, else 2.0 ± 1.4 (2 seeds)"
     assert told([math.nan, math.inf], 1) == "no number in 2 of 2 seeds"
     assert told([3.1e20, 2.0, 1.0], 5) == "1e+20 ± 2e+20"
+
+
+def test_the_page_is_held_against_the_papers_tables(tmp_path, monkeypatch):
+    """A printed cell that the page lacks, an empty one, and one without its command are found."""
+    monkeypatch.setattr(check, "TABLES", (("a.txt", r"Table 9\. ", r"$", ("### Table 9",)),))
+    text = "See Table 9. A:\nTable 9. Told.\nX 11.11±0.09 3.0e8\nY 22.22 |||| 1.0e2\n\n33.33"
+    (tmp_path / "a.txt").write_text(text)
+    cells = ["| X | 11.11 | 10.00 ± 1.00 |", "| Y | 22.22 | not run [1] |"]
+    left = "\n\n## Not run\n\n1. `python -m x`, 1 min\n"
+    good = "\n".join(["### Table 9: of X", "", *cells]) + left
+    assert list(check.faults(good, tmp_path)) == []
+    for old, new, said in (
+        ("22.22", "22.23", "22.22 stands 1 times more"),
+        ("Table 9: of X", "Table 8", "11.11 stands"),
+        ("not run [1]", "not run [2]", "no command for 2"),
+        ("| X | 11.11 | 10.00 ± 1.00 |", "| X printed | 11.11 |  |", "a cell is empty"),
+    ):
+        assert any(said in fault for fault in check.faults(good.replace(old, new), tmp_path)), said

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from experiments import evidence
 from experiments.evidence import page
+from experiments.evidence.check import faults
 from experiments.evidence.measure import carry_out, tradeoffs
 from experiments.evidence.order import ORDER
 from experiments.evidence.runs import Run
@@ -33,6 +34,9 @@ def main() -> None:
     parser.add_argument("--ldp", action="store_true", help="store LDP FedSGD's curves")
     parser.add_argument("--page", action="store_true", help="write docs/evidence.md")
     parser.add_argument(
+        "--papers", type=Path, help="hold the page against the papers' texts in this folder"
+    )
+    parser.add_argument(
         "--out", type=Path, default=Path("runs/evidence"), help="where runs on their way are kept"
     )
     asked, stored = parser.parse_args(), Stored()
@@ -44,6 +48,9 @@ def main() -> None:
             f"no run's name holds all of {', '.join(asked.words)}: names are as in {titles[-1]!r}; "
             "--left lists those that are missing"
         )
+    if asked.papers:
+        found = list(faults(page.PAGE.read_text(encoding="utf-8"), asked.papers))
+        sys.exit("\n".join(found) or 0)
     if asked.ldp:
         tradeoffs(stored.folder)
         return

@@ -15,6 +15,7 @@ from experiments.evidence.runs import Run
 
 import fedpact
 from fedpact.common.messages import RoundRecord
+from fedpact.common.randomness.seeded import DRAWS
 from fedpact.simulation.simulate import Simulated, simulate
 
 HERE = Path(__file__).parent
@@ -73,7 +74,7 @@ def tradeoffs(results: Path) -> None:
         (results / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _versions() -> dict[str, str]:
+def _versions() -> dict[str, Any]:
     asked = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()
     machine = describe("1")
@@ -83,4 +84,5 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         "processor": f"{machine['processor']}, {machine['vector instructions']}",
         "device": machine["device"],
+        "draws": DRAWS,
     }

@@ -69,7 +69,7 @@ def _of_fedfdp() -> Iterator[Run]:
         yield from (fedfdp.loudest(method, rate) for method in fedfdp.BUDGETS)
     for data in fedfdp.DATA:
         yield from (fedfdp.plain(data, method) for method in fedfdp.PLAIN)
-    for data, sites, beta, _ in fedfdp.SPREADS:
+    for data, sites, beta in fedfdp.SPREADS:
         for method in fedfdp.SPREAD_METHODS:
             yield fedfdp.spread(data, sites, beta, method)
 
