@@ -27,6 +27,7 @@ from fedpact.algorithms.wrappers.server_optimizer import ServerSettings
 from fedpact.algorithms.wrappers.tau import ControlSettings
 from fedpact.common import configuration
 from fedpact.common.about import About
+from fedpact.common.clock import SimulatedClock
 from fedpact.common.configuration import (
     DEFAULTS_KEY,
     FROZEN,
@@ -152,6 +153,7 @@ class Plan(ShownPlan, BaseModel):
     robust: RobustSettings = RobustSettings()
     secure_aggregation: SecureSettings = SecureSettings()
     budget: Limits = Limits()
+    clock: SimulatedClock = SimulatedClock()
     run: Running = Running()
     policy: str | None = None
     """A TOML file with the policy that every simulated site has (policy.toml)."""
@@ -190,6 +192,7 @@ class Plan(ShownPlan, BaseModel):
         self.privacy.check_sum(self.secure_aggregation.threshold, whose, facts.needs_own_noise)
         check_part(self.sites_per_round, method, self.secure_aggregation.threshold)
         self.check_sites(self.sites)
+        self.clock.check(self.sites, facts.needs_all_sites, self.secure_aggregation.threshold)
         self.budget.check_method(facts.controlled, self.task.kind)
         self.evaluation.check_ends(*self.budget.good_enough, self.private, self.rounds)
         return self

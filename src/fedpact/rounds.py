@@ -110,6 +110,9 @@ class Rounds:
         started, number, begin = time.perf_counter(), at.round + 1, self._tasks.begin(at)
         tasks, tally = self._tasks.of(at, begin, number), Tally()
         steps = self.plan.method.steps(begin)
+        simulated, tally.late = self.plan.clock.round(
+            self.plan.seed, number, steps, self.transport.sites, tasks
+        )
         state = self._folded(begin, tasks, tally)
         if state is None:
             return None
@@ -121,6 +124,7 @@ class Rounds:
             bytes_up=up,
             asked=[*tasks] if self._tasks.participants.partial else [],
             refused=tally.refused,
+            simulated_seconds=simulated,
             numbers=state.numbers,
         )
         included = {**at.included, **dict.fromkeys(tally.replied, number)}

@@ -51,7 +51,7 @@ def test_a_csv_has_every_round_of_every_run(tmp_path: Path) -> None:
 
 def test_an_epsilon_that_nobody_knows_is_infinite(tmp_path: Path) -> None:
     put(tmp_path, "x", 0, {0: 0.1, 1: 0.5}, epsilon=math.nan)
-    assert curves_as_csv(read(tmp_path, ["x"], [0])).splitlines()[-1] == "x,0,1,0.5,0.5,inf,300"
+    assert curves_as_csv(read(tmp_path, ["x"], [0])).splitlines()[-1] == "x,0,1,0.5,0.5,inf,300,"
 
 
 @pytest.mark.parametrize("change", [{}, {"rounds": 5}])

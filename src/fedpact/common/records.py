@@ -31,8 +31,8 @@ class RoundRecord:
     epsilon: ε spent so far by each site at its δ; empty in a plain run. epsilon_alone: likewise if
     no other site's noise counts; empty where each site's noise is its own.
     bytes_down, bytes_up: bytes of this round's messages as encoded, all sites together.
-    seconds: wall-clock time of the round. asked: the sites that were to take part; empty: all.
-    refused: site -> code, of those.
+    seconds: wall-clock time of the round. simulated_seconds: by the plan's [clock].
+    asked: the sites that were to take part; empty: all. refused: site -> code, of those.
     numbers: what the server's state shows of itself (F, τ, a loss bound), released numbers only.
     evaluation: site -> channel -> noisy sums over its held-out records, as it released them after
     this round; empty where none were asked for. unevaluated: site -> code, who released none.
@@ -50,6 +50,7 @@ class RoundRecord:
     bytes_down: int = 0
     bytes_up: int = 0
     seconds: float = 0.0
+    simulated_seconds: float = 0.0
     asked: Sequence[str] = field(default_factory=list[str])
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
     numbers: Mapping[str, float] = field(default_factory=dict[str, float])

@@ -200,6 +200,10 @@ class Federation(BaseModel):
                 "party builds model and loss itself; define them in a file that all parties have, "
                 "as package.module:name"
             )
+        if plan.clock.used:
+            raise PlanError(
+                "plan.json has a [clock], by which simulated sites are slow; leave it out"
+            )
         if plan.sites_per_round is not None and plan.sites_per_round < self.patience.least_replies:
             raise PlanError(
                 f"plan.json has sites_per_round = {plan.sites_per_round}, and federation.toml "

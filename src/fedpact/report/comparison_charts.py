@@ -13,7 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
 from fedpact.common.format import choose_byte_unit
-from fedpact.common.messages import RoundRecord
 from fedpact.common.notebook import LIGHT
 from fedpact.report.compared_runs import Comparison, Entry
 from fedpact.report.drawing import (
@@ -37,7 +36,7 @@ from fedpact.report.run_summary import RunSummary
 _COLOURS = (BLUE, RED, GREEN, ORANGE, LIGHT["pink"], LIGHT["sky"], GREY)
 _DASHES = ("-", "--", ":", "-.")
 
-Against = Literal["rounds", "bytes", "ε"]
+Against = Literal["rounds", "bytes", "ε", "simulated seconds"]
 ChartMeasure = Literal["accuracy", "loss"]
 
 
@@ -52,7 +51,8 @@ class Line:
 
 
 def on_the_way(comparison: Comparison) -> list[Drawing]:
-    """Return what the models are judged by against rounds, bytes and ε, as far as it is known.
+    """Return what the models are judged by against rounds, bytes, ε and simulated seconds, as far
+    as it is known.
 
     Of a sweep against rounds alone, a chart for each of its points, all on one scale.
     """
@@ -63,7 +63,7 @@ def on_the_way(comparison: Comparison) -> list[Drawing]:
         at = ", ".join(f"{key} = {v}" for key, v in point.values.items()) if point else ""
         points.setdefault(at, []).append(entry)
     if len(points) == 1:
-        costs: tuple[Against, ...] = ("rounds", "bytes", "ε")
+        costs: tuple[Against, ...] = ("rounds", "bytes", "ε", "simulated seconds")
         found = [curves(comparison, comparison.entries, measure, cost) for cost in costs]
         return [drawing for drawing in found if drawing]
     drawings = list[Drawing]()
@@ -82,13 +82,13 @@ def on_the_way(comparison: Comparison) -> list[Drawing]:
 def curves(
     comparison: Comparison, entries: Sequence[Entry], measure: ChartMeasure, against: Against
 ) -> Drawing | None:
-    """Draw a measure of the global model of these entries against rounds, bytes or ε."""
+    """Draw a measure of the global model of these entries against what it cost."""
     found = [(entry, curve(entry, measure, against)) for entry in entries]
     drawn = [(entry, line) for entry, line in found if line is not None]
     if not drawn:
         return None
     title = f"{measure.capitalize()} against {against}"
-    unit, name = 1.0, {"rounds": "round", "ε": "largest ε spent by a site", "bytes": ""}[against]
+    unit, name = 1.0, {"rounds": "round", "ε": "largest ε spent by a site"}.get(against, against)
     if against == "bytes":
         unit, symbol = choose_byte_unit(max(float(line.x[-1]) for _, line in drawn))
         name = f"sent so far ({symbol})"
@@ -238,28 +238,24 @@ def curve(entry: Entry, measure: ChartMeasure, against: Against) -> Line | None:
 def _line(
     run: RunSummary, measure: ChartMeasure, against: Against
 ) -> tuple[np.ndarray, np.ndarray]:
-    position, sent, points = _POSITIONS[against], 0.0, list[tuple[float, float]]()
+    sent, clock, points = 0.0, 0.0, list[tuple[float, float]]()
     for record in run.records:
         sent += record.bytes_down + record.bytes_up
+        clock += record.simulated_seconds
         y = getattr(record, measure)
-        x = position(record, sent)
+        x = {
+            "rounds": record.round,
+            "bytes": sent,
+            "ε": max(record.epsilon.values(), default=None),
+            # Without a clock it stays at 0.
+            "simulated seconds": clock or None,
+        }[against]
         if x is not None and y is not None and math.isfinite(x) and math.isfinite(y):
             points.append((x, y))
     x, y = np.array(points, dtype=float).reshape(-1, 2).T
     # Where nothing was spent between two evaluations, the later one counts.
     last = np.append(np.diff(x) > 0, True)[: len(x)]
     return x[last], y[last]
-
-
-def _largest_epsilon(record: RoundRecord, _: float) -> float | None:
-    return max(record.epsilon.values()) if record.epsilon else None
-
-
-_POSITIONS: dict[Against, Callable[[RoundRecord, float], float | None]] = {
-    "rounds": lambda record, _: record.round,
-    "bytes": lambda _, sent: sent,
-    "ε": _largest_epsilon,
-}
 
 
 def _draw(axes: Axes, i: int, label: str, line: Line, unit: float, *, band: bool) -> None:
@@ -283,6 +279,7 @@ def _caption(
         "rounds": "A round is one exchange with every participating site. ",
         "bytes": "Messages as encoded, both ways, all sites together. ",
         "ε": f"{_guarantee(comparison)} ",
+        "simulated seconds": "By the plans' [clock]: a round takes as long as its slowest site. ",
     }[against]
     if any(len(entry.runs) > 1 for entry in drawn):
         caption += "Lines are means over seeds; bands span the lowest to the highest run."

@@ -8,7 +8,10 @@ from fedpact.report.compared_runs import Comparison
 from fedpact.report.comparison import comparison_table, guarantees, inequality
 from fedpact.report.run_summary import largest_epsilon
 
-COLUMNS: Final = ("run", "seed", "round", "accuracy", "loss", "epsilon", "bytes")
+COLUMNS: Final = (
+    *("run", "seed", "round", "accuracy", "loss", "epsilon", "bytes"),
+    "simulated_seconds",
+)
 # What LaTeX would read as a command, and the signs that its fonts lack.
 _TEX: Final = str.maketrans(
     {
@@ -38,17 +41,19 @@ def curves_as_csv(comparison: Comparison) -> str:
 
     accuracy in [0, 1] and loss: of the global model. epsilon: the largest that a site's training
     has spent so far, an upper bound; empty without privacy. bytes: of all messages so far.
+    simulated_seconds: by the plan's [clock], so far; empty without one.
     """
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(COLUMNS)
     for entry in comparison.entries:
         for run in entry.runs:
-            sent = 0
+            sent, clock = 0, 0.0
             for record in run.records:
                 sent += record.bytes_down + record.bytes_up
                 spent = largest_epsilon(record.epsilon.values()) if record.epsilon else None
-                figures = (record.round, record.accuracy, record.loss, spent, sent)
+                clock += record.simulated_seconds
+                figures = (record.round, record.accuracy, record.loss, spent, sent, clock or None)
                 rows.writerow((entry.name, run.seed, *figures))
     return text.getvalue()
 

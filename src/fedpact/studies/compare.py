@@ -39,7 +39,7 @@ from fedpact.report.tuning_cost import count_tuning_cost as trying
 from fedpact.simulation.machine import available_cores
 from fedpact.simulation.simulate import SiteModels, of_run
 from fedpact.studies.pool import Job, OnNews, RunProgress, carry_out_here, run_jobs
-from fedpact.studies.sweep import expand_sweep
+from fedpact.studies.sweep import expand_points, expand_sweep
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -253,6 +253,7 @@ def compare(
     joining: bool = False,
     counted: bool = False,
     sweep: Mapping[str, Sequence[Any]] | None = None,
+    points: Sequence[Mapping[str, Any]] = (),
     on_news: OnNews | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Compared:
@@ -271,7 +272,8 @@ def compare(
     joining: find out, too, what joining was worth to each site (simulation.simulate); kept where
     it is. counted: find out, too, what trying all this costs a site (report.tuning_cost).
     sweep: key -> values: every plan with each value, of several keys in all combinations; the swept
-    keys are what is compared, and make nothing unequal.
+    keys are what is compared, and make nothing unequal. points: in place of a sweep, key -> value
+    of each point that every plan is run at.
     on_news: called with every round, every end and every site of `joining`; by default a notebook
     shows a bar. stop: asked every tenth of a second; true ends the runs under way after their
     round, and `joining` before its next site.
@@ -281,7 +283,8 @@ def compare(
     different data, a bad name or seed, a folder that cannot be or holds runs of other plans,
     several jobs for plans with budget.seconds.
     """
-    entries, points = expand_sweep(name_plans(plans), sweep or {})
+    named = name_plans(plans)
+    entries, at = expand_points(named, points) if points else expand_sweep(named, sweep or {})
     records = dict[str, Dataset | None]()
     for name, plan in entries.items():
         entries[name], records[name] = with_own(plan, model=model, data=data, test=test)
@@ -308,9 +311,9 @@ def compare(
         _joining(wanted, on_news, stop)
     documents = {name: plan.document() for name, plan in entries.items()}
     comparison = read_comparison(folder, documents, chosen, failed)
-    comparison = replace(comparison, points=points)
+    comparison = replace(comparison, points=at)
     if counted:
-        comparison = replace(comparison, counted=trying(_private_runs(comparison)))
+        comparison = replace(comparison, counted=trying(private_runs(comparison)))
     folder.mkdir(parents=True, exist_ok=True)
     found = strict(document(comparison))
     text = json.dumps(found, indent=2, allow_nan=False, default=str) + "\n"
@@ -368,7 +371,7 @@ def _countable(plans: Mapping[str, Plan], seeds: int | Sequence[int]) -> None:
         )
 
 
-def _private_runs(comparison: Comparison) -> dict[str, dict[int, RunSummary]]:
+def private_runs(comparison: Comparison) -> dict[str, dict[int, RunSummary]]:
     """Return those with an (ε, δ) that have ended: entry -> seed -> run."""
     return {
         entry.name: {run.seed: run for run in entry.runs}

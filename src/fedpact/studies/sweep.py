@@ -77,10 +77,37 @@ def expand_sweep(
     for name, plan in plans.items():
         own = [key for key in sweeps if _knows(plan, key)]
         for values in product(*(sweeps[key] for key in own)):
-            chosen = dict(zip(own, values, strict=True))
-            entry = _free("-".join([name, *map(_part, chosen.items())]), entries)
-            entries[entry], points[entry] = _changed(plan, chosen), SweepPoint(name, chosen)
+            _enter(name, plan, dict(zip(own, values, strict=True)), entries, points)
     return entries, points
+
+
+def expand_points(
+    plans: Mapping[str, Plan], points: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Plan], dict[str, SweepPoint]]:
+    """Return each plan at each point, key -> value, and where each entry is, as expand_sweep.
+
+    Raises PlanError: a value that does not fit, or a key that a plan does not have.
+    """
+    entries, at = dict[str, Plan](), dict[str, SweepPoint]()
+    for (name, plan), point in product(plans.items(), points):
+        for key in point:
+            if key in _ELSEWHERE:
+                raise PlanError(f"point {key}: {_ELSEWHERE[key]}")
+            if not _knows(plan, key):
+                raise PlanError(f"point {key}: {_no_setting([plan])}")
+        _enter(name, plan, dict(point), entries, at)
+    return entries, at
+
+
+def _enter(
+    name: str,
+    plan: Plan,
+    chosen: dict[str, Any],
+    entries: dict[str, Plan],
+    points: dict[str, SweepPoint],
+) -> None:
+    entry = _free("-".join([name, *map(_part, chosen.items())]), entries)
+    entries[entry], points[entry] = _changed(plan, chosen), SweepPoint(name, chosen)
 
 
 def _plain(key: str, values: Any) -> list[Any]:

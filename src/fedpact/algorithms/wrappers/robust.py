@@ -74,9 +74,13 @@ def fold_replies(method: Method, state: State, replies: Sequence[Reply]) -> Fold
 
 
 class Tally:
-    """Counts answers on their way to `update`, and takes out the refusals."""
+    """Counts answers on their way to `update`, and takes out the refusals.
+
+    late: the sites whose replies come after the deadline of a simulated clock.
+    """
 
     def __init__(self) -> None:
+        self.late: frozenset[str] = frozenset()
         self.bytes = 0
         self.replied: list[str] = []
         self.refused: dict[str, str] = {}
@@ -87,6 +91,8 @@ class Tally:
             self.bytes += encoded_length(answer)
             if isinstance(answer, Refusal):
                 self.refused[answer.site] = answer.code
+            elif answer.site in self.late:
+                self.refused[answer.site] = "late"
             else:
                 self.replied.append(answer.site)
                 yield answer

@@ -42,6 +42,14 @@ def compare(
         list[str],
         typer.Option("--sweep", help="KEY=V1,V2,...: run each with each value; repeatable."),
     ] = [],  # noqa: B006 - as above
+    ranges: Annotated[
+        list[str],
+        typer.Option("--draw", help="KEY=LOW:HIGH: run at random values of it; repeatable."),
+    ] = [],  # noqa: B006 - as above
+    draws: Annotated[int, typer.Option(help="How many random points --draw makes.")] = 8,
+    halving: Annotated[
+        int, typer.Option(help="Of --draw: try with few rounds, go on with the best 1/HALVING.")
+    ] = 1,
     seeds: Annotated[int, typer.Option(help="Runs of each, with consecutive seeds.")] = 3,
     out: Annotated[
         Path | None, typer.Option(help="The folder of results; finished runs in it are kept.")
@@ -66,12 +74,13 @@ def compare(
     # An override of settings goes to those of the chosen algorithms that know it.
     whole = [text for text in overrides if not (chosen and text.lstrip().startswith("settings."))]
     firsts = [text.partition(",")[0] for text in sweeps if not text.startswith("settings.")]
+    firsts += [text.partition(":")[0] for text in ranges if not text.startswith("settings.")]
     for config in configs or [None]:
         check_keys(config, [*whole, *firsts])
     from fedpact.report.comparison import document
-    from fedpact.studies.compare import compare as carry_out
     from fedpact.studies.compare import comparison_folder, read_plans
-    from fedpact.studies.sweep import expand_sweep, read_sweeps
+    from fedpact.studies.search import draw_points, search
+    from fedpact.studies.sweep import expand_points, expand_sweep, read_sweeps
 
     check.count(seeds=seeds)
     for option, file in (("--csv", curves), ("--latex", table)):
@@ -80,22 +89,16 @@ def compare(
     plans, sweep = read_plans(configs or [], chosen, overrides), read_sweeps(sweeps)
     folder = check_out(out or comparison_folder())
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
-    console.print(f"{len(expand_sweep(plans, sweep)[0])} entries, {seeds} seeds, in {folder}")
+    points = draw_points(plans, ranges, draws)
+    entries, _ = expand_points(plans, points) if points else expand_sweep(plans, sweep)
+    console.print(f"{len(entries)} entries, {seeds} seeds, in {folder}")
     stop = StopOnInterrupt(console)
     stop()  # from here on: its processes are told by it
     with _Live(console) as live:
-        found = carry_out(
-            plans,
-            seeds,
-            folder,
-            jobs=jobs,
-            joining=joining,
-            counted=counted,
-            sweep=sweep,
-            on_news=live,
-            stop=stop,
-        )
-    paths = {"folder": str(folder), "report": str(folder / "comparison.html")}
+        how = {"jobs": jobs, "joining": joining, "on_news": live, "stop": stop}
+        how |= {"counted": counted, "sweep": sweep}
+        found = search(plans, points, seeds, folder, halving=halving, **how)
+    paths = {"folder": str(folder), "report": str(found.folder / "comparison.html")}
     _export(found, curves, table)
     show({**document(found), **paths}, as_json, lambda: _print(found))
     if live.failed:

@@ -48,7 +48,8 @@ class Trials:
 
     runs: m, each once. one: of the dearest run alone. every: of all m together, for whoever sees
     them, and for the best of them where m was fixed. winner: a name of LAWS -> of the best alone,
-    where the number of runs was drawn from that law with mean m.
+    where the number of runs was drawn from that law with mean m; empty where who goes on was chosen
+    on the way, of runs that all release the same events, for which no such law is proven.
     """
 
     runs: int
@@ -95,6 +96,14 @@ def as_document(found: Trials) -> dict[str, Any]:
 def describe_trials(found: Trials) -> list[str]:
     """Return in words what trying costs, and for whom each ε holds."""
     runs, delta = found.runs, f"at δ = {upper(found.delta)}"
+    if not found.winner:
+        return [
+            "Whoever sees any of the runs, as the server and the other sites do: ε = "
+            f"{upper(found.every)} {delta} for {runs} runs together, composed. Which settings went "
+            "on was chosen on the way, and all settings of a rung release the same events, so the "
+            "sum is the same whatever was chosen. For whoever sees the winner alone nothing less "
+            "is proven."
+        ]
     drawn = "; ".join(
         f"{upper(cost)} with {LAWS[law].told(runs)} ({law})" for law, cost in found.winner.items()
     )

@@ -1,0 +1,93 @@
+"""The [clock] table of a plan: a simulated clock, by which sites are slow, late or left out.
+
+Site i takes in a round of τ local steps, with factors drawn from the plan's seed,
+
+    t_i = s_i j_i (d_com,i + d_cmp,i τ),   log s_i ~ N(0, spread²) once,  log j_i ~ N(0, jitter²)
+
+each round, j_i times `straggler_factor` with the chance `straggler_chance`. A round takes as long
+as its slowest site, or until the deadline. d_com, d_cmp: FedProxVR's (ICPP 2020, Section 4.3).
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from pydantic import BaseModel, Field, NonNegativeFloat
+
+from fedpact.common.configuration import FROZEN
+from fedpact.common.errors import PlanError
+from fedpact.common.randomness.seeded import seeded_generator
+
+
+class SimulatedClock(BaseModel):
+    """How long simulated sites take. It changes nothing of what is trained but by a deadline."""
+
+    model_config = FROZEN
+    message_seconds: NonNegativeFloat | list[NonNegativeFloat] = 0.0
+    """d_com, seconds of a round beside its steps, for the messages; one value for all sites, or a
+    list in the order of site names."""
+    step_seconds: NonNegativeFloat | list[NonNegativeFloat] = 0.0
+    """d_cmp, seconds of one local step; one value, or a list in the order of site names."""
+    spread: float = Field(default=0.0, ge=0, le=5)
+    """How unlike the sites are: the deviation of the logarithm of a factor that each site has."""
+    jitter: float = Field(default=0.0, ge=0, le=5)
+    """How unlike a site's rounds are: the same of a factor that is drawn for each round."""
+    straggler_chance: float = Field(default=0.0, ge=0, le=1)
+    """The chance that a site is straggler_factor times as slow in a round."""
+    straggler_factor: float = Field(default=10.0, ge=1)
+    """How many times as slow a straggler is."""
+    deadline: float | None = Field(default=None, gt=0)
+    """Seconds after which the server waits for no further site: what comes later is charged and
+    sent, and has no part in the round. It always waits for the quickest one."""
+
+    @property
+    def used(self) -> bool:
+        """Whether there is such a clock."""
+        return self != SimulatedClock()
+
+    def check(self, sites: int, needs_all_sites: str, threshold: int) -> None:
+        """Raise ValueError where a list does not fit, or no site may be missing from a round."""
+        for name in ("message_seconds", "step_seconds"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) != sites:
+                raise PlanError(
+                    f"clock.{name} lists {len(value)} values for {sites} sites: give one value for "
+                    "all of them, or one for each in the order of their names"
+                )
+        if self.deadline is None:
+            return
+        why = "masked sums are of the sites that are asked" if threshold else needs_all_sites
+        if why:
+            raise ValueError(
+                f"clock.deadline is {self.deadline:g}, and each round needs all its sites: {why}; "
+                "leave the deadline out"
+            )
+
+    def round(
+        self, seed: int, number: int, steps: int, sites: tuple[str, ...], asked: Iterable[str]
+    ) -> tuple[float, frozenset[str]]:
+        """Return the seconds that a round takes, and which of the sites asked are late."""
+        if not self.used:
+            return 0.0, frozenset()
+        took = {site: self._seconds(seed, number, steps, site, sites.index(site)) for site in asked}
+        last = max(took.values())
+        if self.deadline is None or last <= self.deadline:
+            return last, frozenset()
+        waited = max(self.deadline, min(took.values()))
+        return waited, frozenset(site for site, seconds in took.items() if seconds > waited)
+
+    def _seconds(self, seed: int, number: int, steps: int, site: str, place: int) -> float:
+        own = seeded_generator(seed, "clock", site)
+        each = seeded_generator(seed, "clock", site, number)
+        power = self.spread * _normal(own) + self.jitter * _normal(each)
+        straggles = float(torch.rand(1, generator=each)) < self.straggler_chance
+        factor = math.exp(power) * (self.straggler_factor if straggles else 1.0)
+        return factor * (_at(self.message_seconds, place) + _at(self.step_seconds, place) * steps)
+
+
+def _normal(generator: torch.Generator) -> float:
+    return float(torch.randn(1, generator=generator, dtype=torch.float64))
+
+
+def _at(value: float | list[float], place: int) -> float:
+    return value[place] if isinstance(value, list) else value
