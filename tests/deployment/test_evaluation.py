@@ -150,7 +150,7 @@ def test_what_is_trained_does_not_depend_on_what_is_held_out(make, tmp_path):
             records = np.load(directory / "records.npz")
             x, y = records["x"], records["y"]
             with Site(directory) as site:
-                found_own = own_records(directory, site.settings, site.federation, site.plan)
+                found_own = own_records(site.files)
                 mine = site._examiner.split(found_own).numpy()
             np.savez(directory / "records.npz", x=x[~mine], y=y[~mine])
             (directory / "ledger.jsonl").unlink()

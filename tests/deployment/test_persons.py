@@ -11,10 +11,10 @@ from tests.privacy.test_persons import table
 from fedpact.cli.commands.deploy import status
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Task
-from fedpact.deployment.federation import Federation, parse_toml, read_plan
+from fedpact.deployment.federation import Federation, read_plan
 from fedpact.deployment.site import Site
 from fedpact.deployment.site_evaluation import personalise_site
-from fedpact.deployment.site_records import SiteSettings, own_records
+from fedpact.deployment.site_records import SiteFiles, own_records
 from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.simulation.setup import SimulationSetup
@@ -87,9 +87,7 @@ def test_a_person_is_evaluated_or_trained_on_and_counts_once(evaluated, tmp_path
         name = directory.name
         own = json.loads(stored(directory, "figures"))["rounds"]["2"]
         assert own == simulated.records[-1].held_out[name]
-        settings = parse_toml(SiteSettings, directory / "site.toml")
-        federation = Federation.read(directory / "federation.toml")
-        found = own_records(directory, settings, federation, plan)
+        found = own_records(SiteFiles.read(directory))
         (node,) = [node for node in evaluated.nodes if node.directory == directory]
         out = node.site._examiner.split(found).numpy()
         whose = np.array(found.whose)

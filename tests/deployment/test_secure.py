@@ -148,7 +148,7 @@ def test_a_sum_of_two_attempts_stays_masked(federation, lies, listed):
     sites = {node.site.name: node.site for node in nodes}
     site = sites["site-00"]
     masker, method = site._masker, site.plan.method
-    w = FlatModel(site.federation.workshop(site.plan, site._directory).module()).vector
+    w = FlatModel(site.files.workshop.module()).vector
     told = method.task(method.init(w))
     session = Session.of(site.run, 1, masker._peers, masker._circle, 20)
     for step in ("keys", "shares", "roster"):
@@ -170,7 +170,7 @@ def test_a_sum_of_two_attempts_stays_masked(federation, lies, listed):
 
 
 def _stored(site):
-    return from_bytes(stored(site._directory).partition(b"\n")[2])
+    return from_bytes(stored(site.files.directory).partition(b"\n")[2])
 
 
 # float32's own rounding of a model, 2^-24 of each number, in a fold over three sites, twice; the

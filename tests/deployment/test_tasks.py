@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 import fedpact
 from fedpact.common.errors import DataError, PlanError
 from fedpact.data.site_records import load_site
-from fedpact.deployment.federation import Federation
-from fedpact.deployment.site_records import own_records
+from fedpact.deployment.site_records import SiteFiles, own_records
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
 
@@ -64,22 +63,14 @@ def test_a_sites_file_has_numbers_in_their_own_units(make, tmp_path):
         assert stored["y"].min() >= 50
         assert stored["y"].max() > 110
         x = stored["x"][:4]
-    settings = parse(site)
     np.savez(site / "records.npz", x=x, y=np.array([100.0, 1e9, np.nan, 50.0]))
-    own = own_records(site, settings, Federation.read(site / "federation.toml"), plan_of(site))
+    own = own_records(SiteFiles.read(site))
     assert own.records.y.tolist() == [0.0, 1.0, -1.0]
     table = site / "records.csv"
     table.write_text("a,b,c,bp\n1,2,3,100\n1,2,3,\n1,2,3,many\n1,2,3,-7\n")
     declared = {"form": plan_of(site).form, "features": ("a", "b", "c")}
     own = load_site(table, "bp", ("bp",), (3,), "float32", **declared)[0]
     assert own.y.tolist() == [0.0, -1.0]
-
-
-def parse(site):
-    from fedpact.deployment.federation import parse_toml
-    from fedpact.deployment.site_records import SiteSettings
-
-    return parse_toml(SiteSettings, site / "site.toml")
 
 
 def plan_of(site):
@@ -91,7 +82,7 @@ def test_what_a_federation_does_not_declare_is_refused(make, tmp_path):
     site = make(tmp_path / "m", **several) / "sites" / "site-00"
     np.savez(site / "records.npz", x=X, y=SEVERAL[:, :1])
     with pytest.raises(DataError, match=r"there are 2 labels, 0, 1: expected \[n, 2\]"):
-        own_records(site, parse(site), Federation.read(site / "federation.toml"), plan_of(site))
+        own_records(SiteFiles.read(site))
     images = RNG.normal(size=(60, 1, 4, 4)).astype(np.float32)
     np.savez(tmp_path / "own.npz", x=images, y=(images[:, 0] > 0).astype(int))
     masks = {"data": str(tmp_path / "own.npz"), "task": {"kind": "segmentation"}}

@@ -19,8 +19,8 @@ from fedpact.common.about import OneLine
 from fedpact.common.errors import InputError, PolicyRefused
 from fedpact.common.files import write_whole
 from fedpact.common.format import toml, upper
-from fedpact.deployment.federation import Federation, parse_toml, read_plan
-from fedpact.deployment.site_records import SiteSettings
+from fedpact.deployment.federation import Federation, parse_toml
+from fedpact.deployment.site_records import SiteFiles, SiteSettings
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
@@ -76,7 +76,7 @@ def read_approvals(site: Path) -> ApprovalState:
 
     Raises PlanError: a file that cannot be read.
     """
-    name = parse_toml(SiteSettings, site / "site.toml").name
+    name = SiteSettings.read(site).name
     needed = Policy.read(site / "policy.toml").approvals
     return ApprovalState(name, [one.by for one in _valid(site, name)], needed)
 
@@ -99,7 +99,7 @@ def approve(site: Path, by: str) -> ApprovalState:
 
     Raises InputError of some kind: no name, a name that has approved, files that cannot be read.
     """
-    name = parse_toml(SiteSettings, site / "site.toml").name
+    name = SiteSettings.read(site).name
     kept = _valid(site, name)
     who = " ".join(by.split())
     if not who:
@@ -147,17 +147,11 @@ def describe(site: Path) -> str:
 
     Raises InputError of some kind: its files do not fit.
     """
-    settings = parse_toml(SiteSettings, site / "site.toml")
-    federation = Federation.read(site / "federation.toml")
-    plan, policy = read_plan(site / "plan.json"), Policy.read(site / "policy.toml")
-    if settings.name not in federation.sites:
-        raise InputError(
-            f"site.toml names {settings.name!r}: federation.toml has {', '.join(federation.names)}"
-        )
-    terms = federation.terms(plan)[settings.name]
+    files, policy = SiteFiles.read(site), Policy.read(site / "policy.toml")
+    federation, plan, terms = files.federation, files.plan, files.terms
     return "\n".join(
         [
-            f"Site {settings.name} will take part in run {federation.run}: {plan.algorithm}, at "
+            f"Site {files.name} will take part in run {federation.run}: {plan.algorithm}, at "
             f"most {plan.rounds} rounds, with {len(federation.sites)} sites in all.",
             "",
             "What leaves it:",

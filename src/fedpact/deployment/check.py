@@ -23,11 +23,10 @@ from fedpact.data.summary import (
     summarise_table,
 )
 from fedpact.deployment.approval import read_approvals
-from fedpact.deployment.federation import Federation, parse_toml, read_plan
+from fedpact.deployment.federation import Federation
 from fedpact.deployment.site import has_reserved
-from fedpact.deployment.site_records import Own, SiteSettings, own_records
+from fedpact.deployment.site_records import Own, SiteFiles, SiteSettings, own_records
 from fedpact.per_sample.kernel import PerSampleKernel
-from fedpact.plan import Plan
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.ledger.reservations import over_runs
 from fedpact.privacy.policy import Policy
@@ -86,28 +85,21 @@ def check_site(directory: Path) -> SiteCheck:
 
     Raises InputError of some kind: its settings, federation.toml or plan.json cannot be read.
     """
-    settings = parse_toml(SiteSettings, directory / "site.toml")
-    federation = Federation.read(directory / "federation.toml")
-    plan = read_plan(directory / "plan.json")
-    ledger, path = directory / settings.ledger, directory / settings.records
-    member = federation.sites.get(settings.name)
+    files = SiteFiles.read(directory)
+    settings, federation, plan = files.settings, files.federation, files.plan
+    path, member = directory / settings.records, federation.sites.get(settings.name)
     found = SiteCheck(
         site=settings.name,
         run=federation.run,
         file=str(path),
         size=0.0 if member is None else member.size,
         unit=plan.privacy.unit,
-        reserved=has_reserved(ledger, federation.run),
+        reserved=has_reserved(files.ledger, federation.run),
         rounds=plan.rounds,
         steps=plan.method.steps(),
     )
-    if member is None:
-        found.problems.append(
-            f"site.toml names {settings.name!r}: federation.toml has {', '.join(federation.names)}"
-        )
-        return found
     with _noted(found):
-        terms = federation.terms(plan)[settings.name]
+        terms = files.terms
         found.approvals = read_approvals(directory).missing
         if found.approvals:
             found.remarks.append(
@@ -115,11 +107,11 @@ def check_site(directory: Path) -> SiteCheck:
                 f"`fedpact deploy approve {directory} --by NAME`"
             )
         with _noted(found):
-            _count_cost(found, directory, ledger, plan, terms)
-        _look_at_columns(found, path, settings, federation, plan)
-        own = own_records(directory, settings, federation, plan)
-        _look_at_records(found, own, settings, federation, plan)
-        found.seconds = _time_round(directory, settings, federation, plan, terms, own)
+            _count_cost(found, files, terms)
+        _look_at_columns(found, path, files)
+        own = own_records(files)
+        _look_at_records(found, own, files)
+        found.seconds = _time_round(files, terms, own)
     return found
 
 
@@ -132,9 +124,9 @@ def _noted(found: SiteCheck) -> Generator[None]:
         found.problems.append(str(error))
 
 
-def _count_cost(found: SiteCheck, directory: Path, ledger: Path, plan: Plan, terms: Terms) -> None:
+def _count_cost(found: SiteCheck, files: SiteFiles, terms: Terms) -> None:
     """Fill in what the run costs, and what of the owner's budget other runs leave."""
-    policy = Policy.read(directory / "policy.toml")
+    policy, plan, ledger = Policy.read(files.directory / "policy.toml"), files.plan, files.ledger
     found.epsilon, found.delta = terms.budget.epsilon, terms.budget.delta
     once = plan.evaluation_terms
     if once is not None:
@@ -160,15 +152,14 @@ def _count_cost(found: SiteCheck, directory: Path, ledger: Path, plan: Plan, ter
         found.problems.append(f"policy.toml does not allow the run: {error}")
 
 
-def _look_at_columns(
-    found: SiteCheck, path: Path, settings: SiteSettings, of: Federation, plan: Plan
-) -> None:
+def _look_at_columns(found: SiteCheck, path: Path, files: SiteFiles) -> None:
     """Fill in the file's columns beside the declared ones, as far as they are there."""
-    form = of.describe_labels(plan)
+    of = files.federation
+    form = of.describe_labels(files.plan)
     if path.suffix.lower() in (".csv", ".parquet"):
-        _look_at_table(found, path, settings, of, form)
+        _look_at_table(found, path, files.settings, of, form)
     else:
-        features = of.columns(plan)
+        features = of.columns(files.plan)
         x = read_npz(path)["x"]
         found.columns = summarise_array(x, form.by_place(of.features) if of.features else form)
         if len(features) == len(found.columns):
@@ -208,16 +199,14 @@ def _look_at_table(
     ]
 
 
-def _look_at_records(
-    found: SiteCheck, own: Own, settings: SiteSettings, of: Federation, plan: Plan
-) -> None:
+def _look_at_records(found: SiteCheck, own: Own, files: SiteFiles) -> None:
     """Fill in which records are used; a problem where too many are left out."""
     sieve, y = own.sieve, own.records.y
     found.records, found.used = sieve.count, int(sieve.good.sum())
     found.left_out = sieve.reasons()
     found.persons = None if own.whose is None else len(set(own.whose))
-    if plan.task.target.kind == "class":
-        found.classes = count_classes(y, of.classes)
+    if files.plan.task.target.kind == "class":
+        found.classes = count_classes(y, files.federation.classes)
         if few := [name for name, count in found.classes.items() if not count]:
             found.remarks.append(f"no record of class {', '.join(few)}")
     count = found.persons if found.unit == "person" and found.persons is not None else len(y)
@@ -229,18 +218,16 @@ def _look_at_records(
     if found.reserved:
         return
     with _noted(found):
-        own.check(settings)
+        own.check(files.settings)
 
 
-def _time_round(
-    directory: Path, settings: SiteSettings, of: Federation, plan: Plan, terms: Terms, own: Own
-) -> float | None:
+def _time_round(files: SiteFiles, terms: Terms, own: Own) -> float | None:
     """Return how long one round's steps take here, by one step on as many records as it expects."""
     x, y = own.records.x, own.records.y
     if not len(y):
         return None
-    device = device_of(settings.device, plan.run.precision)
-    kernel = replace(of.workshop(plan, directory), device=settings.device).bench().private
+    device = device_of(files.settings.device, files.plan.run.precision)
+    kernel = files.workshop.bench().private
     size = max(1, min(len(y), round(terms.batch_size)))
     x, y = x[:size].to(device), y[:size].to(device)
     seconds = list[float]()
@@ -251,4 +238,4 @@ def _time_round(
         else:
             kernel.clipped_mean(x, y, terms.clip)
         seconds.append(time.perf_counter() - began)
-    return min(seconds) * plan.method.steps()
+    return min(seconds) * files.plan.method.steps()

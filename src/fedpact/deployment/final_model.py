@@ -28,8 +28,7 @@ from fedpact.common.files import write_whole
 from fedpact.common.messages import Task
 from fedpact.common.params import FlatModel, state_of
 from fedpact.common.run_folder import COLUMNS, RUN, Folder, name_columns, read_scales
-from fedpact.deployment.federation import Federation, parse_toml, read_plan
-from fedpact.deployment.site_records import SiteSettings
+from fedpact.deployment.site_records import SiteFiles
 from fedpact.deployment.store import RunMemory, Store
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.receipt import receipt
@@ -42,36 +41,29 @@ BROUGHT: Final = "brought by the owner"
 
 @dataclass(frozen=True)
 class FinalModel:
-    """Where a site keeps it. directory: the site's. name: the site's. ledger: its file.
+    """Where a site keeps it. store: what the site remembers."""
 
-    store: what the site remembers.
-    """
-
-    directory: Path
-    name: str
-    federation: Federation
-    plan: Plan
-    ledger: Path
+    files: SiteFiles
     store: Store
 
     @staticmethod
     def of(directory: Path) -> "FinalModel":
         """Return it of a site's directory, whose files are read. Raises PlanError."""
-        settings = parse_toml(SiteSettings, directory / "site.toml")
-        federation = Federation.read(directory / "federation.toml")
-        plan, ledger = read_plan(directory / "plan.json"), directory / settings.ledger
-        return FinalModel(directory, settings.name, federation, plan, ledger, Store(directory))
+        return FinalModel(SiteFiles.read(directory), Store(directory))
 
     def keep(self, task: Task, epsilon: float, delta: float) -> None:
         """Write down what the server hands over. epsilon: spent by the run here, at delta."""
         module = self._module()
         flat = FlatModel(module)
         memory = read_memory(self._memory, task.included)
-        own = self.plan.method.own_model(task.vectors["w"], memory)
+        own = self.files.plan.method.own_model(task.vectors["w"], memory)
         flat.load(task.vectors["w"] if own is None else own)
         by = task.vectors.get(CONSTANTS)
-        columns = None if by is None else name_columns(self.plan.records.released, by)
-        spent = {"epsilon": {self.name: epsilon}, "delta": {self.name: delta}}
+        columns = None if by is None else name_columns(self.files.plan.records.released, by)
+        spent = {
+            "epsilon": {self.files.name: epsilon},
+            "delta": {self.files.name: delta},
+        }
         self._write(module, columns, {"status": HANDED_OVER, "rounds": task.round, **spent})
 
     def bring(self, source: Path | None) -> Path:
@@ -82,54 +74,57 @@ class FinalModel:
         Raises InputError of some kind: no such file, or not the plan's model.
         """
         path, module = (
-            find_published_model(self.directory, self.federation.run, source),
+            find_published_model(self.files.directory, self.files.federation.run, source),
             self._module(),
         )
         flat = FlatModel(module)
         w = read_model(path, module, flat)
         rounds = _rounds_beside(path)
-        part = self.plan.participants(self.federation.names)
-        last = part.last_of(self.name, rounds or self.plan.rounds)
+        part = self.files.plan.participants(self.files.federation.names)
+        last = part.last_of(self.files.name, rounds or self.files.plan.rounds)
         memory = read_memory(self._memory, last)
-        own = self.plan.method.own_model(w, memory)
+        own = self.files.plan.method.own_model(w, memory)
         flat.load(w if own is None else own)
         said = {"status": BROUGHT, "rounds": rounds, **self._spent(rounds)}
         self._write(module, self._columns_beside(path), said)
-        return self.directory / RUN
+        return self.files.directory / RUN
 
     @property
     def _memory(self) -> RunMemory:
-        return RunMemory(self.store, self.federation.run)
+        return RunMemory(self.store, self.files.federation.run)
 
     def _spent(self, rounds: int | None) -> dict[str, dict[str, float]]:
         """Return what this site's ledger says that the run has cost; nothing of a run it lacks."""
-        runs = receipt(self.ledger)["runs"] if self.ledger.exists() else {}
-        found = spend_of(self.federation.run, runs)
+        runs = receipt(self.files.ledger)["runs"] if self.files.ledger.exists() else {}
+        found = spend_of(self.files.federation.run, runs)
         if found is None:
             return {"epsilon": {}, "delta": {}}
         # As Site does: of a run that may have been ended by what it released.
-        early = self.plan.budget.early and rounds != self.plan.rounds
+        early = self.files.plan.budget.early and rounds != self.files.plan.rounds
         cost = found["epsilon_reserved" if early else "epsilon_spent"]
-        return {"epsilon": {self.name: cost}, "delta": {self.name: found["delta"]}}
+        return {
+            "epsilon": {self.files.name: cost},
+            "delta": {self.files.name: found["delta"]},
+        }
 
     def _columns_beside(self, model: Path) -> Any:
-        names = self.plan.records.released
+        names = self.files.plan.records.released
         return read_scales(model.with_name(COLUMNS), names) if names else None
 
     def _write(self, module: nn.Module, columns: Any, said: Mapping[str, Any]) -> None:
-        folder, of = Folder(self.directory / RUN), self.federation
+        folder, of = Folder(self.files.directory / RUN), self.files.federation
         folder.path.mkdir(exist_ok=True)
         # The model comes last: whoever finds it finds the rest.
-        folder.write_json("plan.json", self.plan.document())
-        given = RecordedForm(of.shape, of.values, of.classes, of.columns(self.plan))
-        given.by(of.stage(self.plan, self.directory)).write(folder)
+        folder.write_json("plan.json", self.files.plan.document())
+        given = RecordedForm(of.shape, of.values, of.classes, of.columns(self.files.plan))
+        given.by(of.stage(self.files.plan, self.files.directory)).write(folder)
         if columns is not None:
             folder.write_json(COLUMNS, columns)
-        folder.write_json("summary.json", {"run": of.run, "site": self.name, **said})
+        folder.write_json("summary.json", {"run": of.run, "site": self.files.name, **said})
         write_whole(folder.path / "model.safetensors", save_tensors(state_of(module)))
 
     def _module(self) -> nn.Module:
-        return self.federation.workshop(self.plan, self.directory).module()
+        return self.files.workshop.module()
 
 
 def read_ending(directory: Path, run: str) -> Mapping[str, Any] | None:

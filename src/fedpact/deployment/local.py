@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 from fedpact.common.errors import DataError, InputError, PlanError
 from fedpact.common.files import parse_errors, private_opener
 from fedpact.common.messages import RoundRecord
-from fedpact.deployment.federation import Federation, parse_toml
+from fedpact.deployment.federation import Federation
 from fedpact.deployment.final_model import read_ending
 from fedpact.deployment.flower.health import is_held
 from fedpact.deployment.processes import die_with_parent, environment
@@ -36,7 +36,7 @@ def parties(directory: Path) -> dict[str, Path]:
     Raises DataError: neither lies there.
     """
     if (directory / "site.toml").exists():
-        return {parse_toml(SiteSettings, directory / "site.toml").name: directory}
+        return {SiteSettings.read(directory).name: directory}
     if (directory / "server.key").exists():
         return {SERVER: directory}
     server = directory / SERVER
@@ -174,7 +174,7 @@ def _spawn(name: str, where: Path) -> subprocess.Popen[bytes]:
 
 def ledger_path(site: Path) -> Path:
     """Return where a site's owner says that its ledger is."""
-    return site / parse_toml(SiteSettings, site / "site.toml").ledger
+    return site / SiteSettings.read(site).ledger
 
 
 def ledger_of(site: Path) -> Mapping[str, Any] | None:

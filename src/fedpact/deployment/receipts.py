@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import serialization
 from fedpact.common.about import About
 from fedpact.common.errors import LedgerError
 from fedpact.common.files import parse_errors
-from fedpact.deployment.federation import Federation, parse_toml
+from fedpact.deployment.federation import Federation
 from fedpact.deployment.site_records import SiteSettings
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.simulation.secure_aggregation import keys
@@ -37,7 +37,7 @@ def build_receipt(ledger: Path, site: Path | None = None) -> dict[str, Any]:
     site, folder = site or ledger.parent, ledger.parent.parent.parent
     name, version = None, None
     if (site / "site.toml").exists():
-        settings = parse_toml(SiteSettings, site / "site.toml")
+        settings = SiteSettings.read(site)
         run = Federation.read(site / "federation.toml").run
         about, _ = _plan(site)
         name, version = settings.data_set, settings.data_version
@@ -66,7 +66,7 @@ def sign_receipt(told: Mapping[str, Any], site: Path) -> dict[str, Any]:
     told: strict JSON values. Raises InputError: no key that can sign.
     """
     key = keys.read_private_key(site / "site.key")
-    name = parse_toml(SiteSettings, site / "site.toml").name
+    name = SiteSettings.read(site).name
     form = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     value = keys.sign(key, _purpose(name), _canonical(told))
     signature = {

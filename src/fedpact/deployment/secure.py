@@ -12,6 +12,7 @@ from fedpact.common.messages import Reply, State, Task
 from fedpact.common.params import FlatModel
 from fedpact.deployment.admission import Admission
 from fedpact.deployment.federation import Federation
+from fedpact.deployment.site_records import SiteFiles
 from fedpact.deployment.store import Store, StoreSlot
 from fedpact.plan import Plan
 from fedpact.simulation.secure_aggregation import keys
@@ -29,23 +30,21 @@ from fedpact.simulation.secure_aggregation.keys import check_secure
 from fedpact.simulation.secure_aggregation.transport import Attempts, Carrier, Secured, Server
 
 
-def masker_of(
-    directory: Path, name: str, federation: Federation, plan: Plan, store: Store
-) -> Masker | None:
+def masker_of(files: SiteFiles, store: Store) -> Masker | None:
     """Return a site's side of secure aggregation, None where the plan has none.
 
-    directory: the site's, with its key. store: the site's. Raises InputError of some kind: what
-    does not fit.
+    store: the site's. Raises InputError of some kind: what does not fit.
     """
+    federation, plan = files.federation, files.plan
     check_secure(plan, len(federation.sites))
     if not plan.secure_aggregation.threshold:
         return None
     if plan.privacy.shares_noise:
-        dimension = FlatModel(federation.workshop(plan, directory).module()).size
+        dimension = FlatModel(files.workshop.module()).size
         check_shares(plan, federation.terms(plan), dimension)
     return Masker(
-        name,
-        keys.read_private_key(directory / "site.key"),
+        files.name,
+        keys.read_private_key(files.directory / "site.key"),
         {site: keys.public_key(member.key) for site, member in federation.sites.items()},
         MaskingGraph.of(plan, federation.sites),
         _coding(federation, plan),

@@ -20,7 +20,6 @@ on the disk for what follows. Where that was charged and could not be written, t
 
 import logging
 import re
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -59,11 +58,10 @@ from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.common.run_folder import RUN
 from fedpact.deployment.approval import check_approved
-from fedpact.deployment.federation import Federation, parse_toml, read_plan
 from fedpact.deployment.final_model import FinalModel, describe_ending, read_ending
 from fedpact.deployment.secure import masker_of
 from fedpact.deployment.site_evaluation import Cost, Examiner, Progress
-from fedpact.deployment.site_records import SiteSettings, own_records
+from fedpact.deployment.site_records import SiteFiles, own_records
 from fedpact.deployment.store import STORE_FILE, LastReply, RunMemory, Store, room
 from fedpact.per_sample.layout import PLACEMENTS
 from fedpact.plan import Plan
@@ -221,32 +219,24 @@ class Site:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self.stopped = directory, ""
-        self.settings = parse_toml(SiteSettings, directory / "site.toml")
-        self.federation = Federation.read(directory / "federation.toml")
-        self.plan = read_plan(directory / "plan.json")
+        self.files, self.stopped = SiteFiles.read(directory), ""
+        self.settings, self.federation = self.files.settings, self.files.federation
+        self.plan, self._terms = self.files.plan, self.files.terms
         self.name, self.run = self.settings.name, self.federation.run
         self.agreed = self.federation.agreed(self.plan)
-        if self.name not in self.federation.sites:
-            raise PlanError(
-                f"site.toml names {self.name!r}: federation.toml has {self.federation.names}"
-            )
         self._store = Store(directory)
-        self._masker = masker_of(directory, self.name, self.federation, self.plan, self._store)
-        self._terms = self.federation.terms(self.plan)[self.name]
+        self._masker = masker_of(self.files, self._store)
         check_approved(directory)
         check_grid([self._terms])
         self._device = device_of(self.settings.device, self.plan.run.precision)
-        workshop = self.federation.workshop(self.plan, directory)
-        workshop = replace(workshop, device=self.settings.device)
+        workshop = self.files.workshop
         self._bench = workshop.bench(check=True)
         self.placement = workshop.placement(self._bench.private, self._terms.batch_size)
         _log.info("%s: %s", self.name, PLACEMENTS[self.placement])
         whose = self.name, self.federation.names
         self._questions = Questions(self.plan, FlatModel(workshop.module()).vector, *whose)
-        path = directory / self.settings.ledger
-        of = self.name, self.federation, self.plan, path, self._store
-        self._examiner = Examiner(directory, *of)
+        path = self.files.ledger
+        self._examiner = Examiner(self.files, self._store)
         self._records = ColumnRecords(self._load())
         self._test = self.federation.seeds == "test"
         self._secure = SecureDraws()
@@ -309,7 +299,7 @@ class Site:
         if not objection and task.algorithm == FINAL:
             return self._taken_over(task)
         if not objection and task.algorithm == READY:
-            return self._is_ready(task)
+            return self._without_release(task)
         if objection or (self._masker is not None and task.algorithm != EVALUATION):
             return self._refusal(task, objection or "policy")
         return self._trained(task)
@@ -348,7 +338,7 @@ class Site:
             return "ledger" if isinstance(error, LedgerError) else "policy"
         return ""
 
-    def _is_ready(self, task: Task) -> bytes:
+    def _without_release(self, task: Task) -> bytes:
         about = task.run, task.round, self.name, self._terms.size
         return to_bytes(Reply(*about, {}, {}, self.ledger.head, self.ledger.length))
 
@@ -361,15 +351,13 @@ class Site:
         if wrong is not None:
             _log.warning("the final model is refused: %s", wrong[1])
             return self._refusal(task, wrong[0])
-        of = self._directory, self.name, self.federation, self.plan, self.ledger.path, self._store
         # How long it went may have depended on what it released: what holds is what was reserved.
         early = self.plan.budget.early and task.round < self.plan.rounds
         spent = self.cost.most if early else self.cost.epsilon
-        FinalModel(*of).keep(task, spent, self.cost.delta)
+        FinalModel(self.files, self._store).keep(task, spent, self.cost.delta)
         self._examiner.note(task, self._client.read_memory(task), self._bench)
         _log.info("%s", self.ending)
-        about = task.run, task.round, self.name, self._terms.size
-        return to_bytes(Reply(*about, {}, {}, self.ledger.head, self.ledger.length))
+        return self._without_release(task)
 
     def _trained(self, task: Task) -> bytes:
         if task.run != self.run:
@@ -422,10 +410,10 @@ class Site:
     @property
     def ending(self) -> str | None:
         """What to tell of the run's end, once its final model is here; None before."""
-        found = read_ending(self._directory, self.run)
+        found = read_ending(self.files.directory, self.run)
         if found is None:
             return None
-        return describe_ending(self.run, self.plan, found, self._directory / RUN)
+        return describe_ending(self.run, self.plan, found, self.files.directory / RUN)
 
     @property
     def most_vectors(self) -> int:
@@ -453,7 +441,7 @@ class Site:
 
     def _check_policy(self) -> None:
         """Raise PlanError or PolicyRefused unless policy.toml, as it is now, allows this run."""
-        policy = Policy.read(self._directory / "policy.toml")
+        policy = Policy.read(self.files.directory / "policy.toml")
         others = sum_reservations(self.ledger, self.run, policy)
         once = self._examiner.form.once
         policy.check_run(self.plan.algorithm, self._terms, *others, evaluation=once)
@@ -470,9 +458,8 @@ class Site:
 
     def _load(self) -> Records:
         bench = self._bench if self._device.type == "cpu" else None
-        own = own_records(self._directory, self.settings, self.federation, self.plan, bench)
-        path = self._directory / self.settings.ledger
-        if not has_reserved(path, self.run):
+        own = own_records(self.files, bench)
+        if not has_reserved(self.files.ledger, self.run):
             # From the first promise on no wrong record stops it, as that would tell of it.
             own.check(self.settings)
         held = self._examiner.split(own)

@@ -38,13 +38,11 @@ from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import Draws, SeededDraws
 from fedpact.common.run_folder import RUN, check_writable
 from fedpact.data.splits import number_persons
-from fedpact.deployment.federation import Federation, parse_toml, read_plan
 from fedpact.deployment.final_model import find_published_model, read_ending, read_model
-from fedpact.deployment.site_records import Own, SiteSettings, own_records
+from fedpact.deployment.site_records import Own, SiteFiles, own_records
 from fedpact.deployment.store import LastReply, RunMemory, Store, read_store
 from fedpact.evaluation.held_out import HeldOut, charge_of, hold_out, key_of_seed
 from fedpact.evaluation.personal import SiteFigures, on_own_parts, personalise_model
-from fedpact.plan import Plan
 from fedpact.privacy.ledger.ledger import Ledger, read_entries
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.terms import Terms
@@ -106,10 +104,9 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     An older personal.safetensors is removed where the advice is not to tune.
     Raises InputError of some kind: no final model, or one that is not the plan's.
     """
-    settings = parse_toml(SiteSettings, directory / "site.toml")
     check_writable(directory)
-    federation = Federation.read(directory / "federation.toml")
-    plan = read_plan(directory / "plan.json")
+    files = SiteFiles.read(directory)
+    federation, plan, name = files.federation, files.plan, files.name
     check_as_declared(plan.method)
     plan.task.check_plain("what joining was worth")
     handed = directory / RUN / "model.safetensors"
@@ -118,14 +115,14 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     if model is None and here and not plan.method.has_own_models:
         model = handed
     source = find_published_model(directory, federation.run, model)
-    module = federation.workshop(plan, directory).module()
+    module = files.workshop.module()
     flat = FlatModel(module)
     initial = flat.vector.clone()
     w = read_model(source, module, flat)
     # With the final model a site's last reply counts as included, if it was of its last round.
-    last = plan.participants(federation.names).last_of(settings.name, plan.rounds)
+    last = plan.participants(federation.names).last_of(name, plan.rounds)
     own = plan.method.own_model(w, _remembered(directory, federation.run, last))
-    found = own_records(directory, settings, federation, plan)
+    found = own_records(files)
     x, y = found.records.x, found.records.y
     whose = number_persons(found.whose, np.arange(len(y)))
     with one_thread():
@@ -134,11 +131,11 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     path = directory / "personal.safetensors"
     if not tuned.choice.tune:
         path.unlink(missing_ok=True)
-        return Personal(settings.name, on_own_parts(by_itself, tuned), None)
+        return Personal(name, on_own_parts(by_itself, tuned), None)
     flat.load(tuned.w)
-    marked = {"privacy": NOT_PRIVATE, "run": federation.run, "site": settings.name}
+    marked = {"privacy": NOT_PRIVATE, "run": federation.run, "site": name}
     write_whole(path, save_tensors(state_of(module), metadata=marked))
-    return Personal(settings.name, on_own_parts(by_itself, tuned), str(path))
+    return Personal(name, on_own_parts(by_itself, tuned), str(path))
 
 
 def _remembered(directory: Path, run: str, last: int) -> State:
@@ -202,20 +199,13 @@ _KEY_BYTES: Final = 32
 
 
 class Examiner:
-    """Evaluates at a site. ledger: where the site's ledger is, which may not be there yet.
+    """Evaluates at a site. store: the site's.
 
     Raises LedgerError: the secret of a site that has promised evaluations is not there.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        name: str,
-        federation: Federation,
-        plan: Plan,
-        ledger: Path,
-        store: Store,
-    ) -> None:
+    def __init__(self, files: SiteFiles, store: Store) -> None:
+        name, federation, plan = files.name, files.federation, files.plan
         self._name, self._plan, self._groups = name, plan, federation.groups
         self._of_persons = federation.person is not None
         self.form = federation.form(plan)
@@ -224,7 +214,7 @@ class Examiner:
         self._key = b""
         if self.form.settings.used:
             drawn = key_of_seed(plan.seed, name) if self._test else None
-            self._key = drawn or _examiner_key(directory, ledger, federation.run)
+            self._key = drawn or _examiner_key(files.directory, files.ledger, federation.run)
         self.last = LastReply(store, "evaluation")
         self._store = store
         self._held: HeldOut | None = None

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from fedpact.common.about import OneLine
-from fedpact.common.errors import DataError
+from fedpact.common.errors import DataError, PlanError
 from fedpact.common.format import percent
 from fedpact.data.advice import advise
 from fedpact.data.columns import FileColumn
@@ -18,10 +18,11 @@ from fedpact.data.features.extract import beside
 from fedpact.data.sieve import RecordFilter
 from fedpact.data.site_records import load_site
 from fedpact.data.splits import limit_records_per_person, number_persons
-from fedpact.deployment.federation import Federation
+from fedpact.deployment.federation import Federation, parse_toml, read_plan
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
-from fedpact.simulation.workshop import Worker
+from fedpact.privacy.terms import Terms
+from fedpact.simulation.workshop import TrainingSetup, Worker
 
 _REASONS: Final = 5
 _NOT_TAKEN: Final = "is not taken by the model"
@@ -57,6 +58,52 @@ class SiteSettings(BaseModel):
     columns: dict[str, FileColumn] = Field(default_factory=dict[str, FileColumn])
     """Which columns of a table the declared ones are, where they have other names, units or
     words there."""
+
+    @staticmethod
+    def read(directory: Path) -> "SiteSettings":
+        """Read a site's site.toml. Raises PlanError, naming every mistake."""
+        return parse_toml(SiteSettings, directory / "site.toml")
+
+
+@dataclass(frozen=True)
+class SiteFiles:
+    """What a site's directory says: its owner's settings, and the federation and the plan."""
+
+    directory: Path
+    settings: SiteSettings
+    federation: Federation
+    plan: Plan
+
+    @staticmethod
+    def read(directory: Path) -> "SiteFiles":
+        """Read the files. Raises PlanError, naming every mistake."""
+        settings = SiteSettings.read(directory)
+        federation = Federation.read(directory / "federation.toml")
+        return SiteFiles(directory, settings, federation, read_plan(directory / "plan.json"))
+
+    @property
+    def name(self) -> str:
+        """The site's."""
+        return self.settings.name
+
+    @property
+    def ledger(self) -> Path:
+        """Where the site's ledger is, or will be."""
+        return self.directory / self.settings.ledger
+
+    @property
+    def terms(self) -> Terms:
+        """The site's own. Raises PlanError: the federation has no such site."""
+        name, names = self.name, self.federation.names
+        if name not in names:
+            raise PlanError(f"site.toml names {name!r}: federation.toml has {', '.join(names)}")
+        return self.federation.terms(self.plan)[name]
+
+    @property
+    def workshop(self) -> TrainingSetup:
+        """What the site computes with, on its own device."""
+        found = self.federation.workshop(self.plan, self.directory)
+        return replace(found, device=self.settings.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,14 +150,13 @@ class Own:
         return replace(of, x=of.x[chosen], y=of.y[chosen], persons=persons)
 
 
-def own_records(
-    directory: Path, settings: SiteSettings, of: Federation, plan: Plan, bench: Worker | None = None
-) -> Own:
+def own_records(files: SiteFiles, bench: Worker | None = None) -> Own:
     """Return a site's records in the CPU's memory.
 
-    directory: the site's. bench: to try them with; it has to be in the CPU's memory, too: a word
-    that a card's table does not have ends its process. Raises InputError: they do not fit.
+    bench: to try them with; it has to be in the CPU's memory, too: a word that a card's table does
+    not have ends its process. Raises InputError: they do not fit.
     """
+    directory, settings, of, plan = files.directory, files.settings, files.federation, files.plan
     path = directory / settings.records
     form = of.classes, of.shape, of.values, of.describe_labels(plan), of.person, of.features
     found, sieve = load_site(path, settings.label, *form, settings.columns)

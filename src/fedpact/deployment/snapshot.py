@@ -17,7 +17,7 @@ from fedpact.common.format import against_majority_class
 from fedpact.common.messages import REASONS, RoundRecord
 from fedpact.common.run_folder import WAITS, folder_of_run
 from fedpact.deployment.approval import read_approvals
-from fedpact.deployment.federation import Federation, parse_toml
+from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower.health import is_held
 from fedpact.deployment.server import FILE as HANDED_OVER
 from fedpact.deployment.site_evaluation import PROGRESS, Progress
@@ -225,7 +225,7 @@ def _to_do(
 
 
 def _site(directory: Path) -> Document:
-    settings = parse_toml(SiteSettings, directory / "site.toml")
+    settings = SiteSettings.read(directory)
     federation = Federation.read(directory / "federation.toml")
     plan, path = _json(directory / "plan.json"), directory / settings.ledger
     progress = Progress.of(read_store(directory, PROGRESS))

@@ -131,10 +131,9 @@ def _ledgers(where: Path) -> list[Path]:
     """
     paths = _below(where) if where.is_dir() else [where]
     if (where / "site.toml").exists():
-        from fedpact.deployment.federation import parse_toml
         from fedpact.deployment.site_records import SiteSettings
 
-        own = where / parse_toml(SiteSettings, where / "site.toml").ledger
+        own = where / SiteSettings.read(where).ledger
         paths = [own] if own.exists() else []
     if not paths:
         raise LedgerError(
