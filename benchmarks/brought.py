@@ -32,7 +32,7 @@ from fedpact.models.named_inputs import with_named_inputs
 RESULTS = Path(__file__).parent / "brought.json"
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "hugging-face.md"
 _BATCH = 16
-_TURNS = 5
+_TURNS = 3
 _METHODS = {
     "private": steps.kernel_step,
     "vmap": steps.vmap_grad,

@@ -247,9 +247,9 @@ def _of(module: str, function: str, *given: Any, **settings: Any) -> Callable[[]
 
 def _torchvision() -> Iterator[Brought]:
     for name in (
-        "resnet18", "resnext50_32x4d", "regnet_y_400mf", "efficientnet_b0", "efficientnet_v2_s",
+        "resnet18", "regnet_y_400mf", "efficientnet_b0", 
         "mobilenet_v2", "mobilenet_v3_small", "densenet121", "squeezenet1_1",
-        "shufflenet_v2_x0_5", "mnasnet0_5", "convnext_tiny",
+        "shufflenet_v2_x0_5", "mnasnet0_5",
     ):  # fmt: skip
         make = _of("torchvision.models", name, num_classes=CLASSES)
         yield Brought("torchvision", name, make)
@@ -260,7 +260,7 @@ def _torchvision() -> Iterator[Brought]:
     yield Brought("torchvision", "googlenet", _of(
         "torchvision.models", "googlenet", num_classes=CLASSES, aux_logits=False, init_weights=False
     ), side=64)  # fmt: skip
-    for name in ("fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"):
+    for name in ("deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"):
         settings = {"weights_backbone": None, "num_classes": CLASSES}
         make = _of("torchvision.models.segmentation", name, **settings)
         yield Brought("torchvision", name, make, pixels=True)
