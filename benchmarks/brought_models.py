@@ -247,7 +247,7 @@ def _of(module: str, function: str, *given: Any, **settings: Any) -> Callable[[]
 
 def _torchvision() -> Iterator[Brought]:
     for name in (
-        "resnet18", "regnet_y_400mf", "efficientnet_b0", 
+        "resnet18", "regnet_y_400mf", "efficientnet_b0",
         "mobilenet_v2", "mobilenet_v3_small", "densenet121", "squeezenet1_1",
         "shufflenet_v2_x0_5", "mnasnet0_5",
     ):  # fmt: skip
