@@ -8,8 +8,9 @@ Needs transformers, timm, torchvision and MONAI, beside Opacus. Every model runs
 its own. Steps are timed in turn, and ratios are to a plain step of the same model.
 """
 
+import ctypes
+import gc
 import json
-import resource
 import statistics
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 import fedpact
+from fedpact import api
 from benchmarks import provenance, steps
 from benchmarks.brought_models import CLASSES, LENGTH, TOKENS, Brought, catalogue
 from benchmarks.child import call
@@ -69,9 +71,17 @@ def _problem(one: Brought, batch_norm: bool) -> Problem:
     )
 
 
-def tried(name: str) -> dict[str, Any]:
-    """Train a model in a federation of two sites, as it comes, else after `prepare`."""
+def measured(name: str) -> dict[str, Any]:
+    """Return what a process of its own finds about a model."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     one = catalogue()[name]
+    found = _tried(one)
+    return found if found["runs"] == "no" else found | _timed(one)
+
+
+def _tried(one: Brought) -> dict[str, Any]:
+    """Train a model in a federation of two sites, as it comes, else after `prepare`."""
     first = _run(one, prepared=False)
     if "refused" not in first:
         return {"runs": "as it comes", **first}
@@ -95,6 +105,8 @@ def _run(one: Brought, *, prepared: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         try:
+            # Its page is not looked at.
+            vars(api)["write_report"] = lambda folder: None
             fedpact.run(make, (x, y), out=out, privacy={"epsilon": 8.0}, **settings)
         except fedpact.FedpactError as error:
             return {"refused": str(error)}
@@ -102,11 +114,9 @@ def _run(one: Brought, *, prepared: bool) -> dict[str, Any]:
     return {"separation": told, "way": "traced" if "traced" in told else "record by record"}
 
 
-def timed(name: str) -> dict[str, Any]:
+def _timed(one: Brought) -> dict[str, Any]:
     """Return each method's step over a plain one's, its median over turns; or why there is none."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    problem = _problem(catalogue()[name], True)
+    problem = _problem(one, True)
     works = {"plain": steps.plain(problem, _BATCH)}
     found: dict[str, Any] = {}
     for method, make in _METHODS.items():
@@ -117,6 +127,8 @@ def timed(name: str) -> dict[str, Any]:
             works.pop(method, None)
             found[method] = f"{type(error).__name__}: {error}"[:200]
     works["plain"]()
+    for method in ("plain", "private"):
+        found[f"{method} MiB"] = round(_memory(works[method]), 1)
     turns: list[dict[str, float]] = []
     for _ in range(_TURNS):
         turns.append({method: _seconds(work) for method, work in works.items()})
@@ -134,16 +146,19 @@ def _seconds(work: Any) -> float:
     return time.thread_time() - start
 
 
-def memory(name: str, method: str) -> float:
-    """Return the MiB that three steps of a method take at their peak, beyond the model's."""
-    torch.set_num_threads(1)
-    problem = _problem(catalogue()[name], True)
-    problem.module()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    work = steps.plain(problem, _BATCH) if method == "plain" else _METHODS[method](problem, _BATCH)
-    for _ in range(3):
-        work()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+def _memory(work: Any) -> float:
+    """Return the MiB that a step takes at its peak beyond what there was (Linux alone)."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    work()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(key)))
 
 
 def main(names: list[str]) -> None:
@@ -160,11 +175,7 @@ def main(names: list[str]) -> None:
         found: dict[str, Any] = {"kernel": kernel, "commit": provenance.commit()}
         found["processor"] = machine["processor"]
         try:
-            found |= call(tried, name, timeout=240)
-            if found["runs"] != "no":
-                found |= call(timed, name, timeout=400)
-                for method in ("plain", "private"):
-                    found[f"{method} MiB"] = call(memory, name, method)
+            found |= call(measured, name, timeout=400)
         except Exception as error:  # a model that ends the process is a result too
             found["failed"] = str(error)[-600:]
         stored[name] = found

@@ -174,7 +174,7 @@ def vmap_grad(problem: Problem, batch: int) -> Work:
     def loss(w: dict[str, Tensor], one: Tensor, label: Tensor) -> Tensor:
         return F.cross_entropy(functional_call(module, w, (one[None],)), label[None])
 
-    each = vmap(grad(loss), (None, 0, 0))
+    each = vmap(grad(loss), (None, 0, 0), randomness="different")
 
     def step() -> None:
         grads = each(weights, x, y)
