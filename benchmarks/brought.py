@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 import fedpact
-from fedpact import api
 from benchmarks import provenance, steps
 from benchmarks.brought_models import CLASSES, LENGTH, TOKENS, Brought, catalogue
 from benchmarks.child import call
 from benchmarks.machine import describe
 from benchmarks.problems import Problem
+from fedpact import api
 from fedpact.models.named_inputs import with_named_inputs
 
 RESULTS = Path(__file__).parent / "brought.json"
@@ -111,7 +111,7 @@ def _run(one: Brought, *, prepared: bool) -> dict[str, Any]:
         except fedpact.FedpactError as error:
             return {"refused": str(error)}
         told = json.loads((out / "privacy.json").read_text())["separation"]
-    return {"separation": told, "way": "traced" if "traced" in told else "record by record"}
+    return {"way": "traced" if "traced" in told else "record by record"}
 
 
 def _timed(one: Brought) -> dict[str, Any]:
