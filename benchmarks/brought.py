@@ -106,7 +106,7 @@ def _run(one: Brought, *, prepared: bool) -> dict[str, Any]:
         out = Path(folder) / "run"
         try:
             # Its page is not looked at.
-            vars(api)["write_report"] = lambda folder: None
+            vars(api)["write_report"] = lambda _: None
             fedpact.run(make, (x, y), out=out, privacy={"epsilon": 8.0}, **settings)
         except fedpact.FedpactError as error:
             return {"refused": str(error)}

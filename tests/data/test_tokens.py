@@ -8,7 +8,7 @@ import torch
 from fedpact.common.errors import DataError
 from fedpact.data.from_python import from_python
 from fedpact.data.load import load_dataset
-from fedpact.data.schema import PlanRecords, RecordForm
+from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
 from fedpact.data.site_records import load_site
 
 IDS = [[5, 3], [2, 4, 6], [7], [1, 2]]
@@ -97,3 +97,30 @@ def test_a_file_of_a_site_is_read_like_a_table(tmp_path):
 def test_arrays_of_tokens_are_taken_as_lists():
     table = {"input_ids": [np.array(row, np.int32) for row in IDS], "label": LABELS}
     assert from_python(table, PlanRecords(), "label").x[:, 0].tolist() == padded(IDS, 3)
+
+
+TOKENS = LabelForm(kind="pixels")
+
+
+def test_each_token_has_a_label_and_padding_none():
+    tags = [[0, 1], [1, -100, 1], [0], [1, 0]]
+    found = from_python({**TABLE, "label": tags}, PlanRecords(), "label", target=TOKENS)
+    # The mask of the second record hides its last token.
+    assert found.y.tolist() == [[0, 1, -100], [1, -100, -100], [0, -100, -100], [1, 0, -100]]
+    assert found.classes == ("0", "1")
+
+
+def test_the_label_of_a_token_may_be_the_next_one():
+    form = PlanRecords(vocabulary=8, length=3)
+    found = from_python({"input_ids": IDS}, form, "input_ids", target=TOKENS)
+    assert found.x[:, 0].tolist() == padded(IDS, 3)
+    assert found.y.tolist() == [[3, -100, -100], [4, 6, -100], [-100] * 3, [2, -100, -100]]
+    assert len(found.classes) == 8
+    with pytest.raises(DataError, match=r"records\.vocabulary"):
+        from_python({"input_ids": IDS}, PlanRecords(), "input_ids", target=TOKENS)
+
+
+def test_a_record_whose_labels_are_no_list_is_left_out():
+    tags = [[0, 1], "text", [0], [1, 0]]
+    found = from_python({**TABLE, "label": tags}, PlanRecords(), "label", target=TOKENS)
+    assert len(found.y) == 3

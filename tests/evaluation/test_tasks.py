@@ -13,10 +13,17 @@ from torch import nn
 
 import fedpact
 from fedpact.common.errors import DataError, InputError, ModelError, PlanError
-from fedpact.common.losses import LabelEntropy, WeightedEntropy, cross_entropy, pixel_entropy
+from fedpact.common.losses import (
+    UNLABELLED,
+    LabelEntropy,
+    WeightedEntropy,
+    cross_entropy,
+    pixel_entropy,
+)
 from fedpact.common.params import FlatModel
 from fedpact.data.from_python import from_python
 from fedpact.data.schema import LabelForm, PlanRecords
+from fedpact.evaluation.metrics import evaluate
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.report.page import repeat
 from fedpact.report.run_summary import read_run
@@ -60,6 +67,25 @@ def test_losses_are_torchs_by_another_name():
     assert torch.allclose(pixel_entropy(image, mask), by_pixel)
     mask[1, 0, 0] = 3
     assert pixel_entropy(image, mask).isnan().tolist() == [False, True]
+
+
+def test_what_has_no_label_counts_nowhere():
+    torch.manual_seed(0)
+    z, y = torch.randn(3, 4, 6), torch.randint(4, (3, 6))
+    y[0, 2:], y[1] = UNLABELLED, UNLABELLED
+    found = pixel_entropy(z, y)
+    assert torch.allclose(found[0], F.cross_entropy(z[0].T[:2], y[0, :2]))
+    assert found[1] == 0
+    assert torch.allclose(found[2], F.cross_entropy(z[2].T, y[2]))
+
+    class Given(nn.Module):
+        def forward(self, x):
+            return x
+
+    # Right is what the first two tokens of one record and all of another's are, by construction.
+    right = F.one_hot(y.clamp(min=0), 4).movedim(2, 1).float()
+    right[0, :, 2:] = F.one_hot(torch.tensor(3), 4)[:, None].float()
+    assert evaluate(Given(), pixel_entropy, right, y).accuracy == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(

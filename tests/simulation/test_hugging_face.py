@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fedpact
+from fedpact.models.named_inputs import with_named_inputs
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("needs transformers: pip install 'fedpact[outside]'", allow_module_level=True)
@@ -37,6 +38,13 @@ TEXT = {
     ),
     "llama": lambda: hf.LlamaConfig(num_key_value_heads=1, **BERT),
     "opt": lambda: hf.OPTConfig(ffn_dim=64, word_embed_proj_dim=32, **BERT),
+    "bloom": lambda: hf.BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=2),
+    "t5": lambda: hf.T5Config(vocab_size=50, d_model=32, d_kv=16, d_ff=64, num_layers=1),
+    "bart": lambda: hf.BartConfig(
+        vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64,
+        max_position_embeddings=20, num_labels=2,
+    ),
 }  # fmt: skip
 PICTURES = {
     "vit": lambda: hf.ViTConfig(**IMAGES),
@@ -100,6 +108,40 @@ def test_predictions_are_those_of_the_model_itself(tmp_path):
         with torch.no_grad():
             one = model(input_ids=torch.tensor([[int(i) for i in ids]])).logits.softmax(1)
         assert np.allclose(row, one[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_a_classifier_that_reads_an_end_answers_as_its_own(kind):
+    model = hf.AutoModelForSequenceClassification.from_config(TEXT[kind]()).eval()
+    ids, mask = torch.randint(5, 50, (4, 9)), torch.ones(4, 9, dtype=torch.int64)
+    for row, end in enumerate((8, 5, 3, 8)):
+        ids[row, end] = model.config.eos_token_id
+        mask[row, end + 1 :] = 0
+    x = torch.stack([ids, mask], 1)
+    found = with_named_inputs(model, x[0])(x)
+    ids = ids.masked_fill(mask == 0, model.config.pad_token_id)
+    assert torch.equal(found, model(input_ids=ids, attention_mask=mask).logits)
+
+
+IDS = TABLE["input_ids"]
+PICKED = [[t if k % 3 == 0 else -100 for k, t in enumerate(row)] for row in IDS]
+OF_TOKENS = {
+    "next": ("CausalLM", "gpt2", 50, IDS, {"label": "input_ids", "records": {"vocabulary": 50}}),
+    "masked": ("MaskedLM", "bert", 50, PICKED, {"classes": [str(k) for k in range(50)]}),
+    "tags": ("TokenClassification", "distilbert", 2, [[int(t) % 2 for t in r] for r in IDS], {}),
+}
+
+
+@pytest.mark.parametrize("task", OF_TOKENS)
+def test_every_token_of_a_text_is_learned(tmp_path, task):
+    head, kind, classes, labels, settings = OF_TOKENS[task]
+    make = getattr(hf, f"AutoModelFor{head}").from_config
+    result = fedpact.run(
+        lambda: make(TEXT[kind]()), {"input_ids": IDS, "tags": labels}, task="tokens",
+        out=tmp_path / "run", **{"label": "tags", **settings}, **SETTINGS,
+    )  # fmt: skip
+    assert "traced" in separation(result)
+    assert result.predict({"input_ids": IDS[:2]}).probabilities.shape[:2] == (2, classes)
 
 
 def test_a_module_with_weights_has_to_say_where_they_are_from(tmp_path):

@@ -5,11 +5,14 @@ A loss must not mix records, so none of them takes a mean over the batch.
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+UNLABELLED: Final = -100
+"""In place of a class: a pixel or token that nothing is learnt of, as torch has it."""
 
 
 class Loss(Protocol):
@@ -74,14 +77,18 @@ class WeightedEntropy:
 def pixel_entropy(outputs: Tensor, y: Tensor, /) -> Tensor:
     """-log softmax(outputs)[y], the mean over a record's pixels. outputs [B, K, ...], y [B, ...].
 
+    Those that are UNLABELLED do not count; the loss of a record of such alone is 0.
+
     >>> import torch
     >>> each = pixel_entropy(torch.zeros(1, 2, 3, 3), torch.zeros(1, 3, 3, dtype=torch.int64))
     >>> round(float(each.exp()), 4)
     2.0
     """
+    labelled = (y != UNLABELLED).flatten(1)
     known, y = mask_known_classes(y, outputs.shape[1])
     each = torch.where(known, F.cross_entropy(outputs, y, reduction="none"), math.nan)
-    return each.flatten(1).mean(1)
+    total = torch.where(labelled, each.flatten(1), 0.0).sum(1)
+    return total / labelled.sum(1).clamp(min=1)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedpact.common.errors import DataError
+from fedpact.common.losses import UNLABELLED
 
 CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """What has no place in a name: but for a tab and a new line, a terminal may obey it."""
@@ -24,7 +25,7 @@ class Dataset:
 
     x [n, ...]: training records, float32, or int64 for tokens; y [n]: int64, 0..len(classes) - 1;
     or numbers of -1..1, float32 [n]; 0 or 1 of each label, float32 [n, classes]; or the classes of
-    pixels, int64 [n, ...].
+    pixels or tokens, int64 [n, ...], losses.UNLABELLED where there is none.
     classes: the labels' names. x_test, y_test: the public test set in the same form, or None.
     site: for each training record the name of its site, where the data come from several.
     person: for each training record whose it is, where that is known.
@@ -169,6 +170,8 @@ class Dataset:
                 )
             return
         bad = ~((y >= 0) & (y < len(self.classes)))
+        if y.ndim > 1:
+            bad &= y != UNLABELLED
         if bool(bad.any()):
             raise DataError(
                 f"data set {self.name}: {int(bad.sum())} labels of {name} are out of range, the "

@@ -32,7 +32,8 @@ from fedpact.data.public import (
 from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter, nothing_left
 from fedpact.data.tables import Table, read_numbers, read_sites, table_of
-from fedpact.data.targets import check_several, find_classes, persons_of, read_labels
+from fedpact.data.targets import check_several, find_classes, persons_of, read_labels, token_labels
+from fedpact.data.tokens import is_next_token
 
 NAMES = (
     *("digits", "mnist", "fashion_mnist", "cifar10"),
@@ -242,6 +243,16 @@ def dataset_of(
     sieves = [table.filter() for table in tables]
     xs = [read_numbers(t, form, values, sieve) for t, sieve in zip(tables, sieves, strict=True)]
     _check_left(sieves)
+    tables = [
+        token_labels(t, x, form, sieve) for t, x, sieve in zip(tables, xs, sieves, strict=True)
+    ]
+    if classes is None and is_next_token(tables[0].roles.get("label")):
+        if not form.vocabulary:
+            raise DataError(
+                f"data set {name}: each token's label is the next token: expected the number of "
+                "tokens as records.vocabulary (records={'vocabulary': 30522} in Python)"
+            )
+        classes = [str(token) for token in range(form.vocabulary)]
     classes = classes or tables[0].titles
     names = (
         find_classes(name, tables, sieves, form) if classes is None else tuple(map(str, classes))

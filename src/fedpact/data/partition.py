@@ -505,5 +505,8 @@ def _label_counts(dataset: Dataset, train: Mapping[str, np.ndarray]) -> np.ndarr
         return np.array([[len(i)] for i in train.values()])
     if dataset.kind == "pixels":
         flat = y.reshape(len(y), -1)
-        y = np.stack([(flat == k).any(1) for k in range(classes)], 1)
+        # Each class once a record; there may be as many as tokens.
+        pairs = np.where(flat >= 0, np.arange(len(y))[:, None] * classes + flat, -1)
+        met = [np.unique(pairs[i]) for i in train.values()]
+        return np.stack([np.bincount(p[p >= 0] % classes, minlength=classes) for p in met])
     return np.stack([y[i].astype(np.int64).sum(0) for i in train.values()])

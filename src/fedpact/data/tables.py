@@ -28,7 +28,7 @@ from fedpact.data.cells import (
 )
 from fedpact.data.schema import Column, RecordForm, ValueRange
 from fedpact.data.sieve import MISSING, RecordFilter
-from fedpact.data.tokens import is_tokens, read_tokens, token_columns
+from fedpact.data.tokens import is_next_token, is_tokens, read_tokens, token_columns
 
 _ANY: Final = RecordForm()
 _INDEX: Final = re.compile(r"(__index_level_\d+__|Unnamed: \d+)?")
@@ -115,9 +115,10 @@ def table_of(
                 "where a command has it" + _AT_A_SITE * (role == "label")
             )
     named = {role: column for role, column in roles.items() if column is not None}
-    rows = token_columns(columns, choose_features(columns, form, roles.values()))
+    others = [column for column in roles.values() if not is_next_token(column)]
+    rows = token_columns(columns, choose_features(columns, form, others))
     for key, names in (("features", form.features or ()), ("drop", form.drop)):
-        known = {*columns, *rows} - {*named.values()}
+        known = {*columns, *rows} - {*others}
         if odd := [c for c in names if c not in known]:
             raise DataError(
                 f"{origin}: records.{key} names {', '.join(odd)}: expected some of its columns "

@@ -15,12 +15,14 @@ import math
 import re
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, Final, cast
 
 import numpy as np
 
 from fedpact.common.errors import DataError
+from fedpact.common.losses import UNLABELLED
 from fedpact.data.cells import (
     Cells,
     NumberCells,
@@ -33,6 +35,7 @@ from fedpact.data.cells import (
 from fedpact.data.schema import LabelForm, RecordForm
 from fedpact.data.sieve import NO_NUMBER, RecordFilter
 from fedpact.data.tables import Table, class_numbers
+from fedpact.data.tokens import is_tokens, read_token_labels
 
 _FEW: Final = 20
 """So many classes may be those of ever so few records."""
@@ -62,7 +65,8 @@ def find_classes(
             for label, good in zip(y.flat if not named else y, sieve.good.tolist(), strict=True)
         ]
         return sort_names(name, [label for label, good in pairs if good])
-    found = np.unique(np.concatenate([y[np.isfinite(y)] for y in labels]))
+    marked = [y[np.isfinite(y)] for y in labels]
+    found = np.unique(np.concatenate([y[y != UNLABELLED] for y in marked]))
     largest, records = int(max(found, default=0)), sum(y.size for y in labels)
     ask = "are they masks of class numbers" if kind == "pixels" else REGRESSION
     _check_classes(name, found.tolist(), records, ask)
@@ -277,12 +281,24 @@ def read_labels(
     most = 1 if kind == "several" else len(classes) - 1
     with np.errstate(invalid="ignore"):
         good = (flat >= 0) & (flat <= most) & (flat == np.rint(flat))
+        good |= (flat == UNLABELLED) & (kind == "pixels")
     for row in np.flatnonzero(~good.all(1)).tolist():
         place = int((~good[row]).argmax())
         why = f"is no whole number from 0 to {most} at place {place}"
         sieve.leave_out(row, column, why, flat[row, place])
     kept = np.where(good.reshape(found.shape), found, 0)
     return kept.astype(np.float32 if kind == "several" else np.int64)
+
+
+def token_labels(table: Table, x: np.ndarray, form: RecordForm, sieve: RecordFilter) -> Table:
+    """Return a table with its tokens' labels [n, T]; itself where a record has one label.
+
+    x: its records [n, rows, T].
+    """
+    if form.target.kind != "pixels" or not is_tokens(table.features) or table.y is None:
+        return table
+    y = read_token_labels(table.y, x, table.roles["label"], sieve)
+    return replace(table, y=y, labels=None)
 
 
 def unscale(values: Any, target: LabelForm) -> Any:

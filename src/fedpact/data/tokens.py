@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor
 
+from fedpact.common.losses import UNLABELLED
 from fedpact.common.params import TOKENS
 from fedpact.data.sieve import RecordFilter
 
@@ -70,6 +71,33 @@ def read_tokens(
             sieve.clamp(place, _IDS, f"is cut at {size} tokens", one.shape[1])
         x[place, :, : one.shape[1]] = one[:, :size]
     return x
+
+
+def is_next_token(label: str | None) -> bool:
+    """Whether a column of labels is that of the tokens themselves: each one's is what follows."""
+    return label == _IDS
+
+
+def read_token_labels(
+    cells: Sequence[Any], x: np.ndarray, label: str, sieve: RecordFilter
+) -> np.ndarray:
+    """Return a label for each token, int64 [n, T], UNLABELLED where there is none.
+
+    cells: of each record a list, a whole number for each of its tokens. x: records [n, rows, T],
+    whose padding has none. label: the column; of the tokens themselves each one's is the next.
+    """
+    y = np.full((len(x), x.shape[-1]), UNLABELLED, np.int64)
+    for place, cell in enumerate(cells):
+        row = np.asarray(cell if cell is not None else [])
+        if row.ndim != 1 or row.dtype.kind not in "iu":
+            sieve.leave_out(place, label, "is no list of whole numbers, one for each token")
+            continue
+        y[place, : len(row)] = row[: y.shape[1]]
+    y[x[:, 1] == 0] = UNLABELLED
+    if is_next_token(label):
+        y[:, :-1] = y[:, 1:]
+        y[:, -1:] = UNLABELLED
+    return y
 
 
 def _record(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedpact.common.check import count
 from fedpact.common.errors import FedpactError, InputError, ModelError
-from fedpact.common.losses import Loss
+from fedpact.common.losses import UNLABELLED, Loss
 from fedpact.common.messages import RoundRecord, SiteScore
 from fedpact.common.params import check_unwritten
 from fedpact.common.user_code import own_function
@@ -129,7 +129,8 @@ def _right(outputs: Tensor, y: Tensor) -> Tensor | float:
         return math.nan
     # NaN is the largest number to argmax: a broken model would be right about class 0.
     right = (outputs.argmax(-1) == y) & ~outputs.isnan().any(-1)
-    return right.reshape(len(y), -1).double().mean(1).sum()
+    labelled = (y != UNLABELLED).reshape(len(y), -1).sum(1).clamp(min=1)
+    return (right.reshape(len(y), -1).double().sum(1) / labelled).sum()
 
 
 def psi(losses: Sequence[float], weights: Sequence[float]) -> float:
@@ -313,6 +314,7 @@ def _columns(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.double().sigmoid(), y.double()
     if outputs.dim() > 2:
         outputs, y = outputs.movedim(1, -1).flatten(0, -2), y.flatten()
+        outputs, y = outputs[y != UNLABELLED], y[y != UNLABELLED]
     p = outputs.double().softmax(-1)
     each = (y[:, None] == torch.arange(p.shape[1])).double()
     return (p[:, 1:], each[:, 1:]) if p.shape[1] == 2 else (p, each)
@@ -400,9 +402,9 @@ def commonest(y: Tensor, classes: Sequence[str]) -> Commonest | None:
     """
     if y.is_floating_point() or not y.numel():
         return None
-    counts = torch.bincount(y.flatten(), minlength=len(classes))
+    counts = torch.bincount(y[y != UNLABELLED], minlength=len(classes))
     most = int(counts.argmax())
-    return Commonest(classes[most], float(counts[most]) / y.numel())
+    return Commonest(classes[most], float(counts[most]) / max(1, int(counts.sum())))
 
 
 TASK_BY_LABELS: Final = {

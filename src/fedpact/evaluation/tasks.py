@@ -85,9 +85,12 @@ def check_loss(
             )
 
 
-TaskKind = Literal["classification", "multi_label", "regression", "segmentation"]
+TaskKind = Literal["classification", "multi_label", "regression", "segmentation", "tokens"]
 
-_TARGETS: Final[dict[str, Any]] = {task: kind for kind, task in TASK_BY_LABELS.items()}
+_TARGETS: Final[dict[str, Any]] = {
+    **{task: kind for kind, task in TASK_BY_LABELS.items()},
+    "tokens": "pixels",
+}
 _FORM: Final = "loss(outputs [B, ...], labels [B, ...]) -> losses [B]"
 
 
@@ -98,7 +101,7 @@ class TaskSettings(BaseModel):
     kind: TaskKind = "classification"
     """"classification"; "multi_label", arrays of 0 and 1 for each of several labels;
     "regression", a number; "segmentation", a class for each pixel of an image, whose loss is
-    the mean over its pixels."""
+    the mean over its pixels; "tokens", a class for each token of a text, or the next token."""
     range: list[float] | None = Field(default=None, min_length=2, max_length=2)
     """Of regression, the least and the most that a label can be; labels beyond become the
     nearer one, and the model learns -1..1 in their place."""
@@ -182,7 +185,7 @@ class TaskSettings(BaseModel):
             return LabelEntropy(weights)
         if self.kind == "regression":
             return squared_error
-        if self.kind == "segmentation":
+        if self.target.kind == "pixels":
             return pixel_entropy
         return WeightedEntropy(weights) if weights else cross_entropy
 

@@ -45,7 +45,7 @@ class NamedInputs(nn.Module):
         if not self._by_place or not isinstance(found, Tensor) or found.dim() < 3:
             return found
         if found.dim() == 3:
-            return found.movedim(2, 1)
+            return found.movedim(2, 1) if self.names else found
         if x.dim() == 4 and found.shape[2:] != x.shape[2:]:
             # Many answer at a fraction of the image's size, and are trained on it enlarged.
             found = F.interpolate(found, x.shape[2:], mode="bilinear", align_corners=False)
