@@ -35,7 +35,6 @@ def plan_of(
     rate: float,
     rounds: int,
     workers: int = 0,
-    stacked: int = 1,
     steps: int = 1,
     device: str = "cpu",
 ) -> Plan:
@@ -54,7 +53,6 @@ def plan_of(
         "compression": {"kind": "none"},
         "run": {
             "workers": workers,
-            "stacked": stacked,
             "evaluate_every": 10**6,
             "device": device,
         },

@@ -12,10 +12,6 @@ _SMALL_STEPS = (
 )
 
 REMARKS: dict[tuple[str, str], str] = {
-    ("stacked", "A: stacked"): (
-        "The two products over the records are 0.3 of the plain step, the rest of the sums 0.2, "
-        "noise 0.15; what each site does for itself, its batch, its checks and its turns, 0.25."
-    ),
     ("step-B", "fedpact, batch 75"): (
         "The clipped sum is nine tenths of it; a simulation's noise, at half the price of torch's "
         "normal numbers, and the step itself are what is left."
@@ -43,8 +39,7 @@ REMARKS: dict[tuple[str, str], str] = {
         "spend 6 % of the round on noise, and as much on ledgers, messages and checkpoint. From "
         "day to day it is 1.17 to 1.22."
     ),
-    ("round-100A", "pfl, no privacy in the clients / fedpact, sites one by one"): _SMALL_STEPS,
-    ("round-100A", "pfl, no privacy in the clients / fedpact, run.stacked = 16"): _SMALL_STEPS,
+    ("round-100A", "pfl, no privacy in the clients"): _SMALL_STEPS,
     ("overhead", "a site and round"): (
         "Sampling, noise, ledger entry, messages and the oracle's checks are each 20 to 100 µs of "
         "Python; the commit's two flushes are shared by all sites."

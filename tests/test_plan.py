@@ -16,7 +16,7 @@ BAD = [
     ("nonsense=1", ["nonsense", "expected one of", "algorithm"]),
     ("privacy.eps=1", ["privacy.eps", "epsilon"]),
     ("privacy.epsilom=1", ["expected one of accountant", "the nearest is 'epsilon'"]),
-    ("algorithm=fedprx", ["expected one of afl, ali_dpfl", "the nearest is 'fedprox'"]),
+    ("algorithm=fedprx", ["expected one of ", "the nearest is 'fedprox'"]),
     ("settings.foo=1", ["settings.foo", "learning_rate"]),
     ("privacy.epsilon=-1", ["privacy.epsilon", "-1", "greater than 0"]),
     ("privacy.epsilon=nan", ["privacy.epsilon", "nan", "finite"]),
@@ -261,12 +261,6 @@ def test_numpys_numbers_and_arrays_are_settings_too():
         Plan(sites=np.float64(2.5))
 
 
-@pytest.mark.parametrize("name", ["workers", "stacked"])
-def test_sites_take_turns_on_a_gpu(name: str) -> None:
-    with pytest.raises(PlanError, match=f"run.{name} = 2 with run.device = 'cuda': sites take"):
-        Plan.parse({"run": {"device": "cuda", name: 2}})
-
-
-def test_stacked_sites_have_all_digits() -> None:
-    with pytest.raises(PlanError, match=r"run\.precision = 'bf16' with run\.stacked = 2"):
-        Plan.parse({"run": {"precision": "bf16", "stacked": 2}})
+def test_sites_take_turns_on_a_gpu() -> None:
+    with pytest.raises(PlanError, match=r"run\.workers = 2 with run\.device"):
+        Plan.parse({"run": {"device": "cuda", "workers": 2}})

@@ -12,13 +12,13 @@ from types import ModuleType
 
 # In the order of the page.
 _ORDER = (
-    "kernel", "step", "stacked", "parts", "memory", "roofline", "noise",
+    "kernel", "step", "parts", "memory", "roofline", "noise",
     "round", "hundred", "workers", "overhead", "profile", "sites", "secure", "accuracy", "card",
 )  # fmt: skip
 
 
 # Those whose figures are of the kernel: stale when its package changes; see provenance.
-OF_KERNEL = ("kernel", "step", "stacked", "parts", "memory", "roofline", "profile", "card")
+OF_KERNEL = ("kernel", "step", "parts", "memory", "roofline", "profile", "card")
 
 
 def modules() -> dict[str, ModuleType]:

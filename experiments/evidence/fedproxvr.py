@@ -10,7 +10,7 @@ from experiments.evidence.runs import Run, overrides
 
 _BASE: Final = "evidence/fedproxvr.toml"
 _MNIST: Final = (
-    *(("data", "mnist"), ("model", "cnn_padded"), ("sites", 10), ("run.stacked", 1)),
+    *(("data", "mnist"), ("model", "cnn_padded"), ("sites", 10)),
     *(("partition.smallest", 454), ("partition.largest", 3939)),
 )
 
@@ -56,6 +56,6 @@ def run(row: Row) -> Run:
     batches = sites * row.local_steps * row.batch * (2 if reduced else 1)
     cost = row.rounds * (batches + (records if reduced else 0.0))
     name = f"{row.method} {'logistic' if convex else 'cnn'}"
-    kind = "stacked" if convex else "cnn"
+    kind = "logistic" if convex else "cnn"
     cost *= 1 if convex else 1.6  # the padded network's gradient, without a clip
     return Run("fedproxvr", name, _BASE, overrides(settings), (row.rounds,), cost, kind)

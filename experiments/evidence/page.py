@@ -58,8 +58,7 @@ def _coverage(stored: Stored) -> tuple[str, str]:
     lines.append("| --- | --- | --- | --- | --- | --- |")
     groups: dict[tuple[str, str], dict[Run, list[int]]] = {}
     for run, seed in ORDER:
-        kind = "logistic" if run.kind == "stacked" else run.kind
-        groups.setdefault((run.group, kind), {}).setdefault(run, []).append(seed)
+        groups.setdefault((run.group, run.kind), {}).setdefault(run, []).append(seed)
     for (group, kind), runs in sorted(groups.items()):
         done = [sum(stored.whole(run, seed) for seed in seeds) for run, seeds in runs.items()]
         asked = [len(seeds) for seeds in runs.values()]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 # Record gradients a second on one core of the machine that measured.
-_SPEED: Final = {"cnn": 2800.0, "logistic": 40_000.0, "stacked": 100_000.0, "features": 60_000.0}
+_SPEED: Final = {"cnn": 2800.0, "logistic": 40_000.0, "features": 60_000.0}
 _SIZES: Final = {"mnist": 60_000, "fashion_mnist": 60_000, "cifar10": 50_000}
 _IMAGE: Final = {"mnist": 1.0, "fashion_mnist": 1.0, "cifar10": 1.8}  # a gradient's cost
 

@@ -169,7 +169,7 @@ class Plan(ShownPlan, BaseModel):
         self.task.check_plain("[evaluation]" * self.evaluation.used)
         self.privacy.check_rate(self.sampling_rate, self.batch_size)
         self.logistic.check_model(self.model)
-        self.views.check_goes(self.task.plain, self.features.used, self.run.stacked)
+        self.views.check_goes(self.task.plain, self.features.used)
         self.initial.check_model(self.model)
         mode = self.privacy.mode
         why = self.features.why_unstated or self.initial.why_unstated(self.model)

@@ -16,7 +16,7 @@ from fedpact.common.errors import FedpactError
 # Each takes longer to import than an answer may take.
 HEAVY = {
     *("torch", "numpy", "scipy", "dp_accounting", "matplotlib", "pydantic", "sklearn", "jinja2"),
-    *("cryptography", "flwr", "ray", "safetensors", "greenlet"),
+    *("cryptography", "flwr", "ray", "safetensors"),
 }
 CALL = """
 import atexit, json, sys

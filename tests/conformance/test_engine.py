@@ -6,7 +6,6 @@ import torch
 from fedpact import algorithms
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.errors import PlanError
-from fedpact.common.params import FlatModel
 from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.ledger import read_entries
@@ -15,7 +14,7 @@ from fedpact.simulation.simulate import simulate
 ROUNDS = 3
 
 
-def plan(case, workers=1, stacked=1):
+def plan(case, workers=1):
     """In the private form where there is one: the engine does all that it does for a plain run."""
     private = not case.facts.plain_only
     return Plan.parse(
@@ -27,7 +26,7 @@ def plan(case, workers=1, stacked=1):
             # Where τ is chosen on the way, σ is calibrated for given iterations only.
             "privacy": {"mode": "per_sample" if private else "none"}
             | ({"sigma": 8.0} if case.facts.controlled and case.facts.iterations is None else {}),
-            "run": {"workers": workers, "stacked": stacked, "evaluate_every": 1},
+            "run": {"workers": workers, "evaluate_every": 1},
         }
     )
 
@@ -100,16 +99,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case, data, tmp_path, run):
         )
         assert stopped.records[-1].round == stop_after
     assert_same(stopped, whole)
-
-
-def test_stacking_sites_changes_nothing_but_rounding(case, data, tmp_path, run):
-    """Three sites at tables of two: 1e-5 of the model's length, and the same charges."""
-    one = run(case)
-    other = simulate(plan(case, stacked=2), tmp_path / "stacked", data=data)
-    w, v = (FlatModel(run.model).vector for run in (one, other))
-    assert float((w - v).norm()) <= 1e-5 * float(w.norm())
-    assert contents(one)[1] == contents(other)[1]
-    assert [r.epsilon for r in one.records] == [r.epsilon for r in other.records]
 
 
 def test_another_seed_is_another_run(data, tmp_path, run):

@@ -125,7 +125,6 @@ def test_an_audit_looks_at_the_sum_that_sites_make():
     ("overrides", "named"),
     [
         (["features.kind=scattering"], "features"),
-        (["run.stacked=2"], "stacked"),
         (["task.kind=segmentation"], "task"),
         (["views.shift=8"], "shift = 8"),
         (["data=synthetic_iid", "partition.kind=natural"], "expected images"),

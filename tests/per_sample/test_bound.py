@@ -13,13 +13,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.per_sample.attacked import CLASSES, MODELS, allowed, kernel, moved, put, records
-from torch import Tensor
 
-from fedpact.common.losses import cross_entropy
 from fedpact.per_sample import norms
 from fedpact.per_sample.clipping import SHORTEST
-from fedpact.per_sample.dense import SiteSum
-from fedpact.simulation.stacked import Stack
 
 KINDS = ("normal", "cancelling", "spikes", "constant", "mixed", "denormal", "bad")
 
@@ -138,30 +134,6 @@ def test_nor_a_sum_of_differences(name, apart):
     w = made.model.vector.clone()
     anchor = w + apart * torch.randn(len(w), generator=torch.Generator().manual_seed(0))
     attacked(name, lambda x, y, c, _: made.clipped_difference(x, y, w, anchor, c), 3)
-
-
-def test_bound_holds_for_stacked_sites_and_others_are_untouched():
-    models = [kernel.__wrapped__("dense").model for _ in range(3)]
-    stack = Stack.of(models[0], cross_entropy)
-    others = [records("dense", 20, seed) for seed in (1, 2)]
-    before: dict[float, list[Tensor]] = {}
-
-    def summed(x, y, clip, weights):
-        sites = [others[0], (x, y), others[1]]
-        asked = [
-            SiteSum(m, *site, clip, weights)
-            for m, site in zip(models, sites, strict=True)
-            if len(site[1])
-        ]
-        answers = stack.answers(asked)
-        if len(asked) < 3:
-            answers.insert(1, torch.zeros_like(models[0].vector))
-        kept = before.setdefault((clip, weights), [answers[0].clone(), answers[2].clone()])
-        assert torch.equal(kept[0], answers[0])
-        assert torch.equal(kept[1], answers[2])
-        return answers[1]
-
-    attacked("dense", summed, 40)
 
 
 @pytest.mark.parametrize("keep", [norms.KEEP_BYTES, 1])

@@ -306,8 +306,8 @@ def test_verify_tries_every_way_that_a_batch_may_take(reference, wrong, monkeypa
         right = kernel._passes.gradients
         monkeypatch.setattr(kernel._passes, wrong, lambda x, y: right(x.flip(0), y))
     else:
-        dense, summed = kernel._passes.dense, kernel._passes.dense.sum_of
-        monkeypatch.setattr(dense, "sum_of", lambda *asked: summed(*asked) * 1.01)
+        dense, summed = kernel._passes.dense, kernel._passes.dense.sum
+        monkeypatch.setattr(dense, "sum", lambda *asked: summed(*asked) * 1.01)
     with pytest.raises(ModelError, match="mixes the records"):
         kernel.verify(x, y)
 

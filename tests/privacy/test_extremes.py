@@ -13,12 +13,11 @@ from torch import nn
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
 from fedpact.privacy.batches import BatchClippedKernel
-from fedpact.simulation.stacked import Seat, Stack
 
 ROOM = 1 + 1e-5
 
 
-LEVELS = ("dense", "graph", "records", "stacked")
+LEVELS = ("dense", "graph", "records")
 
 
 TRACED = {}
@@ -26,7 +25,7 @@ TRACED = {}
 
 
 def kernel_of(reference, level, module):
-    """In one go, by the graph, record by record; and in one go for a stack's seat."""
+    """In one go, by the graph, or record by record."""
     model = FlatModel(copy.deepcopy(module))
     if level in ("graph", "records"):
         form = level, repr(module), model.vector.dtype
@@ -34,17 +33,7 @@ def kernel_of(reference, level, module):
             TRACED[form] = reference.forced(level, module, cross_entropy)
         TRACED[form].model.load(model.vector)
         return TRACED[form]
-    # A GPU stacks no sums.
-    stack = Stack.of(model, cross_entropy) if level == "stacked" else None
-    if stack is None:
-        level = "dense" if level == "stacked" else level
-        return reference.forced(level, module, cross_entropy)
-
-    def ask(question):
-        (answer,) = stack.answers([question])
-        return answer
-
-    return Seat(model, cross_entropy, ask)
+    return reference.forced(level, module, cross_entropy)
 
 
 def linear(*weights, bias=False):

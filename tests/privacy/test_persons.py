@@ -315,8 +315,7 @@ def test_neither_unit_counts_as_the_other(tmp_path, study):
     policy.model_copy(update={"unit": "person"}).check_run("fedavg", terms, (0.0, 0.0))
 
 
-@pytest.mark.parametrize("stacked", [1, 2])
-def test_plain_runs_average_over_persons_too(study, tmp_path, stacked):
+def test_plain_runs_average_over_persons_too(study, tmp_path):
     """One full step from 0: w is the mean over persons of the mean over their visits."""
     plan = study(
         privacy={"unit": "person", "mode": "none"},
@@ -324,7 +323,6 @@ def test_plain_runs_average_over_persons_too(study, tmp_path, stacked):
         sites=1,
         sampling_rate=1.0,
         settings={"local_steps": 1, "learning_rate": 1.0},
-        run={"stacked": stacked},
     )
     scene = SimulationSetup.of(plan)
     site, module = scene.sites[0], scene.module()

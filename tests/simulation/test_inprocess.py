@@ -7,7 +7,6 @@ import torch
 
 from fedpact.common.messages import Task
 from fedpact.simulation.threads import InProcess
-from fedpact.simulation.workshop import OneByOne
 
 NAMES = [f"site-{number:02d}" for number in range(40)]
 
@@ -35,7 +34,7 @@ def tasks(length=1):
 
 
 def transport(sites, workers=2):
-    return InProcess(sites, workers, lambda: OneByOne("bench"))
+    return InProcess(sites, workers, lambda: "bench")
 
 
 @pytest.mark.parametrize(("length", "ahead"), [(1, 32), (50_000, 20), (300_000, 4)])

@@ -362,16 +362,6 @@ def test_a_site_goes_on_with_what_it_remembers_of_its_last_round(tmp_path):
     assert result.records[-1].scores
 
 
-def test_stacked_sites_are_those_of_the_round(tmp_path):
-    pytest.importorskip("greenlet")
-    one = simulate(Plan.parse(PLAN), tmp_path / "a")
-    stacked = {**PLAN, "run": {"workers": 1, "stacked": 3}}
-    other = simulate(Plan.parse(stacked), tmp_path / "b")
-    assert [r.asked for r in one.records] == [r.asked for r in other.records]
-    for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
-        assert torch.allclose(mine, theirs, atol=1e-5)
-
-
 def test_ray_asks_those_of_the_round():
     try:
         require_ray()

@@ -468,14 +468,6 @@ def test_a_ledger_that_a_power_failure_shortened_is_not_believed(tmp_path):
     assert simulate(plan(), tmp_path / "run").records[-1].round == 5
 
 
-def test_unstackable_model_is_refused_before_writing(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
-    asked = plan(model="models_of_users:tied", run={"stacked": 4})
-    with pytest.raises(PlanError, match=r"run.stacked = 4.*cannot be stacked"):
-        simulate(asked, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_missing_device_is_refused_before_writing(tmp_path):
     with pytest.raises(PlanError, match=r"device is 'cuda:99': torch .* finds"):
         simulate(plan(run={"device": "cuda:99"}), tmp_path / "run")
@@ -485,10 +477,10 @@ def test_missing_device_is_refused_before_writing(tmp_path):
 
 
 def test_a_round_carried_out_again_is_the_same_release(tmp_path):
-    """Its noise is not drawn anew, so neither device nor stacks may change when a run goes on."""
+    """Its noise is not drawn anew, so neither device nor precision may change on the way."""
     simulate(plan(rounds=2), tmp_path / "run")
     with pytest.raises(PlanError, match="another configuration"):
-        simulate(plan(rounds=2, run={"stacked": 2}), tmp_path / "run")
+        simulate(plan(rounds=2, run={"precision": "bf16"}), tmp_path / "run")
     assert simulate(plan(rounds=2, run={"workers": 1}), tmp_path / "run").records[-1].round == 2
 
 

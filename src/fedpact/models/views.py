@@ -42,15 +42,14 @@ class ViewSettings(BaseModel):
         """Whether there is another view than the image itself."""
         return self.count > 1
 
-    def check_goes(self, plain: bool, features: bool, stacked: int) -> None:
+    def check_goes(self, plain: bool, features: bool) -> None:
         """Raise ValueError where views would not mean what they say.
 
-        plain: the task is of classes with their cross entropy. stacked: sites together.
+        plain: the task is of classes with their cross entropy.
         """
         for beside, found, why in (
             ("a [task]", not plain, "views are averaged for classes and their cross entropy alone"),
             ("[features]", features, "features are no images; features.mirror averages both's"),
-            (f"run.stacked = {stacked}", stacked > 1, "stacked sites have dense layers alone"),
         ):
             if self.used and found:
                 raise ValueError(f"[views] with {beside}: {why}; leave one out")

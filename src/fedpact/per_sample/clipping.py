@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fedpact.common.check import finite, non_negative, positive
 from fedpact.common.errors import InputError, ModelError
-from fedpact.common.params import FlatModel, on_cpu
-from fedpact.per_sample.layout import COMPACT, Placement
+from fedpact.common.params import on_cpu
 from fedpact.per_sample.norms import LARGEST
 from fedpact.per_sample.share import IN_FLOAT32, TOGETHER, unit_of
 
@@ -119,25 +118,6 @@ def weights_of(weights: Weights | None, losses: Tensor, norms: Tensor | None = N
             f"the weights have shape {tuple(w.shape)} for {len(losses)} losses: expected one each"
         )
     return w.to(losses.dtype)
-
-
-@dataclass(eq=False, slots=True)
-class SiteSum:
-    """One site's question: Σ_j c_j g_j at the model's weights over x, y [n, ...].
-
-    c_j = min(w_j, C/‖g_j‖) with C = clip; infinity for c_j = w_j. See PerSampleKernel. plain: what
-    is not finite is not left out but spreads, as without privacy. shares: s [n] in (0, 1], float64,
-    by which each c_j is multiplied; None for 1. layout: where the records stand.
-    """
-
-    model: FlatModel
-    x: Tensor
-    y: Tensor
-    clip: float
-    weights: Weights | None
-    plain: bool = False
-    shares: Tensor | None = None
-    layout: Placement = COMPACT
 
 
 @dataclass(frozen=True)

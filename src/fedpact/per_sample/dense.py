@@ -1,18 +1,16 @@
-"""Clipped sums of small sequences of dense layers, of one site or of several at once.
+"""Clipped sums of small sequences of dense layers.
 
 A step of a small model is a few products of matrices and many operations on short vectors, which
 torch takes three times as long to begin as numpy. So here torch multiplies and numpy does the rest.
-Slots stand side by side, as the columns of z [O, N]: each site's columns are multiplied by its own
-weights, and all else is done for everybody in one go. No column enters another's numbers.
+Slots stand side by side, as the columns of z [O, P]: no column enters another's numbers.
 
 For a sequence of nn.Linear (or ScaledBias), ReLU, Tanh and Sigmoid behind at most a Flatten, with
 cross_entropy, on a CPU. Norms are the kernel's ghost norms: of a layer ‖g_j x_jᵀ‖ = ‖g_j‖‖x_j‖.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 
 from fedpact.common.losses import Loss, cross_entropy
 from fedpact.common.params import FlatModel, from_numpy, on_cpu
-from fedpact.per_sample.clipping import SiteSum, coefficients, weights_of
+from fedpact.per_sample.clipping import Weights, coefficients, weights_of
 from fedpact.per_sample.layers import ScaledBias, flattens, sequence_of
 from fedpact.per_sample.layout import Pass, Placement, laid_out, length_for, overhead
 from fedpact.per_sample.norms import (
@@ -55,13 +53,41 @@ _ACTIVATIONS: Final[dict[type[nn.Module], tuple[_Curve, _Curve]]] = {
 }
 
 
+@dataclass(eq=False, slots=True)
+class _Found:
+    """What is found of a pass's slots x [P, K].
+
+    values: what each layer reads, [K, P] but for the first, which reads x, and the last one's
+    output. grads: ∂ℓ_j/∂output [O, P] of every linear layer, by its place. lengths: ‖·‖² [P] of
+    what each of them reads.
+    """
+
+    x: Tensor
+    values: list[Array] = field(default_factory=lambda: [None])
+    grads: dict[int, Array] = field(default_factory=dict[int, Array])
+    lengths: dict[int, Array] = field(default_factory=dict[int, Array])
+    losses: Array = None
+    norms: Array = None
+
+    def keep(self, good: Array) -> None:
+        """Set the numbers of other slots than good [P] to 0."""
+        self.x = self.x.where(from_numpy(good)[:, None], 0)
+        self.values = [None if v is None else np.where(good, v, 0) for v in self.values]
+        self.grads = {i: np.where(good, v, 0) for i, v in self.grads.items()}
+        self.lengths = {i: np.where(good, v, 0) for i, v in self.lengths.items()}
+
+    def read(self, i: int) -> Tensor:
+        """What layer i reads, [K, P]."""
+        return from_numpy(self.values[i]) if i else self.x.t()
+
+
 class Dense:
-    """Answers questions about models like `model`, which it only takes the form of."""
+    """Sums over records at the weights of one model."""
 
     def __init__(self, model: FlatModel, layers: list[nn.Module], flattens: bool) -> None:
         named = {id(p): name for name, p in model.module.named_parameters()}
         linears = [(i, m) for i, m in enumerate(layers) if isinstance(m, nn.Linear)]
-        self._module, self._flattens = model.module, flattens
+        self._model, self._flattens = model, flattens
         self._kinds = [nn.Linear if isinstance(m, nn.Linear) else type(m) for m in layers]
         self._weight = {i: named[id(m.weight)] for i, m in linears}
         biases = {i: named.get(id(m.bias)) for i, m in linears}
@@ -80,7 +106,7 @@ class Dense:
 
     @staticmethod
     def of(model: FlatModel, loss: Loss) -> "Dense | None":
-        """Return what answers for such models, None where the model is no such sequence.
+        """Return what sums for the model, None where it is no such sequence.
 
         Nor on a GPU, which gains nothing from numpy.
         """
@@ -102,269 +128,158 @@ class Dense:
     @property
     def holds(self) -> bool:
         """Whether the modules are still no more than their layers: hooks may have been added."""
-        return sequence_of(self._module) is not None
-
-    def losses(self, model: FlatModel, one: Pass) -> Tensor:
-        """Return the losses [P] of a pass, without gradient."""
-        made = _Made([self._rows(one.x)], [model.own], [slice(0, len(one.y))])
-        with np.errstate(all="ignore"):
-            self._forward(made)
-            return from_numpy(self._losses(made, one.y.numpy())[0])
-
-    def norms(self, model: FlatModel, one: Pass) -> Tensor:
-        """Return ‖g_j‖ [P] of a pass, in float64."""
-        with np.errstate(all="ignore"):
-            made = self._measure([(SiteSum(model, one.x, one.y, 1.0, None), one)])
-        return from_numpy(made.norms)
-
-    def length(self, expected: float, **how: bool) -> int:
-        """Return P; see layout.length_for."""
-        return length_for(expected, MOST // self._width, self._overhead, **how)
-
-    def sum_of(self, asked: SiteSum, *, exact: bool = False) -> Tensor:
-        """Return one question's sum [d], of records that fit. exact: in float64, however few."""
-        layout = asked.layout
-        length = layout.length or self.length(layout.expected)
-        batch = len(asked.y)
-        exact = exact or batch > IN_FLOAT32 or layout.passes(batch, length) > PARTIAL_SUMS
-        total = torch.zeros_like(asked.model.vector, dtype=torch.float64 if exact else self._dtype)
-        for one in laid_out(self._rows(asked.x), asked.y, length, layout):
-            total += self._sums([(asked, one)], exact)[0]
-        return total if exact else total.to(self._dtype)
-
-    def sums(self, asked: Sequence[SiteSum]) -> list[Tensor | None]:
-        """Return each question's sum [d], one pass each; None where a site has to compute its own.
-
-        That is where there is no record or too many for a pass, where records are none of the
-        model's, and of a plain run where a record is not finite. For simulations.
-        """
-        found: list[Tensor | None] = [None] * len(asked)
-        for some in self._groups(asked):
-            pairs = [(asked[i], self._whole(asked[i])) for i in some]
-            exact = any(len(one.y) > IN_FLOAT32 for one, _ in pairs)
-            for i, answer in zip(some, self._sums(pairs, exact), strict=True):
-                spoilt = asked[i].plain and not math.isfinite(answer.sum())
-                found[i] = None if spoilt else answer.to(self._dtype)
-        return found
-
-    def measured(self, asked: SiteSum) -> list[Tensor]:
-        """Return whatever is computed of each slot of one pass, tensors [P, ...]."""
-        (one,) = laid_out(self._rows(asked.x), asked.y, asked.layout.length, asked.layout)
-        with np.errstate(all="ignore"):
-            made = self._measure([(asked, one)])
-        arrays = [made.losses, made.norms, *made.lengths.values(), *made.grads.values()]
-        arrays += [v for v in made.values if v is not None]
-        return [from_numpy(np.ascontiguousarray(v.T)) for v in arrays]
-
-    def _whole(self, one: SiteSum) -> Pass:
-        length = -(-len(one.y) // 8) * 8
-        return next(laid_out(self._rows(one.x), one.y, length, Placement()))
-
-    def _rows(self, x: Tensor) -> Tensor:
-        return x if x.dim() == 2 else x.flatten(1)
+        return sequence_of(self._model.module) is not None
 
     def fits(self, x: Tensor, y: Tensor) -> bool:
         """Whether x, y [B, ...] are records of the model's, at least one."""
         fits = x.dtype == self._dtype and y.dtype == torch.int64 and on_cpu(x)
         rows = x.dim() == 2 or (x.dim() > 2 and self._flattens)
-        return fits and rows and y.dim() == 1 and x.shape[0] == y.shape[0] and len(y) > 0
+        return fits and rows and y.dim() == 1 and x.shape[0] == y.shape[0] and y.shape[0] > 0
 
-    def _groups(self, asked: Sequence[SiteSum]) -> Iterator[list[int]]:
-        """Yield the places of questions that can be answered, together no more than MOST."""
-        group: list[int] = []
-        size = 0
-        for i, one in enumerate(asked):
-            own = one.y.shape[0] * self._width
-            if not self.fits(one.x, one.y) or own > MOST:
-                continue
-            if size + own > MOST:
-                yield group
-                group, size = [], 0
-            group.append(i)
-            size += own
-        if group:
-            yield group
+    def length(self, expected: float, **how: bool) -> int:
+        """Return P; see layout.length_for."""
+        return length_for(expected, MOST // self._width, self._overhead, **how)
 
-    def _sums(self, asked: "list[tuple[SiteSum, Pass]]", exact: bool) -> list[Tensor]:
-        """The sums, in float64 or the model's type."""
+    def losses(self, one: Pass) -> Tensor:
+        """Return the losses [P] of a pass, without gradient."""
+        found = _Found(one.x.flatten(1))
+        with np.errstate(all="ignore"):
+            self._forward(found)
+            return from_numpy(self._losses(found, one.y.numpy())[0])
+
+    def norms(self, one: Pass) -> Tensor:
+        """Return ‖g_j‖ [P] of a pass, in float64."""
+        with np.errstate(all="ignore"):
+            return from_numpy(self._measure(one.x.flatten(1), one.y).norms)
+
+    def sum(
+        self,
+        x: Tensor,
+        y: Tensor,
+        clip: float,
+        weights: Weights | None,
+        shares: Tensor | None,
+        layout: Placement,
+        *,
+        exact: bool = False,
+    ) -> Tensor:
+        """Return Σ_j c_j g_j [d] over records that fit; see PerSampleKernel.clipped_sum.
+
+        exact: in float64, however few they are.
+        """
+        length = layout.length or self.length(layout.expected)
+        batch = y.shape[0]
+        exact = exact or batch > IN_FLOAT32 or layout.passes(batch, length) > PARTIAL_SUMS
+        total = torch.zeros_like(self._model.vector, dtype=torch.float64 if exact else self._dtype)
         # A bad record may overflow or divide by 0: it is found by its loss and norm afterwards.
         with np.errstate(all="ignore"):
-            made = self._measure(asked)
-            w = _weights(asked, made)
-            c = np.empty_like(made.norms)
-            for (one, slots), own in zip(asked, made.own, strict=True):
-                share = None if one.shares is None else slots.placed(one.shares).numpy()
-                of = None if w is None else from_numpy(w[own])
-                norms = from_numpy(made.norms[own])
-                c[own] = coefficients(one.clip, norms, of, None).numpy()
-                if share is not None:
-                    c[own] *= share
-            known = made.losses + made.norms if w is None else made.losses + made.norms + w
-            # A sum is finite only if its terms are.
-            if not math.isfinite(known.sum()):
-                made.keep(np.isfinite(known))
-                c = np.where(np.isfinite(known), c, 0)
-            for (one, slots), own in zip(asked, made.own, strict=True):
-                if slots.occupied is not None:
-                    c[own] *= slots.occupied.numpy()
-                if one.plain and not np.isfinite(known[own][: slots.count]).all():
-                    c[own] = math.nan
-            return self._weighted(asked, c.astype(made.losses.dtype), made, exact)
+            for one in laid_out(x.flatten(1), y, length, layout):
+                found = self._measure(one.x, one.y)
+                c = self._coefficients(found, one, clip, weights, shares)
+                total += self._weighted(found, c.astype(found.losses.dtype), exact)
+        # Coefficients are in units of the clip, so that a small clip keeps its digits.
+        total *= unit_of(clip)
+        return total if exact else total.to(self._dtype)
 
-    def _measure(self, asked: "list[tuple[SiteSum, Pass]]") -> "_Made":
-        xs = [slots.x for _, slots in asked]
-        bounds = pairwise(accumulate((len(x) for x in xs), initial=0))
-        weights = [one.model.own for one, _ in asked]
-        made = _Made(xs, weights, [slice(*b) for b in bounds])
-        self._forward(made)
-        y = np.concatenate([slots.y.numpy() for _, slots in asked])
-        made.losses, g = self._losses(made, y)
-        self._backward(g, made)
-        made.norms = self._squares(made) ** 0.5
-        made.norms = np.where(made.norms <= LONGEST, made.norms, math.inf)
-        return made
+    def measured(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        """Return whatever is computed of each slot of one pass x, y [P, ...]: tensors [P, ...]."""
+        with np.errstate(all="ignore"):
+            found = self._measure(x.flatten(1), y)
+        arrays = [found.losses, found.norms, *found.lengths.values(), *found.grads.values()]
+        arrays += [v for v in found.values if v is not None]
+        return [from_numpy(np.ascontiguousarray(v.T)) for v in arrays]
 
-    def _losses(self, made: "_Made", y: Array) -> tuple[Array, Array]:
-        """Return the losses [N], and their gradient by the last outputs."""
-        strange = (y < 0) | (y >= self._classes)
-        if not strange.any():
-            return _cross_entropy(made.values[-1], y)
-        # A record without a label of the model's is left out, and changes nothing for others.
-        losses, g = _cross_entropy(made.values[-1], np.where(strange, 0, y))
-        return np.where(strange, math.nan, losses), g
+    def _measure(self, x: Tensor, y: Tensor) -> _Found:
+        found = _Found(x)
+        self._forward(found)
+        found.losses, g = self._losses(found, y.numpy())
+        self._backward(g, found)
+        norms = self._squares(found) ** 0.5
+        found.norms = np.where(norms <= LONGEST, norms, math.inf)
+        return found
 
-    def _forward(self, made: "_Made") -> None:
+    def _forward(self, found: _Found) -> None:
+        weights = self._model.own
         # Records are columns from the first product on: what follows works along memory.
         for i, kind in enumerate(self._kinds):
-            z = made.values[-1]
+            z = found.values[-1]
             if kind is not nn.Linear:
-                made.values.append(_ACTIVATIONS[kind][0](z))
+                found.values.append(_ACTIVATIONS[kind][0](z))
                 continue
-            parts: list[Array] = []
-            for weights, x, own in zip(made.weights, made.xs, made.own, strict=True):
-                # The records themselves lie row by row, as they were given; no copy turns them.
-                rows = from_numpy(z[:, own]).t() if i else x
-                weight = weights[self._weight[i]]
-                part = linear(weight, rows, large=weight.numel() >= LARGE).numpy()
-                if i in self._bias:
-                    part += (weights[self._bias[i]] * self._input[i]).numpy()[:, None]
-                parts.append(part)
-            made.values.append(_side_by_side(parts))
+            # The records themselves lie row by row, as they were given; no copy turns them.
+            rows, weight = found.x if not i else from_numpy(z).t(), weights[self._weight[i]]
+            made = linear(weight, rows, large=weight.numel() >= LARGE).numpy()
+            if i in self._bias:
+                made += (weights[self._bias[i]] * self._input[i]).numpy()[:, None]
+            found.values.append(made)
 
-    def _backward(self, g: Array, made: "_Made") -> None:
+    def _losses(self, found: _Found, y: Array) -> tuple[Array, Array]:
+        """Return the losses [P], and their gradient by the last outputs."""
+        strange = (y < 0) | (y >= self._classes)
+        if not strange.any():
+            return _cross_entropy(found.values[-1], y)
+        # A record without a label of the model's is left out, and changes nothing for others.
+        losses, g = _cross_entropy(found.values[-1], np.where(strange, 0, y))
+        return np.where(strange, math.nan, losses), g
+
+    def _backward(self, g: Array, found: _Found) -> None:
         for i in reversed(range(len(self._kinds))):
             kind = self._kinds[i]
             if kind is not nn.Linear:
-                g = g * _ACTIVATIONS[kind][1](made.values[i + 1])
+                g = g * _ACTIVATIONS[kind][1](found.values[i + 1])
                 continue
-            made.grads[i] = g
+            found.grads[i] = g
             # Input gradients are not needed, which would be a third of a small model's work.
             if i:
-                parts: list[Array] = []
-                for weights, own in zip(made.weights, made.own, strict=True):
-                    weight, rows = weights[self._weight[i]].t(), from_numpy(g[:, own]).t()
-                    parts.append(linear(weight, rows, large=weight.numel() >= LARGE).numpy())
-                g = _side_by_side(parts)
+                weight = self._model.own[self._weight[i]].t()
+                g = linear(weight, from_numpy(g).t(), large=weight.numel() >= LARGE).numpy()
 
-    def _squares(self, made: "_Made") -> Array:
-        """Return ‖g_j‖² [N], the sum of the layers' ‖∂ℓ_j/∂output‖² (‖x_j‖² + 1), in float64."""
+    def _squares(self, found: _Found) -> Array:
+        """Return ‖g_j‖² [P], the sum of the layers' ‖∂ℓ_j/∂output‖² (‖x_j‖² + 1), in float64."""
         total: Array = 0
-        for i, g in made.grads.items():
-            read = made.values[i]
-            made.lengths[i] = _squares(read) if i else _side_by_side([*map(_lengths, made.xs)])
+        for i, g in found.grads.items():
+            found.lengths[i] = _squares(found.values[i]) if i else _lengths(found.x)
             # A record's gradient of a linear layer is g xᵀ, so its length is ‖g‖ ‖x‖: no matrix.
-            total += _squares(g) * (made.lengths[i] + self._input.get(i, 0.0) ** 2)
+            total += _squares(g) * (found.lengths[i] + self._input.get(i, 0.0) ** 2)
         return total
 
-    def _weighted(
-        self, asked: "list[tuple[SiteSum, Pass]]", c: Array, made: "_Made", exact: bool
-    ) -> list[Tensor]:
-        """Return each site's Σ_j c_j g_j [d]."""
-        reads, grads = made.balanced()
-        inputs = {i: input for i, input in self._order if input}
-        biased: dict[int, Array] = {}
-        for i, g in made.grads.items():
+    def _coefficients(
+        self, found: _Found, one: Pass, clip: float, weights: Weights | None, shares: Tensor | None
+    ) -> Array:
+        """Return c [P] in units of the clip; clear what is not finite, and give it 0."""
+        norms, w = from_numpy(found.norms), None
+        if weights is not None:
+            w = weights_of(weights, from_numpy(found.losses), norms).clamp_min(0)
+        share = None if shares is None else one.placed(shares)
+        c = coefficients(clip, norms, w, share).numpy()
+        known = found.losses + found.norms if w is None else found.losses + found.norms + w.numpy()
+        # A sum is finite only if its terms are.
+        if not math.isfinite(known.sum()):
+            good = np.isfinite(known)
+            found.keep(good)
+            c = np.where(good, c, 0)
+        return c if one.occupied is None else c * one.occupied.numpy()
+
+    def _weighted(self, found: _Found, c: Array, exact: bool) -> Tensor:
+        """Return Σ_j c_j g_j [d]."""
+        parts: dict[tuple[int, bool], Array] = {}
+        for i, g in found.grads.items():
+            read, input = found.read(i), self._input.get(i, 0.0)
             # What a bias reads is part of what its layer reads.
-            each = _taken(c, g, made.lengths[i] + inputs.get(i, 0.0) ** 2)
-            biased[i] = g * each
-            # A coefficient times a gradient may have no digits where a layer reads long vectors.
-            grads[i] = grads[i] * each if i in grads else biased[i]
-        found: list[Tensor] = []
-        for (one, _), x, own in zip(asked, made.xs, made.own, strict=True):
-            parts: list[Array] = []
-            for i, input in self._order:
-                if input:
-                    terms = biased[i][:, own]
-                    parts.append(terms.sum(1, dtype=np.float64 if exact else None) * input)
-                    continue
-                read = from_numpy(reads[i][:, own]) if i in reads else None
-                if read is None:
-                    read = from_numpy(made.values[i][:, own]) if i else x.t()
-                product = _product(from_numpy(grads[i][:, own]), read, exact)
-                parts.append(product.numpy().reshape(-1))
-            # Coefficients are in units of the clip, so that a small clip keeps its digits.
-            found.append(from_numpy(np.concatenate(parts)).mul_(unit_of(one.clip)))
-        return found
-
-
-@dataclass(eq=False, slots=True)
-class _Made:
-    """Slots x [P, K] and weights of each site, and what was found.
-
-    own: where a site's columns are. lengths: ‖·‖² [N] of what each linear layer reads. values: what
-    each layer reads, [K, N] but for the first, and the last one's output. grads: ∂ℓ_j/∂output
-    [O, N] of every linear layer, by its place.
-    """
-
-    xs: list[Tensor]
-    weights: list[dict[str, Tensor]]
-    own: list[slice]
-    values: list[Array] = field(default_factory=lambda: [None])
-    grads: dict[int, Array] = field(default_factory=dict[int, Array])
-    lengths: dict[int, Array] = field(default_factory=dict[int, Array])
-    losses: Array = None
-    norms: Array = None
-
-    def keep(self, good: Array) -> None:
-        """Set the numbers of other slots than good [N] to 0."""
-        pairs = zip(self.xs, self.own, strict=True)
-        self.xs = [x.where(from_numpy(good[own])[:, None], 0) for x, own in pairs]
-        self.values = [None if v is None else np.where(good, v, 0) for v in self.values]
-        self.grads = {i: np.where(good, v, 0) for i, v in self.grads.items()}
-        self.lengths = {i: np.where(good, v, 0) for i, v in self.lengths.items()}
-
-    def balanced(self) -> tuple[dict[int, Array], dict[int, Array]]:
-        """What layers read, and their gradients, of layers where a record reads a long vector."""
-        reads: dict[int, Array] = {}
-        grads: dict[int, Array] = {}
-        for i, g in self.grads.items():
-            if self.lengths[i].max() <= FAR:
-                continue
-            read = from_numpy(self.values[i]).t() if i else torch.cat(self.xs)
-            of_g, of_u = balanced(from_numpy(g).t(), read, from_numpy(self.lengths[i]))
-            reads[i], grads[i] = of_u.t().numpy(), of_g.t().numpy()
-        return reads, grads
-
-
-def _weights(asked: list[tuple[SiteSum, Pass]], made: _Made) -> Array | None:
-    """Return w [N], None where all are 1."""
-    if all(one.weights is None for one, _ in asked):
-        return None
-    w = np.ones_like(made.losses)
-    for (one, _), own in zip(asked, made.own, strict=True):
-        if one.weights is not None:
-            found = from_numpy(made.losses[own]), None if one.plain else from_numpy(made.norms[own])
-            w[own] = weights_of(one.weights, *found).clamp_min(0).numpy()
-    return w
-
-
-def _side_by_side(parts: Sequence[Array]) -> Array:
-    """Return parts [..., n] as one [..., N]."""
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, -1)
+            each = _taken(c, g, found.lengths[i] + input**2)
+            scaled = g * each
+            if input:
+                parts[i, True] = scaled.sum(1, dtype=np.float64 if exact else None) * input
+            if found.lengths[i].max() > FAR:
+                # c g may have no digits where a layer reads long vectors.
+                rows = balanced(from_numpy(g).t(), read.t(), from_numpy(found.lengths[i]))
+                scaled, read = rows[0].t().numpy() * each, rows[1].t()
+            parts[i, False] = _product(from_numpy(scaled), read, exact).numpy().reshape(-1)
+        return from_numpy(np.concatenate([parts[i, input > 0] for i, input in self._order]))
 
 
 def _squares(v: Array) -> Array:
-    """Return Σ v² [N] of each column of v [K, N], in float64."""
+    """Return Σ v² [P] of each column of v [K, P], in float64."""
     found = np.square(v, dtype=np.float64).sum(0)
     return found.clip(LEAST) if v.itemsize == 8 else found
 
@@ -376,13 +291,14 @@ def _lengths(x: Tensor) -> Array:
         some = rows[:, start : start + BLOCK]
         found += np.vecdot(some, some)
     small = found < SMALL
-    if small.any():
+    # Empty slots hold zeros, of which no square is lost.
+    if small.any() and rows[small].any():
         found[small] = square_sums(x[from_numpy(small)]).numpy()
     return found
 
 
 def _taken(c: Array, g: Array, lengths: Array) -> Array:
-    """c [N] of g [O, N] beside u of ‖u_j‖² [N], or less; see norms.most_of."""
+    """c [P] of g [O, P] beside u of ‖u_j‖² [P], or less; see norms.most_of."""
     near = lengths < NEAR
     if not near.any():
         return c
@@ -407,7 +323,7 @@ def _product(own: Tensor, read: Tensor, exact: bool) -> Tensor:
 
 
 def _cross_entropy(z: Array, y: Array) -> tuple[Array, Array]:
-    """Return the losses [N] of outputs z [K, N], and their gradient."""
+    """Return the losses [P] of outputs z [K, P], and their gradient."""
     places = np.arange(len(y))
     # Not in its place: an activation at the end still has to know what it gave.
     z = z - z.max(0)

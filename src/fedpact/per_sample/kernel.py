@@ -34,7 +34,6 @@ from fedpact.common.params import (
 )
 from fedpact.per_sample.capture import Captures
 from fedpact.per_sample.clipping import (
-    SiteSum,
     Weights,
     check_clip,
     coefficients,
@@ -137,8 +136,8 @@ class PerSampleKernel:
             x, y = _recorded(x, y)
             layout = layout or self._checked_layout(x, y)
             if (dense := self._passes.at_once(x, y)) is not None:
-                asked = SiteSum(self.model, x, y, clip, weights, shares=shares, layout=layout)
-                total = dense.sum_of(asked, exact=most is not None)
+                exact = most is not None
+                total = dense.sum(x, y, clip, weights, shares, layout, exact=exact)
                 return within(total, clip, most).to(self.model.vector.dtype)
             weigh = None if weights is None else partial(_asked, weights)
             return self._sum(self._passes.gradients, x, y, clip, weigh, most, shares, layout)
@@ -197,7 +196,7 @@ class PerSampleKernel:
 
         def measure(x: Tensor, y: Tensor) -> list[Tensor]:
             if dense is not None:
-                return dense.measured(SiteSum(self.model, x, y, 1.0, None, layout=fixed))
+                return dense.measured(x, y)
             (one,) = self._passes.over(x, y, fixed)
             found = self._passes.gradients(one.x, one.y)
             return [v.clone() for v in (found.losses, *found.factors())]
@@ -231,7 +230,7 @@ class PerSampleKernel:
         # Weights follow from losses, so they are those given where all records share a pass.
         layout = Placement(length=-(-len(y) // 8) * 8)
         padded = nn.functional.pad(w, (0, layout.length - len(w)))
-        return dense.sum_of(SiteSum(self.model, x, y, clip, lambda _: padded, layout=layout))
+        return dense.sum(x, y, clip, lambda _: padded, None, layout)
 
     def way(self, x: Tensor, y: Tensor) -> str:
         """How records of the form of x, y [B, ...] are kept apart: "dense", "graph" or "records".

@@ -161,7 +161,7 @@ class Passes:
     def losses(self, one: Pass) -> Tensor:
         """The losses [P] of a pass, without gradient."""
         if (dense := self.at_once(one.x, one.y)) is not None:
-            return dense.losses(self._model, one)
+            return dense.losses(one)
         x, y = self._given(one.x, one.y)
         way = self._traced(x, y)
         with fewer_digits(self._model), self._drawing(way, x, y):
@@ -170,7 +170,7 @@ class Passes:
     def norms(self, one: Pass) -> Tensor:
         """‖g_j‖ [P] of a pass, in float64; call it without gradient."""
         if (dense := self.at_once(one.x, one.y)) is not None:
-            return dense.norms(self._model, one)
+            return dense.norms(one)
         return self.gradients(one.x, one.y).norms
 
     def gradients(self, x: Tensor, y: Tensor) -> Measured:

@@ -236,8 +236,8 @@ def is_known(folder: Folder, plan: Plan) -> bool:
     found = folder.read_json(FIRST)
     before = Plan.parse(found)
     # How it is carried out may change from session to session, what is trained may not: the noise
-    # is another GPU's, and rounding that of other stacks, in a round that is carried out again.
-    kept = {name: getattr(before.run, name) for name in ("device", "stacked", "precision")}
+    # is another GPU's, in a round that is carried out again.
+    kept = {name: getattr(before.run, name) for name in ("device", "precision")}
     if before.model_copy(update={"run": plan.run.model_copy(update=kept)}) != plan:
         raise PlanError(
             f"{folder.path} holds a run of another configuration: choose another folder with "

@@ -103,7 +103,7 @@ class SimulationSetup:
         early = plan.budget.early, plan.private, scene.form.settings
         check_public(*early, test=public, held=held_out)
         device_of(plan.run.device, plan.run.precision)
-        scene.workshop.table()
+        scene.workshop.bench()
         check_shares(plan, terms, workshop.size)
         check_grid(terms.values())
         advise_of_loud(raw.name, ((one.columns, one.size) for one in terms.values()))

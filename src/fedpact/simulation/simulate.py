@@ -319,15 +319,11 @@ def _check_engine(engine: str, plan: Plan) -> None:
             "build model and loss themselves; define them in a file that they can import"
         )
     require_ray()
-    for name, value, expected in (
-        ("device", plan.run.device, "cpu"),
-        ("stacked", plan.run.stacked, 1),
-    ):
-        if value != expected:
-            raise PlanError(
-                f'run.{name} is {value!r}: engine "ray" trains one site at a time on a core; '
-                f'expected {expected!r}, or engine "local"'
-            )
+    if plan.run.device != "cpu":
+        raise PlanError(
+            f'run.device is {plan.run.device!r}: engine "ray" trains on cores; expected "cpu", or '
+            'engine "local"'
+        )
 
 
 def _on_threads(
@@ -336,7 +332,7 @@ def _on_threads(
     """Return the transport to threads of this process, and what tells a site's charges."""
     clients = {site.name: site.client(ledgers.get(site.name)) for site in sites}
     workers = workshop.plan.run.workers or _sensible_workers(sites, workshop)
-    transport = stack.enter_context(InProcess(clients, workers, workshop.table))
+    transport = stack.enter_context(InProcess(clients, workers, workshop.bench))
     return transport, partial(_charged, ledgers, sites[0].run)
 
 

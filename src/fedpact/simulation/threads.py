@@ -1,14 +1,13 @@
 """Sites as threads of one process, and many virtual sites in turn.
 
-A worker has a model and a kernel of its own and trains one site at a time, or several in lockstep
-where the plan stacks sites. Replies are yielded in the order of site names, and at most a few wait
-for their turn, more of them where they are short, so memory does not grow with the number of sites
-and results do not depend on the number of workers.
+A worker has a model and a kernel of its own and trains one site at a time. Replies are yielded in
+the order of site names, and at most a few wait for their turn, more of them where they are short,
+so memory does not grow with the number of sites and results do not depend on the number of workers.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +21,7 @@ from fedpact.algorithms.wrappers.released_scales import ColumnRecords, find_exam
 from fedpact.client import Client
 from fedpact.common.messages import Refusal, Reply, State, Task, Vectors
 from fedpact.common.params import init_worker_thread
+from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.evaluation.held_out import HeldOut, SumsForm, charge_of
 from fedpact.per_sample.kernel import PlainKernel
 from fedpact.plan import Plan
@@ -29,7 +29,7 @@ from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.oracle import Charge, Oracle, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
-from fedpact.simulation.workshop import Worker, WorkerJob, WorkerSlots
+from fedpact.simulation.workshop import Worker
 
 _SOME: Final = 8
 _BYTES: Final = 2**20
@@ -37,22 +37,20 @@ _BYTES: Final = 2**20
 
 
 class InProcess:
-    """A transport with `workers` threads; `table` makes what each of them trains sites at."""
+    """A transport with `workers` threads; `worker` makes what each of them computes with."""
 
     traffic = None
 
     def __init__(
-        self, clients: Mapping[str, Client[Worker]], workers: int, table: Callable[[], WorkerSlots]
+        self, clients: Mapping[str, Client[Worker]], workers: int, worker: Callable[[], Worker]
     ) -> None:
         self._clients = dict(sorted(clients.items()))
         # How long each took last, in seconds.
         self.took = dict[str, float]()
         self._workers = workers
-        tables = [table() for _ in range(workers)]
-        self._together = tables[0].size
-        self._free: SimpleQueue[WorkerSlots] = SimpleQueue()
-        for one in tables:
-            self._free.put(one)
+        self._free: SimpleQueue[Worker] = SimpleQueue()
+        for _ in range(workers):
+            self._free.put(worker())
         # torch counts intra-op threads per thread, so each worker sets its own.
         self._pool = ThreadPoolExecutor(workers, "site", init_worker_thread)
 
@@ -69,34 +67,26 @@ class InProcess:
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
         """Send each of these sites its task; yield the answers in the order of their names."""
-        waiting = deque[Future[list[Reply | Refusal]]]()
-        names, size = sorted(tasks), self._together
+        waiting = deque[Future[Reply | Refusal]]()
         longest = max((task.wire_bytes for task in tasks.values()), default=1)
-        some = max(1, min(_SOME, _BYTES // longest) // size)
-        for start in range(0, len(names), size):
+        some = max(1, min(_SOME, _BYTES // longest))
+        for name, task in sorted(tasks.items()):
             if len(waiting) >= 2 * some * self._workers:
                 yield from _taken(waiting, some)
-            jobs = [partial(self._timed, name, tasks[name]) for name in names[start : start + size]]
-            waiting.append(self._pool.submit(self._serve, jobs))
+            waiting.append(self._pool.submit(self._serve, name, task))
         while waiting:
             yield from _taken(waiting, some)
 
-    def _timed(self, name: str, task: Task, bench: Worker) -> Reply | Refusal:
-        began = time.perf_counter()
+    def _serve(self, name: str, task: Task) -> Reply | Refusal:
+        worker, began = self._free.get(), time.perf_counter()
         try:
-            return self._clients[name].handle(task, bench)
+            return self._clients[name].handle(task, worker)
         finally:
             self.took[name] = time.perf_counter() - began
-
-    def _serve(self, jobs: Sequence[WorkerJob]) -> list[Reply | Refusal]:
-        table = self._free.get()
-        try:
-            return table.serve(jobs)
-        finally:
-            self._free.put(table)
+            self._free.put(worker)
 
 
-def _taken(waiting: deque[Future[list[Reply | Refusal]]], some: int) -> Iterator[Reply | Refusal]:
+def _taken(waiting: deque[Future[Reply | Refusal]], some: int) -> Iterator[Reply | Refusal]:
     """Yield the first results when the last of them is there.
 
     To be woken for each costs a small model's site a tenth of its time, the worker's included.
@@ -104,7 +94,7 @@ def _taken(waiting: deque[Future[list[Reply | Refusal]]], some: int) -> Iterator
     first = [waiting.popleft() for _ in range(min(some, len(waiting)))]
     first[-1].exception()
     for future in first:
-        yield from future.result()
+        yield future.result()
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +141,7 @@ class VirtualSite:
         size, private = self.size, plan.private
 
         def oracle(task: Task, memory: State, bench: Worker) -> Oracle:
-            draws, records = bench.draws(*plan.seeds(self.name, task.round)), scaled(task)
+            draws, records = SeededDraws(*plan.seeds(self.name, task.round)), scaled(task)
             if terms is None or ledger is None:
                 opening = plan.method.facts.opening
                 rates = plan.rate(self.name, size), opening.rate if opening else 1.0
@@ -187,7 +177,7 @@ class VirtualSite:
         held = replace(held, x=held.x.to(device), y=held.y.to(device))
 
         def examine(task: Task, memory: State, bench: Worker) -> Vectors:
-            draws = bench.draws(*self.plan.seeds(self.name, task.round))
+            draws = SeededDraws(*self.plan.seeds(self.name, task.round))
             w, by = find_examined(self.plan.method, task, memory)
             sums = partial(held.totals, form, bench.private, w, by)
             return once.release(charge_of(ledger, task), sums, draws)

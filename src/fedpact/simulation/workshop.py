@@ -1,23 +1,20 @@
 """What a party computes with: the plan's model and kernel, from the public form of a record."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from importlib import import_module
+from functools import cached_property
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from fedpact.algorithms.wrappers.local_optimizer import check_head
-from fedpact.common.errors import FedpactError, ModelError, PlanError
+from fedpact.common.errors import FedpactError, ModelError
 from fedpact.common.losses import Loss
-from fedpact.common.messages import Refusal, Reply
 from fedpact.common.params import FlatModel
-from fedpact.common.randomness.seeded import SeededDraws, seeded_generator
+from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.common.user_code import is_own
 from fedpact.evaluation.metrics import check_measures
 from fedpact.evaluation.tasks import check_loss
@@ -32,10 +29,6 @@ from fedpact.plan import Plan
 from fedpact.privacy.batches import BatchClippedKernel
 from fedpact.privacy.mechanisms import mechanism_of
 
-if TYPE_CHECKING:
-    from fedpact.simulation.stacked import Ask
-
-
 Kernel = PerSampleKernel | BatchClippedKernel | PlainKernel
 
 _TOGETHER: Final = 256
@@ -46,13 +39,9 @@ _logger = logging.getLogger("fedpact")
 
 @dataclass(frozen=True)
 class Worker:
-    """What a worker computes with: a kernel over a model of its own, of the kind the run needs.
-
-    draws: makes a simulated site's draws from what `Plan.seeds` returns.
-    """
+    """What a worker computes with: a kernel over a model of its own, of the kind the run needs."""
 
     kernel: Kernel
-    draws: Callable[..., SeededDraws] = SeededDraws
 
     @property
     def private(self) -> PerSampleKernel | BatchClippedKernel:
@@ -109,34 +98,6 @@ class Worker:
         except Exception as error:  # whatever a model may raise at a record
             return f"{type(error).__name__}: {error}"
         return None
-
-
-WorkerJob = Callable[[Worker], Reply | Refusal]
-
-
-class WorkerSlots(Protocol):
-    """Where a worker's sites sit."""
-
-    @property
-    def size(self) -> int:
-        """How many sites a worker trains at a time."""
-        ...
-
-    def serve(self, jobs: Sequence[WorkerJob]) -> list[Reply | Refusal]:
-        """Carry out at most `size` jobs and return their results in order."""
-        ...
-
-
-@dataclass(frozen=True)
-class OneByOne:
-    """A table for one site at a time."""
-
-    bench: Worker
-    size = 1
-
-    def serve(self, jobs: Sequence[WorkerJob]) -> list[Reply | Refusal]:
-        """Carry out at most `size` jobs and return their results in order."""
-        return [job(self.bench) for job in jobs]
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,42 +215,12 @@ class TrainingSetup:
                 "it take them"
             ) from error
 
-    def table(self) -> WorkerSlots:
-        """Return where one worker trains sites: one by one, or as many together as the plan says.
-
-        Raises PlanError: the plan stacks sites of a model that cannot be stacked.
-        """
-        seats = self.plan.run.stacked
-        if seats == 1:
-            return OneByOne(self.bench())
-        stacked = _stacked(seats)
-        stack = stacked.Stack.of(self._model(), self.loss)
-        if stack is None:
-            raise PlanError(
-                f"run.stacked = {seats}, and model {self.plan.model!r} cannot be stacked: expected "
-                "a chain of nn.Linear, ReLU, Tanh and Sigmoid, all of it trained, as logistic and "
-                "mlp are, the cross entropy of classes, and a CPU; use run.stacked = 1, which "
-                "larger models lose nothing by"
-            )
-        return stacked.Lockstep(seats, partial(self._seat, stacked), stack.answers)
-
     def _model(self) -> FlatModel:
         """What is trained: the model, and where the plan has views, asked about them."""
         module, views = self.module(), self.plan.views
         if views.used:
             module = Views(module, views, tuple(self.example.shape))
         return FlatModel(module.to(self.device), self.plan.run.precision)
-
-    def _seat(self, stacked: ModuleType, ask: "Ask") -> Worker:
-        model = self._model()
-        mode = self.plan.privacy.mode
-        draws = partial(stacked.SeatDraws, ask)
-        if mode == "none":
-            return Worker(stacked.PlainSeat(model, self.loss, ask), draws)
-        seat, kind = stacked.Seat(model, self.loss, ask), mechanism_of(mode).kernel
-        if issubclass(kind, PerSampleKernel):
-            return Worker(seat, draws)
-        return Worker(kind(model, self.loss, seat), draws)
 
     def separation(self) -> str:
         """Return how a private run's kernel keeps the records of a batch apart, in words."""
@@ -352,16 +283,3 @@ class TrainingSetup:
             with torch.no_grad():
                 shape = (len(x), *self.module()(x).shape[2:])
         return torch.randint(self.classes, shape, generator=generator)
-
-
-def _stacked(seats: int) -> ModuleType:
-    """Return simulation.stacked. Raises PlanError: greenlet, which it needs, is not installed."""
-    try:
-        return import_module("fedpact.simulation.stacked")
-    except ModuleNotFoundError as error:
-        if error.name != "greenlet":
-            raise
-        raise PlanError(
-            f"run.stacked = {seats} needs greenlet, which is not installed: run "
-            "pip install 'fedpact[stacked]', or use run.stacked = 1"
-        ) from error

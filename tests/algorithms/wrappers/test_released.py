@@ -209,7 +209,6 @@ def test_a_ledger_that_lost_the_release_is_found_out(data, tmp_path):
     "changes",
     [
         {"run": {"workers": 2}},
-        {"run": {"stacked": 2}},
         {"secure_aggregation": {"threshold": 2}},
         {"algorithm": "scaffold"},
         {"algorithm": "feddyn"},
@@ -231,8 +230,6 @@ def test_a_ledger_that_lost_the_release_is_found_out(data, tmp_path):
 )
 def test_every_method_and_engine_has_the_same_constants(data, tmp_path, changes):
     """Bit for bit but where sums are in fixed point, or sizes have noise of their own."""
-    if changes.get("run", {}).get("stacked"):
-        pytest.importorskip("greenlet", reason="the extra fedpact[stacked]")
     # As for fedavg: batch-clipped or with other channels the release's event is the same.
     expected = simulate(plan(data, rounds=1), tmp_path / "a").folder / "columns.json"
     found = simulate(plan(data, **({"rounds": 2} | changes)), tmp_path / "b")

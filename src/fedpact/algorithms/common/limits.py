@@ -58,21 +58,17 @@ class Limits(BaseModel):
 class Running(BaseModel):
     """How the run is carried out; none of it changes what is trained but for rounding and noise.
 
-    All of it may change when a run is resumed, except stacked, device and precision.
+    All of it may change when a run is resumed, except device and precision.
     """
 
     model_config = FROZEN
     workers: int = Field(default=0, ge=0)
     """Threads that train sites side by side, 0 for one a core, or one in all where a step has
     less than a million parameters times records: Python is then most of it."""
-    stacked: int = Field(default=1, ge=1, le=256)
-    """Sites that a worker trains in lockstep, their models stacked: a round of a hundred sites
-    with logistic regression takes two thirds of the time with 16. Equal to 1 up to rounding
-    (1e-5 of a step's length), not bit for bit."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     """Where sites train and models are evaluated, "cpu", "cuda" or "cuda:1"; a GPU draws other
     noise than the CPU from the same seed, so its runs are repeated on one only. Sites take
-    turns on a GPU, so workers and stacked stay as they are. Deployed sites choose their own."""
+    turns on a GPU, so workers stays as it is. Deployed sites choose their own."""
     precision: Literal["float32", "tf32", "bf16"] = "float32"
     """Of training passes: "float32"; "tf32", which GPUs since 2020 multiply several times
     faster; or "bf16", forward and backward by bfloat16 (PyTorch's autocast). What one record
@@ -90,15 +86,9 @@ class Running(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        for name, value in (("workers", self.workers), ("stacked", self.stacked)):
-            if self.device != "cpu" and value > 1:
-                raise ValueError(
-                    f"run.{name} = {value} with run.device = {self.device!r}: sites take turns on "
-                    f"a GPU, which each of them fills; leave {name} out"
-                )
-        if self.stacked > 1 and self.precision != "float32":
+        if self.device != "cpu" and self.workers > 1:
             raise ValueError(
-                f"run.precision = {self.precision!r} with run.stacked = {self.stacked}: stacked "
-                "sites compute in float32; leave one of them out"
+                f"run.workers = {self.workers} with run.device = {self.device!r}: sites take turns "
+                "on a GPU, which each of them fills; leave workers out"
             )
         return self

@@ -24,7 +24,7 @@ never more than 2^-40 of it.
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol, Self
 
 import numpy as np
@@ -70,10 +70,7 @@ class WordSource(Protocol):
 
 
 class _Room(threading.local):
-    """Each thread's own: where words are written, and what is in between them and normal numbers.
-
-    Two threads that draw have two rooms, and one that draws from many streams has one.
-    """
+    """Each thread's own: where words are written, and what comes between them and normals."""
 
     def __init__(self) -> None:
         # The cipher wants room for one more block than it writes.
@@ -100,11 +97,11 @@ class KeyStream:
         self._encryptor.reset_nonce(place + bytes(4))
         return self
 
-    def words(self, count: int, at: int = 0) -> Words:
+    def words(self, count: int) -> Words:
         """Return uint64 [count], count <= CHUNK, to be written over by whoever asked. A view of the
-        thread's room from `at` on: later calls write over it."""
-        self._encryptor.update_into(_ZEROS[: 8 * count], memoryview(_room.bytes)[8 * at :])
-        return _room.words[at : at + count]
+        thread's room: later calls write over it."""
+        self._encryptor.update_into(_ZEROS[: 8 * count], _room.bytes)
+        return _room.words[:count]
 
 
 def poisson(source: WordSource, records: int, rate: float) -> Tensor:
@@ -144,23 +141,6 @@ def normals(
         count = min(most, size - start)
         z = _paired(source.words(_words_for(count, dtype)), dtype, further)
         yield slice(start, start + count), from_numpy(z)[:count]
-
-
-def normals_of(streams: Sequence[KeyStream], size: int, dtype: torch.dtype) -> Tensor:
-    """Return [k, size]: of each stream what `normals` gives, in less time than one by one.
-
-    A view, which the thread's next call writes over. See `streams_at_once` for how many.
-    """
-    count = _words_for(size, dtype)
-    for i, stream in enumerate(streams):
-        stream.words(count, i * count)
-    words = _room.words[: len(streams) * count].reshape(len(streams), count)
-    return from_numpy(_paired(words, dtype)[:, :size])
-
-
-def streams_at_once(size: int, dtype: torch.dtype) -> int:
-    """Return how many streams' numbers there is room for; 0: not even for those of one."""
-    return CHUNK // max(1, _words_for(size, dtype))
 
 
 def _words_for(size: int, dtype: torch.dtype) -> int:

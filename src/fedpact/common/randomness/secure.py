@@ -186,12 +186,12 @@ class FreshStream(KeyStream):
         self.rekey(secrets.token_bytes(32))
         self._left, self._process = _KEY_LASTS, (os.getpid(), _forks)
 
-    def words(self, count: int, at: int = 0) -> Words:
+    def words(self, count: int) -> Words:
         """Return uint64 [count], count <= CHUNK, to be written over by whoever asked."""
         if count > self._left or self._process != (os.getpid(), _forks):
             self._renew()
         self._left -= count
-        return super().words(count, at)
+        return super().words(count)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a key stream is never copied: its copy would draw the same noise again")
