@@ -204,7 +204,7 @@ def test_a_thousand_sites_stay_legible_and_small(build: Build) -> None:
 @pytest.mark.drawn
 @pytest.mark.parametrize(
     ("sites", "labels", "budgets"),
-    [(1, 1, 1), (20, 2, 1), (20, 2, 2), (20, 2, 3), (20, 100, 4), (21, 3, 1), (21, 3, 4)],
+    [(1, 1, 1), (20, 2, 3), (20, 100, 4), (21, 3, 1)],
 )
 def test_figures_have_room_for_long_names(
     build: Build, sites: int, labels: int, budgets: int

@@ -270,7 +270,7 @@ CHOICES = [
 
 @pytest.mark.parametrize("choice", CHOICES, ids=json.dumps)
 def test_it_goes_with_what_goes_around_an_algorithm(tmp_path, choice):
-    plan = Plan.parse({**PLAN, **choice})
+    plan = Plan.parse({**PLAN, "rounds": 2, **choice})
     result = simulate(plan, tmp_path / "run")
     assert result.summary["status"] == "finished"
     run = json.loads((tmp_path / "run" / "environment.json").read_text())["run"]

@@ -34,7 +34,10 @@ PLANS = {"one": FEDAVG, "two": FEDFDP, "broken": BROKEN}
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, list[RunProgress]]:
     news: list[RunProgress] = []
     folder = tmp_path_factory.mktemp("compare") / "c"
-    return fedpact.compare(PLANS, [3], folder, on_news=news.append), news
+    with pytest.MonkeyPatch.context() as patched:
+        # One process to begin, and not three.
+        patched.setattr(Job, "here", property(lambda job: job.name != "one"))
+        return fedpact.compare(PLANS, [3], folder, on_news=news.append), news
 
 
 def test_a_run_of_a_comparison_is_the_run_of_its_plan(
@@ -205,7 +208,7 @@ def test_ctrl_c_ends_after_the_round_and_reruns_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [sys.executable, "-c", "from fedpact.cli.main import main; main()", "compare"]
-    command += ["--set", "rounds=200", "--set", "sites=2", "--set", "run.evaluate_every=30"]
+    command += ["--set", "rounds=120", "--set", "sites=2", "--set", "run.evaluate_every=30"]
     command += ["--seeds", "1", "--out", "c", "--json"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     records = tmp_path / "c" / "default" / "seed-0" / "rounds.jsonl"
@@ -217,11 +220,11 @@ def test_ctrl_c_ends_after_the_round_and_reruns_continue(
     assert process.returncode == 130
     assert "stopped after round" in stopped["entries"]["default"]["missing"]["0"]
     done = records.read_text().count("\n")
-    assert done < 201
-    plan = Plan.read(None, ["rounds=200", "sites=2", "run.evaluate_every=30"])
+    assert done < 121
+    plan = Plan.read(None, ["rounds=120", "sites=2", "run.evaluate_every=30"])
     monkeypatch.setattr(Job, "here", True)
     news: list[RunProgress] = []
     comparison = fedpact.compare({"default": plan}, 1, tmp_path / "c", on_news=news.append)
     (entry,) = comparison.entries
     assert entry.missing == {}
-    assert entry.runs[0].last.round == 200
+    assert entry.runs[0].last.round == 120

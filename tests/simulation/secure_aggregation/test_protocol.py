@@ -46,13 +46,13 @@ def check_mean(party, session, survivors):
 def patterns(count, threshold):
     """Every set of sites that leaves at least `threshold`, with a step at which each goes.
 
-    Up to five sites each set with six choices of steps, of more with one, in turn.
+    Up to four sites each set with six choices of steps, of more with one, in turn.
     """
     steps, sets = SLOW, 0
     for gone in range(count - threshold + 1):
         for sites in itertools.combinations(range(count), gone):
             sets += 1
-            for turn in range(6) if count <= 5 and gone else [sets]:
+            for turn in range(6) if count <= 4 and gone else [sets]:
                 yield {f"site-{i:02d}": steps[(turn + k) % 6] for k, i in enumerate(sites)}
 
 
@@ -62,7 +62,7 @@ def patterns(count, threshold):
 def test_the_sum_of_masked_is_the_sum_of_plain_whoever_drops_out(party, count):
     """Every set of sites that may drop out; see `patterns` for when.
 
-    Of six and more sites there are many sets, which find what those of up to five do.
+    Of five and more sites there are many sets, which find what those of up to four do.
     """
     threshold = count // 2 + 1
     for away in patterns(count, threshold):
