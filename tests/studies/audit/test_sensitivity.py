@@ -14,7 +14,6 @@ from fedpact.plan import Plan
 from fedpact.privacy.oracle import PrivateOracle
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.studies.audit import sensitivity
-from fedpact.studies.audit.findings import checks
 from fedpact.studies.audit.sensitivity import crafted_records, measure_sensitivity, requests
 from fedpact.studies.audit.target import Target, private_oracle
 
@@ -188,7 +187,7 @@ def test_a_mechanism_that_adds_nothing_is_not_passed(few):
     one = target()
     found = measure_sensitivity(dataclasses.replace(one, make=by(Silent, one.records)))
     assert not found.passed
-    (check,) = checks({"sensitivity": found}, 0.95)
+    (check,) = found.rows("sensitivity", 0.95)
     assert "nothing was measured" in check.text
 
 
@@ -214,20 +213,18 @@ def test_a_clip_is_measured_to_the_digits(few):
 def test_the_finding_names_record_size_and_bound(few):
     one = target()
     broken = dataclasses.replace(one, make=by(TwiceTheClip, one.records))
-    (check,) = checks({"sensitivity": measure_sensitivity(broken)}, 0.95)
+    (check,) = measure_sensitivity(broken).rows("sensitivity", 0.95)
     assert not check.passed
     assert check.bound == pytest.approx(2, abs=0.02)
     assert "longest single-record sum 1.98" in check.text
     assert "label" in check.text
     assert "1.weight" in check.text
-    (good,) = checks({"sensitivity": measure_sensitivity(one)}, 0.95)
+    (good,) = measure_sensitivity(one).rows("sensitivity", 0.95)
     assert good.passed
     assert "label" not in good.text
     # No number passes for a good one.
-    (nan,) = checks(
-        {"sensitivity": measure_sensitivity(dataclasses.replace(one, make=by(NotANumber, None)))},
-        0.95,
-    )
+    broken = dataclasses.replace(one, make=by(NotANumber, None))
+    (nan,) = measure_sensitivity(broken).rows("sensitivity", 0.95)
     assert not nan.passed
     assert nan.document()["bound"] is None
 

@@ -19,8 +19,11 @@ from fedpact.common.format import format_epsilon
 if TYPE_CHECKING:
     from fedpact.report.audited import AuditRow
     from fedpact.simulation.setup import SimulationSetup
-    from fedpact.studies.audit.findings import Finding
+    from fedpact.studies.audit.attacks import ManyRuns, Membership, OneRun
+    from fedpact.studies.audit.sensitivity import Sensitivity
     from fedpact.studies.audit.target import Target
+
+    Finding = Sensitivity | OneRun | ManyRuns | Membership
 
 CONFIDENCE = 0.95
 
@@ -75,7 +78,6 @@ def audit(
     from fedpact.plan import Plan
     from fedpact.report.page import write_report
     from fedpact.simulation.setup import SimulationSetup
-    from fedpact.studies.audit.findings import Finding, checks
     from fedpact.studies.audit.sensitivity import measure_sensitivity
     from fedpact.studies.audit.target import Target, list_views
 
@@ -86,7 +88,7 @@ def audit(
         else _scene_of(run, overrides)
     )
     target = Target.of(scene)
-    findings = dict[str, Finding]()
+    findings = dict[str, "Finding"]()
     with one_thread():
         findings[SENSITIVITY] = measure_sensitivity(target)
         for view, attacked in list_views(target).items():
@@ -95,7 +97,7 @@ def audit(
                     continue
                 name = f"{chosen}, {view}" if view and chosen != "membership" else chosen
                 findings[name] = _carry_out(chosen, scene, attacked, canaries)
-    found = checks(findings, CONFIDENCE)
+    found = [row for name, of in findings.items() for row in of.rows(name, CONFIDENCE)]
     document = _document(target, findings, found)
     if run is not None:
         Folder(run).write_json("audit.json", document)

@@ -54,6 +54,7 @@ from fedpact.privacy.batches import PerSampleBatch
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.terms import Terms
+from fedpact.report.audited import AuditRow
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate
 from fedpact.studies.audit.bounds import (
@@ -61,6 +62,7 @@ from fedpact.studies.audit.bounds import (
     Counts,
     auc,
     auc_ceiling,
+    auc_power,
     curve_p_value,
     expect_right,
     gaussian_mu,
@@ -75,6 +77,7 @@ from fedpact.studies.audit.noise import (
     noise_alone,
     noise_levels,
     noise_tests,
+    rows_of_tests,
     sampling_tests,
 )
 from fedpact.studies.audit.target import Asked, Target, draw_mislabelled, simulate_rounds
@@ -122,6 +125,19 @@ class ManyRuns:
     def passed(self) -> bool:
         """Whether every claim stands."""
         return all(part.passed for part in (*self.bounds, *self.noise, *self.tests))
+
+    def rows(self, method: str, confidence: float) -> list[AuditRow]:
+        """Return it beside what is claimed."""
+        rows = list[AuditRow]()
+        for b in self.bounds:
+            told = (
+                f"{self.events} events, seen in {b.counts.seen_with} runs of {b.counts.runs_with} "
+                f"with the canary, {b.counts.seen_without} without ({self.attack})"
+            )
+            found = b.epsilon, b.claimed, b.delta, confidence, told, b.power
+            rows.append(AuditRow(method, "ε", *found))
+        rows += [level.row(method) for level in self.noise]
+        return rows + rows_of_tests(method, self.tests)
 
 
 @dataclass(frozen=True)
@@ -322,6 +338,16 @@ class Membership:
         """Whether the claim stands."""
         return self.auc.low <= self.ceiling
 
+    def rows(self, method: str, confidence: float) -> list[AuditRow]:
+        """Return it beside what is claimed."""
+        a, counts = self.auc, (self.members, self.others)
+        told = (
+            f"AUC {a.value:.3f} ({a.low:.3f} to {a.high:.3f}), {counts[0]} members, "
+            f"{counts[1]} others, advantage {self.advantage:.3f}"
+        )
+        best = auc_power(self.ceiling, *counts, confidence)
+        return [AuditRow(method, "AUC", a.low, self.ceiling, None, confidence, told, best)]
+
 
 def membership(scene: SimulationSetup, confidence: float = 0.95) -> Membership:
     """Train by the plan, in a folder that is thrown away, and attack the model."""
@@ -398,6 +424,15 @@ class OneRun:
     def passed(self) -> bool:
         """Whether the claim stands: ε at its δ, and the whole trade-off curve."""
         return self.epsilon <= self.claimed and self.curve.passed
+
+    def rows(self, method: str, confidence: float) -> list[AuditRow]:
+        """Return it beside what is claimed."""
+        told = (
+            f"{self.correct} of {self.guesses} guesses right, {self.canaries} canaries, "
+            f"{self.events} events"
+        )
+        found = self.epsilon, self.claimed, self.delta, confidence, told, self.power
+        return [AuditRow(method, "ε", *found), *rows_of_tests(method, (self.curve,))]
 
 
 def one_run(target: Target, canaries: int = 500, confidence: float = 0.95) -> OneRun:

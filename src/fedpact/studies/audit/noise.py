@@ -9,7 +9,7 @@ without replacement and one at another rate all show. What an oracle does only t
 only with its real noise, does not.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from scipy import stats
 from fedpact.common.randomness.seeded import SeededDraws, seeded_generator
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.oracle import Records
+from fedpact.report.audited import AuditRow
 from fedpact.studies.audit.target import Target, bound_of, draw_mislabelled, private_oracle
 
 _EVENTS = 200
@@ -50,6 +51,12 @@ class NoiseLevel:
         """Whether the noise can be as loud as it has to be."""
         return self.claimed <= self.at_most
 
+    def row(self, method: str) -> AuditRow:
+        """Return it beside what is claimed."""
+        told = f"noise of {self.channel}, measured {self.measured:.4f}, from releases of a site "
+        bounds = self.at_most, self.claimed, None, JOINT_CONFIDENCE
+        return AuditRow(method, "σ", *bounds, f"{told}without records", self.at_best)
+
 
 @dataclass(frozen=True)
 class Tested:
@@ -66,6 +73,17 @@ class Tested:
     def passed(self) -> bool:
         """Whether what was seen may happen."""
         return self.p >= self.level
+
+
+def rows_of_tests(method: str, tests: Sequence[Tested]) -> list[AuditRow]:
+    """Return the tests that failed, each, and of the others the one that came nearest to it."""
+    failed = [t for t in tests if not t.passed]
+    good = sorted((t for t in tests if t.passed), key=lambda t: t.p / t.level)
+    nearest = f" (nearest of {len(good)} that pass)" if len(good) > 1 else ""
+    return [
+        AuditRow(method, "p", t.p, t.level, None, 1 - t.level, f"test that {t.what}{note}")
+        for t, note in [*((t, "") for t in failed), *((t, nearest) for t in good[:1])]
+    ]
 
 
 ChannelNoise = Mapping[str, torch.Tensor]

@@ -23,6 +23,7 @@ from fedpact.privacy.batches import most_records
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.terms import Terms
+from fedpact.report.audited import AuditRow
 from fedpact.studies.audit.target import Asked, Target, bound_of, simulate_rounds
 
 # Of many classes the rarest at the site.
@@ -250,6 +251,13 @@ class Sensitivity:
     def passed(self) -> bool:
         """Whether no record moves a sum by more than is accounted for."""
         return all(channel.passed for channel in self.channels)
+
+    def rows(self, method: str, _: float) -> list[AuditRow]:
+        """Return it beside what is claimed."""
+        return [
+            AuditRow(method, "Δ", one.ratio, 1 + one.slack, None, 1.0, one.text)
+            for one in self.channels
+        ]
 
 
 def measure_sensitivity(target: Target) -> Sensitivity:
