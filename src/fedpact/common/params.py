@@ -79,6 +79,17 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def keeping_modes(module: nn.Module) -> Iterator[None]:
+    """Leave training and evaluation as they were: a part may be frozen in evaluation mode."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
 def init_worker_thread() -> None:
     """Have torch compute on the calling thread alone from now on: how a thread of a pool begins.
 

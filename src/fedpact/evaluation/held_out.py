@@ -21,18 +21,18 @@ alike.
 
 import hashlib
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedpact.common.errors import PlanError
 from fedpact.common.format import toml_key
 from fedpact.common.messages import Task
+from fedpact.common.params import keeping_modes
 from fedpact.data.schema import RecordForm
 from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.per_sample.kernel import PlainKernel
@@ -269,7 +269,8 @@ class HeldOut:
         """
         kernel.model.load(w.to(kernel.model.vector.device))
         x = self.x if by is None else scale_columns(self.x, self.columns, by)
-        with _evaluating(kernel.model.module):
+        with keeping_modes(kernel.model.module):
+            kernel.model.module.eval()
             losses = _losses(kernel, x, self.y, len(form.classes)).cpu()
         y, group, weights = self.y.cpu(), self.group.cpu(), self._weights()
         made: Mapping[str, Callable[[], Tensor]] = {
@@ -333,15 +334,3 @@ def _sum(losses: Tensor, y: Tensor, weights: Tensor, bound: float) -> Tensor:
     # On a grid, where addition is exact, so a record moves the sum by its own part and no more.
     parts = (own / bound).nan_to_num(1.0, posinf=1.0).clamp(0, 1).mul(weights * _FINE).floor()
     return parts.sum().reshape(1) / _FINE
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Generator[None]:
-    """Have a model evaluate, and leave its modes as they were."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training

@@ -21,7 +21,7 @@ from fedpact.common.check import count
 from fedpact.common.errors import FedpactError, InputError, ModelError
 from fedpact.common.losses import UNLABELLED, Loss
 from fedpact.common.messages import RoundRecord, SiteScore
-from fedpact.common.params import check_unwritten
+from fedpact.common.params import check_unwritten, keeping_modes
 from fedpact.common.user_code import own_function
 from fedpact.per_sample.layers import by_pixel
 
@@ -99,21 +99,17 @@ def evaluate(
 
 @contextmanager
 def _evaluating(module: nn.Module, images: bool) -> Iterator[None]:
-    # A part that is frozen in evaluation mode must not come back in training mode.
-    modes = [(part, part.training) for part in module.modules()]
     weights = module.parameters() if images else ()
     kernels = [(weight, weight.data) for weight in weights if weight.dim() == 4]
-    module.eval()
     try:
         for weight, data in kernels:
             weight.data = data.to(memory_format=torch.channels_last)
-        with torch.no_grad():
+        with keeping_modes(module), torch.no_grad():
+            module.eval()
             yield
     finally:
         for weight, data in kernels:
             weight.data = data
-        for part, training in modes:
-            part.training = training
 
 
 def _right(outputs: Tensor, y: Tensor) -> Tensor | float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpact.common.errors import ModelError
+from fedpact.common.params import keeping_modes
 from fedpact.common.user_code import own_factory
 from fedpact.models import zoo
 from fedpact.models.named_inputs import NamedInputs, with_named_inputs
@@ -98,10 +99,9 @@ def _needs_nothing(factory: Callable[..., Any]) -> bool:
 
 
 def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> None:
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
     try:
-        with torch.no_grad():
+        with keeping_modes(module), torch.no_grad():
+            module.eval()
             try:
                 outputs = module(x)
             except Exception:  # at an empty record, as one that looks for a last word does
@@ -123,10 +123,6 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             f"model {name!r} fails on records of shape {tuple(x.shape[1:])} with "
             f"{type(error).__name__}: {error}; {hint}"
         ) from error
-    finally:
-        # A part that is frozen, as BatchNorm at public statistics, must stay so.
-        for part, training in modes:
-            part.training = training
     if drawn:
         raise ModelError(
             f"model {name!r} draws random numbers when it is evaluated: expected answers that "

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedpact.common.params import TOKENS, model_name
+from fedpact.common.params import TOKENS, keeping_modes, model_name
 
 _MEASURED: Final = ("pixel_values", "input_values", "input_features", "inputs_embeds")
 _OUTPUTS: Final = ("logits", "out")
@@ -90,21 +90,17 @@ def with_named_inputs(module: nn.Module, record: Tensor, kind: str = "class") ->
 
 def _answers_more(module: nn.Module, record: Tensor) -> bool:
     """Whether it answers with more than a tensor, in training or not, on two made-up records."""
-    modes = [(part, part.training) for part in module.modules()]
     two = torch.zeros(2, *record.shape, dtype=record.dtype)
     try:
-        for train in (False, True):
-            # Whatever it keeps of a pass in training goes to copies.
-            kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
-            with torch.no_grad():
+        with keeping_modes(module), torch.no_grad():
+            for train in (False, True):
+                # Whatever it keeps of a pass in training goes to copies.
+                kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
                 found = torch.func.functional_call(module.train(train), kept, (two,))
-            if not isinstance(found, Tensor):
-                return True
+                if not isinstance(found, Tensor):
+                    return True
     except Exception:  # whatever it may raise; who tries it next says so
         return False
-    finally:
-        for part, training in modes:
-            part.training = training
     return False
 
 

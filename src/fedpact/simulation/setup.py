@@ -1,7 +1,6 @@
 """What a run on this machine needs, loaded and checked as a whole before anything is written."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from fedpact.data import download, load
 from fedpact.data.advice import advise
 from fedpact.data.cells import SUFFIXES
 from fedpact.data.dataset import Dataset
-from fedpact.data.features.extract import Found, beside
+from fedpact.data.features.extract import beside
 from fedpact.data.from_python import refit
 from fedpact.data.partition import Partition, SiteRecords, make_partition
 from fedpact.data.splits import limit_records_per_person, number_persons
@@ -200,16 +199,12 @@ def describe_undeclared_classes(plan: Plan, data: Dataset) -> str:
         return ""
     found = data.classes
     many = len(found) > _MANY_CLASSES and all(name.lstrip("-").isdigit() for name in found)
+    few = ", ".join(map(repr, found[:10])) + (", ..." if len(found) > 10 else "")
     amounts = f". {len(found)} whole numbers: {REGRESSION}?" if many else ""
     return (
-        f"classes are those found in the labels: {_few_of(found)}; they count as public, a "
+        f"classes are those found in the labels: {few}; they count as public, a "
         f"mistyped label among them: declare records.classes{amounts}"
     )
-
-
-def _few_of(names: Sequence[str]) -> str:
-    """Return the first names of many, in quotes."""
-    return ", ".join(map(repr, names[:10])) + (", ..." if len(names) > 10 else "")
 
 
 def _held(plan: Plan, raw: Dataset, site: str, part: np.ndarray) -> np.ndarray:
@@ -245,8 +240,12 @@ def _tried(plan: Plan, raw: Dataset, cache: Path | None) -> tuple[Dataset, Datas
     stage = plan.stage()
     example, features = raw.x[0], raw.features
     train = stage(raw.x, example, raw.name, cache, features)
-    of_test = None if test is None else stage(test, example, name, _of_test(cache), features)
-    data = raw if not stage.used else _staged(raw, stage.names(example, features), train, of_test)
+    beside_train = cache and cache.with_name(f"test-{cache.name}")
+    of_test = None if test is None else stage(test, example, name, beside_train, features)
+    data = raw
+    if stage.used:
+        x_test, names = None if of_test is None else of_test.x, stage.names(example, features)
+        data = replace(raw, x=train.x, x_test=x_test, features=names)
     workshop = TrainingSetup.of(plan, data.x[0], len(data.classes))
     worker = workshop.bench(check=True)
     workshop.check_labels(data.y)
@@ -265,10 +264,6 @@ def _only(
     return (used if raw is data else raw.only(good, of_test)), used
 
 
-def _staged(raw: Dataset, features: tuple[str, ...], train: Found, test: Found | None) -> Dataset:
-    return replace(raw, x=train.x, x_test=None if test is None else test.x, features=features)
-
-
 def find_feature_cache(plan: Plan, raw: Dataset) -> Path | None:
     """Return where features of plan.data are cached: beside a file, else beside decoded sets."""
     if not plan.features.used:
@@ -277,10 +272,6 @@ def find_feature_cache(plan: Plan, raw: Dataset) -> Path | None:
         return beside(Path(plan.data))
     name = re.sub(r"[^A-Za-z0-9._+-]+", "-", plan.data)
     return beside(download.cache_dir() / f"{name}-{plan.stage().key(raw.x[0])[:16]}")
-
-
-def _of_test(cache: Path | None) -> Path | None:
-    return cache and cache.with_name(f"test-{cache.name}")
 
 
 def _used(plan: Plan, site: SiteRecords) -> SiteRecords:

@@ -37,40 +37,6 @@ def heaviest(document: Mapping[str, Any]) -> float:
     return max(1.0, *(document.get("task", {}).get("class_weights") or ()), 1.0)
 
 
-def clip_of(length: float, heaviest: float) -> float:
-    """Return C for records of about this length."""
-    return float(f"{_CLIP * length * heaviest:.1g}")
-
-
-def explain_clip(heaviest: float) -> str:
-    """Return why it is that."""
-    more = " and the largest class weight" if heaviest > 1 else ""
-    return f"C, {_CLIP:g} of a record's length{more}: a share of its first gradient"
-
-
-def bias_of(length: float) -> float:
-    """Return the input for which a class has a weight.
-
-    One of 1 takes as much of what a clip leaves of a row, and one-hot codes hold one; without a
-    tenth of a longer row nothing answers how common a class is.
-    """
-    return min(1000.0, float(f"{_BIAS_SHARE * length:.1g}")) if length > _USUAL else _BIAS
-
-
-def explain_bias(features: bool) -> str:
-    """Return why it is that; of features there is none."""
-    if features:
-        return "it would take its part of every clip"
-    return f"its input: {_BIAS:g}, or of records longer than {_USUAL:g} a tenth of that"
-
-
-def pay(chosen: FullBatch) -> str:
-    """Return why there are so many rounds."""
-    if chosen.rounds < chosen.useful:
-        return f"were allowed; {chosen.useful} would pay at this signal to noise"
-    return "pay at this signal to noise"
-
-
 def delta_too_large(promised: Iterable[tuple[float, float]]) -> str:
     """Return what a δ of 1/N or more leaves open, of (δ, N) of each site; "" where none has it."""
     worst = max(promised, key=lambda one: one[0] * one[1], default=(0.0, 0.0))
@@ -235,7 +201,7 @@ class _Public:
             asked.budgets,
             tuple(sizes.values()),
             columns,
-            clip=clip_of(length, heaviest(asked.document)),
+            clip=float(f"{_CLIP * length * heaviest(asked.document):.1g}"),
             honest=honest if asked.trust == "sum" else None,
             # What is declared stands for sites whose records nobody deals out.
             dealt=asked.size is None and asked.partition.get("kind", "iid") == "iid",
@@ -316,10 +282,16 @@ class _Public:
             else "each site's own noise"
         )
         way = f"noise moves an answer by {chosen.noise * self.length:.2g}"
+        pay = "pay at this signal to noise"
+        if chosen.rounds < chosen.useful:
+            pay = f"were allowed; {chosen.useful} would {pay}"
+        weight = " and the largest class weight" * (heaviest(asked.document) > 1)
+        clip = f"C, {_CLIP:g} of a record's length{weight}: a share of its first gradient"
+        bias = f"its input: {_BIAS:g}, or of records longer than {_USUAL:g} a tenth of that"
         return {
             "guarantee": f"{asked.guarantee} per record, {ADJACENCY}, {whose}",
             "model": "signal does not grow with the number of weights, noise does",
-            "rounds": f"as many as {pay(chosen)}; {way} in the end",
+            "rounds": f"as many as {pay}; {way} in the end",
             "sampling_rate": "all records in every step: the largest sqrt(T) q / σ there is",
             "features.kind": (
                 "made from no record: of images of things and digits what pays most, whatever the "
@@ -327,12 +299,12 @@ class _Public:
             ),
             "features.mirror": "images that mean the same mirrored; --no-mirror if they do not",
             "logistic.start": "all classes alike: nearer to the end than any draw",
-            "logistic.bias": explain_bias(bool(self.features)),
+            "logistic.bias": "it would take its part of every clip" if self.features else bias,
             "settings.learning_rate": f"η, so that {way}: N = {self.records:,}",
             "server.momentum": "the same way in fewer rounds",
             "privacy.epsilon": "; ".join(filter(None, (self._whose(), self._release_told()))),
             **self._told_of_noise(chosen),
-            "privacy.clip": explain_clip(heaviest(asked.document)),
+            "privacy.clip": clip,
             "privacy.honest": "whose noise protects a sum; ε alone needs none, and is stated too",
             "secure_aggregation.threshold": "the fewest of a sum with so many honest sites",
         }
@@ -408,4 +380,8 @@ class _Public:
         return FlatModel(build(model, example, self.classes, 0, settings)).size
 
     def _logistic(self, features: dict[str, Any]) -> dict[str, Any]:
-        return {"start": "zero", "bias": False if features else bias_of(self.length)}
+        # One of 1 takes as much of what a clip leaves of a row, and one-hot codes hold one; without
+        # a tenth of a longer row nothing answers how common a class is.
+        longer = self.length > _USUAL
+        bias = min(1000.0, float(f"{_BIAS_SHARE * self.length:.1g}")) if longer else _BIAS
+        return {"start": "zero", "bias": False if features else bias}
