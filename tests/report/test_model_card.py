@@ -14,7 +14,7 @@ from fedpact.common.format import upper
 from fedpact.plan import Plan
 from fedpact.report.model_card import SIMULATED, Facts, about_of, render_model_card
 from fedpact.report.run_summary import read_run
-from fedpact.simulation.secure_aggregation.graph import secure_lines
+from fedpact.simulation.statement import secure_lines
 
 from .conftest import Build
 

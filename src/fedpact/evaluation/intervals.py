@@ -26,7 +26,6 @@ from typing import Any, Final
 import numpy as np
 
 from fedpact.common.errors import PlanError
-from fedpact.common.format import upper
 from fedpact.common.records import RoundRecord, SumsBySite
 from fedpact.evaluation.held_out import SumsForm
 from fedpact.evaluation.settings import EvaluationSettings
@@ -477,12 +476,6 @@ def check_public(
         )
 
 
-_HELD_ONLY = (
-    "About {share:.0%} of a site's {unit}s are held out of its training, and nothing of them is "
-    "released: what the model does on them is for the site's owner alone."
-)
-
-
 def describe_evaluation(
     form: SumsForm, persons: bool, records: Sequence[int], *, own_models: bool, masked: bool
 ) -> dict[str, Any] | None:
@@ -511,50 +504,3 @@ def describe_evaluation(
         "epsilon_reserved": epsilon(once.history, delta, once.accountant),
         "epsilon_per_person": {str(k): epsilon_per_person(once.history, delta, k) for k in several},
     }
-
-
-def state_held_out(of: dict[str, Any] | None, form: SumsForm) -> list[str]:
-    """Return what a private run's guarantee says of held-out records.
-
-    of: what `describe_evaluation` returns.
-    """
-    if of is not None:
-        return [state_evaluation(of)]
-    share = form.settings.share
-    return [_HELD_ONLY.format(share=share, unit=form.unit)] if form.settings.used else []
-
-
-def state_evaluation(of: dict[str, Any]) -> str:
-    """Return what a guarantee says of evaluations. of: what `describe_evaluation` returns."""
-    person, whole = of["unit"] == "person", of["split_by"] == "person"
-    each = "person, with all records," if whole else "record"
-    told = (
-        f"Evaluations: about {of['share']:.0%} of a site's {of['unit']}s are held out of its "
-        f"training. Each {each} decides by itself whether to be among them (a hash under a secret "
-        f"of the site), and then bears (ε, δ) = ({of['epsilon']:g}, {of['delta']:g}) "
-        f"{'' if person or not whole else 'a record '}for all evaluations together, and nothing "
-        "of the training's; the others bear the training's, and nothing of this one."
-    )
-    if of["own_models"]:
-        told += " What is evaluated at a site is its own model."
-    if of["masked"]:
-        told += (
-            " Secure aggregation does not sum them: the server sees each site's noisy counts, and "
-            "their noise is the site's own."
-        )
-    return f"{told} {of_person(of)}"
-
-
-def of_person(of: dict[str, Any]) -> str:
-    """Return what evaluations cost a person with several records. of: what `describe_evaluation`
-    returns."""
-    if of["unit"] == "person":
-        return "Each of a person's m records counts 1/m in them."
-    several = ", ".join(f"{k} records {upper(e)}" for k, e in of["epsilon_per_person"].items())
-    both = (
-        "; that, or what training costs, as all of them are on one side."
-        if of["split_by"] == "person"
-        else "; and where others of them are trained on, what those cost there as well: at most "
-        "the sum of both ε, at the sum of both δ."
-    )
-    return f"A person with several records pays for evaluations at most {several}{both}"

@@ -30,13 +30,12 @@ from typing import Any, Final, Literal, get_args
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from fedpact.common import check
 from fedpact.common.errors import InputError
 from fedpact.common.files import check_file
 from fedpact.common.format import upper
-from fedpact.common.notebook import print_table
+from fedpact.common.notebook import TextTable
 from fedpact.common.records import strict
 from fedpact.privacy.accounting import gaussian
 from fedpact.privacy.accounting.accountant import Accountant, Budget, SampledGaussian
@@ -381,27 +380,22 @@ def _show(question: TradeoffQuestion, points: list[Point]) -> None:
     console, problem = Console(), question.problem
     for steps in question.steps:
         title = f"T = {steps:,}, δ = {problem.delta:g}, q = {problem.q:g}; rate in nats a round"
-        table = Table(title=title)
-        for column in ("ε", "bound", "σ", "ε, proven", "", "utility", "rate", "own conditions"):
-            table.add_column(column, justify="left" if column == "bound" else "right")
-        for epsilon in question.epsilons:
-            here = [p for p in points if (p.steps, p.epsilon) == (steps, epsilon)]
-            for point in here:
-                table.add_row(*_cells(point), end_section=point is here[-1])
-        print_table(console, table)
+        columns = ("bound", "σ", "ε, proven", "", "utility", "rate", "own conditions")
+        rows = [_cells(point) for point in points if point.steps == steps]
+        TextTable(columns, rows, first="ε").print(console, title)
     console.print(GUARANTEE + ".")
     if question.paper:
         console.print(PAPER + ".")
 
 
-def _cells(point: Point) -> list[str]:
+def _cells(point: Point) -> tuple[str, ...]:
     numbers = ("none", "", "", "", "")
     if point.sigma is not None and point.proven is not None:
-        mark = "[bold red]UNSOUND[/]" if point.unsound else ""
+        mark = "UNSOUND" if point.unsound else ""
         numbers = (f"{point.sigma:.4g}", upper(point.proven), mark)
         numbers += (f"{point.utility:.4g}", f"{point.rate:,.0f}")
     state = "proven" if point.curve in EXACT_ACCOUNTANTS else "violated" if point.notes else "hold"
-    return [f"{point.epsilon:g}", LABELS.get(point.curve, point.curve), *numbers, state]
+    return f"{point.epsilon:g}", LABELS.get(point.curve, point.curve), *numbers, state
 
 
 def _draw(question: TradeoffQuestion, points: list[Point], out: Path) -> None:

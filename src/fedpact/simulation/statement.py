@@ -7,14 +7,14 @@ from typing import Any
 from fedpact.algorithms.wrappers import local_optimizer
 from fedpact.common.format import upper
 from fedpact.common.user_code import is_own
-from fedpact.evaluation import intervals as evaluations
 from fedpact.evaluation.held_out import SumsForm
+from fedpact.evaluation.intervals import describe_evaluation
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import epsilon, find_binding_accountant
 from fedpact.privacy.ledger.reservations import FIXED, WHY
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
-from fedpact.simulation.secure_aggregation.graph import secure_lines, secure_terms
+from fedpact.simulation.secure_aggregation.graph import secure_terms
 from fedpact.simulation.setup import SimulationSetup
 
 _COVERS = [
@@ -61,7 +61,10 @@ _SIMULATOR_ONLY = [
     "Accuracy and loss on the sites' held-out records, and Ψ, which is made of them.",
     "The table of labels per site.",
 ]
-
+_HELD_ONLY = (
+    "About {share:.0%} of a site's {unit}s are held out of its training, and nothing of them is "
+    "released: what the model does on them is for the site's owner alone."
+)
 
 _MEASURED = "norms, clipping and sums are of the numbers that come of it, in float32"
 _PRECISION = {
@@ -125,7 +128,7 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
             *covers,
             *_own_models(plan),
             *filter(None, [plan.participants(terms).describe() if plan.private else ""]),
-            *(evaluations.state_held_out(of_held, side.form) if plan.private else []),
+            *(state_held_out(of_held, side.form) if plan.private else []),
             *secure_lines(plan, sites),
         ],
         "does_not_cover": [
@@ -185,7 +188,7 @@ def describe_held_out_releases(plan: Plan, form: SumsForm, persons: bool) -> dic
     """
     masked, own = bool(plan.secure_aggregation.threshold), plan.method.has_own_models
     few = plan.privacy.told_records
-    return evaluations.describe_evaluation(form, persons, few, own_models=own, masked=masked)
+    return describe_evaluation(form, persons, few, own_models=own, masked=masked)
 
 
 def _of_person(plan: Plan, persons: bool) -> list[str]:
@@ -289,7 +292,7 @@ def per_person(
         f"visits at most ε = {upper(most)}{' by training' if of_held else ''}. All of a person's "
         f"records together, at the same δ and the site where it is most: "
         f"{told('epsilon_per_person')}.{beside} A person at two sites pays the sum of both."
-        + (f" {evaluations.of_person(of_held)}" if of_held else "")
+        + (f" {describe_person_cost(of_held)}" if of_held else "")
     )
 
 
@@ -350,3 +353,76 @@ def _opening(terms: Terms) -> dict[str, Any] | None:
         "sigma_joint": opening.event.sigma,
         "count": opening.steps,
     }
+
+
+def state_held_out(of: dict[str, Any] | None, form: SumsForm) -> list[str]:
+    """Return what a private run's guarantee says of held-out records.
+
+    of: what `describe_evaluation` returns, here and below.
+    """
+    if of is not None:
+        return [state_evaluation(of)]
+    share = form.settings.share
+    return [_HELD_ONLY.format(share=share, unit=form.unit)] if form.settings.used else []
+
+
+def state_evaluation(of: dict[str, Any]) -> str:
+    """Return what a guarantee says of evaluations."""
+    person, whole = of["unit"] == "person", of["split_by"] == "person"
+    each = "person, with all records," if whole else "record"
+    told = (
+        f"Evaluations: about {of['share']:.0%} of a site's {of['unit']}s are held out of its "
+        f"training. Each {each} decides by itself whether to be among them (a hash under a secret "
+        f"of the site), and then bears (ε, δ) = ({of['epsilon']:g}, {of['delta']:g}) "
+        f"{'' if person or not whole else 'a record '}for all evaluations together, and nothing "
+        "of the training's; the others bear the training's, and nothing of this one."
+    )
+    if of["own_models"]:
+        told += " What is evaluated at a site is its own model."
+    if of["masked"]:
+        told += (
+            " Secure aggregation does not sum them: the server sees each site's noisy counts, and "
+            "their noise is the site's own."
+        )
+    return f"{told} {describe_person_cost(of)}"
+
+
+def describe_person_cost(of: dict[str, Any]) -> str:
+    """Return what evaluations cost a person with several records."""
+    if of["unit"] == "person":
+        return "Each of a person's m records counts 1/m in them."
+    several = ", ".join(f"{k} records {upper(e)}" for k, e in of["epsilon_per_person"].items())
+    both = (
+        "; that, or what training costs, as all of them are on one side."
+        if of["split_by"] == "person"
+        else "; and where others of them are trained on, what those cost there as well: at most "
+        "the sum of both ε, at the sum of both δ."
+    )
+    return f"A person with several records pays for evaluations at most {several}{both}"
+
+
+def secure_lines(plan: Plan, sites: int) -> list[str]:
+    """Return what secure aggregation adds to a private run's guarantee; nothing without either."""
+    threshold = plan.secure_aggregation.threshold
+    if not (threshold and plan.private):
+        return []
+    if plan.privacy.shares_noise:
+        return [_shared_line(plan, sites)]
+    return [
+        f"Secure aggregation, threshold {threshold} of {sites} sites: a server that follows the "
+        f"protocol sees weighted means over at least {threshold} sites and no single site's "
+        "vector. It needs others that keep their part secret, and adds nothing to (ε, δ): the ε "
+        "stated here does not use it, and holds against a server that sees everything."
+    ]
+
+
+def _shared_line(plan: Plan, sites: int) -> str:
+    """Return what ε needs where sites share noise out."""
+    threshold, honest = plan.secure_aggregation.threshold, plan.privacy.honest
+    return (
+        f"Noise for the sum: ε holds against the server and up to {threshold - honest} of the "
+        f"sites together, whoever looks at an opened sum among them, if in each sum {honest} other "
+        f"sites add their share of noise and tell nobody (threshold {threshold} of {sites} sites), "
+        "and as far as the cryptography of secure aggregation holds. Against everybody together, "
+        "and without any assumption, the larger ε holds that is stated beside it (alone)."
+    )

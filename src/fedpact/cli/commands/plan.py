@@ -168,8 +168,8 @@ def _coded(like: Tensor, units: float) -> Tensor:
 
 
 def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
-    from fedpact.evaluation import intervals
     from fedpact.privacy.terms import channels
+    from fedpact.simulation.statement import state_evaluation
 
     out = Console(highlight=False, soft_wrap=True)
     plan = scene.plan
@@ -229,7 +229,7 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
             )
     if (of := document["evaluation"]) is not None:
         out.print(
-            f"{intervals.state_evaluation(of)} {of['times']} evaluations with noise of deviation "
+            f"{state_evaluation(of)} {of['times']} evaluations with noise of deviation "
             f"{of['sigma']:.4g} "
             "in each of a site's counts."
         )

@@ -26,11 +26,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from fedpact.common import check
 from fedpact.common.errors import DataError, InputError
-from fedpact.common.notebook import print_table
+from fedpact.common.notebook import TextTable
 from fedpact.common.run_folder import Folder
 from fedpact.report.run_summary import RunSummary
 
@@ -277,11 +276,7 @@ def print_answer(found: Mapping[str, Any]) -> None:
     if found["loss"] is not None:
         console.print(f"The last released F is {found['loss']:.4g}: λ <= {1 / found['loss']:.3g}.")
     title = "the theorem's bound, as far as it has a meaning: 1 + 2 Q0 λ > 0"
-    table = Table(title=title, title_justify="left", box=None)
-    table.add_column("λ", justify="right")
-    table.add_column("P(λ)", justify="right")
-    for row in found["bound"]:
-        table.add_row(f"{row['lam']:.3g}", f"{row['P']:.4g}")
-    print_table(console, table)
+    rows = [(f"{row['lam']:.3g}", f"{row['P']:.4g}") for row in found["bound"]]
+    TextTable(("P(λ)",), rows, first="λ").print(console, title)
     if found["sweep"]:
         console.print("sweep: λ = 0, " + ", ".join(f"{lam:.3g}" for lam in found["sweep"]))

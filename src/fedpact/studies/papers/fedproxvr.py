@@ -8,11 +8,10 @@ from typing import Any, cast
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from fedpact.common.errors import InputError
 from fedpact.common.files import check_file
-from fedpact.common.notebook import print_table
+from fedpact.common.notebook import TextTable
 from fedpact.studies.papers.proxvr_search import Losses, Optimum, Parameters, Solver, minimise, path
 
 UNIT = "(1 + γτ)/Θ: training time in units of Δ(w⁰) d_com/ε, ε the accuracy asked for"
@@ -117,21 +116,15 @@ def print_document(found: Mapping[str, Any]) -> None:
         f"{found['solver'].upper()}: L = {found['L']:.4g}, λ = {found['lam']:.4g}, "
         f"σ̄² = {found['sigma2']:.4g}, γ = {found['gamma']:.4g}"
     )
-    table = Table(title=title, title_justify="left", box=None)
-    table.add_column("problem", no_wrap=True)
-    for column in ("μ", "β", "τ", "θ", "Θ", "objective", "certified >="):
-        table.add_column(column, justify="right")
+    rows = list[tuple[str, ...]]()
     for key, name in ROWS.items():
         row = found if key == "whole" else found[key]
         tau = f"{row['tau']}" if isinstance(row["tau"], int) else f"{row['tau']:.1f}"
-        table.add_row(
-            name,
-            *(f"{row[k]:.4g}" for k in ("mu", "beta")),
-            tau,
-            *(f"{row[k]:.4g}" for k in ("theta", "Theta")),
-            *(f"{x:.6g}" for x in (row["objective"], row["certificate"]["lower"])),
-        )
-    print_table(console, table)
+        mu, beta, theta, per_round = (f"{row[k]:.4g}" for k in ("mu", "beta", "theta", "Theta"))
+        proven = (f"{x:.6g}" for x in (row["objective"], row["certificate"]["lower"]))
+        rows.append((name, mu, beta, tau, theta, per_round, *proven))
+    columns = ("μ", "β", "τ", "θ", "Θ", "objective", "certified >=")
+    TextTable(columns, rows, first="problem").print(console, title)
     console.print(f"objective: {UNIT}.")
     console.print(PROVEN)
     console.print(WORTH)
