@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from experiments.league.runs import (
     DATA,
     EPSILONS,
@@ -39,23 +40,20 @@ def cost(of: float, delta: float, runs: int) -> float:
 def ahead(means: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], float]:
     """Return how far each entrant is ahead of FedAvg, and what chance gives to the best of them.
 
-    Differences are taken seed by seed, as a seed's partition is the same for all. Their variance is
-    pooled over the entrants. A difference beyond ± the second number is found by chance for none of
-    them in 19 of 20 leagues (Bonferroni, Student's t). Raises LookupError: FedAvg is missing.
+    A seed's partition is the same for all, so a mean is an entrant's part, a seed's part, and a
+    rest, whose variance is pooled: s² = Σ rest² / ((K - 1)(S - 1)). A difference of two entrants
+    has the deviation s sqrt(2 / S). None of K - 1 differences is beyond ± the second number by
+    chance in 19 of 20 leagues (Bonferroni, Student's t). Raises KeyError: FedAvg is missing.
     """
-    before = means[BEFORE]
-    each = {
-        name: [a - b for a, b in zip(found, before, strict=True)]
-        for name, found in means.items()
-        if name != BEFORE
-    }
-    if not each:
+    names, values = [*means], np.array([*means.values()])
+    of = dict(zip(names, values.mean(1), strict=True))
+    found = {name: float(of[name] - of[BEFORE]) for name in names if name != BEFORE}
+    if not found:
         return {}, math.inf
-    pooled = math.sqrt(statistics.fmean(statistics.variance(one) for one in each.values()))
-    freedom = len(each) * (len(before) - 1)
-    quantile = float(student.ppf(1 - ERROR / (2 * len(each)), freedom))
-    found = {name: statistics.fmean(one) for name, one in each.items()}
-    return found, quantile * pooled / math.sqrt(len(before))
+    rest = values - values.mean(1, keepdims=True) - values.mean(0) + values.mean()
+    freedom = len(found) * (values.shape[1] - 1)
+    deviation = math.sqrt(float((rest**2).sum()) / freedom * 2 / values.shape[1])
+    return found, float(student.ppf(1 - ERROR / (2 * len(found)), freedom)) * deviation
 
 
 def section(results: Results) -> Iterator[str]:
@@ -147,7 +145,7 @@ Who is ahead on which data at the same (ε, δ) per record and site, over as man
 * **The rule**: for each cell τ of {", ".join(map(str, TAUS))} and η of {", ".join(f"{f:g}" for f in FACTORS)} times the data's own step over τ, {TRIED} runs on three quarters of the training records; the best mean over the sites on the fourth is taken. Figures are of {len(SEEDS)} other seeds.
 * **What the rule costs**: trying spends ε too, which no figure below includes. For who sees all runs of one cell, at δ = 1e-5: {price}. The records that a choice is judged by are exact there.
 * **Figures**: mean over the sites of the accuracy on what they hold out, of the model that a site uses, in per cent; mean ± standard deviation over the seeds. "To FedAvg" is the mean difference seed by seed, bold where it is beyond chance.
-* **Chance**: the variance of the differences is pooled over the entrants; "chance" is the width within which *all* of them would stay in 19 of 20 leagues of equals (Bonferroni, Student's t). So the best of many is no winner for being many.
+* **Chance**: what is left of a figure without its entrant's and its seed's mean is noise, whose variance is pooled; "chance" is the width within which *all* of them would stay in 19 of 20 leagues of equals (Bonferroni, Student's t). So the best of many is no winner for being many.
 
 The league has one step and one pair of τ for all; an algorithm with settings of its own, such as λ of `fedfdp`, would gain by choosing them, and pay for it.
 """  # noqa: E501

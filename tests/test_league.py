@@ -1,0 +1,80 @@
+"""experiments/league: its page says what is stored, and chance is what the page says it is."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+from experiments.league import page
+from experiments.league.runs import DATA, EPSILONS, HERE, Cell, Results, entrants
+
+from fedpact import algorithms
+from fedpact.algorithms.wrappers.base import Method
+
+
+def test_the_page_is_what_the_stored_results_make(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "HERE", tmp_path)
+    page.write()
+    stored = (HERE / "README.md").read_text(encoding="utf-8")
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == stored, "run --page"
+
+
+def test_every_private_algorithm_is_an_entrant():
+    private = {name for name in algorithms.names() if not Method(name).facts.plain_only}
+    assert private <= set(entrants())
+    for data in DATA:
+        for name in entrants():
+            cell = Cell(data, name, 2.0)
+            if data != "heart" and name in ("feddyn", "fedprox", "nbafl"):
+                continue  # η times the default μ is beyond 2 in some ways, which the page says
+            plan = cell.plan(1, 5, *cell.ways()[0])
+            assert (plan.private, plan.privacy.epsilon, plan.rounds) == (True, 2.0, 5)
+
+
+def test_stored_figures_spent_no_more_than_their_budget():
+    for data in DATA:
+        found = Results(data)
+        for epsilon in EPSILONS:
+            for name in entrants():
+                try:
+                    runs = found.runs(Cell(data, name, epsilon))
+                except LookupError:
+                    continue
+                for run in runs:
+                    assert run["spent"]
+                    assert max(run["spent"]) <= epsilon
+                    assert run["made"]
+
+
+def test_among_equals_chance_is_exceeded_once_in_twenty_leagues():
+    """27 entrants of one law: some difference is beyond chance in 5 % of leagues, or fewer."""
+    generator = np.random.default_rng(0)
+    beyond = 0
+    for _ in range(400):
+        means = {str(i): list(generator.normal(80, 1, 3)) for i in range(27)}
+        means["fedavg"] = means.pop("0")
+        far, chance = page.ahead(means)
+        beyond += any(abs(x) > chance for x in far.values())
+    # All differences share FedAvg's own: it is rarer than 20 ± 4.4 in 400, and not by much.
+    assert 2 <= beyond <= 33
+
+
+def test_who_is_ahead_of_all_is_found():
+    generator = np.random.default_rng(1)
+    means = {str(i): list(generator.normal(80, 1, 3)) for i in range(10)}
+    means |= {"fedavg": [80.0, 80.5, 79.5], "good": [86.0, 86.5, 85.5]}
+    far, chance = page.ahead(means)
+    assert far["good"] == pytest.approx(6.0)
+    assert [name for name in far if far[name] > chance] == ["good"]
+    assert statistics.fmean(far.values()) < 6
+    assert page.ahead({"fedavg": [1.0, 2.0]}) == ({}, math.inf)
+
+
+def test_the_cost_of_the_rule_is_that_of_composed_gaussians():
+    """Six Gaussians of σ are one of σ / √6: so is what trying six settings costs."""
+    from fedpact.privacy.accounting.accountant import Budget, SampledGaussian, epsilon
+    from fedpact.privacy.accounting.calibration import smallest_scale
+
+    sigma = smallest_scale(Budget(2.0, 1e-5), {SampledGaussian(1.0, 1.0): 1})
+    one = epsilon({SampledGaussian(1.0, sigma / math.sqrt(6)): 1}, 1e-5)
+    assert page.cost(2.0, 1e-5, 6) == pytest.approx(one, rel=1e-2)
