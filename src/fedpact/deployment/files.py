@@ -50,24 +50,13 @@ README = """\
 
 On one machine, for trying: `fedpact deploy up .`, and `fedpact deploy status .` beside it.
 
-On several: `server/start.sh` on the server, `start.sh` of each site's directory at that site. Each
+On several: `fedpact deploy server DIRECTORY` on the server, and `fedpact deploy site DIRECTORY` at
+each site; both end and start again without loss. Each
 site's owner reads `site.toml` and `policy.toml` first, points `records` at the site's records, and
 looks with `fedpact deploy check .` whether they are as declared, reads what the site will release,
 and signs: `fedpact deploy approve . --by NAME`. Nothing is charged before all are.
 `federation.toml` and `plan.json` are the same everywhere. The guide is
 docs/how-to/operate-a-deployment.md.
-"""
-
-SERVER_START = """\
-#!/bin/sh
-# Runs the server until the run has ended; started again, it goes on from the last committed round.
-exec fedpact deploy server "$(dirname "$0")"
-"""
-
-SITE_START = """\
-#!/bin/sh
-# Takes part until it is stopped; started again, it goes on where it was.
-exec fedpact deploy site "$(dirname "$0")"
 """
 
 
@@ -78,6 +67,14 @@ def federation(of: Federation) -> str:
         for name, member in of.sites.items()
     )
     patience, checks = of.patience, of.checks
+    told = (
+        "says whose a record is; no feature, and sizes count persons where the plan protects them"
+    )
+    person = _optional("person", of.person, '"..."', told)
+    told = "a table's columns in the order of a record's numbers; a file may have another"
+    features = _optional("features", [*of.features], "[...]", told)
+    told = "the first round waits for so many sites to be ready; left out, for all"
+    start_sites = _optional("start_sites", patience.start_sites, "1", told)
     return f"""\
 # What all parties agree on; public, and the same at every party.
 run = "{of.run}"               # a site takes part in this run and in no other
@@ -86,15 +83,15 @@ server_key = "{of.server_key}"
 classes = {list(of.classes)!r}
 shape = {list(of.shape)}       # of one record
 values = "{of.values}"
-{_person(of.person)}
-{_features(of.features)}
+{person}
+{features}
 seeds = "{of.seeds}"           # "test": noise from the plan's seed, on one machine only
 
 [patience]
 round_seconds = {patience.round_seconds:g}        # how long a round waits for replies
 resend_seconds = {patience.resend_seconds:g}      # a site that does not answer is asked again
 join_seconds = {patience.join_seconds:g}          # how long the start waits for all sites
-{_start_sites(patience.start_sites)}
+{start_sites}
 least_replies = {patience.least_replies}          # with fewer, the round is tried again
 retries = {patience.retries}                      # how often, before the run stops
 
@@ -116,26 +113,10 @@ def _groups(of: Grouping | None) -> str:
     return f"\n[groups]\n{entries}"
 
 
-def _start_sites(count: int | None) -> str:
-    said = "# the first round waits for so many sites to be ready; left out, for all"
-    return (
-        f"# start_sites = 1          {said}" if count is None else f"start_sites = {count}   {said}"
-    )
-
-
-def _person(column: str | None) -> str:
-    told = (
-        "says whose a record is; no feature, and sizes count persons where the plan protects them"
-    )
-    return (
-        f'# person = "..."   # {told}' if column is None else f"person = {toml(column)}   # {told}"
-    )
-
-
-def _features(columns: tuple[str, ...]) -> str:
-    told = "a table's columns in the order of a record's numbers; a file may have another"
-    listed = toml([*columns]) if columns else "[...]"
-    return f"{'' if columns else '# '}features = {listed}   # {told}"
+def _optional(key: str, value: object, example: str, told: str) -> str:
+    """A line of a key that may be left out, as a comment with an example where it is."""
+    left_out = value is None or value == []
+    return f"# {key} = {example}   # {told}" if left_out else f"{key} = {toml(value)}   # {told}"
 
 
 def _records(form: RecordForm) -> str:
@@ -419,7 +400,6 @@ def _write_shared(party: Path, authority: Path, plan: Plan, shared: Federation) 
 
 
 def _write_server(server: Path, scene: SimulationSetup) -> None:
-    _write_script(server / "start.sh", SERVER_START)
     data = scene.raw
     if data.x_test is not None and data.y_test is not None:
         np.savez(server / "test.npz", x=data.x_test.numpy(), y=_labels(scene, data.y_test))
@@ -435,7 +415,6 @@ def _write_site(directory: Path, scene: SimulationSetup, name: str, with_records
     # What is cut from the plan's own data set, for trying, has no owner who could sign.
     text = policy(plan.algorithm, terms, plan.evaluation_terms, approvals=int(not with_records))
     (directory / "policy.toml").write_text(text, encoding="utf-8")
-    _write_script(directory / "start.sh", SITE_START)
     if with_records:
         part = scene.partition
         # With evaluations a site has all its records, and finds out itself which are held out.
@@ -454,11 +433,6 @@ def _labels(scene: SimulationSetup, y: Tensor) -> np.ndarray:
     if target.kind != "number":
         return y.numpy()
     return np.clip(unscale(y.double().numpy(), target), target.low, target.high)
-
-
-def _write_script(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    path.chmod(0o755)
 
 
 def _free_port() -> int:

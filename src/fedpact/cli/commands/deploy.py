@@ -87,7 +87,7 @@ def init(
         int, typer.Option(help="Times that a round is tried again before the run stops.")
     ] = 2,
 ) -> None:
-    """Write a deployment of a plan: certificates, keys, settings, policies, scripts."""
+    """Write a deployment of a plan: certificates, keys, settings and policies."""
     check_keys(config, overrides)
     from fedpact.deployment.files import Choices, write_deployment
     from fedpact.deployment.packaging import SERVER_HOSTS, write_package
