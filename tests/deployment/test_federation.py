@@ -186,6 +186,11 @@ def check_every_round(directory, simulated):
     for line, record in zip(map(json.loads, lines), simulated.records, strict=True):
         told = (line["round"], line["steps"], line["bytes_down"], line["bytes_up"])
         assert told == (record.round, record.steps, record.bytes_down, record.bytes_up)
+        # Around each message are TLS and what Flower says: a few requests, and no second message.
+        if record.round:
+            down, up = line["sockets"]
+            assert record.bytes_down < down < record.bytes_down + 200_000
+            assert record.bytes_up < up < record.bytes_up + 400_000
         # Nobody was asked twice, so what the server counts is what the ledgers hold.
         assert line["epsilon"] == record.epsilon
         if record.accuracy is not None:

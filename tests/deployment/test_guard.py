@@ -26,7 +26,7 @@ def status_of():
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    guard = program.Guard(app)
+    guard = program.Guard(app, program.Sockets())
 
     def request(path, client, **headers):
         encoded = [(n.replace("_", "-").encode(), str(v).encode()) for n, v in headers.items()]
@@ -64,6 +64,7 @@ def test_other_machines_have_the_fleet_api_alone(status_of):
     for path in (CONTROL, "/v1/runtime/push-object", "/docs", "/openapi.json", "/"):
         assert status_of(path, ELSEWHERE, content_length=0) == 404
     assert status_of("/health", ELSEWHERE) == 200
+    assert status_of(program.SOCKETS, ELSEWHERE) == 404
     # The server itself stops and starts runs from there; nobody there has Flower's pages.
     assert status_of(CONTROL, HERE, content_length=0) == 200
     assert status_of("/docs", HERE) == status_of("/openapi.json", HERE) == 404

@@ -31,6 +31,8 @@ class RoundRecord:
     epsilon: ε spent so far by each site at its δ; empty in a plain run. epsilon_alone: likewise if
     no other site's noise counts; empty where each site's noise is its own.
     bytes_down, bytes_up: bytes of this round's messages as encoded, all sites together.
+    sockets: a deployment's: bytes (to, from) sites in this round as the sockets saw them, with TLS
+    and all that Flower sends beside the messages; empty where nobody counts.
     seconds: wall-clock time of the round. simulated_seconds: by the plan's [clock].
     asked: the sites that were to take part; empty: all. refused: site -> code, of those.
     numbers: what the server's state shows of itself (F, τ, a loss bound), released numbers only.
@@ -49,6 +51,7 @@ class RoundRecord:
     epsilon_alone: Mapping[str, float] = field(default_factory=dict[str, float])
     bytes_down: int = 0
     bytes_up: int = 0
+    sockets: Sequence[int] = field(default_factory=list[int])
     seconds: float = 0.0
     simulated_seconds: float = 0.0
     asked: Sequence[str] = field(default_factory=list[str])

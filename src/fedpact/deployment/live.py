@@ -219,7 +219,8 @@ def _lines(of: Document) -> Iterator[str]:
             told = percent(value) if curve["name"] == "accuracy" else number(value)
             yield f"  {curve['name']} {told} after round {at} ({curve['of']})"
         yield from (f"  {told}" for told in of["compared"])
-        yield f"  {of['bytes_down']:,} bytes down, {of['bytes_up']:,} up"
+        more = f"; {of['sockets']}" if of["sockets"] else ""
+        yield f"  {of['bytes_down']:,} bytes down, {of['bytes_up']:,} up{more}"
         yield from (f"  {name}{_of_site(each)}" for name, each in of["sites"].items())
     yield from (f"! {told}" for told in of["to_do"])
 

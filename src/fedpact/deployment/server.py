@@ -12,7 +12,7 @@ import dataclasses
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -171,17 +171,19 @@ class Coordinator:
         on_round: Callable[[RoundRecord], None],
         begin: Callable[[], None],
         plain: Transport | None = None,
+        sockets: Callable[[], Sequence[int]] = tuple,
     ) -> dict[str, Any]:
         """Carry the run out, or on, and return its summary. on_round: called with every record.
 
         begin: called before sites are asked for what the run's first round costs. plain: what
-        carries the final model to the sites where `transport` makes sums of replies.
+        carries the final model to the sites where `transport` makes sums of replies. sockets: bytes
+        (to, from) sites that connections have carried so far, () where nobody counts.
         Raises FedpactError where the transport gives up; what was committed stays.
         """
         check_log(self.plan.run.log)
         with Log(self.plan.run.log, self.folder.path) as log:
             told = log.and_tell(on_round)
-            return self._run(transport, told, cache(begin), plain or transport)
+            return self._run(transport, told, cache(begin), plain or transport, sockets)
 
     def _run(
         self,
@@ -189,6 +191,7 @@ class Coordinator:
         on_round: Callable[[RoundRecord], None],
         begin: Callable[[], None],
         plain: Transport,
+        sockets: Callable[[], Sequence[int]],
     ) -> dict[str, Any]:
         self._begin()
         plan = self.plan
@@ -207,8 +210,13 @@ class Coordinator:
         rounds.see(records)
         for record in records:
             on_round(record)
+        before = sockets()
         for committed, record in rounds(at):
-            at = committed
+            at, now = committed, sockets()
+            if before and now:
+                each = [after - until for until, after in zip(before, now, strict=True)]
+                record = dataclasses.replace(record, sockets=each)
+            before = now
             self.folder.commit(at, record)
             records.append(record)
             on_round(record)

@@ -122,6 +122,7 @@ def _run(party: Path, folder: Path, held: bool, changed: object) -> Document:
         else None,
         "bytes_down": run.bytes_down,
         "bytes_up": run.bytes_up,
+        "sockets": run.sockets,
         "curves": _curves(run, released),
         "compared": _compared(run, released),
         "sites": sites,

@@ -187,6 +187,7 @@ def build_headline(run: RunSummary) -> list[CardFigure]:
     allowed = run.bytes_allowed
     rounds = run.plan.get("rounds")
     bytes_note = f"{size(run.bytes_down)} to the sites, {size(run.bytes_up)} from them"
+    bytes_note += f"; {run.sockets}" if run.sockets else ""
     return [
         *_learning_cards(run),
         _epsilon_card(run),

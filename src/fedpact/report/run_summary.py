@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedpact.common.errors import DataError
-from fedpact.common.format import format_epsilon
+from fedpact.common.format import format_epsilon, size
 from fedpact.common.messages import RoundRecord, SiteScore
 from fedpact.common.run_folder import explain_not_a_run
 from fedpact.evaluation.metrics import Fairness, fairness, ranking
@@ -384,6 +384,15 @@ class RunSummary:
     def bytes_up(self) -> int:
         """Bytes of all messages from the sites so far."""
         return sum(record.bytes_up for record in self.records)
+
+    @property
+    def sockets(self) -> str:
+        """What sockets carried of it, in words; "" where a round was not counted."""
+        counted = [record.sockets for record in self.records if record.round]
+        if not counted or not all(counted):
+            return ""
+        down, up = map(sum, zip(*counted, strict=True))
+        return f"with Flower's own and TLS {size(down)} and {size(up)}"
 
     @property
     def bytes(self) -> int:

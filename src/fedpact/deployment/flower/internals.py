@@ -18,7 +18,7 @@ import queue
 import ssl
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -67,7 +67,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message
 
 from fedpact.common.errors import FedpactError
-from fedpact.deployment.flower.program import CLIENT
+from fedpact.deployment.flower.program import CLIENT, SOCKETS
 
 _log = logging.getLogger("fedpact.server")
 _HERE_SECONDS = 0.05
@@ -102,6 +102,7 @@ class PromptGrid:
             wait_function=self._pause,
         )
         # Flower's own has no place for a certificate to show.
+        self._url, self._context = url, context
         self._client = RuntimeHttpClient(
             url,
             interceptors=[
@@ -124,6 +125,12 @@ class PromptGrid:
         """Disconnect, and give up what is being tried again."""
         self._closed.set()
         self._client.close()
+
+    def sockets(self) -> Sequence[int]:
+        """Return what sites' connections have carried since the SuperLink began, () if unknown."""
+        with suppress(httpx.HTTPError, ValueError):
+            return httpx.get(self._url + SOCKETS, verify=self._context).json()
+        return ()
 
     def get_nodes(self) -> Iterable[NodeInfo]:
         """Return the sites' nodes that are connected."""

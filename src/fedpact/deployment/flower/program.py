@@ -13,9 +13,12 @@ the party's directory, from which it may not be found.
 """
 
 import gc
+import json
 import logging
 import os
+import socket
 import ssl
+import struct
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -27,6 +30,8 @@ ANCHORS: Final = "flower/parties.pem"
 CLIENT: Final = "flower/client.pem"
 """In a party's directory: what it shows of itself (keys.write_client_certificate)."""
 
+SOCKETS: Final = "/fedpact/sockets"
+
 # Flower cuts whatever is longer into pieces of 5 MiB, each a request of its own.
 _MOST_BYTES = 6 * 2**20
 
@@ -36,29 +41,70 @@ _Send = Callable[[_Event], Awaitable[None]]
 _App = Callable[[_Event, _Receive, _Send], Awaitable[None]]
 
 
+class Sockets:
+    """What the sites' connections have carried, TLS and all, as the kernel counts it.
+
+    carried: bytes (to, from) the other end of a site's connection, as last looked at.
+    """
+
+    # In Linux's tcp_info: what the other end has acknowledged, and what was received.
+    _COUNTED = struct.Struct("=120xQQ")
+
+    def __init__(self) -> None:
+        self._open, self.carried = dict[Any, socket.socket](), dict[Any, tuple[int, int]]()
+        self._before = 0, 0
+
+    def opened(self, client: Any, by: socket.socket) -> None:
+        """Note a connection; who had its address before has ended his."""
+        down, up = self.carried.pop(client, (0, 0))
+        self._before = self._before[0] + down, self._before[1] + up
+        self._open[client] = by
+
+    def look(self, client: Any) -> None:
+        """Count what a site's connection has carried until now."""
+        try:
+            told = self._open[client].getsockopt(socket.IPPROTO_TCP, 11, self._COUNTED.size)
+            self.carried[client] = self._COUNTED.unpack(told)
+        except (KeyError, OSError, ValueError, struct.error):
+            pass  # it has ended, or is no TCP of Linux
+
+    def total(self) -> tuple[int, int]:
+        """Return bytes (to, from) all sites."""
+        for client in list(self.carried):
+            self.look(client)
+        down, up = zip(self._before, *self.carried.values(), strict=True)
+        return sum(down), sum(up)
+
+
 class Guard:
     """Refuses requests to a SuperLink before their bodies are read; an ASGI application.
 
     Other machines have Flower's Fleet API alone, by which sites connect. No request may be longer
-    than the pieces of a message, as Flower reads a body before it looks at who sends it.
+    than the pieces of a message, as Flower reads a body before it looks at who sends it. At SOCKETS
+    it tells this machine what the sites' connections have carried.
     """
 
-    def __init__(self, app: _App) -> None:
-        self._app = app
+    def __init__(self, app: _App, sockets: Sockets) -> None:
+        self._app, self._sockets = app, sockets
 
     async def __call__(self, scope: _Event, receive: _Receive, send: _Send) -> None:
         """Answer one request."""
         status = self._refusal(scope) if scope["type"] == "http" else None
         if status is None:
+            if scope["type"] == "http" and scope["path"].startswith("/v1/fleet/"):
+                self._sockets.look(scope["client"])
             return await self._app(scope, receive, send)
-        headers = [(b"content-length", b"0"), (b"connection", b"close")]
+        body = json.dumps(self._sockets.total()).encode() if status == 200 else b""
+        headers = [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body"})
+        await send({"type": "http.response.body", "body": body})
 
     def _refusal(self, scope: _Event) -> int | None:
-        """Return the HTTP status with which a request is refused, None for none."""
+        """Return the HTTP status that a request is answered with here, None for no answer."""
         headers = dict(scope["headers"])
         here = scope["client"] is not None and scope["client"][0] in ("127.0.0.1", "::1")
+        if here and scope["path"] == SOCKETS:
+            return 200
         if scope["path"] != "/health" and not scope["path"].startswith(
             "/v1/" if here else "/v1/fleet/"
         ):
@@ -71,10 +117,19 @@ class Guard:
 def _guard_superlink() -> None:
     """Have uvicorn, in this process, let in parties alone, and put a Guard before what it runs."""
     import uvicorn
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-    parties = {"ssl_ca_certs": ANCHORS, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    sockets = Sockets()
+
+    class Counted(AutoHTTPProtocol):
+        def connection_made(self, transport: Any) -> None:
+            told = transport.get_extra_info
+            sockets.opened(told("peername"), told("socket"))
+            super().connection_made(transport)
+
+    more = {"ssl_ca_certs": ANCHORS, "ssl_cert_reqs": ssl.CERT_REQUIRED, "http": Counted}
     run = uvicorn.run
-    uvicorn.run = lambda app, **options: run(Guard(app), **options, **parties)
+    uvicorn.run = lambda app, **options: run(Guard(app, sockets), **options, **more)
 
 
 def _show_certificate() -> None:

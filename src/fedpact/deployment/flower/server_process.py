@@ -96,11 +96,12 @@ def coordinate(coordinator: Coordinator, grid: PromptGrid, on_round: OnRound) ->
     agreed = federation.agreed(plan)
     transport = FlowerTransport(grid, federation, key, agreed, admission, form, remember, waits)
     begin = partial(transport.wait_until_ready, federation.run)
+    sockets = getattr(grid, "sockets", tuple)  # somebody else's SuperLink counts none
     if not plan.secure_aggregation.threshold:
-        return coordinator.run(transport, on_round, begin)
+        return coordinator.run(transport, on_round, begin, sockets=sockets)
     attempts = coordinator.attempts
     secure = secure_deployment(transport, federation, plan, attempts, admission, form)
-    return coordinator.run(secure, on_round, begin, transport)
+    return coordinator.run(secure, on_round, begin, transport, sockets)
 
 
 def serve_app(grid: "Grid", directory: Path) -> None:
