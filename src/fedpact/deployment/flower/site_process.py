@@ -116,7 +116,7 @@ def _unreached(address: str, directory: Path, why: str) -> str:
 
 
 _log = logging.getLogger("fedpact.site")
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.25
 # A SuperNode takes a few seconds to start.
 _SILENT_SECONDS = 20.0
 _MOST_SEAL_BYTES, _MOST_BYTES = 2**12, 2**30
