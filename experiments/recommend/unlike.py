@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import fedpact
-from fedpact.common.params import FlatModel
 from fedpact.privacy.accounting.accountant import Budget
 from fedpact.privacy.accounting.planner import full_batch
 from fedpact.simulation.setup import SimulationSetup
@@ -56,7 +55,7 @@ def both(row: str) -> dict[str, dict[str, Any]]:
     alike = full_batch(
         lambda rounds: noise.alike(1.0, rounds),
         *(sum(sizes), len(sizes), 100),
-        weights=FlatModel(scene.module()).size,
+        weights=scene.workshop.size,
         clip=clip,
         length=length,
     )

@@ -37,7 +37,7 @@ def test_a_run_begins_where_the_other_ended_and_says_so(before, tmp_path):
     plan = Plan.parse({**SMALL, "initial": str(before)})
     block = (before / "model.safetensors").read_bytes()
     assert plan.initial.sha256 == hashlib.sha256(block).hexdigest()
-    assert same(SimulationSetup.of(plan).module(), before / "model.safetensors")
+    assert same(SimulationSetup.of(plan).workshop.module(), before / "model.safetensors")
     result = fedpact.run(plan, tmp_path / "second")
     ended = json.loads((before / "summary.json").read_text())
     assert result.records[0].accuracy == ended["accuracy"]
@@ -157,5 +157,5 @@ def test_what_is_no_state_dict_is_told_what_to_save(before, tmp_path):
         with pytest.raises(ModelError, match=rf"{match}, which is no tensor.*that part, as torch"):
             SimulationSetup.of(Plan.parse({**PLAIN, "initial": str(path)}))
     torch.save(torch.load(path.with_name("w.pt"))[0], path)
-    found = SimulationSetup.of(Plan.parse({**PLAIN, "initial": str(path)})).module()
+    found = SimulationSetup.of(Plan.parse({**PLAIN, "initial": str(path)})).workshop.module()
     assert same(found, before / "model.safetensors")

@@ -325,7 +325,7 @@ def test_plain_runs_average_over_persons_too(study, tmp_path):
         settings={"local_steps": 1, "learning_rate": 1.0},
     )
     scene = SimulationSetup.of(plan)
-    site, module = scene.sites[0], scene.module()
+    site, module = scene.sites[0], scene.workshop.module()
     flat = FlatModel(module)
     start = flat.vector.clone()
     rows = PerSampleKernel(flat, cross_entropy).alone(site.x, site.y)

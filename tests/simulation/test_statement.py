@@ -144,7 +144,7 @@ def test_shared_noise_has_both_of_a_person():
         together = site["epsilon_per_person"]["5"]
         assert together == pytest.approx(epsilon_per_person({event: steps}, site["delta"], 5))
         assert 10 < together < site["epsilon_alone_per_person"]["5"]
-        sums = float(len(scene.bench().private.model.vector)) * steps
+        sums = float(len(scene.workshop.bench().private.model.vector)) * steps
         assert added_delta(together, SHARE_DEVIATION, 3, sums) <= ADDED_DELTA
         own = SampledGaussian(event.q, event.sigma / math.sqrt(2))
         alone = epsilon_per_person({own: steps}, site["delta"], 5)

@@ -48,7 +48,7 @@ class Evaluator:
         self._device = torch.device(scene.plan.run.device)
         self._loss = scene.workshop.loss
         self._measures = scene.plan.task.measures(len(scene.dataset.classes))
-        self._model = FlatModel(scene.module().to(self._device))
+        self._model = FlatModel(scene.workshop.module().to(self._device))
         # A round's own arithmetic has one; the workers are idle while a model is evaluated.
         self._threads = torch.get_num_threads()
         # Records on the device, by the id of those in the scene.

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedpact.common.errors import PlanError
 from fedpact.common.randomness.seeded import Participants, SeededDraws
@@ -37,7 +37,7 @@ from fedpact.privacy.terms import Terms, check_grid, noisy_size
 from fedpact.simulation.machine import device_of
 from fedpact.simulation.secure_aggregation.encoding import check_shares
 from fedpact.simulation.secure_aggregation.keys import check_secure
-from fedpact.simulation.workshop import TrainingSetup, Worker
+from fedpact.simulation.workshop import TrainingSetup
 
 _MANY_CLASSES: Final = 20
 """Of more whole numbers one asks whether they are classes."""
@@ -169,14 +169,6 @@ class SimulationSetup:
     def sizes(self) -> dict[str, float]:
         """Each site's N_i, as it is declared or released."""
         return {site.name: _size(self.plan, site) for site in self.sites}
-
-    def module(self) -> nn.Module:
-        """Return the model with its initial weights, the same at every call."""
-        return self.workshop.module()
-
-    def bench(self, *, check: bool = False) -> Worker:
-        """Return a worker's kernel; `check` tries the model on made-up records first."""
-        return self.workshop.bench(check=check)
 
 
 def _some(names: tuple[str, ...], most: int = 30) -> str:

@@ -98,7 +98,7 @@ def of_run(
             f"{path}: no site holds records out (partition.held_out, or evaluation.share): without "
             "them nothing can be compared; run it with some"
         )
-    models, model = _released(folder, plan, scene), FlatModel(scene.module())
+    models, model = _released(folder, plan, scene), FlatModel(scene.workshop.module())
     initial = model.vector.clone()
     alones = ({} if known is None else known).setdefault(_follows_from(plan), {})
     found = dict[str, SiteFigures]()
@@ -269,7 +269,9 @@ def simulate(
         rounds = Rounds(plan, run, transport, evaluator, stop, in_process=True, form=scene.form)
         if not known:
             check_draws(folder, environment)
-        at, records = start_or_resume(folder, plan, scene.module, evaluator, rounds.open_run)
+        at, records = start_or_resume(
+            folder, plan, scene.workshop.module, evaluator, rounds.open_run
+        )
         if known:
             # Of a run that began here the ledgers may be open elsewhere, as at actors of Ray.
             check_complete(at, run, ledgers)
@@ -427,7 +429,7 @@ def _finish(
     values = str(raw.x.dtype).removeprefix("torch.")
     given = RecordedForm(tuple(raw.x.shape[1:]), values, raw.classes, raw.features)
     given.by(scene.plan.stage()).write(folder)
-    module = scene.module()
+    module = scene.workshop.module()
     judged = commonest(select_judged_labels(scene), raw.classes)
     more = {
         "commonest": judged and asdict(judged),

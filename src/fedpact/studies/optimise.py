@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 from fedpact.common.errors import PlanError
-from fedpact.common.params import FlatModel
 from fedpact.privacy.accounting.accountant import Budget
 from fedpact.privacy.accounting.planner import (
     MOST_STEPS,
@@ -101,7 +100,7 @@ def _useful(scene: SimulationSetup, terms: Terms, one: Choice) -> int | None:
     if scene.plan.model not in LINEAR_MODELS or not mechanism_of(terms.mechanism).summed:
         return None
     records, shares = sum(scene.sizes.values()), scene.plan.privacy.noise_copies(len(scene.sites))
-    weights = FlatModel(scene.module()).size
+    weights = scene.workshop.size
     snr = signal_to_noise(one.rate, one.sigma, one.steps, records, shares, weights)
     return useful_rounds(snr)
 
@@ -119,7 +118,7 @@ def _together(scene: SimulationSetup, rounds: int) -> int | None:
         _calibrated(scene, t, Choice(1.0, 1.0, rounds, 1), rounds) for t in scene.terms.values()
     ]
     sizes, own = list(scene.sizes.values()), plan.algorithm_settings
-    sigmas, weights = [one.sigma for one in each], FlatModel(scene.module()).size
+    sigmas, weights = [one.sigma for one in each], scene.workshop.size
     sigma = max(sigmas)
     if not plan.privacy.shares_noise:
         weighed = getattr(own, "aggregation", "") == "least_noise"

@@ -60,7 +60,6 @@ def plan(
 
 def forecast(scene: SimulationSetup) -> dict[str, Any]:
     """Return what the plan will spend if every site answers every round."""
-    from fedpact.common.params import FlatModel
     from fedpact.simulation.secure_aggregation.graph import secure_terms
     from fedpact.simulation.statement import describe_held_out_releases, per_person, site_terms
 
@@ -78,7 +77,7 @@ def forecast(scene: SimulationSetup) -> dict[str, Any]:
         # As a mean, where τ is chosen on the way.
         "iterations_per_round": total // rounds if total % rounds == 0 else total / rounds,
         "iterations": total,
-        "model_parameters": FlatModel(scene.module()).size,
+        "model_parameters": scene.workshop.size,
         "bytes_per_round": size_of_message,
         "bytes": size_of_all,
         "adjacency": plan.privacy.adjacency if plan.private else None,
@@ -141,7 +140,7 @@ def _message_bytes(scene: SimulationSetup) -> tuple[int, int]:
     from fedpact.privacy.accounting.shared_noise import SHARE_DEVIATION
 
     method, plan, who = scene.plan.method, scene.plan, scene.participants
-    told = method.task(method.init(FlatModel(scene.module()).vector))
+    told = method.task(method.init(FlatModel(scene.workshop.module()).vector))
     up, down = {"w": told.vectors["w"]}, told.vectors
     if method.facts.coded:
         up = {name: _coded(vector, SHARE_DEVIATION) for name, vector in up.items()}

@@ -89,7 +89,7 @@ class Target:
             )
         others = [s for s in scene.sites if s.name != name] or scene.sites
         spare = Records(torch.cat([s.x for s in others]), torch.cat([s.y for s in others]))
-        kernel, privacy = scene.bench().private, scene.plan.privacy
+        kernel, privacy = scene.workshop.bench().private, scene.plan.privacy
         of_persons = privacy.unit == "person"
         return Target(
             plan=scene.plan,

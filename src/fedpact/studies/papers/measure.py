@@ -322,7 +322,7 @@ def _estimates(run: Path) -> dict[str, Estimate]:
     plan = Plan.parse(Folder(run).read_json("plan.json"))
     scene = SimulationSetup.of(plan, partition=Partition.load(Folder(run).partition))
     checkpoint, _ = Folder(run).restore()
-    model = FlatModel(scene.module().eval())
+    model = FlatModel(scene.workshop.module().eval())
     points = [model.vector.clone(), checkpoint.state.vectors["w"]]
     draws = np.random.default_rng(plan.seed)
     chosen = draws.permutation(len(scene.sites))[:SITES].tolist()
