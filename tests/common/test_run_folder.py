@@ -30,14 +30,6 @@ def test_a_checkpoint_reads_back_bit_for_bit():
     )
 
 
-def test_a_checkpoint_of_before_costs_were_split_still_reads():
-    """Its whole progress was "/round", "/sent" and "/included/SITE"."""
-    old = State({"w": torch.ones(2)}, {"F": 0.5, "/round": 7, "/sent": 700, "/included/a": 7})
-    read = Checkpoint.from_bytes(to_bytes(old))
-    assert read.state.numbers == {"F": 0.5}
-    assert (read.round, read.included, read.costs) == (7, {"a": 7}, Costs(rounds=7, sent=700))
-
-
 def test_a_record_whose_state_was_not_committed_is_dropped(tmp_path):
     folder = Folder(tmp_path)
     for number in range(3):

@@ -32,7 +32,7 @@ from math import exp
 from pydantic import Field
 
 from fedpact.algorithms import MethodFacts, Neutral, Summed
-from fedpact.algorithms.common.fairness import LossSettings
+from fedpact.algorithms.common.fairness import EXCLUDED_BY_LOSSES, LossSettings
 from fedpact.algorithms.common.steps import weighted_mean
 from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Oracle
@@ -58,13 +58,7 @@ def facts(settings: Settings) -> MethodFacts:
         {"gradient": 1.0, **settings.loss_channels},
         needs_all_sites="the weights of all sites move together, by losses at one model",
         summed=Summed(why_not="each site counts by its own losses"),
-        excludes={
-            "fairness": "it has a fairness of its own, and two would pull at each other",
-            "robust": "its weights follow the losses that sites report, so a lie would choose "
-            "its own",
-            "local.head": "it compares the sites' losses at one model, and here each has a head "
-            "of its own",
-        },
+        excludes=EXCLUDED_BY_LOSSES,
     )
 
 

@@ -22,6 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings, MethodFacts, Neutral
+from fedpact.algorithms.common.steps import EXCLUDED_BY_TWO_MODELS
 from fedpact.common.messages import Local, State, Task
 from fedpact.privacy.oracle import Oracle
 
@@ -43,14 +44,7 @@ class Settings(BaseSettings):
 def facts(settings: Settings) -> MethodFacts:
     """What is known of it before it runs; see algorithms.Algorithm."""
     del settings
-    return MethodFacts(
-        needs_all_sites="",
-        excludes={
-            "fairness": "a site's loss would be that of a model which it does not use",
-            "local": "its steps are of two models by turns, and momentum is of one",
-            "local.head": "each of its sites has a model of its own already",
-        },
-    )
+    return MethodFacts(needs_all_sites="", excludes=EXCLUDED_BY_TWO_MODELS)
 
 
 def steps(settings: Settings, state: State | None = None) -> int:

@@ -38,7 +38,7 @@ import torch
 from pydantic import Field
 
 from fedpact.algorithms import MethodFacts, Neutral, Summed
-from fedpact.algorithms.common.fairness import LossSettings
+from fedpact.algorithms.common.fairness import EXCLUDED_BY_LOSSES, LossSettings
 from fedpact.algorithms.common.steps import (
     Aggregation,
     round_steps,
@@ -75,12 +75,8 @@ def facts(settings: Settings) -> MethodFacts:
             "sum have to be public"
         ),
         excludes={
-            "fairness": "it has a fairness of its own, and two would pull at each other",
-            "robust": "its weights follow the losses that sites report, so a lie would choose "
-            "its own",
+            **EXCLUDED_BY_LOSSES,
             "local": "it takes the noise of plain steps off the way that a site has moved",
-            "local.head": "it compares what single sites find at one model, and here each has a "
-            "head of its own",
         },
     )
 

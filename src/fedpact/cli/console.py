@@ -28,6 +28,11 @@ def show(document: Mapping[str, Any], as_json: bool, text: Callable[[], None]) -
         text()
 
 
+def plain_console() -> Console:
+    """Return a console that prints lines whole and colours no numbers."""
+    return Console(highlight=False, soft_wrap=True)
+
+
 class StopOnInterrupt:
     """True once Ctrl-C was pressed, to end after the round under way; a second one ends at once.
 

@@ -199,14 +199,12 @@ class Checkpoint:
             raise DataError(f"a {type(stored).__name__} was found where a run's state is expected")
         numbers = dict(stored.numbers)
         done = int(numbers.pop("/round"))
-        # Runs of before costs were split have only the bytes.
-        found: dict[str, Any] = {"rounds": done, "sent": int(numbers.pop("/sent", 0))}
-        for field_ in fields(Costs):
-            if f"/cost/{field_.name}" in numbers:
-                found[field_.name] = numbers.pop(f"/cost/{field_.name}")
+        costs: dict[str, Any] = {
+            one.name: numbers.pop(f"/cost/{one.name}") for one in fields(Costs)
+        }
         keys = [key for key in numbers if key.startswith("/included/")]
         included = {key.removeprefix("/included/"): int(numbers.pop(key)) for key in keys}
-        return Checkpoint(State(stored.vectors, numbers), done, included, Costs(**found))
+        return Checkpoint(State(stored.vectors, numbers), done, included, Costs(**costs))
 
 
 @dataclass(frozen=True)

@@ -357,9 +357,7 @@ def _without_privacy(file: Path, sha256: str | None) -> str:
     """Return what the run in a file's folder says of it, if it wrote that and had no privacy."""
     try:
         summary, plan = _written(file.parent)
-        # Runs of before summaries named their weights do not say which they wrote.
-        wrote = "weights" not in summary or sha256 in summary["weights"].values()
-        if summary["private"] is not False or not wrote:
+        if summary["private"] is not False or sha256 not in summary["weights"].values():
             return ""
         return f"{plan['data']} by the run {file.parent.name}, which had no privacy"
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

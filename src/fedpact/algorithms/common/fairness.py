@@ -34,6 +34,14 @@ from fedpact.privacy.oracle import (
     Weighting,
 )
 
+EXCLUDED_BY_LOSSES: Final = {
+    "fairness": "it has a fairness of its own, and two would pull at each other",
+    "robust": "its weights follow the losses that sites report, so a lie would choose its own",
+    "local.head": "it compares what single sites find at one model, and here each has a head of "
+    "its own",
+}
+"""What does not go with weights of sites that follow their losses; see MethodFacts.excludes."""
+
 FAIR_LOSS: Final = Range(-1e9, 1e9)
 """What F sites let themselves be told: more than any loss, and nothing that overflows."""
 

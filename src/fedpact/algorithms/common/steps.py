@@ -5,7 +5,7 @@ Vectors that come from a task are never written to: the sites of a simulation sh
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from fedpact.common.check import count, positive
 from fedpact.common.errors import InputError
 from fedpact.common.messages import Reply, State, Task
 from fedpact.privacy.oracle import Oracle
+
+EXCLUDED_BY_TWO_MODELS: Final = {
+    "fairness": "a site's loss would be that of a model which it does not use",
+    "local": "its steps are of two models by turns, and momentum is of one",
+    "local.head": "each of its sites has a model of its own already",
+}
+"""What does not go with a model of each site's beside the shared one; see MethodFacts.excludes."""
 
 Aggregation = Literal["size", "uniform"]
 """The sites' weights in a mean: p_i = N_i / Σ N, or 1 / (the number of sites) for each."""

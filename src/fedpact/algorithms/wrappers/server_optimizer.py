@@ -129,7 +129,6 @@ class ServerOptimised(MethodWrapper):
         own = {"momentum": torch.zeros_like(w)}
         if self._server.optimiser != "momentum":
             own["second_moment"] = torch.full_like(w, self._server.adaptivity**2)
-        # Without a schedule nobody counts, as runs of before there were any have no count.
         numbers = {"round": 0} if self._server.schedule != "constant" else {}
         return join(State(own, numbers), _PREFIX, self.inner.init(w))
 

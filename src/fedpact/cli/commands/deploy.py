@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedpact.cli.console import AsJson, Config, Overrides, group, show
+from fedpact.cli.console import AsJson, Config, Overrides, group, plain_console, show
 from fedpact.cli.reference import check_keys
 from fedpact.common.errors import DataError, FedpactError
 from fedpact.common.format import counted, exact_percent, headline_metric, upper
@@ -111,7 +111,7 @@ def init(
     federation = write_deployment(directory, plan, choices)
     if package is not None:
         write_package(directory, package, port)
-    _out().print(
+    plain_console().print(
         f"{directory}: run {federation.run}, {counted(len(federation.sites), 'site')}, server at "
         f"{federation.address}. Read {directory / 'README.md'} next"
         + (
@@ -127,7 +127,7 @@ def init(
         instead = "only the public server/test.npz" if public else "no records"
         more = _OWNERS if plan.evaluation.used else DECLARE
         told = f"The server will evaluate the model on {instead}. {more}."
-        _out().print(told, markup=False)
+        plain_console().print(told, markup=False)
 
 
 @app.command()
@@ -143,7 +143,7 @@ def extend(
     from fedpact.deployment.files import write_extension
 
     found = write_extension(server, rounds, epsilon, out)
-    _out().print(
+    plain_console().print(
         f"{out}: run {found.run}, which begins with the final model. Copy all its files into every "
         f"party's directory, move {quote(str(server / 'run'))} away, and start all parties again. "
         "Each site's ledger, which stays where it is, counts both runs, so its owner raises "
@@ -167,7 +167,7 @@ def approve(
     """Show in plain words what a site will release, and at what cost; with --by, sign."""
     from fedpact.deployment import approval
 
-    out = _out()
+    out = plain_console()
     out.print(approval.describe(directory), markup=False)
     found = approval.read_approvals(directory) if by is None else approval.approve(directory, by)
     names = ", ".join(found.names) or "nobody"
@@ -183,7 +183,7 @@ def health(
     from fedpact.deployment.flower.health import find_outage
 
     if fault := find_outage(directory):
-        _out().print(fault, markup=False)
+        plain_console().print(fault, markup=False)
         raise typer.Exit(1)
 
 
@@ -206,7 +206,9 @@ def up(
     check_before_start(directory)
     _approve_all([where for name, where in places.items() if name != local.SERVER], yes)
     with local.Parties(directory) as here:
-        _out().print(f"started: {', '.join(here.start())}; Ctrl-C stops them, `up` resumes them")
+        plain_console().print(
+            f"started: {', '.join(here.start())}; Ctrl-C stops them, `up` resumes them"
+        )
         _follow(directory, here)
 
 
@@ -248,7 +250,9 @@ def renew(
         if all_parties
         else "the sites' files need no change"
     )
-    _out().print(f"new: {directory / 'tls.crt'}, with its key; {told}. Start the server again.")
+    plain_console().print(
+        f"new: {directory / 'tls.crt'}, with its key; {told}. Start the server again."
+    )
 
 
 @app.command()
@@ -259,7 +263,7 @@ def server(
     """Run the server until the run ends; started again, it resumes."""
     from fedpact.deployment import processes
 
-    out = _out()
+    out = plain_console()
     summary = processes.run_server(directory, lambda record: out.print(_line(record)))
     show(summary, as_json, lambda: out.print(f"ended: {summary['status']}"))
 
@@ -287,7 +291,7 @@ def model(
     from fedpact.deployment.final_model import FinalModel
 
     place = FinalModel.of(directory).bring(source)
-    _out().print(f"{place}: use it with `fedpact predict {directory} FILE`", markup=False)
+    plain_console().print(f"{place}: use it with `fedpact predict {directory} FILE`", markup=False)
 
 
 def _approve_all(sites: Sequence[Path], yes: bool) -> None:
@@ -296,7 +300,7 @@ def _approve_all(sites: Sequence[Path], yes: bool) -> None:
 
     waiting = [where for where in sites if approval.read_approvals(where).missing]
     for where in waiting:
-        _out().print(approval.describe(where), markup=False)
+        plain_console().print(approval.describe(where), markup=False)
     if waiting and not yes:
         typer.confirm(f"Approve this for {len(waiting)} sites as {getuser()}?", abort=True)
     for where in waiting:
@@ -309,7 +313,7 @@ def _follow(directory: Path, here: local.Parties) -> None:
     from fedpact.common.messages import RoundRecord
     from fedpact.deployment import local
 
-    seen, out, told = -1, _out(), set[str]()
+    seen, out, told = -1, plain_console(), set[str]()
     while True:
         # In this order: what a server commits before it ends is seen.
         ended = {name: not here.runs(name) for name in local.parties(directory)}
@@ -351,7 +355,7 @@ def _line(record: RoundRecord) -> str:
 def _print(found: dict[str, Any]) -> None:
     from fedpact.common.messages import RoundRecord
 
-    out = _out()
+    out = plain_console()
     last = found["round"]
     at = "" if last is None else "; " + _line(RoundRecord(**last))
     out.print(f"run {found['run']}: {found['status']}{at}")
@@ -420,7 +424,3 @@ def _print_own(out: Console, own: dict[str, Any]) -> None:
         "Exact figures of this site's held-out records, for its owner only: no message contains "
         "them, and passing them on is a release that no budget covers."
     )
-
-
-def _out() -> Console:
-    return Console(highlight=False, soft_wrap=True)

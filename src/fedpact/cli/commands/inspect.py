@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedpact.cli.console import AsJson, show
+from fedpact.cli.console import AsJson, plain_console, show
 from fedpact.common.errors import DataError, FedpactError
 from fedpact.common.format import duration, number, percent, upper
 from fedpact.common.notebook import print_table
@@ -70,9 +70,9 @@ def check_before_start(directory: Path) -> None:
         if one.problems:
             print_check(one)
         else:
-            _out().print(_line(one), markup=False)
+            plain_console().print(_line(one), markup=False)
             for remark in one.remarks:
-                _out().print(f"  {remark}", markup=False)
+                plain_console().print(f"  {remark}", markup=False)
     refuse(found)
 
 
@@ -100,7 +100,7 @@ def refuse(found: Sequence[SiteCheck]) -> None:
 
 def print_check(found: SiteCheck) -> None:
     """Print all of it."""
-    out = _out()
+    out = plain_console()
     out.print(f"site {found.site}, run {found.run}: {found.file}", markup=False)
     if found.missing:
         told = [
@@ -136,7 +136,7 @@ def print_columns(columns: Sequence[ColumnSummary], out: Console) -> None:
 
 
 def _print_records(found: SiteCheck) -> None:
-    out = _out()
+    out = plain_console()
     if found.left_out:
         table = Table("left out by column", "reason", "records")
         for column, why, count in found.left_out:
@@ -149,7 +149,7 @@ def _print_records(found: SiteCheck) -> None:
 
 
 def _print_cost(found: SiteCheck) -> None:
-    out = _out()
+    out = plain_console()
     if found.epsilon is None or found.delta is None:
         return
     promised = "has reserved" if found.reserved else "will reserve"
@@ -180,7 +180,3 @@ def _line(found: SiteCheck) -> str:
         f"site {found.site}: {found.used:,} of {found.records:,} records{persons} are used, "
         f"{out:,} left out ({percent(out / found.records if found.records else 0.0)})"
     )
-
-
-def _out() -> Console:
-    return Console(highlight=False, soft_wrap=True)

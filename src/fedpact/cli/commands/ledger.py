@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from fedpact.cli import console
-from fedpact.cli.console import AsJson, group
+from fedpact.cli.console import AsJson, group, plain_console
 from fedpact.common.errors import LedgerError
 from fedpact.common.files import check_file, parse_errors, write_whole
 from fedpact.common.format import counted, upper
@@ -70,7 +69,7 @@ def verify(
     console.show(
         {"intact": True, "entries": checked, "unreadable_last_line": torn},
         as_json,
-        lambda: Console(highlight=False, soft_wrap=True).print("\n".join(lines), markup=False),
+        lambda: plain_console().print("\n".join(lines), markup=False),
     )
 
 
@@ -95,7 +94,7 @@ def export(
     console.show(
         {"receipt": str(out), "ledgers": len(receipts), "signed": site is not None},
         as_json,
-        lambda: Console(highlight=False, soft_wrap=True).print(
+        lambda: plain_console().print(
             f"receipt of {counted(len(receipts), 'ledger')}, {how}: {out}"
         ),
     )
@@ -114,7 +113,7 @@ def _verify_signed(where: Path, federation: Path | None, as_json: bool) -> None:
     console.show(
         {"intact": True, "signatures": checked},
         as_json,
-        lambda: Console(highlight=False, soft_wrap=True).print("\n".join(lines), markup=False),
+        lambda: plain_console().print("\n".join(lines), markup=False),
     )
 
 
@@ -189,7 +188,7 @@ def _alone(spend: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _print(receipts: dict[str, dict[str, Any]]) -> None:
-    out = Console(highlight=False, soft_wrap=True)
+    out = plain_console()
     # A name that is cut short would name several runs.
     names = [Column(name, overflow="fold") for name in ("site", "run")]
     table = Table(*names, "ε reserved", "ε spent", "δ", "events spent", "of")

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fedpact.cli.console import AsJson, show
+from fedpact.cli.console import AsJson, plain_console, show
 from fedpact.common.errors import PlanError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _print_run(run: RunSummary) -> None:
         summarise_joining,
     )
 
-    out = Console(highlight=False, soft_wrap=True)
+    out = plain_console()
     joining_table(joining_rows([run])).print(out)
     out.print(Text(f"{JOINING_NOTE}. Simulator only."))
     out.print(Text(summarise_joining([run]) or ""))
@@ -85,7 +85,7 @@ def _print_site(site: str, figures: SiteFigures, file: str | None) -> None:
     from fedpact.evaluation.personal import describe_joining
     from fedpact.report.evaluations import JoiningRow, joining_table
 
-    out = Console(highlight=False, soft_wrap=True)
+    out = plain_console()
     row = JoiningRow(
         site,
         figures.local,

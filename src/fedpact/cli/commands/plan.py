@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from fedpact.cli.console import AsJson, Config, Overrides, show
+from fedpact.cli.console import AsJson, Config, Overrides, plain_console, show
 from fedpact.cli.reference import check_keys
 from fedpact.common.errors import InputError
 from fedpact.common.format import counted, size, upper
@@ -170,7 +170,7 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
     from fedpact.privacy.terms import channels
     from fedpact.simulation.statement import state_evaluation
 
-    out = Console(highlight=False, soft_wrap=True)
+    out = plain_console()
     plan = scene.plan
     out.print(
         f"{plan.algorithm} on {plan.data} with {plan.model} "

@@ -8,10 +8,9 @@ from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from fedpact.cli.console import AsJson, show
+from fedpact.cli.console import AsJson, plain_console, show
 from fedpact.common.errors import DataError, InputError
 from fedpact.common.files import write_whole
 from fedpact.common.notebook import print_table
@@ -131,7 +130,7 @@ def _recommend(asked: Circumstances, out: Path | None, as_json: bool) -> None:
 def _print(asked: Circumstances, found: Recommendation, out: Path | None) -> None:
     from fedpact.studies.recommend import FITTED_ON
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console()
     if out is None:
         console.print(found.toml(), markup=False)
     else:

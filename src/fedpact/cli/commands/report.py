@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedpact.cli.console import AsJson, show
+from fedpact.cli.console import AsJson, plain_console, show
 from fedpact.common.errors import InputError
 from fedpact.common.files import check_file, write_whole
 from fedpact.common.format import counted
@@ -115,7 +115,7 @@ def evaluate(run: Run, records: File, average: Average = False, as_json: AsJson 
     score = _asked(run, average).evaluate(records)
 
     def tell() -> None:
-        Console(highlight=False, soft_wrap=True).print(
+        plain_console().print(
             f"{score}, on {counted(score.records, 'record')} that fit the declaration: exact "
             "figures, not private"
         )

@@ -77,6 +77,7 @@ class UnmaskedSums:
         none, so that nobody knows which of its sums were opened.
         """
         found = None if self._last is None else self._last[0]
+        # The same run again, as after a restart: what it has agreed to still binds it.
         if found == run:
             return
         if charged:
@@ -119,6 +120,7 @@ class UnmaskedSums:
         return True
 
     def _keep(self, last: _Opened) -> None:
+        # On the disk before the signature leaves: else a restart would let it sign another list.
         if self._slot is not None:
             self._slot.write(json.dumps(last).encode())
         self._last = last
@@ -141,6 +143,7 @@ class _Asked:
 
     def is_next(self, step: str) -> bool:
         """Whether every question before this one was answered, and none refused."""
+        # Who refused once has left for good: its secrets are not to be asked for in another order.
         refused = any(isinstance(answer, Refusal) for _, answer in self.answered.values())
         return not refused and {*messages.BEFORE[step]} <= self.answered.keys()
 
@@ -215,8 +218,10 @@ class Masker:
         "keys", "few", "opened", "range", or what `train` refuses with.
         """
         place, digest = messages.place_of(question), hashlib.sha256(to_bytes(question)).digest()
+        # A step that nobody knows must not reach the state below.
         if question.step not in messages.BEFORE:
             return self._refusal(place, "session")
+        # A new session throws the old one's secrets away, so that none can be opened in both.
         if question.step == "keys" and (self._session is None or self._session.place != place):
             self._session = self._begun(place, question)
         session = self._session
@@ -247,6 +252,7 @@ class Masker:
         return given
 
     def _begun(self, place: KeyContext, question: Step) -> _Session:
+        # The server says how many sums; each costs this site a key pair, so there is a most.
         slots = messages.to_number(messages.block(question, "slots"))
         if slots > keys.SUMS_AHEAD:
             raise InputError(
@@ -277,6 +283,7 @@ class Masker:
         """Check everybody's keys, and seal for each a share of each b, for neighbours of each m."""
         adverts, secrets = messages.to_adverts(messages.blocks(question)), session.secrets
         keys.check_adverts(adverts, self._peers, session.place)
+        # With fewer neighbours than l the server could be all of them: no share is dealt.
         if not self._circle.holds(adverts):
             return self._refusal(session.place, "few")
         for peer, advert in adverts.items():
@@ -300,6 +307,7 @@ class Masker:
         """Return for each site its shares: of b of each slot, then, for a neighbour, of m."""
         circle, secrets = self._circle, session.secrets
         places = {peer: circle.place(peer) for peer in session.adverts}
+        # Shares of b go to all, of m to neighbours: they alone need it where this site drops out.
         near = [places[peer] for peer in session.adverts if peer in circle.around(self._name)]
         slots = range(secrets.slots)
         of_seeds = keys.split_secrets(
@@ -315,6 +323,7 @@ class Masker:
         for peer, block in sealed.items():
             if peer == self._name or peer not in session.adverts:
                 raise SecretsDoNotFit(f"{peer} has no keys in this session")
+            # Opened now, not when it is asked for: who dealt garbage is out before training.
             key = session.adverts[peer].seal
             held = session.secrets.decrypt(self._name, peer, key, block, session.place)
             each = 2 if peer in self._circle.around(self._name) else 1
@@ -340,6 +349,7 @@ class Masker:
             self._check_signed(signatures, session.roster, tuple(session.held), session.place)
             session.agreed = True
         task = messages.task_in(question)
+        # The masks are of this slot's round: another task under them would be a second message.
         if (task.run, task.round) != (slot.place.run, slot.place.round):
             return self._refusal(slot.place, "session")
         # Where what was opened cannot be written down, nothing is opened, and the charge in vain.
@@ -357,6 +367,7 @@ class Masker:
         """PRG(b) ± PRG(k) of each neighbour in the session, as many words as there are."""
         mask = keys.expand_seed(session.secrets.seed(slot.number), words).copy()
         mask_key = session.secrets.mask_key(slot.number)
+        # One of each pair adds PRG(k), the other takes it off: where both are in they cancel.
         for peer in self._circle.around(self._name) & session.held.keys():
             if peer != self._name:
                 public = session.adverts[peer].mask_of(slot.number)
@@ -373,6 +384,7 @@ class Masker:
     def _consistency(self, session: _Session, slot: _Slot, question: Step) -> Step | Refusal:
         """Sign who is in the sum: that is on the disk first, and no other list is signed."""
         survivors = messages.to_names(messages.block(question, "survivors"))
+        # Who is not in the sum has nothing to agree to, and strangers have no shares to open.
         if self._name not in survivors or not set(survivors) <= set(session.held):
             return self._refusal(slot.place, "session")
         if not self._circle.holds(survivors):
@@ -402,6 +414,7 @@ class Masker:
         self, session: _Session, slot: _Slot, peers: Iterable[str], skip: int = 0
     ) -> dict[str, bytes]:
         """Return the shares of this slot that these sites have dealt. skip: 0 of b, else of m."""
+        # A row has one share a slot: first those of all b, then, from a neighbour, those of all m.
         at = keys.SHARE * (skip + slot.number)
         return {peer: session.held[peer][at : at + keys.SHARE] for peer in peers}
 

@@ -331,6 +331,7 @@ class SharedSum:
 
     def form(self, layout: Layout) -> Form:
         """Return the form of a masked reply."""
+        # Whole bytes, rounded up: the last one may end in zeros.
         size = torch.Size([-(-layout.length * self._bits // 8)])
         return Form({MASKED: (size, torch.uint8)}, frozenset(self.summed.public))
 
@@ -446,6 +447,7 @@ def centre_words(words: RingWords, width: int) -> NDArray[np.float64]:
     >>> centre_words(np.array([1, 2**16 - 1, 2**15, 2**20], dtype=np.uint64), 16).tolist()
     [1.0, -1.0, -32768.0, 0.0]
     """
+    # Two's complement of b bits: an upper half stands for the negative numbers.
     low = words.astype(np.int64) & (2**width - 1)
     return np.where(low < 2 ** (width - 1), low, low - 2**width).astype(np.float64)
 
@@ -476,6 +478,7 @@ def unpack_bits(packed: NDArray[np.uint8], width: int) -> RingWords:
         each = np.unpackbits(packed[start : start + step], bitorder="little")
         some = len(each) // width
         rows = np.packbits(each[: some * width].reshape(some, width), axis=1, bitorder="little")
+        # Four bytes a word, of which the upper ones stay zero, make a view as numbers possible.
         whole = np.zeros((some, 4), np.uint8)
         whole[:, : rows.shape[1]] = rows
         at = start // step * _AT_A_TIME

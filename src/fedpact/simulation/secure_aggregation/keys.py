@@ -94,6 +94,7 @@ def signing_context(site: str, seen: tuple[int, str], agreed: str) -> str:
 
 
 def _signed(purpose: str, block: bytes) -> bytes:
+    # The purpose ends with a zero byte, so that no purpose and block read as others.
     return b"fedpact " + purpose.encode() + b"\0" + block
 
 
@@ -132,6 +133,7 @@ def split_secrets(
         value = 0
         for coefficients in falling:
             value = value * x + coefficients
+        # Only now each secret's own part is reduced: none has run over into its neighbour's.
         row = value.to_bytes(room * len(secrets_))
         each = (int.from_bytes(row[i : i + room]) % _PRIME for i in range(0, len(row), room))
         found[x] = b"".join(share.to_bytes(SHARE) for share in each)
@@ -318,6 +320,7 @@ class Secrets:
 
     def encrypt(self, own: str, peer: str, key: bytes, content: bytes, place: KeyContext) -> bytes:
         """Return content for a peer's eyes only. key: the peer's S."""
+        # A key seals once each way, so a nonce by chance does not come twice.
         nonce, about = secrets.token_bytes(_NONCE), place.about("share", own, peer)
         return nonce + self._cipher(own, peer, key, place).encrypt(nonce, content, about)
 
@@ -352,6 +355,7 @@ def pair_seed(
 
 def is_of_advert(advert: Advert, slot: int, mask_key: bytes) -> bool:
     """Whether m belongs to M of a slot."""
+    # Compared by its public half, which its owner has signed: no other secret fits it.
     key = X25519PrivateKey.from_private_bytes(mask_key)
     return key.public_key().public_bytes_raw() == advert.mask_of(slot)
 
@@ -387,6 +391,7 @@ def check_usable(advert: Advert, slots: int, site: str) -> None:
             f"the keys of {site} are not {_SECRET} bytes for each of {slots} sums, or what it "
             "commits itself to are no hashes"
         )
+    # Tried with a key of nobody: a point of small order gives everybody the same secret.
     own = X25519PrivateKey.generate()
     for public in (advert.seal, *map(advert.mask_of, range(slots))):
         _exchanged(own, public, site)

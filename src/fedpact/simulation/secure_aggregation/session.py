@@ -68,6 +68,7 @@ class Session:
         slots: int,
     ) -> "Session":
         """Return a session that begins in a round, under a name that no other has."""
+        # By chance, not by counting: a server that starts again must not repeat a name.
         return Session(KeyContext(run, number, secrets.token_hex(8)), public, circle, slots)
 
     @property
@@ -84,6 +85,7 @@ class Session:
         """Take a site's keys, if it signed them."""
         advert = messages.to_advert(messages.blocks(answer))
         keys.check_adverts({site: advert}, self.keys, self.place)
+        # Found here it costs one site its part; found by the others it would end all of theirs.
         keys.check_usable(advert, self.slots, site)
         self.adverts[site] = advert
 
@@ -96,9 +98,11 @@ class Session:
     def take_shares(self, site: str, answer: Step) -> None:
         """Take the shares that a site sealed for the others."""
         sealed = messages.blocks(answer, "share/")
+        # All or nothing: a site that deals to some only could not be unmasked when it drops out.
         if set(sealed) != set(self.adverts) - {site}:
             raise InputError(f"{site} sealed shares for other sites than it was told of")
         for peer, block in sealed.items():
+            # The server cannot open it, but its length says how many shares are in it.
             each = 2 if peer in self.circle.around(site) else 1
             length = each * keys.SHARE * self.slots + _SEALING
             if len(block) != length:
@@ -108,6 +112,7 @@ class Session:
     def ask_roster(self) -> dict[str, Step]:
         """Hand the shares of U2, who have dealt them, out."""
         asks, sites = dict[str, Step](), self._held(self.sealed, "sealed shares")
+        # From here on nobody joins: the roster's hash names exactly these sites and keys.
         self.roster = keys.roster_of({site: self.adverts[site] for site in sites})
         for site in sites:
             own = {peer: sealed[site] for peer, sealed in self.sealed.items() if peer != site}
@@ -182,6 +187,7 @@ class Sum:
         self.coding.check(reply)
         if self._total is None:
             self._total = np.zeros_like(words)
+        # numpy would broadcast one word to all.
         if self._total.shape != words.shape:
             raise InputError(f"{site} sent {len(words)} words: expected {len(self._total)}")
         np.add(self._total, words, out=self._total)
@@ -203,6 +209,7 @@ class Sum:
         """Take a site's signature of that list."""
         signature = messages.block(answer, "signature")
         what, key = keys.of_attempt(self.attempt, self.session.roster), self.session.keys[site]
+        # Checked before it is shown to others, whom a bad one would make drop out.
         if not keys.has_signed(key, site, what, self.replies, self.place, signature):
             raise SecretsDoNotFit(f"{site} has not signed the list that it was told")
         self.signatures[site] = signature
@@ -212,6 +219,7 @@ class Sum:
         signed = enough(
             self.session.circle, self.round, self.signatures, "signed who is in the sum"
         )
+        # t signatures rule a second list out; each more is one more for every site to check.
         some = signed[: self.session.circle.threshold]
         blocks = messages.under("signature/", {site: self.signatures[site] for site in some})
         return {site: messages.step(self.place, site, "unmask", blocks) for site in signed}
@@ -219,6 +227,7 @@ class Sum:
     def take_opened(self, site: str, answer: Step) -> None:
         """Take what a site opened: a share of b of each in the sum, of m of each other near it."""
         found, near = messages.blocks(answer), self.session.circle.around(site)
+        # Never both secrets of one site: b of those in the sum, m of those that are missing.
         missing = near & (set(self.session.sites) - set(self.replies))
         if set(found) != {*("seed/" + s for s in self.replies), *("mask/" + s for s in missing)}:
             raise InputError(f"{site} opened other shares than it was asked for")
@@ -235,6 +244,7 @@ class Sum:
         enough(self.session.circle, self.round, self.opened, "opened shares")
         if self._total is None:
             raise InputError("nothing was summed: expected masked replies before shares")
+        # A copy: where shares are wrong, it is tried again with others on the same sum.
         total, circle, adverts = self._total.copy(), self.session.circle, self.session.adverts
         # Whoever is in the sum has its own mask, PRG(b), in it.
         for site in self.replies:
@@ -264,6 +274,7 @@ class Sum:
         given = sorted(site for site, shares in self.opened.items() if name in shares)
         advert, place = self.session.adverts[owner], self.session.circle.place
         most = max(_MOST_TRIES, 1 + len(given))
+        # There are ever more sets of sites to do without: so many tries suffice for few liars.
         for out in islice(self._left_out(given, least), most):
             those = [site for site in given if site not in out][:least]
             try:
@@ -278,6 +289,7 @@ class Sum:
                 f"round {self.round}: {len(given)} sites opened shares of {owner}, and it takes "
                 f"{least}: nothing is opened"
             )
+        # To do without each site in turn is enough against one liar: so the dealer is blamed.
         blamed = owner if len(given) > least else ""
         raise SecretsDoNotFit(f"the opened shares of {owner} are not of what it told", blamed)
 

@@ -28,6 +28,7 @@ def secure_simulation(
     """
     circle = MaskingGraph.of(plan, inner.sites)
     coding = coding_of(plan, sizes, terms)
+    # Keys of a run: nothing in them lasts, and nobody outside this process sees them.
     own = {site: ec.generate_private_key(ec.SECP256R1()) for site in inner.sites}
     public = {site: key.public_key() for site, key in own.items()}
     maskers = {
@@ -99,11 +100,13 @@ class _Hall:
         self, asks: Mapping[str, Step]
     ) -> Iterator[tuple[str, Step, Callable[[Task], Reply | Refusal]]]:
         """Yield each site's question, and how it trains where it is asked to."""
+        # One question of a session is the only one for which a site trains.
         if next(iter(asks.values())).step != "masked":
             yield from ((site, question, _untrained) for site, question in asks.items())
             return
         attempts = {site: messages.task_in(question).attempt for site, question in asks.items()}
         tasks = {site: replace(self.tasks[site], attempt=n) for site, n in attempts.items()}
+        # The inner transport trains all sites at once; each masker is handed what its own made.
         for answer in self._inner.exchange(tasks):
             if isinstance(answer, Reply):
                 self._layout = self._coding.layout(Form.of(answer.vectors, answer.numbers))
