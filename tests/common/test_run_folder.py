@@ -6,7 +6,7 @@ import torch
 from fedpact.api import run
 from fedpact.common.errors import DataError, InputError
 from fedpact.common.files import check_out, free_room, make_room, write_whole
-from fedpact.common.messages import RoundRecord, State, to_bytes
+from fedpact.common.messages import RoundRecord, State
 from fedpact.common.run_folder import Checkpoint, Costs, Folder
 from fedpact.plan import Plan
 from fedpact.studies.compare import compare
