@@ -160,7 +160,10 @@ def lora(kind):
     return peft.get_peft_model(base, settings)
 
 
-ADAPTED = {"bert": ["query", "value"], "gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}
+ADAPTED = {
+    "bert": ["query", "value"], "gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"],
+    "t5": ["q", "v"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ADAPTED)
@@ -185,23 +188,37 @@ def test_lora_trains_and_sends_adapters_alone(tmp_path, kind):
     assert all("lora" in n or "modules_to_save" in n for n in trained)
     assert {n for n in after if not torch.equal(after[n], start[n])} == trained
 
-    # What is stored, what is loaded again and what is merged give the same answers.
+    # What the run stored, and what is merged, answer as the model does.
     ids = torch.randint(3, 50, (4, 7))
     answer = model.eval()(input_ids=ids).logits
-    model.save_pretrained(tmp_path / "adapters")
-    torch.manual_seed(0)
+    again = bare(kind, start)
+    again.config.pad_token_id = model.config.pad_token_id
     peft = pytest.importorskip("peft")
-    again = hf.AutoModelForSequenceClassification.from_config(TEXT[kind]())
-    again.load_state_dict(
+    again = peft.PeftModel.from_pretrained(again, result.folder / "adapters").eval()
+    assert torch.allclose(again(input_ids=ids).logits, answer, atol=1e-5)
+    assert torch.allclose(model.merge_and_unload()(input_ids=ids).logits, answer, atol=1e-5)
+
+
+def bare(kind, start):
+    """The model that adapters were added to, of the state that it began with."""
+    found = hf.AutoModelForSequenceClassification.from_config(TEXT[kind]())
+    found.load_state_dict(
         {
             n.replace("base_model.model.", "").replace("base_layer.", ""): v
             for n, v in start.items()
             if "lora" not in n and "modules_to_save" not in n
-        }
-        | {},
+        },
         strict=False,
     )
-    again.config.pad_token_id = model.config.pad_token_id
-    again = peft.PeftModel.from_pretrained(again, tmp_path / "adapters").eval()
-    assert torch.allclose(again(input_ids=ids).logits, answer, atol=1e-5)
-    assert torch.allclose(model.merge_and_unload()(input_ids=ids).logits, answer, atol=1e-5)
+    return found
+
+
+def test_what_adapters_do_not_have_is_told_at_the_end(tmp_path):
+    def make():
+        model = lora("bert")
+        model.get_base_model().bert.embeddings.requires_grad_(True)
+        return model
+
+    with pytest.raises(fedpact.FedpactError, match="loaded again, answer otherwise"):
+        fedpact.run(make, TABLE, label="label", out=tmp_path / "run", **SETTINGS)
+    assert (tmp_path / "run" / "model.safetensors").exists()

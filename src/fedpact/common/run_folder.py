@@ -9,6 +9,7 @@ environment.json    versions and machine
 rounds.jsonl        one RoundRecord a line; round 0 is the initial model
 state.safetensors   the server's last committed state, with its progress
 model.safetensors   the final model's weights
+adapters/           of a model with PEFT's, those of the final one as PEFT stores them
 average.safetensors the average of models that the server kept beside it, where it kept one
 columns.json        what released columns are scaled by, after their range
 records.json        what a record is: shape, labels' names, a table's columns

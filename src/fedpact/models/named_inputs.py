@@ -51,6 +51,10 @@ class NamedInputs(nn.Module):
             found = F.interpolate(found, x.shape[2:], mode="bilinear", align_corners=False)
         return found
 
+    def around(self, model: nn.Module) -> "NamedInputs":
+        """Return the same around another model."""
+        return NamedInputs(model, self.names, by_place=self._by_place)
+
     def _named(self, x: Tensor) -> dict[str, Tensor]:
         if x.is_floating_point() or "input_ids" not in self.names:
             main = getattr(self.model, "main_input_name", None)
@@ -80,7 +84,7 @@ def with_named_inputs(module: nn.Module, record: Tensor, kind: str = "class") ->
     """
     names = _input_names(module)
     several = not record.is_floating_point() and record.dim() == 2
-    of_library = hasattr(module, "main_input_name") or _is_adapted(module)
+    of_library = hasattr(module, "main_input_name") or is_adapted(module)
     by_place = kind == "pixels"
     if of_library or (several and {*TOKENS[:2]} <= {*names}):
         _configure(module)
@@ -106,7 +110,7 @@ def _answers_more(module: nn.Module, record: Tensor) -> bool:
 
 def _reads_an_end(module: nn.Module) -> bool:
     """Whether it classifies by what stands where a text's last token of an end stands."""
-    below: Any = cast(Any, module).get_base_model() if _is_adapted(module) else module
+    below: Any = cast(Any, module).get_base_model() if is_adapted(module) else module
     encodes = getattr(getattr(below, "config", None), "is_encoder_decoder", False)
     return bool(encodes) and hasattr(below, "classification_head")
 
@@ -117,7 +121,7 @@ def _at_the_end(module: nn.Module, given: dict[str, Tensor]) -> Tensor:
     As the library's own, which picks by truth values from all records together, and takes no batch
     whose records differ in how many ends they have. Without one, it is the last token that is read.
     """
-    below: Any = cast(Any, module).get_base_model() if _is_adapted(module) else module
+    below: Any = cast(Any, module).get_base_model() if is_adapted(module) else module
     ids = given["input_ids"]
     read = given.get("attention_mask", torch.ones_like(ids))
     more: dict[str, Tensor] = {}
@@ -148,14 +152,14 @@ def _configure(module: nn.Module) -> None:
         config.decoder_start_token_id = config.pad_token_id
 
 
-def _is_adapted(module: nn.Module) -> bool:
+def is_adapted(module: nn.Module) -> bool:
     """Whether it is a model with PEFT's adapters in it."""
     return hasattr(module, "peft_config") and hasattr(module, "get_base_model")
 
 
 def _input_names(module: nn.Module) -> tuple[str, ...]:
     """Return what a model's forward calls its inputs; with adapters what the model below does."""
-    below = cast(Any, module).get_base_model() if _is_adapted(module) else module
+    below = cast(Any, module).get_base_model() if is_adapted(module) else module
     try:
         return tuple(inspect.signature(below.forward).parameters)
     except (TypeError, ValueError):

@@ -37,6 +37,7 @@ from fedpact.evaluation.personal import (
     on_held_out,
     personalise_model,
 )
+from fedpact.models.adapters import store_adapters
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import History
 from fedpact.privacy.ledger.ledger import Ledger
@@ -437,6 +438,7 @@ def _finish(
     }
     ended = scene.form, at, records, status, more
     summary = finish(folder, scene.plan, scene.terms, scene.sizes, module, *ended)
+    store_adapters(module, scene.module(), scene.workshop.make_dummy_records()[0], folder.path)
     return Simulated(folder.path, records, summary, module)
 
 

@@ -18,6 +18,7 @@ from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.common.user_code import is_own
 from fedpact.evaluation.metrics import check_measures
 from fedpact.evaluation.tasks import check_loss
+from fedpact.models.adapters import check_adapters
 from fedpact.models.build import build
 from fedpact.models.initial import check_apart, check_repeated, fill
 from fedpact.models.views import Views
@@ -203,7 +204,10 @@ class TrainingSetup:
 
     def _verify(self, kernel: PerSampleKernel | BatchClippedKernel) -> None:
         try:
-            kernel.verify(*(v.to(self.device) for v in self.make_dummy_records()))
+            x, y = (v.to(self.device) for v in self.make_dummy_records())
+            kernel.verify(x, y)
+            if isinstance(kernel, PerSampleKernel):
+                check_adapters(kernel, x, y)
         except FedpactError:
             raise
         except Exception as error:

@@ -1,0 +1,123 @@
+"""Models with PEFT's adapters, as LoRA's: what a run checks before it trains them, and after.
+
+Before, on made-up records: every trained tensor has a gradient of a record, and nothing else moves.
+After: adapters that are stored and loaded into the bare model, and those that are merged into it,
+answer as the trained model does.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any, Final, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from fedpact.common.errors import ModelError
+from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import seeded_generator
+from fedpact.models.named_inputs import NamedInputs, is_adapted
+
+FOLDER: Final = "adapters"
+"""Where a run's folder has them, as PEFT stores them."""
+_BESIDE: Final = 0.05
+_TOLERANCE: Final = 1e-3
+_FEW: Final = 3
+
+
+class Kernel(Protocol):
+    """What a model is trained by."""
+
+    @property
+    def model(self) -> FlatModel:
+        """The model."""
+        ...
+
+    def alone(self, x: Tensor, y: Tensor) -> Tensor:
+        """The gradients [B, d] of records x, y [B, ...], each by itself."""
+        ...
+
+
+def check_adapters(kernel: Kernel, x: Tensor, y: Tensor) -> None:
+    """Try a model with adapters on made-up records x, y [B, ...]; nothing for another model.
+
+    Raises ModelError: an adapter that no record has a gradient of, or a base that moves.
+    """
+    flat = kernel.model
+    if not _has_adapters(flat.module):
+        return
+    base = [(n, p, p._version) for n, p in flat.module.named_parameters() if not p.requires_grad]
+    start = flat.vector.clone()
+    # LoRA's second factor begins at 0, where the first one's gradient is 0 as well.
+    beside = torch.randn(len(start), generator=seeded_generator("adapters")).to(start)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            flat.load(start + _BESIDE * beside)
+            found = kernel.alone(x, y).abs().sum(0)
+    finally:
+        flat.load(start)
+    idle = [name for name, part in flat.views(found) if not bool((part > 0).any())]
+    if idle:
+        raise ModelError(
+            f"adapters without a gradient of any record: {_some(idle)}. What they were added to "
+            "has no part in the answer, or another adapter is active: name target_modules that the "
+            "model uses, and one adapter (model.set_adapter)"
+        )
+    moved = [name for name, p, version in base if p._version != version]
+    if moved:
+        raise ModelError(f"a pass changes weights that are not trained: {_some(moved)}")
+
+
+def store_adapters(module: nn.Module, start: nn.Module, x: Tensor, folder: Path) -> None:
+    """Store the adapters of a trained model in folder/adapters; nothing for another model.
+
+    start: the model as it began, which is changed. x: made-up records [B, ...]. Raises ModelError:
+    loaded again, or merged, they answer otherwise.
+    """
+    if not _has_adapters(module):
+        return
+    trained = cast(NamedInputs, module)
+    adapted: Any = trained.model
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        answers = _answers(trained, adapted, x)
+        adapted.save_pretrained(str(folder / FOLDER))
+        again = type(adapted).from_pretrained(_bare(cast(Any, start).model), str(folder / FOLDER))
+        kinds = {"loaded again": again}
+        if hasattr(adapted.base_model, "merge_and_unload"):
+            kinds["merged"] = copy.deepcopy(adapted).merge_and_unload()
+        for how, other in kinds.items():
+            error = float((_answers(trained, other, x) - answers).abs().amax())
+            if not error <= _TOLERANCE * (1 + float(answers.abs().amax())):
+                raise ModelError(
+                    f"the adapters in {folder / FOLDER}, {how}, answer otherwise than the trained "
+                    f"model, by {error:.3g}: use {folder / 'model.safetensors'}, which has all of "
+                    "its weights; add what is trained beside adapters to modules_to_save"
+                )
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _has_adapters(module: nn.Module) -> bool:
+    return isinstance(module, NamedInputs) and is_adapted(module.model)
+
+
+def _answers(trained: NamedInputs, other: nn.Module, x: Tensor) -> Tensor:
+    """The answers of a model in another's place."""
+    with torch.no_grad():
+        return trained.around(other.eval())(x)
+
+
+def _bare(model: Any) -> nn.Module:
+    """The model that adapters were added to."""
+    if not hasattr(model.base_model, "unload"):
+        return model.get_base_model()
+    for part in model.modules():
+        before: Any = getattr(part, "original_module", None)
+        for one in getattr(part, "modules_to_save", {}).values() if before is not None else ():
+            one.load_state_dict(cast(Any, before).state_dict())
+    return model.unload()
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_FEW]) + f" and {len(names) - _FEW} more" * (len(names) > _FEW)
