@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from fedpact.common.errors import ModelError
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
 from fedpact.per_sample.gradients import FLOOR, Lookup, Outer, part
@@ -184,10 +185,25 @@ def test_one_thread_traces_a_small_convolution():
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dilation", [1, 2, 10])
-def test_pooling_after_relu_gives_what_the_model_gives(dilation):
-    """A window wholly in the padding gives -inf in torch, which a ReLU behind it would hide."""
+@pytest.mark.parametrize("pool", ["max_pool1d", "max_pool2d", "max_pool3d"])
+def test_windows_wholly_in_the_padding_are_refused(pool):
+    """There torch writes the gradient of one record to another, so a bad one would remove it."""
+    dimensions = int(pool[-2])
+    net = nn.Sequential(
+        getattr(nn, f"Conv{dimensions}d")(1, 2, 1),
+        getattr(nn, f"MaxPool{dimensions}d")(2, 1, 1, dilation=2),
+        nn.Sigmoid(),
+        nn.Flatten(),
+        nn.LazyLinear(3),
+    )
+    x, y = torch.randn(4, 1, *[1] * dimensions), torch.arange(4) % 3
+    net(x)
+    with pytest.raises(ModelError, match="wholly in its padding"):
+        PerSampleKernel(FlatModel(net), cross_entropy).clipped_sum(x, y, 1.0)
 
+
+@pytest.mark.parametrize("dilation", [1, 2, 8])
+def test_pooling_after_relu_gives_what_the_model_gives(dilation):
     class Pooled(nn.Module):
         def __init__(self):
             super().__init__()

@@ -330,15 +330,14 @@ def _pool_before_relu(graph: Graph) -> None:
     """Put a ReLU behind the max-pooling that alone reads it: a quarter of the numbers to look at.
 
     What the two give is the same, and so are gradients: a window's largest number is the same one
-    before and after a ReLU, or has no gradient. A dilated window may lie wholly in the padding,
-    where there is none: its -inf would become 0.
+    before and after a ReLU, or has no gradient. No window lies wholly in the padding, where there
+    is none: see record_safety.
     """
     for pool in list(graph.nodes):
         relu = pool.args[0] if str(pool.target) == "aten.max_pool2d.default" else None
         if not isinstance(relu, Node) or str(relu.target) != "aten.relu.default":
             continue
-        dilation = pool.args[4] if len(pool.args) > 4 else 1
-        if len(relu.users) == 1 and dilation in (1, [1], [1, 1]):
+        if len(relu.users) == 1:
             pool.replace_input_with(relu, relu.args[0])
             with graph.inserting_after(pool):
                 made = graph.call_function(cast(Any, relu.target))

@@ -115,9 +115,37 @@ def unsafe(nodes: Sequence[Node], entered: set[Node]) -> str | None:
             return f"{node.target} leaves what lay in memory before"
         if any(values.get(name) in entered for name in _TAKEN_AS_THEY_ARE.get(kind, ())):
             return f"{node.target} does not look at what a record gives it"
+        if kind.startswith("max_pool") and _pools_padding(node, values):
+            return f"{node.target} has a window that lies wholly in its padding"
         if not kind.endswith("no_training") and _keeps_statistics(values):
             return f"{node.target} changes a tensor in place"
     return None
+
+
+def _pools_padding(node: Node, values: dict[str, Any]) -> bool:
+    """Whether a dilated max-pooling has a window of padding alone.
+
+    torch gives it a place behind the numbers that it pools, and its gradient is written there: to
+    the next channel or record.
+    """
+
+    def each(name: str, default: Any) -> list[int]:
+        value = values.get(name) or default
+        given = list(value) if isinstance(value, (list, tuple)) else [value]
+        return given * len(sizes) if len(given) == 1 else given
+
+    found = node.meta["val"]
+    out = (found if isinstance(found, Tensor) else found[0]).shape
+    sizes = cast(Any, node.args[0]).meta["val"].shape[-int(_kind(node)[len("max_pool")]) :]
+    kernel = each("kernel_size", 1)
+    stride, padding, dilation = each("stride", kernel), each("padding", 0), each("dilation", 1)
+    dims = zip(sizes, out[-len(sizes) :], kernel, stride, padding, dilation, strict=True)
+    return any(
+        all(not 0 <= place * step - pad + i * apart < size for i in range(width))
+        for size, count, width, step, pad, apart in dims
+        if pad and apart > 1
+        for place in range(count)
+    )
 
 
 def _counted(nodes: Iterable[Node]) -> set[Node]:
