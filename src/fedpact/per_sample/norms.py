@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fedpact.common.params import on_cpu
 
-KEEP_BYTES = 20 * 2**20
+KEEP_BYTES = 64 * 2**20
 """Up to this size a layer's per-sample gradients are kept from the norms to the sum.
 
-Longer batches are measured in slices: larger tensors are slower to get than to use.
+Making them again takes a product, and reading them back from memory a tenth of that.
 """
 
 CHUNK_BYTES = 2 * 2**20

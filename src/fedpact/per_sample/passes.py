@@ -77,8 +77,9 @@ class Passes:
         self._fits: dict[object, int] = {}
         self._blanks: dict[object, Tensor] = {}
         self._space = Space(partial(fewer_digits, model))
-        self._modules = list(model.module.modules())
-        self._images = gains_by_pixel(self._modules)
+        modules = list(model.module.modules())
+        self._modules = [(m, vars(m)) for m in modules]
+        self._images = gains_by_pixel(modules)
 
     def at_once(self, x: Tensor, y: Tensor) -> Dense | None:
         """What sums such records in one go, None where they take the passes that others make."""
@@ -107,7 +108,7 @@ class Passes:
         instance, activations, overhead = way.cost
         keep = norms.keep_bytes(self._model.vector)
         # By sizes that the model has, never by a batch: P must not follow from the records.
-        most = max(16, min(keep // max(1, instance), 2 * keep // max(1, activations)))
+        most = max(16, min(2 * keep // max(1, instance), 6 * keep // max(1, activations)))
         if overhead < _BUSY:
             most = min(most, _CACHED)
         return length_for(expected, most, overhead, **how)
@@ -227,11 +228,11 @@ class Passes:
         return tuple(
             (
                 m.training,
-                getattr(m, "dropout", None),
-                len(vars(m)["_forward_hooks"]),
-                "forward" in vars(m),
+                held.get("dropout"),
+                len(held["_forward_hooks"]),
+                "forward" in held,
             )
-            for m in self._modules
+            for m, held in self._modules
         )
 
     def _measured(self, losses: Tensor, shares: Shares) -> Measured:

@@ -30,12 +30,18 @@ class Program:
     ) -> None:
         self._trace = trace = trace_of(WithLoss(model.module, loss), x, y, batch)
         whole = WithLoss(model.module, loss)
-        self._held = {"parameter": whole.get_parameter, "buffer": whole.get_buffer}
         trained = {id(p): n for n, p in model.module.named_parameters() if n in model.own}
         every = whole.named_parameters(remove_duplicate=False)
         self.names = {name: trained[id(p)] for name, p in every if id(p) in trained}
         self.nodes, self.result, self.inputs = trace.nodes, trace.result, trace.inputs
         self.entered = trace.entered
+        # Where the model keeps what a placeholder stands for: found once, and looked at each pass.
+        self._held = {
+            name: (vars(whole.get_submodule(path))[f"_{kind}s"], leaf)
+            for name, (kind, target) in self.inputs.items()
+            if kind in ("parameter", "buffer")
+            for path, _, leaf in [target.rpartition(".")]
+        }
         # A number that a model writes down is the CPU's, and would be copied in every pass.
         device = model.vector.device
         self._constants = {name: v.to(device) for name, v in trace.constants.items()}
@@ -55,7 +61,8 @@ class Program:
         kind, target = self.inputs[name]
         if kind == "constant":
             return self._constants[target]
-        return self._held[kind](target).detach()
+        tensors, leaf = self._held[name]
+        return tensors[leaf].detach()
 
     def values(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """What the placeholders stand for with the records x, y."""
