@@ -1,4 +1,6 @@
-"""Tokenised text: lists of tokens become records of one length, with their mask."""
+"""Cells that hold more than a number: tokens, padded with their mask, arrays and images."""
+
+from io import BytesIO
 
 import numpy as np
 import pandas as pd
@@ -7,6 +9,7 @@ import torch
 
 from fedpact.common.errors import DataError
 from fedpact.data.from_python import from_python
+from fedpact.data.inputs import of_columns
 from fedpact.data.load import load_dataset
 from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
 from fedpact.data.site_records import load_site
@@ -124,3 +127,39 @@ def test_a_record_whose_labels_are_no_list_is_left_out():
     tags = [[0, 1], "text", [0], [1, 0]]
     found = from_python({**TABLE, "label": tags}, PlanRecords(), "label", target=TOKENS)
     assert len(found.y) == 3
+
+
+BAD = [
+    None,
+    b"no image",
+    {"bytes": b"no image", "path": None},
+    [[1], [2, 3]],
+    [[[0.5]]],
+    "text",
+    np.full((3, 4, 3), "text"),
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: str(bad)[:9])
+@pytest.mark.parametrize("kind", ["images", "arrays"])
+def test_arrays_and_images_in_a_file_leave_out_what_is_none(tmp_path, kind, bad):
+    """At a site no such record stops anything, whatever is in its cell."""
+    pytest.importorskip("pyarrow")
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.random.default_rng(0).integers(0, 255, (5, 4, 3, 3), dtype=np.uint8)
+    cells = [one.transpose(2, 0, 1).tolist() for one in pixels]
+    if kind == "images":
+        for j, one in enumerate(pixels):
+            image.fromarray(one).save(file := BytesIO(), "png")
+            cells[j] = {"bytes": file.getvalue(), "path": None}
+    columns = {"x": [*cells, bad], "y": [*"ababa", "b"]}
+    form = RecordForm(target=LabelForm())
+    expected = torch.from_numpy(pixels).permute(0, 3, 1, 2).float()
+    found = of_columns("here", columns, form, "y", shape=(3, 4, 3))
+    assert found.filter().good.tolist() == [True] * 5 + [False]
+    assert torch.equal(torch.from_numpy(found.x[:5]).float(), expected)
+    path = tmp_path / "r.parquet"
+    pd.DataFrame({"x": cells[:5], "y": [*"ababa"]}).to_parquet(path)
+    assert torch.equal(load_dataset(str(path), "y").x, expected)
+    own = load_site(path, "y", ("a", "b"), (3, 4, 3), "float32", form)[0]
+    assert torch.equal(own.x, expected)

@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from io import BytesIO
 from numbers import Number
 from typing import Any, Final, cast
 
@@ -23,9 +24,10 @@ from torch.utils.data import Dataset as Items
 from torch.utils.data import IterableDataset, TensorDataset
 
 from fedpact.common.errors import DataError
-from fedpact.data.cells import Cells, cells_of, is_blank
+from fedpact.data.cells import Cells, NumberCells, cells_of, is_blank
 from fedpact.data.schema import RecordForm
 from fedpact.data.tables import Table, table_of
+from fedpact.data.tokens import is_tokens
 
 _KINDS: Final = (
     "expected a path, a name, a pair (x, y) of arrays, a DataFrame or another table with label = "
@@ -82,23 +84,46 @@ def of_columns(
     index: Sequence[str] = (),
     *,
     unlabelled: bool = False,
+    shape: tuple[int, ...] | None = None,
 ) -> Table:
     """Return columns as a table; see `table_of`.
 
-    Where the one feature is an array or an image in each cell, they are arrays.
+    Where the one feature is an array or an image in each cell, they are arrays. A record without
+    one is left out; shape: as is one of another shape, None: that is refused.
     """
     table = table_of(
         origin, columns, label, site, person, broken, form, index, unlabelled=unlabelled
     )
-    column, *others = table.features
-    cells = cast(Mapping[str, Cells], table.x)[column]
-    if others or not _holds_arrays(cells):
+    given, y = cast(Mapping[str, Cells], table.x), table.y
+    column = next((name for name in given if _holds_arrays(given[name])), None)
+    if column is None or is_tokens(table.features):
         return table
-    y = table.y
+    if len(given) > 1:
+        raise DataError(
+            f"{origin}: column {column} has an array or an image in each cell, beside "
+            f"{len(given) - 1} other columns of features: expected it alone; name it, as "
+            f'features = ["{column}"] under [records]'
+        )
     if y is not None and form.target.kind in ("several", "pixels"):
+        if shape is not None:
+            raise DataError(f"{origin}: labels of several numbers: write the records as .npz")
         y = _together([np.asarray(cell) for cell in y], "label")
-    x = array_of(origin, column, _together([_array(cell) for cell in cells], column))
-    return replace(table, x=x, y=y, column=column)
+    found = [_array(cell) for cell in given[column]]
+    missing = {
+        row: f"has no array or image in column {column}"
+        + f" of shape {shape}" * (shape is not None)
+        for row, one in enumerate(found)
+        if one is None or one.shape != (shape or one.shape)
+    }
+    good = [one for row, one in enumerate(found) if one is not None and row not in missing]
+    if not good and shape is None:
+        raise DataError(f"{origin}: column {column} holds no array or image that can be read")
+    blank = good[0] * 0 if good else np.zeros(shape or ())
+    x = _together(
+        [blank if one is None or row in missing else one for row, one in enumerate(found)], column
+    )
+    broken = {**(table.broken or {}), **missing}
+    return replace(table, x=array_of(origin, column, x), y=y, column=column, broken=broken)
 
 
 def of_arrays(
@@ -146,12 +171,17 @@ def _pair_of(
     return data, None, None
 
 
-def _holds_arrays(cells: Sequence[Any] | None) -> bool:
+def _holds_arrays(cells: Cells) -> bool:
     """Whether a column has an array or an image in each cell."""
-    return bool(cells) and (
-        hasattr(cells[0], "getbands")
-        or (isinstance(cells[0], Sequence | np.ndarray | Tensor) and not isinstance(cells[0], str))
-    )
+    first = None if isinstance(cells, NumberCells) else next((c for c in cells if c is not None), 0)
+    kinds = (Sequence, np.ndarray, Tensor)
+    array = isinstance(first, kinds) and not isinstance(first, str | bytes)
+    return array or hasattr(first, "getbands") or _is_stored(first)
+
+
+def _is_stored(cell: Any) -> bool:
+    """Whether a cell is an image as Parquet files of Hugging Face have it."""
+    return isinstance(cell, Mapping) and {*cast(Mapping[str, Any], cell)} == {"bytes", "path"}
 
 
 def describe_value(data: Any) -> str:
@@ -166,14 +196,14 @@ def _of_items(data: Any, shape: tuple[int, ...] | None) -> tuple[Any, Any, list[
     if shape is not None and items and not _is_pair(items[0], shape):
         # A TensorDataset of records alone has each in a tuple.
         alone = [i[0] if isinstance(i, tuple) and _shape(i) != shape else i for i in items]
-        return _together([_array(one) for one in alone], "x"), None, None
+        return _together([np.asarray(_array(one)) for one in alone], "x"), None, None
     if not items or not all(_is_pair(item, None) for item in items):
         raise DataError(
             f"{describe_value(data)}: expected pairs (x, y), at least one: a record "
             "and its label at each place; wrap it in a Dataset that gives them"
         )
     titles = getattr(data, "classes", None)
-    x = _together([_array(item[0]) for item in items], "x")
+    x = _together([np.asarray(_array(item[0])) for item in items], "x")
     y = _together([np.asarray(item[1]) for item in items], "y")
     named = isinstance(titles, Sequence) and y.ndim == 1 and y.dtype.kind in "iu"
     return x, y, list(map(str, cast(Sequence[Any], titles))) if named else None
@@ -246,11 +276,24 @@ def _titles(data: Any) -> dict[str, list[str]]:
     return {name: list(map(str, names)) for name, names in named.items() if names}
 
 
-def _array(cell: Any) -> np.ndarray:
-    """Return a record as an array; an image of Pillow's with its channels first."""
+def _array(cell: Any) -> np.ndarray | None:
+    """Return a record as an array, of an image with its channels first; None where it is none."""
     if isinstance(cell, Tensor):
         return cell.detach().cpu().numpy()
-    found = np.asarray(cell)
+    if cell is None:
+        return None
+    try:
+        if _is_stored(cell):
+            from PIL import Image
+
+            cell = Image.open(BytesIO(cell["bytes"]))
+        found = np.asarray(cell)
+        # None among numbers is a missing one; text would turn all records into text.
+        found = found if found.dtype.kind in "biuf" else found.astype(np.float64)
+    except ImportError as error:
+        raise DataError("images in a file need Pillow: `pip install pillow`") from error
+    except Exception:  # whatever is in the cell
+        return None
     if not hasattr(cell, "getbands"):
         return found
     return found[None] if found.ndim == 2 else np.moveaxis(found, -1, 0)
@@ -259,9 +302,12 @@ def _array(cell: Any) -> np.ndarray:
 def _together(records: Sequence[np.ndarray], what: str) -> np.ndarray:
     shapes = {record.shape for record in records}
     if len(shapes) != 1:
+        tokens = all(record.ndim == 1 and record.dtype.kind in "iu" for record in records)
+        hint = "; lists of tokens are padded, in a column called input_ids" if tokens else ""
         raise DataError(
             f"{what}: its records have {len(shapes)} shapes, such as "
             f"{', '.join(map(str, sorted(shapes)[:3]))}: expected one; bring them into one form"
+            + hint
         )
     return np.stack(records)
 

@@ -31,7 +31,7 @@ from fedpact.data.public import (
 )
 from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter, nothing_left
-from fedpact.data.tables import Table, read_numbers, read_sites, table_of
+from fedpact.data.tables import Table, read_numbers, read_sites
 from fedpact.data.targets import check_several, find_classes, persons_of, read_labels, token_labels
 from fedpact.data.tokens import is_next_token
 
@@ -191,14 +191,19 @@ def of_file(
     site: str | None = None,
     person: str | None = None,
     form: RecordForm = _ANY,
+    shape: tuple[int, ...] | None = None,
 ) -> Table:
     """Return the table in a .csv file with a header line, or in a .parquet file.
 
-    label, site, person: their columns. form: which others are features. Raises DataError: no such
-    file or column, or a file that cannot be read.
+    label, site, person: their columns. form: which others are features. shape: of records that are
+    arrays or images, as `of_columns` takes it. Raises DataError: no such file or column, or a file
+    that cannot be read.
     """
     columns, broken = read_columns(path)
-    return table_of(f"data file {path}", columns, label, site, person, broken, form, index_of(path))
+    roles = label, site, person
+    return of_columns(
+        f"data file {path}", columns, form, *roles, broken, index_of(path), shape=shape
+    )
 
 
 def with_columns(data: Dataset, form: RecordForm) -> Dataset:

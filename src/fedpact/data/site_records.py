@@ -56,7 +56,7 @@ def load_site(
     """
     suffix = path.suffix.lower()
     if suffix in (".csv", ".parquet"):
-        table = site_table(path, label, form, person, features, sources)
+        table = site_table(path, label, form, person, features, sources, shape)
         if is_tokens(table.features):
             # Of one length, however long the longest of them is.
             form = form.model_copy(update={"length": shape[-1]})
@@ -105,16 +105,18 @@ def site_table(
     person: str | None,
     features: Sequence[str],
     sources: Mapping[str, FileColumn] = _SAME,
+    shape: tuple[int, ...] | None = None,
 ) -> Table:
     """Return the declared columns of a site's .csv or .parquet file, by their declared names.
 
     sources: of which columns of the file, in which units and words, they are made; without one a
-    column is the file's of the same name. label, person: among the declared names.
+    column is the file's of the same name. label, person: among the declared names. shape: of a
+    record, where each is an array or an image in one column.
     Raises DataError: a column is missing, or nobody says in which order several are.
     """
     origin = f"data file {path}"
     if label is None or not features:
-        table = of_file(path, label, None, person, form)
+        table = of_file(path, label, None, person, form, shape)
         in_order = len(table.features) < 2 or is_tokens(table.features)
         if sources or not in_order:
             raise DataError(
