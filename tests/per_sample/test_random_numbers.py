@@ -47,6 +47,11 @@ DRAWING = {
     "noise": lambda x: x + torch.randn_like(x),
     "uniform noise": lambda x: x + torch.empty_like(x).uniform_(-1, 1),
     "leaks": lambda x: F.rrelu(x, training=True),
+    "normal around": lambda x: torch.normal(x, 0.1),
+    "gumbel": lambda x: F.gumbel_softmax(x, hard=True),
+    "whole": lambda x: x * torch.randint(1, 4, x.shape),
+    "picks": lambda x: x * (1 + torch.multinomial(x.softmax(1), 3).sum(1, keepdim=True)),
+    "features' order": lambda x: x[:, torch.randperm(WIDTH)],
     "one for all": lambda x: x * torch.rand(()),
 }
 
@@ -125,7 +130,7 @@ def test_ways_draw_the_same_numbers_for_a_record(between, records, monkeypatch):
         kernel = kernel_of(between)
         kernel.seed(lambda: 5)
         found.append(kernel.clipped_sum(*records, 1.0))
-    if between is not DRAWING["one for all"]:
+    if between not in (DRAWING["one for all"], DRAWING["features' order"]):
         assert torch.allclose(*found, rtol=1e-9, atol=1e-12)
 
 
@@ -218,15 +223,24 @@ def test_mixing_is_found_beside_dropout(records):
 
 
 @pytest.mark.parametrize(
-    "between",
+    ("between", "way"),
     [
-        lambda x: x + x[torch.rand(len(x), dtype=x.dtype).argsort()],
-        lambda x: x + torch.bernoulli(torch.full((len(x), len(x)), 0.5, dtype=x.dtype)) @ x,
+        # What a sort makes of one record by itself is that record.
+        (lambda x: x + x[torch.rand(len(x), dtype=x.dtype).argsort()], "graph"),
+        (
+            lambda x: x + torch.bernoulli(torch.full((len(x), len(x)), 0.5, dtype=x.dtype)) @ x,
+            "records",
+        ),
     ],
     ids=["order", "pairs"],
 )
-def test_what_mixes_records_by_chance_is_given_each_alone(between, records):
-    assert kernel_of(between).way(*records) == "records"
+def test_what_mixes_records_by_chance_is_of_each_alone(between, way, records):
+    kernel = kernel_of(between)
+    assert kernel.way(*records) == way
+    x, y = records
+    whole, others = (kernel.clipped_sum(x[n:], y[n:], math.inf) for n in (0, 1))
+    one = kernel.clipped_sum(x[:1], y[:1], math.inf)
+    assert torch.allclose(whole, others + one)
 
 
 @pytest.mark.parametrize(
@@ -234,12 +248,12 @@ def test_what_mixes_records_by_chance_is_given_each_alone(between, records):
     [
         lambda x: x + x[torch.randperm(len(x))],
         lambda x: x + torch.poisson(x.detach().abs()),
-        lambda x: x + torch.bernoulli(x.detach().abs()).cumsum(1) * torch.randint(3, ()),
+        lambda x: x * torch.distributions.Gamma(2.0, 2.0).sample(x.shape),
     ],
-    ids=["order", "poisson", "integers"],
+    ids=["order", "poisson", "gamma"],
 )
 def test_other_draws_are_refused_in_our_words(between, records):
-    with pytest.raises(ModelError, match=r"draws random numbers by|not known to look"):
+    with pytest.raises(ModelError, match=r"mixes|draws random numbers by|not known to look"):
         kernel_of(between).verify(*records)
 
 

@@ -29,7 +29,9 @@ State = Where | None | tuple["State", ...]
 CHECKS: Final = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
 """They check what is known here, and give nothing back."""
 
-_CONSTANT: Final = names("zeros ones full empty new_zeros new_ones new_full new_empty rand randn")
+_CONSTANT: Final = names(
+    "zeros ones full empty new_zeros new_ones new_full new_empty rand randn randint normal"
+)
 # What leaves the record's number in its batch what it is, and what picks by it.
 _OF_NUMBERS: Final = names(
     "view reshape unsqueeze expand slice permute transpose alias detach to clone _to_copy "
@@ -60,7 +62,9 @@ RULES: Final[dict[str, Rule]] = {
         "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout uniform "
         "normal_functional empty_like detach alias clone contiguous lift_fresh_copy to.dtype "
         "to.dtype_layout to.device _to_copy type_as zeros_like ones_like full_like rand_like "
-        "randn_like bernoulli prelu fill.Scalar fill.Tensor bernoulli.p floor_divide "
+        "randn_like randint_like randint_like.low_dtype bernoulli exponential log_normal "
+        "cauchy geometric normal.float_Tensor normal.Tensor_float normal.Tensor_Tensor prelu "
+        "fill.Scalar fill.Tensor bernoulli.p floor_divide "
         "floor_divide.Scalar xlogy.Tensor frac",
     ),
     **_named(
@@ -101,7 +105,7 @@ RULES: Final[dict[str, Rule]] = {
     **_named(rules.along(2, default=None), "linalg_vector_norm norm.ScalarOpt_dim"),
     **_named(rules.indexed, "index.Tensor"),
     **_named(rules.within(1), "linear max_pool1d avg_pool1d adaptive_avg_pool1d"),
-    **_named(rules.within(1), "max_pool1d_with_indices adaptive_max_pool1d"),
+    **_named(rules.within(1), "multinomial max_pool1d_with_indices adaptive_max_pool1d"),
     **_named(rules.within(2), "max_pool2d avg_pool2d adaptive_avg_pool2d tril triu"),
     **_named(rules.within(2), "max_pool2d_with_indices adaptive_max_pool2d pixel_unshuffle"),
     **_named(rules.within(3), "max_pool3d avg_pool3d adaptive_avg_pool3d pixel_shuffle"),
@@ -201,7 +205,9 @@ def _of_size(node: Node) -> State:
         return _in_shape(node, Where(0), node.meta["val"], RecordNumber)
     if kind not in (*_CONSTANT, "expand", "repeat"):
         raise Mixed(f"operation {node.target} depends on the batch's size")
-    if kind == "full" and any(map(is_size, (*node.args[1:], *node.kwargs.values()))):
+    # Their other arguments are numbers: which is the size has one place in each.
+    others = {"full": node.args[1:], "randint": node.args[:-1], "normal": node.args[:-1]}
+    if any(map(is_size, (*others.get(kind, ()), *node.kwargs.values()))):
         raise Mixed(f"operation {node.target} depends on the batch's size")
     places = [(d, m) for d, s in enumerate(shape_of(node)) if (m := multiple(s)) is not None]
     if len(places) != 1:

@@ -9,6 +9,7 @@ so a model is tried without chance.
 """
 
 import hashlib
+import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,34 @@ def _exponential(block: Tensor, g: torch.Generator, rate: float = 1.0) -> None:
     block.exponential_(rate, generator=g)
 
 
+def _log_normal(block: Tensor, g: torch.Generator, mean: float = 1.0, of: float = 2.0) -> None:
+    block.log_normal_(mean, of, generator=g)
+
+
+def _cauchy(block: Tensor, g: torch.Generator, median: float = 0.0, of: float = 1.0) -> None:
+    block.cauchy_(median, of, generator=g)
+
+
+def _geometric(block: Tensor, g: torch.Generator, p: float) -> None:
+    block.geometric_(p, generator=g)
+
+
+def _whole(block: Tensor, g: torch.Generator, low: int, high: int | None = None) -> None:
+    block.random_(*((0, low) if high is None else (low, high)), generator=g)
+
+
 _DRAWN_BY: Final[dict[Any, Callable[..., None]]] = {
+    _aten.log_normal_.default: _log_normal,
+    _aten.log_normal.default: _log_normal,
+    _aten.cauchy_.default: _cauchy,
+    _aten.cauchy.default: _cauchy,
+    _aten.geometric_.default: _geometric,
+    _aten.geometric.default: _geometric,
+    _aten.randint.default: _whole,
+    _aten.randint.low: _whole,
+    _aten.randint_like.default: _whole,
+    _aten.randint_like.low_dtype: _whole,
+    _aten.normal.float_float: _normal,
     _aten.bernoulli_.float: _bernoulli,
     _aten.bernoulli.p: _bernoulli,
     _aten.uniform_.default: _uniform,
@@ -77,6 +105,14 @@ def _inverse(rate: float = 1.0) -> float:
     return 1 / rate
 
 
+def _log_mean(mean: float = 1.0, of: float = 2.0) -> float:
+    return math.exp(mean + of**2 / 2)
+
+
+def _whole_mean(low: int, high: int | None = None) -> int:
+    return (low - 1) // 2 if high is None else (low + high - 1) // 2
+
+
 def _filled(mean: Callable[..., float]) -> _Op:
     def run(x: Tensor, *args: float, **_: Any) -> Tensor:
         return x.fill_(mean(*args))
@@ -91,11 +127,31 @@ def _alike(mean: Callable[..., float]) -> _Op:
     return run
 
 
-def _sized(value: float) -> _Op:
-    def run(size: list[int], **how: Any) -> Tensor:
-        return cast(Tensor, cast(Any, torch).full(size, value, **how))
+def _sized(mean: Callable[..., float], whole: bool = False) -> _Op:
+    """Of an operation whose last argument is a size."""
+
+    def run(*args: Any, **how: Any) -> Tensor:
+        if whole:
+            how["dtype"] = how.get("dtype") or torch.int64
+        return cast(Tensor, cast(Any, torch).full(args[-1], mean(*args[:-1]), **how))
 
     return run
+
+
+def _around(mean: Any, deviation: Any, **_: Any) -> Tensor:
+    """The mean in the form that numbers around it have."""
+    zero = 0 * deviation if isinstance(deviation, Tensor) else 0.0
+    return mean + zero
+
+
+def _backwards(count: int, **how: Any) -> Tensor:
+    """An order that is not the records' own, so that one of the batch is found."""
+    return torch.arange(count - 1, -1, -1, **how)
+
+
+def _likeliest(p: Tensor, count: int, *_: Any, **__: Any) -> Tensor:
+    order = p.argsort(-1, descending=True)
+    return order[..., torch.arange(count, device=p.device) % p.shape[-1]]
 
 
 def _kept(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -128,8 +184,24 @@ _MEANS: Final[dict[Any, _Op]] = {
     _aten.exponential_.default: _filled(_inverse),
     _aten.exponential.default: _alike(_inverse),
     _aten.native_dropout.default: _kept,
-    _aten.rand.default: _sized(0.5),
-    _aten.randn.default: _sized(0.0),
+    _aten.rand.default: _sized(_middle),
+    _aten.randn.default: _sized(_mean),
+    _aten.normal.float_float: _sized(_mean),
+    _aten.normal.float_Tensor: _around,
+    _aten.normal.Tensor_float: _around,
+    _aten.normal.Tensor_Tensor: _around,
+    _aten.randint.default: _sized(_whole_mean, whole=True),
+    _aten.randint.low: _sized(_whole_mean, whole=True),
+    _aten.randint_like.default: _alike(_whole_mean),
+    _aten.randint_like.low_dtype: _alike(_whole_mean),
+    _aten.randperm.default: _backwards,
+    _aten.multinomial.default: _likeliest,
+    _aten.log_normal_.default: _filled(_log_mean),
+    _aten.log_normal.default: _alike(_log_mean),
+    _aten.cauchy_.default: _filled(_mean),
+    _aten.cauchy.default: _alike(_mean),
+    _aten.geometric_.default: _filled(_inverse),
+    _aten.geometric.default: _alike(_inverse),
     _aten.rand_like.default: _alike(_middle),
     _aten.randn_like.default: _alike(_mean),
     # torch's draws for numbers below 0 alone: in a trace another stands in its place.
@@ -137,9 +209,8 @@ _MEANS: Final[dict[Any, _Op]] = {
 }
 """What is each operation's result at the mean of every number that it draws.
 
-Each of these draws as many numbers as its result has, whatever it is given. How many another draws,
-as poisson or multinomial, may follow from records, and with that what is drawn for the records
-behind them.
+How many numbers each of these draws follows from forms alone. How many another draws, as poisson,
+may follow from records, and with that what is drawn for the records behind them.
 """
 
 
@@ -246,10 +317,30 @@ class KeyedDraws(TorchDispatchMode):
         if func is _aten.rrelu_with_noise.default:
             # Of plain passes alone, as a trace has another in its place.
             return func(*args, **named, generator=numbers.shared)
+        if func is _aten.randperm.default:
+            rows = () if self._where is None else numbers.rows
+            if len(rows) > 1:
+                raise ModelError("an order is drawn for each of several records")
+            order = torch.randperm(args[0], generator=(*rows, numbers.shared)[0])
+            return _MEANS[func](*args, **named).copy_(order)
+        if func is _aten.multinomial.default:
+            return self._chosen(numbers, *args, **named)
         # What lies in the place is written over, and says how the numbers lie.
         like = _MEANS[func](*args, **named)
-        more = () if func in _SIZED else args[1:]
+        if func in _AROUND:
+            return args[0] + args[1] * self._made(torch.empty_like(like), _normal, (), numbers)
+        more = args[:-1] if func in _SIZED else args[1:]
         return self._made(like, _DRAWN_BY[func], more, numbers)
+
+    def _chosen(self, numbers: PassNumbers, p: Tensor, count: int, again: bool = False) -> Tensor:
+        """Places [..., count] drawn by weights p [..., K], all anew or none twice."""
+        if not again or count == 1:
+            waiting = self._made(torch.empty_like(p), _exponential, (), numbers)
+            return (p / waiting).topk(count).indices
+        below = p.cumsum(-1)
+        at = self._made(p.new_empty(*p.shape[:-1], count), _uniform, (), numbers)
+        found = torch.searchsorted(below, at * below[..., -1:])
+        return found.clamp_max(p.shape[-1] - 1)
 
     def _made(
         self, into: Tensor, draw: Callable[..., None], more: tuple[Any, ...], numbers: PassNumbers
@@ -277,7 +368,11 @@ class KeyedDraws(TorchDispatchMode):
         return into.copy_(apart.movedim(0, dim + 1).reshape(shape))
 
 
-_SIZED: Final = (_aten.rand.default, _aten.randn.default)
+_SIZED: Final = (
+    *(_aten.rand.default, _aten.randn.default, _aten.normal.float_float),
+    *(_aten.randint.default, _aten.randint.low),
+)
+_AROUND: Final = (_aten.normal.float_Tensor, _aten.normal.Tensor_float, _aten.normal.Tensor_Tensor)
 
 
 def _rate(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> float:

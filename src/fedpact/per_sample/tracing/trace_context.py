@@ -84,8 +84,9 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
     Packed sequences are what `packed` has in place of torch's.
     """
     functions = [vars(m).get("forward", type(m).forward) for m in model.modules()]
-    # Here, as torch's tracer takes a second to import, which most commands do without.
+    # Here, as these take a second to import, which most commands do without.
     from torch._subclasses.fake_tensor import FakeTensor
+    from torch.distributions import Distribution
 
     scopes = [getattr(f, "__globals__", {}) for f in (*functions, loss)]
     own = {id(s): s for s in scopes if s and not str(s.get("__name__")).startswith("torch.")}
@@ -106,14 +107,17 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
         for name, instead in lengths.items()
         if name not in scope
     ]
+    checks: bool = vars(Distribution)["_validate_args"]  # by looking at values
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [one.level for one in loggers]
     try:
         for one in loggers:  # what the tracer tells whoever develops models for it
             one.setLevel(logging.CRITICAL)
+        Distribution.set_default_validate_args(False)
         with _compiling_state_context(), _in_place_of(ours):
             yield
     finally:
+        Distribution.set_default_validate_args(checks)
         for one, level in zip(loggers, levels, strict=True):
             one.setLevel(level)
 
