@@ -89,12 +89,18 @@ add(
     "hardtanh hardswish hardsigmoid relu6 selu celu elu leaky_relu softplus softshrink hardshrink "
     "log_sigmoid rrelu isnan isinf isfinite nan_to_num detach alias clone contiguous logical_not "
     "lift_fresh_copy zeros_like ones_like rand_like randn_like bernoulli _to_copy t numpy_T mT "
-    "uniform normal_functional empty_like",
+    "uniform normal_functional empty_like exponential log_normal cauchy",
     _with(),
 )
+add("normal.float_Tensor", lambda g: (0.4, g.x()))
+add("normal.Tensor_Tensor", _pair())
+add("randint_like", _with(3))
+add("randint_like.low_dtype", _with(1, 3))
+add("multinomial", lambda g: (g.front(2), 1))
 add("bitwise_not", _with(kind="q"))
 add(
-    "clamp_min clamp_max full_like bernoulli.p pow.Tensor_Scalar fmod.Scalar remainder.Scalar "
+    "clamp_min clamp_max full_like bernoulli.p geometric normal.Tensor_float pow.Tensor_Scalar "
+    "fmod.Scalar remainder.Scalar "
     "add.Scalar sub.Scalar mul.Scalar div.Scalar rsub.Scalar floor_divide.Scalar eq.Scalar "
     "ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar",
     _with(0.4),
