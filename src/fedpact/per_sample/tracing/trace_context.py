@@ -174,14 +174,15 @@ def _size(of: Any) -> Any:
 
 def _range(*of: Any) -> Any:
     """Return the records' numbers as a tensor, for the batch's size."""
-    return torch.arange(of[0]) if isinstance(of[0], torch.SymInt) and not of[1:] else range(*of)
+    counted = isinstance(of[0], torch.SymInt) and not of[1:]
+    return torch.arange(cast(Any, of[0])) if counted else range(*of)
 
 
 class _Listing(type):
     def __call__(cls, *of: Any) -> Any:
         """Return a list; of the records' numbers, the tensor of them."""
         counted = of and isinstance(of[0], Tensor) and isinstance(_size(of[0]), torch.SymInt)
-        return of[0] if counted else list(*of)
+        return of[0] if counted else list[Any](*of)
 
     def __instancecheck__(cls, one: object) -> bool:
         return isinstance(one, list)
