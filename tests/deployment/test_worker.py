@@ -80,3 +80,13 @@ def test_the_process_ends_once_its_site_has_stopped(site_dir, monkeypatch, desks
         with pytest.raises(FedpactError, match="no room"):
             site_process.work(site, site_dir, lambda: True)
     assert desks[0].taken == 3
+
+
+def test_a_supernode_that_starts_slowly_is_waited_for(tmp_path):
+    """Started anew each time before it is up, on a busy machine it would never be."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(32))
+    desk = internals.TaskQueue("127.0.0.1:1", secret)
+    assert desk.next() is None
+    assert site_process._SILENT_SECONDS - desk.silent_seconds > 60
+    desk.close()

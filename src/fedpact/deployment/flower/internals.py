@@ -274,7 +274,8 @@ class TaskQueue:
         self._context = context
         self._url = f"{'http' if context is None else 'https'}://{address}"
         self._kind = TaskType.CLIENT_APP if context is None else TaskType.SERVER_APP
-        self._seen = time.monotonic()
+        # A busy machine takes long to start a SuperNode; given up too early, it never would.
+        self._seen = time.monotonic() + _START_SECONDS
         self._client = self._connect(
             SuperExecAuthHttpInterceptor(
                 master_secret=secret.read_bytes(), protected_methods=_ACQUIRE
