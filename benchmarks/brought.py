@@ -161,6 +161,35 @@ def _status(key: str) -> int:
     return int(next(line.split()[1] for line in lines if line.startswith(key)))
 
 
+_MARK = "## What a private step costs"
+
+
+def _table(stored: dict[str, Any]) -> list[str]:
+    """The last section of the page: a line for each model that was measured."""
+    known = catalogue()
+    shown = {name: one for name, one in stored.items() if name in known and "runs" in one}
+    made = sorted({(one["commit"], one["processor"]) for one in shown.values()})
+    code = "; ".join(f"commit {commit}, {processor}" for commit, processor in made)
+    lines = [
+        "Times of a step in units of a plain step of the same model, beside PyTorch's `vmap` and "
+        "Opacus by hooks and by ghost norms. The models are small random configurations, with "
+        f"{_BATCH} records and one thread; the median of {_TURNS} turns on a busy machine, by "
+        "processor time. A dash stands where the other library failed. `prepare` has replaced "
+        "BatchNorm. MiB are those of a private step beside a plain one. Made by "
+        f"`python -m benchmarks.brought` ({code}).",
+        "",
+        "| model | runs | way | private | vmap | hooks | ghost | MiB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, one in sorted(shown.items()):
+        ratios = (one.get(method) for method in _METHODS)
+        cells = [f"{r:.1f}" if isinstance(r, float) else "–" for r in ratios]
+        sizes = f"{one.get('private MiB', 0):.0f} / {one.get('plain MiB', 0):.0f}"
+        row = [f"{name}", one["runs"], one.get("way", "–"), *cells, sizes]
+        lines.append(f"| {' | '.join(row)} |")
+    return lines
+
+
 def main(names: list[str]) -> None:
     """Measure the models named, all by default, that have no result yet; write the table."""
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -182,6 +211,8 @@ def main(names: list[str]) -> None:
         RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
         told = {k: v for k, v in found.items() if k not in ("kernel", "commit", "processor")}
         print(name, json.dumps(told), flush=True)
+    head, _, _ = PAGE.read_text().partition(_MARK)
+    PAGE.write_text(head + _MARK + "\n\n" + "\n".join(_table(stored)) + "\n")
 
 
 if __name__ == "__main__":

@@ -194,6 +194,7 @@ def test_lora_trains_and_sends_adapters_alone(tmp_path, kind):
     answer = model.eval()(input_ids=ids).logits
     again = bare(kind, start)
     again.config.pad_token_id = model.config.pad_token_id
+    again.config.decoder_start_token_id = again.config.pad_token_id
     peft = pytest.importorskip("peft")
     again = peft.PeftModel.from_pretrained(again, result.folder / "adapters").eval()
     assert torch.allclose(again(input_ids=ids).logits, answer, atol=1e-5)
