@@ -5,6 +5,7 @@ The reference is vmap(grad) in float64 at both points, subtracted and clipped re
 
 import copy
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -16,6 +17,7 @@ from fedpact.common.losses import cross_entropy, squared_error
 from fedpact.common.params import FlatModel
 from fedpact.per_sample import norms
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+from fedpact.per_sample.layout import Placement
 
 
 def mlp(reference):
@@ -223,3 +225,23 @@ def test_a_bound_that_bounds_nothing_is_refused(bound):
     v = torch.zeros(9)
     with pytest.raises(InputError, match="bound"):
         kernel.clipped_difference(torch.zeros(2, 2), torch.zeros(2).long(), v, v, bound)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_traced_differences_of_dense_models_are_tried(monkeypatch, alike):
+    """Where a slot shows in what is traced, each record has a pass of its own."""
+    kernel = PerSampleKernel(FlatModel(nn.Linear(3, 2)), cross_entropy)
+    x, y, w = torch.randn(8, 3), torch.arange(8) % 2, kernel.model.vector.clone()
+    passes, found = kernel._passes, []
+    real = passes.gradients, passes.differences
+
+    def gradients(x, y):
+        one = real[0](x, y)
+        return one if alike else replace(one, losses=one.losses + torch.arange(len(x)))
+
+    monkeypatch.setattr(passes, "gradients", gradients)
+    monkeypatch.setattr(
+        passes, "differences", lambda x, *rest: (found.append(len(x)), real[1](x, *rest))[1]
+    )
+    kernel.clipped_difference(x, y, w, w + 1, 1.0, layout=Placement(length=8))
+    assert found == ([8] if alike else [1] * 8)

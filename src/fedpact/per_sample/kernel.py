@@ -167,7 +167,7 @@ class PerSampleKernel:
         with all_digits(self.model.vector):
             self._mixers.check()
             x, y = _recorded(x, y)
-            layout = layout or self._checked_layout(x, y)
+            layout = self._layout_of_differences(x, y, layout or self._checked_layout(x, y))
             measure, points = self._passes.differences, (w, anchor)
             total = self._sum(measure, x, y, bound, None, most, shares, layout, points)
             self.model.load(w)
@@ -189,8 +189,9 @@ class PerSampleKernel:
             x, y = _recorded(x, y)
             return self._invariant(x, y, self._passes.length(x, y, expected))
 
-    def _invariant(self, x: Tensor, y: Tensor, length: int) -> bool:
-        dense, fixed = self._passes.at_once(x, y), Placement(length=length)
+    def _invariant(self, x: Tensor, y: Tensor, length: int, *, traced: bool = False) -> bool:
+        dense = None if traced else self._passes.at_once(x, y)
+        fixed = Placement(length=length)
         if length == 1:
             return True
 
@@ -251,21 +252,40 @@ class PerSampleKernel:
         key = self._passes.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
         if key not in self._layouts:
             length = self._passes.length(*_recorded(x, y), len(x), exact=True)
-            generator = torch.Generator().manual_seed(0)
-            shape = (8, *x.shape[1:])
-            if x.is_floating_point():
-                made_up = torch.randn(shape, generator=generator, dtype=torch.float64).to(x)
-            else:
-                made_up = torch.randint(2, shape, generator=generator).to(x)
-            try:
-                for j, one in enumerate(made_up):
-                    if not self._passes.takes(one, y):
-                        made_up[j] = self._passes.blank(x, y)
-                good = self._invariant(made_up, y.new_zeros(8, *y.shape[1:]), length)
-            except Exception:  # whatever a model may raise at made-up records
-                good = False
-            self._layouts[key] = Placement(length=length if good else 1)
+            self._layouts[key] = self._tried(x, y, length)
         return self._layouts[key]
+
+    def _layout_of_differences(self, x: Tensor, y: Tensor, layout: Placement) -> Placement:
+        """The layout of differences: of a dense model they are traced, which `invariant` is not.
+
+        So compact passes are tried once, before the first difference of this form.
+        """
+        if layout.places is not None or len(x) == 0 or self._passes.at_once(x, y) is None:
+            return layout
+        length = layout.length or self._passes.length(x, y, layout.expected)
+        key = length, self._passes.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
+        if key not in self._layouts:
+            self._layouts[key] = self._tried(x, y, length, traced=True)
+        return self._layouts[key]
+
+    def _tried(self, x: Tensor, y: Tensor, length: int, *, traced: bool = False) -> Placement:
+        """Compact passes so long if made-up records are alike in every slot, else of one record."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (8, *x.shape[1:])
+        if x.is_floating_point():
+            made_up = torch.randn(shape, generator=generator, dtype=torch.float64).to(x)
+        else:
+            made_up = torch.randint(2, shape, generator=generator).to(x)
+        try:
+            for j, one in enumerate(made_up):
+                if not self._passes.takes(one, y):
+                    made_up[j] = self._passes.blank(x, y)
+            labels = y.new_zeros(8, *y.shape[1:])
+            with torch.no_grad():
+                good = self._invariant(made_up, labels, length, traced=traced)
+        except Exception:  # whatever a model may raise at made-up records
+            good = False
+        return Placement(length=length if good else 1)
 
     def alone(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample gradients [B, d] by ordinary autograd, one record at a time."""
