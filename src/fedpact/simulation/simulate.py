@@ -438,7 +438,9 @@ def _finish(
     }
     ended = scene.form, at, records, status, more
     summary = finish(folder, scene.plan, scene.terms, scene.sizes, module, *ended)
-    store_adapters(module, scene.module(), scene.workshop.make_dummy_records()[0], folder.path)
+    store_adapters(
+        module, scene.workshop.module(), scene.workshop.make_dummy_records()[0], folder.path
+    )
     return Simulated(folder.path, records, summary, module)
 
 
