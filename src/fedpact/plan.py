@@ -411,7 +411,11 @@ class Plan(ShownPlan, BaseModel):
 
 def _refused(error: ValidationError, raw: Mapping[str, Any]) -> PlanError:
     name = raw.get("algorithm", "fedavg") if isinstance(raw, Mapping) else ""
-    own = {"settings": algorithms.load(name).Settings} if name in algorithms.names() else {}
+    own = (
+        {"settings": algorithms.load(name).Settings}
+        if name in algorithms.names() or ":" in str(name)
+        else {}
+    )
     return plan_error(error, (), Plan, own)
 
 

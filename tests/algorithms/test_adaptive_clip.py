@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from tests.conformance.conftest import Federation
 
 from fedpact.algorithms.private.adaptive_clip import Settings
 from fedpact.algorithms.wrappers.base import Method
@@ -12,6 +11,7 @@ from fedpact.common.messages import State, Task
 from fedpact.plan import Plan
 from fedpact.privacy.batches import clip_for
 from fedpact.privacy.oracle import Scaled
+from fedpact.studies.conformance import HandFederation
 
 RATE = 0.1
 
@@ -19,7 +19,7 @@ RATE = 0.1
 def quiet(**settings):
     """A federation without noise, each batch of all records."""
     method = Method("adaptive_clip", Settings(**{"learning_rate": RATE, **settings}))
-    return method, Federation(private=True, sigma=0.0, rate=1.0)
+    return method, HandFederation(private=True, sigma=0.0, rate=1.0)
 
 
 def norms(bed, site):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.conformance.conftest import Federation
 
 from fedpact.algorithms import fedexp
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.messages import Reply, State
+from fedpact.studies.conformance import HandFederation
 
 START = torch.tensor([3.0, -2.0], dtype=torch.float64)
 
@@ -58,7 +58,7 @@ def test_noise_alone_makes_no_step_longer():
     """
     settings, moved, noise = fedexp.Settings(local_steps=2), [], []
     for seed in range(40):
-        bed = Federation(
+        bed = HandFederation(
             private=True, seed=seed, counts={"a": 0, "b": 0}, sizes={"a": 10.0, "b": 10.0}
         )
         method = Method("fedexp", settings)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
-from tests.conformance.conftest import Federation
 from tests.conformance.test_fixed_points import SITES, START, P
 
 from fedpact import algorithms
@@ -25,6 +24,7 @@ from fedpact.data.load import from_arrays
 from fedpact.evaluation.metrics import evaluate
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
+from fedpact.studies.conformance import HandFederation
 
 
 def plain(**settings):
@@ -35,11 +35,11 @@ def plain(**settings):
 @pytest.mark.parametrize("steps", [1, 3])
 def test_without_lambda_each_site_is_alone_bit_for_bit(private, steps):
     """Same draws, same noise: the site's own model is that of FedAvg with nobody else in it."""
-    together = Federation(private=private)
+    together = HandFederation(private=private)
     method = Method("mr_mtl", Settings(proximal=0.0, local_steps=steps))
     state = together.run(method, 4)
     for site, count in together.counts.items():
-        alone = Federation(private=private, counts={site: count})
+        alone = HandFederation(private=private, counts={site: count})
         expected = alone.run(plain(local_steps=steps), 4).vectors["w"]
         own = method.own_model(state.vectors["w"], together.memories[site])
         assert torch.equal(own, expected)
@@ -47,7 +47,7 @@ def test_without_lambda_each_site_is_alone_bit_for_bit(private, steps):
 
 @pytest.mark.parametrize("private", [False, True])
 def test_mr_mtl_lambda_inf_equals_fedavg(private):
-    bed, twin = Federation(private=private), Federation(private=private)
+    bed, twin = HandFederation(private=private), HandFederation(private=private)
     method = Method("mr_mtl", Settings(proximal=1e300, local_steps=2))
     state = bed.run(method, 4)
     expected = twin.run(plain(local_steps=2), 4).vectors["w"]
@@ -56,7 +56,7 @@ def test_mr_mtl_lambda_inf_equals_fedavg(private):
 
 
 def test_mr_mtl_kappa_inf_equals_fedavg_with_noise():
-    bed, twin = Federation(private=True), Federation(private=True)
+    bed, twin = HandFederation(private=True), HandFederation(private=True)
     method = Method("mr_mtl", Settings(proximal=0.0, proximal_noise=1e300, local_steps=2))
     state = bed.run(method, 4)
     expected = twin.run(plain(local_steps=2), 4).vectors["w"]
@@ -67,7 +67,7 @@ def test_mr_mtl_kappa_inf_equals_fedavg_with_noise():
 def test_without_noise_kappa_changes_nothing():
     found = []
     for noise in (0.0, 1e300):
-        bed = Federation(private=False)
+        bed = HandFederation(private=False)
         method = Method("mr_mtl", Settings(proximal=0.3, proximal_noise=noise))
         w = bed.run(method, 4).vectors["w"]
         found.append([w, *(method.own_model(w, bed.memories[site]) for site in bed.sites)])
@@ -78,12 +78,12 @@ def test_without_noise_kappa_changes_nothing():
 def test_average_of_ends_is_end_of_average_exactly(proximal):
     """[server] average = "exponential" around FedAvg is the reference, with one decay."""
     server = ServerSettings(average="exponential", average_decay=0.7)
-    together = Federation(private=True)
+    together = HandFederation(private=True)
     method = Method("mr_mtl", Settings(proximal=proximal, average_decay=0.7))
     state = together.run(method, 5)
     for site, count in together.counts.items():
         counts = together.counts if proximal else {site: count}
-        twin = Federation(private=True, counts=counts)
+        twin = HandFederation(private=True, counts=counts)
         expected = read_average(twin.run(Averaged(plain(), server, 5), 5))
         own = method.own_model(state.vectors["w"], together.memories[site])
         assert torch.equal(own, expected)

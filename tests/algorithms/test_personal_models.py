@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.conformance.conftest import Federation
 from tests.conformance.test_fixed_points import SITES, START
 
 from fedpact import algorithms
@@ -10,6 +9,7 @@ from fedpact.algorithms import apfl, ditto, fedavg, fedrep
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Reply, State, Task
+from fedpact.studies.conformance import HandFederation
 
 
 def run(module, settings, rounds):
@@ -140,7 +140,7 @@ def test_noise_of_a_private_run_reaches_a_sites_own_model(name):
     """Else what a site keeps for itself would be of exact gradients."""
     own = []
     for sigma in (0.0, 1.0):
-        bed = Federation(private=True, sigma=sigma)
+        bed = HandFederation(private=True, sigma=sigma)
         method = Method(name, algorithms.load(name).Settings())
         w = bed.run(method, 2).vectors["w"]
         memory = bed.memories["a"]

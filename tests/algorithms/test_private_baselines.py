@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tests.conformance.conftest import Federation
 
 from fedpact import algorithms
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.messages import State, Task
 from fedpact.privacy.batches import clip_for
+from fedpact.studies.conformance import HandFederation
 
 RATE = 0.1
 
@@ -15,7 +15,7 @@ RATE = 0.1
 def site(name, memory=State(), rate=1.0, **settings):  # noqa: B008
     """One site's reply to the task w, without noise and with all records in each batch."""
     made = algorithms.load(name).Settings(**{"learning_rate": RATE, **settings})
-    method, bed = Method(name, made), Federation(private=True, sigma=0.0, rate=rate)
+    method, bed = Method(name, made), HandFederation(private=True, sigma=0.0, rate=rate)
     task = Task("run", 1, name, {"w": bed.w}, {})
     return bed, method.local(task, bed.oracle("a", task, method.facts.channels), memory)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import PlanError, nearest
 from fedpact.common.messages import Local, Reply, State, Task
+from fedpact.common.user_code import own_factory
 from fedpact.privacy.oracle import Opening, Oracle, Range, Terms
 
 
@@ -221,7 +222,21 @@ def _modules() -> dict[str, str]:
 
 
 def load(name: str) -> Algorithm:
-    """Return the algorithm of that name. Raises PlanError: there is none."""
+    """Return the algorithm of that name, or of a user's own 'package.module:name'.
+
+    Which is a module, or a class with these names. Raises PlanError: there is none. ModelError:
+    the user's cannot be imported.
+    """
+    if ":" in name:
+        form = "the functions of fedpact.algorithms.Algorithm"
+        found = own_factory(name, "algorithm", names(), form)
+        settings = getattr(found, "Settings", None)
+        if not (isinstance(settings, type) and issubclass(settings, BaseSettings)):
+            raise PlanError(
+                f"algorithm is {name!r}: expected a module, or a class, with Settings, a subclass "
+                "of fedpact.algorithms.BaseSettings, and NEUTRAL; see docs/how-to/extend.md"
+            )
+        return cast(Algorithm, found)
     # One that is loaded is known: to look through the folder is most of reading a short plan.
     loaded = sys.modules.get(f"{__name__}.{name}")
     if loaded is not None and not hasattr(loaded, "__path__"):

@@ -100,7 +100,12 @@ def everything() -> list[KeyTable]:
 
 
 def algorithm(name: str) -> Described:
-    """Return what is known of an algorithm. Raises PlanError: there is none of that name."""
+    """Return what is known of an algorithm, which may be a user's own 'package.module:name'.
+
+    Raises PlanError: there is none of that name.
+    """
+    if ":" in name:
+        return _describe(name)
     known = algorithm_names()
     if name not in known:
         expected = f"expected one of {', '.join(known)}{nearest(name, known)}"
@@ -163,7 +168,7 @@ def _unknown(raw: dict[str, Any]) -> Iterator[str]:
     top, *others = tables()
     # A table's own name first; what stands below a name of the user's own is left to `Plan.read`.
     places = {table.name: table.keys for table in others if "NAME" not in table.name}
-    if own in algorithm_names():
+    if own in algorithm_names() or ":" in str(own):
         places = {"settings": algorithm(str(own)).settings.keys, **places}
     known = [key.name for key in top.keys]
     known += [name for place, keys in places.items() for name in (place, *(k.name for k in keys))]

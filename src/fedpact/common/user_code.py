@@ -345,7 +345,10 @@ def own_factory(name: str, what: str, known: Sequence[str], form: str) -> Callab
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(package), attribute)
+        module = importlib.import_module(package)
+        if not hasattr(module, attribute) and hasattr(module, "__path__"):
+            importlib.import_module(f"{package}.{attribute}")  # a file of a package
+        return getattr(module, attribute)
     except Exception as error:
         raise ModelError(
             f"{what} is {name!r}: {type(error).__name__}: {error}; expected "

@@ -178,7 +178,7 @@ def _applicable(plan: JsonMapping) -> dict[str, Any]:
 def _steps(plan: JsonMapping) -> Any:
     """Return τ of a plan without such a setting."""
     name, control = plan.get("algorithm"), plan.get("control", {})
-    if name not in algorithms.names():
+    if name not in algorithms.names() and ":" not in str(name):
         return _UNKNOWN
     method = Method(name)
     if method.facts.controlled or control.get("kind", "fixed") != "fixed":

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.conformance.conftest import Federation
 
 from fedpact import algorithms
 from fedpact.algorithms.fedavg import Settings
@@ -20,6 +19,7 @@ from fedpact.plan import Plan
 from fedpact.report.page import write_report
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate
+from fedpact.studies.conformance import HandFederation
 
 SMALL = {"rounds": 4, "sites": 3, "run": {"workers": 1, "evaluate_every": 1}}
 KINDS = [{"average": "exponential", "average_decay": 0.7}, {"average": "tail"}]
@@ -150,7 +150,7 @@ def test_every_algorithm_has_an_average_of_its_models(name):
     with_one = Plan.parse({**tables, "server": {"average": "tail", "average_share": 1.0}}).method
     paths = {}
     for key, method in (("alone", Plan.parse(tables).method), ("beside", with_one)):
-        made = Federation(private=False)
+        made = HandFederation(private=False)
         paths[key] = [made.run(method, rounds) for rounds in (1, 2, 3)]
     for one, other in zip(paths["alone"], paths["beside"], strict=True):
         assert torch.equal(one.vectors["w"], other.vectors["w"])

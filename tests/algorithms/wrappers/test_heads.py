@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from tests.conformance.conftest import Federation, of
 from torch import nn
 
 from fedpact import algorithms
@@ -25,6 +24,7 @@ from fedpact.report.page import render_run
 from fedpact.report.run_summary import read_run
 from fedpact.simulation import simulate as joining
 from fedpact.simulation.simulate import simulate
+from fedpact.studies.conformance import HandFederation, of
 
 HEAD = 3  # of the 12 numbers of the federation's nn.Linear(3, 3): its bias
 both_forms = pytest.mark.parametrize("private", [False, True], ids=["plain", "private"])
@@ -45,7 +45,7 @@ def method(name="fedavg", head=HEAD, steps=2, **tables):
 @pytest.mark.parametrize("name", ["fedavg", "fedprox"])
 def test_single_site_trains_as_without_heads(private, name):
     """Bit for bit: what is kept and what is sent come to the same where nobody else is."""
-    ours, theirs = (Federation(private=private, counts={"a": 20}) for _ in range(2))
+    ours, theirs = (HandFederation(private=private, counts={"a": 20}) for _ in range(2))
     headed, plain = method(name), of({"algorithm": name, "settings": {"local_steps": 2}})
     state = ours.run(headed, 4)
     w, own = state.vectors["w"], headed.own_model(state.vectors["w"], ours.memories["a"])
@@ -61,7 +61,7 @@ def test_single_site_trains_as_without_heads(private, name):
 
 @both_forms
 def test_nothing_of_a_head_is_sent_and_everything_else_is(private):
-    bed, made = Federation(private=private), method()
+    bed, made = HandFederation(private=private), method()
     state = made.init(bed.w)
     for number in range(1, 4):
         replies = list(bed.replies(made, state, number))

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from tests.conformance.conftest import Federation, of
 
 from fedpact.algorithms.wrappers.integers import weights
 from fedpact.common.errors import PlanError
@@ -12,6 +11,7 @@ from fedpact.common.messages import Task
 from fedpact.common.randomness.schedules import Scheduled
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
+from fedpact.studies.conformance import HandFederation, of
 
 LOCAL = {"momentum": 0.6, "schedule": [1.0, 0.5, 2.0, 0.25]}
 FACTORS = [1.0, 0.5, 2.0, 0.25, 0.25, 0.25]
@@ -43,7 +43,7 @@ def test_local_steps_are_torchs(steps, beta):
     """Full batches of a plain run; momentum begins anew in each round."""
     tables = {"algorithm": "fedavg", "rounds": 2, "local": {**LOCAL, "momentum": beta}}
     method = of({**tables, "settings": {"local_steps": steps, "learning_rate": 0.3}})
-    made = Federation(private=False, rate=1.0)
+    made = HandFederation(private=False, rate=1.0)
     ours = made.run(method, 2).vectors["w"]
     factors = FACTORS if steps == 3 else [1.0, 0.5]
     theirs = by_hand(made, 2, steps, 0.3, beta, factors)

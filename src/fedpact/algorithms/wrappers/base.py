@@ -32,7 +32,9 @@ class Method:
     def _facts(self) -> MethodFacts:
         of = getattr(self._algorithm, "facts", None)
         found = MethodFacts() if of is None else of(self.settings)
-        if of is None or of.__module__ == self._algorithm.__name__:
+        # A user's own may be a class, whose functions say the module that it is in.
+        place = getattr(self._algorithm, "__module__", None) or self._algorithm.__name__
+        if of is None or of.__module__ == place:
             return found
         # What a file borrows from another one says nothing of how its own functions use replies.
         unknown = MethodFacts()

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -43,10 +44,26 @@ def settings(
 
 
 def algorithms(
-    name: Annotated[str | None, typer.Argument(help="Show this algorithm in full.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Show this algorithm in full; or `check`, and a name.")
+    ] = None,
+    checked: Annotated[
+        str | None, typer.Argument(help="Check this one, such as mypackage.module:name.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the algorithms, or show one: its paper, method, releases and settings."""
+    """List the algorithms, or show one: its paper, method, releases and settings.
+
+    `fedpact algorithms check NAME` tries on made-up records what every algorithm has to hold: that
+    it releases and charges no more than it says, changes nothing that it is given, and is its
+    parent under its neutral settings.
+    """
+    if name == "check":
+        return _check(checked, as_json)
+    if checked is not None:
+        raise InputError(
+            f"{name} {checked}: expected one name, or `fedpact algorithms check {name}`"
+        )
     found = [reference.algorithm(one) for one in ([name] if name else reference.algorithm_names())]
 
     def text() -> None:
@@ -61,6 +78,50 @@ def algorithms(
         print_table(Console(), grid)
 
     show({"algorithms": [asdict(one) for one in found]}, as_json, text)
+
+
+def _check(name: str | None, as_json: bool) -> None:
+    if name is None:
+        raise InputError("which algorithm? Name one, as `fedpact algorithms check mypackage:name`")
+    from fedpact import algorithms as known
+    from fedpact.studies import conformance
+
+    neutral, found = known.load(name).NEUTRAL, list[conformance.Finding]()
+    for one in track(conformance.examine(name), "checking", conformance.COUNT, disable=as_json):
+        found.append(one)
+    bad = sum(bool(one.violation) for one in found)
+    document: dict[str, Any] = {"algorithm": name, "violations": bad, "neutral": None}
+    if neutral is not None:
+        apart, allowed = conformance.neutral_gap(name, private=True)
+        document["neutral"] = {**asdict(neutral), "apart": apart, "allowed": allowed}
+    document["checks"] = [asdict(one) for one in found]
+
+    def text() -> None:
+        grid = _grid("check", "holds")
+        for one in found:
+            grid.add_row(Text(one.check), Text(f"no: {one.violation}" if one.violation else "yes"))
+        print_table(Console(), grid)
+        print(_explain_neutral(document["neutral"]))
+        print(f"{bad} of {len(found)} checks do not hold." if bad else "All checks hold.")
+
+    show(document, as_json, text)
+    if bad:
+        raise typer.Exit(1)
+
+
+def _explain_neutral(neutral: dict[str, Any] | None) -> str:
+    if neutral is None:
+        return (
+            "NEUTRAL is None: no settings are said to make it another algorithm, so nothing was "
+            "compared. If some do, name them: it is the check that finds most mistakes."
+        )
+    settings = ", ".join(f"{key} = {value}" for key, value in neutral["settings"].items())
+    return (
+        f"Neutral settings ({settings or 'the defaults'}): after three rounds its model is "
+        f"{neutral['apart']:.2g} from {neutral['parent']}'s, and may be {neutral['allowed']:.2g} "
+        f"(tolerance = {neutral['tolerance']:g}, times the largest weight; 0 is bit for bit, 1e-13 "
+        "allows another order of the same sums)."
+    )
 
 
 def init(

@@ -1,0 +1,90 @@
+"""`fedpact algorithms check`, on an algorithm that is no part of fedpact."""
+
+import json
+import sys
+
+import pytest
+
+from fedpact.cli.main import main
+from fedpact.plan import Plan
+from fedpact.simulation.simulate import simulate
+
+HALF = '''"""FedAvg with part of a step at the server."""
+
+import torch
+
+from fedpact.algorithms import Neutral, fedavg
+from fedpact.algorithms.common.steps import weighted_mean
+from fedpact.common.messages import State
+
+NEUTRAL = Neutral("fedavg", {"server_rate": 1.0})
+
+
+class Settings(fedavg.Settings):
+    server_rate: float = 0.5
+
+
+def update(state, replies, settings):
+    mean = weighted_mean(replies).vectors["w"]
+    return State({"w": torch.lerp(state.vectors["w"], mean, settings.server_rate)})
+'''
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Write an algorithm into a package of the user's; `package(text)` returns its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    place = tmp_path / "brought"
+    place.mkdir()
+    (place / "__init__.py").touch()
+    written = []
+
+    def write(text):
+        name = f"half{len(written)}_{tmp_path.name}"
+        written.append(name)
+        (place / f"{name}.py").write_text(text)
+        return f"brought:{name}"
+
+    yield write
+    for name in ("brought", *(f"brought.{one}" for one in written)):
+        sys.modules.pop(name, None)
+
+
+def call(monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", ["fedpact", "algorithms", *words, "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code, json.loads(capsys.readouterr().out or "{}")
+
+
+def test_a_brought_algorithm_is_checked(package, monkeypatch, capsys):
+    code, told = call(monkeypatch, capsys, "check", package(HALF))
+    assert (code or 0, told["violations"]) == (0, 0)
+    assert told["neutral"]["parent"] == "fedavg"
+    assert told["neutral"]["apart"] == told["neutral"]["allowed"] == 0.0
+
+
+def test_what_does_not_hold_is_named(package, monkeypatch, capsys):
+    wrong = HALF.replace('{"server_rate": 1.0}', '{"server_rate": 0.9}')
+    code, told = call(monkeypatch, capsys, "check", package(wrong))
+    assert (code, told["violations"]) == (1, 1)
+    (bad,) = (one for one in told["checks"] if one["violation"])
+    assert "from its parent's, allowed 0" in bad["violation"]
+
+
+def test_a_brought_algorithm_trains(package, tmp_path):
+    name = package(HALF)
+    tables = {"rounds": 2, "sites": 2, "settings": {"server_rate": 1.0}}
+    ours = simulate(Plan.parse({**tables, "algorithm": name}), tmp_path / "ours")
+    del tables["settings"]
+    theirs = simulate(Plan.parse({**tables, "algorithm": "fedavg"}), tmp_path / "theirs")
+    for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        assert one.equal(other)
+
+
+def test_a_file_without_settings_is_no_algorithm(package, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["fedpact", "algorithms", package("x = 1\n")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code not in (0, None)
