@@ -75,7 +75,12 @@ def test_what_does_not_hold_is_named(package, monkeypatch, capsys):
 
 def test_a_brought_algorithm_trains(package, tmp_path):
     name = package(HALF)
-    tables = {"rounds": 2, "sites": 2, "settings": {"server_rate": 1.0}}
+    tables = {
+        "rounds": 2,
+        "sites": 2,
+        "compression": {"kind": "none"},
+        "settings": {"server_rate": 1.0},
+    }
     ours = simulate(Plan.parse({**tables, "algorithm": name}), tmp_path / "ours")
     del tables["settings"]
     theirs = simulate(Plan.parse({**tables, "algorithm": "fedavg"}), tmp_path / "theirs")

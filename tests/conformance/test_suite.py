@@ -5,7 +5,7 @@ import torch
 
 from fedpact.algorithms import Neutral, fedavg
 from fedpact.studies import conformance
-from fedpact.studies.conformance import CHECKS, OF_NAME, Violation
+from fedpact.studies.conformance import OF_METHOD, OF_NAME, Violation
 
 both_forms = pytest.mark.parametrize("private", [False, True], ids=["plain", "private"])
 
@@ -16,7 +16,7 @@ def test_it_is_its_parent_under_neutral_settings_alone(reducible, private, check
     check(reducible, private)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", OF_METHOD, ids=lambda check: check.__name__)
 def test_every_check_holds(case, check):
     for private in (False, True):
         check(case, private)
@@ -77,7 +77,7 @@ class NotNeutral:
     ("broken", "check"),
     [
         (Silent, "check_noise_and_clip"),
-        (Silent, "check_draws"),
+        (Silent, "check_own_noise"),
         (Silent, "check_batches"),
         (Silent, "check_empty_site"),
         (Silent, "check_ledger"),

@@ -211,7 +211,7 @@ def _need(holds: bool, otherwise: str) -> None:
         raise Violation(otherwise)
 
 
-def check_same(one: Any, other: Any, what: str) -> None:
+def check_equal(one: Any, other: Any, what: str) -> None:
     """Raise Violation unless two messages are equal bit for bit."""
     _need(one.numbers == other.numbers, f"{what}: numbers {other.numbers} instead of {one.numbers}")
     keys = one.vectors.keys()
@@ -382,7 +382,7 @@ def check_codec(case: Method, private: bool) -> None:
     for message in (state, task, *bed.replies(case, state, 4), *bed.memories.values()):
         read = from_bytes(to_bytes(message))
         _need(type(read) is type(message), f"a {type(message).__name__} is read as {type(read)}")
-        check_same(message, read, f"a {type(message).__name__}")
+        check_equal(message, read, f"a {type(message).__name__}")
         _need(to_bytes(read) == to_bytes(message), f"a {type(message).__name__} is not itself")
 
 
@@ -395,8 +395,8 @@ def check_pure(case: Method, private: bool) -> None:
     once = bed.local(case, "a", task)
     _need((to_bytes(task), to_bytes(memory)) == before, "local changes its task or its memory")
     again = bed.local(case, "a", task)
-    check_same(once, again, "local the second time")
-    check_same(once.memory, again.memory, "local's memory the second time")
+    check_equal(once, again, "local the second time")
+    check_equal(once.memory, again.memory, "local's memory the second time")
     replies = list(bed.replies(case, state, 4))
     given = [to_bytes(m) for m in (state, *replies)]
     case.update(state, iter(replies))
@@ -447,7 +447,7 @@ def check_ledger(case: Method, private: bool) -> None:
             _need(held.keys() == named, f"it is charged for {sorted(held)}, not {sorted(named)}")
 
 
-def check_draws(case: Method, private: bool) -> None:
+def check_own_noise(case: Method, private: bool) -> None:
     """Seeds, sites and rounds have noise of their own."""
     if not private:
         return
@@ -477,13 +477,13 @@ def check_start(case: Method, private: bool) -> None:
 OF_NAME: Final[tuple[Callable[[str, bool], None], ...]] = (check_neutral, check_not_neutral)
 """Checks of an algorithm by its name and whether it is private; each raises Violation."""
 
-CHECKS: Final[tuple[Callable[[Method, bool], None], ...]] = (
+OF_METHOD: Final[tuple[Callable[[Method, bool], None], ...]] = (
     *(check_order, check_plain_twin, check_noise_and_clip, check_little_data, check_empty_site),
-    *(check_codec, check_pure, check_batches, check_ledger, check_draws, check_start),
+    *(check_codec, check_pure, check_batches, check_ledger, check_own_noise, check_start),
 )
 """The same of a method: an algorithm with settings."""
 
-COUNT: Final = len(OF_NAME) + len(CHECKS)
+COUNT: Final = len(OF_NAME) + len(OF_METHOD)
 
 
 @dataclass(frozen=True)
@@ -502,7 +502,7 @@ def examine(name: str) -> Iterator[Finding]:
     cases = variants(name)
     for check in OF_NAME:
         yield _finding(check, [name])
-    for check in CHECKS:
+    for check in OF_METHOD:
         yield _finding(check, cases)
 
 
