@@ -33,6 +33,7 @@ EVERY_KIND = [
     {"kind": "feature_noise", "noise": 0.0},
     {"kind": "power_law", "smallest": 4, "largest": 30},
     {"kind": "power_law", "smallest": 4, "largest": 30, "labels_per_site": 3, "exponent": 1.0},
+    {"kind": "linear"},
     {"kind": "natural"},
 ]
 LEAVES_SOME_OVER = ("labels", "pathological", "power_law")
@@ -227,6 +228,8 @@ def test_the_table_shows_labels_and_sizes():
         ({"held_out": 1.0}, "less than 1"),
         ({"held_out": float("nan")}, "held_out"),
         ({"kind": "random"}, "kind"),
+        ({"kind": "SizePartitioner"}, "use natural and name each record's site"),
+        ({"kind": "ShardPartitioner", "beta": 2.0}, "beta is 2.0 with kind = 'shards'"),
         ({"alpha": 0.1}, "alpha"),
     ],
 )

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -138,6 +140,26 @@ def test_pathological_is_labels_under_its_usual_name():
             for kind in ("labels", "pathological")
         )
         assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("name", "units"),
+    [
+        ("LinearPartitioner", lambda i: i),
+        ("SquarePartitioner", lambda i: i**2),
+        ("ExponentialPartitioner", math.exp),
+    ],
+)
+def test_sizes_grow_as_flwr_datasets_say(name, units):
+    total, number = sum(units(i) for i in range(1, 6)), len(EVEN.y)
+    first = [int(units(i) / total * number) for i in range(1, 5)]
+    sizes = counts_of(EVEN, 5, kind=name).sum(1).tolist()
+    assert sizes == [*first, number - sum(first)]
+
+
+def test_sites_too_small_for_their_growth_are_refused():
+    with pytest.raises(DataError, match=r"would have 0 .*take fewer sites or a more even split"):
+        counts_of(EVEN, 40, kind="exponential")
 
 
 @pytest.mark.parametrize("kind", ["quantity_skew", "inner_dirichlet"])

@@ -11,8 +11,6 @@ Whatever is incomplete is an error when this file is imported; docs/how-to/exten
 """
 
 import json
-import re
-import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +79,13 @@ def _power_law_mistake(settings: Any) -> str:
     return ""
 
 
+def _growing(units: Callable[[np.ndarray], np.ndarray]) -> PartitionKind:
+    """Of sizes that grow from site to site, in proportion to the units of sites 1, 2, ..."""
+    return PartitionKind(
+        lambda y, sites, _, rng: splits.growing(y, units(np.arange(1.0, sites + 1)), rng)
+    )
+
+
 PARTITION_KINDS: Final[dict[str, PartitionKind]] = {
     "iid": PartitionKind(lambda y, sites, _, rng: splits.iid(y, sites, rng)),
     "dirichlet": PartitionKind(
@@ -121,7 +126,24 @@ PARTITION_KINDS: Final[dict[str, PartitionKind]] = {
         own=("labels_per_site", "smallest", "largest", "exponent"),
         mistake=_power_law_mistake,
     ),
+    "linear": _growing(np.positive),
+    "square": _growing(np.square),
+    "exponential": _growing(lambda i: np.exp(i - i[-1])),  # of the last, so that none overflows
     "natural": PartitionKind(None),
+}
+
+# By flwr-datasets' names: the kinds that they are.
+_USUAL_NAMES: Final = {
+    "IidPartitioner": "iid",
+    "DirichletPartitioner": "dirichlet",
+    "InnerDirichletPartitioner": "inner_dirichlet",
+    "PathologicalPartitioner": "pathological",
+    "ShardPartitioner": "shards",
+    "ContinuousPartitioner": "feature_skew",
+    "LinearPartitioner": "linear",
+    "SquarePartitioner": "square",
+    "ExponentialPartitioner": "exponential",
+    "NaturalIdPartitioner": "natural",
 }
 
 
@@ -136,9 +158,11 @@ def site_names(sites: int) -> list[str]:
 
 
 def _known(kind: str) -> str:
+    kind = _USUAL_NAMES.get(kind, kind)
     if kind not in PARTITION_KINDS:
         raise ValueError(
-            f"{kind!r} is no kind of partition: expected one of {', '.join(PARTITION_KINDS)}"
+            f"{kind!r} is no kind of partition: expected one of {', '.join(PARTITION_KINDS)}, or "
+            "flwr-datasets' name for it; else use natural and name each record's site (site=...)"
         )
     return kind
 
@@ -160,7 +184,8 @@ class PartitionSettings(BaseModel):
     by label, shards_per_site shards a site); feature_skew (sorted by a feature); feature_noise (iid
     records with noise on their features, more from site to site); power_law (sizes with density ∝
     s^-exponent in [smallest, largest], held-out records included, and labels_per_site labels if
-    given: FedProxVR's setting); natural (the data set's own sites)."""
+    given: FedProxVR's setting); linear, square, exponential (site i's size ∝ i, i², e^i); natural
+    (the data set's own sites). flwr-datasets' names, as ShardPartitioner, are read as these."""
     beta: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """The Dirichlet distribution's concentration, alpha or beta in papers; the smaller, the more
     sites differ. Of dirichlet, inner_dirichlet and quantity_skew."""
@@ -384,8 +409,7 @@ def make_partition(
             )
         firsts = _strata(dataset, settings)[free][groups.firsts]
         parts = [groups.records(part) for part in split(firsts, sites, settings, rng)]
-        named = zip(site_names(sites), parts, strict=True)
-        records = {name: free[part] for name, part in named}
+        records = {name: free[part] for name, part in zip(site_names(sites), parts, strict=True)}
     for name, part in records.items():
         if len(part) < 2:
             raise DataError(
@@ -397,7 +421,7 @@ def make_partition(
     for name, part in records.items():
         if settings.held_out == "own":
             train[name], test = _own_parts(dataset, part)
-            held_out[name] = _of_others(dataset, test, train[name])
+            held_out[name] = splits.of_others(dataset.person, test, train[name])
             continue
         if held is not None:
             out = held(name, part)
@@ -454,14 +478,14 @@ def _natural(dataset: Dataset, settings: PartitionSettings, sites: int) -> dict[
             f"sites is {sites} and data set {dataset.name} has {len(records)} sites of its own: "
             f"set sites = {len(records)}"
         )
-    named = {_safe(name): part for name, part in records.items()}
-    if len({name.casefold() for name in named}) < len(records):
+    safe = {name: splits.safe_name(name) for name in sorted(records)}
+    if len({name.casefold() for name in safe.values()}) < len(records):
         raise DataError(
             f"the site names of data set {dataset.name} are not different as file names: "
-            f"{', '.join(f'{name!r} is {_safe(name)}' for name in sorted(records))}; rename the "
+            f"{', '.join(f'{name!r} is {file}' for name, file in safe.items())}; rename the "
             "sites, in Latin letters or digits"
         )
-    return dict(sorted(named.items()))
+    return dict(sorted((safe[name], part) for name, part in records.items()))
 
 
 def _own_parts(dataset: Dataset, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -473,27 +497,6 @@ def _own_parts(dataset: Dataset, part: np.ndarray) -> tuple[np.ndarray, np.ndarr
         )
     held = dataset.held.numpy()[part]
     return part[~held], part[held]
-
-
-def _of_others(dataset: Dataset, test: np.ndarray, train: np.ndarray) -> np.ndarray:
-    """Return the test records of persons that no training record is of: each by its own records."""
-    if dataset.person is None:
-        return test
-    known = {dataset.person[i] for i in train.tolist()}
-    return test[np.array([dataset.person[i] not in known for i in test.tolist()], bool)]
-
-
-# Latin letters that no accent can be taken from.
-_LETTERS: Final = str.maketrans(
-    {"ß": "ss", "æ": "ae", "œ": "oe", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L"}
-)
-
-
-def _safe(name: str) -> str:
-    """Return a name that every file system takes: Zürich is Zurich, St. Anna is St.-Anna."""
-    parted = unicodedata.normalize("NFKD", name.translate(_LETTERS))
-    latin = "".join(c for c in parted if not unicodedata.combining(c))
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", latin).strip(".-") or "site"
 
 
 def _label_counts(dataset: Dataset, train: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -7,8 +7,11 @@ generator, and returns one index array a site. No record goes to two sites; `by_
 
 import hashlib
 import json
+import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -87,6 +90,15 @@ def quantity_skew(y: np.ndarray, sites: int, beta: float, rng: Generator) -> Ind
         f"with fewer than {DIRICHLET_LEAST} records in each of {_TRIES} tries: raise beta or take "
         "fewer sites"
     )
+
+
+def growing(y: np.ndarray, units: np.ndarray, rng: Generator) -> Indices:
+    """Shuffle, and cut in proportion to units [sites], rounded down; the last site has the rest.
+
+    With i, i^2 or e^i for site i, flwr-datasets' Linear-, Square- and ExponentialPartitioner.
+    """
+    sizes = (units / units.sum() * len(y)).astype(np.int64)
+    return np.split(rng.permutation(len(y)), np.cumsum(sizes[:-1]))
 
 
 def inner_dirichlet(y: np.ndarray, sites: int, beta: float, rng: Generator) -> Indices:
@@ -240,6 +252,19 @@ def split_by_site(site: Sequence[str]) -> dict[str, np.ndarray]:
     return {str(name): np.flatnonzero(names == name) for name in np.unique(names)}
 
 
+# Latin letters that no accent can be taken from.
+_LETTERS: Final = str.maketrans(
+    {"ß": "ss", "æ": "ae", "œ": "oe", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L"}
+)
+
+
+def safe_name(name: str) -> str:
+    """Return a name that every file system takes: Zürich is Zurich, St. Anna is St.-Anna."""
+    parted = unicodedata.normalize("NFKD", name.translate(_LETTERS))
+    latin = "".join(c for c in parted if not unicodedata.combining(c))
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", latin).strip(".-") or "site"
+
+
 @dataclass(frozen=True, eq=False)
 class Groups:
     """Records by person. place: of each record its person's, from 0 in order of appearance [n].
@@ -290,6 +315,14 @@ def hold_out_persons(
     whose = [person[int(i)] for i in part]
     drawn = {name: _drawn(seed, "held out", name) for name in set(whose)}
     return np.array([drawn[name] < share for name in whose], bool)
+
+
+def of_others(person: Sequence[str] | None, test: np.ndarray, train: np.ndarray) -> np.ndarray:
+    """Return the test records of persons that no training record is of: each by its own records."""
+    if person is None:
+        return test
+    known = {person[i] for i in train.tolist()}
+    return test[np.array([person[i] not in known for i in test.tolist()], bool)]
 
 
 def limit_records_per_person(
