@@ -331,7 +331,8 @@ def own_factory(name: str, what: str, known: Sequence[str], form: str) -> Callab
             raise ModelError(
                 f"{what} is {name!r}: it was handed in from Python and is no part of the plan; "
                 f"hand in the same again, as {what.rpartition('.')[2]}=... of fedpact.run or "
-                "fedpact.load, or define it in a file of its own, which a plan can name as "
+                "fedpact.load (fedpact predict and evaluate: --model train.py:Net), or define it "
+                "in a file of its own, which a plan can name as "
                 "'package.module:name'"
             )
         return _kept[name]

@@ -38,6 +38,12 @@ Average = Annotated[
 ]
 
 
+Model = Annotated[
+    str | None,
+    typer.Option("--model", help="The class that a script handed in, as train.py:Net."),
+]
+
+
 def report(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")], as_json: AsJson = False
 ) -> None:
@@ -76,6 +82,7 @@ def predict(
         Path | None, typer.Option(help="The .csv or .npz file to write; left out, print.")
     ] = None,
     average: Average = False,
+    model: Model = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict the class of each record with a run's model, with all probabilities."""
@@ -83,7 +90,7 @@ def predict(
 
     if out is not None:
         check_file("--out", out, ".csv", ".npz")
-    found = _asked(run, average).predict(records)
+    found = _asked(run, average, model).predict(records)
     arrays = out is not None and out.suffix.lower() == ".npz"
     if found.labels.ndim > 1 and not (arrays or (as_json and out is None)):
         raise InputError(
@@ -110,9 +117,15 @@ def predict(
     show(document, as_json, tell)
 
 
-def evaluate(run: Run, records: File, average: Average = False, as_json: AsJson = False) -> None:
+def evaluate(
+    run: Run,
+    records: File,
+    average: Average = False,
+    model: Model = None,
+    as_json: AsJson = False,
+) -> None:
     """Evaluate a run's model on labelled records: exact figures, for their owner."""
-    score = _asked(run, average).evaluate(records)
+    score = _asked(run, average, model).evaluate(records)
 
     def tell() -> None:
         plain_console().print(
@@ -155,11 +168,15 @@ def _print(run: RunSummary, path: Path | None) -> None:
         console.print(Text(str(path)), soft_wrap=True)
 
 
-def _asked(run: Path, average: bool) -> Result:
+def _asked(run: Path, average: bool, model: str | None) -> Result:
     """Return a run's result; tell on stderr if it has an averaged model that is not used."""
     from fedpact.api import load
+    from fedpact.common.user_code import own_factory
 
-    found = load(run, average=average)
+    own = model and own_factory(
+        model.replace(".py:", ":"), "--model", (), "the model's class or factory"
+    )
+    found = load(run, own or None, average=average)
     if not average and (found.folder / "average.safetensors").exists():
         print(
             f"{run}: using the last model; --average uses the average that the server kept",

@@ -1,10 +1,11 @@
-"""`fedpact algorithms check`, on an algorithm that is no part of fedpact."""
+"""Code of a user's own on the command line: an algorithm, and a model for `predict`."""
 
 import json
 import sys
 
 import pytest
 
+import fedpact
 from fedpact.cli.main import main
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
@@ -93,3 +94,41 @@ def test_a_file_without_settings_is_no_algorithm(package, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code not in (0, None)
+
+
+SCRIPT = """
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+class Other(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+
+
+if __name__ == "__main__":
+    raise SystemExit("not to be run again")
+"""
+
+
+def test_predict_takes_a_class_of_a_script(tmp_path, monkeypatch, capsys):
+    (tmp_path / f"script_{tmp_path.name}.py").write_text(SCRIPT)
+    (tmp_path / "new.csv").write_text("a,b,label\n0.1,0.2,yes\n0.3,-0.4,no\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    space = {"__name__": "__console__"}
+    exec(compile(SCRIPT, f"script_{tmp_path.name}.py", "exec"), space)
+    rows = {"features": ["a", "b"], "classes": ["no", "yes"]}
+    settings = {"rounds": 1, "sites": 1, "privacy": {"mode": "none"}, "label": "label"}
+    fedpact.run(space["Net"], "new.csv", records=rows, **settings, out="out")
+    words = ["fedpact", "predict", "out", "new.csv", "--model"]
+    for name, good in (("Other", False), ("Net", True)):
+        monkeypatch.setattr(sys, "argv", [*words, f"script_{tmp_path.name}.py:{name}"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert (ended.value.code in (0, None)) == good
+    assert capsys.readouterr().out.startswith("label,no,yes\n")
