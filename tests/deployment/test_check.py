@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 import shutil
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, FedpactError
 from fedpact.common.messages import from_bytes, to_bytes
-from fedpact.deployment import local
+from fedpact.deployment import local, packaging
 from fedpact.deployment.check import check_site
 from fedpact.deployment.site import Site
 
@@ -146,6 +147,24 @@ def test_what_was_promised_is_kept_whatever_the_records_are(sites, tmp_path):
     with Site(home) as site:
         assert len(site._records._records.x) == 0
     assert check_site(home).problems == []
+
+
+def test_check_prints_no_row_numbers(sites, tmp_path, monkeypatch):
+    _, (home,) = sites(spoiled(tmp_path / "own.csv", 50))
+    # Python's own: what nobody handles goes to stderr.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("fedpact"), "handlers", [])
+    told = CliRunner().invoke(app, ["deploy", "check", str(home)])
+    assert "beyond its declared range" in told.stdout
+    assert told.stderr == ""
+
+
+def test_up_refuses_what_is_for_somebody_elses_flower(copied, tmp_path):
+    where = copied(tmp_path / "d")
+    packaging.write_package(where, "flower", 8443)
+    told = CliRunner().invoke(app, ["deploy", "up", str(where)])
+    assert f"flwr run {where / 'app'}" in str(told.exception)
+    assert not list(where.glob("sites/*/ledger.jsonl"))
 
 
 def test_an_owner_may_leave_out_as_many_as_it_likes(sites, tmp_path):

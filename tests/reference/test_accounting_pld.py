@@ -2,6 +2,8 @@
 
 import functools
 import math
+import subprocess
+import sys
 
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
@@ -10,7 +12,7 @@ from dp_accounting.pld import privacy_loss_distribution as library
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
-from fedpact.privacy.accounting import group_privacy, pld
+from fedpact.privacy.accounting import gaussian, group_privacy, pld
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
@@ -161,3 +163,43 @@ def test_many_small_releases_approach_their_central_limit(q, sigma, count):
     mu = q * math.sqrt(count * math.expm1(sigma**-2))
     limit = exact_epsilon(lambda e: gaussian_delta(mu, e), 1e-5, mu**2 / 2 + 8 * mu)
     assert pld.pld_epsilon([(q, sigma, count)], 1e-5) == pytest.approx(limit, rel=0.01)
+
+
+def test_apart_the_library_stays_out_of_the_process():
+    """The answer is the same to the last bit."""
+    asked = """
+import sys
+from fedpact.privacy.accounting import accountant, calibration, pld
+with pld.apart():
+    budget = accountant.Budget(2.0, 1e-5)
+    sigma = calibration.smallest_sigma(budget, 0.5, 60)
+    print(repr(sigma), accountant.epsilon({accountant.SampledGaussian(0.5, sigma): 60}, 1e-5))
+print(*sorted({"dp_accounting", "scipy.stats", "scipy.optimize", "torch"} & set(sys.modules)))
+"""
+    told = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    first, loaded = told.stdout.splitlines()
+    sigma, epsilon = map(float, first.split())
+    assert loaded == ""
+    assert epsilon == pld.pld_epsilon([(0.5, sigma, 60)], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("f", "low", "high"),
+    [
+        (lambda x: x**3 - 2 * x - 5, 0.0, 10.0),
+        (lambda x: math.exp(x) - 1e-6, -40.0, 3.0),
+        (lambda x: math.atan(1e4 * (x - 0.3)), -1.0, 7.0),
+        (lambda x: -1e6 if x < 1 / 3 else 1e-6, -1.0, 1.0),
+        (lambda x: x, 0.0, 1.0),
+        (lambda x: math.tanh(x) - x / 2, 0.5, 7.0),
+    ],
+)
+@pytest.mark.parametrize("tolerance", [1e-14, 1e-3])
+def test_a_root_is_the_one_that_brentq_finds(f, low, high, tolerance):
+    assert gaussian.root(f, low, high, tolerance) == brentq(f, low, high, xtol=tolerance)
+
+
+def test_no_root_is_said_where_there_is_none():
+    for f in (lambda _: math.nan, lambda x: x * x + 1, lambda x: math.nan if -0.5 < x < 1 else x):
+        with pytest.raises(ValueError, match=r"f has the same sign|f is NaN"):
+            gaussian.root(f, -1.0, 1.5, 1e-9)

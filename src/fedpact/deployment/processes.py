@@ -26,6 +26,7 @@ from fedpact.common.messages import RoundRecord
 from fedpact.deployment.flower import program
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
+from fedpact.privacy.accounting import pld
 from fedpact.simulation.flower import QUIET, require_flower
 
 OnRound = Callable[[RoundRecord], None]
@@ -49,7 +50,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
     from fedpact.deployment.flower import credentials
     from fedpact.deployment.flower.server_process import serve
 
-    with _files_told(), _ended_by_signals(), _held(directory):
+    with _files_told(), _ended_by_signals(), _held(directory), pld.apart():
         coordinator = Coordinator.of(directory)
         credentials.check_server_keys(directory, coordinator.federation)
         _prepare(coordinator.federation.seeds == "test")
@@ -81,7 +82,7 @@ def run_site(directory: Path) -> None:
     from fedpact.deployment.flower import credentials, site_process
     from fedpact.deployment.flower.site_process import work
 
-    with _files_told(), _held(directory), Site(directory) as site:
+    with _files_told(), _held(directory), pld.apart(), Site(directory) as site:
         credentials.check_site_keys(directory, site.federation, site.name)
         credentials.write_site_connection(_home(directory).parent)
         _prepare(site.federation.seeds == "test")

@@ -195,6 +195,7 @@ def up(
     """Try the whole federation on this machine: start, watch and stop it."""
     from fedpact.cli.commands.inspect import check_before_start
     from fedpact.deployment import local
+    from fedpact.deployment.site_records import SiteSettings
     from fedpact.simulation.flower import require_flower
 
     require_flower()
@@ -203,8 +204,16 @@ def up(
             f"{directory} belongs to one party: start it with `fedpact deploy server` or `site`, "
             "or name the whole deployment's directory"
         )
+    sites = [where for name, where in places.items() if name != local.SERVER]
+    if any(SiteSettings.read(where).socket is not None for where in sites):
+        raise DataError(
+            f"{directory} is for a Flower federation that somebody else runs (`socket` in "
+            "site.toml), and `up` starts one of its own: start each site with `fedpact deploy "
+            f"site`, then `flwr run {directory / 'app'}`; or leave --as flower out to try the run "
+            "here"
+        )
     check_before_start(directory)
-    _approve_all([where for name, where in places.items() if name != local.SERVER], yes)
+    _approve_all(sites, yes)
     with local.Parties(directory) as here:
         plain_console().print(
             f"started: {', '.join(here.start())}; Ctrl-C stops them, `up` resumes them"
