@@ -99,6 +99,23 @@ def test_the_policy_allows_what_another_processor_computes(tmp_path, elsewhere, 
         Policy.read(tmp_path / "policy.toml").check_run("fedavg", less, (0.0, 0.0))
 
 
+def test_smallest_sigma_is_of_the_sites_own_noise():
+    """Of shared noise h shares together are the σ that is calibrated; a site draws one of them."""
+    plans = [
+        Plan.parse({"sites": 3, "privacy": privacy, "secure_aggregation": {"threshold": least}})
+        for privacy, least in (({}, 0), ({"trust": "sum", "honest": 2}, 3))
+    ]
+    alone, shared = (plan.terms(dict.fromkeys("abc", 500.0))["a"] for plan in plans)
+    written = [
+        tomllib.loads(policy("fedavg", one, None))["smallest_sigma"] for one in (alone, shared)
+    ]
+    assert all(
+        s <= min(one.releases.values()) for s, one in zip(written, (alone, shared), strict=True)
+    )
+    # The sum has hardly more noise for being drawn in parts: on a grid, at a little less δ.
+    assert written[1] * math.sqrt(2) == pytest.approx(written[0], rel=0.01)
+
+
 def test_every_comment_names_a_setting_that_is_there(written):
     """Every line of the owner's files is a comment, a table's head, or a key that is read."""
     for name in ("site.toml", "policy.toml"):

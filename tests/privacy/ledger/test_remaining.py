@@ -10,7 +10,7 @@ from fedpact.cli.main import app
 from fedpact.common.errors import BudgetExhausted, InputError, LedgerError
 from fedpact.privacy.accounting.accountant import Budget, SampledGaussian, epsilon
 from fedpact.privacy.ledger.ledger import Ledger
-from fedpact.privacy.ledger.receipt import remaining
+from fedpact.privacy.ledger.receipt import receipt, remaining
 
 EVENTS = {SampledGaussian(0.1, 5.0): 100, SampledGaussian(1.0, 10.0): 1}
 OTHER = {SampledGaussian(0.1, 5.0): 50, SampledGaussian(0.02, 1.6): 200}
@@ -33,6 +33,18 @@ def path(tmp_path):
         )
         ledger.reserve("second", Budget(1.1, 1e-5), OTHER)
     return where
+
+
+def test_a_receipt_lists_each_reservation_by_itself(path):
+    """Whoever has the receipt finds every ε again from the events of its own run."""
+    for name, planned, spent in (("first", EVENTS, 30), ("second", OTHER, 0)):
+        run = receipt(path)["runs"][name]
+        lines = {SampledGaussian(e["q"], e["sigma"]): e for e in run["events"]}
+        assert {event: line["reserved"] for event, line in lines.items()} == planned
+        assert sum(line["spent"] for line in lines.values()) == spent
+        assert epsilon(planned, run["delta"]) <= run["epsilon_reserved"]
+        counted = {event: line["spent"] for event, line in lines.items()}
+        assert epsilon(counted, run["delta"]) == run["epsilon_spent"]
 
 
 def account(path, *arguments):
