@@ -119,7 +119,7 @@ def _found(terms: Sequence[Term], delta: float) -> float:
 
 def _by_library(terms: Sequence[Term], delta: float) -> float:
     # A child that was killed says nothing; then the answer is found here.
-    if _apart.get() and (told := _in_other_process(terms, delta)):
+    if _apart.get() and (told := _in_other_process(tuple(terms), delta)):
         return float(told)
     usable = delta - fft_rounding(sum(t for *_, t in terms))
     if usable <= 0:
@@ -148,11 +148,11 @@ def apart() -> Generator[None]:
         _apart.reset(token)
 
 
-def _in_other_process(terms: Sequence[Term], delta: float) -> str:
-    command, asked = [sys.executable, "-m", __name__], json.dumps([list(terms), delta])
-    return subprocess.run(
-        command, input=asked, stdout=subprocess.PIPE, text=True, check=False
-    ).stdout.strip()
+@lru_cache(maxsize=256)
+def _in_other_process(terms: tuple[Term, ...], delta: float) -> str:
+    command, asked = [sys.executable, "-m", __name__], json.dumps([terms, delta])
+    done = subprocess.run(command, input=asked, stdout=subprocess.PIPE, text=True, check=False)
+    return "" if done.returncode else done.stdout
 
 
 def _with_faint(terms: Sequence[Term], loud: Sequence[Term], delta: float) -> float:
