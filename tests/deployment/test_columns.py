@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from tests.deployment.grid import NAMES, Node, Run, charged
 
 from fedpact.api import load
-from fedpact.common.errors import PlanError
+from fedpact.common.errors import DataError, PlanError
 from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.common.params import FlatModel
 from fedpact.deployment.federation import Federation
@@ -202,6 +203,29 @@ def test_prediction_table_columns_may_be_in_any_order(begin, tmp_path):
         result = load(party)
         expected = result.predict(asked["data"]).probabilities
         np.testing.assert_array_equal(result.predict(turned).probabilities, expected)
+
+
+def test_a_site_predicts_in_its_own_units_and_names(begin, tmp_path):
+    """As its records were read: site.toml says what its columns are."""
+    run, asked = begin()
+    run()
+    lines = Path(asked["data"]).read_text().splitlines()
+    names, *rows = [line.split(",") for line in lines]
+    age = names.index("age")
+    own = [[*names[:age], "months", *names[age + 1 :]]]
+    own += [[*row[:age], row[age] and repr(12 * float(row[age])), *row[age + 1 :]] for row in rows]
+    table = tmp_path / "own.csv"
+    table.write_text("\n".join(",".join(row) for row in own))
+    party = run.nodes[0].directory
+    expected = load(party).predict(asked["data"]).probabilities
+    with (party / "site.toml").open("a") as settings:
+        settings.write('\n[columns]\nage = { column = "months", factor = 0.08333333333333333 }\n')
+    result = load(party)
+    found = [result.predict(table), result.predict(pd.read_csv(table))]
+    for one in found:
+        np.testing.assert_allclose(one.probabilities, expected, rtol=1e-5)
+    with pytest.raises(DataError, match="no column 'months'"):
+        result.predict(asked["data"])
 
 
 def test_table_federation_names_the_models_columns(make, tmp_path):

@@ -8,7 +8,7 @@ import logging
 import math
 import tomllib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,11 +29,12 @@ from fedpact.common.params import TOKENS
 from fedpact.common.run_folder import COLUMNS, Folder, folder_of_run, read_scales
 from fedpact.common.user_code import model_again
 from fedpact.common.weights import read_checked
-from fedpact.data.cells import read_columns, read_npz
+from fedpact.data.cells import Cells, read_columns, read_npz
+from fedpact.data.columns import FileColumn, declared_columns
 from fedpact.data.dataset import Dataset
 from fedpact.data.features.extract import MadeBy
 from fedpact.data.features.stage import FeatureStage
-from fedpact.data.inputs import labels_of, of_arrays, of_columns, read_input
+from fedpact.data.inputs import columns_of, labels_of, of_arrays, of_columns, read_input
 from fedpact.data.load import with_columns
 from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter
@@ -135,7 +136,53 @@ class PredictionInputs:
         return y, sieve.good
 
 
-def read_prediction_inputs(records: Any, plan: Plan, own: RecordedForm) -> PredictionInputs:
+@dataclass(frozen=True)
+class OwnColumns:
+    """How a deployed site's table names what the federation declares: see data.columns.
+
+    label: the label's column; None: as the plan has it.
+    """
+
+    label: str | None = None
+    sources: Mapping[str, FileColumn] = field(default_factory=dict[str, FileColumn])
+
+    @staticmethod
+    def of(party: Path) -> "OwnColumns":
+        """Read it from a site's directory; a server's has none. Raises DataError: damaged."""
+        path = party / "site.toml"
+        if not path.exists():
+            return OwnColumns()
+        with parse_errors(path, "mend it, as `fedpact deploy check` says"):
+            raw = tomllib.loads(path.read_text(encoding="utf-8"))
+            named = raw.get("columns", {}).items()
+            sources = {name: FileColumn.model_validate(one) for name, one in named}
+            return OwnColumns(raw.get("label"), sources)
+
+    def declared(
+        self,
+        origin: str,
+        columns: Mapping[str, Cells],
+        features: Collection[str],
+        label: str | None,
+    ) -> dict[str, Cells]:
+        """Return columns with the declared ones beside the site's own, whose label may be missing.
+
+        Raises DataError: one that is made of another column, which is not there.
+        """
+        wanted = {
+            name: one
+            for name, one in self.sources.items()
+            if name in features or (name == label and one.column in columns)
+        }
+        found = {**columns, **declared_columns(origin, columns, [*wanted], wanted)}
+        if self.label is not None and self.label in columns and label and label not in found:
+            found[label] = columns[self.label]
+        return found
+
+
+def read_prediction_inputs(
+    records: Any, plan: Plan, own: RecordedForm, named: OwnColumns
+) -> PredictionInputs:
     """Read records as those of a plan's run were. own: their form in that run.
 
     records: whatever a run takes (see data.from_python), with labels or without; a .csv, .parquet
@@ -159,6 +206,10 @@ def read_prediction_inputs(records: Any, plan: Plan, own: RecordedForm) -> Predi
         told = {"features": [*own.features], "drop": [], "columns": form.kept}
         wanted = form.model_copy(update=told)
     roles = plan.label, plan.site, plan.person
+    if named.sources and not isinstance(records, str | Path):
+        columns = columns_of(records)
+        if columns is not None:
+            records = named.declared("the table of records", columns, own.features, plan.label)
     if not isinstance(records, str | Path):
         table = read_input("records", records, wanted, *roles, shape=own.shape)
     elif Path(records).suffix.lower() == ".npz":
@@ -166,6 +217,7 @@ def read_prediction_inputs(records: Any, plan: Plan, own: RecordedForm) -> Predi
         table = of_arrays(str(records), arrays["x"], arrays.get("y"), form)
     elif Path(records).suffix.lower() in (".csv", ".parquet"):
         columns, broken = read_columns(Path(records))
+        columns = named.declared(str(records), columns, own.features, plan.label)
         label, site, person = (role if role in columns else None for role in roles)
         table = of_columns(
             str(records), columns, wanted, label, site, person, broken, unlabelled=True
@@ -270,6 +322,7 @@ class Predictor:
     model: nn.Module
     at: Path
     released: Mapping[str, Any]
+    site: OwnColumns = OwnColumns()
 
     @staticmethod
     def of(folder: Path, own: Any = None, *, average: bool = False) -> "Predictor":
@@ -320,7 +373,7 @@ class Predictor:
                 f"{path} cannot be read as the plan's model ({type(error).__name__}: {error}): "
                 "restore it, or run the plan again"
             ) from error
-        return Predictor(plan, form, model.eval(), at, released)
+        return Predictor(plan, form, model.eval(), at, released, OwnColumns.of(beside))
 
     def preprocess(self, records: Any) -> tuple[Tensor, np.ndarray]:
         """Return what the model is given of records, [m, ...], and which of the n these are.
@@ -328,7 +381,10 @@ class Predictor:
         records: as `read_prediction_inputs` has them; labels are passed over.
         Raises DataError: of another form.
         """
-        return self._staged(read_prediction_inputs(records, self.plan, self.form))
+        return self._staged(self._read(records))
+
+    def _read(self, records: Any) -> PredictionInputs:
+        return read_prediction_inputs(records, self.plan, self.form, self.site)
 
     def _staged(self, given: PredictionInputs) -> tuple[Tensor, np.ndarray]:
         x, sieve, features = given.x, given.sieve, given.features
@@ -382,7 +438,7 @@ class Predictor:
         file, a table with the plan's label column, or pairs (x, y).
         Raises DataError: none, or none that is used.
         """
-        given = read_prediction_inputs(records, self.plan, self.form)
+        given = self._read(records)
         given = given if labels is None else given.given(labels)
         y, good = given.targets()
         x, used = self._staged(given)
