@@ -19,6 +19,17 @@ PICKS = {
     "gather": lambda o, n: o.gather(1, n.view(-1, 1, 1).expand(-1, 1, o.shape[2]))[:, 0],
     "take_along_dim": lambda o, n: torch.take_along_dim(o, n.view(-1, 1, 1), 1)[:, 0],
     "arange": lambda o, n: o[torch.arange(len(o)), n],
+    "flat": lambda o, n: o.flatten(0, 1)[n + torch.arange(len(o)) * o.shape[1]],
+    "index_select": lambda o, n: o.reshape(-1, o.shape[2]).index_select(
+        0, torch.arange(len(o)) * o.shape[1] + n
+    ),
+    "two, flat": lambda o, n: (
+        o.view(-1, o.shape[2])[
+            ((torch.arange(len(o)) * o.shape[1])[:, None] + torch.stack([n, n // 2], 1)).view(-1)
+        ]
+        .view(len(o), 2, -1)
+        .sum(1)
+    ),
     "list": lambda o, n: o[list(range(len(o))), n],
     "one-hot": lambda o, n: (nn.functional.one_hot(n, o.shape[1])[..., None] * o).sum(1),
     "masked mean": lambda o, n: (o * (torch.arange(o.shape[1]) <= n[:, None])[..., None]).sum(1),
@@ -52,6 +63,58 @@ def test_the_last_step_is_taken_many_records_at_a_time(pick):
         found = kernel.clipped_sum(x, y, 0.5, layout=layout)
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
     kernel.invariant(x, y)  # whatever it finds, nothing raises
+
+
+def test_a_mask_for_the_last_step_is_taken_record_by_record():
+    """How many it picks is no constant: exact all the same."""
+    torch.manual_seed(0)
+    model = LastStep(lambda o, n: o[torch.arange(o.shape[1])[None] == n[:, None]])
+    kernel = PerSampleKernel(FlatModel(model), cross_entropy)
+    x, y = torch.randint(1, 30, (5, 7)), torch.arange(5) % 3
+    each = kernel.alone(x, y)
+    assert kernel.way(x, y) == "records"
+    expected = (each * (0.5 / each.norm(dim=1)).clamp_max(1)[:, None]).sum(0)
+    assert torch.allclose(kernel.clipped_sum(x, y, 0.5), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_taken_out_as_a_number_is_refused_with_its_line():
+    model = LastStep(lambda o, n: torch.stack([o[i, n[i]] for i in range(len(o))]))
+    kernel = PerSampleKernel(FlatModel(model), cross_entropy)
+    x, y = torch.randint(1, 30, (5, 7)), torch.arange(5) % 3
+    with pytest.raises(ModelError, match=r"a number taken out of a tensor in test_cases\.py, line"):
+        kernel.clipped_sum(x, y, 0.5)
+
+
+@pytest.mark.parametrize("way", ["index", "index_select"])
+def test_a_flat_index_names_no_row_of_another_record(way):
+    """Behind its last row, or before its first, is a neighbour's."""
+
+    class Naming(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 3)
+
+        def forward(self, x):
+            rows, n = x[:, 1:].reshape(-1, 2), x[:, 0].long()
+            at = torch.arange(len(x)) * 3 + n
+            return self.layer(rows[at] if way == "index" else rows.index_select(0, at))
+
+    torch.manual_seed(0)
+    kernel = PerSampleKernel(FlatModel(Naming()), cross_entropy)
+    x, y, clip = 5 * torch.randn(20, 7), torch.arange(20) % 3, 0.05
+    x[:, 0] = 0
+    assert kernel.way(x, y) == "graph"
+    for n in (2.0, 3.0, -1.0, -4.0):
+        r = x[4:5].clone()
+        r[0, 0] = n
+        given = torch.cat([x[:7], r, x[7:]]), torch.cat([y[:7], y[:1], y[7:]])
+        try:
+            found = kernel.clipped_sum(*given, clip) - kernel.clipped_sum(x, y, clip)
+        except IndexError:
+            continue
+        assert found.norm() <= clip * (1 + 1e-3)
+        # The others add what they added without it.
+        assert torch.allclose(found, kernel.clipped_sum(r, y[:1], clip), atol=1e-5)
 
 
 class Tied(nn.Module):

@@ -27,6 +27,7 @@ from fedpact.common.params import refuse_writing
 from fedpact.common.user_code import digest_of_form
 from fedpact.per_sample.tracing.batch_rules import is_size
 from fedpact.per_sample.tracing.batch_table import State, states
+from fedpact.per_sample.tracing.flat_index import pick_within_records
 from fedpact.per_sample.tracing.record_safety import by_argument, follow, unsafe
 from fedpact.per_sample.tracing.replacements import STANDS_FOR, TRACED_AS
 from fedpact.per_sample.tracing.trace_context import (
@@ -144,6 +145,7 @@ def _trace(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
     graph = recorded.graph
     _detach_without_grad(graph)
     _pool_before_relu(graph)
+    pick_within_records(graph)
     *nodes, output = graph.nodes
     (result,) = output.all_input_nodes or (None,)
     if result is None:
