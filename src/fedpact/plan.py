@@ -112,7 +112,8 @@ class Plan(ShownPlan, BaseModel):
     label: str | None = None
     """The column to predict, for a table."""
     site: str | None = None
-    """The column that names a record's site, for partition.kind = "natural"."""
+    """The column that names a record's site. It makes partition.kind "natural" unless another is
+    given."""
     person: str | None = None
     """The column with the person that a record belongs to."""
     model: Named = "logistic"
@@ -166,6 +167,10 @@ class Plan(ShownPlan, BaseModel):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
+        if self.site is not None and "kind" not in self.partition.model_fields_set:
+            # Who names the column means these sites. Nobody but its own validators has seen it yet.
+            natural = self.partition.model_copy(update={"kind": "natural"})
+            object.__setattr__(self, "partition", natural)
         self.task.check_plain("[evaluation]" * self.evaluation.used)
         self.privacy.check_rate(self.sampling_rate, self.batch_size)
         self.logistic.check_model(self.model)

@@ -24,14 +24,14 @@ from fedpact.report.page import render_run
 from fedpact.report.run_summary import read_run
 from fedpact.simulation import simulate as joining
 from fedpact.simulation.simulate import simulate
-from fedpact.studies.conformance import HandFederation, of
+from fedpact.studies.conformance import HandFederation, method_of
 
 HEAD = 3  # of the 12 numbers of the federation's nn.Linear(3, 3): its bias
 both_forms = pytest.mark.parametrize("private", [False, True], ids=["plain", "private"])
 
 
 def method(name="fedavg", head=HEAD, steps=2, **tables):
-    return of(
+    return method_of(
         {
             "algorithm": name,
             "settings": {"local_steps": steps},
@@ -46,7 +46,7 @@ def method(name="fedavg", head=HEAD, steps=2, **tables):
 def test_single_site_trains_as_without_heads(private, name):
     """Bit for bit: what is kept and what is sent come to the same where nobody else is."""
     ours, theirs = (HandFederation(private=private, counts={"a": 20}) for _ in range(2))
-    headed, plain = method(name), of({"algorithm": name, "settings": {"local_steps": 2}})
+    headed, plain = method(name), method_of({"algorithm": name, "settings": {"local_steps": 2}})
     state = ours.run(headed, 4)
     w, own = state.vectors["w"], headed.own_model(state.vectors["w"], ours.memories["a"])
     expected = theirs.run(plain, 4).vectors["w"]

@@ -11,7 +11,7 @@ from fedpact.common.messages import Task
 from fedpact.common.randomness.schedules import Scheduled
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
-from fedpact.studies.conformance import HandFederation, of
+from fedpact.studies.conformance import HandFederation, method_of
 
 LOCAL = {"momentum": 0.6, "schedule": [1.0, 0.5, 2.0, 0.25]}
 FACTORS = [1.0, 0.5, 2.0, 0.25, 0.25, 0.25]
@@ -42,7 +42,7 @@ def by_hand(made, rounds, steps, rate, beta, factors):
 def test_local_steps_are_torchs(steps, beta):
     """Full batches of a plain run; momentum begins anew in each round."""
     tables = {"algorithm": "fedavg", "rounds": 2, "local": {**LOCAL, "momentum": beta}}
-    method = of({**tables, "settings": {"local_steps": steps, "learning_rate": 0.3}})
+    method = method_of({**tables, "settings": {"local_steps": steps, "learning_rate": 0.3}})
     made = HandFederation(private=False, rate=1.0)
     ours = made.run(method, 2).vectors["w"]
     factors = FACTORS if steps == 3 else [1.0, 0.5]
@@ -53,7 +53,7 @@ def test_local_steps_are_torchs(steps, beta):
 def test_a_reply_is_coded_by_the_noise_that_its_steps_have():
     """-η (f_1 + f_2 β) and so on for the releases of a round; by them `grid` takes its steps."""
     tables = {"algorithm": "fedavg", "settings": {"local_steps": 2, "learning_rate": 0.5}}
-    made = of({**tables, "rounds": 2, "local": LOCAL, "server": {"optimiser": "adam"}})
+    made = method_of({**tables, "rounds": 2, "local": LOCAL, "server": {"optimiser": "adam"}})
     zeros = {"w": torch.zeros(3)}
     for number, (one, two) in ((1, (1.0, 0.5)), (2, (2.0, 0.25))):
         found = weights(made, Task("run", number, "fedavg", zeros, {}))["w"]
