@@ -148,7 +148,7 @@ def test_rounds_are_weighed_by_what_signal_there_is(budget):
     """The ratio of all records' way to the noise's, by hand: at q = 1 it is one release's."""
     whole = scene(f"privacy.epsilon={budget}", "sampling_rate=1.0", "rounds=50")
     (case,) = optimise_budgets(whole, passes=None)["cases"]
-    chosen, weights = case["chosen"], whole.bench().private.model.size
+    chosen, weights = case["chosen"], whole.workshop.bench().private.model.size
     records, steps = sum(whole.sizes.values()), chosen["steps"]
     rate = chosen["sampling_rate"]
     ratio = math.sqrt(steps) * rate * records / (chosen["sigma"] * math.sqrt(2 * weights))

@@ -104,7 +104,8 @@ def test_a_run_says_so_and_spends_what_it_spends_without(tmp_path):
     with_views, without = SimulationSetup.of(digits()), SimulationSetup.of(plain)
     assert with_views.terms == without.terms
     assert torch.equal(
-        with_views.bench().private.model.vector, without.bench().private.model.vector
+        with_views.workshop.bench().private.model.vector,
+        without.workshop.bench().private.model.vector,
     )
     done = fedpact.run(digits("rounds=1"), tmp_path / "run")
     assert max(done.summary["epsilon"].values()) <= plain.privacy.epsilon

@@ -72,11 +72,11 @@ def check(call, expected, shares=None):
         alone = share.rows(slice(1, 2)).reshape(1, -1)
         assert (alone - rows[1:2].reshape(1, -1)).abs().max() <= 1e-9 * rows.abs().max()
         if (part := share.special()) is not None:
-            squares = rows.flatten(1).square().sum(1)
+            squares = rows.reshape(len(rows), -1).square().sum(1)
             assert torch.allclose(part.squares, squares, rtol=1e-9)
             total, c = torch.zeros_like(rows[0]), randn(B).abs()
             part.add(c, None, total)
-            whole = (c @ rows.flatten(1)).view(total.shape)
+            whole = (c @ rows.reshape(len(rows), -1)).view(total.shape)
             assert (total - whole).abs().max() <= 1e-9 * whole.abs().max()
         none = sum(rows_of(one) for one in share.minus(share))
         assert none.abs().max() <= 1e-9 * rows.abs().max()

@@ -142,10 +142,6 @@ _OBSTACLES: Final[tuple[tuple[Callable[[nn.Module], bool], str], ...]] = (
         "whole layers are skipped by chance for the batch at once ({}): set layerdrop = 0 in the "
         "configuration",
     ),
-    (
-        lambda layer: isinstance(layer, torch.jit.ScriptModule),
-        "TorchScript cannot be looked into ({}): hand in the module that it was made of",
-    ),
 )
 """Which layers stand in the way, and what to do about them, with room for their names."""
 
