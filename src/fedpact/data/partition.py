@@ -179,15 +179,14 @@ class PartitionSettings(BaseModel):
 
     kind: Annotated[str, AfterValidator(_known)] = "iid"
     """iid, dirichlet, natural (the data set's own sites), or another one (`fedpact settings
-    partition`). In full: iid; dirichlet (each label by Dirichlet(beta) proportions);
-    inner_dirichlet (equal sizes, each site's labels by Dirichlet(beta) proportions); quantity_skew
-    (sizes by Dirichlet(beta) proportions); labels, also called pathological (labels_per_site labels
-    a site); shards (sorted by label, shards_per_site shards a site); feature_skew (sorted by a
-    feature); feature_noise (iid records with noise on their features, more from site to site);
-    power_law (sizes with density ∝ s^-exponent in [smallest, largest], held-out records included,
-    and labels_per_site labels if given: FedProxVR's setting); linear, square, exponential (site i's
-    size ∝ i, i², e^i); natural (the data set's own sites). flwr-datasets' names, as
-    ShardPartitioner, are read as these."""
+    partition`). In full: dirichlet (each label by Dirichlet(beta) proportions); inner_dirichlet
+    (equal sizes, each site's labels by Dirichlet(beta) proportions); quantity_skew (sizes by
+    Dirichlet(beta) proportions); labels, also called pathological (labels_per_site labels a site);
+    shards (sorted by label, shards_per_site shards a site); feature_skew (sorted by a feature);
+    feature_noise (iid records with noise on their features, more from site to site); power_law
+    (sizes with density ∝ s^-exponent in [smallest, largest], held-out records included, and
+    labels_per_site labels if given: FedProxVR's setting); linear, square and exponential (site i's
+    size ∝ i, i², e^i). flwr-datasets' names, as ShardPartitioner, are read as these."""
     beta: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """The Dirichlet distribution's concentration, alpha or beta in papers; the smaller, the more
     sites differ. Of dirichlet, inner_dirichlet and quantity_skew."""
