@@ -91,6 +91,13 @@ def test_is_well_formed(five: Page) -> None:
     assert five.crossed == []
 
 
+@pytest.mark.drawn
+def test_nothing_to_say_is_not_said(five: Page) -> None:
+    """Of joining where no site was trained alone; a missing figure is no word of Python's."""
+    assert "worth joining" not in five.text
+    assert not re.search(r"\bNone\b|\bnan\b", five.text)
+
+
 def test_names_every_site_and_states_the_guarantee(build: Build) -> None:
     text = page(build(FIVE, budgets=[1.5, 2, 2, 2, 8.25])).text
     for name in FIVE:

@@ -102,8 +102,9 @@ def check_site(directory: Path) -> SiteCheck:
         terms = files.terms
         found.approvals = read_approvals(directory).missing
         if found.approvals:
+            has = "has" if found.approvals == 1 else "have"
             found.remarks.append(
-                f"{found.approvals} more have to approve, as policy.toml says, before it opens: "
+                f"{found.approvals} more {has} to approve, as policy.toml says, before it opens: "
                 f"`fedpact deploy approve {directory} --by NAME`"
             )
         with _noted(found):

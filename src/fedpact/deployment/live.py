@@ -13,6 +13,7 @@ so that no page of somebody else's in the same browser can read it.
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -178,8 +179,9 @@ def _handler(directory: Path) -> type[BaseHTTPRequestHandler]:
                 ("X-Content-Type-Options", "nosniff"),
             ):
                 self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(block)
+            with suppress(BrokenPipeError, ConnectionResetError):  # the page was closed meanwhile
+                self.end_headers()
+                self.wfile.write(block)
 
         def log_message(self, format: str, *args: Any) -> None:
             """Say nothing of requests."""
