@@ -301,7 +301,7 @@ def check_neutral(name: str, private: bool) -> None:
 
 
 def check_not_neutral(name: str, private: bool) -> None:
-    """Under its default settings it is not: else the check before could not fail."""
+    """Its default settings give another model, so the comparison with its parent can fail."""
     algorithm = algorithms.load(name)
     if algorithm.NEUTRAL is not None and not private:
         neutral = algorithm.Settings(**algorithm.NEUTRAL.settings)
@@ -330,7 +330,7 @@ def check_plain_twin(case: Method, private: bool) -> None:
 
 
 def check_noise_and_clip(case: Method, private: bool) -> None:
-    """Noise, and a clip, change the model: else the check before could not fail."""
+    """Noise and a clip change the model, so the comparison with the plain run can fail."""
     if private:
         plain = HandFederation(False).run(case).vectors["w"]
         for what, sigma, clip in (("noise", 1e-3, 1e3), ("the clip", 0.0, 0.01)):
@@ -360,7 +360,7 @@ def check_little_data(case: Method, private: bool) -> None:
 
 
 def check_empty_site(case: Method, private: bool) -> None:
-    """An empty site still adds noise: else its reply would tell that it is empty."""
+    """An empty site adds noise too, so its reply does not show that it is empty."""
     if private:
         empty: dict[str, Any] = {"counts": {"a": 0}, "sizes": {"a": 10.0}}
         bed, state = _first(case, private=True, **empty)
@@ -513,12 +513,12 @@ def _finding(check: Callable[[Any, bool], None], of: list[Any]) -> Finding:
             try:
                 check(one, private)
             except Exception as error:  # whatever an algorithm under development may raise
-                where = "" if isinstance(one, str) else f"with {_set(one)}, "
+                where = "" if isinstance(one, str) else f"with {_describe_settings(one)}, "
                 kind = "" if isinstance(error, Violation) else f"{type(error).__name__}: "
                 form = "private" if private else "plain"
                 return Finding(meaning, f"{where}{form}: {kind}{error}")
     return Finding(meaning, "")
 
 
-def _set(case: Method) -> str:
+def _describe_settings(case: Method) -> str:
     return str({**case.settings.model_dump(exclude_defaults=True)} or "its defaults")

@@ -97,12 +97,12 @@ def _check(name: str | None, as_json: bool) -> None:
     document["checks"] = [asdict(one) for one in found]
 
     def text() -> None:
-        grid = _grid("check", "holds")
+        grid = _grid("check", "passed")
         for one in found:
             grid.add_row(Text(one.check), Text(f"no: {one.violation}" if one.violation else "yes"))
         print_table(Console(), grid)
         print(_explain_neutral(document["neutral"]))
-        print(f"{bad} of {len(found)} checks do not hold." if bad else "All checks hold.")
+        print(f"{bad} of {len(found)} checks failed." if bad else "All checks passed.")
 
     show(document, as_json, text)
     if bad:
@@ -113,7 +113,7 @@ def _explain_neutral(neutral: dict[str, Any] | None) -> str:
     if neutral is None:
         return (
             "NEUTRAL is None: no settings are said to make it another algorithm, so nothing was "
-            "compared. If some do, name them: it is the check that finds most mistakes."
+            "compared. If some do, name them: that comparison finds most mistakes."
         )
     settings = ", ".join(f"{key} = {value}" for key, value in neutral["settings"].items())
     return (
