@@ -98,11 +98,11 @@ def describe_trials(found: Trials) -> list[str]:
     runs, delta = found.runs, f"at δ = {upper(found.delta)}"
     if not found.winner:
         return [
-            "Whoever sees any of the runs, as the server and the other sites do: ε = "
+            "Against anyone who sees any of the runs, as the server and the other sites do: ε = "
             f"{upper(found.every)} {delta} for {runs} runs together, composed. Which settings went "
             "on was chosen on the way, and all settings of a rung release the same events, so the "
-            "sum is the same whatever was chosen. For whoever sees the winner alone nothing less "
-            "is proven."
+            "sum is the same whatever was chosen. Against someone who sees the winner alone "
+            "nothing less is proven."
         ]
     drawn = "; ".join(
         f"{upper(cost)} with {LAWS[law].told(runs)} ({law})" for law, cost in found.winner.items()
