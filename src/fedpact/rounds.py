@@ -9,7 +9,7 @@ round). How tasks are made and counted is in algorithms.wrappers.tasks.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -108,11 +108,14 @@ class Rounds:
     def _round(self, at: Checkpoint) -> tuple[Checkpoint, RoundRecord] | None:
         """Carry out one round; None where every site refused."""
         started, number, begin = time.perf_counter(), at.round + 1, self._tasks.begin(at)
-        tasks, tally = self._tasks.of(at, begin, number), Tally()
-        steps = self.plan.method.steps(begin)
-        simulated, tally.late = self.plan.clock.round(
-            self.plan.seed, number, steps, self.transport.sites, tasks
-        )
+        tasks, steps = self._tasks.of(at, begin, number), self.plan.method.steps(begin)
+
+        def timed(up: Mapping[str, int]) -> tuple[float, frozenset[str]]:
+            sent = {site: (task.wire_bytes, up.get(site, 0)) for site, task in tasks.items()}
+            sites = self.transport.sites
+            return self.plan.clock.round(self.plan.seed, number, steps, sites, sent)
+
+        tally = Tally(None if self.plan.clock.deadline is None else lambda up: timed(up)[1])
         state = self._folded(begin, tasks, tally)
         if state is None:
             return None
@@ -124,7 +127,7 @@ class Rounds:
             bytes_up=up,
             asked=[*tasks] if self._tasks.participants.partial else [],
             refused=tally.refused,
-            simulated_seconds=simulated,
+            simulated_seconds=timed(tally.lengths)[0] if self.plan.clock.used else 0.0,
             numbers=state.numbers,
         )
         included = {**at.included, **dict.fromkeys(tally.replied, number)}
@@ -132,8 +135,8 @@ class Rounds:
         if self.form is not None and self.form.is_due(number) and _finite(state):
             record = self._questions.ask(after, record)
         # Without a budget of seconds nothing of time enters the state.
-        timed = self.plan.budget.seconds is not None
-        seconds = time.perf_counter() - started if timed else 0.0
+        counted = self.plan.budget.seconds is not None
+        seconds = time.perf_counter() - started if counted else 0.0
         sent = record.bytes_down + record.bytes_up
         after = replace(after, costs=at.costs.after(sent, steps, seconds))
         record = self.evaluate(after, record)

@@ -11,32 +11,40 @@ from fedpact.common.clock import SimulatedClock
 from fedpact.common.errors import PlanError
 
 SITES = ("a", "b", "c")
+NOTHING: dict[str, tuple[int, int]] = dict.fromkeys(SITES, (0, 0))
 
 
 def test_a_round_takes_as_long_as_its_slowest_site():
     """T rounds of τ steps take T (d_com + d_cmp τ), the time that FedProxVR minimises."""
     clock = SimulatedClock(message_seconds=[1.0, 2.0, 3.0], step_seconds=[0.5, 0.1, 0.1])
-    assert clock.round(0, 1, 1, SITES, SITES) == (pytest.approx(3.1), frozenset())
-    assert clock.round(0, 2, 10, SITES, SITES) == (6.0, frozenset())
-    assert clock.round(0, 2, 10, SITES, ["b"]) == (3.0, frozenset())
-    assert SimulatedClock().round(0, 1, 5, SITES, SITES) == (0.0, frozenset())
+    assert clock.round(0, 1, 1, SITES, NOTHING) == (pytest.approx(3.1), frozenset())
+    assert clock.round(0, 2, 10, SITES, NOTHING) == (6.0, frozenset())
+    assert clock.round(0, 2, 10, SITES, {"b": (0, 0)}) == (3.0, frozenset())
+    assert SimulatedClock().round(0, 1, 5, SITES, NOTHING) == (0.0, frozenset())
+
+
+def test_bytes_take_their_time_up_and_down():
+    clock = SimulatedClock(down_seconds=[0.0, 1.0, 0.0], up_seconds=2.0, deadline=25.0)
+    sent: dict[str, tuple[int, int]] = {"a": (7, 10), "b": (7, 10), "c": (7, 1)}
+    assert clock.round(0, 1, 1, SITES, sent) == (25.0, {"b"})
+    assert clock.round(0, 1, 1, SITES, sent | {"b": (5, 10)}) == (25.0, frozenset())
 
 
 def test_who_is_later_than_the_deadline_is_left_out():
     clock = SimulatedClock(message_seconds=[1.0, 2.0, 3.0], deadline=2.0)
-    assert clock.round(0, 1, 1, SITES, SITES) == (2.0, {"c"})
-    assert clock.round(0, 1, 1, SITES, ["b", "c"]) == (2.0, {"c"})
-    assert clock.round(0, 1, 1, SITES, ["c"]) == (3.0, frozenset())
+    assert clock.round(0, 1, 1, SITES, NOTHING) == (2.0, {"c"})
+    assert clock.round(0, 1, 1, SITES, {"b": (0, 0), "c": (0, 0)}) == (2.0, {"c"})
+    assert clock.round(0, 1, 1, SITES, {"c": (0, 0)}) == (3.0, frozenset())
 
 
 def test_factors_have_the_law_that_is_stated():
     clock = SimulatedClock(message_seconds=1.0, spread=0.5)
-    own = [clock.round(0, n, 1, SITES, ["a"])[0] for n in (1, 2)]
-    assert own[0] == own[1] != clock.round(1, 1, 1, SITES, ["a"])[0]
+    own = [clock.round(0, n, 1, SITES, {"a": (0, 0)})[0] for n in (1, 2)]
+    assert own[0] == own[1] != clock.round(1, 1, 1, SITES, {"a": (0, 0)})[0]
     clock = SimulatedClock(
         message_seconds=1.0, jitter=0.5, straggler_chance=0.2, straggler_factor=1e6
     )
-    found = [math.log(clock.round(0, n, 1, SITES, ["a"])[0]) for n in range(500)]
+    found = [math.log(clock.round(0, n, 1, SITES, {"a": (0, 0)})[0]) for n in range(500)]
     slow = [x for x in found if x > 7]
     # 100 ± 9 expected.
     assert 70 < len(slow) < 130
@@ -69,5 +77,12 @@ def test_without_a_deadline_it_changes_no_bit(tmp_path):
         assert [dict(r.refused) for r in done.records[1:]] == [refused] * 2
         seconds = {"none": 0.0, "slow": 50.0, "late": 2.0}[name]
         assert [r.simulated_seconds for r in done.records[1:]] == [seconds] * 2
+    # The third site takes a second for each byte of its messages, a third of all.
+    clock = {"up_seconds": [1.0, 0.0, 1.0], "down_seconds": [0.0, 1.0, 1.0]}
+    alone = fedpact.run(fedpact.Plan.parse({**small, "clock": clock}), tmp_path / "bytes")
+    for record in alone.records[1:]:
+        assert record.simulated_seconds == pytest.approx(
+            (record.bytes_down + record.bytes_up) / 3, rel=0.05
+        )
     assert torch.equal(models["none"], models["slow"])
     assert not torch.equal(models["none"], models["late"])

@@ -2,14 +2,15 @@
 
 Site i takes in a round of τ local steps, with factors drawn from the plan's seed,
 
-    t_i = s_i j_i (d_com,i + d_cmp,i τ),   log s_i ~ N(0, spread²) once,  log j_i ~ N(0, jitter²)
+    t_i = s_i j_i (d_com,i + d_cmp,i τ + down_i B + up_i B_i),
 
-each round, j_i times `straggler_factor` with the chance `straggler_chance`. A round takes as long
+log s_i ~ N(0, spread²) once, log j_i ~ N(0, jitter²) each round, j_i times `straggler_factor` with
+the chance `straggler_chance`; B, B_i: bytes that the site is sent and sends. A round takes as long
 as its slowest site, or until the deadline. d_com, d_cmp: FedProxVR's (ICPP 2020, Section 4.3).
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
 from pydantic import BaseModel, Field, NonNegativeFloat
@@ -18,16 +19,22 @@ from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import PlanError
 from fedpact.common.randomness.seeded import seeded_generator
 
+PerSite = NonNegativeFloat | list[NonNegativeFloat]
+
 
 class SimulatedClock(BaseModel):
     """How long simulated sites take. It changes nothing of what is trained but by a deadline."""
 
     model_config = FROZEN
-    message_seconds: NonNegativeFloat | list[NonNegativeFloat] = 0.0
+    message_seconds: PerSite = 0.0
     """d_com, seconds of a round beside its steps, for the messages; one value for all sites, or a
     list in the order of site names."""
-    step_seconds: NonNegativeFloat | list[NonNegativeFloat] = 0.0
+    step_seconds: PerSite = 0.0
     """d_cmp, seconds of one local step; one value, or a list in the order of site names."""
+    down_seconds: PerSite = 0.0
+    """Seconds for each byte that a site is sent, 8e-6 at 1 Mbit a second; or a list."""
+    up_seconds: PerSite = 0.0
+    """Seconds for each byte that it sends; or a list."""
     spread: float = Field(default=0.0, ge=0, le=5)
     """How unlike the sites are: the deviation of the logarithm of a factor that each site has."""
     jitter: float = Field(default=0.0, ge=0, le=5)
@@ -47,7 +54,7 @@ class SimulatedClock(BaseModel):
 
     def check(self, sites: int, needs_all_sites: str, threshold: int) -> None:
         """Raise ValueError where a list does not fit, or no site may be missing from a round."""
-        for name in ("message_seconds", "step_seconds"):
+        for name in ("message_seconds", "step_seconds", "down_seconds", "up_seconds"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != sites:
                 raise PlanError(
@@ -64,25 +71,39 @@ class SimulatedClock(BaseModel):
             )
 
     def round(
-        self, seed: int, number: int, steps: int, sites: tuple[str, ...], asked: Iterable[str]
+        self,
+        seed: int,
+        number: int,
+        steps: int,
+        sites: tuple[str, ...],
+        sent: Mapping[str, tuple[int, int]],
     ) -> tuple[float, frozenset[str]]:
-        """Return the seconds that a round takes, and which of the sites asked are late."""
-        if not self.used:
-            return 0.0, frozenset()
-        took = {site: self._seconds(seed, number, steps, site, sites.index(site)) for site in asked}
+        """Return the seconds that a round takes, and which of the sites asked are late.
+
+        sent: each site asked, with the bytes down and up.
+        """
+        took = {
+            site: self._factor(seed, number, site)
+            * self._alone(sites.index(site), steps, *sent[site])
+            for site in sent
+        }
         last = max(took.values())
         if self.deadline is None or last <= self.deadline:
             return last, frozenset()
         waited = max(self.deadline, min(took.values()))
         return waited, frozenset(site for site, seconds in took.items() if seconds > waited)
 
-    def _seconds(self, seed: int, number: int, steps: int, site: str, place: int) -> float:
+    def _alone(self, place: int, steps: int, down: int, up: int) -> float:
+        """Return a site's seconds without its factors."""
+        fixed = _at(self.message_seconds, place) + _at(self.step_seconds, place) * steps
+        return fixed + _at(self.down_seconds, place) * down + _at(self.up_seconds, place) * up
+
+    def _factor(self, seed: int, number: int, site: str) -> float:
         own = seeded_generator(seed, "clock", site)
         each = seeded_generator(seed, "clock", site, number)
         power = self.spread * _normal(own) + self.jitter * _normal(each)
         straggles = float(torch.rand(1, generator=each)) < self.straggler_chance
-        factor = math.exp(power) * (self.straggler_factor if straggles else 1.0)
-        return factor * (_at(self.message_seconds, place) + _at(self.step_seconds, place) * steps)
+        return math.exp(power) * (self.straggler_factor if straggles else 1.0)
 
 
 def _normal(generator: torch.Generator) -> float:

@@ -24,7 +24,7 @@ itself ([control], [fairness]) does not go with it; see combine.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -76,26 +76,36 @@ def fold_replies(method: Method, state: State, replies: Sequence[Reply]) -> Fold
 class Tally:
     """Counts answers on their way to `update`, and takes out the refusals.
 
-    late: the sites whose replies come after the deadline of a simulated clock.
+    late: tells by their answers' lengths which sites a simulated clock has after its deadline.
+    lengths: of the answers, by site.
     """
 
-    def __init__(self) -> None:
-        self.late: frozenset[str] = frozenset()
-        self.bytes = 0
+    def __init__(self, late: Callable[[Mapping[str, int]], frozenset[str]] | None = None) -> None:
+        self._late = late
+        self.lengths: dict[str, int] = {}
         self.replied: list[str] = []
         self.refused: dict[str, str] = {}
 
     def through(self, answers: Iterator[Reply | Refusal]) -> Iterator[Reply]:
         """Yield the replies among the answers."""
-        for answer in answers:
-            self.bytes += encoded_length(answer)
+        late, sized = frozenset[str](), ((answer, encoded_length(answer)) for answer in answers)
+        if self._late is not None:  # who is late is known when all have answered
+            held = [*sized]
+            late, sized = self._late({one.site: length for one, length in held}), iter(held)
+        for answer, length in sized:
+            self.lengths[answer.site] = length
             if isinstance(answer, Refusal):
                 self.refused[answer.site] = answer.code
-            elif answer.site in self.late:
+            elif answer.site in late:
                 self.refused[answer.site] = "late"
             else:
                 self.replied.append(answer.site)
                 yield answer
+
+    @property
+    def bytes(self) -> int:
+        """Of all answers together."""
+        return sum(self.lengths.values())
 
     def reject(self, site: str) -> None:
         """Count a reply that was taken for a refusal."""
