@@ -1,8 +1,8 @@
-"""The client shell, the same for every engine: it stands between a Task and a site's oracle.
+"""A site's side of the wire, in simulation and deployment: it answers a Task using an oracle.
 
-It chooses which memory the algorithm sees, gives it an oracle, keeps what it wants to remember, and
-turns a refusal into a code. What an algorithm remembers is pending until a later Task says that the
-reply of that round was included; if it was not, it is dropped.
+The client gives the algorithm its memory and an oracle, stores what the algorithm wants to
+remember, and turns a refusal into a code. New memory is pending until a later Task says that the
+reply of that round was included; otherwise it is dropped.
 """
 
 from collections.abc import Callable
@@ -36,17 +36,17 @@ Payload = TypeVar("Payload", Task, State, Local)
 _CPU: Final = torch.device("cpu")
 _COMMITTED, _PENDING = "committed", "pending"
 _NOTHING: Final = State()
-"""The memory of an algorithm that has none: one object, so that it is hashed once."""
+"""The memory of an algorithm that stores nothing: one object, so that it is hashed once."""
 
 
 _LOST = (
-    "put it back from a backup; or move what the algorithm remembers at this site away, and it "
-    "begins anew"
+    "restore it from a backup; or move it away, and the algorithm starts without its memory of "
+    "this site"
 )
 
 
 class MemoryStore(Protocol):
-    """Where a site keeps its memory: contents by name, in a file."""
+    """Where a site stores its memory: contents by name."""
 
     @property
     def path(self) -> Path:
@@ -54,18 +54,18 @@ class MemoryStore(Protocol):
         ...
 
     def read(self, name: str) -> bytes | None:
-        """Return what is kept under a name, None if nothing is."""
+        """Return what is stored under a name, None if nothing is."""
         ...
 
     def write(self, name: str, *content: bytes | memoryview) -> None:
-        """Keep these parts under a name."""
+        """Store these parts, joined, under a name."""
         ...
 
 
 class MemoryFiles:
-    """A memory in files of its own: memory.safetensors, and pending-memory.safetensors beside it.
+    """Memory in two files: memory.safetensors and pending-memory.safetensors.
 
-    path: the first one's.
+    path: of the first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,24 +75,25 @@ class MemoryFiles:
         return self.path if name == _COMMITTED else self.path.with_name("pending-" + self.path.name)
 
     def read(self, name: str) -> bytes | None:
-        """Return what is kept under a name, None if nothing is."""
+        """Return what is stored under a name, None if nothing is."""
         return self._file(name).read_bytes() if self._file(name).exists() else None
 
     def write(self, name: str, *content: bytes | memoryview) -> None:
-        """Keep these parts under a name."""
+        """Store these parts, joined, under a name."""
         write_whole(self._file(name), *content)
 
 
 class Client(Generic[Context]):
-    """One site. `Context` is whatever the engine computes with: a worker's model and kernel.
+    """One site. `Context` is what the engine computes with: a worker's model and kernel.
 
-    oracle: makes the site's oracle for one task and memory, on one bench.
+    size: the site's declared size, the weight of its replies.
+    oracle: creates the oracle for one task, memory and context.
     ledger: None in a plain run.
-    memory: where the site keeps its memory, or the first of its files; it is read once and written
-    after every task.
-    policy: what the site's owner allows; None only in a simulation that has none.
-    examine: answers a task of EVALUATION with the sums that it releases; None where there are none.
-    device: where the oracle's numbers are; messages and memory are always in the CPU's memory.
+    memory: a store, or the path of the first of two files. It is read once, at the start, and
+    written after every task.
+    policy: what the site's owner allows; None only in a simulation without one.
+    examine: answers an EVALUATION task with sums over held-out records; None if there are none.
+    device: where the oracle computes. Messages and memory always stay on the CPU.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Client(Generic[Context]):
         """Answer a task. A refusal's code depends on public quantities only."""
         try:
             if task.algorithm == EVALUATION and self._examine is not None:
-                # Its records are others than those that `memory` follows from.
+                # Held-out records: training memory is read here, and must not be written.
                 memory = self.read_memory(task)
                 return self._reply(task, Local(self._examine(task, memory, bench)))
             self._check(task)
@@ -145,11 +146,11 @@ class Client(Generic[Context]):
         return self._reply(task, local)
 
     def read_memory(self, task: Task) -> State:
-        """Return what the site remembers of the round that a task says was included last."""
+        """Return the memory as of the round that the task says was included last."""
         return self._memory.after(task.included)
 
     def reload_memory(self) -> None:
-        """Read the memory again: what was written since was taken back."""
+        """Read the memory again, after what was written has been rolled back."""
         self._memory.reload()
 
     def _reply(self, task: Task, local: Local) -> Reply:
@@ -165,9 +166,10 @@ class Client(Generic[Context]):
         )
 
     def _shared(self, local: Local, oracle: Oracle) -> Local:
-        """Return what may be summed: the shares as they were rounded, and public numbers.
+        """Return what secure aggregation may sum: the noisy shares on their grid, public numbers.
 
-        What `local` made of them is rounded again, and a sum of that would be none of the shares'.
+        The vectors in `local` were computed from the shares in floating point; their sum would not
+        be the sum of the shares, which is what the guarantee covers.
         """
         if local.memory.vectors or local.memory.numbers:
             raise PolicyRefused(
@@ -185,16 +187,16 @@ class Client(Generic[Context]):
 
 
 def read_memory(memory: Path | MemoryStore, included: int) -> State:
-    """Return what a site remembers, as its next task would find it; only reads.
+    """Return a site's memory as its next task would see it, without changing anything.
 
-    memory: see Client. included: the round whose reply the server included last, -1 for none.
+    memory: see Client. included: the last round whose reply the server included, -1 for none.
     Raises DataError: damaged.
     """
     return _Memory(memory).after(included)
 
 
 def _moved(device: torch.device, held: Payload) -> Payload:
-    """The same on a device; itself where it is there already."""
+    """Return the payload on a device; the same object if it is there already."""
     if all(vector.device == device for vector in held.vectors.values()):
         return held
     vectors = {name: vector.to(device) for name, vector in held.vectors.items()}
@@ -202,7 +204,7 @@ def _moved(device: torch.device, held: Payload) -> Payload:
 
 
 class _Memory:
-    """Two generations: what the server is known to have included, and what is pending."""
+    """Two versions: the one whose reply the server has included, and the pending one."""
 
     def __init__(self, at: Path | MemoryStore) -> None:
         self._store, self._there = MemoryFiles(at) if isinstance(at, Path) else at, set[str]()
@@ -213,13 +215,13 @@ class _Memory:
         self._pending, self._pending_round = self._read(_PENDING)
 
     def after(self, included: int) -> State:
-        """What is remembered of the round that was included last, -1 for none; nothing changes."""
+        """Return the memory as of the last included round, -1 for none; changes nothing."""
         newer = self._pending_round == included > self._committed_round
         return self._pending if newer else self._committed
 
     def for_task(self, task: Task) -> State:
         if self._pending_round == task.included > self._committed_round:
-            # Written first: where that fails, the next task finds it as it was, and tries again.
+            # Write first: if that fails, memory is unchanged and the next task tries again.
             self._write(_COMMITTED, self._pending, self._pending_round)
             self._committed, self._committed_round = self._pending, self._pending_round
         return self._committed
@@ -231,7 +233,7 @@ class _Memory:
         self._write(_PENDING, memory, round_number)
 
     def _write(self, name: str, memory: State, round_number: int) -> None:
-        # Most algorithms remember nothing; then nothing is written.
+        # Most algorithms have no memory; then nothing is written.
         if memory is not _NOTHING or name in self._there:
             numbers = {**memory.numbers, "/round": round_number}
             self._store.write(name, *encode_parts(State(memory.vectors, numbers)))

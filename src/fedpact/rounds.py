@@ -1,10 +1,10 @@
 """The server's loop over rounds. Read this file first.
 
-A round: the algorithm says what every site is told (`task`); the transport carries it to the sites
-that take part (all, or those drawn for the round) and brings back their replies; the algorithm
-folds the replies into the next state (`update`); the state is evaluated, recorded and committed.
-Nothing feeds back but through the state, so a run goes on from (plan, state, site directories,
-round). How tasks are made and counted is in algorithms.wrappers.tasks.
+In each round the algorithm creates a task (`task`), the transport sends it to the participating
+sites (all, or those sampled for the round) and returns their replies, and the algorithm combines
+the replies into the next state (`update`). The state is then evaluated, recorded and committed.
+The state is all that one round passes to the next, so a run can resume from (plan, state, site
+directories, round). Tasks are created and counted in algorithms.wrappers.tasks.
 """
 
 import logging
@@ -29,18 +29,18 @@ _log = logging.getLogger("fedpact.server")
 
 
 Evaluate = Callable[[Checkpoint, RoundRecord], RoundRecord]
-"""Fills in what is measured of a state: accuracy, Ψ, ε."""
+"""Adds what is measured of a state to its record: accuracy, Ψ, ε."""
 
 
 @dataclass
 class Rounds:
-    """The loop, from a checkpoint on. `status` says why it ended.
+    """The loop, starting from a checkpoint. `status` says why it ended.
 
-    stop: asked between rounds; true ends the run after the round that is committed last.
-    in_process: whether the sites are this process's, as in a simulation. Strangers' replies are
-    held until the round is over, and one that brings the update down is rejected; our own need no
-    such care, and where they are not finite the run diverges.
-    form: what sites are asked of their held-out records, and when; None: nothing, ever.
+    stop: called between rounds; true ends the run after the last committed round.
+    in_process: whether the sites run in this process, as in a simulation. Replies from other
+    processes are collected until the round is over, and one that makes the update fail is rejected.
+    In-process replies are folded in as they come; if they are not finite, the run diverges.
+    form: what sites are asked about their held-out records, and when; None: nothing.
     """
 
     plan: Plan
@@ -64,7 +64,7 @@ class Rounds:
             elif (outcome := self._round(at)) is None:
                 self.status = "budget"
             elif not _finite(outcome[0].state):
-                # The last finite model stays the run's; what was sent for it is spent.
+                # The run keeps its last finite model. The budget of this round is spent.
                 self.status = "diverged"
             else:
                 at, record = outcome
@@ -75,14 +75,14 @@ class Rounds:
                 yield outcome
 
     def see(self, records: Sequence[RoundRecord]) -> None:
-        """Take notice of rounds, those of earlier sessions first: they may end the run."""
+        """Pass rounds to early stopping; those of earlier sessions come first."""
         self._early.see(records)
 
     def open_run(self, at: Checkpoint, record: RoundRecord) -> tuple[Checkpoint, RoundRecord]:
-        """Return a run's start after round 0, in which sites release what it begins with.
+        """Carry out round 0, in which sites release column scales, if the algorithm has one.
 
-        The same of a run that begins with nothing. Nothing is trained, and nothing committed: what
-        ends before the start is written is carried out again. Raises FedpactError: no site replied.
+        Returns its arguments otherwise. Nothing is trained or committed: if the process ends before
+        the start is written, round 0 is repeated. Raises FedpactError: no site replied.
         """
         if not self.plan.method.facts.opens_run:
             return at, record
@@ -91,8 +91,8 @@ class Rounds:
         if state is None:
             refused = ", ".join(f"{site} {code}" for site, code in tally.refused.items())
             raise FedpactError(
-                f"round 0, in which sites release what scales their columns: no site replied "
-                f"({refused or 'none was asked'}); see to what they refuse, and start again"
+                f"round 0, in which sites release the scales of their columns: no site replied "
+                f"({refused or 'none was asked'}); resolve what they refuse, and start again"
             )
         down, up = self._sent(tasks, tally)
         costs = replace(at.costs, sent=at.costs.sent + down + up)
@@ -100,13 +100,13 @@ class Rounds:
         return after, replace(record, bytes_down=down, bytes_up=up, refused=tally.refused)
 
     def finish(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
-        """Return the last round's record with an evaluation, where a run that is over lacks one."""
+        """Return the last record, evaluated if the run is over and its model was not yet."""
         if self.status == "stopped" or not at.round or record.evaluation:
             return record
         return self._questions.ask(at, record)
 
     def _round(self, at: Checkpoint) -> tuple[Checkpoint, RoundRecord] | None:
-        """Carry out one round; None where every site refused."""
+        """Carry out one round; None if every site refused."""
         started, number, begin = time.perf_counter(), at.round + 1, self._tasks.begin(at)
         tasks, steps = self._tasks.of(at, begin, number), self.plan.method.steps(begin)
 
@@ -134,7 +134,7 @@ class Rounds:
         after = Checkpoint(state, number, included)
         if self.form is not None and self.form.is_due(number) and _finite(state):
             record = self._questions.ask(after, record)
-        # Without a budget of seconds nothing of time enters the state.
+        # Without a budget in seconds, the state must not depend on time.
         counted = self.plan.budget.seconds is not None
         seconds = time.perf_counter() - started if counted else 0.0
         sent = record.bytes_down + record.bytes_up
@@ -143,22 +143,22 @@ class Rounds:
         return after, replace(record, seconds=time.perf_counter() - started)
 
     def _folded(self, state: State, tasks: dict[str, Task], tally: Tally) -> State | None:
-        """Exchange tasks for replies and fold these into the next state; None where none came."""
+        """Exchange tasks for replies and combine them into the next state; None without replies."""
         replies = tally.through(self.transport.exchange(tasks))
         first = next(replies, None)
         if first is None:
             return None
         if self.in_process:
             return self.plan.method.update(state, chain([first], replies))
-        # Strangers' replies that bring the update down count as refusals.
+        # A reply that makes the update fail counts as a refusal.
         outcome = fold_replies(self.plan.method, state, [first, *replies])
         for site, why in outcome.blamed.items():
-            _log.warning("site %s: its reply is rejected: the update fails by it: %s", site, why)
+            _log.warning("site %s: reply rejected, because the update fails with it: %s", site, why)
             tally.reject(site)
         return outcome.state
 
     def _sent(self, tasks: dict[str, Task], tally: Tally) -> tuple[int, int]:
-        """Return the bytes of an exchange, down and up."""
+        """Return the bytes that an exchange took, down and up."""
         return self.transport.traffic or (sum(t.wire_bytes for t in tasks.values()), tally.bytes)
 
     @cached_property

@@ -276,7 +276,7 @@ def test_policys_smallest_sigma_applies_to_the_multiplier() -> None:
 def test_weights_of_records_are_refused() -> None:
     oracle = PrivateOracle(records([1.0]), linear(1), TERMS, DRAWS, free)
     batch = next(oracle.batches(1, "gradient"))
-    with pytest.raises(PolicyRefused, match="records have no clip of their own"):
+    with pytest.raises(PolicyRefused, match="there is no clip per record"):
         batch.gradient(torch.zeros(1).double(), Fair(0.1, 0.0))
 
 

@@ -1,19 +1,19 @@
-"""The clipped sums of batches: per record, per batch, and with records that fail counted as zero.
+"""Clipped sums over a batch: per record or per batch, with failing records counted as zero.
 
-A model may raise at a record that nobody foresaw, and a failure would leave the site as a refusal,
-which depends on records. So a batch that raises is taken without the records at which the model
-raises when it is given each of them alone: the answer then has the bits that it would have without
-them. Whether a record is one of these follows from that record and public numbers only, so what one
-record moves a sum by is as it was. What stays in the site's own log is told there once.
+A model may raise an exception at an unforeseen record, and a refusal because of it would depend on
+records. So if a batch raises, each record is tried alone, and the batch is summed again without
+those at which the model raises. Whether a record is left out depends on that record and public
+numbers only, so the sensitivity is unchanged. A warning goes to the site's own log, once.
 
-See oracle for the channels. A batch draws nothing and charges nothing itself: its oracle has.
+The oracle module describes the channels. The oracle has sampled and charged a batch before it
+exists.
 
-One record can turn the clipped mean round: with C = 1 the gradients 1 and -3 have the mean -1,
-without the second one it is 1. Both lie in the ball of radius C, so the sensitivity is 2C, exactly,
-whatever the batch's gradients are; `terms.sensitivity` has it. The batch's realised size leaves
-only through the clipped mean. That a record changes no batch that it is not in, which sampling is
-counted on for, takes gradients that follow from weights and batch alone: they are summed as under
-per-sample clipping, from what was traced.
+Batch clipping: one record can reverse the clipped mean. With C = 1 the gradients 1 and -3 have mean
+-1; without the second it is 1. Both lie in the ball of radius C, so the sensitivity is 2C whatever
+the gradients are (`terms.sensitivity`). The batch's actual size is released only through the
+clipped mean. Amplification by sampling requires that a record changes no batch that it is not in,
+so gradients must depend on weights and batch only: they are summed by the traced kernel, as under
+per-sample clipping.
 """
 
 import logging
@@ -61,12 +61,12 @@ def sum_finite(
     finish: _Finish | None,
     layout: Placement | None = None,
 ) -> Tensor:
-    """Return take(x, y, shares, layout) [d], a sum over a batch, in which bad records weigh 0.
+    """Return take(x, y, shares, layout) [d], a sum over a batch in which failing records count 0.
 
-    shares: of each record [B], or None; those that are left keep theirs, and their slots.
-    like: [d], for the form of a sum. finish: what is done to a sum [d] of single records' sums, in
-    float64, to have that of all; it is made so where the good records raise together, as for want
-    of memory. None where it is no such sum: it is 0 then.
+    shares: of each record [B], or None; the remaining records keep theirs, and their slots.
+    like: [d], a tensor with the result's form. finish: turns the float64 sum [d] of sums over
+    single records into that over all; used if the remaining records raise only together, for
+    example for lack of memory. None if the result is not such a sum: it is 0 in that case.
     """
 
     def some(rows: Tensor | slice) -> Tensor:
@@ -80,7 +80,7 @@ def sum_finite(
     try:
         return some(good) if len(good) else torch.zeros_like(like)
     except Exception as error:
-        _tell(f"good records raise together, and are taken one by one: {_words(error)}")
+        _tell(f"records that pass alone fail together, and are summed singly: {_words(error)}")
     if finish is None:
         return torch.zeros_like(like)
     total = torch.zeros_like(like, dtype=torch.float64)
@@ -90,7 +90,7 @@ def sum_finite(
 
 
 def measure_each(measure: _Take, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
-    """Return measure(x, y, layout) [B] in float64, NaN for the records at which it raises."""
+    """Return measure(x, y, layout) [B] in float64, NaN for records at which it raises."""
 
     def some(rows: slice) -> Tensor:
         return measure(x[rows], y[rows], layout and layout.of(rows))
@@ -106,11 +106,11 @@ def measure_each(measure: _Take, x: Tensor, y: Tensor, layout: Placement | None 
 
 
 def _good(take: _TakeRows, count: int, error: Exception) -> Tensor:
-    """Return the places, on the CPU, of the records at which `take` does not raise alone."""
+    """Return the indices, on the CPU, of the records at which `take` does not raise."""
     good = [j for j in range(count) if _taken(take, slice(j, j + 1))]
     _tell(
-        f"the model raises at some records of a batch, which are given weight 0: {_words(error)}; "
-        "declare the ranges, categories or vocabulary that it takes"
+        f"the model fails on some records of a batch, which get weight 0: {_words(error)}; "
+        "declare the ranges, categories or vocabulary that the model accepts"
     )
     return torch.tensor(good, dtype=torch.int64)
 
@@ -134,7 +134,7 @@ def _tell(message: str) -> None:
 
 
 def clip_for(clip: float, expected: float) -> float:
-    """The clip that keeps what one record moves a sum by at or below C, rounding included.
+    """Return the clip at which one record changes a sum by at most C, rounding included.
 
     expected: q N, the expected size of a batch.
     """
@@ -142,21 +142,21 @@ def clip_for(clip: float, expected: float) -> float:
 
 
 def most_records(expected: float) -> int:
-    """How many records a batch of q N expected ones is reckoned with.
+    """Return the largest batch that rounding bounds assume, for q N expected records.
 
     A Poisson batch of N records is larger once in 10^31 batches (Chernoff: with t = 12 √(qN) + 50,
-    exp(-t² / 2(qN + t/3)) is at most 10^-31). One that is, as where a site has more records than it
-    has declared, is summed in another way, which keeps the same slack; see per_sample.clipping.
+    exp(-t² / 2(qN + t/3)) is at most 10^-31). A larger batch, for example at a site with more
+    records than it declared, is summed in another way with the same slack; see per_sample.clipping.
     """
     return math.ceil(expected + 12 * math.sqrt(expected) + 50)
 
 
 Counted = Literal["loss", "norm"]
-"""What `below` compares of a record: its loss, or its gradient's length."""
+"""What `below` compares: a record's loss, or the norm of its gradient."""
 
 
 class Batch(Protocol):
-    """One Poisson batch, on which each declared channel answers once."""
+    """One Poisson batch. Each declared channel answers once."""
 
     @property
     def noise_variance(self) -> float:
@@ -170,7 +170,7 @@ class Batch(Protocol):
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
         """Return the mean of ∇ℓ_j(w) - ∇ℓ_j(anchor), each clipped to `bound`: [d], [d] -> [d].
 
-        bound: >= 0. 0 is for w = anchor: the answer is 0 without noise, as nothing is released.
+        bound: >= 0. At 0, which means w = anchor, the answer is 0 without noise.
         """
         ...
 
@@ -179,25 +179,25 @@ class Batch(Protocol):
         ...
 
     def below(self, w: Tensor, bound: float, of: Counted = "loss") -> float:
-        """Return the share of records with at most bound at w [d]; may leave [0, 1].
+        """Return the share of records with a value of at most `bound` at w [d]; may leave [0, 1].
 
-        of: "loss", or "norm", a gradient's length over the clip C; 1 where nothing is clipped.
+        of: "loss", or "norm": the gradient's norm over the clip C. 1 if nothing is clipped.
         """
         ...
 
 
 class OpenChannels:
-    """The channels of a batch that are still to be answered."""
+    """The channels of a batch that have not been answered yet."""
 
     def __init__(self, channels: tuple[str, ...]) -> None:
         self._open = set(channels)
 
     def close(self) -> None:
-        """Answer no further."""
+        """Close every channel."""
         self._open.clear()
 
     def use(self, channel: str) -> None:
-        """Mark a channel as answered. Raises PolicyRefused where it is not open."""
+        """Mark a channel as answered. Raises PolicyRefused if it is not open."""
         if channel not in self._open:
             raise PolicyRefused(
                 f"channel {channel!r} is not open on this batch: declare it when asking for the "
@@ -207,7 +207,7 @@ class OpenChannels:
 
 
 class PlainBatch(OpenChannels):
-    """A batch without noise whose channels close as a private one's do, so no run asks for more."""
+    """A batch without noise; its channels close as in a private run, so both allow the same."""
 
     noise_variance = 0.0
 
@@ -259,12 +259,12 @@ class PlainBatch(OpenChannels):
 
 
 def person_shares(values: Tensor, shares: Tensor | None) -> Tensor:
-    """Return what each record [B] adds where it has a share of a person's part; None: all of it."""
+    """Return the records' values [B] times their shares of a person; unchanged without shares."""
     return values if shares is None else values * sent(shares, values.device)
 
 
 class NoiseTerms(Protocol):
-    """What a batch knows of its site's terms; see privacy.terms.Terms."""
+    """What a batch uses of its site's terms; see privacy.terms.Terms."""
 
     @property
     def clip(self) -> float:
@@ -291,7 +291,7 @@ class AddNoise(Protocol):
     """Draws.add_noise of one step: total [k] plus N(0, σ_c² bound²) in every entry."""
 
     def __call__(self, total: Tensor, sigma: float, sensitivity: float, *, purpose: str) -> Tensor:
-        """Return it; purpose: the channel, so that each has noise of its own."""
+        """Return the noisy total. purpose: the channel; each has independent noise."""
         ...
 
 
@@ -299,7 +299,7 @@ K = TypeVar("K", bound="Kernel")
 
 
 class NoisyBatch(OpenChannels, Generic[K]):
-    """What private batches share. A channel answers once: a second answer would be a release."""
+    """Common part of private batches. A second answer of a channel would be another release."""
 
     def __init__(
         self,
@@ -356,16 +356,16 @@ class NoisyBatch(OpenChannels, Generic[K]):
 
 
 class PerSampleBatch(NoisyBatch[PerSampleKernel]):
-    """See Batch. The sum of gradients that are clipped one by one, over the expected batch size.
+    """See Batch. The sum of individually clipped gradients, over the expected batch size.
 
-    shares: where a batch is of persons, 1/m for each of a person's m records: all of them together
-    then add at most C, as does one record otherwise.
+    shares: if persons are sampled, 1/m for each of a person's m records, so that they add at most C
+    together, as one record does otherwise.
     """
 
     def _most(self, y: Tensor, shares: Tensor | None) -> int | None:
-        """Return n where the batch has more of whatever is sampled, records or persons; else None.
+        """Return n if the batch has more than n sampled units (records or persons), else None.
 
-        The bound on roundings needs no more than that Σ ‖v_j‖ <= n C.
+        The bound on rounding errors only needs Σ ‖v_j‖ <= n C.
         """
         most = most_records(self._terms.batch_size)
         count = len(y) if shares is None else float(shares.sum())
@@ -373,7 +373,7 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
 
     @staticmethod
     def weights(clip: float, weighting: Weighting) -> Weights | None:
-        """Return what the kernel weighs records by, which it clips to C = clip all the same."""
+        """Return the kernel's weights of records; whatever they are, it clips to C = clip."""
         del clip
         return None if isinstance(weighting, Uniform) else weighting
 
@@ -412,25 +412,25 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
 
 
 class AutomaticBatch(PerSampleBatch):
-    """See Batch. Each record's gradient is scaled to the length C ‖g_j‖ / (‖g_j‖ + γ), below C.
+    """See Batch. Each record's gradient is scaled to the norm C ‖g_j‖ / (‖g_j‖ + γ), below C.
 
-    The kernel takes C / (‖g_j‖ + γ) as a weight, and clips to C as ever: the bound is its own.
+    C / (‖g_j‖ + γ) enters as a weight, and the kernel still clips to C, which gives the bound.
     """
 
     @staticmethod
     def weights(clip: float, weighting: Weighting) -> Weights | None:
-        """Return what the kernel weighs records by, which it clips to C = clip all the same."""
+        """Return the kernel's weights of records; whatever they are, it clips to C = clip."""
         return Automatic(clip, weighting)
 
 
-# Scaling rounds each entry, by 2^-24 in float32: this keeps the true length at or below C.
+# Scaling rounds each entry by up to 2^-24 in float32; this keeps the true norm at or below C.
 _SLACK = 1e-6
 
 
 class BatchClippedKernel:
     """Clipped mean gradients of one model. Raises ModelError, as PerSampleKernel does.
 
-    apart: what sums gradients, and has the loss channels' losses; one of its own by default.
+    apart: the kernel that sums gradients and computes losses; by default a new one.
     """
 
     def __init__(self, model: FlatModel, loss: Loss, apart: PerSampleKernel | None = None) -> None:
@@ -438,7 +438,7 @@ class BatchClippedKernel:
         self._apart = apart or PerSampleKernel(model, loss)
 
     def seed(self, seed: Seed) -> None:
-        """Have what is asked from now on draw its random numbers by this; see PerSampleKernel."""
+        """Set the seed of random layers from now on; see PerSampleKernel."""
         self._apart.seed(seed)
 
     def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
@@ -446,7 +446,7 @@ class BatchClippedKernel:
         return self._apart.losses(x, y, layout)
 
     def norms(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
-        """The lengths ‖g_j‖ [B] of the per-sample gradients at the model's weights."""
+        """The norms ‖g_j‖ [B] of the per-sample gradients at the model's weights."""
         return self._apart.norms(x, y, layout)
 
     def clipped_mean(self, x: Tensor, y: Tensor, clip: float) -> Tensor:
@@ -464,17 +464,16 @@ class BatchClippedKernel:
         return torch.where(norm.isfinite(), exact * scale, 0).to(mean.dtype)
 
     def way(self, x: Tensor, y: Tensor) -> str:
-        """Return how records of the form of x, y [B, ...] are kept apart, as
-        PerSampleKernel.way."""
+        """Return how the records of x, y [B, ...] are separated, as PerSampleKernel.way does."""
         return self._apart.way(x, y)
 
     def verify(self, x: Tensor, y: Tensor) -> None:
-        """Check that the model keeps the records of a batch apart. Raises ModelError otherwise."""
+        """Check that the model does not mix a batch's records. Raises ModelError otherwise."""
         self._apart.verify(x, y)
 
 
 Kernel = PerSampleKernel | BatchClippedKernel
-"""What computes with the model in a private run."""
+"""What computes gradients in a private run."""
 
 
 class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):
@@ -486,23 +485,23 @@ class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):
         self.use("gradient")
         if not isinstance(weighting, Uniform):
             raise PolicyRefused(
-                f"weighting is {weighting}: under batch clipping records have no clip of their "
-                'own that a weight could be part of; use privacy.mode = "per_sample"'
+                f"weighting is {weighting}: under batch clipping there is no clip per record that "
+                'a weight could be part of; use privacy.mode = "per_sample"'
             )
         self._kernel.model.load(w)
         clipped_mean = self._kernel.clipped_mean
 
         def take(x: Tensor, y: Tensor, _: Tensor | None, layout: Placement | None) -> Tensor:
-            del layout  # the ball bounds it, wherever records stand
+            del layout  # the bound does not depend on slots
             return clipped_mean(x, y, self._terms.clip)
 
-        # Whatever it is, it lies in the ball of radius C, and 2C is what one record may do.
+        # Any value lies in the ball of radius C, so one record changes it by at most 2C.
         mean = sum_finite(take, self._x, self._y, None, w, None)
         return self.noisy(mean, "gradient", self._terms.clip)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
         """Return the mean of ∇ℓ_j(w) - ∇ℓ_j(anchor), each clipped to `bound`: [d], [d] -> [d].
-        Raises PolicyRefused: a batch's mean difference has no proof here."""
+        Raises PolicyRefused: its sensitivity is not proven under batch clipping."""
         del w, anchor, bound
         raise PolicyRefused(
             "a gradient difference was asked for under batch clipping, which has no sensitivity "

@@ -1,14 +1,14 @@
-"""The only door to the records: clipped, noised, charged to the ledger before release.
+"""The only access to a site's records: clipped, noised, and charged to the ledger beforehand.
 
-An algorithm asks for batches and, on each, for releases. In a private run the oracle has the ledger
-write the events down, samples, clips, adds noise, and only then lets a number go. In a plain run it
-answers with exact numbers. The algorithm cannot tell the two apart.
+An algorithm asks for batches and, on each batch, for releases. In a private run the oracle first
+charges the ledger, then samples, clips and adds noise, and only then returns a number. In a plain
+run it returns exact numbers. The algorithm cannot tell the two apart.
 
-    for batch in oracle.batches(3, "gradient", "loss"):     three joint events, charged at once
-        w = w - eta * batch.gradient(w)                     any w; each channel once a batch
+    for batch in oracle.batches(3, "gradient", "loss"):     three joint events, charged together
+        w = w - eta * batch.gradient(w)                     at any w; each channel once per batch
         loss = batch.loss(w, bound=2.0)
-    g = oracle.opening("gradient").gradient(w)              the event that opens a round: its own
-                                                            rate and noise (terms.Opening)
+    g = oracle.opening("gradient").gradient(w)              the event that opens a round, with its
+                                                            own rate and noise (terms.Opening)
     channel    release                                       sensitivity      divided by
     gradient   Σ c_j g_j,  c_j = clamp(w_j, 0, C/‖g_j‖)      C                q N
     gradient   ḡ min(1, C/‖ḡ‖), ḡ the batch's mean gradient  2C               (batch clipping)
@@ -17,13 +17,13 @@ answers with exact numbers. The algorithm cannot tell the two apart.
     loss       Σ clamp(ℓ_j, 0, bound)                        bound            q N
     below      Σ (1[ℓ_j <= bound] - 1/2), or of ‖g_j‖/C      1/2              q N, then + 1/2
 
-Each release adds N(0, σ_c² b²) in every coordinate, b the bound: C, bound, 1/2; a bound
-follows from released numbers only. With m_c = σ_c b over the sensitivity, all channels of a batch,
-which see the same records, are one joint event with σ_joint = (Σ m_c^-2)^(-1/2) (spec: releases
-that share a batch). The divisor of a sum is the expected batch size, as the realised one is itself
-private. The terms say which clipping it is.
+Each release adds N(0, σ_c² b²) to every coordinate, where b is the bound: C, `bound` or 1/2. A
+bound may depend on released numbers only. All channels of a batch see the same records, so they
+form one joint event with σ_joint = (Σ m_c^-2)^(-1/2), where m_c = σ_c b / sensitivity. Sums are
+divided by the expected batch size, because the actual size is private. The terms say how gradients
+are clipped.
 
-A wrapper overrides what it changes, and forwards all else (`_Forwarding`).
+A wrapper overrides some methods and forwards the rest (`_Forwarding`).
 """
 
 import math
@@ -62,10 +62,10 @@ from fedpact.privacy.terms import Opening, Terms
 
 @dataclass(frozen=True)
 class Charge:
-    """How an oracle's events are written down: the ledger, and what tells this request apart.
+    """Charges an oracle's events to a ledger, with what identifies the request.
 
-    digest: of all that the answer follows from besides records and seed, so that what a
-    hypothetical ledger takes for a repetition is one. `run` has to stand for one seed.
+    digest: of everything that determines the answer besides records and seed. A hypothetical ledger
+    takes an equal digest for a repetition, which costs nothing. `run` must stand for one seed.
     """
 
     ledger: Ledger
@@ -75,14 +75,14 @@ class Charge:
     attempt: int = 0
 
     def steps_left(self, terms: Terms) -> float:
-        """Return how many of the reserved batches the ledger leaves the run."""
+        """Return how many of the run's reserved batches have not been charged."""
         return terms.steps_after(self.ledger.spent(self.run))
 
     def __call__(self, terms: Terms, first: int, count: int, channels: tuple[str, ...]) -> None:
-        """Charge `count` joint events, the first of them the request's step `first`.
+        """Charge `count` joint events, starting at step `first` of the request.
 
-        An event is charged whole, as the terms' event, even where fewer channels are asked for.
-        Raises PolicyRefused: a channel that the terms do not name, or none, or one twice.
+        The terms' whole event is charged, even if fewer channels are asked for.
+        Raises PolicyRefused: no channel, one that the terms do not name, or one twice.
         """
         if not channels or len(set(channels)) < len(channels) or set(channels) - set(terms.sigmas):
             raise PolicyRefused(
@@ -100,7 +100,7 @@ class Charge:
         )
 
     def once(self, event: SampledGaussian, purpose: tuple[str, ...]) -> None:
-        """Charge one event of all records, which is no batch's. purpose: what it is for."""
+        """Charge one event over all records, outside any batch. purpose: what it is for."""
         self.ledger.charge(
             self.run,
             f"{self.round}/once/{self.digest}",
@@ -114,11 +114,11 @@ class Charge:
 
 @dataclass(frozen=True)
 class Records:
-    """A site's training records: x [n, ...], y [n]. Only oracles hold one.
+    """A site's training records: x [n, ...], y [n]. Only oracles hold them.
 
-    columns: of a row's numbers those that are scaled by what sites release; in [-1, 1] till then.
-    persons: where a batch is of persons, each record's person, int64 [n] in the CPU's memory,
-    numbered from 0 without gaps; None where it is of records.
+    columns: positions in a record that are scaled by released scales; in [-1, 1] until then.
+    persons: each record's person if persons are sampled, int64 [n] on the CPU, numbered from 0
+    without gaps; None if records are sampled.
     """
 
     x: Tensor
@@ -127,8 +127,9 @@ class Records:
     persons: Tensor | None = None
 
     def __post_init__(self) -> None:
-        # A batch of all is these very numbers, and any other a copy: both lie alike in memory, else
-        # whether one record is in it would decide by what code the others are multiplied.
+        # A full batch is this tensor itself, any other batch is a copy. Both need the same memory
+        # alignment: otherwise the presence of one record would decide which code path of the BLAS
+        # library multiplies the others.
         object.__setattr__(self, "x", aligned(self.x))
         object.__setattr__(self, "y", aligned(self.y))
 
@@ -137,9 +138,9 @@ class Records:
         return replace(self, x=self.x.to(device), y=self.y.to(device))
 
     def join(self, x: Tensor, y: Tensor, at: int, *, together: bool = False) -> "Records":
-        """Return the records with others x, y [m, ...] before place `at`.
+        """Return the records with others x, y [m, ...] inserted at position `at`.
 
-        Where a batch is of persons, of a new person each, or of one `together`.
+        If persons are sampled, each is a new person's, or all are one new person's (`together`).
         """
         persons = self.persons
         if persons is not None:
@@ -154,28 +155,26 @@ class Records:
 
     @cached_property
     def count(self) -> int:
-        """How many there are of what is sampled: persons, or records."""
+        """The number of sampled units: persons, or records."""
         if self.persons is None:
             return len(self.y)
         return int(self.persons.max()) + 1 if len(self.persons) else 0
 
     @cached_property
     def _shares(self) -> Tensor | None:
-        """1/m [n] for each of a person's m records, in float64, in the CPU's memory."""
+        """1/m for each of a person's m records: float64 [n], on the CPU."""
         if self.persons is None:
             return None
         each = torch.bincount(self.persons).double()[self.persons]
-        # Rounded down, so that a person's add up to 1 at most.
+        # Rounded down, so that a person's shares add up to at most 1.
         return (2.0**40 / each).floor() / 2.0**40
 
     def batch(
         self, draws: Draws, rate: float, step: int, *, lent: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return a Poisson batch of records, or of persons with all their records and shares.
+        """Return a Poisson batch (x, y, shares) of records, or of persons with all their records.
 
-        Shares are in the CPU's memory, wherever the records are.
-
-        lent: see `at`.
+        shares are always on the CPU, and None if records are sampled. lent: see `at`.
         """
         chosen = draws.batch(self.count, rate, step)
         if self.persons is None or self._shares is None:
@@ -186,19 +185,19 @@ class Records:
         return *self.at(places, lent=lent), self._shares[places]
 
     def at(self, chosen: Tensor, *, lent: bool = False) -> tuple[Tensor, Tensor]:
-        """Return copies of the records of these indices, which ascend.
+        """Return copies of the records at these ascending indices.
 
-        lent: of all records no copy, for whoever leaves them as they are.
+        lent: if all records are chosen, return them uncopied; the caller must not change them.
         """
         if chosen.shape == self.y.shape[:1]:
             return (self.x, self.y) if lent else (self.x.clone(), self.y.clone())
         chosen = sent(chosen, self.x.device)
-        # A quarter of the time of x[chosen].
+        # Takes a quarter of the time of x[chosen].
         return self.x.index_select(0, chosen), self.y.index_select(0, chosen)
 
 
 def _seed_of(draws: Draws, step: int) -> Callable[[], int]:
-    """What a step's random numbers are drawn by: one number, and none where none are drawn."""
+    """Return the seed of a step's random layers, drawn only when first asked for."""
     return cache(lambda: draws.number(step))
 
 
@@ -222,7 +221,7 @@ __all__ = [
 
 
 class Oracle(Protocol):
-    """What an algorithm's local part is given: the door, with the records behind it."""
+    """What an algorithm's local part is given to compute with: see the module."""
 
     @property
     def batch_size(self) -> float:
@@ -231,7 +230,7 @@ class Oracle(Protocol):
 
     @property
     def sampling_rate(self) -> float:
-        """q_i, the chance of a record to be in a batch: 1/q_i steps are a pass. Public."""
+        """q_i, the probability that a record is in a batch; 1/q_i steps make an epoch. Public."""
         ...
 
     @property
@@ -243,7 +242,7 @@ class Oracle(Protocol):
     def steps_left(self) -> float:
         """How many batches the site's reservation still allows, public; inf in a plain run.
 
-        To be asked for at the end of `local`, when this request's batches have been charged.
+        Read it at the end of `local`, when this request's batches have been charged.
         """
         ...
 
@@ -251,35 +250,35 @@ class Oracle(Protocol):
     def shares(self) -> Mapping[str, Tensor]:
         """What was released with a share of noise: channel -> int64 [d], on the terms' grid.
 
-        Where it is not empty, this goes to the server in place of what `local` made of it.
+        If not empty, this is sent to the server instead of the vectors that `local` returns.
         """
         ...
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """Yield `count` batches that answer the channels; each is closed by the next one."""
+        """Yield `count` batches that answer these channels; asking for the next closes the last."""
         ...
 
     def opening(self, *channels: str) -> Batch:
-        """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
+        """Return the batch that opens a round, sampled at the rate of the algorithm's Opening."""
         ...
 
     def columns(self) -> column_scales.Means:
-        """Return what scales the site's columns, once, before the first round."""
+        """Return the scales of the site's columns; once, before the first round."""
         ...
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge.
 
-        Only for runs that say of themselves that they are not private. Raises PolicyRefused.
+        Only for runs that are declared as not private. Raises PolicyRefused otherwise.
         """
         ...
 
 
 class PlainOracle:
-    """Exact answers, for runs that are explicitly not private: the private run's twin.
+    """Exact answers, for runs that are explicitly not private.
 
-    Batches are Poisson batches and sums are divided by q N, as in a private run. Losses are not
-    clipped.
+    Batches are Poisson batches and sums are divided by q N, as in a private run, so that the two
+    can be compared. Losses are not clipped.
     """
 
     noise_variance = 0.0
@@ -301,18 +300,18 @@ class PlainOracle:
         self._step = 0
 
     def batches(self, count: int, *channels: str) -> Iterator["PlainBatch"]:
-        """Yield `count` batches that answer the channels; each is closed by the next one."""
+        """Yield `count` batches that answer these channels; asking for the next closes the last."""
         for _ in range(at_least_one(count=count)):
             batch = self._batch(self.sampling_rate, channels)
             yield batch
             batch.close()
 
     def opening(self, *channels: str) -> "PlainBatch":
-        """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
+        """Return the batch that opens a round, sampled at the rate of the algorithm's Opening."""
         return self._batch(self._opening_rate, channels)
 
     def columns(self) -> column_scales.Means:
-        """Return what scales the site's columns, once, before the first round."""
+        """Return the scales of the site's columns; once, before the first round."""
         found = column_scales.sums(self._records.x[:, list(self._records.columns)])
         return column_scales.Means(found / self._size, 0.0, self._size)
 
@@ -329,16 +328,16 @@ class PlainOracle:
 
 
 class PrivateOracle:
-    """Clipped, noised, charged answers: (ε, δ)-DP under add/remove of one record.
+    """Clipped, noised, charged answers: (ε, δ)-DP under adding or removing one record.
 
-    Where the records say whose they are, of one person with all records: a person is in a batch
-    with the same chance, and has m records, each with a weight of 1/m in its own clip, so that all
-    of them add at most C to a sum. Size, rate and divisor are then of persons.
+    If `records.persons` is set, of one person with all its records: persons are sampled at the same
+    rate, and each of a person's m records is clipped and weighted by 1/m, so that together they add
+    at most C to a sum. Size, rate and divisor then count persons.
     exact: answers `unprotected`, after which nothing that the run releases is private; None in
-    every run that is to be. placement: "compact" or "scattered" (per_sample.layout); None: as the
-    kernel finds for itself.
-    Raises PolicyRefused: draws that come again with a ledger that is not hypothetical, or fresh
-    ones with one that is, which would take a second release for the first.
+    every private run. placement: "compact" or "scattered" (per_sample.layout); None: the kernel's
+    default.
+    Raises PolicyRefused: seeded draws with a real ledger, or fresh draws with a hypothetical one,
+    which would take a second release for a repetition of the first.
     """
 
     def __init__(
@@ -369,7 +368,7 @@ class PrivateOracle:
 
     @property
     def sampling_rate(self) -> float:
-        """q_i, the chance of a record to be in a batch: 1/q_i steps are a pass. Public."""
+        """q_i, the probability that a record is in a batch; 1/q_i steps make an epoch. Public."""
         return self._terms.rate
 
     @property
@@ -383,8 +382,8 @@ class PrivateOracle:
         return self._left()
 
     def batches(self, count: int, *channels: str) -> Iterator[PerSampleBatch | BatchClippedBatch]:
-        """Yield `count` batches that answer the channels; each is closed by the next one. Raises
-        BudgetExhausted and PolicyRefused, before any record is read."""
+        """Yield `count` batches that answer these channels; asking for the next closes the last.
+        Raises BudgetExhausted and PolicyRefused, before any record is read."""
         self._charge(self._terms, self._step, at_least_one(count=count), channels)
         first = self._step
         self._step += count
@@ -394,7 +393,7 @@ class PrivateOracle:
             batch.close()
 
     def opening(self, *channels: str) -> PerSampleBatch | BatchClippedBatch:
-        """Return the batch that opens a round, of the rate that the algorithm's Opening names.
+        """Return the batch that opens a round, sampled at the rate of the algorithm's Opening.
         Raises BudgetExhausted, and PolicyRefused: the terms have no opening."""
         if not self._terms.openings:
             raise PolicyRefused(
@@ -407,7 +406,7 @@ class PrivateOracle:
         return self._batch(opening, self._step - 1, channels)
 
     def columns(self) -> column_scales.Means:
-        """Return what scales the site's columns, once, before the first round. Raises
+        """Return the scales of the site's columns; once, before the first round. Raises
         BudgetExhausted, and PolicyRefused: the terms have no such release."""
         once = self._charge.once if isinstance(self._charge, Charge) else None
         u = self._records.x[:, list(self._records.columns)]
@@ -419,8 +418,8 @@ class PrivateOracle:
         """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
         if self._exact is None:
             raise PolicyRefused(
-                "exact numbers over all records were asked for: this run protects its records; "
-                "leave out what asks for them, as an estimator that is 'raw'"
+                "exact numbers over all records were asked for, but this run is private; remove "
+                "what asks for them, such as an estimator that is 'raw'"
             )
         if isinstance(self._charge, Charge):
             self._charge.ledger.expose(self._charge.run, self._charge.round)
@@ -430,10 +429,10 @@ class PrivateOracle:
     def _batch(
         self, terms: Terms, step: int, channels: tuple[str, ...]
     ) -> PerSampleBatch | BatchClippedBatch:
-        # What is accounted for decides, not the kernel: the wrong one has no such method.
+        # The mechanism that is accounted for decides; a kernel of another kind lacks the method.
         answering = mechanism_of(terms.mechanism).batch
-        # Per-sample passes write over no record, and refuse a model that would. At q = 1 copies
-        # were most of a step.
+        # Per-sample passes never write to records, and refuse a model that would. At q = 1 the
+        # copies took most of a step.
         lent = issubclass(answering, PerSampleBatch)
         x, y, shares = self._records.batch(self._draws, terms.rate, step, lent=lent)
         self._kernel.seed(_seed_of(self._draws, step))
@@ -445,7 +444,7 @@ class PrivateOracle:
         return answering(cast(Any, self._kernel), x, y, terms, add_noise, channels, shares, layout)
 
     def _laid_out(self, terms: Terms, step: int, x: Tensor, y: Tensor) -> Placement | None:
-        """Return where the batch's records stand; None: as the kernel has it by default."""
+        """Return the slots of the batch's records; None: the kernel's default."""
         if self._placement is None or not isinstance(self._kernel, PerSampleKernel):
             return None
         if self._placement == "compact":
@@ -456,15 +455,15 @@ class PrivateOracle:
     def _shared(
         self, total: Tensor, sigma: float, bound: float, purpose: str, *, step: int
     ) -> Tensor:
-        """Return a sum [d] with the site's share of noise, and keep it as whole numbers.
+        """Return a sum [d] with the site's share of noise, and store it as whole numbers.
 
-        Raises PolicyRefused: the request has one of this channel already. Sums of several would be
-        protected by each one's own share only.
+        Raises PolicyRefused: this channel has been released in this request. Several releases
+        could be combined so that only one site's share protects them.
         """
         if purpose in self.shares:
             raise PolicyRefused(
                 f"a second release of {purpose!r} was asked for in one round: sites that share "
-                "noise out make one"
+                "noise make one"
             )
         unit = sigma * bound / SHARE_DEVIATION
         self.shares[purpose] = self._draws.share(total, unit, SHARE_DEVIATION, step, purpose)
@@ -473,10 +472,10 @@ class PrivateOracle:
     def _rounded(
         self, units: float, total: Tensor, sigma: float, bound: float, purpose: str, *, step: int
     ) -> Tensor:
-        """Return a sum [d] with the site's noise, both rounded to a coarse grid."""
+        """Return a sum [d] with the site's own noise, on a coarse grid."""
         unit = sigma * bound / units
         whole = self._draws.share(total, unit, units, step, purpose)
-        # In parts, so that what is in between stays in the processor's cache.
+        # In chunks that stay in the processor's cache.
         for start in range(0, len(total), CHUNK):
             part = slice(start, start + CHUNK)
             total[part] = whole[part].double().mul_(unit)
@@ -484,20 +483,20 @@ class PrivateOracle:
 
 
 class _Forwarding:
-    """Passes all that a subclass does not have on to another object, but for what is private."""
+    """Forwards public attributes that a subclass does not define to another object."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        # "_inner" itself is not there yet where an object is being copied.
+        # While an object is being copied, "_inner" is not set yet.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._inner, name)
 
 
 BatchAround = cast(Any, _Forwarding)
-"""A batch that passes every call on to another; a subclass changes some."""
+"""A batch that forwards every call to another; a subclass changes some."""
 
 OracleWrapper = cast(Any, _Forwarding)
-"""An oracle that passes every call on to another; a subclass changes some."""
+"""An oracle that forwards every call to another; a subclass changes some."""

@@ -110,7 +110,7 @@ def test_round_continues_and_record_and_log_name_the_site(caplog):
         "b": -1,
         "c": 1,
     }
-    assert "site b: its reply is rejected: the update fails by it" in caplog.text
+    assert "site b: reply rejected, because the update fails with it" in caplog.text
 
 
 def test_a_simulations_own_sites_diverge_as_one():
