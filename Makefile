@@ -45,7 +45,7 @@ bench: $(INSTALLED)
 # `python -m experiments.evidence` measures more.
 evidence: $(INSTALLED)
 	$(BIN)/python -m experiments.evidence --page
-	$(BIN)/python experiments/beyond/table.py --page
+	$(BIN)/python -m experiments.beyond.table --page
 
 # What each key of a configuration means, for the command line.
 reference: $(INSTALLED)

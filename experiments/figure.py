@@ -1,4 +1,4 @@
-"""Draw a comparison's curves: python experiments/figure.py FOLDER FIGURE.svg [loss|accuracy|psi]
+"""Draw a comparison's curves: python -m experiments.figure FOLDER FIGURE.svg [loss|accuracy|psi]
 
 FOLDER is what fedpact.compare wrote. One line an entry: the mean over its seeds, round by round.
 """

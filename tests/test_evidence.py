@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from experiments.beyond import table as beyond
-from experiments.evidence import ali, check, drawing, fedfdp, measure, page, page_ali
+from experiments.evidence import ali, check, drawing, fedfdp, measure, page
 from experiments.evidence.__main__ import main, missing
 from experiments.evidence.cells import Book, told
 from experiments.evidence.order import ORDER
 from experiments.evidence.runs import Run
 from experiments.evidence.stored import HERE, Stored
+from experiments.made import NOT_RECORDED, made, tally
 
 import fedpact
 from fedpact.common.randomness.seeded import DRAWS
@@ -44,17 +45,63 @@ def test_the_page_is_what_the_stored_results_make():
         assert sum(float(row[5]) for row in mine) == pytest.approx(hours, abs=0.0501 * len(mine))
 
 
-def test_figure_draws_every_line_from_stored_results():
-    found = drawing.lines(Book(Stored()))
-    text = drawing.FIGURE.read_text(encoding="utf-8")
-    assert f"of {drawing.digest(found)}" in text, "run `make evidence`"
-    means = _means()
-    for data, by_label in found.items():
-        assert (page_ali.NAMES[data] in text, len(by_label)) == (True, 6)
-        for label, points in by_label.items():
-            assert label in text
-            assert [epsilon for epsilon, _ in points] == sorted({c.epsilon for c in ali.COLUMNS})
-            assert label == "printed" or {f"{value:.2f}" for _, value in points} <= means
+def test_figures_draw_every_line_from_stored_results():
+    found, means = drawing.pictures(Book(Stored())), _means()
+    for name, panels in found.items():
+        text = (drawing.IMAGES / f"{name}.svg").read_text(encoding="utf-8")
+        assert f"of {drawing.digest(panels)}" in text, "run `make evidence`"
+        assert f"(images/{name}.svg)" in page.PAGE.read_text(encoding="utf-8")
+        for panel in panels:
+            assert panel.title in text
+            for label, points in panel.lines.items():
+                assert label in text
+                assert points == sorted(points)
+                measured = panel.y in ("accuracy, %", "Ψ") and "printed" not in label
+                digits = 5 if panel.y == "Ψ" else 2
+                assert not measured or {f"{value:.{digits}f}" for _, value in points} <= means
+    assert [len(panel.lines) for panel in found["evidence"]] == [6, 6]
+    # τ by round sums up to what the budget allows.
+    for panel in found["evidence-ali-4-5"]:
+        for label, points in panel.lines.items():
+            assert sum(tau for _, tau in points) <= int(label.rpartition(" ")[2])
+
+
+def test_what_diverged_is_marked_and_no_sentence_rests_on_it(monkeypatch):
+    """Had all stored runs diverged, each figure of theirs would say so, and no sentence tell."""
+    seeds = Stored.seeds
+    monkeypatch.setattr(
+        Stored,
+        "seeds",
+        lambda self, run: {n: one | {"diverged": 0} for n, one in seeds(self, run).items()},
+    )
+    text = page.whole()
+    of_runs = text.split("## ALI-DPFL, Tables")[1].split("## LDP FedSGD")[0]
+    # ε = 2 of features is stored elsewhere.
+    lines = [line for line in of_runs.splitlines() if "-MNIST | 2 |" not in line]
+    lines = [line for line in lines if "CIFAR-10 | 2 |" not in line]
+    figures = re.findall(r"(?:± [\d.e+]+|\(1 seed\))(.{0,12})", "\n".join(lines))
+    assert len(figures) > 500
+    assert {mark for mark in figures if not mark.startswith((", diverged", " (2 seeds)"))} == set()
+    for line in lines:
+        if line.startswith("* ") and " ± " not in line:
+            assert "not run" in line or "diverged" in line, line
+    own = ("evidence-ali-1", "evidence-fedproxvr-2", "evidence-fedfdp-3-4")
+    found = drawing.pictures(Book(Stored()))
+    drawn = [one for name in own for panel in found[name] for one in panel.lines.items()]
+    assert [label for label, points in drawn if points and "printed" not in label] == []
+
+
+def test_what_a_result_does_not_say_is_not_recorded():
+    line = "1a, torch 2.13.0, python 3.11.7, AMD EPYC, 2 of 2 cores, AVX512, cpu"
+    of_keys = {"made": {"commit": "2b", **dict.fromkeys(("torch", "python"), "x")}}
+    assert tally([{"made": line}, {"made": line}, of_keys, {}]) == [
+        ["2", "1", "2.13.0", "3.11.7", "AMD EPYC, 2 of 2 cores, AVX512", "cpu"],
+        ["1", NOT_RECORDED, *[NOT_RECORDED] * 4],
+        ["1", "1", "x", "x", NOT_RECORDED, NOT_RECORDED],
+    ]
+    now = made()
+    assert tally([now]) == [["1", "1", *list(now.values())[1:]]]
+    assert all(now.values())
 
 
 def test_so_is_that_of_what_is_beyond_the_papers():

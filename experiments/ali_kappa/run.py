@@ -1,6 +1,6 @@
 """Which default κ: ALI-DPFL at κ = c ρ² beside fixed τ, at the same rounds, iterations and noise.
 
-    python experiments/ali_kappa/run.py digits-labels 30 150 3      data, R_s, R_c, seeds
+    python -m experiments.ali_kappa.run digits-labels 30 150 3      data, R_s, R_c, seeds
 
 Prints, for every choice, the accuracy on the public test set (mean and standard deviation over the
 seeds), the iterations of each run, and its first τ.

@@ -1,6 +1,6 @@
 """What noise that is correlated over steps would gain: DP-FTRL with banded matrices.
 
-    python experiments/banded/run.py
+    python -m experiments.banded.run
 
 Choquette-Choo, Ganesh, McKenna, McMahan, Rush, Thakurta, Xu. (Amplified) banded matrix
 factorization. arXiv 2306.08153. A = B C takes T gradients to their T prefix sums; a site releases

@@ -1,7 +1,7 @@
 """Beyond the papers' data: accuracy by (ε, δ) and number of sites, `local` beside it.
 
-    FEDPACT_DATA=DIR python experiments/beyond/table.py NAME [SITES ...]      results-NAME.json
-    python experiments/beyond/table.py --page           README.md's tables, of what is stored
+    FEDPACT_DATA=DIR python -m experiments.beyond.table NAME [SITES ...]      results-NAME.json
+    python -m experiments.beyond.table --page           README.md's tables, of what is stored
 
 NAME: adult, adult-iid, heart, shakespeare, shakespeare-transformer or shakespeare-ngram. Entrants:
 federated with each site's own noise, federated with noise for the sum (all but one site honest),
@@ -14,7 +14,6 @@ as it comes, with the digest of its partition and what each site's receipt says 
 import hashlib
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
+from experiments.made import made
 
 import fedpact
 from fedpact.common.files import write_whole
@@ -174,7 +173,7 @@ class Results:
             **_summary(list(accuracies.values())),
             "partition": hashlib.sha256(partition).hexdigest(),
             "spent": tallied([receipt(path) for path in ledgers]),
-            "made": f"{_commit()}, torch {torch.__version__}",
+            "made": made(),
         }
 
     def cells(self) -> Iterator[Cell]:
@@ -195,11 +194,6 @@ def tallied(receipts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return how many sites spent which ε by their own ledgers, each of one run."""
     each = [next(iter(one["runs"].values()))["epsilon_spent"] for one in receipts]
     return {f"{x:.6f}": each.count(x) for x in set(each)}
-
-
-def _commit() -> str:
-    asked = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()
 
 
 def _summary(accuracies: list[float]) -> dict[str, float]:

@@ -50,7 +50,7 @@ def cell(book: Book, data: str, epsilon: float, trust: str) -> str:
         return book.accuracy(run, run.looks[-1])
     name = data if trust == "own" else f"{data}-sum"
     found = of_features(name)
-    command = f"`python experiments/features/run.py {name}`"
+    command = f"`python -m experiments.features.run {name}`"
     return told(found, 2) if found else book.not_run(f"features {name}", command)
 
 

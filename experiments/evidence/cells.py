@@ -26,20 +26,23 @@ class Book:
         return [float(seen[name]) for seen in each if name in seen]
 
     def mean(self, run: Run, look: int, name: str = "accuracy") -> float | None:
-        """Return the mean over seeds, or None where none was run."""
-        found = self.values(run, look, name)
+        """Return the mean over seeds, or None where none was run or one has diverged.
+
+        Sentences and curves are of means: where a seed has diverged the table alone says so.
+        """
+        found = [] if self._ended(run, look) else self.values(run, look, name)
         return statistics.fmean(found) if found else None
 
     def paired(self, runs: Sequence[tuple[Run, int]], name: str = "accuracy") -> list[float | None]:
         """Return the means of runs after a round each, over the seeds that all of them share.
 
-        None for a run without any; all of them where they share none.
+        None for a run without any, or of which one has diverged; all of them where they share none.
         """
         seen = [
             {
                 seed: float(outcome["looks"][str(look)][name])
                 for seed, outcome in self.stored.seeds(run).items()
-                if name in outcome["looks"].get(str(look), {})
+                if name in outcome["looks"].get(str(look), {}) and not self._ended(run, look)
             }
             for run, look in runs
         ]

@@ -76,6 +76,7 @@ PRIVATE_SPREADS: Final = {
 SWEPT: Final = (0.1, 0.3, 1.0, 3.0)  # λ, where losses are not inflated
 # What diverges at η = 0.1, at a tenth of it.
 CAREFUL: Final = (("scaffold", 0.01), ("feddyn", 0.01))
+SWEEPS: Final = ("fashion_mnist", "mnist")  # of λ and C
 CLIPS: Final = (0.01, 0.1, 1.0, 5.0, 10.0)
 
 
@@ -105,14 +106,25 @@ def loudest(method: str, rate: float, weight: float = 1e-2) -> Run:
     return _run("fedfdp-fashion_mnist", name, settings, (LAST,), cost)
 
 
-def clipped(clip: float) -> Run:
-    """Return a run of Figure 4, F-MNIST at another C."""
+def weighed(data: str, weight: float) -> Run:
+    """Return a run of Figure 3, another λ."""
+    return private(data, "fedfdp", 16.0, weight)
+
+
+def each_site(method: str) -> Run:
+    """Return a run of Figure 1, whose accuracies at the sites are kept: that of Table 4's."""
+    run = spread("cifar10", 50, 0.1, f"{method} plain")
+    return replace(run, name=f"{run.name} each site")
+
+
+def clipped(data: str, clip: float) -> Run:
+    """Return a run of Figure 4, another C."""
     if clip == 0.1:
-        return private("fashion_mnist", "fedfdp", 1.0)
-    given = (("data", "fashion_mnist+test"), ("rounds", 600), ("privacy.clip", clip))
-    settings = overrides((*given, *_own("fedfdp", WEIGHTS["fashion_mnist"])))
-    cost = gradients("fashion_mnist", _SHARE * 600)
-    return _run("fedfdp-fashion_mnist", f"fedfdp C={clip:g}", settings, (600,), cost)
+        return private(data, "fedfdp", 1.0)
+    given = (("data", f"{data}+test"), ("rounds", 600), ("privacy.clip", clip))
+    settings = overrides((*given, *_own("fedfdp", WEIGHTS[data])))
+    cost = gradients(data, _SHARE * 600)
+    return _run(f"fedfdp-{data}", f"fedfdp C={clip:g}", settings, (600,), cost)
 
 
 def spread(data: str, sites: int, beta: float, method: str) -> Run:

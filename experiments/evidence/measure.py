@@ -1,7 +1,6 @@
 """Carry a run out."""
 
 import json
-import platform
 import subprocess
 import sys
 import time
@@ -9,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from benchmarks.machine import describe
 from experiments.evidence.runs import Run
+from experiments.made import made
 
 import fedpact
 from fedpact.common.messages import RoundRecord
@@ -26,8 +24,8 @@ def carry_out(run: Run, seed: int, out: Path) -> Iterator[dict[str, Any]]:
     began = time.process_time()
     plan = fedpact.Plan.read(HERE.parent / run.base, [*run.settings, f"seed={seed}"])
     for asked in run.looks:
-        made = _until(plan, out, asked)
-        records, diverged = made.records, made.summary["status"] == "diverged"
+        done = _until(plan, out, asked)
+        records, diverged = done.records, done.summary["status"] == "diverged"
         looks = {str(r.round): _seen(r) for r in records if r.accuracy is not None and r.round}
         # Its iterations were used up, or it diverged: later looks see what there is.
         past = (look for look in run.looks if records[-1].round < look <= asked)
@@ -38,7 +36,8 @@ def carry_out(run: Run, seed: int, out: Path) -> Iterator[dict[str, Any]]:
             **({"steps": steps} if steps else {}),
             **({"diverged": records[-1].round} if diverged else {}),
             "cpu_seconds": round(time.process_time() - began, 1),
-            **_versions(),
+            **made(),
+            "draws": DRAWS,
         }
 
 
@@ -59,6 +58,7 @@ def _seen(record: RoundRecord) -> dict[str, Any]:
         "loss": record.loss,
         "held_out": sum(s.accuracy * s.records for s in scores) / count if count else None,
         "psi": record.metrics.get("psi"),
+        "sites": [score.accuracy for score in scores] or None,
         "epsilon": max(record.epsilon.values(), default=None),
         "epsilon_alone": max(record.epsilon_alone.values(), default=None),
     }
@@ -70,19 +70,5 @@ def tradeoffs(results: Path) -> None:
     for name, own in (("ldp", []), ("ldp-paper", ["--preset", "paper"])):
         command = [sys.executable, "-m", "fedpact", "tradeoffs", "--json", *own]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        text = json.dumps({**json.loads(printed), "made": _versions()}, indent=1)
+        text = json.dumps({**json.loads(printed), "made": made()}, indent=1)
         (results / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-
-
-def _versions() -> dict[str, Any]:
-    asked = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()
-    machine = describe("1")
-    return {
-        "commit": commit,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "processor": f"{machine['processor']}, {machine['vector instructions']}",
-        "device": machine["device"],
-        "draws": DRAWS,
-    }

@@ -81,9 +81,11 @@ def _sweeps() -> Iterator[Run]:
         yield ali.released(data)
         yield ali.noiseless(data)
         yield from (ali.plain(data, rate) for rate in ali.PLAIN)
-        yield from (ali.undivided(data, tau) for tau in (2, 3, 5))
-    yield from (fedfdp.private("fashion_mnist", "fedfdp", 16.0, w) for w in fedfdp.SWEPT)
-    yield from map(fedfdp.clipped, fedfdp.CLIPS)
+        yield from (ali.undivided(data, tau) for tau in (2, 3, 4, 5, 7, 9))
+    for data in fedfdp.SWEEPS:
+        yield from (fedfdp.weighed(data, weight) for weight in fedfdp.SWEPT)
+        yield from (fedfdp.clipped(data, clip) for clip in fedfdp.CLIPS)
+    yield from map(fedfdp.each_site, ("fedavg", "fedfair"))
     for data in fedfdp.DATA:
         yield from (fedfdp.plain(data, *careful) for careful in fedfdp.CAREFUL)
 

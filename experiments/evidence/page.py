@@ -1,13 +1,16 @@
 """Write docs/evidence.md from the stored results alone."""
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from experiments.evidence import drawing, page_ali, page_fedfdp, page_others
-from experiments.evidence.cells import Book
+from experiments.evidence.cells import Book, table
 from experiments.evidence.order import ORDER
 from experiments.evidence.runs import Run
 from experiments.evidence.stored import HERE, Stored
+from experiments.made import tally
 
 PAGE: Final = HERE.parents[1] / "docs" / "evidence.md"
 
@@ -47,9 +50,8 @@ def whole(stored: Stored | None = None) -> str:
         "what is missing seed by seed.",
         "\n".join(left),
     )
-    return (
-        "\n\n".join((HEAD, _SEEN, *_coverage(book.stored), *parts, *(end if left else ()))) + "\n"
-    )
+    begin = (HEAD, _SEEN, *_coverage(book.stored), *_provenance())
+    return "\n\n".join((*begin, *parts, *(end if left else ()))) + "\n"
 
 
 def _coverage(stored: Stored) -> tuple[str, str]:
@@ -70,8 +72,28 @@ def _coverage(stored: Stored) -> tuple[str, str]:
     return "## How much of it is measured", "\n".join(lines)
 
 
+def _provenance() -> Iterator[str]:
+    """By what the results were made, as far as they say."""
+    yield "## By what it was made"
+    yield (
+        "What is made now carries commit, versions, processor and device; of what was made before, "
+        "what is missing was not recorded. Each result's own are in its file. Of a run that "
+        "diverged, another processor's rounding gives other figures."
+    )
+    rows = list[list[str]]()
+    for path in sorted(HERE.glob("results/*.json")):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        curves = "points" in kept
+        found = [kept] if curves else [o for r in kept.values() for o in r["seeds"].values()]
+        rows += [[path.stem, *row] for row in tally(found)]
+    for name, found in page_others.stored_elsewhere():
+        rows += [[name, *row] for row in tally(found)]
+    yield table(["stored", "results", "commits", "torch", "Python", "processor", "device"], rows)
+
+
 def write(place: Path = PAGE) -> None:
-    """Write the page, and its figure beside it where it is the project's own."""
+    """Write the page, and its figures beside it where it is the project's own."""
     place.write_text(whole(), encoding="utf-8")
     if place == PAGE:
-        drawing.write(drawing.lines(Book(Stored())))
+        for name, panels in drawing.pictures(Book(Stored())).items():
+            drawing.write(panels, drawing.IMAGES / f"{name}.svg")

@@ -64,6 +64,13 @@ def part(book: Book) -> Iterator[str]:
     for data in ali.DATA:
         yield f"### {NAMES[data]}"
         yield _rows(book, data)
+    yield "### Figures 1, 4 to 6"
+    yield (
+        "![Accuracy over τ, printed and measured](images/evidence-ali-1.svg)\n\n"
+        "Figure 1: accuracy over a fixed τ, at both budgets; which τ is best depends on them.\n\n"
+        "![τ over rounds](images/evidence-ali-4-5.svg)\n\n"
+        "Figures 4 to 6: what ALI chooses round by round where R_s < R_c (CNN, η = 0.5, seed 0)."
+    )
     yield "### Which step explains the printed numbers"
     yield _steps(book)
     yield "### The reading that comes nearest"
@@ -160,7 +167,7 @@ def _steps(book: Book) -> str:
 def _nearest(book: Book) -> str:
     rows = list[list[str]]()
     for data in ali.DATA:
-        for tau in (1, 2, 3, 5):
+        for tau in (1, 2, 3, 4, 5, 7, 9):
             rows.append([NAMES[data], str(tau), *_distance(book, data, tau)])
     text = (
         "The sum of clipped gradients is not divided by the batch's size B = q N, and the noise on "
@@ -230,13 +237,15 @@ def _bare(book: Book, data: str) -> str:
     )
     plain = {rate: book.mean(ali.plain(data, rate), 317) for rate in ali.PLAIN}
     known = {rate: 100 * mean for rate, mean in plain.items() if mean is not None}
-    if noisy is None or quiet is None or len(known) < len(plain):
+    run = [rate for rate in plain if book.values(ali.plain(data, rate), 317, "accuracy")]
+    if noisy is None or quiet is None or not known or len(run) < len(plain):
         return ""
+    lost = "".join(f"; {rate:g} diverges" for rate in run if rate not in known)
     best = max(known, key=lambda rate: known[rate])
     told = (
         f" At the printed η and C accuracy is {100 * noisy:.1f} with noise and {100 * quiet:.1f} "
         "without; without clip and noise as many iterations reach at most "
-        f"{known[best]:.1f} (η = {best:g} of {', '.join(f'{rate:g}' for rate in known)})"
+        f"{known[best]:.1f} (η = {best:g} of {', '.join(f'{rate:g}' for rate in known)}{lost})"
     )
     if abs(_printed(data) - known[best]) < CLEAR:
         return f"{told}: what the paper prints with both is what runs without them reach."

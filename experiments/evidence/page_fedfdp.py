@@ -71,6 +71,12 @@ def part(book: Book) -> Iterator[str]:
     yield _spreads(book, fedfdp.PRIVATE_SPREADS, "")
     yield "### Figures 3 and 4: λ and C"
     yield _sweeps(book)
+    yield (
+        "![Ψ over λ, accuracy and Ψ over C](images/evidence-fedfdp-3-4.svg)\n\n"
+        "Figures 3 and 4 of what is measured."
+    )
+    yield "### Figure 1: accuracy at each of 50 sites"
+    yield _each_site(book)
 
 
 IDLE: Final = 1e-6
@@ -205,10 +211,23 @@ def _spreads(book: Book, printed: dict[str, str], kind: str) -> str:
 
 def _sweeps(book: Book) -> str:
     rows = list[list[str]]()
-    for weight in fedfdp.SWEPT:
-        run = fedfdp.private("fashion_mnist", "fedfdp", 16.0, weight)
-        rows.append([f"λ = {weight:g}, η = 16", book.accuracy(run, 600), book.psi(run, 600)])
-    for clip in fedfdp.CLIPS:
-        run = fedfdp.clipped(clip)
-        rows.append([f"C = {clip:g}, η = 1", book.accuracy(run, 600), book.psi(run, 600)])
-    return table(["Fashion-MNIST, FedFDP", "accuracy", "Ψ"], rows)
+    for data in fedfdp.SWEEPS:
+        swept = [(f"λ = {w:g}, η = 16", fedfdp.weighed(data, w)) for w in fedfdp.SWEPT]
+        swept += [(f"C = {clip:g}, η = 1", fedfdp.clipped(data, clip)) for clip in fedfdp.CLIPS]
+        for told, run in swept:
+            rows.append([NAMES[data], told, book.accuracy(run, 600), book.psi(run, 600)])
+    return table(["data", "FedFDP", "accuracy", "Ψ"], rows)
+
+
+def _each_site(book: Book) -> str:
+    """FedFDP's Figure 1 as a table: least, quartiles and largest over the sites, first seed."""
+    rows = list[list[str]]()
+    for method in ("fedavg", "fedfair"):
+        run = fedfdp.each_site(method)
+        looks = book.stored.seeds(run).get("0", {}).get("looks", {})
+        each = sorted(100 * a for a in looks.get(str(run.looks[-1]), {}).get("sites", ()))
+        at = [each[round(q * (len(each) - 1))] for q in (0, 0.25, 0.5, 0.75, 1)] if each else []
+        cells = [f"{value:.1f}" for value in at] or [book.lacks(run)]
+        rows.append([METHODS[method], *cells, *[""] * (5 - len(cells))])
+    text = "CIFAR-10, Dirichlet(0.1), without privacy: what the global model has at each site."
+    return f"{text}\n\n{table(['', 'least', 'quarter', 'half', 'three quarters', 'most'], rows)}"

@@ -31,6 +31,12 @@ def proxvr(book: Book) -> Iterator[str]:
         for row in (*fedproxvr.CONVEX, *fedproxvr.CNN)
     ]
     yield table(["table", "method", "τ", "μ", "B", "T", "printed", "measured"], rows)
+    yield (
+        "![Loss and accuracy over rounds](images/evidence-fedproxvr-2.svg)\n\n"
+        "Figure 2 as far as it is measured: Table 1's settings, mean over seeds; the paper has "
+        "B = 32 and other β and τ as well. Figure 3 is Table 2's runs: "
+        f"{', '.join(book.held_out(fedproxvr.run(row), row.rounds) for row in fedproxvr.CNN)}."
+    )
 
 
 def _method(name: str) -> str:
@@ -130,7 +136,7 @@ def others(book: Book) -> Iterator[str]:
         for trust in ("own", "sum"):
             asked = name if trust == "own" else f"{name}-sum"
             found = best.of_features(asked)
-            command = f"`python experiments/features/run.py {asked}`"
+            command = f"`python -m experiments.features.run {asked}`"
             cell = told(found, 2) if found else book.not_run(f"features {asked}", command)
             rows.append([said, trust, printed, cell])
     rows += _heart() + _noise()
@@ -170,3 +176,15 @@ def _noise() -> list[list[str]]:
                 said = f"Fashion-MNIST, 2 labels a site, ({float(epsilon):g}, 1e-5), {model}"
                 rows.append([said, noise, "", told(found, 2)])
     return rows
+
+
+def stored_elsewhere() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield the other folders that the page has figures of, with their results."""
+    for path in sorted((EXPERIMENTS / "features" / "results").glob("*.json")):
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        shared = {key: whole[key] for key in ("torch", "python") if key in whole}
+        yield f"features/{path.stem}", [{**shared, **run} for run in whole["runs"].values()]
+    whole = json.loads((EXPERIMENTS / "heart" / "results.json").read_text(encoding="utf-8"))
+    yield "heart", [run for runs in whole["test"].values() for run in runs]
+    for path in sorted((EXPERIMENTS / "noise_for_the_sum").glob("results-*.json")):
+        yield f"noise_for_the_sum/{path.stem}", [*json.loads(path.read_text("utf-8")).values()]

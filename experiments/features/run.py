@@ -1,8 +1,8 @@
 """Features and a linear model at a given (ε, δ), own noise and noise for the sum.
 
-    FEDPACT_DATA=DIR python experiments/features/run.py NAME [SEEDS] [OUT]      results/NAME.json
-    FEDPACT_DATA=DIR python experiments/features/run.py NAME --again
-    FEDPACT_DATA=DIR python experiments/features/run.py NAME --choose [KEY=VALUE ...]
+    FEDPACT_DATA=DIR python -m experiments.features.run NAME [SEEDS] [OUT]      results/NAME.json
+    FEDPACT_DATA=DIR python -m experiments.features.run NAME --again
+    FEDPACT_DATA=DIR python -m experiments.features.run NAME --choose [KEY=VALUE ...]
 
 NAME: fashion_mnist, cifar10 or mnist, where each site has all its own noise; with "-sum" behind it,
 the ten share it out, and a sum is protected if nine of them are honest. The first form trains on
@@ -14,8 +14,6 @@ of the test set, which is left out.
 
 import argparse
 import json
-import platform
-import subprocess
 import tempfile
 import time
 from dataclasses import replace
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from experiments.made import made
 
 import fedpact
 from fedpact.data import load
@@ -77,12 +76,6 @@ def one(plan: fedpact.Plan, out: Path, data: Dataset | None = None) -> dict[str,
     }
 
 
-def commit() -> str:
-    """Return the commit that is measured."""
-    asked = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()
-
-
 def measure(name: str, seeds: int, out: Path) -> None:
     """Run what is missing of the seeds and store each result as it comes."""
     stored = HERE / "results" / f"{name}.json"
@@ -92,8 +85,7 @@ def measure(name: str, seeds: int, out: Path) -> None:
         if seed in found["runs"]:
             continue
         plan = planned(name, [f"seed={seed}"])
-        found["runs"][seed] = one(plan, out / f"{name}-{seed}") | {"commit": commit()}
-        found |= {"torch": torch.__version__, "python": platform.python_version()}
+        found["runs"][seed] = one(plan, out / f"{name}-{seed}") | made()
         stored.write_text(json.dumps(found, indent=2) + "\n")
         print(seed, found["runs"][seed], flush=True)
     print(row(found["runs"]))

@@ -1,6 +1,6 @@
 """Fairness across sites, plain and private: FedFair beside FedAvg, FedFDP beside DP-FedAvg.
 
-    FEDPACT_DATA=DIR python experiments/fedfdp/fairness.py ROW MODEL [SEEDS] [OUT]
+    FEDPACT_DATA=DIR python -m experiments.fedfdp.fairness ROW MODEL [SEEDS] [OUT]
 
 ROW: "plain" (one epoch of 20 batches a round, η = 0.1) or "private" (the paper's: one step a round,
 η = 1, q = 0.05, C = 0.1, ε = 3.52 at δ = 1e-5, σ calibrated to it). MODEL: logistic, mlp or cnn. A

@@ -1,6 +1,6 @@
 """Private FedProxVR beside DP-FedAvg at equal ε on a convex problem: when differences pay.
 
-    python experiments/fedproxvr/private.py [SEEDS] [OUT] [ETA]
+    python -m experiments.fedproxvr.private [SEEDS] [OUT] [ETA]
 
 Logistic regression on the embedded digits, 5 alike sites, 20 rounds of 10 iterations at q = 0.05,
 η = ETA (1), C = 1, μ = 0, the opening's noise three times a batch's. K is the bound of a difference

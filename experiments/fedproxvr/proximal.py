@@ -1,6 +1,6 @@
 """FedProxVR on synthetic(0,0): what μ does, and how many rounds each solver needs.
 
-    python experiments/fedproxvr/proximal.py [SEEDS] [OUT]
+    python -m experiments.fedproxvr.proximal [SEEDS] [OUT]
 
 100 devices, B = 1, τ = 20, η = 0.3, 100 rounds for every entry: FedAvg, SVRG and SARAH at several
 μ. A folder that has been begun is resumed, run by run.

@@ -1,6 +1,6 @@
 """Bits a coordinate on the wire of a deployment on this machine: three sites, TLS, signatures.
 
-    FEDPACT_DATA=DIR python experiments/fewer_bytes/deployed.py [MODEL]
+    FEDPACT_DATA=DIR python -m experiments.fewer_bytes.deployed [MODEL]
 
 Fashion-MNIST, fedavg with one step a round. Prints, for plain replies and for noise shared out
 under masks, bits a coordinate up and down in the messages: of the first round, before which all

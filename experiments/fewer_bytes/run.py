@@ -1,8 +1,8 @@
 """Fewer bytes: what [compression] "grid" costs in accuracy, and how many bytes it takes to 80 %.
 
-    python experiments/fewer_bytes/run.py digits [SEEDS]
-    FEDPACT_DATA=DIR python experiments/fewer_bytes/run.py fashion_mnist [SEEDS]
-    FEDPACT_DATA=DIR python experiments/fewer_bytes/run.py to80 [SEEDS] [MODEL]
+    python -m experiments.fewer_bytes.run digits [SEEDS]
+    FEDPACT_DATA=DIR python -m experiments.fewer_bytes.run fashion_mnist [SEEDS]
+    FEDPACT_DATA=DIR python -m experiments.fewer_bytes.run to80 [SEEDS] [MODEL]
 
 The first two train each algorithm with and without; the third counts bytes until the model is at
 80 % on Fashion-MNIST's test set, also where replies are masked. Results are stored as they come
@@ -15,6 +15,8 @@ import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from experiments.made import made
 
 import fedpact
 
@@ -74,10 +76,10 @@ def stored(name: str, chosen: fedpact.Plan) -> dict[str, Any]:
     """Return a run's outcome: the stored one, or that of carrying it out."""
     found = json.loads(STORED.read_text()) if STORED.exists() else {}
     if name not in found:
-        made = outcome(chosen)
+        figures = outcome(chosen) | {"made": made()}
         # Read again: another process may have stored some meanwhile.
         found = json.loads(STORED.read_text()) if STORED.exists() else {}
-        found[name] = made
+        found[name] = figures
         STORED.write_text(json.dumps(found, indent=1) + "\n")
     return found[name]
 

@@ -1,6 +1,6 @@
 """Heart disease on FLamby's own split, per hospital (ε, δ) = (1, 1e-4) and (0.1, 1e-4).
 
-    FEDPACT_DATA=DIR python experiments/heart/table.py [--again]
+    FEDPACT_DATA=DIR python -m experiments.heart.table [--again]
 
 Each hospital's own noise, and noise that the four share out (trust = "sum", 3 honest of 4).
 Columns, rounds and η are chosen on a quarter of the training records that is set aside: a hundred
@@ -14,14 +14,13 @@ on the test parts anew, with the settings as stored, and stores none.
 import argparse
 import json
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
+from experiments.made import made
 
 import fedpact
 from fedpact.data.advice import KNOWN
@@ -72,9 +71,6 @@ def main(again: bool) -> None:
     """Choose for each noise and ε, carry out the table's runs, and print it."""
     empty: dict[str, dict[str, list[Any]]] = {"cuts": {}, "test": {}}
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else empty
-    asked = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()
-    made = f"{commit}, torch {torch.__version__}"
 
     def of_cuts(title: str, settings: list[str], epsilon: float) -> float:
         known = found["cuts"].setdefault(title, [])
@@ -87,7 +83,7 @@ def main(again: bool) -> None:
     def of_tests(title: str, settings: list[str]) -> list[float]:
         known = [] if again else found["test"].setdefault(title, [])
         for n in range(len(known), RUNS):
-            known.append(outcome([*settings, f"seed={n}"]) | {"made": made})
+            known.append(outcome([*settings, f"seed={n}"]) | {"made": made()})
             if not again:
                 RESULTS.write_text(json.dumps(found, indent=1) + "\n")
         return [one["accuracy"] for one in known]

@@ -1,6 +1,6 @@
 """Which rounds, η and λ suit heart disease, found on records that are set aside from training.
 
-    FEDPACT_DATA=... python experiments/joining/choose.py        (two minutes)
+    FEDPACT_DATA=... python -m experiments.joining.choose        (two minutes)
 
 Sixteen cuts of a quarter of each hospital's training records, twelve draws of noise each; FLamby's
 test parts are left alone. `mr_mtl` from zero on full batches with C = 1, many draws side by side in

@@ -1,7 +1,7 @@
 """Which rounds, η and λ suit Fashion-MNIST, found on records that are set aside from training.
 
-    FEDPACT_DATA=... python experiments/joining/choose_images.py fashion_mnist       (20 minutes)
-    FEDPACT_DATA=... python experiments/joining/choose_images.py fashion_mnist_features
+    FEDPACT_DATA=... python -m experiments.joining.choose_images fashion_mnist       (20 minutes)
+    FEDPACT_DATA=... python -m experiments.joining.choose_images fashion_mnist_features
 
 Partitions are of seeds that no figure has, and of each site's training records a quarter is set
 aside. Logistic regression from zero on Poisson batches with C = 1; all weights at equal rounds and
@@ -21,7 +21,7 @@ from typing import Final
 
 import numpy as np
 import torch
-from run import EPSILONS, STUDIES, Setting
+from experiments.joining.run import EPSILONS, STUDIES, Setting
 from torch import Tensor
 
 from fedpact.data.partition import make_partition

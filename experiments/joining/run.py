@@ -1,8 +1,8 @@
 """Is it worth joining? Each site alone, federated, tuned inside the site, and MR-MTL.
 
-    FEDPACT_DATA=... python experiments/joining/run.py fashion_mnist
-    FEDPACT_DATA=... python experiments/joining/run.py fashion_mnist_features
-    FEDPACT_DATA=... python experiments/joining/run.py heart_disease
+    FEDPACT_DATA=... python -m experiments.joining.run fashion_mnist
+    FEDPACT_DATA=... python -m experiments.joining.run fashion_mnist_features
+    FEDPACT_DATA=... python -m experiments.joining.run heart_disease
 
 Resumable: every result is stored in results-NAME.json as it comes, and not computed again. Rounds,
 η, λ and κ are chosen for each entrant by itself on records that are set aside from training, by
@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from experiments.made import made
 
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import SiteModels, of_run, simulate
@@ -125,7 +127,7 @@ class Results:
                 figures: dict[str, Any] = {k: found[k] for k in ("mean", "worst_accuracy")}
                 if told:
                     figures["sites"] = of_run(run, known=self._alones)["sites"]
-            self._found[key] = figures
+            self._found[key] = figures | {"made": made()}
             self._path.write_text(json.dumps(self._found, indent=1, sort_keys=True) + "\n")
         return self._found[key]
 

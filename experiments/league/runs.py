@@ -2,9 +2,7 @@
 
 import json
 import math
-import platform
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-from benchmarks.machine import describe
+from experiments.made import made
 
 import fedpact
 from fedpact import algorithms
@@ -245,14 +242,3 @@ def _carried_out(plan: fedpact.Plan) -> tuple[dict[str, Any], dict[str, Any]]:
             "made": made(),
         }
         return kept, dict(done.summary)
-
-
-def made() -> str:
-    """Return by what a result was made: commit, versions, processor and device."""
-    asked = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()
-    on = describe("1")
-    return (
-        f"{commit}, torch {torch.__version__}, python {platform.python_version()}, "
-        f"{on['processor']}, {on['vector instructions']}, {on['device']}"
-    )

@@ -1,4 +1,4 @@
-"""Draw whose noise protects: python experiments/noise_for_the_sum/chart.py
+"""Draw whose noise protects: python -m experiments.noise_for_the_sum.chart
 
 Reads the stored results and writes noise.svg: one panel for each model and ε, a dot for each run's
 test accuracy, by whose noise and partition.

@@ -1,6 +1,6 @@
 """Whose noise protects: each site's own, shares of a sum's, one curator's with all records.
 
-    FEDPACT_DATA=DIR python experiments/noise_for_the_sum/table.py MODEL [SEEDS]
+    FEDPACT_DATA=DIR python -m experiments.noise_for_the_sum.table MODEL [SEEDS]
 
 MODEL: logistic or cnn. Fashion-MNIST, ten sites, ε = 1 and 2 at δ = 1e-5, two labels a site and
 Dirichlet(0.3). η is chosen for each noise and ε on the sites' held-out records, with a seed of its
@@ -16,6 +16,8 @@ import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from experiments.made import made
 
 import fedpact
 
@@ -84,7 +86,7 @@ class Results:
     def of(self, name: str, chosen: fedpact.Plan) -> dict[str, Any]:
         """Return a run's outcome: the stored one, or that of carrying it out."""
         if name not in self.found:
-            self.found[name] = outcome(chosen)
+            self.found[name] = outcome(chosen) | {"made": made()}
             self._path.write_text(json.dumps(self.found, indent=1) + "\n")
             print(name, {k: self.found[name][k] for k in ("held_out", "epsilon")}, flush=True)
         return self.found[name]

@@ -1,6 +1,6 @@
 """How near `fedpact recommend` alone comes to rows that were tuned.
 
-    FEDPACT_DATA=DIR python experiments/recommend/check.py [ROW ...]      check.json
+    FEDPACT_DATA=DIR python -m experiments.recommend.check [ROW ...]      check.json
 
 A row: its data, budget, sites and whose noise protects, as `recommend` is asked; nothing is tuned.
 The partition is the row's, and plays no part in the rule. Each result is stored as it comes, with

@@ -1,6 +1,6 @@
 """The two numbers of `fedpact recommend`: how much noise an answer takes, how many rounds pay.
 
-    python experiments/recommend/fit.py [SEEDS]
+    python -m experiments.recommend.fit [SEEDS]
 
 The digits (none of the data sets that other experiments are judged by), four sites, features and a
 linear model as recommended. a is the noise of an answer (privacy/accounting/planner.py); every

@@ -1,6 +1,6 @@
 """Whether the rule of `fedpact recommend`, fitted on images, carries over to texts.
 
-    python experiments/recommend/text.py [SEEDS]
+    python -m experiments.recommend.text [SEEDS]
 
 Next characters of Python's own manual (the topics that `help()` prints: no data set that other
 experiments are judged by, and on every machine), in pieces of 41 as Shakespeare's. Rounds and the

@@ -1,6 +1,6 @@
 """What is recommended for sites of unlike budgets, beside all records counting alike.
 
-    FEDPACT_DATA=DIR python experiments/recommend/unlike.py      results in unlike.json
+    FEDPACT_DATA=DIR python -m experiments.recommend.unlike      results in unlike.json
 
 A run that has a result there is not made again. Digits: four sites with all their own noise, dealt
 at random, or of three labels each, of which the rule does not know; accuracy on the public test
