@@ -27,7 +27,6 @@ def carried_out(name: str, folder: Path) -> str:
     """Run a notebook in an empty folder and return all that it shows."""
     client = pytest.importorskip("nbclient", reason="nbclient is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
-    pytest.importorskip("pandas", reason="pandas is not installed")
     # Its kernel imports this checkout, whatever is installed.
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -42,7 +42,6 @@ from fedpact.simulation.predict import Predictor
 from fedpact.simulation.run import extend_plan
 from fedpact.simulation.simulate import OnRound, Simulated, simulate
 
-_INSTEAD: Final = "result.records and result.summary"
 _DRAWN: Final = {
     "accuracy": charts.accuracy,
     "loss": charts.draw_loss,
@@ -93,11 +92,8 @@ class Result(Simulated):
         )
 
     def frame(self) -> Any:
-        """Return the rounds as a pandas DataFrame, one row each; see `frames` for the sites, too.
-
-        Raises InputError: pandas is not installed.
-        """
-        return frame([json.loads(record.to_json()) for record in self.records], _INSTEAD)
+        """Return the rounds as a pandas DataFrame, one row each (`frames`: also the sites)."""
+        return frame([json.loads(record.to_json()) for record in self.records])
 
     def figures(self) -> dict[str, Any]:
         """Return the report's figures as matplotlib Figures, by name; what there is to draw.

@@ -73,15 +73,12 @@ class ShownPlan:
         return card("Plan", _figures(self), below=f"chosen: {', '.join(chosen)}")
 
     def frame(self) -> Any:
-        """Return every setting in effect as a pandas DataFrame: key, value, default (nobody gave).
-
-        Raises InputError: pandas is not installed.
-        """
+        """Return every setting in effect as a DataFrame: key, value, default (nobody gave it)."""
         plan: Any = self
         whole = plan.document()
         unset = set(whole.pop(DEFAULTS_KEY))
         rows = [{"key": k, "value": v, "default": k in unset} for k, v in flatten(whole).items()]
-        return frame(rows, "plan.document()")
+        return frame(rows)
 
 
 def _figures(plan: Any) -> list[CardFigure]:

@@ -200,17 +200,13 @@ class Simulated:
         self._served.export(Path(path))
 
     def frames(self) -> dict[str, Any]:
-        """Return "rounds" and "sites" as pandas DataFrames, one row each.
-
-        Raises InputError: pandas is not installed.
-        """
+        """Return "rounds" and "sites" as pandas DataFrames, one row each."""
         scores = next((r.scores for r in reversed(self.records) if r.scores), {})
         spent = self.summary["epsilon"]
         score = {name: vars(scores[name]) if name in scores else {} for name in {*scores, *spent}}
         sites = [{"site": n, **score[n], "epsilon": spent.get(n)} for n in sorted(score)]
         rounds = [json.loads(record.to_json()) for record in self.records]
-        instead = "result.records and result.summary"
-        return {"rounds": frame(rounds, instead), "sites": frame(sites, instead)}
+        return {"rounds": frame(rounds), "sites": frame(sites)}
 
     @cached_property
     def _served(self) -> Predictor:

@@ -61,10 +61,7 @@ class Compared(Comparison):
         return comparison_table(self).html(inequality(self) or "Comparison", note)
 
     def frame(self) -> Any:
-        """Return a pandas DataFrame with one row a run: what is swept, and what came of it.
-
-        Raises InputError: pandas is not installed.
-        """
+        """Return a pandas DataFrame with one row a run: what is swept, and what came of it."""
         found = [
             {
                 "entry": entry.name,
@@ -76,7 +73,7 @@ class Compared(Comparison):
             for entry in self.entries
             for run in entry.runs
         ]
-        return frame(found, "comparison.entries")
+        return frame(found)
 
     def figures(self) -> dict[str, Any]:
         """Return the page's figures as matplotlib Figures, by title; what there is to draw."""
