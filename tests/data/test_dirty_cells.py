@@ -107,7 +107,7 @@ def test_quoted_line_breaks_keep_their_record_alone(tmp_path, other):
     assert numbers(good) == [0, 1, 2]
     for place in range(4):
         # Its owner reads which line it is before anything is computed.
-        line = rf"row {place + 1} \(counted from 1\)"
+        line = rf"row {place + 1}: the line"
         with pytest.warns(UserWarning, match=line) if broken else nullcontext():
             found = numbers([*good[:place], other, *good[place:]])
         assert [v for v in found if v != 7] == [0, 1, 2]
@@ -120,7 +120,7 @@ def test_a_record_of_no_site_is_left_out_of_arrays(missing, caplog):
     data = from_arrays(torch.eye(12), [0, 1] * 6, site=site)
     assert data.site == ("a", "b") * 4
     assert data.numbers.tolist() == [k for k in range(12) if k % 3]
-    assert "column site, row 0 (counted from 0) is no site" in caplog.text
+    assert "4 rows (0, 3, 6, ...): column site is not a site" in caplog.text
 
 
 def test_as_many_sites_are_made_as_the_records_name():

@@ -6,12 +6,15 @@ import re
 import tomllib
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
+from fedpact.common.errors import DataError
+from fedpact.data.cells import read_columns, to_numbers
 from fedpact.data.draft import draft, propose_range
 from fedpact.data.load import load_dataset
 from fedpact.data.schema import PlanRecords, RecordForm
@@ -89,20 +92,22 @@ def test_a_confirmed_draft_reads_every_record(table):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("admitted", "days since a day that is fixed"),
-        ("born", "days since a day that is fixed"),
-        ("note", "write all that there are as its categories"),
-        ("empty", "nothing in it"),
-        ("always", "it says nothing"),
+        ("admitted", "days since a fixed day"),
+        ("born", "days since a fixed day"),
+        ("note", "90 different values"),
+        ("empty", "every cell is empty"),
+        ("always", "the same value in every row"),
     ],
 )
 def test_what_is_no_feature_is_named_with_a_remedy(table, name, remedy):
-    (line,) = (x for x in draft(table, ROLES)[0].splitlines() if x.startswith(f"# {name}:"))
+    (line,) = (
+        x for x in draft(table, ROLES)[0].splitlines() if x.startswith(f"# not used: {name}:")
+    )
     assert remedy in line
 
 
 def test_one_hot_says_that_it_is_the_default(table):
-    assert '# scale = "one-hot"   # the default here' in draft(table, ROLES)[0]
+    assert '# scale = "one-hot"   # the default' in draft(table, ROLES)[0]
 
 
 def test_the_command_prints_a_draft_to_keep(table):
@@ -133,6 +138,100 @@ def test_arrays_and_parquet_are_drafted_alike(table, tmp_path):
     of_csv = tomllib.loads(confirmed(draft(table, ROLES)[0]))["records"]["columns"]
     raw = tomllib.loads(confirmed(draft(tmp_path / "t.parquet", {"label": "ill"})[0]))
     assert raw["records"]["columns"] == {name: of_csv[name] for name in ("age", "ward")}
+
+
+def of_column(tmp_path, cells, name="v"):
+    """The draft's lines of a column of a file, without the range that is proposed."""
+    path = tmp_path / "one.csv"
+    path.write_text("\n".join([f"{name},w,y", *(f"{cell},{k},a" for k, cell in enumerate(cells))]))
+    return draft(path, {"label": "y"})[0]
+
+
+def proposed(text):
+    found = tomllib.loads(confirmed(text))["records"]["columns"]["v"]
+    return found["range"]
+
+
+MEASURED = np.random.default_rng(0).normal(37, 0.7, 400).round(1).tolist()
+
+
+def test_neither_a_slip_nor_a_code_stretches_the_range(tmp_path):
+    clean = proposed(of_column(tmp_path, MEASURED))
+    text = of_column(tmp_path, [3700, *MEASURED[:30], *[-999] * 8, *MEASURED[30:], *[9999] * 5])
+    assert proposed(text) == clean
+    assert "-999 in 8 rows" in text
+    assert "9,999 in 5 rows" in text
+    assert "1 value far from the others, 3,700 (row 1)" in text
+
+
+@pytest.mark.parametrize("count", [7, 60])
+def test_a_second_unit_is_pointed_out(tmp_path, count):
+    other = [round(t * 1.8 + 32, 1) for t in MEASURED[:count]]
+    text = of_column(tmp_path, MEASURED + other)
+    assert f"{count} values far from the others" in text
+    assert "another unit?" in text
+    assert proposed(text) == proposed(of_column(tmp_path, MEASURED))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_usual_columns_have_no_codes(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    for cells in (
+        rng.integers(0, 2, 300),
+        rng.integers(-3, 4, 300),
+        rng.poisson(2, 300),
+        np.where(rng.random(300) < 0.6, 0, rng.lognormal(7, 1, 300)),
+        rng.uniform(0, 1, 300),
+    ):
+        assert "stand for a missing value" not in of_column(tmp_path, cells.tolist())
+
+
+@pytest.mark.parametrize(
+    ("cells", "why"),
+    [
+        ([f"{k:05d}" for k in range(1, 900, 9)], "leading zeros"),
+        (range(5000, 5100), "case number"),
+        ([20230101 + k % 28 for k in range(100)], "20240131"),
+        ([f"{k} kg" for k in range(50, 90)], "a unit"),
+        ([f'"{k},5"' for k in range(50, 90)], "a decimal comma"),
+        ([f'"{k},500.25"' for k in range(50, 90)], "thousands separators"),
+        ([f"{k % 28 + 1:02d}/03/99 10:00" for k in range(40)], "dates or times"),
+    ],
+)
+def test_what_measures_nothing_is_left_undeclared(tmp_path, cells, why):
+    text = of_column(tmp_path, cells)
+    assert re.search(rf"# not used: v: .*{why}", text)
+    assert tomllib.loads(text)["records"]["drop"] == ["v", "w"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "dialect"),
+    [
+        ("cp1252", {"sep": ";", "decimal": ","}),
+        ("utf-8", {"sep": ";", "decimal": ","}),
+        ("utf-16", {"sep": "\t"}),
+        ("cp1252", {}),
+        ("utf-8", {"sep": "|"}),
+    ],
+)
+def test_other_forms_of_a_table_are_refused_with_what_converts_it(tmp_path, encoding, dialect):
+    frame = pd.DataFrame({"Größe": [1.5, 2.25, 3.0], "y": ["ja", "nein", "ja"]})
+    frame.to_csv(tmp_path / "t.csv", index=False, encoding=encoding, **dialect)
+    with pytest.raises(DataError, match="convert it: python -c") as refused:
+        read_columns(tmp_path / "t.csv")
+    code = re.search(r'python -c "(.*)"$', str(refused.value))[1]
+    exec(code, {})  # as the message says
+    columns, broken = read_columns(tmp_path / "t.utf8.csv")
+    assert not broken
+    assert to_numbers(columns["Größe"]).tolist() == [1.5, 2.25, 3.0]
+
+
+def test_titles_above_the_header_are_pointed_out(tmp_path):
+    (tmp_path / "t.csv").write_text("Ward report,,,\n,,,\na,b,y,\n1,2,no,\n3,4,yes,\n")
+    with pytest.raises(DataError, match=r"line 3 looks like the header.*skiprows=2"):
+        read_columns(tmp_path / "t.csv")
+    with pytest.raises(DataError, match=r"convert it: .*read_excel\('t.xlsx'\)"):
+        load_dataset("t.xlsx", "y")
 
 
 finite = st.floats(-1e12, 1e12)

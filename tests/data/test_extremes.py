@@ -103,6 +103,6 @@ def test_one_long_cell_takes_the_room_of_one(tmp_path, kind, column):
 def test_of_a_long_cell_the_beginning_is_quoted(tmp_path, caplog):
     path = written(tmp_path / "records.csv", [ROW, ["anna", "x" * 10**5, "green", "b"]])
     in_a_simulation(path)
-    assert "row 2 (counted from 1) is no finite number: 'xxx" in caplog.text
+    assert "row 2 = 'xxx" in caplog.text
     assert "... (100002 characters)" in caplog.text
     assert len(caplog.text) < 1000

@@ -86,7 +86,7 @@ def test_columns_that_leave_every_record_out_are_named_together():
     with pytest.raises(DataError) as caught:
         from_frame(frame, "ill")
     told = str(caught.value)
-    assert "column patient, visit, ward: is no finite number" in told
+    assert "column patient, visit, ward: is not a finite number" in told
     for word in (
         'drop = ["patient", "visit", "ward"]',
         "records.columns.ward.categories = [...]",

@@ -195,7 +195,7 @@ def test_words_that_nobody_declares_are_named(sites, tmp_path):
     _, (home,) = sites(write(tmp_path / "own.csv", found))
     checked = check_site(home)
     assert any("'F' (100), 'M' (100): other words?" in remark for remark in checked.remarks)
-    assert checked.left_out == [("sex", "is none of its declared categories", 200)]
+    assert checked.left_out == [("sex", "is not one of its declared categories", 200)]
 
 
 def test_the_cost_and_what_remains_are_the_owners(sites, tmp_path):

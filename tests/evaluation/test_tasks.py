@@ -140,7 +140,7 @@ def test_labels_beyond_the_range_are_clamped_and_others_left_out(caplog):
     assert found.classes == ("bp",)
     told = " ".join(caplog.messages)
     assert "beyond the declared range of labels" in told
-    assert "column bp, row 4 (counted from 1) is missing" in told
+    assert "row 4 = nan: column bp has no value" in told
 
 
 @pytest.mark.usefixtures("no_page")

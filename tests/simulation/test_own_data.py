@@ -34,7 +34,7 @@ def test_bad_record_is_dropped_and_the_run_uses_the_others(tmp_path, mode, caplo
     """Model and scores, bit for bit; before, each of these lines stopped the run."""
     bad = ("abc,1,a", "1,1", ",1,b", "1e39,1,a", "500,0,a", "1,1,", "1,1,c")
     results = []
-    broken = "1 of 67 records cannot be read .*: row 62 .*counted from 1.* has 2 values"
+    broken = "1 of 67 records cannot be read .*: .*row 62: the line has 2 values"
     for name, lines in (("clean", ()), ("with", bad)):
         plan = Plan.parse(
             {
@@ -52,9 +52,10 @@ def test_bad_record_is_dropped_and_the_run_uses_the_others(tmp_path, mode, caplo
     assert [r.accuracy for r in results[0].records] == [r.accuracy for r in results[1].records]
     (told,) = [r.message for r in caplog.records if "left out" in r.message]
     assert f"{tmp_path / 'with.csv'}: 6 of 67 records" in told
-    for line in ("column p, row 61 (counted from 1) is no finite number: 'abc'",
-                 "column p, row 65 (counted from 1) is beyond its declared range: '500'",
-                 "column out, row 67 (counted from 1) is none of the 2 classes: 'c'"):  # fmt: skip
+    for line in ("rows 61 = 'abc', 64 = '1e39': column p is not a finite number",
+                 "row 63 = '': column p is missing",
+                 "row 65 = '500': column p is beyond its declared range",
+                 "row 67 = 'c': column out is not one of the 2 classes"):  # fmt: skip
         assert line in told
 
 
@@ -66,7 +67,7 @@ def test_the_owner_reads_it_on_the_console(tmp_path):
         [sys.executable, "-c", MAIN, *words, "--set", "sites=2", "--set", "privacy.mode=none"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert "row 61 (counted from 1) is no finite number: 'abc'" in done.stderr
+    assert "row 61 = 'abc': column p is not a finite number" in done.stderr
 
 
 def test_words_that_the_model_does_not_have_are_left_out(tmp_path, monkeypatch, caplog):

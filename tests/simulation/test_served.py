@@ -86,7 +86,7 @@ def test_a_record_is_told_of_once_and_by_what_is_wrong_with_it(table, caplog):
     """Not as one that could not be scaled, which it was not even given to."""
     table.result.predict({"age": ["x", "30"], "kind": ["a", "a"], "weight": ["0.5"] * 2})
     assert len(caplog.records) == 1
-    assert "row 1 (counted from 1) is no finite number" in caplog.text
+    assert "row 1 = 'x': column age is not a finite number" in caplog.text
 
 
 def test_figures_are_those_of_counting(table):

@@ -226,9 +226,41 @@ _NAMED: Final = 40  # columns, in an error
 
 def read_columns(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
     """Return a file's columns, and of its broken rows, from 0, what is wrong. Raises DataError."""
+    check_suffix(path)
     if not path.is_file():
         raise _missing(path)
     return _read_csv(path) if path.suffix.lower() == ".csv" else _read_parquet(path)
+
+
+_READERS: Final = {
+    **dict.fromkeys((".xlsx", ".xls", ".xlsm", ".ods"), "read_excel"),
+    **dict.fromkeys((".tsv", ".tab", ".txt"), "read_table"),
+    ".dta": "read_stata",
+    ".sav": "read_spss",
+    **dict.fromkeys((".sas7bdat", ".xpt"), "read_sas"),
+    ".json": "read_json",
+    ".feather": "read_feather",
+}
+"""Endings of files that are not read here -> pandas' function for them."""
+
+
+def check_suffix(path: Path) -> None:
+    """Raise DataError: the name ends like that of a table which pandas can convert."""
+    if reader := _READERS.get(path.suffix.lower()):
+        raise DataError(
+            f"data file {path}: expected a name ending in {', '.join(SUFFIXES)}; convert it: "
+            + _conversion(path, reader)
+        )
+
+
+def _conversion(path: Path, reader: str = "read_csv", more: str = "", **options: Any) -> str:
+    """Return a command that writes a table as this package reads it."""
+    given = "".join(f", {key}={value!r}" for key, value in options.items())
+    target = str(path.with_suffix(".utf8.csv" if path.suffix == ".csv" else ".csv"))
+    return (
+        f'python -c "import pandas; pandas.{reader}({str(path)!r}{given}){more}'
+        f'.to_csv({target!r}, index=False)"'
+    )
 
 
 def list_some(columns: Iterable[str]) -> str:
@@ -281,18 +313,8 @@ def _read_csv(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
     header = _cells(lines[0]) if lines else []
     if not isinstance(header, str):
         _check_names(path, header)
-    if isinstance(header, str) or not header or len(set(header)) < len(header):
-        told = header if isinstance(header, str) else f"has the columns {', '.join(header)}"
-        what = f"its first line {told}" if header else "is empty"
-        raise DataError(
-            f"data file {path}: {what}: expected a header line that names each "
-            "column once, in UTF-8 text, with commas between them"
-        )
-    if len(header) == 1 and (marks := [mark for mark in ";\t|" if mark in header[0]]):
-        raise DataError(
-            f"data file {path}: its first line has no comma, and {marks[0]!r} in it: expected "
-            "commas between columns (and points in numbers, as in 21.4); write the file anew so"
-        )
+    if isinstance(header, str) or not header or len(set(header)) < len(header) or len(header) == 1:
+        _check_header(path, content, header)
     rows, broken = list[list[str]](), dict[int, str]()
     for number, cells in enumerate(_split(lines[1:], len(header))):
         if isinstance(cells, str):
@@ -300,6 +322,43 @@ def _read_csv(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
         rows.append([""] * len(header) if isinstance(cells, str) else cells)
     columns = zip(*rows, strict=True) if rows else ([] for _ in header)
     return dict(zip(header, columns, strict=True)), broken
+
+
+def _check_header(path: Path, content: bytes, header: list[str] | str) -> None:
+    """Raise DataError, with the command that converts the file: its header cannot be used.
+
+    header: the first line's columns, or what is wrong with it. A single column is no mistake.
+    """
+    encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "cp1252"
+    encoding = encoding if isinstance(header, str) else "utf-8"
+    rows = content.decode(encoding, "replace").splitlines()[:20]
+    separator = max(",;\t|", key=next(filter(str.strip, rows), "").count)
+    if encoding == "utf-8" and separator == "," and len(header) == 1:
+        return
+    told, options, more = list[str](), dict[str, Any](), ""
+    if separator != ",":
+        told.append(f"separates columns by {separator!r}, not by commas")
+        # Where columns are separated by semicolons, commas are in numbers.
+        options |= {"sep": separator} | ({"decimal": ","} if separator == ";" else {})
+    if isinstance(header, str):
+        told.append(header)
+        options["encoding"] = encoding
+    named = [len({cell.strip() for cell in row.split(separator)} - {""}) for row in rows]
+    start = next((k for k, count in enumerate(named) if count > max(named) - 2), 0)
+    if any(named[:start]):
+        # What spreadsheets export may have titles above the header, and empty columns.
+        told.append(f"has no columns; line {start + 1} looks like the header")
+        options["skiprows"] = start
+        more = ".dropna(axis=1, how='all')"
+    elif not told and header:
+        told.append(f"has the columns {list_some(header)}")
+        more = ".dropna(axis=1, how='all')" if header.count("") > 1 else ""
+    command = _conversion(path, "read_csv", more, **options)
+    raise DataError(
+        f"data file {path}: {'its first line ' + ' and '.join(told) if told else 'it is empty'}: "
+        "expected a header line that names each column once, in UTF-8 text, with commas between "
+        f"them and points in numbers{f'; convert it: {command}' if options or more else ''}"
+    )
 
 
 _OPEN: Final = "has a quotation mark that nothing closes"

@@ -1,16 +1,18 @@
-"""A first draft of what a federation declares of its records, for a person to confirm.
+"""A first draft of the [records] table of a plan, for a person to confirm.
 
-A range or a list of categories that is taken from records is a release of them. So whatever is
-found stands behind a #, as a proposal, and counts for nothing until somebody who knows what such a
-value can be has put it right and taken the # away.
+A range or a list of categories that is taken from records is a release of them. So what is found
+stands behind a #, as a proposal, and has no effect until somebody who knows what such a value can
+be corrects it and removes the #.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from fedpact.common.format import number, percent, toml, toml_key
+import numpy as np
+
+from fedpact.common.format import counted, number, percent, toml, toml_key
 from fedpact.data.cells import (
     Cells,
     is_blank,
@@ -21,26 +23,29 @@ from fedpact.data.cells import (
     to_numbers,
 )
 from fedpact.data.schema import RecordForm
-from fedpact.data.summary import ColumnSummary, summarise_array, summarise_column
+from fedpact.data.summary import (
+    ColumnSummary,
+    Unusual,
+    describe_codes,
+    describe_text,
+    summarise_array,
+    summarise_column,
+)
 
 _MOST: Final = 20
-"""Of text with more values than these nobody writes down all that there are."""
+"""Nobody lists all values of a text column that has more of them than this."""
 _CODES: Final = 10
-"""Whole numbers of no more values than these may be codes."""
+"""Whole numbers with at most so many different values may be codes."""
+_SHOWN: Final = 3
+_TAIL: Final = 2.0
+"""A range this many times wider than that of 98 % of the values has a long tail."""
 
 _HEAD: Final = """\
-# Drafted from {file} by `fedpact inspect`, for the person who writes the federation. A line that
-# begins with # and a key is a proposal, and counts for nothing: put it right, by what such a value
-# can be and not by what is here, and take the # away. Lines "found" are of these records, exact:
-# delete them before you pass this on. docs/how-to/prepare-tables.md has the keys.
+# Drafted from {file} by `fedpact inspect`. Lines of the form "# key = value" are proposals and have
+# no effect. For each one: correct it to what such a value can be, not to what is in this file; then
+# remove the "#". Delete the lines "# found:" before you share this file: they are exact figures of
+# these records. docs/how-to/prepare-tables.md explains the keys.
 """
-_DATE: Final = "a date is no number: write it as days since a day that is fixed, and name it again"
-_TEXT: Final = (
-    "free text, a name or a case's number: not usable as it is. Where it has few words, write all "
-    "that there are as its categories"
-)
-_NOTHING: Final = "nothing in it"
-_SAME: Final = "always the same: it says nothing"
 
 
 def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[ColumnSummary]]:
@@ -51,100 +56,168 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
     """
     head = _HEAD.format(file=path.name)
     if path.suffix.lower() == ".npz":
-        found = summarise_array(read_npz(path)["x"], RecordForm())
-        lows = [one.low for one in found if one.low is not None]
-        highs = [one.high for one in found if one.high is not None]
-        lines = [f"# found: {number(min(lows))} to {number(max(highs))}"] if lows else []
-        lines += _range_lines(min(lows), max(highs), ("low", "high")) if lows else []
+        x = read_npz(path)["x"]
+        found, finite = summarise_array(x, RecordForm()), _finite(x.reshape(-1))
+        lines = (
+            ["# found: " + _span(finite), *_ranges(finite, "low", "high")] if len(finite) else []
+        )
         return "\n".join([head, "[records]", *lines, ""]), found
-    columns, _ = read_columns(path)
+    columns, broken = read_columns(path)
     label = roles.get("label")
     found = [summarise_column(name, cells) for name, cells in columns.items()]
     features = [one for one in found if one.name not in roles.values()]
-    dropped = {one.name: why for one in features if (why := _unusable(one))}
+    dropped = {one.name: why for one in features if (why := _unusable(one, columns[one.name]))}
     named = {"data": str(path), **roles}
     lines = [head, *(f"{key} = {toml(name)}" for key, name in named.items() if name is not None)]
-    lines += ['# label = "..."'] * (label is None) + ["", "[records]"]
-    if label is not None:
-        lines += _of_label(columns, label)
+    lines += ['# label = "..."   # the column to predict'] * (label is None)
+    task = [] if label is None else _task(columns.get(label, []))
+    lines += [*task, "", "[records]"]
+    if broken:
+        rows = _rows(sorted(broken))
+        lines.append(f"# found: {counted(len(broken), 'line')} that cannot be read ({rows})")
+    if label is not None and not task:
+        lines += _classes(columns, label)
     if dropped:
-        lines += [f"# {name}: {why}" for name, why in dropped.items()]
+        lines += [f"# not used: {name}: {why}" for name, why in dropped.items()]
         lines.append(f"drop = {toml([*dropped])}")
     for one in features:
         if one.name not in dropped:
             lines += ["", f"[records.columns.{toml_key(one.name)}]"]
-            lines += _of_column(one, columns[one.name])
+            lines += _column(one, columns[one.name])
     return "\n".join([*lines, ""]), found
 
 
-def _unusable(one: ColumnSummary) -> str:
-    """Return why a column makes no feature as it stands, "" where it does."""
+def _unusable(one: ColumnSummary, cells: Cells) -> str:
+    """Return why a column is no feature as it stands, "" where it is one."""
     if one.kind == "nothing":
-        return _NOTHING
+        return "every cell is empty"
     if one.kind == "dates":
-        return _DATE
+        return "dates or times. Convert them to a number, such as days since a fixed day"
     if one.kind == "numbers":
-        return _SAME if one.low == one.high else ""
+        if one.low == one.high:
+            return "the same value in every row"
+        return describe_codes(one.name, cells)
+    if form := describe_text(cells):
+        return form
     if one.distinct > _MOST:
-        return _TEXT
-    return _SAME if one.distinct == 1 and not one.missing else ""
+        return f"text with {one.distinct:,} different values, such as names, notes or identifiers"
+    return "the same value in every row" if one.distinct == 1 and not one.missing else ""
 
 
-def _of_label(columns: Mapping[str, Cells], label: str) -> list[str]:
+def _task(cells: Cells) -> list[str]:
+    """Return the lines of [task], where labels are measured numbers."""
+    finite = _finite(cells)
+    if len(finite) < len(cells) / 2 or len(np.unique(finite)) <= _MOST:
+        return []
+    ends = ", ".join(_around(Unusual.of(finite).usual))
+    return ["", "[task]", 'kind = "regression"', f"# found: {_span(finite)}", f"# range = [{ends}]"]
+
+
+def _classes(columns: Mapping[str, Cells], label: str) -> list[str]:
     if label not in columns:
-        return [f"# label: the file has no column {label!r}: it has {list_some(columns)}"]
+        return [f"# label: the file has no column {label!r}; its columns are {list_some(columns)}"]
     found = _words(columns[label])
     if len(found) > _MOST:
-        return ['# label: many values: numbers to learn are [task] kind = "regression"']
+        return [f"# label: text with {len(found)} different values: is this the right column?"]
     return [
-        "# found: the labels below; name all classes that there can be",
+        "# found: these labels. List all classes that there can be",
         f"# classes = {toml(found)}",
     ]
 
 
-def _of_column(one: ColumnSummary, cells: Cells) -> list[str]:
+def _column(one: ColumnSummary, cells: Cells) -> list[str]:
     missing = f"; {percent(one.missing)} missing" if one.missing else ""
     if one.kind == "text":
         words = _words(cells)
         lines = [
-            f"# found: {one.distinct} words{missing}",
+            f"# found: text with {one.distinct} different values{missing}",
+            *_alike(words),
             f"# categories = {toml(words)}   # all that there can be",
-            '# scale = "one-hot"   # the default here: a number for each category, 1 for its own',
+            '# scale = "one-hot"   # the default: one number for each category',
         ]
-        return lines + (
-            [f"# fill = {toml(words[0])}   # stands for a missing one"] if missing else []
-        )
-    low, high, median = one.low or 0.0, one.high or 0.0, one.median or 0.0
-    lines = [f"# found: numbers, {number(low)} to {number(high)}, median {number(median)}{missing}"]
-    numbers = to_numbers(cells).tolist()
-    values = {value for value in numbers if not math.isnan(value)}
-    whole = all(value.is_integer() for value in values)
-    if whole and len(values) == len(cells) > _MOST:
-        lines.append("# another number in each row: if it counts cases, add it to drop")
-    if whole and 2 < len(values) <= _CODES:
+        fill = f"# fill = {toml(words[0])}   # replaces a missing value"
+        return lines + [fill] * bool(missing)
+    numbers = to_numbers(cells)
+    finite = numbers[np.isfinite(numbers)]
+    parts, values = Unusual.of(finite), np.unique(finite)
+    lines = [f"# found: {_span(parts.usual)}{missing}"]
+    for value, count in parts.codes:
         lines.append(
-            f"# if these are codes: categories = {toml(sorted(values))}, one-hot, no range"
+            f"# found: {number(value)} in {count:,} rows: does it stand for a missing value? Then "
+            "leave these cells empty in the file"
         )
-    lines += _range_lines(low, high)
-    if missing:
+    for far in parts.far:
+        rows = np.flatnonzero(np.isin(numbers, far)).tolist()
         lines.append(
-            f"# fill = {_short(median)}   # stands for a missing one; else its record is left out"
+            f"# found: {counted(len(far), 'value')} far from the others, {_ends(far)} "
+            f"({_rows(rows)}): mistakes, or another unit?"
         )
-    odd = sum(math.isnan(x) and not is_blank(cell) for x, cell in zip(numbers, cells, strict=True))
-    if odd:
-        lines.append(f"# found: {odd} cells that are no numbers: their records are left out")
+    blank = [is_blank(cell) for cell in cells]
+    if odd := np.flatnonzero(np.isnan(numbers) & ~np.array(blank)).tolist():
+        form = describe_text([cells[row] for row in odd]) or "these rows are left out"
+        lines.append(
+            f"# found: {counted(len(odd), 'cell')} without a number ({_rows(odd)}): {form}"
+        )
+    if 2 < len(values) <= _CODES and (values == np.rint(values)).all():
+        codes = toml(values.tolist())
+        lines.append(f"# if these are codes, in place of a range: categories = {codes}")
+    lines += _ranges(parts.usual)
+    if missing or parts.codes:
+        median = _plain(float(f"{np.median(parts.usual):.2g}"))
+        lines.append(f"# fill = {median}   # replaces a missing value; else the row is left out")
     return lines
 
 
-def _range_lines(low: float, high: float, keys: tuple[str, ...] = ()) -> list[str]:
-    ends = propose_range(low, high)
-    told = "   # the least and the most that such a value can be"
-    each = (
-        [f"# {key} = {_plain(end)}" for key, end in zip(keys, ends, strict=True)]
-        if keys
-        else [f"# range = [{', '.join(map(_plain, ends))}]{told}"]
-    )
-    return [*each, '# scale = "range"   # -1..1 over the range']
+def _finite(cells: Cells | np.ndarray) -> np.ndarray:
+    numbers = to_numbers(cells if isinstance(cells, Sequence) else cells.tolist())
+    return numbers[np.isfinite(numbers)]
+
+
+def _rows(rows: Sequence[int]) -> str:
+    """Return the first of some rows, counted from 1 below the header."""
+    named = ", ".join(str(row + 1) for row in rows[:_SHOWN])
+    return f"row{'s' * (len(rows) > 1)} {named}" + ", ..." * (len(rows) > _SHOWN)
+
+
+def _alike(words: Sequence[str]) -> list[str]:
+    """Return a remark on words that differ in capitals alone."""
+    known = dict[str, list[str]]()
+    for word in words:
+        known.setdefault(word.casefold(), []).append(word)
+    return [
+        f"# found: {', '.join(map(repr, same))}: if they mean the same, spell them alike"
+        for same in known.values()
+        if len(same) > 1
+    ]
+
+
+def _ends(values: np.ndarray) -> str:
+    low, high = number(float(values.min())), number(float(values.max()))
+    return low if low == high else f"{low} to {high}"
+
+
+def _span(values: np.ndarray) -> str:
+    return f"numbers, {_ends(values)}, median {number(float(np.median(values)))}"
+
+
+def _ranges(values: np.ndarray, *keys: str) -> list[str]:
+    ends = _around(values)
+    lines = [f"# {key} = {end}" for key, end in zip(keys, ends, strict=False)]
+    if not keys:
+        lines = [f"# range = [{', '.join(ends)}]   # what such a value can be"]
+        beyond = int(((values < float(ends[0])) | (values > float(ends[1]))).sum())
+        what = "sets other values to the nearer end"
+        lines += [f"# clamp = true   # {what}, {beyond:,} here"] if beyond else []
+    return [*lines, '# scale = "range"   # maps the range to -1..1']
+
+
+def _around(values: np.ndarray) -> list[str]:
+    """Return the ends of a range around most of some values, without long tails."""
+    first, last = np.quantile(values, (0.01, 0.99))
+    least, most = float(values.min()), float(values.max())
+    if len(values) > 100 and most - least > _TAIL * (last - first) > 0:
+        least, most = float(first), float(last)
+    return [_plain(end) for end in propose_range(least, most)]
 
 
 def propose_range(low: float, high: float) -> tuple[float, float]:
@@ -165,10 +238,6 @@ def propose_range(low: float, high: float) -> tuple[float, float]:
 
 def _plain(value: float) -> str:
     return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
-
-
-def _short(value: float) -> str:
-    return _plain(float(f"{value:.2g}"))
 
 
 def _words(cells: Cells) -> list[str]:

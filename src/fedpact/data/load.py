@@ -15,7 +15,7 @@ import torch
 
 from fedpact.common.errors import DataError, nearest
 from fedpact.common.user_code import is_handed
-from fedpact.data.cells import SUFFIXES, cells_of, index_of, read_columns, read_npz
+from fedpact.data.cells import SUFFIXES, cells_of, check_suffix, index_of, read_columns, read_npz
 from fedpact.data.dataset import Dataset
 from fedpact.data.inputs import of_arrays, of_columns, warn_of_channels
 from fedpact.data.public import (
@@ -84,6 +84,7 @@ def load_dataset(
     suffix = Path(name).suffix.lower()
     if suffix in (".csv", ".parquet"):
         return dataset_of(name, [of_file(Path(name), label, site, person, form)], classes, form)
+    check_suffix(Path(name))
     made = Synthetic.parse(name)
     if suffix != ".npz" and name not in NAMES and not made:
         raise DataError(

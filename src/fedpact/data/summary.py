@@ -1,14 +1,13 @@
-"""What a table's columns hold beside what is declared of them: for their owner's eyes alone.
+"""What a table's columns hold, next to what is declared of them: for their owner alone.
 
-Every figure here is of the records themselves, exact, and protected by nothing. It is printed where
-they lie; to pass it on is to release it.
+Every figure here is an exact figure of the records, and nothing protects it. It is printed on the
+machine that has the records; to share it is to release it.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +23,25 @@ _NARROW: Final = 0.02
 _FAR: Final = 4.0
 """And of a median so many deviations from a declared mean."""
 _SHOWN: Final = 5
-_DATES: Final = ("%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%d-%m-%Y", "%Y/%m/%d")
+_FEW: Final = 10
+"""Numbers of a column with fewer cells, and written forms with fewer values, are not judged."""
+_DATE: Final = re.compile(
+    r"(\d{1,4}[-./]\d{1,2}[-./]\d{1,4}|\d{1,2}[-./ ]?[^\W\d_]{3,9}\.?[-./, ]*\d{2,4}"
+    r"|[^\W\d_]{3,9}\.? \d{1,2},? \d{4}|\d{1,2}:\d\d(:\d\d)?)"
+    r"([T ,]+\d{1,2}:\d\d\S*( ?[AaPp][Mm])?)?"
+)
+_WRITTEN: Final = (
+    (r"[+-]?\d{1,3}([,' \u00a0]\d{3})+(\.\d+)?", "numbers with thousands separators. Remove them"),
+    (r"[+-]?\d+([. ]\d{3})*,\d+", "numbers with a decimal comma. Write a point"),
+    (r"[<>≤≥]=?\s*[\d.,]+", 'bounds such as "<5". Write a number, such as the bound itself'),
+    (
+        r"[€$£¥]\s*[+-]?[\d.,]+|[+-]?\d[\d.,]*\s*(?!(st|nd|rd|th)$)[^\W\d_°%€$£¥][^\W\d_/]{0,7}"
+        r"(/[^\W_]+)?|[+-]?\d[\d.,]*\s*[°%€$£¥]\w?",
+        "numbers with a unit or a currency. Write the number alone",
+    ),
+)
+"""Forms of numbers that are not read as such, with what to do."""
+_IDENTIFIER: Final = re.compile(r"(^|[\W_])(id|no|nr|num|number|key|uid|mrn|index)($|[\W_])", re.I)
 
 
 @dataclass(frozen=True)
@@ -134,15 +151,116 @@ class _Cells:
 
 
 def is_date(text: str) -> bool:
-    """Whether a text is a date, or a date with a time, as files usually have them."""
-    with suppress(ValueError):
-        datetime.fromisoformat(text)
-        return True
-    for form in _DATES:
-        with suppress(ValueError):
-            datetime.strptime(text, form)
-            return True
-    return False
+    """Whether a text is a date or a time, as files usually have them."""
+    return _DATE.fullmatch(text) is not None
+
+
+def describe_text(cells: Sequence[Any]) -> str:
+    """Return which form of number most of some cells of text have, with what to do; "" for none."""
+    texts = [text_of(cell) for cell in cells if not is_blank(cell)]
+    counts = [sum(re.fullmatch(form, text) is not None for text in texts) for form, _ in _WRITTEN]
+    best = int(np.argmax(counts))
+    few = best == len(_WRITTEN) - 1 and len({*texts}) <= _FEW  # categories such as "1a", "2b"
+    return _WRITTEN[best][1] if 2 * counts[best] > len(texts) and not few else ""
+
+
+def describe_codes(name: str, cells: Cells) -> str:
+    """Return what the whole numbers of a column are, where they measure nothing; "" where not."""
+    x = to_numbers(cells)
+    x = x[np.isfinite(x)]
+    if len(x) < _FEW or not (x == np.rint(x)).all():
+        return ""
+    month, day = x // 100 % 100, x % 100
+    as_date = (x > 19e6) & (x < 21.1e6) & (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
+    if as_date.mean() > 0.9:
+        return "dates such as 20240131. Convert them, for example to days since a fixed day"
+    if any(isinstance(cell, str) and re.fullmatch(r"0\d+", cell.strip()) for cell in cells):
+        return "codes with leading zeros, such as postal codes"
+    if len(np.unique(x)) < len(x) or len(x) < 2 * _FEW:
+        return ""
+    dense = x.max() - x.min() < 100 * len(x)
+    return (
+        "whole numbers that differ in every row, such as a case number or a time"
+        if dense or x.min() >= 1e8 or _IDENTIFIER.search(name)
+        else ""
+    )
+
+
+@dataclass(frozen=True)
+class Unusual:
+    """A column's finite numbers [n], parted. usual: those that look like measurements.
+
+    codes: (value, count) of values that may stand for a missing one, such as -999. far: groups of
+    values that are far below, and far above, the others.
+    """
+
+    usual: np.ndarray
+    codes: tuple[tuple[float, int], ...]
+    far: tuple[np.ndarray, ...]
+
+    @staticmethod
+    def of(x: np.ndarray) -> "Unusual":
+        """Part finite numbers x [n]."""
+        codes = list[tuple[float, int]]()
+        while (code := _find_code(x)) is not None:
+            codes.append((code, int((x == code).sum())))
+            x = x[x != code]
+        far = list[np.ndarray]()
+        if len(x) >= _FEW:
+            place, values = _place(x)
+            middle = int(np.searchsorted(place, 0.0))
+            gaps = np.flatnonzero(np.diff(place) > 1.0)
+            low = max((k + 1 for k in gaps if k < middle), default=0)
+            high = min((k + 1 for k in gaps if k >= middle), default=len(values))
+            x = values[low:high]
+            for some in (values[:low], values[high:]):
+                known, counts = np.unique(some, return_counts=True)
+                same = counts >= max(3, len(some) / 2)
+                codes += zip(known[same].tolist(), counts[same].tolist(), strict=True)
+                far += [rest] if len(rest := some[~np.isin(some, known[same])]) else []
+        return Unusual(x, tuple(codes), tuple(far))
+
+
+def _place(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return asinh((x - median) / quartile distance), ascending, and x in that order.
+
+    It is linear near the median and logarithmic far from it, so long tails have no gaps of 1.
+    """
+    values = np.sort(x)
+    first, median, third = np.quantile(values, (0.25, 0.5, 0.75))
+    away = np.abs(values - median)
+    scale = third - first or np.median(away[away > 0] if away.any() else [1.0])
+    return np.arcsinh((values - median) / scale), values
+
+
+def _find_code(x: np.ndarray) -> float | None:
+    """Return an outermost value of x [n] that probably stands for a missing one, None for none.
+
+    That is -1 where nothing else is negative; 0 or equal digits such as 99 and -999 where they are
+    far more frequent than other values, or far from them.
+    """
+    values, counts = np.unique(x, return_counts=True)
+    if len(values) < 4 or len(x) < _FEW:
+        return None
+    place, usual = _place(x)
+    for k, beside in ((0, 1), (-1, -2)):
+        value, count = float(values[k]), int(counts[k])
+        digits = f"{abs(value):.0f}"
+        equal = (
+            value.is_integer() and len(digits) > 1 and digits in {d * len(digits) for d in "789"}
+        )
+        if not (equal or value in (0.0, -1.0, -9.0)):
+            continue
+        ends = np.searchsorted(usual, (value, values[beside]))
+        gap = abs(float(np.subtract(*place[np.minimum(ends, len(place) - 1)])))
+        frequent = count >= max(3, 5 * np.median(counts))
+        if (
+            (value < 0 <= values[1] and count > 1)
+            or (equal and (frequent or gap > 1))
+            or (frequent and gap > 0.25)
+        ):
+            return value
+    return None
 
 
 def _numbers(values: np.ndarray) -> Cells:

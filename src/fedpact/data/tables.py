@@ -195,7 +195,7 @@ def read_numbers(table: Table, form: RecordForm, values: str, sieve: RecordFilte
         own = form.of(name)
         words = isinstance(own, Column) and own.names is not None
         x[:, k] = _places(cells, own) if isinstance(own, Column) and words else to_numbers(cells)
-        why = "is none of its declared categories" if words else "is no finite number"
+        why = "is not one of its declared categories" if words else "is not a finite number"
         for row in np.isnan(x[:, k]).nonzero()[0].tolist():
             blank, fill = is_blank(cells[row]), own.number(own.fill)
             if blank and fill is not None:
@@ -263,7 +263,7 @@ def class_numbers(
             sieve.leave_out(row, column, why, label)
         elif k < 0:
             blank = is_blank(label)
-            why = "is no class" if blank else f"is none of the {len(classes)} classes"
+            why = "is not a class" if blank else f"is not one of the {len(classes)} classes"
             sieve.leave_out(row, column, why, label)
         found[row] = max(k, 0)
     return found
@@ -282,7 +282,7 @@ def read_sites(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "si
     names = [text_of(value) for value in given]
     for row, name in enumerate(names):
         if is_missing(name):
-            sieve.leave_out(row, column, "is no site")
+            sieve.leave_out(row, column, "is not a site")
     return names
 
 
@@ -335,7 +335,7 @@ def _convert_numbers(
             # be another when it is rounded once.
             x = np.array(np.asarray(source.x, np.float64) if wide else source.x, np.float32)
     if form.vocabulary is not None:
-        source.mark((x < 0) | (x >= form.vocabulary), f"is none of {form.vocabulary} words")
+        source.mark((x < 0) | (x >= form.vocabulary), f"is not one of {form.vocabulary} words")
     if not form.columns:
         _keep_range(source, x, ..., form)
     else:
@@ -348,20 +348,20 @@ def _convert_numbers(
 
 def _mark_infinite(source: _Source, x: np.ndarray) -> None:
     if x.dtype.kind == "f" and not np.isfinite(x).all():
-        source.mark(~np.isfinite(x), "is no finite number")
+        source.mark(~np.isfinite(x), "is not a finite number")
 
 
 def _whole(source: _Source) -> np.ndarray:
-    """Return int64, 0 for what is no whole number."""
+    """Return int64, 0 for what is not a whole number."""
     x = source.x
     if x.dtype.kind != "f":
         good = (x > -_LARGEST) & (x < _LARGEST)
-        source.mark(~good, "is no whole number below 2^53")
+        source.mark(~good, "is not a whole number below 2^53")
         return np.where(good, x, 0).astype(np.int64)
     with np.errstate(invalid="ignore"):
         good = np.isfinite(x) & (np.rint(x) == x) & (np.abs(x) < _LARGEST)
     if not good.all():
-        source.mark(~good, "is no whole number below 2^53")
+        source.mark(~good, "is not a whole number below 2^53")
     return np.where(good, x, 0).astype(np.int64)
 
 
@@ -373,7 +373,7 @@ def _keep_range(source: _Source, x: np.ndarray, part: Any, own: ValueRange) -> N
             known = np.isin(some, np.array(own.categories).astype(x.dtype))
             other = own.number(own.other)
             if other is None:
-                _mark_part(source, part, ~known, "is none of its declared categories")
+                _mark_part(source, part, ~known, "is not one of its declared categories")
             else:
                 # What is no number is left out for that.
                 x[part] = np.where(known | ~np.isfinite(some), some, other)

@@ -284,7 +284,7 @@ def read_labels(
         good |= (flat == UNLABELLED) & (kind == "pixels")
     for row in np.flatnonzero(~good.all(1)).tolist():
         place = int((~good[row]).argmax())
-        why = f"is no whole number from 0 to {most} at place {place}"
+        why = f"is not a whole number from 0 to {most} at place {place}"
         sieve.leave_out(row, column, why, flat[row, place])
     kept = np.where(good.reshape(found.shape), found, 0)
     return kept.astype(np.float32 if kind == "several" else np.int64)
@@ -325,7 +325,7 @@ def _numbers(
 ) -> np.ndarray:
     found = to_numbers(list(labels) if isinstance(labels, np.ndarray) else labels)
     for row in (~np.isfinite(found)).nonzero()[0].tolist():
-        why = "is missing" if is_blank(labels[row]) else NO_NUMBER
+        why = "has no value" if is_blank(labels[row]) else NO_NUMBER
         sieve.leave_out(row, column, why, labels[row])
         found[row] = target.low
     for row in ((found < target.low) | (found > target.high)).nonzero()[0].tolist():

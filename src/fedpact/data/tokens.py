@@ -90,7 +90,7 @@ def read_token_labels(
     for place, cell in enumerate(cells):
         row = np.asarray(cell if cell is not None else [])
         if row.ndim != 1 or row.dtype.kind not in "iu":
-            sieve.leave_out(place, label, "is no list of whole numbers, one for each token")
+            sieve.leave_out(place, label, "is not a list of whole numbers, one for each token")
             continue
         y[place, : len(row)] = row[: y.shape[1]]
     y[x[:, 1] == 0] = UNLABELLED
@@ -110,23 +110,23 @@ def _record(
     """One record's rows of tokens [rows, t]; None where it is left out."""
     ids = _whole(columns[_IDS][place])
     if ids is None or not 0 < len(ids) <= _LONGEST:
-        sieve.leave_out(place, _IDS, "is no list of tokens, whole numbers from 0")
+        sieve.leave_out(place, _IDS, "is not a list of tokens, whole numbers from 0")
         return None
     if vocabulary is not None and not (ids < vocabulary).all():
-        sieve.leave_out(place, _IDS, f"has a token that is none of {vocabulary}")
+        sieve.leave_out(place, _IDS, f"has a token outside 0 to {vocabulary - 1}")
         return None
     found = [ids]
     for name in rows[1:]:
         row = _whole(columns[name][place])
         if row is None or len(row) != len(ids) or (name == _MASK and not (row <= 1).all()):
-            sieve.leave_out(place, name, "is no list of whole numbers, one for each token")
+            sieve.leave_out(place, name, "is not a list of whole numbers, one for each token")
             return None
         found.append(row)
     return np.stack(found)
 
 
 def _whole(cell: Any) -> np.ndarray | None:
-    """A cell as int64 [t]; None where it is no list of whole numbers from 0."""
+    """A cell as int64 [t]; None where it is not a list of whole numbers from 0."""
     try:
         row = np.asarray(cell)
     except (TypeError, ValueError):
