@@ -48,7 +48,7 @@ def test_columns_are_what_the_experiment_declares(adult, caplog):
     form = Plan.read(TOML).records.shared()
     data = load_dataset("adult", form=form)
     assert (data.y.tolist(), data.y_test.tolist()) == ([0, 1], [0])
-    assert "column marital-status, row 3" in caplog.text
+    assert "row 3 = 'Engaged': column marital-status" in caplog.text
     scaling = Scaling.of(form, data.x.shape[1:], data.features)
     x, names = scaling(data.x), scaling.names
     first, second = (dict(zip(names, row.tolist(), strict=True)) for row in x)

@@ -70,13 +70,13 @@ def test_a_data_set_holds_no_label_out_of_range(y):
         (np.zeros(3), [0, 1, 0], {}, "reshape"),
         (np.zeros((3, 2)), [0.5, math.nan, -1.0], {}, "such as 0.5, .* task.kind = 'regression'"),
         (np.zeros((3, 2)), [0, 1, 0], {"classes": ("a", "a")}, "no name twice"),
-        (np.zeros((3, 2)), ["c", "d", "e"], {"classes": ("a", "b")}, "none of the 2 classes"),
+        (np.zeros((3, 2)), ["c", "d", "e"], {"classes": ("a", "b")}, "not one of the 2 classes"),
         (np.zeros((3, 2)), [0, 1, 0], {"site": ["a"]}, "1 entries for 3"),
         (np.zeros((3, 2)), [0, 1, 0], {"test": (np.zeros((1, 3)), [0])}, "equal shapes"),
-        ([["a"], ["b"]], [0, 1], {}, "column 0: is no finite number"),
-        ([[math.nan], [math.inf]], [0, 1], {}, "column 0: is no finite number"),
+        ([["a"], ["b"]], [0, 1], {}, "column 0: is not a finite number"),
+        ([[math.nan], [math.inf]], [0, 1], {}, "column 0: is not a finite number"),
         ([[1.0], [2.0, 3.0]], [0, 1], {}, "no array"),
-        (np.array([[None], [None]]), [0, 1], {}, "column 0: is no finite number"),
+        (np.array([[None], [None]]), [0, 1], {}, "column 0: is not a finite number"),
         (np.array([[{}], [{}]]), [0, 1], {}, "type object"),
         (torch.zeros(2, 1, device="meta"), [0, 1], {}, "no array"),
     ],
@@ -169,7 +169,7 @@ def test_bundled_digits_match_scikit_learn_with_licence():
 
 def test_heart_disease_reads_missing_as_declared_finding():
     def features(line: str) -> np.ndarray:
-        return public._features(public._filled(public._columns(line)))
+        return public._features(public._columns(line), public._RANGES, 0)
 
     written_out = features("50,1,4,120,200,0,0,150,0,0,1,0,3,1")
     assert np.array_equal(features("50,1,4,?,?,?,?,?,?,?,?,?,?,1"), written_out)
@@ -200,7 +200,7 @@ def test_sites_that_name_the_classes_agree_on_the_labels(tmp_path):
     path = write(tmp_path / "t.csv", "x,y\n1,yes\n2,zebra\n")
     assert load_dataset(path, label="y").y.tolist() == [0, 1]
     assert load_dataset(path, label="y", classes=("no", "yes")).y.tolist() == [1]
-    with pytest.raises(DataError, match=r"column y: is none of the 2 classes.* records\.classes"):
+    with pytest.raises(DataError, match=r"y: is not one of the 2 classes.* records\.classes"):
         load_dataset(path, label="y", classes=("0", "1"))
 
 
@@ -211,11 +211,11 @@ def test_sites_that_name_the_classes_agree_on_the_labels(tmp_path):
         (CSV, "outcome", None, "'outcome'"),
         (CSV, "out", "ward", "site column is 'ward'"),
         (CSV, "out", "out", "different columns"),
-        (CSV, "out", None, "column city: is no finite number"),
+        (CSV, "out", None, "column city: is not a finite number"),
         ("x,x,y\n1,2,a\n", "y", None, "names each column once"),
         ("x\x1b[31m,y\n1,a\n", "y", None, r"column 'x\\x1b\[31m': expected a name without"),
-        ("x;y\n1,5;a\n", "y", None, "no comma, and ';' in it: expected commas .* points in"),
-        ("x\ty\n1\ta\n", "y", None, r"no comma, and '\\t' in it"),
+        ("x;y\n1,5;a\n", "y", None, "by ';', not by commas: expected .* points in"),
+        ("x\ty\n1\ta\n", "y", None, r"by '\\t', not by commas"),
         ('x,y\n"1,5",a\n', "y", None, "a number with a point, not a comma"),
         ("x y,y\nb,a\n", "y", None, r'drop = \["x y"\] .* records\.columns\."x y"\.categories'),
         ("x,y\n", "y", None, "has 0 records: expected at least one below the header"),
@@ -262,10 +262,10 @@ def test_parquet_equals_csv(tmp_path):
     [
         ([None, None], "column x: is missing; leave out what holds nothing"),
         ([math.nan, None], "column x: is missing; leave out what holds nothing"),
-        (["a", "b"], "column x: is no finite number; if it holds text or dates"),
+        (["a", "b"], "column x: is not a finite number; if it holds text or dates"),
         (
             [datetime.date(2020, 1, 1)] * 2,
-            "column x: is no finite number; if it holds text or dates",
+            "column x: is not a finite number; if it holds text or dates",
         ),
     ],
 )

@@ -52,9 +52,9 @@ def test_bad_record_is_dropped_and_the_run_uses_the_others(tmp_path, mode, caplo
     assert [r.accuracy for r in results[0].records] == [r.accuracy for r in results[1].records]
     (told,) = [r.message for r in caplog.records if "left out" in r.message]
     assert f"{tmp_path / 'with.csv'}: 6 of 67 records" in told
-    for line in ("rows 61 = 'abc', 64 = '1e39': column p is not a finite number",
+    for line in ("row 61 = 'abc': column p is not a finite number",
                  "row 63 = '': column p is missing",
-                 "row 65 = '500': column p is beyond its declared range",
+                 "rows 64 = '1e39', 65 = '500': column p is beyond its declared range",
                  "row 67 = 'c': column out is not one of the 2 classes"):  # fmt: skip
         assert line in told
 

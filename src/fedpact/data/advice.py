@@ -1,15 +1,13 @@
 """Advice on a table's columns, and the columns of public tables that are known.
 
-A record's gradient is as long as its numbers: beside an age of 60 a 0 or 1 is lost, clipping
-shortens both alike, and a step that suits pixels of 0 .. 1 throws a model of 0 .. 255 far off; of
-numbers of a thousandth it sees nothing, and noise that suits the bound drowns them. Nobody notices
-but by a model that guesses.
+A record's gradient is as long as its numbers. Next to an age of 60 a 0 or 1 is lost, and clipping
+shortens both alike. A step that suits pixels in 0..1 throws a model of 0..255 far off. A model sees
+nothing of numbers of a thousandth, and the noise that suits the bound drowns them.
 
-NAME.toml, beside this file, has [records] for a plan on NAME: ranges, categories, what stands for a
-gap, where a column begins. It is from the data set's own description and from what is known of such
-measurements anyway. That the columns below say little was seen on the data set's training records,
-too (experiments/heart), as settings of experiments are; whose records are not public asks somebody
-who knows.
+NAME.toml, next to this file, has [records] for a plan on the data set NAME: ranges, categories and
+replacements for missing values, from the data set's own description and from what is known of such
+measurements. That the columns below say little was also seen on the training records
+(experiments/heart), as settings of experiments are.
 """
 
 import logging
@@ -33,10 +31,17 @@ _TABLE: Final = 50
 _SHORT: Final = 0.3
 _SHOWN: Final = 5
 _REMEDY: Final = (
-    "Declare what the values can be, by public knowledge and not by what is in the file, and have "
-    "them scaled, in the plan, and of a deployment in federation.toml as well:"
+    "Declare what the values can be, from public knowledge and not from the file, and a scale, in "
+    "the plan and in a deployment's federation.toml:"
 )
 _FOUND: Final = " (found by looking at the records, as this machine's owner may)"
+_MEND: Final = {
+    False: "Declare a range from public knowledge, as narrow as it allows, and a scale: "
+    '[records.columns.NAME] with range = [LEAST, MOST], clamp = true and scale = "range".',
+    True: "These columns are scaled as declared, so the declared range is far too wide, or the "
+    "file is in another unit.",
+}
+"""Whether a column has a declared scale -> what to do when its numbers differ little."""
 
 _logger = logging.getLogger("fedpact")
 
@@ -95,7 +100,7 @@ def _told_of_wide(origin: str, wide: Sequence[tuple[str, ValueRange, float]], te
     how = _FOUND if any(_extent(own) is None for _, own, _ in wide) else ""
     what = (
         f"numbers of these columns get far from 0: {_first([f'{n} ({far})' for n, far in told])}"
-        f"{how}. A gradient is as long as its record's numbers, so narrow columns are lost beside "
+        f"{how}. A gradient is as long as its record's numbers, so narrow columns are lost next to "
         "wide ones"
     )
     lines = "\n\n".join(_lines(name, own) for name, own, _ in wide[:_SHOWN])
@@ -112,31 +117,28 @@ def _told_of_wide(origin: str, wide: Sequence[tuple[str, ValueRange, float]], te
 def _warn_of_little(
     origin: str, columns: Sequence[tuple[str, ValueRange, Tensor | None]], tell: _Tell
 ) -> None:
-    """Warn of columns that, as they are scaled, differ little beside how far from 0 they are."""
-    declared, found = list[str](), list[str]()
+    """Warn of columns that, once scaled, differ little compared with their distance from 0."""
+    told = dict[tuple[bool, bool], list[str]]()
     for name, own, x in columns:
-        looked = own.scale != "none" or _extent(own) is None
+        scaled = own.scale != "none"
+        looked = scaled or _extent(own) is None
         far = _beside(own, x if looked else None)
         if far > _BESIDE:
             shown = f"{name} ({tell(far) if looked else _exactly(far)} times)"
-            (found if looked else declared).append(shown)
-    for alike, how in ((declared, ""), (found, _FOUND)):
-        if alike:
-            _logger.warning(
-                f"{origin}: numbers of these columns are much farther from 0 than they differ: "
-                f"{_first(alike)}{how}. A model hardly tells them apart, and may "
-                "do no better than chance where they matter. Declare what they can be, no wider "
-                "than by public knowledge, and have it scaled: [records.columns.NAME] with range "
-                '= [LEAST, MOST], clamp = true and scale = "range". Where it is declared: is the '
-                "file in another unit?"
-            )
+            told.setdefault((scaled, looked), []).append(shown)
+    for (scaled, looked), alike in told.items():
+        _logger.warning(
+            f"{origin}: numbers of these columns are much farther from 0 than they differ: "
+            f"{_first(alike)}{_FOUND * looked}. A model can hardly tell them apart. "
+            f"{_MEND[scaled]}"
+        )
 
 
 def _beside(own: ValueRange, x: Tensor | None) -> float:
-    """Return how much farther from 0 than they differ a column's numbers [n] are, once scaled.
+    """Return the distance from 0 of a column's numbers [n], divided by their spread, once scaled.
 
-    0 where nobody says, of codes, and of one number alone, which tells nothing anyway. One record
-    in a hundred at either end does not count: a typing slip, or what stands for a gap.
+    0 where it is unknown, for codes, and where all are equal. One record in a hundred at either end
+    does not count: it may be a mistake or stand for a missing value.
     """
     if own.scale in ("one-hot", "released") or (isinstance(own, Column) and own.categories):
         return 0.0
@@ -159,8 +161,8 @@ def _warn_of_short(origin: str, x: Tensor, tell: _Tell) -> None:
         _logger.warning(
             f"{origin}: all numbers stay near 0: no record is longer than {tell(longest)}"
             f"{_FOUND}; expected about 1. A gradient is as long as its record's numbers, so a "
-            "step that suits numbers of about 1 is far too short for these, noise is louder, and a "
-            f"model may do no better than chance. {_REMEDY}\n\n"
+            "step that suits numbers of about 1 is far too short for these, and noise is louder. "
+            f"{_REMEDY}\n\n"
             '[records]\nlow = ...\nhigh = ...\nscale = "range"\n\n'
             "or columns by their names: [records.columns.NAME] with range = [LEAST, MOST] and "
             'scale = "range".'

@@ -11,6 +11,7 @@ files that had the MD5 which the data sets' own sites publish.
 import hashlib
 import http.client
 import io
+import json
 import lzma
 import os
 import tarfile
@@ -27,8 +28,6 @@ from fedpact.common.errors import DataError
 from fedpact.common.files import replacing
 
 Arrays = Mapping[str, np.ndarray]
-
-_IDX = ("train-images", "train-labels", "t10k-images", "t10k-labels")
 
 
 @dataclass(frozen=True)
@@ -47,103 +46,11 @@ class Source:
     archive: str | None = None
 
 
-def _idx(images: str, labels: str, test_images: str, test_labels: str) -> dict[str, str]:
-    sums = (images, labels, test_images, test_labels)
-    return {
-        f"{part}-idx{3 if 'images' in part else 1}-ubyte.gz": digest
-        for part, digest in zip(_IDX, sums, strict=True)
-    }
-
-
 SOURCES: Mapping[str, Source] = {
-    source.name: source
-    for source in (
-        Source(
-            "mnist",
-            _idx(
-                "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-                "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-                "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-                "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-            ),
-            home="https://ossci-datasets.s3.amazonaws.com/mnist",
-            licence="CC BY-SA 3.0 as commonly stated (Y. LeCun, C. Cortes)",
-        ),
-        Source(
-            "fashion_mnist",
-            _idx(
-                "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
-                "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
-                "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
-                "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
-            ),
-            home="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
-            licence="MIT, Zalando SE",
-        ),
-        Source(
-            "cifar10",
-            {
-                f"cifar-10-batches-bin/{batch}.bin": digest
-                for batch, digest in {
-                    "data_batch_1": (
-                        "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5"
-                    ),
-                    "data_batch_2": (
-                        "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed"
-                    ),
-                    "data_batch_3": (
-                        "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67"
-                    ),
-                    "data_batch_4": (
-                        "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48"
-                    ),
-                    "data_batch_5": (
-                        "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add"
-                    ),
-                    "test_batch": (
-                        "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"
-                    ),
-                }.items()
-            },
-            home="https://www.cs.toronto.edu/~kriz",
-            licence="none stated; given out for research, citation asked (A. Krizhevsky, 2009)",
-            archive="cifar-10-binary.tar.gz",
-        ),
-        Source(
-            "heart_disease",
-            {
-                "processed.cleveland.data": (
-                    "a74b7efa387bc9d108d7d0115d831fe9b414b29ae7124f331b622b4efa0427c8"
-                ),
-                "processed.hungarian.data": (
-                    "d1ad108f785768cd3d7e82dc522e6f5a61eea93cccfb3a46ee8076f73fc3d796"
-                ),
-                "processed.switzerland.data": (
-                    "834a405ccf5b66ab4056bb77794adc8df0b7125186454c0a1d002d33c6c3b314"
-                ),
-                "processed.va.data": (
-                    "e7c93d8d0d2acdadfa4c5e8de768e2191e7f618b952e29623f1f0d5949ff6b8f"
-                ),
-            },
-            home="https://archive.ics.uci.edu/ml/machine-learning-databases/heart-disease",
-            licence="CC BY 4.0 (UCI; A. Janosi, W. Steinbrunn, M. Pfisterer, R. Detrano)",
-        ),
-        Source(
-            "shakespeare",
-            {"input.txt": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"},
-            home="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare",
-            licence="text in the public domain; MIT (A. Karpathy's char-rnn)",
-        ),
-        Source(
-            "adult",
-            {
-                "adult.data": "5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d",
-                "adult.test": "a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05",
-            },
-            home="https://archive.ics.uci.edu/ml/machine-learning-databases/adult",
-            licence="CC BY 4.0 (UCI; B. Becker, R. Kohavi)",
-        ),
-    )
+    name: Source(name, **raw)
+    for name, raw in json.loads(
+        Path(__file__).with_name("sources.json").read_text(encoding="utf-8")
+    ).items()
 }
 
 

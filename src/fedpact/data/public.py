@@ -1,26 +1,23 @@
 """The public data sets: Adult, heart disease, images, Shakespeare, and synthetic ones.
 
-Nothing is done to their columns here: what stands for words, gaps and wide numbers is declared in a
-plan's [records], as for a table of one's own; adult.toml beside this file has it.
+Nothing is estimated from records: constants are declared here, in NAME.toml beside this file, or
+published with the data set.
 
-Nothing is estimated from records. A feature is centred on the middle of its declared range and
-scaled to -1..1, values beyond the range are set to its end. What was not recorded (`?`, and the 0
-that stands for it in chol and trestbps, where no living patient has 0) is read as the declared
-normal finding. Codes and units are those of the data set's own description, heart-disease.names.
+Adult is a table: what to do with words, missing values and wide numbers is declared in [records].
 
-`heart_disease_flamby` is the same table as FLamby (Terrail et al., arXiv 2210.04620) cuts it:
-slope, ca and thal are left out, then each record with a gap in the rest, and each hospital has a
-fixed test part, by scikit-learn's train_test_split with train_size 0.66 and random_state 43,
-stratified by label where both have more than two records. heart_split.json has the test parts, as
-places among the records that are left. Of cp and restecg the first code is the reference, and has
-no column, as there (pandas' get_dummies with drop_first). Features are scaled by declared ranges,
-where FLamby takes each hospital's exact means.
+Heart disease. A feature is centred on the middle of its declared range and scaled to -1..1; values
+outside are set to its ends. A missing value (`?`, or 0 in chol and trestbps) becomes the declared
+normal finding. Codes and units are those of heart-disease.names.
 
-The normalising constants are published with the data sets; nothing is estimated from records.
+`heart_disease_flamby` is the same table as FLamby cuts it (Terrail et al., arXiv 2210.04620).
+slope, ca and thal are left out, then each record with a missing value. Each hospital has a fixed
+test part (scikit-learn's train_test_split with train_size 0.66 and random_state 43, stratified by
+label where possible): heart_split.json has its places among the records that are left. The first
+code of cp and restecg has no column, as with pandas' get_dummies and drop_first. Features are
+scaled by declared ranges, where FLamby takes each hospital's exact means.
 
-Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, Federated optimization in heterogeneous networks, MLSys
-2020, section 5.1 (after Shamir, Srebro, Zhang, ICML 2014). Device k has its own label rule and its
-own inputs:
+Synthetic. Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, Federated optimization in heterogeneous
+networks, MLSys 2020, section 5.1 (after Shamir, Srebro, Zhang, ICML 2014). Device k has:
 
     u_k ~ N(0, α²),  W_k [10, 60] and b_k [10] with entries ~ N(u_k, 1)
     B_k ~ N(0, β²),  v_k [60] with entries ~ N(B_k, 1)
@@ -30,11 +27,10 @@ own inputs:
 synthetic_iid: one W, b with entries ~ N(0, 1) for all devices, and v_k = 0.
 Sizes: p(s) ∝ s^-2 in [smallest, largest]. Nguyen et al. (FedProxVR) have 100 devices in [37, 3277].
 
-The text is a list of speeches, "ROLE:" and then lines, with a blank line behind each. What a role
-says in all of them is cut into pieces of 41 characters, none in two of them: 40 are a record, the
-last one is its label. A piece is written with the 65 characters that are declared here. Roles that
-have fewer than 100 pieces take no part. As LEAF has it (Caldas et al., arXiv 1812.01097), but for
-pieces that do not overlap, so that a character is in one record.
+Shakespeare is a list of speeches, "ROLE:" and then lines, with a blank line after each. What a role
+says is cut into pieces of 41 characters without overlap: 40 are a record, the last one is its
+label. Roles with fewer than 100 pieces are left out. As LEAF has it (Caldas et al., arXiv
+1812.01097), but for the overlap.
 """
 
 import gzip
@@ -45,7 +41,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -66,7 +62,7 @@ _COLUMNS = (
     *("relationship", "race", "sex", "capital-gain", "capital-loss", "hours-per-week"),
     *("native-country", "income"),
 )
-# How many people of the state a row stands for; and the years of education beside its name.
+# How many people of the state a row stands for; and the years of education in words.
 _LEFT_OUT = ("fnlwgt", "education")
 
 
@@ -75,27 +71,24 @@ def adult_tables(form: RecordForm) -> list[Table]:
 
     form: which columns are features. Raises DataError: no such column, or see read_verified.
     """
-    source = SOURCES["adult"]
-    return [_table(read_verified(source, file).decode("ascii"), form) for file in source.files]
-
-
-def _table(text: str, form: RecordForm) -> Table:
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    cells = zip(*(row for row in rows if len(row) == len(_COLUMNS)), strict=True)
-    columns = dict(zip(_COLUMNS, cells, strict=True))
-    # The labels of the test records end with a full stop.
-    columns["income"] = tuple(label.removesuffix(".") for label in columns["income"])
-    kept = {name: values for name, values in columns.items() if name not in _LEFT_OUT}
-    # To drop what is left out anyway is no mistake.
+    # Dropping what is left out anyway is no mistake.
     form = form.model_copy(update={"drop": [name for name in form.drop if name not in _LEFT_OUT]})
-    return table_of("data set adult", kept, "income", form=form)
+    tables = list[Table]()
+    for file in SOURCES["adult"].files:
+        text = read_verified(SOURCES["adult"], file).decode("ascii")
+        rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+        cells = zip(*(row for row in rows if len(row) == len(_COLUMNS)), strict=True)
+        kept = {n: some for n, some in zip(_COLUMNS, cells, strict=True) if n not in _LEFT_OUT}
+        # The labels of the test records end with a full stop.
+        kept["income"] = tuple(label.removesuffix(".") for label in kept["income"])
+        tables.append(table_of("data set adult", kept, "income", form=form))
+    return tables
 
 
 _HEART_COLUMNS = (
     *("age", "sex", "cp", "trestbps", "chol", "fbs", "restecg"),
     *("thalach", "exang", "oldpeak", "slope", "ca", "thal", "num"),
 )
-
 # feature: (lowest, highest) of its range, in the data set's units
 _RANGES = {
     "age": (20, 80),  # years
@@ -107,30 +100,17 @@ _RANGES = {
 }
 # In FLamby's cut. 0 stands for cholesterol that was not measured, in 79 of its records.
 _FLAMBY_RANGES = {
-    "age": (20, 80),
-    "trestbps": (80, 200),
-    "chol": (100, 400),
-    "thalach": (60, 210),
-    "oldpeak": (0, 6),
+    **{name: _RANGES[name] for name in ("age", "trestbps", "chol")},
+    **{"thalach": (60, 210), "oldpeak": (0, 6)},
 }
-_FLAMBY_LEFT_OUT = ("slope", "ca", "thal")
-_SPLIT: Final = Path(__file__).with_name("heart_split.json")
 _BINARY = ("sex", "fbs", "exang")
 _CODES = {"cp": (1, 2, 3, 4), "restecg": (0, 1, 2), "slope": (1, 2, 3), "thal": (3, 6, 7)}
-
 # feature: the value that stands for a missing one
 _NORMAL = {
-    "trestbps": 120,
-    "chol": 200,
-    "fbs": 0,
-    "restecg": 0,
-    "thalach": 150,
-    "exang": 0,
-    "oldpeak": 0,
-    "slope": 1,
-    "ca": 0,
-    "thal": 3,
+    **{"trestbps": 120, "chol": 200, "fbs": 0, "restecg": 0, "thalach": 150},
+    **{"exang": 0, "oldpeak": 0, "slope": 1, "ca": 0, "thal": 3},
 }
+_Columns = dict[str, np.ndarray]
 
 
 def load_heart() -> Dataset:
@@ -139,10 +119,8 @@ def load_heart() -> Dataset:
     Features: the six of _RANGES in -1..1, three binary, then the one-hot codes of cp, restecg,
     slope and thal. Label 1: disease, num > 0. Raises DataError: a file is missing or damaged.
     """
-    tables = {site: _filled(columns) for site, columns in _hospitals().items()}
     told = "missing values and ranges by the constants declared in data/public.py"
-    features = {site: _features(columns) for site, columns in tables.items()}
-    return _heart("heart_disease", features, tables, told)
+    return _heart("heart_disease", _hospitals(), _RANGES, 0, told)
 
 
 def load_flamby() -> Dataset:
@@ -152,39 +130,40 @@ def load_flamby() -> Dataset:
     but for the first of each. held: the test records, for partition.held_out = "own". Raises
     DataError: see load_heart.
     """
-    split = json.loads(_SPLIT.read_text(encoding="utf-8"))
-    tables = {site: _whole(columns) for site, columns in _hospitals().items()}
-    features = {
-        site: _features(_filled(columns), _FLAMBY_RANGES, reference=True)
-        for site, columns in tables.items()
-    }
-    held = [np.isin(np.arange(len(c["num"])), split[site]) for site, c in tables.items()]
+    tables = dict[str, _Columns]()
+    for site, columns in _hospitals().items():
+        left = {n: some for n, some in columns.items() if n not in ("slope", "ca", "thal")}
+        whole = ~np.isnan(np.stack([*left.values()])).any(0)
+        tables[site] = {name: some[whole] for name, some in left.items()}
     told = "FLamby's columns, records and test parts; ranges declared in data/public.py"
-    found = _heart("heart_disease_flamby", features, tables, told)
+    found = _heart("heart_disease_flamby", tables, _FLAMBY_RANGES, 1, told)
+    split = json.loads(Path(__file__).with_name("heart_split.json").read_text(encoding="utf-8"))
+    held = [np.isin(np.arange(len(c["num"])), split[site]) for site, c in tables.items()]
     return replace(found, held=torch.from_numpy(np.concatenate(held)))
 
 
-def _hospitals() -> dict[str, dict[str, np.ndarray]]:
+def _hospitals() -> dict[str, _Columns]:
     """Return each hospital's columns as they are in its file, NaN for what is missing."""
-    source = SOURCES["heart_disease"]
-    return {
-        file.split(".")[1]: _columns(read_verified(source, file).decode("ascii"))
-        for file in source.files
-    }
+    found = dict[str, _Columns]()
+    for file in SOURCES["heart_disease"].files:
+        text = read_verified(SOURCES["heart_disease"], file).decode("ascii")
+        found[file.split(".")[1]] = _columns(text)
+    return found
 
 
-def _columns(text: str) -> dict[str, np.ndarray]:
-    rows = [line.split(",") for line in text.split()]
-    values = np.array([["nan" if v == "?" else v for v in row] for row in rows], np.float64)
-    return dict(zip(_HEART_COLUMNS, values.T, strict=True))
+def _columns(text: str) -> _Columns:
+    rows = [line.split(",") for line in text.replace("?", "nan").split()]
+    return dict(zip(_HEART_COLUMNS, np.array(rows, np.float64).T, strict=True))
 
 
 def _heart(
     name: str,
-    features: dict[str, dict[str, np.ndarray]],
-    tables: dict[str, dict[str, np.ndarray]],
+    tables: dict[str, _Columns],
+    ranges: dict[str, tuple[int, int]],
+    first: int,
     told: str,
 ) -> Dataset:
+    features = {site: _features(columns, ranges, first) for site, columns in tables.items()}
     x = [np.stack([*columns.values()], axis=1) for columns in features.values()]
     y = [columns["num"] > 0 for columns in tables.values()]
     return Dataset(
@@ -198,69 +177,40 @@ def _heart(
     )
 
 
-def _whole(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """FLamby's columns, of the records that have a value in each."""
-    left = {name: values for name, values in columns.items() if name not in _FLAMBY_LEFT_OUT}
-    good = ~np.isnan(np.stack([*left.values()])).any(0)
-    return {name: values[good] for name, values in left.items()}
-
-
-def _filled(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    filled = dict(columns)
-    for name, normal in _NORMAL.items():
-        if name in filled:
-            values = filled[name]
-            missing = np.isnan(values) | ((values == 0) & (name in ("chol", "trestbps")))
-            filled[name] = np.where(missing, normal, values)
-    return filled
-
-
-def _features(
-    columns: dict[str, np.ndarray],
-    ranges: dict[str, tuple[int, int]] = _RANGES,
-    *,
-    reference: bool = False,
-) -> dict[str, np.ndarray]:
-    """Return each feature's values. reference: the first code of each is all others' absence.
+def _features(columns: _Columns, ranges: dict[str, tuple[int, int]], first: int) -> _Columns:
+    """Return each feature's values. first: of each code's values the first that has a column.
 
     What is called "age scaled" is in -1..1, so that nobody takes it for years.
     """
+    filled = dict(columns)
+    for name in _NORMAL.keys() & columns.keys():
+        missing = np.isnan(columns[name])
+        missing |= (columns[name] == 0) & (name in ("chol", "trestbps"))
+        filled[name] = np.where(missing, _NORMAL[name], columns[name])
     scaled = {
-        f"{name} scaled": np.clip((2 * columns[name] - low - high) / (high - low), -1, 1)
+        f"{name} scaled": np.clip((2 * filled[name] - low - high) / (high - low), -1, 1)
         for name, (low, high) in ranges.items()
     }
-    binary = {name: columns[name] for name in _BINARY}
-    codes = {name: known[reference:] for name, known in _CODES.items() if name in columns}
-    one_hot = {f"{n}={code}": columns[n] == code for n, known in codes.items() for code in known}
-    return {**scaled, **binary, **one_hot}
-
-
-@dataclass(frozen=True)
-class _Images:
-    title: str
-    classes: tuple[str, ...]
-    mean: tuple[float, ...]  # of each channel, over pixels scaled to 0..1
-    std: tuple[float, ...]
+    codes = {n: known[first:] for n, known in _CODES.items() if n in filled}
+    one_hot = {f"{n}={code}": filled[n] == code for n, known in codes.items() for code in known}
+    return {**scaled, **{name: filled[name] for name in _BINARY}, **one_hot}
 
 
 _DIGITS = tuple("0123456789")
+_CLOTHES = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
+_OBJECTS = "airplane,automobile,bird,cat,deer,dog,frog,horse,ship,truck"
+# Title, classes, and each channel's mean and standard deviation over pixels in 0..1, as published.
 _IMAGES = {
-    "mnist": _Images("MNIST, handwritten digits 28x28", _DIGITS, (0.1307,), (0.3081,)),
-    "fashion_mnist": _Images(
+    "mnist": ("MNIST, handwritten digits 28x28", _DIGITS, (0.1307,), (0.3081,)),
+    "fashion_mnist": (
         "Fashion-MNIST, clothing 28x28",
-        (
-            *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
-            *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
-        ),
+        tuple(_CLOTHES.split(",")),
         (0.2860,),
         (0.3530,),
     ),
-    "cifar10": _Images(
+    "cifar10": (
         "CIFAR-10, natural images 3x32x32",
-        (
-            *("airplane", "automobile", "bird", "cat", "deer"),
-            *("dog", "frog", "horse", "ship", "truck"),
-        ),
+        tuple(_OBJECTS.split(",")),
         (0.4914, 0.4822, 0.4465),
         (0.2470, 0.2435, 0.2616),
     ),
@@ -272,19 +222,17 @@ def load_images(name: str) -> Dataset:
 
     Each channel is (pixel / 255 - mean) / std. Raises DataError where a file is missing or damaged.
     """
-    about = _IMAGES[name]
-    decode = _decode_cifar if name == "cifar10" else _decode_idx
-    arrays = load_cached(SOURCES[name], decode)
-    return Dataset(
-        name=name,
-        x=_normalised(arrays["x"], about),
-        y=torch.from_numpy(arrays["y"].astype(np.int64)),
-        classes=about.classes,
-        x_test=_normalised(arrays["x_test"], about),
-        y_test=torch.from_numpy(arrays["y_test"].astype(np.int64)),
-        description=f"{about.title}; pixels / 255, then mean {about.mean}, standard deviation "
-        f"{about.std} (published)",
-    )
+    title, classes, *constants = _IMAGES[name]
+    mean, std = (torch.tensor(c).view(-1, 1, 1) for c in constants)
+    arrays = load_cached(SOURCES[name], _decode_cifar if name == "cifar10" else _decode_idx)
+
+    def read(end: str) -> tuple[Tensor, Tensor]:
+        pixels, labels = arrays["x" + end].astype(np.float32), arrays["y" + end].astype(np.int64)
+        x = torch.from_numpy(pixels).div_(255).sub_(mean).div_(std)
+        return x, torch.from_numpy(labels)
+
+    told = "pixels / 255, then mean {}, standard deviation {} (published)".format(*constants)
+    return Dataset(name, *read(""), classes, *read("_test"), description=f"{title}; {told}")
 
 
 def load_digits() -> Dataset:
@@ -309,11 +257,6 @@ def load_digits() -> Dataset:
     )
 
 
-def _normalised(pixels: np.ndarray, about: _Images) -> Tensor:
-    mean, std = (torch.tensor(c).view(-1, 1, 1) for c in (about.mean, about.std))
-    return torch.from_numpy(pixels.astype(np.float32)).div_(255).sub_(mean).div_(std)
-
-
 def _decode_idx(source: Source) -> Arrays:
     # An IDX file: two zero bytes, the type (8 = uint8), the number of dimensions, each of them as a
     # big-endian uint32, then the values.
@@ -329,9 +272,8 @@ def _decode_idx(source: Source) -> Arrays:
 def _decode_cifar(source: Source) -> Arrays:
     # liblzma and SHA-256 release the interpreter's lock, so the batches decode in parallel.
     with ThreadPoolExecutor() as pool:
-        batches = list(
-            pool.map(lambda file: cifar_batch(read_verified(source, file)), source.files)
-        )
+        contents = pool.map(lambda file: read_verified(source, file), source.files)
+        batches = list(map(cifar_batch, contents))
     *train, (x_test, y_test) = batches
     x, y = (np.concatenate(part) for part in zip(*train, strict=True))
     return {"x": x, "y": y, "x_test": x_test, "y_test": y_test}
@@ -353,11 +295,10 @@ _NAME = re.compile(r"(synthetic|synthetic_iid)\s*(?:\((.*)\))?\s*")
 _LEAST = {"sites": 1, "smallest": 2, "largest": 2, "seed": 0}
 
 
-@dataclass(frozen=True, eq=False)
-class Device:
-    """One device's law: label y = argmax softmax(w x + b), inputs x ~ N(v, Σ).
+class Device(NamedTuple):
+    """One device's law, float64: y = argmax softmax(w x + b), x ~ N(v, Σ).
 
-    w [10, 60], b [10], v [60], all float64.
+    w [10, 60], b [10], v [60].
     """
 
     w: np.ndarray
@@ -393,14 +334,28 @@ class Synthetic:
         found = _NAME.fullmatch(name)
         if found is None:
             return None
-        federation = _read(found[1] == "synthetic_iid", found[2] or "")
-        if federation is None:
+        try:
+            entries = [entry for entry in map(str.strip, (found[2] or "").split(",")) if entry]
+            pairs = [entry.split("=") for entry in entries if "=" in entry]
+            given = {key.strip(): int(value) for key, value in pairs}
+            spread = [float(entry) for entry in entries if "=" not in entry]
+            made = Synthetic(*(spread or (0.0, 0.0)), iid=found[1] == "synthetic_iid", **given)
+            good = (
+                len(spread) == (0 if made.iid else 2)
+                and len(given) == len(pairs)
+                and all(value >= 0 and math.isfinite(value) for value in spread)
+                and all(value >= _LEAST[key] for key, value in given.items())
+                and made.smallest <= made.largest
+            )
+        except (ValueError, TypeError, KeyError):
+            good, made = False, None
+        if not good:
             raise DataError(
                 f"data set {name!r}: expected synthetic(ALPHA,BETA) with two finite numbers >= 0, "
                 "or synthetic_iid, and in the brackets, if wanted, sites=100, smallest=37, "
                 "largest=3277 (2 <= smallest <= largest), seed=0 (>= 0), each once"
             )
-        return federation
+        return made
 
     def sizes(self) -> np.ndarray:
         """Return the devices' numbers of records, int [sites]."""
@@ -437,17 +392,15 @@ class Synthetic:
         )
 
     def _device(self, draws: Generator) -> Device:
+        u = middle = 0.0
         if self.iid:
-            common = self._draws(1)
-            w, b = (
-                common.standard_normal((SYNTHETIC_CLASSES, FEATURES)),
-                common.standard_normal(SYNTHETIC_CLASSES),
-            )
-            return Device(w, b, np.zeros(FEATURES))
-        u, middle = self.alpha * draws.standard_normal(), self.beta * draws.standard_normal()
+            draws = self._draws(1)
+        else:
+            u, middle = self.alpha * draws.standard_normal(), self.beta * draws.standard_normal()
         w = u + draws.standard_normal((SYNTHETIC_CLASSES, FEATURES))
         b = u + draws.standard_normal(SYNTHETIC_CLASSES)
-        return Device(w, b, middle + draws.standard_normal(FEATURES))
+        v = np.zeros(FEATURES) if self.iid else middle + draws.standard_normal(FEATURES)
+        return Device(w, b, v)
 
     def _draws(self, stream: int) -> Generator:
         """Return a generator of its own: 0 for the sizes, 1 for the common law, 2 + k a device."""
@@ -457,31 +410,6 @@ class Synthetic:
 def covariance() -> np.ndarray:
     """Return the diagonal of Σ, [60]: Σ_jj = j^-1.2 with j counted from 1."""
     return np.arange(1, FEATURES + 1, dtype=np.float64) ** -1.2
-
-
-def _read(iid: bool, inside: str) -> Synthetic | None:
-    entries = [entry.strip() for entry in inside.split(",") if entry.strip()]
-    try:
-        numbers = [float(entry) for entry in entries if "=" not in entry]
-        whole = {key: int(value) for key, value in map(_pair, entries) if key}
-        spread = {} if iid else {"alpha": numbers[0], "beta": numbers[1]}
-        good = (
-            len(numbers) == len(spread)
-            and len(numbers) + len(whole) == len(entries)
-            and all(number >= 0 and math.isfinite(number) for number in numbers)
-            and all(value >= _LEAST[key] for key, value in whole.items())
-        )
-    except (ValueError, IndexError, KeyError):
-        return None
-    if not good:
-        return None
-    federation = Synthetic(**spread, iid=iid, **whole)
-    return federation if federation.smallest <= federation.largest else None
-
-
-def _pair(entry: str) -> tuple[str, Any]:
-    key, _, value = entry.rpartition("=")
-    return key.strip(), value
 
 
 CHARACTERS: Final = (
