@@ -214,7 +214,7 @@ def test_what_measures_nothing_is_left_undeclared(tmp_path, cells, why):
         ("utf-8", {"sep": "|"}),
     ],
 )
-def test_other_forms_of_a_table_are_refused_with_what_converts_it(tmp_path, encoding, dialect):
+def test_other_forms_of_a_table_are_refused_with_a_remedy(tmp_path, encoding, dialect):
     frame = pd.DataFrame({"Größe": [1.5, 2.25, 3.0], "y": ["ja", "nein", "ja"]})
     frame.to_csv(tmp_path / "t.csv", index=False, encoding=encoding, **dialect)
     with pytest.raises(DataError, match="convert it: python -c") as refused:
