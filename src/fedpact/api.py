@@ -1,4 +1,4 @@
-"""The Python interface: a plan in, a run out, with its report written."""
+"""The Python interface: carry out a plan, load a run, extend a run."""
 
 import json
 import re
@@ -54,7 +54,7 @@ _DRAWN: Final = {
 
 @dataclass(frozen=True, repr=False)
 class Result(Simulated):
-    """What a run left; see simulation.simulate.Simulated, whose fields these are."""
+    """The result of a run. Its fields are those of simulation.simulate.Simulated."""
 
     def __repr__(self) -> str:
         summary = self.summary
@@ -96,10 +96,10 @@ class Result(Simulated):
         return frame([json.loads(record.to_json()) for record in self.records])
 
     def figures(self) -> dict[str, Any]:
-        """Return the report's figures as matplotlib Figures, by name; what there is to draw.
+        """Return the report's figures as matplotlib Figures, by name.
 
-        Names: accuracy (or loss), psi and other metrics, sites, epsilon, bytes, labels. A notebook
-        shows each by itself; `figure.savefig(path)` writes it with its legend.
+        Names: accuracy (or loss), psi and other metrics, sites, epsilon, bytes, labels, as far as
+        the run has them. A notebook displays a figure; `figure.savefig(path)` saves it.
         """
         run = self._run
         drawn = {name: draw(run) for name, draw in _DRAWN.items()}
@@ -111,7 +111,7 @@ class Result(Simulated):
         return read_run(self.folder)
 
 
-@torch.inference_mode(False)  # in which nothing could be trained
+@torch.inference_mode(False)  # a caller's inference mode would prevent training
 def run(
     first: Any,
     second: Any = None,
@@ -128,21 +128,21 @@ def run(
     stop: Callable[[], bool] = lambda: False,
     **settings: Any,
 ) -> Result:
-    """Carry out a plan, or a model and data, by simulation; write a folder, report.html included.
+    """Simulate a federation as a plan says, or train a model on data; write the run's folder.
 
-    run(plan, out): out is the run's folder, by default runs/ALGORITHM-DATA-TIME. The folder of the
-    same plan is continued where it ended. data, model: of your own, instead of the plan's.
-    run(model, data, **settings): the settings are a plan's, and `features` (a list), `drop` and
-    `classes` those of its [records].
+    run(plan, out): out is the run's folder, by default runs/ALGORITHM-DATA-TIME. If it holds an
+    unfinished run of the same plan, that run is resumed. data, model: override the plan's.
+    run(model, data, **settings): the settings are those of a plan; `features` (a list), `drop` and
+    `classes` are those of its [records].
     model: a name, an nn.Module, or a class or factory, called with (shape of a record, number of
-    classes), or with nothing where it needs nothing. data: a name, a path, or records as
-    data.from_python has them. test: a public test set in the same form, or a file's path.
-    loss, metrics: in place of those of the plan's [task], as it has them, or the functions.
-    engine: "local", threads of this machine, or "ray", a cluster
+    classes) or without arguments. data: a name, a path, or records as data.from_python takes them.
+    test: a public test set in the same form, or a file's path.
+    loss, metrics: override those of the plan's [task]; names as there, or functions.
+    engine: "local", threads on this machine, or "ray", a cluster
     (docs/how-to/operate-a-deployment.md).
-    on_round: called with every RoundRecord; by default a notebook shows a bar. stop: asked between
-    rounds; true ends the run there.
-    Raises InputError (a ValueError) for whatever does not fit, before anything is written.
+    on_round: called with every RoundRecord; by default a notebook shows a progress bar. stop:
+    called between rounds; true ends the run.
+    Raises InputError (a ValueError) for any unsuitable argument, before anything is written.
     """
     if isinstance(first, Plan):
         plan, out = first, second if out is None else out
@@ -183,7 +183,7 @@ def _carry_out(
 
 
 def _check_named(data: Any, settings: Mapping[str, Any]) -> None:
-    """Raise PlanError where columns are named, and no data: the plan's default has none."""
+    """Raise PlanError if columns are named without data: the default data set has none."""
     odd = [key for key in ("label", "site", "person", "drop", "classes") if key in settings]
     if data is None and odd and settings.get("data") is None:
         raise PlanError(
@@ -193,7 +193,7 @@ def _check_named(data: Any, settings: Mapping[str, Any]) -> None:
 
 
 def _bar(plan: Plan) -> OnRound:
-    """A notebook's bar: the round, how good the last model is, and the largest ε so far."""
+    """A notebook's progress bar: the round, how good the last model is, the largest ε so far."""
     bar, seen = Bar(plan.rounds), {"fares": ""}
 
     def show(record: RoundRecord) -> None:
@@ -207,7 +207,7 @@ def _bar(plan: Plan) -> OnRound:
 
 
 def plan_of(model: Any, settings: Mapping[str, Any]) -> Plan:
-    """Return the plan of a model and settings, of which some may be those of [records]."""
+    """Return the plan of a model and settings; some may be keys of [records]."""
     raw = dict(settings)
     columns = [key for key in ("drop", "classes") if key in raw]
     columns += ["features"] if isinstance(raw.get("features"), str | list | tuple) else []
@@ -215,7 +215,7 @@ def plan_of(model: Any, settings: Mapping[str, Any]) -> Plan:
         given = raw.get("records", {})
         own = given if isinstance(given, Mapping) else given.model_dump(exclude_unset=True)
         given = {key: raw.pop(key) for key in columns}
-        # A string is one name, and no list of letters.
+        # A string is one name, not a list of letters.
         lists = {k: [v] if isinstance(v, str) else list(v) for k, v in given.items()}
         raw["records"] = {**own, **lists}
     return Plan(model=model, **raw)
@@ -230,10 +230,10 @@ def with_own(
     loss: Any = None,
     metrics: Any = None,
 ) -> tuple[Plan, Dataset | None]:
-    """Return the plan with its user's model and data, and the records where no name leads to them.
+    """Return the plan with objects passed in from Python, and the records if they have no path.
 
-    Such a plan says which they are by the SHA-256 of what they hold. Raises PlanError: it names
-    other records. DataError: these are none.
+    The plan then identifies the records by the SHA-256 of their content. Raises PlanError: the
+    plan names other records. DataError: unsuitable records.
     """
     document = plan.document()
     own, records = with_user_objects(document, model=model, loss=loss, metrics=metrics), None
@@ -248,8 +248,8 @@ def with_own(
         known = is_handed(plan.data)
         if known and plan.data.rpartition("@")[2] != name.rpartition("@")[2]:
             raise PlanError(
-                f"data is {name}, and the plan's is {plan.data}: give the records that it was "
-                'made for, or name others with data = "..."'
+                f"data is {name}, but the plan's is {plan.data}: give the records that the plan "
+                'was made for, or name others with data = "..."'
             )
         own["data"] = plan.data if known else name
     return (plan if own == document else Plan.parse(own)), records
@@ -263,14 +263,14 @@ def load(
     metrics: Any = None,
     average: bool = False,
 ) -> Result:
-    """Return the result of a run that has ended, from its folder or a deployed party's directory.
+    """Return the result of a finished run, from its folder or a deployed party's directory.
 
-    A deployed site holds the final model and no rounds: its result has no records.
-    model: the module, class or factory that was handed in, where the plan names none; its weights
-    are the run's. loss, metrics: likewise, without which `evaluate` asks for them. average: its
-    model is the average that the server kept by `server.average`, in place of the last one.
-    Raises DataError: it holds none. ModelError: the model is needed, or it, the loss or a metric is
-    another.
+    A deployed site stores the final model but no rounds: its result has no records.
+    model: the module, class or factory of the run, if it was passed in from Python; its weights are
+    taken from the run. loss, metrics: likewise; `evaluate` needs them. average: take the average
+    of models that the server kept (`server.average`) instead of the last model.
+    Raises DataError: there is no finished run. ModelError: the model is missing, or model, loss or
+    a metric differs from the run's.
     """
     if not isinstance(cast(Any, folder), str | PathLike):
         raise InputError(f"folder is {describe_value(folder)}: expected the path of a run's folder")
@@ -303,15 +303,16 @@ def extend(
     on_round: OnRound | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Result:
-    """Go on from the model of a simulated run that has ended: so many rounds more, as a new run.
+    """Continue a finished simulated run for more rounds: a new run that starts from its model.
 
-    It keeps the run's ledgers: each site reserves the new rounds beside what it had reserved, and
-    both ε and both δ count together (summary["ledgers"]). What algorithm, server or sites remember
-    beside the model begins anew.
+    The new run keeps the ledgers: each site reserves the new rounds in addition, and the total of
+    both ε and both δ is in summary["ledgers"]. State beside the model (momentum, control variates,
+    memory at the sites) starts anew.
     epsilon: of the new run, None for the plan's. out: its folder; by default FOLDER-more. data,
-    model, test, loss, metrics: what was handed in, if it was. engine, on_round, stop: as of `run`.
-    Raises InputError: it cannot be extended, or other records, another model, loss or metrics are
-    handed in. PrivacyError: a site's policy does not allow it.
+    model, test, loss, metrics: what was passed in from Python, if it was. engine, on_round, stop:
+    as in `run`.
+    Raises InputError: the run cannot be extended, or other records, another model, loss or metrics
+    are given. PrivacyError: a site's policy does not allow it.
     """
     place = Path(folder)
     plan, ready = extend_plan(Folder(place), rounds, epsilon), isinstance(data, Dataset)
@@ -328,13 +329,13 @@ def extend(
 
 
 def extended_folder(folder: Path, out: Path | str | None) -> Path:
-    """Return the folder of a run that goes on from the one in `folder`. out: if it was named."""
+    """Return the folder of a run that continues the one in `folder`. out: a given name."""
     more = folder.resolve().with_name(f"{folder.resolve().name}-more")
     return find_unused_path(more) if out is None else Path(out)
 
 
 def _check_here(plan: Plan, records: Dataset | None, folder: Path, rounds: int) -> None:
-    """Raise PlanError: what was handed in from Python is not handed in again."""
+    """Raise PlanError if objects that were passed in from Python are missing now."""
     missing = not_in_process(plan.document())
     if records is not None:
         missing.pop("data", None)
@@ -348,14 +349,14 @@ def _check_here(plan: Plan, records: Dataset | None, folder: Path, rounds: int) 
 
 
 def _by(plan: Plan) -> str:
-    """What a plan's loss and metrics are called, where it has any of its own."""
+    """Return " with NAMES" of a plan's own loss and metrics, or ""."""
     return f" with {', '.join(plan.task.own_code)}" if plan.task.own_code else ""
 
 
 def default_folder(plan: Plan) -> Path:
-    """Return a new folder's name under runs/, with algorithm, data set and time."""
+    """Return an unused folder under runs/ named by algorithm, data set and time."""
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
-    # A path's last part, or a name such as synthetic(0.5,0.5), as a folder may be called.
+    # A path's last part, or a name such as synthetic(0.5,0.5), made fit for a folder's name.
     data = re.sub(r"\.(csv|parquet|npz)$", "", Path(plan.data).name)
     data = re.sub(r"[^A-Za-z0-9._+-]+", "-", data).strip("-")
     return find_unused_path(Path("runs") / f"{plan.algorithm}-{data}-{now}")

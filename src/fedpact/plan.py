@@ -58,7 +58,7 @@ from fedpact.privacy.terms import FullDataRelease, Terms
 
 
 class ShownPlan:
-    """What a plan shows of itself. `Any`, as this stands below what a plan is."""
+    """How a plan is displayed. It stands before Plan in this file, so a plan is `Any` here."""
 
     def __repr__(self) -> str:
         figures = (f"{figure.label} {figure.value}" for figure in _figures(self))
@@ -97,11 +97,11 @@ def _figures(plan: Any) -> list[CardFigure]:
     ]
 
 
-_RATE = 0.5  # q where neither it nor a batch size is given
+_RATE = 0.5  # q if neither it nor a batch size is given
 
 
 class Plan(ShownPlan, BaseModel):
-    """A whole run: what to train on what, how long. A mistake raises PlanError, which names all."""
+    """Everything that determines a run. Mistakes raise one PlanError, which lists them all."""
 
     model_config = FROZEN
     data: str = "digits"
@@ -123,8 +123,8 @@ class Plan(ShownPlan, BaseModel):
     sites: int = Field(default=5, ge=1)
     """K, the number of sites in a simulation."""
     sites_per_round: int | None = Field(default=None, ge=1)
-    """m, the number of sites drawn for each round, from the seed and the round's number, which are
-    public; by default all sites take part."""
+    """m, the number of sites sampled for each round, from the public seed and round number; by
+    default all sites take part."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """The random seed of a simulation, which makes it repeatable bit for bit."""
     sampling_rate: float | None = Field(default=None, gt=0, le=1)
@@ -165,7 +165,8 @@ class Plan(ShownPlan, BaseModel):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if self.site is not None and "kind" not in self.partition.model_fields_set:
-            # Who names the column means these sites. Nobody but its own validators has seen it yet.
+            # Whoever names a site column wants these sites. The plan is still being validated, so
+            # it may be changed.
             natural = self.partition.model_copy(update={"kind": "natural"})
             object.__setattr__(self, "partition", natural)
         self.task.check_plain("[evaluation]" * self.evaluation.used)
@@ -184,7 +185,7 @@ class Plan(ShownPlan, BaseModel):
         check_mode(method, self.algorithm, mode)
         self.privacy.check_clips(self.rounds)
         if self.compression.kind == "auto":
-            # plan.json says what was done. Nobody but its own validators has seen the plan yet.
+            # plan.json records the choice. The plan is still being validated, so it may be changed.
             chosen = self.compression.settled(self.private and not self.records.released)
             object.__setattr__(self, "compression", chosen)
             vars(self).pop("method")
@@ -201,7 +202,7 @@ class Plan(ShownPlan, BaseModel):
 
     @cached_property
     def method(self) -> Method:
-        """The algorithm with its settings, and all that goes around it."""
+        """The algorithm with its settings and wrappers."""
         return combine_wrappers(
             self.algorithm,
             self.algorithm_settings,
@@ -234,37 +235,37 @@ class Plan(ShownPlan, BaseModel):
         return effective.with_iterations(own, rounds) if self.privacy.calibrates else own
 
     def stage(self, at: Path = Path(), form: RecordForm | None = None) -> FeatureStage:
-        """Return what scales records and makes the plan's features.
+        """Return the stage that scales records and computes features.
 
-        at: where a relative path of weights begins. form: of a party's records, by default the
-        plan's.
+        at: the folder that relative paths of weights refer to. form: of a party's records, by
+        default the plan's.
         """
         return FeatureStage(self.features, self.seed, at, form or self.form)
 
     @property
     def handed(self) -> list[str]:
-        """The names of what was handed in from Python, which no other process can import."""
+        """The names of objects passed in from Python, which other processes cannot import."""
         return [
             n for key, own in get_handed_in(self.document()).items() if key != "data" for n in own
         ]
 
     @property
     def form(self) -> RecordForm:
-        """What a record and its label may be, as all parties know it."""
+        """The form of a record and its label, which all parties know."""
         return self.records.shared(self.task.target)
 
     def check_sites(self, count: int) -> None:
-        """Raise PlanError where no round can be of so many sites: sites_per_round, [robust]."""
+        """Raise PlanError if sites_per_round or [robust] does not allow so many sites."""
         self.robust.check_round(size_of_round(self.sites_per_round, count))
 
     @property
     def private(self) -> bool:
-        """Whether all that leaves the sites is protected; `unprotected` parts make it false."""
+        """Whether everything that leaves the sites is protected."""
         return not self.why_unprotected
 
     @property
     def why_unprotected(self) -> str:
-        """Why the run protects nobody; empty where it is private."""
+        """Why the run protects nobody; empty if it is private."""
         if self.privacy.mode == "none":
             why = self.method.facts.plain_only
             return 'privacy.mode = "none"' + (why and f", as {self.algorithm} has no private form")
@@ -274,38 +275,38 @@ class Plan(ShownPlan, BaseModel):
 
     @property
     def noisy_sizes(self) -> bool:
-        """Whether sites release their sizes with noise, instead of declaring them."""
+        """Whether sites release their sizes with noise instead of declaring them."""
         return self.private and self.privacy.sizes == "noisy"
 
     def seeds(self, site: str, number: int) -> tuple[int, *tuple[int | str, ...]]:
-        """Return what a site's seeded draws of a round follow from.
+        """Return the key of a site's seeded random numbers in a round.
 
-        A run that goes on from given weights has draws of its own: by the seed alone it would add
-        the noise of the run that made them a second time.
+        It includes the initial weights, if given: a run that continues another with the same seed
+        must not repeat that run's noise.
         """
         start = self.initial.sha256
         return (self.seed, site, number) if start is None else (self.seed, site, number, start)
 
     def participants(self, sites: Iterable[str]) -> Participants:
-        """Return who of these sites, which are all, takes part in which round. Raises PlanError."""
+        """Return which of all these sites take part in which round. Raises PlanError."""
         return Participants(self.seed, tuple(sorted(sites)), self.sites_per_round)
 
     @property
     def steps(self) -> int:
         """The most joint events (or plain batches) of a site that takes part in every round.
 
-        τ times the rounds; of a controlled τ, its iterations where they are given.
+        τ times the rounds, or `control.iterations` if τ is controlled and they are given.
         """
         return self.method.facts.iterations or self.rounds * self.method.steps()
 
     def rate(self, site: str, size: float) -> float:
-        """Return q_i of a site of nominal size N_i; B / N_i is rounded up to the shared grid."""
+        """Return q_i of a site of nominal size N_i; B / N_i is rounded up to a shared grid."""
         return self.privacy.rate(site, size, self.sampling_rate or _RATE, self.batch_size)
 
     def terms(self, sizes: Mapping[str, float]) -> dict[str, Terms]:
         """Return each site's terms for these sizes, declared or released; empty in a plain run.
 
-        Raises PlanError: sigma is given and a site's budget does not allow a single step.
+        Raises PlanError: at the given sigma, a site's budget does not allow a single step.
         """
         mode = self.privacy.mode
         if mode == "none":
@@ -320,23 +321,23 @@ class Plan(ShownPlan, BaseModel):
 
     @property
     def held_out(self) -> float | str:
-        """The part of each site's records that trains nothing; "own": that the data set names."""
+        """The share of each site's records that is held out; "own": as the data set says."""
         return self.evaluation.share or self.partition.held_out
 
     @cached_property
     def evaluation_terms(self) -> FullDataRelease | None:
-        """What a site releases of its held-out records, and for what; None: nothing.
+        """What a site releases about its held-out records; None: nothing.
 
-        Raises BudgetExhausted: no noise is enough for it.
+        Raises BudgetExhausted: no amount of noise is enough.
         """
         if not self.private:
             return None
         return self.evaluation.terms(self.rounds, self.budget.spare_rounds, self.privacy.accountant)
 
     def sums_form(self, classes: Sequence[str], groups: Grouping | None) -> SumsForm:
-        """Return what is summed of held-out records, with what is released of it, and when.
+        """Return which sums of held-out records are computed and released, and when.
 
-        Raises PlanError: it does not fit the classes.
+        Raises PlanError: they do not fit the classes.
         """
         unit, once = self.privacy.unit, self.evaluation_terms
         return form_of(self.evaluation, classes, groups, unit, once, self.rounds)
@@ -344,7 +345,7 @@ class Plan(ShownPlan, BaseModel):
     def terms_at_unit_noise(
         self, name: str, size: float, names: tuple[str, ...], rounds: int
     ) -> Terms:
-        """Return one of these sites' terms, but for the base σ. rounds: that it takes part in."""
+        """Return a site's terms at base σ = 1. rounds: the number it takes part in."""
         mode, spare = self.privacy.mode, self.budget.spare_rounds if rounds else 0
         if mode == "none":
             raise PlanError('privacy.mode = "none": a plain run has no terms')
@@ -372,7 +373,7 @@ class Plan(ShownPlan, BaseModel):
         )
 
     def document(self) -> dict[str, Any]:
-        """Return plan.json's content: every setting in effect, and which of them nobody gave."""
+        """Return plan.json's content: every setting in effect, and which of them are defaults."""
         whole, own = self.model_dump(mode="json"), self.algorithm_settings
         whole["control"] = self._control.model_dump()
         whole["settings"] = used = (
@@ -387,9 +388,9 @@ class Plan(ShownPlan, BaseModel):
 
     @staticmethod
     def parse(raw: Mapping[str, Any], typed: Collection[str] | None = None) -> "Plan":
-        """Return the plan of a parsed configuration, as plan.json is.
+        """Return the plan of a parsed configuration, such as plan.json.
 
-        typed: the keys that are refused where they do nothing; left out, all but a plan.json's.
+        typed: keys that are refused if they have no effect; by default all, but none of plan.json.
         """
         return _validated(
             select_given(raw, _document), find_typed_keys(raw) if typed is None else typed
@@ -399,14 +400,14 @@ class Plan(ShownPlan, BaseModel):
     def read(path: Path | str | None, overrides: Sequence[str] = ()) -> "Plan":
         """Read a .toml or .json file (None: the embedded default) and apply `key=value` overrides.
 
-        A value is read as TOML, and as a plain string where that fails: `privacy.epsilon=1`,
+        A value is read as TOML, or as a plain string if it is not TOML: `privacy.epsilon=1`,
         `data=mnist`. Raises PlanError: the file or an override cannot be read.
         """
         typed = None if path is None else find_typed_keys(Path(path), overrides)
         raw = read_configuration(path, overrides, lambda found: select_given(found, _document))
         private = any(configuration.key_of(text).startswith("privacy") for text in overrides)
         if path is None and not private and Method(raw["algorithm"]).facts.plain_only:
-            # The embedded configuration's word on privacy is not the user's.
+            # The default configuration asks for privacy; the user did not.
             raw["privacy"] = {"mode": "none"}
         return _validated(raw, typed)
 
