@@ -39,9 +39,9 @@ BAD = [
     ("seed=99999999999999999999", ["seed", "less than"]),
     ("sites", ["sites", "key=value"]),
     ("data.x=1", ["data.x", "not a table"]),
-    ("records.columns.'b.m=1", ["records.columns.'b.m is no key", "as in TOML"]),
-    ("records.columns.'a'\nb=1", ["is no key", "as in TOML"]),
-    ("records.columns.'a=b'.scale=range", ["is no key", "as in TOML"]),
+    ("records.columns.'b.m=1", ["records.columns.'b.m: expected a key as in TOML"]),
+    ("records.columns.'a'\nb=1", [": expected a key as in TOML"]),
+    ("records.columns.'a=b'.scale=range", [": expected a key as in TOML"]),
 ]
 
 
@@ -129,7 +129,7 @@ def test_a_missing_or_broken_file_is_told(tmp_path, suffix):
 def test_records_in_place_of_a_plan_are_told_where_they_belong(tmp_path, suffix):
     path = tmp_path / f"p{suffix}"
     path.write_bytes(b"age,sick\n\xff,1\n")
-    with pytest.raises(PlanError, match=f"is no plan.*--set data={path}"):
+    with pytest.raises(PlanError, match=f"is not a plan.*--set data={path}"):
         Plan.read(path)
 
 

@@ -88,7 +88,7 @@ def test_owners_see_their_figures_where_nothing_is_released(federate, kind):
     assert found.released is None
     told = json.loads((found.path / "privacy.json").read_text())
     assert told["evaluation"] is None
-    assert any("nothing of them is released" in line for line in told["covers"])
+    assert any("nothing about them is released" in line for line in told["covers"])
     (run.directory / "server" / "test.npz").unlink(missing_ok=True)
     assert "fedpact deploy status" in why_none(found)
 

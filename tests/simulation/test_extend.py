@@ -109,7 +109,7 @@ def test_what_was_handed_in_is_handed_in_again(tmp_path):
 def test_only_an_ended_run_is_extended(tmp_path):
     plan = Plan.parse({**PRIVATE, "privacy": {"mode": "none"}})
     fedpact.run(plan, tmp_path / "cut", stop=lambda: True)
-    with pytest.raises(PlanError, match=r"is stopped.*expected one that has ended"):
+    with pytest.raises(PlanError, match=r"is stopped.*expected a finished run"):
         fedpact.extend(tmp_path / "cut", 1)
     party = tmp_path / "party"
     party.mkdir()

@@ -61,7 +61,7 @@ def test_what_was_handed_in_is_handed_in_again(tmp_path, elsewhere):
     told = repeat(read_run(stopped.folder))
     assert told.command.endswith("data=..., loss=..., metrics=[...])")
     elsewhere()
-    with pytest.raises(ModelError, match=r"hand in the same again, as loss=\.\.\. of fedpact.run"):
+    with pytest.raises(ModelError, match=r"pass the same again, as loss=\.\.\. of fedpact.run"):
         fedpact.run(plan, stopped.folder, data=(X, Y))
     given = {"data": (X, Y), "loss": LOSS, "metrics": [share, "auc"]}
     result = fedpact.run(plan, stopped.folder, **given)
@@ -74,7 +74,7 @@ def test_what_was_handed_in_is_handed_in_again(tmp_path, elsewhere):
     assert fedpact.load(result.folder).predict(X).labels.tolist()
     with pytest.raises(ModelError, match=r"loss=\.\.\. of fedpact.run or fedpact.load"):
         fedpact.load(result.folder).evaluate(X, Y)
-    with pytest.raises(ModelError, match=r"loss is .*, and the run's is"):
+    with pytest.raises(ModelError, match=r"loss is .*, but the run's is"):
         fedpact.load(result.folder, loss=right)
     loaded = fedpact.load(result.folder, loss=LOSS, metrics=[share, "auc"])
     assert loaded.evaluate(X, Y) == score
@@ -110,7 +110,7 @@ def test_a_command_says_what_to_do_with_records_of_python(tmp_path, monkeypatch,
         main()
     assert ended.value.code == 2
     told = capsys.readouterr().err
-    assert "was handed in from Python" in told
+    assert "was passed in from Python" in told
     assert "data=...)" in told
     assert "Traceback" not in told
 

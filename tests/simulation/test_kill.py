@@ -150,7 +150,9 @@ def test_a_start_that_is_cut_off_within_any_file_begins_anew(tmp_path, monkeypat
 
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(PlanError, match=r"holds notes\.txt and no plan\.json, so no run: choose"):
+    with pytest.raises(
+        PlanError, match=r"holds notes\.txt but no plan\.json, so it is not a run: choose"
+    ):
         simulate(Plan.parse(PLAN), tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 

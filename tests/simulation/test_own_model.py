@@ -280,7 +280,7 @@ def test_a_folder_says_what_was_handed_in_and_takes_no_other(tmp_path):
 def test_another_process_needs_the_model_again(tmp_path, monkeypatch):
     result = fedpact.run(local(4), (X, Y), **SETTINGS, out=tmp_path / "run")
     monkeypatch.setattr("fedpact.common.user_code._kept", {})
-    with pytest.raises(ModelError, match=r"hand in the same again, as model=\.\.\."):
+    with pytest.raises(ModelError, match=r"pass the same again, as model=\.\.\."):
         fedpact.load(result.folder)
     loaded = fedpact.load(result.folder, model=local(4))
     assert np.array_equal(loaded.predict(X).probabilities, result.predict(X).probabilities)

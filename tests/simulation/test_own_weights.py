@@ -131,7 +131,7 @@ def test_weights_from_the_seed_need_no_word(tmp_path):
     result = fedpact.run(Zeros, RECORDS, **SETTINGS, out=tmp_path / "run")
     stated = json.loads((result.folder / "privacy.json").read_text())
     assert stated["initial"] == ""
-    assert any("trusted to have chosen no number" in line for line in stated["does_not_cover"])
+    assert any("trusted not to have derived" in line for line in stated["does_not_cover"])
     with pytest.raises(PlanError, match=r"model 'logistic' draws its weights from the seed"):
         Plan(model="logistic", initial=SAID)
 
@@ -265,7 +265,7 @@ def test_another_model_with_the_same_weights_is_not_the_runs(tmp_path):
     }
     for folder in runs.values():
         for other in (Turned, Turned(), lambda: Turned(), "logistic"):
-            with pytest.raises(ModelError, match=r"and the run's is .*: hand in the same"):
+            with pytest.raises(ModelError, match=r"but the run's is .*: pass the same"):
                 fedpact.load(folder, model=other)
     # Whatever weights a module of the class has, and whoever imports what was a script.
     for folder, same in {

@@ -386,7 +386,7 @@ def test_a_run_does_not_go_on_with_other_records(tmp_path):
     simulate(mine, out, stop=iter([False, False, True]).__next__)
     # Another age: neither classes nor the number of their records change.
     file.write_text("\n".join(["age,ill", "33,0", *rows[1:]]))
-    with pytest.raises(PlanError, match="begun on other records: its data have changed"):
+    with pytest.raises(PlanError, match="started on other records: its data have changed"):
         simulate(mine, out)
     file.write_text("\n".join(["age,ill", *rows]))
     assert simulate(mine, out).summary["status"] == "finished"
@@ -401,7 +401,7 @@ def test_a_run_of_other_draws_is_finished_by_nobody_else(tmp_path, begun):
     own = written.pop("draws")
     changed = written if begun is None else {**written, "draws": begun}
     (out / "environment.json").write_text(json.dumps(changed))
-    with pytest.raises(PlanError, match="other draws"):
+    with pytest.raises(PlanError, match="other random numbers"):
         simulate(plan(), out)
     (out / "environment.json").write_text(json.dumps({**written, "draws": own}))
     assert simulate(plan(), out).summary["status"] == "finished"
@@ -462,7 +462,7 @@ def test_a_ledger_that_a_power_failure_shortened_is_not_believed(tmp_path):
     lines = ledger.read_bytes().splitlines(keepends=True)
     assert json.loads(lines[-1])["round"] == 2
     ledger.write_bytes(b"".join(lines[:-1]))
-    with pytest.raises(LedgerError, match="no charge after round 1, and its site took part in"):
+    with pytest.raises(LedgerError, match="no charge after round 1, but its site took part in"):
         simulate(plan(), tmp_path / "run")
     ledger.write_bytes(b"".join(lines))
     assert simulate(plan(), tmp_path / "run").records[-1].round == 5

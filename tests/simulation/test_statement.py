@@ -118,10 +118,10 @@ def test_it_says_what_epsilon_is_for_a_patient_with_five_visits(tmp_path):
         for k, e in site["epsilon_per_person"].items():
             assert e == epsilon_per_person(history, site["delta"], int(k)) > site["epsilon"]
     most = max(site["epsilon_per_person"]["5"] for site in told["sites"].values())
-    assert f"a patient with five visits at most ε = {upper(most)}" in told["per_person"]
+    assert f"at most {upper(most)} for a patient with five visits" in told["per_person"]
     page = write_report(result.folder).read_text()
     assert "a patient with five visits" in page
-    assert any("nobody counts them" in line for line in told["does_not_cover"])
+    assert any("the records of a person are not counted" in line for line in told["does_not_cover"])
     plain = of_simulation(SimulationSetup.of(Plan.parse({"privacy": {"mode": "none"}})))
     assert plain["per_person"] == ""
 

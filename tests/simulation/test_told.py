@@ -64,7 +64,7 @@ def test_what_is_of_no_use_is_told_by_what_is_expected(tmp_path):
         fedpact.run(net, "x.xlsx", label="ill", **SETTINGS)
     for model in (None, 5):
         with pytest.raises(
-            PlanError, match=f"model: {model} is no model: expected a name, a module, a class or"
+            PlanError, match=f"model: {model}: expected a model: a name, a module, a class or"
         ):
             fedpact.run(model, FRAME, label="ill", **SETTINGS)
     with pytest.raises(ModelError, match=r"torch\.float64: .*\.float\(\)"):

@@ -14,7 +14,7 @@ from fedpact.common.format import toml, toml_key
 if TYPE_CHECKING:
     from pydantic import BaseModel, ConfigDict, ValidationError
 
-# A plain dictionary, as who only reads a configuration does without pydantic.
+# A plain dictionary, so that reading a configuration does not import pydantic.
 FROZEN: Final["ConfigDict"] = {
     "frozen": True,
     "extra": "forbid",
@@ -22,12 +22,12 @@ FROZEN: Final["ConfigDict"] = {
     "allow_inf_nan": False,
     "use_attribute_docstrings": True,
 }
-"""What tables of settings have in common. The string below a field is its meaning."""
+"""The pydantic options of every table of settings. The docstring of a field is its meaning."""
 
 _DEFAULT = Path(__file__).with_name("default.toml")
 
 DEFAULTS_KEY = "defaults"
-"""The key of a written plan under which stands what was left to its default."""
+"""The key of a written plan that lists the keys left at their defaults."""
 
 OTHER_NAMES: Final = {
     **dict.fromkeys(("alpha", "concentration", "dirichlet_alpha"), "partition.beta"),
@@ -40,18 +40,18 @@ OTHER_NAMES: Final = {
     **dict.fromkeys(("max_grad_norm", "clipping_norm"), "privacy.clip"),
     **dict.fromkeys(("noise_multiplier",), "privacy.sigma"),
 }
-"""Names that papers and other libraries have for a key: an error about one names the key."""
+"""Names of keys in papers and other libraries: an error about one suggests the key."""
 
 _FORM = re.compile(r"(constrained-)?(float|int|str|bool)$|(list|literal)\[")
 _ONE_OF = {"batch_size": "sampling_rate", "sampling_rate": "batch_size"}
 
 
 def remove_marks(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without what it marks as left to its default, and without the marks.
+    """Return a configuration without the keys it marks as defaults, and without the marks.
 
-    Raises PlanError: the marks are no list of keys.
+    Raises PlanError: the marks are not a list of keys.
     """
-    # What is no table is left to whoever reads the keys.
+    # If it is not a table, reading its keys will raise a clearer error.
     return without(raw, [*read_marks(raw), DEFAULTS_KEY]) if isinstance(raw, Mapping) else raw
 
 
@@ -60,16 +60,16 @@ def read_configuration(
     overrides: Sequence[str] = (),
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = remove_marks,
 ) -> dict[str, Any]:
-    """Read a configuration, None for the embedded default, and write `key=value` overrides into it.
+    """Read a configuration, None for the default one, and apply `key=value` overrides.
 
-    read: returns what of a file counts as given. The embedded configuration's [settings] are its
-    own algorithm's: another one has its own defaults.
+    read: returns the keys of a file that count as given. [settings] of the default configuration
+    belong to its algorithm, and are dropped if an override names another.
     Raises PlanError: the file or an override cannot be read.
     """
     raw = read(read_file(_DEFAULT if path is None else Path(path)))
     if path is None and overridden(overrides, "algorithm") not in (None, raw["algorithm"]):
         del raw["settings"]
-    # Two that were typed stand together, so that the plan refuses them.
+    # If both alternatives were typed, both are kept, so that the plan refuses them.
     drop_overridden(raw, [key_of(setting) for setting in overrides])
     for setting in overrides:
         override(raw, setting)
@@ -77,7 +77,7 @@ def read_configuration(
 
 
 def plain(value: Any) -> Any:
-    """Return settings with Python's numbers and lists in place of numpy's, which are no JSON."""
+    """Return settings with Python's numbers and lists instead of numpy's, which JSON lacks."""
     if isinstance(value, dict):
         return {key: plain(each) for key, each in cast(dict[Any, Any], value).items()}
     if isinstance(value, list):
@@ -86,14 +86,14 @@ def plain(value: Any) -> Any:
 
 
 def drop_overridden(raw: dict[str, Any], keys: Collection[str]) -> None:
-    """Take out what a configuration has in another way than keys that are now to be set."""
+    """Remove the alternative of each key that is now set, such as sampling_rate for batch_size."""
     for key in keys:
         if (other := _ONE_OF.get(key)) is not None and other not in keys:
             raw.pop(other, None)
 
 
 def overridden(overrides: Sequence[str], key: str) -> Any:
-    """Return what `key=value` overrides make of a key, None if nothing."""
+    """Return the value that `key=value` overrides give a key, None if none does."""
     found = dict[str, Any]()
     for setting in overrides:
         if key_of(setting) == key:
@@ -104,9 +104,9 @@ def overridden(overrides: Sequence[str], key: str) -> Any:
 def select_given(
     raw: Mapping[str, Any], document: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return what of a configuration was given, and what it marks as default and is none here.
+    """Return a configuration's given keys, and marked defaults that differ from today's defaults.
 
-    document: makes of a configuration what would be written of it, every default in its place.
+    document: returns the document that would be written of a configuration, with every default.
     """
     bare = remove_marks(raw)
     if DEFAULTS_KEY not in raw:
@@ -119,7 +119,7 @@ def select_given(
 def find_typed_keys(
     raw: Mapping[str, Any] | Path, overrides: Sequence[str] = ()
 ) -> list[str] | None:
-    """Return the keys that somebody types now: None, all, but of a written plan the overrides'."""
+    """Return the keys that a person typed: None for all, or the overrides of a written plan."""
     raw = read_file(raw) if isinstance(raw, Path) else raw
     if not isinstance(raw, Mapping) or DEFAULTS_KEY not in raw:
         return None
@@ -127,7 +127,7 @@ def find_typed_keys(
 
 
 def read_marks(raw: Mapping[str, Any]) -> list[str]:
-    """Return the keys that a written plan marks as defaults. Raises PlanError: it is no list."""
+    """Return the keys that a written plan marks as defaults. Raises PlanError: not a list."""
     found = raw.get(DEFAULTS_KEY, [])
     if not (isinstance(found, list) and all(isinstance(key, str) for key in found)):
         raise PlanError(
@@ -139,7 +139,7 @@ def read_marks(raw: Mapping[str, Any]) -> list[str]:
 
 
 def without(raw: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """Return a copy of a configuration without these dotted keys; those it lacks change nothing."""
+    """Return a copy of a configuration without these dotted keys, as far as it has them."""
     found = deepcopy(dict(raw))
     for key in keys:
         *tables, last = key.split(".")
@@ -152,7 +152,7 @@ def without(raw: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a document's leaves by dotted key; an empty table is a leaf of its own.
+    """Return a document's leaves by dotted key; an empty table is a leaf.
 
     >>> flatten({"a": {"b": 1, "c": {}}, "d": 2})
     {'a.b': 1, 'a.c': {}, 'd': 2}
@@ -167,13 +167,13 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def defaults_used(model: "BaseModel", prefix: str = "") -> Iterable[str]:
-    """Every dotted key of a configuration that nobody gave, so that its default counts."""
+    """Yield every dotted key of a configuration that was not given."""
     from pydantic import BaseModel
 
     for key in type(model).model_fields:
         value = getattr(model, key)
         if isinstance(value, BaseModel):
-            # What nobody gave holds nothing that anybody gave.
+            # A table that was not given holds no given key.
             yield from defaults_used(value, f"{prefix}{key}.")
         elif key not in model.model_fields_set:
             yield prefix + key
@@ -182,7 +182,7 @@ def defaults_used(model: "BaseModel", prefix: str = "") -> Iterable[str]:
 def read_file(path: Path) -> dict[str, Any]:
     """Read a .toml or .json file. Raises PlanError: it cannot be read or understood."""
     try:
-        # As Notepad writes it, too, with a mark of what it is before all.
+        # Some editors begin a file with a byte-order mark.
         text = path.read_text(encoding="utf-8-sig")
         if text.strip():
             return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -194,19 +194,19 @@ def read_file(path: Path) -> dict[str, Any]:
     except ValueError as error:
         if path.suffix not in (".toml", ".json"):
             raise PlanError(
-                f"configuration {path} is no plan ({error}): name a .toml or .json file, and a "
-                f"file of records as data, as in --set data={path}"
+                f"configuration {path} is not a plan ({error}): name a .toml or .json file; a "
+                f"file of records is given as data, as in --set data={path}"
             ) from None
         raise PlanError(f"configuration {path} is not valid {path.suffix[1:]}: {error}") from None
-    # What a refused command leaves behind `> FILE` is no wish for every default.
+    # An empty file is likely left by a failed `command > FILE`, not a wish for every default.
     raise PlanError(
         f"configuration {path} is empty: expected keys such as data and privacy.epsilon; "
-        "`fedpact init` writes them all, and without a file the embedded default counts"
+        "`fedpact init` writes them; without a file the default plan is used"
     )
 
 
 def override(raw: dict[str, Any], setting: str) -> None:
-    """Write `key=value` into a configuration. Raises PlanError: it is no such setting."""
+    """Write `key=value` into a configuration. Raises PlanError: not of this form."""
     key, equals, text = setting.partition("=")
     if not equals or not key:
         raise PlanError(f"--set {setting!r}: expected key=value, as in privacy.epsilon=1")
@@ -214,7 +214,7 @@ def override(raw: dict[str, Any], setting: str) -> None:
 
 
 def value_of(text: str) -> Any:
-    """Return what a text is in TOML, and the text itself where that is nothing."""
+    """Return the value of a text in TOML, or the text itself if it is not TOML."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -222,12 +222,12 @@ def value_of(text: str) -> Any:
 
 
 def key_of(setting: str) -> str:
-    """Return the key of `key=value` as `flatten` has it, whichever way its names are quoted."""
+    """Return the key of `key=value` in the form of `flatten`, however its names are quoted."""
     return ".".join(_names(setting.partition("=")[0].strip(), f"--set {setting!r}"))
 
 
 def set_key(raw: dict[str, Any], key: str, value: Any, who: str) -> None:
-    """Write a value under a dotted key. who: begins the error. Raises PlanError: no such place."""
+    """Write a value under a dotted key. who: begins the error. Raises PlanError: unsuitable key."""
     *tables, last = _names(key, who)
     for table in tables:
         raw = raw.setdefault(table, {})
@@ -237,7 +237,7 @@ def set_key(raw: dict[str, Any], key: str, value: Any, who: str) -> None:
 
 
 def _names(key: str, who: str) -> list[str]:
-    """Return the names of a dotted key, of which those with dots stand in quotes, as in TOML."""
+    """Return the names of a dotted key; those with dots are quoted, as in TOML."""
     if not {'"', "'"} & set(key):
         return key.split(".")
     names = []
@@ -247,7 +247,7 @@ def _names(key: str, who: str) -> list[str]:
             ((name, place),) = place.items()
             names.append(name)
     except ValueError:  # no TOML, or more than one key
-        raise PlanError(f"{who}: {key} is no key: expected one as in TOML, a.'b.c'.d") from None
+        raise PlanError(f"{who}: {key}: expected a key as in TOML, a.'b.c'.d") from None
     return names
 
 
@@ -260,8 +260,8 @@ def plan_error(
 ) -> PlanError:
     """Return an error that names every mistake by its key.
 
-    model: what was read, below `prefix`. whole: what holds it, if it may have a misplaced key.
-    tables: classes of tables that the fields of `whole`, or `model`, do not name.
+    model: the class that was read, under `prefix`. whole: the class that contains it, to find
+    misplaced keys. tables: classes of tables that the fields of `whole`, or `model`, do not name.
     """
     entries = [entry for entry in error.errors() if not _is_other_branch(entry)]
     everywhere = list(_dotted(whole or model, () if whole else prefix, tables or {}))
@@ -273,13 +273,13 @@ def plan_error(
 
 
 def _is_other_branch(entry: Any) -> bool:
-    """Whether it only says of a list that it is not of the other form, which is none."""
+    """Whether an entry only says that a list is not a single value."""
     a_list = isinstance(entry["input"], list) and entry["type"] != "list_type"
     return a_list and any(_FORM.match(str(part)) for part in entry["loc"][-1:])
 
 
 def _fitting(entries: Sequence[Any]) -> Sequence[Any]:
-    """Return what is wrong with a value of a form that it may have; all, where it has none."""
+    """Return the errors of a value whose type is accepted; all errors if none is."""
     found = [each for each in entries if each["type"] != "list_type"]
     fits = any(not each["type"].endswith(("_type", "literal_error")) for each in found)
     return found if fits else entries
@@ -288,7 +288,7 @@ def _fitting(entries: Sequence[Any]) -> Sequence[Any]:
 def _dotted(
     model: "type[BaseModel]", place: tuple[str, ...], tables: "Mapping[str, type[BaseModel]]"
 ) -> Iterable[str]:
-    """Every dotted key below a model's place."""
+    """Yield every dotted key of a model under a prefix."""
     from pydantic import BaseModel
 
     for key in model.model_fields:
@@ -299,9 +299,9 @@ def _dotted(
 
 
 def unknown_key(key: str, known: Iterable[str], everywhere: Iterable[str] = ()) -> str:
-    """Return what is said of a key that its table, with the keys `known`, does not have.
+    """Return the message on a key that its table, with the keys `known`, does not have.
 
-    everywhere: all dotted keys, among which the same name may stand in another table.
+    everywhere: all dotted keys, to find the same name in another table.
     """
     names, last = sorted(known), key.rsplit(".", 1)[-1]
     of = list(everywhere)

@@ -1,9 +1,9 @@
-"""User code and objects in a plan: their names, their digests, and how they are found again.
+"""User code and objects in a plan: their names, their digests, and how they are looked up.
 
-A class or function that any process can import is named `package.module:name`, and a plan with it
-is carried out anywhere. What has no such place (a module that exists already, a class of a
-notebook, a lambda) is kept by this process as NAME@DIGEST: the plan then says which one it was, and
-another process needs it handed in again. A model that brings weights is NAME.weights@DIGEST.
+A class or function that any process can import is named `package.module:name`, and its plan can be
+carried out anywhere. Other objects (an nn.Module instance, a class of a notebook, a lambda) are
+registered in this process as NAME@DIGEST: the plan then identifies the object, but another process
+has to be given it again. A model with weights is NAME.weights@DIGEST.
 """
 
 import copy
@@ -31,9 +31,9 @@ from fedpact.common.errors import ModelError
 
 
 def digest_of_code(thing: Any) -> str:
-    """Return the digest of a class, function or object; of a module with its weights.
+    """Return the digest of a class, function or object; of a module including its weights.
 
-    Of what cannot be written, as a lock, it follows from the object's identity.
+    An object that cannot be serialised, such as a lock, gets a digest of its identity.
     """
     try:
         return _digest(thing, forms=False)
@@ -42,10 +42,10 @@ def digest_of_code(thing: Any) -> str:
 
 
 def digest_of_form(*things: Any) -> str | None:
-    """Return the digest of what modules and functions compute with weights of any values.
+    """Return a digest of modules and functions that ignores the values of weights and buffers.
 
-    That is code, attributes, and forms of weights and buffers, within this process. None where
-    something cannot be written.
+    It covers code, attributes and the forms of weights and buffers, within this process. None if
+    something cannot be serialised.
     """
     try:
         return _digest(things, forms=True)
@@ -60,23 +60,23 @@ def _digest(thing: Any, forms: bool) -> str:
 
 
 class _Digester(pickle.Pickler):
-    """Writes what decides what a thing does: the source of code and what the code refers to.
+    """Serialises what determines an object's behaviour: source code and what it refers to.
 
-    What is of Python, torch or an installed package is known by its name. forms: whether of a
-    module's weights and buffers the forms count, and not the numbers.
+    Objects of Python, torch and installed packages are written by name only. forms: whether the
+    forms of a module's weights and buffers count instead of their values.
     """
 
     def __init__(self, forms: bool) -> None:
         self.raw, self.forms = io.BytesIO(), forms
-        # With each thing its number, and it itself, so that no other comes to its identity.
+        # id -> (number, object); holding the object keeps its id from being reused.
         self._seen: dict[int, tuple[int, Any]] = {}
         super().__init__(self.raw, 4)
-        # Which equal strings Python keeps once, it decides anew in each process: no references.
+        # No memo references: which equal strings are one object differs between processes.
         self.fast = True
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return what is written in place of what pickle would write by name or not at all."""
-        if isinstance(obj, set | frozenset):  # whose order differs between processes
+        """Return what to write for objects that pickle writes by name or not at all."""
+        if isinstance(obj, set | frozenset):  # its order differs between processes
             return "set", sorted(_digest(one, self.forms) for one in cast(set[Any], obj))
         if isinstance(obj, ModuleType):
             return "module", obj.__name__
@@ -95,7 +95,7 @@ class _Digester(pickle.Pickler):
         return self._again(obj) or self._content(obj)
 
     def _again(self, thing: Any) -> tuple[str, int] | None:
-        """Return the number of what was written already; else number it."""
+        """Return the number of an object that was written already; else number it."""
         if id(thing) in self._seen:
             return "again", self._seen[id(thing)][0]
         self._seen[id(thing)] = len(self._seen), thing
@@ -116,7 +116,7 @@ class _Digester(pickle.Pickler):
         if _is_installed(thing):
             return thing.__module__, thing.__qualname__
         if isinstance(thing, type):
-            # Beside functions Python itself puts into a class what is no code of its author's.
+            # Among names with underscores, only functions are code of the class's author.
             own = {
                 key: value
                 for key, value in vars(thing).items()
@@ -130,7 +130,7 @@ class _Digester(pickle.Pickler):
         return _source(code), inside, used, thing.__defaults__, thing.__kwdefaults__, vars(thing)
 
     def _weights(self, module: nn.Module) -> list[Any]:
-        """Return each weight's and buffer's form, of one that is tied which it is."""
+        """Return the form of each weight and buffer; for a tied one, which it is tied to."""
         every = (module.named_parameters, module.named_buffers)
         return [
             self._again(v)
@@ -148,20 +148,20 @@ def _source(code: CodeType) -> str:
         text = ""
     if text and code.co_name != "<lambda>":
         return text
-    # Several lambdas stand on one line; and what makes code, as dataclass does, keeps no source.
+    # One line may hold several lambdas, and generated code (dataclass) has no source.
     values = [c for c in code.co_consts if not isinstance(c, CodeType)]
     inner = [_source(c) for c in code.co_consts if isinstance(c, CodeType)]
     return f"{text} {code.co_code!r} {code.co_names} {values} {inner}"
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that code loads, and functions inside it."""
+    """Return the names that code, and functions inside it, load."""
     inner = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
     return set(code.co_names).union(*inner)
 
 
 def _is_installed(thing: Any) -> bool:
-    """Whether it can be imported by its name, from Python, torch or an installed package."""
+    """Whether an object can be imported by name from Python or an installed package."""
     module = sys.modules.get(str(thing.__module__))
     found: Any = module
     for part in thing.__qualname__.split("."):
@@ -180,30 +180,27 @@ _kept: dict[str, Callable[..., Any]] = {}
 
 
 def is_handed(name: str) -> bool:
-    """Whether a plan's data, model or loss was handed in from Python, so that it names no place."""
+    """Whether a plan's data, model or loss was passed in from Python, so it cannot be imported."""
     return bool(_HANDED.fullmatch(name))
 
 
 def is_own(name: str) -> bool:
-    """Whether a plan's model or loss is code of the user's, of a file or handed in."""
+    """Whether a plan's model or loss is the user's code, from a file or passed in."""
     return ":" in name or is_handed(name)
 
 
 def brings_weights(name: str) -> bool:
-    """Whether a plan's model was handed in as a module, with the weights that it had."""
+    """Whether a plan's model was passed in as a module, with its weights."""
     return is_handed(name) and name.partition("@")[0].endswith(_WEIGHTS)
 
 
 def name_handed_in(name: str, digest: str) -> str:
-    """Return what a plan calls what was handed in. digest: SHA-256 in hexadecimal digits."""
+    """Return a plan's name for a passed-in object. digest: SHA-256 in hexadecimal digits."""
     return f"{re.sub(r'[^A-Za-z0-9_.+-]+', '-', name).strip('-') or 'own'}@{digest[:_DIGITS]}"
 
 
 def get_handed_in(plan: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return what a plan names that was handed in from Python, by the key that has it.
-
-    plan: its content, as plan.json has it.
-    """
+    """Return the passed-in objects that a plan names, by key. plan: the content of plan.json."""
     task = plan.get("task") or {}
     named = {
         "data": [plan.get("data")],
@@ -216,7 +213,10 @@ def get_handed_in(plan: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def not_in_process(plan: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return what `get_handed_in` does, without what this process has: the data are never kept."""
+    """Return what `get_handed_in` does, without objects that this process has registered.
+
+    Data are never registered.
+    """
     own = get_handed_in(plan).items()
     return {key: left for key, names in own if (left := [n for n in names if n not in _kept])}
 
@@ -224,9 +224,9 @@ def not_in_process(plan: Mapping[str, Any]) -> dict[str, list[str]]:
 def with_user_objects(
     plan: Mapping[str, Any], *, model: Any = None, loss: Any = None, metrics: Any = None
 ) -> dict[str, Any]:
-    """Return a plan's content with what is handed in, for the first time or again.
+    """Return a plan's content with the names of objects passed in, which are registered.
 
-    metrics: one or several, those of a name among them.
+    metrics: one or several, functions or names.
     """
     found = dict(plan)
     if model is not None:
@@ -239,27 +239,27 @@ def with_user_objects(
 
 
 def check_same(plan: Mapping[str, Any], *, loss: Any = None, metrics: Any = None) -> None:
-    """Keep a loss and metrics of a plan that are handed in again. Raises ModelError: others."""
+    """Register a plan's loss and metrics again. Raises ModelError: they differ from the plan's."""
     own = with_user_objects(plan, loss=loss, metrics=metrics).get("task") or {}
     known = plan.get("task") or {}
     for key, given in (("loss", loss), ("metrics", metrics)):
         if given is not None and own[key] != known.get(key):
             raise ModelError(
-                f"{key} is {own[key]!r}, and the run's is {known.get(key)!r}: hand in the same, as "
-                "it was then, or leave it out"
+                f"{key} is {own[key]!r}, but the run's is {known.get(key)!r}: pass the same object "
+                "as then, or leave it out"
             )
 
 
 def model_again(model: Any, known: str) -> str:
-    """Return the name of a run's model that is handed in again. known: what its plan calls it.
+    """Return the name of a run's model that is passed in again. known: its name in the plan.
 
-    Its weights count for nothing, so a module of the class will do. Raises ModelError: another.
+    Weights are ignored, so any module of the class will do. Raises ModelError: another model.
     """
     name = name_object(model)
     kind: Any = type(model) if isinstance(model, nn.Module) else model
     if callable(kind):
         title = getattr(kind, "__name__", type(kind).__name__)
-        # What another process calls by its place, as a script that is imported, is the same code.
+        # The same code may have an importable name elsewhere, such as a script that is imported.
         same = {name, name_object(kind), name_handed_in(title, digest_of_code(kind))}
         of_class = isinstance(kind, type) and brings_weights(known)
         if known in same or (of_class and known.startswith(name_handed_in(title + _WEIGHTS, ""))):
@@ -267,15 +267,15 @@ def model_again(model: Any, known: str) -> str:
     elif name == known:
         return name
     raise ModelError(
-        f"model is {name}, and the run's is {known}: hand in the same, as it was then, or leave it "
-        "out where the run's names a place (package.module:name) or a model of fedpact's"
+        f"model is {name}, but the run's is {known}: pass the same model as then; leave it out if "
+        "the run's is importable (package.module:name) or one of fedpact's models"
     )
 
 
 def name_object(thing: Any) -> Any:
-    """Return what a plan calls a module, class or function; anything else as it is.
+    """Return a plan's name for a module, class or function; anything else unchanged.
 
-    A module is kept as it is now: what becomes of it later changes no run.
+    A module is copied: later changes to it do not affect a run.
     """
     if isinstance(thing, nn.Module):
         kept = copy.deepcopy(thing).cpu()
@@ -294,9 +294,9 @@ def name_object(thing: Any) -> Any:
 
 
 def name_of_function(thing: Any) -> Any:
-    """Return what a plan calls a loss or metric, as `name_object` does; a module is the function.
+    """Return a plan's name for a loss or metric, as `name_object` does.
 
-    It is kept as it is now, and called with outputs and labels.
+    A module is copied, and itself called with outputs and labels.
     """
     if not isinstance(thing, nn.Module):
         return name_object(thing)
@@ -309,31 +309,30 @@ def name_of_function(thing: Any) -> Any:
 def _name_of_factory(thing: Any) -> str:
     found = name_object(thing)
     if not isinstance(found, str):
-        raise ValueError(f"{thing!r} is no model: expected a name, a module, a class or a factory")
+        raise ValueError(f"{thing!r}: expected a model: a name, a module, a class or a factory")
     return found
 
 
 Named = Annotated[str, BeforeValidator(_name_of_factory)]
-"""A plan's field that names something, or is given it."""
+"""A plan's field with a model's name; it accepts the model itself."""
 
 NamedFunction = Annotated[str, BeforeValidator(name_of_function)]
-"""A plan's field that names a loss or metric, or is given it."""
+"""A plan's field with the name of a loss or metric; it accepts the function itself."""
 
 
 def own_factory(name: str, what: str, known: Sequence[str], form: str) -> Callable[..., Any]:
-    """Return what a 'package.module:name' names, or what was handed in under a name.
+    """Return the object of a 'package.module:name', or the one registered under a name.
 
-    what, known, form: for the error's text. Raises ModelError: it is no such name, cannot be
-    imported, or was handed in to another process.
+    what, known, form: for the error's text. Raises ModelError: not such a name, cannot be
+    imported, or registered in another process.
     """
     if is_handed(name):
         if name not in _kept:
             raise ModelError(
-                f"{what} is {name!r}: it was handed in from Python and is no part of the plan; "
-                f"hand in the same again, as {what.rpartition('.')[2]}=... of fedpact.run or "
+                f"{what} is {name!r}: it was passed in from Python and is not stored in the plan; "
+                f"pass the same again, as {what.rpartition('.')[2]}=... of fedpact.run or "
                 "fedpact.load (fedpact predict and evaluate: --model train.py:Net), or define it "
-                "in a file of its own, which a plan can name as "
-                "'package.module:name'"
+                "in a file, which a plan can name as 'package.module:name'"
             )
         return _kept[name]
     package, colon, attribute = name.partition(":")
@@ -342,13 +341,13 @@ def own_factory(name: str, what: str, known: Sequence[str], form: str) -> Callab
             f"{what} is {name!r}: expected one of {', '.join(sorted(known))}, or your own as "
             f"'package.module:factory' with {form}"
         )
-    # A file beside the configuration is found as `python -m` would find it.
+    # Files in the working directory are importable, as with `python -m`.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(package)
         if not hasattr(module, attribute) and hasattr(module, "__path__"):
-            importlib.import_module(f"{package}.{attribute}")  # a file of a package
+            importlib.import_module(f"{package}.{attribute}")  # a submodule
         return getattr(module, attribute)
     except Exception as error:
         raise ModelError(
@@ -363,15 +362,15 @@ def own_function(name: str, what: str, known: Sequence[str], form: str) -> Calla
     found = own_factory(name, what, known, form)
     if isinstance(found, type):
         raise ModelError(
-            f"{what} is {name!r}, which is a class: expected {form}; hand in an object of it, "
-            f"{found.__name__}(...), or name a function or an object of a file"
+            f"{what} is {name!r}, which is a class: expected {form}; pass an instance, "
+            f"{found.__name__}(...), or name a function or instance in a file"
         )
     return found
 
 
 def _found_at(place: str) -> Any:
-    """Return what another process would import there, None for nothing."""
+    """Return the object that another process would import by this name, or None."""
     package, _, attribute = place.partition(":")
-    # What runs as __main__ is not imported again, and an interpreter's has no file.
+    # Another process does not import this __main__, and an interpreter's code has no file.
     module = sys.modules.get(package) if package != "__main__" else None
     return getattr(module, attribute, None) if getattr(module, "__file__", None) else None

@@ -1,7 +1,7 @@
-"""How a run begins, goes on, ends and is extended in its folder.
+"""Starting, resuming, finishing and extending a run in its folder.
 
-A simulation and a deployment's server differ in where the sites are; what they leave is one form.
-Of a simulation that goes on, records, ledgers and draws have to be those that it began with.
+A simulation and a deployment's server write the same files. A simulation can only be resumed with
+the records, ledgers and random numbers that it was started with.
 """
 
 import hashlib
@@ -41,16 +41,16 @@ from fedpact.simulation.machine import available_cores
 from fedpact.simulation.setup import SimulationSetup
 
 _version = cache(version)
-"""Reads a package's files at every call otherwise: 2 ms each."""
+"""Cached: each call reads the package's files, which takes 2 ms."""
 
 _TELL_SECONDS = 1.0
-"""How seldom whoever watches is told: a small round takes less than a file does."""
+"""Seconds between progress files: a small round takes less time than writing a file."""
 
 _PACKAGES = ("torch", "numpy", "scipy", "dp-accounting", "safetensors", "fedpact")
 
 
 def environment_of(run: str, *packages: str, **facts: Any) -> dict[str, Any]:
-    """Return the content of environment.json. packages: besides those that every run uses."""
+    """Return the content of environment.json. packages: in addition to those every run uses."""
     return {
         "run": run,
         "python": platform.python_version(),
@@ -61,7 +61,7 @@ def environment_of(run: str, *packages: str, **facts: Any) -> dict[str, Any]:
 
 
 def log_stragglers(folder: Folder, number: int, took: Mapping[str, float], told: float) -> float:
-    """Write how long sites took, if the last time is long ago; return when it was written last."""
+    """Write how long sites took, at most once a second; return the time of the last write."""
     if not took or time.monotonic() - told < _TELL_SECONDS:
         return told
     folder.waits(number, {name: {"seconds": s} for name, s in sorted(took.items())})
@@ -71,7 +71,7 @@ def log_stragglers(folder: Folder, number: int, took: Mapping[str, float], told:
 def with_epsilon(
     record: RoundRecord, terms: Mapping[str, Terms], spent: Mapping[str, History]
 ) -> RoundRecord:
-    """Return a round's record with each site's ε so far, from the events that it was charged."""
+    """Return a round's record with each site's ε so far, from the events charged to it."""
     return replace(
         record,
         epsilon={name: terms[name].epsilon_after(events) for name, events in spent.items()},
@@ -90,10 +90,10 @@ def start_or_resume(
     evaluate: Callable[[Checkpoint, RoundRecord], RoundRecord],
     opened: Callable[[Checkpoint, RoundRecord], tuple[Checkpoint, RoundRecord]],
 ) -> tuple[Checkpoint, list[RoundRecord]]:
-    """Return the last committed round and the records up to it; of a new run, commit round 0.
+    """Return the last committed round and the records up to it; for a new run, commit round 0.
 
-    module: makes the model with its initial weights. opened: has the sites release what a run
-    begins with. Raises DataError: a damaged folder. Raises what `opened` raises.
+    module: returns the model with its initial weights. opened: carries out round 0, in which sites
+    may release column scales. Raises DataError: a damaged folder. Raises what `opened` raises.
     """
     state = folder.path / "state.safetensors"
     remove_left(state, folder.path / "rounds.jsonl")
@@ -102,7 +102,7 @@ def start_or_resume(
     at = Checkpoint(plan.method.init(FlatModel(module()).vector), 0, {})
     at, record = opened(at, RoundRecord(round=0))
     record = evaluate(at, record)
-    # A start that was cut off before its state was written may have left its record.
+    # A start interrupted before its state was written may have left its record.
     (folder.path / "rounds.jsonl").unlink(missing_ok=True)
     folder.commit(at, record)
     return at, [record]
@@ -120,11 +120,11 @@ def finish(
     status: str,
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write the final model, which `module` then has, and the summary; return the summary.
+    """Write the final model, the server's average of models if it keeps one, and the summary.
 
-    sizes: each site's N_i, as declared or released.
-    Where the server keeps an average beside the model, it is written as well. form: what sites were
-    asked to sum of held-out records. more: what else the summary has, of a simulation.
+    module: gets the final weights. sizes: each site's N_i, as declared or released. form: which
+    sums of held-out records sites computed. more: further entries of a simulation's summary.
+    Returns the summary.
     """
     model, files = FlatModel(module), dict[str, str]()
     for name, w in (("average", read_average(at.state)), ("model", at.state.vectors["w"])):
@@ -135,13 +135,13 @@ def finish(
             write_whole(path, block, private=False)
             files[path.name] = hashlib.sha256(block).hexdigest()
     if CONSTANTS in at.state.vectors:
-        # Whoever uses the model scales records by the same.
+        # Records must be scaled in the same way when the model is used.
         found = name_columns(plan.records.released, at.state.vectors[CONSTANTS])
         folder.write_json(COLUMNS, found)
     found = _summary(plan, terms, sizes, records, status) | {
         "commonest": None,
         "model_parameters": model.size,
-        # Which weights ε is of: whoever begins with a file can tell whether it is one of these.
+        # The weights that ε covers; a later run that starts from a file can recognise it by these.
         "weights": files,
         "evaluation": outcome(records, form),
         "held_out": exact_outcome(records, form.whole) if form.once is None else None,
@@ -161,11 +161,11 @@ def _summary(
     """The last round, and totals over all of them."""
     last = records[-1]
     worst = ranking(last.scores)[0] if last.scores else None
-    # Of numbers there is no accuracy, and how evenly it is spread.
+    # A regression has no accuracy, and so no spread of it.
     counted = last.accuracy is None or not math.isnan(last.accuracy)
     spent, alone = dict(last.epsilon), dict(last.epsilon_alone)
     if plan.private and status in ("accuracy", "patience"):
-        # How long it went depended on what it released: what holds is what was reserved.
+        # The stopping time depended on released numbers, so only the reserved ε is guaranteed.
         spent = {n: terms[n].budget.epsilon for n in spent}
         alone = {n: terms[n].epsilon_alone for n in alone}
     return {
@@ -193,9 +193,9 @@ def _summary(
 
 
 def _read(plan: Plan, sizes: Mapping[str, float], records: list[RoundRecord]) -> float:
-    """Return the number of records that batches had, as expected: q_i N_i each, of public sizes.
+    """Return the expected number of records in all batches, q_i N_i each, from public sizes.
 
-    Counted are sites whose replies were. Where persons are what is sampled, they are what is read.
+    Only sites whose reply was included count. If persons are sampled, persons are counted.
     """
     opening = plan.method.facts.opening.rate if plan.method.facts.opening else 0.0
     batch = {name: plan.rate(name, size) * size for name, size in sizes.items()}
@@ -208,71 +208,71 @@ def _read(plan: Plan, sizes: Mapping[str, float], records: list[RoundRecord]) ->
 
 
 FIRST = "plan.json"
-"""What is written first: it says whose folder it is."""
+"""The first file to be written: it says which run the folder belongs to."""
 
-_CHANGED: Final = {"records": "its data have", "features": "what makes them of its records has"}
+_CHANGED: Final = {"records": "its data have", "features": "the code that computes them has"}
 
 
 def is_known(folder: Folder, plan: Plan) -> bool:
-    """Whether the folder holds a run of this plan that was begun.
+    """Whether the folder holds a started run of this plan.
 
-    Raises PlanError: a run of another plan. DataError: its plan cannot be read, or a deployment's.
+    Raises PlanError: a run of another plan. DataError: an unreadable plan, or a deployment.
     """
-    # A start that was cut off within its first file left a part of that, and no run.
+    # A start interrupted within its first file leaves a partial file, and no run.
     names = [path.name for path in folder.path.iterdir()] if folder.path.exists() else []
     if all(name == LOCK or name.endswith(PARTIAL) for name in names):
         return False
     if "federation.toml" in names:
         raise DataError(
-            f"{folder.path} is the directory of a deployment's party, whose run goes on when the "
-            "parties are started, as by `fedpact deploy up`; a simulation of its plan needs a "
-            "folder of its own: `fedpact run` with --out"
+            f"{folder.path} is the directory of a deployment's party, whose run continues when the "
+            "parties are started, as by `fedpact deploy up`; a simulation of its plan needs "
+            "another folder: `fedpact run` with --out"
         )
     if FIRST not in names:
         raise PlanError(
-            f"{folder.path} holds {sorted({*names} - {LOCK})[0]} and no {FIRST}, so no run: choose "
-            "another folder with --out, which may be new"
+            f"{folder.path} holds {sorted({*names} - {LOCK})[0]} but no {FIRST}, so it is not a "
+            "run: choose another folder with --out, which may be new"
         )
     found = folder.read_json(FIRST)
     before = Plan.parse(found)
-    # How it is carried out may change from session to session, what is trained may not: the noise
-    # is another GPU's, in a round that is carried out again.
+    # Engine and threads may change between sessions. Device and precision may not: a repeated round
+    # would have other noise.
     kept = {name: getattr(before.run, name) for name in ("device", "precision")}
     if before.model_copy(update={"run": plan.run.model_copy(update=kept)}) != plan:
         raise PlanError(
             f"{folder.path} holds a run of another configuration: choose another folder with "
             "--out, or remove that one"
         )
-    # Without a state it ended before round 0 was written: nothing was released, so begin again.
+    # Without a state, the run ended before round 0: nothing was released, so start again.
     begun = (folder.path / "state.safetensors").exists()
     if begun and not folder.partition.exists():
         raise DataError(
             f"{folder.path} has no partition.json, so its records are not on this machine: a "
-            "deployment's run goes on when its parties are started, as by `fedpact deploy up`; a "
-            "simulation's needs its files back from a backup"
+            "deployment's run continues when its parties are started, as by `fedpact deploy up`; a "
+            "simulation's files must be restored from a backup"
         )
     return begun
 
 
 def setting(folder: Folder, scene: SimulationSetup, *, known: bool, given: bool) -> dict[str, Any]:
-    """Return environment.json, which is written, with what else the run is of, unless it is known.
+    """Write plan, partition and environment of a new run, and return the environment.
 
-    given: whether the data set is none that the plan names; what it names has to hold the same
-    records as when the run began, and features of them be the same. A round that is carried out
-    again would be another release under the first one's charge, and what a record has spent would
-    be told of a run that it was in for a part. Raises PlanError: others.
+    given: whether the data set was passed in, so that the plan does not name it. A named data set
+    must hold the same records, and yield the same features, as when the run was started: with other
+    records, a repeated round would be a new release under the first one's charge, and the ledger
+    would be about records that took part only at times. Raises PlanError: they have changed.
     """
     digests = {} if given else {"records": digest_of(scene.raw)}
     if scene.plan.features.used:
         digests["features"] = digest_of(scene.dataset)
-    # It may have ended before round 0 was written. What was released till then is released again,
-    # as the same draws of the same run, so that it is not charged twice.
+    # The run may have ended before round 0 was written. Its releases are then repeated with the
+    # same random numbers under the same name, so they are not charged twice.
     if not known and not (folder.path / "environment.json").exists():
         facts = {"data": "given", **digests} if given else digests
         name = f"{scene.plan.algorithm}-{uuid.uuid4().hex[:12]}"
         environment = environment_of(name, cores=available_cores(), draws=DRAWS, **facts)
         folder.path.mkdir(parents=True, exist_ok=True)
-        # The plan comes first: it says whose folder this is, should nothing else be written.
+        # The plan comes first: it says which run this is, even if nothing else gets written.
         folder.write_json(FIRST, scene.plan.document())
         scene.partition.save(folder.partition)
         folder.write_json("environment.json", environment)
@@ -280,58 +280,58 @@ def setting(folder: Folder, scene: SimulationSetup, *, known: bool, given: bool)
     for name, digest in digests.items():
         if environment.get(name) != digest:
             raise PlanError(
-                f"{folder.path} holds a run that was begun on other {name}: {_CHANGED[name]} "
-                "changed since. Put that back as it was, or start anew in another folder with --out"
+                f"{folder.path} holds a run that was started on other {name}: {_CHANGED[name]} "
+                "changed since. Restore them, or start a new run in another folder with --out"
             )
     return environment
 
 
 def check_there(ledgers: Iterable[Path]) -> None:
-    """Raise LedgerError: of a run that has begun a ledger is gone; opened, it would begin anew."""
+    """Raise LedgerError if a started run's ledger is missing: opening it would create a new one."""
     for path in ledgers:
         if not path.is_file() or not path.stat().st_size:
             raise LedgerError(
                 f"ledger {path} is {'empty' if path.is_file() else 'missing'}, and the run has "
-                "begun: put it back from a backup. Without it nobody can say what was spent at "
-                "its site; nothing was changed"
+                "started: restore it from a backup. Without it, what its site has spent is "
+                "unknown; nothing was changed"
             )
 
 
 def check_complete(at: Checkpoint, run: str, ledgers: dict[str, Ledger]) -> None:
-    """Raise LedgerError: a ledger ends before the round that its site was last included in."""
+    """Raise LedgerError if a ledger ends before the last round its site was included in."""
     for name, ledger in ledgers.items():
         included, charged = at.included.get(name, -1), ledger.last_round(run)
         if charged < included:
             last = f"no charge after round {charged}" if charged >= 0 else "no charge of a round"
             raise LedgerError(
-                f"ledger {ledger.path} has {last}, and its site took part in round {included}: "
-                "the machine went down before the disk had the last entries. "
-                "The simulation can no longer tell what it spent: start it anew in another folder"
+                f"ledger {ledger.path} has {last}, but its site took part in round {included}: "
+                "the machine went down before the last entries reached the disk. What the "
+                "simulation has spent is unknown: start it again in another folder"
             )
 
 
 def check_draws(folder: Folder, environment: Mapping[str, Any]) -> None:
-    """Raise PlanError: the run was begun where equal seeds gave other draws than here.
+    """Raise PlanError if the run was started where a seed gave other random numbers than here.
 
-    A round that is carried out again would be another release under the first one's charge.
+    A repeated round would then be a new release under the first one's charge.
     """
     begun = environment.get("draws")
     if begun != DRAWS:
         raise PlanError(
-            f"{folder.path} holds a run that was begun by a version of fedpact whose seeds give "
-            f"other draws (number {begun}, here {DRAWS}): finish it with that version, or start it "
-            "anew in another folder with --out"
+            f"{folder.path} holds a run that was started by a version of fedpact whose seeds give "
+            f"other random numbers (scheme {begun}, here {DRAWS}): finish it with that version, or "
+            "start it again in another folder with --out"
         )
 
 
 def extend_plan(folder: Folder, rounds: int, budget: float | None) -> Plan:
-    """Return the plan of a new run that goes on from the model of one that has ended.
+    """Return the plan of a new run that continues from the model of a finished one.
 
-    Its sites keep that run's ledgers, in which the new rounds are reserved beside what is there:
-    whoever extends a run has seen what it released, so both ε and both δ add up.
-    budget: the new run's ε at every site; None: as in the run's plan.
-    Raises PlanError: it has not ended, or has no one ε. LedgerError: a ledger is gone. InputError:
-    rounds is no integer >= 1.
+    Its sites keep that run's ledgers, in which the new rounds are reserved in addition: the
+    decision to extend may depend on what was released, so both ε and both δ add up.
+    budget: the new run's ε at every site; None: that of the run's plan.
+    Raises PlanError: the run has not ended, or its sites differ in ε. LedgerError: a ledger is
+    missing. InputError: rounds is not an integer >= 1.
     """
     count(rounds=rounds)
     plan = Plan.parse(folder.read_json(FIRST))
@@ -339,8 +339,8 @@ def extend_plan(folder: Folder, rounds: int, budget: float | None) -> Plan:
     status = folder.read_json("summary.json")["status"] if ended else "not ended"
     if status in ("not ended", "stopped", "diverged"):
         raise PlanError(
-            f"run {folder.path} is {status}: expected one that has ended, as `fedpact resume` ends "
-            "it; a run that diverged is begun anew"
+            f"run {folder.path} is {status}: expected a finished run; `fedpact resume` finishes "
+            "one, and a run that diverged has to be started again"
         )
     whole = plan.document()
     changed = {**whole, "rounds": rounds, "initial": {"weights": str(folder.path)}}

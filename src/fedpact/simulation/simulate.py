@@ -1,10 +1,10 @@
-"""Carry out a plan on one machine, and compare joining with going alone.
+"""Simulate a federation on one machine, and compare joining it with training alone.
 
-The figures are exact: each is one that a deployed site's owner sees of the own site, and nobody
-else. See evaluation.personal for what is compared.
+`simulate` with the folder of the same plan resumes the run, and returns at once if it is finished.
+Nothing is written before plan, data and model have been checked.
 
-Calling it again with the same plan and folder goes on where the run ended, and returns at once
-where it was finished. Nothing is written before the whole plan, data and model have been checked.
+`of_run` compares, for each site, the federation's model with one of its own (evaluation.personal).
+Its figures are exact: in a deployment, only a site's owner sees those of that site.
 """
 
 import json
@@ -68,7 +68,7 @@ from fedpact.simulation.trackers import Log, check_log
 from fedpact.simulation.workshop import TrainingSetup
 
 SiteModels = dict[str, dict[str, SiteModel]]
-"""What sites have by themselves, kept from run to run: what it follows from -> site -> model."""
+"""Models that sites train alone, reused between runs: what determines them -> site -> model."""
 
 _ALONE = ("data", "label", "site", "model", "logistic", "seed", "sites", "partition")
 _RECORDS = ("features", "records", "person", "evaluation")
@@ -80,11 +80,11 @@ def of_run(
     known: SiteModels | None = None,
     on_site: Callable[[str, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Compute, write and return the content of joining.json of a simulated run that has ended.
+    """Compute, write and return the content of joining.json of a finished simulated run.
 
-    data: what the run was given in place of plan.data. known: is read and added to. on_site: is
-    told of each site, and of how many, before its models are made; minutes each, for large ones.
-    Raises InputError of some kind: no simulated run, one that has not ended, no held-out records.
+    data: what the run was given instead of plan.data. known: models of earlier calls, extended
+    here. on_site: called with each site's name and the number of sites before it is trained, which
+    may take minutes. Raises InputError: no finished simulated run, or no held-out records.
     """
     folder = Folder(path)
     plan = Plan.parse(folder.read_json("plan.json"))
@@ -96,8 +96,8 @@ def of_run(
     scene = SimulationSetup.of(plan, data, partition)
     if not any(len(site.y_held) for site in scene.sites):
         raise PlanError(
-            f"{path}: no site holds records out (partition.held_out, or evaluation.share): without "
-            "them nothing can be compared; run it with some"
+            f"{path}: no site has held-out records, on which models are compared; run it with "
+            "partition.held_out, or evaluation.share"
         )
     models, model = _released(folder, plan, scene), FlatModel(scene.workshop.module())
     initial = model.vector.clone()
@@ -135,7 +135,7 @@ def _check(folder: Folder) -> None:
     if status in ("stopped", "not ended"):
         raise PlanError(
             f"the run in {folder.path} is {status}: what joining was worth is known at its end; "
-            "`fedpact resume` goes on with it"
+            "`fedpact resume` finishes it"
         )
 
 
@@ -146,7 +146,7 @@ def _follows_from(plan: Plan) -> str:
 
 
 def _released(folder: Folder, plan: Plan, scene: SimulationSetup) -> Mapping[str, Tensor]:
-    """Return the model that each site has from the federation, [d] each."""
+    """Return each site's model from the federation, [d] each."""
     at = Checkpoint.from_bytes((folder.path / "state.safetensors").read_bytes())
     w, found = at.state.vectors["w"], dict[str, Tensor]()
     for site in scene.sites:
@@ -160,8 +160,8 @@ OnRound = Callable[[RoundRecord], None]
 
 ENGINES = ("local", "ray")
 
-# Of parameters times records: a shorter step is mostly Python, of which one thread runs at a time.
-# A round of a hundred sites of half of it took 54 ms by two workers and 39 by one.
+# Parameters times records of a step. Smaller steps are mostly Python, which runs one thread at a
+# time: at half this size, a round of 100 sites took 54 ms with two workers and 39 ms with one.
 _SHORT = 2**20
 
 
@@ -171,10 +171,10 @@ def _nobody(_: RoundRecord) -> None:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a run left. records: one a round, round 0 included. model: with the final weights.
+    """The result of a run. records: one per round, from round 0. model: with the final weights.
 
-    own: what was handed in as the model, if it was, where another process had made the run.
-    average: whether the model is the server's average of models, in place of the last one.
+    own: the model that was passed in from Python, if another process carried out the run.
+    average: whether the model is the server's average of models instead of the last one.
     """
 
     folder: Path
@@ -185,7 +185,7 @@ class Simulated:
     average: bool = False
 
     def predict(self, records: Any) -> Predictions:
-        """Return what the model says of records, read as in training; see
+        """Return predictions for records, which are read as in training; see
         predict.Predictor.preprocess."""
         return self._served.predict(records)
 
@@ -222,13 +222,13 @@ def simulate(
     on_round: OnRound = _nobody,
     stop: Callable[[], bool] = lambda: False,
 ) -> Simulated:
-    """Carry out a plan from this process and write the run's folder.
+    """Carry out a plan and write the run's folder.
 
-    out: new, or the folder of this same plan, which is then continued. data: instead of plan.data.
-    engine: what trains the sites, threads of this process ("local") or actors of Ray ("ray"), which
-    give the same bits; a run may go on with another one.
+    out: a new folder, or one of this same plan, which is resumed. data: instead of plan.data.
+    engine: sites train on threads of this process ("local") or on Ray actors ("ray"), with the same
+    bits; a run may be resumed with the other one.
     on_round: called with every record, those of earlier sessions first. stop: see rounds.Rounds.
-    Raises InputError of some kind for whatever does not fit, before anything is written.
+    Raises InputError for any unsuitable argument, before anything is written.
     """
     _check_engine(engine, plan)
     check_log(plan.run.log)
@@ -247,7 +247,7 @@ def simulate(
         ledgers = _open_ledgers(sites, stack)
         _promise(sites, ledgers)
         if not known:
-            # It states the released sizes, so it is written after they were charged.
+            # It contains the released sizes, so it is written after they have been charged.
             folder.write_json("privacy.json", of_simulation(scene))
         workshop = scene.workshop.on(plan.run.device)
         if engine == "ray":
@@ -270,7 +270,7 @@ def simulate(
             folder, plan, scene.workshop.module, evaluator, rounds.open_run
         )
         if known:
-            # Of a run that began here the ledgers may be open elsewhere, as at actors of Ray.
+            # Only when resuming: ledgers of a new run may already be open in Ray actors.
             check_complete(at, run, ledgers)
         if at.round < plan.rounds:
             check_draws(folder, environment)
@@ -294,7 +294,7 @@ def simulate(
 def _on_one_thread(
     rounds: Iterator[tuple[Checkpoint, RoundRecord]],
 ) -> Iterator[tuple[Checkpoint, RoundRecord]]:
-    """Have a round's own arithmetic done on one thread, not what is done with its outcome."""
+    """Run each round's arithmetic on one thread, but not what the caller does with its outcome."""
     while True:
         with one_thread():
             outcome = next(rounds, None)
@@ -314,8 +314,8 @@ def _check_engine(engine: str, plan: Plan) -> None:
         return
     if plan.handed:
         raise InputError(
-            f'engine = "ray" with {", ".join(plan.handed)}, handed in from Python: actors '
-            "build model and loss themselves; define them in a file that they can import"
+            f'engine = "ray" with {", ".join(plan.handed)}, passed in from Python: Ray actors '
+            "build model and loss themselves; define them in a module that they can import"
         )
     require_ray()
     if plan.run.device != "cpu":
@@ -328,7 +328,7 @@ def _check_engine(engine: str, plan: Plan) -> None:
 def _on_threads(
     sites: list[VirtualSite], workshop: TrainingSetup, ledgers: dict[str, Ledger], stack: ExitStack
 ) -> tuple[Transport, Callable[[str], History]]:
-    """Return the transport to threads of this process, and what tells a site's charges."""
+    """Return the transport to threads of this process, and a function with a site's charges."""
     clients = {site.name: site.client(ledgers.get(site.name)) for site in sites}
     workers = workshop.plan.run.workers or _sensible_workers(sites, workshop)
     transport = stack.enter_context(InProcess(clients, workers, workshop.bench))
@@ -336,7 +336,7 @@ def _on_threads(
 
 
 def _sensible_workers(sites: list[VirtualSite], workshop: TrainingSetup) -> int:
-    """Return one a core, or one in all where they would only wait: for Python, or for the GPU."""
+    """Return one worker per core; or one in all if they would wait for Python or for the GPU."""
     if workshop.device != "cpu":
         return 1
     short = workshop.size * max(site.batch_size for site in sites) < _SHORT
@@ -346,13 +346,13 @@ def _sensible_workers(sites: list[VirtualSite], workshop: TrainingSetup) -> int:
 def _on_ray(
     sites: list[VirtualSite], workshop: TrainingSetup, ledgers: dict[str, Ledger], stack: ExitStack
 ) -> tuple[Transport, Callable[[str], History]]:
-    """Return the transport over Ray, and what it knows of charges. Closes the ledgers."""
+    """Return the transport over Ray, and a function with a site's charges. Closes the ledgers."""
     from fedpact.simulation.ray import RayTransport
 
     spent = {site.name: _charged(ledgers, site.run, site.name) for site in sites if site.terms}
     most = workshop.plan.run.workers or None
     transport = stack.enter_context(RayTransport(sites, workshop, most, spent))
-    # From here on each is opened by whichever actor has its site.
+    # From here on, each ledger is opened by the actor that has its site.
     for ledger in ledgers.values():
         ledger.close()
     return transport, transport.spent
@@ -363,7 +363,7 @@ def _charged(ledgers: dict[str, Ledger], run: str, site: str) -> History:
 
 
 def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledger]:
-    """Open each site's ledger, and ask whether it may reserve the run; nothing is promised."""
+    """Open each site's ledger, and check that it can reserve the run, without reserving it."""
     ledgers = dict[str, Ledger]()
     allow_open_files(len(sites))
     for site in sites:
@@ -381,7 +381,7 @@ def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledge
 
 
 def _promise(sites: list[VirtualSite], ledgers: Mapping[str, Ledger]) -> None:
-    """Have every site reserve the run: none refuses, as all were asked before the first does."""
+    """Reserve the run at every site. None refuses, as all have been checked beforehand."""
     for site in sites:
         if site.terms is not None and site.name in ledgers:
             _reserve(site, ledgers[site.name], site.terms)
@@ -441,9 +441,9 @@ def _finish(
 
 
 def _sum_ledgers(folder: Folder, scene: SimulationSetup) -> dict[str, Any] | None:
-    """Return what all runs of kept ledgers have reserved, of each figure the largest of any site.
+    """Return what all runs of shared ledgers have reserved: of each figure, the largest of a site.
 
-    None where the run has ledgers of its own.
+    None if the run has its own ledgers.
     """
     kept = scene.plan.run.ledgers
     if kept is None or not scene.terms:

@@ -1,4 +1,4 @@
-"""What a run says of its privacy, before it begins: the content of privacy.json."""
+"""A run's privacy statement, written before it starts: the content of privacy.json."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,70 +18,69 @@ from fedpact.simulation.secure_aggregation.graph import secure_terms
 from fedpact.simulation.setup import SimulationSetup
 
 _COVERS = [
-    "Everything a site sends during training: model updates, losses and counts. They pass the "
-    "site's oracle, which clips and adds noise, and its ledger, which charges first.",
-    "The final model and every model on the way, against the server, the other sites and anyone "
+    "Everything a site sends during training: model updates, losses and counts. The site charges "
+    "its ledger first, then clips and adds noise.",
+    "The final model and every intermediate model, against the server, the other sites and anyone "
     "who sees them.",
 ]
 _DOES_NOT_COVER = [
-    "How long a site takes to answer, and when it is there.",
-    "What a record's owner could be harmed by even if the record were left out.",
+    "How long a site takes to answer, and when it is online.",
+    "Harm to a person that would occur even if the person's record were left out.",
 ]
 _SEEDED = (
-    "Rounding of floating-point noise: a simulation draws its noise from a seeded generator, which "
-    "measures a federation and protects nobody."
+    "Rounding of floating-point noise: a simulation draws its noise from a seeded generator. It "
+    "measures what a federation would do and protects nobody."
 )
 _UNCOUNTED = (
-    "How many records a person has at a site: nobody counts them, and each ε per person is for "
-    "whoever has at most so many."
+    "Persons with more records than stated: the records of a person are not counted, and each ε "
+    "per person holds for persons with at most that many records at a site."
 )
 _COUNTED = (
     "ε per record, for a person with more than {k} records at a site: {k} of them are used, and "
-    "one more may put others in their place. What holds for all records of such a person is ε per "
-    "person of {k}."
+    "one more record may change which. ε per person of {k} holds for all records of such a person."
 )
 _PERSON = (
-    "ε is per person: a patient with five visits has the same ε as one with one visit. A person's "
-    "records are in a batch together, with a weight of 1/m each, m of them. A person at two sites "
-    "pays the sum of both."
+    "ε is per person: a patient with five visits has the same ε as one with one visit. All of a "
+    "person's m records enter a batch together, each with weight 1/m. For a person at two sites, "
+    "the two ε add up."
 )
-_TWO_SITES = "One person under two names, or at two sites: the sum of both holds."
+_TWO_SITES = "One person under two names, or at two sites: there the two ε add up."
 _UNPROTECTED = "Nothing is clipped and no noise is added."
 _PUBLIC_SIZES = "The sites' declared sizes, sampling rates and label names, which are public."
 _NOISY_SIZES = "The sites' sampling rates and label names, which are public."
 _OWN_MODELS = (
-    "Each site's own model: it is made of what the site released and of the server's models, and "
-    "may be shown as they may."
+    "Each site's own model: it is computed from what the site released and from the server's "
+    "models, and may be shown as they may."
 )
 _POOLED = (
-    "The accuracy of the global model: there is no public test set, so the sites' own "
-    "held-out records stand in for one."
+    "The accuracy of the global model: there is no public test set, so it is measured on the "
+    "sites' held-out records."
 )
 _SIMULATOR_ONLY = [
-    "Accuracy and loss on the sites' held-out records, and Ψ, which is made of them.",
+    "Accuracy and loss on the sites' held-out records, and Ψ, which is computed from them.",
     "The table of labels per site.",
 ]
 _HELD_ONLY = (
-    "About {share:.0%} of a site's {unit}s are held out of its training, and nothing of them is "
-    "released: what the model does on them is for the site's owner alone."
+    "About {share:.0%} of a site's {unit}s are held out of its training, and nothing about them is "
+    "released: only the site's owner sees how the model does on them."
 )
 
-_MEASURED = "norms, clipping and sums are of the numbers that come of it, in float32"
+_MEASURED = "norms, clipping and sums are computed from the resulting gradients, in float32"
 _PRECISION = {
-    "float32": "Passes compute in float32.",
-    "tf32": f"Passes multiply in TF32; {_MEASURED}.",
-    "bf16": f"Passes compute by bfloat16; {_MEASURED}.",
+    "float32": "Gradients are computed in float32.",
+    "tf32": f"Gradients are computed with TF32 products; {_MEASURED}.",
+    "bf16": f"Gradients are computed in bfloat16; {_MEASURED}.",
 }
 
 
 @dataclass(frozen=True)
 class Side:
-    """What a statement has of the party that runs it.
+    """What a statement says about the party that runs it.
 
-    separation: how records are kept apart, in words. pooled: whether the sites' held-out records
-    stand in for a test set. simulator_only: numbers that no site would release. form: what sites
-    sum of held-out records. persons: whether sites know whose each record is. seeded: whether this
-    is a simulation.
+    separation: how the kernel separates records, in words. pooled: whether accuracy is measured on
+    the sites' held-out records for lack of a test set. simulator_only: numbers that no site would
+    release. form: which sums of held-out records sites compute. persons: whether sites know each
+    record's person. seeded: whether this is a simulation.
     """
 
     randomness: str
@@ -115,7 +114,7 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "accounting": FIXED if plan.private else "none",
         "accounting_reason": WHY if plan.private else "",
         "randomness": side.randomness,
-        # 0: each site's noise is enough alone; else of how many sites ε needs the noise.
+        # 0: each site's own noise suffices; else the number of sites whose noise ε needs.
         "honest": plan.privacy.honest if plan.private else 0,
         "sizes": "noisy" if plan.noisy_sizes else "public",
         "accuracy_pooled": side.pooled,
@@ -144,15 +143,15 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
 
 
 def _placement(plan: Plan, seeded: bool) -> str:
-    """Return how sites place records in passes, for which see per_sample.layout."""
+    """Return how sites place records in the slots of a pass; see per_sample.layout."""
     if not plan.private:
         return ""
     if seeded:
         return "Compact, without a check of this machine: a simulation protects nobody."
     return (
-        "Each site checks at its start that what is computed of a record depends on no other "
-        "record and no slot, for this model on its machine; where that is not so, its records are "
-        "scattered. Its log and its ledger say which."
+        "At its start, each site checks with this model on its machine that a record's gradient "
+        "depends neither on other records nor on its slot in a pass. If the check fails, records "
+        "are placed at random slots (scattered). The site's log and ledger say which."
     )
 
 
@@ -175,16 +174,16 @@ def of_simulation(scene: SimulationSetup) -> dict[str, Any]:
 
 
 def _own_models(plan: Plan) -> list[str]:
-    """Return what is said of models that stay at their sites, in a private run."""
+    """Return the lines on models that stay at their sites, in a private run."""
     if plan.private and plan.local.head:
         return [local_optimizer.TOLD.format(head=plan.local.head)]
     return [_OWN_MODELS] if plan.private and plan.method.has_own_models else []
 
 
 def describe_held_out_releases(plan: Plan, form: SumsForm, persons: bool) -> dict[str, Any] | None:
-    """Return what sites release of held-out records, as plain data; None where nothing.
+    """Return what sites release about held-out records, as plain data; None if nothing.
 
-    persons: whether sites know whose each record is.
+    persons: whether sites know each record's person.
     """
     masked, own = bool(plan.secure_aggregation.threshold), plan.method.has_own_models
     few = plan.privacy.told_records
@@ -192,7 +191,7 @@ def describe_held_out_releases(plan: Plan, form: SumsForm, persons: bool) -> dic
 
 
 def _of_person(plan: Plan, persons: bool) -> list[str]:
-    """Return what is not covered of persons."""
+    """Return the lines on what is not covered for persons."""
     if plan.privacy.unit == "person":
         return [_TWO_SITES]
     most = plan.privacy.person_records
@@ -200,21 +199,21 @@ def _of_person(plan: Plan, persons: bool) -> list[str]:
 
 
 def _unprotected_weights(plan: Plan) -> list[str]:
-    """Return what is not covered where somebody's weights are begun or computed with."""
+    """Return the lines on weights and code that others provided, which are not covered."""
     code = [name for name in (plan.model, plan.task.loss or "") if is_own(name)]
     own = (
-        f"What {' and '.join(code)} may hold in their code: whoever hands in code is trusted to "
-        "have chosen no number in it by records, beyond what is said of first weights."
+        f"Numbers in the code of {' and '.join(code)}: its author is trusted not to have derived "
+        "them from records. Initial weights are treated separately."
     )
     told = (plan.features.uncovered, plan.initial.uncovered, own * bool(code))
     return [line for line in told if line and plan.private]
 
 
 def _by_delta_alone(terms: Mapping[str, Terms]) -> list[str]:
-    """Return a line where (ε, δ) holds of whatever noise; nothing where noise has to make it hold.
+    """Return a warning if δ is so large that (ε, δ) would hold without any noise.
 
-    terms: of each site. Of a record that is in no batch nothing tells, and one is in a batch with
-    probability Σ q_t at most, over all releases.
+    terms: of each site. Nothing is released about a record that is in no batch, and the probability
+    of being in one is at most Σ q_t over all releases.
     """
     found = list[tuple[float, float]]()
     for one in terms.values():
@@ -225,14 +224,14 @@ def _by_delta_alone(terms: Mapping[str, Terms]) -> list[str]:
         return []
     read, delta = max(found)
     return [
-        f"Whoever is in a batch: at {len(found)} of {len(terms)} sites that is so of each with "
-        f"probability {upper(read)} at most, no more than δ = {upper(delta)}, so that this (ε, δ) "
-        "would hold without any noise. For a guarantee by noise, choose δ far below it."
+        f"Records that happen to be in a batch: at {len(found)} of {len(terms)} sites a record is "
+        f"in one with probability at most {upper(read)}, which is within δ = {upper(delta)}, so "
+        "this (ε, δ) would hold without any noise. For protection by noise, choose a far smaller δ."
     ]
 
 
 def _scope(plan: Plan, seeded: bool) -> tuple[list[str], list[str]]:
-    """Return what the guarantee covers, and what it does not."""
+    """Return the lines on what the guarantee covers, and on what it does not."""
     if not plan.private:
         return [], []
     covers = [*_COVERS, *_released_columns(plan)]
@@ -241,27 +240,27 @@ def _scope(plan: Plan, seeded: bool) -> tuple[list[str], list[str]]:
         return covers, [*uncovered, _PUBLIC_SIZES]
     released = (
         "Each site's size: a count with noise of standard deviation "
-        f"{plan.privacy.size_noise:g}, released once, before training, as an event of its own."
+        f"{plan.privacy.size_noise:g}, released once, before training, as a separate event."
     )
     return [*covers, released], [*uncovered, _NOISY_SIZES]
 
 
 def _released_columns(plan: Plan) -> list[str]:
-    """Return what is said of columns that are scaled by what the sites release; or nothing."""
+    """Return the line on columns that are scaled by released means, if there are any."""
     names = plan.records.released
     if not (names and plan.private):
         return []
     return [
-        f"What scales the columns {', '.join(names)}: means and mean squares of values in their "
-        "declared ranges, released once with noise, before training, as one event with all "
-        f"records. It takes {plan.privacy.column_share:.3g} of the budget, by 1/σ²."
+        f"The scales of the columns {', '.join(names)}: means and mean squares of values in their "
+        "declared ranges, released once with noise, before training, as one event over all "
+        f"records. It takes {plan.privacy.column_share:.3g} of the budget, measured by 1/σ²."
     ]
 
 
 def site_terms(plan: Plan, terms: Mapping[str, Terms]) -> dict[str, Any]:
-    """Return each site's terms as plain data; empty where the run protects nobody.
+    """Return each site's terms as plain data, with the number of rounds it takes part in.
 
-    rounds: in how many of the whole run's a site takes part.
+    Empty if the run protects nobody.
     """
     if not plan.private:
         return {}
@@ -272,10 +271,10 @@ def site_terms(plan: Plan, terms: Mapping[str, Terms]) -> dict[str, Any]:
 def per_person(
     sites: Mapping[str, Mapping[str, Any]], unit: str, of_held: dict[str, Any] | None
 ) -> str:
-    """Return in words what ε is for a person with several records; "" where nobody is protected.
+    """Return in words what ε is for a person with several records; "" if nobody is protected.
 
-    sites: what `site_terms` returns. unit: of the plan. of_held: what `describe_held_out_releases`
-    returns. Of each ε the largest of any site.
+    sites: from `site_terms`. unit: of the plan. of_held: from `describe_held_out_releases`.
+    Each ε is the largest of any site.
     """
     if not sites or unit == "person":
         return _PERSON if sites else ""
@@ -288,10 +287,10 @@ def per_person(
     alone = next(iter(sites.values()))["epsilon_alone_per_person"]
     beside = f" Without other sites' noise: {told('epsilon_alone_per_person')}." if alone else ""
     return (
-        "ε is per record. A person with several records at a site loses more: a patient with five "
-        f"visits at most ε = {upper(most)}{' by training' if of_held else ''}. All of a person's "
-        f"records together, at the same δ and the site where it is most: "
-        f"{told('epsilon_per_person')}.{beside} A person at two sites pays the sum of both."
+        "ε is per record. For a person with several records at a site it is larger: at most "
+        f"{upper(most)} for a patient with five visits{', by training' if of_held else ''}. For "
+        "all of a person's records together, at the same δ and the largest of any site: "
+        f"{told('epsilon_per_person')}.{beside} For a person at two sites, the two ε add up."
         + (f" {describe_person_cost(of_held)}" if of_held else "")
     )
 

@@ -377,7 +377,7 @@ def test_a_run_does_not_go_on_with_other_features(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(backbones_of_users, "SCALE", 2.0)
         extract.extractor.cache_clear()  # as another process begins
-        with pytest.raises(PlanError, match="begun on other features: what makes them"):
+        with pytest.raises(PlanError, match="started on other features: the code"):
             simulate(mine, tmp_path / "run")
     extract.extractor.cache_clear()
     assert simulate(mine, tmp_path / "run").summary["status"] == "finished"
