@@ -71,7 +71,7 @@ def reasons():
 
 
 def excluded(part):
-    """Algorithm -> why the part does not go with it."""
+    """Algorithm -> why the part cannot be combined with it."""
     facts = {name: Method(name).facts for name in algorithms.names()}
     return {name: of.excludes[part] for name, of in facts.items() if part in of.excludes}
 
@@ -118,13 +118,13 @@ TABLES = {
 def test_secure_aggregation_refuses_what_needs_single_replies(table):
     secure = COLUMNS["secure_aggregation"]
     Plan.parse(TABLES[table])
-    with pytest.raises(PlanError, match=rf"does not go with \[{table}\]"):
+    with pytest.raises(PlanError, match=rf"cannot be combined with \[{table}\]"):
         Plan.parse({**TABLES[table], **secure})
 
 
 @pytest.mark.parametrize("table", READS_SINGLE_REPLIES)
 def test_robust_aggregates_refuse_what_reads_single_replies(table):
     """As with ali_dpfl and qffl, which do so by themselves."""
-    with pytest.raises(PlanError, match=rf"\[robust\] does not go with \[{table}\]"):
+    with pytest.raises(PlanError, match=rf"\[robust\] cannot be combined with \[{table}\]"):
         Plan.parse({**TABLES[table], **TABLES["robust"]})
     Plan.parse({**TABLES[table], "robust": {"rule": "mean"}})

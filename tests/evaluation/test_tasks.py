@@ -257,7 +257,7 @@ def test_tasks_that_contradict_themselves_are_refused(task, why):
 
 def test_what_rests_on_classes_is_refused_with_another_task(tmp_path):
     task = {"kind": "regression", "range": [0, 1]}
-    with pytest.raises(PlanError, match=r"\[evaluation\] does not go with \[task\]"):
+    with pytest.raises(PlanError, match=r"\[evaluation\] cannot be combined with \[task\]"):
         fedpact.Plan(task=task, evaluation={"share": 0.2})
     with pytest.raises(PlanError, match="of which there is no accuracy"):
         fedpact.Plan(task=task, budget={"patience": 3}, privacy={"mode": "none"})

@@ -1,8 +1,8 @@
-"""One file an algorithm, found by its file name.
+"""One file per algorithm, found by its file name.
 
-An algorithm is a module of pure functions, described by `Algorithm`: what the server tells the
-sites, what a site does with its oracle, what the server does with the replies. The loops over
-rounds and over sites belong to the engine. docs/how-to/extend.md writes one from scratch.
+An algorithm is a module of pure functions, described by `Algorithm`: the task that the server sends
+to the sites, what a site computes with its oracle, and how the server combines the replies. The
+loops over rounds and sites are elsewhere. docs/how-to/extend.md writes one from scratch.
 
 >>> "fedavg" in names()
 True
@@ -29,11 +29,11 @@ from fedpact.privacy.oracle import Opening, Oracle, Range, Terms
 
 @dataclass(frozen=True)
 class Summed:
-    """What the server's update takes from single replies, where it is one weighted mean of them.
+    """What the server's update reads of single replies, if it only needs one weighted mean.
 
     weight: the number in a reply that is its weight ω_i, "" for its declared size N_i.
-    public: numbers that the update reads of each reply; they depend on no record. All others, and
-    all vectors, it uses as Σ ω_i x_i / Σ ω_i only. why_not: why that is not enough; "" if it is.
+    public: numbers that the update reads of each reply; they depend on no record. All other numbers
+    and all vectors enter as Σ ω_i x_i / Σ ω_i only. why_not: why a mean is not enough; "" if it is.
     """
 
     weight: str = ""
@@ -48,65 +48,65 @@ EVEN_IS_NOT_SUMMED = Summed(
 
 @dataclass(frozen=True)
 class MethodFacts:
-    """What is known of an algorithm with its settings before it runs. A wrapper replaces some.
+    """Properties of an algorithm with its settings, known before it runs. Wrappers change some.
 
-    The defaults are what holds for any algorithm: what a file does not say of itself is refused.
+    The defaults are safe for any algorithm: what a file does not declare is refused.
     """
 
     channels: Mapping[str, float] = field(default_factory=lambda: {"gradient": 1.0})
     """What a batch releases: channel -> noise multiplier relative to the gradient's."""
 
     opening: Opening | None = None
-    """What opens a round beside the batches of its local steps."""
+    """The event that opens a round, in addition to the batches of the local steps."""
 
     task_numbers: Mapping[str, Range] = field(default_factory=dict[str, Range])
     """The numbers that a task may carry, each in its range; a site refuses a task with others."""
 
     weighs_records: bool = False
-    """Whether records of a batch get unlike weights, which batch clipping has no place for."""
+    """Whether records of a batch get different weights, which batch clipping cannot have."""
 
     plain_only: str = ""
-    """Why a private run of it is refused; empty where it is not."""
+    """Why a private run of it is refused; empty if it is not."""
 
     unprotected: bool = False
-    """Whether it lets exact numbers out of the sites, so that no run with it is private."""
+    """Whether sites release exact numbers, so that no run with it is private."""
 
     controlled: bool = False
-    """Whether τ follows what is left of the budgets, which rounds.py writes to the state."""
+    """Whether τ depends on the remaining budgets, which rounds.py writes to the state."""
 
     iterations: int | None = None
-    """Of a controlled τ: the local iterations of all rounds together; None: what σ allows."""
+    """With a controlled τ: the total of local iterations; None: as many as σ allows."""
 
     summed: Summed = Summed()
-    """What secure aggregation has to leave of single replies: by default their sizes only."""
+    """What the server needs of single replies: by default only their sizes."""
 
     needs_all_sites: str = (
-        "its file does not say that a round of some of the sites is what its paper means"
+        "its file does not declare that a round with some of the sites is meaningful"
     )
-    """Why each round needs every site; empty where `update` asks for no more than this round's
-    replies, and a site's memory may be of any earlier round."""
+    """Why each round needs every site; empty if `update` needs only this round's replies, and a
+    site's memory may be from any earlier round."""
 
     needs_own_noise: str = (
-        "a site's own steps and memory are hidden by the site's own noise alone, and its file "
-        "does not say that it has none"
+        "a site's local steps and memory are hidden by the site's own noise only, and its file "
+        "does not declare that it has none"
     )
-    """Why noise that sites share out would not protect it; empty where `local` is one batch's
-    gradient at the task's w, which enters the reply linearly, nothing is remembered and the update
-    uses the replies' mean: see docs/notes/noise-for-the-sum.md; the conformance suite compares
-    both."""
+    """Why noise shared among sites would not protect it; empty if `local` is one batch's gradient
+    at the task's w, which enters the reply linearly, nothing is remembered and the update uses the
+    mean of the replies: see docs/notes/noise-for-the-sum.md. The conformance suite compares both
+    kinds of noise."""
 
     excludes: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Part of a plan -> why it does not go with the algorithm: "fairness", "control", "robust",
-    "local", "local.head", "server", or "privacy.clip_schedule"."""
+    """Part of a plan -> why it cannot be combined with the algorithm: "fairness", "control",
+    "robust", "local", "local.head", "server", or "privacy.clip_schedule"."""
 
     opens_run: bool = False
     """Whether sites release something before the first round, in round 0."""
 
     coded: bool = False
-    """Whether a reply's vectors are blocks of codes, as long as they came out."""
+    """Whether a reply's vectors are compressed blocks, whose length varies."""
 
     units: float = 0.0
-    """The deviation of releases' noise in units of a coarse grid (Terms.grid), or 0."""
+    """The standard deviation of a release's noise in units of a coarse grid (Terms.grid), or 0."""
 
 
 class BaseSettings(BaseModel):
@@ -116,14 +116,14 @@ class BaseSettings(BaseModel):
 
     @property
     def step_size(self) -> float | None:
-        """η: the length of a step, of a site or, where sites make none, of the server."""
+        """η: the step size of the sites or, if they make no steps, of the server."""
         return getattr(self, "learning_rate", None)
 
     def own_model(self, w: Tensor, memory: State) -> Tensor | None:
-        """Return a site's own model [d], where each trains one; None where w is everybody's.
+        """Return a site's own model [d], if each site trains one; None if all use w.
 
-        w: the server's newest [d]. memory: what the site remembers of its last included reply. Made
-        of released numbers alone; what is evaluated at that site, and nowhere sent.
+        w: the server's latest [d]. memory: the site's, as of its last included reply. It must be
+        computed from released numbers only; it is evaluated at that site and never sent.
         """
         del w, memory
         return None
@@ -131,12 +131,12 @@ class BaseSettings(BaseModel):
 
 @dataclass(frozen=True)
 class Neutral:
-    """The settings under which an algorithm is its parent, which the conformance suite checks.
+    """The settings under which an algorithm equals its parent; the conformance suite checks it.
 
-    parent: the other algorithm's name. settings: ours that make it neutral. parent_settings: the
-    parent's that go with them. Settings of equal name (learning_rate) are equal in both.
-    tolerance: largest difference of any weight relative to the largest weight; 0 is bit for bit.
-    In a private run it holds at the same gradient σ and the same draws.
+    parent: the other algorithm's name. settings: of this algorithm. parent_settings: of the parent.
+    Settings with the same name (learning_rate) are equal in both.
+    tolerance: largest difference of any weight relative to the largest weight; 0: bit for bit.
+    In a private run it holds at the same gradient σ and the same random numbers.
     """
 
     parent: str
@@ -146,10 +146,9 @@ class Neutral:
 
 
 class Algorithm(Protocol):
-    """The functions and names of an algorithm's module. `settings` is its own Settings.
+    """The functions and names of an algorithm's module. `settings` is an instance of its Settings.
 
-    A function may be left out: it is then FedAvg's, and `facts` those of an algorithm of which
-    nothing is known (`wrappers.base.Method`).
+    A missing function is FedAvg's; missing `facts` are the safe defaults (`wrappers.base.Method`).
     """
 
     Settings: type[BaseSettings]
@@ -161,14 +160,14 @@ class Algorithm(Protocol):
     __name__: str
 
     def facts(self, settings: Any) -> MethodFacts:
-        """Return what is known of it before it runs."""
+        """Return its properties."""
         ...
 
     def steps(self, settings: Any, state: State | None = None) -> int:
-        """Return the local iterations τ of the next round: at most so many batches are asked for.
+        """Return the local iterations τ of the next round, the most batches that `local` asks for.
 
-        state: the server's, for an algorithm that changes τ; None asks for the most there can be.
-        Where a controller around the algorithm chooses τ, the task's "local_steps" says so.
+        state: the server's, for an algorithm that changes τ; None: return the maximum.
+        If a controller around the algorithm chooses τ, the task has it as "local_steps".
         """
         ...
 
@@ -177,20 +176,20 @@ class Algorithm(Protocol):
         ...
 
     def task(self, state: State, settings: Any) -> State:
-        """Return what every site is told: "w" [d] and whatever else crosses the wire."""
+        """Return what is sent to every site: "w" [d] and whatever else it needs."""
         ...
 
     def public_numbers(self, task: Task, terms: Terms, settings: Any) -> dict[str, Range]:
         """Return the numbers of a reply that follow from the task and a site's terms.
 
-        The server rejects a reply with another one, as no site is to choose by how much it counts.
-        Of all other numbers and vectors a site may say what it likes within privacy.reply_bounds,
-        so `update` has to clamp what it divides by or takes a root of.
+        The server rejects a reply with other values, so that no site can choose its own weight.
+        All other numbers and vectors may be anything within privacy.reply_bounds, so `update` has
+        to clamp what it divides by or takes a root of.
         """
         ...
 
     def local(self, task: Task, oracle: Oracle, memory: State, settings: Any) -> Local:
-        """Return a site's reply and its next memory. Leaves the task and the memory as they are.
+        """Return a site's reply and its next memory, without changing the task or the memory.
 
         memory: what this function returned when its reply was last included; empty at first.
         """
@@ -199,9 +198,10 @@ class Algorithm(Protocol):
     def update(self, state: State, replies: Iterable[Reply], settings: Any) -> State:
         """Return the server's next state.
 
-        replies: at least one, in the order of site names, computed as they are asked for: they are
-        to be folded, never collected. Where it raises, or the state is not finite, the loop finds
-        out by which of them (algorithms.wrappers.robust). reply.weight is N_i, so p_i = N_i / Σ N.
+        replies: at least one, in the order of site names. They are computed on demand, so combine
+        them one by one instead of collecting them. If this function raises, or the state is not
+        finite, the loop finds out which reply causes it (algorithms.wrappers.robust).
+        reply.weight is N_i, so p_i = N_i / Σ N.
         """
         ...
 
@@ -222,10 +222,10 @@ def _modules() -> dict[str, str]:
 
 
 def load(name: str) -> Algorithm:
-    """Return the algorithm of that name, or of a user's own 'package.module:name'.
+    """Return the algorithm of that name, or a user's 'package.module:name'.
 
-    Which is a module, or a class with these names. Raises PlanError: there is none. ModelError:
-    the user's cannot be imported.
+    A user's is a module, or a class with these functions. Raises PlanError: there is none.
+    ModelError: the user's cannot be imported.
     """
     if ":" in name:
         form = "the functions of fedpact.algorithms.Algorithm"
@@ -237,7 +237,7 @@ def load(name: str) -> Algorithm:
                 "of fedpact.algorithms.BaseSettings, and NEUTRAL; see docs/how-to/extend.md"
             )
         return cast(Algorithm, found)
-    # One that is loaded is known: to look through the folder is most of reading a short plan.
+    # First look among loaded modules: listing the folder takes longer than reading a short plan.
     loaded = sys.modules.get(f"{__name__}.{name}")
     if loaded is not None and not hasattr(loaded, "__path__"):
         return cast(Algorithm, loaded)

@@ -226,7 +226,9 @@ class Privacy(BaseModel):
                 'secure_aggregation.threshold, or trust = "own"'
             )
         if needs_own_noise:
-            raise ValueError(f'privacy.trust = "sum" does not go with {whose}: {needs_own_noise}')
+            raise ValueError(
+                f'privacy.trust = "sum" cannot be combined with {whose}: {needs_own_noise}'
+            )
         given = [grant.sigma for grant in self.per_site.values()]
         if isinstance(self.sigma, list) or any(s is not None for s in given):
             raise ValueError(

@@ -267,7 +267,7 @@ def test_ledgers_that_are_open_elsewhere_have_it_too(data, tmp_path, monkeypatch
     [
         (
             {"privacy": {"trust": "sum", "honest": 1}, "secure_aggregation": {"threshold": 3}},
-            'trust = "sum" does not go with',
+            'trust = "sum" cannot be combined with',
         ),
         (
             {"algorithm": "ldp_fedsgd", "secure_aggregation": {"threshold": 2}},

@@ -146,7 +146,7 @@ def test_settings_that_are_none():
     for wrong in ({"rule": "bulyan"}, {"liars": -1}):
         with pytest.raises(PlanError, match="robust"):
             Plan.parse({"robust": wrong})
-    with pytest.raises(PlanError, match=r"\[robust\] does not go with"):
+    with pytest.raises(PlanError, match=r"\[robust\] cannot be combined with"):
         Plan.parse({"algorithm": "qffl", "robust": {"rule": "median"}})
 
 

@@ -40,7 +40,7 @@ EXCLUDED_BY_LOSSES: Final = {
     "local.head": "it compares what single sites find at one model, and here each has a head of "
     "its own",
 }
-"""What does not go with weights of sites that follow their losses; see MethodFacts.excludes."""
+"""Parts that exclude weighting sites by their losses; see MethodFacts.excludes."""
 
 FAIR_LOSS: Final = Range(-1e9, 1e9)
 """What F sites let themselves be told: more than any loss, and nothing that overflows."""

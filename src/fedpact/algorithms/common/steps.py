@@ -20,7 +20,7 @@ EXCLUDED_BY_TWO_MODELS: Final = {
     "local": "its steps are of two models by turns, and momentum is of one",
     "local.head": "each of its sites has a model of its own already",
 }
-"""What does not go with a model of each site's beside the shared one; see MethodFacts.excludes."""
+"""Parts that exclude a model per site beside the shared one; see MethodFacts.excludes."""
 
 Aggregation = Literal["size", "uniform"]
 """The sites' weights in a mean: p_i = N_i / Σ N, or 1 / (the number of sites) for each."""

@@ -1,8 +1,8 @@
-"""An algorithm with its settings: what the two sides of the wire carry out.
+"""An algorithm with its settings, as the server and the sites execute it.
 
-`Method` makes one of an algorithm's file. What is independent of the algorithm goes around it: each
-wrapper is a `MethodWrapper` that changes what passes through it, and keeps numbers and vectors of
-its own in the server's state and the site's memory under a prefix, "server/momentum".
+`Method` is made from an algorithm's file. What is independent of the algorithm is added by a
+`MethodWrapper`, which changes what passes through it, and stores its own numbers and vectors in the
+server's state and the sites' memory under a prefix, such as "server/momentum".
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,8 +21,7 @@ __all__ = ["Method", "MethodWrapper", "join", "split_state"]
 
 
 class Method:
-    """An algorithm's functions (algorithms.Algorithm) with the settings bound, by default its own
-    defaults."""
+    """An algorithm's functions (algorithms.Algorithm) with settings bound, by default defaults."""
 
     def __init__(self, name: str, settings: BaseSettings | None = None) -> None:
         self._algorithm = algorithms.load(name)
@@ -32,11 +31,11 @@ class Method:
     def _facts(self) -> MethodFacts:
         of = getattr(self._algorithm, "facts", None)
         found = MethodFacts() if of is None else of(self.settings)
-        # A user's own may be a class, whose functions say the module that it is in.
+        # A user's algorithm may be a class; its functions know the module that contains it.
         place = getattr(self._algorithm, "__module__", None) or self._algorithm.__name__
         if of is None or of.__module__ == place:
             return found
-        # What a file borrows from another one says nothing of how its own functions use replies.
+        # Facts borrowed from another file say nothing about how this file's functions use replies.
         unknown = MethodFacts()
         return replace(
             found,
@@ -45,7 +44,7 @@ class Method:
         )
 
     def _function(self, name: str) -> Callable[..., Any]:
-        # Found when it is called, as what a file leaves out is FedAvg's.
+        # A function that the file lacks is FedAvg's.
         return getattr(self._algorithm, name, None) or getattr(fedavg, name)
 
     def steps(self, state: State | None = None) -> int:
@@ -73,33 +72,33 @@ class Method:
         return self._function("update")(state, replies, self.settings)
 
     def short(self, state: State) -> Vectors | None:
-        """Return what may be told in place of `task`'s vectors, or None: wrappers.compression."""
+        """Return a short form of `task`'s vectors, or None; see wrappers.compression."""
         del state
         return None
 
     def own_model(self, w: Tensor, memory: State) -> Tensor | None:
-        """Return a site's own model [d] from the newest w and its memory; None where w is it."""
+        """Return a site's own model [d] from the latest w and its memory; None if it is w."""
         return self.settings.own_model(w, memory)
 
     @property
     def has_own_models(self) -> bool:
-        """Whether each site trains a model of its own."""
+        """Whether each site trains its own model."""
         return self.own_model(torch.empty(0), State()) is not None
 
     def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
-        """Return a reply as the algorithm made it, from what was sent of it.
+        """Return a reply as the algorithm returned it, from its encoded form.
 
-        told: the vectors that the sites were told. Raises InputError: no site of ours sent it.
+        told: the task's vectors. Raises InputError: it cannot be decoded.
         """
         del told
         return reply
 
 
 class MethodWrapper(Method):
-    """A method around another one, which it leaves as it is. Wrappers override what they change.
+    """A method around another one, `inner`. Wrappers override what they change.
 
-    prefix: of what it keeps in the server's state and in a site's memory; "" where it keeps
-    nothing. facts: those that it changes.
+    prefix: of what it stores in the server's state and a site's memory; "" if nothing. facts: those
+    that it changes.
     """
 
     prefix: ClassVar[str] = ""
@@ -109,7 +108,7 @@ class MethodWrapper(Method):
         self.facts = replace(inner.facts, **facts)
 
     def _rest(self, state: State) -> State:
-        """Return a state without the wrapper's own part."""
+        """Return a state without this wrapper's part."""
         return split_state(state, self.prefix)[1] if self.prefix else state
 
     def steps(self, state: State | None = None) -> int:
@@ -121,7 +120,7 @@ class MethodWrapper(Method):
         return self.inner.init(w)
 
     def task(self, state: State) -> State:
-        """Return what every site is told; the wrapper's own part stays at the server."""
+        """Return what every site is told; this wrapper's part of the state stays at the server."""
         return self.inner.task(self._rest(state))
 
     def public_numbers(self, task: Task, terms: Terms) -> Mapping[str, Range]:
@@ -137,14 +136,14 @@ class MethodWrapper(Method):
         return self.inner.update(state, replies)
 
     def short(self, state: State) -> Vectors | None:
-        """Return what may be told in place of `task`'s vectors, or None: wrappers.compression."""
+        """Return a short form of `task`'s vectors, or None; see wrappers.compression."""
         return self.inner.short(self._rest(state))
 
     def own_model(self, w: Tensor, memory: State) -> Tensor | None:
-        """Return a site's own model [d] from the newest w and its memory; None where w is it."""
-        # A wrapper's own part of the memory has a prefix, and is passed over.
+        """Return a site's own model [d] from the latest w and its memory; None if it is w."""
+        # A wrapper's part of the memory has a prefix, and is ignored.
         return self.inner.own_model(w, memory)
 
     def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
-        """Return a reply as the algorithm made it, from what was sent of it."""
+        """Return a reply as the algorithm returned it, from its encoded form."""
         return self.inner.decode_reply(reply, told)

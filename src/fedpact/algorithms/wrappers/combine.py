@@ -1,6 +1,6 @@
-"""Which algorithm goes with which wrapper: `combine_wrappers` puts them together, or says why not.
+"""Combining an algorithm with wrappers: `combine_wrappers` does it, or says why not.
 
-A combination is refused where it would not mean what its parts mean alone;
+A combination is refused if its parts would no longer mean what they mean alone;
 docs/reference/combinations.md has the table.
 """
 
@@ -23,48 +23,45 @@ from fedpact.privacy.settings import Privacy
 
 READS_SINGLE_REPLIES: Final[dict[str, str]] = {
     "control": "the controller reads single replies, so one lie moves its estimates",
-    "fairness": "F is the mean of what single replies say, so one lie moves every record's weight; "
-    "algorithm = 'fedfdp' has its F among what the robust rule aggregates",
+    "fairness": "F is a mean over single replies, so one lie moves every record's weight; with "
+    "algorithm = 'fedfdp' the robust rule aggregates F as well",
 }
-"""Table of a plan -> why it does not go with [robust]."""
+"""Table of a plan -> why it cannot be combined with [robust]."""
 
 NEEDS_PLAIN_STEPS: Final[dict[str, str]] = {
-    "control": "the controller's estimates are of plain steps, and their number follows them",
+    "control": "the controller's estimates assume plain steps",
 }
-"""Table of a plan -> why it does not go with [local]."""
+"""Table of a plan -> why it cannot be combined with [local]."""
 
 
 def _check_clips(method: Method, control: ControlSettings, kind: str) -> None:
-    """Raise PlanError where a clip that changes from round to round would break something.
-
-    kind: of compression.
-    """
+    """Raise PlanError if the clip cannot change from round to round. kind: of compression."""
     reason = method.facts.excludes.get("privacy.clip_schedule")
     if control.kind != "fixed":
-        reason = "[control]: the controller's estimates are of gradients of one clip"
+        reason = "[control]: the controller's estimates assume a constant clip"
     if kind == "topk":
         reason = "[compression] kind = 'topk': a site sends later what it left out of earlier sums"
     if reason:
         raise PlanError(
-            f"privacy.clip_schedule does not go with algorithm = {method.name!r} and these tables: "
-            f"{reason}; leave it out"
+            f"privacy.clip_schedule cannot be combined with algorithm = {method.name!r} and these "
+            f"tables: {reason}; leave it out"
         )
 
 
 NEEDS_SINGLE_REPLIES: Final[dict[str, str]] = {
     "robust": "it compares the sites' vectors with each other",
-    "control": "the controller takes the least of the sites' remaining steps and squares of each "
-    "site's vector",
-    "compression": "each reply has a scale or places of its own, and is opened before it is summed",
+    "control": "the controller needs the minimum of the sites' remaining steps, and squares of "
+    "each site's vector",
+    "compression": "each reply has its own scale or indices, and is decoded before it is summed",
 }
-"""Table of a plan -> why it does not go with [secure_aggregation]."""
+"""Table of a plan -> why it cannot be combined with [secure_aggregation]."""
 
 NEEDS_THE_LIST: Final = (
-    "masks, shares of noise and the threshold are of one list of sites for all rounds"
+    "masks, shares of noise and the threshold belong to one list of sites for all rounds"
 )
 
 RELEASED_NEEDS_SIZES: Final = (
-    "it weighs replies by other numbers than declared sizes, by which means over sites are"
+    "it weights replies by other numbers than the declared sizes, which means over sites use"
 )
 
 
@@ -82,10 +79,10 @@ def combine_wrappers(
     rounds: int,
     columns: int,
 ) -> Method:
-    """Return the algorithm with everything around it.
+    """Return the algorithm with its wrappers.
 
-    rounds: of the run. columns: that are scaled by what the sites release.
-    Raises PlanError: they do not go together.
+    rounds: of the run. columns: the number of columns scaled by released means.
+    Raises PlanError: they cannot be combined.
     """
     method = Method(name, settings)
     if privacy.clip_schedule != "constant":
@@ -97,7 +94,7 @@ def combine_wrappers(
         "compression": compression.kind not in ("auto", "none", "grid"),
     }
     if chosen["robust"]:
-        # Innermost: whatever is around it still sees the sites' own replies.
+        # Innermost, so that the wrappers around it still see the sites' own replies.
         _check("robust", method)
         _check_tables("robust", READS_SINGLE_REPLIES, chosen)
         method = Robust(method, robust)
@@ -106,9 +103,10 @@ def combine_wrappers(
         _check_tables("local", NEEDS_PLAIN_STEPS, chosen)
         if local.schedule != "constant" and compression.kind == "topk":
             raise PlanError(
-                f"[local] schedule = {local.schedule!r} does not go with [compression] kind = "
-                "'topk': a site sends later what it left out of earlier, longer steps, and how far "
-                "a reply may go follows the round's own; use another kind, or a constant schedule"
+                f"[local] schedule = {local.schedule!r} cannot be combined with [compression] kind "
+                "= 'topk': a site sends later what it left out of earlier, longer steps, but the "
+                "bound on a reply follows from its own round; use another kind, or a constant "
+                "schedule"
             )
         local.check_moves("local", rounds * method.steps())
         method = Stepped(method, local, rounds)
@@ -126,8 +124,7 @@ def combine_wrappers(
         _check("control", method)
         method = Controlled(method, control)
     if compression.kind == "grid":
-        # Outermost, as is the other: what leaves a site, whatever made it. A masked reply has words
-        # of its own.
+        # Outermost, as it encodes what leaves a site. A masked reply has its own encoding.
         method = Gridded(method, up=not secure.threshold)
     elif chosen["compression"]:
         method = Compressed(method, compression)
@@ -137,23 +134,23 @@ def combine_wrappers(
     if server.average != "none":
         method = Averaged(method, server, rounds)
     if columns:
-        # Outside of all: its round is before the first one, and no algorithm's.
+        # Outside of all: it adds round 0, which is no part of the algorithm.
         _check_columns(method, compression.kind, secure)
         method = Released(method, columns, privacy.least_noise_of)
     return method
 
 
 def _check_columns(method: Method, kind: str, secure: SecureSettings) -> None:
-    """Raise PlanError where columns cannot be scaled by what is released. kind: of compression."""
+    """Raise PlanError if columns cannot be scaled by released means. kind: of compression."""
     if kind == "grid":
         raise PlanError(
-            'compression.kind = "grid" does not go with records.columns of scale = "released": it '
-            "tells whole numbers of the gradients' noise, and what scales columns has another; "
-            "take another kind, or declare mean and deviation"
+            'compression.kind = "grid" cannot be combined with scale = "released" of a column: '
+            "it rounds to a part of the gradients' noise, and released means have other noise; "
+            "use another kind, or declare mean and deviation"
         )
     if secure.threshold and method.facts.summed != Summed():
         raise PlanError(
-            f'[secure_aggregation] with records.columns of scale = "released" does not go with '
+            f'[secure_aggregation] with scale = "released" of a column cannot be combined with '
             f"algorithm = {method.name!r}: {RELEASED_NEEDS_SIZES}; declare mean and deviation, or "
             "choose another algorithm"
         )
@@ -163,7 +160,7 @@ def _check_tables(table: str, reasons: Mapping[str, str], chosen: Mapping[str, b
     for other, reason in reasons.items():
         if chosen[other]:
             raise PlanError(
-                f"[{table}] does not go with [{other}]: {reason}; leave one of them out"
+                f"[{table}] cannot be combined with [{other}]: {reason}; leave one of them out"
             )
 
 
@@ -171,14 +168,13 @@ def _check(table: str, method: Method) -> None:
     reason = method.facts.excludes.get(table)
     if reason:
         raise PlanError(
-            f"[{table}] does not go with algorithm = {method.name!r}: {reason}; leave the table "
-            f"out (--set '{table}={{}}'), with an η of the algorithm's own, or choose another "
-            "algorithm"
+            f"[{table}] cannot be combined with algorithm = {method.name!r}: {reason}; leave the "
+            f"table out (--set '{table}={{}}') or choose another algorithm"
         )
 
 
 def check_mode(method: Method, algorithm: str, mode: str) -> None:
-    """Raise ValueError for a method that a private run cannot have. mode: privacy.mode."""
+    """Raise ValueError if the method cannot be private in this way. mode: privacy.mode."""
     if mode == "none":
         return
     if method.facts.plain_only:
@@ -187,15 +183,15 @@ def check_mode(method: Method, algorithm: str, mode: str) -> None:
         )
     if method.facts.weighs_records and not mechanism_of(mode).summed:
         raise ValueError(
-            f"algorithm = {algorithm!r} with these settings weights each record in its own clip, "
-            f"and under privacy.mode = {mode!r} records have none: use privacy.mode = 'per_sample'"
+            f"algorithm = {algorithm!r} with these settings weights each record within its clip, "
+            f"but privacy.mode = {mode!r} does not clip records: use privacy.mode = 'per_sample'"
         )
 
 
 def check_part(each: int | None, method: Method, threshold: int) -> None:
-    """Raise ValueError where no part of the sites can be asked in a round.
+    """Raise ValueError if a round needs all sites but does not ask them.
 
-    each: how many are, None for all of them. threshold: of secure aggregation, 0 for none.
+    each: how many sites a round asks, None for all. threshold: of secure aggregation, 0 for none.
     """
     if each is None:
         return
@@ -203,4 +199,4 @@ def check_part(each: int | None, method: Method, threshold: int) -> None:
     if threshold:
         whose, why = "[secure_aggregation]", NEEDS_THE_LIST
     if why:
-        raise ValueError(f"sites_per_round does not go with {whose}: {why}; leave it out")
+        raise ValueError(f"sites_per_round cannot be combined with {whose}: {why}; leave it out")

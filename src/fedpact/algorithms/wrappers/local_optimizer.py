@@ -70,7 +70,7 @@ NEEDS_ONE_MODEL_TABLES: Final[dict[str, str]] = {
     "control": "the controller's estimates compare the sites' gradients at one model",
     "average": "[server] average would be of a w whose head nobody trains",
 }
-"""What else does not go with local.head, and why."""
+"""What else cannot be combined with local.head, and why."""
 
 
 def check_goes(method: Method, chosen: Mapping[str, bool]) -> None:
@@ -82,7 +82,7 @@ def check_goes(method: Method, chosen: Mapping[str, bool]) -> None:
     reasons += [why for table, why in NEEDS_ONE_MODEL_TABLES.items() if chosen[table]]
     if reasons:
         raise PlanError(
-            f"local.head does not go with this plan (algorithm = {method.name!r}): "
+            f"local.head cannot be combined with this plan (algorithm = {method.name!r}): "
             f"{'; '.join(reasons)}; leave it out, or that"
         )
 

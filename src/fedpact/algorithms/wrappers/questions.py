@@ -1,7 +1,7 @@
-"""What the server asks between rounds: noisy sums over records that sites hold out of training.
+"""Evaluation between rounds: the server asks sites for noisy sums over held-out records.
 
-Each question is a task of its own, EVALUATION, with the new state's model. What sites answer goes
-to the round's record alone, and nothing of it back into the state.
+Each request is an EVALUATION task with the new model. The answers go into the round's record and
+never into the state.
 """
 
 import logging
@@ -22,8 +22,8 @@ _log = logging.getLogger("fedpact.server")
 class HeldOutQuestions:
     """Asks all sites.
 
-    sums: how many numbers a site releases at a time; 0: none, ever. strict: whether what goes wrong
-    on the way ends the run; else the round is recorded without.
+    sums: how many numbers a site releases at a time; 0: never any. strict: whether a failing
+    exchange ends the run; otherwise the round is recorded without an evaluation.
     """
 
     run: str
@@ -33,7 +33,7 @@ class HeldOutQuestions:
     strict: bool
 
     def ask(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
-        """Return a round's record with what sites released of its state, and the bytes of that."""
+        """Return a round's record with what sites released about its model, and the bytes."""
         if not self.sums:
             return record
         tasks, tally = self._tasks(at), Tally()
@@ -44,7 +44,7 @@ class HeldOutQuestions:
         except FedpactError as error:
             if self.strict:
                 raise
-            # What was trained stays; a server that is started again asks again.
+            # Training is kept, and a restarted server asks again.
             _log.warning("round %d was not evaluated: %s", at.round, error)
         missing = {site: "absent" for site in tasks if site not in evaluation} | tally.refused
         if not evaluation:
@@ -59,16 +59,16 @@ class HeldOutQuestions:
         )
 
     def most_bytes(self, at: Checkpoint) -> int:
-        """Return at most how many bytes `ask` takes."""
+        """Return the most bytes that `ask` takes."""
         if not self.sums:
             return 0
         task = next(iter(self._tasks(replace(at, round=at.round + 1, included={})).values()))
         return len(self.transport.sites) * (task.wire_bytes + 8 * self.sums + 8 * DIGITS)
 
     def _tasks(self, at: Checkpoint) -> dict[str, Task]:
-        """Return what each site is asked.
+        """Return each site's task.
 
-        Where sites have models of their own, each is told which of its replies that is made of.
+        If sites have their own models, it says which reply the site's model belongs to.
         """
         vectors = {n: at.state.vectors[n] for n in ("w", CONSTANTS) if n in at.state.vectors}
         own, distinct = self.method.has_own_models, dict[int, Task]()

@@ -50,7 +50,7 @@ def why_not(released: Sequence[str], features: FeatureSettings, privacy: Privacy
         )
     if released and privacy.shares_noise:
         return (
-            'privacy.trust = "sum" does not go with records.columns of scale = "released": noise '
+            'privacy.trust = "sum" cannot be combined with records.columns of scale = "released": noise '
             "is shared out for what rounds release; declare mean and deviation with scale = "
             '"standard", or take trust = "own"'
         )

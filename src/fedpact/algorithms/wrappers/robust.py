@@ -1,26 +1,24 @@
-"""Averages that hold against lies, and how replies are folded into one.
+"""Robust aggregation, and leaving out replies that make the update fail.
 
-A reply is to blame where the update fails on it alone. Where it fails only on several together, the
-one with the largest entry goes, and so on until the update succeeds. Sums under secure aggregation
-have no single replies behind them: there all are to blame or none.
+A reply is left out if the update fails on it alone. If it fails only on several together, the reply
+with the largest entry is removed until the update succeeds. Under secure aggregation there are no
+single replies, so either all are left out or none.
 
-median    of each coordinate, over the sites' replies
+    median    of each coordinate, over the sites' replies
     trimmed   of each coordinate, the mean without the f smallest and the f largest values
-    krum      the one reply with the least sum of squared distances to its n - f - 2 nearest others,
-              the first by its site's name where several have
+    krum      the reply with the least sum of squared distances to its n - f - 2 nearest others; of
+              several, the first by site name
 
 median, trimmed: Yin, Chen, Kannan, Bartlett, arXiv 1803.01498. krum: Blanchard, El Mhamdi,
-Guerraoui, Stainer, NeurIPS 2017. f of n sites may lie: median and trimmed need n > 2f, krum
-n >= 2f + 3, n the sites that a round asks (all f may be among them), and a plan with fewer is
-refused; a round with fewer replies trims as many as leave one or two of them, and krum counts
-one neighbour at least.
+Guerraoui, Stainer, NeurIPS 2017. Of the n sites that a round asks, f may lie: median and trimmed
+need n > 2f, krum n >= 2f + 3, and a plan with fewer sites is refused. A round with fewer replies
+trims fewer, so that one or two values are left, and krum uses at least one neighbour.
 
-What it changes. The privacy of no site: it is post-processing of what the sites released. The
-objective: every reply counts alike, so the sum of unweighted F_i is what is sought, and where sites
-are unlike, or their noise is, something between them: a site with rare records is an outlier too.
-Noise: a median of n Gaussian releases has up to π/2 times the mean's variance, krum n times. The
-numbers that a reply carries are treated like a coordinate. What takes numbers from single replies
-itself ([control], [fairness]) does not go with it; see combine.
+Effects. Privacy is unchanged: it is post-processing. The objective is the unweighted sum of F_i,
+as every reply counts equally; with heterogeneous sites or noise the result lies somewhere between
+the sites, as a site with rare records is an outlier too. Noise: a median of n Gaussian releases has
+up to π/2 times the mean's variance, krum n times. Numbers in a reply are treated like coordinates.
+[control] and [fairness] read single replies and cannot be combined with it; see combine.
 """
 
 import math
@@ -41,17 +39,17 @@ from fedpact.common.params import all_finite
 
 @dataclass(frozen=True)
 class Folded:
-    """What came of a round. blamed: site -> why, of the replies that were left out."""
+    """The outcome of a round. blamed: site -> reason, of the replies that were left out."""
 
     state: State
     blamed: dict[str, str]
 
 
 def fold_replies(method: Method, state: State, replies: Sequence[Reply]) -> Folded:
-    """Return the next state, without the replies that make the update raise or not finite.
+    """Return the next state, leaving out replies with which the update raises or is not finite.
 
-    replies: at least one. Where all of them do, the update's own outcome with all: a state that is
-    not finite, or what it raises.
+    replies: at least one. If no reply can be used, the outcome is that with all replies: a state
+    that is not finite, or the exception.
     """
     after, why = _tried(method, state, replies)
     if after is not None:
@@ -74,9 +72,9 @@ def fold_replies(method: Method, state: State, replies: Sequence[Reply]) -> Fold
 
 
 class Tally:
-    """Counts answers on their way to `update`, and takes out the refusals.
+    """Counts answers on their way to `update`, and removes refusals.
 
-    late: tells by their answers' lengths which sites a simulated clock has after its deadline.
+    late: returns, from the lengths of answers by site, which sites miss a simulated deadline.
     lengths: of the answers, by site.
     """
 
@@ -89,7 +87,7 @@ class Tally:
     def through(self, answers: Iterator[Reply | Refusal]) -> Iterator[Reply]:
         """Yield the replies among the answers."""
         late, sized = frozenset[str](), ((answer, encoded_length(answer)) for answer in answers)
-        if self._late is not None:  # who is late is known when all have answered
+        if self._late is not None:  # known only when all have answered
             held = [*sized]
             late, sized = self._late({one.site: length for one, length in held}), iter(held)
         for answer, length in sized:
@@ -104,20 +102,20 @@ class Tally:
 
     @property
     def bytes(self) -> int:
-        """Of all answers together."""
+        """The length of all answers together."""
         return sum(self.lengths.values())
 
     def reject(self, site: str) -> None:
-        """Count a reply that was taken for a refusal."""
+        """Count a reply as a refusal, after it was counted as taken."""
         self.replied.remove(site)
         self.refused[site] = "rejected: update"
 
 
 def _tried(method: Method, state: State, replies: Sequence[Reply]) -> tuple[State | None, str]:
-    """Return the next state, or None and what is wrong."""
+    """Return the next state; or None and the reason."""
     try:
         after = method.update(state, iter(replies))
-    except Exception as error:  # whatever an algorithm may raise at what a stranger sent
+    except Exception as error:  # an algorithm may raise anything at a malicious reply
         return None, f"{type(error).__name__}: {error}"
     finite = all(map(all_finite, after.vectors.values()))
     if finite and all(map(math.isfinite, after.numbers.values())):
@@ -133,15 +131,15 @@ def _largest(reply: Reply) -> float:
 
 
 class RobustSettings(BaseModel):
-    """An aggregate that a few lying sites cannot drag away, in place of the weighted mean."""
+    """An aggregate that a few malicious sites cannot control, instead of the weighted mean."""
 
     model_config = FROZEN
     rule: Literal["mean", "median", "trimmed", "krum"] = "mean"
     """"mean" is the algorithm's own; "median" of each coordinate; "trimmed", the mean without
     the f smallest and f largest; "krum", the one reply that is nearest to its neighbours."""
     liars: int = Field(default=1, ge=0)
-    """f, how many sites may lie, of all who are asked in a round: fewer than half of them, for
-    krum so that 2f + 3 are asked."""
+    """f, the number of sites asked in a round that may be malicious: fewer than half of them;
+    krum needs at least 2f + 3 sites."""
 
     def check_round(self, sites: int) -> None:
         """Raise PlanError: a round asks so few sites that the liars could decide it."""
@@ -149,14 +147,14 @@ class RobustSettings(BaseModel):
         if self.rule != "mean" and sites < 2 * self.liars + more:
             raise PlanError(
                 f"[robust] rule = {self.rule!r}, liars = {self.liars} with {sites} sites in a "
-                f"round: expected at least {2 * self.liars + more}, 2 liars + {more}, as all who "
-                "lie may be in one round and would then decide it; ask more sites "
-                "(sites_per_round, sites), or set robust.liars to fewer"
+                f"round: expected at least {2 * self.liars + more}, 2 liars + {more}, as all "
+                "liars may be in one round and would then decide it; ask more sites "
+                "(sites_per_round, sites), or lower robust.liars"
             )
 
 
 class Robust(MethodWrapper):
-    """A method whose aggregate of replies is robust; the innermost of all, and not "mean"."""
+    """A method whose aggregate of replies is robust: the innermost wrapper, and not "mean"."""
 
     def __init__(self, inner: Method, robust: RobustSettings) -> None:
         super().__init__(inner)
@@ -168,7 +166,7 @@ class Robust(MethodWrapper):
         return self.inner.update(state, [self._one(list(replies))])
 
     def _one(self, replies: list[Reply]) -> Reply:
-        """Return the reply that stands for all of them; its weight is nobody's."""
+        """Return one reply with the aggregate, and weight 1."""
         if not replies:
             raise InputError("replies is empty: expected the reply of at least one site")
         if self._rule == "krum":
@@ -194,7 +192,7 @@ def _trimmed(values: Tensor, cut: int) -> Tensor:
 
 
 def _nearest(replies: list[Reply], liars: int) -> int:
-    """Return the place of Krum's choice: the vectors of a reply count as one long vector."""
+    """Return the index of Krum's choice; the vectors of a reply are joined to one."""
     whole = torch.stack(
         [torch.cat([v.double().reshape(-1) for _, v in sorted(r.vectors.items())]) for r in replies]
     )
@@ -205,5 +203,5 @@ def _nearest(replies: list[Reply], liars: int) -> int:
     # Each row's smallest entry is the distance to itself, 0.
     neighbours = min(max(1, n - liars - 2), n - 1)
     scores = squares.sort(dim=1).values[:, 1 : neighbours + 1].sum(dim=1)
-    # What is no number is near to nobody, and would pass for the least.
+    # NaN would pass for the smallest; it is far from everything.
     return int(scores.nan_to_num(math.inf, math.inf).argmin())

@@ -35,6 +35,6 @@ def check_summed(method: Method) -> None:
     why_not = method.facts.summed.why_not
     if why_not:
         raise PlanError(
-            f"[secure_aggregation] does not go with these settings of algorithm = "
+            f"[secure_aggregation] cannot be combined with these settings of algorithm = "
             f"{method.name!r}: {why_not}; leave the table out, or change the settings"
         )

@@ -1,10 +1,10 @@
-"""What sites are told in a round, and how much of the budgets that leaves.
+"""The tasks of a round, and how many more rounds the budgets allow.
 
-Where the method lets τ follow the budgets, the state of a round's start also holds what is left:
+If τ depends on the budgets, the state at the start of a round also holds what is left of them:
 
 left/rounds         rounds that plan.rounds and the budget of bytes still allow
 left/seconds        what is left of the budget of seconds, inf without one
-left/round_seconds  seconds of a round beside its steps, as measured; left/step_seconds: of a step
+left/round_seconds  measured seconds of a round without its steps; left/step_seconds: of a step
 """
 
 import math
@@ -18,14 +18,14 @@ from fedpact.common.messages import State, Task
 from fedpact.common.randomness.seeded import Participants
 from fedpact.common.run_folder import Checkpoint
 
-DIGITS = 256  # bytes by which one message may be longer than those before it: numbers' digits
+DIGITS = 256  # bytes by which a message may exceed earlier ones, as numbers have more digits
 
 
 @dataclass(frozen=True)
 class RoundTasks:
-    """Makes a run's tasks. run: its name. rounds: T. budget: of bytes and seconds.
+    """Creates a run's tasks. run: its name. rounds: T. budget: of bytes and seconds.
 
-    other_bytes: at most how many bytes a round takes beside tasks and replies.
+    other_bytes: the most bytes that a round takes in addition to tasks and replies.
     """
 
     run: str
@@ -45,7 +45,7 @@ class RoundTasks:
         return "seconds" if seconds is not None and at.costs.seconds >= seconds else ""
 
     def begin(self, at: Checkpoint) -> State:
-        """Return the state with what is left of the budgets, for a method that asks for it."""
+        """Return the state, with what is left of the budgets if τ depends on it."""
         if not self.method.facts.controlled:
             return at.state
         per_round, per_step = at.costs.split_seconds()
@@ -62,15 +62,15 @@ class RoundTasks:
         """Return the task of each site that takes part in a round, in full or as changes."""
         told, short = self.method.task(state), self.method.short(state)
         if short is not None and START in short and at.round:
-            # Of a run that was begun before changes were told: nobody has its model.
+            # No site has the model of the last round yet.
             short = None
         included = {site: at.included.get(site, -1) for site in self.participants.of(number)}
-        # Sites that are told the same share one Task, which is then encoded and hashed once.
+        # Sites that get the same content share one Task, which is then encoded and hashed once.
         distinct = dict[int, Task]()
         for last in set(included.values()):
             told_by = self.run, number, self.method.name, told.vectors, told.numbers, last
-            # Who took part in the last round has what it was told then; before the first one every
-            # site has the plan's start.
+            # Sites of the last round have its model; before the first round, every site has the
+            # plan's initial state.
             if short is not None and (last == at.round or at.round == 0):
                 distinct[last] = DeltaTask(*told_by, changes=short)
             else:
@@ -85,18 +85,18 @@ class RoundTasks:
         tasks = self.of(at, at.state, at.round + 1).values()
         spare = 2.0 * len(self.participants.sites) * DIGITS + self.other_bytes(at)
         if not at.round:
-            # A reply is taken to be as long as its task in full. Its codes have half as many bytes:
-            # some 4 bits a coordinate where noise is most of it, so 16 leave room for the rest.
+            # A reply is assumed to be as long as a full task, or half as long if it is compressed:
+            # mostly noise takes some 4 bits a coordinate, so 16 leave room for the rest.
             expected = sum(task.wire_bytes + expand_task(task).wire_bytes for task in tasks)
             if self.method.facts.coded:
                 numbers = sum(v.nbytes for task in tasks for v in task.vectors.values())
                 expected -= numbers // 2
         else:
             short = [task for task in tasks if isinstance(task, DeltaTask)]
-            # The first round told next to nothing: here as much as the next one will.
+            # The first task was nearly empty: count it as long as the next one.
             expected = (at.costs.sent + sum(task.wire_bytes for task in short)) / at.round
             if short:
-                # Blocks of codes vary, and who comes back is told the model, which the mean lacks.
+                # Compressed blocks vary, and a returning site gets the model, unlike on average.
                 spare += expected / 4
                 spare += sum(t.wire_bytes for t in tasks if not isinstance(t, DeltaTask))
         return max(0.0, (allowed - spare - at.costs.sent) // expected)

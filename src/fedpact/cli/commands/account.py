@@ -251,7 +251,7 @@ def _of_person(history: History, delta: float, records: int | None) -> dict[str,
 
 
 def _tuned_alone(runs: int | None, ledger: Path | None, per_person: int | None) -> None:
-    """Raise InputError: --tuned with what it does not go with, or of too few runs."""
+    """Raise InputError: --tuned with what it cannot be combined with, or of too few runs."""
     if runs is None:
         return
     if ledger is not None:
