@@ -282,7 +282,7 @@ def test_weights_of_records_are_refused() -> None:
 
 def test_a_plan_that_weights_records_is_refused_at_the_start() -> None:
     raw = {"algorithm": "fedfdp", "privacy": {"mode": "batch_clipped"}}
-    with pytest.raises(PlanError, match="weights each record in its own clip"):
+    with pytest.raises(PlanError, match="weights each record within its clip"):
         Plan.parse(raw)
     Plan.parse({**raw, "settings": {"fairness_weight": 0.0}})
     Plan.parse({**raw, "privacy": {"mode": "per_sample"}})

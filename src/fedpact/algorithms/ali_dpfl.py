@@ -70,9 +70,9 @@ def facts(settings: Settings) -> MethodFacts:
         excludes={
             "control": "it chooses τ by itself, as fedavg with [control] does",
             "robust": "its controller reads single replies, so one lie moves its estimates",
-            "local": "its controller's estimates are of plain steps",
+            "local": "its controller's estimates assume plain steps",
             "local.head": "its controller's estimates compare the sites' gradients at one model",
-            "privacy.clip_schedule": "its controller's estimates are of gradients of one clip",
+            "privacy.clip_schedule": "its controller's estimates assume a constant clip",
         },
     )
 

@@ -211,6 +211,6 @@ class TaskSettings(BaseModel):
             given = ("kind", "class_weights", "loss")
             told = ", ".join(f"{n} = {getattr(self, n)!r}" for n in given if getattr(self, n))
             raise PlanError(
-                f"{what} cannot be combined with [task] {told}: it rests on the cross entropy of classes "
-                "and is of runs without that table"
+                f"{what} cannot be combined with [task] {told}: it needs the cross entropy "
+                "of classes; leave that table out"
             )

@@ -271,9 +271,9 @@ def test_ledgers_that_are_open_elsewhere_have_it_too(data, tmp_path, monkeypatch
         ),
         (
             {"algorithm": "ldp_fedsgd", "secure_aggregation": {"threshold": 2}},
-            "weighs replies by other numbers",
+            "weights replies by other numbers",
         ),
-        ({"compression": {"kind": "grid"}}, "whole numbers of the gradients' noise"),
+        ({"compression": {"kind": "grid"}}, "rounds to a part of the gradients' noise"),
         ({"features": {"kind": "scattering"}}, "with \\[features\\]"),
         ({"privacy": {"column_share": 0.0}}, "column_share"),
         ({"privacy": {"column_share": 0.9}, "budget": {"spare_rounds": 3}}, "costs ε"),

@@ -42,17 +42,17 @@ _PART: Final = "columns/part"
 
 
 def why_not(released: Sequence[str], features: FeatureSettings, privacy: Privacy) -> str:
-    """Return why such columns do not go with [features], or shared noise; "" where they do."""
+    """Return why released columns exclude [features] or shared noise; "" if they do not."""
     if released and features.used:
         return (
             'records.columns of scale = "released" with [features]: features are computed once, '
-            "before the first round, of records as they are declared; take another scale"
+            "before the first round, from records as declared; use another scale"
         )
     if released and privacy.shares_noise:
         return (
-            'privacy.trust = "sum" cannot be combined with records.columns of scale = "released": noise '
-            "is shared out for what rounds release; declare mean and deviation with scale = "
-            '"standard", or take trust = "own"'
+            'privacy.trust = "sum" cannot be combined with scale = "released" of a column: only '
+            "what rounds release has shared noise; declare mean and deviation with scale = "
+            '"standard", or use trust = "own"'
         )
     return ""
 
