@@ -60,7 +60,7 @@ def parsed(key, changes):
 def test_what_does_nothing_is_refused_and_what_uses_it_is_not(key):
     typed, used = PLANS[key]
     with pytest.raises(
-        PlanError, match=rf"^{key} is .* with .*: it does something only with .*; leave it out"
+        PlanError, match=rf"^{key} is .* with .*: it has an effect only with .*; leave it out"
     ):
         parsed(key, typed)
     parsed(key, {**typed, **used})
@@ -70,7 +70,7 @@ def test_what_does_nothing_is_refused_and_what_uses_it_is_not(key):
 def test_what_does_nothing_in_an_algorithm_is_refused(name):
     key, settings = OF_ALGORITHMS[name]
     tables = {"algorithm": name, "privacy": {"mode": "none"} if name == "fedfair" else {}}
-    with pytest.raises(PlanError, match=rf"^settings\.{key} is .*it does something only with "):
+    with pytest.raises(PlanError, match=rf"^settings\.{key} is .*it has an effect only with "):
         Plan.parse({**tables, "settings": settings})
     Plan.parse({**tables, "settings": {k: v for k, v in settings.items() if k != key}})
 

@@ -59,12 +59,12 @@ def facts(settings: Settings) -> MethodFacts:
         "private form",
         needs_all_sites="",
         excludes={
-            "fairness": "it has a fairness of its own, and two would pull at each other: set its "
+            "fairness": "it has its own fairness, and two would work against each other: set its "
             "settings.fairness_weight",
             "local": "it scales each step by the loss where it is made, and with momentum a step "
             "is made of earlier ones, too",
-            "local.head": "it compares what single sites find at one model, and here each has a "
-            "head of its own",
+            "local.head": "it compares the sites' losses at one model, and here each site has its "
+            "own head",
         },
     )
 

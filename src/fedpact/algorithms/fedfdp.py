@@ -74,10 +74,10 @@ def facts(settings: Settings) -> MethodFacts:
         needs_all_sites="",
         needs_own_noise=why_own_noise(settings.local_steps) or settings.why_own_noise,
         excludes={
-            "fairness": "it has a fairness of its own, and two would pull at each other: set its "
+            "fairness": "it has its own fairness, and two would work against each other: set its "
             "settings.fairness_weight",
-            "local.head": "it compares what single sites find at one model, and here each has a "
-            "head of its own",
+            "local.head": "it compares the sites' losses at one model, and here each site has its "
+            "own head",
         },
     )
 

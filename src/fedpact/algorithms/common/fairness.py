@@ -1,9 +1,9 @@
-"""What fairness takes at a site: the round's loss as a release, and records weighted by it.
+"""Fairness at a site: releasing the round's loss, and weighting records by it.
 
-F_i = Σ_B clamp(ℓ_j, 0, C_l) + noise, over the expected batch size, is released on a batch that the
-solver asks for anyway: one joint event. C_l follows a quantile of the losses (Andrew, Thakkar,
-McMahan, Ramaswamy, arXiv 1905.03871), whose count is released on that batch too, or FedFDP's (16).
-Either each site has a bound of its own, or the server has one for all (`FairRelease.loss_of`).
+F_i = (Σ_B clamp(ℓ_j, 0, C_l) + noise) / expected batch size is released on a batch that the solver
+asks for anyway, as one joint event. C_l follows a quantile of the losses (Andrew, Thakkar, McMahan,
+Ramaswamy, arXiv 1905.03871), whose count is released on that batch too, or FedFDP's (16). Either
+each site has its own bound, or the server has one for all (`FairRelease.loss_of`).
 
 Defaults: losses with an exponential tail have E[min(C_l, ℓ)] = γ E[ℓ], so γ = 0.9 underestimates F
 by a tenth where the median would halve it. A count at ten times the gradient's noise raises the
@@ -35,38 +35,37 @@ from fedpact.privacy.oracle import (
 )
 
 EXCLUDED_BY_LOSSES: Final = {
-    "fairness": "it has a fairness of its own, and two would pull at each other",
-    "robust": "its weights follow the losses that sites report, so a lie would choose its own",
-    "local.head": "it compares what single sites find at one model, and here each has a head of "
-    "its own",
+    "fairness": "it has its own fairness, and two would work against each other",
+    "robust": "its weights follow the losses that sites report, so a liar could choose its own",
+    "local.head": "it compares the sites' losses at one model, and here each site has its own head",
 }
 """Parts that exclude weighting sites by their losses; see MethodFacts.excludes."""
 
 FAIR_LOSS: Final = Range(-1e9, 1e9)
-"""What F sites let themselves be told: more than any loss, and nothing that overflows."""
+"""The values of F that sites accept: wider than any loss, without overflow."""
 
 
 class LossRelease(BaseModel):
-    """The part of a Settings that says how a loss is released."""
+    """The settings for releasing a loss."""
 
     model_config = FROZEN
     loss_bound_rule: Literal["quantile", "mean"] = "quantile"
-    """How C_l follows from what was released: "quantile", so that the share loss_quantile of
-    losses is below it; "mean", the last loss itself, FedFDP's (16)."""
+    """How C_l is updated from released numbers: "quantile", so that the share loss_quantile of
+    losses is below it; "mean", to the last loss, FedFDP's (16)."""
     loss_bound: float = Field(default=2.5, gt=0)
-    """C_l⁰, the first bound on a record's loss."""
+    """C_l⁰, the initial bound on a record's loss."""
     least_loss_bound: float = Field(default=0.01, gt=0)
-    """What C_l is kept between."""
+    """The smallest value of C_l."""
     most_loss_bound: float = Field(default=10.0, gt=0)
-    """What C_l is kept between."""
+    """The largest value of C_l."""
     loss_noise: float = Field(default=2.5, gt=0)
-    """The noise of the loss over the gradient's."""
+    """The loss's noise multiplier relative to the gradient's."""
     loss_quantile: float = Field(default=0.9, gt=0, lt=1)
-    """γ, the share of losses that is to be below C_l."""
+    """γ, the share of losses that should be below C_l."""
     quantile_rate: float = Field(default=0.2, gt=0)
-    """η_q, the step of log C_l."""
+    """η_q, the step size of log C_l."""
     count_noise: float = Field(default=10.0, gt=0)
-    """The noise of the count of losses below C_l over the gradient's."""
+    """The noise multiplier of the count of losses below C_l, relative to the gradient's."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -79,7 +78,7 @@ class LossRelease(BaseModel):
 
     @property
     def loss_channels(self) -> dict[str, float]:
-        """What a loss is released by: channel -> noise relative to the gradient's."""
+        """The channels that release a loss -> noise multiplier relative to the gradient's."""
         if self.loss_bound_rule == "quantile":
             return {"loss": self.loss_noise, "below": self.count_noise}
         return {"loss": self.loss_noise}
@@ -90,7 +89,7 @@ class LossRelease(BaseModel):
         return found["loss"], self.after(bound, found)
 
     def answers(self, batch: Batch, w: Tensor, bound: float) -> dict[str, float]:
-        """Return what is released of the losses at w [d], by the channels' names."""
+        """Return the released numbers of the losses at w [d], by channel."""
         found = {"loss": batch.loss(w, bound)}
         if self.loss_bound_rule == "quantile":
             found["below"] = batch.below(w, bound)
@@ -100,19 +99,19 @@ class LossRelease(BaseModel):
         """Return the next C_l. found: what `answers` returned, or its means over sites."""
         if self.loss_bound_rule == "quantile":
             return self.next_bound(bound, found["below"])
-        # NaN gives the least.
+        # NaN gives the smallest bound.
         return min(max(self.least_loss_bound, found["loss"]), self.most_loss_bound)
 
     def next_bound(self, bound: float, share: float) -> float:
         """Return C_l exp(-η_q (b - γ)) within its range; share: b, of losses at most C_l."""
-        # On the logarithm, as a share with much noise would overflow the exponential.
+        # In logarithms, as a very noisy share would overflow the exponential.
         logarithm = math.log(bound) - self.quantile_rate * (share - self.loss_quantile)
         least, most = math.log(self.least_loss_bound), math.log(self.most_loss_bound)
         return math.exp(min(max(logarithm, least), most))
 
 
 class LossSettings(LossRelease, BaseSettings):
-    """Settings of an algorithm whose sites release the loss at w̄ beside their steps of SGD."""
+    """Settings of an algorithm whose sites release the loss at w̄ in addition to SGD steps."""
 
     learning_rate: float = Field(default=0.5, gt=0)
     local_steps: int = Field(default=1, ge=1)
@@ -121,7 +120,7 @@ class LossSettings(LossRelease, BaseSettings):
         """Return a site's reply after τ steps of SGD, with its "loss" at the task's w.
 
         The loss is released on the first step's batch, in one joint event with its gradient. The
-        site remembers its next C_l.
+        site's memory holds its next C_l.
         """
         steps, rate, start = (
             round_steps(task, self.local_steps),
@@ -140,24 +139,23 @@ class LossSettings(LossRelease, BaseSettings):
 class FairRelease(LossRelease):
     """A LossRelease whose bound is each site's own, or the server's for all of them.
 
-    Replies, tasks and the server's state have "loss" for F,
-    "below" for the share and "loss_bound" for C_l.
+    Replies, tasks and the server's state call F "loss", the share "below" and C_l "loss_bound".
     """
 
     loss_of: Literal["own", "common"] = "own"
-    """"own": the loss of the model that a site sends, and C_l is its own, which it remembers.
-    "common": the loss of the model that all were told, and C_l is the server's; sites send F_i
-    and the share of losses below it, and the next C_l follows their mean. So nothing that a
-    site does follows from its own releases alone."""
+    """"own": the loss of the model that a site sends, and the site has its own C_l in its memory.
+    "common": the loss of the model that all sites received, and C_l is the server's; sites send
+    F_i and the share of losses below C_l, and the next C_l follows their mean. Nothing a site
+    does then depends on its own releases alone."""
 
     @property
     def why_own_noise(self) -> str:
-        """Why noise that sites share out would not protect it; empty where it would."""
+        """Why noise shared among sites would not protect it; empty if it would."""
         if self.loss_of == "common":
             return ""
         return (
-            'with loss_of = "own" a site\'s loss is of a model that its own noise alone hides, and '
-            'its loss bound follows its own releases; take loss_of = "common"'
+            'with loss_of = "own" a site\'s loss is of a model that only its own noise hides, and '
+            'its loss bound follows its own releases; use loss_of = "common"'
         )
 
     @property
@@ -167,21 +165,21 @@ class FairRelease(LossRelease):
 
     @property
     def first(self) -> dict[str, float]:
-        """The server's numbers at first."""
+        """The server's initial numbers."""
         return {"loss_bound": self.loss_bound} if self.loss_of == "common" else {}
 
     @property
     def told(self) -> dict[str, Range]:
-        """What a task may carry."""
+        """The numbers that a task may carry, with their ranges."""
         bound = Range(self.least_loss_bound, self.most_loss_bound)
         return {"loss": FAIR_LOSS} | ({"loss_bound": bound} if self.loss_of == "common" else {})
 
     def local(
         self, batch: Batch, task: State, w: Tensor, memory: Numbers
     ) -> tuple[dict[str, float], State]:
-        """Return what a site sends of its losses, and what it remembers.
+        """Return the numbers that a site sends about its losses, and its next memory.
 
-        task: the model and the numbers that it was told. w: the model that it sends, [d].
+        task: the model and numbers that the site received. w: the model that it sends, [d].
         """
         if self.loss_of == "common":
             bound = task.numbers.get("loss_bound", self.loss_bound)
@@ -192,7 +190,7 @@ class FairRelease(LossRelease):
 
     def update(self, before: Numbers, means: Numbers) -> dict[str, float]:
         """Return the server's next numbers. before: its last. means: of what the sites sent."""
-        # One site's false loss must not become a number that the others refuse to be told.
+        # One site's false loss must not become a number that other sites refuse.
         loss = min(max(FAIR_LOSS.least, means["loss"]), FAIR_LOSS.most)
         if self.loss_of == "own":
             return {"loss": loss}
@@ -201,19 +199,19 @@ class FairRelease(LossRelease):
 
 
 WeightRule = Literal["fixed", "relative"]
-"""λ as it is given; or λ = given / F, which follows the released loss as training goes on.
+""""fixed": λ as given. "relative": λ = given / F, which follows the released loss during training.
 
-Relative weights are 1 - c + c ℓ/F, for c = the given one: whatever the scale of the loss, a record
-of twice the mean loss counts 1 + c, and for c <= 1 none counts less than 0.
+Relative weights are 1 - c + c ℓ/F, with c as given: whatever the scale of the loss, a record of
+twice the mean loss has weight 1 + c, and for c <= 1 no weight is below 0.
 """
 
 _LEAST_LOSS = 0.01
 
 
 def weight(rule: WeightRule, given: float, reference: float) -> float:
-    """Return λ against the reference F; 0 as long as F is no finite number.
+    """Return λ for the reference F; 0 while F is not finite.
 
-    A noisy F may be at or below 0: "relative" takes it as at least 0.01.
+    A noisy F may be at or below 0: "relative" uses at least 0.01.
     """
     if not math.isfinite(reference):
         return 0.0
@@ -221,16 +219,16 @@ def weight(rule: WeightRule, given: float, reference: float) -> float:
 
 
 def weighting(rule: WeightRule, given: float, reference: float) -> Weighting:
-    """Return how records count against the reference F: alike, as long as F is no finite number."""
+    """Return the weighting of records for the reference F; uniform while F is not finite."""
     lam = weight(rule, given, reference)
     return Fair(lam, reference) if lam > 0 else Uniform()
 
 
 class FairOracle(OracleWrapper):
-    """An oracle whose gradients weigh records; the last batch asked for also answers `extra`.
+    """An oracle whose gradients weight records; the last batch also answers the channels `extra`.
 
-    What opens a round is the solver's own, without weights.
-    A solver asks it for gradients alone; `last_batch` stays open when the solver is done.
+    A solver asks it for gradients only; `last_batch` stays open when the solver is done. An opening
+    batch has no weights.
     """
 
     def __init__(self, inner: Oracle, weights: Weighting, extra: tuple[str, ...]) -> None:
@@ -241,24 +239,24 @@ class FairOracle(OracleWrapper):
 
     @property
     def last_batch(self) -> Batch:
-        """The last batch asked for, still open. Raises InputError where none was."""
+        """The last batch, still open. Raises InputError if none was asked for."""
         if self._last is None:
             raise InputError("no batch was asked for: expected a solver of at least one step")
         return self._last
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """Yield `count` batches that answer the channels; each is closed by the next one."""
+        """Yield `count` batches that answer these channels; asking for the next closes the last."""
         if count > 1:
             for batch in self._inner.batches(count - 1, *channels):
                 yield FairBatch(batch, self._weights)
-        # Not exhausted, which would close the batch.
+        # The iterator is not exhausted, which would close the batch.
         self._source = iter(self._inner.batches(1, *channels, *self._extra))
         self._last = next(self._source)
         yield FairBatch(self._last, self._weights)
 
 
 class FairBatch(BatchAround):
-    """A batch whose gradient has these weights; differences have none, as they had no bound."""
+    """A batch whose gradient has these weights. Differences are unweighted, to keep their bound."""
 
     def __init__(self, inner: Batch, weights: Weighting) -> None:
         super().__init__(inner)
@@ -266,7 +264,7 @@ class FairBatch(BatchAround):
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
         """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over.
-        Raises InputError: the solver has weights of its own."""
+        Raises InputError: the solver asks for weights."""
         if not isinstance(weighting, Uniform):
-            raise InputError(f"weighting is {weighting}: expected none, the batch has one already")
+            raise InputError(f"weighting is {weighting}: expected none, as the batch has its own")
         return self._inner.gradient(w, self._weights)

@@ -144,7 +144,7 @@ class Compressed(MethodWrapper):
         return self.inner.update(state, (self.decode_reply(reply, told) for reply in replies))
 
     def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
-        """Return a reply as the algorithm made it, from what was sent of it."""
+        """Return a reply as the algorithm returned it, from its encoded form."""
         names = [name for name in reply.vectors if not name.startswith(_PREFIX)]
         vectors = {name: self._restored(reply, name, told) for name in names}
         numbers = {n: v for n, v in reply.numbers.items() if not n.startswith(_PREFIX)}
@@ -370,7 +370,7 @@ class Gridded(MethodWrapper):
         return whole | {DELTA_PREFIX + name: block for name, block in codes.items()}
 
     def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
-        """Return a reply as the algorithm made it, from what was sent of it."""
+        """Return a reply as the algorithm returned it, from its encoded form."""
         if self._up:
             vectors = {n: _restored(n, block, told) for n, block in reply.vectors.items()}
             reply = replace(reply, vectors=vectors)
@@ -393,7 +393,7 @@ class _Opened(OracleWrapper):
     variance = 0.0
 
     def opening(self, *channels: str) -> Batch:
-        """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
+        """Return the batch that opens a round, sampled at the rate of the algorithm's Opening."""
         batch = self._inner.opening(*channels)
         self.variance = batch.noise_variance
         return batch

@@ -1,4 +1,4 @@
-"""Settings as they are in effect: with what follows from the rest of a plan, or does not count."""
+"""Settings in effect: derived defaults, and refusing settings that do nothing."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ _Settings = TypeVar("_Settings", bound=BaseModel)
 
 
 def with_iterations(settings: _Settings, rounds: int) -> _Settings:
-    """Return what chooses τ with an R_c, by default so many a round; all else as it is."""
+    """Return settings of a τ controller with R_c filled in; other settings unchanged."""
     if not isinstance(settings, Ali) or settings.iterations is not None:
         return settings
     if getattr(settings, "kind", "ali") == "fixed":
@@ -26,7 +26,7 @@ def with_iterations(settings: _Settings, rounds: int) -> _Settings:
 
 
 def in_effect(settings: BaseSettings, controlled: bool) -> dict[str, Any]:
-    """Return the settings as plain data, η among them. controlled: whether τ is none of them."""
+    """Return the settings as plain data, including η; without τ if `controlled`."""
     found = settings.model_dump(mode="json")
     if controlled:
         found.pop("local_steps", None)
@@ -36,10 +36,10 @@ def in_effect(settings: BaseSettings, controlled: bool) -> dict[str, Any]:
 def defaulted_keys(
     left: Iterable[str], settings: Iterable[str], given: Iterable[str], none: Mapping[str, Any]
 ) -> list[str]:
-    """Return the keys of a plan that nobody gave, sorted.
+    """Return the keys of a plan that were left at their defaults, sorted.
 
-    left: those left to their default. settings: of the algorithm, those in effect, and `given`.
-    none: key -> value; nothing given, as a whole table says it, counts as left.
+    left: such keys, without those of the algorithm. settings: the algorithm's settings in effect.
+    given: those of them that were given. none: key -> value; a value of None counts as left.
     """
     found = {key for key in left if key != "settings"}
     found |= {f"settings.{key}" for key in set(settings) - set(given)}
@@ -47,9 +47,9 @@ def defaulted_keys(
 
 
 class Use(NamedTuple):
-    """What uses some keys of a table: another key of the plan, if its value is a good one.
+    """Keys of a table that have an effect only if another key, `beside`, has a good value.
 
-    by: such values, in words.
+    by: the good values, in words.
     """
 
     table: str
@@ -100,10 +100,10 @@ USES: Final[tuple[Use, ...]] = (
         "local", ["momentum"], "settings.local_steps", lambda n: n is None or n > 1, "more than one"
     ),
 )
-"""What a typed setting needs to have an effect; those not here have one, or their table refuses.
+"""What settings need to have an effect. Others always have one, or their table refuses them.
 
-[privacy] with mode = "none" is not: that a run has no protection is said wherever it is shown, and
-plans are run with and without it.
+[privacy] with mode = "none" is not listed: a run without protection says so wherever it is shown,
+and plans are often run with and without it.
 """
 
 
@@ -112,9 +112,9 @@ _refused: ContextVar[Collection[str] | None] = ContextVar("refused", default=Non
 
 @contextmanager
 def refusing(typed: Collection[str] | None) -> Iterator[None]:
-    """While it lasts, `check_used` refuses none but these dotted keys; None: any.
+    """Inside this context, `check_used` refuses only these dotted keys; None: any.
 
-    What was typed for other values of what a sweep changes is no mistake.
+    In a sweep, a setting that has an effect only at some swept values is not a mistake.
     """
     before = _refused.set(typed)
     try:
@@ -124,9 +124,9 @@ def refusing(typed: Collection[str] | None) -> Iterator[None]:
 
 
 def check_used(plan: Any) -> None:
-    """Raise ValueError: a setting does nothing beside the others, and is not what it is anyway.
+    """Raise ValueError if a setting has no effect and differs from its default.
 
-    plan: a Plan; its own validators call this, so which keys count is said by `refusing`.
+    plan: a Plan. Its validators call this, so `refusing` says which keys are checked.
     """
     typed = _refused.get()
     for use in USES:
@@ -138,16 +138,15 @@ def check_used(plan: Any) -> None:
                 continue
             if (value := getattr(table, key)) != field.default:
                 raise ValueError(
-                    f"{name} is {value!r} with {use.beside} = {beside!r}: it does something only "
+                    f"{name} is {value!r} with {use.beside} = {beside!r}: it has an effect only "
                     f"with {use.by}; leave it out"
                 )
 
 
 def check_numbers(plan: Any) -> None:
-    """Raise ValueError: a setting has no digits in single precision, in which models compute.
+    """Raise ValueError if a setting is out of range in single precision, in which models compute.
 
-    plan: a Plan. δ may be as small as it likes, and what is declared of records counts in double
-    precision.
+    plan: a Plan. δ, and what is declared about records, are used in double precision.
     """
     whole = plan.model_dump(exclude={"records", "settings"})
     for name, value in _numbers({**whole, "settings": plan.algorithm_settings.model_dump()}):
@@ -155,13 +154,13 @@ def check_numbers(plan: Any) -> None:
         good = value == 0 or math.isinf(value) or SHORTEST <= abs(value) <= 1 / SHORTEST
         if not good and name.rsplit(".", 1)[-1] != "delta":
             raise ValueError(
-                f"{name} is {value!r}: expected 0 or a number from 2^-100 to 2^100, as others have "
-                f"no digits in float32; set {name} to such a number"
+                f"{name} is {value!r}: expected 0 or a number from 2^-100 to 2^100, as others are "
+                f"not representable in float32; set {name} to such a number"
             )
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Return all floats of plain data, of a list each under the list's dotted name."""
+    """Yield all floats of plain data with their dotted names; those of a list have its name."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _numbers(each, f"{name}.{key}" if name else str(key))
@@ -173,7 +172,7 @@ def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _value(plan: Any, key: str) -> Any:
-    """Return what a plan has under a dotted key, None for nothing."""
+    """Return a plan's value at a dotted key, or None."""
     found = plan
     for part in key.split("."):
         part = "algorithm_settings" if part == "settings" else part

@@ -1,9 +1,9 @@
 """Fairness around any solver of one gradient a step: FedFDP's weights and loss (arXiv 2402.16028).
 
-Each record counts by 1 + λ (ℓ_j - F), clamped inside its clip; on the round's last batch the site
+Each record has weight 1 + λ (ℓ_j - F), clamped within its clip. On the round's last batch the site
 also releases its loss at the model it sends. The solver itself does not change: around fedavg this
-is fedfdp. Kept under "fair/": F in the server's state and the reply, C_l in the site's memory, or
-in the server's state where it is one for all (algorithms.common.fairness.FairRelease).
+is fedfdp. Under "fair/" there are F, in the server's state and the reply, and C_l, in the site's
+memory, or in the server's state if all share it (algorithms.common.fairness.FairRelease).
 """
 
 import math
@@ -25,18 +25,18 @@ V = TypeVar("V")
 
 
 class FairnessSettings(FairRelease):
-    """How records are weighed by loss, around any algorithm; the rest: how losses are released."""
+    """Weighting of records by loss around any algorithm, and how losses are released."""
 
     model_config = FROZEN
     weight: float = Field(default=0.0, ge=0)
     """λ; 0 leaves the algorithm as it is."""
     weight_rule: WeightRule = "fixed"
-    """"fixed" weighs a record by 1 + λ (ℓ - F), ℓ its loss and F the round's; "relative" by 1 +
-    λ (ℓ/F - 1)."""
+    """"fixed" gives a record the weight 1 + λ (ℓ - F), with its loss ℓ and the round's F;
+    "relative" 1 + λ (ℓ/F - 1)."""
 
 
 class FairMethod(MethodWrapper):
-    """A method whose sites weigh their records by loss; its replies have "w"."""
+    """A method whose sites weight their records by loss; its replies have "w"."""
 
     prefix = _PREFIX
 
@@ -86,7 +86,7 @@ def _named(values: Mapping[str, V]) -> dict[str, V]:
 
 
 class _Means:
-    """Σ p_i x_i of numbers of the replies, taken while they are folded by somebody else."""
+    """Computes Σ p_i x_i of numbers of the replies while they pass through."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._total, self.values = 0.0, dict.fromkeys(names, 0.0)

@@ -245,18 +245,18 @@ class _Units:
         return found
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """Yield `count` batches that answer the channels; each is closed by the next one."""
+        """Yield `count` batches that answer these channels; asking for the next closes the last."""
         del channels
         yield from (_Unit(self) for _ in range(count))
 
     def opening(self, *channels: str) -> Batch:
-        """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
+        """Return the batch that opens a round, sampled at the rate of the algorithm's Opening."""
         del channels
         self.opened.add(self._given)
         return _Unit(self)
 
     def columns(self) -> Means:
-        """Return what scales the site's columns, once, before the first round."""
+        """Return the scales of the site's columns; once, before the first round."""
         raise PolicyRefused("what scales columns was asked for: weights are of gradients alone")
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:

@@ -1,29 +1,28 @@
-"""The site's optimiser: its steps, and training of the head alone.
+"""A site's optimiser (momentum and schedules), and a head of the model that each site keeps.
 
-Arivazhagan, Aggarwal, Singh, Choudhary. Federated learning with personalization layers.
-arXiv 1912.00818. With w = (u, v), v the last `head` numbers, a site that has trained v_i before is
-told u and goes on from (u, v_i):
+Heads: Arivazhagan, Aggarwal, Singh, Choudhary. Federated learning with personalization layers.
+arXiv 1912.00818. Let w = (u, v), with v the last `head` numbers. The server sends u, and a site
+with its own head v_i continues from (u, v_i):
 
-    the algorithm's local part as ever, from (u, v_i) in place of w: it ends at (u', v_i')
-    sent      (u', v), v as the server told it: nothing of v_i'
-    kept      v_i', in the site's memory
+    local     the algorithm's local part from (u, v_i) instead of w, which ends at (u', v_i')
+    sent      (u', v), with v as received: nothing of v_i'
+    stored    v_i', in the site's memory
 
-Every step is a gradient from the oracle, clipped as one vector with the body's and charged with it:
-what is sent later follows from v_i, so a head that was trained without noise would let exact
-numbers out through u. Events, noise and ε are those of the algorithm without heads; a reply moves
-no further, as it is the algorithm's with a part of it left out.
+The head's gradient is clipped and noised together with the body's: later replies depend on v_i, so
+a head trained without noise would leak exact numbers through u. Events, noise and ε are those of
+the algorithm without heads, and the bound on a reply holds, as a part of it is left out.
 
-The server's v stays what it was at the start, so w is no model that anybody uses: a site's is
-(u, v_i), made of released numbers alone, and as private as w.
+The server's v never changes, so w itself is not a useful model. A site's model is (u, v_i); it is
+computed from released numbers only, and as private as w.
 
-Of step n of all T = rounds τ, counted through the rounds, a solver that asks for g(w) is given
+Momentum and schedule: in step n of all T = rounds τ steps, a solver that asks for g(w) gets
 
-    m ← β m + g(w),  m = 0 when a round begins;      f(n) m
+    m ← β m + g(w),  m = 0 at the start of a round;      f(n) m
 
-and makes of it the step that it makes of a gradient: w ← w - η f(n) m. What goes in has its noise,
-so this is post-processing: no privacy is spent. A reply that was a sum Σ c_k g_k of releases is now
-one with convolved coefficients, and by Young's inequality neither Σ |c_k| nor (Σ c_k²)^(1/2) grows
-by more than max f (1 - β^τ)/(1 - β), which is how much longer a reply may be.
+so its step is w ← w - η f(n) m. The gradient already has its noise, so this is post-processing and
+costs no privacy. A reply Σ c_k g_k of releases becomes one with convolved coefficients, and by
+Young's inequality neither Σ |c_k| nor (Σ c_k²)^(1/2) grows by more than
+max f (1 - β^τ)/(1 - β), the factor by which a reply may be longer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,29 +51,28 @@ _PREFIX: Final = "heads/"
 _OWN: Final = "own"
 
 TOLD: Final = (
-    "Each site's own head, of {head} numbers: its noisy gradients train it, charged as all else, "
-    "and it is never sent. A site's whole model may be shown as the server's may. The run's final "
-    "model has the head that it began with."
+    "Each site's own head, of {head} numbers: it is trained by noisy, charged gradients and never "
+    "sent. A site's whole model may be shown as the server's may. The run's final model has the "
+    "initial head."
 )
-"""What a guarantee says of heads."""
+"""The line on heads in a privacy statement."""
 
 MEASURED: Final = (
     "The accuracy: each site's own model on its own held-out records, as the shared part alone is "
-    "no model."
+    "not a model."
 )
-"""What only a simulator has of them."""
+"""The line on what only a simulation knows about heads."""
 
 NEEDS_ONE_MODEL_TABLES: Final[dict[str, str]] = {
-    "fairness": "it compares what single sites find at one model, and here each has a head of its "
-    "own",
+    "fairness": "it compares the sites' losses at one model, and here each site has its own head",
     "control": "the controller's estimates compare the sites' gradients at one model",
-    "average": "[server] average would be of a w whose head nobody trains",
+    "average": "[server] average would include a head that is never trained",
 }
 """What else cannot be combined with local.head, and why."""
 
 
 def check_goes(method: Method, chosen: Mapping[str, bool]) -> None:
-    """Raise PlanError where heads of the sites' own would not mean what they say.
+    """Raise PlanError if a plan cannot be combined with heads.
 
     chosen: table of a plan -> whether it is used.
     """
@@ -88,13 +86,13 @@ def check_goes(method: Method, chosen: Mapping[str, bool]) -> None:
 
 
 class Headed(MethodWrapper):
-    """A method whose sites keep the last `head` >= 1 numbers of w to themselves."""
+    """A method in which each site has its own last `head` >= 1 numbers of w."""
 
     def __init__(self, inner: Method, head: int) -> None:
         super().__init__(
             inner,
-            needs_own_noise="with [local] head each site's gradient is at a head of its own, which "
-            "it keeps",
+            needs_own_noise="with [local] head each site's gradient is at its own head, which it "
+            "stores",
         )
         self._head = head
 
@@ -106,24 +104,24 @@ class Headed(MethodWrapper):
         local = self.inner.local(began, oracle, rest)
         ended = local.vectors["w"][-self._head :].clone()
         if not bool(ended.isfinite().all()):
-            # A shared part that is out of all range must not stay in a site's own for good.
+            # A shared part that is not finite must not spoil the site's head for good.
             ended = began.vectors["w"][-self._head :].clone()
         sent = torch.cat([local.vectors["w"][: -self._head], told[-self._head :]])
         kept = join(State({_OWN: ended}), _PREFIX, local.memory)
         return Local({**local.vectors, "w": sent}, local.numbers, kept)
 
     def own_model(self, w: Tensor, memory: State) -> Tensor | None:
-        """Return a site's own model [d] from the newest w and its memory; None where w is it."""
+        """Return a site's own model [d] from the latest w and its memory; None if it is w."""
         return self._whole(w, split_state(memory, _PREFIX)[0])
 
     def _whole(self, w: Tensor, own: State) -> Tensor:
-        """Return (u, v_i); w itself of a site that has no head yet."""
+        """Return (u, v_i), or w if the site has no head yet."""
         head = own.vectors.get(_OWN)
         return w if head is None else torch.cat([w[: -self._head], head])
 
 
 def check_head(module: nn.Module, head: int) -> None:
-    """Raise PlanError unless the last `head` numbers of the model's w are whole tensors, not all.
+    """Raise PlanError unless the last `head` numbers are whole tensors, and not the whole model.
 
     head: 0 for none.
     """
@@ -134,29 +132,28 @@ def check_head(module: nn.Module, head: int) -> None:
         ends.append((total, name))
     if head and head not in (end for end, _ in ends):
         raise PlanError(
-            f"local.head is {head}: expected {_told(ends)}, which are the model's last tensors "
-            "from their beginning"
+            f"local.head is {head}: expected the size of the model's last tensors: {_told(ends)}"
         )
 
 
 def _told(ends: Sequence[tuple[int, str]]) -> str:
     if not ends:
-        return "0, as the model has one tensor alone and nothing would be shared"
+        return "0, as the model has only one tensor and nothing would be shared"
     return " or ".join(f"{end} (from {name!r} on)" for end, name in ends[:4])
 
 
 class LocalSettings(Scheduled):
-    """What becomes of a site's gradients on their way to its local steps, which f is of."""
+    """Momentum and schedule f of a site's local steps, and the head that it keeps."""
 
     model_config = FROZEN
     momentum: float = Field(default=0.0, ge=0, lt=1)
-    """β of m ← β m + g, m = 0 when a round begins."""
+    """β of m ← β m + g, with m = 0 at the start of a round."""
     head: int = Field(default=0, ge=0)
-    """How many of the model's last numbers each site keeps to itself, 0 for none."""
+    """How many of the model's last numbers are each site's own, 0 for none."""
 
     @property
     def plain(self) -> bool:
-        """Whether steps are those of SGD."""
+        """Whether steps are plain SGD."""
         return self.momentum == 0 and self.schedule == "constant"
 
 
@@ -183,7 +180,7 @@ class _Moving(OracleWrapper):
         self._momentum: Tensor | None = None
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """Yield `count` batches that answer the channels; each is closed by the next one."""
+        """Yield `count` batches that answer these channels; asking for the next closes the last."""
         for batch in self._inner.batches(count, *channels):
             self._done += 1
             yield _MovingBatch(batch, self)

@@ -1,18 +1,16 @@
-"""Columns that are scaled by numbers which the sites release, around any method.
+"""Scaling columns by means that the sites release, around any method.
 
-Round 0, before the first one: each site releases means and mean squares of its columns, once, as an
-event of its own (privacy.column_scales), and nothing is trained. The server makes of their mean,
-in which
-they count by their records, and the less where their noise is much louder than others', the
-constants that all sites are told from then on, with every task; each scales its records by them
-(`records_for`), and what is trained does not notice.
+In round 0 each site releases noisy means and mean squares of its columns, as a separate event
+(privacy.column_scales); nothing is trained. The server averages them, weighted by records and less
+if a site's noise is much larger than others', and computes means and deviations, which are sent
+with every later task. Each site scales its records by them (`ColumnRecords`).
 
     columns/constants   [2 m], means then deviations, in the server's state and in each task; 0
                         before they are known
     columns/means       [2 m], c_i times a site's means: its reply to round 0
-    columns/part        c_i, by which they count (privacy.column_scales.site_weight)
+    columns/part        c_i, the site's weight (privacy.column_scales.site_weight)
     columns/noise       N_i times the variance of the noise in `means`, so that the weighted means
-                        of all three say how loud the sum is
+                        of all three give the variance of the sum's noise
 """
 
 import math
@@ -58,19 +56,19 @@ def why_not(released: Sequence[str], features: FeatureSettings, privacy: Privacy
 
 
 def check_as_declared(method: Method) -> None:
-    """Raise PlanError where a method's records are not scaled as they are declared."""
+    """Raise PlanError if a method scales records by released means."""
     if method.facts.opens_run:
         raise PlanError(
-            'records.columns of scale = "released": audits, comparisons and tuning take records '
-            "as they are declared, and this run's were scaled by what its sites released; for "
-            'that, run it with declared mean and deviation (scale = "standard")'
+            'records.columns of scale = "released": audits, comparisons and tuning need records '
+            "that are scaled as declared, but this run's are scaled by what its sites released; "
+            'run it with declared mean and deviation (scale = "standard")'
         )
 
 
 class Released(MethodWrapper):
     """Releases the columns' scales in round 0; the outermost wrapper.
 
-    count: m. quiet: of m, a site's least noise in its sums."""
+    count: m, the number of columns. quiet: m -> the least noise in a site's sums."""
 
     prefix = _PREFIX
 
@@ -104,7 +102,7 @@ class Released(MethodWrapper):
         return Local({_MEANS: said[_PART] * found.means}, said, memory)
 
     def _said(self, noise: float, size: float) -> dict[str, float]:
-        """Return what a site says beside its means. noise: the deviation in its sums. size: N_i."""
+        """Return the numbers sent with the means. noise: the deviation in the sums. size: N_i."""
         quiet = self._quiet(self.count) if noise else 0.0
         part = column_scales.site_weight(noise, quiet)
         return {_NOISE: (part * noise) ** 2 / size, _PART: part}
@@ -122,14 +120,14 @@ class Released(MethodWrapper):
         return join(found, _PREFIX, rest)
 
     def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
-        """Return a reply as the algorithm made it, from what was sent of it."""
+        """Return a reply as the algorithm returned it, from its encoded form."""
         if _MEANS in reply.vectors:
             return reply
         return self.inner.decode_reply(reply, {k: v for k, v in told.items() if k != CONSTANTS})
 
 
 class _Weights:
-    """Replies on their way, and the sum of their weights."""
+    """Passes replies on and sums their weights."""
 
     def __init__(self, replies: Iterable[Reply]) -> None:
         self._replies, self.total = replies, 0.0
@@ -141,14 +139,14 @@ class _Weights:
 
 
 class ColumnRecords:
-    """A site's records, scaled as its tasks say."""
+    """A site's records, scaled by the constants in its tasks."""
 
     def __init__(self, records: Records) -> None:
         self._records = self._scaled = records
         self._by: Tensor | None = None
 
     def __call__(self, task: Task) -> Records:
-        """Return the records that a task is trained on."""
+        """Return the records for a task."""
         by = task.vectors.get(CONSTANTS)
         if by is None or task.round == 0:
             return self._records
@@ -159,9 +157,9 @@ class ColumnRecords:
 
 
 def find_examined(method: Method, task: Task, memory: State) -> tuple[Tensor, Tensor | None]:
-    """Return which model [d] a task has a site look at, and what scales the columns, if anything.
+    """Return the model [d] that a site evaluates for a task, and the columns' scales or None.
 
-    memory: what the site remembers; of it and the task's w its own model is made, where it has one.
+    memory: the site's; its own model, if it has one, is computed from this and the task's w.
     """
     w = task.vectors["w"]
     own = method.own_model(w, memory)

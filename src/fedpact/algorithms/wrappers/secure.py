@@ -1,7 +1,7 @@
-"""Secure aggregation as a part of a plan: whether a method's update can do with a sum.
+"""The [secure_aggregation] table of a plan, and whether a method's update can work with a sum.
 
-The protocol is simulation.secure_aggregation; what it protects stands in
-docs/notes/secure-aggregation.md.
+The protocol is in simulation.secure_aggregation; docs/notes/secure-aggregation.md says what it
+protects.
 """
 
 from pydantic import BaseModel, Field
@@ -12,12 +12,12 @@ from fedpact.common.errors import PlanError
 
 
 class SecureSettings(BaseModel):
-    """Whether the server sees sums over sites only."""
+    """Whether the server only sees sums over sites."""
 
     model_config = FROZEN
     threshold: int = Field(default=0, ge=0)
-    """t, how many sites have to stay to the end of a round, more than half of all and at least
-    2; 0 leaves secure aggregation out."""
+    """t, the number of sites that must stay until the end of a round: more than half of all and at
+    least 2; 0 for no secure aggregation."""
 
     def check_sites(self, count: int) -> None:
         """Raise PlanError: a threshold that `count` sites cannot have."""
@@ -31,7 +31,7 @@ class SecureSettings(BaseModel):
 
 
 def check_summed(method: Method) -> None:
-    """Raise PlanError: the update of a method needs more of the replies than their sum."""
+    """Raise PlanError if the update of a method needs more than the sum of the replies."""
     why_not = method.facts.summed.why_not
     if why_not:
         raise PlanError(

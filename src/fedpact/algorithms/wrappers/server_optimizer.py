@@ -1,4 +1,4 @@
-"""What becomes of the aggregate: server optimisers, which take it as a step, and iterate averages.
+"""Server optimisers, which treat the aggregate as a step, and averages of the rounds' models.
 
 Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan. Adaptive federated optimization.
 arXiv 2003.00295. Momentum: Hsu, Qi, Brown, arXiv 1909.06335. With Δ = (the algorithm's next w) - w:
@@ -7,19 +7,18 @@ arXiv 2003.00295. Momentum: Hsu, Qi, Brown, arXiv 1909.06335. With Δ = (the alg
     adam      m ← β1 m + (1 - β1) Δ,  v ← β2 v + (1 - β2) Δ²       w ← w + η_s m / (sqrt(v) + a)
     yogi      m as above,  v ← v - (1 - β2) Δ² sign(v - Δ²)        w ← w + η_s m / (sqrt(v) + a)
 
-and v = a² at first. Of round t of T, η_s may be a public function, η_s f(t); see
-common.randomness.schedules.
-With one local step a round this is a schedule of η itself. An average of the models w_1, w_2, ...
-stands beside the last one, and is told to nobody (Polyak, Juditsky, SIAM J. Control Optim. 30,
-1992; of the tail: Rakhlin, Shamir, Sridharan, arXiv 1109.5647):
+with v = a² at the start. η_s may depend on the round t of T by a public function, η_s f(t); see
+common.randomness.schedules. With one local step per round this is a schedule of η itself.
+
+An average of the models w_1, w_2, ... is kept in addition to the last one and never sent to sites
+(Polyak, Juditsky, SIAM J. Control Optim. 30, 1992; tail: Rakhlin, Shamir, Sridharan,
+arXiv 1109.5647):
 
     exponential  a_t = Σ_s (1 - β) β^(t-s) w_s / (1 - β^t)      tail  the mean of w_s, s > T - ⌈p T⌉
 
-A run that is extended has another T, and of its models before only their mean and the last one are
-left: the tail begins where the new T says if that is with that last one or later, and otherwise
-stays what it was begun with. From which round on it is of is in the state.
+The state says in which round the tail begins.
 
-All of it is post-processing of what the sites released: no privacy is spent.
+All of it is post-processing of what the sites released and costs no privacy.
 """
 
 import math
@@ -40,45 +39,44 @@ _AVERAGE = "average/"
 
 
 class ServerSettings(Scheduled):
-    """What becomes of the aggregate: server optimisers, and averages of the rounds' models."""
+    """The server's optimiser, and the average of the rounds' models."""
 
     model_config = FROZEN
     optimiser: Literal["none", "momentum", "adam", "yogi"] = "none"
-    """"none" takes the algorithm's next model as it is; the others take it as a step."""
+    """"none" uses the algorithm's next model as it is; the others treat it as a step."""
     learning_rate: float | None = Field(default=None, gt=0)
-    """η_s; left out, 1 for momentum and 0.1 for the adaptive ones, whose steps are about η_s in
+    """η_s; by default 1 for momentum and 0.1 for the adaptive ones, whose steps are about η_s in
     every coordinate."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """β1, of all three."""
     second_moment: float = Field(default=0.99, ge=0, lt=1)
     """β2, of adam and yogi."""
     adaptivity: float = Field(default=1e-3, ge=1e-15, le=1e15)
-    """A, of adam and yogi, which keeps steps short where v is small."""
+    """a of adam and yogi, which limits steps where v is small."""
     average: Literal["none", "exponential", "tail"] = "none"
-    """Which average of the rounds' models is kept, evaluated and saved beside the last model."""
+    """Which average of the rounds' models is kept, evaluated and saved with the last model."""
     average_decay: float = Field(default=0.9, gt=0, lt=1)
     """β of average = "exponential"."""
     average_share: float = Field(default=0.5, gt=0, le=1)
-    """p of average = "tail", the part of the planned rounds that it is of; before, it is the
-    last model. Of an extended run it may be of more or fewer: models before the extension that
-    are in a mean cannot be taken out of it, or put in."""
+    """p of average = "tail", the share of the planned rounds that it covers; before these it equals
+    the last model."""
 
     @model_validator(mode="after")
     def _is_used(self) -> Self:
         if self.schedule != "constant" and self.optimiser == "none":
             raise ValueError(
-                f"schedule is {self.schedule!r} with optimiser = 'none', which takes the "
+                f"schedule is {self.schedule!r} with optimiser = 'none', which uses the "
                 'algorithm\'s next model as it is: use optimiser = "momentum", with momentum = 0 '
-                "for none"
+                "for plain steps"
             )
         return self
 
 
 class Averaged(MethodWrapper):
-    """A method beside whose model the server keeps an average of it; not "none".
+    """A method with an average of its models, kept by the server; not for "none".
 
-    The average is the state's vector "average/w" [d], of no site's concern. Of a tail the number
-    "average/first" says of which round the first model in it is. rounds: T.
+    The average is the state's vector "average/w" [d], which no site receives. The number
+    "average/first" is the round in which a tail begins. rounds: T.
     """
 
     prefix = _AVERAGE
@@ -86,7 +84,7 @@ class Averaged(MethodWrapper):
     def __init__(self, inner: Method, server: ServerSettings, rounds: int) -> None:
         super().__init__(inner)
         self._server = server
-        # Of ten rounds 0.3 are three, though 0.3 * 10 may be a bit more.
+        # 0.3 of ten rounds are three, although 0.3 * 10 may be a bit more in floating point.
         self._first = rounds - math.ceil(server.average_share * rounds * (1 - 1e-12)) + 1
 
     def init(self, w: Tensor) -> State:
@@ -99,24 +97,24 @@ class Averaged(MethodWrapper):
         after, number = self.inner.update(rest, replies), int(own.numbers["round"]) + 1
         average, numbers = own.vectors["w"], {"round": number}
         if self._server.average == "tail":
-            # Before the tail begins, the last model stands for it.
+            # Before the tail begins, it is the last model.
             first = min(self._first, number)
             share, numbers["first"] = 1 / (number - first + 1), first
         else:
             beta = self._server.average_decay
             share = (1 - beta) / (1 - beta**number)
-        # A share of 1 is the new model itself, bit for bit.
+        # A share of 1 gives the new model bit for bit.
         average = torch.lerp(average, after.vectors["w"], share)
         return join(State({"w": average}, numbers), _AVERAGE, after)
 
 
 def read_average(state: State) -> Tensor | None:
-    """Return the average [d] that the server keeps beside its model, None where it keeps none."""
+    """Return the average [d] of models that the server keeps, or None."""
     return state.vectors.get(_AVERAGE + "w")
 
 
 class ServerOptimised(MethodWrapper):
-    """A method whose aggregate is a step of a server optimiser; not "none". rounds: T."""
+    """A method whose aggregate is a step of a server optimiser; not for "none". rounds: T."""
 
     prefix = _PREFIX
 
@@ -146,7 +144,7 @@ class ServerOptimised(MethodWrapper):
         return join(State(vectors, numbers), _PREFIX, after)
 
     def _stepped(self, own: State, delta: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the optimiser's next vectors, and the step [d] that it takes for Δ [d]."""
+        """Return the optimiser's next vectors, and its step [d] for Δ [d]."""
         server, momentum = self._server, own.vectors["momentum"]
         if server.optimiser == "momentum":
             momentum = server.momentum * momentum + delta

@@ -1,8 +1,8 @@
-"""τ chosen anew each round around any algorithm with local steps: ALI-DPFL's controller (control).
+"""Choosing τ in every round, around any algorithm with local steps: ALI-DPFL's controller.
 
-Around fedavg this is ali_dpfl, bit for bit. The algorithm's own local_steps count for nothing.
-Solvers other than plain SGD are the controller's business too: its sites find out by themselves
-that w - w_i is not η Σ g, and send a bound of their divergence in place of it.
+Around fedavg this is ali_dpfl, bit for bit. The algorithm's own local_steps has no effect. If a
+solver is not plain SGD, so that w - w_i is not η Σ g, its site notices and sends a bound on its
+divergence instead.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,24 +20,25 @@ from fedpact.privacy.oracle import Oracle, Range, Terms
 
 
 class ControlSettings(Ali):
-    """What chooses τ, the local iterations of each round."""
+    """How τ, the number of local iterations of a round, is chosen."""
 
     kind: Literal["fixed", "ali"] = "fixed"
-    """"fixed" leaves τ to the algorithm; "ali" chooses it anew each round, as ALI-DPFL does."""
+    """"fixed" leaves τ to the algorithm; "ali" chooses it in every round, as ALI-DPFL does."""
 
     @model_validator(mode="after")
     def _used(self) -> Self:
         given = self.model_dump(exclude={"kind"}, exclude_defaults=True)
         if self.kind == "fixed" and given:
             raise ValueError(
-                f'{", ".join(given)} given with kind = "fixed", which has no use for it: set '
+                f'{", ".join(given)} with kind = "fixed", which does not use it: set '
                 'control.kind = "ali", or leave it out'
             )
         return self
 
 
 class Controlled(MethodWrapper):
-    """A method whose τ a controller chooses. Raises PlanError: no local steps, or chosen twice."""
+    """A method whose τ is chosen by a controller. Raises PlanError: no local steps, or two
+    controllers."""
 
     def __init__(self, inner: Method, ali: Ali) -> None:
         self._controller = Controller(ali, _step_size(inner), inner.facts.opening is not None)
@@ -47,12 +48,12 @@ class Controlled(MethodWrapper):
             controlled=True,
             iterations=ali.iterations,
             unprotected=inner.facts.unprotected or ali.estimator == "raw",
-            needs_all_sites="[control]: τ follows what is left at every site, and its estimates "
-            "are of all",
+            needs_all_sites="[control]: τ depends on the remaining budget of every site, and its "
+            "estimates need all of them",
         )
 
     def steps(self, state: State | None = None) -> int:
-        """Return the local iterations τ of the next round; 0 where the iterations are used up."""
+        """Return the local iterations τ of the next round; 0 if all iterations are used up."""
         return self._controller.steps(state)
 
     def init(self, w: Tensor) -> State:

@@ -380,17 +380,17 @@ class NoisySumOracle:
         self.coarsest = 0.0
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """Yield `count` batches that answer the channels; each is closed by the next one."""
+        """Yield `count` batches that answer these channels; asking for the next closes the last."""
         if count != 1 or {*channels} != {*self._sums}:
             raise PolicyRefused(f"{count} batches with {channels}: {self._answers}")
         yield _SumBatch(self._mean)
 
     def opening(self, *channels: str) -> Batch:
-        """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
+        """Return the batch that opens a round, sampled at the rate of the algorithm's Opening."""
         raise PolicyRefused(f"an opening with {channels}: {self._answers}")
 
     def columns(self) -> Means:
-        """Return what scales the site's columns, once, before the first round."""
+        """Return the scales of the site's columns; once, before the first round."""
         raise PolicyRefused("what scales columns was asked for: a sum has one gradient")
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:

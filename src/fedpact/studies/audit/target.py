@@ -190,11 +190,11 @@ class Recorder(OracleWrapper):
         self.batches_opened = 0
 
     def opening(self, *channels: str) -> Any:
-        """Return the batch that opens a round, of the rate that the algorithm's Opening names."""
+        """Return the batch that opens a round, sampled at the rate of the algorithm's Opening."""
         return self._recorded(self._inner.opening(*channels), opening=True)
 
     def batches(self, count: int, *channels: str) -> Iterator[Any]:
-        """Yield `count` batches that answer the channels; each is closed by the next one."""
+        """Yield `count` batches that answer these channels; asking for the next closes the last."""
         for batch in self._inner.batches(count, *channels):
             yield self._recorded(batch, opening=False)
 
