@@ -179,7 +179,7 @@ def test_run_outside_policy_is_refused_before_reserving(site_dir, old, new, told
 
 def test_without_a_policy_it_takes_part_in_nothing(site_dir):
     (site_dir / "policy.toml").unlink()
-    with pytest.raises(PlanError, match="takes part in nothing"):
+    with pytest.raises(PlanError, match="takes part in no run"):
         Site(site_dir)
 
 

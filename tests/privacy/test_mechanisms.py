@@ -91,7 +91,7 @@ def test_a_plan_a_page_and_an_accountant_take_it_by_name(name):
 
 
 def test_an_unknown_name_or_channel_is_refused_everywhere():
-    with pytest.raises(PlanError, match="'per_smaple' is no mode of privacy"):
+    with pytest.raises(PlanError, match="'per_smaple': expected one of"):
         Plan.parse({"privacy": {"mode": "per_smaple"}})
     with pytest.raises(InputError, match="mechanism is 'per_smaple'"):
         dataclasses.replace(terms("per_sample"), mechanism="per_smaple")

@@ -276,7 +276,10 @@ def test_a_record_of_nobody_is_left_out(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"privacy": {"unit": "person", "mode": "batch_clipped"}}, "share of the person's clip"),
+        (
+            {"privacy": {"unit": "person", "mode": "batch_clipped"}},
+            "records share the person's clip",
+        ),
         ({"data": "digits", "person": None, "label": None}, "does not say whose"),
         ({"person": "nobody"}, "person column is 'nobody'"),
         ({"person": "sick"}, "expected different columns"),

@@ -89,7 +89,7 @@ def test_nothing_that_is_accounted_for_follows_from_the_size():
     terms = [plan.terms({"a": size})["a"] for size in (1.0, 37.5, 1e6)]
     public = [(t.rate, t.sigmas, t.steps, t.history(t.steps)) for t in terms]
     assert public[0] == public[1] == public[2]
-    with pytest.raises(PlanError, match=r"batch_size = 30.*chosen from a release.*sampling_rate"):
+    with pytest.raises(PlanError, match=r"batch_size = 30.*depend on a release.*sampling_rate"):
         Plan.parse({"batch_size": 30, "privacy": NOISY})
 
 

@@ -65,8 +65,8 @@ def facts(settings: Settings) -> MethodFacts:
             why_not="its controller needs the minimum of the sites' remaining steps and squares "
             "of each site's vector, which no sum of vectors gives"
         ),
-        needs_all_sites="its τ depends on the remaining budget of every site, and its estimates need "
-        "all of them",
+        needs_all_sites="its τ depends on the remaining budget of every site, and its estimates "
+        "need all of them",
         excludes={
             "control": "it chooses τ by itself, as fedavg with [control] does",
             "robust": "its controller reads single replies, so one lie moves its estimates",

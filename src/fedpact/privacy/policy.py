@@ -1,7 +1,7 @@
-"""A site's policy: what its owner allows, whatever a server asks. What it does not name is refused.
+"""A site's policy: what its owner allows, whatever a server asks for. All else is refused.
 
-The owner writes it (TOML), the site reads it, nobody sends it. It is checked before any computing:
-once when a run is taken on, and for every task.
+The owner writes it as a TOML file; it never leaves the site. It is checked before any computation:
+once when the site joins a run, and for every task.
 """
 
 import tomllib
@@ -16,13 +16,13 @@ from fedpact.privacy.accounting.accountant import Budget, add_budgets
 from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.terms import FullDataRelease, Terms
 
-# Strict: a word, true or "1" is not the number that its owner meant.
+# Strict: a string or a truth value is not a number.
 _Positive = Annotated[float, Field(gt=0, strict=True)]
 _Share = Annotated[float, Field(gt=0, lt=1, strict=True)]
 
 
 class Policy(BaseModel):
-    """What a site's owner allows. Nothing is allowed by leaving it out."""
+    """What a site's owner allows. A missing entry allows nothing."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
@@ -31,8 +31,8 @@ class Policy(BaseModel):
     """Names of algorithms."""
     releases: tuple[str, ...]
     """Names as in Terms.releases: channels (gradient, difference, loss, below), "opening
-    gradient" for what opens a round, and "size" for a noisy count of records. A name that
-    nothing has allows nothing."""
+    gradient" for the event that opens a round, and "size" for a noisy count of records. Unknown
+    names allow nothing."""
     epsilon_per_run: _Positive
     """The most that one run may reserve."""
     delta_per_run: _Share
@@ -42,29 +42,28 @@ class Policy(BaseModel):
     delta_ever: _Share
     """The most that all runs on this data set may reserve together, by basic composition."""
     smallest_sigma: _Positive
-    """The least noise multiplier of any release, by itself; where sites share noise out, that of
-    the site's own share."""
+    """The smallest noise multiplier of any single release; if sites share noise, of the site's own
+    share."""
     honest: Annotated[int, Field(ge=0, strict=True)] = 0
-    """Of how many sites, this one too, the owner believes that they add their shares of noise
-    and tell nobody; a run that needs more of them is refused, and without it each that needs
-    any."""
+    """The number of sites, including this one, that the owner trusts to add their shares of noise
+    and keep them secret. A run that needs more is refused; by default, every run that needs any."""
     epsilon_alone_per_run: _Positive | None = None
-    """The same bounds on the ε that needs none of them; to be given with `honest`."""
+    """The most that one run may reserve of the ε that trusts no other site; given with `honest`."""
     epsilon_alone_ever: _Positive | None = None
-    """The same bounds on the ε that needs none of them; to be given with `honest`."""
+    """The most that all runs may reserve of the ε that trusts no other site; given with `honest`."""
     approvals: Annotated[int, Field(ge=0, le=2, strict=True)] = 1
-    """How many people, of different names, have to sign before a deployed site opens."""
+    """How many people with different names must sign before a deployed site opens."""
     unit: Literal["record", "person"] = "record"
-    """Whom all (ε, δ) are of, under add/remove of one: "record", or "person" with all records.
-    A run whose ε is of the other is refused: neither follows from the other."""
+    """What all (ε, δ) protect, under adding or removing one: "record", or "person" with all
+    records. A run with the other unit is refused, as neither ε follows from the other."""
     evaluation_epsilon_per_run: _Positive | None = None
-    """The most that one run's evaluations may reserve, for a record (or person) that is held
-    out of its training; without both, none is released. Of a run and its evaluations the larger
-    ε and δ count for `epsilon_ever` and `delta_ever`."""
+    """The most ε that one run's evaluations may reserve, for a held-out record (or person);
+    without it, no evaluation is released. The larger ε of a run and its evaluations counts for
+    `epsilon_ever`."""
     evaluation_delta_per_run: _Share | None = None
-    """The most that one run's evaluations may reserve, for a record (or person) that is held
-    out of its training; without both, none is released. Of a run and its evaluations the larger
-    ε and δ count for `epsilon_ever` and `delta_ever`."""
+    """The most δ that one run's evaluations may reserve, for a held-out record (or person);
+    without it, no evaluation is released. The larger δ of a run and its evaluations counts for
+    `delta_ever`."""
 
     @model_validator(mode="after")
     def _both(self) -> Self:
@@ -83,12 +82,12 @@ class Policy(BaseModel):
 
     @staticmethod
     def parse(raw: Any) -> "Policy":
-        """Return the policy of a parsed file. Raises PlanError for what is missing or unknown."""
+        """Return the policy of a parsed file. Raises PlanError: missing or unknown entries."""
         try:
             return Policy.model_validate(raw)
         except ValidationError as error:
             raise PlanError(
-                f"the site's policy is not complete or not understood, so nothing is allowed: "
+                f"the site's policy is incomplete or invalid, so nothing is allowed: "
                 f"{plan_error(error, (), Policy)}; expected {', '.join(Policy.model_fields)}"
             ) from None
 
@@ -100,7 +99,7 @@ class Policy(BaseModel):
         except (OSError, ValueError) as error:  # no TOML, or no UTF-8
             raise PlanError(
                 f"policy {path} cannot be read ({error}): a site without a readable policy takes "
-                "part in nothing"
+                "part in no run"
             ) from None
 
     def check_task(self, algorithm: str) -> None:
@@ -121,9 +120,9 @@ class Policy(BaseModel):
     ) -> None:
         """Raise PolicyRefused for terms that the policy does not allow.
 
-        terms: None is a plain run, which no policy allows. reserved: (Σ ε, Σ δ) of earlier runs;
-        reserved_alone: their Σ ε that needs no other site's noise, where it is more. evaluation:
-        what the run releases of held-out records.
+        terms: None for a plain run, which no policy allows. reserved: (Σ ε, Σ δ) of earlier runs;
+        reserved_alone: the Σ ε that trusts no other site, if it differs. evaluation: what the run
+        releases about held-out records.
         """
         self.check_task(algorithm)
         if terms is None:
@@ -133,9 +132,9 @@ class Policy(BaseModel):
             )
         if terms.protects != self.unit:
             raise PolicyRefused(
-                f"the run's ε is per {terms.protects} ({terms.adjacency}), and the site's policy "
-                f'per {self.unit}: an owner who allows it writes unit = "{terms.protects}", with '
-                "bounds that are meant so"
+                f"the run's ε is per {terms.protects} ({terms.adjacency}), but the site's policy is "
+                f'per {self.unit}: to allow it, the owner sets unit = "{terms.protects}", with '
+                "bounds for that unit"
             )
         releases = terms.releases | (evaluation.releases if evaluation else {})
         unnamed = sorted(set(releases) - set(self.releases))
@@ -148,7 +147,7 @@ class Policy(BaseModel):
         _at_least("sigma", least, "smallest_sigma", self.smallest_sigma)
         _at_most("epsilon", terms.budget.epsilon, "epsilon_per_run", self.epsilon_per_run)
         _at_most("delta", terms.budget.delta, "delta_per_run", self.delta_per_run)
-        # A record is trained on or held out, so of the two budgets it bears one.
+        # A record is either trained on or held out, so only one of the two budgets applies to it.
         own = [terms.budget, *([self._allowed(evaluation)] if evaluation else [])]
         epsilon = add_budgets([reserved[0], max(each.epsilon for each in own)])
         delta = add_budgets([reserved[1], max(each.delta for each in own)])
@@ -171,12 +170,12 @@ class Policy(BaseModel):
         return evaluation.budget
 
     def _check_alone(self, terms: Terms, reserved: float) -> None:
-        """Raise PolicyRefused for a run that needs more honest sites than the owner believes in."""
+        """Raise PolicyRefused for a run that needs more honest sites than the owner trusts."""
         if terms.honest > self.honest:
             raise PolicyRefused(
                 f"the run's ε = {terms.budget.epsilon:g} needs the noise of {terms.honest} honest "
                 f"sites (ε = {terms.epsilon_alone:.4g} without): the site's policy has honest = "
-                f"{self.honest}; an owner who relies on so many writes honest = {terms.honest}, "
+                f"{self.honest}; to allow it, the owner sets honest = {terms.honest}, "
                 "epsilon_alone_per_run and epsilon_alone_ever"
             )
         per_run, ever = self.epsilon_alone_per_run, self.epsilon_alone_ever
@@ -187,15 +186,16 @@ class Policy(BaseModel):
 
 
 def sum_reservations(ledger: Ledger, run: str, policy: Policy) -> tuple[tuple[float, float], float]:
-    """Return (Σ ε, Σ δ) of a ledger's other runs as a policy counts them, and Σ ε of none honest.
+    """Return (Σ ε, Σ δ) of a ledger's other runs under a policy, and Σ ε that trusts no other site.
 
-    What rests on more honest sites than the policy believes in counts as if there were none.
+    A run that needs more honest sites than the policy trusts counts as if no other site were
+    honest.
     """
     counted = ledger.total(without=run, honest=policy.honest)
     return counted, ledger.total(without=run, honest=0)[0]
 
 
-# Written as "not good", so that NaN is refused.
+# Written as "not <=", so that NaN is refused.
 def _at_most(name: str, value: float, bound: str, limit: float) -> None:
     if not value <= limit:
         raise PolicyRefused(f"{name} would be {value:g}: the site's policy has {bound} = {limit:g}")

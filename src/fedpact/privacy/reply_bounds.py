@@ -1,16 +1,16 @@
-"""How far a site's reply may go before the server takes it for broken, or for a lie.
+"""The range of a site's replies: the server rejects what is outside as broken or malicious.
 
-One bound serves every algorithm. What a site sends is made of the gradients that it has released: a
-sum of them with factors up to η, added to the model that it was told, or one of them by itself. So
-its distance from what was told is at most
+One bound serves every algorithm. A reply is computed from released gradients: a sum of them with
+factors up to η, added to the model of the task, or one of them alone. So its distance from the
+task's model is at most
 
-    η n G       n: the events that the site has reserved,   G: the longest gradient that it releases
+    η n G       n: the events that the site has reserved,   G: the largest released gradient
 
-times LEEWAY, for what stretches a step (momentum, schedules, corrections, compression). G = M C +
-s (sqrt(d) + 9), with noise of deviation s in each of d coordinates, is exceeded less than once in
-10^17 releases; so no honest site is rejected. It stops what would overflow, not a lie of a
-plausible length: that is for the distance to the other sites' median (deployment.admission) and
-[robust]. Gradient differences (fedproxvr) have no such bound: their clip grows with the movement.
+times LEEWAY, for momentum, schedules, corrections and compression. G = M C + s (sqrt(d) + 9), with
+noise of deviation s in each of d coordinates, is exceeded less than once in 10^17 releases, so
+honest sites are not rejected. The bound stops values that would overflow, not lies of plausible
+size: the distance to the other sites' median (deployment.admission) and [robust] are for those.
+Gradient differences (fedproxvr) have no such bound, as their clip grows with the movement.
 """
 
 import math
@@ -26,13 +26,13 @@ from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import FullDataRelease, Terms
 
 LEEWAY: Final = 100.0
-"""How many times the bound above a reply may be long."""
+"""The factor by which a reply may exceed the bound above."""
 
 LARGEST_NUMBER: Final = 1e18
-"""The largest number of a reply, of those that do not follow from the terms."""
+"""The largest number in a reply, unless the terms determine it."""
 
 _DEVIATIONS: Final = 9.0
-# How many times its declared size a site's true one may be: declared sizes are round numbers.
+# The factor by which a site's true size may exceed the declared one, which is a round number.
 _RECORDS: Final = 2.0
 
 

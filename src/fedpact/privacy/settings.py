@@ -1,4 +1,4 @@
-"""The [privacy] table of a plan: what each site grants a run."""
+"""The [privacy] table of a plan: each site's budget, clip and noise."""
 
 import tomllib
 from dataclasses import replace
@@ -31,21 +31,21 @@ _Rate = Annotated[float, Field(gt=0, le=1)]
 
 
 class SiteGrant(BaseModel):
-    """What one site grants unlike the others; what is left out is as for all."""
+    """One site's values, if they differ from those of all sites."""
 
     model_config = FROZEN
     epsilon: _Epsilon | None = None
-    """Its own budget."""
+    """The site's ε."""
     delta: _Delta | None = None
-    """Its own budget."""
+    """The site's δ."""
     sigma: _Epsilon | None = None
-    """Its own noise over C."""
+    """The site's noise over C."""
     sampling_rate: _Rate | None = None
-    """Its own q."""
+    """The site's q."""
 
 
 def _read_grants(value: Any) -> Any:
-    """A path becomes the tables of that file, so that a resolved plan stands alone."""
+    """Replace a path by the tables of that file, so that the plan is self-contained."""
     if not isinstance(value, str):
         return value
     try:
@@ -59,80 +59,79 @@ def _read_grants(value: Any) -> Any:
 
 def _accountant(name: str) -> str:
     if name not in ACCOUNTANTS:
-        raise ValueError(f"{name!r} is no accountant: expected one of {', '.join(ACCOUNTANTS)}")
+        raise ValueError(f"{name!r}: expected one of {', '.join(ACCOUNTANTS)}")
     return name
 
 
 def _mode(name: str) -> str:
     if name != "none" and name not in MECHANISMS:
         expected = ", ".join((*MECHANISMS, "none"))
-        raise ValueError(f"{name!r} is no mode of privacy: expected one of {expected}")
+        raise ValueError(f"{name!r}: expected one of {expected}")
     return name
 
 
 class Privacy(BaseModel):
-    """What each site grants the run: (ε, δ) per record, under add/remove of one record."""
+    """How records are protected: (ε, δ) per record, under adding or removing one record."""
 
     model_config = FROZEN
     mode: Annotated[str, AfterValidator(_mode)] = "per_sample"
-    """"per_sample" clips each record's gradient; "automatic" scales it to a length of almost C, up
-    as well as down (AUTO-S); "batch_clipped" the mean gradient of a batch, which one record moves
-    by up to 2C, so that it needs twice the sigma; "none" trains without any protection, and the
-    report says so."""
+    """"per_sample" clips each record's gradient; "automatic" scales it up or down to a norm of
+    almost C (AUTO-S); "batch_clipped" clips the mean gradient of a batch, which one record can
+    change by 2C, so it needs twice the sigma; "none" trains without any protection, and the report
+    says so."""
     epsilon: _Epsilon | list[_Epsilon] = 2.0
-    """The budget of each record at each site; one value for all sites, or a list in the order
-    of site names."""
+    """ε of each record at each site: one value for all sites, or a list in the order of site
+    names."""
     delta: _Delta | list[_Delta] = 1e-5
-    """The budget of each record at each site; one value for all sites, or a list in the order
-    of site names."""
+    """δ of each record at each site: one value for all sites, or a list in the order of site
+    names."""
     clip: float = Field(default=1.0, gt=0)
-    """C, the longest contribution of one record to a gradient sum, or the longest batch mean."""
+    """C, the largest norm of one record's gradient in a sum, or of a batch's mean gradient."""
     clip_schedule: ScheduleKind | list[_Epsilon] = Field(default="constant", min_length=1)
-    """C f(t) is the clip of round t of T: f = 1 if constant; 1 / (1 + (t - 1) / h) if inverse;
+    """The clip of round t of T is C f(t): f = 1 if constant; 1 / (1 + (t - 1) / h) if inverse;
     (1 + cos(π (t - 1) / T)) / 2 if cosine; or a list f(1), f(2), ... The noise is σ C f(t), so
-    a round costs what it costs at C."""
+    the cost of a round does not change."""
     clip_halved_after: float = Field(default=10.0, gt=0)
-    """h of clip_schedule = "inverse", rounds until the clip is half."""
+    """h of clip_schedule = "inverse": after so many rounds the clip is half."""
     sigma: _Epsilon | list[_Epsilon] | None = None
-    """The gradient's noise over C; one value, or a list in the order of site names. Left out,
-    it is calibrated to spend ε exactly."""
+    """The gradient's noise over C: one value, or a list in the order of site names. By default it
+    is calibrated to spend ε exactly."""
     accountant: Annotated[Accountant, AfterValidator(_accountant)] = "best"
-    """"pld", "rdp", or "best", the smaller of their valid bounds."""
+    """"pld", "rdp", or "best", the smaller of the two bounds."""
     sizes: Literal["public", "noisy"] = "public"
-    """"public", N_i is declared; or "noisy", each site releases one noisy count of its records
-    before training, which its budget pays for. A plain run has exact ones."""
+    """"public": N_i is declared. "noisy": each site releases one noisy count of its records before
+    training, paid from its budget. A plain run uses exact sizes."""
     size_noise: float = Field(default=10.0, gt=0)
-    """The noise multiplier of that count, whose sensitivity is 1: its standard deviation in
-    records."""
+    """The standard deviation of that count's noise, in records; its sensitivity is 1."""
     column_share: float = Field(default=0.04, gt=0, lt=1)
-    """Of the budget, what the release takes by which columns with scale = "released" are
-    scaled: 1/σ² adds up over Gaussian releases, and this is the release's part of it."""
+    """The share of the budget for releasing means of columns with scale = "released": 1/σ² adds
+    up over Gaussian releases, and this is the release's part of the total."""
     trust: Literal["own", "sum"] = "own"
-    """"own", each site's noise is enough alone; or "sum": sites share the noise out, and only
-    sums over sites are opened ([secure_aggregation]). ε then needs `honest` sites, and the
-    larger one that needs none is stated beside it; see docs/notes/noise-for-the-sum.md."""
+    """"own": each site's noise alone protects its records. "sum": sites share the noise, and only
+    sums over sites are revealed ([secure_aggregation]). ε then requires `honest` sites; the larger
+    ε that requires none is also stated. See docs/notes/noise-for-the-sum.md."""
     honest: int = Field(default=0, ge=0)
-    """h, of how many sites that are in a sum the noise has to be unknown; at most the threshold
-    less one, as a site knows its own."""
+    """h, the number of sites in a sum whose noise must be unknown to an attacker; less than the
+    threshold, as a site knows its own noise."""
     unit: Literal["record", "person"] = "record"
-    """Whom (ε, δ) is of: a "record", or a "person" with all records at the site. Then persons
-    are sampled, sizes count persons, and each of a person's m records weighs 1/m; needs a
-    column that names the person (`person`)."""
+    """What (ε, δ) protects: a "record", or a "person" with all records at the site. For persons,
+    persons are sampled, sizes count persons, and each of a person's m records has weight 1/m; this
+    needs a column that identifies the person (`person`)."""
     person_records: int | None = Field(default=None, ge=1, le=MOST_RECORDS)
-    """k. Of a record's ε, one is also told for a person of up to k records, beside 2, 3, 5 and
-    10. Where a record's person is known, a site uses at most k of each person's."""
+    """k. With unit = "record", ε is also stated for a person with up to k records, in addition to
+    2, 3, 5 and 10. If persons are known, a site uses at most k records of each."""
     per_site: Annotated[dict[str, SiteGrant], BeforeValidator(_read_grants)] = Field(
         default_factory=dict[str, SiteGrant]
     )
-    """Site name -> what it grants unlike the others; or a TOML file with such tables."""
+    """Site name -> values that differ from those of all sites; or a TOML file with such tables."""
 
     @property
     def shares_noise(self) -> bool:
-        """Whether ε is of sums over sites, whose noise they share out."""
+        """Whether sites share the noise, so that ε is about sums over sites."""
         return self.honest > 0
 
     def noise_copies(self, sites: int) -> float:
-        """Return how often the noise that protects is in a sum over so many sites."""
+        """Return the variance of the noise in a sum over the sites, relative to what ε needs."""
         return sites / (self.honest or 1)
 
     @model_validator(mode="after")
@@ -146,35 +145,36 @@ class Privacy(BaseModel):
         if self.clip_halved_after != 10.0 and self.clip_schedule != "inverse":
             raise ValueError(
                 f"clip_halved_after is {self.clip_halved_after:g} with clip_schedule = "
-                f'{self.clip_schedule!r}: it is of clip_schedule = "inverse" alone; leave it out'
+                f'{self.clip_schedule!r}: it belongs to clip_schedule = "inverse"; leave it out'
             )
         if self.honest and (self.mode != "per_sample" or self.sizes == "noisy"):
             raise ValueError(
-                f'trust = "sum" with mode = "{self.mode}", sizes = "{self.sizes}": only sums of '
-                'clipped records are shared, so mode = "per_sample" and sizes = "public"'
+                f'trust = "sum" with mode = "{self.mode}", sizes = "{self.sizes}": expected mode = '
+                '"per_sample" and sizes = "public", as only sums of clipped records have shared '
+                "noise"
             )
         if self.unit == "person" and self.mode != "none" and not mechanism_of(self.mode).summed:
             raise ValueError(
-                f'unit = "person" with mode = "{self.mode}": each of a person\'s records has a '
-                "share of the person's clip, and a batch's mean that is clipped as a whole has no "
-                'such shares; use mode = "per_sample"'
+                f'unit = "person" with mode = "{self.mode}": a person\'s records share the '
+                "person's clip, which is impossible if a batch is clipped as a whole; use "
+                'mode = "per_sample"'
             )
         return self
 
     @property
     def calibrates(self) -> bool:
-        """Whether σ follows from the budgets, so that the number of iterations has to be known."""
+        """Whether σ is calibrated to the budgets, which requires the number of iterations."""
         return self.mode != "none" and self.sigma is None
 
     def clips(self, rounds: int) -> tuple[float, ...]:
-        """Return C of each round; of a constant one nothing."""
+        """Return C of each round, or () if it is constant."""
         if self.clip_schedule == "constant":
             return ()
         kind, half = self.clip_schedule, self.clip_halved_after
         return tuple(self.clip * factor(kind, half, t, rounds) for t in range(1, rounds + 1))
 
     def check_rate(self, rate: float | None, batch: float | None) -> None:
-        """Raise ValueError: q is given twice, or would follow from a size that is released."""
+        """Raise ValueError if q is given twice, or would depend on a released size."""
         if rate is not None and batch is not None:
             raise ValueError(
                 f"sampling_rate = {rate} and batch_size = {batch}: they set the same thing; leave "
@@ -182,13 +182,13 @@ class Privacy(BaseModel):
             )
         if self.sizes == "noisy" and batch is not None:
             raise ValueError(
-                f'batch_size = {batch:g} with privacy.sizes = "noisy": q = B / N and the noise for '
-                "it would be chosen from a release, which no fixed accounting covers; give "
+                f'batch_size = {batch:g} with privacy.sizes = "noisy": q = B / N, and with it the '
+                "noise, would depend on a release, which the accounting does not cover; give "
                 "sampling_rate instead"
             )
 
     def check_clips(self, rounds: int) -> None:
-        """Raise InputError unless every round's clip is one that a private kernel can sum with."""
+        """Raise InputError unless every round's clip is within the kernel's range."""
         if self.mode == "none":
             return
         for number, clip in enumerate((self.clip, *self.clips(rounds))):
@@ -197,32 +197,32 @@ class Privacy(BaseModel):
             check_clip(name, check.positive(**{name: clip}))
 
     def check_means(self, *, exact: bool, released: bool) -> None:
-        """Raise ValueError where persons are to be protected, and means over records leave.
+        """Raise ValueError if persons are protected, but means over records are released.
 
-        exact: without noise. released: with noise for a record, as what scales columns.
+        exact: without noise. released: with noise for one record, to scale columns.
         """
         if released and self.unit == "person":
             raise ValueError(
-                'privacy.unit = "person" with scale = "released": what scales a column is summed '
-                "over records, with noise for one record; declare mean and deviation"
+                'privacy.unit = "person" with scale = "released": a column\'s mean is summed over '
+                "records, with noise for one record; declare mean and deviation"
             )
         if exact and self.unit == "person":
             raise ValueError(
-                'privacy.unit = "person" with estimator = "raw": exact means over records count '
-                "each record alike, whosever it is; use another estimator"
+                'privacy.unit = "person" with estimator = "raw": exact means over records do not '
+                "depend on persons; use another estimator"
             )
 
     def check_sum(self, threshold: int, whose: str, needs_own_noise: str) -> None:
-        """Raise ValueError where sites cannot share noise out.
+        """Raise ValueError if sites cannot share noise.
 
-        threshold: of secure aggregation. needs_own_noise: why shared noise would not protect, of
-        the method in `whose`, in words; "" if it would.
+        threshold: of secure aggregation. whose: the method, in words. needs_own_noise: why shared
+        noise would not protect it; "" if it would.
         """
         if not self.honest:
             return
         if not threshold:
             raise ValueError(
-                'privacy.trust = "sum" needs a server that sees sums only: set '
+                'privacy.trust = "sum" needs a server that only sees sums: set '
                 'secure_aggregation.threshold, or trust = "own"'
             )
         if needs_own_noise:
@@ -232,15 +232,15 @@ class Privacy(BaseModel):
         given = [grant.sigma for grant in self.per_site.values()]
         if isinstance(self.sigma, list) or any(s is not None for s in given):
             raise ValueError(
-                'privacy.trust = "sum" with a sigma for each site: the noise is that of the sum, '
-                "and one for all; give one number, or leave it out"
+                'privacy.trust = "sum" with a sigma for each site: the noise is that of the sum; '
+                "give one number, or leave it out"
             )
 
     def check_shared(self, threshold: int, sites: int) -> None:
-        """Raise PlanError unless of every sum of at least `threshold` sites `honest` are unknown.
+        """Raise PlanError unless every sum of at least `threshold` sites has `honest` unknown ones.
 
-        At most c = t - h parties may tell what they know, the site that looks among them, and two
-        lists with t signatures each are ruled out by 2t > K + c.
+        At most c = t - h parties may collude, including the site that looks at a sum; 2t > K + c
+        rules out two lists with t signatures each.
         """
         if self.honest and not sites - threshold < self.honest < threshold:
             least, most = sites - threshold + 1, threshold - 1
@@ -253,9 +253,9 @@ class Privacy(BaseModel):
             or_both = f"honest below {sites}, and a threshold of {sites}"
             raise PlanError(
                 f"privacy.honest = {self.honest} with {sites} sites and secure_aggregation."
-                f"threshold = {threshold}: expected {', or '.join(remedies) or or_both}; of a sum "
-                f"of {threshold} sites at least one, who looks at it, knows a share, and a "
-                "threshold is met twice where too many are dishonest"
+                f"threshold = {threshold}: expected {', or '.join(remedies) or or_both}; in a sum "
+                f"of {threshold} sites at least one, which looks at it, knows its share, and with "
+                "too many dishonest sites two lists can reach the threshold"
             )
 
     @property
@@ -265,14 +265,14 @@ class Privacy(BaseModel):
 
     @property
     def told_records(self) -> tuple[int, ...]:
-        """For how many records of one person ε is told; none where it is per person anyway."""
+        """The numbers of records per person for which ε is stated; none if ε is per person."""
         if self.unit == "person":
             return ()
         asked = () if self.person_records is None else (self.person_records,)
         return tuple(sorted({*PERSON_RECORDS, *asked}))
 
     def check_sites(self, sites: tuple[str, ...]) -> None:
-        """Raise PlanError where a list or a table does not fit these sites."""
+        """Raise PlanError if a list or a table does not fit these sites."""
         for name in ("epsilon", "delta", "sigma"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != len(sites):  # pyright: ignore[reportUnknownArgumentType]
@@ -307,7 +307,7 @@ class Privacy(BaseModel):
     def release_of(
         self, released: tuple[str, ...], site: str, sites: tuple[str, ...], times: int
     ) -> FullDataRelease | None:
-        """Return how one of these sites releases what scales its columns; None: there are none."""
+        """Return the terms on which a site releases its columns' means; None if it releases none."""
         if not released:
             return None
         budget = self.budget(site, sites)
@@ -316,7 +316,7 @@ class Privacy(BaseModel):
         )
 
     def least_noise_of(self, released: int) -> float:
-        """Return the least deviation that any of the budgets here leaves in sums of columns."""
+        """Return the smallest noise deviation in sums of columns under any of the budgets."""
         grants = self.per_site.values()
         epsilon = max(_most(self.epsilon), *(one.epsilon or 0.0 for one in grants), 0.0)
         delta = max(_most(self.delta), *(one.delta or 0.0 for one in grants), 0.0)
@@ -326,11 +326,11 @@ class Privacy(BaseModel):
         )
 
     def terms(self, sites: tuple[str, ...], asked: Terms) -> Terms:
-        """Return one of these sites' terms: with σ_i where it is given, else calibrated.
+        """Return a site's terms, with σ_i as given or calibrated.
 
-        asked: the same at unit noise (privacy.noise). A site that is never asked has the noise of a
-        single round, and nothing reserved.
-        Raises PlanError: a given σ does not allow a single step.
+        asked: the terms at unit noise (privacy.noise). A site that takes part in no round gets the
+        noise of a single round, and reserves nothing.
+        Raises PlanError: the given σ does not allow a single step.
         """
         once = replace(asked, steps=1, opening_sigmas={}, openings=0)
         planned = asked if asked.steps else once
@@ -341,9 +341,9 @@ class Privacy(BaseModel):
         return found if asked.steps else replace(found, steps=0)
 
     def together(self, each: dict[str, Terms]) -> dict[str, Terms]:
-        """Return the terms of all sites: where they share the noise out, with that of the loudest.
+        """Return the terms of all sites; if they share noise, all with the largest σ.
 
-        Every site relies on the others' shares, so all add what the most careful one needs.
+        Every site relies on the others' shares, so all add as much as the strictest budget needs.
         """
         if not self.honest:
             return each

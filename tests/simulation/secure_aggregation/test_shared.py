@@ -231,7 +231,7 @@ def test_the_largest_legal_sum_does_not_wrap(sites, width):
 @pytest.mark.parametrize(
     ("tables", "why"),
     [
-        ({"secure_aggregation": {"threshold": 0}}, "sees sums only"),
+        ({"secure_aggregation": {"threshold": 0}}, "only sees sums"),
         ({"settings": {"local_steps": 2}}, "own noisy ones"),
         ({"algorithm": "fedprox", "settings": {"local_steps": 1}}, "steps and memory"),
         ({"algorithm": "scaffold", "settings": {"local_steps": 1}}, "steps and memory"),
