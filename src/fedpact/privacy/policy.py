@@ -50,7 +50,7 @@ class Policy(BaseModel):
     epsilon_alone_per_run: _Positive | None = None
     """The most that one run may reserve of the ε that trusts no other site; given with `honest`."""
     epsilon_alone_ever: _Positive | None = None
-    """The most that all runs may reserve of the ε that trusts no other site; given with `honest`."""
+    """The most that all runs may reserve of the ε that trusts no site; given with `honest`."""
     approvals: Annotated[int, Field(ge=0, le=2, strict=True)] = 1
     """How many people with different names must sign before a deployed site opens."""
     unit: Literal["record", "person"] = "record"
@@ -132,8 +132,8 @@ class Policy(BaseModel):
             )
         if terms.protects != self.unit:
             raise PolicyRefused(
-                f"the run's ε is per {terms.protects} ({terms.adjacency}), but the site's policy is "
-                f'per {self.unit}: to allow it, the owner sets unit = "{terms.protects}", with '
+                f"the run's ε is per {terms.protects} ({terms.adjacency}), but the site's policy "
+                f'is per {self.unit}: to allow it, the owner sets unit = "{terms.protects}", with '
                 "bounds for that unit"
             )
         releases = terms.releases | (evaluation.releases if evaluation else {})

@@ -307,7 +307,7 @@ class Privacy(BaseModel):
     def release_of(
         self, released: tuple[str, ...], site: str, sites: tuple[str, ...], times: int
     ) -> FullDataRelease | None:
-        """Return the terms on which a site releases its columns' means; None if it releases none."""
+        """Return a site's release of its columns' means; None if there is none."""
         if not released:
             return None
         budget = self.budget(site, sites)
