@@ -245,6 +245,6 @@ def test_a_run_that_lacks_a_ledger_does_not_begin_another(own, left):
     ledger = own / "sites" / "site-00" / "ledger.jsonl"
     ledger.unlink() if left is None else ledger.write_bytes(left)
     plan = Plan.parse(json.loads((own / "plan.json").read_bytes()))
-    with pytest.raises(LedgerError, match="and the run has begun"):
+    with pytest.raises(LedgerError, match="and the run has started"):
         simulate(plan, own)
     assert (ledger.read_bytes() if ledger.exists() else None) == left

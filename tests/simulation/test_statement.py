@@ -104,7 +104,7 @@ def test_it_says_where_delta_covers_a_record_without_noise(rate, alone):
     lines = [line for line in told["does_not_cover"] if "without any noise" in line]
     # Twice 1e-6 is below δ = 1e-5, twice 5.1e-6 is not.
     assert len(lines) == alone
-    assert all("probability 2e-06 at most" in line for line in lines)
+    assert all("probability at most 2e-06" in line for line in lines)
 
 
 def test_it_says_what_epsilon_is_for_a_patient_with_five_visits(tmp_path):
@@ -154,7 +154,7 @@ def test_shared_noise_has_both_of_a_person():
 
 @pytest.mark.parametrize(
     ("precision", "said"),
-    [("float32", "compute in float32"), ("bf16", "compute by bfloat16; norms")],
+    [("float32", "computed in float32"), ("bf16", "computed in bfloat16; norms")],
 )
 def test_it_names_the_precision(precision, said):
     assert said in statement(run={"precision": precision})["precision"]

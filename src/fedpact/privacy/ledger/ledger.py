@@ -1,20 +1,18 @@
-"""A site's ledger: what it has promised and what it has spent, written down before it is released.
+"""A site's ledger: reservations and charges, written before anything is released.
 
-One file per site, for all runs on the same data; `chain` keeps it. Kinds of entries:
+One file per site, for all runs on the same data, stored by `hash_chain`. Kinds of entries:
 
-    open      whose ledger this is, and whether its releases are hypothetical (a simulation's)
-    reserve   a run may make these events; all of them together cost at most (ε, δ). One beside a
-              run is of other records of the site, and has a name of its own: "RUN/evaluation"
+    open      the site's name, and whether its releases are hypothetical (a simulation's)
+    reserve   a run may make these events, which together cost at most (ε, δ). A reservation beside
+              a run covers other records of the site and has its own name: "RUN/evaluation"
     charge    `count` joint events of one kind, for one request, about to be released
     unprotected  exact numbers are about to leave: the run's (ε, δ) protect nobody any more
-    torn      a line that a crash left unreadable, and what it is counted as: the dearest events
-              that runs have left
+    torn      a line that a crash made unreadable, counted as the most expensive remaining events
 
-`charge` returns only after the entry is on the disk. A crash between the two costs budget, never
-privacy. (A simulation's charge does not wait for the disk. A power failure may lose it; the resumed
-run finds that out by `last_round`.) The events of a reservation may be used in any order and number
-up to the reserved counts: what is left unused only lowers the cost. Reservations of several runs
-add up (`total`).
+`charge` returns only after the entry is on the disk, so a crash costs budget, never privacy. (A
+simulation's charge does not wait for the disk. A power failure may lose it, which the resumed run
+notices by `last_round`.) The events of a reservation may be used in any order, up to the reserved
+counts; unused events only lower the cost. Reservations of several runs add up (`total`).
 """
 
 import math
@@ -55,8 +53,8 @@ _Request = tuple[str, str, tuple[str, ...], SampledGaussian]
 class Ledger:
     """An open ledger. One process at a time holds it; threads may share it.
 
-    hypothetical: its releases are a simulation's, where a request that comes again draws the same
-    noise again. Otherwise every charge is a new one.
+    hypothetical: its releases are a simulation's, where a repeated request has the same noise and
+    is charged once. Otherwise every charge counts.
     Raises LedgerError: another site's ledger, an altered one, or one that is open elsewhere.
     """
 
@@ -88,12 +86,12 @@ class Ledger:
         self.close()
 
     def close(self) -> None:
-        """Close the file. Everything charged is on the disk then."""
+        """Close the file, with everything charged on the disk."""
         self._chain.close()
 
     @property
     def head(self) -> str:
-        """The last entry's hash: whoever keeps it finds out a shortened or forked ledger."""
+        """The last entry's hash; comparing with an earlier one reveals a shortened or forked ledger."""
         return self._chain.head
 
     @property
@@ -102,9 +100,9 @@ class Ledger:
         return self._chain.length
 
     def holds(self, length: int, head: str) -> bool:
-        """Whether this ledger goes on from one that had `length` entries, the last with this hash.
+        """Whether this ledger continues one that had `length` entries, the last with this hash.
 
-        One that was put back to an older state, or written on by somebody else, does not.
+        A ledger that was reset to an older state, or forked, does not.
         """
         with self._lock:
             return self._chain.holds(length, head)
@@ -119,15 +117,14 @@ class Ledger:
         unit: str = "record",
         only_ask: bool = False,
     ) -> None:
-        """Promise a run these events, at a cost of at most `budget`; the same promise twice is one.
+        """Reserve events for a run, at a cost of at most `budget`; repeating it changes nothing.
 
-        shared: where the events have the noise of several sites' shares; None where it is its own.
-        beside: where they are of other records than another run's. unit: whom (ε, δ) is of, a
-        "record" or a "person"; a ledger has one of them, as only such ε add up.
-        only_ask: whether it would be refused; nothing is promised.
-        Raises PolicyRefused: the events cost more than the budget, or the run has other terms, or
-        the ledger's runs another unit, or another promise stands beside that run.
-        LedgerError: the promise cannot be written down.
+        shared: if the events' noise is shared among sites; None if it is the site's own.
+        beside: if the events are of other records than those of another run. unit: what (ε, δ)
+        protects, a "record" or a "person"; a ledger has one unit, as different ones do not add up.
+        only_ask: check whether it would be refused, without reserving.
+        Raises PolicyRefused: the events cost more than the budget, the run has other terms, the
+        ledger another unit, or that run another companion. LedgerError: it cannot be written.
         """
         asked = Counter({event: number for event, number in events.items() if number})
         promise = FixedSequence(budget, asked, shared, beside, unit)
@@ -140,8 +137,8 @@ class Ledger:
                 if not cost <= promised:
                     raise PolicyRefused(
                         f"the events reserved for run {run!r} cost ε = {cost:.6g} at δ = "
-                        f"{budget.delta:g} ({ADJACENCY_BY_UNIT[unit]}), more than the ε = "
-                        f"{promised:g} they were promised for"
+                        f"{budget.delta:g} ({ADJACENCY_BY_UNIT[unit]}), more than the promised ε = "
+                        f"{promised:g}"
                     )
             if not only_ask:
                 self._append({"run": run, **promise.entry})
@@ -150,18 +147,18 @@ class Ledger:
         others = {one.unit for one in self._reserved.values()} - {unit}
         if others:
             raise PolicyRefused(
-                f"run {run!r} is per {unit}, and the runs in {self.path} are per "
-                f"{', '.join(others)}: their ε do not add up, as neither follows from the other; "
-                "a site's runs on the same records have one unit"
+                f"run {run!r} is per {unit}, but the runs in {self.path} are per "
+                f"{', '.join(others)}: such ε do not add up; all runs on the same records need the "
+                "same unit"
             )
 
     def _check_beside(self, run: str, beside: CompanionReservation | None) -> None:
         for name, one in self._reserved.items():
             if beside and one.beside and one.beside.beside == beside.beside:
                 raise PolicyRefused(
-                    f"{run!r} would stand beside run {beside.beside!r} in {self.path}, as {name!r} "
-                    "does: the larger of a run and what stands beside it counts, which is right of "
-                    "one alone; reserve it as a run of its own"
+                    f"{run!r} would be a second companion of run {beside.beside!r} in {self.path}, "
+                    f"beside {name!r}: only the larger of a run and one companion counts; reserve "
+                    "it as a separate run"
                 )
 
     def _is_promised(self, run: str, promise: FixedSequence) -> bool:
@@ -183,13 +180,13 @@ class Ledger:
         round_number: int,
         attempt: int = 0,
     ) -> None:
-        """Write down `count` events on the disk, before the first of them is released.
+        """Write `count` events to the disk, before the first of them is released.
 
-        request: identifies what is released (task and place in it). purpose: the channels. In a
-        hypothetical ledger a request that was charged before, with the same event and purpose, is
-        the same release: only what it asks for beyond the count charged then is charged.
+        request: identifies what is released (the task and the step in it). purpose: the channels.
+        In a hypothetical ledger a request that was charged before, with the same event and purpose,
+        is the same release: only events beyond the earlier count are charged.
         Raises PolicyRefused: nothing reserved, or not this event. BudgetExhausted: too many.
-        LedgerError: the charge cannot be written down.
+        LedgerError: the charge cannot be written.
         """
         at_least_one(count=count)
         channels = sorted(purpose)
@@ -219,7 +216,7 @@ class Ledger:
             self._charged(key, new, round_number, attempt)
 
     def _own_share(self, run: str, event: SampledGaussian) -> LedgerEntry:
-        """Return the second event that a charge of shared noise is: the site's own share of it."""
+        """Return the entry's second σ if noise is shared: that of the site's own share."""
         shared = self._reserved[run].shared
         return (
             {}
@@ -228,21 +225,21 @@ class Ledger:
         )
 
     def expose(self, run: str, round_number: int) -> None:
-        """Write down that exact numbers leave the site, so that the run is not private.
+        """Record that exact numbers leave the site, so that the run is not private.
 
-        Raises PolicyRefused: the ledger of a deployment, which lets none out. LedgerError: it
-        cannot be written down.
+        Raises PolicyRefused: a deployment, which never releases any. LedgerError: it cannot be
+        written.
         """
         if not self.hypothetical:
             raise PolicyRefused(
-                f"run {run!r} asked for exact numbers in round {round_number}: a site of a "
-                "deployment lets none out; leave out what asks for them"
+                f"run {run!r} asked for exact numbers in round {round_number}: a deployed site "
+                "never releases any; remove what asks for them"
             )
         with self._lock:
             self._append({"kind": "unprotected", "run": run, "round": round_number})
 
     def note_placement(self, run: str, placement: str, precision: str) -> None:
-        """Write down how a run's records are placed and computed from now on, where it is not yet.
+        """Record how a run's gradients are computed from now on, unless it is recorded already.
 
         placement: a key of per_sample.layout.PLACEMENTS. precision: "float32", "tf32" or "bf16".
         Raises LedgerError: it cannot be written.
@@ -277,10 +274,10 @@ class Ledger:
     def total(self, without: str | None = None, honest: float = math.inf) -> tuple[float, float]:
         """Return (Σ ε, Σ δ) over the reservations of all runs, by basic composition.
 
-        What every run together can cost a record, add/remove one; (0, 0) where none is reserved,
-        and an infinite ε once a run has let exact numbers out. without: a run that does not count,
-        nor what stands beside it. honest: how many sites' noise counts; a run that needs more
-        counts with the ε that needs none.
+        This bounds what all runs together can cost a record; (0, 0) without reservations, and an
+        infinite ε once a run has released exact numbers. without: a run to leave out, together with
+        its companion. honest: the number of sites trusted to add noise; a run that needs more
+        counts with the ε that trusts none.
         """
         with self._lock:
             each = [

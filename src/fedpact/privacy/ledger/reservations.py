@@ -1,18 +1,18 @@
 """Reservations in a ledger.
 
-The events are a fixed sequence, enumerated before the run; PLD and RDP bound them all together, and
-(ε, δ) as reserved is the guarantee. `entry` is how a promise stands in a ledger.
+A reservation is a fixed sequence of events, listed before the run. PLD and RDP bound them all
+together, and the reserved (ε, δ) is the guarantee.
 
-Where noise is shared (privacy.accounting.shared_noise), an event has the noise of h sites' shares,
-and (ε, δ) holds
-if so many of them are honest. A second ε, at the same δ, is then promised for the site's own share
-of each event: it holds against everybody. Every charge is one of both.
+If noise is shared (privacy.accounting.shared_noise), an event has the noise of h sites' shares, and
+(ε, δ) holds if h sites are honest. A second ε at the same δ is then reserved for the site's own
+share of each event, which holds against everybody. Every charge counts for both.
 
-A promise may stand beside a run's: of other records of the same site, as those held out of training
-(`CompanionReservation`). A record is one of either, so of the two the larger counts, and not their
-sum.
+A companion reservation covers other records of the same site than its run, such as those held out
+of training (`CompanionReservation`). A record belongs to one of the two, so the larger counts and
+not the sum.
 
-Each is made after what came before was seen, so both ε and both δ are summed, by basic composition.
+Reservations of different runs add up by basic composition, in ε and δ, as each was made after the
+earlier results were seen.
 """
 
 import re
@@ -38,7 +38,7 @@ WHY: Final = (
 class Shared:
     """How noise is shared. honest: h >= 1. epsilon_alone: of the site's own shares, at the same δ.
 
-    The δ of the promise includes privacy.accounting.shared_noise.ADDED_DELTA.
+    The reservation's δ includes privacy.accounting.shared_noise.ADDED_DELTA.
     """
 
     honest: int
@@ -47,10 +47,10 @@ class Shared:
 
 @dataclass(frozen=True)
 class CompanionReservation:
-    """Of which records a promise is: of others than those of run `beside`.
+    """Says that a reservation covers other records than those of run `beside`.
 
-    split: what tells them apart, as a digest. It decides by each record alone, and as it is part of
-    the promise, it is the same as long as the run lasts.
+    split: a digest of the rule that separates them. The rule looks at each record alone; being part
+    of the reservation, it cannot change during the run.
     """
 
     beside: str
@@ -75,22 +75,22 @@ class FixedSequence:
 
     @property
     def epsilon(self) -> float:
-        """The promised ε."""
+        """The reserved ε."""
         return self.budget.epsilon
 
     @property
     def honest(self) -> int:
-        """Of how many sites it needs the noise, 0 for none."""
+        """The number of honest sites whose noise it needs, 0 for none."""
         return 0 if self.shared is None else self.shared.honest
 
     @property
     def epsilon_alone(self) -> float:
-        """The promised ε that needs no other site's noise."""
+        """The reserved ε that trusts no other site."""
         return self.budget.epsilon if self.shared is None else self.shared.epsilon_alone
 
     @property
     def entry(self) -> dict[str, Any]:
-        """What the ledger's chain holds of it."""
+        """The reservation's entry in the ledger."""
         events = [[e.q, e.sigma, n] for e, n in sorted(self.allowed.items())]
         found = {"kind": "reserve", **asdict(self.budget)}
         for more in (self.shared, self.beside):
@@ -99,11 +99,11 @@ class FixedSequence:
 
     @property
     def terms(self) -> dict[str, Any]:
-        """What makes it this promise: all of it but the ε alone, which follows from the rest."""
+        """What identifies the reservation: all of `entry` but the ε alone, which follows from it."""
         return {name: value for name, value in self.entry.items() if name != "epsilon_alone"}
 
     def costs(self) -> list[tuple[float, float]]:
-        """Return (ε of all events, ε promised): of shared noise with the shares' help and alone."""
+        """Return pairs (ε of all events, ε reserved); with shared noise also the pair alone."""
         if self.shared is None:
             return [(epsilon(self.allowed, self.budget.delta), self.budget.epsilon)]
         own = shared_noise.all_alone(self.allowed, self.shared.honest)
@@ -112,7 +112,7 @@ class FixedSequence:
         return [(together, self.budget.epsilon), (alone, self.shared.epsilon_alone)]
 
     def check(self, run: str, event: SampledGaussian, count: int) -> None:
-        """Raise PolicyRefused: not this event. BudgetExhausted: not as many more of it."""
+        """Raise PolicyRefused: not reserved. BudgetExhausted: fewer than `count` are left."""
         if event not in self.allowed:
             raise not_reserved(run, event)
         allowed, spent = self.allowed[event], self.spent[event]
@@ -123,14 +123,14 @@ class FixedSequence:
             )
 
     def charge(self, event: SampledGaussian, count: int) -> None:
-        """Count events that `check` let pass."""
+        """Count events, after `check`."""
         self.spent[event] += count
         self._largest = max(self._largest, count)
 
     def dearest_left(self, at_least: int, lines: int) -> list[tuple[SampledGaussian, int]]:
-        """Return what so many unreadable lines are counted as: the dearest events that are left.
+        """Return the most expensive remaining events, as the charge for unreadable lines.
 
-        For each line as many as the largest charge so far, or `at_least`, should that be more.
+        For each line, as many as the largest charge so far, or `at_least` if that is more.
         """
         missing = lines * max(1, at_least, self._largest)
         taken = list[tuple[SampledGaussian, int]]()
@@ -144,7 +144,7 @@ class FixedSequence:
 
 
 def from_entry(entry: Mapping[str, Any]) -> FixedSequence:
-    """Return a reservation as its entry has it, nothing charged. Raises ValueError and the like."""
+    """Return the reservation of an entry, with nothing charged. Raises ValueError and the like."""
     budget = Budget(entry["epsilon"], entry["delta"])
     shared = Shared(entry["honest"], entry["epsilon_alone"]) if "honest" in entry else None
     events = Counter({SampledGaussian(q, sigma): n for q, sigma, n in entry["events"]})
@@ -153,11 +153,10 @@ def from_entry(entry: Mapping[str, Any]) -> FixedSequence:
 
 
 def cost_of_torn(lines: Sequence[bytes], reserved: Mapping[str, FixedSequence]) -> dict[str, Any]:
-    """Return what unreadable lines are counted as, in every open run, as a ledger's entry.
+    """Return a ledger entry that charges unreadable lines to every open run.
 
-    The dearest events that are left (see FixedSequence). The lines' own releases never left the
-    site. Of several all but the first tell of the first, as a ledger is not used before it is
-    counted; but nobody can read that in them.
+    Each line counts as the most expensive remaining events. Its release never left the site, so
+    this is more than was spent.
     """
     told = b"\n".join(lines)
     named = sum(int(digits) for digits in re.findall(rb'"count": (\d{1,15})', told))
@@ -170,9 +169,9 @@ def cost_of_torn(lines: Sequence[bytes], reserved: Mapping[str, FixedSequence]) 
 
 
 def over_runs(promised: Iterable[tuple[str, float, float]]) -> tuple[float, float]:
-    """Return (Σ ε, Σ δ) that a record can bear, of (run, ε, δ) each, by basic composition.
+    """Return the (Σ ε, Σ δ) of one record over reservations (run, ε, δ), by basic composition.
 
-    Promises of one run are of different records, so the largest ε and δ among them count.
+    Reservations of one run cover different records, so the largest ε and δ among them count.
     """
     most = dict[str, tuple[float, float]]()
     for run, cost, delta in promised:
@@ -182,15 +181,14 @@ def over_runs(promised: Iterable[tuple[str, float, float]]) -> tuple[float, floa
 
 
 def not_reserved(run: str, event: SampledGaussian) -> PolicyRefused:
-    """Return the error of a run that asks for what it has not reserved."""
+    """Return the error of a run that asks for an event it has not reserved."""
     return PolicyRefused(
-        f"run {run!r} asks for {event}, which its reservation does not name: reserve it at "
-        "the run's start"
+        f"run {run!r} asks for {event}, which it has not reserved: reserve it at the run's start"
     )
 
 
 def other_terms(run: str, path: Path, before: FixedSequence, asked: FixedSequence) -> PolicyRefused:
-    """Return the error of a run that asks for another promise than the one it has."""
+    """Return the error of a run that asks for another reservation than the one it has."""
     was, now = before.terms, asked.terms
     differ = (name for name in was | now if was.get(name) != now.get(name))
     told = ", ".join(f"{name} {was.get(name)} there and {now.get(name)} now" for name in differ)
@@ -201,10 +199,11 @@ def other_terms(run: str, path: Path, before: FixedSequence, asked: FixedSequenc
 
 
 def spend_of(run: str, runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float] | None:
-    """Return what a run has cost, None where a ledger has nothing of it.
+    """Return a run's cost, None if a receipt does not have the run.
 
-    runs: of a receipt. Keys: epsilon_spent, epsilon_reserved, both of them with "alone", and delta.
-    Of training and evaluations, which are of other records, the larger counts.
+    runs: of the receipt. Keys: epsilon_spent, epsilon_reserved, epsilon_alone_spent,
+    epsilon_alone_reserved and delta. Training and evaluations cover different records, so the
+    larger counts.
     """
     mine = [(run, told) for name, told in runs.items() if run == (told["beside"] or name)]
     if not mine:
