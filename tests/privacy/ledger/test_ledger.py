@@ -194,7 +194,7 @@ def test_events_are_charged_up_to_the_reserved_number_each(ledger: Ledger) -> No
 def test_what_is_not_reserved_is_refused(ledger: Ledger) -> None:
     length = ledger.length
     for other in ({"run": "other"}, {"event": SampledGaussian(0.01, 4.0000001)}):
-        with pytest.raises(PolicyRefused, match="does not name"):
+        with pytest.raises(PolicyRefused, match="has not reserved"):
             charge(ledger, "a", **other)
     for count in (0, -1, True, 1.0):
         with pytest.raises(InputError, match="count is"):

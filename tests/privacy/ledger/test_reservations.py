@@ -28,7 +28,7 @@ def test_of_a_run_and_what_stands_beside_it_the_larger_counts(tmp_path: Path) ->
             ledger.reserve("run/evaluation", Budget(3.0, 1e-6), {EVENT: 1}, beside=again)
         # Nor do two stand there, of which the same record could bear both.
         for another in (beside, again):
-            with pytest.raises(PolicyRefused, match="as 'run/evaluation' does"):
+            with pytest.raises(PolicyRefused, match="beside 'run/evaluation'"):
                 ledger.reserve("more", Budget(3.0, 1e-6), {EVENT: 1}, beside=another)
     with Ledger(path, "a", hypothetical=True) as ledger:
         ledger.reserve("run/evaluation", Budget(3.0, 1e-6), {EVENT: 1}, beside=beside)

@@ -91,7 +91,7 @@ class Ledger:
 
     @property
     def head(self) -> str:
-        """The last entry's hash; comparing with an earlier one reveals a shortened or forked ledger."""
+        """The last entry's hash. Keeping it reveals a ledger that is shortened or forked later."""
         return self._chain.head
 
     @property

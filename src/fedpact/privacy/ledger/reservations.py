@@ -99,7 +99,7 @@ class FixedSequence:
 
     @property
     def terms(self) -> dict[str, Any]:
-        """What identifies the reservation: all of `entry` but the ε alone, which follows from it."""
+        """What identifies the reservation: `entry` without the ε alone, which follows from it."""
         return {name: value for name, value in self.entry.items() if name != "epsilon_alone"}
 
     def costs(self) -> list[tuple[float, float]]:
