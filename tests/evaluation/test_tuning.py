@@ -239,9 +239,9 @@ def test_the_sentence_names_every_site_once():
         "d": Gain(math.nan, math.nan, math.nan),
     }
     told = describe_joining(gains, "at ε = 1")
-    assert told == "At ε = 1 joining pays for a; not for b; and cannot be told for c, d."
+    assert told == "At ε = 1 joining pays for a; not for b; undecided for c, d."
     assert describe_joining({"c": gains["c"]}, "without privacy") == (
-        "Without privacy joining pays for no site; and cannot be told for c."
+        "Without privacy joining pays for no site; undecided for c."
     )
 
 

@@ -204,7 +204,7 @@ def test_named_columns_cannot_be_declared_by_position():
 
 
 def test_prediction_on_a_handed_in_table_needs_named_columns():
-    with pytest.raises(DataError, match="handed in from Python"):
+    with pytest.raises(DataError, match="passed in from Python"):
         load_dataset("table@0123456789abcdef", "ill")
 
 
@@ -263,7 +263,7 @@ def test_a_folder_says_what_was_handed_in_and_takes_no_other(tmp_path):
     other = (X + 1, Y)
     with pytest.raises(PlanError, match="give the records that it was made for"):
         fedpact.run(plan, data=other, out=tmp_path / "other")
-    with pytest.raises(DataError, match=r"handed in from Python .* hand in the same records"):
+    with pytest.raises(DataError, match=r"passed in from Python .* pass the same records"):
         fedpact.run(plan, out=tmp_path / "none")
     with pytest.raises(PlanError, match="another configuration"):
         fedpact.run(plan, data=own, model=local(5), out=tmp_path / "run")

@@ -321,8 +321,8 @@ def test_algorithm_without_participation_claim_is_refused(monkeypatch):
     borrowing.facts, borrowing.Settings = fedavg.facts, fedavg.Settings
     monkeypatch.setattr(algorithms, "load", lambda name: borrowing if name == "new" else fedavg)
     assert Method("fedavg").facts.needs_all_sites == ""
-    assert "does not say" in Method("new").facts.needs_all_sites
-    assert "does not say" in Method("new").facts.needs_own_noise
+    assert "does not declare" in Method("new").facts.needs_all_sites
+    assert "does not declare" in Method("new").facts.needs_own_noise
     del borrowing.facts
     assert Method("new").facts == algorithms.MethodFacts()
 
@@ -330,7 +330,7 @@ def test_algorithm_without_participation_claim_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"control": {"kind": "ali"}, "settings": {}}, "left at every site"),
+        ({"control": {"kind": "ali"}, "settings": {}}, "remaining budget of every site"),
         ({"secure_aggregation": {"threshold": 3}}, "one list of sites for all rounds"),
         ({"sites_per_round": 0}, "sites_per_round"),
     ],

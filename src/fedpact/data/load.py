@@ -77,7 +77,7 @@ def load_dataset(
         return _with_test(load_dataset(name.removesuffix(_WITH_TEST), label, site, classes=classes))
     if is_handed(name):
         raise DataError(
-            f"data set {name} was handed in from Python and is no part of the plan: hand in the "
+            f"data set {name} was passed in from Python and is not stored in the plan: pass the "
             "same records again, from Python: fedpact.run(fedpact.Plan.read(Path('plan.json')), "
             "'FOLDER', data=...), with FOLDER the run's to go on with it"
         )

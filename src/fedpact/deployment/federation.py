@@ -196,7 +196,7 @@ class Federation(BaseModel):
             )
         if plan.handed:
             raise PlanError(
-                f"plan.json has {', '.join(plan.handed)}, which was handed in from Python: every "
+                f"plan.json has {', '.join(plan.handed)}, which was passed in from Python: every "
                 "party builds model and loss itself; define them in a file that all parties have, "
                 "as package.module:name"
             )

@@ -1,22 +1,19 @@
-"""Held-out records: their split, their reservation, and the noisy sums released of them.
+"""Held-out records: how they are chosen, reserved, and summed for release.
 
-A split by shuffled places would move other records when one is added, and what that one costs would
-then be what training and evaluation cost together. Here one record more is one record more on one
-side; nothing else changes, and it bears the (ε, δ) of that side.
+Each record is held out or not by a keyed hash of its content. With a split by shuffled indices, one
+added record would move others, and would cost as much as training and evaluation together. Here it
+only adds one record to one side, so it costs the (ε, δ) of that side. If the site knows each
+record's person, the person's name is hashed, so all of a person's records are on one side.
 
-Where the site knows whose its records are, a person decides, by the name, with all records. So a
-person too is on one side, and bears the (ε, δ) of that one, for however many records it holds.
-
-hits    [groups, classes, 2]   records by group, class, and whether the model is right
+    hits    [groups, classes, 2]   records by group, class, and whether the model is right
     roc     [2, bins]              records by class and score, the probability of the second class
     loss    [1]                    Σ min(ℓ_j / bound, 1), each rounded down to 2^-20
     false_positives
-            [groups, classes]      misses by group and the class that the model says
+            [groups, classes]      misses by group and predicted class
 
-A record stands in one cell of a table at most, and adds at most 1 to the loss: it moves each by at
-most 1. Where a person is protected, each of the m records of one weighs 1/m, rounded down to 2^-20:
-so a person moves each by at most 1 as well, however many records it has, and every person counts
-alike.
+A record is in at most one cell of a table, and adds at most 1 to the loss, so it changes each
+release by at most 1. If persons are protected, each of a person's m records has weight 1/m, rounded
+down to 2^-20: a person too changes each release by at most 1, and all persons count equally.
 """
 
 import hashlib
@@ -45,17 +42,17 @@ from fedpact.privacy.terms import FullDataRelease
 
 
 class Grouping(BaseModel):
-    """Groups of records, by one of their columns."""
+    """Groups of records by one of their columns."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
     column: int = Field(ge=0)
-    """Which place of a record [d] decides, from 0."""
+    """The column's index in a record [d], from 0."""
     values: tuple[float, ...] = Field(min_length=2)
-    """What it is in each group."""
+    """The column's value in each group."""
     names: tuple[str, ...]
-    """The groups', in the same order."""
+    """The groups' names, in the same order."""
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
@@ -92,12 +89,12 @@ class Grouping(BaseModel):
 
 
 def name_reservation(run: str) -> str:
-    """Return what a ledger calls a run's evaluations. No run has such a name."""
+    """Return the name of a run's evaluations in a ledger. No run has such a name."""
     return f"{run}/evaluation"
 
 
 def charge_of(ledger: Ledger, task: Task) -> Callable[[SampledGaussian, tuple[str, ...]], None]:
-    """Return what charges the evaluation that a task asks for."""
+    """Return a function that charges the evaluation of a task."""
 
     def charge(event: SampledGaussian, purpose: tuple[str, ...]) -> None:
         ledger.charge(
@@ -118,9 +115,9 @@ def hold_out(
 ) -> Tensor:
     """Return which records x [n, ...], y [n] are held out, bool [n]: about `share` of them.
 
-    key: 1 to 64 bytes, the site's own, for as long as it has these records. whose: each record's
-    person; None where nobody knows. Equal records, and records of one person, fall to one side.
-    share: in [0, 1].
+    share: in [0, 1]. key: 1 to 64 secret bytes, constant as long as the site has these records.
+    whose: each record's person; None if unknown. Equal records, and records of one person, are on
+    the same side.
     """
     limit = int(share * 2.0**64)
     if whose is None:
@@ -137,7 +134,7 @@ def hold_out(
 
 
 def key_of_seed(seed: int, site: str) -> bytes:
-    """Return the secret that a simulated site has."""
+    """Return a simulated site's key."""
     return hashlib.blake2b(f"held out/{seed}/{site}".encode(), digest_size=32).digest()
 
 
@@ -146,10 +143,11 @@ _FINE: Final = 2.0**20
 
 @dataclass(frozen=True)
 class SumsForm:
-    """What a run sums of held-out records, releases of them, and when.
+    """The sums of held-out records in a run: which, released on which terms, and when.
 
-    groups: their names; of one group "all" where none are declared. unit: what counts as one, a
-    "record" or a "person". once: what each site releases of it; None: nothing. rounds: of the run.
+    groups: their names; ("all",) if none are declared. unit: what is counted, a "record" or a
+    "person". once: the terms on which each site releases them; None: nothing is released. rounds:
+    of the run.
     """
 
     settings: EvaluationSettings
@@ -172,18 +170,18 @@ class SumsForm:
 
     @property
     def whole(self) -> "SumsForm":
-        """All that can be summed of so many classes: what an owner sees, as it costs nobody."""
+        """All sums for this number of classes, which the owner sees without any cost."""
         last = "roc" if len(self.classes) == 2 else "false_positives"
         return replace(self, settings=self.settings.with_releases(["hits", "loss", last]))
 
     @property
     def shown(self) -> "SumsForm":
-        """What a simulation has exactly: what sites release, or all where they release nothing."""
+        """The sums that a simulation computes exactly: those released, or all if none are."""
         return self.whole if self.once is None else self
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Channel -> how many numbers a site releases of it; empty where it releases nothing."""
+        """Channel -> how many numbers a site releases; empty if it releases nothing."""
         if self.once is None:
             return {}
         return {channel: math.prod(shape) for channel, shape in self.shapes.items()}
@@ -200,18 +198,15 @@ class SumsForm:
         return self.settings.used and round_number > 0 and (regular or round_number == self.rounds)
 
     def split(self, key: bytes, *, persons: bool) -> str:
-        """Return what a ledger knows the split by: it tells nothing of the key.
+        """Return a digest of the split for the ledger, which reveals nothing about the key.
 
-        persons: whether persons decide, with all their records, or each record.
+        persons: whether persons are split, with all their records, or records.
         """
         by = "person" if persons else "record"
         return hashlib.sha256(f"{self.settings.share!r}/{by}/".encode() + key).hexdigest()[:32]
 
     def reserve(self, ledger: Ledger, run: str, split: str) -> None:
-        """Promise a run's evaluations, of the records that a split holds out of its training.
-
-        Raises what Ledger.reserve raises, as where the split was another one.
-        """
+        """Reserve a run's evaluations. Raises what Ledger.reserve raises: e.g. another split."""
         if self.once is not None:
             of = self.once
             beside = CompanionReservation(run, split)
@@ -227,17 +222,16 @@ def form_of(
     once: FullDataRelease | None = None,
     rounds: int = 0,
 ) -> SumsForm:
-    """Return what is summed. Raises PlanError: a release that says nothing of so many classes."""
+    """Return the sums' form. Raises PlanError: a release that does not fit the classes."""
     if "roc" in settings.releases and settings.used and len(classes) != 2:
         raise PlanError(
-            f'evaluation.releases has "roc", and there are {len(classes)} classes: a ROC curve is '
-            'of two; leave "roc" out'
+            f'evaluation.releases has "roc", but there are {len(classes)} classes: a ROC curve '
+            'needs two; leave "roc" out'
         )
     if "false_positives" in settings.releases and len(classes) == 2:
         raise PlanError(
-            'evaluation.releases has "false_positives", and there are 2 classes: "hits" says '
-            "already how many are said to be of the other one; leave it out, as each release more "
-            "has more noise"
+            'evaluation.releases has "false_positives", but there are 2 classes: "hits" already '
+            "implies them; leave it out, as every further release adds noise to all"
         )
     names = groups.names if groups else ("all",)
     return SumsForm(settings, tuple(classes), names, unit, once, rounds)
@@ -245,10 +239,10 @@ def form_of(
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A site's held-out records: x [n, ...], y [n], group [n] as places in SumsForm.groups.
+    """A site's held-out records: x [n, ...], y [n], group [n] as indices into SumsForm.groups.
 
-    persons: whose each is, int64 [n] from 0 without gaps; None where records count, not persons.
-    columns: the places in a record that are scaled by what sites release.
+    persons: each record's person, int64 [n] from 0 without gaps; None if records are counted.
+    columns: the positions in a record that are scaled by released means.
     """
 
     x: Tensor
@@ -262,10 +256,10 @@ class HeldOut:
     ) -> dict[str, Tensor]:
         """Return the exact sums at w [d], float64 and flat, by channel; the model is left at w.
 
-        by: what scales the columns (privacy.column_scales); None where they are as they should be.
+        by: the columns' scales (privacy.column_scales); None if they are scaled already.
 
-        A record at which the model raises, or whose scores are not finite, is a miss, with score 0
-        and the largest loss. Whatever it is depends on that record alone.
+        A record at which the model raises, or with scores that are not finite, is a miss with score
+        0 and the largest loss. This depends on that record only.
         """
         kernel.model.load(w.to(kernel.model.vector.device))
         x = self.x if by is None else scale_columns(self.x, self.columns, by)
@@ -284,7 +278,7 @@ class HeldOut:
         return {channel: made[channel]().reshape(-1) for channel in form.shapes}
 
     def _weights(self) -> Tensor:
-        """Return each record's weight, float64 [n]: on a grid, where sums of them are exact."""
+        """Return each record's weight, float64 [n], on a grid on which sums are exact."""
         if self.persons is None:
             return torch.ones(len(self.y), dtype=torch.float64)
         each = torch.bincount(self.persons).double().reciprocal()
@@ -292,13 +286,13 @@ class HeldOut:
 
 
 def _losses(kernel: Kernel | PlainKernel, x: Tensor, y: Tensor, classes: int) -> Tensor:
-    """Return -log p_c of each record and class c, [n, classes] in float64, NaN where there is none.
+    """Return -log p_c of each record and class c: float64 [n, classes], NaN if undefined.
 
-    By the kernel's own passes, which keep the bits of a record whatever is beside it.
+    The kernel's passes are used, in which a record's bits do not depend on other records.
     """
     if not len(y):
         return torch.zeros(0, classes, dtype=torch.float64)
-    # Where the model is: a simulation's held-out records are not.
+    # A simulation's held-out records may be on another device than the model.
     x, y = (part.to(kernel.model.vector.device) for part in (x, y))
     each = [measure_each(kernel.losses, x, torch.full_like(y, c)) for c in range(classes)]
     return torch.stack(each, dim=1)
@@ -331,6 +325,6 @@ def _scores(losses: Tensor, y: Tensor, weights: Tensor, bins: int) -> Tensor:
 
 def _sum(losses: Tensor, y: Tensor, weights: Tensor, bound: float) -> Tensor:
     own = losses.gather(1, y[:, None])[:, 0]
-    # On a grid, where addition is exact, so a record moves the sum by its own part and no more.
+    # On a grid, addition is exact, so a record changes the sum by exactly its own part.
     parts = (own / bound).nan_to_num(1.0, posinf=1.0).clamp(0, 1).mul(weights * _FINE).floor()
     return parts.sum().reshape(1) / _FINE

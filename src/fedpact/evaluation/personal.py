@@ -1,37 +1,36 @@
-"""A model tuned and chosen inside its site, and whether joining pays.
+"""Tuning a model inside a site, and whether joining the federation pays for a site.
 
-a is a model that the site has anyway: the released one (tuning), or the plan's initial one (a site
-by itself). λ = ∞ gives a, λ = 0 the optimum of the records alone. Nothing is clipped and no noise
-is added: what comes out is not private, and stays where the records are.
+A model is tuned by minimising F(w) + λ ‖w - a‖² over the site's records, where a is the released
+model (tuning), or the plan's initial model (a site alone). λ = ∞ gives a, λ = 0 the optimum of the
+records. Nothing is clipped or noised: the result is not private and never leaves the site.
 
-The solver is L-BFGS on all records at once (scipy's), from the solution of the next larger λ: it
-has no step size to choose. Float32 models end where their rounding hides the descent.
+The solver is scipy's L-BFGS on all records, started from the solution of the next larger λ: it has
+no step size to choose. Float32 models stop where rounding hides the descent.
 
-λ is chosen on the site's own training records: they are cut into five parts, each part is answered
-by models tuned on the other four, and the λ of the least mean loss is taken. As many parts are
-answered as make 1000 records, all five where they are fewer. Where it is known whose each record
-is, persons are cut into parts, each with all records: a model that has trained on one visit of a
-patient knows the others.
+λ is chosen by five-fold cross-validation on the site's training records, for the smallest mean
+loss. Only as many folds are evaluated as make 1000 records. If each record's person is known,
+persons are split into folds with all their records, as a model trained on one visit of a patient
+knows something about the others.
 
-Whether to tune at all is a test: of the records that one of the two models answers rightly and the
-other wrongly (gained, lost), with no true gain each is as likely lost as gained. McNemar's exact
-test has P(Bin(gained + lost, 1/2) >= gained), times the number of λ tried (Bonferroni). Above 5 %,
-and with fewer than 50 records whatever they say, the advice is: do not.
+Whether to tune at all is decided by a test. Without a true gain, a record on which only one of the
+two models is right is as likely lost as gained. McNemar's exact test gives
+P(Bin(gained + lost, 1/2) >= gained), times the number of λ tried (Bonferroni). Above 5 %, or with
+fewer than 50 records, the advice is not to tune.
 
-alone       the model that its own records choose, from the plan's initial one; never released
-federated   the released model, or the site's own of an algorithm that has such
-tuned       the federated one tuned on the site's own records; never released
-as used     tuned where the advice is to tune, else federated: chosen without the held-out records
+alone       the model trained on the site's own records from the initial model; never released
+federated   the released model, or the site's own if the algorithm has one per site
+tuned       the federated model tuned on the site's own records; never released
+as used     tuned if the advice is to tune, else federated; chosen without the held-out records
 
-The difference is that of the hits of `as used` and `alone` on the same held-out records.
-Its interval is Bonett and Price's for paired proportions (Psychological Methods 17, 2012): with a
-and b records that only one of the two answers rightly, of n, p = (a + 1)/(n + 2), r = (b + 1)/(n +
-2) and p - r ± 1.96 sqrt((p + r - (p - r)²)/(n + 2)), 95 %.
+The gain is the difference in accuracy of `as used` and `alone` on the same held-out records. Its
+95 % interval is Bonett and Price's for paired proportions (Psychological Methods 17, 2012): with a
+and b of n records on which only one of the two is right, p = (a + 1)/(n + 2), r = (b + 1)/(n + 2)
+and p - r ± 1.96 sqrt((p + r - (p - r)²)/(n + 2)).
 
-Where it is known whose each record is, persons count, each alike: what one's records say is not
+If each record's person is known, persons count equally, as records of one person are not
 independent. An accuracy is then the mean over persons of their shares of hits, and the interval is
 that of the n persons' differences d_j and of two more, one that gains all and one that loses all:
-p - r = Σ d_j/(n + 2) and p + r = (Σ d_j² + 2)/(n + 2), the same where each has one record.
+p - r = Σ d_j/(n + 2) and p + r = (Σ d_j² + 2)/(n + 2). With one record each it is the same.
 """
 
 import math
@@ -49,7 +48,7 @@ from fedpact.common.params import FlatModel, all_finite, from_numpy
 from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.privacy.accounting.gaussian import fair_coins_at_least
 
-_AT_A_TIME = 1024  # records of one pass: a network's activations of all of them may be too many
+_AT_A_TIME = 1024  # records per pass, as activations of all records may not fit into memory
 _ITERATIONS = 50
 
 
@@ -58,12 +57,12 @@ def tune(
 ) -> Tensor:
     """Return the w [d] that minimises F(w) + λ ‖w - a‖² over records x [n, ...], y [n, ...].
 
-    model: what computes; its weights are others afterwards. anchor: a [d]. weight: λ >= 0, may be
-    infinite. start: where to begin [d]. Where no finite w is found, and without records, it is a.
+    model: computes F; its weights are changed. anchor: a [d]. weight: λ >= 0, may be infinite.
+    start: the first iterate [d]. Returns a if no finite w is found, and without records.
     """
     if math.isinf(weight) or not len(y):
         return anchor.clone()
-    # Few runs tune anything, and each would load it.
+    # Imported here, as few runs tune anything.
     from scipy.optimize import minimize
 
     centre = anchor.double().numpy()
@@ -95,9 +94,9 @@ def _loss(model: FlatModel, w: NDArray[Any], x: Tensor, y: Tensor) -> tuple[floa
 
 
 def answers(model: FlatModel, w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which records [n] the model w answers rightly, and their losses [n].
+    """Return on which records [n] the model w is right, and their losses [n].
 
-    A sequence is right where all of its positions are; a record whose scores hold NaN is wrong.
+    A sequence is right if all its positions are; a record with NaN scores is wrong.
     """
     model.load(w)
     if not len(y):
@@ -114,10 +113,10 @@ def answers(model: FlatModel, w: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, 
 
 
 WEIGHTS: Final = (1.0, 0.1, 1e-2, 1e-3, 1e-4)
-"""The λ that are tried, in nats over squared length; the largest first, as each begins the next."""
+"""The values of λ, in nats per squared norm; descending, as each solution starts the next."""
 
 MIN_RECORDS_TO_TUNE: Final = 50
-"""Records, or persons, with fewer than which no advice is to tune: a part is then ten."""
+"""With fewer records, or persons, the advice is never to tune: a fold is then ten."""
 
 LEVEL: Final = 0.05
 _PARTS: Final = 5
@@ -126,11 +125,11 @@ _ENOUGH: Final = 1000
 
 @dataclass(frozen=True)
 class Validated:
-    """What a site's own validation says of tuning a model.
+    """A site's cross-validation of tuning a model.
 
-    weight: the λ. records: of the site's training part. places: which of them were answered [v].
-    before, after: which of those the model that it began with, and the tuned ones, answer rightly
-    [v]. whose: whose each record of the part is, int64 [records] from 0; None where nobody says.
+    weight: the chosen λ. records: how many the site trains on. places: which of them were evaluated
+    [v]. before, after: on which of those the original and the tuned models are right [v]. whose:
+    each record's person, int64 [records] from 0; None if unknown.
     """
 
     weight: float
@@ -142,12 +141,13 @@ class Validated:
 
     @property
     def gained(self) -> int:
-        """Records that only the tuned models answer rightly; or persons of whom there are more."""
+        """The number of records on which only the tuned models are right; or of persons with more
+        such records."""
         return int((self._gains > 0).sum())
 
     @property
     def lost(self) -> int:
-        """Records that only the model before answers rightly; or persons, likewise."""
+        """The number of records on which only the original model is right; or persons, likewise."""
         return int((self._gains < 0).sum())
 
     @property
@@ -163,7 +163,7 @@ class Validated:
 
     @property
     def chance(self) -> float:
-        """A bound on the chance of such a gain where there is none; at most 1."""
+        """A bound on the probability of such a gain if there is no true gain; at most 1."""
         gained, lost = self.gained, self.lost
         return min(1.0, len(WEIGHTS) * fair_coins_at_least(gained, gained + lost))
 
@@ -185,20 +185,20 @@ class Validated:
             len(self.before) if self.whose is None else self.whose[self.places].unique().numel()
         )
         found = (
-            f"of {answered:,} of its own {what}, answered by models tuned without them, "
+            f"of {answered:,} of its own {what}, each predicted by models tuned without it, "
             f"tuning gains {self.gained:,} and loses {self.lost:,}"
         )
         if self.tune:
-            return f"tune: {found} (chance of that without a true gain at most {self.chance:.2g})"
-        return f"do not tune: {found}, which is within what chance does"
+            return f"tune: {found} (by chance with probability at most {self.chance:.2g})"
+        return f"do not tune: {found}, which may be chance"
 
 
 def choose_lambda(
     model: FlatModel, x: Tensor, y: Tensor, anchor: Tensor, whose: Tensor | None = None
 ) -> Validated:
-    """Return the λ that the records x [n, ...], y [n, ...] choose for a model anchor [d].
+    """Return the cross-validated λ for tuning a model anchor [d] on records x, y [n, ...].
 
-    whose: whose each record is, int64 [n] from 0 without gaps; None: nobody says.
+    whose: each record's person, int64 [n] from 0 without gaps; None if unknown.
     """
     wanted, places = list[Tensor](), 0
     for part in _parts(torch.arange(len(y)) if whose is None else whose):
@@ -214,7 +214,7 @@ def choose_lambda(
 
 
 def _parts(whose: Tensor) -> list[Tensor]:
-    """Return the places of records in parts, each of them persons with all of theirs."""
+    """Return the indices of the records of each fold; a person is in one fold."""
     if (persons := _persons(whose)) < _PARTS:
         return []
     order = torch.randperm(persons, generator=seeded_generator("parts of a site's own records"))
@@ -230,7 +230,7 @@ def _persons(whose: Tensor) -> int:
 def _answered(
     model: FlatModel, x: Tensor, y: Tensor, anchor: Tensor, parts: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return for each λ what `answers` says of the parts, each by models without it."""
+    """Return for each λ the `answers` on all folds, each by models trained without it."""
     right = [torch.zeros(0, dtype=torch.bool) for _ in WEIGHTS]
     losses = [torch.zeros(0, dtype=torch.float64) for _ in WEIGHTS]
     for part in parts:
@@ -245,7 +245,7 @@ def _answered(
 
 
 def with_weight(model: FlatModel, x: Tensor, y: Tensor, anchor: Tensor, weight: float) -> Tensor:
-    """Return the model tuned on all records with one λ, by way of the larger ones."""
+    """Return the model tuned on all records with one λ, through the larger ones."""
     w = anchor
     for larger in (*(each for each in WEIGHTS if each > weight), weight):
         w = tune(model, x, y, anchor, larger, w)
@@ -268,9 +268,9 @@ class Gain:
 
     @staticmethod
     def of(after: Tensor, before: Tensor, whose: Tensor | None = None) -> "Gain":
-        """Return that of two models' hits [n] each on the same records; NaN without records.
+        """Return the gain from two models' hits [n] on the same records; NaN without records.
 
-        whose: whose each record is, int64 [n] from 0 without gaps; None: nobody says.
+        whose: each record's person, int64 [n] from 0 without gaps; None if unknown.
         """
         each = by_person(after.double() - before.double(), whose)
         n = len(each)
@@ -283,7 +283,7 @@ class Gain:
 
     @property
     def verdict(self) -> Verdict:
-        """What the interval says of a gain."""
+        """What the interval says."""
         if self.low > 0:
             return "pays"
         return "does not pay" if self.high < 0 else "cannot be told"
@@ -291,11 +291,10 @@ class Gain:
 
 @dataclass(frozen=True)
 class SiteFigures:
-    """One site's accuracies on `held_out` records; exact, for its owner alone.
+    """One site's accuracies on `held_out` records; exact, for its owner only.
 
-    records: that it trains on. advice: of Validated. tune: whether to. gain: as used less alone.
-    persons: whose the held-out ones are, where accuracies are of persons, each counting alike; None
-    where they are of records.
+    records: how many it trains on. advice, tune: of Validated. gain: of `as used` over `alone`.
+    persons: the number of persons held out, if accuracies are over persons; None: over records.
     """
 
     records: int
@@ -311,7 +310,7 @@ class SiteFigures:
 
 @dataclass(frozen=True)
 class SiteModel:
-    """A site by itself: its model [d], and what its own records said of it."""
+    """A tuned model [d] of a site, and the cross-validation of its λ."""
 
     w: Tensor
     choice: Validated
@@ -320,9 +319,9 @@ class SiteModel:
 def personalise_model(
     model: FlatModel, x: Tensor, y: Tensor, w: Tensor, whose: Tensor | None = None
 ) -> SiteModel:
-    """Return a model w [d] tuned on a site's records x [n, ...], y [n, ...], whatever the advice.
+    """Return a model w [d] tuned on a site's records x, y [n, ...], whatever the advice.
 
-    w: the released one; or the plan's initial one, for a site by itself. whose: of choose_lambda.
+    w: the released model; or the plan's initial one, for a site alone. whose: as in choose_lambda.
     """
     choice = choose_lambda(model, x, y, w, whose)
     return SiteModel(with_weight(model, x, y, w, choice.weight), choice)
@@ -337,22 +336,19 @@ def on_held_out(
     y: Tensor,
     whose: Tensor | None = None,
 ) -> SiteFigures:
-    """Return a site's figures on held-out records x [n, ...], y [n, ...]; they trained nothing.
-
-    whose: of Gain.of.
-    """
+    """Return a site's figures on held-out records x, y [n, ...]. whose: as in Gain.of."""
     hits = [answers(model, each, x, y)[0] for each in (by_itself.w, w, tuned.w)]
     return _figures(tuned.choice, whose, *hits)
 
 
 def on_own_parts(by_itself: SiteModel, tuned: SiteModel) -> SiteFigures:
-    """Return a site's figures where it holds nothing out: each record by models without it.
+    """Return a site's figures by cross-validation, if it holds nothing out.
 
-    The federated model has seen them, under its ε; alone and tuned are each the best of the λ
-    tried, which flatters both a little.
+    The federated model has been trained on these records, under its ε; alone and tuned are each the
+    best λ, which flatters both a little.
     """
     choice = tuned.choice
-    # Of the persons that were answered: a large site does not ask them all.
+    # Only persons in evaluated folds: a large site does not evaluate all of them.
     whose = None
     if choice.whose is not None:
         whose = torch.unique(choice.whose[choice.places], return_inverse=True)[1]
@@ -377,7 +373,7 @@ def _figures(
 
 
 def by_person(values: Tensor, whose: Tensor | None) -> Tensor:
-    """Return each person's mean of its records' values [n], float64; themselves for None."""
+    """Return each person's mean over its records' values [n], float64; the values for None."""
     if whose is None:
         return values
     sums = torch.bincount(whose, values.double())
@@ -389,14 +385,14 @@ def _share(hits: Tensor, whose: Tensor | None) -> float:
 
 
 def describe_joining(gains: Mapping[str, Gain], at: str) -> str:
-    """Return in words for which sites joining pays. at: how the run was protected, "at ε = 1"."""
+    """Return in words for which sites joining pays. at: the run's protection, as "at ε = 1"."""
     by: dict[Verdict, list[str]] = {"pays": [], "does not pay": [], "cannot be told": []}
     for name, gain in sorted(gains.items()):
         by[gain.verdict].append(name)
     told = [
         f"pays for {_listed(by['pays'])}" if by["pays"] else "pays for no site",
         f"not for {_listed(by['does not pay'])}" if by["does not pay"] else "",
-        f"and cannot be told for {_listed(by['cannot be told'])}" if by["cannot be told"] else "",
+        f"undecided for {_listed(by['cannot be told'])}" if by["cannot be told"] else "",
     ]
     return f"{at[:1].upper()}{at[1:]} joining {'; '.join(part for part in told if part)}."
 

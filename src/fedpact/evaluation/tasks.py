@@ -199,7 +199,7 @@ class TaskSettings(BaseModel):
             found = next(kind for kind, target in _TARGETS.items() if target == data.kind)
             raise PlanError(
                 f"task.kind = {self.kind!r}, and the labels of data set {data.name} are those of "
-                f"{found}: set task.kind to that, or hand in labels of the other kind"
+                f"{found}: set task.kind to that, or pass labels of the other kind"
             )
 
     def check_plain(self, what: str) -> None:
