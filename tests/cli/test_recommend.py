@@ -643,7 +643,7 @@ def test_classes_that_were_found_are_told_written_and_told_again(tmp_path, caplo
     file.write_text("\n".join(rows))
     columns.write_text('[records.columns.age]\nrange = [0, 120]\nscale = "range"\n')
     asked = ("recommend", str(file), "--label", "ill", "--epsilon", "1", "--sites", "2")
-    told = "classes are those found in the labels: 'nno', 'no', 'yes'; they count as public"
+    told = "classes are taken from the labels: 'nno', 'no', 'yes'; they count as public"
     found = document(*asked, "--columns", str(columns), "--out", str(out))
     assert told in caplog.text
     assert found["configuration"]["records"]["classes"] == ["nno", "no", "yes"]

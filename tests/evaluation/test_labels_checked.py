@@ -48,7 +48,7 @@ def a_vector(outputs, y):
 @pytest.mark.parametrize(
     ("model", "masks", "task", "why"),
     [
-        (smaller, MASKS, PIXELS, r"answers a record with \(2, 4, 4\).*its mask has shape \(6, 6\)"),
+        (smaller, MASKS, PIXELS, r"returns \(2, 4, 4\) for a record.*its mask has shape \(6, 6\)"),
         (same, MASKS[:, :3], PIXELS, r"its mask has shape \(3, 6\)"),
         (same, MASKS, {**PIXELS, "metrics": [a_vector]}, "a_vector' failed on outputs"),
         ("logistic", MASKS, PIXELS, r"one of 2 classes, so expected \(2, 2, height, width\)"),

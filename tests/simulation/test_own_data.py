@@ -80,8 +80,8 @@ def test_words_that_the_model_does_not_have_are_left_out(tmp_path, monkeypatch, 
     data = from_arrays(x, y, test=(test, torch.tensor([0, 1, 0])), classes=("a", "b"))
     plan = Plan.parse({**SETTINGS, "model": "models_of_users:bag"})
     simulate(plan, tmp_path / "run", data=data)
-    assert "does not take 1 of 40 records, which are left out of everything: row 7" in caplog.text
-    assert "does not take 1 of 3 records, which are left out of everything: row 1" in caplog.text
+    assert "fails on 1 of 40 records, which are left out of everything: row 7" in caplog.text
+    assert "fails on 1 of 3 records, which are left out of everything: row 1" in caplog.text
 
 
 def test_a_declaration_is_part_of_what_a_run_is(tmp_path):

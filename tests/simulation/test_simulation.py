@@ -222,7 +222,7 @@ def test_a_model_that_looks_at_values_is_refused(tmp_path, monkeypatch):
     """Nobody could say whether it mixes records. A plain run trains it."""
     monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
     data = from_arrays(torch.randint(2, 5, (40, 6)), torch.randint(3, (40,)))
-    told = r"'models_of_users:coded' failed on four made-up records, zeros and ones.*IndexError: "
+    told = r"'models_of_users:coded' failed on four dummy records, zeros and ones.*IndexError: "
     with pytest.raises(ModelError, match=told):
         simulate(plan(model="models_of_users:coded"), tmp_path / "private", data=data)
     assert not (tmp_path / "private").exists()

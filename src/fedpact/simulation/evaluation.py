@@ -1,9 +1,8 @@
-"""What a simulation measures of the global model between rounds.
+"""Evaluating the global model between the rounds of a simulation.
 
-The public test set gives accuracy and loss. The sites' held-out records give per-site accuracy and
-Ψ: these are for the simulator's eyes, no site would release them. Where each site trains a model of
-its own, it is that one which is measured there. Nothing that is measured here reaches the
-algorithm.
+The public test set gives accuracy and loss. The sites' held-out records give accuracy per site and
+Ψ, which only a simulation knows, as no site would release them. If each site trains its own model,
+that one is evaluated at the site. The algorithm never sees these results.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,14 +27,14 @@ from fedpact.simulation.run import with_epsilon
 from fedpact.simulation.setup import SimulationSetup
 
 _EVALUATIONS = 50
-"""So many at least by default, at rounds that the plan alone decides, so that curves repeat."""
+"""The default number of evaluations, at rounds that depend on the plan only, so curves repeat."""
 
 
 class Evaluator:
-    """See rounds.Evaluate. With evaluate_every = 0 there are 50 to 100 evaluations, evenly.
+    """See rounds.Evaluate. With evaluate_every = 0 there are 50 to 100 evenly spaced evaluations.
 
-    charged: site -> the events that the run has been charged there so far. remembered: of a site
-    and the round whose reply was included last, -1 for none, what the site remembers.
+    charged: site -> the events charged to the run so far. remembered: (site, last included round or
+    -1) -> the site's memory.
     """
 
     def __init__(
@@ -49,15 +48,15 @@ class Evaluator:
         self._loss = scene.workshop.loss
         self._measures = scene.plan.task.measures(len(scene.dataset.classes))
         self._model = FlatModel(scene.workshop.module().to(self._device))
-        # A round's own arithmetic has one; the workers are idle while a model is evaluated.
+        # Rounds use one thread each; workers are idle during an evaluation, so it may use all.
         self._threads = torch.get_num_threads()
-        # Records on the device, by the id of those in the scene.
+        # Records on the device, by the id of the originals.
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
-        # What the sites' columns are scaled by, in the state that is measured.
+        # The columns' scales in the state that is evaluated.
         self._by: Tensor | None = None
 
     def __call__(self, at: Checkpoint, record: RoundRecord, *, last: bool = False) -> RoundRecord:
-        """Return the record with what was measured of `at`; `last` measures whatever is missing."""
+        """Return the record with the evaluation of `at`, if it is due or `last`."""
         if self._scene.plan.private:
             terms = self._scene.terms
             spent = {name: self._charged(name) for name in terms}

@@ -1,4 +1,4 @@
-"""What a run on this machine needs, loaded and checked as a whole before anything is written."""
+"""Everything that a simulation needs, loaded and checked before anything is written."""
 
 import re
 from dataclasses import dataclass, replace
@@ -40,15 +40,15 @@ from fedpact.simulation.secure_aggregation.keys import check_secure
 from fedpact.simulation.workshop import TrainingSetup
 
 _MANY_CLASSES: Final = 20
-"""Of more whole numbers one asks whether they are classes."""
+"""With more integer labels than this, ask whether they are classes."""
 
 
 @dataclass(frozen=True)
 class SimulationSetup:
-    """Everything a run needs, checked, before anything is written.
+    """Everything that a run needs, checked.
 
-    raw: the records as they are. dataset: the same, or their features, where the plan has any.
-    workshop: what builds the plan's models and kernels for these records, on the CPU.
+    raw: the records as read. dataset: the same, or their features if the plan has any. workshop:
+    builds the plan's models and kernels for these records, on the CPU.
     """
 
     plan: Plan
@@ -64,15 +64,15 @@ class SimulationSetup:
     def of(
         plan: Plan, data: Dataset | None = None, partition: Partition | None = None
     ) -> "SimulationSetup":
-        """Load and check. Raises InputError of some kind for whatever does not fit."""
+        """Load and check everything. Raises InputError if anything does not fit."""
         raw = load_data(plan) if data is None else refit(data, plan.records, plan.form)
         plan.task.check_data(raw)
         if plan.partition.kind == "natural" and raw.site and "sites" not in plan.model_fields_set:
-            # Nobody says how many there are but the records themselves.
+            # The number of sites follows from the records.
             plan = plan.model_copy(update={"sites": len(set(raw.site))})
             plan.check_sites(plan.sites)
         own = data is not None or is_table(plan.data)
-        # What an image's features do with its scale is theirs: ours do not depend on it.
+        # Feature extractors for images handle the scale themselves.
         made = plan.features.used and raw.x.ndim > 2
         if own and raw.x.is_floating_point() and not made:
             advise(raw.name, plan.records, raw.x.shape[1:], raw.features, raw.x)
@@ -81,8 +81,8 @@ class SimulationSetup:
         if plan.privacy.unit == "person" and dataset.person is None:
             raise PlanError(
                 f'privacy.unit = "person" with data set {dataset.name}, which does not say whose '
-                "each record is: name the column as person = ... (of a .csv or .parquet file), or "
-                "give an .npz file an array called person"
+                "each record is: name the column as person = ... (for a .csv or .parquet file), or "
+                "add an array called person to an .npz file"
             )
         if partition is None:
             held = partial(_held, plan, raw) if plan.evaluation.used else None
@@ -110,7 +110,7 @@ class SimulationSetup:
 
     @cached_property
     def groups(self) -> Grouping | None:
-        """By what records are grouped. Raises PlanError: no column, or without categories."""
+        """The groups of held-out records. Raises PlanError: no column, or without categories."""
         name, raw = self.plan.evaluation.groups, self.raw
         if name is None:
             return None
@@ -119,12 +119,12 @@ class SimulationSetup:
 
     @cached_property
     def form(self) -> SumsForm:
-        """What is summed of held-out records. Raises PlanError: it does not fit the classes."""
+        """The sums of held-out records. Raises PlanError: they do not fit the classes."""
         return self.plan.sums_form(self.dataset.classes, self.groups)
 
     @property
     def columns_used(self) -> str:
-        """What a record of a table of one's own is made of, in a line; empty for other data."""
+        """One line on the columns of the user's own table; empty for other data."""
         names, classes = self.raw.features, self.raw.classes
         if not names or not (_is_file(self.plan.data) or is_handed(self.plan.data)):
             return ""
@@ -137,7 +137,7 @@ class SimulationSetup:
         )
 
     def held_out(self, site: SiteRecords) -> HeldOut:
-        """Return a site's held-out records, as they are evaluated."""
+        """Return a site's held-out records for evaluation."""
         places, plan, groups = self.partition.held_out[site.name], self.plan, self.groups
         persons, used = number_persons(self.dataset.person, places), torch.ones(len(places)).bool()
         most = plan.privacy.person_records
@@ -151,23 +151,23 @@ class SimulationSetup:
         return HeldOut(x, y, group, whose, self.released)
 
     def split(self, site: str) -> str:
-        """Return what a site's ledger knows by which records are held out."""
+        """Return the digest of a site's split for its ledger."""
         key = key_of_seed(self.plan.seed, site)
         return self.form.split(key, persons=self.dataset.person is not None)
 
     @property
     def released(self) -> tuple[int, ...]:
-        """The places in a record that are scaled by what sites release."""
+        """The positions in a record that are scaled by released means."""
         return self.plan.stage().released(self.raw.x[0], self.raw.features)
 
     @cached_property
     def participants(self) -> Participants:
-        """Who takes part in which round. Raises PlanError: more of them than there are sites."""
+        """Which sites take part in which round. Raises PlanError: fewer sites than a round needs."""
         return self.plan.participants(site.name for site in self.sites)
 
     @property
     def sizes(self) -> dict[str, float]:
-        """Each site's N_i, as it is declared or released."""
+        """Each site's N_i, as declared or released."""
         return {site.name: _size(self.plan, site) for site in self.sites}
 
 
@@ -181,12 +181,12 @@ def _is_file(data: str) -> bool:
 
 
 def is_table(data: str) -> bool:
-    """Whether what its records hold is declared by the plan alone."""
+    """Whether the form of the records is declared only by the plan."""
     return _is_file(data) or data in load.TABLES
 
 
 def describe_undeclared_classes(plan: Plan, data: Dataset) -> str:
-    """Return what to know of classes that were taken from a file's labels; "" for declared ones."""
+    """Return a note on classes that were taken from a file's labels; "" for declared ones."""
     if not _is_file(plan.data) or plan.records.classes is not None or data.kind != "class":
         return ""
     found = data.classes
@@ -194,20 +194,20 @@ def describe_undeclared_classes(plan: Plan, data: Dataset) -> str:
     few = ", ".join(map(repr, found[:10])) + (", ..." if len(found) > 10 else "")
     amounts = f". {len(found)} whole numbers: {REGRESSION}?" if many else ""
     return (
-        f"classes are those found in the labels: {few}; they count as public, a "
-        f"mistyped label among them: declare records.classes{amounts}"
+        f"classes are taken from the labels: {few}; they count as public, including any "
+        f"mistyped label: declare records.classes{amounts}"
     )
 
 
 def _held(plan: Plan, raw: Dataset, site: str, part: np.ndarray) -> np.ndarray:
-    """Return which of a site's records hold themselves out, bool [n]."""
+    """Return which of a site's records are held out, bool [n]."""
     chosen, key = torch.from_numpy(part), key_of_seed(plan.seed, site)
     whose = raw.person and [raw.person[i] for i in part.tolist()]
     return hold_out(raw.x[chosen], raw.y[chosen], plan.evaluation.share, key, whose).numpy()
 
 
 def load_data(plan: Plan) -> Dataset:
-    """Return the data set that a plan names, read by what the plan declares of its records."""
+    """Return the data set that a plan names, read as the plan declares its records."""
     if not is_table(plan.data):
         named = load.load_dataset(plan.data, plan.label, plan.site, person=plan.person)
         return refit(named, plan.records, plan.form)
@@ -222,11 +222,10 @@ def load_data(plan: Plan) -> Dataset:
 
 
 def _tried(plan: Plan, raw: Dataset, cache: Path | None) -> tuple[Dataset, Dataset, TrainingSetup]:
-    """The data set, and what is trained on, without the records that the plan does not take.
+    """Return the data set, what is trained on, and the training setup.
 
-    With them what trains. The data sets are the same where the plan has no features.
-
-    cache: where features are, or None.
+    Records that the plan or its model does not accept are left out. The two data sets are the same
+    if the plan has no features. cache: the folder of features, or None.
     """
     name, test = f"{raw.name} (test)", raw.x_test
     stage = plan.stage()
@@ -257,7 +256,7 @@ def _only(
 
 
 def find_feature_cache(plan: Plan, raw: Dataset) -> Path | None:
-    """Return where features of plan.data are cached: beside a file, else beside decoded sets."""
+    """Return where features of plan.data are cached: beside the file, or with decoded data sets."""
     if not plan.features.used:
         return None
     if _is_file(plan.data):
@@ -267,7 +266,7 @@ def find_feature_cache(plan: Plan, raw: Dataset) -> Path | None:
 
 
 def _used(plan: Plan, site: SiteRecords) -> SiteRecords:
-    """Return the site with at most as many training records of each person as the plan says."""
+    """Return the site with at most person_records training records of each person."""
     most = plan.privacy.person_records
     if most is None or site.persons is None:
         return site
@@ -276,14 +275,14 @@ def _used(plan: Plan, site: SiteRecords) -> SiteRecords:
 
 
 def units(plan: Plan, site: SiteRecords) -> int:
-    """Return how many there are at a site of what is protected and sampled: persons, or records."""
+    """Return the number of protected and sampled units at a site: persons, or records."""
     if plan.privacy.unit == "record" or site.persons is None:
         return len(site.y)
     return int(site.persons.max()) + 1
 
 
 def _size(plan: Plan, site: SiteRecords) -> float:
-    """Return N_i: the count, or what the site releases of it, the same whenever it is asked."""
+    """Return N_i: the count, or its noisy release, which is the same at every call."""
     count = units(plan, site)
     if not plan.noisy_sizes:
         return float(count)

@@ -1,4 +1,4 @@
-"""What a party computes with: the plan's model and kernel, from the public form of a record."""
+"""Building a party's model and kernel from the plan and the public form of a record."""
 
 import logging
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ _logger = logging.getLogger("fedpact")
 
 @dataclass(frozen=True)
 class Worker:
-    """What a worker computes with: a kernel over a model of its own, of the kind the run needs."""
+    """A worker's kernel, with its own copy of the model."""
 
     kernel: Kernel
 
@@ -59,14 +59,14 @@ class Worker:
         return self.kernel
 
     def find_accepted(self, x: Tensor, y: Tensor, origin: str, numbers: Tensor) -> Tensor:
-        """Return which records x, y [n, ...] the model takes, bool [n].
+        """Return which records x, y [n, ...] the model accepts, bool [n].
 
-        Each is tried by itself or among others that it takes. One that makes the model raise would
-        make every batch raise that holds it, and that would show. It is named in the log of this
-        machine and nowhere else. origin: the file. numbers: the records' numbers in it [n].
+        A record at which the model raises would make every batch with it raise, which others could
+        notice; it is left out, and named only in this machine's log. origin: the file. numbers: the
+        records' numbers in it [n].
         """
         good = torch.ones(len(y), dtype=torch.bool)
-        # Such layers take every number.
+        # Torch's own layers accept all numbers.
         if x.is_floating_point() and is_torchs(self.kernel.model.module):
             return good
         told: list[str] = []
@@ -83,7 +83,7 @@ class Worker:
                     )
         if told:
             _logger.warning(
-                "%s: the model does not take %d of %d records, which are left out of everything: "
+                "%s: the model fails on %d of %d records, which are left out of everything: "
                 "%s; look for categories, words or labels that were not declared",
                 origin,
                 len(told),
@@ -96,17 +96,17 @@ class Worker:
         rows = slice(some.start, some.stop)
         try:
             self.kernel.losses(x[rows].clone(), y[rows])
-        except Exception as error:  # whatever a model may raise at a record
+        except Exception as error:  # a model may raise anything
             return f"{type(error).__name__}: {error}"
         return None
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingSetup:
-    """Builds models and kernels for records like `example` [*shape], of which only the form counts.
+    """Builds models and kernels for records of the form of `example` [*shape].
 
     classes: the number of labels. device: where kernels compute; see machine.device_of.
-    start: the weights that the model begins with, by name; None: those drawn from the seed.
+    start: the model's initial weights by name; None: drawn from the seed.
     """
 
     plan: Plan
@@ -117,21 +117,21 @@ class TrainingSetup:
 
     @staticmethod
     def of(plan: Plan, example: Tensor, classes: int, at: Path = Path()) -> "TrainingSetup":
-        """Return it with what the plan has the model begin with. Raises ModelError: not to be had.
+        """Return it with the plan's initial weights. Raises ModelError: they cannot be read.
 
-        at: where a relative path of weights begins.
+        at: the folder that a relative path of weights refers to.
         """
         return TrainingSetup(plan, example, classes, start=plan.initial.tensors(at))
 
     def on(self, device: str) -> "TrainingSetup":
-        """Return the same on a device; itself where it is there already."""
+        """Return the same on a device; itself if it is there already."""
         return self if device == self.device else replace(self, device=device)
 
     def module(self) -> nn.Module:
         """Return the model with its initial weights, the same at every call.
 
-        Raises PlanError: local.head does not end where one of its tensors does. ModelError: the
-        weights that it is to begin with are not this model's.
+        Raises PlanError: local.head is not the size of the last tensors. ModelError: the initial
+        weights do not fit this model.
         """
         plan = self.plan
         module = self._drawn(plan.seed)
@@ -147,15 +147,15 @@ class TrainingSetup:
 
     @cached_property
     def loss(self) -> Loss:
-        """The plan's loss of a record."""
+        """The plan's loss per record."""
         return self.plan.task.per_record(self.classes)
 
     def bench(self, *, check: bool = False) -> Worker:
-        """Return a kernel of the plan's kind; `check` tries the model on made-up records first.
+        """Return a kernel of the plan's kind; `check` tries the model on dummy records first.
 
-        Raises ModelError: a model that mixes records, or that cannot be trained as asked, or
-        fails on those records, or is another at every call. PlanError: nobody says what its weights
-        were chosen by.
+        Raises ModelError: a model that mixes records, cannot be trained as asked, fails on the
+        dummy records, or differs at every call. PlanError: it is not said what its weights were
+        trained on.
         """
         if check and is_own(self.plan.model):
             self._check_own()
@@ -172,7 +172,7 @@ class TrainingSetup:
         return Worker(kernel)
 
     def _check_own(self) -> None:
-        """Check what makes the user's own model, before anything writes to what it has made."""
+        """Check the user's model factory, before anything changes the modules it returns."""
         name, seed = self.plan.model, self.plan.seed
         one, again = self._drawn(seed), self._drawn(seed)
         if self.plan.privacy.mode != "none":
@@ -183,22 +183,22 @@ class TrainingSetup:
         check_repeated(name, one, again)
 
     def check_labels(self, y: Tensor) -> None:
-        """Try outputs and metrics on made-up records with labels like y [n, ...].
+        """Try outputs and metrics on dummy records with labels like y [n, ...].
 
-        Raises ModelError: a mask of another size than the model's, or a metric that is no number.
+        Raises ModelError: a mask of another size than the output, or a metric that is not a number.
         """
         try:
             with torch.no_grad():
                 outputs = self.module().eval()(self.make_dummy_records()[0])
         except Exception:
-            # A plain run's model may take no made-up records; a private one's has been tried on
-            # them. What it does at real ones shows when it trains.
+            # In a plain run the model need not accept dummy records; in a private run it has been
+            # tried on them. Failures at real records will show in training.
             return
         if y.ndim > 2 and outputs.shape[2:] != y.shape[1:]:
             raise ModelError(
-                f"model {self.plan.model!r} answers a record with {tuple(outputs.shape[1:])}, and "
+                f"model {self.plan.model!r} returns {tuple(outputs.shape[1:])} for a record, but "
                 f"its mask has shape {tuple(y.shape[1:])}: expected {self.classes} scores for each "
-                "pixel of the mask; let the model keep height and width, or bring the masks to its"
+                "pixel of the mask; keep height and width in the model, or resize the masks"
             )
         check_measures(self.plan.task.measures(self.classes), outputs, y, self.classes)
 
@@ -213,29 +213,29 @@ class TrainingSetup:
         except Exception as error:
             kinds = "normal numbers, or " if self.example.is_floating_point() else ""
             raise ModelError(
-                f"model {self.plan.model!r} failed on four made-up records, {kinds}zeros and ones, "
+                f"model {self.plan.model!r} failed on four dummy records, {kinds}zeros and ones, "
                 f"of shape {tuple(self.example.shape)}: {type(error).__name__}: {error}. A private "
-                "run tries on such records whether the model keeps those of a batch apart, so let "
-                "it take them"
+                "run checks on such records that the model does not mix the records of a batch, so "
+                "it has to accept them"
             ) from error
 
     def _model(self) -> FlatModel:
-        """What is trained: the model, and where the plan has views, asked about them."""
+        """Return the model to train, around which the plan's views are put, if it has any."""
         module, views = self.module(), self.plan.views
         if views.used:
             module = Views(module, views, tuple(self.example.shape))
         return FlatModel(module.to(self.device), self.plan.run.precision)
 
     def separation(self) -> str:
-        """Return how a private run's kernel keeps the records of a batch apart, in words."""
+        """Return how a private run's kernel separates the records of a batch, in words."""
         x, y = (v.to(self.device) for v in self.make_dummy_records())
         return WAYS[self.bench().private.way(x, y)]
 
     def placement(self, kernel: PerSampleKernel | BatchClippedKernel, expected: float) -> str:
-        """Return how a site has to place its records, a key of PLACEMENTS.
+        """Return how a site has to place its records in passes, a key of PLACEMENTS.
 
-        Compact where batch invariance is found for this model on this machine. A GPU's steps want
-        one shape anyway. expected: the size of a batch, which is public.
+        "compact" if the check finds this model batch invariant on this machine. On a GPU, steps
+        have a fixed shape anyway. expected: the public expected size of a batch.
         """
         if self.device != "cpu" or not isinstance(kernel, PerSampleKernel):
             return "scattered"
@@ -248,8 +248,8 @@ class TrainingSetup:
         return FlatModel(self.module()).size
 
     def make_dummy_records(self) -> tuple[Tensor, Tensor]:
-        """Return four records x, y that are nobody's."""
-        # A copy, as a model may write over its records.
+        """Return four dummy records x, y."""
+        # Copies, as a model may write to its input.
         x, y = self._dummy_records
         return x.clone(), y.clone()
 
@@ -260,12 +260,12 @@ class TrainingSetup:
         if self.example.is_floating_point():
             x = torch.randn(shape, generator=generator, dtype=self.example.dtype)
             if not self._takes(x):
-                # Of categories in some column, which it looks up, there are two at least.
+                # A column may hold categories that the model looks up: at least 0 and 1.
                 x = (x > 0).to(x.dtype)
         else:
             x = torch.randint(2, shape, generator=generator, dtype=self.example.dtype)
             if not self._takes(x):
-                x[..., 0] = 1  # as a text that is not empty
+                x[..., 0] = 1  # like a text that is not empty
         return x, self._labels(x, generator)
 
     def _takes(self, x: Tensor) -> bool:
