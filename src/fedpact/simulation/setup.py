@@ -162,7 +162,7 @@ class SimulationSetup:
 
     @cached_property
     def participants(self) -> Participants:
-        """Which sites take part in which round. Raises PlanError: fewer sites than a round needs."""
+        """Which sites take part in which round. Raises PlanError: too few sites."""
         return self.plan.participants(site.name for site in self.sites)
 
     @property
