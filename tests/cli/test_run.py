@@ -101,7 +101,7 @@ def test_other_runs_folder_is_detected_before_computing(tmp_path, monkeypatch):
     for command in (("audit", "r"), ("personalise", "r")):
         done = fedpact(*command, cwd=tmp_path)
         assert done.returncode == 2
-        assert "may not be written to" in done.stderr
+        assert "is not writable by this account" in done.stderr
 
 
 def test_what_is_no_runs_folder_is_answered_with_where_that_is(tmp_path):

@@ -200,7 +200,7 @@ def test_a_digest_leaves_out_the_attempt_and_nothing_else() -> None:
 def test_any_cut_block_is_refused() -> None:
     block = to_bytes(TASK)
     for length in range(len(block)):
-        with pytest.raises(InputError, match=f"a block of {length} bytes is no fedpact message"):
+        with pytest.raises(InputError, match=f"a block of {length} bytes is not a fedpact message"):
             from_bytes(block[:length])
     with pytest.raises(InputError):
         from_bytes(block + b"\0")

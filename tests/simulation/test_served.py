@@ -215,7 +215,7 @@ def test_released_column_scales_are_applied_to_new_records(table, tmp_path):
     ):
         path = tmp_path / "run" / "columns.json"
         path.unlink() if broken is None else path.write_text(json.dumps(broken))
-        with pytest.raises(DataError, match=r"columns\.json does not say what the columns age"):
+        with pytest.raises(DataError, match=r"columns\.json lacks the scales of the columns age"):
             Predictor.of(tmp_path / "run")
         path.write_text("{}")
 

@@ -1,12 +1,11 @@
-"""What may cross the wire, and what may reach a report: frozen, and nothing else.
+"""The only types that cross the wire, all immutable, and their encoding.
 
-A Task goes from the server to a site; a Reply or a Refusal comes back. Steps go both ways where
-replies are masked (docs/notes/secure-aggregation.md). `to_bytes` and `from_bytes` turn each into
-one safetensors block and back without losing a bit, for every engine; NaN and infinity pass, as a
-run that diverges has to be seen and recorded. A RoundRecord (common.records) is what a round leaves
-behind: one line of a run's rounds.jsonl.
+A Task goes from the server to a site; a Reply or a Refusal comes back. With secure aggregation,
+Steps go both ways (docs/notes/secure-aggregation.md). `to_bytes` and `from_bytes` convert each to
+one safetensors block and back without losing a bit; NaN and infinity are allowed, as a diverging
+run has to be recorded. A RoundRecord (common.records) is one line of a run's rounds.jsonl.
 
-Nothing in here holds records. Whatever a Reply carries has passed the site's oracle and its ledger.
+No type here holds records. Everything in a Reply has passed the site's oracle and its ledger.
 """
 
 import dataclasses
@@ -31,11 +30,11 @@ Numbers = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Task:
-    """What the server asks of one site in one round.
+    """The server's request to one site in one round.
 
-    vectors: flat float tensors by name, "w" [d] among them; numbers: scalars by name.
-    included: the last round whose reply from this site entered the server's state, -1 if none;
-    by it the site knows which of its pending memory to keep.
+    vectors: flat float tensors by name, including "w" [d]; numbers: scalars by name.
+    included: the last round whose reply from this site entered the server's state, -1 if none; it
+    tells the site which pending memory to keep.
     """
 
     run: str
@@ -53,27 +52,27 @@ class Task:
 
     @cached_property
     def digest(self) -> str:
-        """What the site is asked for, as a hash: equal questions have equal digests.
+        """A hash of the request: equal requests have equal digests.
 
-        The attempt is left out: in a simulation a repeated question draws the same noise again.
+        The attempt is left out: in a simulation a repeated request has the same noise.
         """
         return _hash(dataclasses.replace(self, attempt=0))
 
 
 EVALUATION: Final = "evaluation"
-"""The algorithm of a task that asks for sums over held-out records at "w", and nothing else."""
+"""The algorithm of a task that only asks for sums over held-out records at "w"."""
 
 
 FINAL: Final = "final model"
-"""The algorithm of a task that hands the run's final model over, and asks for nothing."""
+"""The algorithm of a task that delivers the run's final model, and asks for nothing."""
 
 
 READY: Final = "ready"
-"""The algorithm of a task that asks whether a site would take part, and costs nothing."""
+"""The algorithm of a task that asks whether a site would take part, which costs nothing."""
 
 
 FREE: Final = (FINAL, READY)
-"""Those of tasks that a site answers without any release."""
+"""The algorithms of tasks that a site answers without any release."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Reply:
     """What a site releases in answer to a Task.
 
     weight: the site's declared, public size N_i. ledger_head, ledger_length: hash and number of
-    the last entry in the site's ledger, so that a shortened or forked ledger is found out.
+    the last entry in the site's ledger, which reveal a shortened or forked ledger.
     """
 
     run: str
@@ -96,7 +95,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A site's answer that it does not reply: a code that depends on public quantities only."""
+    """A site's refusal, with a code that depends on public quantities only."""
 
     run: str
     round: int
@@ -105,26 +104,26 @@ class Refusal:
 
 
 REASONS: Final = {
-    "absent": "does not answer: it has not been started, it did not open, as its own log says, or "
-    "it does not reach the server",
+    "absent": "does not answer: it has not been started, it did not open (see its log), or it does "
+    "not reach the server",
     "budget": "has spent its privacy budget",
     "policy": "does not allow this run: see its policy.toml and its reservation",
-    "terms": "has a plan.json or federation.toml that says something else than the server's, or "
-    "another version of fedpact",
-    "ledger": "has a ledger that lacks entries which the server has seen of it",
+    "terms": "has a plan.json or federation.toml that differs from the server's, or another "
+    "version of fedpact",
+    "ledger": "has a ledger that lacks entries which the server has seen",
     "rejected: ledger": "showed another ledger than the server has seen",
     "run": "takes part in another run",
-    "error": "failed in something: its own log says what",
+    "error": "failed: its own log says why",
 }
-"""Why a site takes no part, by code, to be read after its name."""
+"""Why a site takes no part, by code; to be read after its name."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A question of secure aggregation to a site, or the site's answer to it.
+    """A message of the secure aggregation protocol, to a site or back.
 
-    session: which of a round's tries it belongs to. step: which question. vectors: blocks of bytes
-    by name, uint8: keys, sealed shares, an encoded Task or Reply.
+    session: the attempt of the round. step: of the protocol. vectors: blocks of bytes by name,
+    uint8: keys, encrypted shares, an encoded Task or Reply.
     """
 
     run: str
@@ -137,10 +136,10 @@ class Step:
 
 @dataclass(frozen=True)
 class State:
-    """Named vectors and numbers that last from round to round: the server's state, a site's memory.
+    """Named vectors and numbers that persist between rounds: the server's state, a site's memory.
 
-    The server's holds "w" [d]. A site's memory holds what its algorithm keeps (c_i, h_i, a bound)
-    and comes from released numbers only.
+    The server's holds "w" [d]. A site's memory holds what its algorithm needs (c_i, h_i, a bound)
+    and is computed from released numbers only.
     """
 
     vectors: Vectors = field(default_factory=dict[str, Tensor])
@@ -148,13 +147,13 @@ class State:
 
     @cached_property
     def digest(self) -> str:
-        """What the state is, as a hash."""
+        """A hash of the state."""
         return _hash(self)
 
 
 @dataclass(frozen=True)
 class Local:
-    """What an algorithm's local part hands to the site: what to send, and what to remember."""
+    """What an algorithm's local part returns: what to send, and the site's next memory."""
 
     vectors: Vectors
     numbers: Numbers = field(default_factory=dict[str, float])
@@ -170,17 +169,17 @@ class Transport(Protocol):
         ...
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """Send each of these sites its task; yield the answers in the order of their names."""
+        """Send each site its task; yield the answers in the order of site names."""
         ...
 
     @property
     def traffic(self) -> tuple[int, int] | None:
-        """Bytes down and up of the last exchange, where tasks and answers are not what was sent."""
+        """Bytes down and up of the last exchange, if they differ from the tasks and answers."""
         ...
 
 
 def split_state(state: State, prefix: str) -> tuple[State, State]:
-    """Return what a part keeps under `prefix`, without the prefix, and the rest."""
+    """Return the entries under `prefix`, without the prefix, and the other entries."""
     own_v = {k.removeprefix(prefix): v for k, v in state.vectors.items() if k.startswith(prefix)}
     own_n = {k.removeprefix(prefix): n for k, n in state.numbers.items() if k.startswith(prefix)}
     rest_v = {k: v for k, v in state.vectors.items() if not k.startswith(prefix)}
@@ -189,7 +188,7 @@ def split_state(state: State, prefix: str) -> tuple[State, State]:
 
 
 def join(own: State, prefix: str, rest: State) -> State:
-    """Return the rest with a part's own under `prefix`: what `split_state` takes apart."""
+    """Return `rest` with the entries of `own` under `prefix`: the inverse of `split_state`."""
     vectors = {prefix + key: vector for key, vector in own.vectors.items()}
     numbers = {prefix + key: number for key, number in own.numbers.items()}
     return State({**rest.vectors, **vectors}, {**rest.numbers, **numbers})
@@ -226,28 +225,28 @@ _TYPES: Final[Mapping[torch.dtype, str]] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What safetensors calls each type, in the order in which it lays the vectors out."""
+"""The names of types in safetensors, in the order in which it stores vectors."""
 
 _RESERVED: Final = "__metadata__"
-"""Where safetensors keeps what is no vector."""
+"""Where safetensors stores other data than vectors."""
 
 MOST_VECTORS: Final = 64
 """More than any algorithm's task, reply or state has."""
 
-# Bytes of a header: numbers and the other fields, and what is said of each vector.
+# Bytes of a header: for numbers and the other fields, and for each vector.
 _HEAD, _HEAD_EACH = 2**16, 2**9
 
 _PLACES: Final = {dtype: place for place, dtype in enumerate(_TYPES)}
 
-# json.dumps makes one of these on every call that does not take its defaults.
+# json.dumps would create an encoder on every call.
 _FIELDS: Final = json.JSONEncoder(sort_keys=True, default=dict).encode
 _LAYOUT: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def to_bytes(message: Message) -> bytes:
-    """Encode a message as one safetensors block; its other fields stand in the block's metadata.
+    """Encode a message as one safetensors block, with its other fields in the block's metadata.
 
-    Raises InputError: a field, or a vector, that is not of a type that can be sent.
+    Raises InputError: a field, or a vector, of a type that cannot be sent.
     """
     return b"".join(encode_parts(message))
 
@@ -265,8 +264,8 @@ def encoded_length(message: Message) -> int:
 
 
 def _hash(message: Message) -> str:
-    # The hash that processors have instructions for. A simulation's ledger knows a request by it:
-    # whoever changes it counts noise.DRAWS up, so that no run goes on in the middle of a round.
+    # SHA-256, as processors have instructions for it. Ledgers of simulations identify requests by
+    # it: a change must increment seeded.DRAWS, so that no run is resumed in the middle of a round.
     digest = hashlib.sha256()
     for part in encode_parts(message):
         digest.update(part)
@@ -274,16 +273,16 @@ def _hash(message: Message) -> str:
 
 
 def from_bytes(block: bytes, most_vectors: int = MOST_VECTORS) -> Message:
-    """Decode what `to_bytes` encoded. Raises InputError where the block is no message of ours.
+    """Decode what `to_bytes` encoded. Raises InputError if the block is not a valid message.
 
-    most_vectors: what it may have. A longer header is refused unread, so that the work a stranger's
-    message makes is in proportion to its length, and small before its vectors are known to be few.
+    most_vectors: the most that it may have. A longer header is refused unread, so that a malicious
+    message causes little work before the number of its vectors is known.
     """
     told, most = int.from_bytes(block[:8], "little"), _HEAD + _HEAD_EACH * most_vectors
     if told > most:
         raise InputError(
-            f"a block of {len(block)} bytes is no fedpact message: it says that its header has "
-            f"{told} bytes, and that of {most_vectors} vectors has at most {most}"
+            f"a block of {len(block)} bytes is not a fedpact message: it declares a header of "
+            f"{told} bytes, but with {most_vectors} vectors there are at most {most}"
         )
     try:
         layout: dict[str, Any] = json.loads(block[8 : 8 + told])
@@ -298,14 +297,14 @@ def from_bytes(block: bytes, most_vectors: int = MOST_VECTORS) -> Message:
         return kind(**head)
     except Exception as error:
         raise InputError(
-            f"a block of {len(block)} bytes is no fedpact message ({type(error).__name__}): "
-            "expected what messages.to_bytes wrote; check that both ends run the same version"
+            f"a block of {len(block)} bytes is not a fedpact message ({type(error).__name__}): "
+            "expected the output of messages.to_bytes; check that both ends run the same version"
         ) from error
 
 
 def _header(message: Message) -> tuple[bytes, list[Tensor]]:
-    """Return a block's header, its length before it, and the vectors in the order they follow."""
-    # Of a class that says more about how a message is sent it is the message that is.
+    """Return a block's header with its length in front, and the vectors in storage order."""
+    # A subclass that only changes how a message is sent is encoded as the message itself.
     kind = next(each for each in type(message).__mro__ if each in _DECLARED)
     fields = {name: getattr(message, name) for name in _DECLARED[kind]}
     vectors: Vectors = fields.pop("vectors", {})
@@ -321,7 +320,7 @@ def _header(message: Message) -> tuple[bytes, list[Tensor]]:
 
 @lru_cache(maxsize=64)
 def _layout(forms: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> str:
-    """Return where vectors of these names, types and shapes lie, as what follows the metadata."""
+    """Return the JSON after the metadata: where vectors of these names, types, shapes are."""
     found: dict[str, object] = {}
     end = 0
     for name, dtype, shape in forms:
@@ -331,9 +330,9 @@ def _layout(forms: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> str:
 
 
 def _memory(vector: Tensor) -> memoryview:
-    """The bytes of a vector where they lie; of one with gaps, or on a device, those of a copy."""
+    """Return a vector's bytes, uncopied if it is contiguous and on the CPU."""
     flat = vector.detach().cpu().contiguous().reshape(-1)
-    # A lone number counts as contiguous whatever its stride, which only 1 can be viewed with.
+    # A single number counts as contiguous with any stride, but only stride 1 can be viewed.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 
@@ -341,19 +340,19 @@ _LARGEST: Final = 2**63 - 1
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a float, or an int of 64 bits: torch takes no longer one."""
+    """Whether it is a float, or an int of 64 bits."""
     if isinstance(value, int) and not isinstance(value, bool):
         return -_LARGEST <= value <= _LARGEST
     return isinstance(value, float)
 
 
 def _check_types(kind: type[Message], vectors: Vectors) -> None:
-    """Raise InputError unless a block has a name for every vector's type, and room for its own."""
+    """Raise InputError unless every vector's name and type can be stored in a block."""
     for name, vector in vectors.items():
         if name == _RESERVED:
             raise InputError(
-                f"{kind.__name__}.vectors has a vector {name!r}: expected another name, as a block "
-                "keeps its other fields there"
+                f"{kind.__name__}.vectors has a vector {name!r}: expected another name, as blocks "
+                "store other fields under it"
             )
         if vector.dtype not in _TYPES:
             raise InputError(
@@ -377,6 +376,6 @@ def _check_fields(kind: type[Message], fields: Mapping[str, Any]) -> None:
             good = type(value) is declared[name]
         if not good:
             raise InputError(
-                f"{kind.__name__}.{name} is {value!r}: expected {declared[name]}, with Python's "
-                "own numbers in it; convert other scalars with float() or int()"
+                f"{kind.__name__}.{name} is {value!r}: expected {declared[name]} of Python "
+                "numbers; convert other scalars with float() or int()"
             )

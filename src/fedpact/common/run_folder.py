@@ -1,26 +1,24 @@
-"""A run's folder: its files, and the costs of its rounds.
+"""A run's folder: its files, and the accumulated costs of its rounds.
 
-A controller of τ asks how many rounds of τ local iterations the communication budget still allows.
-
-plan.json           every setting in effect; "defaults" names those that nobody gave
+plan.json           every setting in effect; "defaults" lists those that were not given
 partition.json      which records belong to which site
-privacy.json        each site's terms, and what they cover
+privacy.json        the privacy statement: each site's terms, and what they cover
 environment.json    versions and machine
-rounds.jsonl        one RoundRecord a line; round 0 is the initial model
+rounds.jsonl        one RoundRecord per line; round 0 is the initial model
 state.safetensors   the server's last committed state, with its progress
 model.safetensors   the final model's weights
-adapters/           of a model with PEFT's, those of the final one as PEFT stores them
-average.safetensors the average of models that the server kept beside it, where it kept one
-columns.json        what released columns are scaled by, after their range
-records.json        what a record is: shape, labels' names, a table's columns
-summary.json        the outcome, once there is one
-lock                held by the process of the run (`exclusive`)
-joining.json        what joining was worth to each site, where that was asked; simulator only
-audit.json          what attacks on the run's mechanism found, where it was audited
-report.html         the page
-waits.json          how long each site took in the last round, or is being waited for
-handed-over.json    of a deployment, which sites have the final model
-sites/NAME/         ledger.jsonl, memory.safetensors: the site's own, and private
+adapters/           the final model's PEFT adapters, as PEFT stores them, if it has any
+average.safetensors the server's average of models, if it keeps one
+columns.json        the scales of released columns, applied after their declared range
+records.json        the form of a record: shape, labels' names, a table's columns
+summary.json        the outcome of a finished run
+lock                held by the run's process (`exclusive`)
+joining.json        what joining was worth to each site, if asked for; simulator only
+audit.json          the results of attacks on the run's mechanism, if it was audited
+report.html         the report
+waits.json          how long each site took in the last round, or has been waited for
+handed-over.json    which sites of a deployment have the final model
+sites/NAME/         ledger.jsonl and memory.safetensors, private to the site
 """
 
 import contextlib
@@ -65,10 +63,10 @@ class Costs:
         )
 
     def split_seconds(self) -> tuple[float, float]:
-        """Return (d_com, d_cmp): seconds of a round beside its steps, and of one local iteration.
+        """Return (d_com, d_cmp): seconds of a round without its steps, and per local iteration.
 
-        Least squares of seconds = d_com + d_cmp τ, both kept >= 0. As long as all rounds had one τ
-        they cannot be told apart, and everything counts as d_com: a larger τ is tried, and tells.
+        By least squares of seconds = d_com + d_cmp τ, both >= 0. While all rounds have had the same
+        τ, everything counts as d_com; the controller then tries a larger τ, which separates them.
         """
         if not self.rounds:
             return 0.0, 0.0
@@ -83,25 +81,25 @@ class Costs:
 
 
 WAITS = "waits.json"
-"""Of the last question, how long each site took or is waited for: for whoever watches."""
+"""How long each site took in the last request, or has been waited for; shown by `watch`."""
 
 ATTEMPTS = "attempts.json"
-"""Of a deployment, how often its round was tried."""
+"""How often a deployment has tried its current round."""
 
 COLUMNS = "columns.json"
-"""What released columns are scaled by."""
+"""The scales of released columns."""
 
 RUN = "run"
-"""A party's folder of its run, in its directory."""
+"""The folder of the run in a party's directory."""
 
 
 def folder_of_run(place: Path) -> Path:
-    """Return the folder of a run: of a deployment's server or site, the one in its directory."""
+    """Return a run's folder: `place` itself, or the one in a deployed party's directory."""
     return place / RUN if (place / "federation.toml").exists() else place
 
 
 def explain_not_a_run(folder: Path) -> str:
-    """Return which folder to give in place of one that is no run's."""
+    """Return which folder to give instead of one that holds no run."""
     if (folder / "comparison.json").exists():
         return (
             f"this is a comparison, whose page is {folder / 'comparison.html'}; its runs are in "
@@ -109,12 +107,12 @@ def explain_not_a_run(folder: Path) -> str:
         )
     if (folder / "site.toml").exists():
         return (
-            "this is a deployed site's directory, which has no page: `fedpact deploy status` tells "
-            "its owner of it, and the run's folder is the server's"
+            "this is a deployed site's directory, which has no report: `fedpact deploy status` "
+            "shows its owner what it has spent, and the run's folder is the server's"
         )
     for party in (folder, folder / "server"):
         if (party / "federation.toml").exists():
-            return f"the run of this deployment is in {party / RUN}, once its server has begun it"
+            return f"the run of this deployment is in {party / RUN}, once its server has started"
     return "give the folder that `fedpact run` wrote with --out, or run the plan again"
 
 
@@ -126,51 +124,48 @@ def name_columns(names: Sequence[str], by: Tensor) -> dict[str, dict[str, float]
 
 
 def read_scales(path: Path, names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return the content of a columns.json, which says what these columns are scaled by.
+    """Return the scales of these columns from a columns.json.
 
-    Raises DataError: it is missing, or does not say so of each of them, as a finite mean and a
-    finite deviation > 0.
+    Raises DataError: the file is missing, or lacks a finite mean and a finite deviation > 0 of a
+    column.
     """
     try:
         found = json.loads(path.read_bytes())
         read = {n: {key: float(found[n][key]) for key in ("mean", "deviation")} for n in names}
         good = all(math.isfinite(sum(of.values())) and of["deviation"] > 0 for of in read.values())
-        why = "" if good else "a mean or deviation that is none"
+        why = "" if good else "a mean or deviation out of range"
     except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         read, why = {}, type(error).__name__
     if why:
         raise DataError(
-            f"{path} does not say what the columns {', '.join(names)} are scaled by ({why}): "
-            "expected a mean and a deviation above 0 of each, as the run wrote them there; restore "
-            "it (a deployment's server has it as run/columns.json), or run the plan again"
+            f"{path} lacks the scales of the columns {', '.join(names)} ({why}): expected a mean "
+            "and a deviation above 0 of each, as the run wrote them; restore the file (a "
+            "deployment's server has it as run/columns.json), or run the plan again"
         )
     return read
 
 
 def find_unused_path(path: Path) -> Path:
-    """Return a path, or with the first number behind it that nothing has: names go by seconds."""
+    """Return a path, with the first free number appended if it exists."""
     numbered = (path.with_name(f"{path.name}-{n}") for n in count(2))
     return next(one for one in chain([path], numbered) if not one.exists())
 
 
 def check_writable(run: Path) -> None:
-    """Find out that a run's folder cannot be written to before what is for it is computed.
-
-    Raises InputError.
-    """
+    """Raise InputError if a run's folder is not writable, before results for it are computed."""
     if not os.access(run, os.W_OK | os.X_OK):
         raise InputError(
-            f"{run} may not be written to by this account, and what this command finds is kept "
-            "there: use the account whose folder it is, or a copy of the folder"
+            f"{run} is not writable by this account, but this command stores its results there: "
+            "use the account that owns the folder, or a copy of the folder"
         )
 
 
-_LOST = "put the run's folder back from a backup, or begin a new run in another one"
+_LOST = "restore the run's folder from a backup, or start a new run in another one"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The server between two rounds.
+    """The server's progress between two rounds.
 
     round: rounds committed so far. included: site -> last round whose reply entered the state.
     costs: bytes and seconds of all rounds so far.
@@ -182,10 +177,8 @@ class Checkpoint:
     costs: Costs = field(default_factory=Costs)
 
     def to_parts(self) -> list[bytes | memoryview]:
-        """Encode for state.safetensors, in parts; the progress stands beside the state's numbers.
-
-        The vectors are not copied.
-        """
+        """Encode for state.safetensors, in parts, without copying vectors. The progress is stored
+        with the state's numbers."""
         costs = {f"/cost/{name}": value for name, value in asdict(self.costs).items()}
         progress = {"/round": self.round, **costs}
         included = {f"/included/{site}": last for site, last in self.included.items()}
@@ -226,8 +219,8 @@ class Folder:
     def ledger(self, site: str, kept: str | None) -> Path:
         """Return the path of a site's ledger.
 
-        kept: as run.ledgers says: None for this run's own, else the folder of an earlier run whose
-        ledgers are kept on, or a folder of ledgers alone.
+        kept: run.ledgers: None for this run's own ledgers, else the folder of an earlier run whose
+        ledgers are used further, or a folder of ledgers.
         """
         if kept is None:
             return self.site(site) / "ledger.jsonl"
@@ -242,7 +235,7 @@ class Folder:
         write_whole(self.path / name, text.encode() + b"\n", private=False)
 
     def read_json(self, name: str) -> Any:
-        """Read one of the JSON files. Raises DataError: missing or no JSON."""
+        """Read one of the JSON files. Raises DataError: missing or not JSON."""
         try:
             return json.loads((self.path / name).read_bytes())
         except (OSError, ValueError) as error:
@@ -252,7 +245,7 @@ class Folder:
             ) from None
 
     def waits(self, number: int, sites: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write how long each site took in a round, or is being waited for."""
+        """Write how long each site took in a round, or has been waited for."""
         self.write_json(WAITS, {"round": number, "sites": sites})
 
     def commit(self, checkpoint: Checkpoint, record: RoundRecord) -> None:
@@ -264,7 +257,7 @@ class Folder:
         write_whole(self.path / "state.safetensors", *checkpoint.to_parts(), private=False)
 
     def rewrite(self, records: Sequence[RoundRecord]) -> None:
-        """Write the records of all rounds anew."""
+        """Overwrite the records of all rounds."""
         lines = "".join(record.to_json() + "\n" for record in records)
         write_whole(self.path / "rounds.jsonl", lines.encode(), private=False)
 
@@ -274,12 +267,12 @@ class Folder:
         try:
             with parse_errors(state, _LOST):
                 checkpoint = Checkpoint.from_bytes(state.read_bytes())
-            # One line a round, round 0 included; whatever follows was never committed.
+            # One line per round from round 0; further lines were never committed.
             lines = rounds.read_bytes().splitlines()
         except OSError as error:
             raise DataError(
                 f"run {self.path} cannot be resumed ({error.strerror}: {error.filename}): "
-                "it ended before its first round was written; start it anew"
+                "it ended before its first round was written; start it again"
             ) from None
         kept = lines[: checkpoint.round + 1]
         with parse_errors(rounds, _LOST):
@@ -293,10 +286,10 @@ class Folder:
 
 @contextlib.contextmanager
 def exclusive(place: Path, wait: bool = False) -> Iterator[None]:
-    """Hold a run's folder, or a party's directory, for the block.
+    """Lock a run's folder, or a party's directory, for the block.
 
-    wait: until nobody else does. A folder that is made for its lock goes again if the block leaves
-    nothing in it. Raises InputError: it is held.
+    wait: until the lock is free. A folder that is created for its lock is removed if the block
+    leaves it empty. Raises InputError: it is locked.
     """
     new = [each for each in (place, *place.parents) if not each.exists()]
     kind = "has a server" if (place / "server.key").exists() else "is in use"
