@@ -261,7 +261,7 @@ def test_a_folder_says_what_was_handed_in_and_takes_no_other(tmp_path):
     assert plan.data == f"arrays@{digest_of(own)[:16]}"
     assert plan.model == name_object(local(4)) != name_object(local(5))
     other = (X + 1, Y)
-    with pytest.raises(PlanError, match="give the records that it was made for"):
+    with pytest.raises(PlanError, match="give the records that the plan was made for"):
         fedpact.run(plan, data=other, out=tmp_path / "other")
     with pytest.raises(DataError, match=r"passed in from Python .* pass the same records"):
         fedpact.run(plan, out=tmp_path / "none")
