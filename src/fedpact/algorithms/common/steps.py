@@ -1,6 +1,6 @@
-"""What several algorithms share: local steps at a site, and the mean of replies at the server.
+"""Shared by several algorithms: local steps at a site, and the mean of replies at the server.
 
-Vectors that come from a task are never written to: the sites of a simulation share them.
+A task's vectors are never changed in place, as the sites of a simulation share them.
 """
 
 from collections.abc import Iterable
@@ -17,19 +17,19 @@ from fedpact.privacy.oracle import Oracle
 
 EXCLUDED_BY_TWO_MODELS: Final = {
     "fairness": "a site's loss would be that of a model which it does not use",
-    "local": "its steps are of two models by turns, and momentum is of one",
-    "local.head": "each of its sites has a model of its own already",
+    "local": "its steps alternate between two models, and momentum belongs to one",
+    "local.head": "each site has its own model already",
 }
 """Parts that exclude a model per site beside the shared one; see MethodFacts.excludes."""
 
 Aggregation = Literal["size", "uniform"]
-"""The sites' weights in a mean: p_i = N_i / Σ N, or 1 / (the number of sites) for each."""
+"""The sites' weights in a mean: p_i = N_i / Σ N, or 1 / (number of sites)."""
 
 
 def round_steps(task: Task, own: int) -> int:
-    """Return τ of this round: the task's, where a controller chose it, else the settings' own.
+    """Return τ of this round: from the task if a controller chose it, else from the settings.
 
-    Raises InputError: the task's is no whole number >= 1.
+    Raises InputError: the task's is not an integer >= 1.
     """
     told = task.numbers.get("local_steps", own)
     if not (isinstance(told, int) or told.is_integer()):
@@ -38,10 +38,10 @@ def round_steps(task: Task, own: int) -> int:
 
 
 def sgd(oracle: Oracle, w: Tensor, steps: int, learning_rate: float) -> Tensor:
-    """Return w [d] after `steps` times w ← w - η g(w), each gradient on a batch of its own."""
+    """Return w [d] after `steps` times w ← w - η g(w), each gradient on a new batch."""
     for batch in oracle.batches(steps, "gradient"):
         step = batch.gradient(w)
-        # The new w in the step's memory: a copy of the task's w would cost as much as the addition.
+        # Write the new w into the step's memory; copying the task's w would cost as much again.
         w = torch.add(w, step, alpha=-learning_rate, out=step)
     return w
 
@@ -56,8 +56,8 @@ def proximal_sgd(
 ) -> Tensor:
     """Return w [d] after `steps` steps of SGD from w̄ = `centre` on F(w) - ⟨h, w⟩ + (μ/2)‖w - w̄‖².
 
-    That is w ← w - η (g(w) - h + μ (w - w̄)). proximal: μ >= 0. linear: h [d], None for 0.
-    μ = 0 without h is `sgd`, bit for bit.
+    A step is w ← w - η (g(w) - h + μ (w - w̄)). proximal: μ >= 0. linear: h [d], None for 0.
+    With μ = 0 and no h this is `sgd`, bit for bit.
     """
     w = centre.clone()
     for batch in oracle.batches(steps, "gradient"):
@@ -69,7 +69,7 @@ def proximal_sgd(
 
 
 def weigh_replies(replies: Iterable[Reply], aggregation: Aggregation) -> Iterable[Reply]:
-    """Yield the replies, one at a time, with the weights that `aggregation` gives them."""
+    """Yield the replies with weights according to `aggregation`."""
     if aggregation == "size":
         return replies
     return (replace(reply, weight=1.0) for reply in replies)
@@ -80,7 +80,7 @@ def weighted_mean(
 ) -> State:
     """Return Σ p_i x_i of the named vectors and numbers, p_i = N_i / Σ N, N_i the reply's weight.
 
-    A fold: one reply is held at a time. The mean of equal vectors is that vector, bit for bit.
+    One reply is held at a time. The mean of equal vectors is that vector, bit for bit.
     Raises InputError: no reply, or a weight that is not a finite number > 0.
     """
     total = 0.0

@@ -1,6 +1,6 @@
-"""The control of τ: its choice for a budget, its estimators, and the server's averages.
+"""ALI-DPFL's controller: choosing τ for a budget, its estimators, and the server's averages.
 
-s       = ξ + 2 sqrt(d) σC/B                    (Lemma 3; 1 is enough where the paper has 2)
+    s       = ξ + 2 sqrt(d) σC/B                    (Lemma 3; the paper's factor 2 could be 1)
     h(τ)    = (s/β)((1 + ηβ)^τ - 1) - ηsτ           (11) corrected: docs/notes/errata.md, A1
             = ηs Σ_{j<τ} ((1 + ηβ)^j - 1)           the same, without a difference
     κ       = φλ²
@@ -8,40 +8,39 @@ s       = ξ + 2 sqrt(d) σC/B                    (Lemma 3; 1 is enough where th
     G(τ)    = 1/(φ T(τ) (η - ρ h(τ)/(τκ))) + sqrt(3)/3                                       (12)
     τ*      = argmin G = argmax T(τ) (η - ρ h(τ)/(τκ))
 
-ρ, β, ξ are the loss's Lipschitz constant, its smoothness and the sites' gradient divergence, η the
-step, κ the one control parameter: the larger, the more local work. κ → ∞ spends both budgets
-evenly, a small κ gives τ = 1, and 1 <= τ* <= ceil(R_c/R_s), what is left of both. G ranks values
-of τ. It bounds nothing: its proof drops the noise of one step and has two inequalities the wrong
-way round (docs/notes/errata.md, A2, A6).
+ρ, β, ξ are the loss's Lipschitz constant, its smoothness and the sites' gradient divergence, η is
+the step size, and κ the only control parameter: a larger κ means more local work. κ → ∞ spends both
+budgets evenly, a small κ gives τ = 1, and 1 <= τ* <= ceil(R_c/R_s), the ratio of what is left. G
+only ranks values of τ. It is not a bound: its proof omits the noise of one step and has two
+inequalities in the wrong direction (docs/notes/errata.md, A2, A6).
 
-β² = mean change / mean distance      ρ² = mean length       ξ² = mean divergence
-    s  = ξ + 2 sqrt(d) σC/B, (σC/B)² the mean over sites of the noise's variance
+    β² = mean change / mean distance      ρ² = mean length       ξ² = mean divergence
+    s  = ξ + 2 sqrt(d) σC/B, with (σC/B)² the mean over sites of the noise's variance
 
-Means over sites have the weights p_i; over rounds every round counts alike, as the noise of one is
-large (see site). They are cut off at 0 only when they are used, so that errors of both signs
-cancel. The divergence of a round: with u_i = (w - w_i)/(ητ), the mean of site i's noisy gradients
-under plain SGD, v_i the noise's variance and u = Σ p_i u_i,
+Means over sites have the weights p_i. Rounds count equally, as a single round is very noisy (see
+tau_site). Means are clipped at 0 only when used, so that errors of both signs cancel. For the
+divergence of a round, let u_i = (w - w_i)/(ητ) be the mean of site i's noisy gradients under plain
+SGD, v_i the noise's variance and u = Σ p_i u_i. Then
 
     Σ p_i ‖u_i - u‖² = Σ p_i ‖u_i‖² - ‖u‖²
     less its noise    Σ p_i (d/τ)[(1 - p_i)² v_i + Σ_{j≠i} p_j² v_j] = (d/τ)(Σ p_i v_i - Σ p_i² v_i)
 
-By the way a step's noise moves the next ones' points, under H_i this falls short by
-Σ (p_i - p_i²)(v_i/τ)(d - mean over k < τ of tr (I - ηH_i)^(2k)), about ηv (1 - 1/τ) tr H.
-Other solvers move otherwise; there the sites' squares bound it: Σ p_i ‖mean g‖² >= ξ².
+As a step's noise moves the points of the following steps, this is too small, for Hessians H_i, by
+Σ (p_i - p_i²)(v_i/τ)(d - mean over k < τ of tr (I - ηH_i)^(2k)), about ηv (1 - 1/τ) tr H. For other
+solvers, the sites' squares give a bound: Σ p_i ‖mean g‖² >= ξ².
 
-An estimate is clear where it is at least CLEAR standard deviations of its noise above 0. Without a
-clear β² and ρ², τ is the budgets' even split.
+An estimate is clear if it is at least CLEAR standard deviations of its noise above 0. Without a
+clear β² and ρ², τ is the even split of the budgets.
 
 Ling, Fu, Wang, Liu, Chen. ALI-DPFL: differentially private federated learning with adaptive local
-iterations. arXiv 2308.10457. `Controller` goes around the functions of any algorithm that makes τ
-local steps of length η. `site` has what a site computes, `server` the averages, `costs` what rounds
-have cost, algorithms.common.tau_control the rule. In the server's state, under "control/":
+iterations. arXiv 2308.10457. `Controller` wraps any algorithm that makes τ local steps of size η;
+tau_site has what a site computes. In the server's state, under "control/":
 
 steps         τ of the last round, 0 before the first
-iterations    what the privacy budgets still allow; absent where nothing limits it
-even          rounds whose τ was the even split, for want of a clear estimate
+iterations    how many the privacy budgets still allow; absent without a limit
+even          the number of rounds with an even split, for lack of a clear estimate
 rounds, pairs rounds averaged over, and those of them in which gradients could be compared
-change, distance, length, divergence, noise, ...: the averages, see server
+change, distance, length, divergence, noise, ...: the averages
 """
 
 import math
@@ -64,15 +63,15 @@ from fedpact.privacy.oracle import Oracle, Range, Terms
 
 Vector = NDArray[np.float64]
 Allowed = Callable[[int], float]
-"""T(τ): the iterations that rounds of τ local iterations still allow in all."""
+"""T(τ): the total of iterations that are left if rounds have τ local iterations."""
 
 MAX_LOCAL_STEPS: Final = 100
-"""No round has more local iterations than this; Algorithm 2 of the paper."""
+"""The most local iterations of a round; Algorithm 2 of the paper."""
 
 
 @dataclass(frozen=True)
 class Drift:
-    """What makes local models drift apart: η > 0, ρ >= 0, β >= 0, s >= 0. Raises InputError.
+    """The quantities that determine client drift: η > 0, ρ >= 0, β >= 0, s >= 0. Raises InputError.
 
     >>> Drift(learning_rate=0.5, lipschitz=1.0, smoothness=0.1, spread=1.0).h(3).round(5).tolist()
     [0.0, 0.025, 0.07625]
@@ -100,7 +99,7 @@ class Drift:
             return self.learning_rate * self.spread * np.cumsum(terms)
 
     def cost(self, most: int) -> Vector:
-        """Return ρ h(τ)/τ for τ = 1, ..., most: the bracket is η less this over κ."""
+        """Return ρ h(τ)/τ for τ = 1, ..., most; the bracket is η minus this over κ."""
         if self.lipschitz == 0:
             return np.zeros(most)
         with np.errstate(over="ignore"):
@@ -127,7 +126,7 @@ def allowed_iterations(iterations_left: float, rounds_left: float | Allowed) -> 
     """Return T(τ) = min(iterations_left, τ · rounds_left).
 
     iterations_left: R_c >= 0, by the privacy budgets. rounds_left: R_s >= 0, by the communication
-    budget; a function of τ where a round's cost depends on it, as with seconds. Raises InputError.
+    budget; a function of τ if a round's cost depends on it, as with seconds. Raises InputError.
     """
     check.non_negative(iterations_left=iterations_left)
     if not callable(rounds_left):
@@ -143,7 +142,7 @@ def allowed_iterations(iterations_left: float, rounds_left: float | Allowed) -> 
 def even_split(iterations: Allowed, most: int) -> int:
     """Return the least τ <= most with the largest T(τ): ceil(R_c/R_s), or `most` if that is less.
 
-    What is done without estimates: both budgets end together. 1 where nothing is left.
+    It is used without estimates: both budgets end together. 1 if nothing is left.
 
     >>> even_split(allowed_iterations(1585, 317), most=100)
     5
@@ -156,7 +155,7 @@ def even_split(iterations: Allowed, most: int) -> int:
 def best_tau(drift: Drift, kappa: float, iterations: Allowed, most: int) -> int:
     """Return τ*, the argmax of T(τ)(η - ρ h(τ)/(τκ)) over 1..most with a positive bracket.
 
-    kappa: κ > 0. iterations: T(τ) >= 0, see `allowed_iterations`. Of equals the least τ; 1 where
+    kappa: κ > 0. iterations: T(τ) >= 0, see `allowed_iterations`. Of equal values the least τ; 1 if
     nothing is left. Raises InputError.
 
     >>> drift = Drift(learning_rate=0.5, lipschitz=1.0, smoothness=0.1, spread=1.0)
@@ -169,9 +168,9 @@ def best_tau(drift: Drift, kappa: float, iterations: Allowed, most: int) -> int:
 
 
 def objective(drift: Drift, kappa: float, iterations: Allowed, tau: int, phi: float = 1.0) -> float:
-    """Return G(τ), inf where the bracket is not positive or nothing is left. It bounds nothing.
+    """Return G(τ), inf if the bracket is not positive or nothing is left. It is not a bound.
 
-    phi: φ = ω(1 - βη/2) > 0, which does not move the argmin at a given κ.
+    phi: φ = ω(1 - βη/2) > 0, which does not change the argmin for a given κ.
     """
     bracket = float(_brackets(drift, kappa, tau)[-1])
     total = check.positive(phi=phi) * float(_totals(iterations, tau)[-1]) * bracket
@@ -181,7 +180,7 @@ def objective(drift: Drift, kappa: float, iterations: Allowed, tau: int, phi: fl
 def tau_by_kappa(drift: Drift, iterations: Allowed, most: int) -> list[tuple[int, float]]:
     """Return every τ that is τ* for some κ, the largest first, with the least κ that gives it.
 
-    T(τ)(η - ρ h(τ)/(τκ)) is a line in 1/κ for each τ, and τ* the highest of them: exact, no grid.
+    T(τ)(η - ρ h(τ)/(τκ)) is a line in 1/κ for each τ, and τ* the highest line, found exactly.
 
     >>> drift = Drift(learning_rate=0.5, lipschitz=1.0, smoothness=0.1, spread=1.0)
     >>> [(tau, round(k, 3)) for tau, k in tau_by_kappa(drift, allowed_iterations(1585, 317), 100)]
@@ -200,7 +199,7 @@ def tau_by_kappa(drift: Drift, iterations: Allowed, most: int) -> list[tuple[int
         if not flatter.size:
             return [*found, (int(usable[at]) + 1, 0.0)]
         crossings = (heights[at] - heights[flatter]) / (slopes[at] - slopes[flatter])
-        # Where several cross at once, the flattest is the highest afterwards.
+        # If several lines cross at one point, the flattest is the highest afterwards.
         following = int(flatter[np.lexsort((slopes[flatter], crossings))[0]])
         first = float(crossings.min())
         if first > 0:
@@ -221,17 +220,17 @@ def _brackets(drift: Drift, kappa: float, most: int) -> Vector:
 
 CLEAR: Final = 2.0
 KAPPA: Final = 10.0
-"""κ over ρ² where no κ is given."""
+"""The default κ over ρ²."""
 
 _PAIRED: Final = ("change", "distance", "lipschitz", "smoothness")
-"""What only sites that had two points to compare tell."""
+"""Numbers that only sites with two points to compare send."""
 
 _VARIANCE: Final = "_variance"
 
 
 @dataclass(frozen=True)
 class SiteReport:
-    """A round as the sites were told of it: w [d], τ >= 1, η > 0."""
+    """A round's task: w [d], τ >= 1, η > 0."""
 
     w: Tensor
     steps: int
@@ -242,7 +241,7 @@ class SiteReport:
 class Fold:
     """Sums over the replies of a round, which pass through one at a time.
 
-    prefix: of the numbers' and vectors' names in a reply.
+    prefix: of the controller's numbers and vectors in a reply.
     """
 
     told: SiteReport
@@ -254,7 +253,7 @@ class Fold:
     mean: Tensor | None = None
 
     def through(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Yield the replies, each counted."""
+        """Yield the replies, counting each."""
         for reply in replies:
             self._count(reply)
             yield reply
@@ -277,7 +276,7 @@ class Fold:
             self._spread(given, weight)
 
     def _spread(self, x: Tensor, weight: float) -> None:
-        """Take x [d] into Σ p_i x_i and Σ p_i ‖x_i‖²."""
+        """Add x [d] to Σ p_i x_i and Σ p_i ‖x_i‖²."""
         self._add("lengths", weight * dot(x, x))
         if self.mean is None:
             self.mean = x.clone()
@@ -288,7 +287,7 @@ class Fold:
         self.sums[name] = self.sums.get(name, 0.0) + value
 
     def mean_of(self, name: str) -> float:
-        """Return a number's mean over the sites that told it; of a variance, that of the mean."""
+        """Return a number's mean over the sites that sent it; a variance becomes the mean's."""
         among = self.sums["pairs"] if name.removesuffix(_VARIANCE) in _PAIRED else self.weight
         return self.sums[name] / (among**2 if name.endswith(_VARIANCE) else among)
 
@@ -297,7 +296,7 @@ class Fold:
         return max(0.0, self.sums["lengths"] / self.weight - dot(x, x))
 
     def divergence(self) -> float:
-        """Return ξ² of this round, of either sign, or a bound of it; see the module."""
+        """Return ξ² of this round, of either sign, or a bound on it; see the module."""
         if not self.straight or self.mean is None:
             return self.mean_of("square")
         told = self.told
@@ -307,7 +306,7 @@ class Fold:
 
 
 def update_averages(before: Numbers, fold: Fold) -> dict[str, float]:
-    """Return the averages after a round, with those before it: every round counts alike."""
+    """Return the averages including this round; all rounds count equally."""
     counts = {name: before.get(name, 0.0) for name in ("rounds", "pairs")}
     after = {**before, **counts, "rounds": counts["rounds"] + 1, "noise": fold.mean_of("noise")}
     now = {name: fold.mean_of(name) for name in ("length", "length_variance")}
@@ -327,10 +326,10 @@ def update_averages(before: Numbers, fold: Fold) -> dict[str, float]:
 
 
 def raw(before: Numbers, fold: Fold) -> dict[str, float]:
-    """Return the paper's: this round's exact numbers, or the last ones where a round has none.
+    """Return the paper's estimates: exact numbers of this round, or the last ones if it has none.
 
-    But ξ is the root of a mean square over sites, which one pass gives and which is no less than
-    the paper's mean.
+    Different from the paper, ξ is a root mean square over sites, which needs one pass and is at
+    least the paper's mean.
     """
     after = {"pairs": 0.0, **before, "noise": fold.mean_of("noise")}
     if fold.mean is not None and fold.sums["pairs"]:
@@ -345,9 +344,9 @@ def raw(before: Numbers, fold: Fold) -> dict[str, float]:
 
 
 def drift(numbers: Numbers, learning_rate: float, dimension: int) -> Drift | None:
-    """Return ρ, β and s by the averages, None where there is no clear estimate of them.
+    """Return ρ, β and s from the averages, None without clear and finite estimates.
 
-    Nor is there where they are not finite: no site's numbers can stop the server.
+    So no site's numbers can stop the server.
     """
     if not (_is_clear(numbers, "change") and _is_clear(numbers, "length")):
         return None
@@ -373,7 +372,7 @@ def _is_clear(numbers: Numbers, name: str) -> bool:
 def rounds_left(left: Numbers) -> Allowed:
     """Return how many rounds of τ local iterations the communication budget allows.
 
-    left: what rounds.py writes into the state, without its prefix.
+    left: the numbers that rounds.py writes to the state, without their prefix.
     """
     rounds, seconds = left.get("rounds", UNLIMITED), left.get("seconds", math.inf)
 
@@ -385,7 +384,7 @@ def rounds_left(left: Numbers) -> Allowed:
 
 
 STEPS_A_ROUND: Final = 5
-"""R_c over the rounds where σ is calibrated and nobody gives R_c: the τ of fedprox and scaffold."""
+"""The default R_c per round if σ is calibrated: the default τ of fedprox and scaffold."""
 
 CONTROL_PREFIX: Final = "control/"
 _LEFT: Final = "left/"
@@ -399,35 +398,35 @@ class Ali(BaseModel):
 
     model_config = FROZEN
     kappa: float | None = Field(default=None, gt=0)
-    """κ > 0, the one control parameter; the larger, the more local work. Left out, it follows
-    the estimates as 10 ρ², in units of their own."""
+    """κ > 0, the control parameter; a larger κ means more local work. By default 10 ρ², from the
+    estimates."""
     iterations: int | None = Field(default=None, ge=1)
-    """R_c, the local iterations of all rounds together; left out, 5 times the rounds where σ is
-    calibrated, else the site whose budget allows least decides."""
+    """R_c, the local iterations of all rounds together; by default 5 times the rounds if σ is
+    calibrated, else as many as the site with the smallest budget allows."""
     most_local_steps: int = Field(default=MAX_LOCAL_STEPS, ge=1, le=MAX_LOCAL_STEPS)
-    """No round has more."""
+    """The most local iterations of a round."""
     estimator: Literal["released", "raw"] = "released"
-    """"released", from gradients that were released anyway, at no cost; or "raw", the paper's
+    """"released": from gradients that are released anyway, at no cost. "raw": from the paper's
     exact numbers, which leave every site unprotected."""
 
 
 @dataclass(frozen=True)
 class ChosenTau:
-    """τ of a round, 0 where the iterations are used up; even: for want of a clear estimate."""
+    """τ of a round, 0 if the iterations are used up. even: chosen without clear estimates."""
 
     steps: int
     even: bool = False
 
 
 _ATTEMPTS: Final = 3
-"""How often a site may have been charged for the first round: twice it may die in it."""
+"""How often a site may have been charged for the first round: it may crash in it twice."""
 
 
 @dataclass(frozen=True)
 class Controller:
-    """Chooses τ for an algorithm whose local steps have the length learning_rate, η > 0.
+    """Chooses τ for an algorithm with local steps of size learning_rate, η > 0.
 
-    opens: whether a round opens with an event beside its steps, which may count as one.
+    opens: whether a round has an opening event, which may count as one more step.
     """
 
     ali: Ali
@@ -442,11 +441,11 @@ class Controller:
         return join(State({}, numbers), CONTROL_PREFIX, rest)
 
     def steps(self, state: State | None) -> int:
-        """Return τ of the next round, 0 if nothing is left; without a state the most it can be."""
+        """Return τ of the next round, 0 if nothing is left; without a state, its maximum."""
         return self.ali.most_local_steps if state is None else self.choose(state).steps
 
     def choose(self, state: State) -> ChosenTau:
-        """Return the choice for the next round: a function of the state alone."""
+        """Return the choice for the next round, a function of the state only."""
         own, left, rest = _parts(state)
         limit = own.numbers.get("iterations", tau_site.UNLIMITED)
         if limit < 1:
@@ -462,19 +461,19 @@ class Controller:
         return ChosenTau(best_tau(drift_, kappa, allowed, most))
 
     def task(self, state: State, inner: Callable[[State], State]) -> State:
-        """Return what the sites are told: the algorithm's own, and τ as "local_steps"."""
+        """Return the algorithm's task, with τ as "local_steps"."""
         told = inner(_parts(state)[2])
         return State(told.vectors, {**told.numbers, "local_steps": self.choose(state).steps})
 
     @property
     def task_numbers(self) -> dict[str, Range]:
-        """The numbers that it adds to a task, in their ranges."""
+        """The numbers that it adds to a task, with their ranges."""
         return {"local_steps": Range(1, self.ali.most_local_steps, whole=True)}
 
     def public_numbers(self, task: Task, terms: Terms) -> dict[str, Range]:
-        """Return how many steps a site's reservation allows after the first round.
+        """Return the range of steps that a site's reservation allows after the first round.
 
-        Less at most what that round took; later replies cannot change it, see `update`.
+        Later replies cannot lower it; see `_left`.
         """
         if task.round != 1:
             return {}
@@ -483,7 +482,7 @@ class Controller:
         return {f"{CONTROL_PREFIX}steps_left": Range(max(0, reserved - spent), reserved)}
 
     def local(self, task: Task, oracle: Oracle, memory: State, inner: InnerLocal) -> Local:
-        """Return the algorithm's reply, with the numbers that `server` needs."""
+        """Return the algorithm's reply, with the numbers that `update` needs."""
         own, rest = split_state(memory, CONTROL_PREFIX)
         watched = tau_site.RecordingOracle(oracle)
         local = inner(task, watched, rest)
@@ -517,11 +516,11 @@ class Controller:
         return join(State({}, numbers), CONTROL_PREFIX, after)
 
     def _left(self, own: State, steps: int, said: float) -> float:
-        """Return the iterations that are left after a round of so many.
+        """Return the iterations that are left after a round of `steps`.
 
-        said: by the site that has least. After the first round it is arithmetic: a site that says
-        that it has less than a round takes has died in one, or lies. It runs out before the others,
-        and does not end the run for them.
+        said: the minimum that any site reports. After the first round it only counts down: a site
+        that reports less has crashed in a round, or lies. It runs out before the others, but does
+        not end the run for them.
         """
         left = own.numbers.get("iterations", tau_site.UNLIMITED) - steps
         if own.numbers["steps"]:
@@ -530,7 +529,7 @@ class Controller:
 
 
 def _parts(state: State) -> tuple[State, State, State]:
-    """Return the controller's own, what is left of the budgets, and the algorithm's."""
+    """Return the controller's part, what is left of the budgets, and the algorithm's part."""
     own, rest = split_state(state, CONTROL_PREFIX)
     left, rest = split_state(rest, _LEFT)
     return own, left, rest

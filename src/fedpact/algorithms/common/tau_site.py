@@ -1,23 +1,22 @@
-"""What a site computes from the gradients that it released, beside its reply: no further release.
+"""The controller's statistics at a site, computed from gradients that it releases anyway.
 
     change    ‖g_l - g_f‖² - d(v_f + v_l)     distance  ‖w_l - w_f‖²     β_i² = change/distance
     length    mean of ‖g‖² - dv                                          ρ_i²
     square    ‖mean of g‖² - d Σ v/τ²                                    bounds ξ_i²
 
-g_f, g_l are the round's first and last of τ gradients, released at w_f, w_l with noise of variance
-v_f, v_l in each of d coordinates. A round with one gradient compares it with the one that the site
-remembers of such a round before. A length has the noise of its own point only and is unbiased. A
-change is where neither point depends on the other's noise. Along a trajectory of plain SGD with
-Hessian H and noise variance v it exceeds E‖H(w_l - w_f)‖² on average by
+g_f, g_l are the first and last of a round's τ gradients, released at w_f, w_l with noise of
+variance v_f, v_l in each of d coordinates. A round with one gradient compares it with that of an
+earlier such round, from the site's memory. A length is unbiased, as its point does not depend on
+its noise. A change is unbiased if neither point depends on the other's noise. Along a trajectory of
+plain SGD with Hessian H and noise variance v it exceeds E‖H(w_l - w_f)‖² on average by
 
     2ηv tr(H (I - ηH)^(τ-2)), about 2ηv tr H       (τ >= 2)
 
-and by p_i times 2ηv tr H across rounds of one step, as w has the site's noise p_i times. tr H is
-not known, so it is not taken away: β_i is overestimated, the mistake that keeps τ small. All
-squares carry the variance of the sampling too, (1 - q)/(qn) mean‖g_j‖² of each gradient: what is
-estimated are the clipped and sampled gradients, which the iteration uses.
-ρ_i as ⟨g_f, g_l⟩, with no noise to take away, turns negative where steps are long enough to turn
-the gradient round, which is where τ matters most.
+and by p_i times 2ηv tr H between rounds of one step, as w contains p_i times the site's noise. tr H
+is unknown, so it is not subtracted: β_i is overestimated, which keeps τ small. All squares also
+contain the sampling variance (1 - q)/(qn) mean‖g_j‖² of each gradient: the estimates are about
+clipped and sampled gradients, which the iteration uses. The alternative ρ_i² = ⟨g_f, g_l⟩, without
+noise to subtract, turns negative if long steps reverse the gradient, which is where τ matters most.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,12 +37,12 @@ from fedpact.privacy.oracle import (
 )
 
 UNLIMITED: Final = 2.0**53
-"""Stands for the iterations that a plain run has left: numbers of a reply are finite."""
+"""The remaining iterations of a plain run, as numbers in a reply must be finite."""
 
 _STRAIGHT: Final = 1e-3
-"""Largest part of a movement that is not η Σ g, where the local solver counts as plain SGD."""
+"""The largest relative deviation of w - w_i from η Σ g for plain SGD."""
 
-# A sum of so many numbers is one thread's work, so that no result depends on the number of threads.
+# One thread sums so many numbers, so that results do not depend on the number of threads.
 _BLOCK: Final = 1 << 14
 
 
@@ -63,8 +62,7 @@ class Probe:
 
 
 class RecordingOracle(OracleWrapper):
-    """An oracle that lets everything through, and keeps what `build_report` needs of the
-    gradients."""
+    """An oracle that forwards everything and records what `build_report` needs."""
 
     def __init__(self, inner: Oracle) -> None:
         super().__init__(inner)
@@ -84,7 +82,7 @@ class RecordingOracle(OracleWrapper):
         return _WatchedBatch(self._inner.opening(*channels), self)
 
     def keep(self, w: Tensor, g: Tensor, variance: float) -> None:
-        """Take note of a released gradient; the caller goes on with both vectors as it likes."""
+        """Record a released gradient; the vectors are copied."""
         probe = Probe(w.clone(), g.clone(), variance)
         self.count, self.variance = self.count + 1, self.variance + variance
         self.lengths += dot(g, g)
@@ -110,11 +108,11 @@ class _WatchedBatch(BatchAround):
 def build_report(
     seen: RecordingOracle, memory: State, moved: Tensor | None, rate: float, steps: int
 ) -> dict[str, float]:
-    """Return the numbers of a site's reply, all of them in every round and finite.
+    """Return the numbers of a site's reply: the same names in every round, and finite.
 
-    memory: what `build_memory` returned in an earlier round, or nothing. moved: w - w_i [d], None
-    where the reply has no model. rate: η. steps: τ. "straight" says that w - w_i = η Σ g over τ
-    gradients, which is plain SGD.
+    memory: from `build_memory` in an earlier round, or empty. moved: w - w_i [d], None if the reply
+    has no model. rate: η. steps: τ. "straight" says that w - w_i = η Σ g over τ gradients, i.e.
+    plain SGD.
     """
     numbers = {
         "pairs": 0.0,
@@ -127,14 +125,14 @@ def build_report(
         mean, d = seen.total / seen.count, len(seen.total)
         numbers["square"] = dot(mean, mean) - d * seen.variance / seen.count**2
         numbers["length"] = (seen.lengths - d * seen.variance) / seen.count
-        # By the noise alone, here and below; public, as the noise is.
+        # The variance due to noise only, here and below; it is public, as the noise is.
         numbers["length_variance"] = 2 * d * seen.squared_variances / seen.count**2
     pair = _pair(seen, memory)
     return numbers if pair is None else {**numbers, **_compared(*pair)}
 
 
 def build_memory(seen: RecordingOracle) -> State:
-    """Return what a round with a single gradient leaves for the next one's comparison."""
+    """Return the memory of a round with a single gradient, for the next round's comparison."""
     if seen.first is None or seen.count > 1:
         return State()
     first = seen.first
@@ -144,8 +142,8 @@ def build_memory(seen: RecordingOracle) -> State:
 def raw_report(oracle: Oracle, w: Tensor, before: Tensor | None) -> tuple[dict[str, float], Tensor]:
     """Return the paper's ρ_i and β_i as numbers, and ∇F_i(w) [d], all exact and unprotected.
 
-    w: the round's model. before: w_i, the site's own at the end of the last round; without it, or
-    where it equals w, the quotients are 0/0 and "pairs" is 0.
+    w: the round's model. before: the site's w_i at the end of the last round; without it, or if it
+    equals w, the quotients are 0/0 and "pairs" is 0.
     """
     loss, gradient = oracle.unprotected(w)
     numbers = {"pairs": 0.0, "lipschitz": 0.0, "smoothness": 0.0, "noise": oracle.noise_variance}
