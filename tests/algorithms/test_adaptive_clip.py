@@ -10,7 +10,7 @@ from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.messages import State, Task
 from fedpact.plan import Plan
 from fedpact.privacy.batches import clip_for
-from fedpact.privacy.oracle import Scaled
+from fedpact.privacy.oracle import Uniform
 from fedpact.studies.conformance import HandFederation
 
 RATE = 0.1
@@ -75,5 +75,5 @@ def test_the_counts_cost_is_in_the_ledgers_event():
 
 @pytest.mark.parametrize("by", [0.0, -1.0, math.nan, math.inf])
 def test_a_scale_is_a_positive_number(by):
-    with pytest.raises(Exception, match="by"):
-        Scaled(by)
+    with pytest.raises(Exception, match="weight"):
+        Uniform(by)

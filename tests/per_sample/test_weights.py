@@ -7,14 +7,16 @@ from torch import nn
 
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
-from fedpact.per_sample.clipping import Automatic, Fair, Uniform
+from fedpact.per_sample.clipping import UNIFORM, Fair
 from fedpact.per_sample.kernel import PerSampleKernel
 
 
-def moved(kernel, x, y, r, of_r, clip, weights):
+def moved(kernel, x, y, r, of_r, clip, weights, **how):
     """‖S(D + r) - S(D)‖ over what is allowed, infinite where that is no number."""
-    before = kernel.clipped_sum(x, y, clip, weights).double()
-    after = kernel.clipped_sum(torch.cat([x, r]), torch.cat([y, of_r]), clip, weights).double()
+    before = kernel.clipped_sum(x, y, clip, weights, **how).double()
+    after = kernel.clipped_sum(
+        torch.cat([x, r]), torch.cat([y, of_r]), clip, weights, **how
+    ).double()
     assert before.isfinite().all()
     found = float((after - before).norm()) / allowed(len(x), clip)
     return found if after.isfinite().all() else torch.inf
@@ -102,9 +104,9 @@ def test_automatic_clipping_is_the_papers(way):
     rows = kernel.alone(x, y)
     length = rows.norm(dim=1)
     assert torch.allclose(kernel.norms(x, y), length, rtol=1e-9, atol=0)
-    for weighting, v in ((Uniform(), 1.0), (Fair(0.5, 1.0), Fair(0.5, 1.0)(kernel.losses(x, y)))):
+    for weighting, v in ((UNIFORM, 1.0), (Fair(0.5, 1.0), Fair(0.5, 1.0)(kernel.losses(x, y)))):
         c = torch.minimum(v * 0.3 / (length + 0.01), 0.3 / length)
-        found = kernel.clipped_sum(x, y, 0.3, Automatic(0.3, weighting))
+        found = kernel.clipped_sum(x, y, 0.3, weighting, gamma=0.01)
         torch.testing.assert_close(found, (c[:, None] * rows).sum(0), rtol=1e-9, atol=1e-12)
     for r in (x[:1] * 0, x[:1] * 1e30, x[:1] * torch.inf, x[:1] * torch.nan):
-        assert moved(kernel, x, y, r, y[:1], 0.3, Automatic(0.3, Uniform())) <= 1
+        assert moved(kernel, x, y, r, y[:1], 0.3, UNIFORM, gamma=0.01) <= 1

@@ -57,8 +57,20 @@ def check_clip(name: str, clip: float) -> None:
         )
 
 
-def coefficients(clip: float, norms: Tensor, w: Tensor | None, shares: Tensor | None) -> Tensor:
-    """c_j = s_j min(w_j, C/‖g_j‖) [P] in float64, in units of the clip (share.unit_of)."""
+def coefficients(
+    clip: float,
+    norms: Tensor,
+    w: Tensor | None,
+    shares: Tensor | None,
+    gamma: float | None = None,
+) -> Tensor:
+    """c_j = s_j min(w_j, C/‖g_j‖) [P] in float64, in units of the clip (share.unit_of).
+
+    gamma: weights are w_j C/(‖g_j‖ + γ) where it is given; see PerSampleKernel.clipped_sum.
+    """
+    if gamma is not None:
+        longer = clip / (norms.double() + gamma)
+        w = longer if w is None else w * longer
     # A norm of 0 gives infinity, which the least of it and the weight is not.
     c = clip / norms
     c = (c.clamp_max(1) if w is None else torch.minimum(w.double(), c)) / unit_of(clip)
@@ -83,36 +95,15 @@ def every_slot_finite(losses: Tensor, norms: Tensor, w: Tensor | None) -> bool:
     return math.isfinite(sum(float(v.sum()) for v in (losses, norms, w) if v is not None))
 
 
-@dataclass(frozen=True)
-class Automatic:
-    """Automatic clipping: w_j = C v_j / (‖g_j‖ + γ), v_j by `of`, so that C/‖g_j‖ seldom binds.
-
-    AUTO-S. Bu, Wang, Zha, Karypis. Automatic clipping. arXiv 2206.07136; γ = 0.01 is the paper's.
-    """
-
-    clip: float
-    of: "Weighting"
-    gamma: float = 0.01
-
-    def __call__(self, losses: Tensor, norms: Tensor) -> Tensor:
-        """Return w_j [B] for losses ℓ_j and norms ‖g_j‖ [B]."""
-        return self.of(losses) * (self.clip / (norms.double() + self.gamma))
+Weights = Callable[[Tensor], Tensor]
+"""Losses [n] of any records -> weights [n], each from its own record's loss alone."""
 
 
-Weights = Callable[[Tensor], Tensor] | Automatic
-"""Losses [n] of any records -> weights [n], each from its own record's loss alone, or its norm."""
-
-
-def weights_of(weights: Weights | None, losses: Tensor, norms: Tensor | None = None) -> Tensor:
-    """Return the weights [n] of losses and norms [n], ones without any. Raises ModelError."""
+def weights_of(weights: Weights | None, losses: Tensor) -> Tensor:
+    """Return the weights [n] of losses [n], ones without any. Raises ModelError."""
     if weights is None:
         return torch.ones_like(losses)
-    if isinstance(weights, Automatic):
-        # Without a norm nothing is clipped, and then no record is lengthened either.
-        w = weights.of(losses) if norms is None else weights(losses, norms)
-    else:
-        w = weights(losses)
-    w = w.detach()
+    w = weights(losses).detach()
     if w.shape != losses.shape:
         raise ModelError(
             f"the weights have shape {tuple(w.shape)} for {len(losses)} losses: expected one each"
@@ -122,11 +113,19 @@ def weights_of(weights: Weights | None, losses: Tensor, norms: Tensor | None = N
 
 @dataclass(frozen=True)
 class Uniform:
-    """Every record counts alike: w_j = 1."""
+    """Every record counts alike: w_j = `weight` > 0.
+
+    By the clip C gradients longer than C/weight are cut; the sum over weight is that of this clip.
+    """
+
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive(weight=self.weight)
 
     def __call__(self, losses: Tensor) -> Tensor:
         """Return w_j [B] for losses ℓ_j [B]."""
-        return torch.ones_like(losses)
+        return torch.full_like(losses, self.weight)
 
 
 @dataclass(frozen=True)
@@ -150,22 +149,7 @@ class Fair:
         return (1 + self.lam * (losses - self.reference)).clamp_(min=0)
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """Every record counts alike: w_j = `by` > 0, so that by the clip C gradients longer than C/by
-    are cut; the answer over `by` is that of the clip C/by."""
-
-    by: float
-
-    def __post_init__(self) -> None:
-        positive(by=self.by)
-
-    def __call__(self, losses: Tensor) -> Tensor:
-        """Return w_j [B] for losses ℓ_j [B]."""
-        return torch.full_like(losses, self.by)
-
-
 UNIFORM = Uniform()
 
-Weighting = Uniform | Fair | Scaled
+Weighting = Uniform | Fair
 """The closed family of per-record weights: an algorithm names one, it cannot pass code."""

@@ -147,11 +147,6 @@ class Dense:
             self._forward(found)
             return from_numpy(self._losses(found, one.y.numpy())[0])
 
-    def norms(self, one: Pass) -> Tensor:
-        """Return ‖g_j‖ [P] of a pass, in float64."""
-        with np.errstate(all="ignore"):
-            return from_numpy(self._measure(one.x.flatten(1), one.y).norms)
-
     def sum(
         self,
         x: Tensor,
@@ -162,6 +157,7 @@ class Dense:
         layout: Placement,
         *,
         exact: bool = False,
+        gamma: float | None = None,
     ) -> Tensor:
         """Return Σ_j c_j g_j [d] over records that fit; see PerSampleKernel.clipped_sum.
 
@@ -175,7 +171,7 @@ class Dense:
         with np.errstate(all="ignore"):
             for one in laid_out(x.flatten(1), y, length, layout):
                 found = self._measure(one.x, one.y)
-                c = self._coefficients(found, one, clip, weights, shares)
+                c = self._coefficients(found, one, clip, weights, shares, gamma)
                 total += self._weighted(found, c.astype(found.losses.dtype), exact)
         # Coefficients are in units of the clip, so that a small clip keeps its digits.
         total *= unit_of(clip)
@@ -244,14 +240,20 @@ class Dense:
         return total
 
     def _coefficients(
-        self, found: _Found, one: Pass, clip: float, weights: Weights | None, shares: Tensor | None
+        self,
+        found: _Found,
+        one: Pass,
+        clip: float,
+        weights: Weights | None,
+        shares: Tensor | None,
+        gamma: float | None,
     ) -> Array:
         """Return c [P] in units of the clip; clear what is not finite, and give it 0."""
         norms, w = from_numpy(found.norms), None
         if weights is not None:
-            w = weights_of(weights, from_numpy(found.losses), norms).clamp_min(0)
+            w = weights_of(weights, from_numpy(found.losses)).clamp_min(0)
         share = None if shares is None else one.placed(shares)
-        c = coefficients(clip, norms, w, share).numpy()
+        c = coefficients(clip, norms, w, share, gamma).numpy()
         known = found.losses + found.norms if w is None else found.losses + found.norms + w.numpy()
         # A sum is finite only if its terms are.
         if not math.isfinite(known.sum()):

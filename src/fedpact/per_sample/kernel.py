@@ -86,24 +86,22 @@ class PerSampleKernel:
 
     def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
+        measure = self._passes.losses
+        return self._each(lambda one: one_each(measure(one), len(one.y)), x, y, layout)
+
+    def norms(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
+        """The lengths ‖g_j‖ [B] of the per-sample gradients at the model's weights, in float64."""
+        return self._each(self._passes.norms, x, y, layout)
+
+    def _each(
+        self, of: Callable[[Pass], Tensor], x: Tensor, y: Tensor, layout: Placement | None
+    ) -> Tensor:
         if len(x) == 0:
             return self.model.vector.new_zeros(0)
         with all_digits(self.model.vector), torch.no_grad():
             x, y = _recorded(x, y)
             layout = layout or self._checked_layout(x, y)
-            passes = self._passes.over(x, y, layout)
-            found = [one_each(self._passes.losses(one), len(one.y)) for one in passes]
-        return collected(found, len(x), layout)
-
-    def norms(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
-        """The lengths ‖g_j‖ [B] of the per-sample gradients at the model's weights, in float64."""
-        if len(x) == 0:
-            return self.model.vector.new_zeros(0, dtype=torch.float64)
-        with all_digits(self.model.vector), torch.no_grad():
-            x, y = _recorded(x, y)
-            layout = layout or self._checked_layout(x, y)
-            found = [self._passes.norms(one) for one in self._passes.over(x, y, layout)]
-        return collected(found, len(x), layout)
+            return collected([*map(of, self._passes.over(x, y, layout))], len(x), layout)
 
     def clipped_sum(
         self,
@@ -114,13 +112,15 @@ class PerSampleKernel:
         most: int | None = None,
         shares: Tensor | None = None,
         layout: Placement | None = None,
+        gamma: float | None = None,
     ) -> Tensor:
         """Σ_j c_j g_j [d] over the batch x, y [B, ...], with c_j = s_j min(w_j, C/‖g_j‖).
 
-        clip: C > 0; infinity gives c_j = w_j. weights: losses [n] -> w [n], or of losses and norms
-        (clipping.Automatic), clamped to >= 0, ones by default. They are asked for pass by pass, and
-        w_j must depend on record j alone, else one changes the others' shares. most: given where B
-        is larger: the sum is then shortened to most C, which keeps `slack(most)` for any B; see
+        clip: C > 0; infinity gives c_j = w_j. weights: losses [n] -> w [n], clamped to >= 0, ones
+        by default. They are asked for pass by pass, and w_j must depend on record j alone, else one
+        changes the others' shares. gamma: γ > 0 of automatic clipping (AUTO-S: Bu, Wang, Zha,
+        Karypis, arXiv 2206.07136), which puts w_j C/(‖g_j‖ + γ) in place of w_j. most: given where
+        B is larger: the sum is then shortened to most C, which keeps `slack(most)` for any B; see
         bounds. shares: s_j in (0, 1], float64 [B], ones by default: record j then adds at most s_j
         C, and so records whose shares add up to 1 add at most C together. layout: where the records
         stand, and how long passes are; in a run it follows from public numbers and secret draws
@@ -137,10 +137,11 @@ class PerSampleKernel:
             layout = layout or self._checked_layout(x, y)
             if (dense := self._passes.at_once(x, y)) is not None:
                 exact = most is not None
-                total = dense.sum(x, y, clip, weights, shares, layout, exact=exact)
+                total = dense.sum(x, y, clip, weights, shares, layout, exact=exact, gamma=gamma)
                 return within(total, clip, most).to(self.model.vector.dtype)
-            weigh = None if weights is None else partial(_asked, weights)
-            return self._sum(self._passes.gradients, x, y, clip, weigh, most, shares, layout)
+            weigh = None if weights is None else lambda f, _: weights_of(weights, f.losses)
+            of = self._passes.gradients
+            return self._sum(of, x, y, clip, weigh, most, shares, layout, gamma=gamma)
 
     def clipped_difference(
         self,
@@ -307,6 +308,7 @@ class PerSampleKernel:
         shares: Tensor | None = None,
         layout: Placement = COMPACT,
         points: tuple[Tensor, ...] = (),
+        gamma: float | None = None,
     ) -> Tensor:
         """The sum [d] of what `measure` finds of records and points.
 
@@ -327,7 +329,7 @@ class PerSampleKernel:
                 found = measure(one.x, one.y, *points)
                 w = None if weigh is None else weigh(found, one).clamp_min(0)
                 share = None if shares is None else one.placed(sent(shares, x.device))
-                c, good = coefficients(clip, found.norms, w, share), one.occupied
+                c, good = coefficients(clip, found.norms, w, share, gamma), one.occupied
                 if every_slot_finite(found.losses, found.norms, w):
                     c = c if good is None else torch.where(good, c, 0)
                     found.add(c.to(total.dtype), None, total)
@@ -495,7 +497,3 @@ def _apart(v: Tensor, vector: Tensor) -> Tensor:
 def _recorded(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The records as autograd may use them: it refuses what was made in inference mode."""
     return x.clone() if x.is_inference() else x.detach(), y.clone() if y.is_inference() else y
-
-
-def _asked(weights: Weights, found: Measured, _: Pass) -> Tensor:
-    return weights_of(weights, found.losses, found.norms)

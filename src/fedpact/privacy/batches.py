@@ -31,10 +31,7 @@ from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, sent
 from fedpact.per_sample.clipping import (
     UNIFORM,
-    Automatic,
-    Uniform,
     Weighting,
-    Weights,
     check_clip,
     slack,
     within,
@@ -228,7 +225,7 @@ class PlainBatch(OpenChannels):
         """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over."""
         self.use("gradient")
         self._kernel.model.load(w)
-        weights = None if isinstance(weighting, Uniform) else weighting
+        weights = None if weighting == UNIFORM else weighting
         total = self._kernel.weighted_sum(self._x, self._y, weights, self._shares)
         return total / self._expected
 
@@ -371,20 +368,18 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         count = len(y) if shares is None else float(shares.sum())
         return most if count > most else None
 
-    @staticmethod
-    def weights(clip: float, weighting: Weighting) -> Weights | None:
-        """Return the kernel's weights of records; whatever they are, it clips to C = clip."""
-        del clip
-        return None if isinstance(weighting, Uniform) else weighting
+    gamma: float | None = None
+    """γ of automatic clipping, where it is meant."""
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
         """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over."""
         self.use("gradient")
         self._kernel.model.load(w)
         clip = clip_for(self._terms.clip, self._terms.batch_size)
-        weights = self.weights(clip, weighting)
+        weights = None if weighting == UNIFORM else weighting
         check_clip("clip", clip)
-        clipped_sum = self._kernel.clipped_sum
+        automatic = {} if self.gamma is None else {"gamma": self.gamma}
+        clipped_sum = partial(self._kernel.clipped_sum, **automatic)
 
         def take(x: Tensor, y: Tensor, shares: Tensor | None, layout: Placement | None) -> Tensor:
             return clipped_sum(x, y, clip, weights, self._most(y, shares), shares, layout)
@@ -417,10 +412,7 @@ class AutomaticBatch(PerSampleBatch):
     C / (‖g_j‖ + γ) enters as a weight, and the kernel still clips to C, which gives the bound.
     """
 
-    @staticmethod
-    def weights(clip: float, weighting: Weighting) -> Weights | None:
-        """Return the kernel's weights of records; whatever they are, it clips to C = clip."""
-        return Automatic(clip, weighting)
+    gamma = 0.01  # the paper's
 
 
 # Scaling rounds each entry by up to 2^-24 in float32; this keeps the true norm at or below C.
@@ -483,7 +475,7 @@ class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):
         """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over.
         Raises PolicyRefused: a weighting, part of a per-record clip."""
         self.use("gradient")
-        if not isinstance(weighting, Uniform):
+        if weighting != UNIFORM:
             raise PolicyRefused(
                 f"weighting is {weighting}: under batch clipping there is no clip per record that "
                 'a weight could be part of; use privacy.mode = "per_sample"'

@@ -41,7 +41,7 @@ from fedpact.common.errors import PolicyRefused
 from fedpact.common.params import sent
 from fedpact.common.randomness.keystream import CHUNK
 from fedpact.common.randomness.seeded import Draws
-from fedpact.per_sample.clipping import UNIFORM, Fair, Scaled, Uniform, Weighting
+from fedpact.per_sample.clipping import UNIFORM, Fair, Uniform, Weighting
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layout import Placement, aligned, scatter
 from fedpact.privacy import column_scales
@@ -212,7 +212,6 @@ __all__ = [
     "PrivateOracle",
     "Range",
     "Records",
-    "Scaled",
     "Terms",
     "Uniform",
     "Weighting",

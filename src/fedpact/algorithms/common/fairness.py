@@ -265,6 +265,6 @@ class FairBatch(BatchAround):
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
         """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over.
         Raises InputError: the solver asks for weights."""
-        if not isinstance(weighting, Uniform):
+        if weighting != UNIFORM:
             raise InputError(f"weighting is {weighting}: expected none, as the batch has its own")
         return self._inner.gradient(w, self._weights)

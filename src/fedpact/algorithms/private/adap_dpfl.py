@@ -25,7 +25,7 @@ from pydantic import Field
 from fedpact.algorithms import MethodFacts, Neutral, fedavg
 from fedpact.algorithms.common.steps import round_steps
 from fedpact.common.messages import Local, State, Task
-from fedpact.privacy.oracle import UNIFORM, Oracle, Scaled
+from fedpact.privacy.oracle import Oracle, Uniform
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"clip_power": 0.0})
 
@@ -61,7 +61,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     clip, start = memory.numbers.get("clip", 1.0), task.vectors["w"]
     steps, rate, w = round_steps(task, settings.local_steps), settings.learning_rate * clip, start
     for batch in oracle.batches(steps, "gradient"):
-        step = batch.gradient(w, UNIFORM if clip == 1 else Scaled(1 / clip))
+        step = batch.gradient(w, Uniform(1 / clip))
         w = torch.add(w, step, alpha=-rate, out=step)
     square = float((w - start).double().square().sum()) / (rate * steps) ** 2
     noise = len(w) * oracle.noise_variance / steps

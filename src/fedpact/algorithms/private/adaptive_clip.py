@@ -35,7 +35,7 @@ from fedpact.algorithms import MethodFacts, Neutral, Summed, fedavg
 from fedpact.algorithms.common.steps import round_steps
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Local, State, Task
-from fedpact.privacy.oracle import UNIFORM, Oracle, Scaled
+from fedpact.privacy.oracle import Oracle, Uniform
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"quantile_rate": 0.0})
 
@@ -92,7 +92,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     clip, w = memory.numbers.get("clip", 1.0), task.vectors["w"]
     steps = round_steps(task, settings.local_steps)
     for batch in oracle.batches(steps, "gradient", "below"):
-        step = batch.gradient(w, UNIFORM if clip == 1 else Scaled(1 / clip))
+        step = batch.gradient(w, Uniform(1 / clip))
         share = batch.below(w, clip, "norm")
         w = torch.add(w, step, alpha=-settings.learning_rate * clip, out=step)
         clip = settings.next_clip(clip, share)

@@ -48,9 +48,9 @@ from fedpact.common.check import count
 from fedpact.common.errors import DataError, InputError, ModelError
 from fedpact.common.losses import cross_entropy
 from fedpact.common.randomness.seeded import SeededDraws, seeded_generator
-from fedpact.per_sample.clipping import UNIFORM, Fair, weights_of
+from fedpact.per_sample.clipping import UNIFORM, Fair, coefficients, weights_of
 from fedpact.per_sample.kernel import PlainKernel
-from fedpact.privacy.batches import PerSampleBatch
+from fedpact.per_sample.share import unit_of
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.terms import Terms
@@ -527,11 +527,9 @@ def _shares(target: Target, canaries: Records, asked: Asked) -> Tensor:
     target.kernel.model.load(asked.query[0])
     rows, losses = _gradients(target, canaries)
     norms, clip = rows.norm(dim=1), asked.terms.clip
-    batch = mechanism_of(asked.terms.mechanism).batch
-    weights = asked.weighting
-    if issubclass(batch, PerSampleBatch):
-        weights = batch.weights(clip, asked.weighting)
-    c = torch.minimum(weights_of(weights, losses, norms).clamp_min(0), clip / norms)
+    gamma = getattr(mechanism_of(asked.terms.mechanism).batch, "gamma", None)
+    w = weights_of(asked.weighting, losses).clamp_min(0)
+    c = coefficients(clip, norms, w, None, gamma).to(rows) * unit_of(clip)
     return torch.nan_to_num(rows * c[:, None], nan=0.0, posinf=0.0, neginf=0.0)
 
 

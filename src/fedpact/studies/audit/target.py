@@ -20,7 +20,7 @@ from fedpact.algorithms.wrappers.released_scales import check_as_declared
 from fedpact.common.errors import InputError, PlanError
 from fedpact.common.messages import Reply, State, Task
 from fedpact.common.randomness.seeded import Draws, SeededDraws, seeded_generator
-from fedpact.per_sample.clipping import UNIFORM, Fair, Scaled, Weighting
+from fedpact.per_sample.clipping import UNIFORM, Fair, Uniform, Weighting
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import epsilon
@@ -178,7 +178,7 @@ class Asked:
     @property
     def weighting(self) -> Weighting:
         """Of a gradient: by which weights."""
-        return next((part for part in self.query if isinstance(part, Fair | Scaled)), UNIFORM)
+        return next((part for part in self.query if isinstance(part, Fair | Uniform)), UNIFORM)
 
 
 class Recorder(OracleWrapper):
