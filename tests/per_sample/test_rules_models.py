@@ -68,6 +68,25 @@ class Tied(nn.Module):
         return (h @ self.table.weight.t()).mean(1)
 
 
+class Learnt(nn.Module):
+    """Numbers that are looked up, turned and moved before they meet a record."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.near = nn.Embedding(9, 6), nn.Parameter(torch.randn(17, 2))
+        self.scale, self.turned = nn.Parameter(torch.ones(6)), nn.Parameter(torch.randn(6, 9, 1))
+        places = torch.arange(9)
+        self.register_buffer("apart", places[:, None] - places + 8)
+
+    def forward(self, x):
+        x = x[:, :9] + self.steps(torch.arange(9).view(1, -1)) + self.turned.permute(2, 1, 0)
+        bias = self.near[self.apart.view(-1)].view(9, 9, 2).permute(2, 0, 1).unsqueeze(0)
+        heads = x.unflatten(2, (2, 3)).transpose(1, 2)
+        seen = nn.functional.scaled_dot_product_attention(heads, heads, heads, bias, scale=0.3)
+        x = seen.transpose(1, 2).flatten(2).transpose(1, 2)
+        return (x * self.scale.unsqueeze(-1)).transpose(1, 2)
+
+
 def spectral():
     return spectral_norm(nn.Linear(6, 6)).eval()
 
@@ -86,6 +105,7 @@ LAYERS = {
     "weight norm": (lambda: Means(weight_norm(nn.Linear(6, 6)), 6), (30, 6)),
     "spectral norm": (lambda: Means(spectral(), 6), (30, 6)),
     "normed": (lambda: Means(Normed(6), 6), (30, 6)),
+    "learnt": (lambda: Means(Learnt(), 6), (30, 6)),
 }
 
 
@@ -125,7 +145,7 @@ def test_positions_that_cancel_in_a_use_swallow_nobody(name):
     _, shape = LAYERS[name]
     x = torch.randn(60, *shape, generator=torch.Generator().manual_seed(0)) + 1
     y, of_r = torch.full((60,), 2), torch.tensor([2])
-    by_channel = name in ("heads", "lora", "normed") or name.endswith("norm")
+    by_channel = name in ("heads", "lora", "normed", "learnt") or name.endswith("norm")
     kernel = attacked(name)
 
     def summed(x, y):

@@ -28,6 +28,7 @@ from fedpact.per_sample import norms
 from fedpact.per_sample.norms import chosen, exact, flattened, rough_squares, square_sums
 from fedpact.per_sample.share import (
     TOGETHER,
+    Add,
     Negative,
     Part,
     Share,
@@ -83,7 +84,6 @@ def _by_rows(share: Share, space: Space) -> Part:
         rough.append(rough_squares(found) if kept else square_sums(found))
         if kept:
             made[chunk.start] = found
-    squares = exact(rough, list(made.values())) if kept else torch.cat(rough)
 
     def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
         total = c.new_zeros(share.size)
@@ -97,7 +97,15 @@ def _by_rows(share: Share, space: Space) -> Part:
             total.addmv_(found.to(c.dtype).t(), c[chunk])
         _into(share, total, view)
 
-    return Part(squares, add)
+    return _rough(rough, list(made.values()), add) if kept else Part(torch.cat(rough), add)
+
+
+def _rough(rough: list[Tensor], rows: list[Tensor], add: Add) -> Part:
+    """A Part of rows of which rough squares are known."""
+    found = norms.joined(rough, 0)
+    if rows and rows[0].dtype == torch.float64:
+        return Part(exact(rough, rows), add)
+    return Part(found, add, lambda: exact(rough, rows))
 
 
 def _into(share: Share, total: Tensor, view: Tensor) -> None:
@@ -132,7 +140,7 @@ class Made(Share):
             some = rows if good is None else chosen(good, rows)
             view.add_(torch.mv(some.to(c.dtype).t(), c).view(view.shape))
 
-        return Part(square_sums(rows), add)
+        return _rough([rough_squares(rows)], [rows], add)
 
 
 class Outer(Share):

@@ -429,12 +429,15 @@ def _repeated(call: Call) -> Shares:
 
 
 def of_arguments(share: Share, op: str, args: list[Any]) -> Shares | None:
-    """Shares of what a weight [O, K] was made from by an operation; None where it has no rule.
+    """Shares of what a weight was made from by an operation; None where it has no rule.
 
     What is made of parameters alone, as Wᵀ or W + B A, passes an outer product on as it is: no
-    matrix of the weight's size is then made for any record, and no vmap is needed. args: numbers
-    and tensors, as the operation had them.
+    matrix of the weight's size is then made for any record, and no vmap is needed. What other
+    operations do to numbers in an order is done to the gradients, and rows of a table are looked
+    up. args: numbers and tensors, as the operation had them.
     """
+    if type(share) is Made:
+        return _of_made(share, op, args)
     if type(share) is not Outer:
         return None
     g, u = share.g, share.u
@@ -449,6 +452,31 @@ def of_arguments(share: Share, op: str, args: list[Any]) -> Shares | None:
     return {0: Outer(u, g)} if turned and args[0].dim() == 2 else None
 
 
+def _of_made(share: Made, op: str, args: list[Any]) -> Shares | None:
+    rows, of = share.rows(slice(0, share.batch)), args[0]
+    if op in _VIEWS:
+        return {0: share}
+    if op == "aten.permute.default":
+        dims = [d % of.dim() for d in args[1]]
+        turned = rows.view(-1, *(of.shape[d] for d in dims))
+        return {0: Made(turned.permute(0, *(dims.index(d) + 1 for d in range(of.dim()))))}
+    index = args[1] if op == "aten.embedding.default" else None
+    if op == "aten.index.Tensor" and len(args[1]) == 1 and args[1][0].dtype == torch.int64:
+        index = args[1][0] % len(of)
+    # Where an index has no gradient, or a table is none, vmap knows what to do.
+    if index is None or of.dim() != 2 or args[2:]:
+        return None
+    index = index.reshape(1, -1).expand(share.batch, -1)
+    return {0: Lookup(index, rows.view(*index.shape, -1), len(of), None)}
+
+
+_VIEWS = tuple(
+    f"aten.{name}"
+    for name in (
+        *("unsqueeze.default", "view.default", "reshape.default", "_unsafe_view.default"),
+        *("squeeze.dim", "flatten.using_ints", "clone.default", "contiguous.default"),
+    )
+)
 _PRODUCTS = ("aten.matmul.default", "aten.mm.default")
 _TURNS = ("aten.t.default", "aten.numpy_T.default", "aten.mT.default")
 _PADDED = ("default", "padding")

@@ -29,17 +29,22 @@ FAR = 2.0**80
 """‖u‖² beyond which g is no place for the coefficient; see balanced."""
 
 
+Add = Callable[[Tensor, Tensor | None, Tensor], None]
+
+
 @dataclass(frozen=True)
 class Part:
-    """Of one parameter: squares [P] is ‖G_j‖² in float64; add(c [P], good, view) adds Σ_j c_j G_j.
+    """Of one parameter: squares [P] is ‖G_j‖²; add(c [P], good, view) adds Σ_j c_j G_j.
 
     good [P]: the slots to add, c is 0 elsewhere; None where the numbers of all slots are finite. 0
     times infinity is not a number, so the others' gradients are set to 0 first. view: the
-    parameter's place in the total, of c's type.
+    parameter's place in the total, of c's type. again: squares that are exact where those below
+    norms.SMALL are not; asked for in the same pass.
     """
 
     squares: Tensor
-    add: Callable[[Tensor, Tensor | None, Tensor], None]
+    add: Add
+    again: Callable[[], Tensor] | None = None
 
 
 class Space:

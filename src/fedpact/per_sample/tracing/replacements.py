@@ -57,6 +57,24 @@ def _taken(x: Tensor, index: Tensor, dim: int | None = None) -> Tensor:
     return x.gather(dim, index.expand(sizes))
 
 
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention with a mask that is learnt, in products whose rules are known."""
+    if mask is None or not mask.requires_grad or causal or enable_gqa:
+        return NotImplemented
+    scores = q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.transpose(-2, -1) + mask
+    return torch.dropout(scores.softmax(-1), dropout, dropout > 0) @ v
+
+
 def _sorted(x: Tensor, *args: Any, stable: bool | None = None, **named: Any) -> Any:  # noqa: ARG001
     """Along the batch: no change, as it is to each record by itself, and the records' numbers.
 
@@ -132,6 +150,7 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.rnn_tanh_cell.default: _cell(lambda of_x, of_h, _: torch.tanh(of_x + of_h)),
     _aten.rnn_relu_cell.default: _cell(lambda of_x, of_h, _: torch.relu(of_x + of_h)),
     _aten.take_along_dim.default: _taken,
+    _aten.scaled_dot_product_attention.default: _attention,
     **dict.fromkeys((_aten.sort.default, _aten.sort.stable), _sorted),
     **dict.fromkeys((_aten.argsort.default, _aten.argsort.stable), _order),
     **{op: _stand_in(op) for op in _SHAPES},
