@@ -28,7 +28,6 @@ from fedpact.per_sample import norms
 from fedpact.per_sample.norms import chosen, exact, flattened, rough_squares, square_sums
 from fedpact.per_sample.share import (
     TOGETHER,
-    Add,
     Negative,
     Part,
     Share,
@@ -100,7 +99,7 @@ def _by_rows(share: Share, space: Space) -> Part:
     return _rough(rough, list(made.values()), add) if kept else Part(torch.cat(rough), add)
 
 
-def _rough(rough: list[Tensor], rows: list[Tensor], add: Add) -> Part:
+def _rough(rough: list[Tensor], rows: list[Tensor], add: Callable[..., None]) -> Part:
     """A Part of rows of which rough squares are known."""
     found = norms.joined(rough, 0)
     if rows and rows[0].dtype == torch.float64:

@@ -29,9 +29,6 @@ FAR = 2.0**80
 """‖u‖² beyond which g is no place for the coefficient; see balanced."""
 
 
-Add = Callable[[Tensor, Tensor | None, Tensor], None]
-
-
 @dataclass(frozen=True)
 class Part:
     """Of one parameter: squares [P] is ‖G_j‖²; add(c [P], good, view) adds Σ_j c_j G_j.
@@ -43,7 +40,7 @@ class Part:
     """
 
     squares: Tensor
-    add: Add
+    add: Callable[[Tensor, Tensor | None, Tensor], None]
     again: Callable[[], Tensor] | None = None
 
 
