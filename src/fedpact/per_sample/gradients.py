@@ -101,7 +101,7 @@ def _by_rows(share: Share, space: Space) -> Part:
 
 def _rough(rough: list[Tensor], rows: list[Tensor], add: Callable[..., None]) -> Part:
     """A Part of rows of which rough squares are known."""
-    found = norms.joined(rough, 0)
+    found = rough[0] if len(rough) == 1 else torch.cat(rough)
     if rows and rows[0].dtype == torch.float64:
         return Part(exact(rough, rows), add)
     return Part(found, add, lambda: exact(rough, rows))

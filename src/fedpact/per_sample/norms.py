@@ -75,7 +75,7 @@ def rough_squares(rows: Tensor) -> Tensor:
 def exact(rough: list[Tensor], pieces: list[Tensor]) -> Tensor:
     """What square_sums finds of pieces of rows, one after another, from their rough squares."""
     # All pieces are looked at in one comparison: the ordinary batch has no row that is so short.
-    found = joined(rough, 0).double()
+    found = _joined(rough, 0).double()
     if pieces and pieces[0].dtype == torch.float64:
         return found.clamp_min(LEAST)
     if not on_cpu(found) or not (found < SMALL).any():
@@ -111,7 +111,7 @@ def chosen(good: Tensor, rows: Tensor) -> Tensor:
     return torch.where(good.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
 
 
-def joined(tensors: list[Tensor], dim: int) -> Tensor:
+def _joined(tensors: list[Tensor], dim: int) -> Tensor:
     """torch.cat without the copy that it makes of a single tensor."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
