@@ -74,7 +74,7 @@ def test_a_plan_says_beforehand_what_evaluations_cost(
     assert f"5 records {upper(of_five)}" in told
     assert "1 evaluations with noise of deviation" in told
     assert "by training" in found["per_person"]
-    both = "as all of them are on one side" if person else "at most the sum of both ε"
+    both = "as all records of a person are on one side" if person else "at most the sum of both ε"
     assert both in told
 
 

@@ -73,7 +73,7 @@ def test_it_releases_what_its_simulation_does_and_nothing_exact(federate, tmp_pa
     said = " ".join(told["covers"])
     assert ("the server sees each site's noisy counts" in said) == ("secure_aggregation" in asked)
     own = kind in ("heads", "own models")
-    assert ("What is evaluated at a site is its own model" in said) == own
+    assert ("Each site evaluates its own model" in said) == own
 
 
 @pytest.mark.parametrize("kind", ["masked", "heads"])

@@ -1,20 +1,19 @@
 """Figures with intervals from noisy sums, early stopping by them, and how they are stated.
 
-A figure is a ratio θ = a/b of sums, of which ã and b̃ are known, with Gaussian noise of known
-variance. As ã - θ b̃ has mean 0 at the true θ, all θ at which it is at most z deviations away are
-an
-interval that covers the true one as often as z says, however small b is (Fieller, Some problems in
-interval estimation, J. R. Stat. Soc. B 16, 1954). Cut off at the ends of what θ can be, it covers
-as often. It is about the records that were held out: what they say of others is not in it.
+A figure is a ratio θ = a/b of two sums that are known with Gaussian noise of known variance: ã and
+b̃. As ã - θ b̃ has mean 0 at the true θ, all θ at which it is within z deviations of 0 form an
+interval with exact coverage, however small b is (Fieller, Some problems in interval estimation,
+J. R. Stat. Soc. B 16, 1954). Clipping it to the range of θ keeps the coverage. It is about the
+held-out records only, not about the population.
 
-The ROC area is a ratio of bilinear forms of two histograms; there the variance is estimated from
-the noisy histograms, which makes it too large on average. Scores that share a bin are counted as
-all wrong for the lower end, and as all right for the upper one.
+The ROC area is a ratio of bilinear forms of two histograms; its variance is estimated from the
+noisy histograms, which makes it too large on average. For the lower end, scores in the same bin
+count as all wrong, for the upper end as all right.
 
-Whoever reads a released number and stops is within the reservation (post-processing). ε spent is of
-what was charged, and no guarantee of its own: how long the run went depended on what it released.
-Exact accuracies of records that somebody protects are no such numbers: a private run is
-stopped by what its sites release of held-out records, or by a public test set.
+Stopping a run by released numbers stays within the reservation (post-processing). The ε of what was
+charged so far is then not a guarantee, as the length of the run depended on releases. Exact
+accuracies on protected records must not stop a private run: it is stopped by what its sites
+release, or by a public test set.
 """
 
 import math
@@ -32,7 +31,7 @@ from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.privacy.accounting.accountant import epsilon
 from fedpact.privacy.accounting.group_privacy import epsilon_per_person
 
-# The grid's noise is so much larger at most (common.randomness.secure).
+# The factor by which noise on a grid may be larger (common.randomness.secure).
 _GRID: Final = 1 + 2.0**-10
 
 _Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -40,9 +39,9 @@ _Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: its name, as "accuracy"; of whom; its value, NaN if unknown; its interval.
+    """One figure: its name, such as "accuracy"; its value, NaN if unknown; its interval.
 
-    about: "all", "class 3", "group Female", or "groups" for how far these are apart.
+    about: "all", "class 3", "group Female", or "groups" for the gap between groups.
     """
 
     name: str
@@ -59,14 +58,14 @@ class Figure:
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums of one site, or of several added up. noise: the variance of each entry, by channel."""
+    """Sums of one or more sites. noise: the variance of each entry, by channel."""
 
     of: Mapping[str, _Array]
     noise: Mapping[str, float]
 
     @staticmethod
     def add(each: Sequence[Mapping[str, Sequence[float]]], noise: Mapping[str, float]) -> "Sums":
-        """Add up what sites released, at least one. noise: of each, the deviation by channel."""
+        """Add the releases of at least one site. noise: the deviation in each, by channel."""
         of = {c: np.sum([np.asarray(s[c], np.float64) for s in each], axis=0) for c in each[0]}
         return Sums(of, {c: len(each) * (noise[c] * _GRID) ** 2 for c in of})
 
@@ -80,9 +79,9 @@ def estimate_figures(
 ) -> list[Figure]:
     """Return the figures of these sums, each with its interval at settings.level.
 
-    unit: what they count, records or persons.
+    unit: what the sums count, "record" or "person".
 
-    Without noise an interval is its value, but for the ROC area, where it is what a bin hides.
+    Without noise an interval is just the value, except for the ROC area, whose bins hide the order.
     """
     found = list[Figure]()
     shape = len(groups), len(classes), 2
@@ -127,9 +126,9 @@ def _accuracies(
 
 @dataclass(frozen=True)
 class _Counts:
-    """hits [groups, classes, 2]; said: misses by the class that was said [groups, classes].
+    """hits [groups, classes, 2]; said: misses by predicted class [groups, classes].
 
-    noise, of_said: the variance of each entry. said is None where nobody released it.
+    noise, of_said: the variance of each entry. said: None if it was not released.
     """
 
     hits: _Array
@@ -145,7 +144,7 @@ class _Counts:
 
     @property
     def rates(self) -> list[tuple[str, int]]:
-        """The rates of single classes that are known: (kind, class). Of two classes the second."""
+        """The known rates of single classes: (kind, class). With two classes, of the second."""
         classes = self.hits.shape[1]
         chosen = [1] if classes == 2 else range(classes)
         known = classes == 2 or self.said is not None
@@ -162,10 +161,10 @@ class _Counts:
         return self.false_positives(group, c, level)
 
     def false_positives(self, group: int, c: int, level: float) -> tuple[float, float, float]:
-        """The share of records of other classes that are said to be of this one."""
+        """The share of records of other classes that are predicted as this one."""
         others = np.delete(self.hits[group], c, axis=0)
         if self.said is None:
-            # Two classes: a miss of the other one is said to be of this one.
+            # With two classes, a miss of the other class is predicted as this one.
             return _share(others[:, ::-1], self.noise, level)
         variance = self.of_said, 0.0, self.noise * others.size
         return estimate_ratio(float(self.said[group, c]), float(others.sum()), variance, level)
@@ -174,10 +173,10 @@ class _Counts:
 def _of_groups(
     counts: _Counts, level: float, classes: Sequence[str], groups: Sequence[str]
 ) -> list[Figure]:
-    """Accuracy and rates of true and false positives by group, and how far groups are apart.
+    """Accuracy and rates of true and false positives by group, and the gaps between groups.
 
-    Of two classes the positives are the second's; of more, each class's against all others. Gaps
-    are of intervals that all cover together.
+    With two classes, the second is positive; with more, each class against all others. Gaps are
+    computed from intervals with joint coverage.
     """
     found, rates = list[Figure](), counts.rates
     each = 1 - (1 - level) / (len(groups) * (len(rates) + 1))
@@ -192,7 +191,7 @@ def _of_groups(
             found.append(Figure(name, group, *counts.rate(kind, g, c, level)))
         gaps.append(_gap([counts.rate(kind, g, c, each) for g in range(len(groups))]))
     found.append(Figure("gap of accuracy", "groups", *_gap(whole)))
-    # Equalised odds: the model is right, and wrong, as often, whatever the group.
+    # Equalised odds: equal rates of true and of false positives in every group.
     odds = any(kind == "false" for kind, _ in rates)
     value, low, high = (float(np.max(end)) for end in zip(*gaps, strict=True))
     name = "equalised-odds gap" if odds else "gap of true positive rates"
@@ -201,7 +200,7 @@ def _of_groups(
 
 
 def _gap(intervals: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """The largest less the least of some rates, (value, low, high) each, and what it lies in."""
+    """The largest minus the smallest of some rates, (value, low, high) each, with its interval."""
     values = [value for value, _, _ in intervals]
     lows, highs = [low for _, low, _ in intervals], [high for _, _, high in intervals]
     value = math.nan if any(map(math.isnan, values)) else max(values) - min(values)
@@ -224,10 +223,10 @@ def _loss(sums: Sums, settings: EvaluationSettings) -> Figure:
 
 
 def roc_area(histogram: _Array, noise: float, level: float) -> tuple[float, float, float]:
-    """Return the area under the ROC curve of scores by class [2, bins], and its interval.
+    """Return the area under the ROC curve from scores by class [2, bins], and its interval.
 
-    histogram: negatives, then positives, by ascending score; noise: the variance of each entry. The
-    value counts pairs within one bin as half right.
+    histogram: negatives, then positives, by ascending score; noise: the variance of each entry.
+    Pairs within one bin count as half right.
     """
     bins = histogram.shape[1]
     above = np.tril(np.ones((bins, bins)), -1)
@@ -256,10 +255,10 @@ def _pairs(
 def estimate_ratio(
     a: float, b: float, variance: tuple[float, float, float], level: float
 ) -> tuple[float, float, float]:
-    """Return θ = a/b, cut off at [0, 1], with its interval, of sums with Gaussian noise.
+    """Return θ = a/b with its interval, both clipped to [0, 1], from sums with Gaussian noise.
 
-    variance: of a, covariance of a and b, variance of b. All of [0, 1] where the noise leaves
-    nothing to say, and NaN as the value where b is not positive.
+    variance: of a, covariance of a and b, variance of b. The interval is [0, 1] if the noise
+    dominates, and the value NaN if b is not positive.
     """
     value = min(max(a / b, 0.0), 1.0) if b > 0 else math.nan
     z2 = _z(level) ** 2
@@ -280,12 +279,12 @@ def _z(level: float) -> float:
 
 
 def outcome(records: Sequence[RoundRecord], form: SumsForm) -> dict[str, Any] | None:
-    """Return the last evaluation as plain data, None where the run released none.
+    """Return the last evaluation as plain data, None if the run released none.
 
     figures: of all sites together; sites: of each. by_round: of all sites together after each
-    evaluated round, without those of single classes and groups. Of a simulation each figure has
-    what it is without noise, `exact`. commonest: what always answering one class would give, by
-    the released counts. epsilon_spent: site -> ε of what it has released, at delta.
+    evaluated round, without single classes and groups. In a simulation each figure also has its
+    value without noise, `exact`. commonest: the accuracy of always predicting the most frequent
+    class, by the released counts. epsilon_spent: site -> ε of what it has released, at delta.
     """
     done, once = [record for record in records if record.evaluation], form.once
     if once is None or not done:
@@ -308,9 +307,9 @@ def outcome(records: Sequence[RoundRecord], form: SumsForm) -> dict[str, Any] | 
 def released_so_far(
     records: Sequence[RoundRecord], of: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Return what `outcome` does while the run goes on, without what it costs and what is exact.
+    """Return `outcome` of a running run, without costs and exact values.
 
-    of: what `describe_evaluation` returns, None where nothing is released.
+    of: from `describe_evaluation`, None if nothing is released.
     """
     done = [(record.round, record.evaluation, {}) for record in records if record.evaluation]
     if not (of and done):
@@ -323,10 +322,7 @@ def released_so_far(
 
 
 def exact_outcome(records: Sequence[RoundRecord], form: SumsForm) -> dict[str, Any] | None:
-    """Return what a plain run's held-out records come to, exactly; None where none are held out.
-
-    As `outcome` has it, without what a release costs. Simulator only.
-    """
+    """Return the exact `outcome` of a plain run, None if nothing is held out. Simulator only."""
     done = [(record.round, record.held_out, {}) for record in records if record.held_out]
     return _over_rounds(form, form.noise, done) if done else None
 
@@ -336,7 +332,7 @@ def _over_rounds(
     noise: Mapping[str, float],
     done: Sequence[tuple[int, SumsBySite, SumsBySite]],
 ) -> dict[str, Any]:
-    """Return figures of the last of these rounds and of all. done: (round, sums, exact ones)."""
+    """Return the figures of the last round and by round. done: (round, sums, exact sums)."""
     whole = [(at, _beside(form, noise, [*sums.values()], _of(by, sums))) for at, sums, by in done]
     number, sums, exact = done[-1]
     return {
@@ -355,7 +351,7 @@ def _over_rounds(
 
 
 def _commonest(form: SumsForm, sums: SumsBySite) -> dict[str, Any] | None:
-    """Return the class with the most held-out records and its share; None where nobody counts."""
+    """Return the most frequent class of held-out records and its share; None without counts."""
     if "hits" not in form.shapes:
         return None
     table = np.sum([np.asarray(site["hits"], np.float64) for site in sums.values()], axis=0)
@@ -367,7 +363,7 @@ def _commonest(form: SumsForm, sums: SumsBySite) -> dict[str, Any] | None:
 
 
 def released_accuracy(record: RoundRecord, form: SumsForm) -> float | None:
-    """Return the accuracy of all sites together as it was released, None where it was not."""
+    """Return the released accuracy of all sites together, None if there is none."""
     if not record.evaluation:
         return None
     found = _beside(form, form.noise, list(record.evaluation.values()), [])
@@ -416,10 +412,10 @@ def _number(value: float) -> float | None:
 
 @dataclass
 class Early:
-    """Whether a run has been good enough, or no better, for long enough.
+    """Early stopping by released accuracies.
 
-    accuracy, patience: see algorithms.common.limits.Limits. form: of what sites release of held-out
-    records; where they release nothing, a record's own accuracy counts, which is then public.
+    accuracy, patience: see algorithms.common.limits.Limits. form: of the sites' releases about
+    held-out records; if they release nothing, the public accuracy in a round's record counts.
     """
 
     accuracy: float | None = None
@@ -428,7 +424,7 @@ class Early:
     seen: list[float] = field(default_factory=list[float])
 
     def see(self, records: Sequence[RoundRecord]) -> None:
-        """Take notice of rounds, in their order."""
+        """Add rounds, in order."""
         for record in records:
             found = record.accuracy
             if self.form is not None and self.form.once is not None:
@@ -438,7 +434,7 @@ class Early:
 
     @property
     def status(self) -> str:
-        """Why the run ends: "accuracy", "patience"; "" where it goes on."""
+        """Why the run ends: "accuracy" or "patience"; "" if it continues."""
         wait, seen = self.patience, self.seen
         if self.accuracy is not None and seen and seen[-1] >= self.accuracy:
             return "accuracy"
@@ -450,41 +446,40 @@ class Early:
 def check_public(
     early: bool, private: bool, evaluation: EvaluationSettings, *, test: bool, held: bool
 ) -> None:
-    """Raise PlanError: a run is to be stopped by a number that nobody has, or has released.
+    """Raise PlanError if early stopping needs an accuracy that is not available.
 
-    early: whether an accuracy may end the run. test: there is a public test set that the shared
-    model is tried on. held: there are held-out records, of which a plain run has the accuracy.
+    early: whether an accuracy may end the run. test: whether the shared model is evaluated on a
+    public test set. held: whether there are held-out records, for the accuracy of a plain run.
     """
     if not early or test or (private and evaluation.used and evaluation.releases):
         return
     told = "budget.accuracy or budget.patience in a"
     if private and evaluation.used:
         raise PlanError(
-            f"{told} private run with evaluation.releases = [] and without a public test set: of "
-            "the records that are held out nothing is released that it could be stopped by; set "
+            f"{told} private run with evaluation.releases = [] and without a public test set: "
+            "nothing is released about held-out records that could stop the run; set "
             'evaluation.releases = ["hits"], and evaluation.every = 1'
         )
     if private:
         raise PlanError(
             f"{told} private run without [evaluation] and without a public test set: no accuracy "
-            "is released that it could be stopped by; declare [evaluation] share = 0.2, every = 1"
+            "is released that could stop the run; declare [evaluation] share = 0.2, every = 1"
         )
     if not held:
         raise PlanError(
             f"{told} run without held-out records and without a public test set: no accuracy is "
-            "known that it could be stopped by; set partition.held_out = 0.1"
+            "known that could stop the run; set partition.held_out = 0.1"
         )
 
 
 def describe_evaluation(
     form: SumsForm, persons: bool, records: Sequence[int], *, own_models: bool, masked: bool
 ) -> dict[str, Any] | None:
-    """Return what sites release of held-out records, and what it costs, as plain data, or None.
+    """Return what sites release about held-out records, and its cost, as plain data; or None.
 
-    own_models: whether each site looks at a model of its own. masked: whether the server sees sums
-    of the sites' training only.
-    persons: whether persons decide who is held out. records: for how many of one person's ε is
-    told; of none where it is of persons anyway.
+    own_models: whether each site evaluates its own model. masked: whether secure aggregation is
+    used for training. persons: whether persons are held out with all their records. records: the
+    numbers of records per person for which ε is stated; ignored if ε is per person.
     """
     if (once := form.once) is None:
         return None

@@ -1,7 +1,7 @@
 """Predictions and evaluations of a finished run's model on new records.
 
-They are read as the plan declares, scaled and turned into features by the same stage, and scaled by
-what the sites released where they did. What is not fit to be used is answered with nothing.
+Records are read, scaled and turned into features exactly as in training. A record that cannot be
+used gets an empty prediction.
 """
 
 import logging
@@ -50,10 +50,10 @@ FORM: Final = "records.json"
 
 @dataclass(frozen=True)
 class RecordedForm:
-    """The public form of a record as it is given: shape, "float32" or "int64", the labels' names.
+    """The public form of a raw record: shape, "float32" or "int64", the labels' names.
 
-    features: a table's columns in their order, () where nobody knows them or there are none.
-    made_by: what makes the features that the model is given; None before `by`.
+    features: a table's columns in order, () if unknown or none. made_by: identifies the code and
+    weights that compute the model's features; None before `by`.
     """
 
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class RecordedForm:
         return torch.zeros(self.shape, dtype=getattr(torch, self.values))
 
     def by(self, stage: FeatureStage) -> "RecordedForm":
-        """Return it with what makes the records' features."""
+        """Return the form with what computes the records' features."""
         return replace(self, made_by=stage.made_by(self.example))
 
     def write(self, folder: Folder) -> None:
@@ -80,8 +80,8 @@ class RecordedForm:
         """Read it from a run's folder. Raises DataError: it has none."""
         if not (folder / FORM).exists():
             raise DataError(
-                f"{folder} has no {FORM}, which says what a record is: the run has not ended; "
-                f"`fedpact resume {quote(str(folder))}` ends it, and writes that"
+                f"{folder} has no {FORM}, which describes a record: the run has not ended; "
+                f"`fedpact resume {quote(str(folder))}` finishes it, and writes the file"
             )
         raw = Folder(folder).read_json(FORM)
         with parse_errors(folder / FORM, "put it back, or run the plan again in another folder"):
@@ -95,7 +95,7 @@ class RecordedForm:
 class PredictionInputs:
     """Records x [n, *shape], and the table that they were read from, with its labels.
 
-    sieve: who of them is used. features: the columns of a table. form, classes: what labels may be.
+    sieve: which of them are used. features: the columns of a table. form, classes: of the labels.
     """
 
     x: Tensor
@@ -106,9 +106,9 @@ class PredictionInputs:
     classes: tuple[str, ...]
 
     def given(self, labels: Any) -> "PredictionInputs":
-        """Return it with other labels: the classes' names or numbers, or arrays, as of arrays.
+        """Return it with other labels: the classes' names or numbers, or arrays.
 
-        A number whose text names another class is that one where the records are a table's.
+        If the records are a table's, a number that is also a class's name means that class.
         """
         named = self.table.labels == "names" and ambiguous(self.classes)
         array = labels_of("labels", "y", labels, self.form.target.kind, self.x.ndim)
@@ -123,8 +123,8 @@ class PredictionInputs:
         labels = self.table.y
         if labels is None:
             raise DataError(
-                f"{self.sieve.origin}: there are no labels; give them in the column that the run's "
-                "had, in the array y of an .npz file, or as evaluate(records, labels)"
+                f"{self.sieve.origin}: there are no labels; give them in the label column of the "
+                "run, in the array y of an .npz file, or as evaluate(records, labels)"
             )
         if len(labels) != len(self.x):
             raise DataError(
@@ -138,9 +138,9 @@ class PredictionInputs:
 
 @dataclass(frozen=True)
 class OwnColumns:
-    """How a deployed site's table names what the federation declares: see data.columns.
+    """A deployed site's column mapping; see data.columns.
 
-    label: the label's column; None: as the plan has it.
+    label: the label's column; None: as in the plan.
     """
 
     label: str | None = None
@@ -165,9 +165,9 @@ class OwnColumns:
         features: Collection[str],
         label: str | None,
     ) -> dict[str, Cells]:
-        """Return columns with the declared ones beside the site's own, whose label may be missing.
+        """Return the site's columns together with the declared ones; the label may be missing.
 
-        Raises DataError: one that is made of another column, which is not there.
+        Raises DataError: the source of a declared column is missing.
         """
         wanted = {
             name: one
@@ -183,21 +183,21 @@ class OwnColumns:
 def read_prediction_inputs(
     records: Any, plan: Plan, own: RecordedForm, named: OwnColumns
 ) -> PredictionInputs:
-    """Read records as those of a plan's run were. own: their form in that run.
+    """Read records as in a plan's run. own: their form in that run.
 
-    records: whatever a run takes (see data.from_python), with labels or without; a .csv, .parquet
-    or .npz file; an array [n, *shape]. Raises DataError: they are of another form.
+    records: anything that a run accepts (see data.from_python), with or without labels; a .csv,
+    .parquet or .npz file; an array [n, *shape]. Raises DataError: another form.
     """
     form = plan.form
     if isinstance(records, Dataset):
         records = with_columns(records, plan.records)
         if own.features and records.features:
-            # A file that it was read from may have another order.
+            # The file may have had another order of columns.
             records = with_columns(records, RecordForm(features=[*own.features]))
         if records.classes != own.classes:
             raise DataError(
-                f"data set {records.name} has the classes {', '.join(records.classes)}: the run's "
-                f"are {', '.join(own.classes)}; make it with classes = the run's"
+                f"data set {records.name} has the classes {', '.join(records.classes)}, but the "
+                f"run's are {', '.join(own.classes)}; create it with the run's classes"
             )
         table = of_arrays(records.name, records.x, records.y.numpy(), form)
         return _read(table, form.in_arrays(records.features), own)
@@ -229,7 +229,7 @@ def read_prediction_inputs(
         )
     if table.features:
         return _read(table, wanted, own)
-    # Beside a table's run they are the columns' numbers, in the order of the run's.
+    # For a table's run, an array holds the columns' numbers, in the run's order.
     return _read(table, form.by_place(own.features) if own.features else form, own)
 
 
@@ -243,8 +243,8 @@ def _read(table: Table, form: RecordForm, own: RecordedForm) -> PredictionInputs
             found = f"columns {', '.join(table.features)}" if table.features else f"shape {shape}"
             raise DataError(
                 f"{table.origin}: a record has {found}: expected shape {own.shape}"
-                f"{' of ' * bool(own.features)}{', '.join(own.features)}, as the run's records "
-                "have; bring them into that form (arrays as .npz, or from Python)"
+                f"{' of ' * bool(own.features)}{', '.join(own.features)}, as in the run; convert "
+                "the records to that form (arrays as .npz, or from Python)"
             )
     sieve = table.filter()
     x = torch.from_numpy(read_numbers(table, form, own.values, sieve))
@@ -256,12 +256,12 @@ _BATCH: Final = 1024
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Predictions:
-    """What a model says of records, one a row, in their order.
+    """A model's predictions, one row per record.
 
-    labels: the likeliest class's name [n], "" where the record is not used; of several labels those
-    that are likelier than not, with blanks between; of pixels an array of names for each record; of
-    a number its value, in its units, NaN where not used. probabilities [n, K, ...], NaN there; of a
-    number [n, 0]. used: bool [n]. classes: the names, in the order of the columns.
+    labels: the most probable class's name [n], "" if the record is not used; for multiple labels,
+    those with a probability above 1/2, separated by blanks; for pixels, an array of names per
+    record; for regression, the value in its units, NaN if not used. probabilities [n, K, ...], NaN
+    if not used; for regression [n, 0]. used: bool [n]. classes: the names of the columns.
     """
 
     labels: np.ndarray
@@ -280,12 +280,12 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Evaluated(SiteScore):
-    """How good a model is on records. metrics: those of the plan's task, by name."""
+    """A model's scores on records. metrics: those of the plan's task, by name."""
 
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __str__(self) -> str:
-        """Return it as a sentence: accuracy, where there is any, mean loss, and the measures."""
+        """Return it as a sentence: accuracy, if there is any, mean loss, and the metrics."""
         found = [] if math.isnan(self.accuracy) else [f"accuracy {self.accuracy:.2%}"]
         found.append(f"mean loss {self.loss:.4g}")
         for name, value in self.metrics.items():
@@ -298,7 +298,7 @@ _log = logging.getLogger(__name__)
 
 
 def _tell_of_an_earlier_run(party: Path, folder: Path) -> None:
-    """Warn where a site takes part in another run than the one whose model it has."""
+    """Warn if a site now takes part in another run than the one whose model it has."""
     if not (party / "site.toml").exists():
         return
     with parse_errors(party / "federation.toml", "put it back as it was handed out"):
@@ -315,7 +315,7 @@ def _tell_of_an_earlier_run(party: Path, folder: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
-    """A run's model with all that stands before it."""
+    """A run's model with its preprocessing."""
 
     plan: Plan
     form: RecordedForm
@@ -328,23 +328,23 @@ class Predictor:
     def of(folder: Path, own: Any = None, *, average: bool = False) -> "Predictor":
         """Return the model of a run's folder, or of a deployment's party, by its directory.
 
-        own: the module, class or factory, where it was handed in from Python. average: the average
-        of models that the server kept, in place of the last one.
-        Raises DataError: no run that has ended, a damaged one, or no average. ModelError: the model
-        was handed in, and is not here, or is another.
+        own: the module, class or factory, if it was passed in from Python. average: use the average
+        of models that the server kept instead of the last model.
+        Raises DataError: no finished run, a damaged one, or no average. ModelError: the model was
+        passed in from Python and is missing, or another one.
         """
         folder = folder_of_run(folder)
         raw = Folder(folder).read_json("plan.json")
         plan = Plan.parse(raw)
         if own is not None:
-            # Its weights are the run's, so whatever it brings decides nothing.
+            # The run's weights are loaded below, so the object's own weights do not matter.
             plan = plan.model_copy(update={"model": model_again(own, plan.model)})
         form = RecordedForm.read(folder)
         beside = folder.absolute().parent
         if plan.local.head and not (beside / "site.toml").exists():
             raise DataError(
-                f"{folder}: local.head is {plan.local.head}: each site's model has a head of its "
-                "own, which no run's folder holds, so there is no model here to ask"
+                f"{folder}: local.head is {plan.local.head}: each site's model has its own head, "
+                "which a run's folder does not hold, so there is no whole model here"
             )
         at = beside if (beside / "federation.toml").exists() else _begun_at(plan, folder)
         _tell_of_an_earlier_run(beside, folder)
@@ -354,8 +354,8 @@ class Predictor:
         if form.made_by is not None and not stage.made_by(form.example).is_as(form.made_by):
             raise ModelError(
                 f"features.kind = {plan.features.kind!r} has other code or weights than when "
-                f"{folder} was made, so its model would be given other numbers: put back the file "
-                "and the weights of then"
+                f"{folder} was made, so its model would get other features: restore the file and "
+                "its weights"
             )
         made = stage.example(form.example)
         model = TrainingSetup(plan, made, len(form.classes)).module()
@@ -363,8 +363,8 @@ class Predictor:
         if average and not path.exists():
             raise DataError(
                 f"{folder} holds no average of models (its plan has server.average = "
-                f"{plan.server.average!r}; a deployment's server has it, and no site): ask the "
-                "last model, without average"
+                f"{plan.server.average!r}; in a deployment only the server has it): use the last "
+                "model, without average"
             )
         try:
             model.load_state_dict(load_file(path))
@@ -376,10 +376,10 @@ class Predictor:
         return Predictor(plan, form, model.eval(), at, released, OwnColumns.of(beside))
 
     def preprocess(self, records: Any) -> tuple[Tensor, np.ndarray]:
-        """Return what the model is given of records, [m, ...], and which of the n these are.
+        """Return the model's inputs [m, ...], and which of the n records they are, bool [n].
 
-        records: as `read_prediction_inputs` has them; labels are passed over.
-        Raises DataError: of another form.
+        records: as in `read_prediction_inputs`; labels are ignored.
+        Raises DataError: another form.
         """
         return self._staged(self._read(records))
 
@@ -400,11 +400,11 @@ class Predictor:
         return made[good], good.numpy()
 
     def predict(self, records: Any) -> Predictions:
-        """Return what the model says of records; see `preprocess` for what they may be."""
+        """Return the model's predictions; see `preprocess` for the records."""
         x, used = self.preprocess(records)
         target, classes = self.plan.task.target, self.form.classes
         with torch.no_grad():
-            # Of no record at all, too: it tells the outputs' form.
+            # Also without any record, to learn the form of the outputs.
             parts = (
                 [self.model(x.new_zeros(0, *x.shape[1:])).double()]
                 if not len(x)
@@ -428,15 +428,14 @@ class Predictor:
         best = np.where(at, np.nan_to_num(found, nan=-1.0).argmax(1), len(names) - 1)
         return Predictions(names[best], found, used, classes)
 
-    @torch.inference_mode(
-        False
-    )  # as a model that writes over its records is found by their version
+    # In inference mode, tensors have no version, by which in-place changes to records are noticed.
+    @torch.inference_mode(False)
     def evaluate(self, records: Any, labels: Any = None) -> Evaluated:
-        """Return how good the model is on records that are used: accuracy, mean loss, measures.
+        """Return the model's scores on the records that can be used.
 
-        labels: the classes' names or numbers [n]; None where the records have their own, as in a
-        file, a table with the plan's label column, or pairs (x, y).
-        Raises DataError: none, or none that is used.
+        labels: the classes' names or numbers [n]; None if the records have labels, as in a file, a
+        table with the plan's label column, or pairs (x, y).
+        Raises DataError: no labels, or no record that can be used.
         """
         given = self._read(records)
         given = given if labels is None else given.given(labels)
@@ -444,7 +443,7 @@ class Predictor:
         x, used = self._staged(given)
         both = used & good
         if not both.any():
-            raise DataError("no record with a label is used: there is nothing to evaluate")
+            raise DataError("no record with a label can be used: there is nothing to evaluate")
         kept, classes = list[tuple[Tensor, Tensor]](), len(self.form.classes)
         x, right = x[good[used]], torch.from_numpy(y[both])
         score = evaluate(self.model, self.plan.task.per_record(classes), x, right, kept=kept)
@@ -453,17 +452,17 @@ class Predictor:
         return Evaluated(**vars(score), metrics={name: of(outputs, y) for name, of in measures})
 
     def export(self, path: Path) -> None:
-        """Write the model alone for use without fedpact: .pt as TorchScript, .onnx as ONNX.
+        """Write the model for use without fedpact: .pt as TorchScript, .onnx as ONNX.
 
-        It takes what `preprocess` returns, [n, ...], for any n, and returns scores [n, K].
-        Raises InputError: another ending, or ONNX without the packages that torch needs for it.
+        Its input is what `preprocess` returns, [n, ...] for any n, its output scores [n, K].
+        Raises InputError: another suffix, or ONNX without the packages that torch needs for it.
         """
         example = self._stage.example(torch.zeros(self.form.shape, dtype=self._dtype))
         batch = (example.expand(2, *example.shape).clone(),)
         if path.suffix == ".onnx":
             try:
                 sizes = ({0: torch.export.Dim("n")},)
-                # One file: weights lie in it, not beside it.
+                # One file, including the weights.
                 torch.onnx.export(
                     self.model,
                     batch,
@@ -474,7 +473,7 @@ class Predictor:
                 )
             except ImportError as error:
                 raise InputError(
-                    f"{path}: torch writes ONNX with packages that are not installed ({error}): "
+                    f"{path}: torch needs packages for ONNX that are not installed ({error}): "
                     "pip install 'fedpact[onnx]', or name a .pt file, which needs none"
                 ) from error
         elif path.suffix == ".pt":
@@ -494,13 +493,12 @@ class Predictor:
 
 
 def _begun_at(plan: Plan, folder: Path) -> Path:
-    """Return from where a simulation's features find their weights: here, or above its folder.
-
-    It was begun in a directory that it is mostly below, and may be asked from another.
+    """Return the directory that the features' weights are relative to: this one, or one above the
+    run's folder, as a run may be used from another directory than it was started in.
     """
     weights, sha256 = plan.features.weights, plan.features.sha256
     for at in (Path(), *folder.absolute().parents) if weights is not None else ():
-        # Another file of that name is none, nor is one that may not be read.
+        # Skip a file with another digest, or one that cannot be read.
         with suppress(ModelError):
             read_checked(at / str(weights), sha256, "features.weights")
             return at

@@ -298,7 +298,7 @@ def per_person(
 def describe_terms(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
     """Return one site's terms as plain data, with ε of all that is reserved and what bounds it.
 
-    records: for how many of one person's ε is told beside that of one record.
+    records: the numbers of records per person for which ε is stated, too.
     """
     history, delta = terms.history(terms.steps), terms.budget.delta
     reserved = epsilon(history, terms.delta, terms.accountant)
@@ -307,7 +307,7 @@ def describe_terms(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
         "size_noise": terms.size_noise,
         "rate": terms.rate,
         "clip": terms.clip,
-        # Of each round, where it changes: the noise changes with it, and the multipliers do not.
+        # Per round if it changes; the noise changes in proportion, so multipliers stay the same.
         "clip_by_round": list(terms.clips) or None,
         "sigmas": dict(terms.sigmas),
         "multipliers": terms.multipliers,
@@ -319,20 +319,20 @@ def describe_terms(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
         "delta": delta,
         "epsilon_reserved": reserved,
         "honest": terms.honest,
-        # 0: noise of its own, as fine as numbers are; else its deviation in units of the grid.
+        # 0: no coarse grid; else the noise's deviation in units of the grid.
         "grid": terms.units,
         "epsilon_alone": terms.epsilon_alone if terms.shares_noise else None,
         "epsilon_per_person": {str(k): terms.per_person(k) for k in records},
         "epsilon_alone_per_person": {str(k): terms.per_person(k, alone=True) for k in records}
         if terms.shares_noise
         else None,
-        # "best" is the smallest of several: which it was.
+        # Which accountant gave the smallest bound, if it is "best".
         "epsilon_by": find_binding_accountant(history, terms.delta, terms.accountant).upper(),
     }
 
 
 def _columns(terms: Terms) -> dict[str, Any] | None:
-    """Return the event that scales columns, or None where there is none."""
+    """Return the event that releases the columns' means, or None."""
     of = terms.columns
     if of is None:
         return None
@@ -341,7 +341,7 @@ def _columns(terms: Terms) -> dict[str, Any] | None:
 
 
 def _opening(terms: Terms) -> dict[str, Any] | None:
-    """Return the event that opens each round, or None where there is none."""
+    """Return the event that opens each round, or None."""
     if not terms.openings:
         return None
     opening = terms.opening
@@ -355,9 +355,9 @@ def _opening(terms: Terms) -> dict[str, Any] | None:
 
 
 def state_held_out(of: dict[str, Any] | None, form: SumsForm) -> list[str]:
-    """Return what a private run's guarantee says of held-out records.
+    """Return the lines on held-out records in a private run's statement.
 
-    of: what `describe_evaluation` returns, here and below.
+    of: from `describe_evaluation`, here and below.
     """
     if of is not None:
         return [state_evaluation(of)]
@@ -366,18 +366,18 @@ def state_held_out(of: dict[str, Any] | None, form: SumsForm) -> list[str]:
 
 
 def state_evaluation(of: dict[str, Any]) -> str:
-    """Return what a guarantee says of evaluations."""
+    """Return the line on evaluations in a statement."""
     person, whole = of["unit"] == "person", of["split_by"] == "person"
     each = "person, with all records," if whole else "record"
     told = (
         f"Evaluations: about {of['share']:.0%} of a site's {of['unit']}s are held out of its "
-        f"training. Each {each} decides by itself whether to be among them (a hash under a secret "
-        f"of the site), and then bears (ε, δ) = ({of['epsilon']:g}, {of['delta']:g}) "
-        f"{'' if person or not whole else 'a record '}for all evaluations together, and nothing "
-        "of the training's; the others bear the training's, and nothing of this one."
+        f"training. A hash with a secret key of the site decides this for each {each} alone. Those "
+        f"held out have (ε, δ) = ({of['epsilon']:g}, {of['delta']:g}) "
+        f"{'' if person or not whole else 'per record '}for all evaluations together, and no cost "
+        "from training; the others have the cost of training, and none from evaluations."
     )
     if of["own_models"]:
-        told += " What is evaluated at a site is its own model."
+        told += " Each site evaluates its own model."
     if of["masked"]:
         told += (
             " Secure aggregation does not sum them: the server sees each site's noisy counts, and "
@@ -387,21 +387,21 @@ def state_evaluation(of: dict[str, Any]) -> str:
 
 
 def describe_person_cost(of: dict[str, Any]) -> str:
-    """Return what evaluations cost a person with several records."""
+    """Return the sentence on what evaluations cost a person with several records."""
     if of["unit"] == "person":
         return "Each of a person's m records counts 1/m in them."
     several = ", ".join(f"{k} records {upper(e)}" for k, e in of["epsilon_per_person"].items())
     both = (
-        "; that, or what training costs, as all of them are on one side."
+        "; either this or the ε of training applies, as all records of a person are on one side."
         if of["split_by"] == "person"
-        else "; and where others of them are trained on, what those cost there as well: at most "
+        else "; if other records of the person are trained on, the ε of those is added: at most "
         "the sum of both ε, at the sum of both δ."
     )
-    return f"A person with several records pays for evaluations at most {several}{both}"
+    return f"For a person with several records, ε of evaluations is at most {several}{both}"
 
 
 def secure_lines(plan: Plan, sites: int) -> list[str]:
-    """Return what secure aggregation adds to a private run's guarantee; nothing without either."""
+    """Return the lines on secure aggregation in a private run's statement."""
     threshold = plan.secure_aggregation.threshold
     if not (threshold and plan.private):
         return []
@@ -410,18 +410,18 @@ def secure_lines(plan: Plan, sites: int) -> list[str]:
     return [
         f"Secure aggregation, threshold {threshold} of {sites} sites: a server that follows the "
         f"protocol sees weighted means over at least {threshold} sites and no single site's "
-        "vector. It needs others that keep their part secret, and adds nothing to (ε, δ): the ε "
-        "stated here does not use it, and holds against a server that sees everything."
+        "vector. This requires other sites that keep their part secret. The stated (ε, δ) does not "
+        "rely on it, and holds against a server that sees everything."
     ]
 
 
 def _shared_line(plan: Plan, sites: int) -> str:
-    """Return what ε needs where sites share noise out."""
+    """Return the line on shared noise."""
     threshold, honest = plan.secure_aggregation.threshold, plan.privacy.honest
     return (
-        f"Noise for the sum: ε holds against the server and up to {threshold - honest} of the "
-        f"sites together, whoever looks at an opened sum among them, if in each sum {honest} other "
-        f"sites add their share of noise and tell nobody (threshold {threshold} of {sites} sites), "
-        "and as far as the cryptography of secure aggregation holds. Against everybody together, "
-        "and without any assumption, the larger ε holds that is stated beside it (alone)."
+        f"Noise for the sum: ε holds against the server together with up to {threshold - honest} "
+        f"sites, including any that see an opened sum, if in each sum {honest} other sites add "
+        f"their share of noise and keep it secret (threshold {threshold} of {sites} sites), and as "
+        "far as the cryptography of secure aggregation holds. Against everybody together, without "
+        "any assumption, the larger ε holds that is also stated (alone)."
     )

@@ -79,7 +79,7 @@ def test_report_says_epsilon_ignores_secure_aggregation(tmp_path):
     }
     page = write_report(result.folder).read_text(encoding="utf-8")
     assert "Secure aggregation, threshold 2 of 3 sites" in page
-    assert "adds nothing to (ε, δ): the ε stated here does not use it" in page
+    assert "stated (ε, δ) does not rely on it" in page
 
 
 @pytest.mark.parametrize("threshold", [1, 4])
