@@ -67,7 +67,7 @@ def reference_is_kept():
         (("settings", "privcy", "--json"), 2, "the nearest is 'privacy'"),
         (("algorithms", "fedprox"), 0, "local_steps"),
         (("algorithms", "fedprx"), 2, "the nearest is 'fedprox'"),
-        (("init", "/dev/null/folder.toml"), 2, "/dev/null is no folder"),
+        (("init", "/dev/null/folder.toml"), 2, "/dev/null is not a folder"),
         (("rnu",), 2, "Did you mean 'run'?"),
         (("run", "--otu", "x"), 2, "--out"),
         (("run", "--rounds", "5"), 2, "it is set as --set rounds=VALUE"),

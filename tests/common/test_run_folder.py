@@ -89,7 +89,7 @@ def test_what_is_no_run_is_told(tmp_path):
 def test_a_folder_that_cannot_be_is_refused_and_none_is_made(tmp_path):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(InputError, match="is no folder: name a folder"):
+        with pytest.raises(InputError, match="is not a folder: name a folder"):
             check_out(out)
     new = tmp_path / "new" / "run"
     assert check_out(new) == new
@@ -99,9 +99,9 @@ def test_a_folder_that_cannot_be_is_refused_and_none_is_made(tmp_path):
     for out in (tmp_path / "link", tmp_path / "link" / "run", tmp_path / "loop"):
         with pytest.raises(InputError, match=r"is a link to .*, which is not there"):
             check_out(out)
-    with pytest.raises(InputError, match="which is no text in UTF-8"):
+    with pytest.raises(InputError, match="which is not valid UTF-8"):
         check_out(tmp_path / "bad\udcff")
     # Both that write one ask first.
     for carry_out in (lambda out: run(Plan(), out), lambda out: compare([Plan()], 1, out)):
-        with pytest.raises(InputError, match="is no folder: name a folder"):
+        with pytest.raises(InputError, match="is not a folder: name a folder"):
             carry_out(tmp_path / "file")

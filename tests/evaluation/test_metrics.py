@@ -112,7 +112,7 @@ def test_model_that_overwrites_its_test_data_is_refused(rows: int) -> None:
     x, y = torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)
     for first in (nn.ReLU(inplace=True), nn.Hardtanh(inplace=True)):
         module = nn.Sequential(nn.Flatten(), first, nn.Linear(2, 2))
-        with pytest.raises(InputError, match="Sequential writes over its input"):
+        with pytest.raises(InputError, match="Sequential writes to its input"):
             evaluate(module, cross_entropy, x, y, batch=rows)
     later = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
     assert evaluate(later, cross_entropy, x, y, batch=rows).records == 3

@@ -138,7 +138,7 @@ def test_buffers_that_a_forward_pass_changes_are_found():
 
 @pytest.mark.parametrize("add", [lambda x: x.add_(1), lambda x: x.add_(0)])
 def test_models_that_write_over_their_input_are_found(add):
-    with pytest.raises(ModelError, match="writes over its input"):
+    with pytest.raises(ModelError, match="writes to its input"):
         verify(Apply(before=add))
 
 

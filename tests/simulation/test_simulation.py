@@ -213,7 +213,7 @@ def test_a_model_that_writes_over_its_records_is_refused(tmp_path, monkeypatch, 
     data = from_arrays(torch.randn(40, 6), torch.randint(3, (40,)))
     for mode in ("none", "per_sample", "batch_clipped"):
         asked = plan(model=f"models_of_users:{model}", privacy={"mode": mode})
-        with pytest.raises(InputError, match="writes over its input"):
+        with pytest.raises(InputError, match="writes to its input"):
             simulate(asked, tmp_path / mode, data=data)
         assert mode == "none" or not (tmp_path / mode).exists()
 

@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all, are their owner's, and say clearly what is wrong.
+"""Writing files atomically and privately, locks, and errors of damaged files.
 
-Whatever the project replaces on a disk it replaces through `replacing`. A file is private (0600)
-unless whoever writes it says that others may read it; then the umask decides.
+Files are replaced only through `replacing`. A file is private (0600) unless its writer says that
+others may read it; then the umask decides.
 """
 
 import contextlib
@@ -17,26 +17,26 @@ from fedpact.common.errors import DataError, InputError
 
 PRIVATE = 0o600
 PARTIAL = ".partial"
-"""How the names of files end that were being written when their process was killed."""
+"""The suffix of files that were being written when their process was killed."""
 
 LOCK = "lock"
-"""Held by the process that works on a run's folder, or a party's directory."""
+"""The file that is locked by the process that uses a run's folder, or a party's directory."""
 
 _BY_UMASK = 0o666
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, private: bool) -> Iterator[Path]:
-    """Give a new file beside `path`, and put it in its place if the block ends well.
+    """Yield a new file in the same folder, and rename it to `path` if the block succeeds.
 
-    A reader or a restart finds the old content or the new, never half, whoever else writes it.
-    After the block the new content is on the disk, and so is its name. Raises OSError.
+    A reader or a restart finds the old content or the new, never a part. After the block the
+    content and the name are on the disk. Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     mode = PRIVATE if private else _BY_UMASK
     try:
-        # The room that `make_room` took, where it did.
+        # The room that `make_room` has taken, if any.
         _room(path).rename(partial)
     except FileNotFoundError:
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
@@ -50,15 +50,15 @@ def replacing(path: Path, *, private: bool) -> Iterator[Path]:
 
 
 def write_whole(path: Path, *content: bytes | memoryview, private: bool = True) -> None:
-    """Replace a file by these parts, in their order; see `replacing`."""
-    # Not cut to nothing first, which would give back the room that was taken.
+    """Replace a file by these parts, in order; see `replacing`."""
+    # Not truncated first, which would free the room that was taken.
     with replacing(path, private=private) as partial, partial.open("r+b") as file:
         file.writelines(content)
         file.truncate()
 
 
 def remove_left(*paths: Path) -> None:
-    """Remove what processes that were killed left beside files that nobody else writes now."""
+    """Remove partial files of killed processes; no other process may be writing these paths."""
     for path in paths:
         free_room(path)
         for one in path.parent.glob(f"{glob.escape(path.name)}.*{PARTIAL}"):
@@ -66,10 +66,10 @@ def remove_left(*paths: Path) -> None:
 
 
 def make_room(length: int, *paths: Path) -> None:
-    """Take room on the disk, of each private file `length` bytes, that `write_whole` is to write.
+    """Take `length` bytes on the disk for each private file that `write_whole` will write.
 
-    It stays taken until then, or until `free_room`. Raises OSError: there is not enough; then none
-    is taken.
+    They stay taken until then, or until `free_room`. Raises OSError: there is not enough; then
+    nothing is taken.
     """
     try:
         for path in paths:
@@ -100,7 +100,7 @@ def _take(file: IO[bytes], length: int) -> None:
 
 
 def sync(path: Path) -> None:
-    """Return when a file's content, or the names in a directory, are on the disk."""
+    """Wait until a file's content, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -109,15 +109,15 @@ def sync(path: Path) -> None:
 
 
 def private_opener(path: str, flags: int) -> int:
-    """Open a file as `open` does; if it is new, only its owner may read it. For open(opener=)."""
+    """Open a file; if it is new, only its owner may read it. For open(opener=)."""
     return os.open(path, flags, PRIVATE)
 
 
 @contextlib.contextmanager
 def parse_errors(path: Path, advice: str) -> Iterator[None]:
-    """Raise DataError, with what to do, for whatever a damaged file makes its reader raise.
+    """Turn what a damaged file makes its reader raise into a DataError with advice.
 
-    FileNotFoundError passes: whether there has to be a file is the reader's to know.
+    FileNotFoundError passes through, as only the reader knows whether the file must exist.
     """
     try:
         yield
@@ -136,56 +136,55 @@ def parse_errors(path: Path, advice: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_one(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
-    """Hold a lock for the block, which vanishes with its process however that ends.
+    """Hold a lock inside the block; it is released however the process ends.
 
-    what: "directory has a server already", as the error says it. wait: until nobody else holds it.
-    Raises InputError: it is held, or another account's.
+    what: "directory has a server already", for the error. wait: until the lock is free.
+    Raises InputError: it is held, or belongs to another account.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         opened = private_opener(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     except PermissionError:
         raise InputError(
-            f"{path} cannot be opened by this account: use the one whose files those in "
-            f"{path.parent} are"
+            f"{path} cannot be opened by this account: use the one that owns the files in "
+            f"{path.parent}"
         ) from None
     with open(opened, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise InputError(
-                f"{what} (it holds {path}): let it be, or end it before another one is started"
+                f"{what} (it holds {path}): leave it running, or end it before starting another"
             ) from None
         yield
 
 
 def check_out(out: Path) -> Path:
-    """Return a folder that is to be written. Raises InputError: it is no folder, or cannot be."""
+    """Return an output folder. Raises InputError: it is not a folder, or cannot be created."""
     places = (out.absolute(), *out.absolute().parents)
     found = next(place for place in places if os.path.lexists(place))
     if not os.path.exists(found):
         raise InputError(
-            f"out is {str(out)!r}, and {found} is a link to {os.readlink(found)}, which is not "
-            "there: mount what it leads to, or name another folder"
+            f"out is {str(out)!r}, but {found} is a link to {os.readlink(found)}, which does not "
+            "exist: mount its target, or name another folder"
         )
     try:
         str(out).encode()
     except UnicodeEncodeError:
         raise InputError(
-            f"out is {str(out)!r}, which is no text in UTF-8, as pages and records of a run are: "
-            "name another folder"
+            f"out is {str(out)!r}, which is not valid UTF-8, as a run's files are: name another "
+            "folder"
         ) from None
     if not (found.is_dir() and os.access(found, os.W_OK | os.X_OK)):
-        why = "may not be written to" if found.is_dir() else "is no folder"
-        raise InputError(f"out is {str(out)!r}, and {found} {why}: name a folder that can be made")
+        why = "is not writable" if found.is_dir() else "is not a folder"
+        raise InputError(f"out is {str(out)!r}, but {found} {why}: name a folder that can be made")
     return out
 
 
 def check_file(option: str, out: Path, *endings: str) -> None:
-    """Find out that a file cannot be written before what is for it is computed.
+    """Raise InputError if a file cannot be written, before its content is computed.
 
-    option: what it was given as. endings: how its name may end, where that says what is written.
-    Raises InputError.
+    option: the command's option that names it. endings: allowed suffixes, if they matter.
     """
     if endings and out.suffix.lower() not in endings:
         raise InputError(

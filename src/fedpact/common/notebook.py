@@ -1,9 +1,9 @@
-"""What a notebook or a terminal shows of an object: cards, tables, a bar; the pages' colours.
+"""Cards, tables and progress bars for notebooks and terminals, and the pages' colours.
 
-A figure is drawn in the light ones, and its SVG says `var(--NAME)` for each, so that one drawing
-serves both. Text has a contrast of at least 4.5 : 1 on what it stands on, a line one of 3 : 1.
+A figure is drawn in light colours, which its SVG refers to as `var(--NAME)`, so that one drawing
+serves both themes. Text has a contrast of at least 4.5 : 1 to its background, lines of 3 : 1.
 
-Nothing in it is fetched or run, so a notebook that is not trusted shows it, too.
+Nothing is fetched or executed, so untrusted notebooks display it, too.
 """
 
 import re
@@ -31,7 +31,7 @@ LIGHT: Final = {
     "warn": "#855600",
     "warn-wash": "#fff8e6",
     "warn-line": "#c3a15a",
-    # After Okabe and Ito: told apart with any colour vision, and in print by their lightness.
+    # After Okabe and Ito: distinguishable with any colour vision, and by lightness in print.
     "blue": "#0072b2",
     "red": "#d04a02",
     "green": "#00875f",
@@ -65,7 +65,7 @@ _NAMES: Final = {colour: name for name, colour in LIGHT.items()}
 
 
 def apply_theme(svg: str) -> str:
-    """Return SVG whose colours are those of the page that it stands in."""
+    """Return SVG that uses the colours of the page around it."""
     return re.sub(
         r"#[0-9a-f]{6}\b",
         lambda found: f"var(--{_NAMES[found[0]]})" if found[0] in _NAMES else found[0],
@@ -74,9 +74,9 @@ def apply_theme(svg: str) -> str:
 
 
 def css() -> str:
-    """Return the rules that give every name its colour within class "fedpact".
+    """Return the CSS rules that define the colours within class "fedpact".
 
-    Light on paper and where nobody asks for dark; a notebook's own theme goes before the system's.
+    Light in print and by default; a notebook's theme takes precedence over the system's.
     """
     light, dark = (
         "".join(f"--{name}:{colour};" for name, colour in colours.items())
@@ -108,7 +108,7 @@ _WARN = (
 
 @dataclass(frozen=True)
 class CardFigure:
-    """A headline figure of a card, a page or a terminal. bad: something is wrong with it.
+    """A headline figure of a card, a page or a terminal. bad: show it as a problem.
 
     simulator_only: no site would release it.
     """
@@ -151,14 +151,14 @@ def _figure(figure: CardFigure) -> str:
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table in words, for terminal, page and notebook alike; the first column names the rows."""
+    """A table of texts for terminal, page and notebook; the first column names the rows."""
 
     headings: tuple[str, ...]
     rows: list[tuple[str, ...]]
     first: str = ""
 
     def print(self, console: Console, title: str = "") -> None:
-        """Print it, whatever looks like markup in it as text."""
+        """Print it without interpreting markup."""
         table = Table(self.first, title=Text(title) if title else None, title_justify="left")
         for heading in self.headings:
             table.add_column(heading, justify="right")
@@ -167,7 +167,7 @@ class TextTable:
         print_table(console, table)
 
     def html(self, title: str, note: str) -> str:
-        """Return it in the place of a card's figures."""
+        """Return it as a card."""
         cell = (
             'style="padding:.2rem 1rem .2rem 0;text-align:{};border-bottom:1px solid var(--line)"'
         )
@@ -190,7 +190,7 @@ class TextTable:
 
 def frame(rows: Sequence[dict[str, Any]]) -> Any:
     """Return rows as a pandas DataFrame."""
-    # pandas takes 0.3 s to import, which only those pay who ask for a table.
+    # Imported here, as it takes 0.3 s.
     from pandas import DataFrame
 
     return DataFrame(rows)
@@ -200,31 +200,31 @@ _PAUSE = 0.1
 
 
 def in_notebook() -> bool:
-    """Whether this process answers a notebook."""
+    """Whether this process runs a notebook."""
     found = sys.modules.get("IPython")
     shell = found.get_ipython() if found is not None else None
     return type(shell).__name__ == "ZMQInteractiveShell"
 
 
 class Bar:
-    """`bar(done, text)`: how far something is. Drawn ten times a second at most, and at its end."""
+    """A progress bar, `bar(done, text)`, updated at most ten times a second, and at the end."""
 
     def __init__(self, total: int) -> None:
-        # Only whoever is in a notebook has it.
+        # Only notebooks have it.
         from IPython.display import HTML, display
 
         self._total, self._drawn, self._html = total, 0.0, HTML
         self._cell: Any = display(HTML(self.html(0, "starting")), display_id=True)
 
     def __call__(self, done: int, text: str) -> None:
-        """Show that so much is done."""
+        """Show the progress."""
         now = time.monotonic()
         if done >= self._total or now - self._drawn >= _PAUSE:
             self._drawn = now
             self._cell.update(self._html(self.html(done, text)))
 
     def html(self, done: int, text: str) -> str:
-        """Return the bar as it stands in the cell."""
+        """Return the bar's HTML."""
         style = "width:16rem;vertical-align:middle;accent-color:var(--blue)"
         return (
             f"<style>{css()}</style><div class='fedpact' style='background:var(--page);"
@@ -234,9 +234,9 @@ class Bar:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table; where its longest words do not fit, as wide as it is: the terminal breaks it.
+    """Print a table; if its longest words do not fit, at full width, so that the terminal wraps it.
 
-    Rich would cut words to fit, and an ε that is cut short is another ε.
+    Rich would truncate words, and a truncated ε is a wrong ε.
     """
     for column in table.columns:
         column.overflow = "fold"

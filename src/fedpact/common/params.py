@@ -1,10 +1,10 @@
-"""Parameters are one flat vector: w ∈ R^d, contiguous; the model's weights are views of it.
+"""A model's parameters as one contiguous vector w ∈ R^d, with the model's weights as views of it.
 
-Frozen parameters (requires_grad = False) and buffers stay where they are: they are constants of the
-model, equal at every site, and never cross the wire. A buffer that training changes would carry
-statistics of records around the oracle, so such a model is refused.
+Frozen parameters (requires_grad = False) and buffers are not part of it: they are constants, equal
+at every site, and never cross the wire. A buffer that training changes would leak statistics of
+records past the oracle, so such a model is refused.
 
-On a GPU the host must not read a number: that blocks until all work it has queued is done, and the
+On a GPU the host must not read numbers during a step: reading waits for all queued work, and the
 GPU then idles until the host has queued more.
 """
 
@@ -22,35 +22,35 @@ from torch import Tensor, nn
 from fedpact.common.errors import InputError, ModelError
 
 TOKENS: Final = ("input_ids", "attention_mask", "token_type_ids")
-"""The rows of a record of tokens, in order, by the names that models of Hugging Face know."""
+"""The rows of a tokenised record, in order, by their names in Hugging Face models."""
 
 from_numpy = cast(Callable[[NDArray[Any]], Tensor], torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
 
 
 Precision = Literal["float32", "tf32", "bf16"]
-"""How forward and backward passes multiply: as the weights are, in TF32, or by bfloat16."""
+"""The precision of products in forward and backward passes."""
 
 
 def all_finite(vector: Tensor) -> bool:
-    """Return whether every entry is a finite number; an empty vector's are.
+    """Return whether every entry is finite; true for an empty vector.
 
     >>> all_finite(torch.tensor([1.0, torch.inf])), all_finite(torch.tensor([3e38, 3e38]))
     (False, True)
     """
-    # One that is not spoils the sum, which takes a fortieth of the time of asking each; but a sum
-    # of finite numbers may overflow.
+    # If the sum is finite, so are all entries, and it takes a fortieth of the time. A sum of finite
+    # numbers may overflow, though.
     return bool(vector.sum().isfinite()) or bool(vector.isfinite().all())
 
 
 def on_cpu(tensor: Tensor) -> bool:
-    """Whether the host can look at the numbers without waiting."""
+    """Whether the host can read the numbers without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device, copied there from the CPU without waiting for the device.
+    """Return a tensor on a device, copied from the CPU without waiting.
 
-    A GPU reads pinned memory by itself; for a copy from any other the host waits.
+    A GPU reads pinned memory by itself; with other memory the host would wait.
     """
     if device.type == "cuda" and on_cpu(tensor):
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -58,19 +58,19 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's state as a file has it: each tensor by itself, and in one piece."""
+    """Return a module's state for a file: unshared, contiguous tensors."""
     state = module.state_dict()
     return {name: t.clone(memory_format=torch.contiguous_format) for name, t in state.items()}
 
 
 def model_name(module: nn.Module) -> str:
-    """Return what messages call a model: its class, or what a module around one says it is."""
+    """Return a model's name in messages: its class, or the name that a wrapper module gives."""
     return str(getattr(module, "called", type(module).__name__))
 
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Have torch compute on so many threads meanwhile, where this thread asks it to."""
+    """Set the number of torch's threads for this thread inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -81,7 +81,7 @@ def threads(number: int) -> Iterator[None]:
 
 @contextmanager
 def keeping_modes(module: nn.Module) -> Iterator[None]:
-    """Leave training and evaluation as they were: a part may be frozen in evaluation mode."""
+    """Restore each part's training or evaluation mode after the block."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         yield
@@ -91,11 +91,11 @@ def keeping_modes(module: nn.Module) -> Iterator[None]:
 
 
 def init_worker_thread() -> None:
-    """Have torch compute on the calling thread alone from now on: how a thread of a pool begins.
+    """Initialise a pool's thread: torch computes on it alone, and does not flush denormals.
 
-    torch gives a thread its number at the first operation that asks, by what any other thread has
-    set last, and would do so after it was set here. So it is asked for first. What becomes of
-    denormals a thread has from the one that happened to start it, and here all have alike.
+    torch initialises a thread's number of threads at the first operation that needs it, from what
+    any other thread has set last, which would override the number set here. So it is read first.
+    Flushing of denormals is inherited from the starting thread.
     """
     torch.get_num_threads()
     torch.set_num_threads(1)
@@ -103,19 +103,19 @@ def init_worker_thread() -> None:
 
 
 def one_thread() -> AbstractContextManager[None]:
-    """Have torch compute on this thread alone meanwhile.
+    """Let torch use one thread inside the block.
 
-    Beside threads that are at work on every core, its own only wait for each other: to add up the
-    vectors of ten sites took seven times as long on two threads as on one. Between rounds, two of
-    them on one core wait for the system to move one: 6 ms for a sum that takes one thread 0.1.
+    While workers use every core, torch's threads only wait for each other: adding the vectors of
+    ten sites took seven times as long on two threads as on one. Between rounds, two threads on one
+    core wait for the scheduler: 6 ms for a sum that takes 0.1 ms on one thread.
     """
     return threads(1)
 
 
 class _Whole:
-    """Holds oneDNN's settings of float32 at full precision for as long as anyone asks for it.
+    """Keeps oneDNN's float32 products at full precision while any thread needs it.
 
-    They are the process's: who leaves first must not take them from who is still at work.
+    The settings belong to the process, so they are restored when the last thread is done.
     """
 
     def __init__(self) -> None:
@@ -148,15 +148,15 @@ _WHOLE: Final = _Whole()
 
 @contextmanager
 def _tf32(allowed: bool) -> Iterator[None]:
-    """On a GPU, by the older of torch's two ways: to trace a model torch reads it by that one."""
+    """Allow or forbid TF32 on a GPU, by the older of torch's interfaces, which tracing reads."""
     backends = cast(Any, torch.backends)
     try:
         before = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
     except RuntimeError:
         raise InputError(
-            "torch's settings of TF32 contradict each other (fp32_precision was set beside "
-            "allow_tf32), and torch cannot trace a model then: write torch.backends.cuda.matmul."
-            "allow_tf32 = torch.backends.cudnn.allow_tf32 = False; sums are made without it anyway"
+            "torch's settings of TF32 contradict each other (both fp32_precision and allow_tf32 "
+            "were set), so torch cannot trace a model: set torch.backends.cuda.matmul."
+            "allow_tf32 = torch.backends.cudnn.allow_tf32 = False; sums do not use TF32 anyway"
         ) from None
     try:
         backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = allowed
@@ -167,16 +167,16 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def _same_order() -> Iterator[None]:
-    """Have a GPU add in an order that does not follow from who comes first, where torch can."""
+    """Use torch's deterministic algorithms on a GPU, where it has them."""
     switch, memory = torch.use_deterministic_algorithms, cast(Any, torch.utils).deterministic
     before = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = memory.fill_uninitialized_memory
-    # What cuBLAS's products need for it; one stream at a time does anyway, but torch would warn.
+    # Torch warns without this, although with a single stream cuBLAS is deterministic anyway.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         switch(True, warn_only=True)
-        # What is written before it is read needs no NaN in it.
+        # Filling fresh memory with NaN only takes time, as it is written before it is read.
         memory.fill_uninitialized_memory = False
         yield
     finally:
@@ -185,11 +185,11 @@ def _same_order() -> Iterator[None]:
 
 
 def all_digits(vector: Tensor) -> AbstractContextManager[None]:
-    """Compute in the type of the numbers, whatever the caller has asked torch for.
+    """Compute at full precision inside the block, whatever the caller has set in torch.
 
-    TF32 and bfloat16 products, and autocast, would measure norms in 8 to 11 bits; in inference mode
-    torch records nothing to differentiate. A GPU adds in the same order every time, where torch has
-    an algorithm that does. Raises InputError: see _tf32.
+    TF32 and bfloat16 products, and autocast, would give norms with 8 to 11 bits; inference mode
+    prevents differentiation. A GPU uses deterministic algorithms, where torch has them. Raises
+    InputError: see _tf32.
     """
     kind = vector.device.type
     if (
@@ -197,7 +197,7 @@ def all_digits(vector: Tensor) -> AbstractContextManager[None]:
         and not torch.is_autocast_enabled(kind)
         and not torch.is_inference_mode_enabled()
     ):
-        return _WHOLE.held()  # a step of a small model would feel the rest
+        return _WHOLE.held()  # the rest would slow down steps of small models
     return _all_digits(kind)
 
 
@@ -216,44 +216,44 @@ def _all_digits(kind: str) -> Iterator[None]:
 
 
 def without_autocast(kind: str) -> AbstractContextManager[object]:
-    """Have a kind of device compute in the types of the numbers."""
+    """Disable autocast for a kind of device."""
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return nullcontext()
 
 
 def fewer_digits(model: "FlatModel") -> AbstractContextManager[object]:
-    """Let products be as the model's precision says, within all_digits; autocast is by itself.
+    """Use the model's reduced precision for products, within all_digits; see also `autocast`.
 
-    For numbers that are measured before they are added, and never for what adds them.
+    Only for computing gradients, never for norms, clipping or sums.
     """
     reduced = model.precision != "float32" and model.vector.device.type == "cuda"
     return _tf32(True) if reduced else nullcontext()
 
 
 def autocast(model: "FlatModel") -> AbstractContextManager[object]:
-    """Have a forward pass use bfloat16 where the model's precision is that; see torch.autocast."""
+    """Use bfloat16 in a forward pass if that is the model's precision; see torch.autocast."""
     if model.precision != "bf16":
         return nullcontext()
-    # Without its cache of weights, which a captured pass would read anew as they were.
+    # Without autocast's cache of weights, which a captured pass would replay.
     return torch.autocast(model.vector.device.type, torch.bfloat16, cache_enabled=False)
 
 
 def check_unwritten(module: nn.Module, x: Tensor, version: int) -> None:
-    """Raise ModelError where the module wrote over x, of which `version` was x._version before.
+    """Raise ModelError if the module has written to x; version: x._version from before.
 
-    torch counts how often a tensor is written to, by whatever view and even with what it holds.
+    torch counts every write to a tensor, through any view.
     """
     if x._version != version:
         refuse_writing(module)
 
 
 def refuse_writing(module: nn.Module) -> NoReturn:
-    """Raise ModelError: the module writes over its input."""
+    """Raise ModelError: the module writes to its input."""
     raise ModelError(
-        f"model {type(module).__name__} writes over its input, so the records would be others "
-        "after every pass: build its first layers without inplace=True, and write x = x - 1 "
-        "for x -= 1"
+        f"model {type(module).__name__} writes to its input, so every pass would change the "
+        "records: build its first layers without inplace=True, and write x = x - 1 instead of "
+        "x -= 1"
     )
 
 
@@ -261,9 +261,9 @@ class FlatModel:
     """A module whose trainable parameters are views of one vector.
 
     vector: w [d], contiguous, in the order of `module.named_parameters()`; writing to it changes
-    the model, and `load` is the way to set it. A parameter shared by two modules stands in it once.
+    the model, and `load` sets it. A parameter shared by two modules is contained once.
     own: the trainable parameters by name, as views of the vector.
-    precision: of the passes that a kernel makes over the model.
+    precision: of a kernel's passes through the model.
     Raises ModelError: no trainable parameter, or trainable parameters of several types or devices.
     """
 

@@ -1,4 +1,4 @@
-"""What a round leaves behind, for reports: one line of a run's rounds.jsonl."""
+"""The record of a round, for reports: one line of a run's rounds.jsonl."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ SumsBySite = Mapping[str, Mapping[str, Sequence[float]]]
 
 @dataclass(frozen=True)
 class SiteScore:
-    """The global model on one site's held-out records. Simulator only: not a private release."""
+    """The global model's scores on one site's held-out records. Simulator only: not private."""
 
     accuracy: float
     loss: float
@@ -21,23 +21,23 @@ class SiteScore:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """What one round leaves behind.
+    """The record of one round.
 
     round: 0 is the initial model, before any training; r >= 1 follows r rounds.
-    accuracy, loss: the global model on the public test set, None where the round was not evaluated.
-    metrics: of the sites' held-out records, by the names of evaluation.metrics.METRICS (Ψ is
-    "psi"), empty
-    likewise, as are scores, per site, and average: all these of the server's average. steps: τ.
-    epsilon: ε spent so far by each site at its δ; empty in a plain run. epsilon_alone: likewise if
-    no other site's noise counts; empty where each site's noise is its own.
-    bytes_down, bytes_up: bytes of this round's messages as encoded, all sites together.
-    sockets: a deployment's: bytes (to, from) sites in this round as the sockets saw them, with TLS
-    and all that Flower sends beside the messages; empty where nobody counts.
+    accuracy, loss: the global model on the public test set; None if the round was not evaluated.
+    metrics: on the sites' held-out records, by the names of evaluation.metrics.METRICS (Ψ is
+    "psi"). scores: the same per site. average: the same for the server's average of models. All
+    three are empty if the round was not evaluated. steps: τ.
+    epsilon: ε spent so far by each site at its δ; empty in a plain run. epsilon_alone: the same if
+    no other site's noise counts; empty if noise is not shared.
+    bytes_down, bytes_up: bytes of this round's encoded messages, over all sites.
+    sockets: in a deployment, bytes (to, from) sites in this round as the sockets counted them, with
+    TLS and Flower's overhead; empty if not counted.
     seconds: wall-clock time of the round. simulated_seconds: by the plan's [clock].
-    asked: the sites that were to take part; empty: all. refused: site -> code, of those.
-    numbers: what the server's state shows of itself (F, τ, a loss bound), released numbers only.
-    evaluation: site -> channel -> noisy sums over its held-out records, as it released them after
-    this round; empty where none were asked for. unevaluated: site -> code, who released none.
+    asked: the sites that should take part; empty: all. refused: site -> code, of these.
+    numbers: of the server's state (F, τ, a loss bound), released numbers only.
+    evaluation: site -> channel -> noisy sums over its held-out records, released after this round;
+    empty if not asked for. unevaluated: site -> code, of sites that released none.
     held_out: the same sums, exact; simulator only.
     """
 
@@ -63,7 +63,7 @@ class RoundRecord:
     held_out: SumsBySite = field(default_factory=dict[str, Mapping[str, Sequence[float]]])
 
     def was_asked(self, site: str) -> bool:
-        """Whether a site was to take part, in a round of training."""
+        """Whether a site should take part in this round of training."""
         return self.round > 0 and (not self.asked or site in self.asked)
 
     def took_part(self, site: str) -> bool:
@@ -71,13 +71,13 @@ class RoundRecord:
         return self.was_asked(site) and site not in self.refused
 
     def describe_average(self, kind: str) -> str:
-        """Return of which models the server's average is, in words. kind: server.average."""
+        """Return in words which models the server averages. kind: server.average."""
         first = self.numbers.get("average/first")
         of = "the rounds' models" if first is None else f"rounds {first:.0f} to {self.round}"
         return f"{kind} average of {of}"
 
     def to_json(self) -> str:
-        """Return the record as one line of strict JSON; a metric stands under its own name."""
+        """Return the record as one line of strict JSON, with metrics at the top level."""
         scores = {name: vars(score) for name, score in self.scores.items()}
         body = {**vars(self), **self.metrics, "scores": scores}
         del body["metrics"]
@@ -88,7 +88,7 @@ class RoundRecord:
         """Read back a line that `to_json` wrote."""
         raw: dict[str, Any] = json.loads(line)
         scores, wide = raw["scores"], ("epsilon", "epsilon_alone")
-        # An ε that nobody could write down bounds nothing.
+        # A missing ε bounds nothing.
         raw |= {name: _filled(raw[name], math.inf) for name in wide if name in raw}
         raw["scores"] = {
             name: SiteScore(**_filled(each, math.nan)) for name, each in scores.items()
@@ -106,7 +106,7 @@ class RoundRecord:
 
 
 def strict(value: Any) -> Any:
-    """Return the value with null for what strict JSON cannot hold: NaN and infinity."""
+    """Return the value with null for NaN and infinity, which strict JSON lacks."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -117,7 +117,7 @@ def strict(value: Any) -> Any:
 
 
 def _filled(value: Any, missing: float) -> Any:
-    """Return a value of JSON with this number for null."""
+    """Return a JSON value with this number instead of null."""
     if isinstance(value, dict):
         entries = cast(dict[str, Any], value).items()
         return {key: _filled(entry, missing) for key, entry in entries}

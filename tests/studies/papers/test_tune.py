@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     assert ".png or .svg" in refused("fedproxvr", *SPEC, "--out", "figure.jpg")
     (tmp_path / "file").touch()
     missing = tmp_path / "file" / "figure.png"
-    assert "file is no folder" in refused("fedproxvr", *SPEC, "--out", str(missing))
+    assert "file is not a folder" in refused("fedproxvr", *SPEC, "--out", str(missing))
     assert "which is a folder" in refused("fedproxvr", *SPEC, "--out", str(tmp_path / "d.png"))
     assert "gamma" in refused("fedproxvr", *SPEC[:-1], "nan")
     assert "weak_convexity" in refused(
