@@ -1,1 +1,1 @@
-"""Where randomness comes from: batches and noise, seeded or secure, which can be audited alone."""
+"""Random batches and noise, seeded or secure; this package can be audited on its own."""

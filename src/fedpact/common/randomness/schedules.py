@@ -1,11 +1,11 @@
-"""Public functions of a round or a step: factors by which a step size or a clip changes.
+"""Public schedules: factors by which a step size or a clip changes with the round or step.
 
-Of number t of T, from 1 on, with h = `halved_after`:
+For number t = 1, ..., T, with h = `halved_after`:
 
     constant  1        inverse  1 / (1 + (t - 1) / h)        cosine  (1 + cos(π (t - 1) / T)) / 2
     a list    f(1), f(2), ..., whose last number holds for all that follow, each in [0, 1e6]
 
-They follow from the plan alone, so they tell nothing and cost no privacy.
+They depend on the plan only and cost no privacy.
 """
 
 import math
@@ -18,7 +18,7 @@ from fedpact.common.errors import PlanError
 
 ScheduleKind = Literal["constant", "inverse", "cosine"]
 
-_MOST: Final = 1e6  # a step is made no longer: there is a learning rate for that
+_MOST: Final = 1e6  # a longer step is what the learning rate is for
 
 
 def factor(
@@ -41,30 +41,29 @@ class Scheduled(BaseModel):
     schedule: ScheduleKind | list[Annotated[float, Field(ge=0, le=_MOST)]] = Field(
         default="constant", min_length=1
     )
-    """f, by which the length of step t of T changes: 1 if constant; 1 / (1 + (t - 1) / h) if
-    inverse; (1 + cos(π (t - 1) / T)) / 2 if cosine; or a list f(1), f(2), ..., whose last
-    number holds for all that follow."""
+    """f, the factor of step t of T: 1 if constant; 1 / (1 + (t - 1) / h) if inverse;
+    (1 + cos(π (t - 1) / T)) / 2 if cosine; or a list f(1), f(2), ..., whose last number holds for
+    all further steps."""
     halved_after: float = Field(default=10.0, gt=0)
-    """h of schedule = "inverse", steps until it is half."""
+    """h of schedule = "inverse": after so many steps f is half."""
 
     @model_validator(mode="after")
     def _halves(self) -> Self:
         if self.halved_after != 10.0 and self.schedule != "inverse":
             raise ValueError(
-                f"halved_after is {self.halved_after:g} with schedule = {self.schedule!r}: it is "
-                'of schedule = "inverse" alone; leave it out'
+                f"halved_after is {self.halved_after:g} with schedule = {self.schedule!r}: it "
+                'belongs to schedule = "inverse"; leave it out'
             )
         return self
 
     def check_moves(self, table: str, total: int) -> None:
-        """Raise PlanError unless one of the steps 1 to `total` is longer than 0."""
+        """Raise PlanError unless f > 0 for one of the steps 1 to `total`."""
         if not any(self.factor(number, total) > 0 for number in range(1, total + 1)):
             raise PlanError(
-                f"{table}.schedule is {self.schedule}: expected a number above 0 among those of "
-                f"steps 1 to {total}, which are the run's; it would spend its budget and "
-                "move nowhere"
+                f"{table}.schedule is {self.schedule}: expected a number above 0 for one of the "
+                f"run's steps 1 to {total}; it would spend its budget without training"
             )
 
     def factor(self, number: int, total: int) -> float:
-        """Return f of number 1 .. total."""
+        """Return f(number), number = 1 .. total."""
         return factor(self.schedule, self.halved_after, number, total)

@@ -1,34 +1,32 @@
-"""Randomness that nobody can foresee: secure draws, and the discrete Gaussian on a grid.
+"""Cryptographically secure random numbers, and Gaussian noise on a grid.
 
 The attack (Mironov 2012; on Gaussian noise and DP-SGD: Jin, McMurtry, Rubinstein, Ohrimenko, arXiv
-2112.05307): σ C z has few of the floating-point numbers as values, and sum + σ C z others than
-another sum's. One coordinate that only one of two sums can explain tells them apart, whatever ε.
-Averaging several normal numbers (Holohan & Braghin 2021) hides z, but σ C z and the sum are
-rounded as before, so the gaps stay (Haney et al., arXiv 2207.13793). So both are rounded, to
-multiples of one spacing Λ, and added exactly, as whole numbers:
+2112.05307): σ C z takes only some floating-point values, so sum + σ C z and another sum's noisy
+value have different possible values. One coordinate that only one of two sums can produce
+distinguishes them, whatever ε. Averaging several normal numbers (Holohan & Braghin 2021) hides z,
+but σ C z and the sum are still rounded, so gaps remain (Haney et al., arXiv 2207.13793). Therefore
+both are rounded to multiples of a spacing Λ, and added exactly, as integers:
 
     release = Λ (round(s / Λ) + round(ν z / Λ)),   ν = σ (Δ + Λ sqrt(d)),   Λ sqrt(d) <= 2^-10 Δ
 
-The sum s [d] has sensitivity Δ; on the grid it has at most Δ + Λ sqrt(d), as rounding moves a
-coordinate by at most Λ/2. A sum on the grid commutes with rounding, so the release is exactly what
-rounding makes of (grid sum + ν z): post-processing of a Gaussian mechanism with multiplier σ.
-That is the proof, up to z itself, a float64 that is off by 5e-16 of its pair's length r at most.
-That moves both ends of the interval that is rounded to a value, and so the value's probability: by
-1.5e-8 r of itself or less for sqrt(d) σ up to 1e4, up and down from value to value. Behind every
-pair stand 104 random bits, and more where r > 4, so that the tail has no end. The grid costs 0.1 %
-more noise. Zero is released with one sign, whatever was added to make it, as -0.0 would be a number
-of its own.
+The sum s [d] has sensitivity Δ, and at most Δ + Λ sqrt(d) on the grid, as rounding changes a
+coordinate by at most Λ/2. Adding a multiple of Λ commutes with rounding, so the release equals
+(grid sum + ν z) rounded: post-processing of a Gaussian mechanism with multiplier σ. The proof is
+exact up to z itself, a float64 with an error of at most 5e-16 of its pair's length r. This shifts
+the ends of the interval that is rounded to a value, and changes the value's probability by a
+relative 1.5e-8 r or less for sqrt(d) σ up to 1e4. Every pair has 104 random bits, and more if
+r > 4, so the tail is unbounded. The grid costs 0.1 % more noise. Zero is always released with a
+positive sign, as -0.0 would be a distinguishable value.
 
-Not covered: errors of the float32 sum s itself (the clip's slack bounds each record's share, not
-the rounding of the others), and how long anything takes.
+Not covered: errors of the float32 sum s itself (the clip's slack bounds each record's part, not the
+rounding of the others), and timing.
 
-Each thread of each object has a key of the operating system's of its own, and a new one after 8 GiB
-or a fork; an object can be neither copied nor pickled. So no stretch of a key stream is used twice.
-(A snapshot of a running virtual machine that is started twice would: make none of a site in a run.)
+Each thread of each object has its own key from the operating system, and a new one after 8 GiB or a
+fork; objects can be neither copied nor pickled. So no part of a key stream is used twice. (It would
+be, if a snapshot of a running virtual machine were started twice: never do this during a run.)
 
-Noise is drawn in float64 for either type, with all of its tail (keystream says why);
-floating-point attacks (Mironov 2012) are `grid`'s to defend against, and it needs the float64.
-Noise for long vectors is drawn by as many threads as torch may use where it is asked for.
+Noise is drawn in float64 for either type, with its full tail (see keystream), which the grid needs.
+Noise for long vectors is drawn by as many threads as torch may use in the calling thread.
 """
 
 import math
@@ -59,13 +57,13 @@ from fedpact.common.randomness.keystream import (
 from fedpact.common.randomness.seeded import empty, shared
 
 _COARSENESS: Final = 2.0**-10
-# Of a smaller Λ 1/Λ is infinite, and times 0 no number: whether a sum is 0 would be seen.
+# For a smaller Λ, 1/Λ is infinite, and 0 times it is NaN, which would reveal that a sum is 0.
 _FINEST: Final = 2.0**-1022
 
 Gaussian = Callable[[int, Tensor], Tensor]
-"""(size, like) -> `size` standard normal numbers of the type of `like`, new ones at every call.
+"""(size, like) -> `size` new standard normal numbers of the type of `like`.
 
-They may be written over, by whoever asked for them and by the thread's next call.
+The caller may overwrite them, and the thread's next call does.
 """
 
 
@@ -87,9 +85,8 @@ def spacing(sensitivity: float, size: int) -> float:
 def noisy(total: Tensor, sigma: float, sensitivity: float, gaussian: Gaussian) -> Tensor:
     """Return total [d] plus normal noise of σ times its sensitivity, added on the grid.
 
-    gaussian is called for part after part, on as many threads as torch may use, for float64 numbers
-    on the CPU. The result has the total's type and device: rounding it to that type uses nothing
-    but the release.
+    gaussian is called for chunks, on as many threads as torch may use, for float64 numbers on the
+    CPU. The result has the total's type and device; rounding to that type is post-processing.
     Raises InputError: sigma or sensitivity is not a finite number > 0. PrivacyError: gaussian
     returns the same numbers twice.
     """
@@ -123,27 +120,26 @@ def _added(sums: Tensor, step: float, scale: float, gaussian: Gaussian) -> Tenso
             np.rint(whole, out=whole)
             noise *= scale
             whole += np.rint(noise, out=noise)
-            # Where both are -0.0 so is their sum, which a positive sum would not have given.
+            # -0.0 + -0.0 is -0.0; adding 0.0 makes every zero positive.
             whole += 0.0
             whole *= step
             np.copyto(target[part], whole, casting="same_kind")
         return firsts
 
     size, shares = _shares(len(source))
-    # The caller takes a share itself: of two threads that wake at once, the system often puts both
-    # on one core.
+    # The caller does a share itself: two threads that wake at once often land on one core.
     others = [_pool(len(shares) - 1).submit(add, share) for share in shares[1:]]
     firsts = add(shares[0]) + [first for other in others for first in other.result()]
     if len(set(firsts)) < len(firsts):
         raise PrivacyError(
-            f"the noise for {len(sums)} coordinates repeats itself: expected draws that are "
-            "new at every call, as draws.secure.SecureDraws are; a simulation's need no grid"
+            f"the noise for {len(sums)} coordinates repeats itself: expected new random numbers at "
+            "every call, as from SecureDraws"
         )
     return release
 
 
 def _shares(length: int) -> tuple[int, list[range]]:
-    """Return the size of a part, and where each thread's parts begin: as many for each of them."""
+    """Return the size of a chunk, and where the chunks of each thread begin."""
     least = max(1, math.ceil(length / CHUNK))
     threads = min(torch.get_num_threads(), least)
     size = max(1, math.ceil(length / (threads * math.ceil(least / threads))))
@@ -152,16 +148,16 @@ def _shares(length: int) -> tuple[int, list[range]]:
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Return threads that stay: each of them has a key and room that it would have to get anew."""
+    """Return a lasting pool, as every new thread would need a key and memory."""
     return ThreadPoolExecutor(threads, "noise")
 
 
 if hasattr(os, "register_at_fork"):
-    # Threads do not live on in a fork.
+    # Threads do not survive a fork.
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
-# Of one key, in words: 8 GiB, an eighth of what there is from a place on.
+# Words per key: 8 GiB, an eighth of what the counter allows.
 _KEY_LASTS: Final = 1 << 30
 
 _forks = 0
@@ -177,7 +173,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class FreshStream(KeyStream):
-    """Uniform words of 64 bits that never come again, for one thread."""
+    """Uniform words of 64 bits, each used once, for one thread."""
 
     def __init__(self) -> None:
         self._renew()
@@ -198,20 +194,19 @@ class FreshStream(KeyStream):
 
 
 def _further(count: int) -> Words:
-    """Return `count` random words: the stream's own would be written over what it has just
-    given."""
+    """Return `count` random words, in other memory than the stream's last words."""
     return np.frombuffer(bytearray(secrets.token_bytes(8 * count)), dtype=np.uint64)
 
 
 class _OfThread(threading.local):
-    """What each thread has for itself."""
+    """Each thread's own stream."""
 
     def __init__(self) -> None:
         self.stream = FreshStream()
 
 
 class SecureDraws:
-    """Draws for a deployment. Threads may share an object."""
+    """Random numbers for a deployment. Threads may share an object."""
 
     repeats = False
 
@@ -219,7 +214,7 @@ class SecureDraws:
         self._own = _OfThread()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("SecureDraws are never copied: make new ones, with a key of their own")
+        raise TypeError("SecureDraws are never copied: create a new object, with its own key")
 
     def batch(self, records: int, rate: float, step: int) -> Tensor:
         """Return the indices of a Poisson batch: each of `records` with probability `rate`. Rate 1
@@ -235,8 +230,7 @@ class SecureDraws:
         return positions(self._own.stream, count, slots)
 
     def number(self, step: int) -> int:
-        """Return a whole number below 2^64, which a model's own random numbers are drawn by; a new
-        one at every call."""
+        """Return a new seed below 2^64 for a model's random layers."""
         del step
         return int(self._own.stream.words(1)[0])
 
@@ -259,9 +253,8 @@ class SecureDraws:
     def add_noise(
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
     ) -> Tensor:
-        """Return total [d] plus normal noise of σ times its sensitivity; total may be written over.
-        On the grid."""
-
+        """Return total [d] plus normal noise of σ times its sensitivity, on the grid; total may be
+        overwritten."""
         del step, purpose
         return noisy(total, sigma, sensitivity, self._part)
 

@@ -1,20 +1,19 @@
 """Seeded randomness: batches, noise, the sites of a round, and shares of noise.
 
-Of K names in order, m take part in round t: with the 64-bit words u_1, ..., u_m (little-endian) of
-SHAKE-256 of the JSON text [seed, "participants", t], and for i = 1, ..., m, the name at place i
-changes places with the one at place i + (u_i mod (K - i + 1)); the first m then take part. Every
-set of m is as likely as any other, up to K / 2^64. Whoever has the plan can draw the same.
+Sites of a round: let u_1, ..., u_m be 64-bit words (little-endian) of SHAKE-256 of the JSON text
+[seed, "participants", t]. For i = 1, ..., m, the name at position i of the K sorted names is
+swapped with that at position i + (u_i mod (K - i + 1)); the first m then take part in round t. All
+sets of m are equally likely, up to K / 2^64, and everyone with the plan can repeat the draw.
 
-What it is worth, alone or with other sites' shares, is in privacy.accounting.shared_noise. The grid
-is the defence
-against floating-point attacks as well, and needs no finer one: sum and noise are float64, so a
-value is rounded otherwise than a real number would be only within 1e-9 of a half for sums of up to
-2^22 units, 2^-26 for up to 2^27, which moves its probability by as much of itself.
+Shares of noise: privacy.accounting.shared_noise has their value, alone or with other sites' shares.
+Their coarse grid is also the defence against floating-point attacks: sum and noise are float64, so
+a value is rounded differently from a real number only within 1e-9 of a half, for sums of up to 2^22
+units (2^-26 for up to 2^27), which changes its probability by the same relative amount.
 
-In a simulation every draw is a function of stable digests of seed, site, round, step and purpose,
-so results depend neither on the number of workers nor on their order, and a release that is
-computed again is the same release. Such draws can be foretold by whoever knows the seed: they
-measure what a federation would do, they do not protect anybody. The run's report says so.
+In a simulation every random number is a function of stable digests of seed, site, round, step and
+purpose, so results do not depend on the number or order of workers, and a repeated release is the
+same release. Anyone who knows the seed can predict them: a simulation measures what a federation
+would do and protects nobody. The run's report says so.
 """
 
 import hashlib
@@ -36,10 +35,7 @@ from fedpact.common.randomness.keystream import KeyStream, Parts, normals, poiss
 
 
 def size_of_round(each: int | None, sites: int) -> int:
-    """Return how many of so many sites a round asks. Raises PlanError: more than there are.
-
-    each: m, None for all.
-    """
+    """Return how many of `sites` sites a round asks. each: m, None for all. Raises PlanError."""
     if each is not None and each > sites:
         raise PlanError(
             f"sites_per_round is {each} with {sites} sites: expected at most as many as there are; "
@@ -50,9 +46,9 @@ def size_of_round(each: int | None, sites: int) -> int:
 
 @dataclass(frozen=True)
 class Participants:
-    """Who takes part when. seed: the plan's. sites: the names of all K. each: m, None for all.
+    """Which sites take part in which round. seed: the plan's. sites: all K names. each: m or None.
 
-    Raises PlanError: m is more than there are.
+    Raises PlanError: m > K.
     """
 
     seed: int
@@ -68,7 +64,7 @@ class Participants:
         return self.each is not None and self.each < len(self.sites)
 
     def of(self, number: int) -> tuple[str, ...]:
-        """Return the names of those that take part in a round, sorted. Round 0 is everybody's."""
+        """Return the sorted names of the sites of a round; all sites take part in round 0."""
         if self.each is None or not self.partial or number == 0:
             return tuple(sorted(self.sites))
         if number not in self._known:
@@ -91,17 +87,17 @@ class Participants:
         return sum(len(now - before) for before, now in pairwise(drawn))
 
     def describe(self) -> str:
-        """Return what a statement says of it, "" where all sites take part in every round.
+        """Return the line of a privacy statement, "" if all sites take part in every round.
 
-        Without numbers, which would tell a model card's reader how many sites there are.
+        It has no numbers, which would reveal the number of sites to a model card's readers.
         """
         if not self.partial:
             return ""
         return (
-            "A part of the sites takes part in each round, drawn from the plan's seed and the "
-            "round's number. A site's ε is of the rounds that are its own, which it knows and "
-            "reserves before the run. Nothing is claimed for the draw (no amplification by "
-            "sampling of sites): whoever has the plan, as the server, can tell who takes part."
+            "Some of the sites take part in each round, sampled by the plan's seed and the round's "
+            "number. A site's ε covers the rounds that it takes part in, which it knows and "
+            "reserves before the run. There is no amplification by sampling of sites, as anyone "
+            "with the plan, such as the server, knows who takes part."
         )
 
     @cached_property
