@@ -260,13 +260,13 @@ def block_of(head: object) -> bytes:
 )
 def test_fields_of_other_types_are_refused(wrong: dict[str, Any]) -> None:
     assert isinstance(from_bytes(block_of(HEAD)), Reply)
-    with pytest.raises(InputError, match="no fedpact message"):
+    with pytest.raises(InputError, match="not a fedpact message"):
         from_bytes(block_of(HEAD | wrong))
 
 
 @pytest.mark.parametrize("missing", ["kind", "run", "round", "site", "weight", "numbers"])
 def test_missing_fields_are_refused(missing: str) -> None:
-    with pytest.raises(InputError, match="no fedpact message"):
+    with pytest.raises(InputError, match="not a fedpact message"):
         from_bytes(block_of({k: v for k, v in HEAD.items() if k != missing}))
 
 
@@ -330,7 +330,7 @@ def test_a_message_has_few_vectors(count):
     if count <= MOST_VECTORS:
         assert len(from_bytes(block).vectors) == count
     else:
-        with pytest.raises(InputError, match="no fedpact message"):
+        with pytest.raises(InputError, match="not a fedpact message"):
             from_bytes(block)
     assert len(from_bytes(block, count).vectors) == count
 
@@ -338,5 +338,5 @@ def test_a_message_has_few_vectors(count):
 @pytest.mark.parametrize("length", [2**17, 2**40, 2**64 - 1])
 def test_a_header_that_is_longer_than_any_is_not_read(length):
     block = length.to_bytes(8, "little") + to_bytes(State({}))[8:]
-    with pytest.raises(InputError, match=f"header has {length} bytes"):
+    with pytest.raises(InputError, match=f"header of {length} bytes"):
         from_bytes(block)

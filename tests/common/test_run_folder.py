@@ -97,7 +97,7 @@ def test_a_folder_that_cannot_be_is_refused_and_none_is_made(tmp_path):
     (tmp_path / "link").symlink_to("/no/disk")
     (tmp_path / "loop").symlink_to("loop")
     for out in (tmp_path / "link", tmp_path / "link" / "run", tmp_path / "loop"):
-        with pytest.raises(InputError, match=r"is a link to .*, which is not there"):
+        with pytest.raises(InputError, match=r"is a link to .*, which does not exist"):
             check_out(out)
     with pytest.raises(InputError, match="which is not valid UTF-8"):
         check_out(tmp_path / "bad\udcff")

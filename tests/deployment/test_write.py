@@ -279,7 +279,7 @@ def test_block_survives_the_codec_and_other_data_is_refused():
     packed = flower_records.to_record(block, signature)
     for missing in ("fedpact", "seal"):
         record = type(packed)({k: v for k, v in packed.items() if k != missing})
-        with pytest.raises(InputError, match="no fedpact message"):
+        with pytest.raises(InputError, match="not a fedpact message"):
             flower_records.from_record(record)
 
 

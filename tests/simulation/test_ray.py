@@ -203,7 +203,7 @@ def test_an_error_of_ours_keeps_its_kind_on_the_way(site, tmp_path, monkeypatch)
     (tmp_path / "ledger").write_text("this is no ledger\nat all\n")
     with pytest.raises(LedgerError, match="unreadable or was altered"):
         asked(replace(site, ledger=tmp_path / "ledger"), monkeypatch)
-    with pytest.raises(InputError, match="no fedpact message"):
+    with pytest.raises(InputError, match="not a fedpact message"):
         asked(site, monkeypatch, b"something else")
 
 

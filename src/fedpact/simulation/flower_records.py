@@ -54,6 +54,6 @@ def read_agreed(record: RecordDict) -> str:
 
 def _unreadable(record: RecordDict) -> InputError:
     return InputError(
-        f"a record with {', '.join(map(str, record)) or 'nothing in it'} is no fedpact message: "
+        f"a record with {', '.join(map(str, record)) or 'nothing in it'} is not a fedpact message: "
         "expected what to_record made; check that both ends run the same version"
     )
