@@ -298,7 +298,7 @@ def _timm() -> Iterator[Brought]:
             return of.MlpMixer(num_classes=CLASSES, block_layer=getattr(of, blocks), **mixer)
 
         yield Brought("timm", name, make)
-    vgg = _of("timm", "create_model", "vgg11_bn", num_classes=CLASSES, num_features=256)
+    vgg = _of("timm", "create_model", "vgg11_bn", num_classes=CLASSES, mlp_ratio=1 / 16)
     yield Brought("timm", "vgg11_bn", vgg)
 
 

@@ -6,6 +6,7 @@ import struct
 from contextlib import nullcontext
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -113,7 +114,9 @@ def test_quoted_line_breaks_keep_their_record_alone(tmp_path, other):
         assert [v for v in found if v != 7] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("missing", [None, math.nan, np.float32("nan"), "", "  ", "NaT", "<NA>"])
+@pytest.mark.parametrize(
+    "missing", [None, math.nan, np.float32("nan"), pd.NA, pd.NaT, "", "  ", "NaT", "<NA>"], ids=repr
+)
 def test_a_record_of_no_site_is_left_out_of_arrays(missing, caplog):
     """Before, arrays had a site called "None", and one called "nan", each with an ε of its own."""
     site = [missing, " a ", "b"] * 4

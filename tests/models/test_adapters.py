@@ -1,4 +1,4 @@
-"""What a run checks of a model with adapters; see also tests/simulation/test_hugging_face.py."""
+"""What a run checks of a model with adapters; see also tests/outside/test_transformers.py."""
 
 import pytest
 import torch

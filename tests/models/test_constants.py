@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
+import fedpact
 from fedpact.models.constants import is_constant
 
 N = 8
@@ -97,3 +99,23 @@ def test_last_digits_hide_nothing(tensor):
 )
 def test_what_could_hold_a_choice_is_no_constant(tensor):
     assert not is_constant(tensor)
+
+
+class Positioned(nn.Module):
+    """Holds every constant as a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        for k, constant in enumerate(CONSTANTS.values()):
+            self.register_buffer(f"constant{k}", constant.clone())
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_a_private_run_asks_nothing_of_constants(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedpact.api.write_report", lambda folder: None)
+    data = torch.randn(20, 3), torch.arange(20) % 2
+    settings = {"sites": 2, "rounds": 1, "sampling_rate": 0.5, "privacy": {"epsilon": 8.0}}
+    assert fedpact.run(Positioned, data, out=tmp_path / "run", **settings).summary["private"]

@@ -39,18 +39,22 @@ PICKS = {
 class LastStep(nn.Module):
     """Takes the last step that is no padding; of padding alone some picks raise."""
 
-    def __init__(self, pick):
+    def __init__(self, pick, body=None):
         super().__init__()
         self.words, self.head, self.pick = nn.Embedding(30, 6), nn.Linear(6, 3), pick
+        self.body = body
 
     def forward(self, x):
-        return self.head(self.pick(self.words(x).tanh(), (x != 0).sum(1) - 1))
+        steps = self.words(x).tanh() if self.body is None else self.body(self.words(x))[0]
+        return self.head(self.pick(steps, (x != 0).sum(1) - 1))
 
 
+@pytest.mark.parametrize("recurrent", [False, True], ids=["", "lstm"])
 @pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
-def test_the_last_step_is_taken_many_records_at_a_time(pick):
+def test_the_last_step_is_taken_many_records_at_a_time(pick, recurrent):
     torch.manual_seed(0)
-    kernel = PerSampleKernel(FlatModel(LastStep(pick)), cross_entropy)
+    model = LastStep(pick, nn.LSTM(6, 6, batch_first=True) if recurrent else None)
+    kernel = PerSampleKernel(FlatModel(model), cross_entropy)
     x, y = torch.randint(1, 30, (11, 7)), torch.arange(11) % 3
     for j in range(11):
         x[j, 2 + j % 6 :] = 0
@@ -120,19 +124,21 @@ def test_a_flat_index_names_no_row_of_another_record(way):
 class Tied(nn.Module):
     """Next words by the table that words are looked up in, from some of the steps."""
 
-    def __init__(self, steps):
+    def __init__(self, steps, twice=False):
         super().__init__()
         self.words, self.body, self.steps = nn.Embedding(200, 40), nn.Linear(40, 40), steps
+        self.twice = twice
 
     def forward(self, x):
         z = torch.tanh(self.body(self.words(x)))[:, -self.steps :]
+        z = self.body(z).tanh() if self.twice else z
         return nn.functional.linear(z, self.words.weight).sum(1)
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_tied_table_is_summed_without_one_for_each_record(steps, monkeypatch):
+@pytest.mark.parametrize(("steps", "twice"), [(1, False), (2, False), (1, True)])
+def test_a_tied_table_is_summed_without_one_for_each_record(steps, twice, monkeypatch):
     torch.manual_seed(0)
-    kernel = PerSampleKernel(FlatModel(Tied(steps)), cross_entropy)
+    kernel = PerSampleKernel(FlatModel(Tied(steps, twice)), cross_entropy)
     x, y = torch.randint(0, 9, (12, 6)), torch.randint(0, 200, (12,))
     each = kernel.alone(x, y)
     expected = (each * (0.5 / each.norm(dim=1)).clamp_max(1)[:, None]).sum(0)

@@ -1,7 +1,6 @@
 """Hugging Face's models as they come: a family each, on tokenised text or images."""
 
 import importlib.util
-import json
 
 import numpy as np
 import pytest
@@ -64,43 +63,26 @@ TABLE = {
     "input_ids": [[3 + k, *RNG.integers(5, 50, 3 + j % 7)] for j, k in enumerate(LABELS)],
     "label": LABELS,
 }
-SETTINGS = {"sites": 2, "rounds": 1, "sampling_rate": 0.5, "privacy": {"epsilon": 8.0}}
-
-
-@pytest.fixture(autouse=True)
-def no_page(monkeypatch):
-    monkeypatch.setattr("fedpact.api.write_report", lambda folder: None)
-
-
-def separation(result):
-    return json.loads((result.folder / "privacy.json").read_text())["separation"]
 
 
 @pytest.mark.parametrize("config", TEXT.values(), ids=TEXT)
-def test_a_family_of_text_runs_as_it_comes(tmp_path, config):
+def test_a_family_of_text_runs_as_it_comes(trained, config):
     """With its dropout, whose rate no configuration here sets to 0."""
     make = hf.AutoModelForSequenceClassification.from_config
-    result = fedpact.run(
-        lambda: make(config()), TABLE, label="label", out=tmp_path / "run", **SETTINGS
-    )
-    assert "traced" in separation(result)
+    result = trained(lambda: make(config()), TABLE, label="label")
     assert result.predict({"input_ids": TABLE["input_ids"][:5]}).probabilities.shape == (5, 2)
 
 
 @pytest.mark.parametrize("config", PICTURES.values(), ids=PICTURES)
-def test_a_family_of_images_runs_as_it_comes(tmp_path, config):
+def test_a_family_of_images_runs_as_it_comes(trained, config):
     make = hf.AutoModelForImageClassification.from_config
-    data = torch.randn(48, 3, 32, 32), torch.tensor(LABELS)
-    result = fedpact.run(lambda: make(config()), data, out=tmp_path / "run", **SETTINGS)
-    assert "traced" in separation(result)
+    trained(lambda: make(config()), (torch.randn(48, 3, 32, 32), torch.tensor(LABELS)))
 
 
-def test_predictions_are_those_of_the_model_itself(tmp_path):
+def test_predictions_are_those_of_the_model_itself(trained):
     """What was padded with a mask is answered as it would be without."""
-    result = fedpact.run(
-        lambda: hf.AutoModelForSequenceClassification.from_config(TEXT["bert"]()),
-        TABLE, label="label", out=tmp_path / "run", **SETTINGS,
-    )  # fmt: skip
+    make = hf.AutoModelForSequenceClassification.from_config
+    result = trained(lambda: make(TEXT["bert"]()), TABLE, label="label")
     found = result.predict(TABLE).probabilities
     model = hf.AutoModelForSequenceClassification.from_config(TEXT["bert"]()).eval()
     model.load_state_dict(result.model.state_dict())
@@ -133,23 +115,20 @@ OF_TOKENS = {
 
 
 @pytest.mark.parametrize("task", OF_TOKENS)
-def test_every_token_of_a_text_is_learned(tmp_path, task):
+def test_every_token_of_a_text_is_learned(trained, task):
     head, kind, classes, labels, settings = OF_TOKENS[task]
     make = getattr(hf, f"AutoModelFor{head}").from_config
-    result = fedpact.run(
-        lambda: make(TEXT[kind]()), {"input_ids": IDS, "tags": labels}, task="tokens",
-        out=tmp_path / "run", **{"label": "tags", **settings}, **SETTINGS,
-    )  # fmt: skip
-    assert "traced" in separation(result)
+    table = {"input_ids": IDS, "tags": labels}
+    given = {"label": "tags", "task": "tokens", **settings}
+    result = trained(lambda: make(TEXT[kind]()), table, **given)
     assert result.predict({"input_ids": IDS[:2]}).probabilities.shape[:2] == (2, classes)
 
 
-def test_a_module_with_weights_has_to_say_where_they_are_from(tmp_path):
+def test_a_module_with_weights_has_to_say_where_they_are_from(trained):
     model = hf.AutoModelForSequenceClassification.from_config(TEXT["bert"]())
     with pytest.raises(fedpact.FedpactError, match="trained_on"):
-        fedpact.run(model, TABLE, label="label", out=tmp_path / "run", **SETTINGS)
-    told = {"trained_on": "nothing: drawn"}
-    fedpact.run(model, TABLE, label="label", out=tmp_path / "run", initial=told, **SETTINGS)
+        trained(model, TABLE, label="label")
+    trained(model, TABLE, label="label", initial={"trained_on": "nothing: drawn"})
 
 
 def lora(kind):
@@ -167,7 +146,7 @@ ADAPTED = {
 
 
 @pytest.mark.parametrize("kind", ADAPTED)
-def test_lora_trains_and_sends_adapters_alone(tmp_path, kind):
+def test_lora_trains_and_sends_adapters_alone(trained, kind):
     made, start = [], {}
 
     def make():
@@ -176,9 +155,7 @@ def test_lora_trains_and_sends_adapters_alone(tmp_path, kind):
         start.update({n: v.clone() for n, v in model.state_dict().items()} if not start else {})
         return model
 
-    settings = {**SETTINGS, "privacy": {"epsilon": 4.0}, "rounds": 2}
-    result = fedpact.run(make, TABLE, label="label", out=tmp_path / "run", **settings)
-    assert "traced" in separation(result)
+    result = trained(make, TABLE, label="label", rounds=2)
     # Of 4 bytes a weight, each of two sites is sent no more than those that are trained.
     record = result.records[-1]
     assert record.bytes_down < 8 * made[0] + 1000
@@ -215,12 +192,12 @@ def bare(kind, start):
     return found
 
 
-def test_what_adapters_do_not_have_is_told_at_the_end(tmp_path):
+def test_what_adapters_do_not_have_is_told_at_the_end(trained, tmp_path):
     def make():
         model = lora("bert")
         model.get_base_model().bert.embeddings.requires_grad_(True)
         return model
 
     with pytest.raises(fedpact.FedpactError, match="loaded again, answer otherwise"):
-        fedpact.run(make, TABLE, label="label", out=tmp_path / "run", **SETTINGS)
+        trained(make, TABLE, label="label")
     assert (tmp_path / "run" / "model.safetensors").exists()
