@@ -291,11 +291,14 @@ def _timm() -> Iterator[Brought]:
         )
 
     mixer = {"img_size": _SIDE, "patch_size": 8, "num_blocks": 2, "embed_dim": 64}
-    for name, blocks in (("MLP-Mixer", "MixerBlock"), ("ResMLP", "ResBlock")):
+    for name, blocks, ratio in (
+        ("MLP-Mixer", "MixerBlock", (0.5, 4.0)), ("ResMLP", "ResBlock", 4),
+    ):  # fmt: skip
 
-        def make(blocks: str = blocks) -> nn.Module:
+        def make(blocks: str = blocks, ratio: Any = ratio) -> nn.Module:
             of: Any = importlib.import_module("timm.models.mlp_mixer")
-            return of.MlpMixer(num_classes=CLASSES, block_layer=getattr(of, blocks), **mixer)
+            block = getattr(of, blocks)
+            return of.MlpMixer(num_classes=CLASSES, block_layer=block, mlp_ratio=ratio, **mixer)
 
         yield Brought("timm", name, make)
     vgg = _of("timm", "create_model", "vgg11_bn", num_classes=CLASSES, mlp_ratio=1 / 16)

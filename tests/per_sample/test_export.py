@@ -133,3 +133,21 @@ def test_why_there_is_no_trace_is_kept_as_well():
     assert told[0] == told[1]
     assert "test_export.py, line" in told[0]
     assert len(export._traces) - before == 2  # of any batch, and of one
+
+
+class Hooked(nn.Module):
+    """Puts a hook on a layer in its first pass, as transformers does to collect hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.hooked = nn.Linear(4, 3), False
+
+    def forward(self, x):
+        if not self.hooked:
+            self.hooked = True
+            self.layer.register_forward_hook(lambda layer, given, found: 2 * found)
+        return self.layer(x)
+
+
+def test_a_hook_that_a_trace_puts_there_is_taken_away():
+    check(Hooked())

@@ -40,9 +40,9 @@ def announced(words: str, module: nn.Module, seconds: float, level: int) -> Gene
 @contextmanager
 def state_kept(whole: nn.Module) -> Generator[None]:
     """Have modules as they were afterwards: what a trace writes on them has no values."""
-    inner = ("_parameters", "_buffers", "_modules")
     states = [vars(m) for m in whole.modules()]
-    states += [state[name] for state in states for name in inner]
+    # Their hooks too, which some put there in a first pass.
+    states += [held for state in states for held in state.values() if isinstance(held, dict)]
     before = [dict(state) for state in states]
     try:
         yield
