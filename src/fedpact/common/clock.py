@@ -1,12 +1,13 @@
 """The [clock] table of a plan: a simulated clock, by which sites are slow, late or left out.
 
-Site i takes in a round of τ local steps, with factors drawn from the plan's seed,
+In a round of τ local steps, site i takes
 
     t_i = s_i j_i (d_com,i + d_cmp,i τ + down_i B + up_i B_i),
 
-log s_i ~ N(0, spread²) once, log j_i ~ N(0, jitter²) each round, j_i times `straggler_factor` with
-the chance `straggler_chance`; B, B_i: bytes that the site is sent and sends. A round takes as long
-as its slowest site, or until the deadline. d_com, d_cmp: FedProxVR's (ICPP 2020, Section 4.3).
+with log s_i ~ N(0, spread²) drawn once and log j_i ~ N(0, jitter²) in each round, both from the
+plan's seed; with probability `straggler_chance`, j_i is multiplied by `straggler_factor`. B and B_i
+are the bytes that the site receives and sends. A round takes as long as its slowest site, or until
+the deadline. d_com, d_cmp: FedProxVR's (ICPP 2020, Section 4.3).
 """
 
 import math
@@ -23,37 +24,37 @@ PerSite = NonNegativeFloat | list[NonNegativeFloat]
 
 
 class SimulatedClock(BaseModel):
-    """How long simulated sites take. It changes nothing of what is trained but by a deadline."""
+    """How long simulated sites take; only the deadline affects training."""
 
     model_config = FROZEN
     message_seconds: PerSite = 0.0
-    """d_com, seconds of a round beside its steps, for the messages; one value for all sites, or a
-    list in the order of site names."""
+    """d_com, seconds of a round without its steps; one value for all sites, or a list in the order
+    of site names."""
     step_seconds: PerSite = 0.0
     """d_cmp, seconds of one local step; one value, or a list in the order of site names."""
     down_seconds: PerSite = 0.0
-    """Seconds for each byte that a site is sent, 8e-6 at 1 Mbit a second; or a list."""
+    """Seconds per byte that a site receives, 8e-6 at 1 Mbit/s; one value, or a list."""
     up_seconds: PerSite = 0.0
-    """Seconds for each byte that it sends; or a list."""
+    """Seconds per byte that a site sends; one value, or a list."""
     spread: float = Field(default=0.0, ge=0, le=5)
-    """How unlike the sites are: the deviation of the logarithm of a factor that each site has."""
+    """Differences between sites: the standard deviation of the logarithm of each site's factor."""
     jitter: float = Field(default=0.0, ge=0, le=5)
-    """How unlike a site's rounds are: the same of a factor that is drawn for each round."""
+    """Differences between rounds: the same for a factor drawn for each site and round."""
     straggler_chance: float = Field(default=0.0, ge=0, le=1)
-    """The chance that a site is straggler_factor times as slow in a round."""
+    """The probability that a site is straggler_factor times as slow in a round."""
     straggler_factor: float = Field(default=10.0, ge=1)
     """How many times as slow a straggler is."""
     deadline: float | None = Field(default=None, gt=0)
-    """Seconds after which the server waits for no further site: what comes later is charged and
-    sent, and has no part in the round. It always waits for the quickest one."""
+    """Seconds after which the server stops waiting. Later replies are charged and sent, but not
+    included. It always waits for the fastest site."""
 
     @property
     def used(self) -> bool:
-        """Whether there is such a clock."""
+        """Whether the plan has a clock."""
         return self != SimulatedClock()
 
     def check(self, sites: int, needs_all_sites: str, threshold: int) -> None:
-        """Raise ValueError where a list does not fit, or no site may be missing from a round."""
+        """Raise ValueError if a list does not fit, or a deadline may leave out a needed site."""
         for name in ("message_seconds", "step_seconds", "down_seconds", "up_seconds"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != sites:
