@@ -251,7 +251,7 @@ def test_a_round_that_opens_with_an_event_of_its_own_is_audited(audited):
     assert found.events == 2 * (1 + 3)
     whole = honest.terms.history(2 * 3, 2)
     assert found.claimed == epsilon(whole, found.delta, honest.terms.accountant)
-    with pytest.raises(InputError, match="many-runs attack knows gradient"):
+    with pytest.raises(InputError, match="many-runs attack only knows gradient"):
         many_runs(honest)
 
     def faint(records, kernel, terms, draws):

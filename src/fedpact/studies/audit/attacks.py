@@ -1,35 +1,32 @@
-"""The attacks: many runs, one run with many canaries, membership.
+"""Three attacks on the privacy claim: many runs, one run with many canaries, membership inference.
 
-The attacker is the one that (ε, δ) speaks of. It knows all other records, chooses them and the
-model, and puts the questions that the algorithm puts. Each run asks the oracle `events` times.
-Pilot runs choose the attack, its weights and its thresholds; the runs that count are others, so
-Clopper and Pearson's bounds hold.
+Many runs. As in the definition of (ε, δ), the attacker knows and chooses all other records and the
+model, and makes the algorithm's requests. Each run asks the oracle `events` times. Pilot runs
+choose the attack, its weights and its thresholds; the bounds come from other runs, so Clopper and
+Pearson's intervals hold. Statistics of a release:
 
-A statistic of a release:   <release, u>, u the canary's own direction    its contribution
-                            log ‖release‖                                what scales with the batch
-                            the number itself, where it is one           loss, count
+    <release, u>, u the canary's direction       the canary's contribution
+    log ‖release‖                                what scales with the batch
+    the number itself                            for a loss or a count
 
-ε is bounded from below at the plan's δ and at larger ones: a mechanism that is (ε(δ), δ)-private by
-its accountant is so for every δ, and wrong noise shows at a large δ with the fewest runs.
+ε is bounded from below at the plan's δ and at larger ones: an accountant states ε(δ) for every δ,
+and wrong noise shows at a large δ with the fewest runs.
 
-The attack of Yeom, Giacomelli, Fredrikson, Jha 2018: a threshold on the loss, over all thresholds
-at once. Members are the records that the sites trained on, the others those that the sites held
-out, and the public test set where none was. Weak beside an attack on the releases, and the one that
-whoever gets the model can make.
+Membership. Yeom, Giacomelli, Fredrikson, Jha 2018: a threshold on the loss, over all thresholds.
+Members are the training records, non-members the held-out records, or else the public test set. It
+is weaker than attacks on the releases, but everyone who gets the model can carry it out.
 
-Steinke, Nasr, Jagielski 2023, arXiv 2305.08846. The site's records stay, canaries are added; the
-attacker sees every release and knows every record, but not the coins. It guesses those it is
-surest of. If it is right too often for (ε, δ), the claim is wrong.
-
-The scores are the mean of what the coins can have been, given the releases, in the Gaussian model
-(one release: R = q S + (q/2) Σ_j s_j c_j g_j + noise, s_j = ±1, S the sum over what is known):
+One run. Steinke, Nasr, Jagielski 2023, arXiv 2305.08846. Each of many canaries is added to the
+site's records or not, by a coin. The attacker sees every release and knows every record, but not
+the coins, and guesses those with the clearest scores. If it is right too often for (ε, δ), the
+claim is wrong. Scores are the posterior means of the coins in a Gaussian model: with one release
+R = q S + (q/2) Σ_j s_j c_j g_j + noise, s_j = ±1, and S the sum over known records,
 
     scores = (I + Σ_t (a²/v) G Gᵀ)^-1 Σ_t (a/v) G (R - q S),   a = q/2,   rows c_j g_j of G,
-    v = ‖R - q S‖²/d, the noise as it is found
+    v = ‖R - q S‖²/d, the measured noise
 
-They are made of releases alone, so how they are made needs no proof (under batch clipping the model
-is a rough one). Adding canaries to an
-unchanged public size is what add/remove adjacency is about.
+They depend on the releases only, so they need no proof (under batch clipping the model is rough).
+Adding canaries at an unchanged public size matches add/remove adjacency.
 """
 
 import math
@@ -87,16 +84,16 @@ _DELTAS = (0.05, 0.1)
 _PILOT = 100
 _RUNS = 500
 _EVENTS = 40
-# Of C: so long a canary's gradient is before it is clipped, if its record can be made so.
+# The norm of a canary's gradient before clipping over C, if a record can reach it.
 _LENGTH = 10.0
 _SCALES = (1.0, 10.0, 100.0, 1000.0)
 
 
 @dataclass(frozen=True)
 class LowerBound:
-    """ε at one δ: the lower bound, what the accountant states, and the counts it comes from.
+    """ε at one δ: the lower bound, the accountant's claim, and the counts behind the bound.
 
-    power: the bound that the best attack would show, by the expected counts, were all as claimed.
+    power: the bound that the best attack would reach at the expected counts, if the claim is tight.
     """
 
     delta: float
@@ -113,7 +110,7 @@ class LowerBound:
 
 @dataclass(frozen=True)
 class ManyRuns:
-    """What the runs show: `events` joint events each, by the attack that the pilot chose."""
+    """The result of many runs with `events` joint events each, by the attack chosen by pilots."""
 
     attack: str
     events: int
@@ -127,7 +124,7 @@ class ManyRuns:
         return all(part.passed for part in (*self.bounds, *self.noise, *self.tests))
 
     def rows(self, method: str, confidence: float) -> list[AuditRow]:
-        """Return it beside what is claimed."""
+        """Return the rows of a table: results and claims."""
         rows = list[AuditRow]()
         for b in self.bounds:
             told = (
@@ -142,7 +139,7 @@ class ManyRuns:
 
 @dataclass(frozen=True)
 class Attack:
-    """Records to hide one more in, and what to ask. query, direction: by channel."""
+    """Records, a canary to add, and the requests and directions by channel."""
 
     name: str
     records: Records
@@ -154,7 +151,7 @@ class Attack:
         """Return one run's statistics, means over its events."""
         records = self.records
         if present:
-            # Anywhere among the others: a batch of always the first records has it or has it not.
+            # At a random position, in case a faulty oracle treats positions differently.
             generator = seeded_generator(target.plan.seed, "audit", self.name, "place", *key)
             at = int(torch.randint(len(records.y) + 1, (), generator=generator))
             k = target.canary_records
@@ -174,7 +171,7 @@ class Attack:
 
 
 def attackable(target: Target) -> bool:
-    """Whether many_runs knows all that the site's batches release."""
+    """Whether many_runs can attack everything that the site's batches release."""
     return not target.terms.openings and set(target.terms.sigmas) <= set(_CHANNELS)
 
 
@@ -183,14 +180,14 @@ def many_runs(
 ) -> ManyRuns:
     """Audit with `runs` runs with the canary and as many without, of at most `events` events.
 
-    Where the clip follows the round, all events are the last round's: multipliers do not change.
+    If the clip changes with the round, all events are the last round's; multipliers are the same.
     """
     count(runs=runs)
     if not attackable(target):
         raise InputError(
             f"algorithm {target.plan.algorithm!r} releases {', '.join(target.terms.releases)}: the "
-            f"many-runs attack knows {', '.join(_CHANNELS)} of batches that are all alike; audit "
-            "it with --method one-run or membership"
+            f"many-runs attack only knows {', '.join(_CHANNELS)} of batches without an opening; "
+            "audit it with --method one-run or membership"
         )
     target = target.at(target.rounds)
     events = min(events, target.terms.steps)
@@ -218,7 +215,7 @@ def many_runs(
 
 @dataclass(frozen=True)
 class _Rule:
-    """How to score a run, from pilot runs: weights, and mean and deviation with and without."""
+    """A run's score, learnt from pilot runs: weights, and mean and deviation with and without."""
 
     weights: Any
     mean_with: float
@@ -234,8 +231,8 @@ class _Rule:
         )
         apart = with_it.mean(0) - without.mean(0)
         spread = with_it.var(0) + without.var(0)
-        # What may differ by chance alone is left out, as it would only add noise. The first, the
-        # canary's own direction, is what should differ.
+        # Statistics without a clear difference would only add noise. If none is clear, use the
+        # first, the canary's direction.
         clear = apart**2 > 16 * spread / _PILOT
         weights = np.where(clear, apart / (spread + 1e-300), 0.0)
         if not clear.any():
@@ -245,7 +242,7 @@ class _Rule:
 
     @property
     def separation(self) -> float:
-        """How many standard deviations lie between the two kinds of runs."""
+        """The distance between the two kinds of runs in standard deviations."""
         apart = self.mean_with - self.mean_without
         return apart / math.hypot(self.deviation_with, self.deviation_without)
 
@@ -254,7 +251,7 @@ class _Rule:
         return float(statistics @ self.weights)
 
     def threshold(self, runs: int, delta: float, confidence: float) -> float:
-        """Return the score above which the bound should be largest, were the scores normal."""
+        """Return the threshold with the largest expected bound for normal scores."""
         low = min(self.mean_without, self.mean_with) - 2 * self.deviation_without
         high = max(self.mean_without, self.mean_with) + 4 * self.deviation_without
 
@@ -262,14 +259,14 @@ class _Rule:
             p1 = float(ndtr((self.mean_with - at) / self.deviation_with))
             p0 = float(ndtr((self.mean_without - at) / self.deviation_without))
             counts = Counts(round(p1 * runs), runs, round(p0 * runs), runs)
-            # Where no bound is to be had, the place where the two differ most.
+            # Without any bound, prefer the threshold with the largest difference.
             return many_runs_epsilon(counts, delta, confidence) or p1 - p0 - 1
 
         return max(np.linspace(low, high, 61).tolist(), key=expected)
 
 
 def attacks(target: Target) -> list[Attack]:
-    """Return the attacks to try: the canary among all the site's records, and beside one alone."""
+    """Return the attacks to try: the canary among all the site's records, and with only one."""
     *_, asked = simulate_rounds(target, target.records, min(2, target.rounds), "questions")
     first = [a for a in asked if a.batch == asked[0].batch]
     alone = None if target.records.persons is None else torch.zeros(1, dtype=torch.int64)
@@ -285,12 +282,12 @@ def attacks(target: Target) -> list[Attack]:
 def _canary(
     target: Target, queries: dict[str, tuple[Any, ...]]
 ) -> tuple[Records, dict[str, Tensor]]:
-    """A crafted record with a long gradient, and its unit direction by channel."""
+    """Return a crafted record with a large gradient, and its unit direction by channel."""
     w = next(q for query in queries.values() for q in query if isinstance(q, Tensor))
     canary = _worst_record(target, w)
     directions = dict[str, Tensor]()
     for channel, query in queries.items():
-        # A weight of 0 has no direction: the unweighted one is as good.
+        # With weight 0 there is no direction: use the unweighted gradient.
         plain = tuple(UNIFORM if isinstance(q, Fair) else q for q in query)
         answer = target.answer(canary, channel, plain).double()
         directions[channel] = answer / answer.norm() if len(answer) > 1 else torch.ones_like(answer)
@@ -298,10 +295,11 @@ def _canary(
 
 
 def _worst_record(target: Target, w: Tensor) -> Records:
-    """The site's first record turned over and scaled up until its gradient is far longer than C.
+    """Return the site's first record, negated and scaled until its gradient is far larger than C.
 
-    With its own label it pulls against the record itself, where that leaves it a gradient, and else
-    with the label that the model thinks least likely. Tokens cannot be scaled: mislabelled as is.
+    It has the record's label, so that it pulls against that record, or the label that the model
+    finds least likely if the gradient is then too small. Tokens cannot be scaled: a mislabelled
+    record is used.
     """
     if not target.records.x.is_floating_point():
         return draw_mislabelled(target, 1)
@@ -322,7 +320,7 @@ def _worst_record(target: Target, w: Tensor) -> Records:
 
 @dataclass(frozen=True)
 class Membership:
-    """AUC with its interval, over so many records. ceiling: the most that (ε, δ) leaves room for.
+    """AUC with its interval, and the numbers of records. ceiling: the largest AUC under (ε, δ).
 
     advantage: the largest TPR - FPR of any threshold, without an interval.
     """
@@ -339,7 +337,7 @@ class Membership:
         return self.auc.low <= self.ceiling
 
     def rows(self, method: str, confidence: float) -> list[AuditRow]:
-        """Return it beside what is claimed."""
+        """Return the rows of a table: results and claims."""
         a, counts = self.auc, (self.members, self.others)
         told = (
             f"AUC {a.value:.3f} ({a.low:.3f} to {a.high:.3f}), {counts[0]} members, "
@@ -350,15 +348,15 @@ class Membership:
 
 
 def membership(scene: SimulationSetup, confidence: float = 0.95) -> Membership:
-    """Train by the plan, in a folder that is thrown away, and attack the model."""
+    """Train as the plan says, in a temporary folder, and attack the model."""
     others = [(site.x_held, site.y_held) for site in scene.sites if len(site.y_held)]
     data = scene.dataset
     if not others and data.x_test is not None and data.y_test is not None:
         others = [(data.x_test, data.y_test)]
     if not others:
         raise DataError(
-            f"data set {data.name} has no record that no site trained on: a membership attack "
-            "needs some; set partition.held_out above 0"
+            f"data set {data.name} has no records that were not trained on, which a membership "
+            "attack needs; set partition.held_out above 0"
         )
     with TemporaryDirectory() as folder:
         model = simulate(scene.plan, Path(folder) / "run", data=scene.raw).model
@@ -375,7 +373,7 @@ def membership(scene: SimulationSetup, confidence: float = 0.95) -> Membership:
 
 
 def _scores(module: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> np.ndarray:
-    """Minus the loss of every record; the model in evaluation mode."""
+    """Return the negative loss of every record, in evaluation mode."""
     module.eval()
     with torch.no_grad():
         losses = [
@@ -393,21 +391,21 @@ def _advantage(inside: np.ndarray, outside: np.ndarray) -> float:
     return float(np.max(true - false))
 
 
-# Guesses, as shares of the canaries; the largest of the bounds counts, each at its share of error.
+# Guesses as shares of the canaries; the largest bound counts, each at its part of the error.
 _SHARES = (0.05, 0.2, 1.0)
-# Where the claimed curve is tested, beside the budget's own δ.
+# Where the claimed curve is tested, in addition to the budget's δ.
 _ONE_RUN_DELTAS = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.4)
-# Numbers that the canaries' gradients may take: half a gigabyte.
+# The most numbers in the canaries' gradients: half a gigabyte.
 _MOST_NUMBERS = 1 << 27
 
 
 @dataclass(frozen=True)
 class OneRun:
-    """What one run shows. Of m canaries `correct` of `guesses` were right, where ε is largest.
+    """The result of one run: `correct` of `guesses` about m canaries, at the largest bound.
 
-    epsilon: the lower bound. claimed: what the accountant states at delta for the run's events.
-    power: the bound that the best attack would show, were the mechanism as claimed. curve: whether
-    the guesses refute the trade-off curve that the accountant states, at all δ together.
+    epsilon: the lower bound. claimed: the accountant's ε at delta for the run's events. power: the
+    bound that the best attack would reach if the claim is tight. curve: a test of the trade-off
+    curve that the accountant states, at all δ together.
     """
 
     canaries: int
@@ -426,7 +424,7 @@ class OneRun:
         return self.epsilon <= self.claimed and self.curve.passed
 
     def rows(self, method: str, confidence: float) -> list[AuditRow]:
-        """Return it beside what is claimed."""
+        """Return the rows of a table: results and claims."""
         told = (
             f"{self.correct} of {self.guesses} guesses right, {self.canaries} canaries, "
             f"{self.events} events"
@@ -436,13 +434,13 @@ class OneRun:
 
 
 def one_run(target: Target, canaries: int = 500, confidence: float = 0.95) -> OneRun:
-    """Audit the whole run of one site with m canaries, fewer where the model is very large."""
+    """Audit the whole run of one site with m canaries; fewer if the model is very large."""
     m = min(count(canaries=canaries), max(1, _MOST_NUMBERS // target.w.numel()))
     made = draw_mislabelled(target, m)
     coins = torch.randint(
         2, (m,), generator=seeded_generator(target.plan.seed, "audit", "coins")
     ).bool()
-    # Each canary by itself: what a person of several equal records adds is the same.
+    # One record per canary: a person with several equal records contributes the same.
     records = target.records.join(made.x[coins], made.y[coins], len(target.records.y))
     scores, events, openings = _one_run_scores(target, records, made)
     # Each share of guesses bounds ε, and tests the curve.
@@ -463,7 +461,7 @@ def one_run(target: Target, canaries: int = 500, confidence: float = 0.95) -> On
 
 
 def _power(canaries: int, claimed: float, delta: float, error: float) -> float:
-    """The bound at the expected number of right guesses, were the scores those of Gaussians."""
+    """Return the bound at the expected number of right guesses, for Gaussian scores."""
     mu = min(gaussian_mu(claimed, delta), 50.0)
     shown = [0.0]
     for share in _SHARES:
@@ -475,7 +473,7 @@ def _power(canaries: int, claimed: float, delta: float, error: float) -> float:
 
 
 def _guess(scores: Tensor, coins: Tensor, share: float) -> tuple[int, int]:
-    """Guesses, right guesses, where the highest and the lowest scores are guessed."""
+    """Return the numbers of guesses and right guesses, from the highest and lowest scores."""
     half = max(1, round(share * len(scores) / 2))
     order = torch.argsort(scores)
     right = int(coins[order[-half:]].sum())
@@ -485,9 +483,9 @@ def _guess(scores: Tensor, coins: Tensor, share: float) -> tuple[int, int]:
 
 
 def _one_run_scores(target: Target, records: Records, canaries: Records) -> tuple[Tensor, int, int]:
-    """The canaries' scores [m] after a run on the records, and the run's joint events and openings.
+    """Return the canaries' scores [m] after a run, and its numbers of joint events and openings.
 
-    By the gradients alone: whatever else is released only adds to what an attacker might use.
+    Only gradients are used; an attacker could use other releases, too.
     """
     m = len(canaries.y)
     precision, evidence = torch.eye(m, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)
@@ -503,27 +501,27 @@ def _one_run_scores(target: Target, records: Records, canaries: Records) -> tupl
                 shares = _shares(target, canaries, a)
                 rest = a.answer * whole - half * shares.sum(0)
                 rest -= known * target.answer(target.records, "gradient", a.query, a.terms)
-                # As loud as it is, not as it is claimed to be: batches add to the noise.
+                # The measured variance, not the claimed one: sampling adds to the noise.
                 variance = float(rest.square().mean())
                 evidence += (half / variance) * (shares @ rest).double()
                 precision += (half**2 / variance) * (shares @ shares.T).double()
     if not gradients:
         raise InputError(
             f"algorithm {target.plan.algorithm!r} releases no gradient, which the one-run attack "
-            "reads: audit it with --method membership"
+            "needs: audit it with --method membership"
         )
     return torch.linalg.solve(precision, evidence), events, openings
 
 
 def _scale(target: Target, terms: Terms) -> tuple[float, float, float]:
-    """What turns an answer into a sum, the share of known records in it, and half a canary's."""
+    """Return the factor from an answer to a sum, and the shares of known records and canaries."""
     if not mechanism_of(terms.mechanism).summed:
         return 1.0, 1.0, 0.5 / len(target.records.y)
     return terms.batch_size, terms.rate, terms.rate / 2
 
 
 def _shares(target: Target, canaries: Records, asked: Asked) -> Tensor:
-    """What each canary adds to the sum when it is in the batch: rows c_j g_j [m, d]."""
+    """Return what each canary adds to a sum if it is in the batch: rows c_j g_j [m, d]."""
     target.kernel.model.load(asked.query[0])
     rows, losses = _gradients(target, canaries)
     norms, clip = rows.norm(dim=1), asked.terms.clip
@@ -534,7 +532,7 @@ def _shares(target: Target, canaries: Records, asked: Asked) -> Tensor:
 
 
 def _gradients(target: Target, records: Records) -> tuple[Tensor, Tensor]:
-    """The per-sample gradients [m, d] and losses [m] at the model's weights."""
+    """Return the per-sample gradients [m, d] and losses [m] at the model's weights."""
     model = target.kernel.model
     weights = {name: view.detach() for name, view in model.views(model.vector)}
 
