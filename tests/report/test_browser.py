@@ -207,20 +207,20 @@ def test_every_number_of_a_comparison_is_the_files(browser: Any, pages: dict[str
     told = json.loads((pages["sweep"].parent / "comparison.json").read_text())["entries"]
     with opened(browser, pages["sweep"]) as (page, _):
         single = cells(page, "details tbody tr")
-        side = cells(page, "h2:first-of-type ~ .note + .scroll tbody tr")[: len(told)]
+        side = cells(page, ".note + .scroll > .stack tbody tr")[: len(told)]
         stakes = cells(page, ".meaning tbody tr")
     assert [row[0] for row in side] == list(told)
     for row in side:
         entry = told[row[0]]
-        for cell, key in ((row[2], "accuracy"), (row[4], "worst_accuracy")):
+        for cell, key in ((row[1], "accuracy"), (row[2], "worst_accuracy")):
             mean, deviation = (float(part) for part in cell.removesuffix(" %").split(" ± "))
             assert abs(mean - 100 * entry[key]["mean"]) <= 0.005 + 1e-9
             assert abs(deviation - 100 * entry[key]["deviation"]) <= 0.005 + 1e-9
-        assert float(row[5].split(" at ")[0]) == entry["epsilon"]
+        assert float(row[3].split(" at ")[0]) == entry["epsilon"]
         assert float(row[6]) == entry["rounds"]["mean"]
     assert [float(row[1]) for row in stakes] == [entry["epsilon"] for entry in told.values()]
     runs = [(n, s, run) for n, entry in told.items() for s, run in entry["runs"].items()]
     assert [row[:2] for row in single] == [[name, seed] for name, seed, _ in runs]
     for row, (_, _, run) in zip(single, runs, strict=True):
         assert close(row[2], 100 * run["accuracy"], 3)
-        assert close(row[4], 100 * run["worst_accuracy"], 3)
+        assert close(row[3], 100 * run["worst_accuracy"], 3)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from fedpact.common.messages import RoundRecord, SiteScore
 from fedpact.plan import Plan
@@ -22,10 +23,12 @@ from fedpact.report.comparison import (
     find_bytes_to_targets,
     guarantees,
     inequality,
+    paired_table,
     render_comparison,
+    tabulate_sweep,
     write_comparison,
 )
-from fedpact.report.comparison_charts import curve, series, sweeps
+from fedpact.report.comparison_charts import curve, draw_paired, series, sweeps
 
 from .conftest import terms
 from .test_page import Page
@@ -228,7 +231,7 @@ def test_equals_are_not_marked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"rounds": 5}, "rounds (one: 4, two: 5)"),
+        ({"rounds": 5}, "one: rounds = 4\ntwo: rounds = 5"),
         ({"partition": {"kind": "shards"}}, "partition.kind"),
         ({"budget": {"bytes": 10}}, "budget.bytes"),
         ({"sites": 3}, "sites"),
@@ -249,7 +252,7 @@ def test_what_is_unequal_is_said(tmp_path: Path, change: dict[str, Any], told: s
     assert document(comparison)["equal"] is False
     page = write_comparison(comparison)
     assert "NOT AN EQUAL COMPARISON" in page.read_text(encoding="utf-8")
-    assert told.split(" (")[0] in Page(page).text
+    assert told.splitlines()[-1] in Page(page).text
 
 
 @pytest.mark.parametrize(
@@ -349,7 +352,7 @@ def test_a_missing_seed_is_named_and_unequal(tmp_path: Path) -> None:
     assert fourth.missing == {0: "no such model", 1: "not begun"}
     # What has not ended is in no mean.
     assert [cells(comparison, row)["accuracy"] for row in (1, 3)] == ["50.00 %", "–"]
-    assert any(clause.startswith("seeds (") for clause in comparison.inequalities)
+    assert comparison.inequalities[1:3] == ["two: seeds 0", "three: seeds none"]
     text = Page(write_comparison(comparison)).text
     assert "no such model" in text
 
@@ -410,9 +413,8 @@ def test_the_page_fetches_nothing_and_is_well_formed(tmp_path: Path) -> None:
             assert value.startswith(("#", "data:"))
     assert "NOT PRIVATE" in found.text
     assert "SIMULATION" in found.text
-    assert sorted(found.titles()) == sorted(
-        f"Accuracy against {against}" for against in ("rounds", "bytes", "ε")
-    )
+    titles = [f"Accuracy against {against}" for against in ("rounds", "bytes", "ε")]
+    assert sorted(found.titles()) == sorted(["Accuracy: difference from one", *titles])
 
 
 @pytest.mark.parametrize("pooled", [True, False])
@@ -451,7 +453,8 @@ def test_settings_left_at_different_defaults_are_not_choices(tmp_path: Path) -> 
     assert dict(found.values) == {"one": "1 by default", "two": "5 by default"}
     told = inequality(read_comparison(tmp_path, plans, [0]))
     assert told is not None
-    assert "settings.local_steps (one: 1 by default, two: 5 by default)" in told
+    line = "{}: settings.local_steps = {} by default"
+    assert told.splitlines()[1:3] == [line.format("one", 1), line.format("two", 5)]
     assert "--set settings.KEY=VALUE" in told
     # Chosen for both, or two settings of one algorithm, or what was swept over: compared.
     chosen = {name: {**plan, "defaults": []} for name, plan in plans.items()}
@@ -486,7 +489,7 @@ def test_swept_accuracy_is_mean_and_deviation_over_seeds(tmp_path: Path) -> None
     assert series(found, "privacy.epsilon", "worst site")[0].means == pytest.approx([0.7, 0.1])
     page = Page(write_comparison(found))
     assert page.crossed == []
-    points = [f"Accuracy against rounds, privacy.epsilon = {e}" for e in (4.0, 0.5)]
+    points = [f"Accuracy against {cost}, ε = {e}" for e in (4, 0.5) for cost in ("rounds", "bytes")]
     for title in ("Accuracy over privacy.epsilon", "Worst site over privacy.epsilon", *points):
         assert title in page.titles()
     told = document(found)
@@ -494,6 +497,57 @@ def test_swept_accuracy_is_mean_and_deviation_over_seeds(tmp_path: Path) -> None
     assert told["entries"]["a-4"]["swept"] == {"privacy.epsilon": 4.0}
     # Unswept, the same runs are unequal.
     assert any("privacy.epsilon" in why for why in replace(found, points={}).inequalities)
+
+
+def test_a_table_has_a_row_a_method_and_a_column_a_value(tmp_path: Path) -> None:
+    points = {}
+    for base, epsilon, finals in (("a", 4.0, [0.7, 0.9]), ("a", 0.5, [0.2]), ("b", 0.5, [0.3])):
+        points[f"{base}{epsilon}"] = SweepPoint(base, {"privacy.epsilon": epsilon})
+        for seed, final in enumerate(finals):
+            put(tmp_path, f"{base}{epsilon}", seed, {0: 0.1, 2: final})
+    found = replace(read(tmp_path, list(points), [0, 1]), points=points)
+    accuracy, worst = tabulate_sweep(found, "privacy.epsilon")
+    assert (accuracy.first, accuracy.headings) == ("accuracy", ("ε = 4", "ε = 0.5"))
+    assert accuracy.rows == [("a", "80.00 ±\u00a014.14", "20.00"), ("b", "–", "30.00")]
+    assert worst.rows == [("a", "70.00 ±\u00a014.14", "10.00"), ("b", "–", "20.00")]
+
+
+def test_differences_are_paired_by_seed_and_corrected(tmp_path: Path) -> None:
+    """Against scipy's own paired test, and Holm's rule written out."""
+    finals = {
+        "reference": [0.50, 0.60, 0.80],
+        "better": [0.531, 0.629, 0.832],
+        "same": [0.51, 0.58, 0.81],
+    }
+    for name, each in finals.items():
+        for seed, final in enumerate(each):
+            put(tmp_path, name, seed, {0: 0.1, 2: final})
+    put(tmp_path, "reference", 3, {0: 0.1, 2: 0.9})  # a seed that no other has
+    comparison = read(tmp_path, list(finals), range(4))
+    found = comparison.paired(lambda run: run.accuracy)
+    own = [stats.ttest_rel(finals[n], finals["reference"]) for n in ("better", "same")]
+    for one, theirs in zip(found, own, strict=True):
+        interval = theirs.confidence_interval(0.95)
+        assert (one.reference.name, one.seeds) == ("reference", 3)
+        assert (one.low, one.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
+        assert one.mean == pytest.approx((one.low + one.high) / 2)
+    assert [one.p for one in found] == pytest.approx([2 * own[0].pvalue, own[1].pvalue])
+    table = paired_table(comparison)
+    assert table is not None
+    assert [row[0] for row in table.rows] == ["better minus reference", "same minus reference"]
+    assert table.rows[0][1] == "+3.07"
+    assert document(comparison)["paired"]["accuracy"][0]["entry"] == "better"
+
+
+def test_of_one_seed_or_no_figure_nothing_is_said(tmp_path: Path) -> None:
+    for name, final in (("one", 0.5), ("two", 0.6), ("lost", math.nan)):
+        put(tmp_path, name, 0, {0: 0.1, 2: final})
+    comparison = read(tmp_path, ["one", "two", "lost"], [0])
+    (only,) = comparison.paired(lambda run: run.accuracy)
+    assert (only.entry.name, only.p) == ("two", 1.0)
+    assert math.isnan(only.low)
+    assert paired_table(comparison).rows[0][:4] == ("two minus one", "+10.00", "–", "–")  # type: ignore[union-attr]
+    assert draw_paired(comparison) is None
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,9 @@ def test_a_csv_has_every_round_of_every_run(tmp_path: Path) -> None:
     assert found["round"].tolist() == [0, 1, 2, 0, 1]
     assert found["bytes"].tolist() == [0, 300, 600, 0, 300]
     private, free = found[:3], found[3:]
+    assert private["epsilon_allowed"].tolist() == [2.0] * 3
+    assert free["epsilon_allowed"].isna().all()
+    assert set(found["algorithm"]) == {"fedavg"}
     assert private["epsilon"].tolist() == [0.0, 1.0, 2.0]
     assert free["epsilon"].isna().all()
     # Round 1 was not evaluated.
@@ -51,7 +54,10 @@ def test_a_csv_has_every_round_of_every_run(tmp_path: Path) -> None:
 
 def test_an_epsilon_that_nobody_knows_is_infinite(tmp_path: Path) -> None:
     put(tmp_path, "x", 0, {0: 0.1, 1: 0.5}, epsilon=math.nan)
-    assert curves_as_csv(read(tmp_path, ["x"], [0])).splitlines()[-1] == "x,0,1,0.5,0.5,inf,300,"
+    assert (
+        curves_as_csv(read(tmp_path, ["x"], [0])).splitlines()[-1]
+        == "x,fedavg,2.0,0,1,0.5,0.5,inf,300,"
+    )
 
 
 @pytest.mark.parametrize("change", [{}, {"rounds": 5}])
@@ -62,8 +68,9 @@ def test_latex_has_the_cells_and_sentences_of_the_table(tmp_path: Path, change: 
     rows = [line for line in tex.splitlines() if line.endswith(" \\\\")]
     cells = [tuple(map(plain, line[: -len(" \\\\")].split(" & "))) for line in rows]
     table = comparison_table(comparison)
-    assert cells == [("", *table.headings), *map(tuple, table.rows)]
-    assert "{l" + "r" * len(table.headings) + "}" in tex
+    assert [row[:3] for row in cells[1:]] == [(n, "fedavg", "2") for n in ("one", "two")]
+    assert [row[:1] + row[3:] for row in cells] == [("", *table.headings), *table.rows]
+    assert "{l" + "r" * (len(table.headings) + 2) + "}" in tex
     told = plain(tex)
     for sentence in (*guarantees(comparison), *filter(None, [inequality(comparison)])):
         assert sentence in told

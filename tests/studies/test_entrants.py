@@ -1,7 +1,9 @@
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from fedpact.cli.main import app
 from fedpact.common.errors import InputError, PlanError
 from fedpact.plan import Plan
 from fedpact.simulation.machine import available_cores
@@ -30,6 +32,11 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "my study.toml"
     path.write_text(TOML.format("fedfdp", "learning_rate = 0.75\nfairness_weight = 0.25"))
     return path
+
+
+def test_an_algorithm_in_place_of_a_plan_is_told_where_it_goes() -> None:
+    refused = CliRunner().invoke(app, ["compare", "fedavg", "fedprox"])
+    assert "--algorithms fedavg,fedprox" in str(refused.exception)
 
 
 def test_a_configuration_is_read_as_run_reads_it(config: Path) -> None:

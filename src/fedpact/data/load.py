@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fedpact.common.errors import DataError, nearest
+from fedpact.common.format import counted
 from fedpact.common.user_code import is_handed
 from fedpact.data.cells import SUFFIXES, cells_of, check_suffix, index_of, read_columns, read_npz
 from fedpact.data.dataset import Dataset
@@ -278,7 +279,8 @@ def dataset_of(
     ]
     kept = sieve.good.nonzero()[0]
     features = main.features
-    told = f"{name}: {', '.join(features)}" if features else f"{name}, {len(kept)} records"
+    what = ", ".join(features) if features else counted(len(kept), "record")
+    told = f"{name}: {what}"
     return Dataset(
         name,
         *parts[0],

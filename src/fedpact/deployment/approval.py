@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fedpact.common.about import OneLine
 from fedpact.common.errors import InputError, PolicyRefused
 from fedpact.common.files import write_whole
-from fedpact.common.format import toml, upper
+from fedpact.common.format import counted, toml, upper
 from fedpact.deployment.federation import Federation, parse_toml
 from fedpact.deployment.site_records import SiteFiles, SiteSettings
 from fedpact.plan import Plan
@@ -152,7 +152,8 @@ def describe(site: Path) -> str:
     return "\n".join(
         [
             f"Site {files.name} will take part in run {federation.run}: {plan.algorithm}, at "
-            f"most {plan.rounds} rounds, with {len(federation.sites)} sites in all.",
+            f"most {counted(plan.rounds, 'round')}, with "
+            f"{counted(len(federation.sites), 'site')} in all.",
             "",
             "What leaves it:",
             *(f"- {line}" for line in _released(plan, terms)),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedpact.common.configuration import DEFAULTS_KEY, plan_error
 from fedpact.common.errors import PlanError
+from fedpact.common.format import counted
 from fedpact.data.features.stage import FeatureStage
 from fedpact.data.schema import RecordForm
 from fedpact.data.tokens import is_tokens
@@ -127,12 +128,12 @@ class Federation(BaseModel):
         if self.patience.least_replies > len(self.sites):
             raise ValueError(
                 f"patience.least_replies = {self.patience.least_replies}: there are "
-                f"{len(self.sites)} sites"
+                f"{counted(len(self.sites), 'site')}"
             )
         if (self.patience.start_sites or 1) > len(self.sites):
             raise ValueError(
                 f"patience.start_sites = {self.patience.start_sites}: there are "
-                f"{len(self.sites)} sites"
+                f"{counted(len(self.sites), 'site')}"
             )
         return self
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedpact.common.errors import DataError
-from fedpact.common.format import against_majority_class
+from fedpact.common.format import against_majority_class, counted
 from fedpact.common.messages import REASONS, RoundRecord
 from fedpact.common.run_folder import WAITS, folder_of_run
 from fedpact.deployment.approval import read_approvals
@@ -237,8 +237,10 @@ def _site(directory: Path) -> Document:
     # Else the model is an earlier run's.
     ended = _json(directory / "run" / "summary.json").get("run") == federation.run
     running = is_held(directory)
-    to_do = [f"It refused {n} questions ({c}): it {REASONS.get(c, 'says why in its log')}."
-             for c, n in progress.refusals.items()]  # fmt: skip
+    to_do = [
+        f"It refused {counted(n, 'question')} ({c}): it {REASONS.get(c, 'says why in its log')}."
+        for c, n in progress.refusals.items()
+    ]
     if missing := read_approvals(directory).missing:
         to_do.append(
             f"It waits for {missing} more to approve what it will release: read `fedpact deploy "

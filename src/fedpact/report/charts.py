@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.ticker import FuncFormatter
 
-from fedpact.common.format import choose_byte_unit, percent, size, upper
+from fedpact.common.format import choose_byte_unit, counted, percent, size, upper
 from fedpact.common.messages import RoundRecord
 from fedpact.evaluation.metrics import find_display, ranking
 from fedpact.report.drawing import (
@@ -86,7 +86,7 @@ def _spending(
         spent = spent / [site.epsilon_allowed for site in sites.values()]
     # What is infinite or unknown leaves a gap.
     spent[~np.isfinite(spent)] = np.nan
-    label = f"{len(sites):,} sites" if len(sites) > 1 else "1 site"
+    label = counted(len(sites), "site")
     if len(sites) <= MANY:
         for i, column in enumerate(spent.T):
             axes.plot(
@@ -239,7 +239,10 @@ def _over_rounds(
     caption = about
     lost = sum(1 for _, value in known if not math.isfinite(value))
     if lost:
-        caption += f" In {lost} rounds {label} was not finite and is not drawn: the model diverged."
+        caption += (
+            f" In {counted(lost, 'round')} {label} was not finite and is not drawn: the model "
+            "diverged."
+        )
     return Drawing(title, sheet.chart, caption, simulator_only=simulator_only)
 
 
@@ -342,9 +345,9 @@ def draw_labels(run: RunSummary) -> Drawing | None:
         if len(names) <= _WRITTEN and not raster:
             _write_counts(below, counts)
     caption = (
-        f"Training records of {len(table.sites):,} sites (columns) by label (rows). Darker cells: "
-        "the label makes up more of the site. Similar columns mean similar label distributions; "
-        "single dark cells mean that sites have only some labels."
+        f"Training records of {counted(len(table.sites), 'site')} (columns) by label (rows). "
+        "Darker cells: the label makes up more of the site. Similar columns mean similar label "
+        "distributions; single dark cells mean that sites have only some labels."
     )
     if many:
         caption += " Sites are sorted by their commonest label."

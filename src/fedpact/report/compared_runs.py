@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,36 @@ class Spread:
     def describe(self, form: Callable[[float], str]) -> str:
         """Return it in words; form: of a single value."""
         return f"{form(self.mean)} ± {form(self.deviation)}" if self.deviation else form(self.mean)
+
+
+_SYMBOLS = {"privacy.epsilon": "ε", "privacy.delta": "δ"}
+
+
+def describe_value(key: str, value: Any) -> str:
+    """Return a swept key's value as the page has it.
+
+    >>> describe_value("privacy.epsilon", 2.0), describe_value("partition.beta", 0.3)
+    ('ε = 2', 'partition.beta = 0.3')
+    """
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
+    return f"{_SYMBOLS.get(key, key)} = {int(value) if whole else value}"
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """An entry's measure minus the reference's, over the seeds that both have run.
+
+    low, high: 95 % interval of the mean by Student's t. p: two-sided, of no difference in the mean.
+    Both suppose that the seeds' differences are normal; of one seed the interval is NaN and p 1.
+    """
+
+    entry: "Entry"
+    reference: "Entry"
+    seeds: int
+    mean: float
+    low: float
+    high: float
+    p: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,31 +176,75 @@ class Comparison:
 
     @cached_property
     def inequalities(self) -> list[str]:
-        """Why this is no comparison between equals, one clause each; empty where it is one."""
-        found = [f"{d.key} ({self._by_base(d.values)})" for d in self.differences if d.unequal]
-        seeds = {e.name: sorted(run.seed for run in e.runs) for e in self.entries}
-        if len(set(map(tuple, seeds.values()))) > 1:
-            shown = {name: ", ".join(map(str, s)) or "none" for name, s in seeds.items()}
-            found.append(f"seeds ({'; '.join(f'{name}: {s}' for name, s in shown.items())})")
-        spread = any("partition" in clause for clause in found) or any(
+        """Why this is no comparison between equals, a line each algorithm; empty where it is one.
+
+        What of a sweep is the same at each of its points is said once.
+        """
+        found, unequal = dict[str, list[str]](), [d for d in self.differences if d.unequal]
+        seeds = {
+            e.name: ", ".join(map(str, sorted(run.seed for run in e.runs))) for e in self.entries
+        }
+        for entry in self.entries:
+            own = found.setdefault(self.base(entry), [])
+            own += [f"{d.key} = {d.values[entry.name]}" for d in unequal if entry.name in d.values]
+            if len(set(seeds.values())) > 1:
+                own.append(f"seeds {seeds[entry.name] or 'none'}")
+        lines = [f"{base}: {'; '.join(dict.fromkeys(own))}" for base, own in found.items() if own]
+        spread = any("partition" in d.key for d in unequal) or any(
             key.split(".")[0] in _PLACES for key in self.swept
         )
         if not spread and self._records_differ():
-            found.append("the records of the sites, under the same partition settings and seed")
-        return found
+            lines.append("the records of the sites, under the same partition settings and seed")
+        return lines
 
     def base(self, entry: Entry) -> str:
         """Return what an entry is but for what is swept."""
         return self.points[entry.name].base if entry.name in self.points else entry.name
 
-    def _by_base(self, values: Mapping[str, str]) -> str:
-        """Return who has which value, a sweep's points as one where they have the same."""
-        found = dict[str, list[str]]()
-        for name, value in values.items():
-            base = self.points[name].base if name in self.points else name
-            if value not in (known := found.setdefault(base, [])):
-                known.append(value)
-        return ", ".join(f"{base}: {' or '.join(known)}" for base, known in found.items())
+    def by_base(self, difference: Difference) -> dict[str, str]:
+        """Return who has which value of a key, a sweep's points as one where they agree."""
+        found = dict[str, dict[str, None]]()
+        for entry in self.entries:
+            if entry.name in difference.values:
+                found.setdefault(self.base(entry), {})[difference.values[entry.name]] = None
+        return {base: " or ".join(values) for base, values in found.items()}
+
+    def point(self, entry: Entry) -> str:
+        """Return where an entry is in a sweep, "" without one."""
+        values = self.points[entry.name].values if entry.name in self.points else {}
+        return ", ".join(describe_value(key, value) for key, value in values.items())
+
+    def describe(self, entries: Sequence[Entry]) -> str:
+        """Return the names of entries, all of a sweep's point as that point."""
+        found = list[str]()
+        for at, group in self.groups.items():
+            names = [entry.name for entry in group if entry in entries]
+            found += [f"all at {at}"] if at and len(names) == len(group) > 1 else names
+        return ", ".join(found)
+
+    @cached_property
+    def groups(self) -> dict[str, list[Entry]]:
+        """The entries that differ in nothing swept: point -> entries."""
+        found = dict[str, list[Entry]]()
+        for entry in self.entries:
+            found.setdefault(self.point(entry), []).append(entry)
+        return found
+
+    def paired(self, measure: Callable[[RunSummary], float | None]) -> "list[PairedDifference]":
+        """Return how much each entry's measure exceeds that of the first at the same point.
+
+        One algorithm that is swept is compared with itself at the first point. p is corrected for
+        all of these differences by Holm's method (Scandinavian Journal of Statistics 6, 1979).
+        """
+        several = any(len(group) > 1 for group in self.groups.values())
+        groups = [*self.groups.values()] if several else [self.entries]
+        pairs = [(entry, group[0]) for group in groups for entry in group[1:]]
+        found = [one for pair in pairs if (one := _pair(*pair, measure))]
+        least, order = 0.0, sorted(range(len(found)), key=lambda i: found[i].p)
+        for rank, i in enumerate(order):
+            least = max(least, min(1.0, (len(found) - rank) * found[i].p))
+            found[i] = replace(found[i], p=least)
+        return found
 
     def _records_differ(self) -> bool:
         by_seed: dict[int, set[str]] = {}
@@ -203,6 +277,27 @@ def read_comparison(
                 missing[seed] = found
         entries.append(Entry(name, plan, runs, missing))
     return Comparison(folder, entries)
+
+
+def _pair(
+    entry: Entry, reference: Entry, measure: Callable[[RunSummary], float | None]
+) -> PairedDifference | None:
+    """Compare them over their common seeds; None where these have no finite figures."""
+    # Loaded by comparisons alone.
+    from scipy.special import stdtr, stdtrit
+
+    others = {run.seed: measure(run) for run in reference.runs}
+    pairs = [(measure(run), others[run.seed]) for run in entry.runs if run.seed in others]
+    found = [a - b for a, b in pairs if a is not None and b is not None]
+    if not found or not all(map(math.isfinite, found)):
+        return None
+    n, mean = len(found), statistics.fmean(found)
+    if n == 1:
+        return PairedDifference(entry, reference, n, mean, math.nan, math.nan, 1.0)
+    error = statistics.stdev(found) / math.sqrt(n)
+    half = float(stdtrit(n - 1, 0.975)) * error
+    p = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
+    return PairedDifference(entry, reference, n, mean, mean - half, mean + half, p)
 
 
 def run_folder(folder: Path, name: str, seed: int) -> Path:

@@ -10,12 +10,20 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from fedpact.common.files import write_whole
-from fedpact.common.format import duration, number, percent, size, span, upper
+from fedpact.common.format import counted, duration, number, percent, size, span, upper
 from fedpact.common.notebook import TextTable
 from fedpact.evaluation.metrics import find_display
 from fedpact.report import evaluations
-from fedpact.report.compared_runs import Comparison, Entry, Spread, run_folder
-from fedpact.report.comparison_charts import on_the_way, sweeps
+from fedpact.report.compared_runs import Comparison, Entry, Spread, describe_value, run_folder
+from fedpact.report.comparison_charts import (
+    SWEPT,
+    Series,
+    draw_paired,
+    name_pair,
+    on_the_way,
+    series,
+    sweeps,
+)
 from fedpact.report.evaluations import JOINING_NOTE, joining_rows, joining_table, summarise_joining
 from fedpact.report.meaning import explain_comparison
 from fedpact.report.run_summary import RunSummary
@@ -99,37 +107,109 @@ def _metric(name: str) -> Cell:
 
 
 def _quality(comparison: Comparison) -> dict[str, Cell]:
-    """Return the columns on the models and what they cost in privacy, heading -> cell."""
+    """Return the columns on the models and what they cost in privacy, what matters most first."""
     judged, by_accuracy = comparison.judged, comparison.judged == "accuracy"
     found: dict[str, Cell] = {
-        judged: _percents(attrgetter("accuracy")) if by_accuracy else _numbers(attrgetter("loss"))
+        judged: _percents(attrgetter("accuracy")) if by_accuracy else _numbers(attrgetter("loss")),
+        "worst site": _first(_percents(attrgetter("worst")), _numbers(attrgetter("worst_loss"))),
+        "ε": _spent,
     }
     if comparison.averaged:
         key, form = ("accuracy", _percents) if by_accuracy else ("loss", _numbers)
         found[f"{judged}, averaged model"] = form(methodcaller("averaged", key))
-    found |= {find_display(name).label: _metric(name) for name in comparison.measured}
-    worst = _first(_percents(attrgetter("worst")), _numbers(attrgetter("worst_loss")))
-    return found | {"worst site": worst, "ε": _spent}
+    return found | {find_display(name).label: _metric(name) for name in comparison.measured}
 
 
-def _table(columns: Mapping[str, Cell], comparison: Comparison) -> TextTable:
+def tabulate(columns: Mapping[str, Cell], comparison: Comparison) -> TextTable:
     """Return a row an entry: means ± sample standard deviations over its runs."""
     rows = [(e.name, *(cell(e) for cell in columns.values())) for e in comparison.entries]
     return TextTable(tuple(columns), rows)
 
 
-def comparison_table(comparison: Comparison) -> TextTable:
-    """Return the comparison's table. ε is the largest over sites and seeds, rounded up."""
-    costs: dict[str, Cell] = {
+def figure_columns(comparison: Comparison) -> dict[str, Cell]:
+    """Return the main table's columns. ε is the largest over sites and seeds, rounded up."""
+    return {
+        **_quality(comparison),
+        "seeds": lambda entry: describe_seeds([run.seed for run in entry.runs]),
         "rounds": _numbers(_MEASURES["rounds"]),
         "bytes": _in_words(_MEASURES["bytes"], size),
         "seconds": _in_words(_MEASURES["seconds"], duration),
         "": lambda entry: entry.statuses,
     }
-    seeds: dict[str, Cell] = {
-        "seeds": lambda entry: f"{len(entry.runs)} of {len(entry.runs) + len(entry.missing)}"
-    }
-    return _table(seeds | _quality(comparison) | costs, comparison)
+
+
+def describe_seeds(seeds: Iterable[int]) -> str:
+    """Return seeds in order, more than three in a row by the first and the last.
+
+    >>> describe_seeds([1, 0, 2, 3]), describe_seeds([5, 3])
+    ('0 to 3', '3, 5')
+    """
+    found = sorted(seeds)
+    run = len(found) > 3 and found[-1] - found[0] == len(found) - 1
+    return f"{found[0]} to {found[-1]}" if run else ", ".join(map(str, found)) or "none"
+
+
+def comparison_table(comparison: Comparison) -> TextTable:
+    """Return the comparison's main table."""
+    return tabulate(figure_columns(comparison), comparison)
+
+
+def tabulate_sweep(comparison: Comparison, key: str) -> list[TextTable]:
+    """Return a table for each measure over a swept key: a row a method, a column a value."""
+    found = list[TextTable]()
+    for measure in SWEPT:
+        lines = series(comparison, key, measure)
+        at = list({str(x): x for line in lines for x in line.x}.values())
+        values = list(map(str, at))
+        rows = [
+            (line.label, *(_point_cell(line, value, measure) for value in values)) for line in lines
+        ]
+        if rows:
+            headings = tuple(describe_value(key, v) for v in at)
+            found.append(TextTable(headings, rows, measure))
+    return found
+
+
+def _point_cell(line: Series, value: str, measure: str) -> str:
+    at = [str(x) for x in line.x]
+    if value not in at:
+        return "–"
+    mean, deviation = line.means[at.index(value)], line.deviations[at.index(value)]
+    form = number if measure == "mean loss" else _hundredths
+    # Narrow, it is broken before the sign.
+    return f"{form(mean)} ±\u00a0{form(deviation)}" if deviation else form(mean)
+
+
+def _hundredths(value: float) -> str:
+    return f"{100 * value:.2f}"
+
+
+PAIRED_NOTE: Final = (
+    "over the seeds that both have run, which share each seed's partition and records: mean, 95 % "
+    "interval by Student's t, and p by Holm's correction for all differences in a column; below "
+    "0.05 it is more than chance; accuracies are in percentage points"
+)
+
+
+def paired_table(comparison: Comparison) -> TextTable | None:
+    """Return each method's difference from the first; None where nothing can be paired."""
+    rows, headings = dict[str, list[str]](), list[str]()
+    for measure, of in SWEPT.items():
+        found = comparison.paired(of)
+        form = "{:+.4g}".format if measure == "mean loss" else lambda value: f"{100 * value:+.2f}"
+        if found:
+            headings += [measure, "95 % interval", "p"]
+        for one in found:
+            row = rows.setdefault(name_pair(comparison, one), [])
+            row += ["–"] * (len(headings) - 3 - len(row)) + [form(one.mean)]
+            known = one.seeds > 1
+            row += [f"{form(one.low)} to {form(one.high)}", _chance(one.p)] if known else ["–", "–"]
+    filled = [(name, *row, *["–"] * (len(headings) - len(row))) for name, row in rows.items()]
+    return TextTable(tuple(headings), filled) if rows else None
+
+
+def _chance(p: float) -> str:
+    return f"{p:.2f}" if p >= 0.01 else f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
 EFFORT_NOTE: Final = (
@@ -147,7 +227,7 @@ def effort(comparison: Comparison) -> TextTable:
         "records read": _in_words(attrgetter("records_read"), number),
         "σ": _range(attrgetter("sigma")),
     }
-    return _table(columns, comparison)
+    return tabulate(columns, comparison)
 
 
 def _fair(comparison: Comparison) -> TextTable:
@@ -162,7 +242,7 @@ def _fair(comparison: Comparison) -> TextTable:
         "worst 10 %": _percents(_MEASURES["worst_tenth"]),
         "entropy": _in_words(_MEASURES["accuracy_entropy"], lambda value: f"{value:.4f}"),
     }
-    return _table(columns, comparison)
+    return tabulate(columns, comparison)
 
 
 @dataclass(frozen=True)
@@ -235,23 +315,20 @@ SHARED: Final = (
 
 
 def inequality(comparison: Comparison) -> str | None:
-    """Return the sentence that has to stand beside the table where it compares unequal runs."""
-    found = comparison.inequalities
-    if not found:
+    """Return what has to stand beside the table where it compares unequal runs, a line each."""
+    if not (found := comparison.inequalities):
         return None
-    told = f"NOT AN EQUAL COMPARISON; the runs differ in {'; '.join(found)}"
-    return f"{told}; {SHARED}" if comparison.left_apart else told
+    shared = [f"{SHARED[0].upper()}{SHARED[1:]}."] if comparison.left_apart else []
+    return "\n".join(["NOT AN EQUAL COMPARISON; the runs differ in:", *found, *shared])
 
 
 def guarantees(comparison: Comparison) -> list[str]:
     """Return what the ε of each private entry means, and which entries have none."""
-    told: dict[str, list[str]] = {}
+    told: dict[str, list[Entry]] = {}
     for entry in comparison.entries:
-        for run in entry.runs:
-            names = told.setdefault(_guarantee(entry, run.privacy), [])
-            if entry.name not in names:
-                names.append(entry.name)
-    return [f"{', '.join(names)}: {text}" for text, names in told.items()]
+        for text in dict.fromkeys(_guarantee(entry, run.privacy) for run in entry.runs):
+            told.setdefault(text, []).append(entry)
+    return [f"{comparison.describe(entries)}: {text}" for text, entries in told.items()]
 
 
 def _guarantee(entry: Entry, statement: Mapping[str, Any]) -> str:
@@ -273,6 +350,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "differs_in": comparison.inequalities,
         "differences": {d.key: dict(d.values) for d in comparison.differences},
         "swept": comparison.swept,
+        "paired": {measure: _paired_document(comparison, of) for measure, of in SWEPT.items()},
         "entries": {
             entry.name: {
                 "swept": dict(comparison.points[entry.name].values) if comparison.points else {},
@@ -297,6 +375,13 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "counted": [each.document for each in comparison.counted],
         "not_counted": _uncounted(comparison),
     }
+
+
+def _paired_document(comparison: Comparison, of: RunMeasure) -> list[dict[str, Any]]:
+    return [
+        {**vars(one), "entry": one.entry.name, "reference": one.reference.name}
+        for one in comparison.paired(of)
+    ]
 
 
 def _cost(of: Entry | RunSummary) -> dict[str, float | None]:
@@ -380,18 +465,19 @@ def write_comparison(comparison: Comparison) -> Path:
 
 def render_comparison(comparison: Comparison) -> str:
     """Return the page as one HTML document."""
-    entries, names = comparison.entries, [entry.name for entry in comparison.entries]
-    bases = list(dict.fromkeys(point.base for point in comparison.points.values())) or names
+    entries = comparison.entries
+    bases = list(dict.fromkeys(map(comparison.base, entries)))
     over = f" over {', '.join(comparison.swept)}" if comparison.swept else ""
-    drawings, quality = on_the_way(comparison), _quality(comparison)
+    curves, quality = on_the_way(comparison), _quality(comparison)
+    drawings = [drawing for row in curves for drawing in row]
     return page(
         "comparison",
         title="Comparison: " + ", ".join(bases[:4]) + (" …" if len(bases) > 4 else "") + over,
         facts=_facts(comparison),
         inequalities=comparison.inequalities,
         shared=SHARED if comparison.left_apart else "",
-        differences=comparison.differences,
-        names=names,
+        differences=[(d.key, d.unequal, comparison.by_base(d)) for d in comparison.differences],
+        bases=bases,
         metrics=[find_display(name).label for name in comparison.measured],
         table=comparison_table(comparison),
         effort=effort(comparison),
@@ -403,11 +489,14 @@ def render_comparison(comparison: Comparison) -> str:
         plain=[entry.name for entry in entries if entry.private is False],
         seeded=any(run.private and run.seeded for run in comparison.runs),
         pooled=comparison.pooled,
-        drawings=drawings,
+        curves=curves,
         # One legend for all of them; a key may be missing from some.
         keys=list({key.label: key for drawing in drawings for key in drawing.keys}.values()),
-        meaning=explain_comparison(entries),
-        sweeps=sweeps(comparison),
+        meaning=explain_comparison(comparison),
+        sweeps={k: (tabulate_sweep(comparison, k), d) for k, d in sweeps(comparison).items()},
+        paired=paired_table(comparison),
+        paired_note=PAIRED_NOTE,
+        differences_drawn=draw_paired(comparison),
         joining={
             e.name: (sentence, joining_table(joining_rows(e.runs)))
             for e in entries
@@ -427,11 +516,11 @@ def _facts(comparison: Comparison) -> list[str]:
     entries, runs = comparison.entries, comparison.runs
     data = dict.fromkeys(str(entry.plan.get("data", "own data")) for entry in entries)
     seeds = {run.seed for run in runs} | {seed for entry in entries for seed in entry.missing}
-    sites = dict.fromkeys(f"{len(run.sites):,} sites" for run in runs)
+    sites = dict.fromkeys(counted(len(run.sites), "site") for run in runs)
     return [
         *data,
         *sites,
-        f"seeds {', '.join(map(str, sorted(seeds)))}",
-        f"{len(runs)} runs",
+        f"seeds {describe_seeds(seeds)}",
+        counted(len(runs), "run"),
         str(comparison.folder.resolve().name),
     ]

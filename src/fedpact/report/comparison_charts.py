@@ -6,7 +6,7 @@ Each figure takes a comparison and returns a Drawing, or None where there is not
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,17 +14,18 @@ from matplotlib.ticker import NullLocator
 
 from fedpact.common.format import choose_byte_unit
 from fedpact.common.notebook import LIGHT
-from fedpact.report.compared_runs import Comparison, Entry
+from fedpact.report.compared_runs import Comparison, Entry, PairedDifference
 from fedpact.report.drawing import (
     BLUE,
     GREEN,
     GREY,
+    INK,
+    MANY,
     ORANGE,
     RED,
     Drawing,
     Sheet,
     log_axis,
-    marker,
     percent_axis,
     rounds_axis,
     shorten,
@@ -32,11 +33,12 @@ from fedpact.report.drawing import (
 )
 from fedpact.report.run_summary import RunSummary
 
-# Okabe and Ito's, those of single runs first; entries beyond them are told apart by their dashes.
+# Okabe and Ito's, those of single runs first; entries beyond them differ in dashes.
 _COLOURS = (BLUE, RED, GREEN, ORANGE, LIGHT["pink"], LIGHT["sky"], GREY)
 _DASHES = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
-Against = Literal["rounds", "bytes", "ε", "simulated seconds"]
+Against = Literal["rounds", "bytes", "simulated seconds", "ε"]
 ChartMeasure = Literal["accuracy", "loss"]
 
 
@@ -50,33 +52,27 @@ class Line:
     high: np.ndarray
 
 
-def on_the_way(comparison: Comparison) -> list[Drawing]:
-    """Return what the models are judged by against rounds, bytes, ε and simulated seconds, as far
-    as it is known.
+def on_the_way(comparison: Comparison) -> list[list[Drawing]]:
+    """Return what the models are judged by against rounds, bytes, simulated seconds and ε, as far
+    as it is known, in rows.
 
-    Of a sweep against rounds alone, a chart for each of its points, all on one scale.
+    Of a sweep each of these is a row with a chart for each point, all on one scale.
     """
     measure: ChartMeasure = "accuracy" if comparison.judged == "accuracy" else "loss"
-    points = dict[str, list[Entry]]()
-    for entry in comparison.entries:
-        point = comparison.points.get(entry.name)
-        at = ", ".join(f"{key} = {v}" for key, v in point.values.items()) if point else ""
-        points.setdefault(at, []).append(entry)
-    if len(points) == 1:
-        costs: tuple[Against, ...] = ("rounds", "bytes", "ε", "simulated seconds")
-        found = [curves(comparison, comparison.entries, measure, cost) for cost in costs]
-        return [drawing for drawing in found if drawing]
-    drawings = list[Drawing]()
-    for at, entries in points.items():
-        if drawing := curves(comparison, entries, measure, "rounds"):
-            said = any(drawing.caption == one.caption for one in drawings)
-            title, caption = f"{drawing.title}, {at}", "" if said else drawing.caption
-            drawings.append(replace(drawing, title=title, caption=caption))
-    limits = [axes.get_ylim() for drawing in drawings for axes in drawing.chart.axes]
-    for drawing in drawings:
-        for axes in drawing.chart.axes:
+    groups, rows = comparison.groups, list[list[Drawing]]()
+    for against in get_args(Against):
+        row = list[Drawing]()
+        for at, entries in groups.items():
+            if drawing := curves(comparison, entries, measure, against):
+                said = any(drawing.caption == one.caption for one in row)
+                title = ", ".join(filter(None, [drawing.title, at]))
+                row.append(replace(drawing, title=title, caption="" if said else drawing.caption))
+        limits = [axes.get_ylim() for drawing in row for axes in drawing.chart.axes]
+        for axes in (axes for drawing in row for axes in drawing.chart.axes):
             axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
-    return drawings
+        if row:
+            rows.append(row)
+    return rows if len(groups) > 1 else [[drawing for row in rows for drawing in row]]
 
 
 def curves(
@@ -98,7 +94,10 @@ def curves(
         for entry, line in drawn:
             base = comparison.base(entry) if len(entries) < len(comparison.entries) else entry.name
             place = bases.index(base) if base in bases else entries.index(entry)
-            _draw(axes, place, base, line, unit, band=len(entry.runs) > 1)
+            look, x = _look(place), line.x / unit
+            if len(entry.runs) > 1:
+                axes.fill_between(x, line.low, line.high, color=look["color"], alpha=0.13, lw=0)
+            axes.plot(x, line.mean, label=shorten(base), markevery=max(1, len(x) // 6), **look)
         if measure == "accuracy":
             percent_axis(axes)
         else:
@@ -120,7 +119,7 @@ class Series:
     deviations: list[float]
 
 
-_SWEPT: dict[str, Callable[[RunSummary], float | None]] = {
+SWEPT: Final[dict[str, Callable[[RunSummary], float | None]]] = {
     "accuracy": lambda run: run.accuracy,
     "worst site": lambda run: run.worst,
     "mean loss": lambda run: None if run.counted else run.loss,
@@ -128,13 +127,13 @@ _SWEPT: dict[str, Callable[[RunSummary], float | None]] = {
 
 
 def series(comparison: Comparison, key: str, measure: str) -> list[Series]:
-    """Return a measure of _SWEPT over a swept key, for each of what else differs.
+    """Return a measure of SWEPT over a swept key, for each of what else differs.
 
     An entry of which a run has no value is left out.
     """
     found = dict[str, Series]()
     for entry in comparison.entries:
-        point, spread = comparison.points.get(entry.name), entry.spread(_SWEPT[measure])
+        point, spread = comparison.points.get(entry.name), entry.spread(SWEPT[measure])
         if point is None or key not in point.values or spread is None:
             continue
         if not math.isfinite(spread.mean):
@@ -151,7 +150,7 @@ def series(comparison: Comparison, key: str, measure: str) -> list[Series]:
 def sweeps(comparison: Comparison) -> dict[str, list[Drawing]]:
     """Draw accuracy and the worst site's, or mean loss without any, over every swept key."""
     found = {
-        key: [_over(comparison, key, measure) for measure in _SWEPT] for key in comparison.swept
+        key: [_over(comparison, key, measure) for measure in SWEPT] for key in comparison.swept
     }
     return {key: drawn for key, figures in found.items() if (drawn := [d for d in figures if d])}
 
@@ -165,24 +164,21 @@ def _over(comparison: Comparison, key: str, measure: str) -> Drawing | None:
     with Sheet() as sheet:
         axes = sheet.axes(key, "mean loss" if measure == "mean loss" else "accuracy")
         for i, line in enumerate(lines):
-            colour, dashes = _look(i)
             at = [place.at[str(x)] for x in line.x]
             order = sorted(range(len(at)), key=at.__getitem__)
             axes.errorbar(
                 [at[k] for k in order],
                 [line.means[k] for k in order],
                 yerr=[line.deviations[k] for k in order],
-                linestyle=dashes,
-                color=colour,
-                marker="o",
-                ms=3,
                 capsize=3,
                 label=shorten(line.label),
+                **_look(i),
             )
         if place.log:
             axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xticks(list(place.at.values()), [shorten(text) for text in place.at])
+        labels = [shorten(text.removesuffix(".0")) for text in place.at]
+        axes.set_xticks(list(place.at.values()), labels)
         if measure != "mean loss":
             percent_axis(axes)
     caption = "Means over seeds of the last model; error bars are one sample standard deviation. "
@@ -212,9 +208,53 @@ def _places(values: list[Any], key: str) -> _Places:
     return _Places({str(x): float(x) for x in sorted(numbers)}, log)
 
 
-def _look(i: int) -> tuple[str, str]:
-    """Return colour and dashes of the i-th entry."""
-    return _COLOURS[i % len(_COLOURS)], _DASHES[i // len(_COLOURS) % len(_DASHES)]
+def _look(i: int) -> dict[str, Any]:
+    """Return how the i-th entry is drawn: told apart by its dashes and marker, too."""
+    marks = zip((_COLOURS, _DASHES, _MARKERS), ("color", "linestyle", "marker"), strict=True)
+    return {"ms": 4, **{name: kinds[i % len(kinds)] for kinds, name in marks}}
+
+
+def name_pair(comparison: Comparison, one: PairedDifference) -> str:
+    """Return what is subtracted from what, and at which point of a sweep."""
+    first, second = comparison.base(one.entry), comparison.base(one.reference)
+    at = comparison.point(one.entry)
+    if first == second:
+        return f"{at} minus {comparison.point(one.reference)}"
+    return f"{first} minus {second}" + (f" at {at}" if at else "")
+
+
+def draw_paired(comparison: Comparison) -> Drawing | None:
+    """Draw the differences of what the models are judged by, with their intervals."""
+    measure = comparison.judged
+    found = [d for d in comparison.paired(SWEPT[measure]) if d.seeds > 1][:MANY]
+    if not found:
+        return None
+    with Sheet(1 + 0.24 * len(found)) as sheet:
+        scale = 100 if measure == "accuracy" else 1
+        axes = sheet.axes("percentage points" if scale > 1 else "difference of mean loss", "")
+        axes.axvline(0, color=INK, lw=1.2)
+        for y, one in enumerate(found):
+            surely = one.p < 0.05
+            colour = BLUE if surely else GREY
+            axes.plot([scale * one.low, scale * one.high], [y, y], color=colour)
+            face = colour if surely else "none"
+            axes.plot([scale * one.mean], [y], "o", color=colour, mfc=face, ms=5)
+        axes.set_yticks(range(len(found)), [shorten(_pair_label(comparison, d)) for d in found])
+        axes.set_ylim(len(found) - 0.4, -0.6)
+        axes.grid(visible=True, axis="x")
+        axes.grid(visible=False, axis="y")
+    reference = comparison.base(found[0].reference)
+    caption = (
+        "Mean over seeds, with its 95 % interval. Filled: more than chance, after correction for "
+        "all differences."
+    )
+    title = f"{measure.capitalize()}: difference from {reference}"
+    return Drawing(title, sheet.chart, caption, comparison.pooled)
+
+
+def _pair_label(comparison: Comparison, one: PairedDifference) -> str:
+    own, at = comparison.base(one.entry), comparison.point(one.entry)
+    return at if own == comparison.base(one.reference) else f"{own}, {at}" if at else own
 
 
 def curve(entry: Entry, measure: ChartMeasure, against: Against) -> Line | None:
@@ -256,14 +296,6 @@ def _line(
     # Where nothing was spent between two evaluations, the later one counts.
     last = np.append(np.diff(x) > 0, True)[: len(x)]
     return x[last], y[last]
-
-
-def _draw(axes: Axes, i: int, label: str, line: Line, unit: float, *, band: bool) -> None:
-    colour, dashes = _look(i)
-    x = line.x / unit
-    if band:
-        axes.fill_between(x, line.low, line.high, color=colour, alpha=0.13, lw=0)
-    axes.plot(x, line.mean, dashes, color=colour, marker=marker(len(x)), ms=3, label=shorten(label))
 
 
 def _loss_axis(axes: Axes, lines: list[Line]) -> None:

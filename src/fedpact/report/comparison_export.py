@@ -4,13 +4,14 @@ import csv
 import io
 from typing import Final
 
-from fedpact.report.compared_runs import Comparison
-from fedpact.report.comparison import comparison_table, guarantees, inequality
-from fedpact.report.run_summary import largest_epsilon
+from fedpact.common.format import upper
+from fedpact.report.compared_runs import Comparison, Entry
+from fedpact.report.comparison import Cell, figure_columns, guarantees, inequality, tabulate
+from fedpact.report.run_summary import RunSummary, largest_epsilon
 
 COLUMNS: Final = (
-    *("run", "seed", "round", "accuracy", "loss", "epsilon", "bytes"),
-    "simulated_seconds",
+    *("run", "algorithm", "epsilon_allowed", "seed"),
+    *("round", "accuracy", "loss", "epsilon", "bytes", "simulated_seconds"),
 )
 # What LaTeX would read as a command, and the signs that its fonts lack.
 _TEX: Final = str.maketrans(
@@ -39,22 +40,27 @@ _TEX: Final = str.maketrans(
 def curves_as_csv(comparison: Comparison) -> str:
     """Return a line for each round of each run that has ended; a figure that it lacks is empty.
 
+    epsilon_allowed: the largest budget of a site; empty without privacy. What else is swept has a
+    column of its own, named by its key.
     accuracy in [0, 1] and loss: of the global model. epsilon: the largest that a site's training
     has spent so far, an upper bound; empty without privacy. bytes: of all messages so far.
     simulated_seconds: by the plan's [clock], so far; empty without one.
     """
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(COLUMNS)
+    swept = [key for key in comparison.swept if key not in ("algorithm", "privacy.epsilon")]
+    rows.writerow((*COLUMNS, *swept))
     for entry in comparison.entries:
+        at = comparison.points[entry.name].values if comparison.points else {}
         for run in entry.runs:
+            named = (entry.name, run.plan.get("algorithm"), allowed_epsilon(run), run.seed)
             sent, clock = 0, 0.0
             for record in run.records:
                 sent += record.bytes_down + record.bytes_up
                 spent = largest_epsilon(record.epsilon.values()) if record.epsilon else None
                 clock += record.simulated_seconds
                 figures = (record.round, record.accuracy, record.loss, spent, sent, clock or None)
-                rows.writerow((entry.name, run.seed, *figures))
+                rows.writerow((*named, *figures, *(at.get(key) for key in swept)))
     return text.getvalue()
 
 
@@ -63,7 +69,11 @@ def table_as_latex(comparison: Comparison) -> str:
 
     Below it stand what ε is and why it may be no comparison between equals, as on the page.
     """
-    table = comparison_table(comparison)
+    plans: dict[str, Cell] = {
+        "algorithm": lambda entry: str(entry.plan.get("algorithm", "–")),
+        "allowed ε": _allowed,
+    }
+    table = tabulate(plans | figure_columns(comparison), comparison)
     lines = [
         f"\\begin{{tabular}}{{l{'r' * len(table.headings)}}}",
         r"\toprule",
@@ -76,6 +86,16 @@ def table_as_latex(comparison: Comparison) -> str:
     notes = [inequality(comparison), *guarantees(comparison)]
     lines += [f"\\par\\smallskip\n{note.translate(_TEX)}" for note in notes if note]
     return "\n".join(lines) + "\n"
+
+
+def allowed_epsilon(run: RunSummary) -> float | None:
+    """Return the largest ε that a site's budget allows; None in a plain run."""
+    return max((site.epsilon_allowed for site in run.site_privacy.values()), default=None)
+
+
+def _allowed(entry: Entry) -> str:
+    found = [allowed for run in entry.runs if (allowed := allowed_epsilon(run)) is not None]
+    return upper(max(found)) if found else "–"
 
 
 def _row(*cells: str) -> str:

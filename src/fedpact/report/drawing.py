@@ -36,6 +36,16 @@ on a screen three stand side by side."""
 
 _POINTS = 400
 _DASHES: Final = {"--": "7 3", ":": "2 3", "-.": "7 3 2 3"}
+# A legend's markers, around (11, 5), as matplotlib has them.
+_SHAPES: Final = {
+    "o": "M7.5 5a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0-7 0",
+    "s": "M8 2h6v6h-6z",
+    "^": "M11 1l4 7h-8z",
+    "D": "M11 1l4 4l-4 4l-4-4z",
+    "v": "M11 9l4-7h-8z",
+    "P": "M9.5 1h3v2.5h2.5v3h-2.5v2.5h-3v-2.5h-2.5v-3h2.5z",
+    "X": "M8 1l3 2.5l3-2.5l1.5 1.5l-3 2.5l3 2.5l-1.5 1.5l-3-2.5l-3 2.5l-1.5-1.5l3-2.5l-3-2.5z",
+}
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a site may be called $x$
@@ -65,12 +75,16 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class LegendKey:
-    """An entry of a legend. dashes: as in SVG, "" for none. opacity: of an area; None of a line."""
+    """An entry of a legend. dashes: as in SVG, "" for none. opacity: of an area; None of a line.
+
+    marker: one of _SHAPES, "" for none.
+    """
 
     label: str
     colour: str
     dashes: str = ""
     opacity: float | None = None
+    marker: str = ""
 
     @property
     def svg(self) -> str:
@@ -81,6 +95,8 @@ class LegendKey:
             mark = '<rect width="22" height="10" />'
             style = f"fill: {self.colour}; fill-opacity: {self.opacity:g}"
         mark = mark.replace(" />", f' style="{style}" />')
+        if shape := _SHAPES.get(self.marker):
+            mark += f'<path d="{shape}" style="fill: {self.colour}" />'
         return apply_theme(
             f'<svg class="key" width="22" height="10" aria-hidden="true">{mark}</svg>'
         )
@@ -208,7 +224,8 @@ def _key(handle: Any, label: str) -> LegendKey | None:
     match handle:
         case Line2D():
             colour: Any = handle.get_color()
-            return LegendKey(label, to_hex(colour), _DASHES.get(str(handle.get_linestyle()), ""))
+            dashes = _DASHES.get(str(handle.get_linestyle()), "")
+            return LegendKey(label, to_hex(colour), dashes, marker=str(handle.get_marker()))
         case PolyCollection():
             face: Any = handle.get_facecolor()
             return LegendKey(label, to_hex(face[0]), "", handle.get_alpha() or 1.0)

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from fedpact.common.format import lower, upper
+from fedpact.common.format import counted, lower, upper
 from fedpact.privacy.accounting.accountant import ACCOUNTANTS
-from fedpact.report.compared_runs import Entry
+from fedpact.report.compared_runs import Comparison, Entry
 from fedpact.report.run_summary import Guarantee, RunSummary
 
 QUESTION: Final = (
@@ -78,16 +78,16 @@ def explain_run(run: RunSummary) -> Meaning | None:
     return Meaning(_question([run]), list(_stakes(run)), [_NOTES[0], here, *_accounting(run)])
 
 
-def explain_comparison(entries: Sequence[Entry]) -> Meaning | None:
+def explain_comparison(comparison: Comparison) -> Meaning | None:
     """Return what the guarantees of a comparison's entries mean; None where none is private."""
-    runs = [run for entry in entries for run in entry.runs if run.private]
+    runs = [run for run in comparison.runs if run.private]
     if not runs:
         return None
-    names: dict[OddsStatement, list[str]] = {}
-    for entry in entries:
+    found: dict[OddsStatement, list[Entry]] = {}
+    for entry in comparison.entries:
         for each in _both("", entry.spent) if entry.spent else ():
-            names.setdefault(each, []).append(entry.name)
-    stakes = [replace(each, who=", ".join(of) + each.who) for each, of in names.items()]
+            found.setdefault(each, []).append(entry)
+    stakes = [replace(each, who=comparison.describe(of) + each.who) for each, of in found.items()]
     notes = dict.fromkeys(line for run in runs for line in _accounting(run))
     return Meaning(_question(runs), stakes, [*_NOTES, *notes])
 
@@ -119,7 +119,7 @@ def _stakes(run: RunSummary) -> Iterable[OddsStatement]:
         # JSON has no infinity: an ε without a finite bound is null.
         each = [site["epsilon_per_person"][k] for site in sites]
         most = math.inf if None in each else max(map(float, each))
-        yield stake(f"person, {k} records{_given(training)}", most, training.delta)
+        yield stake(f"person, {counted(int(k), 'record')}{_given(training)}", most, training.delta)
     if held := run.privacy.get("evaluation"):
         told = f"{held['unit']} held out for evaluation"
         yield stake(told, float(held["epsilon_reserved"]), float(held["delta"]))

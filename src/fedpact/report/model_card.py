@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from fedpact.common.about import About
 from fedpact.common.configuration import DEFAULTS_KEY, flatten, override, plan_error
 from fedpact.common.errors import PlanError
-from fedpact.common.format import duration, number, percent, upper
+from fedpact.common.format import counted, duration, number, percent, upper
 from fedpact.plan import Plan
 from fedpact.report import evaluations
 from fedpact.report.run_summary import BUDGETS, RunSummary
@@ -90,11 +90,11 @@ class Facts:
         plan, last = self.run.plan, self.run.last.round
         return (
             f"A {plan['model']} model, trained by federated learning ({plan['algorithm']}) with "
-            f"{self.many}, {last:,} rounds. Records stayed at their sites, and each site enforced "
-            "its own budget."
+            f"{self.many}, {counted(last, 'round')}. Records stayed at their sites, and each "
+            "site enforced its own budget."
             if self.run.private
             else f"A {plan['model']} model, trained by federated learning ({plan['algorithm']}) "
-            f"with {self.many}, {last:,} rounds, without privacy."
+            f"with {self.many}, {counted(last, 'round')}, without privacy."
         )
 
     @property

@@ -12,6 +12,7 @@ from fedpact.common.configuration import DEFAULTS_KEY, flatten
 from fedpact.common.files import write_whole
 from fedpact.common.format import (
     against_majority_class,
+    counted,
     duration,
     format_metric,
     headline_metric,
@@ -196,7 +197,7 @@ def build_headline(run: RunSummary) -> list[CardFigure]:
         CardFigure(
             "rounds",
             f"{run.last.round:,}" + (f" of {rounds:,}" if rounds else ""),
-            f"τ = {run.last.steps} local steps in the last; {run.ended}",
+            f"{counted(run.last.steps, 'local step')} in the last; {run.ended}",
         ),
         *_control_card(run),
         CardFigure(
@@ -285,7 +286,7 @@ def _control_card(run: RunSummary) -> list[CardFigure]:
         return []
     chosen = [record.steps for record in run.records[1:]]
     note = f"τ from {min(chosen)} to {max(chosen)}; the budgets' even split, for want of a clear "
-    note += f"estimate, in {even:,.0f} of {len(chosen):,} rounds"
+    note += f"estimate, in {even:,.0f} of {counted(len(chosen), 'round')}"
     return [CardFigure("local iterations", f"{sum(chosen):,}", note)] if chosen else []
 
 
@@ -303,8 +304,8 @@ def _audit_card(run: RunSummary) -> list[CardFigure]:
 def _facts(run: RunSummary) -> list[str]:
     facts = [f"model {run.plan.get('model', 'unknown')}"]
     if d := run.summary.get("model_parameters"):
-        facts.append(f"{d:,} parameters")
-    facts.append(f"{len(run.sites) or run.plan.get('sites', 0):,} sites")
+        facts.append(counted(d, "parameter"))
+    facts.append(counted(len(run.sites) or run.plan.get("sites", 0), "site"))
     if run.drawn:
         facts.append(f"{run.plan.get('sites_per_round')} of them in each round")
     facts.append(run.ended)

@@ -17,6 +17,7 @@ from fedpact.common import check
 from fedpact.common.configuration import key_of
 from fedpact.common.errors import InputError, PlanError
 from fedpact.common.files import check_out, write_whole
+from fedpact.common.format import counted as counted_noun
 from fedpact.common.notebook import Bar, frame, in_notebook
 from fedpact.common.records import strict
 from fedpact.common.run_folder import Folder, find_unused_path
@@ -32,7 +33,7 @@ from fedpact.report.comparison import (
     run_figures,
     write_comparison,
 )
-from fedpact.report.comparison_charts import on_the_way, sweeps
+from fedpact.report.comparison_charts import draw_paired, on_the_way, sweeps
 from fedpact.report.page import write_report
 from fedpact.report.run_summary import RunSummary
 from fedpact.report.tuning_cost import count_tuning_cost as trying
@@ -49,12 +50,11 @@ class Compared(Comparison):
     """
 
     def __repr__(self) -> str:
-        named = ", ".join(
-            f"{name} {fares}" for name, _, fares, *_ in comparison_table(self).rows[:8]
-        )
+        named = ", ".join(f"{name} {fares}" for name, fares, *_ in comparison_table(self).rows[:8])
         more = ", …" if len(self.entries) > 8 else ""
         told = "; NOT AN EQUAL COMPARISON" if self.inequalities else ""
-        return f"Comparison({named}{more}; {len(self.runs)} runs{told}; {str(self.folder)!r})"
+        runs = counted_noun(len(self.runs), "run")
+        return f"Comparison({named}{more}; {runs}{told}; {str(self.folder)!r})"
 
     def _repr_html_(self) -> str:
         note = f"mean ± standard deviation over seeds; {self.folder / 'comparison.html'}"
@@ -77,8 +77,8 @@ class Compared(Comparison):
 
     def figures(self) -> dict[str, Any]:
         """Return the page's figures as matplotlib Figures, by title; what there is to draw."""
-        swept = [drawing for drawings in sweeps(self).values() for drawing in drawings]
-        return {drawing.title: drawing.chart for drawing in [*swept, *on_the_way(self)]}
+        rows = [*sweeps(self).values(), *on_the_way(self), [draw_paired(self)]]
+        return {drawing.title: drawing.chart for row in rows for drawing in row if drawing}
 
 
 _ALONE = {"local": ("mr_mtl", ("settings.proximal=0.0", "settings.proximal_noise=0.0"))}

@@ -14,7 +14,9 @@ from rich.text import Text
 from fedpact.cli.console import INTERRUPTED, AsJson, StopOnInterrupt, show
 from fedpact.cli.reference import check_keys
 from fedpact.common import check
+from fedpact.common.errors import InputError
 from fedpact.common.files import check_file, check_out, write_whole
+from fedpact.common.format import counted as counted_noun
 from fedpact.common.format import headline_metric
 
 if TYPE_CHECKING:
@@ -71,6 +73,12 @@ def compare(
 ) -> None:
     """Compare plans or algorithms on the same partition, seeds and budgets."""
     chosen = [name.strip() for name in algorithms.split(",")] if algorithms else []
+    for config in configs or []:
+        if not (config.suffix or config.exists()):
+            raise InputError(
+                f"there is no file {str(config)!r}: expected plans, .toml or .json; algorithms are "
+                f"named by --algorithms {','.join(map(str, configs or []))}"
+            )
     # An override of settings goes to those of the chosen algorithms that know it.
     whole = [text for text in overrides if not (chosen and text.lstrip().startswith("settings."))]
     firsts = [text.partition(",")[0] for text in sweeps if not text.startswith("settings.")]
@@ -91,7 +99,9 @@ def compare(
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
     points = draw_points(plans, ranges, draws)
     entries, _ = expand_points(plans, points) if points else expand_sweep(plans, sweep)
-    console.print(f"{len(entries)} entries, {seeds} seeds, in {folder}")
+    console.print(
+        f"{counted_noun(len(entries), 'entry')}, {counted_noun(seeds, 'seed')}, in {folder}"
+    )
     stop = StopOnInterrupt(console)
     stop()  # from here on: its processes are told by it
     with _Live(console) as live:
@@ -190,12 +200,15 @@ def _print(comparison: Comparison) -> None:
     from fedpact.evaluation.metrics import find_display
     from fedpact.report.comparison import (
         EFFORT_NOTE,
+        PAIRED_NOTE,
         comparison_table,
         describe_tuning_cost,
         effort,
         guarantees,
         inequality,
         lines_by_entry,
+        paired_table,
+        tabulate_sweep,
     )
     from fedpact.report.evaluations import summarise_evaluations, summarise_joining
 
@@ -203,6 +216,12 @@ def _print(comparison: Comparison) -> None:
     # A pipe has no width: there a row stays on its line.
     out.width = out.width if out.is_terminal else 200
     comparison_table(comparison).print(out, f"comparison {comparison.folder}")
+    for key in comparison.swept:
+        for swept in tabulate_sweep(comparison, key):
+            swept.print(out, f"{swept.first} over {key}")
+    if paired := paired_table(comparison):
+        paired.print(out, "more than chance?")
+        out.print(Text(f"differences {PAIRED_NOTE}"), soft_wrap=True)
     effort(comparison).print(out, "what each did to meet it")
     out.print(Text(EFFORT_NOTE), soft_wrap=True)
     pooled = [f"{comparison.judged} (on held-out records)"] * comparison.pooled

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from fedpact.cli.console import AsJson, group
 from fedpact.common.errors import DataError
+from fedpact.common.format import counted
 from fedpact.common.notebook import print_table
 
 _MADE: Final = "made, not read"
@@ -106,8 +107,8 @@ def verify(
     bad = [f"{name}/{file}" for name in found for file, s in found[name].items() if s != "ok"]
     if bad:
         raise DataError(
-            f"{len(bad)} files in {download.data_dir()} are missing or differ from the published "
-            f"ones: {', '.join(bad)}; fetch them with `fedpact data download`"
+            f"{counted(len(bad), 'file')} in {download.data_dir()} missing, or different from the "
+            f"published ones: {', '.join(bad)}; fetch them with `fedpact data download`"
         )
 
 
@@ -135,7 +136,9 @@ def download(
         _print_json({"directory": str(download.data_dir()), "fetched": fetched})
         return
     for name, new in fetched.items():
-        Console().print(f"{name}: {len(new)} files fetched into {download.data_dir() / name}")
+        Console().print(
+            f"{name}: {counted(len(new), 'file')} fetched into {download.data_dir() / name}"
+        )
 
 
 def _own_files(directory: Path) -> list[Path]:

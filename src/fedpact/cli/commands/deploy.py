@@ -311,7 +311,9 @@ def _approve_all(sites: Sequence[Path], yes: bool) -> None:
     for where in waiting:
         plain_console().print(approval.describe(where), markup=False)
     if waiting and not yes:
-        typer.confirm(f"Approve this for {len(waiting)} sites as {getuser()}?", abort=True)
+        typer.confirm(
+            f"Approve this for {counted(len(waiting), 'site')} as {getuser()}?", abort=True
+        )
     for where in waiting:
         approval.approve(where, getuser())
         approval.check_approved(where)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fedpact.cli.console import AsJson, plain_console, show
 from fedpact.common.errors import DataError, FedpactError
-from fedpact.common.format import duration, number, percent, upper
+from fedpact.common.format import counted, duration, number, percent, upper
 from fedpact.common.notebook import print_table
 
 if TYPE_CHECKING:
@@ -174,14 +174,14 @@ def _print_cost(found: SiteCheck) -> None:
         out.print(
             f"time: about {duration(found.seconds)} per round on this machine ({found.steps} "
             "steps), "
-            f"plus {_FLOWER_SECONDS} for Flower; at most {found.rounds} rounds"
+            f"plus {_FLOWER_SECONDS} for Flower; at most {counted(found.rounds, 'round')}"
         )
 
 
 def _line(found: SiteCheck) -> str:
-    persons = "" if found.persons is None else f" of {found.persons:,} persons"
+    persons = "" if found.persons is None else f" of {counted(found.persons, 'person')}"
     out = found.records - found.used
     return (
-        f"site {found.site}: {found.used:,} of {found.records:,} records{persons} are used, "
+        f"site {found.site}: {found.used:,} of {counted(found.records, 'record')}{persons} used, "
         f"{out:,} left out ({percent(out / found.records if found.records else 0.0)})"
     )

@@ -62,15 +62,29 @@ def verify(
     receipts = _receipts(where)
     checked = {path: each["entries"] for path, each in receipts.items()}
     torn = [path for path, each in receipts.items() if each["unreadable_last_line"]]
-    lines = [
-        f"{path}: intact, {counted(count, 'entry')}" + (f", and {_TORN}" if path in torn else "")
-        for path, count in checked.items()
-    ]
+    lines = [_verdict(path, each) for path, each in receipts.items()]
     console.show(
         {"intact": True, "entries": checked, "unreadable_last_line": torn},
         as_json,
         lambda: plain_console().print("\n".join(lines), markup=False),
     )
+
+
+def _verdict(path: str, receipt: dict[str, Any]) -> str:
+    """Say what was checked of a ledger, and what it says is spent."""
+    entries = counted(receipt["entries"], "entry")
+    lines = [f"{path}: intact: {entries}, each sealed by the hash of the one before"]
+    if receipt["unreadable_last_line"]:
+        lines.append(f"  it has {_TORN}")
+    lines += [
+        f"  {run}: ε {upper(spend['epsilon_spent'])} of {upper(spend['epsilon_reserved'])} spent, "
+        f"δ = {upper(spend['delta'])}"
+        for run, spend in receipt["runs"].items()
+    ]
+    if len(receipt["runs"]) > 1:
+        whole = f"ε {upper(receipt['epsilon_reserved'])}, δ {upper(receipt['delta_reserved'])}"
+        lines.append(f"  reserved by all runs together: {whole}")
+    return "\n".join(lines)
 
 
 @app.command()

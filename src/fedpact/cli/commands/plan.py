@@ -295,8 +295,8 @@ def _rounds(scene: SimulationSetup, document: dict[str, Any]) -> str:
     rounds, total = document["rounds"], document["iterations"]
     if scene.plan.method.facts.controlled:
         return (
-            f"up to {rounds} rounds with up to {total} iterations in total, τ adapted during the "
-            "run"
+            f"up to {counted(rounds, 'round')} with up to {counted(total, 'iteration')} in total, "
+            "τ adapted during the run"
         )
     part = f"{scene.plan.sites_per_round} in each of " if scene.participants.partial else ""
     return (

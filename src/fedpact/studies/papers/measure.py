@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from fedpact.common import check
 from fedpact.common.errors import DataError, InputError
+from fedpact.common.format import counted
 from fedpact.common.losses import cross_entropy
 from fedpact.common.messages import RoundRecord
 from fedpact.common.params import FlatModel
@@ -285,8 +286,9 @@ def split_records(records: Sequence[RoundRecord]) -> Split:
             "> 0, the time of a round to grow with τ; give --gamma"
         )
     note = (
-        f"{costs.rounds} rounds of several τ: d_com = {d_com:.3g} s a round, d_cmp = {d_cmp:.3g} s "
-        "a local step, by least squares. In a simulation messages cross no network."
+        f"{counted(costs.rounds, 'round')} of several τ: d_com = {d_com:.3g} s a round, "
+        f"d_cmp = {d_cmp:.3g} s a local step, by least squares. In a simulation messages "
+        "cross no network."
     )
     return Split(d_com, d_cmp, costs.rounds, True, note + _EVALUATED * evaluated)
 
