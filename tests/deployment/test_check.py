@@ -275,7 +275,7 @@ def test_up_checks_every_site_before_it_starts_any(sites, tmp_path, monkeypatch)
     told = CliRunner().invoke(app, ["deploy", "up", str(where)])
     assert isinstance(told.exception, FedpactError)
     assert f"Site {homes[1].name}: 50 of 100 records" in str(told.exception)
-    assert f"site {homes[0].name}: 200 of 200 records are used" in told.output
+    assert f"site {homes[0].name}: 200 of 200 records used" in told.output
     assert not list(where.glob("sites/*/ledger.jsonl"))
     monkeypatch.setattr(local.Parties, "start", lambda parties: {"server": 1})
     spoiled(tmp_path / "b.csv", 1)

@@ -256,7 +256,7 @@ def test_a_diverged_run_is_reported(build: Build) -> None:
         build(FIVE, accuracy=0.1, loss=math.nan, metrics={"psi": math.inf}, scores=lost)
     ).text
     assert "mean loss not a number" in text
-    assert "In 1 rounds spread of losses Ψ was not finite" in text
+    assert "In 1 round spread of losses Ψ was not finite" in text
     assert "clinic-1; the worst 10 % have not a number" in text
 
 

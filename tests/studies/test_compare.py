@@ -171,7 +171,7 @@ def test_the_command_prints_the_table_and_fails_where_a_run_did(
     assert "adjacency: add/remove one record; accountant: best" in told.out
     for entry in whole[0].entries[:2]:
         started = f"│ {entry.name} "
-        line, did = (line for line in told.out.splitlines() if line.startswith(started))
+        line, *_, did = (line for line in told.out.splitlines() if line.startswith(started))
         assert f"{100 * (entry.runs[0].accuracy or 0):.2f} %" in line
         assert "at δ = 1e-05" in line
         # τ, η and the iterations of two rounds.
