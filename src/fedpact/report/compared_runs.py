@@ -36,10 +36,10 @@ class Spread:
 _SYMBOLS = {"privacy.epsilon": "ε", "privacy.delta": "δ"}
 
 
-def describe_value(key: str, value: Any) -> str:
+def name_swept_value(key: str, value: Any) -> str:
     """Return a swept key's value as the page has it.
 
-    >>> describe_value("privacy.epsilon", 2.0), describe_value("partition.beta", 0.3)
+    >>> name_swept_value("privacy.epsilon", 2.0), name_swept_value("partition.beta", 0.3)
     ('ε = 2', 'partition.beta = 0.3')
     """
     whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
@@ -212,7 +212,7 @@ class Comparison:
     def point(self, entry: Entry) -> str:
         """Return where an entry is in a sweep, "" without one."""
         values = self.points[entry.name].values if entry.name in self.points else {}
-        return ", ".join(describe_value(key, value) for key, value in values.items())
+        return ", ".join(name_swept_value(key, value) for key, value in values.items())
 
     def describe(self, entries: Sequence[Entry]) -> str:
         """Return the names of entries, all of a sweep's point as that point."""

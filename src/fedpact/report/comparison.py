@@ -14,7 +14,7 @@ from fedpact.common.format import counted, duration, number, percent, size, span
 from fedpact.common.notebook import TextTable
 from fedpact.evaluation.metrics import find_display
 from fedpact.report import evaluations
-from fedpact.report.compared_runs import Comparison, Entry, Spread, describe_value, run_folder
+from fedpact.report.compared_runs import Comparison, Entry, Spread, name_swept_value, run_folder
 from fedpact.report.comparison_charts import (
     SWEPT,
     Series,
@@ -165,7 +165,7 @@ def tabulate_sweep(comparison: Comparison, key: str) -> list[TextTable]:
             (line.label, *(_point_cell(line, value, measure) for value in values)) for line in lines
         ]
         if rows:
-            headings = tuple(describe_value(key, v) for v in at)
+            headings = tuple(name_swept_value(key, v) for v in at)
             found.append(TextTable(headings, rows, measure))
     return found
 
