@@ -73,12 +73,7 @@ def compare(
 ) -> None:
     """Compare plans or algorithms on the same partition, seeds and budgets."""
     chosen = [name.strip() for name in algorithms.split(",")] if algorithms else []
-    for config in configs or []:
-        if not (config.suffix or config.exists()):
-            raise InputError(
-                f"there is no file {str(config)!r}: expected plans, .toml or .json; algorithms are "
-                f"named by --algorithms {','.join(map(str, configs or []))}"
-            )
+    _check_files(configs or [])
     # An override of settings goes to those of the chosen algorithms that know it.
     whole = [text for text in overrides if not (chosen and text.lstrip().startswith("settings."))]
     firsts = [text.partition(",")[0] for text in sweeps if not text.startswith("settings.")]
@@ -115,6 +110,15 @@ def compare(
         raise typer.Exit(2)
     if stop() and any(entry.missing for entry in found.entries):
         raise typer.Exit(INTERRUPTED)
+
+
+def _check_files(configs: list[Path]) -> None:
+    for config in configs:
+        if not (config.suffix or config.exists()):
+            raise InputError(
+                f"there is no file {str(config)!r}: expected plans, .toml or .json; algorithms are "
+                f"named by --algorithms {','.join(map(str, configs))}"
+            )
 
 
 def _export(comparison: Comparison, curves: Path | None, table: Path | None) -> None:
