@@ -86,17 +86,14 @@ def compare(
     from fedpact.studies.sweep import expand_points, expand_sweep, read_sweeps
 
     check.count(seeds=seeds)
-    for option, file in (("--csv", curves), ("--latex", table)):
-        if file is not None:
-            check_file(option, file)
+    _check_outputs(curves, table)
     plans, sweep = read_plans(configs or [], chosen, overrides), read_sweeps(sweeps)
     folder = check_out(out or comparison_folder())
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
     points = draw_points(plans, ranges, draws)
     entries, _ = expand_points(plans, points) if points else expand_sweep(plans, sweep)
-    console.print(
-        f"{counted_noun(len(entries), 'entry')}, {counted_noun(seeds, 'seed')}, in {folder}"
-    )
+    many = counted_noun(len(entries), "entry")
+    console.print(f"{many}, {counted_noun(seeds, 'seed')}, in {folder}")
     stop = StopOnInterrupt(console)
     stop()  # from here on: its processes are told by it
     with _Live(console) as live:
@@ -119,6 +116,12 @@ def _check_files(configs: list[Path]) -> None:
                 f"there is no file {str(config)!r}: expected plans, .toml or .json; algorithms are "
                 f"named by --algorithms {','.join(map(str, configs))}"
             )
+
+
+def _check_outputs(curves: Path | None, table: Path | None) -> None:
+    for option, file in (("--csv", curves), ("--latex", table)):
+        if file is not None:
+            check_file(option, file)
 
 
 def _export(comparison: Comparison, curves: Path | None, table: Path | None) -> None:
