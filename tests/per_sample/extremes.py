@@ -1,6 +1,6 @@
 """Give operations that records may be given to extreme numbers; run as a script.
 
-    python -m tests.per_sample.extremes [NAME ...]
+    python tests/per_sample/extremes.py [NAME ...]
 
 Given names it tries those, whether or not records may be given to them.
 
