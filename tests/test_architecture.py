@@ -74,6 +74,12 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+@cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """All nodes of a module's tree."""
+    return tuple(ast.walk(parsed(source)))
+
+
 def read_package(root: Path) -> Sources:
     sources: Sources = {}
     for path in sorted(root.rglob("*.py")):
@@ -83,9 +89,14 @@ def read_package(root: Path) -> Sources:
     return sources
 
 
+@cache
+def named_imports(source: str) -> tuple[ast.AST, ...]:
+    return tuple(n for n in nodes(source) if isinstance(n, ast.Import | ast.ImportFrom))
+
+
 def imports(sources: Sources, module: str) -> Iterator[tuple[int, str]]:
     """Every import anywhere in a module, as (line, dotted name): the module it names if it can."""
-    for node in ast.walk(parsed(sources[module])):
+    for node in named_imports(sources[module]):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -199,14 +210,14 @@ def tangled_packages(sources: Sources) -> Iterator[str]:
 def asserts(sources: Sources) -> Iterator[str]:
     """`python -O` removes them."""
     for module, source in sources.items():
-        for node in ast.walk(parsed(source)):
+        for node in nodes(source):
             if isinstance(node, ast.Assert):
                 yield f"{module}:{node.lineno} asserts: raise one of errors.py instead"
 
 
 def stubs(sources: Sources) -> Iterator[str]:
     for module, source in sources.items():
-        for node in ast.walk(parsed(source)):
+        for node in nodes(source):
             if isinstance(node, ast.Name) and node.id == "NotImplementedError":
                 yield f"{module}:{node.lineno} names NotImplementedError: write it or leave it out"
 
@@ -235,7 +246,7 @@ def docstrings(sources: Sources) -> Iterator[tuple[str, str, ast.Module]]:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for module, source in sources.items():
         tree = parsed(source)
-        for node in ast.walk(tree):
+        for node in nodes(source):
             if isinstance(node, kinds) and (text := ast.get_docstring(node)):
                 yield module, text, tree
 
@@ -282,7 +293,7 @@ def names_of_two_things(sources: Sources) -> Iterator[str]:
         homes.setdefault(name, []).append(module)
     met: dict[str, set[str]] = {}
     for source in sources.values():
-        for node in ast.walk(parsed(source)):
+        for node in nodes(source):
             for alias in node.names if isinstance(node, ast.ImportFrom) else ():
                 if node.module in homes.get(alias.name, ()) and not alias.asname:
                     met.setdefault(alias.name, set()).add(node.module)
@@ -314,7 +325,7 @@ def crowded_folders(sources: Sources) -> Iterator[str]:
 def long_files(sources: Sources) -> Iterator[str]:
     for module, source in sources.items():
         said = set[int]()
-        for node in ast.walk(parsed(source)):
+        for node in nodes(source):
             kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
             if isinstance(node, kinds) and ast.get_docstring(node):
                 said.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
@@ -326,7 +337,7 @@ def long_files(sources: Sources) -> Iterator[str]:
 
 def long_functions(sources: Sources) -> Iterator[str]:
     for module, source in sources.items():
-        for node in ast.walk(parsed(source)):
+        for node in nodes(source):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 count = (node.end_lineno or node.lineno) - node.lineno + 1
                 if count > MOST_FUNCTION_LINES:

@@ -31,8 +31,8 @@ def test_the_worked_example_passes_the_conformance_suite(tmp_path):
         [sys.executable, "-c", RUN, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    # Two variants (local_steps), each in some twenty tests: else -k found nothing of it.
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 30
+    # Two variants (local_steps), each in four tests: else -k found nothing of it.
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 8
 
 
 @pytest.mark.parametrize(("page", "least"), [("notes/threats.md", 40), ("notes/what-holds.md", 10)])

@@ -1,5 +1,6 @@
 """The documentation's notebooks run from the first cell to the last, and show what they say."""
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,30 @@ def read(name: str) -> Any:
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
-def carried_out(name: str, folder: Path) -> str:
-    """Run a notebook in an empty folder and return all that it shows."""
+def carried_out(folder: Path, *names: str) -> list[str]:
+    """Run notebooks in an empty folder, one after the other, and return all that each shows.
+
+    In one kernel, as starting it takes most of the time; its names are forgotten in between.
+    """
     client = pytest.importorskip("nbclient", reason="nbclient is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+    pytest.importorskip("pandas", reason="pandas is not installed")
     # Its kernel imports this checkout, whatever is installed.
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     where = {"metadata": {"path": str(folder)}}
-    found = client.NotebookClient(read(name), timeout=600, resources=where).execute(env=environment)
-    outputs = [o for cell in found.cells if cell.cell_type == "code" for o in cell.outputs]
+    whole, ends = read(names[0]), list[int]()
+    for name in names[1:]:
+        ends.append(len(whole.cells))
+        whole.cells += read(name).cells
+        begun = next(cell for cell in whole.cells[ends[-1] :] if cell.cell_type == "code")
+        begun.source = "%reset -f\n" + begun.source
+    found = client.NotebookClient(whole, timeout=600, resources=where).execute(env=environment)
+    return [shown(found.cells[i:j]) for i, j in itertools.pairwise([0, *ends, len(whole.cells)])]
+
+
+def shown(cells: list[Any]) -> str:
+    outputs = [o for cell in cells if cell.cell_type == "code" for o in cell.outputs]
     texts = [o.text if o.output_type == "stream" else "".join(o.data.values()) for o in outputs]
     return "\n".join(texts)
 
@@ -48,15 +63,14 @@ def test_all_are_listed_and_stored_without_outputs() -> None:
         assert not any(cell.outputs or cell.execution_count for cell in cells)
 
 
-@pytest.mark.parametrize("name", SHOWN)
-def test_a_notebook_runs(name: str, tmp_path: Path) -> None:
-    shown = carried_out(name, tmp_path)
-    assert all(part in shown for part in SHOWN[name]), [p for p in SHOWN[name] if p not in shown]
+def test_notebooks_run(tmp_path: Path) -> None:
+    for (name, parts), told in zip(SHOWN.items(), carried_out(tmp_path, *SHOWN), strict=True):
+        assert all(part in told for part in parts), (name, [p for p in parts if p not in told])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_a_deployment_in_a_notebook_runs(name: str, tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="Flower is not installed")
-    shown = carried_out(name, tmp_path)
-    assert all(part in shown for part in SLOW[name]), shown[-3000:]
+    (told,) = carried_out(tmp_path, name)
+    assert all(part in told for part in SLOW[name]), told[-3000:]

@@ -64,15 +64,11 @@ def test_an_integer_passes_exactly_in_its_range(checked: Callable[..., int], val
 
 
 @pytest.mark.parametrize("checked", EVERY)
-@pytest.mark.parametrize(
-    "value", [math.nan, math.inf, -math.inf, True, False, "1", "0.5", None, 0.5j, [1], (1,)]
-)
-def test_what_is_no_finite_number_fails_every_check(
-    checked: Callable[..., float], value: object
-) -> None:
-    result = outcome(checked, value)
-    assert isinstance(result, InputError)
-    assert f"eta is {value!r}: expected" in str(result)
+def test_what_is_no_finite_number_fails_every_check(checked: Callable[..., float]) -> None:
+    for value in (math.nan, math.inf, -math.inf, True, False, "1", "0.5", None, 0.5j, [1], (1,)):
+        result = outcome(checked, value)
+        assert isinstance(result, InputError), value
+        assert f"eta is {value!r}: expected" in str(result)
 
 
 @pytest.mark.parametrize("checked", EVERY)

@@ -1,5 +1,7 @@
 """What holds for every algorithm, plain and private: it is in here by its file's existence."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,18 +9,14 @@ from fedpact.algorithms import Neutral, fedavg
 from fedpact.studies import conformance
 from fedpact.studies.conformance import OF_METHOD, OF_NAME, Violation
 
-both_forms = pytest.mark.parametrize("private", [False, True], ids=["plain", "private"])
+
+def test_it_is_its_parent_under_neutral_settings_alone(reducible):
+    for check, private in itertools.product(OF_NAME, (False, True)):
+        check(reducible, private)
 
 
-@both_forms
-@pytest.mark.parametrize("check", OF_NAME, ids=lambda check: check.__name__)
-def test_it_is_its_parent_under_neutral_settings_alone(reducible, private, check):
-    check(reducible, private)
-
-
-@pytest.mark.parametrize("check", OF_METHOD, ids=lambda check: check.__name__)
-def test_every_check_holds(case, check):
-    for private in (False, True):
+def test_every_check_holds(case):
+    for check, private in itertools.product(OF_METHOD, (False, True)):
         check(case, private)
 
 

@@ -59,18 +59,17 @@ CONSTANTS = {
 }
 
 
-@pytest.mark.parametrize("tensor", CONSTANTS.values(), ids=CONSTANTS)
-def test_constants_of_architectures_are_known(tensor):
-    assert is_constant(tensor)
+def test_constants_of_architectures_are_known():
+    assert [name for name, tensor in CONSTANTS.items() if not is_constant(tensor)] == []
 
 
-@pytest.mark.parametrize("tensor", CONSTANTS.values(), ids=CONSTANTS)
-def test_a_constant_with_one_other_number_is_none(tensor):
-    for place in {0, tensor.numel() // 3, tensor.numel() - 2}:
-        other = tensor.clone().contiguous()
-        flat = other.view(-1)
-        flat[place] = ~flat[place] if other.dtype == torch.bool else 5
-        assert not is_constant(other), place
+def test_a_constant_with_one_other_number_is_none():
+    for name, tensor in CONSTANTS.items():
+        for place in {0, tensor.numel() // 3, tensor.numel() - 2}:
+            other = tensor.clone().contiguous()
+            flat = other.view(-1)
+            flat[place] = ~flat[place] if other.dtype == torch.bool else 5
+            assert not is_constant(other), (name, place)
 
 
 @pytest.mark.parametrize("tensor", [v for v in CONSTANTS.values() if v.is_floating_point()])

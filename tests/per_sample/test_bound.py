@@ -6,6 +6,7 @@ as often: 2 of them cancel over their positions, 1 is not finite or almost; magn
 evenly over float32's exponents.
 """
 
+import itertools
 import math
 
 import pytest
@@ -101,6 +102,11 @@ def attacked(name, sum_of, examples):
     one()
 
 
+def by_turns(*values):
+    """Each model with one of the values, neighbours with different ones."""
+    return list(zip(MODELS, itertools.cycle(values), strict=False))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_takes_the_way_that_it_stands_for(name):
     assert kernel(name).way(*records(name, 3, 0)) == MODELS[name][2]
@@ -117,8 +123,7 @@ def test_nor_where_gradients_are_made_twice(name, monkeypatch):
     attacked(name, kernel(name).clipped_sum, 4)
 
 
-@pytest.mark.parametrize("keep", [norms.KEEP_BYTES, 1])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "keep"), by_turns(norms.KEEP_BYTES, 1))
 @pytest.mark.usefixtures("card")
 def test_nor_on_a_card(name, keep, monkeypatch):
     monkeypatch.setattr(norms, "KEEP_BYTES", keep)
@@ -127,8 +132,7 @@ def test_nor_on_a_card(name, keep, monkeypatch):
     attacked(name, kernel(name).clipped_sum, 4)
 
 
-@pytest.mark.parametrize("apart", [1e-6, 0.1])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "apart"), by_turns(1e-6, 0.1))
 def test_nor_a_sum_of_differences(name, apart):
     made = kernel(name)
     w = made.model.vector.clone()

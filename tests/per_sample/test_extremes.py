@@ -99,8 +99,11 @@ class Transformer(nn.Module):
         return self.layer(F.grid_sample(x, grid, **self.how).flatten(1))
 
 
-@pytest.mark.parametrize("beyond", ["zeros", "border", "reflection"])
-@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+# Each mode and each padding; torch's own loops have every pair, below.
+@pytest.mark.parametrize(
+    ("mode", "beyond"),
+    [("bilinear", "zeros"), ("nearest", "border"), ("bicubic", "reflection"), ("bicubic", "zeros")],
+)
 def test_points_that_are_none_are_looked_up_nowhere(mode, beyond):
     torch.manual_seed(0)
     kernel = PerSampleKernel(FlatModel(Transformer(mode, beyond)), cross_entropy)

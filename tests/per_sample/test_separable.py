@@ -161,7 +161,7 @@ def test_a_model_that_mixes_records_is_exact_on_each_or_refused(name, quiet):
         # Each record by the model itself, as a batch of one.
         error = float((total - kernel.alone(x, y).sum(0)).norm())
         assert error <= 1e-5 * float(total.norm())
-        for place in (0, 5, 9):
+        for place in (0, 9):
             assert moved(summed, x, y, r, y[:1], place) <= clip * (1 + slack(10))
     except ModelError:
         return

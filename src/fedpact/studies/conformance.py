@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -268,6 +269,15 @@ class Unbounded:
         return getattr(self.inner, name)
 
 
+@lru_cache(maxsize=4)  # several checks of a method begin here
+def _after(
+    case: Method, private: bool, dtype: torch.dtype = torch.float64
+) -> tuple[HandFederation, State]:
+    """A federation, and the server's state after three rounds of the method in it."""
+    bed = HandFederation(private, dtype)
+    return bed, bed.run(case)
+
+
 def _first(case: Method, **setting: Any) -> tuple[HandFederation, State]:
     """A federation, and the method's first state in it."""
     bed = HandFederation(**setting)
@@ -325,14 +335,14 @@ def check_plain_twin(case: Method, private: bool) -> None:
         without: dict[str, Any] = {"sigma": 0.0, "clip": math.inf, "steps_left": math.inf}
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
             twin = HandFederation(True, dtype, around=Unbounded, **without).run(case)
-            plain = HandFederation(False, dtype).run(case)
+            _, plain = _after(case, False, dtype)
             check_close(twin, plain, tolerance, "without noise and clip")
 
 
 def check_noise_and_clip(case: Method, private: bool) -> None:
     """Noise and a clip change the model, so the comparison with the plain run can fail."""
     if private:
-        plain = HandFederation(False).run(case).vectors["w"]
+        plain = _after(case, False)[1].vectors["w"]
         for what, sigma, clip in (("noise", 1e-3, 1e3), ("the clip", 0.0, 0.01)):
             w = HandFederation(True, sigma=sigma, clip=clip).run(case).vectors["w"]
             _need(float((w - plain).abs().max()) > 1e-3, f"{what} does not change its model")
@@ -376,8 +386,7 @@ def check_empty_site(case: Method, private: bool) -> None:
 
 def check_codec(case: Method, private: bool) -> None:
     """Whatever it sends and keeps is read back as it was written."""
-    bed = HandFederation(private)
-    state = bed.run(case)
+    bed, state = _after(case, private)
     task = bed.task(case, state, 4)
     for message in (state, task, *bed.replies(case, state, 4), *bed.memories.values()):
         read = from_bytes(to_bytes(message))
@@ -388,8 +397,7 @@ def check_codec(case: Method, private: bool) -> None:
 
 def check_pure(case: Method, private: bool) -> None:
     """Its functions change nothing that they are given, and give the same the second time."""
-    bed = HandFederation(private)
-    state = bed.run(case)
+    bed, state = _after(case, private)
     task, memory = bed.task(case, state, 4), bed.memories["a"]
     before = to_bytes(task), to_bytes(memory)
     once = bed.local(case, "a", task)
