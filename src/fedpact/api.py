@@ -32,8 +32,8 @@ from fedpact.common.user_code import (
     with_user_objects,
 )
 from fedpact.data.dataset import Dataset
-from fedpact.data.from_python import digest_of, from_python
 from fedpact.data.inputs import describe_value
+from fedpact.data.load import digest_of, from_python
 from fedpact.plan import Plan
 from fedpact.report import charts
 from fedpact.report.page import build_headline, write_report
@@ -135,7 +135,7 @@ def run(
     run(model, data, **settings): the settings are those of a plan; `features` (a list), `drop` and
     `classes` are those of its [records].
     model: a name, an nn.Module, or a class or factory, called with (shape of a record, number of
-    classes) or without arguments. data: a name, a path, or records as data.from_python takes them.
+    classes) or without arguments. data: a name, a path, or records as data.load takes them.
     test: a public test set in the same form, or a file's path.
     loss, metrics: override those of the plan's [task]; names as there, or functions.
     engine: "local", threads on this machine, or "ray", a cluster

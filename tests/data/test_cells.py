@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from fedpact.common.errors import DataError
-from fedpact.data.from_python import from_python
 from fedpact.data.inputs import columns_of
-from fedpact.data.load import from_arrays, load_dataset
+from fedpact.data.load import from_arrays, from_python, load_dataset
 from fedpact.data.schema import Column, LabelForm, PlanRecords, RecordForm
 from fedpact.data.sieve import RecordFilter
 from fedpact.data.site_records import load_site

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fedpact.common.errors import DataError
-from fedpact.data.from_python import refit
-from fedpact.data.load import from_arrays, load_dataset, of_file
+from fedpact.data.load import from_arrays, load_dataset, of_file, refit
 from fedpact.data.schema import PlanRecords, RecordForm
 from fedpact.data.sieve import RecordFilter
 from fedpact.data.site_records import load_site

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from fedpact.common.errors import DataError
-from fedpact.data.from_python import from_python
 from fedpact.data.inputs import of_columns
-from fedpact.data.load import load_dataset
+from fedpact.data.load import from_python, load_dataset
 from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
 from fedpact.data.site_records import load_site
 

@@ -13,8 +13,7 @@ from fedpact.common.errors import DataError
 from fedpact.data.load import from_frame, load_dataset
 from fedpact.data.schema import Column, RecordForm
 from fedpact.data.sieve import RecordFilter
-from fedpact.data.tables import class_numbers
-from fedpact.data.targets import persons_of
+from fedpact.data.targets import class_numbers, persons_of
 
 FRAME = pd.DataFrame({"age": np.arange(40) / 40, "smoker": [True, False] * 20,
                       "ill": [True, True, False, False] * 10})  # fmt: skip

@@ -21,7 +21,7 @@ from fedpact.common.losses import (
     pixel_entropy,
 )
 from fedpact.common.params import FlatModel
-from fedpact.data.from_python import from_python
+from fedpact.data.load import from_python
 from fedpact.data.schema import LabelForm, PlanRecords
 from fedpact.evaluation.metrics import evaluate
 from fedpact.per_sample.kernel import PerSampleKernel

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 import fedpact
 from fedpact.common.errors import DataError
-from fedpact.data.from_python import from_python
+from fedpact.data.load import from_python
 from fedpact.data.schema import PlanRecords
 
 RNG = np.random.default_rng(0)

@@ -14,8 +14,7 @@ import fedpact
 from fedpact.api import plan_of as plan_of_settings
 from fedpact.common.errors import DataError, InputError, ModelError, PlanError
 from fedpact.common.user_code import name_object
-from fedpact.data.from_python import digest_of, from_python, refit
-from fedpact.data.load import load_dataset
+from fedpact.data.load import digest_of, from_python, load_dataset, refit
 from fedpact.data.schema import PlanRecords
 from fedpact.report.page import repeat
 from fedpact.report.run_summary import read_run

@@ -5,7 +5,7 @@ Its errors give names, shapes, rows and columns, never a value of a record.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Final
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedpact.common.errors import DataError
 from fedpact.common.losses import UNLABELLED
+from fedpact.data.schema import RecordForm
 
 CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """What has no place in a name: but for a tab and a new line, a terminal may obey it."""
@@ -34,6 +35,7 @@ class Dataset:
     rows: each training record's number in its file, where it is not its place in x.
     held: which training records are the data set's own test part at their sites, bool [n], or None;
     partition.held_out = "own" keeps them for evaluation, and nothing else uses them.
+    form: what the records were held against as they were read; None: nothing, as of a replaced one.
     description: one line: what it is, where from, the constants of its preprocessing.
 
     Raises DataError: lengths or shapes that do not fit, a value that is NaN or
@@ -53,6 +55,7 @@ class Dataset:
     description: str = ""
     person: tuple[str, ...] | None = None
     column: str | None = None
+    form: RecordForm | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if not self.classes or len(set(self.classes)) < len(self.classes):

@@ -21,8 +21,8 @@ from fedpact.data.inputs import of_arrays
 from fedpact.data.load import of_file
 from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter
-from fedpact.data.tables import Table, ambiguous, read_numbers, table_of
-from fedpact.data.targets import persons_of, read_labels
+from fedpact.data.tables import Table, read_numbers, table_of
+from fedpact.data.targets import ambiguous, persons_of, read_labels
 from fedpact.data.tokens import is_tokens
 
 _logger = logging.getLogger("fedpact")

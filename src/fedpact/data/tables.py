@@ -20,11 +20,8 @@ from fedpact.data.cells import (
     beyond_floats,
     find_named,
     is_blank,
-    is_missing,
     list_some,
-    text_of,
     to_numbers,
-    without_decimal_zeros,
 )
 from fedpact.data.schema import Column, RecordForm, ValueRange
 from fedpact.data.sieve import MISSING, RecordFilter
@@ -165,11 +162,13 @@ class _Source:
     name: Callable[[int], str]
     value: Callable[[int, int], Any]
 
-    def mark(self, bad: np.ndarray, why: str, *, out: bool = True) -> None:
-        """Leave out the records with a bad value, bool like x; or note that it was clamped."""
+    def mark(self, bad: np.ndarray, why: str, part: Any = ..., *, out: bool = True) -> None:
+        """Leave out the records with a bad value, bool like x[part]; or note a clamped one."""
         if not bad.any():
             return
-        flat = bad.reshape(len(bad), -1)
+        whole = np.zeros(self.x.shape, bool)
+        whole[part] = bad
+        flat = whole.reshape(len(whole), -1)
         for row in np.flatnonzero(flat.any(1)).tolist():
             place = int(flat[row].argmax())
             note = self.sieve.leave_out if out else self.sieve.clamp
@@ -234,68 +233,6 @@ def _numbers_of_array(
     return _convert_numbers(_Source(numbers, sieve, name, value), form, values, features)
 
 
-def class_numbers(
-    labels: Cells | np.ndarray,
-    classes: Sequence[str],
-    how: str | None,
-    column: str,
-    sieve: RecordFilter,
-) -> np.ndarray:
-    """Return each record's class as its place in classes, int64 [n]; the sieve has the faults.
-
-    how: "numbers", "names", or None: numbers are places; text is a name, or else a place.
-    """
-    place = {name: k for k, name in enumerate(classes)}
-    # 1 is true wherever a truth value stood beside it, or may have, and not the second class.
-    truth = {name.lower() for name in classes} == {"true", "false"}
-    found = np.zeros(len(labels), np.int64)
-    given = labels.tolist() if isinstance(labels, np.ndarray) else labels
-    for row, label in enumerate(given):
-        k = -1
-        if how == "names" or (how is None and (truth or isinstance(label, str | bytes | bool))):
-            k = find_named(label, place, -1)
-        if k < 0 and how != "names":
-            number = int(label) if isinstance(label, bool | np.bool_) else text_of(label)
-            number = {"true": 1, "false": 0}.get(str(number).lower(), number)
-            k = _place_of(without_decimal_zeros(str(number)), len(classes))
-        if beyond_floats(label):
-            why = "is a number from 2^53 on: write such names as text"
-            sieve.leave_out(row, column, why, label)
-        elif k < 0:
-            blank = is_blank(label)
-            why = "is not a class" if blank else f"is not one of the {len(classes)} classes"
-            sieve.leave_out(row, column, why, label)
-        found[row] = max(k, 0)
-    return found
-
-
-def read_sites(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "site") -> list[str]:
-    """Return the name of each record's site, [n]; the sieve has those that are of none.
-
-    Raises DataError: another length.
-    """
-    if len(given) != sieve.count:
-        raise DataError(
-            f"data set {sieve.origin}: site has {len(given)} entries for {sieve.count} records: "
-            "give one site name a record"
-        )
-    names = [text_of(value) for value in given]
-    for row, name in enumerate(names):
-        if is_missing(name):
-            sieve.leave_out(row, column, "is not a site")
-    return names
-
-
-def ambiguous(classes: Sequence[str]) -> bool:
-    """Whether a class's name is the number of another: as 1 for the first, which is number 0."""
-    return any(_place_of(name, len(classes)) not in (-1, k) for k, name in enumerate(classes))
-
-
-def _place_of(text: str, classes: int) -> int:
-    whole = re.fullmatch(r"[0-9]{1,18}", text)
-    return int(text) if whole and int(text) < classes else -1
-
-
 def check_columns(origin: str, form: RecordForm, features: Sequence[str]) -> None:
     """Raise DataError: columns are declared that are none of a record's."""
     unknown = sorted(set(form.kept) - set(features))
@@ -347,21 +284,16 @@ def _convert_numbers(
 
 
 def _mark_infinite(source: _Source, x: np.ndarray) -> None:
-    if x.dtype.kind == "f" and not np.isfinite(x).all():
+    if x.dtype.kind == "f":
         source.mark(~np.isfinite(x), "is not a finite number")
 
 
 def _whole(source: _Source) -> np.ndarray:
     """Return int64, 0 for what is not a whole number."""
     x = source.x
-    if x.dtype.kind != "f":
-        good = (x > -_LARGEST) & (x < _LARGEST)
-        source.mark(~good, "is not a whole number below 2^53")
-        return np.where(good, x, 0).astype(np.int64)
     with np.errstate(invalid="ignore"):
-        good = np.isfinite(x) & (np.rint(x) == x) & (np.abs(x) < _LARGEST)
-    if not good.all():
-        source.mark(~good, "is not a whole number below 2^53")
+        good = (x > -_LARGEST) & (x < _LARGEST) & (x.dtype.kind != "f" or np.rint(x) == x)
+    source.mark(~good, "is not a whole number below 2^53")
     return np.where(good, x, 0).astype(np.int64)
 
 
@@ -373,7 +305,7 @@ def _keep_range(source: _Source, x: np.ndarray, part: Any, own: ValueRange) -> N
             known = np.isin(some, np.array(own.categories).astype(x.dtype))
             other = own.number(own.other)
             if other is None:
-                _mark_part(source, part, ~known, "is not one of its declared categories")
+                source.mark(~known, "is not one of its declared categories", part)
             else:
                 # What is no number is left out for that.
                 x[part] = np.where(known | ~np.isfinite(some), some, other)
@@ -384,7 +316,7 @@ def _keep_range(source: _Source, x: np.ndarray, part: Any, own: ValueRange) -> N
     with np.errstate(invalid="ignore"):
         beyond = (some < low) | (some > high)
     if beyond.any():
-        _mark_part(source, part, beyond, "is beyond its declared range", out=not own.clamp)
+        source.mark(beyond, "is beyond its declared range", part, out=not own.clamp)
         if own.clamp:
             # The others keep their bits, whoever else is beyond.
             x[part] = np.where(beyond, np.clip(some, low, high), some)
@@ -397,20 +329,11 @@ def _bounds(own: ValueRange, dtype: Any) -> tuple[Any, Any]:
     if dtype == np.float32:
         with np.errstate(over="ignore"):
             return np.float32(low), np.float32(high)
+    # Integers, as float64 would round the numbers that they are compared with.
     limits = np.iinfo(np.int64)
-
-    def whole(bound: float, rounded: Callable[[float], int], default: int) -> np.int64:
-        # Integers, as float64 would round the numbers that it is compared with.
-        within = default if math.isinf(bound) else rounded(bound)
-        return np.int64(min(max(within, int(limits.min)), int(limits.max)))
-
-    return whole(low, math.ceil, limits.min), whole(high, math.floor, limits.max)
-
-
-def _mark_part(source: _Source, part: Any, bad: np.ndarray, why: str, *, out: bool = True) -> None:
-    whole = np.zeros(source.x.shape, bool)
-    whole[part] = bad
-    source.mark(whole, why, out=out)
+    first = limits.min if math.isinf(low) else max(math.ceil(low), limits.min)
+    last = limits.max if math.isinf(high) else min(math.floor(high), limits.max)
+    return np.int64(min(first, limits.max)), np.int64(max(last, limits.min))
 
 
 def _places(cells: Cells, own: Column) -> np.ndarray:

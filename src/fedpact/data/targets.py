@@ -26,6 +26,8 @@ from fedpact.common.losses import UNLABELLED
 from fedpact.data.cells import (
     Cells,
     NumberCells,
+    beyond_floats,
+    find_named,
     is_blank,
     is_missing,
     text_of,
@@ -34,7 +36,7 @@ from fedpact.data.cells import (
 )
 from fedpact.data.schema import LabelForm, RecordForm
 from fedpact.data.sieve import NO_NUMBER, RecordFilter
-from fedpact.data.tables import Table, class_numbers
+from fedpact.data.tables import Table
 from fedpact.data.tokens import is_tokens, read_token_labels
 
 _FEW: Final = 20
@@ -247,6 +249,68 @@ def _rounded(name: str, value: Any) -> str:
 def _exact(kind: type[Any]) -> float:
     """Return from where on two whole numbers may be one float of a type."""
     return 2.0 ** (np.finfo(kind).nmant + 1)
+
+
+def class_numbers(
+    labels: Cells | np.ndarray,
+    classes: Sequence[str],
+    how: str | None,
+    column: str,
+    sieve: RecordFilter,
+) -> np.ndarray:
+    """Return each record's class as its place in classes, int64 [n]; the sieve has the faults.
+
+    how: "numbers", "names", or None: numbers are places; text is a name, or else a place.
+    """
+    place = {name: k for k, name in enumerate(classes)}
+    # 1 is true wherever a truth value stood beside it, or may have, and not the second class.
+    truth = {name.lower() for name in classes} == {"true", "false"}
+    found = np.zeros(len(labels), np.int64)
+    given = labels.tolist() if isinstance(labels, np.ndarray) else labels
+    for row, label in enumerate(given):
+        k = -1
+        if how == "names" or (how is None and (truth or isinstance(label, str | bytes | bool))):
+            k = find_named(label, place, -1)
+        if k < 0 and how != "names":
+            number = int(label) if isinstance(label, bool | np.bool_) else text_of(label)
+            number = {"true": 1, "false": 0}.get(str(number).lower(), number)
+            k = _place_of(without_decimal_zeros(str(number)), len(classes))
+        if beyond_floats(label):
+            why = "is a number from 2^53 on: write such names as text"
+            sieve.leave_out(row, column, why, label)
+        elif k < 0:
+            blank = is_blank(label)
+            why = "is not a class" if blank else f"is not one of the {len(classes)} classes"
+            sieve.leave_out(row, column, why, label)
+        found[row] = max(k, 0)
+    return found
+
+
+def read_sites(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "site") -> list[str]:
+    """Return the name of each record's site, [n]; the sieve has those that are of none.
+
+    Raises DataError: another length.
+    """
+    if len(given) != sieve.count:
+        raise DataError(
+            f"data set {sieve.origin}: site has {len(given)} entries for {sieve.count} records: "
+            "give one site name a record"
+        )
+    names = [text_of(value) for value in given]
+    for row, name in enumerate(names):
+        if is_missing(name):
+            sieve.leave_out(row, column, "is not a site")
+    return names
+
+
+def ambiguous(classes: Sequence[str]) -> bool:
+    """Whether a class's name is the number of another: as 1 for the first, which is number 0."""
+    return any(_place_of(name, len(classes)) not in (-1, k) for k, name in enumerate(classes))
+
+
+def _place_of(text: str, classes: int) -> int:
+    whole = re.fullmatch(r"[0-9]{1,18}", text)
+    return int(text) if whole and int(text) < classes else -1
 
 
 def read_labels(

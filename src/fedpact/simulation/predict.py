@@ -38,8 +38,8 @@ from fedpact.data.inputs import columns_of, labels_of, of_arrays, of_columns, re
 from fedpact.data.load import with_columns
 from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter
-from fedpact.data.tables import Table, ambiguous, read_numbers
-from fedpact.data.targets import read_labels, unscale
+from fedpact.data.tables import Table, read_numbers
+from fedpact.data.targets import ambiguous, read_labels, unscale
 from fedpact.evaluation.metrics import evaluate, find_display
 from fedpact.plan import Plan
 from fedpact.privacy.column_scales import scale_columns
@@ -185,7 +185,7 @@ def read_prediction_inputs(
 ) -> PredictionInputs:
     """Read records as in a plan's run. own: their form in that run.
 
-    records: anything that a run accepts (see data.from_python), with or without labels; a .csv,
+    records: anything that a run accepts (see data.load), with or without labels; a .csv,
     .parquet or .npz file; an array [n, *shape]. Raises DataError: another form.
     """
     form = plan.form

@@ -28,7 +28,7 @@ from fedpact.common.messages import RoundRecord
 from fedpact.common.params import FlatModel, state_of
 from fedpact.common.randomness.seeded import DRAWS
 from fedpact.common.run_folder import COLUMNS, Checkpoint, Folder, name_columns
-from fedpact.data.from_python import digest_of
+from fedpact.data.load import digest_of
 from fedpact.data.partition import Partition
 from fedpact.evaluation.held_out import SumsForm
 from fedpact.evaluation.intervals import exact_outcome, outcome

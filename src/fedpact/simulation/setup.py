@@ -18,7 +18,7 @@ from fedpact.data.advice import advise
 from fedpact.data.cells import SUFFIXES
 from fedpact.data.dataset import Dataset
 from fedpact.data.features.extract import beside
-from fedpact.data.from_python import refit
+from fedpact.data.load import refit
 from fedpact.data.partition import Partition, SiteRecords, make_partition
 from fedpact.data.splits import limit_records_per_person, number_persons
 from fedpact.data.targets import REGRESSION

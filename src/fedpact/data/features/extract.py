@@ -1,14 +1,8 @@
-"""Features of records: computed once, whitened, and kept in an encrypted cache.
+"""Features of records: computed once, whitened, and cached.
 
-SHA-256 of the key and of what follows, then safetensors
-
-No record takes part in them, so what is kept is public. It is made of thousands of images however
-few the records are: of large ones that is most of the work, and a model is asked again and again.
-
-A record's features are the same bits whatever records stand beside it: records are given to the
-maps in batches of one size, filled up with zeros, and a factory's module gets each alone. So one
-record more or less changes no other's, and what a site's oracle protects of a record's features, it
-protects of the record.
+A record's features are the same bits whatever other records there are: the maps get batches of one
+size, filled up with zeros, and a factory's module gets each record alone. So one record more or
+less changes no other's features, and protecting a record's features protects the record.
 
     x -> [0, 1], by the record's own extremes -> maps, with mirror the mean of both images'
       -> square roots -> unit length -> (· - mean) whitened by made images' mean and covariance
@@ -18,9 +12,10 @@ Square roots make faint answers count beside strong ones, as in Fisher vectors (
 Mensink, ECCV 2010): 0.6 points on Fashion-MNIST. Unit length keeps every record's gradient within a
 clip that is chosen without looking.
 
-The key of NAME.features is a digest of the records, of what else their features follow from, and of
-the version that computed them. What does not have it, other records', other settings', or a damaged
-file, is made anew and replaced; a file that no cache begins like is somebody's, and stays as it is.
+A cache is _MAGIC, the SHA-256 of a key and of the rest, then safetensors. The key of NAME.features
+is a digest of the records and of all else that their features follow from. A damaged cache, or one
+with another key, is made anew; a file that begins otherwise is not ours and stays as it is. What
+whitens follows from made images alone, so it is public, and cached for all records.
 """
 
 import hashlib
@@ -29,7 +24,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,8 +46,8 @@ from fedpact.data.features.settings import FeatureSettings
 from fedpact.data.features.user_module import Backbone
 from fedpact.per_sample.products import linear
 
-_DIGEST: Final = 32
-_TABLE: Final = 512  # bytes that a table of two tensors is shorter than
+_MAGIC: Final = b"fedpact features\n"
+_BODY: Final = len(_MAGIC) + 32
 
 
 def load_tensors(path: Path, key: bytes) -> dict[str, Tensor] | None:
@@ -61,43 +56,30 @@ def load_tensors(path: Path, key: bytes) -> dict[str, Tensor] | None:
         if not path.is_file():  # nor a pipe, which would be waited for
             return None
         block = path.read_bytes()
-        if _seal(key, block[_DIGEST:]) != block[:_DIGEST]:
+        if _start(key, block[_BODY:]) != block[:_BODY]:
             return None
         # As of a copy: what others may read is made private, or made anew where it cannot be.
         if path.stat().st_mode & ~PRIVATE & 0o777:
             path.chmod(PRIVATE)
     except OSError:
         return None
-    return load(block[_DIGEST:])
+    return load(block[_BODY:])
 
 
 def store_tensors(path: Path, key: bytes, tensors: Mapping[str, Tensor]) -> None:
     """Store tensors, readable by their owner alone. Raises OSError: it cannot be written.
 
-    So it does where another file has the place: of whom that is, is not known.
+    So it does where the file is not a cache.
     """
-    if path.exists() and not (path.is_file() and _begins_as_ours(path, tensors.keys())):
-        raise FileExistsError(
-            f"{path} is there and is no cache of features; move it, so that they have their place"
-        )
+    # Whole, as files that are not ours are rare there.
+    if path.exists() and not (path.is_file() and (path.read_bytes() or _MAGIC).startswith(_MAGIC)):
+        raise FileExistsError(f"{path} is no cache of features; move it to make room for one")
     block = save(dict(tensors))
-    write_whole(path, _seal(key, block), block)
+    write_whole(path, _start(key, block), block)
 
 
-def _begins_as_ours(path: Path, names: Collection[str]) -> bool:
-    """Whether a file is empty, or has behind a digest safetensors' table of these names alone."""
-    with path.open("rb") as file:
-        begins = file.read(_DIGEST + 8 + _TABLE)
-    length = int.from_bytes(begins[_DIGEST : _DIGEST + 8], "little")
-    try:
-        table = json.loads(begins[_DIGEST + 8 : _DIGEST + 8 + length])
-    except ValueError:
-        return not begins
-    return isinstance(table, dict) and table.keys() == set(names)
-
-
-def _seal(key: bytes, block: bytes) -> bytes:
-    return hashlib.sha256(key + block).digest()
+def _start(key: bytes, block: bytes) -> bytes:
+    return _MAGIC + hashlib.sha256(key + block).digest()
 
 
 _SHRINKAGE: Final = 0.4
@@ -123,25 +105,20 @@ def whitening(key: str, kind: str, p: int, made: Callable[[], Tensor]) -> tuple[
     with suppress(DataError):
         held = load_tensors(cache_dir() / "whitening" / key, of)
     if held is None:
-        mean, whitens = _of(made().double())
+        found = made().double()
+        mean = found.mean(0)
+        found -= mean
+        covariance = found.T @ found / len(found)
+        ridge = _SHRINKAGE / p * covariance.trace()
+        covariance.diagonal().add_(ridge)
+        factor = torch.linalg.cholesky(covariance)
+        eye = torch.eye(p, dtype=torch.float64)
+        inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
         # As it lies in memory, so that products with it round as they did.
-        held = {"mean": mean, "whitens'": whitens.T}
+        held = {"mean": mean.float(), "whitens'": inverse.float().T}
         with suppress(DataError, OSError):
             store_tensors(cache_dir() / "whitening" / key, of, held)
     return held["mean"].clone(), held["whitens'"].clone().T
-
-
-def _of(found: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both of features [n, p], float64, which are used up."""
-    p, mean = found.shape[1], found.mean(0)
-    found -= mean
-    covariance = found.T @ found / len(found)
-    ridge = _SHRINKAGE / p * covariance.trace()
-    covariance.diagonal().add_(ridge)
-    factor = torch.linalg.cholesky(covariance)
-    eye = torch.eye(p, dtype=torch.float64)
-    inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
-    return mean.float(), inverse.float()
 
 
 VERSION: Final = 2
