@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from fedpact.common.errors import DataError
 from fedpact.common.params import FlatModel
-from fedpact.data.load import from_arrays, from_frame, load_dataset
+from fedpact.data.load import from_arrays, from_python, load_dataset
 from fedpact.data.schema import Column, PlanRecords, RecordForm, Scaling
 from fedpact.data.site_records import load_site
 from fedpact.deployment.federation import Federation, read_plan
@@ -90,7 +90,7 @@ def test_columns_by_hand_from_every_kind_of_table(tmp_path):
     cells = dict(zip(HEADER, zip(*ROWS, strict=True), strict=True))
     cells["bmi"] = [float("nan") if v == "?" else float(v) for v in cells["bmi"]]
     cells["age"] = [None if v in ("", "NA") else v for v in cells["age"]]
-    frame = from_frame(Frame(cells), "out", form=form)
+    frame = from_python(Frame(cells), PlanRecords(**form.model_dump()), "out")
     assert torch.equal(prepared(frame, form), wanted)
     assert torch.equal(frame.y, found.y)
 

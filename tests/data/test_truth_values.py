@@ -10,14 +10,19 @@ from torch import nn
 
 import fedpact
 from fedpact.common.errors import DataError
-from fedpact.data.load import from_frame, load_dataset
-from fedpact.data.schema import Column, RecordForm
+from fedpact.data.load import from_python, load_dataset
+from fedpact.data.schema import Column, PlanRecords, RecordForm
 from fedpact.data.sieve import RecordFilter
 from fedpact.data.targets import class_numbers, persons_of
 
 FRAME = pd.DataFrame({"age": np.arange(40) / 40, "smoker": [True, False] * 20,
                       "ill": [True, True, False, False] * 10})  # fmt: skip
 GAPS = FRAME.assign(smoker=[None, *FRAME.smoker[1:]]).astype({"smoker": "boolean"})
+
+
+def from_frame(frame, label, site=None, person=None, classes=None, form=None):
+    declared = {} if form is None else form.model_dump()
+    return from_python(frame, PlanRecords(classes=classes, **declared), label, site, person)
 
 
 def read(kind, frame, tmp_path, form, classes=None):

@@ -21,7 +21,7 @@ import torch
 from fedpact.common.errors import DataError, nearest
 from fedpact.common.format import counted
 from fedpact.common.user_code import is_handed
-from fedpact.data.cells import SUFFIXES, cells_of, check_suffix, index_of, read_columns, read_npz
+from fedpact.data.cells import SUFFIXES, check_suffix, index_of, read_columns, read_npz
 from fedpact.data.dataset import Dataset
 from fedpact.data.inputs import (
     columns_of,
@@ -186,25 +186,6 @@ def from_arrays(
     if test is not None:
         tables.append(of_arrays(f"{name} (test)", *test, form, end="_test"))
     return dataset_of(name, tables, classes, form)
-
-
-def from_frame(
-    frame: Any,
-    label: str | None,
-    site: str | None = None,
-    *,
-    person: str | None = None,
-    name: str = "frame",
-    classes: Sequence[str] | None = None,
-    form: RecordForm = _ANY,
-) -> Dataset:
-    """Return a data set from a DataFrame, or whatever has `columns` and gives each as frame[name].
-
-    label, site, person, classes, form: as `load_dataset` takes them for a file. Raises DataError.
-    """
-    columns = {str(column): cells_of(frame[column]) for column in frame.columns}
-    table = of_columns(name, columns, form, label, site, person)
-    return dataset_of(name, [table], classes, form)
 
 
 def of_file(

@@ -71,7 +71,6 @@ def store_tensors(path: Path, key: bytes, tensors: Mapping[str, Tensor]) -> None
 
     So it does where the file is not a cache.
     """
-    # Whole, as files that are not ours are rare there.
     if path.exists() and not (path.is_file() and (path.read_bytes() or _MAGIC).startswith(_MAGIC)):
         raise FileExistsError(f"{path} is no cache of features; move it to make room for one")
     block = save(dict(tensors))
