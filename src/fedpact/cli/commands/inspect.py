@@ -129,14 +129,15 @@ def print_check(found: SiteCheck) -> None:
 
 
 def print_columns(columns: Sequence[ColumnSummary], out: Console) -> None:
-    """Print columns next to their declarations."""
-    table = Table(
-        "column", "holds", "least", "median", "most", "missing", "not as declared", "declared"
-    )
+    """Print columns, next to their declarations if there are any."""
+    declared = any(one.declared for one in columns)
+    table = Table("column", "holds", "minimum", "median", "maximum", "missing")
+    for header in ("not as declared", "declared") * declared:
+        table.add_column(header)
     for one in columns:
-        figures = (number(one.low), number(one.median), number(one.high))
-        shares = percent(one.missing), percent(one.outside)
-        table.add_row(*map(Text, (one.name, one.kind, *figures, *shares, one.declared)))
+        cells = [one.name, one.kind, *map(number, (one.low, one.median, one.high))]
+        cells += [percent(one.missing), percent(one.outside), one.declared]
+        table.add_row(*map(Text, cells[: len(table.columns)]))
     print_table(out, table)
 
 
