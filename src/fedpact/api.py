@@ -135,7 +135,7 @@ def run(
     run(model, data, **settings): the settings are those of a plan; `features` (a list), `drop` and
     `classes` are those of its [records].
     model: a name, an nn.Module, or a class or factory, called with (shape of a record, number of
-    classes) or without arguments. data: a name, a path, or records as data.load takes them.
+    classes) or without arguments. data: a name, a path, or records as data.inputs takes them.
     test: a public test set in the same form, or a file's path.
     loss, metrics: override those of the plan's [task]; names as there, or functions.
     engine: "local", threads on this machine, or "ray", a cluster

@@ -185,7 +185,7 @@ def read_prediction_inputs(
 ) -> PredictionInputs:
     """Read records as in a plan's run. own: their form in that run.
 
-    records: anything that a run accepts (see data.load), with or without labels; a .csv,
+    records: anything that a run accepts (see data.inputs), with or without labels; a .csv,
     .parquet or .npz file; an array [n, *shape]. Raises DataError: another form.
     """
     form = plan.form
