@@ -313,7 +313,7 @@ def test_neither_unit_counts_as_the_other(tmp_path, study):
         smallest_sigma=1e-3,
     )
     terms = next(iter(SimulationSetup.of(study()).terms.values()))
-    with pytest.raises(PolicyRefused, match='writes unit = "person"'):
+    with pytest.raises(PolicyRefused, match='sets unit = "person"'):
         policy.check_run("fedavg", terms, (0.0, 0.0))
     policy.model_copy(update={"unit": "person"}).check_run("fedavg", terms, (0.0, 0.0))
 
