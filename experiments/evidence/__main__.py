@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from experiments import evidence
-from experiments.evidence import page
+from experiments.evidence import again, page
 from experiments.evidence.check import faults
 from experiments.evidence.measure import carry_out, tradeoffs
 from experiments.evidence.order import ORDER
@@ -32,6 +32,10 @@ def main() -> None:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--left", action="store_true", help="list what is missing, with its cost")
     parser.add_argument("--ldp", action="store_true", help="store LDP FedSGD's curves")
+    parser.add_argument("--again", action="store_true", help="carry stored runs out once more")
+    parser.add_argument(
+        "--draw", type=int, default=0, help="of these so many, drawn from the cheap"
+    )
     parser.add_argument("--page", action="store_true", help="write docs/evidence.md")
     parser.add_argument(
         "--papers", type=Path, help="hold the page against the papers' texts in this folder"
@@ -53,6 +57,16 @@ def main() -> None:
         sys.exit("\n".join(found) or 0)
     if asked.ldp:
         tradeoffs(stored.folder)
+        return
+    if asked.again or asked.draw:
+        every = (
+            (one, title) for one, title in zip(ORDER, titles, strict=True) if stored.whole(*one)
+        )
+        named = [one for one, title in every if all(word in title for word in asked.words)]
+        for run, seed in again.drawn(stored, asked.draw) if asked.draw else named:
+            found = again.carry_out_again(stored, run, seed)
+            again.keep(f"{run.title} seed={seed}", found)
+            print(f"{run.title} seed={seed}: stored {found['stored']}, again {found['again']}")
         return
     if asked.page:
         page.write()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from experiments.evidence import drawing, page_ali, page_fedfdp, page_others
+from experiments.evidence import again, drawing, page_ali, page_fedfdp, page_others
 from experiments.evidence.cells import Book, table
 from experiments.evidence.order import ORDER
 from experiments.evidence.runs import Run
@@ -42,6 +42,7 @@ def whole(stored: Stored | None = None) -> str:
         *page_others.proxvr(book),
         *page_others.ldp(book),
         *page_others.others(book),
+        *again.part(),
     )
     left = [f"{number}. {how}" for number, how in enumerate(book.missing.values(), start=1)]
     end = (

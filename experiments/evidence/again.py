@@ -1,0 +1,77 @@
+"""Stored runs carried out once more: what is drawn, and what came out, again.json."""
+
+import json
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from experiments.evidence.cells import table
+from experiments.evidence.measure import carry_out
+from experiments.evidence.order import ORDER
+from experiments.evidence.runs import Run
+from experiments.evidence.stored import HERE, Stored
+
+from fedpact.common.randomness.seeded import DRAWS
+
+FILE: Final = HERE / "again.json"
+MINUTES: Final = 1.0
+_SEED: Final = 57
+
+
+def drawn(stored: Stored, count: int) -> list[tuple[Run, int]]:
+    """Return so many of the runs and seeds that are stored whole and take a minute at most."""
+    cheap = {(run, seed) for run, seed in ORDER if run.minutes <= MINUTES}
+    whole = sorted((run.title, seed, run) for run, seed in cheap if stored.whole(run, seed))
+    return [(run, seed) for _, seed, run in random.Random(_SEED).sample(whole, count)]
+
+
+def carry_out_again(stored: Stored, run: Run, seed: int) -> dict[str, Any]:
+    """Carry a stored run out in an empty folder; return its last look's accuracy, then and now."""
+    before, look = stored.seeds(run)[str(seed)], str(run.looks[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        *_, after = carry_out(run, seed, Path(folder) / "run")
+    each = [outcome["looks"][look]["accuracy"] for outcome in stored.seeds(run).values()]
+    return {
+        "stored": before["looks"][look]["accuracy"],
+        "again": after["looks"][look]["accuracy"],
+        "seeds": [min(each), max(each)],
+        "drawn": before.get("draws") == DRAWS,
+        **{key: after[key] for key in ("commit", "torch", "python", "processor", "device")},
+    }
+
+
+def keep(title: str, found: dict[str, Any]) -> None:
+    """Store what came out."""
+    kept = {**_kept(), title: found}
+    FILE.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n", encoding="utf-8")
+
+
+def _kept() -> dict[str, Any]:
+    return json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+
+
+def part() -> Iterator[str]:
+    """Return the page's part."""
+    yield "## Ten cells, carried out again"
+    yield (
+        f"Of the stored runs that take {MINUTES:g} minute of a core or less ten were drawn (by "
+        f"Python's `random.Random({_SEED})`) and carried out anew by `python -m "
+        'experiments.evidence --again "NAME"`, which stores nothing among the results; `--draw 10` '
+        "in place of NAME draws them. Where seeds draw noise otherwise than when a cell was "
+        "stored, a run is as another seed's, and the range of the stored seeds tells what that is "
+        "worth."
+    )
+    rows = [
+        [
+            f"`{title}`",
+            *(f"{100 * one[key]:.2f}" for key in ("stored", "again")),
+            f"{100 * (one['again'] - one['stored']):+.2f}",
+            " to ".join(f"{100 * end:.2f}" for end in one["seeds"]),
+            "as now" if one["drawn"] else "otherwise",
+        ]
+        for title, one in _kept().items()
+    ]
+    head = ["NAME", "stored", "again", "difference", "all stored seeds", "drawn then"]
+    yield table(head, rows)
