@@ -144,7 +144,8 @@ def test_the_figure_is_drawn(tmp_path):
 def test_what_does_not_fit_is_refused(tmp_path):
     (tmp_path / "d.png").mkdir()
     assert "--sigma2, --gamma missing" in refused("fedproxvr", "--L", "1", "--lam", "0.5")
-    assert "sgd" in refused("fedproxvr", *SPEC, "--solver", "sgd")
+    told = tune("fedproxvr", *SPEC, "--solver", "sgd").output
+    assert "'sgd' is not one of 'sarah', 'svrg'" in told
     assert ".png or .svg" in refused("fedproxvr", *SPEC, "--out", "figure.jpg")
     (tmp_path / "file").touch()
     missing = tmp_path / "file" / "figure.png"

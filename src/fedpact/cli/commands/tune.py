@@ -1,7 +1,7 @@
 """`fedpact tune`: parameters by the papers' theory, and how far that theory carries."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,7 +30,7 @@ def fedproxvr(
         float | None,
         typer.Option(help="γ = d_cmp/d_com, time of a local step over that of the messages, > 0."),
     ] = None,
-    solver: Annotated[str, typer.Option(help="sarah or svrg.")] = "sarah",
+    solver: Annotated[Literal["sarah", "svrg"], typer.Option(help="The inner loop.")] = "sarah",
     out: Annotated[
         Path | None,
         typer.Option(help="Draw the optimum against γ here, .png or .svg; a RUN's is drawn in it."),
@@ -113,17 +113,11 @@ def fedfdp(
     """
     from fedpact.cli.console import show
     from fedpact.report.run_summary import read_run
-    from fedpact.studies.papers.fedfdp import TheoremInputs, answer_question, print_answer
+    from fedpact.studies.papers.fedfdp import answer_question, print_answer
 
     given = {"sigma": sigma, "C": clip, "d": dimension, "B": batch, "Q0": least, "T": steps}
-    question = TheoremInputs(
-        gradient_bound=gradient_bound,
-        smoothness=smoothness,
-        convexity=convexity,
-        gap=gap,
-        most_difference=most,
-        start=start,
-        given={name: value for name, value in given.items() if value is not None},
-    )
-    found = answer_question(question, read_run(run) if run else None)
+    theorem = {"gradient_bound": gradient_bound, "smoothness": smoothness, "convexity": convexity}
+    theorem |= {"gap": gap, "most_difference": most, "start": start}
+    known = {name: value for name, value in given.items() if value is not None}
+    found = answer_question(theorem, known, read_run(run) if run else None)
     show(found, as_json, lambda: print_answer(found))

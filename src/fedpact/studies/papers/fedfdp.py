@@ -22,7 +22,7 @@ clipping or weights move the optimum (docs/notes/errata.md, F8, F10).
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -51,14 +51,11 @@ class Slopes:
     start: float
 
     def __post_init__(self) -> None:
-        check.non_negative(gradient_bound=self.gradient_bound)
         check.positive(smoothness=self.smoothness)
         check.positive(convexity=self.convexity)
-        check.non_negative(gap=self.gap)
-        check.non_negative(noise=self.noise)
         check.finite(least_difference=self.least_difference)
-        check.non_negative(most_difference=self.most_difference)
-        check.non_negative(start=self.start)
+        for name in ("gradient_bound", "gap", "noise", "most_difference", "start"):
+            check.non_negative(**{name: getattr(self, name)})
         if not self.convexity <= self.smoothness:
             raise InputError(
                 f"convexity is {self.convexity!r} and smoothness {self.smoothness!r}: expected "
@@ -175,35 +172,20 @@ ALTERNATIVES = (
 )
 
 
-@dataclass(frozen=True)
-class TheoremInputs:
-    """The theorem's numbers. given: sigma, C, d, B, Q0, T, as far as they were given."""
+def answer_question(
+    theorem: Mapping[str, float], given: Mapping[str, float], run: RunSummary | None
+) -> dict[str, Any]:
+    """Return what --json prints. Raises InputError, and DataError for a damaged run.
 
-    gradient_bound: float
-    smoothness: float
-    convexity: float
-    gap: float
-    most_difference: float
-    start: float
-    given: Mapping[str, float] = field(default_factory=dict[str, float])
-
-
-def answer_question(question: TheoremInputs, run: RunSummary | None) -> dict[str, Any]:
-    """Return what --json prints. Raises InputError, and DataError for a damaged run."""
+    theorem: what Slopes takes, but for noise and least_difference. given: sigma, C, d, B, Q0 and T,
+    as far as they are not to come from the run or the paper.
+    """
     measured = _released(run) if run else {}
     released = measured.pop("loss", None)
-    known = PAPER_VALUES | measured | dict(question.given)
+    known = PAPER_VALUES | measured | dict(given)
     steps, dimension = int(known["T"]), int(known["d"])
-    bounds = Slopes(
-        gradient_bound=question.gradient_bound,
-        smoothness=question.smoothness,
-        convexity=question.convexity,
-        gap=question.gap,
-        noise=noise_term(known["sigma"], known["C"], dimension, known["B"]),
-        least_difference=known["Q0"],
-        most_difference=question.most_difference,
-        start=question.start,
-    )
+    noise = noise_term(known["sigma"], known["C"], dimension, known["B"])
+    bounds = Slopes(**theorem, noise=noise, least_difference=known["Q0"])
     best = best_weight(bounds)
     # Q0 = -F where nothing else is known: losses are >= 0.
     loss = -known["Q0"] if known["Q0"] < 0 else None
@@ -215,17 +197,17 @@ def answer_question(question: TheoremInputs, run: RunSummary | None) -> dict[str
         "instead": ALTERNATIVES,
         "sweep": sweep,
         "numbers": {
-            "G": question.gradient_bound,
-            "L": question.smoothness,
-            "mu": question.convexity,
-            "Gamma": question.gap,
-            "Q1": question.most_difference,
-            "Delta1": question.start,
+            "G": bounds.gradient_bound,
+            "L": bounds.smoothness,
+            "mu": bounds.convexity,
+            "Gamma": bounds.gap,
+            "Q1": bounds.most_difference,
+            "Delta1": bounds.start,
             **known,
             "T": steps,
             "d": dimension,
         },
-        "from_run": sorted(set(measured) - set(question.given)),
+        "from_run": sorted(set(measured) - set(given)),
         "a": bounds.a,
         "slope_at_0": bounds.slope,
         "bound": [{"lam": lam, "P": bound(bounds, lam, steps)} for lam in usable],

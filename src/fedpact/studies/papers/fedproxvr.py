@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -33,30 +33,21 @@ WORTH = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """L, λ, σ̄², γ and the inner loop. Raises InputError: a solver that Lemma 1 does not cover."""
+    """L, λ, σ̄², γ and the inner loop."""
 
     smoothness: float
     weak_convexity: float
     heterogeneity: float
     gamma: float
-    solver: str = "sarah"
-
-    def __post_init__(self) -> None:
-        if self.solver not in ("sarah", "svrg"):
-            raise InputError(f"--solver is {self.solver!r}: expected sarah or svrg")
+    solver: Solver = "sarah"
 
     def losses(self, factor: float = 1.0) -> Losses:
         """Return Assumption 1's numbers, σ̄² times a factor."""
         return Losses(self.smoothness, self.weak_convexity, factor * self.heterogeneity)
 
-    @property
-    def inner(self) -> Solver:
-        """The inner loop, as the theory names it."""
-        return cast(Solver, self.solver)
-
     def optimum(self, *, tight: bool = True, whole: bool = True) -> Optimum:
         """Return the optimum; see `minimise`."""
-        return minimise(self.losses(), self.gamma, self.inner, tight=tight, whole=whole)
+        return minimise(self.losses(), self.gamma, self.solver, tight=tight, whole=whole)
 
 
 def candidate_document(setting: Candidate, measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,7 +147,7 @@ def _curves(setting: Candidate) -> dict[float, list[tuple[float, Parameters]]]:
     factors = FACTORS if setting.heterogeneity else FACTORS[:1]
     return {
         factor * setting.heterogeneity: list(
-            zip(gammas, path(setting.losses(factor), gammas, setting.inner), strict=True)
+            zip(gammas, path(setting.losses(factor), gammas, setting.solver), strict=True)
         )
         for factor in factors
     }

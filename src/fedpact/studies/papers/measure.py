@@ -8,11 +8,8 @@ gradient vanishes and the sites' do not (docs/notes/errata.md, V5): it grows as 
     λ    max(0, max over sites n of -λ_min(∇²F_n(w)))      spectra of whole sites' losses
     σ̄²   Σ p_n ‖∇F_n(w) - ∇F(w)‖² / ‖∇F(w)‖²
 
-All of them are exact numbers of the records. They have no (ε, δ): use them on data of your own or
-public data, never as a message of a site.
-
-The records of a simulation are on this machine, and the estimates are exact numbers of them: no
-site would release them, and no (ε, δ) covers them.
+All of them are exact numbers of the records, which no (ε, δ) covers: use them on data of your own,
+public data or a simulation's, never as a message of a site.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -152,19 +149,15 @@ def heterogeneity(
     if p.shape != gradients.shape[:1]:
         raise InputError(f"weights has {p.size} entries: expected one a site, {len(gradients)}")
 
-    def each(chosen: NDArray[np.intp]) -> tuple[Vector, Vector]:
+    def each(chosen: NDArray[np.intp]) -> tuple[Vector, float]:
         share, vectors = p[chosen] / p[chosen].sum(), gradients[chosen]
         mean = share @ vectors
         apart = ((vectors - mean) ** 2).sum(1)
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(apart > 0, apart / (mean @ mean), 0.0), share
+            squares = np.where(apart > 0, apart / (mean @ mean), 0.0)
+        return squares, float(share @ squares)
 
-    def mean_square(chosen: NDArray[np.intp]) -> float:
-        squares, share = each(chosen)
-        return float(share @ squares)
-
-    parts, _ = each(np.arange(len(p)))
-    return _bootstrap(parts, mean_square, draws)
+    return _bootstrap(each(np.arange(len(p)))[0], lambda chosen: each(chosen)[1], draws)
 
 
 def _bootstrap(
@@ -261,7 +254,8 @@ def split_records(records: Sequence[RoundRecord]) -> Split:
     """
     trained = [record for record in records if record.round and record.steps]
     bare = [record for record in trained if record.accuracy is None and not record.scores]
-    evaluated = len(_taus(bare)) < min(2, len(_taus(trained)))
+    several, bare_taus = ({r.steps for r in records} for records in (trained, bare))
+    evaluated = len(bare_taus) < min(2, len(several))
     costs = Costs()
     for record in trained if evaluated else bare:
         costs = costs.after(record.bytes_down + record.bytes_up, record.steps, record.seconds)
@@ -293,26 +287,14 @@ def split_records(records: Sequence[RoundRecord]) -> Split:
     return Split(d_com, d_cmp, costs.rounds, True, note + _EVALUATED * evaluated)
 
 
-def _taus(records: Sequence[RoundRecord]) -> set[int]:
-    return {record.steps for record in records}
-
-
 # ---------------------------------------------------------------- curvature
 
 
 def _spreads(estimates: Mapping[str, Estimate]) -> str:
-    names = {
-        "L": "L",
-        "lam": "λ",
-        "sigma2_first": "σ̄² at the first model",
-        "sigma2_last": "σ̄² at the last",
-    }
-    parts = (
-        f"{names[key]} = {e.value:.3g} [{e.low:.3g}, {e.high:.3g}]" for key, e in estimates.items()
-    )
-    return (
-        f"{', '.join(parts)}; in brackets the 5 % and 95 % points over sites or records drawn anew."
-    )
+    names = ("L", "λ", "σ̄² at the first model", "σ̄² at the last")
+    each = zip(names, estimates.values(), strict=True)
+    parts = ", ".join(f"{name} = {e.value:.3g} [{e.low:.3g}, {e.high:.3g}]" for name, e in each)
+    return f"{parts}; in brackets the 5 % and 95 % points over sites or records drawn anew."
 
 
 def _estimates(run: Path) -> dict[str, Estimate]:
@@ -366,11 +348,7 @@ def _gradient(model: FlatModel, x: Tensor, y: Tensor) -> Vector:
 
 
 def _spectrum(model: FlatModel, x: Tensor, y: Tensor, draws: np.random.Generator) -> Spectrum:
-    return spectrum(_product(model, x, y), model.size, draws, ITERATIONS)
-
-
-def _product(model: FlatModel, x: Tensor, y: Tensor) -> Callable[[Vector], Vector]:
-    """v -> Hv of the mean loss, at the model's present weights."""
+    """Of v -> Hv of the mean loss, at the model's present weights."""
     parameters, slope = _slopes(model, x, y, again=True)
 
     def product(v: Vector) -> Vector:
@@ -378,4 +356,4 @@ def _product(model: FlatModel, x: Tensor, y: Tensor) -> Callable[[Vector], Vecto
         rows = torch.autograd.grad(along, parameters, retain_graph=True, materialize_grads=True)
         return torch.cat([row.reshape(-1) for row in rows]).double().numpy()
 
-    return product
+    return spectrum(product, model.size, draws, ITERATIONS)
