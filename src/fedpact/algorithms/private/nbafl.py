@@ -21,7 +21,7 @@ Differs   the paper adds noise to the clipped model, for a sensitivity of 2C/m t
 
 from pydantic import Field
 
-from fedpact.algorithms import MethodFacts, Neutral, fedprox
+from fedpact.algorithms import Neutral, fedprox
 from fedpact.common.messages import Local, State, Task
 from fedpact.privacy.oracle import Oracle
 
@@ -34,9 +34,7 @@ class Settings(fedprox.Settings):
     model_clip: float = Field(default=20.0, gt=0)
 
 
-def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
-    return fedprox.facts(settings)
+facts = fedprox.facts
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
