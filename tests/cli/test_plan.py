@@ -84,6 +84,8 @@ def test_a_plan_says_with_how_many_others_a_site_shares_masks(
     """As many may work for the server as leave no room for two lists: c = 2t - K - 1."""
     changes = [f"sites={sites}", "rounds=1", f"secure_aggregation.threshold={threshold}"]
     found = forecast(SimulationSetup.of(Plan.read(None, changes)))["secure_aggregation"]
+    bits = found.pop("bits")
+    assert 16 <= bits <= 24
     assert found == {
         "threshold": threshold,
         "sites": sites,
@@ -91,7 +93,9 @@ def test_a_plan_says_with_how_many_others_a_site_shares_masks(
         "against": 2 * threshold - sites - 1,
     }
     show_plan(None, changes)
-    assert told in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert told in out
+    assert f"takes {bits} bits" in out
 
 
 def test_plan_and_report_name_columns_as_documented(monkeypatch, capsys):

@@ -1,13 +1,17 @@
 """Secure aggregation hands each algorithm everybody's mean in place of each reply: for every method
 that a plan allows with it that has to give the same next state, and of the others it does not."""
 
+import math
 from dataclasses import replace
 
+import pytest
 import torch
 
 from fedpact.algorithms import Summed
+from fedpact.algorithms.wrappers.integers import weights
 from fedpact.common.errors import PlanError
 from fedpact.plan import Plan
+from fedpact.privacy.oracle import UNIFORM, BatchAround, OracleWrapper
 from fedpact.simulation.secure_aggregation.encoding import FixedPointMean
 
 # Means in another order, in float64.
@@ -75,3 +79,50 @@ def test_an_allowed_method_needs_the_mean_alone(case, federation):
         assert max(found) <= CLOSE
     else:
         assert max(found) > 1e-6
+
+
+class Releases(OracleWrapper):
+    """An oracle that keeps the gradients that it has released."""
+
+    def __init__(self, inner, kept):
+        super().__init__(inner)
+        self._kept = kept
+
+    def batches(self, count, *channels):
+        for batch in self._inner.batches(count, *channels):
+            yield Release(batch, self._kept)
+
+
+class Release(BatchAround):
+    def __init__(self, inner, kept):
+        super().__init__(inner)
+        self._kept = kept
+
+    def gradient(self, w, weighting=UNIFORM):
+        self._kept.append(self._inner.gradient(w, weighting).clone())
+        return self._kept[-1].clone()
+
+
+def test_replies_are_the_sums_of_releases_that_they_are_said_to_be(case, federation):
+    """In the third round, when sites remember something: what was told plus Σ c_t g_t, where with
+    the c of `weights` and at most T releases |c| is at least |c| there and Σ |c_t| at most √T
+    times it. The width of masked words and their grid rest on it."""
+    if not (case.facts.sums_releases and allowed(case.tables)):
+        pytest.skip("its replies are not said to be such sums, or it is never masked")
+    kept = []
+    made = federation(private=True, around=lambda oracle: Releases(oracle, kept))
+    state = made.run(case, 2)
+    task = made.task(case, state, 3)
+    told = weights(case, task)
+    for site in made.sites:
+        kept.clear()
+        local = made.local(case, site, task)
+        for name, vector in local.vectors.items():
+            away = vector - task.vectors[name] if name in task.vectors else vector
+            g = torch.stack(kept, 1)
+            c = torch.linalg.lstsq(g, away[:, None], driver="gelsd").solution[:, 0]
+            assert float((g @ c - away).abs().max()) <= CLOSE
+            length, opened = told[name]
+            assert opened == 0
+            assert float(c.norm()) >= length * (1 - CLOSE)
+            assert float(c.abs().sum()) <= math.sqrt(case.steps()) * length * (1 + CLOSE)

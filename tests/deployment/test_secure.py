@@ -23,9 +23,10 @@ from fedpact.privacy.oracle import PrivateOracle
 from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import client as site_module
 from fedpact.simulation.secure_aggregation import messages, transport
-from fedpact.simulation.secure_aggregation.encoding import SharedSum, bits, centre_words
+from fedpact.simulation.secure_aggregation.encoding import RoundedMean, SharedSum, bits
 from fedpact.simulation.secure_aggregation.session import BelowThreshold, Session
 from fedpact.simulation.secure_aggregation.transport import Attempts
+from fedpact.simulation.secure_aggregation.words import centre_words
 from fedpact.simulation.simulate import simulate
 
 pytestmark = pytest.mark.usefixtures("clock")
@@ -160,7 +161,8 @@ def test_a_sum_of_two_attempts_stays_masked(federation, lies, listed):
         of = {name: attempt if name == "site-00" or not lies else 0 for name in sites}
         tasks = {name: replace(task, attempt=number) for name, number in of.items()}
         total = sum_of_a_slot(sites, session, tasks, listed)
-        own = sum(masker._coding.encode(_stored(one)).astype(np.uint64) for one in sites.values())
+        coding = masker._coding
+        own = sum(coding.encode(task, _stored(one)).astype(np.uint64) for one in sites.values())
         mask = (total.astype(np.uint64) - own) % 2 ** bits(masker._coding.terms)
         if len({*of.values()}) == 1:
             assert not mask.any()
@@ -192,7 +194,7 @@ def test_it_is_the_run_without_it(federation):
 
 def test_no_message_to_the_server_shows_a_sites_vector(federation):
     """Each site's own reply, as it lies on its disk, is in none of its answers; masked words are
-    spread over all of int64, while 99 % of the plain ones are below 2^50."""
+    spread over all of 64 bits, while 99 % of the plain ones are below 2^50."""
     run, nodes = federation()
     sent = []
     for node in nodes:
@@ -211,8 +213,43 @@ def test_no_message_to_the_server_shows_a_sites_vector(federation):
             masked = from_bytes(given.vectors["reply"].numpy().tobytes())
             assert set(masked.vectors) == {"masked"}
             assert masked.numbers == {}
-            share = float((masked.vectors["masked"].abs().double() > 2.0**60).double().mean())
+            words = masked.vectors["masked"].view(torch.int64)
+            share = float((words.abs().double() > 2.0**60).double().mean())
             assert share > 0.8
+
+
+def test_masked_replies_with_own_noise_are_short_and_sum_exactly(federation, monkeypatch):
+    """As many bits a coordinate as the statement says, and whole bytes; the opened mean is that of
+    the replies on the sites' disks within its stated error, which is a part of the noise."""
+    run, nodes = federation(compression={"kind": "grid"}, rounds=1, settings={"local_steps": 3})
+    lengths, found, mean = [], [], RoundedMean.mean
+
+    def kept(coding, task, replies, total, layout):
+        found.append((coding, replies, *mean(coding, task, replies, total, layout)))
+        return found[-1][2:]
+
+    def behave(message, answer):
+        given = answer()
+        step = from_bytes(flower_records.from_record(given.content)[0])
+        if step.step == "masked":
+            lengths.append(len(messages.reply_in(step).vectors["masked"]))
+        return given
+
+    monkeypatch.setattr(RoundedMean, "mean", kept)
+    for node in nodes:
+        node.behave = behave
+    run()
+    told = json.loads((run.directory / "server" / "run" / "privacy.json").read_bytes())
+    (coding, replies, state, error), d = found[0], 650
+    assert told["secure_aggregation"]["bits"] == coding.bits <= 24
+    assert lengths == [-(-d * coding.bits // 8)] * 3
+    sent = [_stored(node.site) for node in nodes]
+    total = sum(reply.weight for reply in sent)
+    w = sum(reply.weight / total * reply.vectors["w"].double() for reply in sent)
+    assert sorted(replies) == [reply.site for reply in sent]
+    # And float32's rounding of numbers below 1.
+    assert float((state.vectors["w"] - w).abs().max()) <= error + 2.0**-25
+    assert error < 0.1 * min(3**0.5 * 0.5 * node.site._terms.noise_variance**0.5 for node in nodes)
 
 
 def test_a_plain_task_is_refused(federation):
@@ -643,6 +680,7 @@ def test_statement_says_epsilon_ignores_secure_aggregation(federation):
         "sites": 3,
         "neighbours": 2,
         "against": 0,
+        "bits": 64,
     }
     assert any("does not rely on it" in line for line in told["covers"])
     plain, _ = federation("plain", secure_aggregation={"threshold": 0})

@@ -95,6 +95,11 @@ class MethodFacts:
     mean of the replies: see docs/notes/noise-for-the-sum.md. The conformance suite compares both
     kinds of noise."""
 
+    sums_releases: bool = False
+    """Whether each vector of a reply is what was told under its name (0 where nothing was) plus the
+    round's released gradients times numbers that the task fixes, whatever the site remembers: then
+    masked replies can be short. The conformance suite compares both."""
+
     excludes: Mapping[str, str] = field(default_factory=dict[str, str])
     """Part of a plan -> why it cannot be combined with the algorithm: "fairness", "control",
     "robust", "local", "local.head", "server", or "privacy.clip_schedule"."""

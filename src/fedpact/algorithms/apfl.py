@@ -44,7 +44,7 @@ class Settings(BaseSettings):
 def facts(settings: Settings) -> MethodFacts:
     """What is known of it before it runs; see algorithms.Algorithm."""
     del settings
-    return MethodFacts(needs_all_sites="", excludes=EXCLUDED_BY_TWO_MODELS)
+    return MethodFacts(needs_all_sites="", sums_releases=True, excludes=EXCLUDED_BY_TWO_MODELS)
 
 
 def steps(settings: Settings, state: State | None = None) -> int:

@@ -37,7 +37,8 @@ class Settings(BaseSettings):
 
 def facts(settings: Settings) -> MethodFacts:
     """What is known of it before it runs; see algorithms.Algorithm."""
-    return MethodFacts(needs_all_sites="", needs_own_noise=why_own_noise(settings.local_steps))
+    why = why_own_noise(settings.local_steps)
+    return MethodFacts(needs_all_sites="", needs_own_noise=why, sums_releases=True)
 
 
 def why_own_noise(steps: int) -> str:

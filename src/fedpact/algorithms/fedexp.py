@@ -52,6 +52,7 @@ def facts(settings: Settings) -> MethodFacts:
         needs_all_sites="",
         summed=Summed(public=("noise",)),
         needs_own_noise="a site takes its own noise off its movement's length, and sends that",
+        sums_releases=True,
         excludes={
             "server": "its extrapolation is a step size of the server's already",
             "local": "it takes the noise of plain steps off the way that a site has moved",

@@ -73,6 +73,7 @@ def facts(settings: Settings) -> MethodFacts:
         weighs_records=settings.fairness_weight > 0,
         needs_all_sites="",
         needs_own_noise=why_own_noise(settings.local_steps) or settings.why_own_noise,
+        sums_releases=True,
         excludes={
             "fairness": "it has its own fairness, and two would work against each other: set its "
             "settings.fairness_weight",

@@ -46,6 +46,7 @@ def facts(settings: Settings) -> MethodFacts:
     return MethodFacts(
         needs_all_sites="",
         summed=Summed(public=("steps",)),
+        sums_releases=True,
         excludes={"local": "its movement over τ is the mean gradient of plain steps alone"},
     )
 

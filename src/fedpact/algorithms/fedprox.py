@@ -52,7 +52,7 @@ class Settings(fedavg.Settings):
 def facts(settings: Settings) -> MethodFacts:
     """What is known of it before it runs; see algorithms.Algorithm."""
     del settings
-    return MethodFacts(needs_all_sites="")
+    return MethodFacts(needs_all_sites="", sums_releases=True)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:

@@ -75,6 +75,7 @@ def facts(settings: Settings) -> MethodFacts:
         summed=by_size if settings.aggregation == "batch_size" else Summed(why_not=two_sums),
         needs_all_sites="",
         needs_own_noise="",
+        sums_releases=True,
         excludes={
             "fairness": "it sends a gradient, not a model at which the site could release its loss",
             "control": "it makes one step a round, so there is no τ to choose",

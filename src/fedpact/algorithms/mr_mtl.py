@@ -83,6 +83,7 @@ def facts(settings: Settings) -> MethodFacts:
     return MethodFacts(
         needs_all_sites="it holds each site's model to the mean of all of them, and those of the "
         "sites that were not asked would be missing in it",
+        sums_releases=True,
         excludes={
             "fairness": "a site's loss would be that of a model which nobody uses: its own is "
             "not sent",

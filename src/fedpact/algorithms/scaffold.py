@@ -59,6 +59,7 @@ def facts(settings: Settings) -> MethodFacts:
         needs_all_sites="its c is the mean of the c_i of those who reply, so a round of some sites "
         "would leave out the others' c_i; with the paper's c, each reply would carry how its c_i "
         "moved, too",
+        sums_releases=True,
         excludes={
             "local": "its control variate is the mean gradient of plain steps, their way over τ η",
             "local.head": "its control variates are the sites' gradients at one model",

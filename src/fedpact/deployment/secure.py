@@ -18,7 +18,6 @@ from fedpact.plan import Plan
 from fedpact.simulation.secure_aggregation import keys
 from fedpact.simulation.secure_aggregation.client import Masker, UnmaskedSums
 from fedpact.simulation.secure_aggregation.encoding import (
-    RANGE,
     Coding,
     Form,
     Layout,
@@ -79,10 +78,8 @@ def secure_deployment(
         return admission.fault(site, task, reply, coding.form(layout(task)))
 
     def mean_fault(task: Task, sites: list[str], mean: State, error: float) -> str | None:
-        if plan.privacy.shares_noise:
-            # Nothing was clamped on the way.
-            return admission.mean_fault(task, sites, mean, error)
-        vectors = {n: v.clamp(-RANGE, RANGE) for n, v in task.vectors.items()}
+        # Where replies were clamped on the way, their mean is near what was told clamped.
+        vectors = {n: v.clamp(-coding.limit, coding.limit) for n, v in task.vectors.items()}
         return admission.mean_fault(replace(task, vectors=vectors), sites, mean, error)
 
     circle, patience = MaskingGraph.of(plan, federation.sites), federation.patience
@@ -102,4 +99,4 @@ def secure_deployment(
 
 def _coding(federation: Federation, plan: Plan) -> Coding:
     sizes = {name: float(member.size) for name, member in federation.sites.items()}
-    return coding_of(plan, sizes, federation.terms(plan) if plan.privacy.shares_noise else {})
+    return coding_of(plan, sizes, federation.terms(plan))

@@ -136,7 +136,7 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
             *_unprotected_weights(plan),
             *_by_delta_alone(terms),
         ],
-        "secure_aggregation": secure_terms(plan, sites),
+        "secure_aggregation": secure_terms(plan, sites, terms),
         "evaluation": of_held,
         "sites": each,
     }

@@ -58,7 +58,7 @@ def test_masks_of_unlike_attempts_do_not_cancel(party):
             words = mine.weighing.words(messages.reply_in(mine.answer(site, question)))
             seed = mine.maskers[site]._session.secrets.seed(0)
             total = total + words - keys.expand_seed(seed, words)
-            plain = plain + mine.weighing.encode(mine.replies[site])
+            plain = plain + mine.weighing.encode(mine.task, mine.replies[site])
         assert (total == plain).all() if cancel else not (total == plain).any()
 
 
@@ -197,7 +197,7 @@ def test_neighbour_sum_equals_full_sum_for_any_survivors(many):
         this = mine.up_to(session, last, away, number)
         survivors = [s for s in mine.sites if away.get(s) != "masked"]
         assert sorted(this.replies) == survivors
-        plain = sum(mine.weighing.encode(mine.replies[site]) for site in survivors)
+        plain = sum(mine.weighing.encode(mine.task, mine.replies[site]) for site in survivors)
         assert (this.total() == plain).all()
 
 

@@ -30,7 +30,7 @@ from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.ledger.receipt import receipt, remaining
 from fedpact.privacy.policy import Policy, sum_reservations
 from fedpact.report.page import write_report
-from fedpact.simulation.secure_aggregation import encoding
+from fedpact.simulation.secure_aggregation import encoding, words
 from fedpact.simulation.secure_aggregation.encoding import MASKED, Form
 from fedpact.simulation.simulate import simulate
 
@@ -39,21 +39,21 @@ def terms_of(plan, count=5, size=200.0):
     return plan.terms({f"site-{i:02d}": size + i for i in range(count)})
 
 
-@pytest.mark.parametrize("width", range(8, 33))
+@pytest.mark.parametrize("width", [*range(8, 33), 64])
 def test_packed_words_come_back(width):
     generator = np.random.default_rng(width)
     for length in (1, 7, 8, 650, 2**16 + 3):
-        words = generator.integers(0, 2**64, length, dtype=np.uint64, endpoint=False)
-        packed = encoding.pack_bits(words, width)
+        given = generator.integers(0, 2**64, length, dtype=np.uint64, endpoint=False)
+        packed = words.pack_bits(given, width)
         assert len(packed) == -(-length * width // 8)
-        back = encoding.unpack_bits(packed, width)[:length]
-        assert (back == words & np.uint64(2**width - 1)).all()
+        back = words.unpack_bits(packed, width)[:length]
+        assert (back == given & np.uint64(2**width - 1)).all()
 
 
 def test_signs_come_back():
     for width in (16, 19, 32):
         whole = np.array([0, 1, -1, 2 ** (width - 1) - 1, -(2 ** (width - 1))])
-        assert encoding.centre_words(whole.astype(np.uint64), width).tolist() == whole.tolist()
+        assert words.centre_words(whole.astype(np.uint64), width).tolist() == whole.tolist()
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_what_is_opened_is_the_sum_of_shares_and_one_step_of_it(session, gone):
     there = [site for site in session.sites if site != gone]
     total = sum(session.replies[site].vectors["gradient"] for site in there)
     width = encoding.bits(session.coding.terms)
-    assert encoding.centre_words(tried.total(), width).tolist() == total.tolist()
+    assert words.centre_words(tried.total(), width).tolist() == total.tolist()
     layout = session.coding.layout(Form.of(session.task.vectors, ()))
     form = session.coding.form(layout)
     for reply in masked.values():
@@ -97,17 +97,18 @@ def test_what_is_opened_is_the_sum_of_shares_and_one_step_of_it(session, gone):
 def test_a_masked_share_is_spread_evenly(session):
     """Of 40 words the low 16 bits; an unmasked one has 11 of them equal to its sign."""
     session.up_to(session.session(), "masked")
-    words = np.concatenate([session.coding.words(m) for m in session.mask.values()])
+    sent = np.concatenate([session.coding.words(m) for m in session.mask.values()])
     # 200 words: each of the top bits is set in half of them, but once in 10^9 (8.5 deviations).
     for bit in range(8, 16):
-        share = float(((words >> np.uint64(bit)) & np.uint64(1)).mean())
-        assert abs(share - 0.5) < 8.5 * 0.5 / math.sqrt(len(words))
+        share = float(((sent >> np.uint64(bit)) & np.uint64(1)).mean())
+        assert abs(share - 0.5) < 8.5 * 0.5 / math.sqrt(len(sent))
 
 
 def test_what_is_no_share_is_not_sent(session):
     for vectors in ({"gradient": torch.zeros(3)}, {"w": torch.zeros(3).long()}, {}):
+        reply = Reply("run", 1, "site-00", 1.0, vectors, {})
         with pytest.raises(DataError, match="expected a share"):
-            session.coding.encode(Reply("run", 1, "site-00", 1.0, vectors, {}))
+            session.coding.encode(session.task, reply)
     with pytest.raises(InputError, match="no site of this run"):
         session.coding.check(Reply("run", 1, "stranger", 1.0, {}, {}))
 
@@ -223,9 +224,9 @@ def test_the_largest_legal_sum_does_not_wrap(sites, width):
         assert encoding.bits(terms) == needed
         for whole in (int(largest / sites), -int(largest / sites)):
             word = np.array([whole]).astype(np.uint32)
-            sent = [encoding.unpack_bits(encoding.pack_bits(word, needed), needed) for _ in terms]
+            sent = [words.unpack_bits(words.pack_bits(word, needed), needed) for _ in terms]
             total = np.sum(sent, axis=0, dtype=np.uint32)
-            assert encoding.centre_words(total, encoding.bits(terms)) == sites * whole
+            assert words.centre_words(total, encoding.bits(terms)) == sites * whole
 
 
 @pytest.mark.parametrize(
@@ -358,7 +359,8 @@ def test_a_run_shares_its_noise_and_says_both_epsilons(tmp_path):
     left = remaining(path, Budget(8.0, 1e-4))
     assert (left.honest, left.budget.epsilon) == (3, 6.0)
     # On the wire a coordinate of a masked reply has 16 bits in place of 64.
-    plain = simulate(Plan.parse({**SUM, "privacy": {}}), tmp_path / "plain")
+    whole = {**SUM, "privacy": {}, "compression": {"kind": "none"}}
+    plain = simulate(Plan.parse(whole), tmp_path / "plain")
     assert result.summary["bytes_up"] < 0.6 * plain.summary["bytes_up"]
 
 

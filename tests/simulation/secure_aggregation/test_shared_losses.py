@@ -85,7 +85,7 @@ def test_opened_loss_and_count_have_all_summed_noise(survivors):
         one = {"gradient": torch.zeros(3).long(), **{n: drawn[n][k : k + 1] for n in drawn}}
         reply = Reply("run", 1, sites[0], 200.0, one, {})
         layout = coding.layout(Form.of(one, ()))
-        mean, _ = coding.mean(task, dict.fromkeys(sites, reply), coding.encode(reply), layout)
+        mean, _ = coding.mean(task, dict.fromkeys(sites, reply), coding.encode(task, reply), layout)
         for name in drawn:
             found[name].append(mean.numbers[name])
     records = sum(terms[site].batch_size for site in sites)

@@ -76,6 +76,7 @@ def test_report_says_epsilon_ignores_secure_aggregation(tmp_path):
         "sites": 3,
         "neighbours": 2,
         "against": 0,
+        "bits": 64,
     }
     page = write_report(result.folder).read_text(encoding="utf-8")
     assert "Secure aggregation, threshold 2 of 3 sites" in page

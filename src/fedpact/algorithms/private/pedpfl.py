@@ -42,6 +42,7 @@ def facts(settings: Settings) -> MethodFacts:
     del settings
     return MethodFacts(
         needs_all_sites="",
+        sums_releases=True,
         excludes={"local": "it takes its gradients beside its path, by the last one's direction"},
     )
 

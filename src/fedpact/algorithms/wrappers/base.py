@@ -41,6 +41,7 @@ class Method:
             found,
             needs_all_sites=unknown.needs_all_sites,
             needs_own_noise=unknown.needs_own_noise,
+            sums_releases=unknown.sums_releases,
         )
 
     def _function(self, name: str) -> Callable[..., Any]:

@@ -93,6 +93,7 @@ class Headed(MethodWrapper):
             inner,
             needs_own_noise="with [local] head each site's gradient is at its own head, which it "
             "stores",
+            sums_releases=False,
         )
         self._head = head
 

@@ -84,7 +84,7 @@ def forecast(scene: SimulationSetup) -> dict[str, Any]:
         "accountant": plan.privacy.accountant if plan.private else None,
         "per_person": per_person(sites, plan.privacy.unit, of_held),
         "evaluation": of_held,
-        "secure_aggregation": secure_terms(plan, len(scene.sites)),
+        "secure_aggregation": secure_terms(plan, len(scene.sites), scene.terms),
         "sites": {
             name: {
                 **terms,
@@ -138,11 +138,16 @@ def _message_bytes(scene: SimulationSetup) -> tuple[int, int]:
     from fedpact.common.messages import Reply, Task, encoded_length
     from fedpact.common.params import FlatModel
     from fedpact.privacy.accounting.shared_noise import SHARE_DEVIATION
+    from fedpact.simulation.secure_aggregation.graph import secure_terms
 
     method, plan, who = scene.plan.method, scene.plan, scene.participants
     told = method.task(method.init(FlatModel(scene.workshop.module()).vector))
     up, down = {"w": told.vectors["w"]}, told.vectors
-    if method.facts.coded:
+    secured = secure_terms(plan, len(scene.sites), scene.terms)
+    if secured:
+        words = told.vectors["w"].new_zeros(scene.workshop.size * secured["bits"] // 8)
+        up = {"masked": words.byte()}
+    elif method.facts.coded:
         up = {name: _coded(vector, SHARE_DEVIATION) for name, vector in up.items()}
     if plan.compression.kind == "grid":
         down = {name: _coded(vector, UNITS_DOWN) for name, vector in down.items()}
@@ -281,13 +286,14 @@ def _moved(scene: SimulationSetup) -> str:
     return f"; noise shifts the mean over all sites by {noise:.2g} of half a range"
 
 
-def _secured(threshold: int, sites: int, neighbours: int, against: int) -> str:
+def _secured(threshold: int, sites: int, neighbours: int, against: int, bits: int) -> str:
     others = f"{neighbours} of the {sites - 1} others"
     if neighbours == sites - 1:
         others = f"all {neighbours} others, as no smaller graph tolerates more"
     return (
         f"Secure aggregation: at least {threshold} of {sites} sites in each sum; a site shares "
-        f"masks with {others}; up to {against} of them may collude with the server"
+        f"masks with {others}; up to {against} of them may collude with the server; "
+        f"a masked coordinate takes {bits} bits"
     )
 
 

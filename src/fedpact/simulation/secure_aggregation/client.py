@@ -22,9 +22,10 @@ from fedpact.common.errors import DataError, FedpactError, InputError
 from fedpact.common.files import parse_errors
 from fedpact.common.messages import Refusal, Reply, Step, Task, to_bytes
 from fedpact.simulation.secure_aggregation import keys, messages
-from fedpact.simulation.secure_aggregation.encoding import Coding, RingWords
+from fedpact.simulation.secure_aggregation.encoding import Coding
 from fedpact.simulation.secure_aggregation.graph import MaskingGraph
 from fedpact.simulation.secure_aggregation.keys import Advert, KeyContext, Secrets, SecretsDoNotFit
+from fedpact.simulation.secure_aggregation.words import RingWords
 
 _LOST = (
     "it says which sums this site has helped to open, and without it a server could have a second "
@@ -358,7 +359,7 @@ class Masker:
         if isinstance(reply, Refusal):
             return reply
         slot.task = task
-        words = self._coding.encode(reply)
+        words = self._coding.encode(task, reply)
         # Modulo 2^b, where unsigned words wrap by themselves.
         masked = self._coding.mask(reply, words + self._mask(session, slot, task, words))
         return self._step(question, {"reply": to_bytes(masked)})

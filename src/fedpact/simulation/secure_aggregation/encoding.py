@@ -1,22 +1,24 @@
-"""Vectors as whole numbers modulo 2^b, and noise that only the sum carries.
+"""How replies become whole numbers modulo 2^b that sites add up under masks, and back.
 
-e_i = round(p_i clamp(x, -R, R) 2^s) mod 2^64,   R = 2^20,  s = 42 - ceil(log2 n),  0 < p_i <= 1
+n sites, Q of them in a sum; p_i = ω_i / Σ N in (0, 1] is a site's weight, P = Σ p_i over the sum.
 
-|Σ e_i| <= n (2^(20+s) + 1/2) < 2^63, whatever the sites send. With Q of the n sites in the sum,
-Σ e_i / 2^s / Σ p_i misses the mean of the clamped x by at most Q 2^-(s+1) / Σ p_i and float64's
-own rounding, 2^-51 max|x|.
+fixed point    e_i = round(p_i clamp(x, -R, R) 2^s) mod 2^64,   R = 2^20,  s = 42 - ceil(log2 n)
+               It cannot wrap: |Σ e_i| <= n (2^(20+s) + 1/2) < 2^63, whatever the sites send. The
+               mean is off by Q 2^-(s+1) / P at most, and float64's own rounding, 2^-51 max|x|.
+own noise      e_i = round(p_i x / u) mod 2^b,   u = min_i p_i s_i / 32
+               s_i: the deviation of the noise in x, public. The server knows w, from which all
+               started, so b has to hold Σ p_i (x_i - w) / u alone (`own_noise_bits`).
+shared noise   e_i: a site's noisy sums as its oracle rounded them, on one grid for all sites. The
+               opened sum is that of the shares (privacy.accounting.shared_noise), its mean
+               S unit / Σ q_i N_i; with it the server carries the algorithm's local part out once.
 
-Where sites share noise out, a site sends its noisy sums e_i as the oracle rounded them, channel by
-channel: whole numbers on one grid each. Nothing is rounded again, so an opened sum is that of the
-shares, whose law is in privacy.accounting.shared_noise. Its mean is S unit / Σ q_i N_i, and each
-record counts alike.
-With these the algorithm's own local part is carried out once, at the server: what comes out is what
-every site in the sum would have sent. b is as small as |Σ e_i| allows, which follows from public
-terms (`bits`).
+All that is done to a reply with a site's own noise is post-processing: it spends no privacy, and a
+sum that wraps costs utility alone.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -24,10 +26,11 @@ from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedpact.algorithms import Summed
+from fedpact.algorithms.wrappers.base import Method
+from fedpact.algorithms.wrappers.integers import weights
 from fedpact.common.errors import DataError, InputError, PlanError, PolicyRefused
 from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.per_sample.clipping import UNIFORM, Weighting
@@ -35,17 +38,23 @@ from fedpact.plan import Plan
 from fedpact.privacy.accounting.shared_noise import SHARE_DEVIATION, check_added_delta
 from fedpact.privacy.batches import Batch, most_records
 from fedpact.privacy.column_scales import Means
+from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.oracle import Oracle
 from fedpact.privacy.terms import Terms
-
-RingWords = NDArray[np.uint64 | np.uint32]
-"""Numbers modulo 2^64, or where fewer bits will do modulo 2^32."""
+from fedpact.simulation.secure_aggregation.words import (
+    RingWords,
+    centre_words,
+    join_words,
+    pack_bits,
+    split_words,
+    unpack_bits,
+)
 
 RANGE: Final = 2.0**20
 """R: what lies beyond ±R is clamped before it is sent."""
 
 MASKED: Final = "masked"
-"""The one vector of a masked reply: int64 [L]."""
+"""The one vector of a masked reply: its words of b bits, packed, uint8 [ceil(b L / 8)]."""
 
 _BITS: Final = 42  # of fractions of one site: 20 before the point, one for the sign, one to spare
 _LEAST_BITS: Final = 24  # fewer would be coarser than float32
@@ -107,20 +116,62 @@ class Form:
         return replace(self, coded=False) == Form.of(vectors, numbers)
 
 
+class _Masking:
+    """What every coding does alike: words of `bits` bits in place of all that is not public.
+
+    summed: see Summed.
+    """
+
+    summed: Summed
+
+    @property
+    def bits(self) -> int:
+        """b, the width of a word."""
+        return 64
+
+    def length(self, layout: Layout) -> int:
+        """Return how many words a plain reply of this layout takes."""
+        return layout.length
+
+    def mask(self, reply: Reply, words: RingWords) -> Reply:
+        """Return a reply with masked words in place of all that is not public."""
+        public = {n: value for n, value in reply.numbers.items() if n in self.summed.public}
+        packed = torch.from_numpy(pack_bits(words, self.bits))
+        return replace(reply, vectors={MASKED: packed}, numbers=public)
+
+    def words(self, masked: Reply) -> RingWords:
+        """Return the words of what `mask` made."""
+        return unpack_bits(masked.vectors[MASKED].numpy(), self.bits)
+
+    def form(self, layout: Layout) -> Form:
+        """Return the form of a masked reply."""
+        # Whole bytes, rounded up: the last one may end in zeros.
+        size = torch.Size([-(-self.length(layout) * self.bits // 8)])
+        return Form({MASKED: (size, torch.uint8)}, frozenset(self.summed.public))
+
+    def _check_length(self, total: RingWords, layout: Layout) -> None:
+        if len(total) != self.length(layout):
+            raise InputError(
+                f"a sum of {len(total)} words: expected {self.length(layout)}, as of one reply"
+            )
+
+
 @dataclass(frozen=True)
-class FixedPointMean:
+class FixedPointMean(_Masking):
     """Codes the weighted mean of vectors and numbers, each reply's weight its own.
 
-    encode: a plain reply's words [L], DataError where it has no place in a sum. mask: a reply with
+    encode: a plain reply's words, DataError where it has no place in a sum. mask: a reply with
     masked words in place of all that is not public; words: those again. check: InputError for a
     masked reply whose public numbers no honest site sends. mean: what stands for the reply of each
     site in a sum Σ e_i, and by how much it may be off in each coordinate.
     total: Σ N_i of all sites, declared. summed: see Summed. sites: n, of all who could send.
+    limit: beyond which numbers are clamped.
     """
 
     total: float
     summed: Summed
     sites: int
+    limit = RANGE
 
     def weight(self, reply: Reply) -> float:
         """Return ω_i. Raises InputError: not a number in (0, Σ N]."""
@@ -133,11 +184,11 @@ class FixedPointMean:
             )
         return weight
 
-    def encode(self, reply: Reply) -> RingWords:
-        """Return a plain reply's words [L]."""
-        summed = {n: v for n, v in reply.numbers.items() if n not in self.summed.public}
+    def encode(self, task: Task, reply: Reply) -> RingWords:
+        """Return a plain reply's words. task: which it answers, in full or short."""
+        del task
         share = self.weight(reply) / self.total
-        return encode_fixed_point(reply.vectors, summed, share, self.sites)
+        return encode_fixed_point(reply.vectors, self._numbers(reply), share, self.sites)
 
     def check(self, reply: Reply) -> None:
         """Raise InputError for a masked reply whose public numbers no honest site sends."""
@@ -148,32 +199,116 @@ class FixedPointMean:
         numbers = tuple(sorted(form.numbers - set(self.summed.public)))
         return Layout(dict(sorted(form.vectors.items())), numbers)
 
-    def form(self, layout: Layout) -> Form:
-        """Return the form of a masked reply."""
-        masked = {MASKED: (torch.Size([layout.length]), torch.int64)}
-        return Form(masked, frozenset(self.summed.public))
-
     def mean(
         self, task: Task, replies: Mapping[str, Reply], total: RingWords, layout: Layout
     ) -> tuple[State, float]:
         """Return what stands for the reply of each site in a sum, and how far it may be off."""
         del task
-        share = sum(self.weight(reply) / self.total for _, reply in sorted(replies.items()))
+        self._check_length(total, layout)
+        share = self._share(replies)
         state = State(*decode_fixed_point(total, share, self.sites, layout))
         return state, rounding(share, self.sites)
 
-    def mask(self, reply: Reply, words: RingWords) -> Reply:
-        """Return a reply with masked words [L] in place of all that is not public."""
-        return _masked(reply, words.view(np.int64), self.summed)
+    def _numbers(self, reply: Reply) -> dict[str, float]:
+        return {n: v for n, v in reply.numbers.items() if n not in self.summed.public}
 
-    def words(self, masked: Reply) -> RingWords:
-        """Return the words [L] of what `masked` made."""
-        return masked.vectors[MASKED].numpy().view(np.uint64)
+    def _share(self, replies: Mapping[str, Reply]) -> float:
+        return sum(self.weight(reply) / self.total for _, reply in sorted(replies.items()))
 
 
-def _masked(reply: Reply, words: NDArray[np.int64 | np.uint8], summed: Summed) -> Reply:
-    public = {name: value for name, value in reply.numbers.items() if name in summed.public}
-    return replace(reply, vectors={MASKED: torch.from_numpy(words)}, numbers=public)
+OWN_NOISE_UNITS: Final = 32.0
+"""The least deviation of a site's noise in units of the grid that its masked reply is rounded to.
+
+Rounding then adds at most 1/(12 · 32²) < 10^-4 of the noise's variance.
+"""
+
+
+@dataclass(frozen=True)
+class RoundedMean(FixedPointMean):
+    """Codes the same mean of vectors that hold each site's own noise, in words of fewer bits.
+
+    Vectors are rounded to a small part of that noise; numbers are in fixed point, of 64 bits, in
+    several words each. For methods whose MethodFacts.sums_releases holds. terms: of all sites.
+    """
+
+    method: Method
+    terms: Mapping[str, Terms]
+    limit = math.inf
+
+    @property
+    def bits(self) -> int:
+        """b, the width of a word. Raises PlanError: 32 bits do not hold the sum."""
+        return self._bits
+
+    @cached_property
+    def _bits(self) -> int:
+        return own_noise_bits(self.terms, self._noise(1), self.method.steps())
+
+    def length(self, layout: Layout) -> int:
+        """Return how many words a plain reply of this layout takes."""
+        of_one = len(split_words(np.zeros(1, np.uint64), self._part))
+        return layout.length + len(layout.numbers) * (of_one - 1)
+
+    def encode(self, task: Task, reply: Reply) -> RingWords:
+        """Return a plain reply's words. task: which it answers, in full or short."""
+        share, units = self.weight(reply) / self.total, self.units(task)
+        scaled = [
+            np.rint(vector.detach().double().reshape(-1).numpy() * (share / units[name]))
+            for name, vector in sorted(reply.vectors.items())
+        ]
+        # NaN fails the check; beyond it there is no whole number of 64 bits.
+        if not all(np.abs(part).max(initial=0.0) < 2.0**63 for part in scaled):
+            raise DataError("a vector with NaN or infinity has no place in a sum of whole numbers")
+        numbers = encode_fixed_point({}, self._numbers(reply), share, self.sites)
+        parts = [part.astype(np.int64).astype(np.uint32) for part in scaled]
+        return np.concatenate([*parts, split_words(numbers, self._part)])
+
+    def mean(
+        self, task: Task, replies: Mapping[str, Reply], total: RingWords, layout: Layout
+    ) -> tuple[State, float]:
+        """Return what stands for the reply of each site in a sum, and how far it may be off."""
+        self._check_length(total, layout)
+        share, units = self._share(replies), self.units(task)
+        vectors, at = dict[str, Tensor](), 0
+        for name, (shape, dtype) in layout.vectors.items():
+            words, at = total[at : at + shape.numel()], at + shape.numel()
+            told = task.vectors.get(name, torch.zeros(shape))
+            start = np.rint(told.double().reshape(-1).numpy() * (share / units[name]))
+            # Known modulo 2^b, and less than 2^(b-1) away from what all were told.
+            away = centre_words(words - start.astype(np.int64).astype(np.uint32), self.bits)
+            mean = torch.from_numpy((start + away) * (units[name] / share))
+            vectors[name] = mean.to(dtype).reshape(shape)
+        whole = join_words(total[at:] & np.uint32(2**self.bits - 1), self._part)
+        _, numbers = decode_fixed_point(whole, share, self.sites, Layout({}, layout.numbers))
+        error = max(len(replies) / 2 * max(units.values()) / share, rounding(share, self.sites))
+        return State(vectors, numbers), error
+
+    def units(self, task: Task) -> dict[str, float]:
+        """Return u of each vector of a reply to this task, in full or short."""
+        least = min(self._noise(task.round).values()) / OWN_NOISE_UNITS
+        # Finer than the fixed point is of no use, and 0, as of a step of length 0, is no unit.
+        finest = 2.0 ** -fraction_bits(self.sites)
+        found = weights(self.method, self._as_planned(task.round, task.numbers))
+        return {name: max(finest, of_batches * least) for name, (of_batches, _) in found.items()}
+
+    def _noise(self, number: int) -> dict[str, float]:
+        """Return p_i times the deviation of a gradient's noise in a round, of each site."""
+        task, name, found = self._as_planned(number), self.summed.weight, dict[str, float]()
+        for site, terms in self.terms.items():
+            numbers = self.method.public_numbers(task, terms) if name else {}
+            weight = numbers[name].most if name else terms.size
+            found[site] = weight / self.total * math.sqrt(terms.at(number).noise_variance)
+        return found
+
+    def _as_planned(self, number: int, numbers: Mapping[str, float] = MappingProxyType({})) -> Task:
+        # A short task lacks vectors, of which only the names count here: they are the plan's.
+        told = self.method.task(self.method.init(torch.zeros(1)))
+        return Task("", number, self.method.name, told.vectors, {**told.numbers, **numbers})
+
+    @property
+    def _part(self) -> int:
+        """How many bits of a number in fixed point a word holds, so that n of them can be added."""
+        return self.bits - (self.sites - 1).bit_length()
 
 
 def encode_fixed_point(
@@ -208,8 +343,6 @@ def decode_fixed_point(
 
     sites: n, of all who could have sent.
     """
-    if len(total) != layout.length:
-        raise InputError(f"a sum of {len(total)} words: expected {layout.length}, as of one reply")
     # Modulo 2^64 and below 2^63 in absolute value: as int64 it is the sum itself.
     means = np.ldexp(total.view(np.int64).astype(np.float64), -fraction_bits(sites)) / share
     vectors, at = dict[str, Tensor](), 0
@@ -223,11 +356,31 @@ def decode_fixed_point(
 _LEAST: Final = 16
 _MOST: Final = 32
 _LONGEST: Final = 2.0**22
+_DEVIATIONS: Final = 12.0
 _GRADIENT: Final = "gradient"
-_AT_A_TIME: Final = 2**16
 
 LocalFunction = Callable[[Task, Oracle, State], Local]
 """An algorithm's local part."""
+
+
+def own_noise_bits(terms: Mapping[str, Terms], noise: Mapping[str, float], steps: int) -> int:
+    """Return b, from 16 to 32, that holds the sum of replies which are weighted sums of releases.
+
+    noise: of each site, in one measure. steps: T, the most releases in a reply.
+
+    A reply is w + Σ c_t g_t with at most T releases. By Cauchy and Schwarz Σ |c_t| is at most √T
+    times (Σ c_t²)^(1/2), in which its grid is measured. A coordinate of a release is at most M/σ
+    deviations of its noise long, M the most records that a batch is reckoned with (1 where a batch
+    is clipped as a whole), and the noise at most 12: beyond that it is once in 10^32 draws, so a
+    coordinate of a sum wraps with a probability below n T (10^-32 + 10^-31). Raises PlanError: 32
+    bits do not hold it.
+    """
+    least, reach = min(noise.values()), float(len(terms))
+    for site, one in terms.items():
+        most = most_records(one.batch_size) if mechanism_of(one.mechanism).summed else 1
+        far = most / one.sigmas[_GRADIENT] + _DEVIATIONS
+        reach += OWN_NOISE_UNITS * math.sqrt(steps) * far * noise[site] / least
+    return _width(reach, len(terms))
 
 
 def bits(terms: Mapping[str, Terms]) -> int:
@@ -248,13 +401,17 @@ def bits(terms: Mapping[str, Terms]) -> int:
             f"{_LONGEST:.3g}, as far as floating point is shown to round it like a real number; "
             "use smaller batches or more noise"
         )
-    # 1.001 is far beyond what floating point adds to a sum. Whole numbers from -reach to reach are
-    # 2 reach + 1 many.
-    reach = 1.001 * sum(each) + 12 * SHARE_DEVIATION * math.sqrt(len(terms)) + len(terms)
-    needed = math.ceil(math.log2(2 * reach + 1))
-    if needed > _MOST:
+    noise = _DEVIATIONS * SHARE_DEVIATION * math.sqrt(len(terms))
+    return _width(sum(each) + noise + len(terms), len(terms))
+
+
+def _width(reach: float, sites: int) -> int:
+    """Return how many bits hold whole numbers up to ± `reach`. Raises PlanError: more than 32."""
+    # 1.001 is far beyond what floating point adds to a sum. There are 2 reach + 1 such numbers.
+    needed = math.ceil(math.log2(2.002 * reach + 1))
+    if not needed <= _MOST:
         raise PlanError(
-            f"a sum of {len(terms)} sites has up to {reach:.3g} units of its grid, which takes "
+            f"a sum of {sites} sites has up to {reach:.3g} units of its grid, which takes "
             f"{needed} bits: expected at most {_MOST}; use smaller batches or more noise"
         )
     return max(_LEAST, needed)
@@ -273,7 +430,7 @@ def check_shares(plan: Plan, terms: Mapping[str, Terms], dimension: int) -> None
 
 
 @dataclass(frozen=True)
-class SharedSum:
+class SharedSum(_Masking):
     """Codes a sum with shared noise, by the same methods as FixedPointMean.
 
     terms: of all sites. step: the algorithm's local part.
@@ -282,6 +439,12 @@ class SharedSum:
     terms: Mapping[str, Terms]
     summed: Summed
     step: LocalFunction
+    limit = math.inf
+
+    @property
+    def bits(self) -> int:
+        """b, the width of a word. Raises PlanError: 32 bits do not hold the sum."""
+        return self._bits
 
     @cached_property
     def _bits(self) -> int:
@@ -296,8 +459,9 @@ class SharedSum:
     def _channels(self) -> list[str]:
         return sorted(self._some.sigmas)
 
-    def encode(self, reply: Reply) -> RingWords:
-        """Return a plain reply's words [L]. Raises DataError: no whole numbers of a share."""
+    def encode(self, task: Task, reply: Reply) -> RingWords:
+        """Return a plain reply's words. Raises DataError: no whole numbers of a share."""
+        del task
         shares = [reply.vectors[name] for name in sorted(reply.vectors)]
         if sorted(reply.vectors) != self._channels or any(s.dtype != torch.int64 for s in shares):
             raise DataError(
@@ -313,14 +477,6 @@ class SharedSum:
         if reply.site not in self.terms:
             raise InputError(f"{reply.site} is no site of this run")
 
-    def mask(self, reply: Reply, words: RingWords) -> Reply:
-        """Return a reply with masked words [L] in place of all that is not public."""
-        return _masked(reply, pack_bits(words, self._bits), self.summed)
-
-    def words(self, masked: Reply) -> RingWords:
-        """Return the words [L] of what `masked` made."""
-        return unpack_bits(masked.vectors[MASKED].numpy(), self._bits)
-
     def layout(self, form: Form) -> Layout:
         """Return what the words of a plain reply of this form are."""
         # The gradient, or before it is known the model: both are [d].
@@ -329,19 +485,12 @@ class SharedSum:
         shapes = {name: shape if name == _GRADIENT else one for name in self._channels}
         return Layout({name: (shape, torch.int64) for name, shape in shapes.items()}, ())
 
-    def form(self, layout: Layout) -> Form:
-        """Return the form of a masked reply."""
-        # Whole bytes, rounded up: the last one may end in zeros.
-        size = torch.Size([-(-layout.length * self._bits // 8)])
-        return Form({MASKED: (size, torch.uint8)}, frozenset(self.summed.public))
-
     def mean(
         self, task: Task, replies: Mapping[str, Reply], total: RingWords, layout: Layout
     ) -> tuple[State, float]:
         """Return what stands for the reply of each site in a sum, and how far it may be off."""
-        if len(total) != layout.length:
-            raise InputError(f"a sum of {len(total)} words: expected {layout.length}")
-        whole, sums, at = torch.from_numpy(centre_words(total, self._bits)), dict[str, Tensor](), 0
+        self._check_length(total, layout)
+        whole, sums, at = torch.from_numpy(centre_words(total, self.bits)), dict[str, Tensor](), 0
         for name, (shape, _) in layout.vectors.items():
             sums[name] = whole[at : at + shape.numel()]
             at += shape.numel()
@@ -359,9 +508,16 @@ Coding = FixedPointMean | SharedSum
 
 def coding_of(plan: Plan, sizes: Mapping[str, float], terms: Mapping[str, Terms]) -> Coding:
     """Return how replies are summed. sizes: declared, of all sites; terms: the same sites'."""
+    facts, total = plan.method.facts, sum(sizes.values())
     if plan.privacy.shares_noise:
-        return SharedSum(terms, plan.method.facts.summed, plan.method.local)
-    return FixedPointMean(sum(sizes.values()), plan.method.facts.summed, len(sizes))
+        return SharedSum(terms, facts.summed, plan.method.local)
+    # A grid of the noise is only where all that leaves a site has noise.
+    if plan.compression.kind == "grid" and facts.sums_releases:
+        rounded = RoundedMean(total, facts.summed, len(sizes), plan.method, terms)
+        with suppress(PlanError):
+            _ = rounded.bits
+            return rounded
+    return FixedPointMean(total, facts.summed, len(sizes))
 
 
 class NoisySumOracle:
@@ -439,48 +595,3 @@ class _SumBatch:
         del w, bound, of
         # Sites sum 1/2 or -1/2 of each record, so that it is of sensitivity 1/2.
         return float(self._mean("below", 0.5)) + 0.5
-
-
-def centre_words(words: RingWords, width: int) -> NDArray[np.float64]:
-    """Return words modulo 2^b as numbers from -2^(b-1) on, below 2^(b-1).
-
-    >>> centre_words(np.array([1, 2**16 - 1, 2**15, 2**20], dtype=np.uint64), 16).tolist()
-    [1.0, -1.0, -32768.0, 0.0]
-    """
-    # Two's complement of b bits: an upper half stands for the negative numbers.
-    low = words.astype(np.int64) & (2**width - 1)
-    return np.where(low < 2 ** (width - 1), low, low - 2**width).astype(np.float64)
-
-
-def pack_bits(words: RingWords, width: int) -> NDArray[np.uint8]:
-    """Return the low `width` bits of each word, from 1 to 32, one behind the other.
-
-    >>> pack_bits(np.array([1, 2, 3], dtype=np.uint64), 16).tolist()
-    [1, 0, 2, 0, 3, 0]
-    """
-    low = words.astype("<u4")
-    # In parts, as bits take a byte each while they are packed.
-    packed: list[NDArray[np.uint8]] = []
-    # Whole bytes at each cut, as their number is a multiple of 8.
-    for start in range(0, len(low), _AT_A_TIME):
-        some = low[start : start + _AT_A_TIME].view(np.uint8).reshape(-1, 4)
-        each = np.unpackbits(some, axis=1, count=width, bitorder="little")
-        packed.append(np.packbits(each.reshape(-1), bitorder="little"))
-    return np.concatenate(packed) if packed else np.zeros(0, np.uint8)
-
-
-def unpack_bits(packed: NDArray[np.uint8], width: int) -> RingWords:
-    """Return the words of which `pack_bits` made this, modulo 2^width; width at least 8."""
-    count = 8 * len(packed) // width
-    found = np.zeros(count, dtype=np.uint32)
-    step = _AT_A_TIME * width // 8
-    for start in range(0, len(packed), step):
-        each = np.unpackbits(packed[start : start + step], bitorder="little")
-        some = len(each) // width
-        rows = np.packbits(each[: some * width].reshape(some, width), axis=1, bitorder="little")
-        # Four bytes a word, of which the upper ones stay zero, make a view as numbers possible.
-        whole = np.zeros((some, 4), np.uint8)
-        whole[:, : rows.shape[1]] = rows
-        at = start // step * _AT_A_TIME
-        found[at : at + some] = whole.view("<u4").reshape(-1)
-    return found

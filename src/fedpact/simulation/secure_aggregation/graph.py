@@ -35,7 +35,7 @@ that all parties find the same one.
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Final
@@ -45,6 +45,8 @@ from numpy.typing import NDArray
 
 from fedpact.common.errors import InputError
 from fedpact.plan import Plan
+from fedpact.privacy.terms import Terms
+from fedpact.simulation.secure_aggregation.encoding import coding_of
 
 BITS: Final = 40
 """A round has too few neighbours left somewhere less often than once in 2^BITS, by chance."""
@@ -219,11 +221,11 @@ def colluding(plan: Plan, sites: int) -> int:
     return threshold - honest if honest else 2 * threshold - sites - 1
 
 
-def secure_terms(plan: Plan, sites: int) -> dict[str, int] | None:
-    """Return what a run's secure aggregation is, None where it has none.
+def secure_terms(plan: Plan, sites: int, terms: Mapping[str, Terms]) -> dict[str, int] | None:
+    """Return what a run's secure aggregation is, None where it has none. terms: of all sites.
 
     neighbours: with how many others each site shares masks. against: how many may work for the
-    server, whoever they are, and whomever it leaves out.
+    server, whoever they are, and whomever it leaves out. bits: of a masked coordinate.
     """
     threshold = plan.secure_aggregation.threshold
     if not threshold:
@@ -231,4 +233,5 @@ def secure_terms(plan: Plan, sites: int) -> dict[str, int] | None:
     against = colluding(plan, sites)
     neighbours = neighbourhoods(sites, threshold, against).neighbours
     told = {"threshold": threshold, "sites": sites}
-    return told | {"neighbours": neighbours, "against": against}
+    bits = coding_of(plan, {site: one.size for site, one in terms.items()}, terms).bits
+    return told | {"neighbours": neighbours, "against": against, "bits": bits}

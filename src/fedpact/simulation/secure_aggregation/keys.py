@@ -33,7 +33,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedpact.common.errors import FedpactError, InputError
 from fedpact.plan import Plan
-from fedpact.simulation.secure_aggregation.encoding import RingWords, fraction_bits
+from fedpact.simulation.secure_aggregation.encoding import fraction_bits
+from fedpact.simulation.secure_aggregation.words import RingWords
 
 _ALGORITHM = ec.ECDSA(hashes.SHA384())
 

@@ -21,9 +21,10 @@ from fedpact.common.errors import FedpactError, InputError
 from fedpact.common.messages import Reply, Step, Task, to_bytes
 from fedpact.simulation.secure_aggregation import keys, messages
 from fedpact.simulation.secure_aggregation.client import add_pair
-from fedpact.simulation.secure_aggregation.encoding import Coding, RingWords
+from fedpact.simulation.secure_aggregation.encoding import Coding
 from fedpact.simulation.secure_aggregation.graph import MaskingGraph
 from fedpact.simulation.secure_aggregation.keys import Advert, KeyContext, SecretsDoNotFit
+from fedpact.simulation.secure_aggregation.words import RingWords
 
 _SEALING: Final = 28
 """Bytes that sealing adds: a nonce of 12 and a tag of 16."""
