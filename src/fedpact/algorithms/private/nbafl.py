@@ -19,9 +19,11 @@ Differs   the paper adds noise to the clipped model, for a sensitivity of 2C/m t
           what a site sends is private already, as is all that is made of it.
 """
 
+from dataclasses import replace
+
 from pydantic import Field
 
-from fedpact.algorithms import Neutral, fedprox
+from fedpact.algorithms import MethodFacts, Neutral, fedprox
 from fedpact.common.messages import Local, State, Task
 from fedpact.privacy.oracle import Oracle
 
@@ -34,7 +36,10 @@ class Settings(fedprox.Settings):
     model_clip: float = Field(default=20.0, gt=0)
 
 
-facts = fedprox.facts
+def facts(settings: Settings) -> MethodFacts:
+    """What is known of it before it runs; see algorithms.Algorithm."""
+    # A clipped model is no sum of releases.
+    return replace(fedprox.facts(settings), sums_releases=False)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
