@@ -103,7 +103,7 @@ class Release(BatchAround):
         return self._kept[-1].clone()
 
 
-def test_replies_are_the_sums_of_releases_that_they_are_said_to_be(case, federation):
+def test_declared_sums_of_releases_are_such_sums(case, federation):
     """In the third round, when sites remember something: what was told plus Σ c_t g_t, where with
     the c of `weights` and at most T releases |c| is at least |c| there and Σ |c_t| at most √T
     times it. The width of masked words and their grid rest on it."""

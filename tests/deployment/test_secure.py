@@ -218,7 +218,7 @@ def test_no_message_to_the_server_shows_a_sites_vector(federation):
             assert share > 0.8
 
 
-def test_masked_replies_with_own_noise_are_short_and_sum_exactly(federation, monkeypatch):
+def test_masked_replies_with_own_noise_are_short(federation, monkeypatch):
     """As many bits a coordinate as the statement says, and whole bytes; the opened mean is that of
     the replies on the sites' disks within its stated error, which is a part of the noise."""
     run, nodes = federation(compression={"kind": "grid"}, rounds=1, settings={"local_steps": 3})

@@ -68,7 +68,7 @@ def task_of(d=D, number=1):
 
 
 @pytest.mark.parametrize("gone", ["", "b"])
-def test_the_mean_is_that_of_the_replies_within_its_error(gone):
+def test_mean_is_that_of_the_replies_within_its_error(gone):
     """Vectors within half a unit a reply, which is far less than noise; numbers in fixed point."""
     coding, terms = made()
     task, generator = task_of(), torch.Generator().manual_seed(3)
@@ -96,7 +96,7 @@ def test_the_mean_is_that_of_the_replies_within_its_error(gone):
         ({"local": {"schedule": [1.0, 0.25]}}, 5, RATE / 4),
     ],
 )
-def test_rounding_adds_a_ten_thousandth_of_each_sites_noise(tables, number, rate):
+def test_rounding_is_a_ten_thousandth_of_each_sites_noise(tables, number, rate):
     """By the formula of each site's noise, in a round of another clip or step, too."""
     coding, terms = made(**tables)
     unit = coding.units(task_of(number=number))["w"]
@@ -108,7 +108,7 @@ def test_rounding_adds_a_ten_thousandth_of_each_sites_noise(tables, number, rate
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("narrower", [0, 1])
-def test_the_longest_replies_do_not_wrap_and_would_in_fewer_bits(sign, narrower, monkeypatch):
+def test_longest_replies_fit_and_do_not_in_fewer_bits(sign, narrower, monkeypatch):
     """Each record of the largest batch at its bound in one coordinate, noise of 12 deviations in
     the same direction in each step, at every site."""
     low, high = 0.01, 60.0
