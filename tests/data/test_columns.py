@@ -140,7 +140,7 @@ def test_a_file_of_other_columns_is_told_the_difference(tmp_path):
     told = str(raised.value)
     assert "has 1 of the 7 columns" in told
     assert "Missing: bmi (probably its 'body_mass_index'), lactate (probably its 'lac" in told
-    assert "nobody asks for ward, case, diagnosis, gender. Say" in told
+    assert "its other columns are ward, case, diagnosis, gender. Say" in told
     assert "age" not in told.split("Missing")[1].split("Say")[0]
     assert 'bmi = "body_mass_index"' in told
 

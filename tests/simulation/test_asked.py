@@ -139,7 +139,7 @@ def test_the_parts_of_a_split_are_not_left_out_in_silence(caplog):
     assert len(data.y) == 40
     assert len(data.y_test) == 10
     assert "the parts validation are not used" in caplog.text
-    with pytest.raises(DataError, match=r"no test: hand in data\[\"train\"\] alone"):
+    with pytest.raises(DataError, match=r"no test: pass data\[\"train\"\] alone"):
         from_python({k: parts[k] for k in ("train", "validation")}, PlanRecords(), "out")
 
 

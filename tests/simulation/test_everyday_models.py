@@ -226,5 +226,5 @@ def test_records_of_other_types_are_taken_or_told_of(tmp_path):
     assert run(tmp_path, Flat, (x.bfloat16(), y)).records[-1].loss
     with pytest.raises(DataError, match="to_dense"):
         run(tmp_path, Flat, (x.to_sparse(), y))
-    with pytest.raises(DataError, match=r"frame, DESCR, which are no columns.*bunch.target"):
+    with pytest.raises(DataError, match=r"frame, DESCR, which are not columns.*bunch.target"):
         run(tmp_path, Flat, {"data": x, "target": y, "frame": None, "DESCR": "a table"})

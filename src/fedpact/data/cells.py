@@ -1,12 +1,12 @@
 """Columns of cells: read from files, and turned to numbers and names.
 
-What a cell is read as follows from that cell alone: no other record, one with a missing cell among
-them, changes it. So a CSV is split record by record, and a column of whole numbers is never made
-one of floats. A float of 16 or 32 bits stays one in NumPy's, as it says how large a whole number it
+How a cell is read follows from that cell alone: no other record changes it, not even one with a
+missing cell. So a CSV is split record by record, and a column of whole numbers never becomes one of
+floats. Floats of 16 or 32 bits stay so in NumPy, as their type says how large a whole number they
 can hold.
 
-What concerns a file as a whole (its columns, that it can be read) is an error. What concerns one
-record stays with that record. An error never quotes a value.
+A fault of the file as a whole, such as its columns, is an error. A fault of a record leaves that
+record out. An error never quotes a value.
 """
 
 import csv
@@ -99,7 +99,7 @@ def arrow_cells(column: Any) -> Cells:
 
 
 def cells_of(column: Any, declared: Any = None) -> list[Any]:
-    """Return a column that was handed in from Python: a list, an array, a tensor, a frame's.
+    """Return a column passed in from Python: a list, an array, a tensor, or a frame's.
 
     declared: the name of its type, where the column does not say.
     """
@@ -132,7 +132,7 @@ _SPELLED: Final = {
     **dict.fromkeys(("true", "1"), ("True", "true", "TRUE", "1")),
     **dict.fromkeys(("false", "0"), ("False", "false", "FALSE", "0")),
 }
-"""How a truth value may be written: a CSV has it in words, a frame as Python's, others as 0, 1."""
+"""How a truth value may be written: in words in a CSV, as Python's in a frame, or as 0 and 1."""
 _LARGEST: Final = 2**53
 """Whole numbers from here on are others beside text or a missing value, as floats."""
 

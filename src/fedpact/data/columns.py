@@ -1,4 +1,4 @@
-"""A site's own columns: found under the names that a federation declares, in its units and words.
+"""A site's own columns, renamed and converted to what the federation declares.
 
     [columns]                  of site.toml, the owner's
     bmi = "body_mass_index"    the declared column bmi is this one of the file
@@ -6,8 +6,8 @@
     temperature = { column = "temp_f", factor = 0.5556, offset = -17.78 }
     sex = { column = "gender", values = { "F" = "female", "M" = "male" } }
 
-What becomes of a cell follows from that cell and these lines alone, and a cell that is no number
-stays what it is: it is left out, or filled, as one of a file that needs no such lines.
+What a cell becomes follows from that cell and these lines alone. A cell that is not a number stays
+as it is, and is left out or filled like any other.
 """
 
 import math
@@ -25,14 +25,14 @@ from fedpact.common.format import toml, toml_key
 from fedpact.data.cells import Cells, NumberCells, find_named, list_some, to_numbers
 
 _ALIKE: Final = 0.6
-"""From this ratio of difflib's on, which is its own default, two names may be one column's."""
+"""Names whose difflib ratio is at least this, its own default, may mean one column."""
 
 _ABBREVIATED: Final = 3
-"""So many letters at least may stand for a longer word that they begin, as temp does."""
+"""At least so many letters may abbreviate a longer word, as temp does."""
 
 
 class FileColumn(BaseModel):
-    """A column of a site's file that stands for a declared one. See the module."""
+    """A column of a site's file that provides a declared one. See the module."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
@@ -44,8 +44,8 @@ class FileColumn(BaseModel):
     offset: float = 0.0
     """What is added to that."""
     values: dict[str, str | float] = Field(default_factory=dict[str, str | float])
-    """What stands in the file, as text, and what the federation calls it; other cells stay what
-    they are."""
+    """A cell in the file, as text, and what the federation calls it; other cells stay as they
+    are."""
 
     @model_validator(mode="before")
     @classmethod
@@ -117,9 +117,7 @@ class ColumnDifference:
             for name in self.missing
         ]
         others = [name for name in self.unexpected if name not in self.renamed.values()]
-        return f"{', '.join(told)}; of its columns nobody asks for " + (
-            list_some(others) or "no other"
-        )
+        return f"{', '.join(told)}; its other columns are " + (list_some(others) or "no other")
 
     def mend(self) -> str:
         """Return the line of site.toml that would name the first of the missing."""

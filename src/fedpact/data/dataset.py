@@ -17,7 +17,7 @@ from fedpact.common.losses import UNLABELLED
 from fedpact.data.schema import RecordForm
 
 CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""What has no place in a name: but for a tab and a new line, a terminal may obey it."""
+"""Characters that a terminal may obey, so that no name may have them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Dataset:
     description: one line: what it is, where from, the constants of its preprocessing.
 
     Raises DataError: lengths or shapes that do not fit, a value that is NaN or
-    infinite, a label out of range, or a name with control characters, as a terminal obeys them.
+    infinite, a label out of range, or a name with control characters.
     """
 
     name: str

@@ -65,7 +65,7 @@ def find_source(name: str) -> Source:
 
 
 def cache_dir() -> Path:
-    """Return the cache directory; it need not exist. Raises DataError: nobody says where it is."""
+    """Return the cache directory; it need not exist. Raises DataError: none is known."""
     if named := os.environ.get("FEDPACT_CACHE"):
         return Path(named)
     try:

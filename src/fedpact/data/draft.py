@@ -1,7 +1,7 @@
 """A first draft of the [records] table of a plan, for a person to confirm.
 
 A range or a list of categories that is taken from records is a release of them. So what is found
-stands behind a #, as a proposal, and has no effect until somebody who knows what such a value can
+stands behind a #, as a proposal, and has no effect until a person who knows what such a value can
 be corrects it and removes the #.
 """
 

@@ -1,11 +1,11 @@
-"""Records that are handed in from Python, taken apart: columns by name, or arrays.
+"""Records passed in from Python, as columns by name or as arrays.
 
     (x, y)                          arrays, tensors or lists
-    a DataFrame, a table            whatever gives columns by name; with label = "..."
+    a DataFrame or another table    anything with columns by name; with label = "..."
     a data set of Hugging Face      its columns
     a torch Dataset                 whose items are pairs (x, y)
 
-Pillow's images become arrays [channels, height, width] of 0..255, which nothing scales but
+Pillow's images become arrays [channels, height, width] of 0..255. To scale them, declare
 `records = {"low": 0, "high": 255, "scale": "range"}`.
 """
 
@@ -46,11 +46,11 @@ def read_input(
     person: str | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> Table:
-    """Return what was handed in from Python. origin: what errors call its records.
+    """Return what was passed in from Python. origin: what errors call its records.
 
-    label, site, person: columns of a table. shape: of a record, where there may be records alone;
-    then columns of a table that are not there are passed over.
-    Raises DataError: it is nothing that the module names, or not of the form.
+    label, site, person: columns of a table. shape: of a record, where records without labels are
+    allowed; then missing columns of a table are ignored.
+    Raises DataError: it is none of what the module lists, or does not fit the form.
     """
     columns = columns_of(data)
     if columns is not None:
@@ -88,8 +88,8 @@ def of_columns(
 ) -> Table:
     """Return columns as a table; see `table_of`.
 
-    Where the one feature is an array or an image in each cell, they are arrays. A record without
-    one is left out; shape: as is one of another shape, None: that is refused.
+    If the only feature is a column of arrays or images, the result has an array. A record without
+    one is left out. shape: records of another shape are left out too; None: they are refused.
     """
     table = table_of(
         origin, columns, label, site, person, broken, form, index, unlabelled=unlabelled
@@ -166,7 +166,7 @@ def _pair_of(
         if len(pair) == 2 and (shape is None or _shape(pair[0]) != shape):
             return pair[0], pair[1], None
     if shape is None or _shape(data) == ():
-        hint = "; hand in its .dataset" if hasattr(data, "dataset") else ""
+        hint = "; pass its .dataset" if hasattr(data, "dataset") else ""
         raise DataError(f"{what} is {describe_value(data)}: {_KINDS}{hint}")
     return data, None, None
 
@@ -239,7 +239,7 @@ def columns_of(data: Any) -> dict[str, list[Any]] | None:
         )
     if isinstance(data, Mapping) and (odd := [k for k in keys if not _is_column(data[k])]):
         raise DataError(
-            f"{describe_value(data)} has {', '.join(map(str, odd))}, which are no columns: hand in "
+            f"{describe_value(data)} has {', '.join(map(str, odd))}, which are not columns: pass "
             f"a table "
             "of columns of equal length, or (x, y), as (bunch.data, bunch.target) of scikit-learn's"
         )
@@ -315,9 +315,8 @@ def _together(records: Sequence[np.ndarray], what: str) -> np.ndarray:
 def array_of(name: str, what: str, values: Any) -> np.ndarray:
     """Return numbers or text as an array. Raises DataError: they are something else.
 
-    Objects are what they hold: text, or numbers, of which None, pandas' <NA> and what numpy's mask
-    covers are missing ones. Numbers lie in the order of their axes, as code of a model may ask
-    (`view`), whatever was moved.
+    Arrays of objects become text or numbers; None, pandas' <NA> and masked values are missing
+    numbers. The array is contiguous, as a model may use `view`.
     """
     try:
         if isinstance(values, Tensor):
@@ -345,9 +344,9 @@ def array_of(name: str, what: str, values: Any) -> np.ndarray:
 
 
 def labels_of(name: str, what: str, values: Any, kind: str, axes: int) -> np.ndarray:
-    """Return labels as an array, without an axis of length 1 that says nothing.
+    """Return labels as an array, without a superfluous axis of length 1. axes: those of x.
 
-    Of classes and numbers [n, 1], of pixels [n, 1, h, w] beside images. axes: those of x.
+    Of classes and numbers that is [n, 1], of pixels [n, 1, h, w] next to images.
     """
     y = array_of(name, what, values)
     most = {"class": 2, "number": 2, "pixels": 4 if axes == 4 else 0}.get(kind)
@@ -370,11 +369,11 @@ def _plain(array: np.ndarray) -> np.ndarray:
 
 
 def warn_of_channels(name: str, x: np.ndarray) -> None:
-    """Say that images have their channels last, as far as their shape tells."""
+    """Warn of images that seem to have their channels last."""
     if x.ndim == 4 and x.shape[-1] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
         _logger.warning(
             "data set %s: a record has shape %s: models take an image as (channels, height, "
-            "width); if its channels stand last, hand in numpy.moveaxis(x, -1, 1)",
+            "width); if its channels come last, pass numpy.moveaxis(x, -1, 1)",
             *(name, x.shape[1:]),
         )
 

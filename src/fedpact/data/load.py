@@ -1,7 +1,7 @@
 """Data sets by name, from a file, or from Python objects: whatever a run takes as its data.
 
-What a record becomes follows from that record and what was declared ([records]). See inputs for
-what may be handed in. {"train": ..., "test": ...} is a data set with a public test set.
+What a record becomes follows from that record and the declaration ([records]) alone. See inputs
+for what is accepted. {"train": ..., "test": ...} is a data set with a public test set.
 
 >>> digits = load_dataset("digits")
 >>> tuple(digits.x.shape), tuple(digits.x_test.shape), len(digits.classes)
@@ -316,10 +316,10 @@ def from_python(
     test: Any = None,
     target: LabelForm | None = None,
 ) -> Dataset:
-    """Return what was handed in as a data set. test: a public test set in the same form, or a path.
+    """Return data as a data set. test: a public test set in the same form, or a path.
 
     target: what a label is. records, label, site, person: as a plan declares them.
-    Raises DataError: it is nothing of what the module names, or does not fit.
+    Raises DataError: it is none of what inputs lists, or does not fit.
     """
     if isinstance(data, Dataset) and test is None:
         return replace(data)  # held against the plan's form anew, whatever it was made by
@@ -462,7 +462,7 @@ def _test_of(data: Mapping[Any, Any]) -> Any:
     beside = [name for name in _BESIDE if name in data]
     if beside and "test" not in data:
         raise DataError(
-            f'data has the parts {", ".join(data)}, and no test: hand in data["train"] alone, or '
+            f'data has the parts {", ".join(data)}, and no test: pass data["train"] alone, or '
             f'with test = data["{beside[0]}"], if that is to be the public test set'
         )
     left = [name for name in data if name not in ("train", "test")]

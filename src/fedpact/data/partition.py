@@ -1,7 +1,7 @@
-"""The partitions of records over sites: kinds, settings, and their application.
+"""Partitions of records over sites: kinds, settings, and their application.
 
-A kind is here whole: what deals the records, which settings are its own, what they have to be.
-Whatever is incomplete is an error when this file is imported; docs/how-to/extend.md adds a kind.
+An entry of PARTITION_KINDS defines a kind completely; one that is incomplete is an error when this
+file is imported. docs/how-to/extend.md shows how to add one.
 
 >>> from fedpact.data.load import load_dataset
 >>> settings = PartitionSettings(kind="labels", labels_per_site=2)
@@ -34,13 +34,13 @@ from fedpact.data.dataset import Dataset
 class PartitionKind:
     """A way to spread records over sites.
 
-    split: of what it goes by [n], the number of sites, the settings and a seeded generator, it
-    returns one array of indices a site, none of them twice; None: the data set's own sites. by:
-    what it goes by, "label", which has to be a class, or a "feature"; "any": labels, or zeros where
-    they are no classes. own: the settings that only matter here and in the kinds that name them
-    too. least: records every site gets, so that n / least sites are the most. mistake: of the
-    settings, "" or what is wrong with them. noise: of the settings and the site's place in [0, 1],
-    the standard deviation of the noise on its features; None: records are as they were.
+    split: (values [n] to split by, number of sites, settings, seeded generator) -> one array of
+    indices for each site, all different; None: the data set's own sites. by: the values to split
+    by: "label", which must be classes, a "feature", or "any": labels, or zeros if they are not
+    classes. own: the settings that only this kind, and others that name them, use. least: the
+    number of records that every site gets at least. mistake: settings -> what is wrong with them,
+    or "". noise: (settings, place of the site in [0, 1]) -> the standard deviation of the noise on
+    its features; None: no noise.
     """
 
     split: Callable[[np.ndarray, int, Any, Generator], splits.Indices] | None
@@ -80,7 +80,7 @@ def _power_law_mistake(settings: Any) -> str:
 
 
 def _growing(units: Callable[[np.ndarray], np.ndarray]) -> PartitionKind:
-    """Of sizes that grow from site to site, in proportion to the units of sites 1, 2, ..."""
+    """Return a kind with sizes in proportion to the units of sites 1, 2, ..."""
     return PartitionKind(
         lambda y, sites, _, rng: splits.growing(y, units(np.arange(1.0, sites + 1)), rng)
     )
@@ -148,7 +148,7 @@ _USUAL_NAMES: Final = {
 
 
 def site_names(sites: int) -> list[str]:
-    """Return what so many simulated sites are called, in order; a data set's own have theirs.
+    """Return the names of so many simulated sites, in order.
 
     >>> site_names(2)
     ['site-00', 'site-01']
@@ -233,7 +233,7 @@ class PartitionSettings(BaseModel):
 
 
 def check_kinds(kinds: Mapping[str, PartitionKind], settings: type[BaseModel]) -> None:
-    """Raise FedpactError: a kind's setting that is no field, or a field that no kind names."""
+    """Raise FedpactError: a kind's setting is not a field, or no kind names a field."""
     shared = {"kind", "held_out"}
     named = {name for kind in kinds.values() for name in kind.own}
     if odd := named ^ (set(settings.model_fields) - shared):
@@ -253,8 +253,8 @@ _SPECIFIC: Final = {name for kind in PARTITION_KINDS.values() for name in kind.o
 class SiteRecords:
     """One site's records: x [n, ...], y [n] to train on; x_held, y_held, maybe none, to evaluate.
 
-    name: safe as a file name; the order of names is the order of sites. persons: whose each
-    training record is, int64 [n] from 0 without gaps; None where the data set does not say.
+    name: safe as a file name; sites are ordered by it. persons: the person of each training record,
+    int64 [n] from 0 without gaps; None where the data set does not say.
     """
 
     name: str
@@ -314,7 +314,7 @@ class Partition:
                 f"partition.kind = {self.settings.kind!r} adds noise to features, and those of "
                 f"data set {dataset.name} are tokens: choose another kind"
             )
-        # A record's noise follows from its index, whoever else is there or held out.
+        # A record's noise follows from its index alone.
         draws = [
             Generator(PCG64((self.seed, int(i)))).standard_normal(x[0].numel()) for i in indices
         ]

@@ -1,8 +1,8 @@
 """The declared form of a table's records, and how its columns are scaled.
 
-It stands in federation.toml, the same at every party, and in a plan, for own data that a simulation
-reads. What a record has to be follows from it and never from the other records: not from the type
-that a file's arrays happen to have, and not from the values that happen to occur.
+It is part of federation.toml, the same for every party, and of a plan. What a record has to be
+follows from it alone, and never from other records: neither from the type of a file's arrays nor
+from the values that occur.
 
     [records]
     low = 0.0                  every value is at least this, and at most `high`

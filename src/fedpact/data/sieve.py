@@ -152,9 +152,9 @@ def _quoted(value: Any) -> str:
 
 
 def nothing_left(sieve: RecordFilter) -> DataError:
-    """Return what to tell the owner of records of which none is used: which columns are to blame.
+    """Return the error for a file of which no record is used, with the columns that are to blame.
 
-    For simulations alone: a deployed site tells nobody.
+    For simulations only: a deployed site does not stop.
     """
     if not sieve.count:
         return DataError(

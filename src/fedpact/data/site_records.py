@@ -1,7 +1,7 @@
-"""The records of a deployed site: what leaves it must not tell whether one of them was wrong.
+"""The records of a deployed site: nothing that leaves it may reveal that a record was faulty.
 
-Read from the site's own file and held against what the federation declares. Faults of the file as a
-whole, its columns, its arrays' shapes, are its owner's, and raise; those of records never do.
+They are read from the site's file and checked against what the federation declares. Faults of the
+file as a whole, such as its columns or its arrays' shapes, raise; those of records never do.
 """
 
 import logging
@@ -48,7 +48,7 @@ def load_site(
     features: the columns of a table in the order of the numbers of a record, which is the same at
     all sites, in whatever order a file has them; an .npz file has them in this one. A table's other
     columns count for nothing. sources: what columns of a table are called here; see `site_table`.
-    person: the column, or in an .npz the array, that says whose a record is; None: nobody asks.
+    person: the column, or in an .npz the array, that names each record's person; None: not used.
     classes, shape, values ("float32" or "int64"), form: as the federation declares them. A record
     that does not fit is left out, whatever is wrong with it, and so may all of them be: n >= 0. It
     is named in the log of this machine, without its values, and nowhere else.
@@ -112,7 +112,7 @@ def site_table(
     sources: of which columns of the file, in which units and words, they are made; without one a
     column is the file's of the same name. label, person: among the declared names. shape: of a
     record, where each is an array or an image in one column.
-    Raises DataError: a column is missing, or nobody says in which order several are.
+    Raises DataError: a column is missing, or the order of several is not declared.
     """
     origin = f"data file {path}"
     if label is None or not features:

@@ -1,8 +1,8 @@
-"""How records go to sites: one function a kind, label arrays in, index arrays out.
+"""How records are spread over sites: one function for each kind of partition.
 
-Each takes the labels y [n] (int64), or a feature's values, the number of sites and a seeded
-generator, and returns one index array a site. No record goes to two sites; `by_labels` and
-`power_law` may leave some over.
+Each takes labels y [n] (int64) or a feature's values, the number of sites and a seeded generator,
+and returns one array of indices for each site. No record goes to two sites; `by_labels` and
+`power_law` may leave some out.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ def iid(y: np.ndarray, sites: int, rng: Generator) -> Indices:
 def dirichlet(y: np.ndarray, sites: int, beta: float, rng: Generator) -> Indices:
     """Spread each label over the sites by proportions drawn from Dirichlet(beta, ..., beta).
 
-    Label after label, a site that already holds n / sites records gets no more; all proportions
-    are drawn again until every site has 10 records (Li, Diao, Chen, He, Federated learning on
+    Label by label, a site that already has n / sites records gets no more; all proportions are
+    redrawn until every site has 10 records (Li, Diao, Chen, He, Federated learning on
     non-IID data silos, ICDE 2022, section 4; the split of FedFDP's and ALI-DPFL's experiments).
     Raises DataError: not reached in 2,000 tries.
     """
@@ -137,9 +137,9 @@ def feature_skew(values: np.ndarray, sites: int, strictness: float, rng: Generat
 
 
 def by_labels(y: np.ndarray, sites: int, per_site: int, rng: Generator) -> Indices:
-    """Give every site exactly `per_site` labels, and each label's sites equal parts of it.
+    """Give every site exactly `per_site` labels, and divide each label equally among its sites.
 
-    Labels are used equally often, give or take one; one that no site was dealt is left over.
+    Labels are used equally often, give or take one; one that no site gets is left out.
     Raises DataError: a label has fewer records than sites that need it.
     """
     dealt = _deal_labels(y, sites, per_site, rng)
@@ -252,14 +252,14 @@ def split_by_site(site: Sequence[str]) -> dict[str, np.ndarray]:
     return {str(name): np.flatnonzero(names == name) for name in np.unique(names)}
 
 
-# Latin letters that no accent can be taken from.
+# Latin letters that are not a letter with an accent.
 _LETTERS: Final = str.maketrans(
     {"ß": "ss", "æ": "ae", "œ": "oe", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L"}
 )
 
 
 def safe_name(name: str) -> str:
-    """Return a name that every file system takes: Zürich is Zurich, St. Anna is St.-Anna."""
+    """Return a name that is safe in file systems: Zürich is Zurich, St. Anna is St.-Anna."""
     parted = unicodedata.normalize("NFKD", name.translate(_LETTERS))
     latin = "".join(c for c in parted if not unicodedata.combining(c))
     return re.sub(r"[^A-Za-z0-9._-]+", "-", latin).strip(".-") or "site"
@@ -299,7 +299,7 @@ def group_by_person(person: Sequence[str] | None, count: int) -> Groups:
 
 
 def number_persons(person: Sequence[str] | None, indices: np.ndarray) -> Tensor | None:
-    """Return whose the records of these indices are, int64 [n] from 0 without gaps."""
+    """Return the number of the person of each of these records, int64 [n] from 0 without gaps."""
     if person is None:
         return None
     return torch.from_numpy(group_by_person([person[int(i)] for i in indices], len(indices)).place)
@@ -310,7 +310,7 @@ def hold_out_persons(
 ) -> np.ndarray:
     """Return which of the records `part` [n] are held out, bool [n].
 
-    A person is held out with chance `share`, by a digest of seed and name: whoever else is there.
+    A person is held out with probability `share`, by a digest of seed and name alone.
     """
     whose = [person[int(i)] for i in part]
     drawn = {name: _drawn(seed, "held out", name) for name in set(whose)}
@@ -318,7 +318,7 @@ def hold_out_persons(
 
 
 def of_others(person: Sequence[str] | None, test: np.ndarray, train: np.ndarray) -> np.ndarray:
-    """Return the test records of persons that no training record is of: each by its own records."""
+    """Return the test records of persons without training records."""
     if person is None:
         return test
     known = {person[i] for i in train.tolist()}
@@ -330,8 +330,8 @@ def limit_records_per_person(
 ) -> np.ndarray:
     """Return which records are used where a person may have at most `most` of them, bool [n].
 
-    Of a person with more, those of some places among that person's own, by a digest of seed and
-    place: no other person's records, and no value of any, enter.
+    A person with more keeps those at some places among their own, by a digest of seed and place.
+    It depends neither on other persons' records nor on any value.
     """
     places: dict[str | int, list[int]] = {}
     for i, name in enumerate(person):

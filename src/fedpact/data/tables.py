@@ -1,9 +1,9 @@
-"""Records as they were given, and the numbers that are read of them.
+"""Tables as they were read, and the numbers in them.
 
-Each record is held against what was declared, and left out if it does not fit. Whether it is used,
-and as what, follows from that record and the declaration (form) alone. So a wrong value, word,
-category or label takes one record out and says so to the records' owner; it never stops a site, as
-that would tell others of it.
+Each record is checked against the declaration (form), and left out if it does not fit. Whether and
+how it is used follows from that record and the declaration alone. So a wrong value, category or
+label leaves one record out and is reported to the records' owner; it never stops a site, as that
+would reveal it to others.
 """
 
 import math
@@ -36,7 +36,7 @@ _LARGEST: Final = 2**53  # whole numbers from here on are rounded by floats
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Records as they were given, of which nothing is read yet.
+    """Records before their numbers are read.
 
     origin: what errors call them. x: of a table the columns of features in their order, name ->
     cells [n]; of arrays one of them, [n, ...]. y: the labels [n, ...], site, person: the names [n];
@@ -68,10 +68,7 @@ class Table:
         return len(self.x if isinstance(self.x, np.ndarray) else next(iter(self.x.values())))
 
     def filter(self) -> RecordFilter:
-        """Return the filter of these records: of none of them is anything known yet.
-
-        A table's owner counts rows from 1, an array's from 0.
-        """
+        """Return a filter of these records. Rows count from 1 in a table, from 0 in an array."""
         sieve = RecordFilter(self.origin, self.count, int(not isinstance(self.x, np.ndarray)))
         for row, why in (self.broken or {}).items():
             sieve.leave_out(row, "", why)

@@ -1,13 +1,13 @@
-"""Classes, persons and targets of records that arrive as arrays or tables.
+"""Classes, persons and targets of records from arrays or tables.
 
-What looks like labels of another task is refused: it would train, and be of no use.
+Labels that look like those of another task are refused: training on them would be useless.
 
-One person under two names is protected less, and so is one whose name is another's as well: records
-of m others count for less once k of hers count with them, by up to 2 k / (m + k) of the bound on a
-person. So a name that may be several persons' is nobody's, and its records are used for nobody.
+A person with two names is protected less. So are two persons with one name: their records are
+clipped together, and k records more change those of m others by up to 2 k / (m + k) of the bound on
+a person. So records whose name may be that of several persons are left out.
 
-As with all else of a record, it follows from that label and what was declared, and a label that
-does not fit leaves its record out.
+What a label becomes follows from that label and the declaration. A label that does not fit leaves
+its record out.
 """
 
 import logging
@@ -40,7 +40,7 @@ from fedpact.data.tables import Table
 from fedpact.data.tokens import is_tokens, read_token_labels
 
 _FEW: Final = 20
-"""So many classes may be those of ever so few records."""
+"""Up to so many classes are plausible for any number of records."""
 
 REGRESSION: Final = "is this task.kind = 'regression', with task.range = [low, high]"
 
@@ -50,9 +50,9 @@ _logger = logging.getLogger("fedpact")
 def find_classes(
     name: str, tables: Sequence[Table], sieves: Sequence[RecordFilter], form: RecordForm
 ) -> tuple[str, ...]:
-    """Return the names of the classes of records, training and test, that are used.
+    """Return the class names of the training and test records that are used.
 
-    Raises DataError: they are no numbers of classes.
+    Raises DataError: the labels are not class numbers.
     """
     kind, labels = form.target.kind, [table.y for table in tables]
     named = tables[0].labels == "names"
@@ -127,7 +127,7 @@ def check_several(name: str, classes: Sequence[str], table: Table, form: RecordF
     raise DataError(
         f"data set {name}: there is one class, {classes[0]!r}, and the labels found are {told}: "
         "expected two classes or more, as of one there is nothing to learn; name all of them as "
-        "records.classes (classes = [...] in Python), or hand in records of the others"
+        "records.classes (classes = [...] in Python), or add records of the others"
     )
 
 
@@ -176,7 +176,7 @@ _NOBODY: Final = frozenset(
     {"", "na", "nan", "nat", "null", "none", "nil", "1ind", "1qnan", "inf", "infinity"}
     | {"unknown", "missing", "undefined", "anonymous"}
 )
-"""Names that name nobody, by their letters and digits: "-", "#N/A" and "n. a." are of them."""
+"""Letters and digits of names that name nobody, such as "-", "#N/A" and "n. a."."""
 
 # What spreadsheets and data frames make of long numbers: 3.2E+17, in some countries with a comma.
 _EXPONENT: Final = re.compile(r"[+-]?(?=[.,]?[0-9])[0-9]*[.,]?[0-9]*e[+-]?[0-9]+", re.IGNORECASE)
@@ -185,11 +185,11 @@ _CONTROLS: Final = "".join(map(chr, (*range(33), *range(127, 161))))
 
 
 def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "person") -> list[str]:
-    """Return whose each record is, n of them; the sieve has those that may be several persons'.
+    """Return the person of each record [n]; the sieve leaves out those that may be of several.
 
-    Those are the records that name nobody, and those whose number was rounded, so that its
-    neighbours, other persons, are the same. 7.0 is 7, however it is stored, and letters are the
-    same in whichever of Unicode's ways they are written. Raises DataError: another length.
+    Those are records that name nobody, and records whose number was rounded, so that other persons
+    may have the same one. 7.0 equals 7, and letters are equal in all forms of Unicode. Raises
+    DataError: another length.
     """
     if len(given) != sieve.count:
         raise DataError(
@@ -217,7 +217,7 @@ def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "pe
 
 
 def _shown(name: str) -> str:
-    """Return a name as one sees it, without what has no width, as copied names carry with them."""
+    """Return a name without invisible characters, which copied names may have."""
     if name.isascii() and name.isprintable():
         return name
     text = unicodedata.normalize("NFC", name)
@@ -231,7 +231,7 @@ def _names_nobody(name: str) -> bool:
 
 
 def _rounded(name: str, value: Any) -> str:
-    """Return in which way a number was rounded, "" if it was not."""
+    """Return how a number was rounded, "" if it was not."""
     if isinstance(value, float | np.floating):
         exact = _exact(type(value))
         return "" if abs(value) < exact else f"is a number that floats round, from {exact:.0f} on"
@@ -247,7 +247,7 @@ def _rounded(name: str, value: Any) -> str:
 
 @cache
 def _exact(kind: type[Any]) -> float:
-    """Return from where on two whole numbers may be one float of a type."""
+    """Return the least number from which two whole numbers may be one float of a type."""
     return 2.0 ** (np.finfo(kind).nmant + 1)
 
 
@@ -332,7 +332,7 @@ def read_labels(
         if kind == "pixels":
             raise DataError(
                 f"{sieve.origin}: labels of kind 'pixels' in a column: expected arrays x and y; "
-                "write the records as .npz, or hand in arrays"
+                "write the records as .npz, or pass arrays"
             )
         labels = _several(labels, len(classes))
     elif kind == "several" and labels.shape[1:] != (len(classes),):

@@ -333,7 +333,7 @@ def _cells(settings: Any, default: int, most: int, shape: Shape) -> int:
             f"{least} x {least} pixels"
             + (f", as size = {least}; lower size" if settings.kind == "patches" else "")
             + (
-                "; if channels stand last, hand in numpy.moveaxis(x, -1, 1)"
+                "; if channels come last, pass numpy.moveaxis(x, -1, 1)"
                 * (shape[-1] <= 4 < shape[0])
             )
         )

@@ -1,4 +1,4 @@
-"""The [features] table of a plan: what stands in place of each record before it is trained on.
+"""The [features] table of a plan: what replaces each record before training.
 
     [features]
     kind = "scattering"        or "patches", or your own "package.module:factory"; see kinds
@@ -42,7 +42,7 @@ def _known(kind: str) -> str:
 
 
 class FeatureSettings(BaseModel):
-    """What stands in place of each record before it is trained on. See the module.
+    """What replaces each record before training. See the module.
 
     A setting that the kind does not use is refused.
     """
@@ -76,12 +76,12 @@ class FeatureSettings(BaseModel):
 
     @property
     def used(self) -> bool:
-        """Whether anything stands in place of the records."""
+        """Whether features replace the records."""
         return self.kind != "none"
 
     @property
     def factory(self) -> bool:
-        """Whether the kind is somebody's own."""
+        """Whether the kind is a user's own module."""
         return self.used and self.kind not in FEATURE_KINDS
 
     @property
@@ -107,7 +107,7 @@ class FeatureSettings(BaseModel):
         )
 
     def describe(self) -> str:
-        """Return in a sentence what stands in place of the records; "" for nothing."""
+        """Return in a sentence what replaces the records; "" for nothing."""
         if not self.used:
             return ""
         of = (
@@ -145,7 +145,7 @@ def _own(kind: str) -> tuple[str, ...]:
 
 
 def check_feature_kinds() -> None:
-    """Raise FedpactError: a kind's setting that is no field, or a field that no kind names."""
+    """Raise FedpactError: a kind's setting is not a field, or no kind names a field."""
     named = {name for kind in FEATURE_KINDS.values() for name in kind.own}
     shared = {"kind", *_OF_KINDS, *_OF_FACTORIES}
     if odd := named ^ (set(FeatureSettings.model_fields) - shared):
@@ -161,8 +161,8 @@ check_feature_kinds()
 def suggest_features(shape: tuple[int, ...], mirror: bool | None) -> dict[str, Any]:
     """Return the [features] table for records of this shape; none for tables.
 
-    mirror: whether images mean the same mirrored, None: where they are in colour. Raises
-    InputError: it is said of what is no image.
+    mirror: whether mirrored images mean the same; None: yes for colour images. Raises InputError:
+    it is given, and the records are not images.
     """
     if len(shape) not in (2, 3) or min(shape[-2:]) < _SMALLEST_IMAGE:
         if mirror is not None:

@@ -1,8 +1,7 @@
-"""The stage between a party's records and what it trains or scores on: scaled columns, features.
+"""From records to what is trained or evaluated on: scaled columns, or features.
 
-It is the same function in a simulation, at a deployed site as it opens, and for the server's public
-test set. What it makes of a record follows from that record, the plan and the party's own copy of
-the weights; no record makes it fail.
+The same function serves simulations, deployed sites and the server's public test set. What a record
+becomes follows from that record, the plan and the weights; no record makes it fail.
 """
 
 import logging
@@ -21,7 +20,7 @@ from fedpact.data.features.user_module import factory_of
 from fedpact.data.schema import RecordForm, Scaling
 
 _logger = logging.getLogger("fedpact")
-_SHOWN = 20
+_SHOWN = 3
 _NOTHING = RecordForm()
 
 
@@ -39,19 +38,19 @@ class FeatureStage:
 
     @property
     def used(self) -> bool:
-        """Whether anything stands in place of the records."""
+        """Whether the records are changed."""
         return self.settings.used or self._scaling(torch.empty(0)).used
 
     def names(self, record: Tensor, features: Sequence[str]) -> tuple[str, ...]:
-        """Return the columns of what comes out of a table's; none of features."""
+        """Return the columns that a table's become; () for features."""
         return () if self.settings.used else self._scaling(record, features).names
 
     def released(self, record: Tensor, features: Sequence[str]) -> tuple[int, ...]:
-        """Return the places in what comes out that are scaled by what sites release."""
+        """Return the places, in the result, of columns scaled by what sites release."""
         return () if self.settings.used else self._scaling(record, features).released
 
     def example(self, record: Tensor) -> Tensor:
-        """Return something of the form that a record [*shape] comes out in.
+        """Return zeros of the form that a record [*shape] becomes.
 
         Raises ModelError: records that these features are not made for.
         """
@@ -61,11 +60,11 @@ class FeatureStage:
         return torch.zeros(self._extractor(record).width)
 
     def key(self, record: Tensor) -> str:
-        """Return what features follow from besides the records, as a public digest."""
+        """Return a public digest of all that features follow from, but for the records."""
         return self._extractor(self._scaling(record).example(record)).key
 
     def made_by(self, record: Tensor) -> MadeBy:
-        """Return what tells features of one's own from others."""
+        """Return what identifies features of a user's own module."""
         if not self.settings.factory:
             return MadeBy()
         return self._extractor(self._scaling(record).example(record)).made_by
@@ -79,11 +78,11 @@ class FeatureStage:
         features: Sequence[str] = (),
         known: Tensor | None = None,
     ) -> Found:
-        """Return what stands in place of records x [n, *shape] on the CPU.
+        """Return what replaces records x [n, *shape] on the CPU.
 
         example: a record [*shape]. origin: the records' file, for this machine's log alone. kept:
         where their features are cached, or None. features: a table's columns. known: bool [n], the
-        records that are left out already, which is told elsewhere.
+        records that are already left out, and reported elsewhere.
         """
         scaling = self._scaling(example, features)
         x, example = scaling(x), scaling.example(example)
@@ -119,11 +118,7 @@ def _warn(origin: str, good: Tensor, what: str) -> None:
     bad = (~good).nonzero()[:, 0].tolist()
     if bad:
         _logger.warning(
-            "%s: %d of %d records have %s and are left out of everything: places %s (counted from "
-            "0); look for values that are none",
-            origin,
-            len(bad),
-            len(good),
-            what,
+            "%s: %d of %d records have %s and are left out: places %s (counted from 0)",
+            *(origin, len(bad), len(good), what),
             ", ".join(map(str, bad[:_SHOWN])) + (", ..." if len(bad) > _SHOWN else ""),
         )
