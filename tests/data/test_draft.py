@@ -226,6 +226,13 @@ def test_other_forms_of_a_table_are_refused_with_a_remedy(tmp_path, encoding, di
     assert to_numbers(columns["Größe"]).tolist() == [1.5, 2.25, 3.0]
 
 
+@pytest.mark.parametrize("cells", [["1e308", "-1e308", "inf", ""] * 9, ["7", ""], [""], []])
+def test_a_draft_of_odd_numbers_can_be_read(tmp_path, cells):
+    text = of_column(tmp_path, cells)
+    Plan.parse(tomllib.loads(confirmed(text)))
+    Plan.parse(tomllib.loads(confirmed(text.replace('label = "y"', 'label = "v"'))))
+
+
 def test_titles_above_the_header_are_pointed_out(tmp_path):
     (tmp_path / "t.csv").write_text("Ward report,,,\n,,,\na,b,y,\n1,2,no,\n3,4,yes,\n")
     with pytest.raises(DataError, match=r"line 3 looks like the header.*skiprows=2"):

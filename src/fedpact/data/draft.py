@@ -48,6 +48,7 @@ _HEAD: Final = """\
 """
 
 
+@np.errstate(all="ignore")  # as of numbers near 1e308
 def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[ColumnSummary]]:
     """Return a draft of [records] as TOML, and what each column holds.
 
@@ -117,6 +118,8 @@ def _classes(columns: Mapping[str, Cells], label: str) -> list[str]:
     if label not in columns:
         return [f"# label: the file has no column {label!r}; its columns are {list_some(columns)}"]
     found = _words(columns[label])
+    if not found:
+        return ["# label: every cell is empty"]
     if len(found) > _MOST:
         return [f"# label: text with {len(found)} different values: is this the right column?"]
     return [
@@ -162,7 +165,7 @@ def _column(one: ColumnSummary, cells: Cells) -> list[str]:
         codes = toml(values.tolist())
         lines.append(f"# if these are codes, in place of a range: categories = {codes}")
     lines += _ranges(parts.usual)
-    if missing or parts.codes:
+    if (missing or parts.codes) and np.abs(parts.usual).max() < 1e30:
         median = _plain(float(f"{np.median(parts.usual):.2g}"))
         lines.append(f"# fill = {median}   # replaces a missing value; else the row is left out")
     return lines
@@ -202,6 +205,8 @@ def _span(values: np.ndarray) -> str:
 
 def _ranges(values: np.ndarray, *keys: str) -> list[str]:
     ends = _around(values)
+    if not 0 < float(ends[1]) - float(ends[0]) < math.inf:
+        return []
     lines = [f"# {key} = {end}" for key, end in zip(keys, ends, strict=False)]
     if not keys:
         lines = [f"# range = [{', '.join(ends)}]   # what such a value can be"]

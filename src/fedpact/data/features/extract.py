@@ -390,7 +390,9 @@ def features(x: Tensor, extractor: Extractor, cache: Path | None) -> Found:
     """
     if cache is None:
         return extractor(x)
-    key = _key(x, extractor)
+    digest = hashlib.sha256(f"{extractor.key} {tuple(x.shape)} {x.dtype}".encode())
+    digest.update(x.contiguous().numpy().tobytes())
+    key = digest.digest()
     held = load_tensors(cache, key)
     if held is not None and held["x"].shape == (len(x), extractor.width):
         return Found(held["x"], held["good"])
@@ -400,9 +402,3 @@ def features(x: Tensor, extractor: Extractor, cache: Path | None) -> Found:
     except OSError as error:
         _logger.warning("features are not cached, and computed again next time: %s", error)
     return found
-
-
-def _key(x: Tensor, extractor: Extractor) -> bytes:
-    digest = hashlib.sha256(f"{extractor.key} {tuple(x.shape)} {x.dtype}".encode())
-    digest.update(x.contiguous().numpy().tobytes())
-    return digest.digest()

@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -66,11 +66,11 @@ def dead_leaves(
     a smaller deviation of each channel. They are kept; nobody writes to them.
     """
     channels, height, width = shape
-    drawn, some = _drawn(count, shape, seed), slice(start, stop)
+    (ground, number, leaves), some = _drawn(count, shape, seed), slice(start, stop)
     rows = torch.arange(height, dtype=torch.float32).view(1, -1, 1)
     columns = torch.arange(width, dtype=torch.float32).view(1, 1, -1)
-    images = drawn.ground[some].expand(stop - start, channels, height, width).clone()
-    for k, leaf in enumerate(drawn.leaves):
+    images = ground[some].expand(stop - start, channels, height, width).clone()
+    for k, leaf in enumerate(leaves):
         radius, y, x, cos, sin, round_, colour = (part[some] for part in leaf)
         down, across = rows - y, columns - x
         along = across * cos + down * sin
@@ -78,33 +78,19 @@ def dead_leaves(
         disc = along**2 + beside**2 <= radius**2
         bar = (along.abs() <= 2 * radius) & (beside.abs() <= radius / 2)
         inside = torch.where(round_, disc, bar)
-        inside &= (k < drawn.number[some]).view(-1, 1, 1)
+        inside &= (k < number[some]).view(-1, 1, 1)
         images = torch.where(inside[:, None], colour, images)
     return images
 
 
-class _Leaf(NamedTuple):
-    """What draws one leaf of each image, all [n, 1, 1], colour [n, 1 or channels, 1, 1]."""
-
-    radius: Tensor
-    y: Tensor
-    x: Tensor
-    cos: Tensor
-    sin: Tensor
-    round_: Tensor
-    colour: Tensor
-
-
-class _Drawn(NamedTuple):
-    """What draws n images. ground: its colours. number: how many leaves each has, [n]."""
-
-    ground: Tensor
-    number: Tensor
-    leaves: list[_Leaf]
-
-
 @lru_cache(maxsize=2)
-def _drawn(count: int, shape: tuple[int, int, int], seed: int) -> _Drawn:
+def _drawn(
+    count: int, shape: tuple[int, int, int], seed: int
+) -> tuple[Tensor, Tensor, list[tuple[Tensor, ...]]]:
+    """Return what draws the images: their ground colours, numbers of leaves [count], and leaves.
+
+    A leaf: radius, y, x, cosine, sine, whether it is a disc, all [count, 1, 1], and its colour.
+    """
     channels, height, width = shape
     draws = seeded_generator("dead leaves", seed, *shape)
 
@@ -115,17 +101,17 @@ def _drawn(count: int, shape: tuple[int, int, int], seed: int) -> _Drawn:
         own = 0.2 * (uniform(count, channels, 1, 1) - 0.5) if channels > 1 else 0.0
         return (uniform(count, 1, 1, 1) + own).clamp(0, 1)
 
-    def leaf() -> _Leaf:
+    def leaf() -> tuple[Tensor, ...]:
         # The inverse of the distribution function of r^-3 on [1, longest].
         radius = (1 - uniform(count, 1, 1) * (1 - longest**-2.0)) ** -0.5
         y, x = uniform(count, 1, 1) * height, uniform(count, 1, 1) * width
         angle = uniform(count, 1, 1) * math.pi
         round_ = uniform(count, 1, 1) < 0.5
-        return _Leaf(radius, y, x, angle.cos(), angle.sin(), round_, colours())
+        return radius, y, x, angle.cos(), angle.sin(), round_, colours()
 
     longest = min(height, width) / 2
     ground, leaves = colours(), (uniform(count) * _MOST).floor() + 1
-    return _Drawn(ground, leaves, [leaf() for _ in range(_MOST)])
+    return ground, leaves, [leaf() for _ in range(_MOST)]
 
 
 _IMAGES: Final = 1000
