@@ -94,7 +94,7 @@ def test_a_confirmed_draft_reads_every_record(table):
     [
         ("admitted", "days since a fixed day"),
         ("born", "days since a fixed day"),
-        ("note", "90 different values"),
+        ("note", "many different values"),
         ("empty", "every cell is empty"),
         ("always", "the same value in every row"),
     ],

@@ -101,7 +101,7 @@ def _unusable(one: ColumnSummary, cells: Cells) -> str:
     if form := describe_text(cells):
         return form
     if one.distinct > _MOST:
-        return f"text with {one.distinct:,} different values, such as names, notes or identifiers"
+        return "text with many different values, such as names, notes or identifiers"
     return "the same value in every row" if one.distinct == 1 and not one.missing else ""
 
 
