@@ -307,7 +307,7 @@ def test_the_order_of_a_files_columns_is_the_federations(tmp_path):
     with pytest.raises(DataError, match=r"not say in which order .* add features"):
         load_site(path, "out", CLASSES, (5,), "float32", FORM)[0]
     others = ("age", "dose", "ward", "grade", "size")
-    with pytest.raises(DataError, match=r"5 of the 6 columns .*Missing: size; .* other columns are free"):
+    with pytest.raises(DataError, match=r"5 of the 6 columns .*Missing: size; .* columns are free"):
         load_site(path, "out", CLASSES, (5,), "float32", FORM, features=others)[0]
 
 
