@@ -3,7 +3,6 @@
 import logging
 import re
 import shutil
-import socket
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,7 +45,7 @@ README = """\
 | `authority/` | whoever sets the federation up; on no machine of the run | `ca.key` |
 | `server/` | the server | `server.key`, `tls.key`, `runtime.secret` |
 | `sites/NAME/` | the site NAME: copy it to that machine, and delete it here | `site.key`, \
-`runtime.secret`, the records |
+the records |
 
 On one machine, for trying: `fedpact deploy up .`, and `fedpact deploy status .` beside it.
 
@@ -130,7 +129,7 @@ def _records(form: RecordForm) -> str:
     )
 
 
-def render_site_toml(name: str, records: str, label: str | None, port: int) -> str:
+def render_site_toml(name: str, records: str, label: str | None) -> str:
     """Return site.toml."""
     column = (
         f'label = "{label}"' if label else '# label = "..."   # the label\'s column, of a table'
@@ -144,8 +143,7 @@ data_set = "{name}"            # what the ledger is called: one for these record
 # data_version = "2026-01"     # what its receipts say of it beside the name
 ledger = "ledger.jsonl"        # on a local disk, backed up, never put back
 device = "cpu"                 # or "cuda": where it computes
-port = {port}                  # a free one of this machine, for the site's own processes
-# socket = "/run/fedpact/{name}.sock"      # of a SuperNode that is there already; then no port
+# socket = "/run/fedpact/{name}.sock"      # only for a SuperNode that is there already
 
 # most_left_out = 0.05         # with a larger share of records that do not fit it does not open
 
@@ -394,12 +392,12 @@ def _write_person(scene: SimulationSetup, with_records: bool) -> str | None:
 
 def _write_shared(party: Path, authority: Path, plan: Plan, shared: Federation) -> None:
     (party / "ca.crt").write_bytes((authority / "ca.crt").read_bytes())
-    keys.write_runtime_secret(party / "runtime.secret")
     Folder(party).write_json("plan.json", plan.document())
     (party / "federation.toml").write_text(federation(shared), encoding="utf-8")
 
 
 def _write_server(server: Path, scene: SimulationSetup) -> None:
+    keys.write_runtime_secret(server / "runtime.secret")
     data = scene.raw
     if data.x_test is not None and data.y_test is not None:
         np.savez(server / "test.npz", x=data.x_test.numpy(), y=_labels(scene, data.y_test))
@@ -409,9 +407,7 @@ def _write_site(directory: Path, scene: SimulationSetup, name: str, with_records
     terms, plan = scene.terms[name], scene.plan
     records = "records.npz" if with_records else "/path/to/records.csv"
     label = None if with_records else plan.label or "label"
-    (directory / "site.toml").write_text(
-        render_site_toml(name, records, label, _free_port()), encoding="utf-8"
-    )
+    (directory / "site.toml").write_text(render_site_toml(name, records, label), encoding="utf-8")
     # What is cut from the plan's own data set, for trying, has no owner who could sign.
     text = policy(plan.algorithm, terms, plan.evaluation_terms, approvals=int(not with_records))
     (directory / "policy.toml").write_text(text, encoding="utf-8")
@@ -433,9 +429,3 @@ def _labels(scene: SimulationSetup, y: Tensor) -> np.ndarray:
     if target.kind != "number":
         return y.numpy()
     return np.clip(unscale(y.double().numpy(), target), target.low, target.high)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

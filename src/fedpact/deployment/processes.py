@@ -37,6 +37,7 @@ _LONGEST_PAUSE = 5.0
 _KNOCK_SECONDS = 1.0
 _PORT_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
+_IN_MEMORY, _SMALL_BYTES = ":flwr-in-memory:", 2**25
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _log = logging.getLogger("fedpact.party")
 
@@ -47,8 +48,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
     Raises FedpactError: Flower is not installed, does not start, or the run cannot go on.
     """
     require_flower()
-    from fedpact.deployment.flower import credentials
-    from fedpact.deployment.flower.server_process import serve
+    from fedpact.deployment.flower import credentials, server_process
 
     with _files_told(), _ended_by_signals(), _held(directory), pld.apart():
         coordinator = Coordinator.of(directory)
@@ -56,21 +56,25 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
         _prepare(coordinator.federation.seeds == "test")
         host, port = coordinator.federation.address.rsplit(":", 1)
         own = "127.0.0.1" if host in ("127.0.0.1", "localhost") else "0.0.0.0"
+        # What the sites have not fetched yet lies there: little of it is quicker in memory.
+        round_bytes = 16 * coordinator.longest_message * len(coordinator.federation.sites)
+        database = _IN_MEMORY if round_bytes <= _SMALL_BYTES else "flower/superlink.db"
         command = [
-            *("flower-superlink", "--isolation", "process", "--ssl-ca-certfile", "ca.crt"),
+            str(server_process.most_request_bytes(coordinator)),
+            *("--isolation", "process", "--ssl-ca-certfile", "ca.crt"),
             *("--ssl-certfile", "tls.crt", "--ssl-keyfile", "tls.key", "--host", own),
-            *("--port", port, "--enable-supernode-auth", "--database", "flower/superlink.db"),
+            *("--port", port, "--enable-supernode-auth", "--database", database),
             *("--superexec-auth-secret-file", "runtime.secret"),
             "--disable-runtime-dependency-installation",
         ]
         _wait_for_port(own, int(port), "address in federation.toml, at every party")
-        # Of a SuperLink that was killed it may be half made. All in it can be had again: nodes are
-        # registered, and a run of Flower's begun, at every start.
+        # All in it can be had again: nodes are registered, and a run of Flower's begun, at every
+        # start. On the disk, one of a SuperLink that was killed may be half made.
         for left in _home(directory).glob("superlink.db*"):
             left.unlink()
         credentials.write_server_connections(directory, coordinator.federation)
         with _flower(directory, command) as link, _ends_with(link, directory):
-            return serve(coordinator, f"127.0.0.1:{port}", on_round)
+            return server_process.serve(coordinator, f"127.0.0.1:{port}", on_round)
 
 
 def run_site(directory: Path) -> None:
@@ -80,34 +84,19 @@ def run_site(directory: Path) -> None:
     """
     require_flower()
     from fedpact.deployment.flower import credentials, site_process
-    from fedpact.deployment.flower.site_process import work
 
     with _files_told(), _held(directory), pld.apart(), Site(directory) as site:
         credentials.check_site_keys(directory, site.federation, site.name)
         credentials.write_site_connection(_home(directory).parent)
         _prepare(site.federation.seeds == "test")
-        if site.settings.socket is not None:
-            with _ended_by_signals():
-                site_process.listen(site, directory, directory / site.settings.socket)
-        command = [
-            *("flower-supernode", "--isolation", "process"),
-            *("--superlink", site.federation.address, "--root-certificates", "ca.crt"),
-            *("--auth-supernode-private-key", "site.key"),
-            *("--host", "127.0.0.1", "--port", str(site.settings.port)),
-            *("--superexec-auth-secret-file", "runtime.secret"),
-        ]
         waits, tell = _Waits(), _Teller()
         with _ended_by_signals():
+            if site.settings.socket is not None:
+                site_process.listen(site, directory, directory / site.settings.socket)
             while True:
                 _wait_for(site.federation.address, tell, site.ending)
                 try:
-                    site_process.enter(site, directory)
-                    _wait_for_port("127.0.0.1", site.settings.port, "port in site.toml")
-                    tell("let in by the server")
-                    with _flower(directory, command) as node:
-                        work(site, directory, _Alive(node, site.federation.address))
-                    if not site.ending:
-                        tell(f"the connection to the server has ended: {_reason(directory)}")
+                    site_process.work(site, directory, tell)
                 except site_process.NotLetIn as error:
                     tell(str(error))
                 except OSError as error:
@@ -174,7 +163,7 @@ def _prepare(reproducible: bool) -> None:
 
 @contextmanager
 def _flower(directory: Path, command: list[str]) -> Generator[subprocess.Popen[bytes]]:
-    """Run one of Flower's processes, which dies with this one, and end it."""
+    """Run a SuperLink (program.py), which dies with this process, and end it."""
     with open(_home(directory) / "log.txt", "ab", opener=private_opener) as log:
         process = subprocess.Popen(
             # By its file: our package need not be found from that directory.
@@ -313,33 +302,6 @@ def _wait_for(address: str, tell: _Teller, ending: str | None) -> None:
                 "and that its port is open to this machine"
             )
         time.sleep(_KNOCK_SECONDS)
-
-
-class _Alive:
-    """Whether the SuperNode runs and its server still listens, as of a moment ago.
-
-    A SuperNode that has lost its server tries again at longer and longer intervals. It is started
-    anew instead.
-    """
-
-    def __init__(self, node: subprocess.Popen[bytes], address: str) -> None:
-        host, port = address.rsplit(":", 1)
-        self._node, self._server = node, (host.strip("[]"), int(port))
-        self._next = 0.0
-
-    def __call__(self) -> bool:
-        if self._node.poll() is not None:
-            return False
-        if time.monotonic() < self._next:
-            return True
-        self._next = time.monotonic() + 2 * _KNOCK_SECONDS
-        try:
-            socket.create_connection(self._server, timeout=_KNOCK_SECONDS).close()
-        except ConnectionRefusedError:
-            return False
-        except OSError:
-            pass  # a network that fails for a moment is Flower's to bear
-        return True
 
 
 def _wait_for_port(host: str, port: int, setting: str) -> None:

@@ -29,7 +29,7 @@ from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import ATTEMPTS, Checkpoint, Folder
 from fedpact.data import load
 from fedpact.data.features.extract import beside
-from fedpact.deployment.admission import Admission, LedgerRegistry
+from fedpact.deployment.admission import Admission, LedgerRegistry, expect_form
 from fedpact.deployment.federation import Federation, read_plan
 from fedpact.deployment.final_model import describe_ending
 from fedpact.evaluation.held_out import SumsForm
@@ -157,6 +157,19 @@ class Coordinator:
     def form(self) -> SumsForm:
         """What sites are asked to sum of their held-out records."""
         return self.federation.form(self.plan)
+
+    @cached_property
+    def longest_message(self) -> int:
+        """Return how many numbers a task of the plan or an answer to it has at most."""
+        workshop, method = self.workshop(), self.plan.method
+        told = method.task(method.init(FlatModel(workshop.module()).vector))
+        task = Task(self.federation.run, 1, self.plan.algorithm, told.vectors, told.numbers)
+        reply = expect_form(workshop, task).vectors.values()
+        return max(
+            sum(vector.numel() for vector in told.vectors.values()),
+            sum(shape.numel() for shape, _ in reply),
+            sum(self.form.lengths.values()),
+        )
 
     def _longest_sums(self, terms: Terms) -> dict[str, float]:
         form = self.form

@@ -47,8 +47,6 @@ class SiteSettings(BaseModel):
     """Where it computes, "cpu" or "cuda"."""
     ledger: str = "ledger.jsonl"
     """Where it lies, on a local disk."""
-    port: int = Field(gt=0, lt=65536)
-    """A free one of this machine, for the site's own processes to talk to each other."""
     socket: str | None = None
     """The Unix socket at which a SuperNode that is there already asks, by fedpact's Flower app;
     the account of that SuperNode needs the socket's group, and must not read this directory."""

@@ -1,8 +1,18 @@
-"""Messages as Flower's records."""
+"""Messages as Flower's records.
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+Flower sends each record of a message by a request of its own, so a block lies beside its seal in
+one ConfigRecord, and what is longer than PIECE in further ones: no request's body is long.
+"""
+
+from typing import Final, TypeVar
+
+from flwr.app import ConfigRecord, RecordDict
 
 from fedpact.common.errors import InputError
+
+_T = TypeVar("_T")
+PIECE: Final = 4 * 2**20
+"""How many bytes of a block a record holds at most."""
 
 
 def to_record(
@@ -13,47 +23,37 @@ def to_record(
     Of a question, seen: length and head of the site's ledger as the server has seen it last;
     agreed: on what, by the server's files (Federation.agreed).
     """
-    array = Array(dtype="uint8", shape=(len(block),), stype="bytes", data=block)
     told = {"signature": signature, "length": seen[0], "head": seen[1], "agreed": agreed}
-    seal = ConfigRecord(told)
-    return RecordDict({"fedpact": ArrayRecord({"message": array}), "seal": seal})
+    found = {"seal": ConfigRecord({**told, "block": block[:PIECE]})}
+    for number, start in enumerate(range(PIECE, len(block), PIECE), 1):
+        found[str(number)] = ConfigRecord({"block": block[start : start + PIECE]})
+    return RecordDict(found)
 
 
 def from_record(record: RecordDict) -> tuple[bytes, bytes]:
     """Return block and signature of what `to_record` made. Raises InputError: of anything else."""
-    try:
-        array, seal = record["fedpact"], record["seal"]
-        if isinstance(array, ArrayRecord) and isinstance(seal, ConfigRecord):
-            block, signature = array["message"].data, seal["signature"]
-            if isinstance(block, bytes) and isinstance(signature, bytes):
-                return block, signature
-    except KeyError:
-        pass
-    raise _unreadable(record)
+    places = ["seal", *map(str, range(1, len(record)))]
+    found = [_value(record, place, "block", bytes) for place in places]
+    return b"".join(found), _value(record, "seal", "signature", bytes)
 
 
 def read_seen(record: RecordDict) -> tuple[int, str]:
     """Return what a question says of the site's ledger. Raises InputError: as `from_record`."""
-    seal = record.get("seal")
-    if isinstance(seal, ConfigRecord):
-        length, head = seal.get("length"), seal.get("head")
-        if isinstance(length, int) and isinstance(head, str):
-            return length, head
-    raise _unreadable(record)
+    return _value(record, "seal", "length", int), _value(record, "seal", "head", str)
 
 
 def read_agreed(record: RecordDict) -> str:
     """Return on what a question says that the parties agree. Raises InputError: as
     `from_record`."""
-    seal = record.get("seal")
-    found = seal.get("agreed") if isinstance(seal, ConfigRecord) else None
-    if isinstance(found, str):
+    return _value(record, "seal", "agreed", str)
+
+
+def _value(record: RecordDict, place: str, name: str, kind: type[_T]) -> _T:
+    part = record.get(place)
+    found = part.get(name) if isinstance(part, ConfigRecord) else None
+    if isinstance(found, kind):
         return found
-    raise _unreadable(record)
-
-
-def _unreadable(record: RecordDict) -> InputError:
-    return InputError(
-        f"a record with {', '.join(map(str, record)) or 'nothing in it'} is not a fedpact message: "
+    raise InputError(
+        f"a record with {', '.join(map(str, record)) or 'nothing in it'} is no fedpact message: "
         "expected what to_record made; check that both ends run the same version"
     )

@@ -36,7 +36,6 @@ def check_site_keys(directory: Path, federation: Federation, name: str) -> None:
             "of this one (site.pub) into federation.toml at every party and start the server again"
         )
     _authority(directory)
-    _check_secret(directory)
 
 
 def check_server_keys(directory: Path, federation: Federation) -> None:

@@ -1,11 +1,12 @@
 """Whether a party's process runs and can be reached, without loading any of it.
 
-Something asks every half minute, on the machine on which the party computes. So this reads two
+A supervisor asks every half minute, on the machine on which the party computes. So this reads a few
 lines of TOML itself, and imports neither torch nor Flower.
 """
 
 import fcntl
 import socket
+import time
 import tomllib
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,10 @@ from typing import Final
 from fedpact.common.errors import DataError
 from fedpact.common.files import LOCK
 
+NODE: Final = "flower/node"
+"""In a site's directory: the number of its node, touched while it is connected to its server."""
 _SECONDS: Final = 5.0
+_FRESH_SECONDS: Final = 60.0
 
 
 def is_held(directory: Path) -> bool:
@@ -30,36 +34,40 @@ def is_held(directory: Path) -> bool:
 
 
 def find_outage(directory: Path) -> str:
-    """Return what a party lacks to be at work on this machine, "" for nothing.
+    """Return why a party is not at work on this machine, "" if it is.
 
-    A server listens at its address's port. A site does so for its own two processes, as long as the
-    server lets it in: while it waits for the server, nothing is wrong with it, and it is not at
-    work. Raises DataError: no party's directory.
+    A server listens at its address's port, a site with a `socket` there. Another site touches its
+    file NODE as long as the server says that it is connected. While it waits for the server nothing
+    is wrong with it, and it is not at work. Raises DataError: no party's directory.
     """
     place = _place(directory)
     if not is_held(directory):
         return f"no process runs in {directory}"
     try:
-        if isinstance(place, Path):
+        if place is None:
+            age = time.time() - (directory / NODE).stat().st_mtime
+            if not age < _FRESH_SECONDS:
+                return f"a process runs in {directory}, and is not connected to the server"
+        elif isinstance(place, Path):
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.connect(str(place))
         else:
             socket.create_connection(("127.0.0.1", place), timeout=_SECONDS).close()
     except OSError as error:
-        where = f"{'socket' if isinstance(place, Path) else 'port'} {place}"
+        where = f"{'port' if isinstance(place, int) else 'file'} {place or NODE}"
         return f"a process runs in {directory}, and {where} does not answer ({error})"
     return ""
 
 
-def _place(directory: Path) -> int | Path:
-    """Return the port, or the Unix socket, at which a party answers."""
+def _place(directory: Path) -> int | Path | None:
+    """Return the port, or the Unix socket, at which a party answers; None for none."""
     site = directory / "site.toml"
     path = site if site.exists() else directory / "federation.toml"
     try:
         told = tomllib.loads(path.read_text(encoding="utf-8"))
-        if path == site and "socket" in told:
-            return directory / told["socket"]
-        return int(told["port"] if path == site else told["address"].rsplit(":", 1)[1])
+        if path == site:
+            return directory / told["socket"] if "socket" in told else None
+        return int(told["address"].rsplit(":", 1)[1])
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise DataError(
             f"{path} says no port ({type(error).__name__}: {error}): name the directory of one "

@@ -1,15 +1,13 @@
-"""All that is used of Flower beside its public names; no other module imports the rest.
+"""All that is used of Flower's internal modules; no other module imports them.
 
-The Grid waits for nobody, the Control API starts and ends runs, a Fleet connection knocks for a
-site, and a queue takes on tasks of a SuperLink's or a SuperNode's Runtime API.
+PromptGrid fetches answers without waiting for those that are not complete. SuperLink starts and
+stops runs through the Control API. TaskQueue takes on a run's task at a SuperLink. FleetLink is a
+site's connection to its server.
 
-A SuperLink knows of an answer before it has its content. Flower's own Grid, once it has been told
-of one, waits for the content, and with it whoever asked: for three minutes after a site was killed
-in the midst of sending, while the other sites' answers lie there.
-
-Flower's own way starts a Python process for each message and runs in it the code that came with the
-run. A process that stays is a hundred times quicker, and the only code it runs is what its owner
-has installed.
+Flower's own SuperNode would be a second process of some 130 MB beside each site's. It looks for
+work every three seconds, and runs the code that came with the run. A FleetLink makes the same
+requests from the site's own process, and the only code it runs is what its owner has installed.
+What only a server needs is imported where it is used, as these modules take some 40 MB.
 """
 
 import hashlib
@@ -18,16 +16,23 @@ import queue
 import ssl
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
-from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.app import Context, Message
-from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, SubStatus
-from flwr.common.serde import fab_to_proto, run_from_proto
+from flwr.app import Message
+from flwr.app.message import remove_content_from_message
+from flwr.common.constant import (
+    HEARTBEAT_DEFAULT_INTERVAL,
+    TIMESTAMP_HEADER,
+    SubStatus,
+)
+from flwr.common.serde import message_to_proto, run_from_proto
 from flwr.proto.control_pb2 import (
     ListNodesRequest,
     ListRunsRequest,
@@ -35,9 +40,15 @@ from flwr.proto.control_pb2 import (
     StartRunRequest,
     StopRunRequest,
 )
-from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest
+from flwr.proto.fleet_pb2 import (
+    ActivateNodeRequest,
+    DeactivateNodeRequest,
+    PullMessagesRequest,
+    PushMessagesRequest,
+)
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
-from flwr.proto.node_pb2 import NodeInfo
+from flwr.proto.node_pb2 import Node, NodeInfo
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
     PullAppMessagesRequest,
@@ -45,29 +56,40 @@ from flwr.proto.runtime_pb2 import (
     PushTaskOutputRequest,
     SendTaskHeartbeatRequest,
 )
-from flwr.supercore.constant import TaskType
-from flwr.supercore.control import ControlHttpClient
-from flwr.supercore.error import ApiErrorCode, FlowerError
-from flwr.supercore.fab import Fab
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
-from flwr.supercore.interceptors import (
-    RuntimeTokenHttpInterceptor,
-    RuntimeVersionHttpInterceptor,
-    SuperExecAuthHttpInterceptor,
+from flwr.supercore.constant import (
+    FLEET_HTTP_PUBLIC_KEY_HEADER,
+    FLEET_HTTP_SIGNATURE_HEADER,
+    TaskType,
 )
-from flwr.supercore.protobuf.client import ProtobufClientInterceptor
-from flwr.supercore.retry import RetryInvoker, exponential
+from flwr.supercore.date import now
+from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+    make_pull_object_fn_protobuf,
+    make_push_object_fn_protobuf,
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    inflate_object_from_contents,
+    pull_objects,
+    push_objects,
+)
+from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
 from flwr.supercore.run import Run
-from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supercore.runtime_version_compatibility import RuntimeVersionMetadata
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_client import FleetHttpClient
-from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
-from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message
 
 from fedpact.common.errors import FedpactError
 from fedpact.deployment.flower.program import CLIENT, SOCKETS
+
+if TYPE_CHECKING:
+    from flwr.supercore.protobuf.client import ProtobufClientInterceptor
+    from flwr.supercore.runtime import RuntimeHttpClient
 
 _log = logging.getLogger("fedpact.server")
 _HERE_SECONDS = 0.05
@@ -75,6 +97,7 @@ _RETRY_SECONDS = 2
 _START_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 _HEARTBEAT_SECONDS = 10.0
+_WHOLE_SECONDS = 60.0
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 
 
@@ -89,7 +112,9 @@ class PromptGrid:
     """
 
     def __init__(self, url: str, context: ssl.SSLContext, token: str, run: Run) -> None:
-        # A site has none, and need not load the databases that come with it.
+        from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
+        from flwr.supercore.retry import RetryInvoker, exponential
+        from flwr.supercore.runtime import RuntimeHttpClient
         from flwr.superlink.grid import HttpGrid
 
         self._closed = threading.Event()
@@ -105,10 +130,7 @@ class PromptGrid:
         self._url, self._context = url, context
         self._client = RuntimeHttpClient(
             url,
-            interceptors=[
-                RuntimeVersionHttpInterceptor(component_name="flwr-serverapp"),
-                RuntimeTokenHttpInterceptor(token=token),
-            ],
+            interceptors=[Headers("flwr-serverapp"), RuntimeTokenHttpInterceptor(token=token)],
             verify=context,
             retry_invoker=again,
         )
@@ -211,10 +233,10 @@ class SuperLink:
     """The Control API of a SuperLink at `address`. context: see `tls`."""
 
     def __init__(self, address: str, context: ssl.SSLContext) -> None:
+        from flwr.supercore.control import ControlHttpClient
+
         self._client = ControlHttpClient(
-            f"https://{address}",
-            interceptors=[RuntimeVersionHttpInterceptor(component_name="fedpact")],
-            verify=context,
+            f"https://{address}", interceptors=[Headers("fedpact")], verify=context
         )
         self._address = address
 
@@ -254,6 +276,8 @@ class SuperLink:
     def start_run(self, app: Path) -> int:
         """End earlier runs, start one with the Flower app in `app`, and return its number."""
         from flwr.cli.build import build_fab_from_disk
+        from flwr.common.serde import fab_to_proto
+        from flwr.supercore.fab import Fab
 
         for number, run in self._client.ListRuns(ListRunsRequest()).run_dict.items():
             if run.status.status != "finished":
@@ -264,18 +288,15 @@ class SuperLink:
 
 
 class TaskQueue:
-    """Where tasks are taken on: the Runtime API of a SuperLink, with TLS, or of a SuperNode.
+    """Where a server takes on a run's task: the Runtime API of the SuperLink at `address`.
 
-    secret: the file with the secret that both ends know. context: a SuperLink's (`tls`); None at a
-    SuperNode.
+    secret: the file with the secret that both ends know. context: see `tls`.
     """
 
-    def __init__(self, address: str, secret: Path, context: ssl.SSLContext | None = None) -> None:
-        self._context = context
-        self._url = f"{'http' if context is None else 'https'}://{address}"
-        self._kind = TaskType.CLIENT_APP if context is None else TaskType.SERVER_APP
-        # A busy machine takes long to start a SuperNode; given up too early, it never would.
-        self._seen = time.monotonic() + _START_SECONDS
+    def __init__(self, address: str, secret: Path, context: ssl.SSLContext) -> None:
+        from flwr.supercore.interceptors import SuperExecAuthHttpInterceptor
+
+        self._context, self._url = context, f"https://{address}"
         self._client = self._connect(
             SuperExecAuthHttpInterceptor(
                 master_secret=secret.read_bytes(), protected_methods=_ACQUIRE
@@ -286,148 +307,190 @@ class TaskQueue:
         """Close the connection."""
         self._client.close()
 
-    @property
-    def silent_seconds(self) -> float:
-        """For how long nobody has answered there."""
-        return time.monotonic() - self._seen
-
-    def next(self) -> tuple[int, str] | None:
-        """Take on a waiting task; return its run and token, or None where there is none to have."""
-        try:
-            found = self._client.AcquireTask(AcquireTaskRequest(supported_task_types=[self._kind]))
-        except httpx.HTTPError:
-            return None
-        self._seen = time.monotonic()
-        return (found.task.run_id, found.token) if found.HasField("task") and found.token else None
-
-    def answer(
-        self, token: str, respond: Callable[[Message], Message], alive: Callable[[], bool]
-    ) -> None:
-        """Carry out a site's task: `respond` to its message. Raises what Flower's inside does.
-
-        alive: whether the message may still come, where its server was lost before it was whole.
-        """
-        with self._work(token) as client:
-            message, context = _pull(client, alive)
-            push_message(client, respond(message), context)
-
     @contextmanager
     def grid(self, run: int) -> Generator[PromptGrid]:
-        """Give the Grid of a run, as a server's task. Raises FedpactError: it is not handed out."""
-        if self._context is None:
-            raise FedpactError("a site's tasks have no Grid")
+        """Give a run's Grid, keep its task alive, and report how it ended.
+
+        Raises FedpactError: the SuperLink does not hand out the run.
+        """
+        from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
+
         token = self._token_of(run)
-        with self._work(token) as client:
-            given = client.PullTaskInput(PullTaskInputRequest())
-            TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
-            TaskIdentity.node_id = given.context.node_id
-            grid = PromptGrid(self._url, self._context, token, run_from_proto(given.run))
-            with closing(grid):
-                yield grid
+        client = self._connect(RuntimeTokenHttpInterceptor(token))
+        status, details = SubStatus.FAILED, "ended early"
+        try:
+            with _beats(lambda: client.SendTaskHeartbeat(SendTaskHeartbeatRequest())):
+                given = client.PullTaskInput(PullTaskInputRequest())
+                TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
+                TaskIdentity.node_id = given.context.node_id
+                grid = PromptGrid(self._url, self._context, token, run_from_proto(given.run))
+                with closing(grid):
+                    yield grid
+            status, details = SubStatus.COMPLETED, ""
+        finally:
+            with suppress(httpx.HTTPError):
+                client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=details))
+            client.close()
 
     def _token_of(self, run: int) -> str:
         """Take on a run's task; tasks of others, which somebody may have submitted, wait."""
         end = time.monotonic() + _START_SECONDS
+        request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
         while time.monotonic() < end:
-            found = self.next()
-            if found is not None and found[0] == run:
-                return found[1]
+            with suppress(httpx.HTTPError):
+                found = self._client.AcquireTask(request)
+                if found.HasField("task") and found.token and found.task.run_id == run:
+                    return found.token
             time.sleep(_POLL_SECONDS)
         raise FedpactError(f"the SuperLink did not hand out run {run}: see the log of the server")
 
-    @contextmanager
-    def _work(self, token: str) -> Generator[RuntimeHttpClient]:
-        """Give a client for one task, keep the task alive, and report how it ended."""
-        client = self._connect(RuntimeTokenHttpInterceptor(token))
-        done = threading.Event()
-        beats = threading.Thread(target=_beat, args=(client, done), daemon=True)
-        beats.start()
-        status, details = SubStatus.FAILED, "ended early"
-        try:
-            yield client
-            status, details = SubStatus.COMPLETED, ""
-        finally:
-            done.set()
-            with suppress(httpx.HTTPError):
-                client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=details))
-            beats.join()
-            client.close()
+    def _connect(self, interceptor: "ProtobufClientInterceptor") -> "RuntimeHttpClient":
+        from flwr.supercore.runtime import RuntimeHttpClient
 
-    def _connect(self, interceptor: ProtobufClientInterceptor) -> RuntimeHttpClient:
-        version = RuntimeVersionHttpInterceptor(component_name="fedpact")
         return RuntimeHttpClient(
-            self._url, interceptors=[version, interceptor], verify=self._context or False
+            self._url, interceptors=[Headers("fedpact"), interceptor], verify=self._context
         )
 
 
-def _beat(client: RuntimeHttpClient, done: threading.Event) -> None:
-    while not done.is_set():
-        with suppress(httpx.HTTPError):
-            client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
-        done.wait(_HEARTBEAT_SECONDS)
+class FleetLink:
+    """A site's connection to the Fleet API of its server, as a SuperNode's.
 
-
-def _pull(client: RuntimeHttpClient, alive: Callable[[], bool]) -> tuple[Message, Context]:
-    """Return a task's message and context. Raises what Flower's inside does.
-
-    A message whose server was lost before it was whole stays so, and Flower waits two hours for the
-    rest: here no longer than there is somebody. Raises TimeoutError.
+    key: the site's private key. context: see `tls`. Methods raise httpx.HTTPError where the server
+    is away or refuses; `next` and `answer` also whatever Flower's modules raise.
     """
-    found: queue.SimpleQueue[tuple[Message, Context] | Exception] = queue.SimpleQueue()
 
-    def pull() -> None:
-        try:
-            found.put(pull_task_input(client)[:2])
-        except Exception as error:
-            found.put(error)
+    def __init__(
+        self, address: str, context: ssl.SSLContext, key: ec.EllipticCurvePrivateKey
+    ) -> None:
+        headers = Headers("SuperNode", key)
+        self._client = FleetHttpClient(f"https://{address}", interceptors=[headers], verify=context)
+        self._key, self._node = headers.public, Node()
 
-    threading.Thread(target=pull, daemon=True).start()
-    while True:
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    @contextmanager
+    def enter(self, known: int | None, on_beat: Callable[[], None]) -> Generator[int]:
+        """Give the number under which the server knows this site's node, once it lets it in.
+
+        The connection that a killed process of this site has left behind, under the number `known`,
+        is given up: it would turn away its successor for a minute. on_beat: called now and then, in
+        another thread, while the server says that the node is alive. Raises ssl.SSLError, too.
+        """
+        if known is not None:
+            self._leave(known)
+        told = self._client.ActivateNode(
+            ActivateNodeRequest(public_key=self._key, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
+        )
+        self._node = Node(node_id=told.node_id)
+        beat = SendNodeHeartbeatRequest(
+            node=self._node, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL
+        )
         try:
-            pulled = found.get(timeout=_POLL_SECONDS)
-        except queue.Empty:
-            if not alive():
-                raise TimeoutError("its question was not whole when the server was lost") from None
-            continue
-        if isinstance(pulled, Exception):
-            raise pulled
-        return pulled
+            with _beats(lambda: self._client.SendNodeHeartbeat(beat).success and on_beat()):
+                yield told.node_id
+        finally:
+            with suppress(httpx.TransportError):
+                self._leave(told.node_id)
+
+    def next(self) -> Message | None:
+        """Return a question that waits for this site, in full; None if there is none."""
+        found = self._client.PullMessages(PullMessagesRequest(node=self._node))
+        if not found.messages_list:
+            return None
+        about = found.messages_list[0].metadata
+        contents = pull_objects(
+            [each.object_id for each in iterate_object_tree(found.message_object_trees[0])],
+            make_pull_object_fn_protobuf(self._client.PullObject, self._node, about.run_id),
+            # Of a server that was killed while it sent a question, the rest never comes.
+            max_time=_WHOLE_SECONDS,
+        )
+        self._client.ConfirmMessageReceived(
+            ConfirmMessageReceivedRequest(
+                node=self._node, run_id=about.run_id, message_object_id=about.message_id
+            )
+        )
+        message = inflate_object_from_contents(about.message_id, contents)
+        if not isinstance(message, Message):
+            raise TypeError(f"a {type(message).__name__} came where a message is expected")
+        # A message does not contain its own number.
+        message.metadata.__dict__["_message_id"] = about.message_id
+        TaskIdentity.task_id, TaskIdentity.run_id = 0, about.run_id
+        TaskIdentity.node_id = self._node.node_id
+        return message
+
+    def answer(self, message: Message, seconds: float) -> None:
+        """Send an answer, which took so long to make."""
+        message.metadata.__dict__["_message_id"] = message.object_id
+        run = message.metadata.run_id
+        with no_object_id_recompute():
+            told = self._client.PushMessages(
+                PushMessagesRequest(
+                    node=self._node,
+                    messages_list=[message_to_proto(remove_content_from_message(message))],
+                    message_object_trees=[get_object_tree(message)],
+                    clientapp_runtime_list=[seconds],
+                )
+            )
+            push_objects(
+                get_all_nested_objects(message),
+                make_push_object_fn_protobuf(
+                    self._client.PushObject, self._node, run, told.session_id
+                ),
+                object_ids_to_push=set(told.objects_to_push),
+            )
+
+    def _leave(self, node: int) -> None:
+        # Refused where it is not connected, or a new database knows it under another number.
+        with suppress(httpx.HTTPStatusError):
+            self._client.DeactivateNode(DeactivateNodeRequest(node_id=node))
+
+
+class Headers:
+    """Adds to a request who sends it: Flower's version, and a node's signature of the time.
+
+    Flower's own, which do the same, load the modules of its web server, and end the process where
+    versions differ. key: a node's private key.
+    """
+
+    def __init__(self, component: str, key: ec.EllipticCurvePrivateKey | None = None) -> None:
+        self._version = dict(RuntimeVersionMetadata.from_local_component(component).as_metadata())
+        self._key = key
+        self.public = b"" if key is None else public_pem(key.public_key())
+
+    def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
+        """Send a request, as Flower's clients want it."""
+        context.request.headers.update(self._version)
+        if self._key is not None:
+            stamp = now().isoformat()
+            signature = self._key.sign(stamp.encode("ascii"), ec.ECDSA(hashes.SHA256()))
+            context.request.headers.update(
+                {
+                    FLEET_HTTP_PUBLIC_KEY_HEADER: b64encode(self.public).decode("ascii"),
+                    TIMESTAMP_HEADER: stamp,
+                    FLEET_HTTP_SIGNATURE_HEADER: b64encode(signature).decode("ascii"),
+                }
+            )
+        return call_next(context)
 
 
 @contextmanager
-def knock(
-    address: str, context: ssl.SSLContext, key: ec.EllipticCurvePrivateKey, known: int | None
-) -> Generator[int]:
-    """Give the number under which a server knows a site's node, once it lets it in.
+def _beats(beat: Callable[[], object]) -> Generator[None]:
+    """Call `beat` now and then, in another thread, while the block runs."""
+    done = threading.Event()
 
-    The connection that a killed process of this site has left behind, under the number `known`, is
-    given up: it would turn away its successor for a minute. context: see `tls`.
-    Raises httpx.HTTPError, ssl.SSLError.
-    """
-    link = FleetHttpClient(
-        f"https://{address}",
-        interceptors=[
-            RuntimeVersionHttpInterceptor(component_name="SuperNode"),
-            NodeAuthHttpInterceptor(key, key.public_key()),
-        ],
-        verify=context,
-    )
-    with link as client:
-        if known is not None:
-            _leave(client, known)
-        request = ActivateNodeRequest(
-            public_key=public_pem(key.public_key()),
-            heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL,
-        )
-        node = client.ActivateNode(request).node_id
-        yield node
-        _leave(client, node)
+    def run() -> None:
+        while not done.is_set():
+            with suppress(httpx.HTTPError, OSError, RuntimeError):  # or the client is closed
+                beat()
+            done.wait(_HEARTBEAT_SECONDS)
 
-
-def _leave(client: FleetHttpClient, node: int) -> None:
-    # Refused where it is not connected, or a new database knows it under another number.
-    with suppress(httpx.HTTPStatusError):
-        client.DeactivateNode(DeactivateNodeRequest(node_id=node))
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def read_refusal(response: httpx.Response) -> tuple[bool, str]:

@@ -1,15 +1,12 @@
-"""One of Flower's programs, in a process that ends when the program's main thread does.
+"""Flower's SuperLink, in a process that ends when the program's main thread does.
 
-    python -P program.py NAME ARGUMENTS...
+    python -P program.py MOST_BYTES ARGUMENTS...
 
-A SuperNode's main thread asks the server for work, and a second one serves the SuperNode's own
-site. What the first raises ends that thread alone: an error of TLS, as from a server that is killed
-in the midst of a handshake, is one after which it does not try again. The second thread then keeps
-the process alive and goes on answering that there is no work, so that nobody notices.
+MOST_BYTES: the longest body of a request. ARGUMENTS: of `flower-superlink`.
 
-A SuperLink lets in nobody without a party's key, and its requests pass a Guard. A SuperNode shows
-its site's. Flower has options for neither. Nothing of fedpact is imported here: the process runs in
-the party's directory, from which it may not be found.
+The SuperLink lets in nobody without a party's key, and its requests pass a Guard; Flower has no
+options for that. Nothing of fedpact is imported here: the process runs in the server's directory,
+from which it may not be found.
 """
 
 import gc
@@ -31,9 +28,6 @@ CLIENT: Final = "flower/client.pem"
 """In a party's directory: what it shows of itself (keys.write_client_certificate)."""
 
 SOCKETS: Final = "/fedpact/sockets"
-
-# Flower cuts whatever is longer into pieces of 5 MiB, each a request of its own.
-_MOST_BYTES = 6 * 2**20
 
 _Event = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[_Event]]
@@ -79,13 +73,13 @@ class Sockets:
 class Guard:
     """Refuses requests to a SuperLink before their bodies are read; an ASGI application.
 
-    Other machines have Flower's Fleet API alone, by which sites connect. No request may be longer
-    than the pieces of a message, as Flower reads a body before it looks at who sends it. At SOCKETS
-    it tells this machine what the sites' connections have carried.
+    Other machines have Flower's Fleet API alone, by which sites connect. No body may be longer than
+    `most` bytes, as Flower reads a body before it looks at who sends it. At SOCKETS it tells this
+    machine what the sites' connections have carried.
     """
 
-    def __init__(self, app: _App, sockets: Sockets) -> None:
-        self._app, self._sockets = app, sockets
+    def __init__(self, app: _App, sockets: Sockets, most: int) -> None:
+        self._app, self._sockets, self._most = app, sockets, most
 
     async def __call__(self, scope: _Event, receive: _Receive, send: _Send) -> None:
         """Answer one request."""
@@ -111,10 +105,10 @@ class Guard:
             return 404
         if b"transfer-encoding" in headers:
             return 411  # a body of unknown length
-        return 413 if int(headers.get(b"content-length", b"0")) > _MOST_BYTES else None
+        return 413 if int(headers.get(b"content-length", b"0")) > self._most else None
 
 
-def _guard_superlink() -> None:
+def _guard_superlink(most: int) -> None:
     """Have uvicorn, in this process, let in parties alone, and put a Guard before what it runs."""
     import uvicorn
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -129,32 +123,19 @@ def _guard_superlink() -> None:
 
     more = {"ssl_ca_certs": ANCHORS, "ssl_cert_reqs": ssl.CERT_REQUIRED, "http": Counted}
     run = uvicorn.run
-    uvicorn.run = lambda app, **options: run(Guard(app, sockets), **options, **more)
+    uvicorn.run = lambda app, **options: run(Guard(app, sockets, most), **options, **more)
 
 
-def _show_certificate() -> None:
-    """Have httpx, in this process, show the site's certificate where it uses TLS."""
-    import httpx
-
-    class Client(httpx.Client):
-        def __init__(self, *, verify: Any = True, **options: Any) -> None:
-            if isinstance(verify, ssl.SSLContext):
-                verify.load_cert_chain(CLIENT)
-            super().__init__(verify=verify, **options)
-
-    httpx.Client = Client
-
-
-def run_script(name: str) -> int:
-    """Run the console script `name` with this process's arguments; return how it ended."""
+def run_superlink(most: int) -> int:
+    """Run `flower-superlink` with this process's arguments; return how it ended."""
     try:
-        (script,) = entry_points(group="console_scripts", name=name)
+        (script,) = entry_points(group="console_scripts", name="flower-superlink")
         # What is loaded stays; see deployment/party.py.
         gc.disable()
         program = script.load()
         gc.freeze()
         gc.enable()
-        _guard_superlink() if name == "flower-superlink" else _show_certificate()
+        _guard_superlink(most)
         program()
         return 0
     except SystemExit as end:
@@ -166,8 +147,8 @@ def run_script(name: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.argv = sys.argv[1:]
-    status = run_script(sys.argv[0])
+    most_bytes = int(sys.argv.pop(1))
+    status = run_superlink(most_bytes)
     logging.shutdown()
     sys.stdout.flush()
     # Whatever other threads it has left.

@@ -17,7 +17,13 @@ from fedpact.common.files import LOCK, only_one
 from fedpact.common.messages import Refusal, RoundRecord, from_bytes
 from fedpact.deployment.admission import expect_form
 from fedpact.deployment.federation import Federation
-from fedpact.deployment.flower.internals import PromptGrid, SuperLink, TaskQueue, public_pem, tls
+from fedpact.deployment.flower.internals import (
+    PromptGrid,
+    SuperLink,
+    TaskQueue,
+    public_pem,
+    tls,
+)
 from fedpact.deployment.flower.transport import FlowerTransport
 from fedpact.deployment.secure import secure_deployment
 from fedpact.deployment.server import Coordinator, print_round
@@ -38,6 +44,19 @@ _START_SECONDS = 60.0
 _HELLO_SECONDS = 30.0
 APP: Final = Path(__file__).with_name("app")
 """The Flower app. At a SuperLink of our own nothing in it is carried out."""
+
+
+_MARGIN_BYTES, _MARGIN_EACH_BYTES = 2**16, 2**12
+
+
+def most_request_bytes(coordinator: Coordinator) -> int:
+    """Return how long a request's body may be, by the plan and federation.
+
+    That is the longest message's numbers at 8 bytes each, or one piece of a longer one, and a
+    margin of 64 KiB, and 4 KiB for each site, for headers, signatures and masking keys.
+    """
+    longest = min(8 * coordinator.longest_message, flower_records.PIECE)
+    return longest + _MARGIN_BYTES + _MARGIN_EACH_BYTES * len(coordinator.federation.sites)
 
 
 class AppGrid:

@@ -1,7 +1,6 @@
-"""A site's process under Flower: whether it is let in, and its answers.
+"""A site's process under Flower: its connection to the server, and its answers.
 
-Flower's SuperNode tells a code, or ends without a word. The same question, asked by us, has an
-answer that the site's owner can act on.
+What goes wrong is said in words that the site's owner can act on.
 """
 
 import datetime
@@ -12,7 +11,6 @@ import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
@@ -24,42 +22,71 @@ from fedpact.common.errors import FedpactError, InputError
 from fedpact.common.files import write_whole
 from fedpact.common.messages import Refusal, Step, from_bytes, to_bytes
 from fedpact.common.messages import Task as TrainingTask
-from fedpact.deployment.flower.internals import TaskQueue, knock, read_refusal, tls
+from fedpact.deployment.flower.health import NODE
+from fedpact.deployment.flower.internals import FleetLink, read_refusal, tls
 from fedpact.deployment.site import Site, answer
 from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import keys
 
-_NODE = "flower/node"
+_log = logging.getLogger("fedpact.site")
 # What Flower allows a message's time to differ from the server's: ahead, and behind.
 _AHEAD_SECONDS, _BEHIND_SECONDS = 5.0, 305.0
+# All sites together look for questions so many times a second, and each at least so often.
+_LOOKS_PER_SECOND, _MOST_PAUSE_SECONDS = 10, 3.0
+_SILENT_SECONDS = 20.0
+_MOST_SEAL_BYTES, _MOST_BYTES = 2**12, 2**30
 
 
 class NotLetIn(FedpactError):
     """The server does not let the site in now, and why; it may later."""
 
 
-def enter(site: Site, directory: Path) -> None:
-    """Return if the server lets a SuperNode of this site in now. Raises NotLetIn.
+def work(site: Site, directory: Path, tell: Callable[[str], None]) -> None:
+    """Connect to the site's server and answer its questions until the connection ends.
 
-    directory: the site's, with its key, the authority's certificate, and the number under which
-    the server knows its node, once that was told.
+    It also ends after an answer that was not handed over: the server asks again, and the answer
+    then lies stored. tell: takes what the site's owner is told. directory: the site's, with its
+    key, the authority's certificate, and the number under which the server knows its node, once
+    that was told. Raises NotLetIn; FedpactError: the site has stopped.
     """
     key, address = keys.read_private_key(directory / "site.key"), site.federation.address
-    known = _known(directory)
+    known, let_in = _known(directory), False
+    pause = min(_MOST_PAUSE_SECONDS, len(site.federation.sites) / _LOOKS_PER_SECOND)
+    link = FleetLink(address, tls(directory), key)
     try:
-        with knock(address, tls(directory), key, known) as node:
+        # Its time tells whether the site is at work (health.find_outage).
+        with link.enter(known, (directory / NODE).touch) as node:
             if node != known:
-                write_whole(directory / _NODE, str(node).encode())
-    except httpx.HTTPStatusError as error:
-        raise NotLetIn(_refused(site, error.response)) from None
-    except (httpx.HTTPError, ssl.SSLError) as error:
-        raise NotLetIn(_unreached(address, directory, str(error))) from None
+                write_whole(directory / NODE, str(node).encode())
+            let_in = True
+            tell("let in by the server")
+            while not site.stopped:
+                question = link.next()
+                if question is None:
+                    time.sleep(pause)
+                    continue
+                began = time.perf_counter()
+                link.answer(respond(site, key, question), time.perf_counter() - began)
+    except Exception as error:  # of Flower's modules: `respond` raises nothing
+        if let_in:
+            # Once the run has ended, the server goes.
+            site.ending or tell(f"the connection to the server has ended: {error}")
+        elif isinstance(error, httpx.HTTPStatusError):
+            raise NotLetIn(_refused(site, error.response)) from None
+        elif isinstance(error, httpx.HTTPError | ssl.SSLError):
+            raise NotLetIn(_unreached(address, directory, str(error))) from None
+        else:
+            raise
+    finally:
+        link.close()
+    if site.stopped:
+        raise FedpactError(site.stopped)
 
 
 def _known(directory: Path) -> int | None:
     # A number that cannot be read is one that is not known.
     with suppress(OSError, ValueError):
-        return int((directory / _NODE).read_bytes())
+        return int((directory / NODE).read_bytes())
     return None
 
 
@@ -115,13 +142,6 @@ def _unreached(address: str, directory: Path, why: str) -> str:
     )
 
 
-_log = logging.getLogger("fedpact.site")
-_POLL_SECONDS = 0.25
-# A SuperNode takes a few seconds to start.
-_SILENT_SECONDS = 20.0
-_MOST_SEAL_BYTES, _MOST_BYTES = 2**12, 2**30
-
-
 def respond(site: Site, key: ec.EllipticCurvePrivateKey, message: Message) -> Message:
     """Return a site's signed answer to a message, which may be one of Flower's errors."""
     record = message.content if message.has_content() else RecordDict()
@@ -169,37 +189,6 @@ def _disagreed(site: Site, block: bytes) -> tuple[bytes, str]:
         "(columns, sizes, labels, any setting), or another version of fedpact: compare both files"
     )
     return to_bytes(Refusal(*about, site.name, "terms")), f"round {about[1]}: {told}"
-
-
-def work(
-    site: Site,
-    directory: Path,
-    alive: Callable[[], bool],
-) -> None:
-    """Answer tasks until `alive` says no, or nobody is at the SuperNode's end any more.
-
-    It also ends after an answer that was not handed over: a SuperNode waits for it for ever, and
-    for nothing else. What the network loses is asked for again, and then lies stored.
-    directory: the site's, with its key and secret. Raises FedpactError: the site has stopped.
-    """
-    key = keys.read_private_key(directory / "site.key")
-    desk = TaskQueue(f"127.0.0.1:{site.settings.port}", directory / "runtime.secret")
-    try:
-        while alive() and desk.silent_seconds < _SILENT_SECONDS:
-            found = desk.next()
-            if found is None:
-                time.sleep(_POLL_SECONDS)
-                continue
-            try:
-                desk.answer(found[1], partial(respond, site, key), alive)
-            except Exception as error:  # of Flower's inside: `respond` raises nothing
-                _log.warning("an answer was not handed over (%s): waiting to be asked again", error)
-                return
-            finally:
-                if site.stopped:
-                    raise FedpactError(site.stopped)
-    finally:
-        desk.close()
 
 
 def listen(site: Site, directory: Path, path: Path) -> None:

@@ -8,10 +8,13 @@ that has signed, after noise. All that goes wrong there reaches the server as on
 import json
 from multiprocessing.connection import Client
 from pathlib import Path
+from typing import Any, Final
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+
+_PIECE: Final = 4 * 2**20  # bytes of a record, as flower_records has it
 
 server = ServerApp()
 client = ClientApp()
@@ -28,19 +31,18 @@ def carry_out(grid: Grid, context: Context) -> None:
 @client.train()
 def pass_on(message: Message, context: Context) -> Message:
     """Have the site answer a message; both are as fedpact.simulation.flower_records makes them."""
-    array, seal = message.content["fedpact"], message.content["seal"]
-    if not isinstance(array, ArrayRecord) or not isinstance(seal, ConfigRecord):
-        raise TypeError("no message of fedpact")
-    told = {**seal, "signature": bytes(seal["signature"]).hex()}  # pyright: ignore
+    seal: dict[str, Any] = dict(message.content["seal"])
+    rest = [message.content[str(number)]["block"] for number in range(1, len(message.content))]
+    question = b"".join([seal.pop("block"), *rest])
+    told = {**seal, "signature": seal["signature"].hex()}
     try:
         with Client(str(context.node_config["fedpact-socket"]), "AF_UNIX") as site:
             site.send_bytes(json.dumps(told).encode())
-            site.send_bytes(array["message"].data)
+            site.send_bytes(question)
             signature, block = site.recv_bytes(), site.recv_bytes()
     except (OSError, EOFError, KeyError) as error:
         raise RuntimeError(f"no site answers here: {type(error).__name__}") from None
-    block = Array(dtype="uint8", shape=(len(block),), stype="bytes", data=block)
-    said = {"fedpact": ArrayRecord({"message": block})}
-    return Message(
-        RecordDict({**said, "seal": ConfigRecord({"signature": signature})}), reply_to=message
-    )
+    first, *more = (block[start : start + _PIECE] for start in range(0, len(block), _PIECE))
+    said = {"seal": ConfigRecord({"signature": signature, "block": first})}
+    said |= {str(n): ConfigRecord({"block": piece}) for n, piece in enumerate(more, 1)}
+    return Message(RecordDict(said), reply_to=message)
