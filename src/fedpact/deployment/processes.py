@@ -50,6 +50,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
     require_flower()
     from fedpact.deployment.flower import credentials, server_process
 
+    program.release_code()
     with _files_told(), _ended_by_signals(), _held(directory), pld.apart():
         coordinator = Coordinator.of(directory)
         credentials.check_server_keys(directory, coordinator.federation)
@@ -73,6 +74,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
         for left in _home(directory).glob("superlink.db*"):
             left.unlink()
         credentials.write_server_connections(directory, coordinator.federation)
+        program.release_code()
         with _flower(directory, command) as link, _ends_with(link, directory):
             return server_process.serve(coordinator, f"127.0.0.1:{port}", on_round)
 
@@ -85,7 +87,9 @@ def run_site(directory: Path) -> None:
     require_flower()
     from fedpact.deployment.flower import credentials, site_process
 
+    program.release_code()
     with _files_told(), _held(directory), pld.apart(), Site(directory) as site:
+        program.release_code()
         credentials.check_site_keys(directory, site.federation, site.name)
         credentials.write_site_connection(_home(directory).parent)
         _prepare(site.federation.seeds == "test")
@@ -131,6 +135,8 @@ def environment(directory: Path) -> dict[str, str]:
     return {
         **os.environ,
         "FLWR_HOME": str(directory / "flower"),
+        # Else each thread of a web server keeps memory of its own.
+        "MALLOC_ARENA_MAX": "2",
         **QUIET,
     }
 

@@ -4,13 +4,14 @@ PromptGrid fetches answers without waiting for those that are not complete. Supe
 stops runs through the Control API. TaskQueue takes on a run's task at a SuperLink. FleetLink is a
 site's connection to its server.
 
-Flower's own SuperNode would be a second process of some 130 MB beside each site's. It looks for
+Flower's own SuperNode would be a second process of some 140 MB beside each site's. It looks for
 work every three seconds, and runs the code that came with the run. A FleetLink makes the same
 requests from the site's own process, and the only code it runs is what its owner has installed.
-What only a server needs is imported where it is used, as these modules take some 40 MB.
+Flower's modules with a web server or a database in them are not imported: they take 50 MB.
 """
 
 import hashlib
+import json
 import logging
 import queue
 import ssl
@@ -20,7 +21,7 @@ from base64 import b64encode
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Final
 
 import httpx
 from cryptography.hazmat.primitives import hashes, serialization
@@ -29,10 +30,11 @@ from flwr.app import Message
 from flwr.app.message import remove_content_from_message
 from flwr.common.constant import (
     HEARTBEAT_DEFAULT_INTERVAL,
+    SUPERLINK_NODE_ID,
     TIMESTAMP_HEADER,
     SubStatus,
 )
-from flwr.common.serde import message_to_proto, run_from_proto
+from flwr.common.serde import message_to_proto
 from flwr.proto.control_pb2 import (
     ListNodesRequest,
     ListRunsRequest,
@@ -51,18 +53,25 @@ from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
 from flwr.proto.node_pb2 import Node, NodeInfo
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
+    GetNodesRequest,
     PullAppMessagesRequest,
     PullTaskInputRequest,
+    PushAppMessagesRequest,
     PushTaskOutputRequest,
     SendTaskHeartbeatRequest,
 )
+from flwr.supercore.auth import create_superexec_auth_metadata, derive_auth_secret
 from flwr.supercore.constant import (
     FLEET_HTTP_PUBLIC_KEY_HEADER,
     FLEET_HTTP_SIGNATURE_HEADER,
+    FLWR_COMPONENT_NAME_METADATA_KEY,
+    FLWR_PACKAGE_NAME_METADATA_KEY,
+    FLWR_PACKAGE_VERSION_METADATA_KEY,
+    TASK_TOKEN_HEADER,
     TaskType,
 )
+from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.date import now
-from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
@@ -79,65 +88,44 @@ from flwr.supercore.inflatable.inflatable_utils import (
     push_objects,
 )
 from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
-from flwr.supercore.run import Run
-from flwr.supercore.runtime_version_compatibility import RuntimeVersionMetadata
+from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
+from flwr.supercore.version import package_name, package_version
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
 from fedpact.common.errors import FedpactError
 from fedpact.deployment.flower.program import CLIENT, SOCKETS
 
-if TYPE_CHECKING:
-    from flwr.supercore.protobuf.client import ProtobufClientInterceptor
-    from flwr.supercore.runtime import RuntimeHttpClient
-
 _log = logging.getLogger("fedpact.server")
-_HERE_SECONDS = 0.05
-_RETRY_SECONDS = 2
-_START_SECONDS = 60.0
-_POLL_SECONDS = 0.1
-_HEARTBEAT_SECONDS = 10.0
-_WHOLE_SECONDS = 60.0
-_ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
+_HERE_SECONDS: Final = 0.05
+_RETRY_SECONDS: Final = 2
+_START_SECONDS: Final = 60.0
+_POLL_SECONDS: Final = 0.1
+_HEARTBEAT_SECONDS: Final = 10.0
+_WHOLE_SECONDS: Final = 60.0
+_ACTIVATION_FAILED: Final = 2004  # flwr.supercore.error.ApiErrorCode, which loads a web server
+_MoreHeaders = Callable[[ProtobufRequestContext], Mapping[str, str]]
 
 
 class PromptGrid:
-    """A Grid whose `pull_messages` returns at once, with the answers that are there in full.
+    """A Grid whose `pull_messages` returns at once, with the answers that have arrived in full.
 
-    The others come with a later call, whatever that asks for. A SuperLink that cannot be reached is
-    tried again until the grid is closed; one that refuses, as it does once the run was stopped,
-    raises httpx.HTTPStatusError. Flower's own Grid retries without end, in threads that a process
-    waits for when it exits, and interrupts the process when it is refused.
-    url: the SuperLink's. context: see `tls`. run: Flower's number of it.
+    A SuperLink knows of an answer before it has its content. Flower's own Grid then waits for the
+    content: for three minutes after a site was killed while it sent, though the other sites'
+    answers are there. Here the others come with a later call, whatever that asks for.
+
+    A SuperLink that cannot be reached is tried again until the grid is closed; one that refuses, as
+    it does once the run was stopped, raises httpx.HTTPStatusError. Flower's own Grid retries
+    without end, in threads that a process waits for when it exits, and interrupts the process when
+    it is refused. url: the SuperLink's. context: see `tls`. run: Flower's number of it.
     """
 
-    def __init__(self, url: str, context: ssl.SSLContext, token: str, run: Run) -> None:
-        from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
-        from flwr.supercore.retry import RetryInvoker, exponential
-        from flwr.supercore.runtime import RuntimeHttpClient
-        from flwr.superlink.grid import HttpGrid
-
+    def __init__(self, url: str, context: ssl.SSLContext, token: str, run: int) -> None:
         self._closed = threading.Event()
-        again = RetryInvoker(
-            lambda: exponential(max_delay=_RETRY_SECONDS),
-            httpx.TransportError,
-            max_tries=None,
-            max_time=None,
-            should_giveup=lambda _: self._closed.is_set(),
-            wait_function=self._pause,
-        )
-        # Flower's own has no place for a certificate to show.
+        headers = Headers("flwr-serverapp", lambda _: {TASK_TOKEN_HEADER: token}, self._closed)
         self._url, self._context = url, context
-        self._client = RuntimeHttpClient(
-            url,
-            interceptors=[Headers("flwr-serverapp"), RuntimeTokenHttpInterceptor(token=token)],
-            verify=context,
-            retry_invoker=again,
-        )
-        self._grid = HttpGrid(url, token=token)
-        self._grid._client = self._client
-        self._grid.set_run(run)
-        self._run, self._node = run.run_id, self._grid.node
+        self._client = RuntimeHttpClient(url, interceptors=[headers], verify=context)
+        self._run, self._node = run, Node(node_id=SUPERLINK_NODE_ID)
         # To which messages answers are on their way, and the answers that are here: None, if one
         # never came in full.
         self._awaited = set[str]()
@@ -156,11 +144,14 @@ class PromptGrid:
 
     def get_nodes(self) -> Iterable[NodeInfo]:
         """Return the sites' nodes that are connected."""
-        return self._grid.get_nodes()
+        return self._client.GetNodes(GetNodesRequest()).nodes
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages; return their numbers, in their order."""
-        return self._grid.push_messages(messages)
+        """Send messages; return their numbers, in their order, "" for one that was not taken."""
+        pushed = [
+            _push(self._client, self._node, each, PushAppMessagesRequest()) for each in messages
+        ]
+        return [number for told in pushed for number in told.message_ids]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return answers to these messages, or to earlier ones, that have arrived in full."""
@@ -178,9 +169,6 @@ class PromptGrid:
                 found.append(message)
         return found
 
-    def _pause(self, seconds: float) -> None:
-        self._closed.wait(seconds)
-
     def _fetch_all(self, asked: list[str]) -> list[threading.Thread]:
         told = self._client.PullMessages(PullAppMessagesRequest(message_ids=asked))
         fetching = list[threading.Thread]()
@@ -194,20 +182,13 @@ class PromptGrid:
 
     def _fetch(self, about: str, number: str, tree: ObjectTree) -> None:
         """Wait for an answer's content, tell Flower that it is here, and put it with the others."""
-        client, run, message = self._client, self._run, None
+        message = None
         try:
-            contents = pull_objects(
-                [each.object_id for each in iterate_object_tree(tree)],
-                make_pull_object_fn_protobuf(client.PullObject, self._node, run),
-            )
-            client.ConfirmMessageReceived(
-                ConfirmMessageReceivedRequest(node=self._node, run_id=run, message_object_id=number)
-            )
-            found = inflate_object_from_contents(number, contents)
+            found = _pull(self._client, self._node, self._run, number, tree)
             # What it says inside is no more than its sender's word. Under which question it was
             # filed at the SuperLink follows from that question's number, a hash with a signature
             # in it, which only the site that was asked has been told.
-            if isinstance(found, Message) and found.metadata.reply_to_message_id == about:
+            if found.metadata.reply_to_message_id == about:
                 message = found
             else:
                 _log.warning("an answer says that it answers another question: left out")
@@ -233,10 +214,9 @@ class SuperLink:
     """The Control API of a SuperLink at `address`. context: see `tls`."""
 
     def __init__(self, address: str, context: ssl.SSLContext) -> None:
-        from flwr.supercore.control import ControlHttpClient
-
+        headers = Headers("fedpact")
         self._client = ControlHttpClient(
-            f"https://{address}", interceptors=[Headers("fedpact")], verify=context
+            f"https://{address}", interceptors=[headers], verify=context
         )
         self._address = address
 
@@ -294,12 +274,11 @@ class TaskQueue:
     """
 
     def __init__(self, address: str, secret: Path, context: ssl.SSLContext) -> None:
-        from flwr.supercore.interceptors import SuperExecAuthHttpInterceptor
-
         self._context, self._url = context, f"https://{address}"
+        derived = derive_auth_secret(secret.read_bytes())
         self._client = self._connect(
-            SuperExecAuthHttpInterceptor(
-                master_secret=secret.read_bytes(), protected_methods=_ACQUIRE
+            lambda of: create_superexec_auth_metadata(
+                auth_secret=derived, method=of.rpc_method, request=of.message
             )
         )
 
@@ -313,18 +292,15 @@ class TaskQueue:
 
         Raises FedpactError: the SuperLink does not hand out the run.
         """
-        from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
-
         token = self._token_of(run)
-        client = self._connect(RuntimeTokenHttpInterceptor(token))
+        client = self._connect(lambda _: {TASK_TOKEN_HEADER: token})
         status, details = SubStatus.FAILED, "ended early"
         try:
             with _beats(lambda: client.SendTaskHeartbeat(SendTaskHeartbeatRequest())):
                 given = client.PullTaskInput(PullTaskInputRequest())
                 TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
                 TaskIdentity.node_id = given.context.node_id
-                grid = PromptGrid(self._url, self._context, token, run_from_proto(given.run))
-                with closing(grid):
+                with closing(PromptGrid(self._url, self._context, token, run)) as grid:
                     yield grid
             status, details = SubStatus.COMPLETED, ""
         finally:
@@ -344,12 +320,9 @@ class TaskQueue:
             time.sleep(_POLL_SECONDS)
         raise FedpactError(f"the SuperLink did not hand out run {run}: see the log of the server")
 
-    def _connect(self, interceptor: "ProtobufClientInterceptor") -> "RuntimeHttpClient":
-        from flwr.supercore.runtime import RuntimeHttpClient
-
-        return RuntimeHttpClient(
-            self._url, interceptors=[Headers("fedpact"), interceptor], verify=self._context
-        )
+    def _connect(self, more: _MoreHeaders) -> RuntimeHttpClient:
+        headers = Headers("fedpact", more)
+        return RuntimeHttpClient(self._url, interceptors=[headers], verify=self._context)
 
 
 class FleetLink:
@@ -362,9 +335,19 @@ class FleetLink:
     def __init__(
         self, address: str, context: ssl.SSLContext, key: ec.EllipticCurvePrivateKey
     ) -> None:
-        headers = Headers("SuperNode", key)
+        self._public, self._node = public_pem(key.public_key()), Node()
+
+        def sign(_: ProtobufRequestContext) -> dict[str, str]:
+            stamp = now().isoformat()
+            signature = key.sign(stamp.encode("ascii"), ec.ECDSA(hashes.SHA256()))
+            return {
+                FLEET_HTTP_PUBLIC_KEY_HEADER: b64encode(self._public).decode("ascii"),
+                TIMESTAMP_HEADER: stamp,
+                FLEET_HTTP_SIGNATURE_HEADER: b64encode(signature).decode("ascii"),
+            }
+
+        headers = Headers("SuperNode", sign)
         self._client = FleetHttpClient(f"https://{address}", interceptors=[headers], verify=context)
-        self._key, self._node = headers.public, Node()
 
     def close(self) -> None:
         """Close the connection."""
@@ -380,66 +363,36 @@ class FleetLink:
         """
         if known is not None:
             self._leave(known)
-        told = self._client.ActivateNode(
-            ActivateNodeRequest(public_key=self._key, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
-        )
-        self._node = Node(node_id=told.node_id)
-        beat = SendNodeHeartbeatRequest(
-            node=self._node, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL
-        )
+        interval = HEARTBEAT_DEFAULT_INTERVAL
+        request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=interval)
+        number = self._client.ActivateNode(request).node_id
+        self._node = Node(node_id=number)
+        beat = SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=interval)
         try:
             with _beats(lambda: self._client.SendNodeHeartbeat(beat).success and on_beat()):
-                yield told.node_id
+                yield number
         finally:
             with suppress(httpx.TransportError):
-                self._leave(told.node_id)
+                self._leave(number)
 
     def next(self) -> Message | None:
         """Return a question that waits for this site, in full; None if there is none."""
         found = self._client.PullMessages(PullMessagesRequest(node=self._node))
         if not found.messages_list:
             return None
-        about = found.messages_list[0].metadata
-        contents = pull_objects(
-            [each.object_id for each in iterate_object_tree(found.message_object_trees[0])],
-            make_pull_object_fn_protobuf(self._client.PullObject, self._node, about.run_id),
-            # Of a server that was killed while it sent a question, the rest never comes.
-            max_time=_WHOLE_SECONDS,
+        about, tree = found.messages_list[0].metadata, found.message_object_trees[0]
+        # Of a server that was killed while it sent a question, the rest never comes.
+        message = _pull(
+            self._client, self._node, about.run_id, about.message_id, tree, _WHOLE_SECONDS
         )
-        self._client.ConfirmMessageReceived(
-            ConfirmMessageReceivedRequest(
-                node=self._node, run_id=about.run_id, message_object_id=about.message_id
-            )
-        )
-        message = inflate_object_from_contents(about.message_id, contents)
-        if not isinstance(message, Message):
-            raise TypeError(f"a {type(message).__name__} came where a message is expected")
-        # A message does not contain its own number.
-        message.metadata.__dict__["_message_id"] = about.message_id
         TaskIdentity.task_id, TaskIdentity.run_id = 0, about.run_id
         TaskIdentity.node_id = self._node.node_id
         return message
 
     def answer(self, message: Message, seconds: float) -> None:
         """Send an answer, which took so long to make."""
-        message.metadata.__dict__["_message_id"] = message.object_id
-        run = message.metadata.run_id
-        with no_object_id_recompute():
-            told = self._client.PushMessages(
-                PushMessagesRequest(
-                    node=self._node,
-                    messages_list=[message_to_proto(remove_content_from_message(message))],
-                    message_object_trees=[get_object_tree(message)],
-                    clientapp_runtime_list=[seconds],
-                )
-            )
-            push_objects(
-                get_all_nested_objects(message),
-                make_push_object_fn_protobuf(
-                    self._client.PushObject, self._node, run, told.session_id
-                ),
-                object_ids_to_push=set(told.objects_to_push),
-            )
+        request = PushMessagesRequest(node=self._node, clientapp_runtime_list=[seconds])
+        _push(self._client, self._node, message, request)
 
     def _leave(self, node: int) -> None:
         # Refused where it is not connected, or a new database knows it under another number.
@@ -448,31 +401,71 @@ class FleetLink:
 
 
 class Headers:
-    """Adds to a request who sends it: Flower's version, and a node's signature of the time.
+    """Adds Flower's version to each request, and `more` headers.
 
-    Flower's own, which do the same, load the modules of its web server, and end the process where
-    versions differ. key: a node's private key.
+    Flower's own interceptors, which do the same, load its web server and end the process where
+    versions differ. closed: given, a server that cannot be reached is tried again until it is set.
     """
 
-    def __init__(self, component: str, key: ec.EllipticCurvePrivateKey | None = None) -> None:
-        self._version = dict(RuntimeVersionMetadata.from_local_component(component).as_metadata())
-        self._key = key
-        self.public = b"" if key is None else public_pem(key.public_key())
+    def __init__(
+        self,
+        component: str,
+        more: _MoreHeaders = lambda _: {},
+        closed: threading.Event | None = None,
+    ) -> None:
+        self._version = {
+            FLWR_PACKAGE_NAME_METADATA_KEY: package_name,
+            FLWR_PACKAGE_VERSION_METADATA_KEY: package_version,
+            FLWR_COMPONENT_NAME_METADATA_KEY: component,
+        }
+        self._more, self._closed = more, closed
 
     def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
-        """Send a request, as Flower's clients want it."""
-        context.request.headers.update(self._version)
-        if self._key is not None:
-            stamp = now().isoformat()
-            signature = self._key.sign(stamp.encode("ascii"), ec.ECDSA(hashes.SHA256()))
-            context.request.headers.update(
-                {
-                    FLEET_HTTP_PUBLIC_KEY_HEADER: b64encode(self.public).decode("ascii"),
-                    TIMESTAMP_HEADER: stamp,
-                    FLEET_HTTP_SIGNATURE_HEADER: b64encode(signature).decode("ascii"),
-                }
-            )
-        return call_next(context)
+        """Send a request as Flower's clients want it."""
+        context.request.headers.update({**self._version, **self._more(context)})
+        while True:
+            try:
+                return call_next(context)
+            except httpx.TransportError:
+                if self._closed is None or self._closed.wait(_RETRY_SECONDS):
+                    raise
+
+
+def _push(client: Any, node: Node, message: Message, request: Any) -> Any:
+    """Send a message's head by a `request`, then its parts; return the answer to the head."""
+    message.metadata.__dict__["_message_id"] = message.object_id
+    with no_object_id_recompute():
+        request.messages_list.append(message_to_proto(remove_content_from_message(message)))
+        request.message_object_trees.append(get_object_tree(message))
+        told = client.PushMessages(request)
+        push = make_push_object_fn_protobuf(
+            client.PushObject, node, message.metadata.run_id, told.session_id
+        )
+        parts = get_all_nested_objects(message)
+        push_objects(parts, push, object_ids_to_push=set(told.objects_to_push))
+    return told
+
+
+def _pull(
+    client: Any, node: Node, run: int, number: str, tree: ObjectTree, seconds: float | None = None
+) -> Message:
+    """Return a message whose parts are in `tree`, and tell Flower that it is here.
+
+    Parts that are still on their way are waited for, so many `seconds`; None: Flower's two hours.
+    """
+    more = {} if seconds is None else {"max_time": seconds}
+    numbers = [each.object_id for each in iterate_object_tree(tree)]
+    pull = make_pull_object_fn_protobuf(client.PullObject, node, run)
+    contents = pull_objects(numbers, pull, **more)
+    client.ConfirmMessageReceived(
+        ConfirmMessageReceivedRequest(node=node, run_id=run, message_object_id=number)
+    )
+    message = inflate_object_from_contents(number, contents)
+    if not isinstance(message, Message):
+        raise TypeError(f"a {type(message).__name__} came where a message is expected")
+    # A message does not contain its own number.
+    message.metadata.__dict__["_message_id"] = number
+    return message
 
 
 @contextmanager
@@ -495,11 +488,12 @@ def _beats(beat: Callable[[], object]) -> Generator[None]:
 
 def read_refusal(response: httpx.Response) -> tuple[bool, str]:
     """Return whether a node's key was not let in, and what a server said, in words."""
-    error = FlowerError.from_json(response.text)
-    if error is None:
+    try:
+        told = json.loads(response.text)
+        code, detail = int(told["code"]), str(told["detail"])
+    except (ValueError, KeyError, TypeError):
         return False, f"status {response.status_code}"
-    turned_away = error.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
-    return turned_away, f"code {error.code}: {error.message}"
+    return code == _ACTIVATION_FAILED, f"code {code}: {detail}"
 
 
 def public_pem(key: ec.EllipticCurvePublicKey) -> bytes:
