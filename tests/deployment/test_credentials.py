@@ -71,14 +71,6 @@ SITE = {
         r"ca\.crt cannot be understood",
     ),
     "no authority": (lambda site: (site / "ca.crt").unlink(), r"ca\.crt cannot be read"),
-    "an empty secret": (
-        lambda site: (site / "runtime.secret").write_bytes(b""),
-        r"runtime\.secret is empty: write 32 random bytes",
-    ),
-    "no secret": (
-        lambda site: (site / "runtime.secret").unlink(),
-        r"runtime\.secret cannot be read",
-    ),
 }
 
 
@@ -125,6 +117,14 @@ SERVER = {
     "a name it does not hold for": (
         lambda server: changed(server, "127.0.0.1:", "server.example.org:"),
         r"tls\.crt does not hold for 'server\.example\.org'",
+    ),
+    "an empty secret": (
+        lambda server: (server / "runtime.secret").write_bytes(b""),
+        r"runtime\.secret is empty: write 32 random bytes",
+    ),
+    "no secret": (
+        lambda server: (server / "runtime.secret").unlink(),
+        r"runtime\.secret cannot be read",
     ),
 }
 

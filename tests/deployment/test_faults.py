@@ -67,16 +67,14 @@ class Federation:
         return self.parties.runs(name)
 
     def kill(self, name, part="both"):
-        """Kill a party's process, Flower's beside it, or both at once as a power cut would."""
+        """Kill a party's process, the server's SuperLink, or both at once as a power cut would."""
         if not self.runs(name):  # the server of a run that has ended
             self.numbers |= self.parties.start(name)
         number = self.numbers[name]
         victim = child(number) if part == "flower" else number
         print(f"kill {part} of {name}", flush=True)
-        with suppress(ProcessLookupError, TypeError):  # between two of Flower's there is none
+        with suppress(ProcessLookupError, TypeError):  # before it has started there is none
             (os.killpg if part == "both" else os.kill)(victim, signal.SIGKILL)
-        if part == "flower" and name != "server":
-            return  # a site starts it anew by itself
         if victim is None:
             return
         wait_for(lambda: not self.runs(name), self.directory, pause=0.01)
@@ -159,8 +157,9 @@ def survive(make, directory, rounds, kills, spare, pause, **plan):
             # The first may come before anything was committed, the last one in the last round.
             federation.reached(int((number + choose.random()) * (rounds + 1) / kills) - 1)
             time.sleep(choose.uniform(0, pause))
-            part = choose.choice(["party", "flower", "both"])
-            federation.kill(choose.choice([*federation.names, "server"]), part)
+            name = choose.choice([*federation.names, "server"])
+            parts = ["party", "flower", "both"] if name == "server" else ["party", "both"]
+            federation.kill(name, choose.choice(parts))
         federation.finish(rounds)
         # Once more, after the end: the server finds that there is nothing left to do.
         federation.kill("server")

@@ -4,7 +4,6 @@ import email.utils
 import http.server
 import json
 import shutil
-import socket
 import ssl
 import threading
 import time
@@ -12,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 from flwr.proto.fleet_pb2 import ActivateNodeResponse, DeactivateNodeRequest
-from tests.deployment.conftest import free_port
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatResponse
 
-from fedpact.deployment import keys, processes
+from fedpact.deployment import keys
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import credentials, program, site_process
 from fedpact.deployment.flower.site_process import NotLetIn
@@ -23,24 +22,14 @@ from fedpact.deployment.flower.site_process import NotLetIn
 class Server:
     """A SuperLink's answers. ahead: seconds by which its clock is. refuse: (status, body) or None.
 
-    left: the nodes that were told to be gone. pulled: it was asked for messages. cut: it ends each
-    connection in the midst of its handshake.
+    left: the nodes that were told to be gone. It breaks off when it is asked for messages.
     """
 
     def __init__(self, server_dir, node=77):
         self.ahead, self.refuse, self.node, self.left = 0.0, None, node, []
-        self.pulled, self.cut = threading.Event(), False
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
-            def setup(self):
-                if outer.cut:
-                    with socket.socket(fileno=self.request.detach()) as plain:
-                        plain.recv(2**16)
-                        plain.shutdown(socket.SHUT_WR)
-                        plain.recv(2**16)
-                super().setup()
-
             def do_POST(self):
                 body = self.rfile.read(int(self.headers["content-length"]))
                 status, content = outer.answer(self.path, body)
@@ -80,8 +69,9 @@ class Server:
             self.left.append(DeactivateNodeRequest.FromString(body).node_id)
             return 200, b""
         if path.endswith("pull-messages"):
-            self.pulled.set()
-            return 200, b""
+            return 500, b""
+        if path.endswith("heartbeat"):
+            return 200, SendNodeHeartbeatResponse(success=True).SerializeToString()
         if self.refuse is not None:
             return self.refuse
         return 200, ActivateNodeResponse(node_id=self.node).SerializeToString()
@@ -103,10 +93,10 @@ def server(deployment):
 def enter(server, site_dir):
     federation = Federation.read(site_dir / "federation.toml")
     federation = federation.model_copy(update={"address": server.address})
-    site = SimpleNamespace(name="site-00", federation=federation)
+    site = SimpleNamespace(name="site-00", federation=federation, stopped="", ending=None)
     (site_dir / "flower").mkdir()
     credentials.write_site_connection(site_dir)
-    return lambda: site_process.enter(site, site_dir)
+    return lambda: site_process.work(site, site_dir, lambda _: None)
 
 
 def test_who_is_let_in_knows_its_number_before_its_first_task(enter, server, site_dir):
@@ -177,21 +167,3 @@ def test_a_server_that_has_just_gone_is_told(enter, server):
     server.http.shutdown()
     with pytest.raises(NotLetIn, match="does not answer"):
         enter()
-
-
-def test_a_supernode_whose_server_dies_in_a_handshake_ends(server, site_dir):
-    """It never tries again, and Flower's own process stays: nobody would start it anew."""
-    command = [
-        *("flower-supernode", "--isolation", "process", "--superlink", server.address),
-        *("--root-certificates", "ca.crt", "--auth-supernode-private-key", "site.key"),
-        *("--host", "127.0.0.1", "--port", str(free_port())),
-        *("--superexec-auth-secret-file", "runtime.secret"),
-    ]
-    (site_dir / "flower").mkdir()
-    credentials.write_site_connection(site_dir)
-    with processes._flower(site_dir, command) as node:
-        while not server.pulled.wait(1.0):
-            assert node.poll() is None
-        server.cut = True
-        node.wait(60)
-    assert "SSL" in processes._reason(site_dir)

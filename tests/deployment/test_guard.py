@@ -9,10 +9,11 @@ import asyncio
 import os
 
 import pytest
-from flwr.app import Array, ArrayRecord, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-from fedpact.deployment.flower import program
+from fedpact.deployment.flower import program, server_process
+from fedpact.deployment.server import Coordinator
+from fedpact.simulation import flower_records
 
 FLEET, CONTROL = "/v1/fleet/push-object", "/v1/control/stop-run"
 HERE, ELSEWHERE = "127.0.0.1", "192.0.2.7"
@@ -26,7 +27,7 @@ def status_of():
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    guard = program.Guard(app, program.Sockets())
+    guard = program.Guard(app, program.Sockets(), 6 * MIB)
 
     def request(path, client, **headers):
         encoded = [(n.replace("_", "-").encode(), str(v).encode()) for n, v in headers.items()]
@@ -44,20 +45,28 @@ def status_of():
 
 
 @pytest.mark.parametrize("client", [HERE, ELSEWHERE])
-def test_no_request_is_longer_than_flowers_pieces(status_of, client):
+def test_no_request_is_longer_than_the_plan_allows(status_of, client):
     assert status_of(FLEET, client, content_length=6 * MIB) == 200
     assert status_of(FLEET, client, content_length=6 * MIB + 1) == 413
     assert status_of(FLEET, client, transfer_encoding="chunked") == 411
 
 
-def test_flower_cuts_a_long_message_into_pieces_that_pass():
-    """Of any plan: what a site sends of a model of 20 MiB."""
-    array = Array(dtype="uint8", shape=(20 * MIB,), stype="bytes", data=os.urandom(20 * MIB))
-    record = RecordDict({"fedpact": ArrayRecord({"message": array})})
+@pytest.mark.parametrize("numbers", [7850, 10_000_000])
+def test_every_message_of_a_plan_passes(monkeypatch, deployment, numbers):
+    """Whole, or in pieces: at 8 bytes a number; and nothing that is much longer."""
+    coordinator = Coordinator.of(deployment / "server")
+    assert coordinator.longest_message == 650
+    coordinator.__dict__["longest_message"] = numbers
+    most = server_process.most_request_bytes(coordinator)
+    record = flower_records.to_record(os.urandom(8 * numbers), bytes(72), (7, "f" * 64), "a" * 64)
     pieces = [each.deflate() for each in get_all_nested_objects(record).values()]
-    assert sum(map(len, pieces)) > 20 * MIB
+    assert sum(map(len, pieces)) > 8 * numbers
     # Beside a piece, a request has a few numbers and names.
-    assert max(map(len, pieces)) < program._MOST_BYTES - MIB // 2
+    assert max(map(len, pieces)) < most - 2**14
+    assert most < max(map(len, pieces)) + 2**17
+    assert flower_records.from_record(record)[0] == b"".join(
+        part["block"] for part in record.values()
+    )
 
 
 def test_other_machines_have_the_fleet_api_alone(status_of):

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import time
 import venv
 from importlib.metadata import version
 from pathlib import Path
@@ -240,8 +241,9 @@ def test_tar_of_a_chart_has_no_record_and_no_ledger(packaged, tmp_path):
     (where / "sites" / "site-00" / "ledger" / "ledger.jsonl").unlink()
 
 
-def test_health_is_of_the_process_and_its_port(site_dir, deployment):
+def test_health_is_of_the_process_and_its_connection(site_dir, deployment):
     assert find_outage(site_dir) == f"no process runs in {site_dir}"
+    address = Federation.read(site_dir / "federation.toml").address
     for where in (site_dir, deployment / "server"):
         process = spawner()("", where)
         try:
@@ -249,10 +251,14 @@ def test_health_is_of_the_process_and_its_port(site_dir, deployment):
             done = CliRunner().invoke(app, ["deploy", "health", str(where)])
             assert done.exit_code == 1
             assert "does not answer" in done.output
-            path = where / ("site.toml" if where == site_dir else "federation.toml")
-            port = re.search(r'port = (\d+)|address = ".*:(\d+)"', path.read_text())
-            with socket.create_server(("127.0.0.1", int(port[1] or port[2]))):
+            node = where / "flower" / "node"
+            node.parent.mkdir(exist_ok=True)
+            node.touch()
+            with socket.create_server(("127.0.0.1", int(address.rsplit(":", 1)[1]))):
                 assert CliRunner().invoke(app, ["deploy", "health", str(where)]).exit_code == 0
+            os.utime(node, (0, time.time() - 61))
+            if where == site_dir:
+                assert "is not connected to the server" in find_outage(where)
         finally:
             process.kill()
             process.wait()

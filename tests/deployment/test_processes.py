@@ -1,7 +1,6 @@
 """The parties' processes, and Flower's beside them: started, watched and ended."""
 
 import errno
-import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -116,9 +115,9 @@ def test_a_port_that_somebody_has_is_told_with_where_it_stands(monkeypatch):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(InputError, match=rf"port {port} .* change port in site\.toml"):
-            processes._wait_for_port("127.0.0.1", port, "port in site.toml")
-    processes._wait_for_port("127.0.0.1", port, "port in site.toml")
+        with pytest.raises(InputError, match=rf"port {port} .* change address in federation\.toml"):
+            processes._wait_for_port("127.0.0.1", port, "address in federation.toml")
+    processes._wait_for_port("127.0.0.1", port, "address in federation.toml")
 
 
 def test_a_party_tells_a_missing_server_once(deployment, monkeypatch, caplog):
@@ -168,36 +167,17 @@ def test_logs_and_flowers_files_are_their_owners(deployment):
     assert home.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_supernode_whose_server_has_gone_is_started_anew(monkeypatch):
-    """Left to itself it may never come back, and counts as there."""
-    node = SimpleNamespace(poll=lambda: None)
-    with processes.socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        alive = processes._Alive(node, f"127.0.0.1:{server.getsockname()[1]}")
-        monkeypatch.setattr(processes, "_KNOCK_SECONDS", 60.0)
-        assert alive()
-        alive._next = 0.0
-        assert alive()
-    # Between two knocks nobody asks.
-    assert alive()
-    alive._next = 0.0
-    assert not alive()
-    node.poll = lambda: 1
-    assert not processes._Alive(node, "nowhere.invalid:1")()
-
-
-def test_a_network_that_fails_for_a_moment_ends_no_supernode():
-    alive = processes._Alive(SimpleNamespace(poll=lambda: None), "nowhere.invalid:1")
-    assert alive()
-
-
 PROGRAM = """
-import sys, threading
+import importlib.metadata, runpy, sys, threading
+from types import SimpleNamespace
 def other():
     thread = threading.Thread(target=threading.Event().wait)
     thread.start()
     {ends}
+script = SimpleNamespace(load=lambda: other)
+importlib.metadata.entry_points = lambda **_: [script]
+sys.argv = [sys.argv[1], "65536", "--option"]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -212,16 +192,10 @@ def other():
         ("raise OSError('TLS')", 1),
     ],
 )
-def test_a_program_of_flowers_ends_with_its_main_thread(tmp_path, ends, status):
-    """As a SuperNode does at an error of TLS; by itself it stays, for its other thread's sake."""
-    (tmp_path / "flowers.py").write_text(PROGRAM.format(ends=ends))
-    metadata = tmp_path / "flowers-1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: flowers\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text("[console_scripts]\nflower-x = flowers:other\n")
-    command = [sys.executable, "-P", program.__file__, "flower-x", "--option"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    assert subprocess.run(command, env=environment, cwd="/", timeout=120).returncode == status
+def test_a_program_of_flowers_ends_with_its_main_thread(ends, status):
+    """By itself it would stay, for its other thread's sake."""
+    command = [sys.executable, "-P", "-c", PROGRAM.format(ends=ends), program.__file__]
+    assert subprocess.run(command, cwd="/", timeout=120).returncode == status
 
 
 def test_a_site_that_waits_to_be_let_in_outlasts_a_full_disk(site_dir, monkeypatch, capsys):
@@ -232,10 +206,10 @@ def test_a_site_that_waits_to_be_let_in_outlasts_a_full_disk(site_dir, monkeypat
 
     came = iter([OSError(errno.ENOSPC, "No space left on device"), Enough()])
 
-    def enter(site, directory):
+    def work(*_):
         raise next(came)
 
-    monkeypatch.setattr(site_process, "enter", enter)
+    monkeypatch.setattr(site_process, "work", work)
     monkeypatch.setattr(processes, "_wait_for", lambda *_: None)
     monkeypatch.setattr(processes._Waits, "__call__", lambda _: None)
     monkeypatch.setattr(processes, "_prepare", lambda _: None)

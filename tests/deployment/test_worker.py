@@ -1,92 +1,69 @@
-"""A site's process and its SuperNode: who waits for whom."""
+"""A site's process at its server's Fleet API: when a connection is given up, and when the site."""
 
-import threading
 from contextlib import contextmanager
 
 import pytest
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 
 from fedpact.common.errors import FedpactError
-from fedpact.deployment.flower import internals, site_process
+from fedpact.deployment.flower import site_process
 from fedpact.deployment.site import Site
 
 
 @pytest.fixture
-def desks(monkeypatch):
-    """A SuperNode's end, with one task after the other; it counts those that were taken on."""
+def links(monkeypatch):
+    """Connections that let the site in; each counts the questions that were fetched from it."""
     found = []
 
-    class Desk(internals.TaskQueue):
-        silent_seconds, taken = 0.0, 0
+    class Link:
+        fetched = 0
 
         def __init__(self, *_):
             found.append(self)
 
-        def next(self):
-            self.taken += 1
-            return 1, "token"
-
         @contextmanager
-        def _work(self, token):
-            yield self
+        def enter(self, known, on_beat):
+            on_beat()
+            yield 7
+
+        def next(self):
+            self.fetched += 1
+            return "question"
 
         def close(self):
             pass
 
-    monkeypatch.setattr(site_process, "TaskQueue", Desk)
+    monkeypatch.setattr(site_process, "FleetLink", Link)
+    monkeypatch.setattr(site_process, "tls", lambda _: None)
+    monkeypatch.setattr(site_process, "respond", lambda *_: "answer")
     return found
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("No messages received"), ObjectPullError("a", "gone"), OSError("reset")]
-)
-def test_connection_is_renewed_after_an_undelivered_answer(
-    site_dir, monkeypatch, caplog, desks, error
-):
-    """A SuperNode waits for the answer that it does not get for ever, while it counts as there."""
+@pytest.mark.parametrize("error", [ObjectPullError("a", "gone"), OSError("reset")])
+def test_an_answer_that_is_not_taken_ends_the_connection(site_dir, monkeypatch, links, error):
+    """It is asked for again over the next one, and then lies stored."""
 
-    def pull(client):
+    def refuse(*_):
         raise error
 
-    monkeypatch.setattr(internals, "pull_task_input", pull)
+    monkeypatch.setattr(site_process.FleetLink, "answer", refuse, raising=False)
+    (site_dir / "flower").mkdir()
+    told = []
     with Site(site_dir) as site:
-        site_process.work(site, site_dir, lambda: desks[-1].taken < 5)
-    assert desks[0].taken == 1
-    assert "was not handed over" in caplog.text
+        site_process.work(site, site_dir, told.append)
+    assert links[0].fetched == 1
+    assert told == ["let in by the server", f"the connection to the server has ended: {error}"]
+    assert (site_dir / "flower" / "node").read_text() == "7"
 
 
-def test_partial_question_is_dropped_when_the_server_is_lost(site_dir, monkeypatch, caplog, desks):
-    """Flower waits two hours for its parts, while the server has long been there again."""
-    never = threading.Event()
-    monkeypatch.setattr(internals, "pull_task_input", lambda client: never.wait())
-    there = [True, True, True]
-    with Site(site_dir) as site:
-        site_process.work(site, site_dir, lambda: bool(there) and there.pop())
-    never.set()
-    assert desks[0].taken == 1
-    assert "not whole when the server was lost" in caplog.text
-
-
-def test_the_process_ends_once_its_site_has_stopped(site_dir, monkeypatch, desks):
+def test_the_process_ends_once_its_site_has_stopped(site_dir, monkeypatch, links):
+    (site_dir / "flower").mkdir()
     with Site(site_dir) as site:
 
-        def pull(client):
-            site.stopped = "no room" if desks[0].taken == 3 else ""
-            return None, None
+        def answer(link, message, seconds):
+            site.stopped = "no room" if link.fetched == 3 else ""
 
-        monkeypatch.setattr(internals, "pull_task_input", lambda client: (*pull(client), None))
-        monkeypatch.setattr(site_process, "respond", lambda *_: None)
-        monkeypatch.setattr(internals, "push_message", lambda *_: None)
+        monkeypatch.setattr(site_process.FleetLink, "answer", answer, raising=False)
         with pytest.raises(FedpactError, match="no room"):
-            site_process.work(site, site_dir, lambda: True)
-    assert desks[0].taken == 3
-
-
-def test_a_supernode_that_starts_slowly_is_waited_for(tmp_path):
-    """Started anew each time before it is up, on a busy machine it would never be."""
-    secret = tmp_path / "secret"
-    secret.write_bytes(bytes(32))
-    desk = internals.TaskQueue("127.0.0.1:1", secret)
-    assert desk.next() is None
-    assert site_process._SILENT_SECONDS - desk.silent_seconds > 60
-    desk.close()
+            site_process.work(site, site_dir, lambda _: None)
+    assert links[0].fetched == 3
