@@ -8,7 +8,6 @@ from flwr.common.serde import message_to_proto
 from flwr.proto.message_pb2 import PullObjectResponse
 from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
-from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedpact.deployment.flower.internals import PromptGrid
@@ -62,7 +61,7 @@ class Link:
 @pytest.fixture
 def grid():
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
-    found = PromptGrid("https://nowhere:1", None, "token", Run.create_empty(run_id=1))
+    found = PromptGrid("https://nowhere:1", None, "token", 1)
     found._client = Link()
     return found
 

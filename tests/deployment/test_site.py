@@ -318,6 +318,6 @@ def test_what_holds_ledgers_replies_and_memory_is_its_owners(make, tmp_path):
     private = {name for name, mode in modes.items() if mode == 0o600}
     assert private >= {
         *("ledger.jsonl", "site.db", "site.db-journal"),
-        *("site.key", "runtime.secret", "records.npz"),
+        *("site.key", "records.npz"),
     }
     assert {"plan.json", "federation.toml", "ca.crt"}.isdisjoint(private)

@@ -32,7 +32,7 @@ def to_record(
 
 def from_record(record: RecordDict) -> tuple[bytes, bytes]:
     """Return block and signature of what `to_record` made. Raises InputError: of anything else."""
-    places = ["seal", *map(str, range(1, len(record)))]
+    places = ["seal", *sorted((place for place in record if place.isdecimal()), key=int)]
     found = [_value(record, place, "block", bytes) for place in places]
     return b"".join(found), _value(record, "seal", "signature", bytes)
 
@@ -54,6 +54,6 @@ def _value(record: RecordDict, place: str, name: str, kind: type[_T]) -> _T:
     if isinstance(found, kind):
         return found
     raise InputError(
-        f"a record with {', '.join(map(str, record)) or 'nothing in it'} is no fedpact message: "
+        f"a record with {', '.join(map(str, record)) or 'nothing in it'} is not a fedpact message: "
         "expected what to_record made; check that both ends run the same version"
     )

@@ -179,7 +179,7 @@ def approve(
 def health(
     directory: Annotated[Path, typer.Argument(help="The server's or a site's directory.")],
 ) -> None:
-    """Exit with 0 if this party's process runs and its port answers on this machine, else 1."""
+    """Exit with 0 if this party's process runs and is at work on this machine, else 1."""
     from fedpact.deployment.flower.health import find_outage
 
     if fault := find_outage(directory):

@@ -413,7 +413,7 @@ class Headers:
         more: _MoreHeaders = lambda _: {},
         closed: threading.Event | None = None,
     ) -> None:
-        self._version = {
+        self._flower = {
             FLWR_PACKAGE_NAME_METADATA_KEY: package_name,
             FLWR_PACKAGE_VERSION_METADATA_KEY: package_version,
             FLWR_COMPONENT_NAME_METADATA_KEY: component,
@@ -422,7 +422,7 @@ class Headers:
 
     def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
         """Send a request as Flower's clients want it."""
-        context.request.headers.update({**self._version, **self._more(context)})
+        context.request.headers.update({**self._flower, **self._more(context)})
         while True:
             try:
                 return call_next(context)
