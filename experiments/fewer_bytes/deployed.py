@@ -2,11 +2,12 @@
 
     FEDPACT_DATA=DIR python -m experiments.fewer_bytes.deployed [MODEL]
 
-Fashion-MNIST, fedavg with one step a round. Prints, for plain replies and for noise shared out
-under masks, bits a coordinate up and down in the messages: of the first round, before which all
-have the model, and of the later ones. Then kB a site and round through the sockets, counted by a
-relay between sites and server over the whole run, beside the messages' own: what Flower, HTTP and
-TLS add, a site's looking for work among it. Results are stored (deployed.json).
+Fashion-MNIST, fedavg with one step a round. Prints, for plain replies, and under masks for noise
+shared out and each site's own, bits a coordinate up and down in the messages: of the first round,
+before which all have the model, and of the later ones. Then kB a site and round through the
+sockets, counted by a relay between sites and server over the whole run, beside the messages' own:
+what Flower, HTTP and TLS add, a site's looking for work among it. Results are stored
+(deployed.json).
 """
 
 import asyncio
@@ -31,7 +32,8 @@ SUM = {
     "secure_aggregation": {"threshold": 3},
     "privacy": {"trust": "sum", "honest": 2, "accountant": "rdp"},
 }
-KINDS: dict[str, dict[str, Any]] = {"plain": {}, "masked": SUM}
+OWN = {"secure_aggregation": {"threshold": 3}}
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "masked": SUM, "masked, own noise": OWN}
 
 
 def plan(model: str, tables: dict[str, Any]) -> fedpact.Plan:
@@ -106,7 +108,7 @@ def deployed(chosen: fedpact.Plan, port: int) -> tuple[list[RoundRecord], int, C
 
 
 def main(model: str) -> None:
-    """Carry both out, and print and store what they sent."""
+    """Carry each out, and print and store what they sent."""
     stored = HERE / "deployed.json"
     found = json.loads(stored.read_text()) if stored.exists() else {}
     for number, (name, tables) in enumerate(KINDS.items()):
