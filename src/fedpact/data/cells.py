@@ -191,13 +191,8 @@ def is_missing(name: str) -> bool:
     return name.lower() in _NO_NAME
 
 
-def number_of(value: Any) -> float:
-    """Return a cell as a number: 1 and 0 for true and false, in words too; NaN for none."""
-    return float(to_numbers([value])[0])
-
-
 def to_numbers(cells: Cells) -> np.ndarray:
-    """Return cells as float64 [n], NaN for what is no number: see `number_of`."""
+    """Return cells as float64 [n]: 1 and 0 for true and false, in words too; NaN for no number."""
     if isinstance(cells, NumberCells):
         return cells.floats()
     from pandas import to_numeric

@@ -11,7 +11,7 @@ Pillow's images become arrays [channels, height, width] of 0..255. To scale them
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
 from numbers import Number
@@ -237,7 +237,11 @@ def columns_of(data: Any) -> dict[str, list[Any]] | None:
         raise DataError(
             f"{describe_value(data)} has the columns {', '.join(map(str, keys))}: name each once"
         )
-    if isinstance(data, Mapping) and (odd := [k for k in keys if not _is_column(data[k])]):
+    single = (k for k in keys if isinstance(data, Mapping))
+    odd = [
+        k for k in single if isinstance(data[k], str | bytes) or not hasattr(data[k], "__iter__")
+    ]
+    if odd:
         raise DataError(
             f"{describe_value(data)} has {', '.join(map(str, odd))}, which are not columns: pass "
             f"a table "
@@ -255,10 +259,6 @@ def columns_of(data: Any) -> dict[str, list[Any]] | None:
             f"{describe_value(data)} has columns of lengths {lengths}: expected equal ones"
         )
     return found
-
-
-def _is_column(value: Any) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, str | bytes)
 
 
 def _index_of(data: Any) -> tuple[str, ...]:

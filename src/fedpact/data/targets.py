@@ -133,7 +133,7 @@ def check_several(name: str, classes: Sequence[str], table: Table, form: RecordF
 
 def _check_classes(name: str, found: Sequence[float], records: int, ask: str) -> None:
     """Raise DataError: numbers that are measured rather than classes."""
-    odd = [value for value in found if value != round(value)] if _finite(found) else []
+    odd = [value for value in found if value != round(value)] if np.isfinite(found).all() else []
     if odd:
         raise DataError(
             f"data set {name}: its labels are numbers such as {odd[0]:g}, {len(found)} different "
@@ -149,10 +149,6 @@ def _check_many(name: str, found: Sequence[object], records: int, ask: str) -> N
             f"data set {name}: {records} records have {len(found)} different labels, and no "
             f"classes are declared: {ask}? If they are classes, name them as records.classes"
         )
-
-
-def _finite(found: Sequence[float]) -> bool:
-    return bool(np.isfinite(found).all())
 
 
 def _tell_never(name: str, never: list[int], largest: int, *, pixels: bool) -> None:
