@@ -30,6 +30,10 @@ PICKS = {
         .view(len(o), 2, -1)
         .sum(1)
     ),
+    "with a step": lambda o, n: o.flatten(0, 1)[
+        n + torch.arange(0, len(o) * o.shape[1], o.shape[1])
+    ],
+    "mask": lambda o, n: o[torch.arange(o.shape[1]) == n[:, None]],
     "list": lambda o, n: o[list(range(len(o))), n],
     "one-hot": lambda o, n: (nn.functional.one_hot(n, o.shape[1])[..., None] * o).sum(1),
     "masked mean": lambda o, n: (o * (torch.arange(o.shape[1]) <= n[:, None])[..., None]).sum(1),
@@ -69,11 +73,21 @@ def test_the_last_step_is_taken_many_records_at_a_time(pick, recurrent):
     kernel.invariant(x, y)  # whatever it finds, nothing raises
 
 
-def test_a_mask_for_the_last_step_is_taken_record_by_record():
-    """How many it picks is no constant: exact all the same."""
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda o, n: o[torch.arange(o.shape[1]) <= n[:, None]].mean(0, keepdim=True),
+        lambda o, n: torch.stack([o[i, n[i]] for i in range(len(o))]),
+        lambda o, n: torch.stack([o[i, :, 1:][n[i] - 9] for i in range(len(o))]).repeat(1, 2)[
+            :, :6
+        ],
+    ],
+    ids=["mask", "numbers", "below 0"],
+)
+def test_some_picks_are_made_record_by_record(pick):
+    """How many a mask picks is no constant, and a loop is over the records: exact all the same."""
     torch.manual_seed(0)
-    model = LastStep(lambda o, n: o[torch.arange(o.shape[1])[None] == n[:, None]])
-    kernel = PerSampleKernel(FlatModel(model), cross_entropy)
+    kernel = PerSampleKernel(FlatModel(LastStep(pick)), cross_entropy)
     x, y = torch.randint(1, 30, (5, 7)), torch.arange(5) % 3
     each = kernel.alone(x, y)
     assert kernel.way(x, y) == "records"
@@ -82,7 +96,7 @@ def test_a_mask_for_the_last_step_is_taken_record_by_record():
 
 
 def test_a_step_taken_out_as_a_number_is_refused_with_its_line():
-    model = LastStep(lambda o, n: torch.stack([o[i, n[i]] for i in range(len(o))]))
+    model = LastStep(lambda o, n: torch.stack([o[i, int(n[i])] for i in range(len(o))]))
     kernel = PerSampleKernel(FlatModel(model), cross_entropy)
     x, y = torch.randint(1, 30, (5, 7)), torch.arange(5) % 3
     with pytest.raises(ModelError, match=r"a number taken out of a tensor in test_cases\.py, line"):
@@ -119,6 +133,35 @@ def test_a_flat_index_names_no_row_of_another_record(way):
         assert found.norm() <= clip * (1 + 1e-3)
         # The others add what they added without it.
         assert torch.allclose(found, kernel.clipped_sum(r, y[:1], clip), atol=1e-5)
+
+
+def test_a_mask_that_picks_another_number_of_rows_leaves_its_record_out():
+    """Of no row, or of several, it is no record; others keep their rows."""
+
+    class Marked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 3)
+
+        def forward(self, x):
+            return self.layer(x[..., 1:][x[..., 0] > 0])
+
+    torch.manual_seed(0)
+    kernel = PerSampleKernel(FlatModel(Marked()), cross_entropy)
+    x, y = torch.randn(20, 4, 3), torch.arange(20) % 3
+    x[..., 0] = torch.eye(4)[torch.arange(20) % 4] - 0.5
+    assert kernel.way(x, y) == "graph"
+    each = kernel.alone(x, y)
+    layout = Placement(length=8)
+    found = kernel.clipped_sum(x, y, torch.inf, layout=layout)
+    assert torch.allclose(found, each.sum(0), rtol=1e-4, atol=1e-6)
+    for marks in ([], [0, 2], [0, 1, 2, 3]):
+        r = x[3:4].clone()
+        r[..., 0] = -1.0
+        r[0, marks, 0] = 1.0
+        given = torch.cat([x[:7], r, x[7:]]), torch.cat([y[:7], y[:1], y[7:]])
+        more = kernel.clipped_sum(*given, torch.inf, layout=layout)
+        assert torch.allclose(more, found, rtol=1e-5, atol=1e-6)
 
 
 class Tied(nn.Module):

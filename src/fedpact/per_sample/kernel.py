@@ -168,7 +168,7 @@ class PerSampleKernel:
         with all_digits(self.model.vector):
             self._mixers.check()
             x, y = _recorded(x, y)
-            layout = self._layout_of_differences(x, y, layout or self._checked_layout(x, y))
+            layout = self._checked_layout(x, y, layout, differences=True)
             measure, points = self._passes.differences, (w, anchor)
             total = self._sum(measure, x, y, bound, None, most, shares, layout, points)
             self.model.load(w)
@@ -243,30 +243,22 @@ class PerSampleKernel:
         with all_digits(self.model.vector):
             return self._passes.way(*_recorded(x, y))
 
-    def _checked_layout(self, x: Tensor, y: Tensor) -> Placement:
+    def _checked_layout(
+        self, x: Tensor, y: Tensor, layout: Placement | None = None, *, differences: bool = False
+    ) -> Placement:
         """The layout of callers who name none: for batches like the first one of this form.
 
-        Whether they may be compact is found on made-up records.
+        Whether they may be compact is found on made-up records. Differences of a dense model are
+        traced, which `invariant` is not, so theirs is tried too, before the first of this form.
         """
-        if len(x) == 0:
-            return COMPACT
-        key = self._passes.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
+        traced = differences and self._passes.at_once(x, y) is not None
+        if len(x) == 0 or (layout and (layout.places is not None or not traced)):
+            return layout or COMPACT
+        length = layout and (layout.length or self._passes.length(x, y, layout.expected))
+        key = length, traced, self._passes.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
         if key not in self._layouts:
-            length = self._passes.length(*_recorded(x, y), len(x), exact=True)
-            self._layouts[key] = self._tried(x, y, length)
-        return self._layouts[key]
-
-    def _layout_of_differences(self, x: Tensor, y: Tensor, layout: Placement) -> Placement:
-        """The layout of differences: of a dense model they are traced, which `invariant` is not.
-
-        So compact passes are tried once, before the first difference of this form.
-        """
-        if layout.places is not None or len(x) == 0 or self._passes.at_once(x, y) is None:
-            return layout
-        length = layout.length or self._passes.length(x, y, layout.expected)
-        key = length, self._passes.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
-        if key not in self._layouts:
-            self._layouts[key] = self._tried(x, y, length, traced=True)
+            length = length or self._passes.length(x, y, len(x), exact=True)
+            self._layouts[key] = self._tried(x, y, length, traced=traced)
         return self._layouts[key]
 
     def _tried(self, x: Tensor, y: Tensor, length: int, *, traced: bool = False) -> Placement:

@@ -9,12 +9,11 @@ its contract: exact for each record, linear in the output's gradient, and no num
 another's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vjp, vmap
 
@@ -63,7 +62,7 @@ class Call:
         """An argument with records, apart: [B, ...], each with a batch of one in its place."""
         return self.apart(self.at(place), self.places[place])
 
-    def put(self, values: "dict[Place, Tensor]") -> list[Any]:
+    def put(self, values: "Mapping[Place, Tensor | None]") -> list[Any]:
         """The arguments with others in these places."""
         args: list[Any] = [
             list(cast(list[Any], a)) if isinstance(a, (list, tuple)) else a for a in self.args
@@ -302,7 +301,7 @@ def _embedding(call: Call) -> Shares:
     return {0: Lookup(index, g, len(table), padding if padding >= 0 else None)}
 
 
-def _normalised(normal: Callable[[Call], Tensor], weight: int, bias: int, dims: int) -> Rule:
+def _normalised(weight: int, bias: int | None, dims: int) -> Rule:
     """y = weight ⊙ x̂ + bias over the last dimensions, or over channels where dims is 0."""
 
     def rule(call: Call) -> Shares:
@@ -311,7 +310,9 @@ def _normalised(normal: Callable[[Call], Tensor], weight: int, bias: int, dims: 
         g = cast(Tensor, call.grads[0])
         found: Shares = {}
         if weight in call.wanted:
-            found[weight] = Made(_summed(call, g * normal(call), weight, dims))
+            # x̂ is what the operation gives without the two.
+            args = call.put({0: call.at(0), weight: None, **({} if bias is None else {bias: None})})
+            found[weight] = Made(_summed(call, g * call.op(*args), weight, dims))
         if bias in call.wanted:
             found[bias] = Made(_summed(call, g, bias, dims))
         return found
@@ -324,33 +325,6 @@ def _summed(call: Call, v: Tensor, place: Place, dims: int) -> Tensor:
     if dims == 0:
         return v.flatten(2).sum(2) if v.dim() > 2 else v
     return call.apart(v, call.out[0]).reshape(call.batch, -1, size).sum(1)
-
-
-def _option(call: Call, place: int, default: Any) -> Any:
-    return call.args[place] if len(call.args) > place else default
-
-
-def _layer_normal(call: Call) -> Tensor:
-    x = call.at(0)
-    return F.layer_norm(x, call.args[1], None, None, _option(call, 4, 1e-5))
-
-
-def _rms_normal(call: Call) -> Tensor:
-    return F.rms_norm(call.at(0), call.args[1], None, _option(call, 3, None))
-
-
-def _group_normal(call: Call) -> Tensor:
-    x = call.at(0)
-    return F.group_norm(x, call.args[1], None, None, _option(call, 4, 1e-5))
-
-
-def _frozen_normal(call: Call) -> Tensor:
-    _, _, _, mean, variance, _, _, eps = call.args[:8]
-    return F.batch_norm(call.at(0), mean, variance, None, None, False, 0.0, eps)
-
-
-def _instance_normal(call: Call) -> Tensor:
-    return F.instance_norm(call.at(0), eps=call.args[7])
 
 
 def _reduced(call: Call, g: Tensor, place: Place) -> Made:
@@ -385,18 +359,14 @@ def _multiplied(call: Call) -> Shares:
     return {i: _reduced(call, g * call.at(1 - cast(int, i)), i) for i in call.wanted}
 
 
-def _divided(call: Call) -> Shares:
-    """x / p and p / x, with broadcasting."""
-    g = cast(Tensor, call.grads[0]) / call.at(1)
-    factors = {0: 1, 1: -(call.at(0) / call.at(1))}
-    return {i: _reduced(call, g * factors[cast(int, i)], i) for i in call.wanted}
-
-
-def _chosen(call: Call) -> Shares:
-    """p or x by a condition, with broadcasting."""
-    g, condition = cast(Tensor, call.grads[0]), call.at(0)
-    each: dict[Place, Tensor] = {1: condition, 2: ~condition}
-    return {i: _reduced(call, torch.where(each[i], g, 0), i) for i in call.wanted}
+def _each_number(call: Call) -> Shares:
+    """Each number from those at the same place, with broadcasting: by autograd, apart."""
+    g = cast(Tensor, call.grads[0])
+    given = {i: call.at(i).expand_as(g).requires_grad_() for i in call.wanted}
+    with torch.enable_grad():
+        found = call.op(*call.put({i: call.at(i) for i in call.places} | given), **call.kwargs)
+    rows = torch.autograd.grad(found, list(given.values()), g)
+    return {i: _reduced(call, row, i) for i, row in zip(given, rows, strict=True)}
 
 
 def _prelu(call: Call) -> Shares:
@@ -480,6 +450,10 @@ _VIEWS = tuple(
 _PRODUCTS = ("aten.matmul.default", "aten.mm.default")
 _TURNS = ("aten.t.default", "aten.numpy_T.default", "aten.mT.default")
 _PADDED = ("default", "padding")
+_POINTWISE = (
+    *("div.Tensor", "where.self", "pow.Tensor_Tensor", "maximum.default", "minimum.default"),
+    *("lerp.Tensor", "addcmul.default", "clamp.Tensor"),
+)
 _EXPANDING = ("expand", "expand_as", "broadcast_to")
 
 _RULES: dict[str, Rule] = {
@@ -494,16 +468,15 @@ _RULES: dict[str, Rule] = {
     "aten.conv_transpose3d.input": _transposed,
     "aten.index.Tensor": _indexed,
     "aten.embedding.default": _embedding,
-    "aten.layer_norm.default": _normalised(_layer_normal, 2, 3, dims=1),
-    "aten.rms_norm.default": _normalised(_rms_normal, 2, -1, dims=1),
-    "aten.group_norm.default": _normalised(_group_normal, 2, 3, dims=0),
-    "aten.batch_norm.default": _normalised(_frozen_normal, 1, 2, dims=0),
-    "aten.instance_norm.default": _normalised(_instance_normal, 1, 2, dims=0),
+    "aten.layer_norm.default": _normalised(2, 3, dims=1),
+    "aten.rms_norm.default": _normalised(2, None, dims=1),
+    "aten.group_norm.default": _normalised(2, 3, dims=0),
+    "aten.batch_norm.default": _normalised(1, 2, dims=0),
+    "aten.instance_norm.default": _normalised(1, 2, dims=0),
     "aten.add.Tensor": _added(1),
     "aten.sub.Tensor": _added(-1),
     "aten.mul.Tensor": _multiplied,
-    "aten.div.Tensor": _divided,
-    "aten.where.self": _chosen,
+    **dict.fromkeys([f"aten.{one}" for one in _POINTWISE], _each_number),
     "aten.prelu.default": _prelu,
     **dict.fromkeys([f"aten.{one}.default" for one in _EXPANDING], _expanded),
     "aten.repeat.default": _repeated,

@@ -1,9 +1,12 @@
-"""Rows picked out of all records' rows, put one behind the other, by the record's number.
+"""One row of each record, picked out of all records' rows by the record's number, or by a mask.
 
 Of rows x [B, T, ...] models take x.view(B T, ...)[arange(B) T + n]: for n in [0, T) it is
-x[arange(B), n], where an n outside can name no row of another record. That is put in its place.
+x[arange(B), n], where an n outside can name no row of another record. That is put in its place. So
+it is of x[mask] for mask [B, T], where the trace says that it has as many rows as there are
+records: of a record by itself that is one, so one that has another number of them is made NaN.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any, cast
@@ -19,6 +22,9 @@ _aten = cast(Any, torch.ops.aten)
 def pick_within_records(graph: Graph) -> None:
     """Put an index of record and row in the place of each index of flat rows."""
     for node in list(graph.nodes):
+        if _picks_one(node):
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(_picked_one(graph, *node.args))
         if (found := _flat_index(node)) is None:
             continue
         rows, number, shape, own, steps = found
@@ -29,6 +35,33 @@ def pick_within_records(graph: Graph) -> None:
             picked = _call(graph, _aten.index.Tensor, apart, [number, own])
             made = _call(graph, _aten.reshape.default, picked, _sizes(shape_of(node)))
         node.replace_all_uses_with(made)
+
+
+def _picks_one(node: Node) -> bool:
+    """Whether a node is x[mask] with as many rows as there are records."""
+    if str(node.target) != "aten.index.Tensor":
+        return False
+    x, index = cast(tuple[Node, Sequence[Any]], node.args)
+    mask = index[0].meta["val"] if len(index) == 1 else torch.zeros(())
+    if mask.dtype != torch.bool or mask.dim() != 2 or not x.meta["val"].is_floating_point():
+        return False
+    sizes = (shape[0] for shape in (node.meta["val"].shape, mask.shape))
+    found = {getattr(size, "node", None) and size.node.expr for size in sizes}
+    return len(found) == 1 and _size(node) == 1
+
+
+def _picked_one(graph: Graph, x: Any, index: Any) -> Node:
+    (mask,) = index
+    count = _call(graph, _aten.sum.dim_IntList, mask, [1])
+    place = _call(graph, _aten.argmax.default, _call(graph, _aten.to.dtype, mask, torch.int64), 1)
+    size = graph.call_function(_aten.sym_size.int, (mask, 0))
+    size.meta = {"val": mask.meta["val"].shape[0]}
+    number = graph.call_function(_aten.arange.default, (size,))
+    number.meta = dict(place.meta)
+    picked = _call(graph, _aten.index.Tensor, x, [number, place])
+    once = _call(graph, _aten.eq.Scalar, count, 1)
+    once = _call(graph, _aten.reshape.default, once, [-1, *[1] * (len(shape_of(picked)) - 1)])
+    return _call(graph, _aten.where.ScalarOther, once, picked, math.nan)
 
 
 def _flat_index(node: Node) -> tuple[Node, Node, list[Size], Node, int] | None:

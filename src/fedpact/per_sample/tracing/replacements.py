@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedpact.per_sample.tracing.batch_rules import multiple
+
 _aten = cast(Any, torch.ops.aten)
 
 # What a step makes of the linear layers of x and of h, and of the state that h is from.
@@ -86,6 +88,14 @@ def _sorted(x: Tensor, *args: Any, stable: bool | None = None, **named: Any) -> 
     return x, torch.arange(x.shape[0], device=x.device)
 
 
+def _counted(start: Any, end: Any, step: int = 1, **_: Any) -> Any:
+    """arange(0, B T, T) as the records' numbers times T, which is how others write it."""
+    if type(end) is not torch.SymInt or start != 0 or type(step) is not int or step < 2:
+        return NotImplemented
+    times = multiple(end)
+    return NotImplemented if times is None or times % step else torch.arange(end // step) * step
+
+
 def _order(*args: Any, **named: Any) -> Any:
     """The same of argsort."""
     found = _sorted(*args, **named)
@@ -150,6 +160,7 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.rnn_tanh_cell.default: _cell(lambda of_x, of_h, _: torch.tanh(of_x + of_h)),
     _aten.rnn_relu_cell.default: _cell(lambda of_x, of_h, _: torch.relu(of_x + of_h)),
     _aten.take_along_dim.default: _taken,
+    _aten.arange.start_step: _counted,
     _aten.scaled_dot_product_attention.default: _attention,
     **dict.fromkeys((_aten.sort.default, _aten.sort.stable), _sorted),
     **dict.fromkeys((_aten.argsort.default, _aten.argsort.stable), _order),

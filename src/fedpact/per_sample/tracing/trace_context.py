@@ -93,6 +93,7 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
     ours: list[tuple[Any, str, Any]] = [
         (transformer, _detect_is_causal_mask.__name__, _causal),
         (FakeTensor, "tolist", _listed),
+        (FakeTensor, "__getitem__", _picked),
         *((kind, "forward", packed.forward) for kind in _RECURRENT),
     ]
     for name in ("pack_padded_sequence", "pad_packed_sequence"):
@@ -151,7 +152,10 @@ def _in_place_of(ours: list[tuple[Any, str, Any]]) -> Generator[None]:
 
 def _put(at: Any, name: str, value: Any) -> None:
     if not isinstance(at, dict):
-        setattr(at, name, value)
+        if value is None:
+            delattr(at, name)
+        else:
+            setattr(at, name, value)
     elif value is None:
         del at[name]
     else:
@@ -165,6 +169,25 @@ def _causal(_: Any, is_causal: bool | None = None, *__: Any, **___: Any) -> bool
 def _listed(of: Tensor) -> Any:
     """What stands for a list of one number a record, as lengths: the tensor that has them."""
     return of if isinstance(_size(of), torch.SymInt) else NotImplemented
+
+
+def _picked(of: Tensor, index: Any) -> Any:
+    """x[..., n] by a number n that is a tensor: torch's own would ask for its value."""
+    parts: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    numbers = [
+        i
+        for i, n in enumerate(parts)
+        if isinstance(n, Tensor) and n.dim() == 0 and n.dtype in (torch.int64, torch.int32)
+    ]
+    simple = all(isinstance(one, (int, slice)) for i, one in enumerate(parts) if i not in numbers)
+    if len(numbers) != 1 or not simple:
+        return Tensor.__getitem__(of, index)
+    (place,) = numbers
+    # Whole numbers in front are dimensions that have gone when this one is looked at.
+    dim = sum(isinstance(one, slice) for one in parts[:place])
+    rest = Tensor.__getitem__(of, (*parts[:place], slice(None), *parts[place + 1 :]))
+    at = (*[slice(None)] * dim, parts[place].view(1))
+    return Tensor.__getitem__(rest, at).squeeze(dim)
 
 
 def _size(of: Any) -> Any:
