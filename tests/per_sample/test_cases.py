@@ -1,16 +1,18 @@
 """Models that others' bug reports are about: the last step by index, tied tables, packed rows."""
 
+import math
 from functools import partial
 
 import pytest
 import torch
+from tests.per_sample.attacked import allowed, moved
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from fedpact.common.errors import ModelError
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
-from fedpact.per_sample.gradients import FLOOR, Lookup, Outer, part
+from fedpact.per_sample.gradients import Lookup, Outer, part
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement
 from fedpact.per_sample.share import Space
@@ -189,13 +191,65 @@ def test_a_tied_table_is_summed_without_one_for_each_record(steps, twice, monkey
     assert torch.allclose(kernel.clipped_sum(x, y, 0.5), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_uses_of_a_tied_table_that_cancel_are_measured_as_longer():
-    """As of positions that cancel: what is left of them is rounding."""
-    g, u, space = torch.zeros(1, 1, 99), torch.randn(1, 1, 40), Space()
-    g[0, 0, 7] = 1
-    looked_up = Lookup(torch.tensor([[7]]), -u, 99, None)
-    both = part([looked_up, Outer(g, u)], space)
-    assert both.squares.sqrt() == pytest.approx(FLOOR * 2 * float(u.norm()))
+def test_uses_of_a_tied_table_that_cancel_are_measured_as_added():
+    """What is left of them is rounding: of the very numbers that are added."""
+    g, u, view = torch.zeros(1, 1, 99), torch.randn(1, 1, 40), torch.zeros(99, 40)
+    g[0, 0, 7], g[0, 0, 8] = 1, 1e-6
+    looked_up = Lookup(torch.tensor([[7]]), -u * (1 + 1e-6), 99, None)
+    both = part([looked_up, Outer(g, u)], Space())
+    both.add(torch.ones(1), None, view)
+    assert 0 < both.squares.sqrt() == pytest.approx(float(view.double().norm()), rel=1e-5)
+
+
+class Given(nn.Module):
+    """ℓ = a·(scores by a table) + b·(rows of it) for y = (a, b), behind a ReLU at its kink."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.words, self.inner, self.steps = nn.Embedding(300, 8), nn.Linear(8, 8), steps
+
+    def forward(self, x):
+        ids, u = x[:, :5].nan_to_num(0, 0, 0).clamp(0, 299).long(), x[:, 5:].unflatten(1, (-1, 8))
+        scores = nn.functional.linear(torch.relu(self.inner(u)) + u, self.words.weight)
+        return torch.cat([scores.flatten(1), self.words(ids).flatten(1)], 1)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("kind", ["nan", "inf", "huge", "tiny", "cancel", "loss"])
+def test_a_record_moves_a_tied_table_by_its_clip(kind, steps):
+    torch.manual_seed(0)
+    module = Given(steps)
+    base = torch.randn(steps, 8)
+    with torch.no_grad():
+        module.inner.bias.copy_(-(base @ module.inner.weight.t())[0])
+    kernel = PerSampleKernel(FlatModel(module), lambda out, y: (out * y).sum(1))
+    words = torch.randint(0, 300, (40, 5)).float()
+    x = torch.cat([words, base.flatten().expand(40, -1)], 1)
+    y = torch.randn(40, steps * 300 + 40)
+    r, of_r = x[:1].clone(), y[:1].clone()
+    if kind in ("nan", "inf", "huge", "tiny"):
+        r[0, 5:] *= {"nan": math.nan, "inf": math.inf, "huge": 1e30, "tiny": 1e-40}[kind]
+    if kind == "loss":
+        of_r[0, 3] = math.inf
+    if kind == "cancel":
+        r[0, :5], of_r[:] = 7, 0
+        with torch.no_grad():
+            u = torch.relu(module.inner(base)) + base
+        of_r[0, 7 : steps * 300 : 300] = 1e6
+        of_r[0, steps * 300 :] = (-1e6 / 5 * u.sum(0)).repeat(5)
+    assert kernel.way(x, y) == "graph"
+    for clip in (1.0, 2.0**-30):
+        for place in (0, 17):
+
+            def summed(x, y, clip=clip, place=place):
+                places = torch.arange(41)
+                places = (
+                    places if len(x) == 41 else torch.cat([places[:place], places[place + 1 :]])
+                )
+                layout = Placement(places=places, slots=48, length=16)
+                return kernel.clipped_sum(x, y, clip, layout=layout)
+
+            assert moved(summed, x, y, r, of_r, place) <= allowed(41, clip)
 
 
 def last_state(body, packed):

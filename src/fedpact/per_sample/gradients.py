@@ -12,8 +12,7 @@ one position     G_j = g_j u_jᵀ: ‖G_j‖ = ‖g_j‖‖u_j‖ is exact, and 
 several          G_j is made as a matrix. Its norm is measured, and that matrix is what is added:
                  kept, or made again from the same numbers by the same calls.
 few, and wide    A matrix for each record would cost more than the product. Norms and product are
-                 both float64 then, and no norm is below FLOOR times the length of its terms. So it
-                 is where the same table is looked up in as well.
+                 both float64 then, and no norm is below FLOOR times the length of its terms.
 
 Sources: Goodfellow, arXiv 1510.01799 (one position); Li, Tramèr, Liang, Hashimoto, arXiv 2110.05679
 (ghost norm); Bu, Wang, Zha, Karypis, arXiv 2210.00038 (book-keeping).
@@ -211,39 +210,45 @@ class Outer(Share):
 
         return Part(squares, add)
 
-    def by_gram(self, looked_up: "Lookup | None" = None) -> Part:
-        """‖G‖² = Σ_tt' (u_t·u_t')(g_t·g_t'), and the product, both in float64.
-
-        With a look-up in the same table, whose rows are a_i: ‖G + A‖² = ‖G‖² + ‖A‖² + 2 G·A, and
-        G·A = Σ_it g_t[i] (u_t·a_i) takes of each g_t the entries of the rows that occur.
-        """
+    def by_gram(self) -> Part:
+        """‖G‖² = Σ_tt' (u_t·u_t')(g_t·g_t'), and the product, both in float64."""
         g, u = self.g.double(), self.u.double()
         uu, gg = u @ u.mT, g @ g.mT
         lengths = (uu.diagonal(0, 1, 2) * gg.diagonal(0, 1, 2)).sqrt().sum(1)
-        squares = (uu * gg).sum((1, 2))
-        index = rows = None
-        if looked_up is not None:
-            index, rows = looked_up.distinct()
-            rows = rows.double()
-            # One axis after the other: the proof counts E + T' additions, and not their product.
-            own = rows.square().sum(2).sum(1)
-            read = g.gather(2, index[:, None].expand(-1, g.shape[1], -1))
-            squares = squares + own + 2 * (read * (u @ rows.mT)).sum(2).sum(1)
-            lengths = lengths + own.sqrt()
         # Of positions that all but cancel the Gram sum is rounding, and no norm to divide by.
-        squares = torch.maximum(squares, (FLOOR * lengths).square())
+        squares = torch.maximum((uu * gg).sum((1, 2)), (FLOOR * lengths).square())
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
             some_g, some_u = (g, u) if good is None else (chosen(good, g), chosen(good, u))
             scaled = (some_g * c.double()[:, None, None]).flatten(0, 1)
-            total = scaled.t() @ some_u.flatten(0, 1)
-            if index is not None and rows is not None:
-                some = rows if good is None else chosen(good, rows)
-                some = (some * c.double()[:, None, None]).flatten(0, 1)
-                total.index_add_(0, index.flatten(), some)
-            view.add_(total.to(view.dtype))
+            view.add_((scaled.t() @ some_u.flatten(0, 1)).to(view.dtype))
 
         return Part(squares, add)
+
+    def beside(self, table: "Lookup") -> Part | None:
+        """With a look-up in the same table, as of an output layer that is the embedding.
+
+        The rows that a record looks up are its own, added to what it looked up in them; the product
+        has zeros there. So the two have no number in common, and their squares are added.
+        """
+        if not self.few(self.length):
+            return None
+        index, rows = table.distinct()
+        at = index[:, None].expand(-1, self.length, -1)
+        # An index that stands for none is another's, so its row must not count twice.
+        first = torch.cat([index.new_ones(len(index), 1), index.diff(dim=1)], 1) > 0
+        read = self.g.gather(2, at) * first[:, None]
+        product = Outer(self.g.scatter(2, at, 0), self.u)
+        looked_up = Lookup(index, rows + read.mT @ self.u, table.entries, None)
+        both = product.special() or product.by_gram(), looked_up.special()
+
+        def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
+            own = torch.zeros_like(view)
+            for part in both:
+                part.add(c, good, own)
+            view.add_(own)
+
+        return Part(both[0].squares + both[1].squares, add)
 
 
 class Lookup(Share):
@@ -253,21 +258,21 @@ class Lookup(Share):
     """
 
     def __init__(self, index: Tensor, g: Tensor, entries: int, padding: int | None) -> None:
-        self._index, self._entries = index.long(), entries
+        self._index, self.entries = index.long(), entries
         self._g = g if padding is None else torch.where((index != padding)[:, :, None], g, 0)
         super().__init__(len(g), entries * g.shape[2], g)
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
         index, g = self._index[chunk], self._g[chunk]
-        table = g.new_zeros(len(g), self._entries, g.shape[2])
+        table = g.new_zeros(len(g), self.entries, g.shape[2])
         place = index[:, :, None].expand_as(g)
         return table.scatter_add_(1, place, g).flatten(1)
 
     def minus(self, other: Share) -> list[Share]:
         """See Share."""
         if isinstance(other, Lookup) and same(self._index, other._index):
-            return [Lookup(self._index, self._g - other._g, self._entries, None)]
+            return [Lookup(self._index, self._g - other._g, self.entries, None)]
         return super().minus(other)
 
     def factors(self) -> list[Tensor]:
@@ -275,9 +280,10 @@ class Lookup(Share):
         return [self._g]
 
     def distinct(self) -> tuple[Tensor, Tensor]:
-        """Indices [B, T] and rows [B, T, E], each pair (record, index) once: others' rows are 0.
+        """Indices [B, T] that do not fall, and rows [B, T, E]: those of a record, each index once.
 
-        Each position holds the sum over all positions of its index; the first of them counts.
+        A row holds the sum over all positions of its index. Behind a record's last index, which it
+        repeats, rows are 0.
         """
         index, g = self._index, self._g
         if index.shape[1] > 1:
@@ -289,7 +295,7 @@ class Lookup(Share):
             # Row of its run of equal indices, to which each position is added.
             run = first.long().cumsum(1) - 1
             g = torch.zeros_like(g).scatter_add_(1, run[:, :, None].expand_as(g), g)
-            index = torch.zeros_like(index).scatter_(1, run, index)
+            index = index[:, -1:].repeat(1, index.shape[1]).scatter_(1, run, index)
         return index, g
 
     def special(self) -> Part:
@@ -328,8 +334,8 @@ class SumOfShares(Share):
         if len(self.shares) != 2:
             return None
         for one, other in (self.shares, self.shares[::-1]):
-            if isinstance(one, Outer) and isinstance(other, Lookup) and one.few(one.length):
-                return one.by_gram(other)
+            if isinstance(one, Outer) and isinstance(other, Lookup):
+                return one.beside(other)
         return None
 
 
