@@ -271,8 +271,8 @@ class PerSampleKernel:
             made_up = torch.randint(2, shape, generator=generator).to(x)
         try:
             for j, one in enumerate(made_up):
-                if not self._passes.takes(one, y):
-                    made_up[j] = self._passes.blank(x, y)
+                drawn = (v for v in (one, one + 1) if self._passes.takes(v, y))
+                made_up[j] = next(drawn, self._passes.blank(x, y))
             labels = y.new_zeros(8, *y.shape[1:])
             with torch.no_grad():
                 good = self._invariant(made_up, labels, length, traced=traced)

@@ -11,7 +11,6 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # pyright: ignor
 from torch.nn.modules.instancenorm import (
     _InstanceNorm as InstanceNorm,  # pyright: ignore[reportPrivateUsage]
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedpact.common.errors import InputError, ModelError
 from fedpact.common.losses import Loss
@@ -239,56 +238,31 @@ def _moved(tried: Tried, x: Tensor, y: Tensor, j: int) -> float:
 
 def _mixing(tried: Tried, what: str, x: Tensor, y: Tensor) -> ModelError:
     """The error for records x, y [B, ...] of which what is said differs from each alone."""
-    name, own = model_name(tried.model.module), _own_derivatives(_losses(tried, x, y))
+    name, behind = model_name(tried.model.module), _behind(_losses(tried, x, y))
+    # A trace holds what a function of the user's own computes, and that is differentiated; what it
+    # says of its derivative is in no trace.
+    own = {type(n).__name__ for n in behind if isinstance(n, BackwardCFunction)}
     # In a batch of one there is nobody to mix with.
     gradient = _one(tried, x, y, 0)
     error = _norm(tried.summed(x[:1], y[:1], math.inf, _weights(tried, 1)) - gradient)
     if own and not error <= _TOLERANCE[gradient.dtype] * _norm(gradient):
-        return ModelError(_OWN.format(name, ", ".join(own), what))
-    if short := _short_types(tried, x, y):
+        names = sorted(n.removesuffix("Backward") for n in own)
+        return ModelError(_OWN.format(name, ", ".join(names), what))
+    types = {made.dtype for node in behind for made in node._input_metadata}
+    if short := sorted(str(t)[6:] for t in types & {torch.bfloat16, torch.float16}):
         return ModelError(_ROUNDS.format(name, ", ".join(short), what))
     return ModelError(_MIXES.format(name, what))
 
 
-class _Types(TorchDispatchMode):
-    """Collects the types of fewer digits than float32 has that a pass computes in."""
-
-    def __init__(self) -> None:
-        cast(Any, super()).__init__()
-        self.found: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See TorchDispatchMode."""
-        del types
-        made = func(*args, **(kwargs or {}))
-        if getattr(made, "dtype", None) in (torch.bfloat16, torch.float16):
-            self.found.add(str(made.dtype).removeprefix("torch."))
-        return made
-
-
-def _short_types(tried: Tried, x: Tensor, y: Tensor) -> list[str]:
-    with _Types() as types:
-        _losses(tried, x[:1], y[:1])
-    return sorted(types.found)
-
-
-def _own_derivatives(losses: Tensor) -> list[str]:
-    """The names of the functions behind losses that bring a backward pass of their own.
-
-    A trace holds what such a function computes, and that is differentiated; what it says of its
-    derivative is in no trace.
-    """
-    found: dict[str, None] = {}
+def _behind(losses: Tensor) -> set[Any]:
+    """The functions that autograd recorded behind losses."""
     left, seen = [losses.grad_fn], set[Any]()
     while left:
         node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, BackwardCFunction):
-            found[type(node).__name__.removesuffix("Backward")] = None
-        left += [before for before, _ in node.next_functions]
-    return list(found)
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [before for before, _ in node.next_functions]
+    return seen
 
 
 def _longest(norms: Tensor) -> float:
