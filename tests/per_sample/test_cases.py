@@ -206,10 +206,10 @@ class Given(nn.Module):
 
     def __init__(self, steps):
         super().__init__()
-        self.words, self.inner, self.steps = nn.Embedding(300, 8), nn.Linear(8, 8), steps
+        self.words, self.inner, self.steps = nn.Embedding(300, 32), nn.Linear(32, 32), steps
 
     def forward(self, x):
-        ids, u = x[:, :5].nan_to_num(0, 0, 0).clamp(0, 299).long(), x[:, 5:].unflatten(1, (-1, 8))
+        ids, u = x[:, :5].nan_to_num(0, 0, 0).clamp(0, 299).long(), x[:, 5:].unflatten(1, (-1, 32))
         scores = nn.functional.linear(torch.relu(self.inner(u)) + u, self.words.weight)
         return torch.cat([scores.flatten(1), self.words(ids).flatten(1)], 1)
 
@@ -219,13 +219,13 @@ class Given(nn.Module):
 def test_a_record_moves_a_tied_table_by_its_clip(kind, steps):
     torch.manual_seed(0)
     module = Given(steps)
-    base = torch.randn(steps, 8)
+    base = torch.randn(steps, 32)
     with torch.no_grad():
         module.inner.bias.copy_(-(base @ module.inner.weight.t())[0])
     kernel = PerSampleKernel(FlatModel(module), lambda out, y: (out * y).sum(1))
     words = torch.randint(0, 300, (40, 5)).float()
     x = torch.cat([words, base.flatten().expand(40, -1)], 1)
-    y = torch.randn(40, steps * 300 + 40)
+    y = torch.randn(40, steps * 300 + 160)
     r, of_r = x[:1].clone(), y[:1].clone()
     if kind in ("nan", "inf", "huge", "tiny"):
         r[0, 5:] *= {"nan": math.nan, "inf": math.inf, "huge": 1e30, "tiny": 1e-40}[kind]

@@ -98,7 +98,7 @@ LAYERS = {
         (4, 9),
     ),
     "depthwise": (lambda: Means(nn.Conv2d(8, 16, 1, groups=8), 16, (2, 3)), (8, 7, 7)),
-    "few positions": (lambda: Means(nn.Conv2d(64, 64, 1), 64, (2, 3)), (64, 2, 2)),
+    "few positions": (lambda: Means(nn.Conv2d(96, 96, 1), 96, (2, 3)), (96, 2, 2)),
     "volumes": (lambda: Means(nn.Conv3d(4, 6, 1), 6, (2, 3, 4)), (4, 3, 3, 3)),
     "heads": (lambda: Means(Heads(), 10), (30, 8)),
     "lora": (lambda: Means(LoRA(6), 6), (30, 6)),

@@ -29,16 +29,13 @@ from torch import Tensor
 
 from fedpact.common.params import on_cpu
 from fedpact.per_sample import norms
-from fedpact.per_sample.gradients import Outer
+from fedpact.per_sample.gradients import Outer, is_few
 from fedpact.per_sample.share import Part, Share
 
 PatchOrder = Literal["pixel", "channel", "torch"]
 
 _GROUPS = 16
 """With more groups at a time torch's routine falls out of the cache."""
-
-_FEW = 16
-"""Up to so many positions patches may be taken as those of a linear layer."""
 
 _SHORT = 8
 """Fewer channels make rows that are shorter than a processor's vectors."""
@@ -202,7 +199,9 @@ class Convolved(Share):
 
     def special(self) -> Part | None:
         """See Share: of few positions what `Outer` finds of them."""
-        if self._geometry.groups > 1 or self._positions > _FEW:
+        length, read = self._positions, self._weight[0].numel()
+        few = length == 1 or is_few(self.g, length, self.size, read)
+        if self._geometry.groups > 1 or not few:
             return None
         u = self._geometry.patches(self.x, self.g.shape[2:])
         part = Outer(self.g.flatten(2).mT, u).special()

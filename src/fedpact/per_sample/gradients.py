@@ -40,7 +40,17 @@ FLOOR = 2.0**-10
 """A norm from float64 Gram matrices is at least so much of Σ_t ‖g_t‖‖u_t‖."""
 
 _FEW = 16
-"""Up to so many positions Gram matrices are worth their while."""
+"""Up to so many positions Gram matrices are good to 2^-15."""
+
+
+def is_few(like: Tensor, positions: int, size: int, read: int, least: int = 9) -> bool:
+    """Whether Gram matrices of so many positions cost less than gradients [size / read, read].
+
+    Measured: from `least` times as many numbers as there are in what these are made of.
+    """
+    many = size > least * positions * (size // max(read, 1) + read)
+    # Squares of float64's squares have no place in float64.
+    return positions <= _FEW and many and like.dtype != torch.float64
 
 
 def part(shares: list[Share], space: Space) -> Part:
@@ -183,13 +193,7 @@ class Outer(Share):
         """See Share: one position, or few and wide."""
         if self.length == 1:
             return self._one_position()
-        return self.by_gram() if self.few(_FEW) else None
-
-    def few(self, positions: int) -> bool:
-        """Whether Gram matrices of so many positions cost less than its gradients as matrices."""
-        wide = self.size > 2 * positions * (self.g.shape[2] + self.u.shape[2])
-        # Squares of float64's squares have no place in float64.
-        return self.length <= _FEW and wide and self.g.dtype != torch.float64
+        return self.by_gram() if is_few(self.g, self.length, self.size, self.u.shape[2]) else None
 
     def _one_position(self) -> Part:
         g, u = self.g[:, 0], self.u[:, 0]
@@ -231,7 +235,8 @@ class Outer(Share):
         The rows that a record looks up are its own, added to what it looked up in them; the product
         has zeros there. So the two have no number in common, and their squares are added.
         """
-        if not self.few(self.length):
+        # Sooner than alone: a table for each record would cost more than a matrix.
+        if not is_few(self.g, self.length, self.size, self.u.shape[2], least=2):
             return None
         index, rows = table.distinct()
         at = index[:, None].expand(-1, self.length, -1)
