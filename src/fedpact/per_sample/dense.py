@@ -30,10 +30,11 @@ from fedpact.per_sample.norms import (
     LONGEST,
     NEAR,
     SMALL,
+    slices,
     square_sums,
 )
 from fedpact.per_sample.products import LARGE, linear
-from fedpact.per_sample.share import FAR, IN_FLOAT32, PARTIAL_SUMS, balanced, together, unit_of
+from fedpact.per_sample.share import FAR, IN_FLOAT32, PARTIAL_SUMS, TOGETHER, balanced, unit_of
 
 MOST: Final = 2**20
 """Of slots times the layers' outputs in one pass, which holds a few numbers for each."""
@@ -320,7 +321,7 @@ def _product(own: Tensor, read: Tensor, exact: bool) -> Tensor:
             total.addmm_(own[:, some].double(), read[:, some].double().t())
         return total
     large = own.shape[0] * read.numel() >= 64 * LARGE
-    each = [linear(own[:, some], read[:, some], large=large) for some in together(count)]
+    each = [linear(own[:, some], read[:, some], large=large) for some in slices(count, TOGETHER)]
     return each[0] if len(each) == 1 else torch.stack(each).sum(0)
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fedpact.per_sample import norms
-from fedpact.per_sample.norms import chosen, exact, flattened, rough_squares, square_sums
+from fedpact.per_sample.norms import chosen, exact, flattened, rough_squares, slices, square_sums
 from fedpact.per_sample.share import (
     TOGETHER,
     Negative,
@@ -33,7 +33,6 @@ from fedpact.per_sample.share import (
     Space,
     balanced,
     same,
-    together,
 )
 
 FLOOR = 2.0**-10
@@ -208,7 +207,7 @@ class Outer(Share):
             most = norms.most_of(some_g, some_lengths)
             some_g, some_u = balanced(some_g, some_u, some_lengths)
             c = c if most is None else torch.minimum(c, most.to(c.dtype))
-            for some in together(len(c)):
+            for some in slices(len(c), TOGETHER):
                 scaled = some_g[some].to(c.dtype) * c[some, None]
                 view.addmm_(scaled.t(), some_u[some].to(c.dtype))
 
@@ -310,7 +309,7 @@ class Lookup(Share):
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
             some_g = g if good is None else chosen(good, g)
-            for some in together(len(c)):
+            for some in slices(len(c), TOGETHER):
                 scaled = some_g[some].to(c.dtype) * c[some, None, None]
                 # By itself first: on top of what others left, each term would be rounded anew.
                 own = torch.zeros_like(view)

@@ -45,7 +45,8 @@ from fedpact.per_sample.clipping import (
 from fedpact.per_sample.convolution import pixelwise
 from fedpact.per_sample.layers import by_pixel
 from fedpact.per_sample.layout import COMPACT, EXPECTED, Pass, Placement, collected, is_invariant
-from fedpact.per_sample.passes import Measured, Passes, one_each, slices, trainable
+from fedpact.per_sample.norms import slices
+from fedpact.per_sample.passes import Measured, Passes, one_each, trainable
 from fedpact.per_sample.rules import wide
 from fedpact.per_sample.share import IN_FLOAT32, PARTIAL_SUMS, unit_of
 from fedpact.per_sample.tracing.independence import Mixers, check_separation
@@ -255,7 +256,7 @@ class PerSampleKernel:
         if len(x) == 0 or (layout and (layout.places is not None or not traced)):
             return layout or COMPACT
         length = layout and (layout.length or self._passes.length(x, y, layout.expected))
-        key = length, traced, self._passes.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
+        key = length, traced, self._passes.form(x, y)
         if key not in self._layouts:
             length = length or self._passes.length(x, y, len(x), exact=True)
             self._layouts[key] = self._tried(x, y, length, traced=traced)

@@ -129,4 +129,9 @@ def keep_bytes(like: Tensor) -> int:
 def chunks(batch: int, size: int, like: Tensor, most: int | None = None) -> list[slice]:
     """Slices of a batch to work on at a time: a sample takes `size` bytes, a slice holds `most`."""
     step = max(1, min(chunk_bytes(like) // max(1, size), most or batch))
-    return [slice(i, min(i + step, batch)) for i in range(0, batch, step)]
+    return slices(batch, step)
+
+
+def slices(batch: int, most: int) -> list[slice]:
+    """A batch in slices of `most` records, the last of those that are left."""
+    return [slice(i, min(i + most, batch)) for i in range(0, batch, most)]

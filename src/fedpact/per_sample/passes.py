@@ -119,7 +119,7 @@ class Passes:
         By what passes over made-up records take of its memory, and by all that it has: what of it
         is free follows from how many records lie there.
         """
-        form = self.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
+        form = self.form(x, y)
         if form not in self._fits:
 
             def run(length: int) -> None:
@@ -143,7 +143,7 @@ class Passes:
         Zeros, unless the model raises at them, as one that looks for a last word does. Found on
         numbers of nobody's, once for each form, so it follows from no record.
         """
-        form = self.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
+        form = self.form(x, y)
         if form not in self._blanks:
             zeros = x.new_zeros(x.shape[1:])
             found = (one for one in (zeros, zeros + 1) if self.takes(one, y))
@@ -215,7 +215,7 @@ class Passes:
 
     def _traced(self, x: Tensor, y: Tensor) -> _Way:
         """The way of records of this form, for a model in this state of training."""
-        key = (self.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype)
+        key = self.form(x, y)
         if key not in self._ways:
             try:
                 self._ways[key] = Graph(self._model, self._loss, x, y)
@@ -223,15 +223,14 @@ class Passes:
                 self._ways[key] = Alone(self._model, self._loss, x, y, str(why))
         return self._ways[key]
 
+    def form(self, x: Tensor, y: Tensor) -> tuple[object, ...]:
+        """What a way follows: a model's state and the form of records x, y."""
+        return self.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
+
     def state(self) -> tuple[object, ...]:
         """What of a model's state a way follows."""
         return tuple(
-            (
-                m.training,
-                held.get("dropout"),
-                len(held["_forward_hooks"]),
-                "forward" in held,
-            )
+            (m.training, held.get("dropout"), len(held["_forward_hooks"]), "forward" in held)
             for m, held in self._modules
         )
 
@@ -280,11 +279,6 @@ def _keep_memory() -> None:
     one is never written to, so it costs nothing.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
-
-
-def slices(batch: int, most: int) -> list[slice]:
-    """A batch in slices of `most` records, the last of those that are left."""
-    return [slice(i, min(i + most, batch)) for i in range(0, batch, most)]
 
 
 def trainable(model: FlatModel) -> list[nn.Parameter]:

@@ -104,12 +104,14 @@ class _Cell(ABC):
 
 
 class _Rnn(_Cell):
-    """h_t = φ(W_ih x_t + b_ih + W_hh h_t-1 + b_hh)."""
+    """h_t = φ(W_ih x_t + b_ih + W_hh h_t-1 + b_hh).
 
-    curve: Callable[[Tensor], Tensor]
-    """φ, written over its argument."""
-    slope: Callable[..., Tensor]
-    """From ∂ℓ/∂h_t and h_t to ∂ℓ/∂h_t φ', written to grad_input."""
+    curve: φ, written over its argument. slope: from ∂ℓ/∂h_t and h_t to ∂ℓ/∂h_t φ', written to
+    grad_input.
+    """
+
+    curve: Callable[[Tensor], Tensor] = staticmethod(torch.tanh_)
+    slope: Callable[..., Tensor] = staticmethod(_tanh_backward_to)
 
     def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
         hs, w_hh = _history(first[0], len(x)), self.w_hh.t()
@@ -126,16 +128,7 @@ class _Rnn(_Cell):
         return _Found(grads, grads, dh[0])
 
 
-class _TanhRnn(_Rnn):
-    """φ = tanh."""
-
-    curve = staticmethod(torch.tanh_)
-    slope = staticmethod(_tanh_backward_to)
-
-
 class _ReluRnn(_Rnn):
-    """φ = max(·, 0)."""
-
     curve = staticmethod(torch.relu_)
     slope = staticmethod(partial(_threshold_backward_to, threshold=0))
 
@@ -255,7 +248,7 @@ class _Gru(_Cell):
 _CELLS: dict[object, type[_Cell]] = {
     _aten.lstm.input: _Lstm,
     _aten.gru.input: _Gru,
-    _aten.rnn_tanh.input: _TanhRnn,
+    _aten.rnn_tanh.input: _Rnn,
     _aten.rnn_relu.input: _ReluRnn,
 }
 

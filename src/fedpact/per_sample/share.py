@@ -136,11 +136,6 @@ def unit_of(clip: float) -> float:
     return 2.0 ** math.floor(math.log2(clip)) if clip < 2.0**-20 else 1.0
 
 
-def together(batch: int) -> list[slice]:
-    """Slices of a batch that float32 may sum at a time."""
-    return [slice(i, min(i + TOGETHER, batch)) for i in range(0, batch, TOGETHER)]
-
-
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one form are the same memory.
 
