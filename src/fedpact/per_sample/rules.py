@@ -11,6 +11,7 @@ another's.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -140,7 +141,12 @@ def replayed(call: Call) -> Shares:
 
 def shares_of(call: Call) -> Shares:
     """The shares that a call leaves of the arguments that are wanted."""
-    return _RULES.get(str(call.op), replayed)(call)
+    return _rule_of(call.op)(call)
+
+
+@cache
+def _rule_of(op: object) -> Rule:
+    return _RULES.get(str(op), replayed)
 
 
 def _linear(call: Call) -> Shares:
