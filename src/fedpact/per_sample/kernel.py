@@ -53,7 +53,7 @@ from fedpact.per_sample.tracing.independence import Mixers, check_separation
 from fedpact.per_sample.tracing.keyed_draws import KeyedDraws, PassNumbers, Seed
 
 # The weights of a pass's slots [P], from what was measured of them.
-_Weigh = Callable[[Measured, Pass], Tensor]
+_Weigh = Callable[[Measured, Pass], Tensor | None]
 
 
 class PerSampleKernel:
@@ -140,8 +140,11 @@ class PerSampleKernel:
                 exact = most is not None
                 total = dense.sum(x, y, clip, weights, shares, layout, exact=exact, gamma=gamma)
                 return within(total, clip, most).to(self.model.vector.dtype)
-            weigh = None if weights is None else lambda f, _: weights_of(weights, f.losses)
             of = self._passes.gradients
+
+            def weigh(found: Measured, _: Pass) -> Tensor | None:
+                return None if weights is None else weights_of(weights, found.losses)
+
             return self._sum(of, x, y, clip, weigh, most, shares, layout, gamma=gamma)
 
     def clipped_difference(
@@ -320,7 +323,8 @@ class PerSampleKernel:
         with torch.no_grad():
             for one in self._passes.over(x, y, layout):
                 found = measure(one.x, one.y, *points)
-                w = None if weigh is None else weigh(found, one).clamp_min(0)
+                w = None if weigh is None else weigh(found, one)
+                w = None if w is None else w.clamp_min(0)
                 share = None if shares is None else one.placed(sent(shares, x.device))
                 c, good = coefficients(clip, found.norms, w, share, gamma), one.occupied
                 if every_slot_finite(found.losses, found.norms, w):

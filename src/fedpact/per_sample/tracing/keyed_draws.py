@@ -28,28 +28,41 @@ Seed = Callable[[], int]
 _aten = cast(Any, torch.ops.aten)
 
 
-def _whole(low: int, high: int | None = None) -> int:
-    return (low - 1) // 2 if high is None else (low + high - 1) // 2
-
-
-_MEANS: Final[dict[str, Callable[..., float]]] = {
-    "bernoulli": lambda p=0.5: p,
-    "uniform": lambda low=0.0, high=1.0: (low + high) / 2,
-    "normal": lambda mean=0.0, _=1.0: mean,
-    "exponential": lambda rate=1.0: 1 / rate,
-    "log_normal": lambda mean=1.0, of=2.0: math.exp(mean + of**2 / 2),
-    "cauchy": lambda median=0.0, _=1.0: median,
-    "geometric": lambda p: 1 / p,
-    "random": _whole,
+_DEFAULTS: Final[dict[str, tuple[float, ...]]] = {
+    "bernoulli": (0.5,),
+    "uniform": (0.0, 1.0),
+    "normal": (0.0, 1.0),
+    "exponential": (1.0,),
+    "log_normal": (1.0, 2.0),
+    "cauchy": (0.0, 1.0),
+    "geometric": (),
+    "random": (),
 }
-"""By a tensor's method that fills it with random numbers: their mean, from its arguments.
+"""By a tensor's method that fills it with random numbers: its arguments where none are given.
 
 How many numbers each of these draws follows from forms alone. How many another draws, as poisson,
 may follow from records, and with that what is drawn for the records behind them.
 """
 
+
+def _mean(method: str, *more: float) -> float:
+    """The mean of the numbers that a tensor's method draws."""
+    a, b = (*more, *_DEFAULTS[method][len(more) :], 0.0)[:2]
+    match method:
+        case "uniform":
+            return (a + b) / 2
+        case "exponential" | "geometric":
+            return 1 / a
+        case "log_normal":
+            return math.exp(a + b**2 / 2)
+        case "random":  # below a, or from a to below b
+            return (a - 1) // 2 if len(more) < 2 else (a + b - 1) // 2
+        case _:
+            return a
+
+
 _DRAWN_BY: Final = {
-    **{name: name for name in _MEANS},
+    **{name: name for name in _DEFAULTS},
     **dict.fromkeys(("rand", "rand_like"), "uniform"),
     **dict.fromkeys(("randn", "randn_like", "normal_functional"), "normal"),
     **dict.fromkeys(("randint", "randint_like"), "random"),
@@ -155,10 +168,10 @@ class KeyedDraws(TorchDispatchMode):
             )
         # What lies in the place is written over, and says how the numbers lie.
         if func._schema.is_mutable:
-            into = args[0]
+            into = cast(Tensor, args[0])
         elif sized:
-            whole = torch.int64 if name == "randint" else None
-            into = torch.empty(args[-1], **{**named, "dtype": named.get("dtype") or whole})
+            named["dtype"] = named.get("dtype") or (torch.int64 if name == "randint" else None)
+            into = cast(Tensor, cast(Any, torch).empty(args[-1], **named))
         else:
             into = torch.empty_like(args[0], **named)
         return self._made(into, _DRAWN_BY[name], *more)
@@ -205,7 +218,7 @@ class KeyedDraws(TorchDispatchMode):
     def _made(self, into: Tensor, method: str, *more: Any) -> Tensor:
         """Write numbers over a tensor: each record's from its own generator."""
         if self.numbers is None:
-            return into.fill_(_MEANS[method](*more))
+            return into.fill_(_mean(method, *more))
 
         def fill(block: Tensor, generator: torch.Generator) -> Tensor:
             return getattr(block, f"{method}_")(*more, generator=generator)

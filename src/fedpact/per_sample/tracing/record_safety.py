@@ -131,7 +131,7 @@ def _pools_padding(node: Node, values: dict[str, Any]) -> bool:
 
     def each(name: str, default: Any) -> list[int]:
         value = values.get(name) or default
-        given = list(value) if isinstance(value, (list, tuple)) else [value]
+        given: list[int] = [*cast(Any, value)] if isinstance(value, (list, tuple)) else [value]
         return given * len(sizes) if len(given) == 1 else given
 
     found = node.meta["val"]

@@ -93,7 +93,11 @@ def _counted(start: Any, end: Any, step: int = 1, **_: Any) -> Any:
     if type(end) is not torch.SymInt or start != 0 or type(step) is not int or step < 2:
         return NotImplemented
     times = multiple(end)
-    return NotImplemented if times is None or times % step else torch.arange(end // step) * step
+    return (
+        NotImplemented
+        if times is None or times % step
+        else torch.arange(cast(Any, end) // step) * step
+    )
 
 
 def _order(*args: Any, **named: Any) -> Any:

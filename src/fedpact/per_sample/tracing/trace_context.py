@@ -173,7 +173,7 @@ def _listed(of: Tensor) -> Any:
 
 def _picked(of: Tensor, index: Any) -> Any:
     """x[..., n] by a number n that is a tensor: torch's own would ask for its value."""
-    parts: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    parts: list[Any] = [*cast(Any, index)] if isinstance(index, tuple) else [index]
     numbers = [
         i
         for i, n in enumerate(parts)
@@ -181,7 +181,7 @@ def _picked(of: Tensor, index: Any) -> Any:
     ]
     simple = all(isinstance(one, (int, slice)) for i, one in enumerate(parts) if i not in numbers)
     if len(numbers) != 1 or not simple:
-        return Tensor.__getitem__(of, index)
+        return Tensor.__getitem__(of, cast(Any, index))
     (place,) = numbers
     # Whole numbers in front are dimensions that have gone when this one is looked at.
     dim = sum(isinstance(one, slice) for one in parts[:place])
