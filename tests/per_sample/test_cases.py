@@ -137,7 +137,7 @@ def test_a_flat_index_names_no_row_of_another_record(way):
         assert torch.allclose(found, kernel.clipped_sum(r, y[:1], clip), atol=1e-5)
 
 
-def test_a_mask_that_picks_another_number_of_rows_leaves_its_record_out():
+def test_a_mask_of_none_or_several_rows_leaves_out_its_record():
     """Of no row, or of several, it is no record; others keep their rows."""
 
     class Marked(nn.Module):
