@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from experiments.beyond import table as beyond
-from experiments.evidence import ali, check, drawing, fedfdp, measure, page
+from experiments.evidence import ali, check, drawing, fedfdp, fedproxvr, measure, page
 from experiments.evidence.__main__ import main, missing
 from experiments.evidence.cells import Book, told
 from experiments.evidence.order import ORDER
@@ -362,6 +362,24 @@ def test_the_page_is_held_against_the_papers_tables(tmp_path, monkeypatch):
         ("| X | 11.11 | 10.00 ± 1.00 |", "| X printed | 11.11 |  |", "a cell is empty"),
     ):
         assert any(said in fault for fault in check.faults(good.replace(old, new), tmp_path)), said
+
+
+def test_the_readme_says_how_much_is_reproduced():
+    text, book = (ROOT / "README.md").read_text(encoding="utf-8"), Book(Stored())
+    off = [
+        abs(100 * book.mean(fedproxvr.run(row), row.rounds, "held_out") - row.printed)
+        for row in fedproxvr.CONVEX
+    ]
+    assert f"Table 1 agrees within {math.ceil(100 * max(off)) / 100:.2f} points" in text
+    tables = (fedfdp.PLAIN_SPREADS, " plain"), (fedfdp.PRIVATE_SPREADS, "")
+    runs = [(*at, m + kind) for at in fedfdp.SPREADS for printed, kind in tables for m in printed]
+    cells = [(run := fedfdp.spread(*at), run.looks[-1]) for at in runs]
+    for method in fedfdp.BUDGETS:
+        run = fedfdp.private("fashion_mnist", method, 1.0)
+        cells += [(run, look) for look in list(fedfdp.ROUNDS.values())[:3]]
+        cells.append((fedfdp.loudest(method, 1.0), fedfdp.LAST))
+    left = sum(not book.values(*cell, "accuracy") for cell in cells)
+    assert f"{left} of the {len(cells)} accuracies of FedFDP's Tables 4 to 6" in text
 
 
 def _cheapest(group):

@@ -141,12 +141,43 @@ def undivided(data: str, tau: int) -> Run:
     )
 
 
+def variants(data: str) -> dict[str, tuple[Run, float]]:
+    """Return readings of the paper at τ = 1: the run, and its noise for a record over the printed.
+
+    All are looked at after the iterations of ROW.
+    """
+    batch = 0.015 * _OF_A_SITE[data]
+    given: dict[str, tuple[float, float, dict[str, object]]] = {
+        "η = 16": (16.0, 1.0, {}),
+        "C = 1": (FAITHFUL, 1.0, {"privacy.clip": 1.0}),
+        "C = 5": (FAITHFUL, 1.0, {"privacy.clip": 5.0}),
+        "server momentum 0.9": (FAITHFUL, 1.0, {"server.momentum": 0.9}),
+        "server momentum 0.9, η = 2": (2.0, 1.0, {"server.momentum": 0.9}),
+        "automatic clipping": (FAITHFUL, 1.0, {"privacy.mode": "automatic"}),
+        "sum and noise undivided": (FAITHFUL * batch, 1.0, {}),
+        "sum undivided, noise over √B": (FAITHFUL * batch, batch**-0.5, {}),
+        "η = 32, a tenth of the noise": (32.0, 0.1, {}),
+    }
+    found = {
+        "faithful": (fixed(data, "cnn", FAITHFUL, 1), 1.0),
+        f"η = {EXPLAINED:g}": (fixed(data, "cnn", EXPLAINED, 1), 1.0),
+    }
+    for name, (rate, noise, own) in given.items():
+        run = fixed(data, "cnn", rate, 1)
+        if noise < 1:
+            own = {"privacy.sigma": 1.1 * noise, "privacy.epsilon": 1e9, **own}
+        settings = (*run.settings, *overrides(own.items()))
+        found[name] = replace(run, name=f"variant {name}", settings=settings, looks=ROW), noise
+    return found | {"sum undivided, noise over B": (undivided(data, 1), 1 / batch)}
+
+
 def plain(data: str, rate: float) -> Run:
     """Return τ = 1 without clip and noise: what 317 iterations can give at all."""
     own = (*_ONE, ("privacy.mode", "none"))
     return _run(data, "cnn", rate, "without privacy", own, (317,), 317)
 
 
+ROW: Final = (79, 122, 177, 231, 317)  # iterations of the printed row at τ = 1, R_s >= R_c
 _BASE: Final = "evidence/ali_dpfl.toml"
 _ONE: Final = (("settings.local_steps", 1), ("rounds", 317))
 

@@ -81,6 +81,7 @@ def _sweeps() -> Iterator[Run]:
         yield ali.released(data)
         yield ali.noiseless(data)
         yield from (ali.plain(data, rate) for rate in ali.PLAIN)
+        yield from (run for run, _ in ali.variants(data).values())
         yield from (ali.undivided(data, tau) for tau in (2, 3, 4, 5, 7, 9))
     for data in fedfdp.SWEEPS:
         yield from (fedfdp.weighed(data, weight) for weight in fedfdp.SWEPT)
