@@ -1,5 +1,7 @@
 """A run begins once its sites are ready; until then nobody is asked for anything that costs."""
 
+import json
+
 import pytest
 
 pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
@@ -8,6 +10,7 @@ from tests.deployment.grid import Node, charged
 from tests.deployment.test_columns import RELEASED, table
 
 from fedpact.common.messages import READY, Reply, Task, from_bytes, to_bytes
+from fedpact.common.run_folder import WAITS
 from fedpact.deployment.flower.transport import TooFewReplies
 from fedpact.deployment.site import answer, check_left_behind
 
@@ -59,6 +62,10 @@ def test_a_site_that_comes_within_the_time_is_waited_for(federate, clock):
 
     def come(seconds):
         sleep(seconds)
+        if clock.now < began + 50:
+            # Whoever watches sees meanwhile who is missing.
+            told = json.loads((run.directory / "server" / "run" / WAITS).read_bytes())
+            assert told["sites"] == {"site-01": {"waiting": True, "code": "absent"}}
         run.nodes[1].here = clock.now > began + 50
 
     clock.sleep = come

@@ -208,9 +208,14 @@ class FlowerTransport:
 
     def _wait_for_all(self) -> None:
         """Give sites the time to come, once; later on the missing are not waited for."""
-        end = time.monotonic() + self._federation.patience.join_seconds
+        end, told = time.monotonic() + self._federation.patience.join_seconds, None
         while not self._joined and time.monotonic() < end:
-            self._joined = set(self._present()) == set(self.sites)
+            absent = {*self.sites} - {*self._present()}
+            self._joined = not absent
+            if absent != told:
+                # For whoever watches.
+                self._on_wait(0, {s: {"waiting": True, "code": "absent"} for s in sorted(absent)})
+                told = absent
             if not self._joined:
                 self._sleep()
         self._joined = True
