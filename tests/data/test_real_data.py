@@ -112,9 +112,9 @@ def test_heart_disease_first_record_by_hand(real_data):
 def test_a_record_is_encoded_without_looking_at_the_others(real_data):
     """No constant is estimated: cutting the other records away leaves a record's features."""
     text = (real_data / "heart_disease" / "processed.va.data").read_text()
-    whole = public._features(public._filled(public._columns(text)))
+    whole = public._features(public._columns(text), public._RANGES, 0)
     for row, line in enumerate(text.splitlines()):
-        alone = public._features(public._filled(public._columns(line)))
+        alone = public._features(public._columns(line), public._RANGES, 0)
         assert {n: v[0] for n, v in alone.items()} == {n: v[row] for n, v in whole.items()}
 
 
