@@ -125,7 +125,7 @@ def adapted(kind: str, weights: dict[str, torch.Tensor], seed: int) -> Any:
 def measure(kind: str, epsilon: float | None, seed: int, weights: Any, data: Any) -> dict[str, Any]:
     """Return what a run of two sites comes to."""
     start = time.process_time()
-    privacy = None if epsilon is None else {"epsilon": epsilon, "delta": 1e-4, "clip": 0.5}
+    private = {"epsilon": epsilon, "delta": 1e-4, "clip": 0.5}
     model = adapted(kind, weights, seed)
     with tempfile.TemporaryDirectory() as folder:
         done = fedpact.run(
@@ -141,7 +141,7 @@ def measure(kind: str, epsilon: float | None, seed: int, weights: Any, data: Any
             server={"optimiser": "momentum", "momentum": 0.9},
             run={"evaluate_every": 1000},
             initial={"trained_on": TRAINED_ON},
-            privacy=privacy,
+            privacy={"mode": "none"} if epsilon is None else private,
         )
         stored = (done.folder / "adapters" / "adapter_model.safetensors").exists()
     spent = done.summary.get("epsilon") or {}

@@ -13,7 +13,8 @@ from fedpact.common.params import keeping_modes
 from fedpact.common.user_code import own_factory
 from fedpact.models import zoo
 from fedpact.models.named_inputs import NamedInputs, with_named_inputs
-from fedpact.models.prepare import find_obstacles
+from fedpact.models.prepare import find_obstacles, told_together
+from fedpact.models.watched_pass import find_in_pass, with_lines
 
 _FORM = "factory(shape, classes) -> nn.Module, or factory()"
 _OF_IMAGES = (zoo.cnn, zoo.cnn_group_norm, zoo.cnn_padded, zoo.logistic, zoo.mlp)
@@ -65,25 +66,20 @@ def build(
             raise ModelError(
                 f"model {name!r} returned {type(module).__name__}: expected an nn.Module"
             )
-        _refuse_obstacles(name, module)
+        found = list(find_obstacles(module))
         module = with_named_inputs(module, example, kind)
+        if found:
+            raise ModelError(
+                f"model {name!r} cannot be trained"
+                + told_together([*found, *find_in_pass(module, example)])
+            )
         # From the same seed, as lazy layers draw their weights only here.
         two = torch.zeros(2, *shape, dtype=example.dtype)
-        _try(name, module, two, classes, kind)
+        try:
+            _try(name, module, two, classes, kind)
+        except ModelError as error:
+            raise with_lines(error, module, example) from error.__cause__
     return module
-
-
-def _refuse_obstacles(name: str, module: nn.Module) -> None:
-    """Raise ModelError with all that stands in the way."""
-    found = list(find_obstacles(module))
-    if len(found) == 1:
-        raise ModelError(f"model {name!r} cannot be trained: {found[0]}")
-    if found:
-        told = "".join(f"\n{number}. {one}" for number, one in enumerate(found, 1))
-        raise ModelError(
-            f"model {name!r} cannot be trained, for {len(found)} reasons, each with what to do:"
-            f"{told}"
-        )
 
 
 def _needs_nothing(factory: Callable[..., Any]) -> bool:
@@ -99,6 +95,7 @@ def _needs_nothing(factory: Callable[..., Any]) -> bool:
 
 
 def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> None:
+    count = len(x)
     try:
         with keeping_modes(module), torch.no_grad():
             module.eval()
@@ -108,7 +105,7 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
                 x = x + 1
                 outputs = module(x)
             # Behind the first pass, in which lazy layers draw their weights.
-            before = torch.default_generator.get_state()
+            before, count = torch.default_generator.get_state(), 1
             one = module(x[:1])
         drawn = not torch.equal(before, torch.default_generator.get_state())
     except Exception as error:
@@ -119,8 +116,10 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
         types = {str(p.dtype) for p in module.parameters() if p.is_floating_point()}
         if others := sorted(types - {"torch.float32"}):
             hint = f"its weights are {', '.join(others)}: make them float32, as by .float()"
+        if count == 1:
+            hint = "of two it does not: let it take any number of records, and each by itself"
         raise ModelError(
-            f"model {name!r} fails on records of shape {tuple(x.shape[1:])} with "
+            f"model {name!r} fails on {count} made-up records of shape {tuple(x.shape[1:])} with "
             f"{type(error).__name__}: {error}; {hint}"
         ) from error
     if drawn:

@@ -29,16 +29,25 @@ class NamedInputs(nn.Module):
 
     names: of the model's inputs; none where it takes records as they are. by_place: a label is a
     class at each place of a record, so the classes come second: [B, K, T] of a sequence,
-    [B, K, height, width] of an image. The weights have the names that they have in the model.
+    [B, K, height, width] of an image. copied: the model writes over its input, so it is given
+    copies. The weights have the names that they have in the model.
     """
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...], *, by_place: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        names: tuple[str, ...],
+        *,
+        by_place: bool = False,
+        copied: bool = False,
+    ) -> None:
         super().__init__()
         self.model, self.names, self._by_place = model, names, by_place
-        self.called = model_name(model)
+        self.called, self._copied = model_name(model), copied
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of records x: [B, T] or [B, rows, T] of tokens, [B, ...] else."""
+        x = x.clone() if self._copied else x
         if _reads_an_end(self.model):
             return _at_the_end(self.model, self._named(x))
         found = _logits_of(self.model(**self._named(x)) if self.names else self.model(x))
@@ -53,7 +62,7 @@ class NamedInputs(nn.Module):
 
     def around(self, model: nn.Module) -> "NamedInputs":
         """Return the same around another model."""
-        return NamedInputs(model, self.names, by_place=self._by_place)
+        return NamedInputs(model, self.names, by_place=self._by_place, copied=self._copied)
 
     def _named(self, x: Tensor) -> dict[str, Tensor]:
         if x.is_floating_point() or "input_ids" not in self.names:
@@ -89,23 +98,27 @@ def with_named_inputs(module: nn.Module, record: Tensor, kind: str = "class") ->
     if of_library or (several and {*TOKENS[:2]} <= {*names}):
         _configure(module)
         return NamedInputs(module, names, by_place=by_place)
-    return NamedInputs(module, (), by_place=by_place) if _answers_more(module, record) else module
+    more, writes = _tried(module, record)
+    return NamedInputs(module, (), by_place=by_place, copied=writes) if more or writes else module
 
 
-def _answers_more(module: nn.Module, record: Tensor) -> bool:
-    """Whether it answers with more than a tensor, in training or not, on two made-up records."""
+def _tried(module: nn.Module, record: Tensor) -> tuple[bool, bool]:
+    """Whether it answers two made-up records with more than a tensor, and writes over them.
+
+    In training or not.
+    """
     two = torch.zeros(2, *record.shape, dtype=record.dtype)
+    more = False
     try:
         with keeping_modes(module), torch.no_grad():
             for train in (False, True):
                 # Whatever it keeps of a pass in training goes to copies.
                 kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
                 found = torch.func.functional_call(module.train(train), kept, (two,))
-                if not isinstance(found, Tensor):
-                    return True
+                more |= not isinstance(found, Tensor)
     except Exception:  # whatever it may raise; who tries it next says so
-        return False
-    return False
+        pass
+    return more, two._version > 0
 
 
 def _reads_an_end(module: nn.Module) -> bool:

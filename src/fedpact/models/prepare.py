@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.utils import parametrize
 
 from fedpact.common.errors import InputError
+from fedpact.models.named_inputs import with_named_inputs
+from fedpact.models.watched_pass import find_in_pass
 from fedpact.models.zoo import replace_batchnorm
 
 _FEW: Final = 3
@@ -40,13 +42,19 @@ class Prepared:
         return "\n".join([*done, *(f"left: {one}" for one in self.left)])
 
 
-def prepare(model: nn.Module, *, batch_norm: Literal["group"] | None = None) -> Prepared:
+def prepare(
+    model: nn.Module,
+    *,
+    batch_norm: Literal["group"] | None = None,
+    records: Tensor | None = None,
+) -> Prepared:
     """Return a copy of a model that is ready for private training, as far as that can be done.
 
     Done is what changes nothing of what is learnt: layers that write in place no longer do, weights
     of half precision become float32, checkpointing and caches of generation are switched off, and
     a kernel of attention that cannot be traced gives way to torch's. batch_norm: "group" puts a
-    GroupNorm in place of each BatchNorm. Raises InputError: another batch_norm.
+    GroupNorm in place of each BatchNorm. records: a few [B, ...] as a run has them; their form
+    alone counts. With them lines of a pass are listed, too. Raises InputError: another batch_norm.
     """
     if batch_norm not in (None, "group"):
         raise InputError(f"batch_norm is {batch_norm!r}: expected 'group', or leave it out")
@@ -55,7 +63,10 @@ def prepare(model: nn.Module, *, batch_norm: Literal["group"] | None = None) -> 
     if batch_norm and (names := _named(model, lambda layer: isinstance(layer, BatchNorm))):
         model = replace_batchnorm(model)
         done.append(f"GroupNorm in place of BatchNorm: {_some(names)}")
-    return Prepared(model, tuple(done), tuple(find_obstacles(model)))
+    left = list(find_obstacles(model))
+    if records is not None:
+        left += find_in_pass(with_named_inputs(copy.deepcopy(model), records[0]), records[0])
+    return Prepared(model, tuple(done), tuple(left))
 
 
 def find_obstacles(model: nn.Module) -> Iterator[str]:
@@ -80,6 +91,14 @@ def find_obstacles(model: nn.Module) -> Iterator[str]:
         yield f"tensors have a form and no values ({_some(names)}): build them on a device"
     if not any(p.requires_grad for p in model.parameters()):
         yield "no weight is trained: set requires_grad on at least one"
+
+
+def told_together(found: list[str]) -> str:
+    """Return obstacles as what follows "cannot be trained" in an error."""
+    if len(found) == 1:
+        return f": {found[0]}"
+    told = "".join(f"\n{number}. {one}" for number, one in enumerate(found, 1))
+    return f", for {len(found)} reasons, each with what to do:{told}"
 
 
 def _uses_batch(layer: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from fedpact.models.adapters import check_adapters
 from fedpact.models.build import build
 from fedpact.models.initial import check_apart, check_repeated, fill
 from fedpact.models.views import Views
+from fedpact.models.watched_pass import with_lines
 from fedpact.models.zoo import check_vocabulary
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layers import is_torchs
@@ -208,6 +209,8 @@ class TrainingSetup:
             kernel.verify(x, y)
             if isinstance(kernel, PerSampleKernel):
                 check_adapters(kernel, x, y)
+        except ModelError as error:
+            raise with_lines(error, kernel.model.module, self.example) from error
         except FedpactError:
             raise
         except Exception as error:

@@ -376,14 +376,13 @@ def _reason(error: Exception) -> str:
         why = "a branch on a value, or a number taken out of a tensor"
     if ".numpy() is not supported" in why:
         why = "numbers leave torch by .numpy(), so no gradient comes back"
-    return why + _place(extract_tb(error.__traceback__))
+    line = own_line(extract_tb(error.__traceback__))
+    return f"{why} in {line}" if line else why
 
 
-def _place(lines: Iterable[FrameSummary]) -> str:
-    """The last line of a traceback that is neither torch's nor ours."""
+def own_line(lines: Iterable[FrameSummary]) -> str:
+    """Return the last line of a traceback that is neither torch's nor ours; "" for none."""
     libraries = str(Path(torch.__path__[0])), str(Path(__file__).parents[2])
     own = [line for line in lines if not line.filename.startswith(libraries)]
     own = [line for line in own if Path(line.filename).is_file()]
-    return (
-        f" in {Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line}" if own else ""
-    )
+    return f"{Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line}" if own else ""

@@ -1,0 +1,172 @@
+"""What a forward pass does that stands in the way of private training, with the lines that do it.
+
+A pass over made-up records is watched, operation by operation: numbers that leave their tensors,
+writes to the model's own state, random numbers that are not torch's, and operations behind which a
+record stands in another's place. These are found by a record of NaN, which stays where it is in a
+model that keeps records apart. A pass runs as under the tracer, which takes some of what is seen:
+so it is told beside an obstacle that is sure, and never by itself.
+"""
+
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from traceback import extract_stack
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from fedpact.common.errors import ModelError
+from fedpact.common.losses import cross_entropy
+from fedpact.common.params import keeping_modes
+from fedpact.common.randomness.seeded import seeded_generator
+from fedpact.per_sample.tracing.export import own_line
+from fedpact.per_sample.tracing.trace_context import state_kept, while_tracing
+
+_RECORDS: Final = 12
+_FEW: Final = 4
+_BRANCH: Final = "a branch follows from values"
+_NUMBER: Final = "a number leaves its tensor"
+_STATE: Final = "a pass changes the model's own state"
+_MIXED: Final = "records of a batch meet"
+_ROUNDED: Final = "numbers are rounded by torch.autocast"
+_DRAWN: Final = "Python's or numpy's random numbers are drawn"
+_REMEDIES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        _BRANCH: "torch.where(condition, a, b) chooses for each record",
+        _NUMBER: "compute with the tensor itself, a number for each record, as x.amax(1)",
+        _STATE: "take that out, or find it from public records before and freeze it",
+        _MIXED: "take means, sorts and the like within a record, from dimension 1 on",
+        _ROUNDED: 'take it out; precision = "bf16" of a run computes so, and is checked for it',
+        _DRAWN: "draw with torch.rand_like or dropout, a number for each record",
+    }
+)
+_TAKEN: Final = {"__int__", "__float__", "__index__", "item", "tolist", "numpy", "__array__"}
+_OF_LAYERS: Final = ("batch_norm", "instance_norm")
+
+
+def find_in_pass(module: nn.Module, record: Tensor) -> Iterator[str]:
+    """Yield what a training pass does that may stand in the way, with its lines and what to do.
+
+    record: one, of which only the form counts. The module is afterwards what it was.
+    """
+    x = torch.zeros(_RECORDS, *record.shape, dtype=record.dtype)
+    draws = seeded_generator("watched pass")
+    x = x.normal_(generator=draws) if x.is_floating_point() else x.random_(2, generator=draws) + 1
+    found = dict[str, list[str]]()
+    for marked in (False, True):
+        for what, line in _seen(module, x.clone(), marked=marked):
+            lines = found.setdefault(what, [])
+            if line not in lines:
+                lines.append(line)
+    for what, remedy in _REMEDIES.items():
+        if lines := found.get(what):
+            more = f" and {len(lines) - _FEW} more" * (len(lines) > _FEW)
+            yield f"{what} ({'; '.join(lines[:_FEW])}{more}): {remedy}"
+
+
+def with_lines(error: ModelError, module: nn.Module, record: Tensor) -> ModelError:
+    """Return an error with what else a pass does that may stand in the way. record: one."""
+    seen = list(find_in_pass(module, record))
+    told = "".join(f"\n{number}. {one}" for number, one in enumerate(seen, 1))
+    also = f"\nLines of a pass to look at, each with what to do:{told}" if seen else ""
+    return ModelError(f"{error}{also}")
+
+
+def _seen(module: nn.Module, x: Tensor, *, marked: bool) -> list[tuple[str, str]]:
+    """Return what a pass over records x [B, ...] does, each with its line."""
+    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    held = {n: v.detach().clone().requires_grad_(v.requires_grad) for n, v in held.items()}
+    if marked and x.is_floating_point():
+        x[0] = torch.nan
+    watch = _Watch(held.values(), x, marked=marked)
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]), keeping_modes(module), state_kept(module):
+        module.train()
+        for layer in module.modules():
+            # Behind one that mixes records, and is told of as a layer, nothing more would be seen.
+            layer.training &= not isinstance(layer, NormBase)
+        try:
+            with while_tracing(module, cross_entropy), watch:
+                torch.func.functional_call(module, held, (x,))
+        except Exception:  # whatever a model may raise: what came before is told
+            pass
+        after = random.getstate(), np.random.get_state()
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    drawn = before[0] != after[0] or str(before[1]) != str(after[1])
+    return [*watch.notes, *([(_DRAWN, "in its forward pass")] * drawn)]
+
+
+class _Watch(TorchFunctionMode):
+    """Notes what operations do. state: a model's tensors. marked: whether the first record is NaN.
+
+    x: the records [B, ...].
+    """
+
+    def __init__(self, state: Collection[Tensor], x: Tensor, *, marked: bool) -> None:
+        super().__init__()
+        self.notes: list[tuple[str, str]] = []
+        # What follows from records or weights; kept, so that none takes another's identity.
+        self._known = {id(v): v for v in (x, *(v for v in state if v.requires_grad))}
+        self._spoiled = dict[int, Tensor]()
+        self._state = {id(v) for v in state}
+        self._marked, self._waiting = marked, marked and not x.is_floating_point()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """See TorchFunctionMode."""
+        del types
+        named = kwargs or {}
+        given = [v for v in tree_leaves((args, named)) if isinstance(v, Tensor)]
+        versions = [v._version for v in given]
+        found = func(*args, **named)
+        name = getattr(func, "__name__", "")
+        follows = any(id(v) in self._known for v in given)
+        if follows and (name in _TAKEN or name == "__bool__"):
+            self._note(_BRANCH if name == "__bool__" else _NUMBER)
+        for v, version in zip(given, versions, strict=True):
+            inner = v if v._base is None else v._base
+            if v._version != version and id(inner) in self._state:
+                self._note(_STATE, layers=False)
+        if torch.is_autocast_enabled("cpu"):
+            self._note(_ROUNDED)
+        if follows:
+            made = [v for v in tree_leaves(found) if isinstance(v, Tensor)]
+            self._known.update((id(v), v) for v in made)
+            if self._marked:
+                self._look(name, given, made)
+        return found
+
+    def _look(self, name: str, given: list[Tensor], made: list[Tensor]) -> None:
+        """Note an operation that puts the first record's NaN into another's place."""
+        for v in made:
+            whole = not all(g.is_floating_point() for g in given)
+            if self._waiting and whole and v.is_floating_point() and v.shape[:1] == (_RECORDS,):
+                with torch.no_grad():
+                    v[0] = torch.nan
+                self._waiting = False
+            if not v.is_floating_point():
+                continue
+            lost = v.isnan()
+            # Elsewhere than in front, where the batch is not known: of a sum of it all are NaN.
+            leading = v.shape[:1] == (_RECORDS,)
+            if not bool(lost[1:].any() if leading else lost.all() and v.numel()):
+                continue
+            layer = any(kind in name for kind in _OF_LAYERS)
+            if not layer and not any(id(g) in self._spoiled for g in given):
+                self._note(_MIXED)
+            self._spoiled[id(v)] = v
+
+    def _note(self, what: str, *, layers: bool = True) -> None:
+        """Note what the line at work does. layers: also where that is within a layer of torch's."""
+        stack = [frame for frame in extract_stack() if frame.filename != __file__]
+        if layers or not stack[-1].filename.startswith(str(Path(torch.__path__[0]))):
+            line = own_line(stack)
+            self.notes += [(what, line)] if line else []
