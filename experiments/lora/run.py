@@ -9,7 +9,8 @@ trained on them, without labels, to tell from a text of which every second word 
 of both. Two are the records of two sites, and the fifth tests. What is trained and sent is LoRA's
 factors and the head. The run itself checks that they have gradients of each record and that the
 base does not move, and at the end that the stored and the merged adapters answer as the trained
-model (fedpact.models.adapters). The learning rate was chosen by one run of BERT at ε = 4, seed 0.
+model (fedpact.models.adapters). Learning rates were chosen by one run at ε = 4 (BERT) and two
+plain ones (BERT, GPT-2), all of seed 0.
 Each result is stored as it comes (results.json) and not computed again.
 """
 
@@ -41,6 +42,7 @@ EPOCHS, FREQUENT = 30, 50
 ADAPTED = {"BERT": ["query", "value"], "GPT-2": ["c_attn"], "T5": ["q", "v"]}
 TRAINED_ON = "the words of the public two fifths of the texts"
 ROUNDS = 20
+RATES = {None: 0.1, 4.0: 1.0}
 
 
 def texts() -> tuple[list[list[str]], list[int]]:
@@ -137,7 +139,7 @@ def measure(kind: str, epsilon: float | None, seed: int, weights: Any, data: Any
             rounds=ROUNDS,
             sampling_rate=0.25,
             seed=seed,
-            settings={"learning_rate": 1.0, "local_steps": 2},
+            settings={"learning_rate": RATES[epsilon], "local_steps": 2},
             server={"optimiser": "momentum", "momentum": 0.9},
             run={"evaluate_every": 1000},
             initial={"trained_on": TRAINED_ON},

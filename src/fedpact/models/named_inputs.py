@@ -107,7 +107,8 @@ def _tried(module: nn.Module, record: Tensor) -> tuple[bool, bool]:
 
     In training or not.
     """
-    two = torch.zeros(2, *record.shape, dtype=record.dtype)
+    with torch.inference_mode(False):
+        two = torch.zeros(2, *record.shape, dtype=record.dtype)
     more = False
     try:
         with keeping_modes(module), torch.no_grad():

@@ -8,6 +8,7 @@ so it is told beside an obstacle that is sure, and never by itself.
 """
 
 import random
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from traceback import extract_stack
@@ -72,10 +73,13 @@ def find_in_pass(module: nn.Module, record: Tensor) -> Iterator[str]:
 
 def with_lines(error: ModelError, module: nn.Module, record: Tensor) -> ModelError:
     """Return an error with what else a pass does that may stand in the way. record: one."""
-    seen = list(find_in_pass(module, record))
+    seen, first = list(find_in_pass(module, record)), str(error)
     told = "".join(f"\n{number}. {one}" for number, one in enumerate(seen, 1))
+    for line in re.findall(r" in (\S+, line \d+: .*?)\)", first):
+        # Told once, with what to do.
+        first = first.replace(f" in {line}", "") if line in told else first
     also = f"\nLines of a pass to look at, each with what to do:{told}" if seen else ""
-    return ModelError(f"{error}{also}")
+    return ModelError(first + also)
 
 
 def _seen(module: nn.Module, x: Tensor, *, marked: bool) -> list[tuple[str, str]]:
@@ -125,7 +129,7 @@ class _Watch(TorchFunctionMode):
         del types
         named = kwargs or {}
         given = [v for v in tree_leaves((args, named)) if isinstance(v, Tensor)]
-        versions = [v._version for v in given]
+        versions = [0 if v.is_inference() else v._version for v in given]
         found = func(*args, **named)
         name = getattr(func, "__name__", "")
         follows = any(id(v) in self._known for v in given)
@@ -133,7 +137,7 @@ class _Watch(TorchFunctionMode):
             self._note(_BRANCH if name == "__bool__" else _NUMBER)
         for v, version in zip(given, versions, strict=True):
             inner = v if v._base is None else v._base
-            if v._version != version and id(inner) in self._state:
+            if not v.is_inference() and v._version != version and id(inner) in self._state:
                 self._note(_STATE, layers=False)
         if torch.is_autocast_enabled("cpu"):
             self._note(_ROUNDED)
