@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 
 pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
@@ -11,8 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 import fedpact
-from fedpact.common.errors import DataError, PlanError
+from fedpact.common.errors import DataError
+from fedpact.data.schema import LabelForm, RecordForm
 from fedpact.data.site_records import load_site
+from fedpact.data.tables import read_numbers, table_of
+from fedpact.data.targets import token_labels
 from fedpact.deployment.site_records import SiteFiles, own_records
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
@@ -26,19 +30,31 @@ NUMBER = {"kind": "regression", "range": [50.0, 150.0]}
 SEVERAL = (X[:, :2] > 0).astype(int)
 
 
-def _asked(tmp_path, task, **arrays):
-    test = {"x_test": X[:20], "y_test": arrays["y"][:20]}
-    np.savez(tmp_path / "own.npz", x=X, **arrays, **test)
-    return {"data": str(tmp_path / "own.npz"), "rounds": 2, "task": task}
+IMAGES = RNG.normal(size=(90, 1, 4, 4)).astype(np.float32)
+WORDS = np.stack([RNG.integers(1, 9, (90, 6)), np.arange(6) < RNG.integers(2, 7, (90, 1))], 1)
+TAGS = np.where(WORDS[:, 1] > 0, WORDS[:, 0] % 2, -100)
+
+
+def _asked(tmp_path, task, x=X, model=None, **arrays):
+    test = {"x_test": x[:20], "y_test": arrays["y"][:20]}
+    np.savez(tmp_path / "own.npz", x=x, **arrays, **test)
+    named = {} if model is None else {"model": f"{__name__}:{model}"}
+    return {"data": str(tmp_path / "own.npz"), "rounds": 2, "task": task, **named}
 
 
 @pytest.mark.parametrize(
-    ("task", "y"),
-    [(NUMBER, PRESSURE), ({"kind": "multi_label"}, SEVERAL)],
-    ids=["number", "several"],
+    ("task", "y", "x", "model"),
+    [
+        (NUMBER, PRESSURE, X, None),
+        ({"kind": "multi_label"}, SEVERAL, X, None),
+        ({"kind": "segmentation"}, (IMAGES[:, 0] > 0).astype(int), IMAGES, "segmenter"),
+        ({"kind": "tokens"}, TAGS, WORDS, "Tagger"),
+        ({"kind": "classification"}, TAGS[:, 0], WORDS, "Reader"),
+    ],
+    ids=["number", "several", "pixels", "tokens", "text"],
 )
-def test_a_deployment_has_the_simulations_bits(federate, tmp_path, task, y):
-    asked = _asked(tmp_path, task, y=y)
+def test_a_deployment_has_the_simulations_bits(federate, tmp_path, task, y, x, model):
+    asked = _asked(tmp_path, task, x, model, y=y)
     run = federate({"seeds": "test"}, **asked)
     run()
     plan = Plan.parse({**run.nodes[0].site.plan.model_dump(mode="json"), **asked})
@@ -52,7 +68,7 @@ def test_a_deployment_has_the_simulations_bits(federate, tmp_path, task, y):
     assert last["loss"] == pytest.approx(simulated.records[-1].loss, rel=1e-5)
     assert (last["accuracy"] is None) == (task is NUMBER)
     served = fedpact.load(run.directory / "server")
-    assert served.predict(X).labels.tolist() == simulated.predict(X).labels.tolist()
+    assert served.predict(x).labels.tolist() == simulated.predict(x).labels.tolist()
 
 
 def test_a_sites_file_has_numbers_in_their_own_units(make, tmp_path):
@@ -83,12 +99,49 @@ def test_what_a_federation_does_not_declare_is_refused(make, tmp_path):
     np.savez(site / "records.npz", x=X, y=SEVERAL[:, :1])
     with pytest.raises(DataError, match=r"there are 2 labels, 0, 1: expected \[n, 2\]"):
         own_records(SiteFiles.read(site))
-    images = RNG.normal(size=(60, 1, 4, 4)).astype(np.float32)
-    np.savez(tmp_path / "own.npz", x=images, y=(images[:, 0] > 0).astype(int))
-    masks = {"data": str(tmp_path / "own.npz"), "task": {"kind": "segmentation"}}
-    with pytest.raises(PlanError, match="declares no size of a mask"):
-        make(tmp_path / "p", **masks, model=f"{__name__}:segmenter")
+    masks = _asked(tmp_path, {"kind": "segmentation"}, IMAGES, "segmenter", y=IMAGES[:, 0] > 0)
+    site = make(tmp_path / "p", **masks) / "sites" / "site-00"
+    np.savez(site / "records.npz", x=IMAGES, y=IMAGES[:, 0, :2] > 0)
+    with pytest.raises(DataError, match=r"shape \(2, 4\) beside .* takes .* \(4, 4\)"):
+        own_records(SiteFiles.read(site))
+
+
+def test_a_sites_table_has_lists_of_tokens_of_any_length_and_name(make, tmp_path):
+    pytest.importorskip("pyarrow")
+    asked = _asked(tmp_path, {"kind": "tokens"}, WORDS, "Tagger", y=TAGS)
+    site = make(tmp_path / "d", {"seeds": "test"}, **asked) / "sites" / "site-00"
+    cells = [[5, 6], [7], [1, 2, 3, 4, 5, 6, 7, 8], [3], [[1], [2, 3]], [2, 4], "text"]
+    tags = [[1, 0], [1], [0, 1, 0, 1, 0, 1, 0, 1], None, [1], [[1], [1, 0]], [0]]
+    pd.DataFrame({"words": cells[:4], "tags": tags[:4]}).to_parquet(site / "own.parquet")
+    settings = site / "site.toml"
+    text = settings.read_text().replace('"records.npz"', '"own.parquet"\nlabel = "tags"')
+    settings.write_text(text + "\nmost_left_out = 1.0\n")
+    own = own_records(SiteFiles.read(site)).records
+    assert own.x[:, 0].tolist() == [[5, 6, 0, 0, 0, 0], [7, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
+    assert own.y.tolist() == [[1, 0, *[-100] * 4], [1, *[-100] * 5], [0, 1, 0, 1, 0, 1]]
+    found = table_of("t", {"words": cells, "tags": tags}, "tags", form=RecordForm(length=6))
+    sieve, form = found.filter(), RecordForm(length=6, target=LabelForm(kind="pixels"))
+    token_labels(found, read_numbers(found, form, "int64", sieve), form, sieve)
+    assert sieve.good.tolist() == [True, True, True, False, False, False, False]
 
 
 def segmenter(shape, classes):
     return torch.nn.Sequential(torch.nn.Conv2d(shape[0], classes, 3, padding=1))
+
+
+class Tagger(torch.nn.Module):
+    """Tags every token of a text; its inputs have names."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, input_ids, attention_mask):
+        return {"logits": self.head(self.words(input_ids) * attention_mask[..., None])}
+
+
+class Reader(Tagger):
+    """Tags a text."""
+
+    def forward(self, input_ids, attention_mask):
+        return {"logits": super().forward(input_ids, attention_mask)["logits"].sum(1)}

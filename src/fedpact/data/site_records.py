@@ -22,7 +22,13 @@ from fedpact.data.load import of_file
 from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter
 from fedpact.data.tables import Table, read_numbers, table_of
-from fedpact.data.targets import ambiguous, persons_of, read_labels
+from fedpact.data.targets import (
+    ambiguous,
+    check_places,
+    persons_of,
+    read_labels,
+    token_labels,
+)
 from fedpact.data.tokens import is_tokens
 
 _logger = logging.getLogger("fedpact")
@@ -56,10 +62,10 @@ def load_site(
     """
     suffix = path.suffix.lower()
     if suffix in (".csv", ".parquet"):
-        table = site_table(path, label, form, person, features, sources, shape)
-        if is_tokens(table.features):
-            # Of one length, however long the longest of them is.
+        if values == "int64" and len(shape) == 2:
+            # Tokens, of one length, however long the longest of them is.
             form = form.model_copy(update={"length": shape[-1]})
+        table = site_table(path, label, form, person, features, sources, shape)
     else:
         if sources:
             raise DataError(
@@ -77,9 +83,10 @@ def load_site(
                 "columns out of the sites' arrays, and agree on a federation.toml without them"
             )
         table = _site_arrays(path, label, classes, form, person)
-    _check_form(path, table, shape)
+    _check_form(path, table, shape, form.target.kind)
     sieve = table.filter()
     x = read_numbers(table, form, values, sieve)
+    table = token_labels(table, x, form, sieve)
     y = read_labels(table, classes, form, sieve)
     whose = None if person is None else persons_of(table.person, sieve, person)
     good, rows = sieve.good, sieve.good.nonzero()[0]
@@ -165,7 +172,7 @@ def _site_arrays(
     return of_arrays(str(path), arrays["x"], arrays["y"], form, person=whose, least=0)
 
 
-def _check_form(path: Path, table: Table, shape: tuple[int, ...]) -> None:
+def _check_form(path: Path, table: Table, shape: tuple[int, ...], kind: str) -> None:
     if isinstance(table.x, np.ndarray):
         found = table.x.shape[1:]
     else:
@@ -176,3 +183,4 @@ def _check_form(path: Path, table: Table, shape: tuple[int, ...]) -> None:
             f"a record of {path} has shape {found}: federation.toml has {shape}; bring the file "
             "into that form"
         )
+    check_places(str(path), kind, table.y, shape)

@@ -110,7 +110,7 @@ def table_of(
             )
     named = {role: column for role, column in roles.items() if column is not None}
     others = [column for column in roles.values() if not is_next_token(column)]
-    rows = token_columns(columns, choose_features(columns, form, others))
+    rows = token_columns(columns, choose_features(columns, form, others), form.length)
     for key, names in (("features", form.features or ()), ("drop", form.drop)):
         known = {*columns, *rows} - {*others}
         if odd := [c for c in names if c not in known]:

@@ -361,6 +361,20 @@ def token_labels(table: Table, x: np.ndarray, form: RecordForm, sieve: RecordFil
     return replace(table, y=y, labels=None)
 
 
+def check_places(name: str, kind: str, y: Any, shape: tuple[int, ...]) -> None:
+    """Raise DataError unless each place of a record [*shape] has a label of its own in y [n, ...].
+
+    Of pixels a label is as high and wide as its image, and of tokens as long as its text: so a
+    deployment declares no other shape. y: others than arrays are read one by one.
+    """
+    places = shape[1:] or shape
+    if kind == "pixels" and isinstance(y, np.ndarray) and y.shape[1:] != places:
+        raise DataError(
+            f"{name}: a label has shape {y.shape[1:]} beside a record of {shape}: a deployment "
+            f"takes a label for each place of a record, {places}; bring masks to their images' size"
+        )
+
+
 def unscale(values: Any, target: LabelForm) -> Any:
     """Return numbers of -1..1 in the units of the label."""
     return target.low + (values + 1) * (target.high - target.low) / 2

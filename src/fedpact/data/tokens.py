@@ -21,20 +21,38 @@ _LONGEST: Final = 2**20
 
 
 def token_columns(
-    columns: Mapping[str, Sequence[Any]], among: Collection[str]
+    columns: Mapping[str, Sequence[Any]], among: Collection[str], length: int | None = None
 ) -> dict[str, Sequence[Any]]:
     """Return the columns of tokens, in the order of a record's rows; {} where a table has none.
 
-    among: the columns that a record may be made of. Without a mask all tokens count.
+    among: the columns that a record may be made of. length: of a record of tokens, if that is
+    declared; then, or where lists differ in length, the only column of lists is that of tokens,
+    whatever it is called. Without a mask all tokens count.
     """
-    cells = columns.get(_IDS) if _IDS in among else None
-    first = next((cell for cell in cells or () if cell is not None), None)
-    if not isinstance(first, list | tuple | np.ndarray | Tensor) or np.ndim(first) != 1:
+    name = _IDS
+    if _IDS not in columns:
+        lists = [n for n in among if n not in TOKENS and _holds_lists(columns.get(n, ()))]
+        name = lists[0] if len(lists) == 1 and (length or _ragged(columns[lists[0]])) else _IDS
+    cells = columns.get(name) if name in among else None
+    if cells is None or not _holds_lists(cells):
         return {}
+    columns = {**columns, _IDS: cells}
+    among = {*among, _IDS}
     found = {name: columns[name] for name in TOKENS if name in columns and name in {*among, _MASK}}
-    mask = [np.ones(np.size(cell), np.int64) for cell in cells or ()]
-    found.setdefault(_MASK, mask)
+    if _MASK not in found:
+        lists = map(_whole, cells)
+        found[_MASK] = [np.ones(0 if row is None else len(row), np.int64) for row in lists]
     return {name: found[name] for name in TOKENS if name in found}
+
+
+def _holds_lists(cells: Sequence[Any]) -> bool:
+    """Whether a column's first cell is a list of whole numbers."""
+    first = next((cell for cell in cells if cell is not None), None)
+    return isinstance(first, list | tuple | np.ndarray | Tensor) and _whole(first) is not None
+
+
+def _ragged(cells: Sequence[Any]) -> bool:
+    return len({len(cell) for cell in cells if isinstance(cell, list | tuple | np.ndarray)}) > 1
 
 
 def is_tokens(features: Sequence[str]) -> bool:
@@ -88,8 +106,8 @@ def read_token_labels(
     """
     y = np.full((len(x), x.shape[-1]), UNLABELLED, np.int64)
     for place, cell in enumerate(cells):
-        row = np.asarray(cell if cell is not None else [])
-        if row.ndim != 1 or row.dtype.kind not in "iu":
+        row = _whole(cell)
+        if row is None:
             sieve.leave_out(place, label, "is not a list of whole numbers, one for each token")
             continue
         y[place, : len(row)] = row[: y.shape[1]]
@@ -109,7 +127,7 @@ def _record(
 ) -> np.ndarray | None:
     """One record's rows of tokens [rows, t]; None where it is left out."""
     ids = _whole(columns[_IDS][place])
-    if ids is None or not 0 < len(ids) <= _LONGEST:
+    if ids is None or (ids < 0).any() or not 0 < len(ids) <= _LONGEST:
         sieve.leave_out(place, _IDS, "is not a list of tokens, whole numbers from 0")
         return None
     if vocabulary is not None and not (ids < vocabulary).all():
@@ -118,7 +136,12 @@ def _record(
     found = [ids]
     for name in rows[1:]:
         row = _whole(columns[name][place])
-        if row is None or len(row) != len(ids) or (name == _MASK and not (row <= 1).all()):
+        if (
+            row is None
+            or len(row) != len(ids)
+            or (row < 0).any()
+            or (name == _MASK and not (row <= 1).all())
+        ):
             sieve.leave_out(place, name, "is not a list of whole numbers, one for each token")
             return None
         found.append(row)
@@ -131,6 +154,4 @@ def _whole(cell: Any) -> np.ndarray | None:
         row = np.asarray(cell)
     except (TypeError, ValueError):
         return None
-    if row.ndim != 1 or row.dtype.kind not in "iub" or (row < 0).any():
-        return None
-    return row.astype(np.int64)
+    return row.astype(np.int64) if row.ndim == 1 and row.dtype.kind in "iub" else None

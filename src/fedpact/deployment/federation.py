@@ -290,12 +290,6 @@ def check_deployable(plan: Plan) -> None:
             'privacy.sizes is "noisy": in a deployment every site declares its size in '
             'federation.toml before the run; use privacy.sizes = "public" and a round number'
         )
-    if plan.task.target.kind == "pixels":
-        raise PlanError(
-            f"task.kind is {plan.task.kind!r}: federation.toml declares no size of a mask, so a "
-            "site could not leave out one that does not fit; simulate it, or learn a class or "
-            "several labels of an image"
-        )
 
 
 def parse_toml(kind: type[_Model], path: Path) -> _Model:

@@ -20,7 +20,7 @@ from fedpact.common.files import check_out, replacing
 from fedpact.common.format import toml, toml_key
 from fedpact.common.run_folder import RUN, Folder
 from fedpact.data.schema import RecordForm
-from fedpact.data.targets import unscale
+from fedpact.data.targets import check_places, unscale
 from fedpact.deployment import keys
 from fedpact.deployment.federation import (
     Checks,
@@ -283,12 +283,14 @@ def _write(
     for site in scene.sites:
         key = keys.write_signing_key(directory / "sites" / site.name / "site.key")
         members[site.name] = Member(size=float(units(plan, site)), key=key)
+    shape = tuple(scene.raw.x.shape[1:])
+    check_places(scene.dataset.name, plan.task.target.kind, scene.raw.y.numpy(), shape)
     told: dict[str, Any] = {
         "run": _new_run(plan),
         "address": address,
         "server_key": line,
         "classes": scene.dataset.classes,
-        "shape": tuple(scene.raw.x.shape[1:]),
+        "shape": shape,
         "values": str(scene.raw.x.dtype).removeprefix("torch."),
         "seeds": choices.seeds,
         "patience": choices.patience,

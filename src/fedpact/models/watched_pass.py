@@ -13,14 +13,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from traceback import extract_stack
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from fedpact.common.errors import ModelError
 from fedpact.common.losses import cross_entropy
@@ -94,7 +92,7 @@ def _seen(module: nn.Module, x: Tensor, *, marked: bool) -> list[tuple[str, str]
         module.train()
         for layer in module.modules():
             # Behind one that mixes records, and is told of as a layer, nothing more would be seen.
-            layer.training &= not isinstance(layer, NormBase)
+            layer.training &= not hasattr(layer, "track_running_stats")
         try:
             with while_tracing(module, cross_entropy), watch:
                 torch.func.functional_call(module, held, (x,))
@@ -119,7 +117,7 @@ class _Watch(TorchFunctionMode):
         # What follows from records or weights; kept, so that none takes another's identity.
         self._known = {id(v): v for v in (x, *(v for v in state if v.requires_grad))}
         self._spoiled = dict[int, Tensor]()
-        self._state = {id(v) for v in state}
+        self._state = {v.untyped_storage().data_ptr() for v in state}
         self._marked, self._waiting = marked, marked and not x.is_floating_point()
 
     def __torch_function__(
@@ -128,7 +126,7 @@ class _Watch(TorchFunctionMode):
         """See TorchFunctionMode."""
         del types
         named = kwargs or {}
-        given = [v for v in tree_leaves((args, named)) if isinstance(v, Tensor)]
+        given = list(_tensors((args, named)))
         versions = [0 if v.is_inference() else v._version for v in given]
         found = func(*args, **named)
         name = getattr(func, "__name__", "")
@@ -136,13 +134,13 @@ class _Watch(TorchFunctionMode):
         if follows and (name in _TAKEN or name == "__bool__"):
             self._note(_BRANCH if name == "__bool__" else _NUMBER)
         for v, version in zip(given, versions, strict=True):
-            inner = v if v._base is None else v._base
-            if not v.is_inference() and v._version != version and id(inner) in self._state:
+            changed = not v.is_inference() and v._version != version
+            if changed and v.untyped_storage().data_ptr() in self._state:
                 self._note(_STATE, layers=False)
         if torch.is_autocast_enabled("cpu"):
             self._note(_ROUNDED)
         if follows:
-            made = [v for v in tree_leaves(found) if isinstance(v, Tensor)]
+            made = list(_tensors(found))
             self._known.update((id(v), v) for v in made)
             if self._marked:
                 self._look(name, given, made)
@@ -174,3 +172,13 @@ class _Watch(TorchFunctionMode):
         if layers or not stack[-1].filename.startswith(str(Path(torch.__path__[0]))):
             line = own_line(stack)
             self.notes += [(what, line)] if line else []
+
+
+def _tensors(thing: Any) -> Iterator[Tensor]:
+    """Yield the tensors in what an operation is given or gives."""
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, list | tuple | dict):
+        parts = cast(Any, thing)
+        for part in parts.values() if isinstance(thing, dict) else parts:
+            yield from _tensors(part)
