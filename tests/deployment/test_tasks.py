@@ -106,7 +106,7 @@ def test_what_a_federation_does_not_declare_is_refused(make, tmp_path):
         own_records(SiteFiles.read(site))
 
 
-def test_a_sites_table_has_lists_of_tokens_of_any_length_and_name(make, tmp_path):
+def test_a_sites_table_has_token_lists_of_any_length_and_name(make, tmp_path):
     pytest.importorskip("pyarrow")
     asked = _asked(tmp_path, {"kind": "tokens"}, WORDS, "Tagger", y=TAGS)
     site = make(tmp_path / "d", {"seeds": "test"}, **asked) / "sites" / "site-00"
