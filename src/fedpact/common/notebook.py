@@ -169,7 +169,8 @@ class TextTable:
     def html(self, title: str, note: str) -> str:
         """Return it as a card."""
         cell = (
-            'style="padding:.2rem 1rem .2rem 0;text-align:{};border-bottom:1px solid var(--line)"'
+            'style="padding:.2rem 1rem .2rem 0;text-align:{};white-space:nowrap;'
+            'border-bottom:1px solid var(--line)"'
         )
         side = [cell.format("left"), *[cell.format("right")] * len(self.headings)]
 

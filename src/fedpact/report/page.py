@@ -3,8 +3,9 @@
 import math
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from fedpact.common.format import (
     upper,
 )
 from fedpact.common.messages import REASONS
-from fedpact.common.notebook import CardFigure
+from fedpact.common.notebook import CardFigure, TextTable
 from fedpact.common.user_code import get_handed_in
 from fedpact.evaluation.metrics import METRICS, find_display, ranking
 from fedpact.privacy.accounting.accountant import ACCOUNTANTS
@@ -35,7 +36,7 @@ from fedpact.report.evaluations import (
     summarise_joining,
 )
 from fedpact.report.meaning import explain_run
-from fedpact.report.run_summary import RunSummary, read_run
+from fedpact.report.run_summary import RunSummary, SitePrivacy, read_run
 from fedpact.report.template import page
 
 
@@ -163,7 +164,7 @@ def render_run(run: RunSummary) -> str:
         fair=_fair(run),
         released=evaluations.find_last_evaluation(run),
         unevaluated=evaluations.why_none(run),
-        sites=_site_rows(run),
+        sites=_site_table(run),
         joining=joining_table(joining_rows([run])),
         paid=summarise_joining([run]),
         joining_note=JOINING_NOTE,
@@ -327,33 +328,36 @@ def _fair(run: RunSummary) -> dict[str, str] | None:
     }
 
 
-def _site_rows(run: RunSummary) -> list[dict[str, Any]]:
-    rows = []
-    scored = ranking(run.scores)
+def _site_table(run: RunSummary) -> TextTable:
+    """Return a row a site, the worst first: its privacy and how the last model serves it."""
+    bounds: dict[str, Callable[[SitePrivacy], float]] = {
+        "ε spent": attrgetter("epsilon_spent"),
+        "ε alone": attrgetter("epsilon_alone"),
+        "ε allowed": attrgetter("epsilon_allowed"),
+        "ε reserved": attrgetter("epsilon_reserved"),
+        "δ": attrgetter("delta"),
+    }
+    if not (run.spent and run.spent.condition):
+        del bounds["ε alone"]
+    terms = {"N": "size", "q": "rate", "C": "clip", "σ": "sigma", "T": "steps"}
+    headings = [*bounds, *terms] if run.private else []
+    headings += ["rounds"] * run.drawn + ["accuracy", "loss", "held out"]
+    scored, rows = ranking(run.scores), list[tuple[str, ...]]()
     for name in [*scored, *(name for name in run.sites if name not in run.scores)]:
-        score, privacy = run.scores.get(name), run.site_privacy.get(name)
-        scores = ("–",) * 3
-        if score:
-            right = percent(score.accuracy) if run.counted else "–"
-            scores = (right, number(score.loss), number(score.records))
-        shared = bool(run.spent and run.spent.condition)
-        terms = ("–",) * (9 + shared)
+        score, privacy, row = run.scores.get(name), run.site_privacy.get(name), [name]
         if privacy:
-            bounds = (
-                privacy.epsilon_spent,
-                *((privacy.epsilon_alone,) if shared else ()),
-                privacy.epsilon_allowed,
-                privacy.epsilon_reserved,
-                privacy.delta,
-            )
-            rest = (privacy.size, privacy.rate, privacy.clip, privacy.sigma, privacy.steps)
-            terms = (*map(upper, bounds), *map(number, rest))
-        over = privacy is not None and privacy.epsilon_spent > privacy.epsilon_allowed
-        asked = sum(record.was_asked(name) for record in run.records)
-        rounds = f"{sum(record.took_part(name) for record in run.records)} of {asked}"
-        row = {"name": name, "privacy": terms, "rounds": rounds, "score": scores, "over": over}
-        rows.append(row)
-    return rows
+            row += [upper(of(privacy)) for of in bounds.values()]
+            row += [number(getattr(privacy, key)) for key in terms.values()]
+            row[1] += " OVER" if privacy.epsilon_spent > privacy.epsilon_allowed else ""
+        elif run.private:
+            row += ["–"] * (len(bounds) + len(terms))
+        if run.drawn:
+            asked = sum(record.was_asked(name) for record in run.records)
+            row.append(f"{sum(record.took_part(name) for record in run.records)} of {asked}")
+        row.append(percent(score.accuracy) if score and run.counted else "–")
+        row += [number(score.loss), number(score.records)] if score else ["–", "–"]
+        rows.append(tuple(row))
+    return TextTable(tuple(headings), rows, "site")
 
 
 def _accountant(run: RunSummary) -> str:
