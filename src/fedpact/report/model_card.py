@@ -157,7 +157,7 @@ def render_model_card(facts: Facts) -> str:
         f=facts,
         needed=NEEDED,
         metadata=_metadata(facts),
-        parameters=f"{count:,} parameters" if count else "size not recorded",
+        parameters=counted(count, "parameter") if count else "size not recorded",
         uncovered=run.privacy["does_not_cover"] if run.private else facts.warnings,
         settings=_settings(facts),
         seconds=duration(run.seconds),

@@ -261,7 +261,7 @@ def _epsilon_card(run: RunSummary) -> CardFigure:
     )
     whose = f"site {name}"
     if len(run.site_privacy) > 1:
-        whose = f"the most of {len(run.site_privacy):,} sites ({name})"
+        whose = f"the most of {counted(len(run.site_privacy), 'site')} ({name})"
     over = [n for n, s in run.site_privacy.items() if s.epsilon_spent > s.epsilon_allowed]
     return CardFigure(
         "ε spent of ε allowed",
@@ -316,7 +316,7 @@ def _facts(run: RunSummary) -> list[str]:
 def _fair(run: RunSummary) -> dict[str, str] | None:
     found = run.fairness
     return found and {
-        "sites": f"{len(run.scores):,}",
+        "sites": counted(len(run.scores), "site"),
         "mean": percent(found["mean"]),
         "deviation": percent(math.sqrt(found["variance"])),
         "worst_tenth": percent(found["worst_tenth"]),

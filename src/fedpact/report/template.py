@@ -6,6 +6,7 @@ from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
+from fedpact.common.format import counted
 from fedpact.common.notebook import css
 
 
@@ -17,7 +18,9 @@ def page(name: str, **values: Any) -> str:
 
 @cache
 def _environment() -> Environment:
-    return Environment(autoescape=True, undefined=StrictUndefined, loader=FunctionLoader(_text))
+    found = Environment(autoescape=True, undefined=StrictUndefined, loader=FunctionLoader(_text))
+    found.globals["counted"] = counted
+    return found
 
 
 def _text(name: str) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fedpact.common.errors import DataError, InputError, ModelError
 from fedpact.common.files import parse_errors
-from fedpact.common.format import format_metric
+from fedpact.common.format import counted, format_metric
 from fedpact.common.messages import SiteScore
 from fedpact.common.params import TOKENS
 from fedpact.common.run_folder import COLUMNS, Folder, folder_of_run, read_scales
@@ -273,9 +273,9 @@ class Predictions:
         return len(self.labels)
 
     def __repr__(self) -> str:
-        count, used = len(self), int(self.used.sum())
+        count, used = counted(len(self), "record"), int(self.used.sum())
         told = ", ".join(self.classes[:5]) + (", ..." if len(self.classes) > 5 else "")
-        return f"Predictions({count} records, {used} used; of {told}; .labels, .probabilities)"
+        return f"Predictions({count}, {used} used; of {told}; .labels, .probabilities)"
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,8 @@ class _Live:
         self._progress.update(self._task, completed=record.round, description=line)
         if not self._console.is_terminal:
             left = self._left(record.round)
-            self._console.print(f"round {record.round}/{self._plan.rounds}  {line}{left}")
+            told = f"round {record.round}/{self._plan.rounds}  {line}{left}"
+            self._console.print(told, soft_wrap=True)
 
     def _privacy(self, record: RoundRecord) -> str:
         if not self._plan.private:
