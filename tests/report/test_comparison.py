@@ -481,12 +481,14 @@ def test_swept_accuracy_is_mean_and_deviation_over_seeds(tmp_path: Path) -> None
     found = replace(read_comparison(tmp_path, plans, [0, 1]), points=points)
     assert found.inequalities == []
     first, second = series(found, "privacy.epsilon", "accuracy")
-    assert (first.label, first.x, second.label, second.x) == ("a", [4.0, 0.5], "b", [0.5])
-    assert first.means == pytest.approx([0.8, 0.2])
-    assert first.deviations == pytest.approx([0.02**0.5] * 2)
-    assert second.deviations == [0.0]
+    assert (first.label, list(first.points)) == ("a", ["4.0", "0.5"])
+    assert (second.label, list(second.points)) == ("b", ["0.5"])
+    spreads = [spread for _, spread in first.points.values()]
+    assert [spread.mean for spread in spreads] == pytest.approx([0.8, 0.2])
+    assert [spread.deviation for spread in spreads] == pytest.approx([0.02**0.5] * 2)
     # Site b has a tenth less.
-    assert series(found, "privacy.epsilon", "worst site")[0].means == pytest.approx([0.7, 0.1])
+    worst = series(found, "privacy.epsilon", "worst site")[0].points.values()
+    assert [spread.mean for _, spread in worst] == pytest.approx([0.7, 0.1])
     page = Page(write_comparison(found))
     assert page.crossed == []
     points = [f"Accuracy against {cost}, ε = {e}" for e in (4, 0.5) for cost in ("rounds", "bytes")]

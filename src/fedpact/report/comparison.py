@@ -17,7 +17,6 @@ from fedpact.report import evaluations
 from fedpact.report.compared_runs import Comparison, Entry, Spread, name_swept_value, run_folder
 from fedpact.report.comparison_charts import (
     SWEPT,
-    Series,
     draw_paired,
     name_pair,
     on_the_way,
@@ -159,29 +158,24 @@ def tabulate_sweep(comparison: Comparison, key: str) -> list[TextTable]:
     found = list[TextTable]()
     for measure in SWEPT:
         lines = series(comparison, key, measure)
-        at = list({str(x): x for line in lines for x in line.x}.values())
-        values = list(map(str, at))
+        values = {text: value for line in lines for text, (value, _) in line.points.items()}
+        form = number if measure == "mean loss" else lambda value: f"{100 * value:.2f}"
         rows = [
-            (line.label, *(_point_cell(line, value, measure) for value in values)) for line in lines
+            (
+                line.label,
+                *(
+                    # Narrow, it is broken before the sign.
+                    line.points[t][1].describe(form).replace("± ", "±\u00a0")
+                    if t in line.points
+                    else "–"
+                    for t in values
+                ),
+            )
+            for line in lines
         ]
-        if rows:
-            headings = tuple(name_swept_value(key, v) for v in at)
-            found.append(TextTable(headings, rows, measure))
+        headings = tuple(name_swept_value(key, value) for value in values.values())
+        found += [TextTable(headings, rows, measure)] if rows else []
     return found
-
-
-def _point_cell(line: Series, value: str, measure: str) -> str:
-    at = [str(x) for x in line.x]
-    if value not in at:
-        return "–"
-    mean, deviation = line.means[at.index(value)], line.deviations[at.index(value)]
-    form = number if measure == "mean loss" else _hundredths
-    # Narrow, it is broken before the sign.
-    return f"{form(mean)} ±\u00a0{form(deviation)}" if deviation else form(mean)
-
-
-def _hundredths(value: float) -> str:
-    return f"{100 * value:.2f}"
 
 
 PAIRED_NOTE: Final = (
@@ -503,7 +497,7 @@ def render_comparison(comparison: Comparison) -> str:
             if (sentence := summarise_joining(e.runs))
         },
         joining_note=JOINING_NOTE,
-        counted=comparison.counted,
+        trying=comparison.counted,
         uncounted=_uncounted(comparison),
         released=evaluations.compare_evaluations({e.name: e.runs for e in entries}),
         reached=find_bytes_to_targets(comparison),

@@ -14,7 +14,7 @@ from matplotlib.ticker import NullLocator
 
 from fedpact.common.format import choose_byte_unit
 from fedpact.common.notebook import LIGHT
-from fedpact.report.compared_runs import Comparison, Entry, PairedDifference
+from fedpact.report.compared_runs import Comparison, Entry, PairedDifference, Spread
 from fedpact.report.drawing import (
     BLUE,
     GREEN,
@@ -111,12 +111,10 @@ def curves(
 
 @dataclass(frozen=True)
 class Series:
-    """A measure over a swept key. deviations: sample standard deviations over seeds, 0 of one."""
+    """A measure over a swept key: a value's text -> the value, and the measure over the seeds."""
 
     label: str
-    x: list[Any]
-    means: list[float]
-    deviations: list[float]
+    points: dict[str, tuple[Any, Spread]]
 
 
 SWEPT: Final[dict[str, Callable[[RunSummary], float | None]]] = {
@@ -140,10 +138,8 @@ def series(comparison: Comparison, key: str, measure: str) -> list[Series]:
             continue
         others = [f"{k} = {v}" for k, v in point.values.items() if k != key]
         label = ", ".join([point.base, *others])
-        line = found.setdefault(label, Series(label, [], [], []))
-        line.x.append(point.values[key])
-        line.means.append(spread.mean)
-        line.deviations.append(spread.deviation or 0.0)
+        value = point.values[key]
+        found.setdefault(label, Series(label, {})).points[str(value)] = (value, spread)
     return list(found.values())
 
 
@@ -160,16 +156,16 @@ def _over(comparison: Comparison, key: str, measure: str) -> Drawing | None:
     if not lines:
         return None
     title = f"{measure.capitalize()} over {key}"
-    place = _places([x for line in lines for x in line.x], key)
+    place = _places([value for line in lines for value, _ in line.points.values()], key)
     with Sheet() as sheet:
         axes = sheet.axes(key, "mean loss" if measure == "mean loss" else "accuracy")
         for i, line in enumerate(lines):
-            at = [place.at[str(x)] for x in line.x]
-            order = sorted(range(len(at)), key=at.__getitem__)
+            texts = sorted(line.points, key=place.at.__getitem__)
+            spreads = [line.points[text][1] for text in texts]
             axes.errorbar(
-                [at[k] for k in order],
-                [line.means[k] for k in order],
-                yerr=[line.deviations[k] for k in order],
+                [place.at[text] for text in texts],
+                [spread.mean for spread in spreads],
+                yerr=[spread.deviation or 0.0 for spread in spreads],
                 capsize=3,
                 label=shorten(line.label),
                 **_look(i),
