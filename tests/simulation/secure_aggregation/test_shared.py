@@ -245,7 +245,7 @@ def test_the_largest_legal_sum_does_not_wrap(sites, width):
         ({"privacy": {"honest": 2}}, 'trust = "own"'),
         ({"privacy": {"trust": "sum", "honest": 3, "sizes": "noisy"}}, "sizes"),
         ({"privacy": {"trust": "sum", "honest": 3, "mode": "batch_clipped"}}, "per_sample"),
-        ({"privacy": {"trust": "sum", "honest": 3, "sigma": [1.0] * 5}}, "one for all"),
+        ({"privacy": {"trust": "sum", "honest": 3, "sigma": [1.0] * 5}}, "give one number"),
         ({"robust": {"rule": "median"}}, "robust"),
         ({"compression": {"kind": "topk"}}, "compression"),
     ],

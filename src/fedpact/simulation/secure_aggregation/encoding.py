@@ -160,12 +160,8 @@ class _Masking:
 class FixedPointMean(_Masking):
     """Codes the weighted mean of vectors and numbers, each reply's weight its own.
 
-    encode: a plain reply's words, DataError where it has no place in a sum. mask: a reply with
-    masked words in place of all that is not public; words: those again. check: InputError for a
-    masked reply whose public numbers no honest site sends. mean: what stands for the reply of each
-    site in a sum Σ e_i, and by how much it may be off in each coordinate.
-    total: Σ N_i of all sites, declared. summed: see Summed. sites: n, of all who could send.
-    limit: beyond which numbers are clamped.
+    total: Σ N_i of all sites, declared. sites: n, of all who could send. limit: beyond which
+    numbers are clamped.
     """
 
     total: float
@@ -185,7 +181,8 @@ class FixedPointMean(_Masking):
         return weight
 
     def encode(self, task: Task, reply: Reply) -> RingWords:
-        """Return a plain reply's words. task: which it answers, in full or short."""
+        """Return a plain reply's words. task: which it answers, in full or short. Raises DataError:
+        the reply has no place in a sum."""
         del task
         share = self.weight(reply) / self.total
         return encode_fixed_point(reply.vectors, self._numbers(reply), share, self.sites)
@@ -364,20 +361,15 @@ LocalFunction = Callable[[Task, Oracle, State], Local]
 
 
 def own_noise_bits(terms: Mapping[str, Terms], noise: Mapping[str, float], steps: int) -> int:
-    """Return b, from 16 to 32, that holds the sum of replies which are weighted sums of releases.
+    """Return b, from 16 to 32, that holds a sum of replies w + Σ c_t g_t with T releases at most.
 
-    noise: of each site, in one measure. steps: T, the most releases in a reply.
-
-    A reply is w + Σ c_t g_t with at most T releases. By Cauchy and Schwarz Σ |c_t| is at most √T
-    times (Σ c_t²)^(1/2), in which its grid is measured. A coordinate of a release is at most M/σ
-    deviations of its noise long, M the most records that a batch is reckoned with (1 where a batch
-    is clipped as a whole), and the noise at most 12: beyond that it is once in 10^32 draws, so a
-    coordinate of a sum wraps with a probability below n T (10^-32 + 10^-31). Raises PlanError: 32
-    bits do not hold it.
+    noise: of each site, in one measure. steps: T. A coordinate wraps with a probability below
+    n T (10^-32 + 10^-31) (docs/notes/secure-aggregation.md). Raises PlanError: 32 bits are too few.
     """
     least, reach = min(noise.values()), float(len(terms))
     for site, one in terms.items():
         most = most_records(one.batch_size) if mechanism_of(one.mechanism).summed else 1
+        # Of one release, in deviations of its noise; Σ |c_t| <= √T (Σ c_t²)^(1/2) for T of them.
         far = most / one.sigmas[_GRADIENT] + _DEVIATIONS
         reach += OWN_NOISE_UNITS * math.sqrt(steps) * far * noise[site] / least
     return _width(reach, len(terms))
@@ -386,10 +378,8 @@ def own_noise_bits(terms: Mapping[str, Terms], noise: Mapping[str, float], steps
 def bits(terms: Mapping[str, Terms]) -> int:
     """Return b, from 16 to 32: the sum of all sites' shares wraps less than once in 10^31 rounds.
 
-    A channel's sum at a site is at most M times its bound b long, M the most records that it is
-    reckoned with, which is M ν/σ_c units; the shares' noise is at most 12 of its deviations, and
-    rounding half a unit each. What wraps costs utility, never privacy. Raises PlanError: 32 bits do
-    not hold it.
+    A channel's sum at a site is at most M records long, which is M ν/σ_c units, the shares' noise
+    at most 12 of its deviations, rounding half a unit each. Raises PlanError: 32 bits are too few.
     """
     each = [
         most_records(t.batch_size) * SHARE_DEVIATION / min(t.sigmas.values())

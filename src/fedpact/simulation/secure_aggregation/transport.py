@@ -226,9 +226,9 @@ class Secured:
         self._attempts.begin(task.round, task.attempt)
         # Who is in the sum stays in it, whether or not it signs and opens shares.
         if not this.is_whole:
-            self._step(asks, _taking(this.take_consistency))
+            self._step(asks, this.take_consistency)
             asks = this.ask_unmask()
-        self._step(asks, _taking(this.take_opened))
+        self._step(asks, this.take_opened)
         mean, error = server.coding.mean(task, this.replies, this.total(), server.layout(task))
         self._check(task, sorted(this.replies), mean, error)
         return {
@@ -254,7 +254,7 @@ class Secured:
             (session.ask_shares, session.take_shares),
             (session.ask_roster, session.take_roster),
         ):
-            missing = self._step(ask(), _taking(take))
+            missing = self._step(ask(), take)
             self._outside |= {site: refusal.code for site, refusal in missing.items()}
         # Who has dealt shares is in it, whether or not it has signed.
         self._outside = {s: code for s, code in self._outside.items() if s not in session.sealed}
@@ -303,13 +303,6 @@ class Secured:
                 return "step"
 
         return self._carrier.carry(asks, self._server.least, counted)
-
-
-def _taking(take: Callable[[str, Step], None]) -> Take:
-    def taken(site: str, answer: Step) -> None:
-        take(site, answer)
-
-    return taken
 
 
 def _with(task: Task, attempt: int) -> Task:
