@@ -54,6 +54,7 @@ def _kept() -> dict[str, Any]:
 
 def part() -> Iterator[str]:
     """Return the page's part."""
+    kept = _kept()
     yield "## Ten cells, carried out again"
     yield (
         f"Of the stored runs that take {MINUTES:g} minute of a core or less ten were drawn (by "
@@ -61,7 +62,7 @@ def part() -> Iterator[str]:
         'experiments.evidence --again "NAME"`, which stores nothing among the results; `--draw 10` '
         "in place of NAME draws them. Where seeds draw noise otherwise than when a cell was "
         "stored, a run is as another seed's, and the range of the stored seeds tells what that is "
-        "worth."
+        f"worth. {len(kept)} of the ten have been carried out."
     )
     rows = [
         [
@@ -71,7 +72,7 @@ def part() -> Iterator[str]:
             " to ".join(f"{100 * end:.2f}" for end in one["seeds"]),
             "as now" if one["drawn"] else "otherwise",
         ]
-        for title, one in _kept().items()
+        for title, one in kept.items()
     ]
     head = ["NAME", "stored", "again", "difference", "all stored seeds", "drawn then"]
     yield table(head, rows)
