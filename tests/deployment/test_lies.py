@@ -206,7 +206,7 @@ def test_a_message_of_many_vectors_is_refused_unread(site_dir):
         block = len(head).to_bytes(8, "little") + head + block[8 + length :] + bytes(400_000)
         reply, told = answer(site, block)
         assert from_bytes(reply) == Refusal("", 0, "site-00", "error")
-    assert "its header has" in told
+    assert "declares a header of" in told
     assert charged_at(site_dir) == 0
 
 

@@ -106,7 +106,7 @@ def test_a_person_is_evaluated_or_trained_on_and_counts_once(evaluated, tmp_path
         assert receipt(directory / "ledger.jsonl")["epsilon_reserved"] == max(budgets) == 3.0
     told = json.loads((tmp_path / "simulation" / "privacy.json").read_text())
     assert (told["evaluation"]["unit"], told["evaluation"]["split_by"]) == (unit, "person")
-    assert "Each person, with all records, decides by itself" in " ".join(told["covers"])
+    assert "decides this for each person, with all records, alone" in " ".join(told["covers"])
     names = [figure["name"] for figure in simulated.summary["evaluation"]["figures"]]
     assert names[0] == f"{unit}s"
 

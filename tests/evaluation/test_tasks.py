@@ -259,7 +259,7 @@ def test_what_rests_on_classes_is_refused_with_another_task(tmp_path):
     task = {"kind": "regression", "range": [0, 1]}
     with pytest.raises(PlanError, match=r"\[evaluation\] cannot be combined with \[task\]"):
         fedpact.Plan(task=task, evaluation={"share": 0.2})
-    with pytest.raises(PlanError, match="of which there is no accuracy"):
+    with pytest.raises(PlanError, match="which has no accuracy"):
         fedpact.Plan(task=task, budget={"patience": 3}, privacy={"mode": "none"})
     with pytest.raises(PlanError, match="labels of data set digits are those of classification"):
         fedpact.run(fedpact.Plan(task=task), tmp_path / "digits")

@@ -67,7 +67,7 @@ def test_without_records_it_is_zero(model):
 
 
 def test_a_private_run_has_no_such_door(model, records, ledger):
-    with pytest.raises(PolicyRefused, match="protects its records"):
+    with pytest.raises(PolicyRefused, match="this run is private"):
         private(model, records, ledger, None).unprotected(model.vector)
     assert ledger.total() == (2.0, 1e-5)
 

@@ -113,13 +113,13 @@ def test_it_is_written_down_and_shown(private):
     assert {s: each["rounds"] for s, each in said["sites"].items()} == {
         s: len(own_rounds(plan, s)) for s in SITES
     }
-    (line,) = [line for line in said["covers"] if "takes part in each round" in line]
+    (line,) = [line for line in said["covers"] if "take part in each round" in line]
     assert "no amplification by sampling of sites" in line
     page = write_report(result.folder).read_text()
     assert "2 of them in each round" in page
     for site in SITES:
         own = len(own_rounds(plan, site))
-        assert f'<td class="n">{own} of {own}</td>' in page
+        assert f'data-of="rounds">{own} of {own}</td>' in page
     # A model card tells no number of sites.
     run = read_run(result.folder)
     card = render_model_card(Facts(run, plan.about))

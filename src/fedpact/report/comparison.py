@@ -12,6 +12,7 @@ from urllib.parse import quote
 from fedpact.common.files import write_whole
 from fedpact.common.format import counted, duration, number, percent, size, span, upper
 from fedpact.common.notebook import TextTable
+from fedpact.common.records import strict
 from fedpact.evaluation.metrics import find_display
 from fedpact.report import evaluations
 from fedpact.report.compared_runs import Comparison, Entry, Spread, name_swept_value, run_folder
@@ -373,7 +374,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
 
 def _paired_document(comparison: Comparison, of: RunMeasure) -> list[dict[str, Any]]:
     return [
-        {**vars(one), "entry": one.entry.name, "reference": one.reference.name}
+        strict({**vars(one), "entry": one.entry.name, "reference": one.reference.name})
         for one in comparison.paired(of)
     ]
 

@@ -305,7 +305,7 @@ def test_the_oracle_releases_nothing_that_the_terms_do_not_have(data, tmp_path):
         assert ledger.length == 1
         # Not reserved: refused by the ledger.
         oracle = PrivateOracle(Records(site.x, site.y, (0, 1)), None, terms, SeededDraws(0), charge)
-        with pytest.raises(PolicyRefused, match="reservation"):
+        with pytest.raises(PolicyRefused, match="has not reserved"):
             oracle.columns()
 
 

@@ -94,7 +94,7 @@ def test_optimizer_spends_as_plain_steps_and_resumes(tmp_path):
         ({"local": {"schedule": [1e308, 1e308]}}, r"local\.schedule\.0 is 1e\+308"),
         ({"local": {"schedule": [-1.0, 1.0]}}, "schedule"),
         ({"local": {"schedule": "linear"}}, "schedule"),
-        ({"local": {"halved_after": 3.0}}, 'of schedule = "inverse" alone'),
+        ({"local": {"halved_after": 3.0}}, 'belongs to schedule = "inverse"'),
         ({"local": {"schedule": "cosine"}, "compression": {"kind": "topk"}}, "left out of earlier"),
         ({"local": {"momentum": 0.5}, "control": {"kind": "ali"}}, r"\[local\].*\[control\]"),
     ],
