@@ -4,8 +4,8 @@
 
 A federation of processes on this machine, TLS and keys on, then the same plan in process. Prints,
 for each round: the time of the round; the slowest site's own work (its oracle, ledger, disk and
-signature); the server's own work; what is left, which is Flower's (its processes, TLS, and that a
-SuperNode asks every three seconds whether there is anything to do); and the round in process.
+signature); the server's own work; what is left, which is Flower's (TLS and its
+messages' way through the SuperLink); and the round in process.
 """
 
 import json

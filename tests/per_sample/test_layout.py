@@ -126,6 +126,26 @@ def test_scattered_sums_move_by_one_record_on_any_library(reference, uneven, cou
         assert moved <= C * (1 + slack(count + 1))
 
 
+class _Picked(nn.Module):
+    """The only row of a record that is marked; a record without just one has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(x[..., 1:][x[..., 0] > 9])
+
+
+def test_dummy_records_without_a_loss_show_nothing(uneven):
+    kernel = PerSampleKernel(FlatModel(_Picked()), cross_entropy)
+    marked = torch.randn(4, 3, 5)
+    marked[:, :, 0] = torch.tensor([0.0, 20.0, 0.0])
+    for x in (marked, torch.randn(4, 3, 5)):
+        assert kernel.way(marked, torch.zeros(4, dtype=torch.int64)) == "graph"
+        assert not kernel.invariant(x, torch.zeros(4, dtype=torch.int64))
+
+
 def test_no_two_records_stand_in_one_slot():
     for draws in (SeededDraws(3, "site", 1), SecureDraws()):
         for count in (0, 1, 5, 300):

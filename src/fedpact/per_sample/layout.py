@@ -214,12 +214,12 @@ def is_invariant(
     length: int,
     beside: Sequence[Tensor],
 ) -> bool:
-    """Whether passes give each record the same bits wherever it stands and whatever is beside it.
+    """Whether a pass gives a record the same bits in every slot, whatever other slots hold.
 
-    measure: of a pass of `length` records whatever it computes of each, tensors [P, ...]. x, y:
-    made-up records [n, ...], which are taken over and over, each a little different. beside: what
-    else may stand beside them, [...] each. A library shares out work by place, so every place of a
-    pass is tried, in five passes.
+    measure: everything that a pass of `length` records computes, tensors [P, ...], losses first.
+    x, y: dummy records [n, ...], repeated with small changes. beside: other contents of slots,
+    [...] each. A library distributes work by slot, so all slots are tried, in five passes. False if
+    most losses are not finite, as equal NaN would show nothing.
     """
     rows = torch.arange(length, device=x.device) % len(x)
     x, y = x[rows].clone(), y[rows].clone()
@@ -228,6 +228,8 @@ def is_invariant(
         scale = torch.linspace(0.5, 1.5, length, dtype=x.dtype, device=x.device)
         x *= scale.view(-1, *[1] * (x.dim() - 1))
     base = measure(x, y)
+    if 2 * int(base[0].isfinite().sum()) < length:
+        return False
     half = torch.arange(length, device=x.device) < length // 2
     trials: list[tuple[Tensor, Tensor]] = []  # order of the records, and which are still there
     for shift in (1, length // 2, length - 3):
