@@ -1,4 +1,4 @@
-"""README.md: who wins where, and by how much more than chance, of what is stored alone."""
+"""Write README.md from the stored results: who wins where, and by how much more than chance."""
 
 import math
 import statistics
@@ -29,34 +29,34 @@ from fedpact.privacy.accounting.calibration import smallest_scale
 BEFORE, ERROR = "fedavg", 0.05
 TRIED = len(TAUS) * len(FACTORS)
 Means = dict[str, list[float]]
-"""Entrant -> its means, one a seed, in per cent."""
+"""Entrant -> its means, one per seed, in per cent."""
 Where = tuple[str, float, str]
 """Data set, ε, entrant."""
 
 
 class Lead(NamedTuple):
-    """Points ahead of FedAvg, and the probability of as many by chance, not corrected."""
+    """Points ahead of FedAvg, and the uncorrected p-value of the difference."""
 
     points: float
     p: float
 
 
 def cost(of: float, delta: float, runs: int) -> float:
-    """Return ε of so many runs on the same records, each of (of, δ), for who sees them all.
+    """Return ε of several runs on the same records, each (of, δ), for an observer of all of them.
 
-    Every record is in every batch here, so a run is one Gaussian, and so are several.
+    Every record is in every batch here, so one run is one Gaussian, and so are several.
     """
     one = SampledGaussian(1.0, smallest_scale(Budget(of, delta), {SampledGaussian(1.0, 1.0): 1}))
     return epsilon({one: runs}, delta)
 
 
 def ahead(means: Mapping[str, Sequence[float]]) -> dict[str, Lead]:
-    """Return how far each entrant is ahead of FedAvg, and how likely chance gives as much.
+    """Return how far each entrant is ahead of FedAvg, with the p-value of the difference.
 
-    A seed's partition is the same for all, so a mean is an entrant's part, a seed's part, and a
-    rest, whose variance is pooled: s² = Σ rest² / ((K - 1)(S - 1)). A difference of two entrants
-    has the deviation s sqrt(2 / S); one whose own differences scatter more has theirs. Raises
-    KeyError: FedAvg is missing.
+    All entrants have the same partition for a seed, so a mean is an entrant's effect plus a
+    seed's effect plus a residual, whose variance is pooled: s² = Σ residual² / ((K - 1)(S - 1)).
+    A difference of two entrants has standard error s sqrt(2 / S), or that of its own differences
+    if it is larger. Raises KeyError: FedAvg is missing.
     """
     names, values = [*means], np.array([*means.values()])
     mean = dict(zip(names, values.mean(1), strict=True))
@@ -82,7 +82,7 @@ def holm(p: Mapping[Where, float]) -> dict[Where, float]:
 
 @dataclass
 class League:
-    """What is stored of all data sets: leads over FedAvg, and what is left of them by Holm."""
+    """The stored results of all data sets, with leads over FedAvg corrected by Holm's rule."""
 
     results: dict[str, Results]
 
@@ -100,7 +100,7 @@ class League:
         self.corrected = holm({where: lead.p for where, lead in self.leads.items()})
 
     def means(self, data: str, e: float) -> Means:
-        """Return what has run at an ε of a data set."""
+        """Return the means of the entrants that have run at an ε on a data set."""
         return {
             name: [100 * run["mean"] for run in runs]
             for (of, at, name), runs in self.stored.items()
@@ -109,21 +109,21 @@ class League:
 
     def summary(self) -> Iterator[str]:
         """Yield who wins where, and by how much more than chance."""
-        head = "data | ε | most | lead | p | ahead beyond chance | behind beyond chance | have run"
+        head = "data | ε | best | lead | p | significantly ahead | significantly behind | complete"
         yield f"| {head} |"
         yield "|" + " --- |" * 8
         for data, e in product(self.results, EPSILONS):
             means = self.means(data, e)
             if BEFORE in means:
                 best = max(means, key=lambda name: statistics.fmean(means[name]))
-                told = [
+                cells = [
                     DATA[data].title.split(",")[0],
                     f"{e:g}",
                     best,
                     *self._lead((data, e, best)),
                 ]
-                told += [self._beyond(data, e, 1), self._beyond(data, e, -1)]
-                yield f"| {' | '.join(told)} | {len(means)} of {len(entrants())} |"
+                cells += [self._beyond(data, e, 1), self._beyond(data, e, -1)]
+                yield f"| {' | '.join(cells)} | {len(means)} of {len(entrants())} |"
 
     def _lead(self, where: Where) -> tuple[str, str]:
         if where not in self.leads:
@@ -139,11 +139,11 @@ class League:
         return ", ".join(f"{name} {points:+.1f}" for points, name in sorted(found)[::-sign])
 
     def beyond(self, where: Where) -> bool:
-        """Whether a lead is beyond chance."""
+        """Whether a lead is significant after correction."""
         return self.corrected.get(where, 1.0) < ERROR
 
     def section(self, data: str) -> Iterator[str]:
-        """Yield a data set's part of the page."""
+        """Yield a data set's section of the page."""
         results, names = self.results[data], list(entrants())
         yield f"## {DATA[data].title}"
         yield ""
@@ -151,7 +151,7 @@ class League:
             yield f"Not run: `python -m experiments.league {data}`."
             yield ""
             return
-        yield "| | " + " | ".join(f"ε = {e:g} | to FedAvg" for e in EPSILONS) + " | rounds |"
+        yield "| | " + " | ".join(f"ε = {e:g} | vs FedAvg" for e in EPSILONS) + " | rounds |"
         yield "|" + " --- |" * (2 + 2 * len(EPSILONS))
         for name in names:
             row = [cell for e in EPSILONS for cell in self._cells((data, e, name))]
@@ -193,27 +193,27 @@ def _runs(results: Results, cell: Cell) -> list[dict[str, Any]]:
 
 
 def _head() -> str:
-    price = ", ".join(f"{cost(e, 1e-5, TRIED):.1f} for {TRIED} runs at {e:g}" for e in EPSILONS)
+    price = ", ".join(f"{cost(e, 1e-5, TRIED):.1f} for runs at {e:g}" for e in EPSILONS)
     return f"""# A league of private algorithms
 
     FEDPACT_DATA=DIR python -m experiments.league [DATA ...]
     python -m experiments.league --left
     python -m experiments.league --page
 
-Who is ahead on which data at the same (ε, δ) per record and site, over as many rounds, and with no more bytes than FedAvg, and is it more than chance? DATA: {", ".join(DATA)}. The first command goes on where it stopped; what is "not run" below is made by it.
+Which algorithm is best on which data, at the same (ε, δ) per record and site, with the same number of rounds and no more bytes than FedAvg? And is the difference significant? DATA: {", ".join(DATA)}. The first command resumes where it stopped and runs the cells marked "not run".
 
-* **Entrants**: every algorithm that has a private form, some settings of theirs that go by names of their own, and each site alone. All else in their tables is left at its default.
-* **Budgets**: ε = 1, 2, 4, 8, each spent in full; receipts say what each site spent (`spent` in the results). FedAvg has 20 rounds, what sends more than {1.15:g} times its bytes in a round has fewer.
-* **The rule**: for each cell τ of {", ".join(map(str, TAUS))} and η of {", ".join(f"{f:g}" for f in FACTORS)} times the data's own step over τ, {TRIED} runs on three quarters of the training records; the best mean over the sites on the fourth is taken. Figures are of {len(SEEDS)} other seeds.
-* **What the rule costs**: trying spends ε too, which no figure below includes. For who sees all runs of one cell, at δ = 1e-5: {price}. The records that a choice is judged by are exact there.
-* **Figures**: mean over the sites of the accuracy on what they hold out, of the model that a site uses, in per cent; mean ± standard deviation over the seeds. "To FedAvg" is the difference in points, bold where it is beyond chance.
-* **Chance**: what is left of a figure without its entrant's and its seed's mean is noise, whose variance is pooled at each ε of a data set (an entrant whose own differences scatter more has theirs); a lead has a p-value by Student's t. All leads of this page are corrected together by Holm's rule: of equals none would be beyond chance in 19 of 20 such pages, over all entrants, ε and data sets. What is added later counts, too.
+* **Entrants**: every algorithm with a private form, some well-known settings under their usual names, and each site alone. All other settings have their defaults.
+* **Budgets**: ε = 1, 2, 4, 8, each spent in full; receipts state what each site spent (`spent` in the results). FedAvg has 20 rounds. An algorithm that sends more than {1.15:g} times as many bytes per round has fewer rounds.
+* **Selection rule**: each cell tries τ = {", ".join(map(str, TAUS))} with learning rates {", ".join(f"{f:g}" for f in FACTORS)} times the data set's reference rate divided by τ: {TRIED} runs on three quarters of the training records. The setting with the best mean over the sites on the last quarter is chosen. The figures come from {len(SEEDS)} other seeds.
+* **Cost of the selection**: it spends ε too, which no figure below includes. For an observer of all {TRIED} runs of one cell, at δ = 1e-5, ε is {price}. The selection uses exact accuracies on the records set aside.
+* **Figures**: accuracy in per cent on the records that each site holds out, of the model that the site uses, averaged over the sites; mean ± standard deviation over the seeds. "vs FedAvg" is the difference in points, bold if significant.
+* **Significance**: the residual of a figure after removing the means of its entrant and its seed is noise. Its variance is pooled for each ε of a data set (an entrant whose differences vary more has its own variance). A lead has a p-value by Student's t. Holm's rule corrects all leads on this page together: if all entrants were equal, 19 of 20 such pages would show no significant lead. Results added later count too.
 
-The league has one step and one pair of τ for all; an algorithm with settings of its own, such as λ of `fedfdp`, would gain by choosing them, and pay for it.
+All entrants share one grid of τ and learning rates. An algorithm with more settings, such as λ of `fedfdp`, could gain by tuning them, at a cost in ε.
 
 ## Who wins where
 
-"Lead" is of who has most over FedAvg, in points, p after the correction; beyond chance is p < {ERROR:g}. No name beyond chance: nobody is shown to beat FedAvg there.
+"Lead" is the difference of the best entrant from FedAvg in points, p its corrected p-value; significant means p < {ERROR:g}. A row without a significant name: no entrant is shown to beat FedAvg.
 """  # noqa: E501
 
 
