@@ -235,8 +235,8 @@ def with_own(
     The plan then identifies the records by the SHA-256 of their content. Raises PlanError: the
     plan names other records. DataError: unsuitable records.
     """
-    document = plan.document()
-    own, records = with_user_objects(document, model=model, loss=loss, metrics=metrics), None
+    given = plan.model_dump(mode="json", exclude_unset=True)
+    own, records = with_user_objects(given, model=model, loss=loss, metrics=metrics), None
     if data is None and test is not None:
         data = plan.data
     if isinstance(data, str | Path) and test is None:
@@ -252,7 +252,7 @@ def with_own(
                 'was made for, or name others with data = "..."'
             )
         own["data"] = plan.data if known else name
-    return (plan if own == document else Plan.parse(own)), records
+    return (plan if own == given else Plan.parse(own, typed=())), records
 
 
 def load(
