@@ -130,7 +130,6 @@ class BaseSettings(BaseModel):
         w: the server's latest [d]. memory: the site's, as of its last included reply. It must be
         computed from released numbers only; it is evaluated at that site and never sent.
         """
-        del w, memory
         return None
 
 

@@ -53,7 +53,6 @@ class Settings(LossSettings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
     return MethodFacts(
         {"gradient": 1.0, **settings.loss_channels},
         needs_all_sites="the weights of all sites move together, by losses at one model",
@@ -63,18 +62,14 @@ def facts(settings: Settings) -> MethodFacts:
 
 
 def task(state: State, settings: Settings) -> State:
-    """What every site is told: w alone, and nobody's weight; see algorithms.Algorithm."""
-    del settings
     return State({"w": state.vectors["w"]})
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     return settings.descend(task, oracle, memory)
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """Server at the top; see algorithms.Algorithm."""
     scores = {key: score for key, score in state.numbers.items() if key.startswith(_SCORE)}
 
     def weighed() -> Iterator[Reply]:

@@ -55,7 +55,6 @@ class Settings(BaseSettings, Ali):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
     return MethodFacts(
         task_numbers=settings.controller.task_numbers,
         controlled=True,
@@ -83,22 +82,18 @@ def steps(settings: Settings, state: State | None = None) -> int:
 
 
 def init(w: Tensor, settings: Settings) -> State:
-    """The server's first state; see algorithms.Algorithm."""
     return settings.controller.init(State({"w": w}))
 
 
 def task(state: State, settings: Settings) -> State:
-    """What every site is told; see algorithms.Algorithm."""
     return settings.controller.task(state, lambda rest: rest)
 
 
 def public_numbers(task: Task, terms: Terms, settings: Settings) -> dict[str, Range]:
-    """The controller's; see algorithms.Algorithm."""
     return settings.controller.public_numbers(task, terms)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     solver = fedavg.Settings(learning_rate=settings.learning_rate)
 
     def inner(task: Task, oracle: Oracle, memory: State) -> Local:
@@ -108,5 +103,4 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """Server at the top; see algorithms.Algorithm."""
     return settings.controller.update(state, replies, lambda _, replies: weighted_mean(replies))

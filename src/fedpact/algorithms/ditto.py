@@ -48,19 +48,14 @@ class Settings(BaseSettings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
-    del settings
     return MethodFacts(needs_all_sites="", sums_releases=True, excludes=EXCLUDED_BY_TWO_MODELS)
 
 
 def steps(settings: Settings, state: State | None = None) -> int:
-    """Return the batches of a round: of both models; see algorithms.Algorithm."""
-    del state
     return settings.global_steps + settings.personal_steps
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     told, rate = task.vectors["w"], settings.learning_rate
     w = sgd(oracle, told, settings.global_steps, rate)
     v = memory.vectors.get("v", told).clone()

@@ -36,7 +36,6 @@ class Settings(BaseSettings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
     why = why_own_noise(settings.local_steps)
     return MethodFacts(needs_all_sites="", needs_own_noise=why, sums_releases=True)
 
@@ -52,38 +51,26 @@ def why_own_noise(steps: int) -> str:
 
 
 def steps(settings: Settings, state: State | None = None) -> int:
-    """The local iterations τ of the next round; see algorithms.Algorithm."""
-    del state
     return settings.local_steps
 
 
 def init(w: Tensor, settings: Settings) -> State:
-    """The server's first state; see algorithms.Algorithm."""
-    del settings
     return State({"w": w})
 
 
 def task(state: State, settings: Settings) -> State:
-    """What every site is told; see algorithms.Algorithm."""
-    del settings
     return state
 
 
 def public_numbers(task: Task, terms: Terms, settings: Settings) -> dict[str, Range]:
-    """No numbers are sent; see algorithms.Algorithm."""
-    del task, terms, settings
     return {}
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
-    del memory
     steps = round_steps(task, settings.local_steps)
     w = sgd(oracle, task.vectors["w"], steps, settings.learning_rate)
     return Local({"w": w})
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """Server at the top; see algorithms.Algorithm."""
-    del state, settings
     return weighted_mean(replies)

@@ -57,7 +57,6 @@ class Settings(fedprox.Settings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
     return MethodFacts(
         summed=Summed() if settings.aggregation == "size" else EVEN_IS_NOT_SUMMED,
         needs_all_sites="each reply carries its site's share of h, so a round of some sites would "
@@ -76,7 +75,6 @@ def facts(settings: Settings) -> MethodFacts:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     steps = round_steps(task, settings.local_steps)
     rate, alpha, centre = settings.learning_rate, settings.proximal, task.vectors["w"]
     h = memory.vectors.get("h", torch.zeros_like(centre))
@@ -86,6 +84,4 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """Server at the top; see algorithms.Algorithm."""
-    del state
     return weighted_mean(weigh_replies(replies, settings.aggregation))

@@ -46,8 +46,6 @@ class Settings(fedavg.Settings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
-    del settings
     return MethodFacts(
         needs_all_sites="",
         summed=Summed(public=("noise",)),
@@ -62,7 +60,6 @@ def facts(settings: Settings) -> MethodFacts:
 
 
 def public_numbers(task: Task, terms: Terms, settings: Settings) -> dict[str, Range]:
-    """The energy of a site's noise; see algorithms.Algorithm."""
     energy = _energy(task, terms.noise_variance, settings)
     return {"noise": nearly(energy)}
 
@@ -74,8 +71,6 @@ def _energy(task: Task, variance: float, settings: Settings) -> float:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
-    del memory
     start, steps = task.vectors["w"], round_steps(task, settings.local_steps)
     w = sgd(oracle, start, steps, settings.learning_rate)
     energy = _energy(task, oracle.noise_variance, settings)
@@ -84,7 +79,6 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """Server at the top; see algorithms.Algorithm."""
     start, energies = state.vectors["w"], list[tuple[float, float]]()
 
     def noted() -> Iterator[Reply]:

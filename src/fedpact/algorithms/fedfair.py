@@ -49,8 +49,6 @@ class Settings(BaseSettings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
-    del settings
     return MethodFacts(
         {"gradient": 1.0, "loss": 1.0},
         Opening(1.0, {"loss": 1.0}),
@@ -70,8 +68,6 @@ def facts(settings: Settings) -> MethodFacts:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
-    del memory
     w, reference = task.vectors["w"].clone(), task.numbers.get("loss", math.nan)
     longest = torch.finfo(w.dtype).max
     lam = weight(settings.weight_rule, settings.fairness_weight, reference)
@@ -86,6 +82,4 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """Server at the top; see algorithms.Algorithm."""
-    del state, settings
     return weighted_mean(replies, numbers=("loss",))

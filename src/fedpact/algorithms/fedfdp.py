@@ -66,7 +66,6 @@ class Settings(FairRelease, BaseSettings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
     return MethodFacts(
         {"gradient": 1.0, **settings.loss_channels},
         task_numbers=settings.told,
@@ -84,12 +83,10 @@ def facts(settings: Settings) -> MethodFacts:
 
 
 def init(w: Tensor, settings: Settings) -> State:
-    """The server's first state; see algorithms.Algorithm."""
     return State({"w": w}, settings.first)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     reference = task.numbers.get("loss", math.nan)
     weights = weighting(settings.weight_rule, settings.fairness_weight, reference)
     fair = FairOracle(oracle, weights, tuple(settings.loss_channels))
@@ -100,6 +97,5 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """Server at the top; see algorithms.Algorithm."""
     means = weighted_mean(replies, numbers=settings.sent)
     return State(means.vectors, settings.update(state.numbers, means.numbers))

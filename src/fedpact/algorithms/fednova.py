@@ -41,8 +41,6 @@ class Settings(fedavg.Settings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
-    del settings
     return MethodFacts(
         needs_all_sites="",
         summed=Summed(public=("steps",)),
@@ -52,7 +50,6 @@ def facts(settings: Settings) -> MethodFacts:
 
 
 def public_numbers(task: Task, terms: Terms, settings: Settings) -> dict[str, Range]:
-    """The steps of a site; see algorithms.Algorithm."""
     steps = float(_steps(task, terms.rate, settings))
     return {"steps": Range(steps, steps)}
 
@@ -64,15 +61,11 @@ def _steps(task: Task, rate: float, settings: Settings) -> int:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
-    del memory
     told, steps = task.vectors["w"], _steps(task, oracle.sampling_rate, settings)
     w = sgd(oracle, told, steps, settings.learning_rate)
     return Local({"w": torch.lerp(told, w, 1 / steps)}, {"steps": float(steps)})
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """Server at the top; see algorithms.Algorithm."""
-    del settings
     mean = weighted_mean(replies, numbers=("steps",))
     return State({"w": torch.lerp(state.vectors["w"], mean.vectors["w"], mean.numbers["steps"])})

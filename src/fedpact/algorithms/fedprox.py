@@ -50,14 +50,10 @@ class Settings(fedavg.Settings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
-    del settings
     return MethodFacts(needs_all_sites="", sums_releases=True)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
-    del memory
     steps = round_steps(task, settings.local_steps)
     rate, centre = settings.learning_rate, task.vectors["w"]
     return Local({"w": proximal_sgd(oracle, centre, steps, rate, settings.proximal)})

@@ -92,7 +92,6 @@ class Settings(BaseSettings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
     return MethodFacts(
         {_channel(settings): 1.0},
         # v⁰, before the local steps.
@@ -114,8 +113,6 @@ def _channel(settings: Settings) -> str:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
-    del memory
     most = round_steps(task, settings.local_steps)
     last = most + 1 if settings.iterate == "last" else _drawn(task.round, most)
     iterates = _iterates(task.vectors["w"], oracle, last, settings)

@@ -48,8 +48,6 @@ class Settings(BaseSettings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
-    del settings
     return MethodFacts(
         needs_all_sites="",
         excludes={
@@ -61,8 +59,6 @@ def facts(settings: Settings) -> MethodFacts:
 
 
 def steps(settings: Settings, state: State | None = None) -> int:
-    """Return the batches of a round: of both parts; see algorithms.Algorithm."""
-    del state
     return settings.head_steps + settings.body_steps
 
 
@@ -77,7 +73,6 @@ def init(w: Tensor, settings: Settings) -> State:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     told, rate, head = task.vectors["w"], settings.learning_rate, settings.head
     w = told.clone()
     w[-head:] = memory.vectors.get("head", told[-head:])

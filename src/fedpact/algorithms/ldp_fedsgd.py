@@ -67,7 +67,6 @@ class Settings(BaseSettings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
     # J_k and v_k are public.
     by_size = Summed("batch_size", ("batch_size", "noise_variance"))
     two_sums = "aggregation = 'least_noise' takes two sums over the sites, with unlike weights"
@@ -87,33 +86,23 @@ def facts(settings: Settings) -> MethodFacts:
 
 
 def steps(settings: Settings, state: State | None = None) -> int:
-    """The local iterations τ of the next round; see algorithms.Algorithm."""
-    del settings, state
     return 1
 
 
 def init(w: Tensor, settings: Settings) -> State:
-    """The server's first state; see algorithms.Algorithm."""
-    del settings
     return State({"w": w}, {"round": 0})
 
 
 def task(state: State, settings: Settings) -> State:
-    """What every site is told; see algorithms.Algorithm."""
-    del settings
     return State({"w": state.vectors["w"]})
 
 
 def public_numbers(task: Task, terms: Terms, settings: Settings) -> dict[str, Range]:
-    """J_k and v_k, by which a site counts; see algorithms.Algorithm."""
-    del task, settings
     public = {"batch_size": terms.batch_size, "noise_variance": terms.noise_variance}
     return {name: nearly(value) for name, value in public.items()}
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
-    del memory, settings
     gradient = next(oracle.batches(1, "gradient")).gradient(task.vectors["w"])
     told = {"batch_size": oracle.batch_size, "noise_variance": oracle.noise_variance}
     return Local({"gradient": gradient}, told)

@@ -77,8 +77,6 @@ class Settings(fedavg.Settings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
-    del settings
     # A site remembers its w_i, so noise is its own even where τ = 1.
     return MethodFacts(
         needs_all_sites="it holds each site's model to the mean of all of them, and those of the "
@@ -98,7 +96,6 @@ def facts(settings: Settings) -> MethodFacts:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
     held = _held(task.vectors["w"], memory, settings, steps)
     # Two sums of the same steps: at b = 0 both are fedavg's, to the last bit.

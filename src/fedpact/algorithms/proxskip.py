@@ -58,7 +58,6 @@ class Settings(BaseSettings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
     return MethodFacts(
         task_numbers={"local_steps": Range(1.0, float(settings.most_steps))},
         needs_all_sites="the sites' control variates add up to 0 over all of them only",
@@ -88,18 +87,14 @@ def steps(settings: Settings, state: State | None = None) -> int:
 
 
 def init(w: Tensor, settings: Settings) -> State:
-    """The server's first state; see algorithms.Algorithm."""
-    del settings
     return State({"w": w}, {_ROUND: 0.0})
 
 
 def task(state: State, settings: Settings) -> State:
-    """What every site is told; see algorithms.Algorithm."""
     return State({"w": state.vectors["w"]}, {"local_steps": float(steps(settings, state))})
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     told, rate = task.vectors["w"], settings.learning_rate
     h = memory.vectors.get("h", torch.zeros_like(told))
     if "w" in memory.vectors:
@@ -111,7 +106,5 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """Server at the top; see algorithms.Algorithm."""
-    del settings
     mean = weighted_mean(replies)
     return State(mean.vectors, {_ROUND: state.numbers[_ROUND] + 1})

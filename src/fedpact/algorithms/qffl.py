@@ -66,7 +66,6 @@ class Settings(LossSettings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
     return MethodFacts(
         {"gradient": 1.0, **settings.loss_channels},
         needs_all_sites="",
@@ -82,7 +81,6 @@ def facts(settings: Settings) -> MethodFacts:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
     found = settings.descend(task, oracle, memory)
     w = found.vectors["w"]
@@ -92,7 +90,6 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """Server at the top; see algorithms.Algorithm."""
     fair = _fair(weigh_replies(replies, settings.aggregation), settings)
     mean = weighted_mean(fair, numbers=("stretch",))
     stretch = settings.fairness_exponent / settings.learning_rate * mean.numbers["stretch"]

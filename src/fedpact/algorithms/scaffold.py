@@ -53,7 +53,6 @@ class Settings(fedavg.Settings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
     return MethodFacts(
         summed=Summed() if settings.aggregation == "size" else EVEN_IS_NOT_SUMMED,
         needs_all_sites="its c is the mean of the c_i of those who reply, so a round of some sites "
@@ -70,19 +69,14 @@ def facts(settings: Settings) -> MethodFacts:
 
 
 def init(w: Tensor, settings: Settings) -> State:
-    """The server's first state; see algorithms.Algorithm."""
-    del settings
     return State({"w": w, "c": torch.zeros_like(w)})
 
 
 def public_numbers(task: Task, terms: Terms, settings: Settings) -> dict[str, Range]:
-    """The round's τ; see algorithms.Algorithm."""
-    del terms
     return {"local_steps": nearly(round_steps(task, settings.local_steps))}
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
     w, c = task.vectors["w"].clone(), task.vectors["c"]
     correction = c - memory.vectors.get("c", c)
@@ -97,7 +91,6 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """Server at the top; see algorithms.Algorithm."""
     replies = weigh_replies(replies, settings.aggregation)
     mean = weighted_mean(replies, numbers=("local_steps",))
     w, steps = mean.vectors["w"], mean.numbers["local_steps"]

@@ -48,7 +48,6 @@ class Settings(LossSettings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
     return MethodFacts(
         {"gradient": 1.0, **settings.loss_channels},
         needs_all_sites="",
@@ -58,13 +57,10 @@ def facts(settings: Settings) -> MethodFacts:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     return settings.descend(task, oracle, memory)
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    """Server at the top; see algorithms.Algorithm."""
-    del state
     return weighted_mean(
         replace(reply, weight=reply.weight * _tilted(settings.tilt * reply.numbers["loss"]))
         for reply in replies

@@ -183,7 +183,6 @@ class RayTransport:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The names of the sites, sorted."""
         return tuple(sorted(self._places))
 
     def spent(self, site: str) -> History:

@@ -62,11 +62,9 @@ class InProcess:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The names of the sites, sorted."""
         return tuple(self._clients)
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """Send each of these sites its task; yield the answers in the order of their names."""
         waiting = deque[Future[Reply | Refusal]]()
         longest = max((task.wire_bytes for task in tasks.values()), default=1)
         some = max(1, min(_SOME, _BYTES // longest))

@@ -245,7 +245,6 @@ class FairOracle(OracleWrapper):
         return self._last
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """Yield `count` batches that answer these channels; asking for the next closes the last."""
         if count > 1:
             for batch in self._inner.batches(count - 1, *channels):
                 yield FairBatch(batch, self._weights)

@@ -73,12 +73,10 @@ class RecordingOracle(OracleWrapper):
         self.total: Tensor | None = None
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """Yield `count` batches that answer these channels; asking for the next closes the last."""
         for batch in self._inner.batches(count, *channels):
             yield _WatchedBatch(batch, self)
 
     def opening(self, *channels: str) -> Batch:
-        """Return the batch that opens a round, sampled at the rate of the algorithm's Opening."""
         return _WatchedBatch(self._inner.opening(*channels), self)
 
     def keep(self, w: Tensor, g: Tensor, variance: float) -> None:

@@ -42,8 +42,6 @@ class Settings(fedavg.Settings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
-    del settings
     return MethodFacts(
         weighs_records=True,
         needs_all_sites="",
@@ -57,7 +55,6 @@ def facts(settings: Settings) -> MethodFacts:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     clip, start = memory.numbers.get("clip", 1.0), task.vectors["w"]
     steps, rate, w = round_steps(task, settings.local_steps), settings.learning_rate * clip, start
     for batch in oracle.batches(steps, "gradient"):

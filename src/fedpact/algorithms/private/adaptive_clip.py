@@ -61,7 +61,6 @@ class Settings(fedavg.Settings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
     return MethodFacts(
         {"gradient": 1.0, "below": settings.count_noise},
         weighs_records=True,
@@ -77,7 +76,6 @@ def facts(settings: Settings) -> MethodFacts:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     clip, w = memory.numbers.get("clip", 1.0), task.vectors["w"]
     steps = round_steps(task, settings.local_steps)
     for batch in oracle.batches(steps, "gradient", "below"):

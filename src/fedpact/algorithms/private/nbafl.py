@@ -37,13 +37,11 @@ class Settings(fedprox.Settings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
     # A clipped model is no sum of releases.
     return replace(fedprox.facts(settings), sums_releases=False)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
     w = fedprox.local(task, oracle, memory, settings).vectors["w"]
     length = float(w.double().square().sum().sqrt())
     return Local({"w": w * (settings.model_clip / length) if length > settings.model_clip else w})

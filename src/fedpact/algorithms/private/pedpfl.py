@@ -38,8 +38,6 @@ class Settings(fedavg.Settings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    """What is known of it before it runs; see algorithms.Algorithm."""
-    del settings
     return MethodFacts(
         needs_all_sites="",
         sums_releases=True,
@@ -48,8 +46,6 @@ def facts(settings: Settings) -> MethodFacts:
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    """Client at the top: a site's reply and its next memory; see algorithms.Algorithm."""
-    del memory
     w, beside = task.vectors["w"], task.vectors["w"]
     for batch in oracle.batches(round_steps(task, settings.local_steps), "gradient"):
         g = batch.gradient(beside)

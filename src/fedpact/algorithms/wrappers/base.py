@@ -74,7 +74,6 @@ class Method:
 
     def short(self, state: State) -> Vectors | None:
         """Return a short form of `task`'s vectors, or None; see wrappers.compression."""
-        del state
         return None
 
     def own_model(self, w: Tensor, memory: State) -> Tensor | None:
@@ -91,7 +90,6 @@ class Method:
 
         told: the task's vectors. Raises InputError: it cannot be decoded.
         """
-        del told
         return reply
 
 
@@ -113,11 +111,9 @@ class MethodWrapper(Method):
         return split_state(state, self.prefix)[1] if self.prefix else state
 
     def steps(self, state: State | None = None) -> int:
-        """Return τ of the next round; without a state, the most that it can be."""
         return self.inner.steps(None if state is None else self._rest(state))
 
     def init(self, w: Tensor) -> State:
-        """Return the server's first state, from the initial model w [d]."""
         return self.inner.init(w)
 
     def task(self, state: State) -> State:
@@ -125,23 +121,18 @@ class MethodWrapper(Method):
         return self.inner.task(self._rest(state))
 
     def public_numbers(self, task: Task, terms: Terms) -> Mapping[str, Range]:
-        """Return the numbers of a reply that follow from the task and a site's terms."""
         return self.inner.public_numbers(task, terms)
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        """Return a site's reply and its next memory."""
         return self.inner.local(task, oracle, memory)
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """Return the server's next state, folding the replies."""
         return self.inner.update(state, replies)
 
     def short(self, state: State) -> Vectors | None:
-        """Return a short form of `task`'s vectors, or None; see wrappers.compression."""
         return self.inner.short(self._rest(state))
 
     def own_model(self, w: Tensor, memory: State) -> Tensor | None:
-        """Return a site's own model [d] from the latest w and its memory; None if it is w."""
         # A wrapper's part of the memory has a prefix, and is ignored.
         return self.inner.own_model(w, memory)
 

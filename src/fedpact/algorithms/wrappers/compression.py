@@ -122,7 +122,6 @@ class Compressed(MethodWrapper):
         self._kind, self._keep = compression.kind, compression.keep
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        """Return a site's reply and its next memory."""
         left, rest = split_state(memory, _PREFIX)
         local = self.inner.local(task, oracle, rest)
         vectors, numbers = dict[str, Tensor](), dict(local.numbers)
@@ -139,7 +138,6 @@ class Compressed(MethodWrapper):
         return Local(vectors, numbers, join(State(kept), _PREFIX, local.memory))
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """Return the server's next state, folding the replies."""
         told = self.inner.task(state).vectors
         return self.inner.update(state, (self.decode_reply(reply, told) for reply in replies))
 
@@ -320,7 +318,6 @@ class Gridded(MethodWrapper):
         self._weights = dict[_Question, NoiseWeights]()
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        """Return a site's reply and its next memory."""
         if not self._up:
             return self.inner.local(task, oracle, memory)
         opened = _Opened(oracle)
@@ -336,7 +333,6 @@ class Gridded(MethodWrapper):
         return replace(local, vectors=vectors)
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """Return the server's next state, folding the replies."""
         own, rest = split_state(state, DELTA_PREFIX)
         before = self.inner.task(rest).vectors
         opened = (self.decode_reply(reply, before) for reply in replies)
@@ -393,7 +389,6 @@ class _Opened(OracleWrapper):
     variance = 0.0
 
     def opening(self, *channels: str) -> Batch:
-        """Return the batch that opens a round, sampled at the rate of the algorithm's Opening."""
         batch = self._inner.opening(*channels)
         self.variance = batch.noise_variance
         return batch

@@ -51,16 +51,13 @@ class FairMethod(MethodWrapper):
         self._fairness = fairness
 
     def init(self, w: Tensor) -> State:
-        """Return the server's first state, from the initial model w [d]."""
         return join(State(numbers=self._fairness.first), _PREFIX, self.inner.init(w))
 
     def task(self, state: State) -> State:
-        """Return what every site is told."""
         own, rest = split_state(state, _PREFIX)
         return join(own, _PREFIX, self.inner.task(rest))
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        """Return a site's reply and its next memory."""
         fairness, (own, rest) = self._fairness, split_state(memory, _PREFIX)
         told, _ = split_state(State(numbers=task.numbers), _PREFIX)
         reference = told.numbers.get("loss", math.nan)
@@ -73,7 +70,6 @@ class FairMethod(MethodWrapper):
         return Local(local.vectors, {**local.numbers, **_named(sent)}, memory)
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """Return the server's next state, folding the replies."""
         own, rest = split_state(state, _PREFIX)
         means = _Means(self._fairness.sent)
         after = self.inner.update(rest, means.through(replies))

@@ -258,23 +258,17 @@ class _Units:
         return found
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """Yield `count` batches that answer these channels; asking for the next closes the last."""
-        del channels
         yield from (_Unit(self) for _ in range(count))
 
     def opening(self, *channels: str) -> Batch:
-        """Return the batch that opens a round, sampled at the rate of the algorithm's Opening."""
-        del channels
         self.opened.add(self._given)
         return _Unit(self)
 
     def columns(self) -> Means:
-        """Return the scales of the site's columns; once, before the first round."""
         raise PolicyRefused("what scales columns was asked for: weights are of gradients alone")
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
-        del w
         raise PolicyRefused("exact numbers were asked for: unit vectors have none")
 
 
@@ -287,21 +281,15 @@ class _Unit:
         self._units = units
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over."""
-        del w, weighting
         return self._units.unit()
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
         """Return the mean of ∇ℓ_j(w) - ∇ℓ_j(anchor), each clipped to `bound`: [d], [d] -> [d]."""
-        del anchor, bound
         return torch.zeros_like(w)
 
     def loss(self, w: Tensor, bound: float) -> float:
-        """Return the mean of the losses at w [d], each clipped to [0, bound]."""
-        del w
         return _SOME_SHARE * bound
 
     def below(self, w: Tensor, bound: float, of: str = "loss") -> float:
         """Return the share of records with at most bound at w [d]; see Batch.below."""
-        del w, bound, of
         return _SOME_SHARE

@@ -98,7 +98,6 @@ class Headed(MethodWrapper):
         self._head = head
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        """Return a site's reply and its next memory."""
         own, rest = split_state(memory, _PREFIX)
         told = task.vectors["w"]
         began = replace(task, vectors={**task.vectors, "w": self._whole(told, own)})
@@ -112,7 +111,6 @@ class Headed(MethodWrapper):
         return Local({**local.vectors, "w": sent}, local.numbers, kept)
 
     def own_model(self, w: Tensor, memory: State) -> Tensor | None:
-        """Return a site's own model [d] from the latest w and its memory; None if it is w."""
         return self._whole(w, split_state(memory, _PREFIX)[0])
 
     def _whole(self, w: Tensor, own: State) -> Tensor:
@@ -166,7 +164,6 @@ class Stepped(MethodWrapper):
         self._local, self._rounds = local, rounds
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        """Return a site's reply and its next memory."""
         steps = self.inner.steps()
         total, done = self._rounds * steps, (task.round - 1) * steps
         return self.inner.local(task, _Moving(oracle, self._local, done, total), memory)
@@ -181,7 +178,6 @@ class _Moving(OracleWrapper):
         self._momentum: Tensor | None = None
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """Yield `count` batches that answer these channels; asking for the next closes the last."""
         for batch in self._inner.batches(count, *channels):
             self._done += 1
             yield _MovingBatch(batch, self)
@@ -203,5 +199,4 @@ class _MovingBatch(BatchAround):
         self._moving = moving
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over."""
         return self._moving.moved(self._inner.gradient(w, weighting))

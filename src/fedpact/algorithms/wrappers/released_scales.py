@@ -77,24 +77,20 @@ class Released(MethodWrapper):
         self.count, self._quiet = count, quiet
 
     def init(self, w: Tensor) -> State:
-        """Return the server's first state, from the initial model w [d]."""
         nothing = State({_OWN: torch.zeros(2 * self.count, dtype=torch.float64)})
         return join(nothing, _PREFIX, self.inner.init(w))
 
     def task(self, state: State) -> State:
-        """Return what every site is told."""
         own, rest = split_state(state, _PREFIX)
         return join(own, _PREFIX, self.inner.task(rest))
 
     def public_numbers(self, task: Task, terms: Terms) -> Mapping[str, Range]:
-        """Return the numbers of a reply that follow from the task and a site's terms."""
         if task.round:
             return self.inner.public_numbers(_without(task), terms)
         noise = 0.0 if terms.columns is None else column_scales.deviation(terms.columns)
         return {name: nearly(value) for name, value in self._said(noise, terms.size).items()}
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        """Return a site's reply and its next memory."""
         if task.round:
             return self.inner.local(_without(task), oracle, memory)
         found = oracle.columns()
@@ -108,7 +104,6 @@ class Released(MethodWrapper):
         return {_NOISE: (part * noise) ** 2 / size, _PART: part}
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """Return the server's next state, folding the replies."""
         own, rest = split_state(state, _PREFIX)
         if bool(own.vectors[_OWN].any()):
             return join(own, _PREFIX, self.inner.update(rest, replies))

@@ -88,11 +88,9 @@ class Averaged(MethodWrapper):
         self._first = rounds - math.ceil(server.average_share * rounds * (1 - 1e-12)) + 1
 
     def init(self, w: Tensor) -> State:
-        """Return the server's first state, from the initial model w [d]."""
         return join(State({"w": w.clone()}, {"round": 0}), _AVERAGE, self.inner.init(w))
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """Return the server's next state, folding the replies."""
         own, rest = split_state(state, _AVERAGE)
         after, number = self.inner.update(rest, replies), int(own.numbers["round"]) + 1
         average, numbers = own.vectors["w"], {"round": number}
@@ -123,7 +121,6 @@ class ServerOptimised(MethodWrapper):
         self._server, self._rounds = server, rounds
 
     def init(self, w: Tensor) -> State:
-        """Return the server's first state, from the initial model w [d]."""
         own = {"momentum": torch.zeros_like(w)}
         if self._server.optimiser != "momentum":
             own["second_moment"] = torch.full_like(w, self._server.adaptivity**2)
@@ -131,7 +128,6 @@ class ServerOptimised(MethodWrapper):
         return join(State(own, numbers), _PREFIX, self.inner.init(w))
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """Return the server's next state, folding the replies."""
         own, rest = split_state(state, _PREFIX)
         after = self.inner.update(rest, replies)
         w = rest.vectors["w"]

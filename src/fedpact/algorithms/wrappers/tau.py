@@ -57,24 +57,19 @@ class Controlled(MethodWrapper):
         return self._controller.steps(state)
 
     def init(self, w: Tensor) -> State:
-        """Return the server's first state, from the initial model w [d]."""
         return self._controller.init(self.inner.init(w))
 
     def task(self, state: State) -> State:
-        """Return what every site is told."""
         return self._controller.task(state, self.inner.task)
 
     def public_numbers(self, task: Task, terms: Terms) -> Mapping[str, Range]:
-        """Return the numbers of a reply that follow from the task and a site's terms."""
         own = self._controller.public_numbers(task, terms)
         return {**self.inner.public_numbers(task, terms), **own}
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        """Return a site's reply and its next memory."""
         return self._controller.local(task, oracle, memory, self.inner.local)
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """Return the server's next state, folding the replies."""
         return self._controller.update(state, replies, self.inner.update)
 
 

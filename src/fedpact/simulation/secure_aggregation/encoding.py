@@ -183,7 +183,6 @@ class FixedPointMean(_Masking):
     def encode(self, task: Task, reply: Reply) -> RingWords:
         """Return a plain reply's words. task: which it answers, in full or short. Raises DataError:
         the reply has no place in a sum."""
-        del task
         share = self.weight(reply) / self.total
         return encode_fixed_point(reply.vectors, self._numbers(reply), share, self.sites)
 
@@ -200,7 +199,6 @@ class FixedPointMean(_Masking):
         self, task: Task, replies: Mapping[str, Reply], total: RingWords, layout: Layout
     ) -> tuple[State, float]:
         """Return what stands for the reply of each site in a sum, and how far it may be off."""
-        del task
         self._check_length(total, layout)
         share = self._share(replies)
         state = State(*decode_fixed_point(total, share, self.sites, layout))
@@ -451,7 +449,6 @@ class SharedSum(_Masking):
 
     def encode(self, task: Task, reply: Reply) -> RingWords:
         """Return a plain reply's words. Raises DataError: no whole numbers of a share."""
-        del task
         shares = [reply.vectors[name] for name in sorted(reply.vectors)]
         if sorted(reply.vectors) != self._channels or any(s.dtype != torch.int64 for s in shares):
             raise DataError(
@@ -526,22 +523,18 @@ class NoisySumOracle:
         self.coarsest = 0.0
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """Yield `count` batches that answer these channels; asking for the next closes the last."""
         if count != 1 or {*channels} != {*self._sums}:
             raise PolicyRefused(f"{count} batches with {channels}: {self._answers}")
         yield _SumBatch(self._mean)
 
     def opening(self, *channels: str) -> Batch:
-        """Return the batch that opens a round, sampled at the rate of the algorithm's Opening."""
         raise PolicyRefused(f"an opening with {channels}: {self._answers}")
 
     def columns(self) -> Means:
-        """Return the scales of the site's columns; once, before the first round."""
         raise PolicyRefused("what scales columns was asked for: a sum has one gradient")
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
-        del w
         raise PolicyRefused(f"exact numbers were asked for: {self._answers}")
 
     @property
@@ -566,22 +559,16 @@ class _SumBatch:
         self._mean = mean
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over."""
-        del weighting
         return self._mean(_GRADIENT).to(w.dtype, copy=True)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
         """Return the mean of ∇ℓ_j(w) - ∇ℓ_j(anchor), each clipped to `bound`: [d], [d] -> [d]."""
-        del w, anchor
         return self._mean("difference", bound)
 
     def loss(self, w: Tensor, bound: float) -> float:
-        """Return the mean of the losses at w [d], each clipped to [0, bound]."""
-        del w
         return float(self._mean("loss", bound))
 
     def below(self, w: Tensor, bound: float, of: str = "loss") -> float:
         """Return the share of records with at most bound at w [d]; see Batch.below."""
-        del w, bound, of
         # Sites sum 1/2 or -1/2 of each record, so that it is of sensitivity 1/2.
         return float(self._mean("below", 0.5)) + 0.5

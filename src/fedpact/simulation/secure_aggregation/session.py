@@ -74,7 +74,7 @@ class Session:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Who is in it, sorted: those who have dealt shares."""
+        """The sites in the session, sorted: those that have dealt shares."""
         return tuple(sorted(self.sealed))
 
     def ask_keys(self) -> dict[str, Step]:

@@ -48,7 +48,6 @@ class _Simulated(Secured):
         self._hall = hall
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """Send each of these sites its task; yield the answers in the order of their names."""
         self._hall.tasks = tasks
         return super().exchange(tasks)
 
@@ -77,13 +76,11 @@ class _Hall:
 
     def within_reach(self, number: int) -> dict[str, str]:
         """Return the sites that would be asked something in a round, each with when it started."""
-        del number
         return dict.fromkeys(self.sites, "")
 
     def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:
         """Ask each site its question and `take` each answer that is a Step. Nobody is waited
         for."""
-        del least
         refused = dict[str, Refusal]()
         for site, question, train in self._visits(asks):
             answer = self._maskers[site].answer(question, train)

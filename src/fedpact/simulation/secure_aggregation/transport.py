@@ -46,9 +46,7 @@ class Carrier(Protocol):
     """How the steps of a session reach the sites."""
 
     @property
-    def sites(self) -> tuple[str, ...]:
-        """The names of the sites, sorted."""
-        ...
+    def sites(self) -> tuple[str, ...]: ...
 
     def within_reach(self, number: int) -> dict[str, str]:
         """Return the sites that would be asked something in a round, each with when it started."""
@@ -135,7 +133,6 @@ class Secured:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The names of the sites, sorted."""
         return self._carrier.sites
 
     @property
