@@ -14,7 +14,7 @@ import torch
 from experiments.beyond import table as beyond
 from experiments.evidence import ali, check, drawing, fedfdp, fedproxvr, measure, page
 from experiments.evidence.__main__ import main, missing
-from experiments.evidence.cells import Book, told
+from experiments.evidence.cells import Book, mean_text
 from experiments.evidence.order import ORDER
 from experiments.evidence.runs import Run
 from experiments.evidence.stored import HERE, Stored
@@ -32,7 +32,7 @@ def test_the_page_is_what_the_stored_results_make():
     """And what it counts as left is what the command would make."""
     whole = page.whole()
     assert page.PAGE.read_text(encoding="utf-8") == whole, "run `make evidence`"
-    table = whole.split("## How much of it is measured")[1].split("\n\n")[1]
+    table = whole.split("## Coverage")[1].split("\n\n")[1]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
     every = missing(Stored(), [])
     for group in {run.group for run in RUNS}:
@@ -165,8 +165,8 @@ def test_the_runs_are_plans_whose_last_look_is_their_last_round(group):
 
 def test_a_title_names_one_run_so_that_a_command_makes_one():
     for run in RUNS:
-        told = f"{run.title} seed="
-        assert sum(told in f"{other.title} seed=0" for other in RUNS) == 1, told
+        title = f"{run.title} seed="
+        assert sum(title in f"{other.title} seed=0" for other in RUNS) == 1, title
     left = missing(Stored(Path("nowhere")), [f"{RUNS[0].title} seed=0"])
     assert left == [(RUNS[0], 0)]
 
@@ -340,10 +340,13 @@ def test_runs_are_compared_by_the_seeds_that_all_of_them_have(tmp_path):
 
 
 def test_a_cell_counts_what_diverged_beyond_all_numbers():
-    assert told([1.0, 2.0, 3.0], 1) == "2.0 ± 1.0"
-    assert told([1.0, math.inf, 3.0], 1) == "no number in 1 of 3 seeds, else 2.0 ± 1.4 (2 seeds)"
-    assert told([math.nan, math.inf], 1) == "no number in 2 of 2 seeds"
-    assert told([3.1e20, 2.0, 1.0], 5) == "1e+20 ± 2e+20"
+    assert mean_text([1.0, 2.0, 3.0], 1) == "2.0 ± 1.0"
+    assert (
+        mean_text([1.0, math.inf, 3.0], 1)
+        == "not finite in 1 of 3 seeds, otherwise 2.0 ± 1.4 (2 seeds)"
+    )
+    assert mean_text([math.nan, math.inf], 1) == "not finite in 2 of 2 seeds"
+    assert mean_text([3.1e20, 2.0, 1.0], 5) == "1e+20 ± 2e+20"
 
 
 def test_the_page_is_held_against_the_papers_tables(tmp_path, monkeypatch):

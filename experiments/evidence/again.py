@@ -1,4 +1,4 @@
-"""Stored runs carried out once more: what is drawn, and what came out, again.json."""
+"""Stored runs repeated: which are drawn, and their results (again.json)."""
 
 import json
 import random
@@ -21,14 +21,14 @@ _SEED: Final = 57
 
 
 def drawn(stored: Stored, count: int) -> list[tuple[Run, int]]:
-    """Return so many of the runs and seeds that are stored whole and take a minute at most."""
+    """Return `count` of the complete stored runs, with seeds, that take a minute at most."""
     cheap = {(run, seed) for run, seed in ORDER if run.minutes <= MINUTES}
     whole = sorted((run.title, seed, run) for run, seed in cheap if stored.whole(run, seed))
     return [(run, seed) for _, seed, run in random.Random(_SEED).sample(whole, count)]
 
 
 def carry_out_again(stored: Stored, run: Run, seed: int) -> dict[str, Any]:
-    """Carry a stored run out in an empty folder; return its last look's accuracy, then and now."""
+    """Repeat a stored run in an empty folder; return its last accuracy, stored and repeated."""
     before, look = stored.seeds(run)[str(seed)], str(run.looks[-1])
     with tempfile.TemporaryDirectory() as folder:
         *_, after = carry_out(run, seed, Path(folder) / "run")
@@ -43,7 +43,7 @@ def carry_out_again(stored: Stored, run: Run, seed: int) -> dict[str, Any]:
 
 
 def keep(title: str, found: dict[str, Any]) -> None:
-    """Store what came out."""
+    """Store the result of a repeated run."""
     kept = {**_kept(), title: found}
     FILE.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n", encoding="utf-8")
 
@@ -53,16 +53,16 @@ def _kept() -> dict[str, Any]:
 
 
 def part() -> Iterator[str]:
-    """Return the page's part."""
+    """Return this section of the page."""
     kept = _kept()
-    yield "## Ten cells, carried out again"
+    yield "## Ten cells repeated"
     yield (
-        f"Of the stored runs that take {MINUTES:g} minute of a core or less ten were drawn (by "
-        f"Python's `random.Random({_SEED})`) and carried out anew by `python -m "
-        'experiments.evidence --again "NAME"`, which stores nothing among the results; `--draw 10` '
-        "in place of NAME draws them. Where seeds draw noise otherwise than when a cell was "
-        "stored, a run is as another seed's, and the range of the stored seeds tells what that is "
-        f"worth. {len(kept)} of the ten have been carried out."
+        f"Ten of the stored runs that take at most {MINUTES:g} minute of a core were drawn by "
+        f"`random.Random({_SEED})` and repeated by `python -m "
+        'experiments.evidence --again "NAME"`, which does not change the results; `--draw 10` '
+        "instead of NAME draws them. If seeds generated other draws when a cell was stored, its "
+        "repetition is like another seed's, to be compared with the range of the stored seeds. "
+        f"{len(kept)} of the ten have been repeated."
     )
     rows = [
         [
@@ -70,9 +70,9 @@ def part() -> Iterator[str]:
             *(f"{100 * one[key]:.2f}" for key in ("stored", "again")),
             f"{100 * (one['again'] - one['stored']):+.2f}",
             " to ".join(f"{100 * end:.2f}" for end in one["seeds"]),
-            "as now" if one["drawn"] else "otherwise",
+            "the same" if one["drawn"] else "other",
         ]
         for title, one in kept.items()
     ]
-    head = ["NAME", "stored", "again", "difference", "all stored seeds", "drawn then"]
+    head = ["NAME", "stored", "repeated", "difference", "range of stored seeds", "draws"]
     yield table(head, rows)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Final
 
-from experiments.evidence.cells import Book, told
+from experiments.evidence.cells import Book, mean_text
 from experiments.evidence.runs import Run, overrides
 
 ROUNDS: Final = {
@@ -51,7 +51,7 @@ def cell(book: Book, data: str, epsilon: float, trust: str) -> str:
     name = data if trust == "own" else f"{data}-sum"
     found = of_features(name)
     command = f"`python -m experiments.features.run {name}`"
-    return told(found, 2) if found else book.not_run(f"features {name}", command)
+    return mean_text(found, 2) if found else book.not_run(f"features {name}", command)
 
 
 def accuracies(book: Book, data: str, epsilon: float, trust: str) -> list[float]:

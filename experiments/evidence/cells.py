@@ -1,4 +1,4 @@
-"""What a table's cell shows of the stored results, and which cells have none."""
+"""The cells of the page's tables, from the stored results, and a list of those not run."""
 
 import math
 import statistics
@@ -15,28 +15,28 @@ _GUESS, _GUESS_LOSS = 0.102, math.log(10) - 1e-3  # of ten classes, which all da
 
 @dataclass
 class Book:
-    """The stored results as a page shows them. missing: the runs without one, by number from 1."""
+    """The stored results as a page shows them. missing: the command of each run without one."""
 
     stored: Stored
     missing: dict[str, str] = field(default_factory=dict[str, str])
 
     def values(self, run: Run, look: int, name: str) -> list[float]:
-        """Return a number of a run after a round, one a seed that has been run."""
+        """Return a number of a run after a round, one per seed that has been run."""
         each = (outcome["looks"].get(str(look), {}) for outcome in self.stored.seeds(run).values())
         return [float(seen[name]) for seen in each if name in seen]
 
     def mean(self, run: Run, look: int, name: str = "accuracy") -> float | None:
-        """Return the mean over seeds, or None where none was run or one has diverged.
+        """Return the mean over seeds, or None if none was run or one has diverged.
 
-        Sentences and curves are of means: where a seed has diverged the table alone says so.
+        Sentences and curves use means: a diverged seed appears in the table alone.
         """
         found = [] if self._ended(run, look) else self.values(run, look, name)
         return statistics.fmean(found) if found else None
 
     def paired(self, runs: Sequence[tuple[Run, int]], name: str = "accuracy") -> list[float | None]:
-        """Return the means of runs after a round each, over the seeds that all of them share.
+        """Return the mean of each run at its round, over the seeds that all runs share.
 
-        None for a run without any, or of which one has diverged; all of them where they share none.
+        None for a run without seeds or with a diverged one; all None if they share no seed.
         """
         seen = [
             {
@@ -55,20 +55,20 @@ class Book:
     def accuracy(self, run: Run, look: int) -> str:
         """Return a cell in per cent."""
         found = [100 * value for value in self.values(run, look, "accuracy")]
-        return told(found, 2) + self._ended(run, look) if found else self.lacks(run)
+        return mean_text(found, 2) + self._ended(run, look) if found else self.lacks(run)
 
     def held_out(self, run: Run, look: int) -> str:
-        """Return a cell in per cent, of the sites' held-out records where there is a test set."""
+        """Return a cell in per cent, on the sites' held-out records if there is a test set."""
         found = [100 * value for value in self.values(run, look, "held_out")]
-        return told(found, 2) + self._ended(run, look) if found else self.lacks(run)
+        return mean_text(found, 2) + self._ended(run, look) if found else self.lacks(run)
 
     def psi(self, run: Run, look: int) -> str:
         """Return a cell of Ψ."""
         found = self.values(run, look, "psi")
-        return told(found, 5) + self._ended(run, look) if found else self.lacks(run)
+        return mean_text(found, 5) + self._ended(run, look) if found else self.lacks(run)
 
     def _ended(self, run: Run, look: int) -> str:
-        """Return what a cell says of seeds whose weights were no numbers any more at this look."""
+        """Return a cell's note on seeds that had diverged at this round."""
         each = (outcome.get("diverged", look) for outcome in self.stored.seeds(run).values())
         rounds = [str(last) for last in each if last < look]
         if rounds:
@@ -77,31 +77,31 @@ class Book:
             self.values(run, look, "accuracy"), self.values(run, look, "loss"), strict=False
         )
         guesses = any(right < _GUESS and loss > _GUESS_LOSS for right, loss in pairs)
-        return ", a guess: diverged, and another processor's rounding may not" if guesses else ""
+        return ", at chance: diverged; may differ on another processor" if guesses else ""
 
     def lacks(self, run: Run) -> str:
-        """Return the cell of a run that has no result, and keep its command."""
+        """Return the cell of a run without a result, and list its command."""
         command = (
             f'`python -m experiments.evidence "{run.title} seed="`, {_cost(run.minutes)} a seed'
         )
         return self.not_run(run.title, command)
 
     def not_run(self, title: str, command: str) -> str:
-        """Return the cell of something that has no result, and keep how to make it."""
+        """Return the cell of something without a result, and list its command."""
         self.missing.setdefault(title, command)
         return f"not run [{list(self.missing).index(title) + 1}]"
 
 
-def told(found: Sequence[float], digits: int) -> str:
-    """Return mean ± standard deviation, and of how many seeds where they are not three.
+def mean_text(found: Sequence[float], digits: int) -> str:
+    """Return mean ± standard deviation, and the number of seeds unless it is three.
 
-    What diverged beyond all numbers has no mean: it is counted, and the others are told.
+    Values that are not finite have no mean: they are counted, and the others are averaged.
     """
     known = [value for value in found if math.isfinite(value)]
     if len(known) < len(found):
-        lost = f"no number in {len(found) - len(known)} of {len(found)} seeds"
-        return f"{lost}, else {told(known, digits)}" if known else lost
-    # Of what diverged the power of ten says enough.
+        lost = f"not finite in {len(found) - len(known)} of {len(found)} seeds"
+        return f"{lost}, otherwise {mean_text(known, digits)}" if known else lost
+    # For diverged runs the power of ten is enough.
     form = f".{digits}f" if max(map(abs, found)) < _HUGE else ".0e"
     mean = f"{statistics.fmean(found):{form}}"
     if len(found) == 1:

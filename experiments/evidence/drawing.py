@@ -81,13 +81,13 @@ def _over_steps(book: Book) -> Iterator[Panel]:
     for data in ali.DATA:
         lines = dict[str, Points]()
         for column in (COLUMNS[2], COLUMNS[8], COLUMNS[11]):
-            told = f"R_s = {column.row}, ε = {column.epsilon:g}"
+            name = f"R_s = {column.row}, ε = {column.epsilon:g}"
             printed = ali.printed(data, column)[1:]
-            lines[f"{told}, printed"] = list(zip(column.fixed, printed, strict=True))
+            lines[f"{name}, printed"] = list(zip(column.fixed, printed, strict=True))
             runs = Setting("cnn", ali.EXPLAINED).runs(data, column)[1:]
             means = zip(column.fixed, map(book.mean, *zip(*runs, strict=True)), strict=True)
             known = [(tau, 100 * mean) for tau, mean in means if mean is not None]
-            lines[f"{told}, η = {ali.EXPLAINED:g}"] = [(float(tau), y) for tau, y in known]
+            lines[f"{name}, η = {ali.EXPLAINED:g}"] = [(float(tau), y) for tau, y in known]
         yield Panel(NAMES[data], "τ", "accuracy, %", lines)
 
 
@@ -99,8 +99,8 @@ def _step_lists(book: Book) -> Iterator[Panel]:
             if column.rounds < column.iterations:
                 run = ali.adaptive(data, "cnn", ali.FAITHFUL, column)
                 steps = book.stored.seeds(run).get("0", {}).get("steps", [])
-                told = f"R_s = {column.row}, R_c = {column.iterations}"
-                lines[told] = [(float(n), float(tau)) for n, tau in enumerate(steps, start=1)]
+                name = f"R_s = {column.row}, R_c = {column.iterations}"
+                lines[name] = [(float(n), float(tau)) for n, tau in enumerate(steps, start=1)]
         yield Panel(NAMES[data], "round", "τ", lines)
 
 
@@ -139,8 +139,8 @@ def _sweeps(book: Book) -> Iterator[Panel]:
 
 def digest(panels: list[Panel]) -> str:
     """Return what tells whether a figure is of these lines."""
-    told = [[panel.title, panel.x, panel.y, panel.lines] for panel in panels]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    content = [[panel.title, panel.x, panel.y, panel.lines] for panel in panels]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def write(panels: list[Panel], place: Path) -> None:

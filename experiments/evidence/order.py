@@ -75,7 +75,7 @@ def _of_fedfdp() -> Iterator[Run]:
 
 
 def _sweeps() -> Iterator[Run]:
-    """What is told of one seed: what step size, noise, λ and C do."""
+    """Sweeps over one seed: learning rate, noise, λ and C."""
     for data in ali.DATA:
         yield from (ali.choice(data, "cnn", rate) for rate in ali.RATES)
         yield ali.released(data)

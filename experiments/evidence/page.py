@@ -16,20 +16,20 @@ PAGE: Final = HERE.parents[1] / "docs" / "evidence.md"
 
 HEAD: Final = """# The papers' tables, measured
 
-`make evidence` writes this page from what is stored in `experiments/evidence/results` and beside \
-it; nothing here is written by hand. Printed numbers are the papers'. *Faithful*: what they \
-print, σ, q, C and η. *Explained*: the step size that comes nearest to their numbers. *Best*: \
-what is known here at the same (ε, δ), in at most as many rounds. Mean ± standard deviation over \
-three seeds, or the number of seeds: sweeps are of one. Every ε called proven is an upper bound: \
-per record and site, add/remove one record, the smaller of PLD and RDP. A cell that was not run \
-says so, and the number in brackets is its command's in the list at the end. In the sentences \
-that judge, seeds are few: differences below a point mean nothing."""
+`make evidence` writes this page from the stored results in `experiments`; nothing here is written \
+by hand. "Printed" numbers are the papers'. *Faithful*: the printed σ, q, C and η. *Explained*: \
+the learning rate that comes nearest to the printed accuracies. *Best*: the best method known here \
+at the same (ε, δ), with at most as many rounds. Figures are mean ± standard deviation over three \
+seeds unless a cell gives another number of seeds; sweeps use one. Every proven ε is an upper \
+bound: per record and site, add/remove one record, the smaller of PLD and RDP. A cell that was not \
+run says so; the number in brackets refers to its command in the list at the end. With so few \
+seeds, differences below a point are not meaningful."""
 
 _SEEN: Final = (
     "![Accuracy over ε on Fashion-MNIST and CIFAR-10: printed, measured with networks and pixels, "
     "and with fixed features](images/evidence.svg)\n\n"
-    "ALI-DPFL's tables in one picture: of each ε the largest entry, as printed and as measured; ε "
-    "is the paper's, of which the proof has less, and of features what is proven."
+    "ALI-DPFL's tables in one picture: the largest entry at each ε, as printed and as measured. "
+    "ε is the paper's, which is slightly above the proven one; for features it is the proven one."
 )
 
 
@@ -47,8 +47,8 @@ def whole(stored: Stored | None = None) -> str:
     left = [f"{number}. {how}" for number, how in enumerate(book.missing.values(), start=1)]
     end = (
         "## Not run",
-        "With FEDPACT_DATA set, times for one core; `python -m experiments.evidence --left` lists "
-        "what is missing seed by seed.",
+        "Set FEDPACT_DATA first. Times are for one core; `python -m experiments.evidence --left` "
+        "lists the missing runs seed by seed.",
         "\n".join(left),
     )
     begin = (HEAD, _SEEN, *_coverage(book.stored), *_provenance())
@@ -56,8 +56,8 @@ def whole(stored: Stored | None = None) -> str:
 
 
 def _coverage(stored: Stored) -> tuple[str, str]:
-    """How much of what the tables have places for is measured, by group of runs and model."""
-    lines = ["| runs of | model | whole | with fewer seeds | not run | hours of a core left |"]
+    """How many of the tables' runs are measured, by group of runs and model."""
+    lines = ["| group | model | complete | fewer seeds | not run | core hours left |"]
     lines.append("| --- | --- | --- | --- | --- | --- |")
     groups: dict[tuple[str, str], dict[Run, list[int]]] = {}
     for run, seed in ORDER:
@@ -70,16 +70,16 @@ def _coverage(stored: Stored) -> tuple[str, str]:
         left = sum((a - d) * r.minutes for r, a, d in zip(runs, asked, done, strict=True)) / 60
         counts = f"{whole} | {len(runs) - whole - none} | {none} | {left:.1f}"
         lines.append(f"| {group} | {kind} | {counts} |")
-    return "## How much of it is measured", "\n".join(lines)
+    return "## Coverage", "\n".join(lines)
 
 
 def _provenance() -> Iterator[str]:
-    """By what the results were made, as far as they say."""
-    yield "## By what it was made"
+    """Commit, versions and machine of the results, as far as they were recorded."""
+    yield "## Provenance"
     yield (
-        "What is made now carries commit, versions, processor and device; of what was made before, "
-        "what is missing was not recorded. Each result's own are in its file. Of a run that "
-        "diverged, another processor's rounding gives other figures."
+        "New results carry commit, versions, processor and device; for older ones some of these "
+        "were not recorded. Each result file has its own. A run that diverged gives other figures "
+        "on another processor, because of rounding."
     )
     rows = list[list[str]]()
     for path in sorted(HERE.glob("results/*.json")):
@@ -93,7 +93,7 @@ def _provenance() -> Iterator[str]:
 
 
 def write(place: Path = PAGE) -> None:
-    """Write the page, and its figures beside it where it is the project's own."""
+    """Write the page and, if it is the project's own, its figures."""
     place.write_text(whole(), encoding="utf-8")
     if place == PAGE:
         for name, panels in drawing.pictures(Book(Stored())).items():

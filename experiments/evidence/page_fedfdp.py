@@ -19,8 +19,8 @@ NEAR: Final = 0.3  # accuracies that differ by less, in per cent, are equal
 UNDERTRAINED: Final = 5.0  # points under the printed accuracy
 SAME: Final = 0.01  # per cent
 _WEIGHED: Final = (
-    "clamp(1 + λ (ℓ - F), 0, C/‖∇ℓ‖) is C/‖∇ℓ‖ where a gradient is longer than C by more than the "
-    "factor, as nearly all are at this C and λ, so that the loss weighs nothing"
+    "clamp(1 + λ (ℓ - F), 0, C/‖∇ℓ‖) equals C/‖∇ℓ‖ if (1 + λ (ℓ - F)) ‖∇ℓ‖ > C, which holds for "
+    "nearly all records at this C and λ, so the loss has no effect"
 )
 
 
@@ -28,52 +28,53 @@ def part(book: Book) -> Iterator[str]:
     """Return the part's paragraphs and tables."""
     yield "## FedFair and FedFDP, Tables 2 to 6"
     yield (
-        "10 sites by Dirichlet(0.1), both parts of each data set together, 25 % held out inside "
-        "each site; accuracy of all held-out records in per cent, Ψ of the global model on them. "
-        "The paper's Ψ of private runs, 1e6 to 1e11, is an artefact of its code: of Table 5 it is "
-        "told, of Tables 3 and 6 left out."
+        "10 sites by Dirichlet(0.1) from training and test records together, 25 % held out inside "
+        "each site; accuracy in per cent and Ψ of the global model on all held-out records. The "
+        "paper's Ψ of private runs, 1e6 to 1e11, is an artefact of its code: Table 5 repeats it, "
+        "Tables 3 and 6 omit it."
     )
-    yield f"Does FedFDP's gain hold?\n{_gains(book)}"
+    yield f"Is FedFDP's gain reproduced?\n{_gains(book)}"
     yield (
-        "What do features and a linear model have, with own noise, at the same (ε, δ) and without "
-        f"a weight for fairness?\n{_features(book)}"
+        "What do features and a linear model reach with each site's noise, at the same (ε, δ) and "
+        f"without a fairness weight?\n{_features(book)}"
     )
     yield "### Table 3: private, CNN, C = 0.1, q = 0.05, σ = 2, 600 rounds, δ = 1e-5"
     yield (
-        "ε = 3.52 as printed; proven, with the loss on the same batch, 3.09, and 2.80 for the "
-        "gradient alone. η = 1 is faithful, η = 16 tried as an explanation. With one step a round "
-        "SCAFFOLD, FedProx and ALI-DPFL are FedAvg (control variates cancel in the mean, the "
-        "proximal term begins at 0, τ = 1), so what is printed of them beside FedAvg shows by how "
-        "much the paper's runs differ anyway. λ as the paper sets it (1e-4, 1e-2, 1e-7), and 3."
+        "The printed ε is 3.52; the proven one is 3.09 with the loss on the same batch and 2.80 "
+        "for the gradient alone. η = 1 is faithful; η = 16 is a possible explanation. With one "
+        "step per round SCAFFOLD, FedProx and ALI-DPFL equal FedAvg (control variates cancel in "
+        "the mean, the proximal term starts at 0, τ = 1). So the differences of their printed "
+        "values from FedAvg's show how much the paper's runs vary. λ is the paper's (1e-4, 1e-2, "
+        "1e-7), and 3."
     )
     yield _private(book)
     yield "### Table 6: Fashion-MNIST at other ε"
     yield _budgets(book)
     yield "### Table 2: without privacy, η = 0.1"
     yield (
-        "The paper prints η and, of private runs, q; how many rounds these had it does not: here "
-        "30, of an epoch in 20 batches each. SCAFFOLD and FedDyn stand a second time with a tenth "
-        "of the step."
+        "The paper prints η and, for private runs, q, but not the number of rounds. Here there are "
+        "30 rounds of one epoch in 20 batches. SCAFFOLD and FedDyn also appear with a tenth of "
+        "the learning rate."
     )
-    yield f"Does FedFair's gain over FedAvg hold?\n{_plain_gains(book)}"
+    yield f"Is FedFair's gain over FedAvg reproduced?\n{_plain_gains(book)}"
     yield _plain(book)
     yield "### Table 4: without privacy, other partitions and numbers of sites"
     yield (
-        "As Table 2. Some cells are printed otherwise there: Ψ of SCAFFOLD on MNIST and of FedDyn "
-        "on CIFAR-10."
+        "As in Table 2. Two printed cells differ from Table 2: Ψ of SCAFFOLD on MNIST and of "
+        "FedDyn on CIFAR-10."
     )
     yield _spreads(book, fedfdp.PLAIN_SPREADS, " plain")
     yield "### Table 5: private, other partitions and numbers of sites"
     yield (
-        "As Table 3, at η = 1, where FedFDP has 95.13 on MNIST. ALI-DPFL's printed 38.35 and "
-        "33.46 are not of one step a round, which would be FedAvg's."
+        "As in Table 3, at η = 1, where FedFDP has 95.13 on MNIST. ALI-DPFL's printed 38.35 and "
+        "33.46 cannot come from one step per round, which would equal FedAvg."
     )
     yield _spreads(book, fedfdp.PRIVATE_SPREADS, "")
     yield "### Figures 3 and 4: λ and C"
     yield _sweeps(book)
     yield (
         "![Ψ over λ, accuracy and Ψ over C](images/evidence-fedfdp-3-4.svg)\n\n"
-        "Figures 3 and 4 of what is measured."
+        "Figures 3 and 4, as measured."
     )
     yield "### Figure 1: accuracy at each of 50 sites"
     yield _each_site(book)
@@ -81,8 +82,8 @@ def part(book: Book) -> Iterator[str]:
 
 IDLE: Final = 1e-6
 _ROUNDED: Final = (
-    " So small a λ changes no gradient that is clipped: this is what the rounding of two versions "
-    "makes of one run, and what a difference of one seed is worth."
+    " Such a small λ changes no clipped gradient: the difference comes from rounding in two "
+    "versions, and shows how little a difference of one seed means."
 )
 
 
@@ -94,8 +95,8 @@ def _gains(book: Book) -> str:
             for weight in (fedfdp.WEIGHTS[data], STRONG):
                 fair = fedfdp.private(data, "fedfdp", rate, weight)
                 said = _gain(book, parent, fair, PRIVATE["fedavg"][DATA.index(data)])
-                told = f"* {NAMES[data]}, η = {rate:g}, λ = {weight:g}: {said}"
-                lines.append(told + _ROUNDED * (weight < IDLE and "accuracy" in said))
+                line = f"* {NAMES[data]}, η = {rate:g}, λ = {weight:g}: {said}"
+                lines.append(line + _ROUNDED * (weight < IDLE and "accuracy" in said))
     return "\n".join(lines)
 
 
@@ -111,7 +112,7 @@ def _plain_gains(book: Book) -> str:
 
 
 def _gain(book: Book, parent: Run, fair: Run, printed: float) -> str:
-    """Say what a fair method changed of FedAvg's accuracy and Ψ, after the last look of both."""
+    """Say how a fair method changed FedAvg's accuracy and Ψ at the last round that both have."""
     for look in reversed(parent.looks):
         both = [(parent, look), (fair, look)]
         found = [*book.paired(both), *book.paired(both, "psi")]
@@ -122,10 +123,10 @@ def _gain(book: Book, parent: Run, fair: Run, printed: float) -> str:
         return "not run."
     more, change = 100 * (after - before), 100 * (psi_after / psi_before - 1)
     if abs(more) < SAME and abs(change) < SAME:
-        return f"after {look} rounds the same to four digits: {_WEIGHED}."
+        return f"after {look} rounds equal to four digits: {_WEIGHED}."
     level = "equal" if abs(more) < NEAR else f"{abs(more):.2f} {'higher' if more > 0 else 'lower'}"
     raw = printed - 100 * before > UNDERTRAINED
-    ranks = f"; {100 * before:.1f} is undertrained, and its Ψ ranks nothing" if raw else ""
+    ranks = f"; at {100 * before:.1f} FedAvg is undertrained, so Ψ is not meaningful" if raw else ""
     fairness = f"Ψ {change:+.0f} % ({psi_before:.4f} to {psi_after:.4f})"
     return f"after {look} rounds accuracy {level}, {fairness}{ranks}."
 
@@ -179,7 +180,7 @@ def _budgets(book: Book) -> str:
             rows.append([f"{METHODS[method]}, η = {rate:g}", *cells])
     runs = [best.inside("fashion_mnist", epsilon, "own") for epsilon in (1.0, 2.0, 3.0, 4.0)]
     rows.append(["best, own", *(book.accuracy(run, run.looks[-1]) for run in runs)])
-    text = "38, 189 and 436 rounds at σ = 2, 469 at σ = 1.65: ε as the paper counts."
+    text = "38, 189 and 436 rounds at σ = 2, 469 at σ = 1.65; ε is the paper's."
     return f"{text}\n\n{table(['', 'ε = 1', '2', '3', '4'], rows)}"
 
 
@@ -191,9 +192,9 @@ def _plain(book: Book) -> str:
             given = [f"{accuracy:.2f}", f"{psi:g}"]
             for rate in (0.1, *(eta for careful, eta in fedfdp.CAREFUL if careful == method)):
                 run = fedfdp.plain(data, method, rate)
-                told = METHODS[method] + ("" if rate == 0.1 else f", η = {rate:g}")
+                name = METHODS[method] + ("" if rate == 0.1 else f", η = {rate:g}")
                 cells = [book.accuracy(run, 30), book.psi(run, 30)]
-                rows.append([NAMES[data], told, *given, *cells])
+                rows.append([NAMES[data], name, *given, *cells])
     return table(["data", "method", "printed", "Ψ printed", "measured", "Ψ"], rows)
 
 
@@ -214,8 +215,8 @@ def _sweeps(book: Book) -> str:
     for data in fedfdp.SWEEPS:
         swept = [(f"λ = {w:g}, η = 16", fedfdp.weighed(data, w)) for w in fedfdp.SWEPT]
         swept += [(f"C = {clip:g}, η = 1", fedfdp.clipped(data, clip)) for clip in fedfdp.CLIPS]
-        for told, run in swept:
-            rows.append([NAMES[data], told, book.accuracy(run, 600), book.psi(run, 600)])
+        for name, run in swept:
+            rows.append([NAMES[data], name, book.accuracy(run, 600), book.psi(run, 600)])
     return table(["data", "FedFDP", "accuracy", "Ψ"], rows)
 
 
@@ -229,5 +230,5 @@ def _each_site(book: Book) -> str:
         at = [each[round(q * (len(each) - 1))] for q in (0, 0.25, 0.5, 0.75, 1)] if each else []
         cells = [f"{value:.1f}" for value in at] or [book.lacks(run)]
         rows.append([METHODS[method], *cells, *[""] * (5 - len(cells))])
-    text = "CIFAR-10, Dirichlet(0.1), without privacy: what the global model has at each site."
-    return f"{text}\n\n{table(['', 'least', 'quarter', 'half', 'three quarters', 'most'], rows)}"
+    text = "CIFAR-10, Dirichlet(0.1), without privacy: quantiles over the sites, global model."
+    return f"{text}\n\n{table(['', 'minimum', '25 %', 'median', '75 %', 'maximum'], rows)}"

@@ -1,11 +1,11 @@
-"""FedProxVR's and LDP FedSGD's parts of the page, and what other experiments have stored."""
+"""FedProxVR's and LDP FedSGD's parts of the page, and results of other experiments."""
 
 import json
 from collections.abc import Iterator
 from typing import Any, Final
 
 from experiments.evidence import best, fedproxvr
-from experiments.evidence.cells import Book, table, told
+from experiments.evidence.cells import Book, mean_text, table
 from experiments.evidence.stored import HERE
 
 EXPERIMENTS: Final = HERE.parent
@@ -15,9 +15,9 @@ def proxvr(book: Book) -> Iterator[str]:
     """Return FedProxVR's paragraphs and tables."""
     yield "## FedProxVR, Tables 1 and 2"
     yield (
-        "No privacy. Sizes by a power law, 2 labels a site, 25 % held out inside each; accuracy of "
-        "all held-out records after the paper's number of rounds T. η as the released scripts have "
-        "it. Table 1: logistic regression, Fashion-MNIST, 100 devices; Table 2: the CNN with "
+        "No privacy. Sizes by a power law, 2 labels per site, 25 % held out inside each; accuracy "
+        "on all held-out records after the paper's number of rounds T. η is that of the released "
+        "scripts. Table 1: logistic regression, Fashion-MNIST, 100 devices; Table 2: the CNN with "
         "padding, MNIST, 10 devices."
     )
     yield _proxvr_says(book)
@@ -33,8 +33,8 @@ def proxvr(book: Book) -> Iterator[str]:
     yield table(["table", "method", "τ", "μ", "B", "T", "printed", "measured"], rows)
     yield (
         "![Loss and accuracy over rounds](images/evidence-fedproxvr-2.svg)\n\n"
-        "Figure 2 as far as it is measured: Table 1's settings, mean over seeds; the paper has "
-        "B = 32 and other β and τ as well. Figure 3 is Table 2's runs: "
+        "Figure 2, the measured part: Table 1's settings, mean over seeds; the paper also has "
+        "B = 32 and other β and τ. Figure 3 shows Table 2's runs: "
         f"{', '.join(book.held_out(fedproxvr.run(row), row.rounds) for row in fedproxvr.CNN)}."
     )
 
@@ -44,7 +44,7 @@ def _method(name: str) -> str:
 
 
 def _proxvr_says(book: Book) -> str:
-    lines = ["Is variance reduction ahead of FedAvg?"]
+    lines = ["Is variance reduction better than FedAvg?"]
     for number, rows in (("1", fedproxvr.CONVEX), ("2", fedproxvr.CNN)):
         means = book.paired([(fedproxvr.run(row), row.rounds) for row in rows], "held_out")
         if means[0] is None or all(mean is None for mean in means[1:]):
@@ -55,8 +55,7 @@ def _proxvr_says(book: Book) -> str:
             for row, mean in zip(rows[1:], means[1:], strict=True)
             if mean is not None
         ]
-        told = ", ".join(gaps)
-        lines.append(f"* Table {number}, points beside FedAvg, of the seeds that all have: {told}.")
+        lines.append(f"* Table {number}, points above FedAvg, common seeds: {', '.join(gaps)}.")
     return "\n".join(lines)
 
 
@@ -64,10 +63,11 @@ def ldp(book: Book) -> Iterator[str]:
     """Return LDP FedSGD's paragraphs and table."""
     yield "## LDP FedSGD, Figure 1"
     yield (
-        "Noise, utility bound and rate bound against ε. Only RDP and PLD are guarantees; the four "
-        "older bounds drop terms, and are for comparison ([Errata](notes/errata.md)). q = 1e-3, "
-        "δ = 1e-4, d = 10,000, 100 clients; σ is noise over C a coordinate, the rate in nats a "
-        "round. `fedpact tradeoffs --json` makes the numbers, and with `--out` the figure."
+        "Noise, utility bound and rate bound against ε. Only RDP and PLD are guarantees. The four "
+        "older bounds drop terms and are shown for comparison ([Errata](notes/errata.md)). "
+        "q = 1e-3, δ = 1e-4, d = 10,000, 100 clients; σ is noise over C per coordinate, the rate "
+        "is in nats per round. `fedpact tradeoffs --json` computes the numbers, and with `--out` "
+        "the figure."
     )
     whole = _stored("ldp.json")
     if whole is None:
@@ -99,10 +99,10 @@ def _point(whole: dict[str, Any], steps: int, epsilon: float) -> list[str]:
         for point in whole["points"]
         if (point["steps"], point["epsilon"]) == (steps, epsilon)
     }
-    return [f"{steps:,}", f"{epsilon:g}", *(_told_point(here[curve]) for curve in _CURVES)]
+    return [f"{steps:,}", f"{epsilon:g}", *(_point_text(here[curve]) for curve in _CURVES)]
 
 
-def _told_point(point: dict[str, Any]) -> str:
+def _point_text(point: dict[str, Any]) -> str:
     if point["sigma"] is None:
         return "none"
     rate = f"{point['rate']:,.0f}"
@@ -117,19 +117,19 @@ def _example(whole: dict[str, Any]) -> str:
     }
     rows = [[name, f"{value:.2f}", f"{found[name]:.2f}"] for name, value in _PRINTED.items()]
     text = (
-        "The printed utilities at ε = 0.3, T = 7e4, come of T/10 in the noise and logarithms to "
-        "base 10 but for AC2 (`--preset paper`); what convention AC1 has is not known:"
+        "The printed utilities at ε = 0.3, T = 7e4, use T/10 in the noise and, except for AC2, "
+        "logarithms to base 10 (`--preset paper`). The convention of AC1 is not known:"
     )
-    return f"{text}\n\n{table(['bound', 'printed', 'by these conventions'], rows)}"
+    return f"{text}\n\n{table(['bound', 'printed', 'with these conventions'], rows)}"
 
 
 def others(book: Book) -> Iterator[str]:
-    """Return what the other folders of experiments/ have stored at an (ε, δ)."""
+    """Return the results of the other folders of experiments/ at an (ε, δ)."""
     yield "## Other settings"
     yield (
-        "What other experiments have stored; their own pages say how settings were chosen, and of "
-        "which rows the test set was looked at before, with other settings (Fashion-MNIST and "
-        "MNIST with own noise; heart disease). Three seeds, of heart disease twenty."
+        "Results of other experiments. Their pages say how settings were chosen, and for which "
+        "rows the test set had been evaluated before with other settings (Fashion-MNIST and "
+        "MNIST with each site's noise; heart disease). Three seeds; twenty for heart disease."
     )
     rows = list[list[str]]()
     for name, said, printed in _FEATURES:
@@ -137,10 +137,10 @@ def others(book: Book) -> Iterator[str]:
             asked = name if trust == "own" else f"{name}-sum"
             found = best.of_features(asked)
             command = f"`python -m experiments.features.run {asked}`"
-            cell = told(found, 2) if found else book.not_run(f"features {asked}", command)
+            cell = mean_text(found, 2) if found else book.not_run(f"features {asked}", command)
             rows.append([said, trust, printed, cell])
     rows += _heart() + _noise()
-    yield table(["data, (ε, δ)", "whose noise", "printed elsewhere", "measured"], rows)
+    yield table(["data, (ε, δ)", "noise", "printed elsewhere", "measured"], rows)
 
 
 _FEATURES: Final = (
@@ -158,13 +158,13 @@ def _heart() -> list[list[str]]:
     for title, runs in found:
         noise, epsilon, *_ = title.split()
         said = f"heart disease, FLamby's split, ({float(epsilon):g}, 1e-4)"
-        cell = told([100 * run["accuracy"] for run in runs], 1).replace(" (20 seeds)", "")
+        cell = mean_text([100 * run["accuracy"] for run in runs], 1).replace(" (20 seeds)", "")
         rows.append([said, noise, _NOMINAL[epsilon], cell])
     return rows
 
 
 def _noise() -> list[list[str]]:
-    """Whose noise protects: Fashion-MNIST, two labels a site."""
+    """Each site's noise and shared noise: Fashion-MNIST, two labels per site."""
     rows = list[list[str]]()
     for model in ("logistic", "cnn"):
         path = EXPERIMENTS / "noise_for_the_sum" / f"results-{model}.json"
@@ -174,12 +174,12 @@ def _noise() -> list[list[str]]:
                 begin = f"{noise} {epsilon} two labels "
                 found = [100 * v["test"] for name, v in whole.items() if name.startswith(begin)]
                 said = f"Fashion-MNIST, 2 labels a site, ({float(epsilon):g}, 1e-5), {model}"
-                rows.append([said, noise, "", told(found, 2)])
+                rows.append([said, noise, "", mean_text(found, 2)])
     return rows
 
 
 def stored_elsewhere() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield the other folders that the page has figures of, with their results."""
+    """Yield the other folders whose figures the page shows, with their results."""
     for path in sorted((EXPERIMENTS / "features" / "results").glob("*.json")):
         whole = json.loads(path.read_text(encoding="utf-8"))
         shared = {key: whole[key] for key in ("torch", "python") if key in whole}
