@@ -11,20 +11,20 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 _HEAD = """# Benchmarks
 
-Made by `make bench` from `benchmarks/results`; do not edit. `make bench TABLES="kernel noise"`
-measures some tables anew. What is compared takes turns in one process; a ratio is taken within a
-turn, and a row shows the median and the quartiles over the turns. Turns in which other processes
-used more than a tenth of a core are not counted. A table for which too few turns were quiet says
-so: there all turns count, and what runs on one thread is compared by its processor time. What takes
-less than ten milliseconds runs several times in a turn, after once unmeasured, so that it finds its
-code and records in the caches. All methods have the C library keep freed memory, as a run of
-fedpact does, but not where memory is measured. Ratios from different tables are not to be compared.
+`make bench` writes this page from `benchmarks/results`; do not edit it. `make bench TABLES="kernel
+noise"` measures some tables again. The methods take turns in one process; ratios are computed
+within a turn, and a row shows the median and the quartiles over the turns. Turns in which other
+processes used more than a tenth of a core are discarded. A table with too few quiet turns says so:
+it uses all turns, and compares single-threaded work by processor time. Work that takes less than
+ten milliseconds runs several times in a turn, after one warm-up. For all methods the C library
+keeps freed memory, as in a run of fedpact, except where memory is measured. Do not compare ratios
+of different tables.
 
-Above each table stand the date, the commit, the processor and the threads of its figures; a + after
-a commit says that the sources differed from it. A test fails where the kernel package has changed
-since its tables were measured, except for the changes that `benchmarks/harmless.toml` lists.
+Each table states the date, commit, processor and threads of its figures; a + after a commit means
+that the sources had uncommitted changes. A test fails if the kernel package has changed since its
+tables were measured, except for the changes listed in `benchmarks/harmless.toml`.
 
-`goal` and `stretch` are what is to be reached; an arrow shows the better direction.
+`goal` and `stretch` are targets; an arrow shows the better direction.
 """
 
 
@@ -45,12 +45,12 @@ def text(folder: Path) -> str:
         if name in found:
             lines += ["", *lines_of(found[name])]
         else:
-            lines += ["", f"`{name}`: not measured here."]
+            lines += ["", f"Not measured: `python -m benchmarks {name}`."]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _without_card(found: Mapping[str, Table]) -> list[str]:
-    """Say which tables need a graphics card and have no figure, for want of one."""
+    """Say which tables need a GPU and have no figures."""
     of_card = [n for n, module in modules().items() if getattr(module, "DEVICE", "cpu") == "cuda"]
     missing = [n for n in of_card if n not in found or not found[n].measured]
     said = f"No GPU was available, so there are no figures for: {', '.join(missing)}."
@@ -59,7 +59,7 @@ def _without_card(found: Mapping[str, Table]) -> list[str]:
 
 def lines_of(table: Table) -> list[str]:
     """Return a table as Markdown."""
-    quality = ["quick: few repetitions, not to be quoted"] if table.quick else []
+    quality = ["quick: few repetitions, do not quote"] if table.quick else []
     quality += ["on a busy machine"] if table.busy else []
     command = f"`python -m benchmarks {table.name}`"
     code = f"commit {table.commit}" if table.commit else "commit unknown"
@@ -109,7 +109,7 @@ def _reached(row: Row) -> str:
 
 
 def _remarks(table: Table) -> list[str]:
-    """A sentence for each row that misses a mark and has one."""
+    """The explanations of the rows that miss a target."""
     missed = [
         (table.name, row.name)
         for row in table.rows
@@ -120,7 +120,7 @@ def _remarks(table: Table) -> list[str]:
 
 
 def _machines(found: Mapping[str, Table]) -> list[str]:
-    """What it was measured on: once, or each machine with its tables where they differ."""
+    """The machine of the measurements, or each machine with its tables."""
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, table in found.items():
         groups.setdefault(tuple(table.machine.items()), []).append(name)

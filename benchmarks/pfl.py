@@ -25,9 +25,9 @@ TITLE = "pfl, no privacy in the clients"
 ABOUT = (
     "pfl averages the same model over as many users, one step of 75 records each, one user after "
     "another in one process. Its clients neither clip nor add noise, a user's batch is the same in "
-    "every round and lies ready in memory, and nothing is written to the disk. It is run with all "
-    "cores as intra-op threads, as torch has it, and with one thread, which small models and busy "
-    "machines need; the faster counts. Runs of fedpact and of pfl alternate, three of each; its "
+    "every round and already in memory, and nothing is written to the disk. It runs with all cores "
+    "as intra-op threads, torch's default, and with one thread, which is better for small models "
+    "and busy machines; the faster counts. Runs of fedpact and pfl alternate, three of each; its "
     "row is the ratio of their median rounds."
 )
 _VARIABLE = "FEDPACT_BENCH_PFL"

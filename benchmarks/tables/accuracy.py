@@ -21,12 +21,12 @@ from fedpact.simulation.simulate import simulate
 TITLE = "Time to accuracy"
 ABOUT = (
     "Fashion-MNIST over ten sites by Dirichlet(1.0), as in experiments/spine: the papers' CNN "
-    "without padding, DP-FedAvg with one step a round, (ε, δ) = (2, 1e-5) for each record of each "
-    "site (add/remove one record, PLD), σ calibrated to all 300 planned rounds. fedpact's row is "
-    "the time from the first round until the model is first seen to label 80 % of the test images "
-    "rightly; it is looked at every tenth round, which does not count. The peers do the same "
-    "mathematics (clip, noise, batch size, step), so they need the same rounds; each one's time a "
-    "round is measured here over a few rounds, and its row is that times the rounds. Data from "
+    "without padding, DP-FedAvg with one step per round, (ε, δ) = (2, 1e-5) per record and site "
+    "(add/remove one record, PLD), σ calibrated to all 300 planned rounds. fedpact's row is the "
+    "time from the first round until the model first classifies 80 % of the test images "
+    "correctly. It is evaluated every tenth round, which does not count. The peers compute the "
+    "same (clip, noise, batch size, step), so they need the same number of rounds; a peer's row "
+    "is its time per round, measured over a few rounds, times that number. Data from "
     "$FEDPACT_DATA."
 )
 NAMES = ("accuracy",)

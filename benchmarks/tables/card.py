@@ -13,9 +13,9 @@ from benchmarks.timing import Work, by_turns, milliseconds
 
 TITLE = "A graphics card"
 ABOUT = (
-    "Records, model, noise and step on the card, each step waited for to its end. Ratios to the "
-    "plain step there. card-rounds: rounds of ten and of a hundred sites of model B, batch 75, "
-    "five local steps."
+    "Records, model, noise and step on the GPU; each step is timed to its completion. Ratios to "
+    "the plain step on the GPU. card-rounds: rounds of ten and of a hundred sites of model B, "
+    "batch 75, five local steps."
 )
 NAMES = ("card", "card-rounds")
 DEVICE = "cuda"

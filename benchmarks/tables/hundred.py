@@ -9,8 +9,8 @@ from benchmarks.timing import Spread, milliseconds
 
 TITLE = "A round of a hundred sites"
 ABOUT = (
-    "Logistic regression 784→10 (A), one step a site and round, batch 75. fedpact's round is the "
-    "whole of it, on one worker, as fedpact chooses where steps are this short. " + pfl.ABOUT
+    "Logistic regression 784→10 (A), one step per site and round, batch 75. fedpact's time covers "
+    "the whole round, on one worker, which fedpact chooses when steps are this short. " + pfl.ABOUT
 )
 NAMES = ("round-100A",)
 _OURS = "fedpact"

@@ -11,8 +11,8 @@ from benchmarks.scale import Scale
 
 TITLE = "Peak memory"
 ABOUT = (
-    "Largest resident memory during set-up and three steps of model B, less what the process held "
-    "after its imports; ratios to the plain step of the same batch. One intra-op thread."
+    "Peak resident memory during set-up and three steps of model B, minus that after the imports;"
+    " ratios to the plain step of the same batch. One intra-op thread."
 )
 NAMES = ("memory",)
 

@@ -12,12 +12,12 @@ from fedpact.common.randomness.seeded import SeededDraws
 
 TITLE = "Noise"
 ABOUT = (
-    "Seconds beside torch.randn(d), float32, which uses one thread. All of ours is AES-256 in "
-    "counter mode and Box and Muller: a simulation's in float32 from 32 bits a number, as in the "
-    "prototype behind the goal; what a deployment draws, called secure here, in float64 with 52 "
-    "bits each for radius and angle. On the grid it is also rounded, added to the sum and checked, "
-    "the floating-point defence that a deployment uses, and takes the place of torch.randn and an "
-    "addition; a site draws it on all of its cores."
+    "Time relative to torch.randn(d), float32, which uses one thread. fedpact uses AES-256 in "
+    "counter mode and Box-Muller: simulations in float32 from 32 bits per number; deployments "
+    '("secure") in float64 with 52 bits each for radius and angle. "On the grid" includes '
+    "rounding, adding to the sum and checking: the defence against floating-point attacks that a "
+    "deployment uses. It replaces torch.randn and an addition, and a site runs it on all of its "
+    "cores."
 )
 NAMES = ("noise",)
 

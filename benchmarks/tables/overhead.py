@@ -10,10 +10,10 @@ from benchmarks.timing import Spread
 
 TITLE = "Overhead"
 ABOUT = (
-    "Rounds of 100 sites of model A, one step of 75 expected records each, by one worker, with "
-    "ledgers and checkpoint on the disk; less 100 times the clipped sum alone on such a batch in "
-    "the same turn. The rest is sampling, noise, ledger, memory, messages, aggregation, ε and the "
-    "commit; the row without the disk has the folder in memory (/dev/shm)."
+    "Rounds of 100 sites of model A, one step of 75 expected records each, one worker, with "
+    "ledgers and checkpoint on the disk; minus 100 times the clipped sum alone on such a batch in"
+    " the same turn. What remains is sampling, noise, ledger, memory, messages, aggregation, ε "
+    "and the commit. The row without the disk has the folder in memory (/dev/shm)."
 )
 NAMES = ("overhead",)
 

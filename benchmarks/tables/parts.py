@@ -20,10 +20,10 @@ from fedpact.privacy.oracle import Charge
 
 TITLE = "Its parts"
 ABOUT = (
-    "Model B, an expected batch of 75 of 1,500 records, one step in a round. Ratios to the plain "
-    "step; the note has the part's time, also divided by the 75 records. A charge is one entry on "
-    "the disk, for all steps of a round; ε after a round is asked of the accountant for the whole "
-    "history (PLD), while the run goes on."
+    "Model B, an expected batch of 75 of 1,500 records, one step per round. Ratios to the plain "
+    "step; the note has the part's time, also per record. A charge is one entry on the disk for "
+    "all steps of a round. ε after a round is computed for the whole history (PLD) while the run "
+    "continues."
 )
 NAMES = ("parts",)
 

@@ -21,10 +21,10 @@ from fedpact.simulation.simulate import simulate
 
 TITLE = "Profile"
 ABOUT = (
-    "Where a run's processor time goes, from the first round to the last, one worker: the shares "
-    "of the kernel (clipped sums) and of the noise; the rest is sampling, ledgers, messages, "
-    "aggregation, ε and checkpoints. The embedded default is logistic regression on 1,437 small "
-    "digits; the other is ten sites of model B, batch 75, one step a round."
+    "Where a run spends its processor time, from the first round to the last, with one worker: "
+    "the shares of the kernel (clipped sums) and of the noise. The rest is sampling, ledgers, "
+    "messages, aggregation, ε and checkpoints. The built-in default is logistic regression on "
+    "1,437 small digits; the other run has ten sites of model B, batch 75, one step per round."
 )
 NAMES = ("profile",)
 

@@ -11,10 +11,10 @@ from benchmarks.timing import Spread, by_turns
 
 TITLE = "Distance from the roofline"
 ABOUT = (
-    "The clipped sum of B multiplies matrices: forward, the inputs' gradients of all layers but "
-    "the first, and the weights' gradients, 5.43 GFLOP at a batch of 75. The roofline is their "
-    "number over the rate at which this machine multiplies two square matrices of 2,048 rows "
-    "(float32; the better of torch's and numpy's library) in the same turn, on one thread."
+    "The clipped sum of B multiplies matrices: forward, the gradients of all inputs but the first"
+    " layer's, and the weights' gradients, 5.43 GFLOP at a batch of 75. The roofline is this "
+    "number divided by the rate at which this machine multiplies two square matrices of 2,048 "
+    "rows (float32; the better of torch's and numpy's library) in the same turn, on one thread."
 )
 NAMES = ("roofline",)
 

@@ -11,11 +11,12 @@ from fedpact.simulation.machine import available_cores
 
 TITLE = "A round of ten sites"
 ABOUT = (
-    "One step a site and round, batch 75 (fedpact: Poisson batches of that mean). fedpact's round "
-    "is the whole of it: sites on one worker a core, ledgers and checkpoint on the disk, messages "
-    "encoded. A loop over Opacus makes each site's model private anew, as a client does, on all "
-    "cores. Flower runs its simulation (Ray, one CPU a client) with the same client function, in a "
-    "process of its own. How many times as long as fedpact's round each of them takes. " + pfl.ABOUT
+    "One step per site and round, batch 75 (fedpact: Poisson batches of that mean). fedpact's time "
+    "covers the whole round: sites on one worker per core, ledgers and checkpoint on the disk, "
+    "messages encoded. The loop over Opacus makes each site's model private again in every round, "
+    "as a client does, on all cores. Flower runs its simulation (Ray, one CPU per client) with the "
+    "same client function, in a separate process. Times are relative to fedpact's round. "
+    + pfl.ABOUT
 )
 NAMES = ("round-B", "round-A")
 

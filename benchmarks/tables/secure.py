@@ -26,12 +26,13 @@ from fedpact.simulation.secure_aggregation.session import Session
 
 TITLE = "Secure aggregation"
 ABOUT = (
-    "`secure`: processor time of all sites and the server together on one core, without training: "
-    "d numbers a site, two thirds of the sites have to stay, a tenth may work for the server. A "
-    "round is one in which nobody is missing, with its part, a twentieth, of a session's keys and "
-    "shares; *all others*: with masks between all, as among few sites. `deployed`: a round of "
-    "three processes and a server on this machine over Flower, TLS on, beside the same round "
-    "without secure aggregation; a SuperNode looks for work every three seconds."
+    "`secure`: processor time of all sites and the server together on one core, without training:"
+    " d numbers per site, two thirds of the sites must remain, a tenth may collude with the "
+    "server. A round without dropouts, including its twentieth of a session's keys and shares; "
+    "*all others*: every pair of sites shares a mask, as with few sites. `deployed`: a round of "
+    "three processes and a server on this machine over Flower, with TLS, compared with the same "
+    "round without secure aggregation. Measured with sites that looked for work every three "
+    "seconds."
 )
 NAMES = ("secure", "deployed")
 _PORT = 18950

@@ -12,10 +12,10 @@ from benchmarks.timing import milliseconds
 
 TITLE = "From 10 to 1,000 sites"
 ABOUT = (
-    "Model B, one step of 8 expected records a site and round, 16,000 records over all sites "
-    "together, one worker a core, each run in a process of its own, for 400 steps or two rounds, "
-    "the median of five. Peak memory is what the run adds to data and imports, beside that of 10 "
-    "sites; time is a round's, for each site, beside that of 10 sites."
+    "Model B, one step of 8 expected records per site and round, 16,000 records over all sites "
+    "together, one worker per core, each run in a separate process, for 400 steps or two rounds, "
+    "the median of five. Peak memory is what the run adds to data and imports, relative to 10 "
+    "sites; time is per round and site, relative to 10 sites."
 )
 NAMES = ("sites",)
 

@@ -10,12 +10,13 @@ from benchmarks.timing import Turns, by_turns, milliseconds
 
 TITLE = "One private step"
 ABOUT = (
-    "A step is: clipped sum of the batch's per-sample gradients, noise, new weights; fedpact's go "
-    "through the oracle, with everything it checks. Everybody's batch is at hand: what it costs to "
-    "sample and to gather it is among the parts below. Ratios to the plain step (nn.Module, "
-    "cross_entropy, torch.optim.SGD) of the same turn, one intra-op thread. A: logistic regression "
-    "784→10; B: the papers' CNN with padding 2 (d = 1,663,370); Bnp: without padding (582,026); C: "
-    "with padding on 3x32x32; 13M: B with 4,096 hidden units (d = 12.9 million)."
+    "A step computes the clipped sum of the batch's per-sample gradients, adds noise and updates "
+    "the weights; fedpact's goes through the oracle with all its checks. All batches are in "
+    "memory; sampling and gathering are among the parts below. Ratios to the plain step "
+    "(nn.Module, cross_entropy, torch.optim.SGD) of the same turn, one intra-op thread. A: "
+    "logistic regression 784→10; B: the papers' CNN with padding 2 (d = 1,663,370); Bnp: without "
+    "padding (582,026); C: with padding on 3x32x32; 13M: B with 4,096 hidden units (d = 12.9 "
+    "million)."
 )
 NAMES = ("step-A", "step-B", "step-Bnp", "step-C", "step-13M")
 

@@ -10,8 +10,9 @@ from fedpact.simulation.machine import available_cores
 
 TITLE = "Workers"
 ABOUT = (
-    "Rounds of ten sites of model B, batch 75, one step each, by one worker and by one a core (two "
-    "at most): runs in turn, the median round of each. The results are the same bits."
+    "Rounds of ten sites of model B, batch 75, one step each, with one worker and with one per "
+    "core (at most two): runs in turn, the median round of each. The results are bit for bit the "
+    "same."
 )
 NAMES = ("workers",)
 

@@ -381,7 +381,7 @@ def test_the_page_shows_marks_values_and_commands(tmp_path, monkeypatch):
         f"`python -m benchmarks noise`, {WHERE}; on a busy machine",
         f"`python -m benchmarks memory`, {WHERE}; quick: few repetitions",
         "Measured on: processor: abacus; torch: 0;",
-        "`step-B`: not measured here.",
+        "Not measured: `python -m benchmarks step-B`.",
     ):
         assert line in text
     assert "Not to be seen." not in text
