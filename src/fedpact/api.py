@@ -84,7 +84,7 @@ class Result(Simulated):
         run = self._run
         seeded = "SIMULATION: protects nobody" if run.seeded else ""
         return card(
-            f"{run.plan.get('algorithm')} on {run.plan.get('data')}",
+            run.title,
             build_headline(run),
             warning=seeded if run.private else "NOT PRIVATE",
             bad=not run.private,

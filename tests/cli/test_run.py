@@ -136,6 +136,8 @@ def test_run_prints_the_outcome_and_the_reports_path(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "add/remove one record" in done.stdout
     assert "δ = 1e-05" in done.stdout
+    shown = fedpact("report", "r", cwd=tmp_path)
+    assert shown.stdout == done.stdout
     assert "r/report.html" in done.stdout
     assert (tmp_path / "r" / "report.html").stat().st_size > 10_000
     # Not a terminal: a plain line for every round, on the other stream.
@@ -313,7 +315,7 @@ def test_a_run_without_any_accuracy_says_why(tmp_path):
     changed = [part for one in given for part in ("--set", one)]
     done = fedpact("run", *QUICK, *changed, "--out", "runs/one", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "none: there is no test set, and no site holds out a record" in done.stdout
+    assert "there is no public test set, and no site holds out a record" in done.stdout
 
 
 def test_runs_sharing_ledgers_report_their_total(tmp_path):
@@ -323,4 +325,4 @@ def test_runs_sharing_ledgers_report_their_total(tmp_path):
     assert "together" not in first.stdout
     then = fedpact("run", *QUICK, *given, "--set", "seed=5", "--out", "runs/two", cwd=tmp_path)
     assert then.returncode == 0, then.stderr
-    assert "2 runs in kept: together ε <= 2 at δ = 2e-05" in then.stdout
+    assert "2 runs in kept: together ε ≤ 2 at δ = 2e-05" in then.stdout

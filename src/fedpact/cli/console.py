@@ -4,17 +4,21 @@ import json
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 from fedpact.common.records import strict
 
+if TYPE_CHECKING:
+    from fedpact.report.run_summary import RunSummary
+
 INTERRUPTED: Final = 130
-"""The exit code of a command that Ctrl-C stopped, as in shells; a script must not go on after it as
-if the command had finished."""
+"""The exit code of a command that was stopped with Ctrl-C, as in shells."""
 
 
 def show(document: Mapping[str, Any], as_json: bool, text: Callable[[], None]) -> None:
@@ -28,16 +32,43 @@ def show(document: Mapping[str, Any], as_json: bool, text: Callable[[], None]) -
         text()
 
 
+def print_run(run: "RunSummary", page: Path | None) -> None:
+    """Print a run's headline figures, which are also those of its page, and the page's path."""
+    from fedpact.common.notebook import print_table
+    from fedpact.report.page import build_headline
+
+    table = Table(
+        title=Text(f"{run.title}: {run.ended}"), title_justify="left", show_header=False, box=None
+    )
+    for card in build_headline(run):
+        note = card.note + (" (simulator only)" if card.simulator_only else "")
+        # Text, because a site's name may look like markup.
+        value = Text(card.value, style="bold red" if card.bad else "bold")
+        table.add_row(card.label, value, Text(note))
+    console = Console()
+    # A pipe has no width: each figure gets one line.
+    console.width = console.width if console.is_terminal else 200
+    print_table(console, table)
+    if run.private and run.seeded:
+        console.print(
+            "A simulation: its seeded noise protects nobody; ε is what a deployment would "
+            "guarantee."
+        )
+    # Not wrapped: a path must stay whole to be opened.
+    if page is not None:
+        console.print(Text(str(page)), soft_wrap=True)
+
+
 def plain_console() -> Console:
     """Return a console that prints lines whole and colours no numbers."""
     return Console(highlight=False, soft_wrap=True)
 
 
 class StopOnInterrupt:
-    """True once Ctrl-C was pressed, to end after the round under way; a second one ends at once.
+    """True once Ctrl-C was pressed, so that a run ends after its current round.
 
-    So does the first before anybody has asked, as then no round is under way: while records are
-    read and features made, which takes minutes.
+    A second Ctrl-C interrupts at once, as does the first before the first call: no round has begun
+    while records are read and features are computed.
     """
 
     def __init__(self, console: Console) -> None:
@@ -75,7 +106,7 @@ class Group(TyperGroup):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        # Typer would say the same once more.
+        # Otherwise Typer repeats the suggestion.
         self.suggest_commands = False
 
 

@@ -243,12 +243,6 @@ class Federation(BaseModel):
 
     def form(self, plan: Plan) -> SumsForm:
         """Return what is summed of held-out records. Raises PlanError: it does not fit."""
-        if (plan.evaluation.groups is None) != (self.groups is None):
-            raise PlanError(
-                f"evaluation.groups of plan.json is {plan.evaluation.groups!r} with groups = "
-                f"{self.groups} in federation.toml: expected both or none, as `fedpact deploy "
-                "init` writes them"
-            )
         return plan.sums_form(self.classes, self.groups)
 
     def workshop(self, plan: Plan, at: Path) -> TrainingSetup:

@@ -416,7 +416,7 @@ def _write_site(directory: Path, scene: SimulationSetup, name: str, with_records
     if with_records:
         part = scene.partition
         # With evaluations a site has all its records, and finds out itself which are held out.
-        held = part.held_out[name] if plan.evaluation.used else part.held_out[name][:0]
+        held = part.held_out[name] if scene.form.share else part.held_out[name][:0]
         chosen = torch.from_numpy(np.sort(np.concatenate([part.train[name], held])))
         x, y = scene.raw.x[chosen], scene.raw.y[chosen]
         with replacing(directory / "records.npz", private=True) as new, new.open("wb") as file:

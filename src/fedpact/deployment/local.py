@@ -119,21 +119,19 @@ def run_all_parties(directory: Path) -> Path:
 def inspect_deployment(directory: Path) -> dict[str, Any]:
     """Return who runs, the last committed round, and what each ledger on this machine says.
 
-    evaluations: the (ε, δ) that they may cost whoever is held out; None without any. ended: how the
-    log of each party ends that has run here and does not any more.
+    evaluations: their (ε, δ) for a held-out record; None if nothing is released. ended: the last
+    lines of the log of each party that ran here and has ended.
     """
     places = parties(directory)
     running = {name: is_held(where) for name, where in places.items()}
     server = places.get(SERVER)
     any_party = next(iter(places.values()))
     plan = Plan.read(any_party / "plan.json")
-    federation = Federation.read(any_party / "federation.toml")
+    federation, once = Federation.read(any_party / "federation.toml"), plan.evaluation_terms
     return {
         "run": federation.run,
         "adjacency": plan.privacy.adjacency,
-        "evaluations": [plan.evaluation.epsilon, plan.evaluation.delta]
-        if plan.private and plan.evaluation.used
-        else None,
+        "evaluations": [once.budget.epsilon, once.budget.delta] if once else None,
         "running": running,
         "ended": {
             name: last_log_lines(directory, name)

@@ -134,7 +134,7 @@ class Coordinator:
         each = ((one.columns, one.size) for one in found.terms.values())
         advise_of_loud(f"run {federation.run}", each)
         test = (directory / "test.npz").exists() and not plan.local.head
-        check_public(plan.budget.early, plan.private, form.settings, test=test, held=False)
+        check_public(plan.budget.early, plan.private, form, test=test, held=False)
         return found
 
     @property
@@ -176,7 +176,7 @@ class Coordinator:
         if form.once is None:
             return {}
         # All of a site's records at most, however they fall.
-        return longest_sums(form.once, form.lengths, terms.size / (1 - form.settings.share))
+        return longest_sums(form.once, form.lengths, terms.size / (1 - form.share))
 
     def run(
         self,

@@ -212,7 +212,7 @@ class Examiner:
         self._test = federation.seeds == "test"
         self._secure = SecureDraws()
         self._key = b""
-        if self.form.settings.used:
+        if self.form.share:
             drawn = key_of_seed(plan.seed, name) if self._test else None
             self._key = drawn or _examiner_key(files.directory, files.ledger, federation.run)
         self.last = LastReply(store, "evaluation")
@@ -221,7 +221,7 @@ class Examiner:
 
     def split(self, own: Own) -> Tensor:
         """Return which of the site's records are held out, bool [n]."""
-        share, key = self.form.settings.share, self._key or b"-"
+        share, key = self.form.share, self._key or b"-"
         return hold_out(own.raw, own.records.y, share, key, own.whose)
 
     def take(self, raw: Tensor, held: Records) -> None:
@@ -251,7 +251,7 @@ class Examiner:
 
     def note(self, task: Task, memory: State, bench: Worker) -> None:
         """Keep the exact sums of a task's model for the owner. Whatever goes wrong, stays here."""
-        if self._held is None or task.round == 0 or not self.form.settings.used:
+        if self._held is None or task.round == 0 or not self.form.share:
             return
         try:
             ended = task.algorithm in (EVALUATION, FINAL)

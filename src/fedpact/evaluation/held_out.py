@@ -158,6 +158,11 @@ class SumsForm:
     rounds: int = 0
 
     @property
+    def share(self) -> float:
+        """The share of held-out records; 0: none."""
+        return self.settings.share
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Channel -> the shape of its sums, in the order of the plan."""
         every = {
@@ -172,7 +177,8 @@ class SumsForm:
     def whole(self) -> "SumsForm":
         """All sums for this number of classes, which the owner sees without any cost."""
         last = "roc" if len(self.classes) == 2 else "false_positives"
-        return replace(self, settings=self.settings.with_releases(["hits", "loss", last]))
+        releases = ["hits", "loss", last]
+        return replace(self, settings=self.settings.model_copy(update={"releases": releases}))
 
     @property
     def shown(self) -> "SumsForm":
@@ -195,7 +201,7 @@ class SumsForm:
         """Whether the model is evaluated after this round."""
         every = self.settings.every
         regular = every > 0 and round_number % every == 0
-        return self.settings.used and round_number > 0 and (regular or round_number == self.rounds)
+        return self.share > 0 and round_number > 0 and (regular or round_number == self.rounds)
 
     def split(self, key: bytes, *, persons: bool) -> str:
         """Return a digest of the split for the ledger, which reveals nothing about the key.
@@ -203,7 +209,7 @@ class SumsForm:
         persons: whether persons are split, with all their records, or records.
         """
         by = "person" if persons else "record"
-        return hashlib.sha256(f"{self.settings.share!r}/{by}/".encode() + key).hexdigest()[:32]
+        return hashlib.sha256(f"{self.share!r}/{by}/".encode() + key).hexdigest()[:32]
 
     def reserve(self, ledger: Ledger, run: str, split: str) -> None:
         """Reserve a run's evaluations. Raises what Ledger.reserve raises: e.g. another split."""
@@ -222,7 +228,12 @@ def form_of(
     once: FullDataRelease | None = None,
     rounds: int = 0,
 ) -> SumsForm:
-    """Return the sums' form. Raises PlanError: a release that does not fit the classes."""
+    """Return the sums' form. Raises PlanError: a release that does not fit classes or groups."""
+    if (settings.groups is None) != (groups is None):
+        raise PlanError(
+            f"evaluation.groups is {settings.groups!r} with groups = {groups}: expected both or "
+            "none; federation.toml has the groups that `fedpact deploy init` wrote with plan.json"
+        )
     if "roc" in settings.releases and settings.used and len(classes) != 2:
         raise PlanError(
             f'evaluation.releases has "roc", but there are {len(classes)} classes: a ROC curve '

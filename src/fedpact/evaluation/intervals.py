@@ -443,18 +443,16 @@ class Early:
         return ""
 
 
-def check_public(
-    early: bool, private: bool, evaluation: EvaluationSettings, *, test: bool, held: bool
-) -> None:
+def check_public(early: bool, private: bool, form: SumsForm, *, test: bool, held: bool) -> None:
     """Raise PlanError if early stopping needs an accuracy that is not available.
 
     early: whether an accuracy may end the run. test: whether the shared model is evaluated on a
     public test set. held: whether there are held-out records, for the accuracy of a plain run.
     """
-    if not early or test or (private and evaluation.used and evaluation.releases):
+    if not early or test or (private and form.once is not None):
         return
     told = "budget.accuracy or budget.patience in a"
-    if private and evaluation.used:
+    if private and form.share:
         raise PlanError(
             f"{told} private run with evaluation.releases = [] and without a public test set: "
             "nothing is released about held-out records that could stop the run; set "

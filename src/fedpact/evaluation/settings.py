@@ -1,17 +1,17 @@
 """The [evaluation] table of a plan: which records are held out, and what is released of them.
 
     [evaluation]
-    share = 0.2                of each site's records; 0: none, and nothing is released
-    every = 10                 rounds; 0: once, of the last model
-    epsilon = 1.0              (ε, δ) of a record that is held out, of all evaluations together
+    share = 0.2
+    every = 10
+    epsilon = 1.0
     delta = 1e-5
     releases = ["hits", "loss", "roc"]
-                               []: nothing leaves a site, and each owner sees its own figures
-    groups = "sex"             a column with declared categories: hits by group
+    groups = "sex"
 
-All of it is public, the same at every party, and part of the plan.
+All of it is public and the same at every party.
 """
 
+import math
 from typing import Final, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
@@ -21,41 +21,44 @@ from fedpact.privacy.accounting.accountant import Accountant, Budget
 from fedpact.privacy.terms import FullDataRelease
 
 DECLARE: Final = (
-    "To have it evaluated at the sites, declare [evaluation] share = 0.2 (of each site's records, "
+    "To evaluate the model at the sites, declare [evaluation] share = 0.2 (of each site's records, "
     "which then are not trained on), epsilon and delta: sites release noisy counts of them; with "
     "releases = [] they release nothing, at no cost, and each site's owner alone sees its figures"
 )
-"""What is said where nothing is evaluated."""
+OWNERS_ONLY: Final = (
+    "Sites hold out records and release nothing about them (evaluation.releases = []): "
+    "`fedpact deploy status SITE_DIRECTORY` shows a site's owner its own figures"
+)
 
 ReleasedMeasure = Literal["hits", "loss", "roc", "false_positives"]
 
 
 class EvaluationSettings(BaseModel):
-    """Which records are held out of training, and what is released of them. See the module."""
+    """Which records are held out of training, and what is released about them."""
 
     model_config = FROZEN
     share: float = Field(default=0.0, ge=0, lt=1)
-    """The part of each site's records that is held out, 0 for none; each falls to one side by
-    itself, so it is about so large."""
+    """The approximate share of each site's records that is held out, 0 for none; each record is
+    assigned independently."""
     every: int = Field(default=0, ge=0)
-    """Rounds between evaluations, 0 for the last model only, which is evaluated in any case."""
+    """Rounds between evaluations, 0 for the last model only, which is always evaluated."""
     epsilon: float = Field(default=1.0, gt=0)
-    """(ε, δ) of a record that is held out, of all evaluations together."""
+    """(ε, δ) of a held-out record, for all evaluations together."""
     delta: float = Field(default=1e-5, gt=0, lt=1)
-    """(ε, δ) of a record that is held out, of all evaluations together."""
+    """(ε, δ) of a held-out record, for all evaluations together."""
     releases: list[ReleasedMeasure] = Field(default=["hits", "loss"])
-    """hits, a table of hits and misses by class (and group); loss, the sum of losses, each
-    clipped to loss_bound (with hits, which count the records); roc, scores by class, of two
-    classes only; false_positives, misses by the class that was said (and group), of more than
-    two classes, with hits."""
+    """hits: hits and misses by class (and group); loss: the sum of losses, each clipped to
+    loss_bound (needs hits, which count the records); roc: scores by class, for two classes;
+    false_positives: misses by predicted class (and group), for more than two classes, needs
+    hits. []: nothing leaves a site, and each owner sees its own figures."""
     loss_bound: float = Field(default=5.0, gt=0)
-    """The most that one record's loss counts."""
+    """The largest loss that one record counts with."""
     bins: int = Field(default=20, ge=2, le=1000)
-    """Of roc, into how many bins scores are counted."""
+    """The number of bins of scores in roc."""
     level: float = Field(default=0.95, gt=0, lt=1)
-    """How often an interval covers what it is for."""
+    """The coverage of the intervals."""
     groups: str | None = None
-    """A column of [records] with categories, by which hits are told apart."""
+    """A column of [records] with categories: hits are counted by group."""
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -80,10 +83,15 @@ class EvaluationSettings(BaseModel):
         """Whether records are held out."""
         return self.share > 0
 
+    @property
+    def why_unreleased(self) -> str:
+        """Why sites release no evaluations, and how they would."""
+        return OWNERS_ONLY if self.used else DECLARE
+
     def check_ends(
         self, accuracy: float | None, patience: int | None, private: bool, rounds: int
     ) -> None:
-        """Raise ValueError: an accuracy is to end a private run, and is not released on the way.
+        """Raise ValueError if early stopping needs an accuracy that is not released during the run.
 
         accuracy, patience, rounds: of the plan (algorithms.common.limits.Limits).
         """
@@ -93,31 +101,26 @@ class EvaluationSettings(BaseModel):
         told = f"budget.accuracy = {accuracy} and patience = {patience} with evaluation."
         if "hits" not in self.releases:
             raise ValueError(
-                f"{told}releases = {self.releases}: there is no accuracy among them that could end "
-                'the run; add "hits"'
+                f"{told}releases = {self.releases}: no accuracy among them could end the run; add "
+                '"hits"'
             )
         if not 0 < self.every < rounds:
             raise ValueError(
-                f"{told}every = {self.every} and rounds = {rounds}: the last model alone is "
-                "evaluated, when there is nothing left to end; set evaluation.every = 1, or as "
-                "many rounds as there are to be between evaluations"
+                f"{told}every = {self.every} and rounds = {rounds}: only the last model is "
+                "evaluated, which is too late; set evaluation.every = 1, or to the number of "
+                "rounds between evaluations"
             )
 
-    def with_releases(self, releases: list[ReleasedMeasure]) -> "EvaluationSettings":
-        """Return the same with other sums."""
-        return self.model_copy(update={"releases": releases})
-
-    def times(self, rounds: int) -> int:
-        """Return how many evaluations a run of so many rounds has."""
-        return -(-rounds // self.every) if self.every else 1
-
     def terms(self, rounds: int, spare: int, accountant: Accountant) -> FullDataRelease | None:
-        """Return what a site releases in so many rounds, and as many evaluations more as are spare.
+        """Return the terms of a site's evaluations in this many rounds; None: it releases nothing.
 
-        None: nothing. Raises BudgetExhausted: no noise is enough for it.
+        spare: the number of additional evaluations. Raises BudgetExhausted: no noise is enough.
         """
         if not self.used or not self.releases:
             return None
-        times, bounds = self.times(rounds) + spare, dict.fromkeys(map(str, self.releases), 1.0)
-        budget = Budget(self.epsilon, self.delta)
+        times = spare + (math.ceil(rounds / self.every) if self.every else 1)
+        bounds, budget = (
+            dict.fromkeys(map(str, self.releases), 1.0),
+            Budget(self.epsilon, self.delta),
+        )
         return FullDataRelease.within("evaluation", bounds, times, budget, accountant)

@@ -177,8 +177,8 @@ def _applicable(plan: JsonMapping) -> dict[str, Any]:
 
 def _steps(plan: JsonMapping) -> Any:
     """Return τ of a plan without such a setting."""
-    name, control = plan.get("algorithm"), plan.get("control", {})
-    if name not in algorithms.names() and ":" not in str(name):
+    name, control = str(plan.get("algorithm")), plan.get("control", {})
+    if name not in algorithms.names() and ":" not in name:
         return _UNKNOWN
     method = Method(name)
     if method.facts.controlled or control.get("kind", "fixed") != "fixed":

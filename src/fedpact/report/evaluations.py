@@ -9,7 +9,7 @@ from typing import Any
 from fedpact.common.format import against_majority_class, number, percent, upper
 from fedpact.common.notebook import TextTable
 from fedpact.evaluation.personal import METHOD, Gain, describe_joining
-from fedpact.evaluation.settings import DECLARE
+from fedpact.evaluation.settings import DECLARE, OWNERS_ONLY
 from fedpact.report.run_summary import RunSummary
 
 _NUMBERS = ("records", "persons", "loss")
@@ -94,15 +94,17 @@ def why_none(run: RunSummary, named: bool = True) -> str:
         codes = ", ".join(f"{site}: {code}" for site, code in sorted(last.items()))
         return f"no site has released an evaluation yet{f' ({codes})' if codes else ''}"
     if run.plan.get("evaluation", {}).get("share"):
-        return (
-            "sites hold out records and release nothing about them (evaluation.releases = []): "
-            "`fedpact deploy status SITE_DIRECTORY` shows a site's owner its own figures"
-        )
+        return f"{OWNERS_ONLY[:1].lower()}{OWNERS_ONLY[1:]}"
     if run.head:
         return (
             "with local.head each site has a head of its own, so the shared part cannot be "
             "evaluated; `fedpact personalise` shows a site's owner its own figures. "
             f"{DECLARE}"
+        )
+    if run.labels is not None and not run.private:
+        return (
+            "there is no public test set, and no site holds out a record: give more records, "
+            "fewer sites or a larger partition.held_out"
         )
     return f"neither a public test set nor [evaluation] was declared. {DECLARE}"
 

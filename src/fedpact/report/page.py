@@ -149,7 +149,7 @@ def render_run(run: RunSummary) -> str:
     return page(
         "page",
         run=run,
-        title=_title(run),
+        title=run.title,
         facts=_facts(run),
         cards=build_headline(run),
         meaning=explain_run(run),
@@ -179,13 +179,8 @@ def render_run(run: RunSummary) -> str:
     )
 
 
-def _title(run: RunSummary) -> str:
-    named = run.plan.get("about", {}).get("name")
-    return named or f"{run.plan.get('algorithm', 'a run')} on {run.plan.get('data', 'own data')}"
-
-
 def build_headline(run: RunSummary) -> list[CardFigure]:
-    """Return the figures at the top of the page, which are also those of `fedpact report`."""
+    """Return the headline figures, which page, terminal and notebook show alike."""
     allowed = run.bytes_allowed
     rounds = run.plan.get("rounds")
     bytes_note = f"{size(run.bytes_down)} to the sites, {size(run.bytes_up)} from them"
@@ -194,6 +189,8 @@ def build_headline(run: RunSummary) -> list[CardFigure]:
         *_learning_cards(run),
         _epsilon_card(run),
         *_alone_card(run),
+        *_evaluation_card(run),
+        *_ledger_card(run),
         *_audit_card(run),
         CardFigure(
             "rounds",
@@ -237,6 +234,9 @@ def _learning_cards(run: RunSummary) -> list[CardFigure]:
         worst, tenth = run.fairness["worst_site"], percent(run.fairness["worst_tenth"])
         note = f"{worst}; the worst 10 % have {tenth}"
         cards.append(CardFigure("worst site", percent(run.worst), note, simulator_only=True))
+    elif run.worst_loss is not None:
+        note = f"mean loss at {ranking(run.scores)[0]}"
+        cards.append(CardFigure("worst site", number(run.worst_loss), note, simulator_only=True))
     return cards
 
 
@@ -253,7 +253,9 @@ def _metric_cards(run: RunSummary) -> list[CardFigure]:
 
 def _epsilon_card(run: RunSummary) -> CardFigure:
     if not run.private:
-        return CardFigure("privacy", "NOT PRIVATE", "no (ε, δ) guarantee of any kind", bad=True)
+        why = run.privacy.get("why_unprotected")
+        note = "no (ε, δ) guarantee of any kind" + (f": {why}" if why else "")
+        return CardFigure("privacy", "NOT PRIVATE", note, bad=True)
     # An unknown ε comes first: it may be the largest.
     name, site = max(
         run.site_privacy.items(),
@@ -280,8 +282,25 @@ def _alone_card(run: RunSummary) -> list[CardFigure]:
     return [CardFigure("ε alone", upper(run.spent.alone), note)]
 
 
+def _evaluation_card(run: RunSummary) -> list[CardFigure]:
+    if not (found := run.released):
+        return []
+    value = f"{upper(max(found['epsilon_spent'].values()))} of {upper(found['epsilon'])}"
+    return [CardFigure("ε of evaluations", value, evaluations.cost(found))]
+
+
+def _ledger_card(run: RunSummary) -> list[CardFigure]:
+    """What all runs in the same kept ledgers may release together."""
+    kept = run.summary.get("ledgers")
+    if not kept or kept["runs"] < 2:
+        return []
+    epsilon, delta = upper(kept["epsilon_reserved"]), upper(kept["delta_reserved"])
+    note = f"{kept['runs']} runs in {run.plan['run']['ledgers']}: together ε ≤ {epsilon} at "
+    return [CardFigure("ε of all runs", epsilon, f"{note}δ = {delta}")]
+
+
 def _control_card(run: RunSummary) -> list[CardFigure]:
-    """What a controller of τ did, and how often it had no clear estimate to go by."""
+    """What a controller of τ did, and in how many rounds it had no clear estimate."""
     even = run.last.numbers.get("control/even")
     if even is None:
         return []

@@ -145,8 +145,14 @@ class RunSummary:
         return str(self.summary.get("status", "not ended"))
 
     @property
+    def title(self) -> str:
+        """The run's own name, or its algorithm and data."""
+        named = self.plan.get("about", {}).get("name")
+        return named or f"{self.plan.get('algorithm')} on {self.plan.get('data', 'own data')}"
+
+    @property
     def ended(self) -> str:
-        """The same in words."""
+        """The status in words."""
         return ENDS.get(self.status, self.status)
 
     @property

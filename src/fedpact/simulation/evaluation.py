@@ -71,7 +71,7 @@ class Evaluator:
     def _shown(self, round_number: int, last: bool) -> bool:
         """Whether a run of which nobody releases anything has exact sums by itself."""
         form = self._scene.form
-        due = form.settings.used and (last or form.is_due(round_number))
+        due = form.share > 0 and (last or form.is_due(round_number))
         return due and form.once is None and round_number > 0
 
     def _due(self, round_number: int) -> bool:

@@ -99,8 +99,7 @@ class SimulationSetup:
         _ = scene.form, scene.participants
         public = dataset.x_test is not None and not plan.local.head
         held_out = any(len(site.y_held) for site in sites)
-        early = plan.budget.early, plan.private, scene.form.settings
-        check_public(*early, test=public, held=held_out)
+        check_public(plan.budget.early, plan.private, scene.form, test=public, held=held_out)
         device_of(plan.run.device, plan.run.precision)
         scene.workshop.bench()
         check_shares(plan, terms, workshop.size)

@@ -361,8 +361,7 @@ def state_held_out(of: dict[str, Any] | None, form: SumsForm) -> list[str]:
     """
     if of is not None:
         return [state_evaluation(of)]
-    share = form.settings.share
-    return [_HELD_ONLY.format(share=share, unit=form.unit)] if form.settings.used else []
+    return [_HELD_ONLY.format(share=form.share, unit=form.unit)] if form.share else []
 
 
 def state_evaluation(of: dict[str, Any]) -> str:

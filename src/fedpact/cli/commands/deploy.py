@@ -32,12 +32,6 @@ _POLL_SECONDS = 0.5
 _SHOWN = 5
 
 
-_OWNERS = (
-    "Each site holds out records and releases nothing about them: `fedpact deploy status` in a "
-    "site's directory shows its owner the model's figures on them"
-)
-
-
 app = group("Run a federation on real machines, over Flower.")
 
 
@@ -91,7 +85,6 @@ def init(
     check_keys(config, overrides)
     from fedpact.deployment.files import Choices, write_deployment
     from fedpact.deployment.packaging import SERVER_HOSTS, write_package
-    from fedpact.evaluation.settings import DECLARE
     from fedpact.plan import Plan
     from fedpact.simulation.flower import require_flower
 
@@ -125,7 +118,7 @@ def init(
     if plan.evaluation_terms is None:
         public = (directory / "server" / "test.npz").exists()
         instead = "only the public server/test.npz" if public else "no records"
-        more = _OWNERS if plan.evaluation.used else DECLARE
+        more = plan.evaluation.why_unreleased
         told = f"The server will evaluate the model on {instead}. {more}."
         plain_console().print(told, markup=False)
 

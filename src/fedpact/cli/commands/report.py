@@ -11,15 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from fedpact.cli.console import AsJson, plain_console, show
+from fedpact.cli.console import AsJson, plain_console, print_run, show
 from fedpact.common.errors import InputError
 from fedpact.common.files import check_file, write_whole
 from fedpact.common.format import counted
-from fedpact.common.notebook import print_table
 
 if TYPE_CHECKING:
     from fedpact.api import Result
@@ -55,10 +51,10 @@ def report(
     try:
         path = write_page(found)
     except OSError:
-        # Read in a folder that is another's: the figures are there all the same.
-        show(_document(found, None), as_json, lambda: _print(found, None))
+        # The folder is read-only: its figures can be shown all the same.
+        show(_document(found, None), as_json, lambda: print_run(found, None))
         raise
-    show(_document(found, path), as_json, lambda: _print(found, path))
+    show(_document(found, path), as_json, lambda: print_run(found, path))
 
 
 def watch(
@@ -145,27 +141,6 @@ def _document(run: RunSummary, path: Path | None) -> dict[str, Any]:
         "audit": asdict(run.audit) if run.audit else None,
         "report": str(path) if path else None,
     }
-
-
-def _print(run: RunSummary, path: Path | None) -> None:
-    from fedpact.report.page import build_headline
-
-    table = Table(title=Text(f"run {run.path}"), show_header=False)
-    for card in build_headline(run):
-        note = card.note + (" (simulator only)" if card.simulator_only else "")
-        # Text, because a site's name may look like markup.
-        value = Text(card.value, style="bold red" if card.bad else "bold")
-        table.add_row(card.label, value, Text(note))
-    console = Console()
-    print_table(console, table)
-    if run.private and run.seeded:
-        console.print(
-            "A simulation: its seeded noise protects nobody; ε is what a deployment would "
-            "guarantee."
-        )
-    # Not wrapped: a path must stay whole to be opened.
-    if path is not None:
-        console.print(Text(str(path)), soft_wrap=True)
 
 
 def _asked(run: Path, average: bool, model: str | None) -> Result:

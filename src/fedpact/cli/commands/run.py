@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -19,20 +18,12 @@ from fedpact.cli.console import (
     Engine,
     Overrides,
     StopOnInterrupt,
+    print_run,
     show,
 )
 from fedpact.cli.reference import check_keys
 from fedpact.common.errors import DataError
-from fedpact.common.format import (
-    against_majority_class,
-    counted,
-    exact_percent,
-    format_epsilon,
-    format_metric,
-    headline_metric,
-    size,
-    upper,
-)
+from fedpact.common.format import exact_percent, headline_metric, size, upper
 
 if TYPE_CHECKING:
     from fedpact.api import Result
@@ -109,16 +100,22 @@ def _carry_out(plan: Plan, folder: Path, engine: str, as_json: bool) -> None:
 
 
 def _shown(plan: Plan, folder: Path, carry: Callable[..., Result], as_json: bool) -> None:
-    """Carry a run out as it is shown. carry: takes on_round and stop, as `fedpact.run` does."""
+    """Carry out a run with a progress line, then print its figures.
+
+    carry: takes on_round and stop, as `fedpact.run` does.
+    """
+    from fedpact.report.run_summary import read_run
+
     # Standard output is for the JSON document, so progress goes where people look: the terminal.
     console = Console(stderr=True, quiet=as_json)
     asked = StopOnInterrupt(console)
     with _Live(plan, folder, console) as live:
         result = carry(on_round=live, stop=asked)
+    report = folder / "report.html"
     show(
-        {**result.summary, "folder": str(folder), "report": str(folder / "report.html")},
+        {**result.summary, "folder": str(folder), "report": str(report)},
         as_json,
-        lambda: _print_outcome(plan, result),
+        lambda: print_run(read_run(folder), report),
     )
     if result.summary["status"] == "stopped":
         raise typer.Exit(INTERRUPTED)
@@ -195,70 +192,3 @@ class _Live:
             return ""
         each = (time.perf_counter() - self._began) / (done - self._first)
         return f"  {each * (self._plan.rounds - done):.0f} s left"
-
-
-def _spent(summary: dict[str, Any]) -> str:
-    alone = max(summary["epsilon_alone"].values(), default=None)
-    return format_epsilon(max(summary["epsilon"].values()), alone, summary["honest"])
-
-
-def _print_outcome(plan: Plan, result: Result) -> None:
-    from fedpact.evaluation.metrics import find_display
-    from fedpact.report import evaluations
-    from fedpact.report.run_summary import ENDS
-
-    summary, out = result.summary, Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    out.print(
-        f"{plan.algorithm} on {plan.data}: {counted(summary['rounds'], 'round')}, "
-        f"{ENDS[summary['status']]}"
-    )
-    if summary["loss"] is not None:
-        label, value = headline_metric(summary["accuracy"], summary["loss"], exact_percent)
-        against = against_majority_class(summary["accuracy"], summary.get("commonest"))
-        out.print(f"{label:<10} {value}{against and f' ({against})'}")
-    else:
-        part = plan.partition.held_out
-        out.print(
-            "accuracy   none: there is no test set, and no site holds out a record "
-            f"(partition.held_out = {part if isinstance(part, str) else f'{part:g}'} of each "
-            "site's): give more records, fewer sites or a larger part"
-        )
-    if (average := summary["average"]) is not None:
-        label, value = headline_metric(average["accuracy"], average["loss"], exact_percent)
-        its = "" if label == "accuracy" else f"{label} "
-        kind = result.records[-1].describe_average(plan.server.average)
-        out.print(f"average    {its}{value} ({kind})")
-    for name, value in result.records[-1].metrics.items():
-        out.print(f"{find_display(name).label:<10} {format_metric(find_display(name).form, value)}")
-    if summary["worst_site"] is not None:
-        worst = summary["worst_site"]
-        label, value = headline_metric(worst["accuracy"], worst["loss"], exact_percent)
-        its = "" if label == "accuracy" else f"{label} "
-        out.print(f"worst site {worst['site']} at {its}{value} (simulator only)")
-    if plan.private:
-        out.print(
-            f"privacy    ε <= {_spent(summary)} at δ = "
-            f"{upper(max(summary['delta'].values()))} for each site, {summary['adjacency']}, "
-            f"accountant {summary['accountant']}; covers every release of the "
-            f"{'training' if plan.evaluation_terms else 'run'}"
-        )
-        if (kept := summary["ledgers"]) and kept["runs"] > 1:
-            epsilon, delta = upper(kept["epsilon_reserved"]), upper(kept["delta_reserved"])
-            out.print(
-                f"ledgers    {kept['runs']} runs in {plan.run.ledgers}: together ε <= {epsilon} "
-                f"at δ = {delta}"
-            )
-        if summary["evaluation"]:
-            out.print(
-                f"released   {evaluations.describe_figures(summary['evaluation']['figures'])}"
-            )
-            for line in evaluations.compare_with_classes(summary["evaluation"]):
-                out.print(f"           {line}")
-            out.print(
-                f"           of held-out records, at {evaluations.cost(summary['evaluation'])}"
-            )
-    else:
-        out.print(f"privacy    NONE: {plan.why_unprotected}")
-    out.print(f"sent       {size(summary['bytes_up'] + summary['bytes_down'])}")
-    out.print(f"time       {summary['seconds']:.1f} s")
-    out.print(f"report     {result.folder / 'report.html'}")
