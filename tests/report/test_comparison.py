@@ -414,7 +414,7 @@ def test_the_page_fetches_nothing_and_is_well_formed(tmp_path: Path) -> None:
     assert "NOT PRIVATE" in found.text
     assert "SIMULATION" in found.text
     titles = [f"Accuracy against {against}" for against in ("rounds", "bytes", "ε")]
-    assert sorted(found.titles()) == sorted(["Accuracy: difference from one", *titles])
+    assert sorted(found.titles()) == sorted(titles)
 
 
 @pytest.mark.parametrize("pooled", [True, False])
@@ -539,6 +539,16 @@ def test_differences_are_paired_by_seed_and_corrected(tmp_path: Path) -> None:
     assert [row[0] for row in table.rows] == ["better minus reference", "same minus reference"]
     assert table.rows[0][1] == "+3.07"
     assert document(comparison)["paired"]["accuracy"][0]["entry"] == "better"
+
+
+def test_equal_differences_are_no_evidence(tmp_path: Path) -> None:
+    for name, offset in (("one", 0.0), ("two", 5 / 355)):
+        for seed, final in enumerate((0.1, 0.7)):
+            put(tmp_path, name, seed, {0: 0.1, 2: final + offset})
+    comparison = read(tmp_path, ["one", "two"], [0, 1])
+    (only,) = comparison.paired(lambda run: run.accuracy)
+    assert (only.p, only.known) == (1.0, False)
+    assert paired_table(comparison).rows[0][1:4] == ("+1.41", "–", "–")  # type: ignore[union-attr]
 
 
 def test_of_one_seed_or_no_figure_nothing_is_said(tmp_path: Path) -> None:

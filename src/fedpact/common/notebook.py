@@ -166,23 +166,28 @@ class TextTable:
             table.add_row(*map(Text, row))
         print_table(console, table)
 
-    def html(self, title: str, note: str) -> str:
-        """Return it as a card."""
+    def html(self, title: str, note: str, warning: Sequence[str] = ()) -> str:
+        """Return it as a card. warning: lines above the table, in red."""
         cell = (
-            'style="padding:.2rem 1rem .2rem 0;text-align:{};white-space:nowrap;'
-            'border-bottom:1px solid var(--line)"'
+            'style="padding:.2rem .8rem .2rem 0;text-align:{};vertical-align:bottom;'
+            'white-space:{};border-bottom:1px solid var(--line)"'
         )
-        side = [cell.format("left"), *[cell.format("right")] * len(self.headings)]
+        told = "".join(f'<div style="color:var(--bad)">{escape(line)}</div>' for line in warning)
 
         def line(cells: Sequence[str], tag: str) -> str:
-            parts = zip(cells, side, strict=True)
+            # Headings wrap, numbers do not: a narrow output is scrolled past the names of the rows.
+            wrap = "normal" if tag == "th" else "nowrap"
+            name = cell.format("left;position:sticky;left:0;background:var(--page)", wrap)
+            styles = [name, *[cell.format("right", wrap)] * len(self.headings)]
+            parts = zip(cells, styles, strict=True)
             return f"<tr>{''.join(f'<{tag} {s}>{escape(c)}</{tag}>' for c, s in parts)}</tr>"
 
         body = "".join(line(row, "td") for row in self.rows)
         head = line((self.first, *self.headings), "th")
         return (
-            f'<style>{css()}</style><div class="fedpact" style="{_BOX};overflow-x:auto">'
-            f'<b style="font-size:1.05rem">{escape(title)}</b>'
+            f'<style>{css()}</style><div class="fedpact" style="{_BOX};width:fit-content;'
+            'box-sizing:border-box;max-width:100%;overflow-x:auto">'
+            f'<b style="font-size:1.05rem">{escape(title)}</b>{told}'
             '<table style="border-collapse:collapse;margin:.5rem 0;background:none;color:inherit">'
             f"<thead>{head}</thead><tbody>{body}</tbody></table>"
             f'<div style="{_SOFT}">{escape(note)}</div></div>'

@@ -105,7 +105,7 @@ def _run(party: Path, folder: Path, held: bool, changed: object) -> Document:
     }
     return {
         "kind": "run",
-        "name": run.plan.get("about", {}).get("name") or name,
+        "name": run.title,
         "run": name,
         "algorithm": run.plan.get("algorithm"),
         "status": run.status if ended else state,

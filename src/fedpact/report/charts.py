@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter
 
 from fedpact.common.format import choose_byte_unit, counted, percent, size, upper
 from fedpact.common.messages import RoundRecord
-from fedpact.evaluation.metrics import find_display, ranking
+from fedpact.evaluation.metrics import METRICS, find_display, ranking
 from fedpact.report.drawing import (
     BLUE,
     GREEN,
@@ -204,10 +204,14 @@ def accuracy(run: RunSummary) -> Drawing | None:
 
 
 def metric(run: RunSummary, name: str) -> Drawing | None:
-    """A metric over rounds, on a logarithmic axis where it spans orders of magnitude."""
+    """A metric over rounds; METRICS on a logarithmic axis if they span orders of magnitude."""
     known = [(r.round, r.metrics[name]) for r in run.records if name in r.metrics]
     return _over_rounds(
-        find_display(name).label, known, find_display(name).about, simulator_only=True
+        find_display(name).label,
+        known,
+        find_display(name).about,
+        simulator_only=True,
+        log=name in METRICS,
     )
 
 
@@ -221,7 +225,12 @@ def draw_loss(run: RunSummary) -> Drawing | None:
 
 
 def _over_rounds(
-    label: str, known: list[tuple[int, float]], about: str, *, simulator_only: bool
+    label: str,
+    known: list[tuple[int, float]],
+    about: str,
+    *,
+    simulator_only: bool,
+    log: bool = True,
 ) -> Drawing | None:
     points = thin([(at, value) for at, value in known if math.isfinite(value)])
     if not points:
@@ -231,7 +240,7 @@ def _over_rounds(
         axes = sheet.axes("round", label)
         rounds, values = zip(*points, strict=True)
         axes.plot(rounds, values, color=GREEN, marker=marker(len(points)), ms=3.5)
-        if min(values) > 0 and max(values) > 30 * min(values):
+        if log and min(values) > 0 and max(values) > 30 * min(values):
             log_axis(axes)
         elif max(values) > 0:
             axes.set_ylim(0, 1.08 * max(values))

@@ -50,8 +50,9 @@ def name_swept_value(key: str, value: Any) -> str:
 class PairedDifference:
     """An entry's measure minus the reference's, over the seeds that both have run.
 
-    low, high: 95 % interval of the mean by Student's t. p: two-sided, of no difference in the mean.
-    Both suppose that the seeds' differences are normal; of one seed the interval is NaN and p 1.
+    low, high: 95 % interval of the mean by Student's t. p: two-sided, for no difference in means.
+    Both assume normal differences. For a single seed, or equal differences, which say nothing about
+    their spread, the interval is NaN and p is 1.
     """
 
     entry: "Entry"
@@ -61,6 +62,11 @@ class PairedDifference:
     low: float
     high: float
     p: float
+
+    @property
+    def known(self) -> bool:
+        """Whether there is an interval."""
+        return math.isfinite(self.low)
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,11 +298,12 @@ def _pair(
     if not found or not all(map(math.isfinite, found)):
         return None
     n, mean = len(found), statistics.fmean(found)
-    if n == 1:
+    # Accuracies on few records are often equally far apart; what is left is rounding.
+    if max(found) - min(found) <= 1e-9 * max(1.0, abs(mean)):
         return PairedDifference(entry, reference, n, mean, math.nan, math.nan, 1.0)
     error = statistics.stdev(found) / math.sqrt(n)
     half = float(stdtrit(n - 1, 0.975)) * error
-    p = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
+    p = 2 * float(stdtr(n - 1, -abs(mean) / error))
     return PairedDifference(entry, reference, n, mean, mean - half, mean + half, p)
 
 

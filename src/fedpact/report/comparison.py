@@ -182,7 +182,8 @@ def tabulate_sweep(comparison: Comparison, key: str) -> list[TextTable]:
 PAIRED_NOTE: Final = (
     "over the seeds that both have run, which share each seed's partition and records: mean, 95 % "
     "interval by Student's t, and p by Holm's correction for all differences in a column; below "
-    "0.05 it is more than chance; accuracies are in percentage points"
+    "0.05 it is more than chance; –: one seed, or equal differences, which tell nothing of their "
+    "spread; accuracies are in percentage points"
 )
 
 
@@ -197,8 +198,8 @@ def paired_table(comparison: Comparison) -> TextTable | None:
         for one in found:
             row = rows.setdefault(name_pair(comparison, one), [])
             row += ["–"] * (len(headings) - 3 - len(row)) + [form(one.mean)]
-            known = one.seeds > 1
-            row += [f"{form(one.low)} to {form(one.high)}", _chance(one.p)] if known else ["–", "–"]
+            interval = f"{form(one.low)} to {form(one.high)}"
+            row += [interval, _chance(one.p)] if one.known else ["–", "–"]
     filled = [(name, *row, *["–"] * (len(headings) - len(row))) for name, row in rows.items()]
     return TextTable(tuple(headings), filled) if rows else None
 

@@ -222,7 +222,7 @@ def name_pair(comparison: Comparison, one: PairedDifference) -> str:
 def draw_paired(comparison: Comparison) -> Drawing | None:
     """Draw the differences of what the models are judged by, with their intervals."""
     measure = comparison.judged
-    found = [d for d in comparison.paired(SWEPT[measure]) if d.seeds > 1][:MANY]
+    found = [d for d in comparison.paired(SWEPT[measure]) if d.known][:MANY]
     if not found:
         return None
     with Sheet(1 + 0.24 * len(found)) as sheet:

@@ -420,7 +420,7 @@ def _settings(plan: dict[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[s
     given, left = list[tuple[str, str]](), list[tuple[str, str]]()
     for key, value in rows:
         if key != DEFAULTS_KEY:
-            (left if key in marked else given).append((key, value))
+            (left if key in marked or value == "–" else given).append((key, value))
     return given, left
 
 

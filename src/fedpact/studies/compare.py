@@ -58,7 +58,7 @@ class Compared(Comparison):
 
     def _repr_html_(self) -> str:
         note = f"mean ± standard deviation over seeds; {self.folder / 'comparison.html'}"
-        return comparison_table(self).html(inequality(self) or "Comparison", note)
+        return comparison_table(self).html("Comparison", note, (inequality(self) or "").split("\n"))
 
     def frame(self) -> Any:
         """Return a pandas DataFrame with one row a run: what is swept, and what came of it."""
