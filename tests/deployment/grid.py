@@ -12,13 +12,13 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedpact.common.messages import FREE, READY, from_bytes, to_bytes
 from fedpact.common.run_folder import Folder
+from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.server_process import coordinate
 from fedpact.deployment.flower.site_process import respond
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
 from fedpact.deployment.store import Store, read_store
 from fedpact.privacy.ledger.receipt import receipt
-from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import keys
 
 NAMES = ("site-00", "site-01", "site-02")

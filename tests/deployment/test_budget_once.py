@@ -25,12 +25,12 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, FedpactError, LedgerError
 from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
+from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.site_process import respond
 from fedpact.deployment.flower.transport import TooFewReplies
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.store import Store
 from fedpact.privacy.ledger.ledger import read_entries
-from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import keys
 
 STEPS = 2  # local iterations of a round: what each round is charged

@@ -22,12 +22,12 @@ from fedpact.common.errors import DataError, PlanError
 from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.common.params import FlatModel
 from fedpact.deployment.federation import Federation
+from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.transport import TooFewReplies
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.store import LastReply
 from fedpact.plan import Plan
-from fedpact.simulation import flower_records
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate
 

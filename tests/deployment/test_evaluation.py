@@ -14,6 +14,7 @@ from fedpact.cli.commands import deploy as command
 from fedpact.common.errors import LedgerError, PlanError, PolicyRefused
 from fedpact.common.messages import EVALUATION, Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.deployment.admission import LedgerRegistry
+from fedpact.deployment.flower import flower_records
 from fedpact.deployment.local import inspect_deployment
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.site_evaluation import _examiner_key
@@ -24,7 +25,6 @@ from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.ledger.reservations import CompanionReservation
 from fedpact.report.page import build_headline, write_page
 from fedpact.report.run_summary import read_run
-from fedpact.simulation import flower_records
 from fedpact.simulation.simulate import simulate
 
 EVALUATION_TABLE = {"share": 0.3, "every": 2, "epsilon": 4.0, "loss_bound": 3.0}

@@ -26,13 +26,13 @@ from fedpact.cli.main import app
 from fedpact.common.errors import FedpactError
 from fedpact.common.messages import from_bytes
 from fedpact.deployment import local
+from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.health import find_outage
 from fedpact.deployment.flower.server_process import APP, AppGrid, coordinate
 from fedpact.deployment.flower.site_process import listen
 from fedpact.deployment.processes import die_with_parent
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
-from fedpact.simulation import flower_records
 from fedpact.simulation.flower import QUIET
 from fedpact.simulation.secure_aggregation import keys
 

@@ -11,9 +11,8 @@ import os
 import pytest
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-from fedpact.deployment.flower import program, server_process
+from fedpact.deployment.flower import flower_records, program, server_process
 from fedpact.deployment.server import Coordinator
-from fedpact.simulation import flower_records
 
 FLEET, CONTROL = "/v1/fleet/push-object", "/v1/control/stop-run"
 HERE, ELSEWHERE = "127.0.0.1", "192.0.2.7"

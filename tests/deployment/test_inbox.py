@@ -10,8 +10,8 @@ from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.internals import PromptGrid
-from fedpact.simulation import flower_records
 
 
 class Link:

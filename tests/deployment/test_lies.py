@@ -11,9 +11,8 @@ import torch
 from tests.deployment.grid import FLOATS, charged
 
 from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
-from fedpact.deployment.flower import transport
+from fedpact.deployment.flower import flower_records, transport
 from fedpact.deployment.site import Site, answer
-from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation.transport import FalseSum
 
 PATIENCE = {"round_seconds": 5.0, "resend_seconds": 2.0, "join_seconds": 0.2, "retries": 0}

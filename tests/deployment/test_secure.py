@@ -15,12 +15,12 @@ from fedpact.common.errors import DataError, PlanError, PolicyRefused
 from fedpact.common.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
 from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import Folder
+from fedpact.deployment.flower import flower_records
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.store import Store, StoreSlot
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.oracle import PrivateOracle
-from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import client as site_module
 from fedpact.simulation.secure_aggregation import messages, transport
 from fedpact.simulation.secure_aggregation.encoding import RoundedMean, SharedSum, bits

@@ -17,14 +17,13 @@ from fedpact.common.errors import DataError, PlanError
 from fedpact.common.messages import READY, Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.common.run_folder import Folder
 from fedpact.deployment.admission import expect_form
-from fedpact.deployment.flower import requests, transport
+from fedpact.deployment.flower import flower_records, requests, transport
 from fedpact.deployment.flower.server_process import coordinate
 from fedpact.deployment.flower.site_process import respond
 from fedpact.deployment.flower.transport import TooFewReplies
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
 from fedpact.privacy.ledger.receipt import receipt
-from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import keys
 from fedpact.simulation.secure_aggregation.encoding import Form
 

@@ -21,10 +21,10 @@ from fedpact.common.messages import RoundRecord
 from fedpact.deployment import local
 from fedpact.deployment.federation import Federation, Patience, read_plan
 from fedpact.deployment.files import Choices, policy, write_deployment
+from fedpact.deployment.flower import flower_records
 from fedpact.deployment.site import Site
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
-from fedpact.simulation import flower_records
 from fedpact.simulation.flower import QUIET, require_flower
 from fedpact.simulation.secure_aggregation import keys
 

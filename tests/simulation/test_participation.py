@@ -7,9 +7,8 @@ dp-accounting, and a run of all sites.
 import itertools
 import json
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from fedpact.algorithms import fedavg
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.cli.commands.plan import forecast
 from fedpact.cli.commands.plan import plan as show_plan
-from fedpact.common.errors import InputError, PlanError
+from fedpact.common.errors import PlanError
 from fedpact.common.messages import Reply, State, from_bytes
 from fedpact.common.params import FlatModel
 from fedpact.common.records import RoundRecord
@@ -31,7 +30,6 @@ from fedpact.report.comparable import differences
 from fedpact.report.model_card import Facts, render_model_card
 from fedpact.report.page import write_report
 from fedpact.report.run_summary import read_run
-from fedpact.simulation.flower import require_ray
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate
 from fedpact.studies.optimise import optimise_budgets
@@ -360,24 +358,6 @@ def test_a_site_goes_on_with_what_it_remembers_of_its_last_round(tmp_path):
             last[site] = own[-1]
     assert len(set(last.values())) > 1
     assert result.records[-1].scores
-
-
-def test_ray_asks_those_of_the_round():
-    try:
-        require_ray()
-    except InputError:
-        pytest.skip("the extra fedpact[ray] is not installed")
-    from fedpact.simulation.ray import RayTransport
-
-    with ThreadPoolExecutor(1) as pool:
-        fake = SimpleNamespace(
-            _backend=SimpleNamespace(num_workers=1),
-            _pool=pool,
-            _ask=lambda site, task: (site, task),
-            sites=SITES,
-        )
-        asked = {"site-03": 3, "site-01": 1}
-        assert list(RayTransport.exchange(fake, asked)) == [("site-01", 1), ("site-03", 3)]
 
 
 def test_plans_that_ask_unlike_parts_are_no_equals():

@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from fedpact.common.errors import FedpactError, InputError, LedgerError, PlanError
-from fedpact.common.messages import Reply, Task, from_bytes, to_bytes
+from fedpact.common.messages import Reply, Task, to_bytes
 from fedpact.common.run_folder import Folder
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.hash_chain import read_entries
@@ -25,6 +26,7 @@ from fedpact.privacy.oracle import Records
 from fedpact.simulation import flower
 from fedpact.simulation.simulate import simulate
 from fedpact.simulation.threads import VirtualSite
+from fedpact.simulation.workshop import TrainingSetup
 
 WITHOUT = "the extra fedpact[ray] is not installed"
 # SCAFFOLD keeps a control variate at the site, topk what it left out: both are memory on disk.
@@ -161,58 +163,63 @@ def test_run_begun_on_ray_and_resumed_on_threads_is_one_run(runs, on_ray):
 
 @pytest.fixture
 def site(tmp_path) -> VirtualSite:
-    """A site of a plain run with two records, which Flower's app finds at place 0."""
+    """A site of a plain run with two records."""
     pytest.importorskip("ray", reason=WITHOUT)
     plan = Plan.parse({"privacy": {"mode": "none"}, "sites": 1, "model": "logistic"})
     records = Records(torch.eye(2), torch.tensor([0, 1]))
     return VirtualSite("site-00", plan, "a-run", records, tmp_path / "memory")
 
 
-def asked(site: VirtualSite, monkeypatch, block: bytes | None = None):
-    """Return what the actor's app answers to a task, as the transport reads it."""
-    from flwr.supercore.task_identity import TaskIdentity
+TASK = Task("a-run", 1, "fedavg", {"w": torch.zeros(6)}, {})
+
+
+class Handle:
+    """An actor of this process, as a handle of Ray's."""
+
+    def __init__(self, site: VirtualSite) -> None:
+        from fedpact.simulation.ray import Actor
+
+        self.handle, self.site = self, site
+        self.actor = Actor(TrainingSetup(site.plan, torch.zeros(2), 2))
+
+    def remote(self, site, task):
+        return lambda: self.actor.handle(site, task)
+
+
+def asked(site: VirtualSite, monkeypatch):
+    """What the transport returns of a site's answer, and its charges."""
+    from ray.exceptions import RayTaskError
 
     from fedpact.simulation import ray
-    from fedpact.simulation.workshop import TrainingSetup
 
-    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-    kit = ray.ActorState(TrainingSetup(site.plan, torch.zeros(2), 2), [site])
-    monkeypatch.setattr(ray, "_opened", {})
-    monkeypatch.setattr(ray.ray, "get", lambda what: kit if what == "kit" else what)
-    w = torch.zeros(6)
-    task = Task("a-run", 1, "fedavg", {"w": w}, {})
-    message, context = ray.encode_task(0, to_bytes(task) if block is None else block, 1)
-    return ray.decode_answer(ray.open_app("kit")(message, context).content)
+    def get(call):
+        try:
+            return call()
+        except Exception as error:
+            raise RayTaskError("handle", "Traceback", error) from error
+
+    monkeypatch.setattr(ray.ray, "get", get)
+    spent = {}
+    return ray._RemoteClient(site.name, site, spent).handle(TASK, Handle(site)), spent
 
 
 def test_an_actor_answers_as_the_client_does(site, monkeypatch):
-    from fedpact.simulation.workshop import TrainingSetup
-
-    block, spent = asked(site, monkeypatch)
-    answer = from_bytes(block)
+    answer, spent = asked(site, monkeypatch)
     assert isinstance(answer, Reply)
-    task = Task("a-run", 1, "fedavg", {"w": torch.zeros(6)}, {})
-    here = site.client(None).handle(task, TrainingSetup(site.plan, torch.zeros(2), 2).bench())
-    assert to_bytes(here) == block
-    assert spent == {}
+    here = site.client(None).handle(TASK, TrainingSetup(site.plan, torch.zeros(2), 2).bench())
+    assert to_bytes(here) == to_bytes(answer)
+    assert spent == {site.name: {}}
 
 
 def test_an_error_of_ours_keeps_its_kind_on_the_way(site, tmp_path, monkeypatch):
-    from dataclasses import replace
-
     (tmp_path / "ledger").write_text("this is no ledger\nat all\n")
     with pytest.raises(LedgerError, match="unreadable or was altered"):
         asked(replace(site, ledger=tmp_path / "ledger"), monkeypatch)
-    with pytest.raises(InputError, match="not a fedpact message"):
-        asked(site, monkeypatch, b"something else")
 
 
 def test_any_other_error_says_what_it_was_and_where(site, monkeypatch):
-    from dataclasses import replace
-
-    with pytest.raises(FedpactError, match="failed at its actor: AttributeError") as caught:
+    with pytest.raises(FedpactError, match="'site-00' failed at its actor: AttributeError"):
         asked(replace(site, records=None), monkeypatch)
-    assert "Traceback" in caught.value.__notes__[0]
 
 
 # ---------------------------------------------------------------- refused, and nothing written
@@ -230,9 +237,8 @@ def test_an_unknown_engine_is_refused(tmp_path):
         refuse(tmp_path, "spark")
 
 
-@pytest.mark.parametrize("missing", ["flwr", "ray"])
-def test_without_the_extra_its_name_is_told(tmp_path, monkeypatch, missing):
-    monkeypatch.setattr(flower, "find_spec", lambda name: None if name == missing else object())
+def test_without_the_extra_its_name_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(flower, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'fedpact\[ray\]'"):
         refuse(tmp_path, "ray")
 

@@ -1,4 +1,4 @@
-"""Whether Flower and Ray are installed, and that they report to nobody. Imports neither."""
+"""Checks that Flower or Ray is installed, and turns off their usage reports. Imports neither."""
 
 import os
 import socket
@@ -11,15 +11,15 @@ QUIET = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""The environment in which neither Flower nor Ray reports to anybody."""
+"""Environment variables that turn off the usage reports of Flower and Ray."""
 
 _CONNECT_SECONDS = 10.0
 
 
 def require_flower() -> None:
-    """Have this process report to nobody; Flower reads that when it is imported.
+    """Turn off Flower's usage reports, which it reads when it is imported.
 
-    Raises InputError, naming the extra, where Flower is not installed.
+    Raises InputError: Flower is not installed.
     """
     if find_spec("flwr") is None:
         raise InputError(
@@ -29,28 +29,26 @@ def require_flower() -> None:
 
 
 def require_ray() -> None:
-    """Have this process report to nobody; both packages read that when they are imported.
+    """Turn off Ray's usage reports, which it reads when it is imported.
 
-    Raises InputError, naming the extra, where Flower or Ray is not installed, and where nobody
-    answers at RAY_ADDRESS.
+    Raises InputError: Ray is not installed, or no cluster answers at RAY_ADDRESS.
     """
-    for package, name in (("flwr", "Flower"), ("ray", "Ray")):
-        if find_spec(package) is None:
-            raise InputError(
-                f'engine "ray" needs {name}, which is not installed: run pip install '
-                "'fedpact[ray]' on every machine of the cluster, or use engine \"local\""
-            )
+    if find_spec("ray") is None:
+        raise InputError(
+            'engine "ray" needs Ray, which is not installed: run pip install '
+            "'fedpact[ray]' on every machine of the cluster, or use engine \"local\""
+        )
     os.environ.update(QUIET)
     _check_address(ray_address())
 
 
 def ray_address() -> str:
-    """Return where Ray runs: RAY_ADDRESS, or "local" for one of this machine's own."""
+    """Return the cluster's address: RAY_ADDRESS, or "local" for a Ray on this machine."""
     return os.environ.get("RAY_ADDRESS") or "local"
 
 
 def _check_address(address: str) -> None:
-    """Raise InputError unless somebody listens there: Ray itself would wait for minutes."""
+    """Raise InputError if nothing listens at the address; Ray itself would wait for minutes."""
     if address in ("local", "auto"):
         return
     host, _, port = address.rpartition(":")

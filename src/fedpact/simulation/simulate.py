@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fedpact.algorithms.wrappers.released_scales import check_as_declared
 from fedpact.client import read_memory
 from fedpact.common.errors import InputError, PlanError
-from fedpact.common.messages import RoundRecord, Transport
+from fedpact.common.messages import RoundRecord
 from fedpact.common.notebook import frame
 from fedpact.common.params import FlatModel, one_thread
 from fedpact.common.run_folder import Checkpoint, Folder, check_writable
@@ -254,7 +254,7 @@ def simulate(
             transport, charged = _on_ray(sites, workshop, ledgers, stack)
         else:
             transport, charged = _on_threads(sites, workshop, ledgers, stack)
-        took = transport.took if isinstance(transport, InProcess) else {}
+        took = transport.took
         if plan.secure_aggregation.threshold:
             transport = secure_simulation(transport, plan, scene.sizes, scene.terms)
         memories = {site.name: site.memory for site in sites}
@@ -327,7 +327,7 @@ def _check_engine(engine: str, plan: Plan) -> None:
 
 def _on_threads(
     sites: list[VirtualSite], workshop: TrainingSetup, ledgers: dict[str, Ledger], stack: ExitStack
-) -> tuple[Transport, Callable[[str], History]]:
+) -> tuple[InProcess, Callable[[str], History]]:
     """Return the transport to threads of this process, and a function with a site's charges."""
     clients = {site.name: site.client(ledgers.get(site.name)) for site in sites}
     workers = workshop.plan.run.workers or _sensible_workers(sites, workshop)
@@ -345,7 +345,7 @@ def _sensible_workers(sites: list[VirtualSite], workshop: TrainingSetup) -> int:
 
 def _on_ray(
     sites: list[VirtualSite], workshop: TrainingSetup, ledgers: dict[str, Ledger], stack: ExitStack
-) -> tuple[Transport, Callable[[str], History]]:
+) -> tuple[InProcess, Callable[[str], History]]:
     """Return the transport over Ray, and a function with a site's charges. Closes the ledgers."""
     from fedpact.simulation.ray import RayTransport
 

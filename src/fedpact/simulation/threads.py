@@ -1,8 +1,8 @@
-"""Sites as threads of one process, and many virtual sites in turn.
+"""Sites served by worker threads of this process.
 
-A worker has a model and a kernel of its own and trains one site at a time. Replies are yielded in
-the order of site names, and at most a few wait for their turn, more of them where they are short,
-so memory does not grow with the number of sites and results do not depend on the number of workers.
+Each worker has a model and a kernel, and trains one site at a time. Replies are yielded in the
+order of site names, so results do not depend on the number of workers. Only a few replies are
+buffered, so memory does not grow with the number of sites.
 """
 
 import time
@@ -33,11 +33,11 @@ from fedpact.simulation.workshop import Worker
 
 _SOME: Final = 8
 _BYTES: Final = 2**20
-"""Replies that are taken together, at most so many and so long, if they are as long as a task."""
+"""Replies are collected in groups of at most so many, and about so many bytes."""
 
 
 class InProcess:
-    """A transport with `workers` threads; `worker` makes what each of them computes with."""
+    """A transport with `workers` threads. worker: creates what a thread computes with."""
 
     traffic = None
 
@@ -45,7 +45,7 @@ class InProcess:
         self, clients: Mapping[str, Client[Worker]], workers: int, worker: Callable[[], Worker]
     ) -> None:
         self._clients = dict(sorted(clients.items()))
-        # How long each took last, in seconds.
+        # Seconds that each site took last.
         self.took = dict[str, float]()
         self._workers = workers
         self._free: SimpleQueue[Worker] = SimpleQueue()
@@ -85,9 +85,9 @@ class InProcess:
 
 
 def _taken(waiting: deque[Future[Reply | Refusal]], some: int) -> Iterator[Reply | Refusal]:
-    """Yield the first results when the last of them is there.
+    """Yield the first results once the last of them is ready.
 
-    To be woken for each costs a small model's site a tenth of its time, the worker's included.
+    Waking up for each would cost a small model's site a tenth of its time.
     """
     first = [waiting.popleft() for _ in range(min(some, len(waiting)))]
     first[-1].exception()
@@ -97,11 +97,11 @@ def _taken(waiting: deque[Future[Reply | Refusal]], some: int) -> Iterator[Reply
 
 @dataclass(frozen=True, eq=False)
 class VirtualSite:
-    """What one site of a run is made of. It can be pickled.
+    """A site of a simulation; it can be pickled.
 
-    held: its held-out records, of which it releases `form`; None where it releases nothing of them.
-    split: what its ledger knows by which they are.
-    terms, ledger: None where the site keeps no ledger. ledger, memory: the paths of its files.
+    memory, ledger: paths of files. terms, ledger: None in a plain run.
+    held: the held-out records, of which it releases `form`; None if it releases nothing.
+    split: identifies the split in the ledger.
     """
 
     name: str
@@ -118,22 +118,22 @@ class VirtualSite:
 
     @property
     def size(self) -> float:
-        """N_i, as it is declared or released."""
+        """N_i, as declared or released."""
         return self.terms.size if self.terms else float(self.records.count)
 
     @property
     def batch_size(self) -> float:
-        """The expected size of its largest batches."""
+        """The largest expected size of a batch."""
         opening = self.plan.method.facts.opening
         rate = self.plan.rate(self.name, self.size)
         return self.size * max(rate, opening.rate if opening else 0.0)
 
     def open_ledger(self) -> Ledger | None:
-        """Open the site's ledger, None where it keeps none. Raises what Ledger raises."""
+        """Open the site's ledger; None in a plain run. Raises what Ledger raises."""
         return None if self.ledger is None else Ledger(self.ledger, self.name, hypothetical=True)
 
     def client(self, ledger: Ledger | None) -> Client[Worker]:
-        """Return what answers the site's tasks. ledger: the site's own, open, with a promise."""
+        """Return the site's client. ledger: open, with the run reserved."""
         plan, terms, device = self.plan, self.terms, torch.device(self.plan.run.device)
         scaled = ColumnRecords(self.records.to(device))
         size, private = self.size, plan.private
@@ -148,26 +148,15 @@ class VirtualSite:
             exact = None if private else PlainKernel(bench.private.model, bench.private.loss)
             left = partial(charge.steps_left, terms)
             own = terms.at(task.round)
-            # A simulation protects nobody: its records are compact without a check.
-            compact = "compact"
-            return PrivateOracle(
-                records, bench.private, own, draws, charge, left, exact, placement=compact
-            )
+            # A simulation protects nobody, so placement needs no check of this machine.
+            args = records, bench.private, own, draws, charge, left, exact
+            return PrivateOracle(*args, placement="compact")
 
-        return Client(
-            self.name,
-            size,
-            plan.method,
-            oracle,
-            ledger,
-            self.memory,
-            self.policy,
-            device,
-            self._examine(ledger),
-        )
+        args = self.name, size, plan.method, oracle, ledger, self.memory, self.policy, device
+        return Client(*args, self._examine(ledger))
 
     def _examine(self, ledger: Ledger | None) -> Callable[[Task, State, Worker], Vectors] | None:
-        """Return what answers questions about held-out records; None where there are none."""
+        """Return what answers questions about held-out records; None if there are none."""
         held, form, once = self.held, self.form, self.form and self.form.once
         if ledger is None or held is None or form is None or once is None:
             return None

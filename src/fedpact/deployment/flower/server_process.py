@@ -17,6 +17,7 @@ from fedpact.common.files import LOCK, only_one
 from fedpact.common.messages import Refusal, RoundRecord, from_bytes
 from fedpact.deployment.admission import expect_form
 from fedpact.deployment.federation import Federation
+from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.internals import (
     PromptGrid,
     SuperLink,
@@ -27,7 +28,6 @@ from fedpact.deployment.flower.internals import (
 from fedpact.deployment.flower.transport import FlowerTransport
 from fedpact.deployment.secure import secure_deployment
 from fedpact.deployment.server import Coordinator, print_round
-from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import keys
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from fedpact.common.errors import FedpactError, InputError
 from fedpact.common.files import write_whole
 from fedpact.common.messages import Refusal, Step, from_bytes, to_bytes
 from fedpact.common.messages import Task as TrainingTask
+from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.health import NODE
 from fedpact.deployment.flower.internals import FleetLink, read_refusal, tls
 from fedpact.deployment.site import Site, answer
-from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import keys
 
 _log = logging.getLogger("fedpact.site")

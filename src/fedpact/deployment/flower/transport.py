@@ -36,9 +36,9 @@ from fedpact.common.messages import (
 from fedpact.common.messages import Message as Answer
 from fedpact.deployment.admission import REFUSALS, Admission
 from fedpact.deployment.federation import Federation
+from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.internals import PromptGrid
 from fedpact.deployment.flower.requests import Clock, PendingRequests, Slow, advice, summarise_round
-from fedpact.simulation import flower_records
 from fedpact.simulation.secure_aggregation import keys
 from fedpact.simulation.secure_aggregation.encoding import Form
 from fedpact.simulation.secure_aggregation.messages import reply_in

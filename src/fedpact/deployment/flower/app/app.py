@@ -30,7 +30,7 @@ def carry_out(grid: Grid, context: Context) -> None:
 
 @client.train()
 def pass_on(message: Message, context: Context) -> Message:
-    """Have the site answer a message; both are as fedpact.simulation.flower_records makes them."""
+    """Have the site answer a message; deployment.flower.flower_records makes both."""
     seal: dict[str, Any] = dict(message.content["seal"])
     rest = [message.content[str(number)]["block"] for number in range(1, len(message.content))]
     question = b"".join([seal.pop("block"), *rest])
