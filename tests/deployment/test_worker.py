@@ -1,13 +1,43 @@
-"""A site's process at its server's Fleet API: when a connection is given up, and when the site."""
+"""A site's process at its server's Fleet API: when it gives up a connection, and when it stops."""
 
+import ssl
 from contextlib import contextmanager
 
+import httpx
 import pytest
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 
 from fedpact.common.errors import FedpactError
 from fedpact.deployment.flower import site_process
 from fedpact.deployment.site import Site
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (httpx.Response(307, headers={"location": "http://elsewhere/"}), "status 307"),
+        (httpx.Response(200, content=b"not Flower's"), "cannot read"),
+    ],
+)
+def test_a_strange_answer_is_reported_and_not_followed(site_dir, monkeypatch, answer, said):
+    asked = list[str]()
+
+    def handle(request):
+        asked.append(request.url.host)
+        return answer
+
+    class Link(site_process.FleetLink):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self._client._client._transport = httpx.MockTransport(handle)
+
+    monkeypatch.setattr(site_process, "FleetLink", Link)
+    monkeypatch.setattr(site_process, "tls", lambda _: ssl.create_default_context())
+    with Site(site_dir) as site:
+        host = site.federation.address.partition(":")[0]
+        with pytest.raises(site_process.NotLetIn, match=said):
+            site_process.work(site, site_dir, lambda _: None)
+    assert set(asked) == {host}
 
 
 @pytest.fixture

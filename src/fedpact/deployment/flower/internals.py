@@ -348,6 +348,8 @@ class FleetLink:
 
         headers = Headers("SuperNode", sign)
         self._client = FleetHttpClient(f"https://{address}", interceptors=[headers], verify=context)
+        # Or a dishonest server could have a site send requests to other machines of its network.
+        self._client._client.follow_redirects = False  # pyright: ignore[reportPrivateUsage]
 
     def close(self) -> None:
         """Close the connection."""
