@@ -223,10 +223,10 @@ def test_a_module_is_a_loss_and_a_class_is_none(tmp_path):
 @pytest.mark.parametrize(
     ("loss", "why"),
     [
-        (lambda outputs, y: own(outputs, y).mean(), "one number a record"),
-        (lambda outputs, y: own(outputs, y) - own(outputs, y).mean(), "others are beside it"),
+        (lambda outputs, y: own(outputs, y).mean(), "one number for each record"),
+        (lambda outputs, y: own(outputs, y) - own(outputs, y).mean(), "batch with others"),
         (lambda outputs, y: outputs.nothing, "AttributeError"),
-        (lambda outputs, y: own(outputs, y) * torch.rand(1), "draws no random numbers"),
+        (lambda outputs, y: own(outputs, y) * torch.rand(1), "without random numbers"),
     ],
 )
 def test_a_loss_that_is_not_of_single_records_is_refused(loss, why, mode, tmp_path):
@@ -240,13 +240,13 @@ def test_a_loss_that_is_not_of_single_records_is_refused(loss, why, mode, tmp_pa
 @pytest.mark.parametrize(
     ("task", "why"),
     [
-        ({"kind": "regression"}, "expected a range"),
-        ({"kind": "regression", "range": [1, 1]}, "expected a range"),
-        ({"range": [0, 1]}, "expected a range"),
+        ({"kind": "regression"}, "for regression only"),
+        ({"kind": "regression", "range": [1, 1]}, "for regression only"),
+        ({"range": [0, 1]}, "for regression only"),
         ({"kind": "regression", "range": [0, 1], "class_weights": [1.0]}, "leave them out"),
         ({"class_weights": [1.0, 0.0]}, "expected a number from"),
         ({"class_weights": [1e300, 1.0]}, "expected a number from"),
-        ({"kind": "regression", "range": [-1e308, 1e308]}, "expected a range"),
+        ({"kind": "regression", "range": [-1e308, 1e308]}, "for regression only"),
         ({"kind": "ranking"}, "task.kind is 'ranking'"),
     ],
 )
@@ -276,7 +276,7 @@ def test_what_rests_on_classes_is_refused_with_another_task(tmp_path):
         ModelError, match=r"'r2', which is of regression, .* classification: .* auc, f1, ece,"
     ):
         fedpact.run(fedpact.Plan(task={"metrics": ["r2"]}), tmp_path / "m")
-    with pytest.raises(ModelError, match="stands for another number"):
+    with pytest.raises(ModelError, match="the name of another number"):
         fedpact.run(fedpact.Plan(task={"metrics": ["os.path:loss"]}), tmp_path / "n")
 
 

@@ -65,7 +65,7 @@ def test_as_many_jobs_as_asked_for_are_under_way_at_once(tmp_path: Path) -> None
     [
         ("refuses", "the paragraph"),
         ("crashes", "the process ended with code 1: RuntimeError: a bug; see "),
-        ("dies", "the process was ended by signal 9, as it is where memory runs out; see "),
+        ("dies", "the process was ended by signal 9, perhaps because memory ran out; see "),
         ("silent", "the process ended with code 3: it printed nothing; see "),
     ],
 )

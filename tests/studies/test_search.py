@@ -113,7 +113,7 @@ def test_halving_counts_only_runs_that_release_alike():
         for n in (1, 4)
     )
     searching._check_alike([quiet, quiet])
-    with pytest.raises(PlanError, match="unlike events"):
+    with pytest.raises(PlanError, match="different events"):
         searching._check_alike([quiet, loud])
 
 

@@ -1,10 +1,7 @@
-"""Metrics of a model's outputs, and the measures that a task reports.
+"""Metrics over sites, and the measures of a model's outputs that a task reports.
 
-Nothing in here is private. What it computes from a site's records is for a simulator's eyes, or
-comes from public test data.
-
-Of the public test set; without one, of the sites' held-out records together, which is for a
-simulator's eyes.
+Nothing here is private: figures are of a public test set, or, in simulations only, of the sites'
+held-out records.
 """
 
 import math
@@ -28,11 +25,10 @@ from fedpact.per_sample.layers import by_pixel
 
 @dataclass(frozen=True)
 class Metric:
-    """One number about the sites' held-out records, for a simulator's eyes. All fields are needed.
+    """A number about the sites' held-out records; simulator only.
 
-    label: what it is called in tables. of: of the scores by site and the sites' numbers of training
-    records. form: how it is written. note: what a reader is told, in half a sentence. about: in
-    full, below its figure.
+    label: its name in tables. of: computes it from scores by site, and numbers of training records
+    by site. form: how it is formatted. note: a short explanation. about: the caption of its chart.
     """
 
     label: str
@@ -43,9 +39,9 @@ class Metric:
 
 
 class Fairness(TypedDict):
-    """How accuracy is spread over sites, each site counting once.
+    """The spread of accuracy over sites, each site counting once.
 
-    variance: of the sites' accuracies, divided by their number. entropy: see `entropy`, in nats.
+    variance: population variance of the sites' accuracies. entropy: see `entropy`, in nats.
     worst_tenth: mean accuracy of the worst ceil(10 %) of the sites. worst_site: its name.
     """
 
@@ -67,13 +63,12 @@ def evaluate(
 ) -> SiteScore:
     """Return the accuracy and the mean loss of a model over all records x [n, ...], y [n, ...].
 
-    Outputs [n, K] or [n, T, K] count as class scores, and a record's accuracy is its share of
-    right positions, or pixels (of [n, K, ...]), or labels (of y [n, K] of 0 and 1); a record whose
-    scores hold NaN is wrong. For other outputs accuracy is NaN. kept: outputs and labels are added.
-    Sums are float64, so batches only change rounding inside the model. A diverged model has a
-    non-finite loss, which is returned as it is. Training modes and weights are left as found.
-    Raises InputError: no records, or x and y of different lengths. ModelError: the model writes
-    over x.
+    Outputs [n, K] or [n, T, K] are class scores. A record's accuracy is its share of correct
+    positions, pixels (outputs [n, K, ...]) or labels (y [n, K] of 0 and 1); with NaN scores it is
+    wrong. For other outputs accuracy is NaN. A diverged model has a non-finite loss. kept: outputs
+    and labels are appended. Sums are in float64. Training modes and weights are restored.
+    Raises InputError: no records, or x and y of different lengths. ModelError: the model modifies
+    x.
     """
     if not (len(x) == len(y) > 0):
         raise InputError(
@@ -82,13 +77,13 @@ def evaluate(
         )
     right, total = (torch.zeros((), dtype=torch.float64, device=x.device) for _ in range(2))
     version = x._version
-    # Convolutions and pooling take half the time where channels lie side by side.
+    # Convolutions and pooling take half the time with channels last.
     images = x.dim() == 4 and by_pixel(module)
     with _evaluating(module, images):
         for xs, ys in zip(x.split(count(batch=batch)), y.split(batch), strict=True):
-            # As _evaluating has the weights: `contiguous` would leave a single channel as it is.
+            # Like the weights: `contiguous` would not change a single channel.
             outputs = module(xs.to(memory_format=torch.channels_last) if images else xs)
-            # Nothing is read before the end, so a GPU is not waited for.
+            # Nothing is read before the end, so that a GPU is never waited for.
             total += loss(outputs, ys).double().sum()
             right += _right(outputs, ys)
             if kept is not None:
@@ -113,17 +108,17 @@ def _evaluating(module: nn.Module, images: bool) -> Iterator[None]:
 
 
 def _right(outputs: Tensor, y: Tensor) -> Tensor | float:
-    """Return how many records are right, a part of one counted as it is, in float64."""
+    """Return the number of correct records in float64; a record may be partly correct."""
     if y.is_floating_point() and outputs.shape == y.shape and y.dim() == 2:
-        # Several labels: the share of those that are right.
+        # Several labels: the share of correct ones.
         right = ((outputs > 0) == (y > 0.5)) & ~outputs.isnan()
         return right.double().mean(1).sum()
     if outputs.dim() > 2 and outputs.shape[2:] == y.shape[1:]:
-        # A class for each pixel: scores stand behind the record's place.
+        # A class for each pixel: scores are in the second dimension.
         outputs = outputs.movedim(1, -1)
     if y.is_floating_point() or outputs.shape[:-1] != y.shape or outputs.shape[-1] < 2:
         return math.nan
-    # NaN is the largest number to argmax: a broken model would be right about class 0.
+    # argmax treats NaN as the largest: a broken model would be right about class 0.
     right = (outputs.argmax(-1) == y) & ~outputs.isnan().any(-1)
     labelled = (y != UNLABELLED).reshape(len(y), -1).sum(1).clamp(min=1)
     return (right.reshape(len(y), -1).double().sum(1) / labelled).sum()
@@ -132,9 +127,9 @@ def _right(outputs: Tensor, y: Tensor) -> Tensor | float:
 def psi(losses: Sequence[float], weights: Sequence[float]) -> float:
     """Return Ψ = Σ p_i (F_i - F)² with F = Σ p_i F_i and p_i = weight_i / Σ weights (FedFDP).
 
-    0 if and only if all sites with weight have one loss. A NaN among their losses gives NaN, an
-    infinite one inf: a site that the model has lost makes no fair average.
-    Raises InputError: nothing given, lengths differ, a weight negative or not finite, all zero.
+    0 if and only if all sites with a positive weight have the same loss. A NaN loss gives NaN, an
+    infinite one inf. Raises InputError: no losses, different lengths, or weights that are negative,
+    not finite or all zero.
 
     >>> psi([1.0, 3.0], [10, 10])
     1.0
@@ -142,10 +137,10 @@ def psi(losses: Sequence[float], weights: Sequence[float]) -> float:
     p = np.asarray(weights, dtype=np.float64)
     if not (len(losses) == len(p) > 0):
         raise InputError(
-            f"{len(losses)} losses and {len(p)} weights: expected one of each for every site, and "
-            "at least one site"
+            f"{len(losses)} losses and {len(p)} weights: expected one of each for every site, at "
+            "least one"
         )
-    # Weights may be any scale: divided by the largest first, their sum cannot overflow.
+    # Divided by the largest first, their sum cannot overflow.
     if not (np.isfinite(p).all() and p.min() >= 0 and p.max() > 0):
         raise InputError(
             f"weights range from {p.min()} to {p.max()}: expected finite numbers >= 0, one of them "
@@ -159,18 +154,18 @@ def psi(losses: Sequence[float], weights: Sequence[float]) -> float:
     if np.isinf(f).any():
         return math.inf
     with np.errstate(over="ignore"):
-        # Taken from the first loss on, equal losses give exactly 0.
+        # With the first loss subtracted, equal losses give exactly 0.
         f = f - f[0]
         mean = float(np.sum(p * f))
         return float(np.sum(p * (f - mean) ** 2)) if math.isfinite(mean) else math.inf
 
 
 def entropy(values: Sequence[float]) -> float:
-    """Return -Σ s_i log s_i with s_i = value_i / Σ values, in nats: how evenly values >= 0 lie.
+    """Return -Σ s_i log s_i with s_i = value_i / Σ values, in nats, for values >= 0.
 
-    At most log n, where all n are equal (all zero included), and 0 where one has everything. Of the
-    sites' accuracies it is a measure of fairness (Li, Sanjabi, Beirami, Smith, Fair resource
-    allocation in federated learning, ICLR 2020). A NaN gives NaN.
+    At most log n, if all n values are equal (also all zero), and 0 if only one is positive. For the
+    sites' accuracies it measures fairness (Li, Sanjabi, Beirami, Smith, Fair resource allocation in
+    federated learning, ICLR 2020). A NaN gives NaN.
     Raises InputError: no values, or one that is negative or infinite.
 
     >>> entropy([0.5, 0.5]) == math.log(2), entropy([0.9, 0.0])
@@ -195,9 +190,9 @@ def entropy(values: Sequence[float]) -> float:
 
 
 def fairness(scores: Mapping[str, SiteScore]) -> Fairness:
-    """Return how accuracy is spread over the sites, each counting once whatever its size.
+    """Return the spread of accuracy over sites, each counting once.
 
-    A site whose accuracy is NaN ranks worst, and makes the figures it enters NaN.
+    A NaN accuracy ranks worst, and makes the figures that include it NaN.
     Raises InputError: no scores.
 
     >>> spread = fairness({"a": SiteScore(0.5, 1.0, 10), "b": SiteScore(1.0, 0.1, 90)})
@@ -220,9 +215,9 @@ def fairness(scores: Mapping[str, SiteScore]) -> Fairness:
 
 
 def ranking(scores: Mapping[str, SiteScore]) -> list[str]:
-    """Return the sites' names from the lowest accuracy to the highest, NaN first, then by name.
+    """Return the sites' names by ascending accuracy, NaN first, then by name.
 
-    Where none has an accuracy, from the largest loss to the smallest.
+    If all accuracies are NaN, by descending loss.
     """
     without = all(math.isnan(score.accuracy) for score in scores.values())
 
@@ -244,12 +239,12 @@ METRICS: Final[dict[str, Metric]] = {
         "equally good only.",
     ),
 }
-"""Name -> metric. It stands in rounds.jsonl, summary.json, the page, the comparison and their JSON
-by this entry alone; docs/how-to/extend.md adds one."""
+"""Name -> metric. An entry here is enough to show it in all files, pages and comparisons; see
+docs/how-to/extend.md."""
 
 
 def of_sites(scores: Mapping[str, SiteScore], sizes: Mapping[str, float]) -> dict[str, float]:
-    """Return every metric of METRICS; none where no site has a score."""
+    """Return every metric of METRICS; none if no site has a score."""
     return {name: metric.of(scores, sizes) for name, metric in METRICS.items() if scores}
 
 
@@ -264,17 +259,17 @@ _TAKEN: Final = frozenset(
 
 
 def names_in_use() -> frozenset[str]:
-    """Return the names under which rounds, summary and comparison have numbers already."""
+    """Return the names of numbers in rounds, summary and comparison."""
     return _TAKEN | {field.name for field in fields(RoundRecord)} | set(METRICS)
 
 
 def check_names(metrics: Mapping[str, Metric]) -> None:
-    """Raise FedpactError: a metric's name is no identifier, or stands for something else."""
+    """Raise FedpactError: a metric's name is not an identifier, or is taken."""
     taken = names_in_use() - set(METRICS)
     if odd := [name for name in metrics if name in taken or not name.isidentifier()]:
         raise FedpactError(
-            f"metrics are named {', '.join(odd)}: expected identifiers that rounds, summary and "
-            "comparison have no other number under; choose another name"
+            f"metrics are named {', '.join(odd)}: expected identifiers that are not yet used in "
+            "rounds, summary or comparison; choose another name"
         )
 
 
@@ -287,10 +282,10 @@ _FORM: Final = "metric(outputs [n, ...], labels [n, ...]) -> a number"
 
 @dataclass(frozen=True)
 class Measure:
-    """One number of a model's outputs. kinds: what labels it is of, as schema.LabelForm has them.
+    """A number computed from a model's outputs. kinds: of labels, as in schema.LabelForm.
 
-    of: (outputs [n, ...], labels [n, ...]) -> the number, NaN where it is not defined. label, form,
-    note, about: as of Metric.
+    of: (outputs [n, ...], labels [n, ...]) -> the number, NaN if undefined. Other fields: see
+    Metric.
     """
 
     label: str
@@ -302,9 +297,9 @@ class Measure:
 
 
 def _columns(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return probabilities and labels of each class or label, [n, K] both; pixels count as records.
+    """Return probabilities and labels of each class, both [n, K]; pixels count as records.
 
-    Of two classes the second one's alone.
+    With two classes, only those of the second.
     """
     if y.is_floating_point():
         return outputs.double().sigmoid(), y.double()
@@ -317,9 +312,10 @@ def _columns(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def area(outputs: Tensor, y: Tensor) -> float:
-    """Return the area under the ROC curve; of several classes or labels the mean over those met.
+    """Return the area under the ROC curve; for several classes or labels, the mean over those that
+    occur.
 
-    By ranks (Mann and Whitney), where scores that are equal count half.
+    By ranks (Mann and Whitney); equal scores count half.
     """
     found = [_area(p, t) for p, t in zip(*(v.T for v in _columns(outputs, y)), strict=True)]
     known = [value for value in found if not math.isnan(value)]
@@ -327,17 +323,18 @@ def area(outputs: Tensor, y: Tensor) -> float:
 
 
 def _area(score: Tensor, there: Tensor) -> float:
+    # Loaded by evaluations with this measure only.
+    from scipy.stats import rankdata
+
     positive, count = float(there.sum()), len(there)
     if positive in (0, count) or score.isnan().any():
         return math.nan
-    _, place, many = torch.unique(score, return_inverse=True, return_counts=True)
-    ranks = (many.cumsum(0) - (many - 1) / 2).double()[place]
-    below = float((ranks * there).sum()) - positive * (positive + 1) / 2
+    below = float(rankdata(score.cpu()) @ there.cpu().numpy()) - positive * (positive + 1) / 2
     return below / (positive * (count - positive))
 
 
 def f1(outputs: Tensor, y: Tensor) -> float:
-    """Return 2 TP / (2 TP + FP + FN): of the second of two classes, else the mean over all met."""
+    """Return 2 TP / (2 TP + FP + FN) of the second of two classes, or the mean over classes."""
     p, there = _columns(outputs, y)
     if y.is_floating_point() or p.shape[1] == 1:
         said = (p > 0.5).double()
@@ -349,10 +346,9 @@ def f1(outputs: Tensor, y: Tensor) -> float:
 
 
 def calibration_error(outputs: Tensor, y: Tensor) -> float:
-    """Return Σ |accuracy - confidence| of 15 equal bins of confidence, by their shares of records.
+    """Return the expected calibration error over 15 equal bins of confidence (Guo et al., 2017).
 
-    The expected calibration error (Guo et al., ICML 2017); of several labels each counts as a
-    record, with the probability of what is said of it.
+    With several labels, each counts as a record, with the probability of its prediction.
     """
     if y.is_floating_point():
         p, there = _columns(outputs, y)
@@ -373,7 +369,7 @@ def calibration_error(outputs: Tensor, y: Tensor) -> float:
 
 
 def r_squared(outputs: Tensor, y: Tensor) -> float:
-    """Return R² = 1 - Σ (y - ŷ)² / Σ (y - mean y)²; NaN where all labels are equal."""
+    """Return R² = 1 - Σ (y - ŷ)² / Σ (y - mean y)²; NaN if all labels are equal."""
     y = y.double()
     around = float(((y - y.mean()) ** 2).sum())
     missed = float(((outputs.double().reshape(y.shape) - y) ** 2).sum())
@@ -382,16 +378,14 @@ def r_squared(outputs: Tensor, y: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Commonest:
-    """What always answering one class would give. accuracy: the share of labels that are it."""
+    """The most frequent class. accuracy: of always predicting it."""
 
     name: str
     accuracy: float
 
 
 def commonest(y: Tensor, classes: Sequence[str]) -> Commonest | None:
-    """Return it for the class that most labels y [n, ...] are; None if they are not of classes.
-
-    An accuracy says something only beside it.
+    """Return the most frequent class among labels y [n, ...]; None if they are not classes.
 
     >>> commonest(torch.tensor([1, 0, 1, 1]), ["no", "yes"])
     Commonest(name='yes', accuracy=0.75)
@@ -409,7 +403,7 @@ TASK_BY_LABELS: Final = {
     "number": "regression",
     "pixels": "segmentation",
 }
-"""What a record's label is -> the task that learns it."""
+"""Kind of label -> kind of task."""
 
 _OF_CLASSES: Final = ("class", "several", "pixels")
 
@@ -419,7 +413,7 @@ MEASURES: Final[Mapping[str, Measure]] = {
         area,
         ("class", "several"),
         "number",
-        "1 ranks all records rightly, 0.5 is chance",
+        "1 ranks all records correctly, 0.5 is chance",
         "The area under the ROC curve: how often a record of a class has a higher score for it "
         "than one of another. Of more than two classes or labels it is the mean over them.",
     ),
@@ -450,16 +444,16 @@ MEASURES: Final[Mapping[str, Measure]] = {
         "R² = 1 − Σ (y − ŷ)² / Σ (y − mean y)²: 1 is exact, 0 as good as the mean.",
     ),
 }
-"""Name -> measure. By this entry alone it can stand in task.metrics, and wherever METRICS are."""
+"""Name -> measure. An entry here is enough to use it in task.metrics."""
 
 
 def measures_of(
     kind: str, named: list[str] | None, classes: int
 ) -> dict[str, Callable[[Tensor, Tensor], float]]:
-    """Return what is measured, by name: what is named, or what goes with the kind.
+    """Return the named measures, or, for None, those of the kind of labels.
 
-    Of more than two classes nothing is measured that is not named.
-    Raises ModelError: a name that is none, one of another kind, or that is taken.
+    With more than two classes the default is none.
+    Raises ModelError: an unknown name, one for other labels, or one that is taken.
     """
     if named is None:
         few = kind != "class" or classes == 2
@@ -473,9 +467,9 @@ def check_measures(
     y: Tensor,
     classes: int,
 ) -> None:
-    """Take each measure once of made-up outputs and labels. Raises ModelError: it is no number.
+    """Compute each measure once on made-up outputs and labels. Raises ModelError: it fails.
 
-    outputs, y [n, ...]: of which only the form counts. Every class or label has records.
+    outputs, y [n, ...]: only their shapes and types are used. Every class or label has records.
     """
     count = max(8, 2 * min(classes, 32))
     generator = torch.Generator().manual_seed(0)
@@ -491,14 +485,14 @@ def check_measures(
 
 
 def short(name: str) -> str:
-    """Return what a metric is called where it is shown: the last part of package.module:name."""
+    """Return a metric's display name: the last part of package.module:name."""
     return name.rpartition(":")[2].partition("@")[0]
 
 
 def find_display(name: str) -> Metric | Measure:
     """Return how a metric or measure of this name is shown."""
     known: Mapping[str, Metric | Measure] = {**METRICS, **MEASURES}
-    own = Measure(name, r_squared, (), "number", "of one's own", "A metric of one's own.")
+    own = Measure(name, r_squared, (), "number", "user-defined", "A user-defined metric.")
     return known.get(name, own)
 
 
@@ -520,8 +514,8 @@ def _measure(name: str, kind: str) -> Callable[[Tensor, Tensor], float]:
     called = short(name)
     if not called.isidentifier() or called in names_in_use() or called in MEASURES:
         raise ModelError(
-            f"task.metrics has {name!r}: {called!r} stands for another number of a round, or is no "
-            "identifier; call the function otherwise"
+            f"task.metrics has {name!r}: {called!r} is the name of another number of a round, or "
+            "not an identifier; rename the function"
         )
     own = own_function(name, "task.metrics", list(MEASURES), _FORM)
 

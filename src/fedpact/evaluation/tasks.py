@@ -1,14 +1,7 @@
-"""What is learnt: classes, numbers, several labels or pixels, and by which loss.
+"""The [task] table of a plan: what is learned, by which loss, and how it is measured.
 
-[task]
-    kind = "classification"    or "multi_label", "regression", "segmentation"
-    range = [0, 300]           of regression: the least and the most that a label can be
-    class_weights = [1, 5]     of each class: its records' losses are multiplied by it
-    loss = "package.module:name"
-    metrics = ["auc", "f1"]
-
-All of it is public and declared. A loss is of one record, by what the kernel clips: weights and
-losses of one's own change nothing about how far a record can move what is released.
+All of it is public. The kernel clips the gradient of each record's loss, so class weights and
+user-defined losses do not change how far a record can move a release.
 """
 
 import math
@@ -38,11 +31,11 @@ from fedpact.evaluation.metrics import TASK_BY_LABELS, measures_of
 def check_loss(
     name: str, loss: Loss, module: nn.Module, x: Tensor, y: Tensor, *, finite: bool
 ) -> None:
-    """Raise ModelError unless a loss gives one number a record, of that record alone.
+    """Raise ModelError unless a loss gives one number for each record, from that record only.
 
-    x, y [n, ...]: made-up records. The kernel keeps records apart whatever the loss does; but one
-    that mixes them would be another loss in every batch. finite: whether a loss has to be a number,
-    as in a private run, which leaves out whoever has none, so that nobody sees what it would do.
+    x, y [n, ...]: made-up records. The kernel separates records in any case, but a loss that mixes
+    them would be a different one in every batch. finite: whether losses must be finite, as in a
+    private run, which silently leaves out records without a finite loss.
     """
     device = next((p.device for p in module.parameters()), x.device)
     x, y = x.to(device), y.to(device)
@@ -61,27 +54,27 @@ def check_loss(
             shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             if shape != (count,):
                 raise ModelError(
-                    f"task.loss = {name!r} answers {count} records with {shape}: expected "
-                    f"({count},), one number a record; do not reduce over the batch "
-                    '(reduction="none"), but over what is inside a record'
+                    f"task.loss = {name!r} returns {shape} for {count} records: expected "
+                    f"({count},), one number for each record; do not reduce over the batch "
+                    '(reduction="none"), only within a record'
                 )
         if finite and not bool(losses.isfinite().all()):
             raise ModelError(
                 f"task.loss = {name!r} gives {losses.tolist()} on {len(y)} made-up records: "
-                "expected finite numbers, whatever a record holds, as one without is left out of "
-                "every sum; keep logarithms, roots and quotients from what may be 0 or less, for "
-                "example by torch.nn.functional.logsigmoid, log_softmax or .clamp(min=1e-6)"
+                "expected finite numbers for any record, as a record without one is left out of "
+                "every sum; keep arguments of logarithms, roots and quotients positive, for "
+                "example with torch.nn.functional.logsigmoid, log_softmax or .clamp(min=1e-6)"
             )
         if not torch.equal(losses.nan_to_num(), again.nan_to_num()):
             raise ModelError(
                 f"task.loss = {name!r} gives the same records other losses the second time: "
-                "expected one that draws no random numbers and keeps nothing between calls, as a "
-                "request that comes again has to be the same release"
+                "expected a function without random numbers and without state, as a repeated "
+                "request must give the same release"
             )
         if not torch.allclose(losses, torch.cat(alone), rtol=1e-4, atol=1e-5, equal_nan=True):
             raise ModelError(
-                f"task.loss = {name!r} gives a record another loss where others are beside it: "
-                "expected the loss of each record to follow from its own output and label alone"
+                f"task.loss = {name!r} gives a record another loss in a batch with others: "
+                "expected a loss that depends on the record's own output and label only"
             )
 
 
@@ -95,7 +88,7 @@ _FORM: Final = "loss(outputs [B, ...], labels [B, ...]) -> losses [B]"
 
 
 class TaskSettings(BaseModel):
-    """What is learnt of a record's label, and by which loss."""
+    """What is learned, and by which loss."""
 
     model_config = FROZEN
     kind: TaskKind = "classification"
@@ -103,23 +96,23 @@ class TaskSettings(BaseModel):
     "regression", a number; "segmentation", a class for each pixel of an image, whose loss is
     the mean over its pixels; "tokens", a class for each token of a text, or the next token."""
     range: list[float] | None = Field(default=None, min_length=2, max_length=2)
-    """Of regression, the least and the most that a label can be; labels beyond become the
-    nearer one, and the model learns -1..1 in their place."""
+    """For regression, the smallest and largest possible label; labels are clamped to it and
+    mapped to -1..1."""
     class_weights: list[float] | None = Field(default=None, min_length=1)
-    """What the loss of a record of each class is multiplied by, in the order of the classes; of
-    multi_label that of a label that is there."""
+    """Factors of the losses of each class, in the order of the classes; for multi_label, of the
+    labels that are present."""
     loss: NamedFunction | None = None
-    """One of your own in place of the kind's, as package.module:name, loss(outputs, labels) ->
-    one number a record."""
+    """Your own loss, as package.module:name: loss(outputs, labels) -> one number for each
+    record."""
     metrics: list[NamedFunction] | None = None
-    """What is measured beside accuracy and loss: auc, f1, ece, r2, or package.module:name,
-    metric(outputs, labels) -> a number; left out, those of them that go with the kind, of more
-    than two classes none."""
+    """Measures besides accuracy and loss: auc, f1, ece, r2, or package.module:name,
+    metric(outputs, labels) -> a number. Default: those for the kind; none with more than two
+    classes."""
 
     @model_validator(mode="before")
     @classmethod
     def _one_word(cls, raw: Any) -> Any:
-        """Take a kind alone, one metric alone, and tuples and arrays of numbers."""
+        """Accept a kind or a metric as text, and tuples and arrays of numbers."""
         if not isinstance(raw, dict):
             return {"kind": raw} if isinstance(raw, str) else raw
         found = dict(cast(dict[str, Any], raw))
@@ -138,32 +131,32 @@ class TaskSettings(BaseModel):
             self.range is not None and not 0 < self.range[1] - self.range[0] < math.inf
         ):
             raise ValueError(
-                f"kind = {self.kind!r} with range = {self.range}: expected a range [low, high], "
-                "low < high, of regression, the least and the most that a label can be by public "
-                "knowledge, and of nothing else"
+                f"kind = {self.kind!r} with range = {self.range}: expected, for regression only, "
+                "[low, high], low < high: the smallest and largest possible label by public "
+                "knowledge"
             )
         weights = self.class_weights
         if weights is not None:
             if self.kind not in ("classification", "multi_label") or self.loss is not None:
                 raise ValueError(
-                    f"class_weights with kind = {self.kind!r} and loss = {self.loss!r}: they weigh "
-                    "the loss of classification and multi_label; leave them out"
+                    f"class_weights with kind = {self.kind!r} and loss = {self.loss!r}: they only "
+                    "apply to the losses of classification and multi_label; leave them out"
                 )
             if not all(1e-6 <= w <= 1e6 for w in weights):
                 raise ValueError(
-                    f"class_weights = {weights}: expected a number from 1e-6 to 1e6 of each class"
+                    f"class_weights = {weights}: expected a number from 1e-6 to 1e6 for each class"
                 )
         return self
 
     @property
     def target(self) -> LabelForm:
-        """What a record's label is."""
+        """The form of a record's label."""
         low, high = self.range or (-1.0, 1.0)
         return LabelForm(kind=_TARGETS[self.kind], low=low, high=high)
 
     @property
     def own_code(self) -> list[str]:
-        """The names of a loss and of metrics of one's own."""
+        """The names of user-defined losses and metrics."""
         return [name for name in (self.loss, *(self.metrics or ())) if name is not None]
 
     @property
@@ -172,7 +165,8 @@ class TaskSettings(BaseModel):
         return self.kind == "classification" and self.class_weights is None and self.loss is None
 
     def per_record(self, classes: int) -> Loss:
-        """Return the loss of a record. Raises PlanError: weights of other classes. ModelError."""
+        """Return the loss. Raises PlanError: the wrong number of weights. ModelError: no such
+        function."""
         if self.loss is not None:
             return own_function(self.loss, "task.loss", (), _FORM)
         weights = tuple(self.class_weights or ())
@@ -190,11 +184,11 @@ class TaskSettings(BaseModel):
         return WeightedEntropy(weights) if weights else cross_entropy
 
     def measures(self, classes: int) -> dict[str, Callable[[Tensor, Tensor], float]]:
-        """Return what is measured of outputs and labels [n, ...], by name. Raises ModelError."""
+        """Return name -> measure of outputs and labels [n, ...]. Raises ModelError."""
         return measures_of(self.target.kind, self.metrics, classes)
 
     def check_data(self, data: Dataset) -> None:
-        """Raise PlanError: a data set's labels are of another kind."""
+        """Raise PlanError: the data set's labels do not fit the task."""
         if data.kind != self.target.kind:
             found = next(kind for kind, target in _TARGETS.items() if target == data.kind)
             raise PlanError(
@@ -203,9 +197,9 @@ class TaskSettings(BaseModel):
             )
 
     def check_plain(self, what: str) -> None:
-        """Raise PlanError: what asks for classes and their cross entropy is asked of another task.
+        """Raise PlanError: a feature needs the cross entropy of classes, and the task has another.
 
-        what: it, as the subject of a sentence; empty for nothing.
+        what: the feature, as the subject of a sentence; "" for none.
         """
         if what and not self.plain:
             given = ("kind", "class_weights", "loss")

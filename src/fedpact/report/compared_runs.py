@@ -14,22 +14,22 @@ from fedpact.report.comparable import Difference, JsonMapping, differences
 from fedpact.report.run_summary import Guarantee, RunSummary, read_run
 from fedpact.report.tuning_cost import TuningCost
 
-# Keys on which it depends which records are where.
+# Keys that determine each site's records.
 _PLACES = ("partition", "sites", "records", "evaluation")
 
 RESUMABLE = ("stopped", "running", "not ended")
-"""What a run's status is as long as it has not ended for good."""
+"""The statuses of a run that can be continued."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean over the runs of an entry, and their sample standard deviation; None of one run."""
+    """Mean over an entry's runs, and sample standard deviation; None for a single run."""
 
     mean: float
     deviation: float | None
 
     def describe(self, form: Callable[[float], str]) -> str:
-        """Return it in words; form: of a single value."""
+        """Return it in words; form: formats a single value."""
         return f"{form(self.mean)} ± {form(self.deviation)}" if self.deviation else form(self.mean)
 
 
@@ -37,7 +37,7 @@ _SYMBOLS = {"privacy.epsilon": "ε", "privacy.delta": "δ"}
 
 
 def name_swept_value(key: str, value: Any) -> str:
-    """Return a swept key's value as the page has it.
+    """Return a swept key and value as the page shows them.
 
     >>> name_swept_value("privacy.epsilon", 2.0), name_swept_value("partition.beta", 0.3)
     ('ε = 2', 'partition.beta = 0.3')
@@ -71,9 +71,9 @@ class PairedDifference:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One configuration or algorithm, with its runs that have ended, one a seed.
+    """One configuration or algorithm, with its runs that have ended, one for each seed.
 
-    plan: plan.json's content, of whatever seed. missing: seed -> why its run is not among them.
+    plan: plan.json's content, of any seed. missing: seed -> why it has no run.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Entry:
     missing: Mapping[int, str] = field(default_factory=dict[int, str])
 
     def spread(self, measure: Callable[[RunSummary], float | None]) -> Spread | None:
-        """Return a measure's mean and deviation over the runs; None where a run has no value."""
+        """Return a measure's mean and deviation over the runs; None if a run has no value."""
         values = [measure(run) for run in self.runs]
         known = [value for value in values if value is not None]
         if not known or len(known) < len(values):
@@ -95,18 +95,18 @@ class Entry:
     def range(
         self, measure: Callable[[RunSummary], tuple[float, float] | None]
     ) -> tuple[float, float] | None:
-        """Return the least and the largest of all runs; None where no run has any."""
+        """Return the range over all runs; None if no run has a value."""
         known = [pair for run in self.runs if (pair := measure(run)) is not None]
         return (min(low for low, _ in known), max(high for _, high in known)) if known else None
 
     @property
     def private(self) -> bool | None:
-        """Whether its runs were private; None while none has ended."""
+        """Whether its runs were private; None if none has ended."""
         return self.runs[0].private if self.runs else None
 
     @property
     def spent(self) -> Guarantee | None:
-        """The largest ε and δ of all runs, as a mean would bound nothing; None if plain."""
+        """The largest ε and δ of all runs, since a mean is no bound; None if plain."""
         known = [run.spent for run in self.runs if run.spent is not None]
         return Guarantee.largest(known) if known else None
 
@@ -122,7 +122,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """Where an entry is in a sweep. base: what it is but for that. values: swept key -> value."""
+    """An entry's place in a sweep. base: its name without swept values. values: key -> value."""
 
     base: str
     values: Mapping[str, Any]
@@ -130,9 +130,9 @@ class SweepPoint:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The entries in their order. folder: where their folders are.
+    """The entries in order. folder: contains their folders.
 
-    counted: what trying them all costs, where that was asked. points: of entries of a sweep.
+    counted: the cost of trying them all, if requested. points: entry -> its place in a sweep.
     """
 
     folder: Path
@@ -142,7 +142,7 @@ class Comparison:
 
     @property
     def swept(self) -> list[str]:
-        """The keys whose values are what is compared."""
+        """The swept keys."""
         return list(dict.fromkeys(key for point in self.points.values() for key in point.values))
 
     @property
@@ -152,39 +152,39 @@ class Comparison:
 
     @property
     def measured(self) -> list[str]:
-        """The metrics of the table: those of any run, METRICS first."""
+        """The metrics of any run, METRICS first."""
         return list(dict.fromkeys([*METRICS, *(n for run in self.runs for n in run.measured)]))
 
     @property
     def judged(self) -> str:
-        """By what the models are judged: "accuracy", or "mean loss" where no run has any."""
+        """What is compared: "accuracy", or "mean loss" if no run has an accuracy."""
         return "accuracy" if any(r.counted for r in self.runs) or not self.runs else "mean loss"
 
     @property
     def averaged(self) -> bool:
-        """Whether the server of a run kept an average of models."""
+        """Whether some run kept an average of models."""
         return any(run.averaged("loss") is not None for run in self.runs)
 
     @property
     def pooled(self) -> bool:
-        """Whether held-out records stand in for a public test set: simulator only."""
+        """Whether some accuracy is on held-out records, for lack of a public test set."""
         return any(run.pooled for run in self.runs)
 
     @cached_property
     def differences(self) -> list[Difference]:
-        """What the entries' plans differ in."""
+        """The keys in which the entries' plans differ."""
         return differences({entry.name: entry.plan for entry in self.entries}, self.swept)
 
     @property
     def left_apart(self) -> bool:
-        """Whether a setting that algorithms share was left to defaults that are not the same."""
+        """Whether algorithms use different defaults of a shared setting."""
         return any(d.unequal and d.key.startswith("settings.") for d in self.differences)
 
     @cached_property
     def inequalities(self) -> list[str]:
-        """Why this is no comparison between equals, a line each algorithm; empty where it is one.
+        """Why the comparison is not fair, a line for each algorithm; empty if it is.
 
-        What of a sweep is the same at each of its points is said once.
+        What is the same at each point of a sweep is stated once.
         """
         found, unequal = dict[str, list[str]](), [d for d in self.differences if d.unequal]
         seeds = {
@@ -204,11 +204,11 @@ class Comparison:
         return lines
 
     def base(self, entry: Entry) -> str:
-        """Return what an entry is but for what is swept."""
+        """Return an entry's name without swept values."""
         return self.points[entry.name].base if entry.name in self.points else entry.name
 
     def by_base(self, difference: Difference) -> dict[str, str]:
-        """Return who has which value of a key, a sweep's points as one where they agree."""
+        """Return base name -> value of a key; different values in a sweep are joined by "or"."""
         found = dict[str, dict[str, None]]()
         for entry in self.entries:
             if entry.name in difference.values:
@@ -216,12 +216,12 @@ class Comparison:
         return {base: " or ".join(values) for base, values in found.items()}
 
     def point(self, entry: Entry) -> str:
-        """Return where an entry is in a sweep, "" without one."""
+        """Return an entry's place in a sweep in words, "" without one."""
         values = self.points[entry.name].values if entry.name in self.points else {}
         return ", ".join(name_swept_value(key, value) for key, value in values.items())
 
     def describe(self, entries: Sequence[Entry]) -> str:
-        """Return the names of entries, all of a sweep's point as that point."""
+        """Return the entries' names; all entries of a point become "all at POINT"."""
         found = list[str]()
         for at, group in self.groups.items():
             names = [entry.name for entry in group if entry in entries]
@@ -230,17 +230,17 @@ class Comparison:
 
     @cached_property
     def groups(self) -> dict[str, list[Entry]]:
-        """The entries that differ in nothing swept: point -> entries."""
+        """Point of the sweep -> its entries."""
         found = dict[str, list[Entry]]()
         for entry in self.entries:
             found.setdefault(self.point(entry), []).append(entry)
         return found
 
     def paired(self, measure: Callable[[RunSummary], float | None]) -> "list[PairedDifference]":
-        """Return how much each entry's measure exceeds that of the first at the same point.
+        """Return each entry's difference from the first entry at the same point.
 
-        One algorithm that is swept is compared with itself at the first point. p is corrected for
-        all of these differences by Holm's method (Scandinavian Journal of Statistics 6, 1979).
+        A single algorithm in a sweep is compared with itself at the first point. p is corrected
+        for all differences by Holm's method (Scandinavian Journal of Statistics 6, 1979).
         """
         several = any(len(group) > 1 for group in self.groups.values())
         groups = [*self.groups.values()] if several else [self.entries]
@@ -268,8 +268,8 @@ def read_comparison(
 ) -> Comparison:
     """Read a comparison's runs, folder/NAME/seed-S, in the order of the plans.
 
-    plans: name -> plan.json's content, of whatever seed. failed: (name, seed) -> why there is no
-    run. A run that has not ended is missing, and so is one whose files are damaged.
+    plans: name -> plan.json's content, of any seed. failed: (name, seed) -> why there is no run.
+    A run that has not ended, or whose files are damaged, is missing.
     """
     entries = []
     for name, plan in plans.items():
@@ -288,8 +288,8 @@ def read_comparison(
 def _pair(
     entry: Entry, reference: Entry, measure: Callable[[RunSummary], float | None]
 ) -> PairedDifference | None:
-    """Compare them over their common seeds; None where these have no finite figures."""
-    # Loaded by comparisons alone.
+    """Compare them over their common seeds; None if these have no finite figures."""
+    # scipy.special takes time to load.
     from scipy.special import stdtr, stdtrit
 
     others = {run.seed: measure(run) for run in reference.runs}
@@ -308,7 +308,7 @@ def _pair(
 
 
 def run_folder(folder: Path, name: str, seed: int) -> Path:
-    """Return where the run of an entry and a seed is."""
+    """Return the folder of an entry's run with a seed."""
     return folder / name / f"seed-{seed}"
 
 

@@ -1,4 +1,4 @@
-"""A comparison in words: its tables, its sentences, its JSON document and its page."""
+"""A comparison's tables, sentences, JSON document and page."""
 
 import math
 import statistics
@@ -15,7 +15,7 @@ from fedpact.common.notebook import TextTable
 from fedpact.common.records import strict
 from fedpact.evaluation.metrics import find_display
 from fedpact.report import evaluations
-from fedpact.report.compared_runs import Comparison, Entry, Spread, name_swept_value, run_folder
+from fedpact.report.compared_runs import Comparison, Entry, name_swept_value, run_folder
 from fedpact.report.comparison_charts import (
     SWEPT,
     draw_paired,
@@ -45,7 +45,7 @@ _MEASURES: Final[Mapping[str, RunMeasure]] = {
     "bytes": lambda run: run.bytes,
     "seconds": lambda run: run.seconds,
 }
-"""What JSON has of every run and, as mean and deviation, of every entry: its key -> the figure."""
+"""JSON key -> figure of a run; entries have its mean and deviation."""
 
 
 def _percents(of: RunMeasure) -> Cell:
@@ -63,7 +63,7 @@ def _percents(of: RunMeasure) -> Cell:
 
 
 def _in_words(of: RunMeasure, form: Callable[[float], str]) -> Cell:
-    """A mean and its deviation, in a form of single values; a dash where a run has none."""
+    """Mean ± deviation, each formatted by form; a dash if a run has no value."""
 
     def cell(entry: Entry) -> str:
         spread = entry.spread(of)
@@ -77,12 +77,12 @@ def _numbers(of: RunMeasure) -> Cell:
 
 
 def _first(*cells: Cell) -> Cell:
-    """The first of these figures that an entry has."""
+    """The first of these cells that is not a dash."""
     return lambda entry: next((c for cell in cells if (c := cell(entry)) != "–"), "–")
 
 
 def _range(of: Callable[[RunSummary], tuple[float, float] | None]) -> Cell:
-    """The least and the most over rounds, sites and runs."""
+    """The range over rounds, sites and runs."""
 
     def cell(entry: Entry) -> str:
         found = entry.range(of)
@@ -92,7 +92,7 @@ def _range(of: Callable[[RunSummary], tuple[float, float] | None]) -> Cell:
 
 
 def _spent(entry: Entry) -> str:
-    """ε with its δ, rounded up; a dash where no run has ended."""
+    """ε with its δ, rounded up; a dash if no run has ended."""
     if entry.private is None:
         return number(None)
     if (spent := entry.spent) is None:
@@ -107,7 +107,7 @@ def _metric(name: str) -> Cell:
 
 
 def _quality(comparison: Comparison) -> dict[str, Cell]:
-    """Return the columns on the models and what they cost in privacy, what matters most first."""
+    """Return the columns on models and their privacy, the most important first."""
     judged, by_accuracy = comparison.judged, comparison.judged == "accuracy"
     found: dict[str, Cell] = {
         judged: _percents(attrgetter("accuracy")) if by_accuracy else _numbers(attrgetter("loss")),
@@ -121,7 +121,7 @@ def _quality(comparison: Comparison) -> dict[str, Cell]:
 
 
 def tabulate(columns: Mapping[str, Cell], comparison: Comparison) -> TextTable:
-    """Return a row an entry: means ± sample standard deviations over its runs."""
+    """Return a table with a row for each entry: means ± sample deviations over its runs."""
     rows = [(e.name, *(cell(e) for cell in columns.values())) for e in comparison.entries]
     return TextTable(tuple(columns), rows)
 
@@ -155,7 +155,7 @@ def comparison_table(comparison: Comparison) -> TextTable:
 
 
 def tabulate_sweep(comparison: Comparison, key: str) -> list[TextTable]:
-    """Return a table for each measure over a swept key: a row a method, a column a value."""
+    """Return a table for each measure, with a row for each method and a column for each value."""
     found = list[TextTable]()
     for measure in SWEPT:
         lines = series(comparison, key, measure)
@@ -165,7 +165,7 @@ def tabulate_sweep(comparison: Comparison, key: str) -> list[TextTable]:
             (
                 line.label,
                 *(
-                    # Narrow, it is broken before the sign.
+                    # In a narrow column the line breaks before the sign.
                     line.points[t][1].describe(form).replace("± ", "±\u00a0")
                     if t in line.points
                     else "–"
@@ -188,7 +188,7 @@ PAIRED_NOTE: Final = (
 
 
 def paired_table(comparison: Comparison) -> TextTable | None:
-    """Return each method's difference from the first; None where nothing can be paired."""
+    """Return each method's difference from the first; None without common seeds."""
     rows, headings = dict[str, list[str]](), list[str]()
     for measure, of in SWEPT.items():
         found = comparison.paired(of)
@@ -215,7 +215,7 @@ EFFORT_NOTE: Final = (
 
 
 def effort(comparison: Comparison) -> TextTable:
-    """Return what each entry did for it."""
+    """Return what each entry computed."""
     columns = {
         "τ": _range(attrgetter("steps")),
         "η": _range(attrgetter("learning_rate")),
@@ -227,7 +227,7 @@ def effort(comparison: Comparison) -> TextTable:
 
 
 def _fair(comparison: Comparison) -> TextTable:
-    """Return how evenly each entry served the sites."""
+    """Return how evenly each entry's accuracy is spread over sites."""
 
     def deviation(run: RunSummary) -> float | None:
         return run.fairness and math.sqrt(run.fairness["variance"])
@@ -243,7 +243,7 @@ def _fair(comparison: Comparison) -> TextTable:
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run in the page's list: its page, None without a run; its seed; cells; how it ended."""
+    """A run in the page's list. href: its page, None if it is missing. status: how it ended."""
 
     name: str
     seed: int
@@ -280,9 +280,9 @@ def count_bytes_until(run: RunSummary, accuracy: float) -> float | None:
 
 
 def find_bytes_to_targets(comparison: Comparison) -> TextTable | None:
-    """Return bytes to the highest multiples of 5 % that some run had; None: no run had any."""
+    """Return the bytes to the highest multiples of 5 % that some run reached; None without any."""
     best = max((_best(run) for run in comparison.runs), default=0.0)
-    # As a count of steps: 0.8 is no whole number of 0.05 in floating point.
+    # Counted in steps, since 0.8 / 0.05 is not 16 in floating point.
     top = int(best / _STEP + 1e-9)
     levels = [round(_STEP * step, 9) for step in range(max(1, top - _MOST + 1), top + 1)]
     rows = [(e.name, *(_bytes_cell(e, level) for level in levels)) for e in comparison.entries]
@@ -311,7 +311,7 @@ SHARED: Final = (
 
 
 def inequality(comparison: Comparison) -> str | None:
-    """Return what has to stand beside the table where it compares unequal runs, a line each."""
+    """Return why the comparison is not fair, a line for each algorithm; None if it is fair."""
     if not (found := comparison.inequalities):
         return None
     shared = [f"{SHARED[0].upper()}{SHARED[1:]}."] if comparison.left_apart else []
@@ -319,7 +319,7 @@ def inequality(comparison: Comparison) -> str | None:
 
 
 def guarantees(comparison: Comparison) -> list[str]:
-    """Return what the ε of each private entry means, and which entries have none."""
+    """Return the guarantee of each private entry, and which entries have none."""
     told: dict[str, list[Entry]] = {}
     for entry in comparison.entries:
         for text in dict.fromkeys(_guarantee(entry, run.privacy) for run in entry.runs):
@@ -351,7 +351,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
             entry.name: {
                 "swept": dict(comparison.points[entry.name].values) if comparison.points else {},
                 "private": entry.private,
-                **{name: _spread(entry.spread(of)) for name, of in measures.items()},
+                **{name: (s := entry.spread(of)) and asdict(s) for name, of in measures.items()},
                 "local_steps": entry.range(attrgetter("steps")),
                 "learning_rate": entry.range(attrgetter("learning_rate")),
                 "sigma": entry.range(attrgetter("sigma")),
@@ -390,7 +390,7 @@ def _cost(of: Entry | RunSummary) -> dict[str, float | None]:
 
 
 def run_figures(run: RunSummary, measured: Iterable[str]) -> dict[str, float | None]:
-    """Return a run's figures by their keys in JSON. measured: metrics to have among them."""
+    """Return a run's figures by JSON key. measured: the metrics to include."""
     metrics = {name: run.metric(name) for name in measured}
     return {**{name: of(run) for name, of in _MEASURES.items()}, **metrics, **_cost(run)}
 
@@ -406,10 +406,6 @@ def _run_document(run: RunSummary, measured: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def _spread(spread: Spread | None) -> dict[str, Any] | None:
-    return asdict(spread) if spread else None
-
-
 def _joining_document(entry: Entry) -> dict[str, Any] | None:
     rows = joining_rows(entry.runs)
     sites = {row.site: {**asdict(row), "joining": row.gain.verdict} for row in rows}
@@ -417,7 +413,7 @@ def _joining_document(entry: Entry) -> dict[str, Any] | None:
 
 
 def describe_tuning_cost(comparison: Comparison) -> list[str]:
-    """Return what trying costs and for whom each ε holds; nothing where it was not asked."""
+    """Return the cost of trying, and for whom each ε holds; empty if not requested."""
     return [
         *(f"{each.told}. {line}" for each in comparison.counted for line in each.lines),
         *_uncounted(comparison),
@@ -425,7 +421,7 @@ def describe_tuning_cost(comparison: Comparison) -> list[str]:
 
 
 def _uncounted(comparison: Comparison) -> list[str]:
-    """Return what the costs of trying leave out."""
+    """Return what the cost of trying leaves out."""
     if not comparison.counted:
         return []
     found = list[str]()
@@ -447,7 +443,7 @@ def _uncounted(comparison: Comparison) -> list[str]:
 def lines_by_entry(
     comparison: Comparison, of: Callable[[list[RunSummary]], str | None]
 ) -> list[str]:
-    """Return a sentence on the runs of each entry of which there is one to say."""
+    """Return each entry's sentence, if it has one."""
     told = {entry.name: of(list(entry.runs)) for entry in comparison.entries}
     return [f"{name}: {line}" for name, line in told.items() if line]
 

@@ -1,15 +1,15 @@
-"""One run as its folder tells it: what terminal, JSON, page, notebook and comparison show of it.
+"""A run as read from its folder: the one source of terminal, JSON, page, notebook and comparison.
 
-Needed are plan.json, privacy.json and rounds.jsonl. Without summary.json the run has not ended yet;
-partition.json and environment.json may be missing in a folder that did not come from a simulation;
-audit.json is there where the run was audited, joining.json where `fedpact personalise` was asked.
+plan.json, privacy.json and rounds.jsonl are required. Without summary.json the run has not ended.
+partition.json and environment.json are written by simulations, audit.json by `fedpact audit`, and
+joining.json by `fedpact personalise`.
 """
 
 import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -24,8 +24,7 @@ from fedpact.report.audited import Audit, read_audit
 Document = dict[str, Any]
 
 BUDGETS: Final = ("privacy.epsilon", "privacy.delta", "privacy.sigma")
-"""The settings of a budget: one value a site, where it is a list."""
-
+"""The settings of a budget: a list has one value for each site."""
 
 ENDS: Final = {
     "finished": "finished",
@@ -38,7 +37,7 @@ ENDS: Final = {
     "patience": "ended early: no better accuracy for budget.patience evaluations",
     "diverged": "ended early: the next model was not finite; lower the learning rate",
 }
-"""How a run's status reads, on the terminal and in its page."""
+"""Each status of a run in words."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,13 @@ class LabelTable:
 
 @dataclass(frozen=True)
 class SitePrivacy:
-    """One site's guarantee in a private run, and what of it is spent.
+    """One site's guarantee in a private run, and how much of it is spent.
 
-    epsilon_spent: of everything released so far, an upper bound at delta; NaN if not recorded.
-    epsilon_allowed: of the budget. epsilon_reserved: of all steps that the run may take.
-    sigmas: channel -> noise over that channel's bound. honest: of how many sites of each sum these
-    ε need the noise, 0 for none; epsilon_alone: spent without it, the same where it needs none.
-    sigma: of all channels together. steps: T.
+    epsilon_spent: an upper bound at delta for all releases so far; NaN if not recorded.
+    epsilon_allowed: the budget. epsilon_reserved: for all steps that the run may take.
+    sigmas: channel -> noise over that channel's bound. sigma: for all channels together. steps: T.
+    honest: the number of honest sites in each sum that these ε assume, 0 for none. epsilon_alone:
+    spent without this assumption.
     """
 
     epsilon_spent: float
@@ -79,7 +78,7 @@ class SitePrivacy:
 class Guarantee:
     """(ε, δ) that holds at every site of a run. alone: ε without any other site's noise.
 
-    honest: of how many sites of each sum `epsilon` needs the noise; 0: of none, and alone is ε.
+    honest: the number of honest sites in each sum that `epsilon` assumes; with 0, alone is ε.
     """
 
     epsilon: float
@@ -92,25 +91,20 @@ class Guarantee:
 
     @property
     def condition(self) -> str:
-        """What ε needs, in words; "" where it holds whatever other sites do."""
+        """What ε assumes, in words; "" if it assumes nothing about other sites."""
         return f"the noise of {self.honest} honest sites in each sum" if self.honest else ""
 
     @staticmethod
     def largest(all_of: "list[Guarantee]") -> "Guarantee":
-        """Return what all of these keep; at least one."""
-        return Guarantee(
-            max(one.epsilon for one in all_of),
-            max(one.delta for one in all_of),
-            max(one.alone for one in all_of),
-            max(one.honest for one in all_of),
-        )
+        """Return a guarantee that covers all of these; at least one."""
+        return Guarantee(*(max(each) for each in zip(*map(astuple, all_of), strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
 class RunSummary:
-    """A run: the documents of its folder, as run_folder names them, and what follows from them.
+    """A run: the documents of its folder, and what follows from them.
 
-    labels: None where the folder has no partition. partition: a digest of which record is where.
+    labels: None if the folder has no partition. partition: a digest of each site's records.
     """
 
     path: Path
@@ -131,12 +125,12 @@ class RunSummary:
 
     @property
     def seeded(self) -> bool:
-        """Whether batches and noise came from the experiment's seed, which protects nobody."""
+        """Whether batches and noise came from the plan's seed, so that nothing is protected."""
         return "seed" in str(self.privacy["randomness"])
 
     @property
     def seed(self) -> int:
-        """The plan's."""
+        """The plan's seed."""
         return int(self.plan.get("seed", 0))
 
     @property
@@ -162,17 +156,17 @@ class RunSummary:
 
     @property
     def own_models(self) -> bool:
-        """Whether each site has a model of its own, which its scores are of."""
+        """Whether each site trains and evaluates its own model."""
         return bool(self.privacy.get("own_models"))
 
     @property
     def head(self) -> int:
-        """How many of w's last numbers each site has for itself, 0 for none."""
+        """The number of entries at the end of w that each site keeps private, 0 for none."""
         return int(self.plan.get("local", {}).get("head", 0))
 
     @property
     def drawn(self) -> bool:
-        """Whether a part of the sites took part in each round."""
+        """Whether each round had only some of the sites."""
         return any(record.asked for record in self.records)
 
     @cached_property
@@ -198,39 +192,39 @@ class RunSummary:
 
     @property
     def held_out(self) -> Document | None:
-        """Of a plain run what held-out records come to, exactly; simulator only, maybe None."""
+        """The exact evaluation of a plain run on held-out records; simulator only, may be None."""
         return self.summary.get("held_out")
 
     @property
     def measured(self) -> list[str]:
-        """The metrics and measures that some round has, by name."""
+        """The names of all metrics and measures in any round."""
         return list(dict.fromkeys(name for record in self.records for name in record.metrics))
 
     @property
     def pooled(self) -> bool:
-        """Whether held-out records stand in for a public test set: simulator only."""
+        """Whether accuracy is on held-out records, for lack of a public test set."""
         return bool(self.privacy.get("accuracy_pooled"))
 
     @cached_property
     def counted(self) -> bool:
-        """Whether there is an accuracy: of labels that are numbers there is none."""
+        """Whether there is an accuracy, which regression does not have."""
         found = [score.accuracy for score in self.scores.values()]
         found += [record.accuracy or 0.0 for record in self.evaluated[-1:]]
         return not found or not all(map(math.isnan, found))
 
     @cached_property
     def scores(self) -> Mapping[str, SiteScore]:
-        """Each site's score the last time that sites were evaluated; maybe none."""
+        """Each site's score in the last evaluation; may be empty."""
         return next((record.scores for record in reversed(self.records) if record.scores), {})
 
     @property
     def accuracy(self) -> float | None:
-        """Of the last model, on public test data or all held-out records; None without one."""
+        """The last model's accuracy on public test data or all held-out records, or None."""
         return self.evaluated[-1].accuracy if self.evaluated and self.counted else None
 
     @property
     def loss(self) -> float | None:
-        """Mean loss of the last model, likewise."""
+        """The last model's mean loss on the same records, or None."""
         return self.evaluated[-1].loss if self.evaluated else None
 
     def averaged(self, name: str) -> float | None:
@@ -244,17 +238,17 @@ class RunSummary:
 
     @cached_property
     def fairness(self) -> Fairness | None:
-        """How the last model's accuracy is spread over the sites; None without held-out records."""
+        """The spread of the last model's accuracy over sites; None without held-out records."""
         return fairness(self.scores) if self.scores and self.counted else None
 
     @property
     def worst(self) -> float | None:
-        """Accuracy at the site that the last model serves worst."""
+        """The lowest accuracy of any site."""
         return self.fairness["worst_accuracy"] if self.fairness else None
 
     @property
     def worst_loss(self) -> float | None:
-        """Mean loss at that site where there is no accuracy; None where there is."""
+        """The largest mean loss of any site; None if there are accuracies."""
         found = self.scores
         return found[ranking(found)[0]].loss if found and not self.counted else None
 
@@ -283,21 +277,21 @@ class RunSummary:
         }
 
     def _largest(self, name: str) -> dict[str, float]:
-        """Return each site's largest ε of a kind: it never falls, so that is the safe one."""
+        """Return each site's largest ε of a kind: ε never decreases, so this is the safe value."""
         spent: dict[str, float] = {}
         for part in (*(getattr(r, name) for r in self.records), self.summary.get(name, {})):
             for site, epsilon in part.items():
                 number = math.nan if epsilon is None else float(epsilon)
                 known = spent.get(site, -math.inf)
-                # NaN stays: an ε that was once unknown is not known to be small.
+                # NaN is kept: an ε that was unknown in one round may be large.
                 spent[site] = known if math.isnan(known) or known > number else number
         return spent
 
     @cached_property
     def spent(self) -> Guarantee | None:
-        """What everything released so far has cost; None of a plain run.
+        """The cost of all releases so far; None for a plain run.
 
-        A record pays for training or for evaluations, never for both: the larger counts.
+        A record is either trained on or held out for evaluations, so the larger cost counts.
         """
         if not self.private:
             return None
@@ -313,21 +307,15 @@ class RunSummary:
 
     @cached_property
     def training(self) -> Guarantee:
-        """What the training may release in all, to whoever is trained on, of a private run."""
-        sites = self.privacy["sites"].values()
+        """The guarantee of a private run's whole training, for records that are trained on."""
+        sites, honest = self.privacy["sites"].values(), self._honest
         epsilon = largest_epsilon(site["epsilon_reserved"] for site in sites)
-        alone = (
-            largest_epsilon(site.get("epsilon_alone") for site in sites)
-            if self._honest
-            else epsilon
-        )
-        return Guarantee(
-            epsilon, largest_epsilon(site["delta"] for site in sites), alone, self._honest
-        )
+        alone = largest_epsilon(s.get("epsilon_alone") for s in sites) if honest else epsilon
+        return Guarantee(epsilon, largest_epsilon(s["delta"] for s in sites), alone, honest)
 
     @cached_property
     def reserved(self) -> Guarantee:
-        """What all may release, to whoever is trained on or held out, of a private run."""
+        """The guarantee of a whole private run, for all its records."""
         of, held = self.training, self.privacy.get("evaluation") or {}
         epsilon = max(of.epsilon, float(held.get("epsilon_reserved", 0.0)))
         delta = max(of.delta, float(held.get("delta", 0.0)))
@@ -338,10 +326,9 @@ class RunSummary:
         return max((site.honest for site in self.site_privacy.values()), default=0)
 
     def evaluation_cost(self, site: str) -> float:
-        """Return ε of what a site's evaluations have released, an upper bound; 0 without any.
+        """Return an upper bound on ε of a site's evaluations; 0 without any.
 
-        All that is reserved counts where the run has not ended, or an answer of the site went
-        missing.
+        The whole reservation counts while the run has not ended, or if an answer was lost.
         """
         held = self.privacy.get("evaluation")
         if not held:
@@ -355,29 +342,29 @@ class RunSummary:
 
     @property
     def steps(self) -> tuple[int, int] | None:
-        """The least and the largest τ of a round; None before the first."""
+        """The smallest and largest τ of a round; None before the first."""
         taken = [record.steps for record in self.records if record.round]
         return (min(taken), max(taken)) if taken else None
 
     @property
     def iterations(self) -> int:
-        """Local iterations of all rounds: batches that a site was asked for which is in each."""
+        """Local iterations of all rounds, for a site that takes part in each."""
         return sum(record.steps for record in self.records)
 
     @property
     def records_read(self) -> float | None:
-        """Records in the batches of all sites, as expected; None before the run has ended."""
+        """The expected number of records in the batches of all sites; None during the run."""
         return self.summary.get("records_read")
 
     @property
     def learning_rate(self) -> tuple[float, float] | None:
-        """η, as least and most; None where the algorithm has none."""
+        """η, as a range; None if the algorithm has none."""
         eta = self.plan.get("settings", {}).get("learning_rate")
         return None if eta is None else (eta, eta)
 
     @property
     def sigma(self) -> tuple[float, float] | None:
-        """The least and the largest σ of a site's step, all channels together; None without."""
+        """The smallest and largest σ of a site, for all channels together; None in a plain run."""
         found = [site.sigma for site in self.site_privacy.values()]
         return (min(found), max(found)) if found else None
 
@@ -393,7 +380,7 @@ class RunSummary:
 
     @property
     def sockets(self) -> str:
-        """What sockets carried of it, in words; "" where a round was not counted."""
+        """The bytes that sockets carried, in words; "" if a round was not counted."""
         counted = [record.sockets for record in self.records if record.round]
         if not counted or not all(counted):
             return ""
@@ -418,7 +405,7 @@ class RunSummary:
 
 
 def largest_epsilon(values: Iterable[Any]) -> float:
-    """Return the largest of these ε; what nobody knows may be anything."""
+    """Return the largest of these ε; infinity if one is unknown."""
     found = [math.inf if value is None else float(value) for value in values]
     return math.inf if any(map(math.isnan, found)) else max(found, default=math.inf)
 
@@ -426,8 +413,7 @@ def largest_epsilon(values: Iterable[Any]) -> float:
 def read_run(folder: Path, *, begun: bool = True) -> RunSummary:
     """Read a run's folder. Raises DataError: a file is missing or is not what a run writes.
 
-    begun: False also reads a run that has no round yet, not even its initial model's: round 0 then
-    stands for it, and says nothing.
+    begun: False also reads a run without any round; it gets an empty round 0.
     """
     partition, audit = (_read(folder / f"{n}.json", needed=False) for n in ("partition", "audit"))
     try:
@@ -446,7 +432,7 @@ def read_run(folder: Path, *, begun: bool = True) -> RunSummary:
             partition=_digest(partition) if partition else None,
         )
         _check(run)
-        # Taken here, so that a damaged file is found before anything is drawn.
+        # Computed here, so that a damaged file is found before anything is drawn.
         _ = run.site_privacy, run.sites, run.bytes_allowed
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, DataError):
@@ -508,7 +494,7 @@ def _read_records(path: Path) -> list[RoundRecord]:
         try:
             records.append(RoundRecord.from_json(line))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            # A line without its end is being written, or was when the run was killed.
+            # An incomplete last line is being written, or the run was killed.
             if number == len(lines) and not line.endswith("\n"):
                 break
             raise DataError(
@@ -524,16 +510,8 @@ def _read_records(path: Path) -> list[RoundRecord]:
 
 
 _STATEMENT = {
-    "accountant",
-    "adjacency",
-    "covers",
-    "does_not_cover",
-    "private",
-    "randomness",
-    "simulator_only",
-    "sites",
-    "sizes",
-    "unit",
+    *("accountant", "adjacency", "covers", "does_not_cover", "private"),
+    *("randomness", "simulator_only", "sites", "sizes", "unit"),
 }
 
 

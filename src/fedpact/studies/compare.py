@@ -1,4 +1,4 @@
-"""Several plans on the same data, partition, seeds and budgets, side by side."""
+"""Run several plans on the same data, partition, seeds and budgets, and compare them."""
 
 import contextlib
 import itertools
@@ -45,9 +45,7 @@ from fedpact.studies.sweep import expand_points, expand_sweep
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Compared(Comparison):
-    """A comparison that has been made; see report.compared_runs.Comparison, whose fields these
-    are.
-    """
+    """A finished comparison, with the fields of report.compared_runs.Comparison."""
 
     def __repr__(self) -> str:
         named = ", ".join(f"{name} {fares}" for name, fares, *_ in comparison_table(self).rows[:8])
@@ -61,7 +59,7 @@ class Compared(Comparison):
         return comparison_table(self).html("Comparison", note, (inequality(self) or "").split("\n"))
 
     def frame(self) -> Any:
-        """Return a pandas DataFrame with one row a run: what is swept, and what came of it."""
+        """Return a pandas DataFrame with a row for each run: swept values and figures."""
         found = [
             {
                 "entry": entry.name,
@@ -76,13 +74,13 @@ class Compared(Comparison):
         return frame(found)
 
     def figures(self) -> dict[str, Any]:
-        """Return the page's figures as matplotlib Figures, by title; what there is to draw."""
+        """Return the page's figures as matplotlib Figures, by title."""
         rows = [*sweeps(self).values(), *on_the_way(self), [draw_paired(self)]]
         return {drawing.title: drawing.chart for row in rows for drawing in row if drawing}
 
 
 _ALONE = {"local": ("mr_mtl", ("settings.proximal=0.0", "settings.proximal_noise=0.0"))}
-"""A name for `--algorithms` -> the algorithm that it is, with what is set."""
+"""A name for `--algorithms` -> the algorithm and the settings that it stands for."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -90,14 +88,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 def read_plans(
     configs: Sequence[Path], chosen: Sequence[str] = (), overrides: Sequence[str] = ()
 ) -> dict[str, Plan]:
-    """Return the plans of configuration files, each once with every chosen algorithm, by name.
+    """Return name -> plan: each configuration file with each chosen algorithm.
 
-    Without a file it is the embedded default, whose settings are those of its own algorithm alone;
-    without chosen algorithms, each file's own.
-    "local" is each site by itself, under the same privacy: mr_mtl with λ = κ = 0. Of a
-    file's [settings], an algorithm gets those that it knows; an override `settings.KEY=VALUE` goes
-    to the algorithms that know KEY. Raises PlanError: a file or an override that does not fit, or a
-    setting that none of the algorithms knows.
+    Without files, the embedded default is used; without algorithms, each file's own. "local" trains
+    each site alone under the same privacy: mr_mtl with λ = κ = 0. An algorithm gets those of a
+    file's [settings], and of the overrides `settings.KEY=VALUE`, that it knows.
+    Raises PlanError: an invalid file or override, or a setting that no algorithm knows.
     """
     found: dict[str, Plan] = {}
     for config in configs or [None]:
@@ -120,7 +116,7 @@ def name_plans(plans: Plan | Mapping[str, Plan] | Sequence[Plan]) -> dict[str, P
     if isinstance(plans, Mapping):
         found.update({name: _plan(plan) for name, plan in plans.items()})
     else:
-        # A path is no list of plans, and text is one of letters.
+        # Text is iterable, too.
         alone = isinstance(plans, Plan | str | Path) or not isinstance(plans, Iterable)
         for plan in map(_plan, [plans] if alone else plans):
             _add(found, plan.algorithm, plan)
@@ -151,10 +147,7 @@ def _plan(given: Any) -> Plan:
 
 
 def comparable(plans: Mapping[str, Plan]) -> None:
-    """Refuse plans of which no figure means the same, or whose runs would not be independent.
-
-    Raises PlanError: their data differ, or a plan keeps ledgers across runs.
-    """
+    """Raise PlanError unless the plans have the same data and independent runs."""
     found = differences({name: plan.document() for name, plan in plans.items()})
     for difference in found:
         if difference.key in DATA:
@@ -173,9 +166,9 @@ def comparable(plans: Mapping[str, Plan]) -> None:
 
 
 def seeds_of(plans: Mapping[str, Plan], seeds: int | Sequence[int]) -> list[int]:
-    """Return the seeds that every entry runs with: those given, or so many from the first plan's.
+    """Return the seeds of every entry: those given, or this many, starting with the first plan's.
 
-    Raises InputError: no seed, one that is no integer >= 0, or one twice.
+    Raises InputError: no seed, a repeated one, or one that is not an integer >= 0.
     """
     if not isinstance(seeds, Iterable):
         first = next(iter(plans.values())).seed
@@ -187,7 +180,7 @@ def seeds_of(plans: Mapping[str, Plan], seeds: int | Sequence[int]) -> list[int]
 
 
 def reseed(plan: Plan, seed: int, workers: int) -> Plan:
-    """Return a plan with another seed and, unless it names a number of workers, so many."""
+    """Return a plan with another seed, and with `workers` unless it sets run.workers."""
     raw = plan.document()
     raw["seed"] = seed
     raw["run"]["workers"] = plan.run.workers or workers
@@ -198,7 +191,7 @@ def _with_algorithm(config: Path | None, chosen: str, overrides: Sequence[str]) 
     algorithm, fixed = _ALONE.get(chosen, (chosen, ()))
     general = [text for text in overrides if _setting(text) is None]
     base = Plan.read(config, general)
-    # The embedded configuration's settings are its own algorithm's.
+    # The embedded configuration's settings belong to its own algorithm.
     own = base.settings if config or algorithm == base.algorithm else {}
     fields = _fields(algorithm)
     # A list or a plain value reads the same in JSON and in TOML.
@@ -254,31 +247,27 @@ def compare(
     on_news: OnNews | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Compared:
-    """Carry out every plan with every seed; write their folders, comparison.html and .json.
+    """Run every plan with every seed; write the runs' folders, comparison.html and comparison.json.
 
-    plans: by name, or a list, or one alone, then named by algorithm. seeds: which, or how many from
-    the first plan's on; a plan's own seed counts for nothing else. out: the comparison's folder, by
-    default runs/compare-TIME; a run is out/NAME/seed-S, as `fedpact.run` makes it. In a folder of
-    the same plans, runs that have ended are kept, others are resumed, and missing ones are made.
-    model, data, test: of your own, for all plans, as `fedpact.run` takes them; a single plan may
-    have a model of its own, Plan(model=...). What no other process can import is trained in this
-    one, run after run.
-    jobs: runs side by side, each in a process of its own, 0 for one a core; a plan that leaves
-    run.workers at 0 gets its share of the cores. Runs that share a machine take longer, so where a
-    plan has budget.seconds they go one after the other; their seconds mean the same only then.
-    joining: find out, too, what joining was worth to each site (simulation.simulate); kept where
-    it is. counted: find out, too, what trying all this costs a site (report.tuning_cost).
-    sweep: key -> values: every plan with each value, of several keys in all combinations; the swept
-    keys are what is compared, and make nothing unequal. points: in place of a sweep, key -> value
-    of each point that every plan is run at.
-    on_news: called with every round, every end and every site of `joining`; by default a notebook
-    shows a bar. stop: asked every tenth of a second; true ends the runs under way after their
-    round, and `joining` before its next site.
-    A run that fails is among the entry's `missing` with the reason; the others go on. Plans that
-    differ in more than their method are compared, and marked (Comparison.inequalities).
-    Raises InputError (PlanError among them), before anything is written: no plans, plans on
-    different data, a bad name or seed, a folder that cannot be or holds runs of other plans,
-    several jobs for plans with budget.seconds.
+    plans: by name, a list, or a single plan; unnamed plans are named by algorithm.
+    seeds: a list, or their number, starting with the first plan's seed.
+    out: the comparison's folder, by default runs/compare-TIME. A run is in out/NAME/seed-S. Runs
+        there that have ended are kept, others are resumed.
+    model, data, test: your own objects for all plans, as in `fedpact.run`. Objects that another
+        process cannot import are trained in this process, one run after another.
+    jobs: parallel runs, each in its own process; 0: one for each core. A plan with run.workers = 0
+        gets its share of the cores. With budget.seconds, runs are sequential.
+    joining: also compute the value of joining for each site (simulation.simulate).
+    counted: also compute the privacy cost of trying all entries (report.tuning_cost).
+    sweep: key -> values; each plan runs with all combinations. Swept keys do not count as
+        differences. points: instead of a sweep, the points (key -> value) to run each plan at.
+    on_news: called for every round, every end and every site of `joining`; a notebook shows a bar
+        by default. stop: polled every 0.1 s; true ends runs after their current round.
+
+    A run that fails is in its entry's `missing` with the reason. Plans that differ in more than
+    their method are compared and marked (Comparison.inequalities).
+    Raises InputError before anything is written: no plans, different data, an invalid name or seed,
+    an unsuitable folder, or several jobs with budget.seconds.
     """
     named = name_plans(plans)
     entries, at = expand_points(named, points) if points else expand_sweep(named, sweep or {})
@@ -295,7 +284,7 @@ def compare(
     side_by_side, workers = shares(serialise_timed(entries, jobs), len(entries) * len(chosen))
     wanted = [
         Job(name, seed, reseed(plan, seed, workers), run_folder(folder, name, seed), records[name])
-        # All entries with one seed before the next: what is there early can be compared.
+        # All entries with one seed before the next, so that early results can be compared.
         for seed in chosen
         for name, plan in entries.items()
     ]
@@ -320,7 +309,7 @@ def compare(
 
 
 def _watcher(runs: int) -> OnNews:
-    """In a notebook a bar of the runs that have ended, elsewhere nobody."""
+    """Return a progress bar of finished runs in a notebook, elsewhere a function without effect."""
     if not (runs and in_notebook()):
         return lambda _: None
     bar, ended = Bar(runs), set[tuple[str, int]]()
@@ -334,42 +323,42 @@ def _watcher(runs: int) -> OnNews:
 
 
 def _holds_out(plans: Mapping[str, Plan]) -> None:
-    """Raise PlanError: what joining is worth is asked of a plan without held-out records."""
+    """Raise PlanError if the value of joining cannot be computed for a plan."""
     for name, plan in plans.items():
         check_as_declared(plan.method)
         plan.task.check_plain("what joining was worth")
         if is_handed(plan.data):
             raise PlanError(
-                f"{name}: joining with data {plan.data}: what joining is worth is asked of data "
+                f"{name}: joining with data {plan.data}: the value of joining is computed for data "
                 "that a plan names; write the records to a file"
             )
         if not plan.held_out:
             raise PlanError(
-                f"{name}: partition.held_out is 0, and evaluation.share: what joining is worth is "
-                "found on the sites' held-out records; give some, or leave --joining out"
+                f"{name}: partition.held_out and evaluation.share are 0: the value of joining is "
+                "measured on held-out records; set one of them, or leave --joining out"
             )
 
 
 def _countable(plans: Mapping[str, Plan], seeds: int | Sequence[int]) -> None:
-    """Raise PlanError: what trying costs is asked where nothing adds up."""
+    """Raise PlanError if the cost of trying is not defined for these plans."""
     private = {name: plan for name, plan in plans.items() if plan.private}
     units = {name: plan.privacy.unit for name, plan in private.items()}
     if len(set(units.values())) > 1:
         told = ", ".join(f"{name}: {unit}" for name, unit in units.items())
         raise PlanError(
-            f"--counted with ε of different units ({told}): one ε of them all would be of neither; "
-            "give them one privacy.unit, or leave --counted out"
+            f"--counted with ε of different units ({told}): they cannot be added; use one "
+            "privacy.unit, or leave --counted out"
         )
     runs = len(private) * len(seeds_of(plans, seeds))
     if runs < 2:
         raise PlanError(
-            f"--counted with {runs} private runs of {len(plans)} entries: what trying costs is of "
-            "two or more runs with an (ε, δ); add settings or seeds, or leave --counted out"
+            f"--counted with {runs} private runs of {len(plans)} entries: expected at least two; "
+            "add settings or seeds, or leave --counted out"
         )
 
 
 def private_runs(comparison: Comparison) -> dict[str, dict[int, RunSummary]]:
-    """Return those with an (ε, δ) that have ended: entry -> seed -> run."""
+    """Return the private runs that have ended: entry -> seed -> run."""
     return {
         entry.name: {run.seed: run for run in entry.runs}
         for entry in comparison.entries
@@ -378,11 +367,11 @@ def private_runs(comparison: Comparison) -> dict[str, dict[int, RunSummary]]:
 
 
 class _Stopped(Exception):
-    """Ends what is found of a run, before its next site."""
+    """Ends the computation for a run before its next site."""
 
 
 def _joining(jobs: Sequence[Job], on_news: OnNews, stop: Callable[[], bool]) -> None:
-    """Have every run that has ended say what joining was worth to its sites, until stop()."""
+    """Compute the value of joining for every run that has ended, until stop()."""
     alones: SiteModels = {}
     with contextlib.suppress(_Stopped):
         for job in jobs:
@@ -392,7 +381,7 @@ def _joining(jobs: Sequence[Job], on_news: OnNews, stop: Callable[[], bool]) -> 
 
 
 def _telling(job: Job, on_news: OnNews, stop: Callable[[], bool]) -> Callable[[str, int], None]:
-    """Return what is told of each site, which may take minutes each."""
+    """Return a callback that reports the progress of `joining`, which may take minutes a site."""
     which = itertools.count(1)
 
     def on_site(site: str, of: int) -> None:
@@ -404,7 +393,7 @@ def _telling(job: Job, on_news: OnNews, stop: Callable[[], bool]) -> Callable[[s
 
 
 def serialise_timed(plans: Mapping[str, Plan], jobs: int) -> int:
-    """Return the jobs, one where a budget is measured time, which runs side by side would share."""
+    """Return the number of parallel jobs: 1 if a budget is measured time."""
     timed = [name for name, plan in plans.items() if plan.budget.seconds is not None]
     if timed and jobs > 1:
         raise PlanError(
@@ -432,9 +421,9 @@ def comparison_folder() -> Path:
 
 
 def shares(jobs: int, runs: int) -> tuple[int, int]:
-    """Return how many runs go side by side, and how many worker threads each of them gets.
+    """Return the number of parallel runs, and of worker threads for each; at least 1.
 
-    jobs: 0 for one a core. Neither is below 1.
+    jobs: 0: one for each core.
     """
     cores = available_cores()
     side_by_side = max(1, min(check.natural(jobs=jobs) or cores, runs))
@@ -442,14 +431,14 @@ def shares(jobs: int, runs: int) -> tuple[int, int]:
 
 
 def has_ended(job: Job) -> bool:
-    """Whether the job's folder holds its whole run, report included.
+    """Whether the job's folder contains its complete run, including the report.
 
-    Raises PlanError: the folder holds a run of another plan.
+    Raises PlanError: the folder contains a run of another plan.
     """
     folder = Folder(job.folder)
     if not (job.folder / "plan.json").exists():
         return False
-    # How it is carried out may differ, what is trained may not.
+    # [run] and [about] do not change what is trained.
     said = {"run": job.plan.run, "about": job.plan.about}
     found = Plan.parse(folder.read_json("plan.json")).model_copy(update=said)
     if found != job.plan:

@@ -1,4 +1,4 @@
-"""How else a plan's budget could be spent: q, σ, rounds and τ, by signal to noise."""
+"""Better ways to spend a plan's budget: q, σ, rounds and τ, by signal-to-noise ratio."""
 
 from dataclasses import replace
 from typing import Any, Final
@@ -19,13 +19,13 @@ from fedpact.simulation.setup import SimulationSetup
 from fedpact.studies.circumstances import sigma_together
 
 LINEAR_MODELS: Final = ("logistic", "ngram")
-"""Models of which the rule for rounds is known."""
+"""Models for which the rule for rounds is known."""
 
 
 def optimise_budgets(scene: SimulationSetup, passes: float | None) -> dict[str, Any]:
-    """Return for each distinct budget the best (q, σ, T, τ), beside what is configured.
+    """Return the configured and the best (q, σ, T, τ) for each distinct budget.
 
-    Raises PlanError: a plain run, which has no budget to spend, or no choice that it could have.
+    Raises PlanError: a plain run, partial participation, or a τ chosen during the run.
     """
     plan, rounds = scene.plan, scene.plan.rounds
     for name, why, found in (
@@ -46,7 +46,7 @@ def optimise_budgets(scene: SimulationSetup, passes: float | None) -> dict[str, 
     for terms in scene.terms.values():
         key = (terms.budget, terms.rate, terms.event.sigma)
         if key not in cases:
-            # A σ that was given may end the run before its rounds are over, in its first one too.
+            # With a given σ the budget may end the run early, even in the first round.
             tau = min(plan.method.steps(), terms.steps)
             now = Choice(terms.rate, terms.event.sigma, min(rounds, terms.steps // tau), tau)
             most = now.passes if passes is None else passes
@@ -70,9 +70,9 @@ def optimise_budgets(scene: SimulationSetup, passes: float | None) -> dict[str, 
 
 
 def _best(scene: SimulationSetup, terms: Terms, rounds: int, passes: float) -> Choice:
-    """Return the best choice, with the σ that a plan of it has: calibrated as the plan's own is."""
+    """Return the best choice, with σ calibrated as for a plan."""
     plan, own = scene.plan, scene.plan.algorithm_settings
-    # What is not a batch is paid for first: a noisy size, the openings of the rounds.
+    # A noisy size and the openings of rounds are paid for first.
     fixed = terms.history(0, min(terms.openings, rounds))
     alone = plan.privacy.shares_noise or "local_steps" not in type(own).model_fields
     one = best(terms.budget, rounds, passes, fixed, 1 if alone else MOST_STEPS)
@@ -80,7 +80,7 @@ def _best(scene: SimulationSetup, terms: Terms, rounds: int, passes: float) -> C
 
 
 def _calibrated(scene: SimulationSetup, terms: Terms, one: Choice, rounds: int) -> Choice:
-    """Return a choice with the σ that a site has by it: of shared noise that of the loudest."""
+    """Return a choice with a site's σ; with distributed noise, the largest of any site."""
     plan, whose = scene.plan, [terms]
     if plan.privacy.shares_noise:
         whose = list({one.budget: one for one in scene.terms.values()}.values())
@@ -93,9 +93,9 @@ def _calibrated(scene: SimulationSetup, terms: Terms, one: Choice, rounds: int) 
 
 
 def _useful(scene: SimulationSetup, terms: Terms, one: Choice) -> int | None:
-    """Return how many rounds pay at a choice's signal to noise; None where no rule says so.
+    """Return the useful number of rounds at a choice's signal-to-noise ratio; None if unknown.
 
-    That ratio is nearly the same for one round and for 200, and the accuracy is not.
+    The ratio is nearly the same for 1 and for 200 rounds, but the accuracy is not.
     """
     if scene.plan.model not in LINEAR_MODELS or not mechanism_of(terms.mechanism).summed:
         return None
@@ -106,9 +106,9 @@ def _useful(scene: SimulationSetup, terms: Terms, one: Choice) -> int | None:
 
 
 def _together(scene: SimulationSetup, rounds: int) -> int | None:
-    """Return how many rounds pay by the noise of all sites, whose budgets are unlike.
+    """Return the useful number of rounds for sites with different budgets; None as in `_useful`.
 
-    As they are weighed, of a plan that has all records in every step; None as of `_useful`.
+    For plans with all records in every step, with the sites weighted as the plan says.
     """
     plan = scene.plan
     summed = all(mechanism_of(terms.mechanism).summed for terms in scene.terms.values())

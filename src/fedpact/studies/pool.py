@@ -1,7 +1,7 @@
-"""Runs side by side, each in a process of its own, or one after the other in this one.
+"""Parallel runs, each in its own process, or sequential runs in this process.
 
-Not concurrent.futures.ProcessPoolExecutor: where one of its processes dies, as it does where memory
-runs out, it ends all of them and does not tell which one it was.
+concurrent.futures.ProcessPoolExecutor is not used: if one of its processes dies, for example
+because memory runs out, it ends all of them without telling which one died.
 """
 
 import contextlib
@@ -32,10 +32,7 @@ _POLL = 0.1  # seconds between two looks at `stop`
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One run to carry out: the entry's name and seed, the whole plan, and the run's folder.
-
-    data: the records, where they were handed in.
-    """
+    """A run to carry out. name: of the entry. data: the records, if they were passed in."""
 
     name: str
     seed: int
@@ -45,21 +42,21 @@ class Job:
 
     @property
     def here(self) -> bool:
-        """Whether no other process can carry it out."""
+        """Whether only this process can carry it out."""
         return self.data is not None or bool(self.plan.handed)
 
     @property
     def errors(self) -> Path:
-        """What the run's process printed, kept where it failed."""
+        """The file with the output of the run's process, kept if it failed."""
         return self.folder.with_name(self.folder.name + ".error.txt")
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """What a run has just done: a round, or its end. failed: why it ended without a result.
+    """A run's progress: a round, or its end. failed: why it ended without a result.
 
-    joining: of a run that has ended, the site whose worth of joining is found, which and of how
-    many; ended is false and round 0 then.
+    joining: (site, its number, number of sites) while the value of joining is computed; then ended
+    is false and round is 0.
     """
 
     job: Job
@@ -79,11 +76,10 @@ Failures = dict[tuple[str, int], str]
 def run_jobs(
     jobs: Sequence[Job], side_by_side: int, on_news: OnNews, stop: Callable[[], bool]
 ) -> Failures:
-    """Carry out all jobs, so many at a time; return why those that failed did.
+    """Carry out all jobs, `side_by_side` at a time; return the failures.
 
-    Once stop() is true no further run begins, and those under way end after their round; they are
-    not failures. An exception here, Ctrl-C among them, ends all processes at once: their folders
-    can be resumed.
+    Once stop() is true, no run begins, and running ones end after their current round, which is not
+    a failure. An exception here, such as Ctrl-C, ends all processes; their folders can be resumed.
     """
     stopping, failed = _SPAWN.Event(), Failures()
     waiting, running = deque(jobs), dict[Any, _Process]()
@@ -110,7 +106,7 @@ def run_jobs(
 
 
 class _Process:
-    """A job in a process of its own. said: what it tells, round by round."""
+    """A job in its own process. said: the connection over which it reports its rounds."""
 
     def __init__(self, job: Job, stopping: Event) -> None:
         self._job, self._stopping, self._refusal = job, stopping, None
@@ -122,11 +118,11 @@ class _Process:
         )
         with _without_main():
             self._process.start()
-        # The process has the only end that says something: where it dies, reading ends.
+        # Only the process keeps the sending end, so reading ends when it dies.
         says.close()
 
     def next_news(self) -> RunProgress:
-        """Return what the process tells next, or that it has ended. Waits for it."""
+        """Wait for and return the next report of the process, or its end."""
         with contextlib.suppress(EOFError, OSError):
             kind, *said = self.said.recv()
             if kind == "round":
@@ -142,18 +138,18 @@ class _Process:
         return RunProgress(self._job, ended=True, failed=failed)
 
     def end(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         self._process.kill()
         self._process.join()
 
     def _explain(self) -> str | None:
-        """Say why it ended, None where it did what it was asked to."""
+        """Return why it failed; None if it did not."""
         code, path = self._process.exitcode or 0, self._job.errors
         if code == 0:
             return None
         if code < 0:
             ended = f"the process was ended by signal {-code}"
-            ended += ", as it is where memory runs out" if code == -signal.SIGKILL else ""
+            ended += ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
         else:
             text = path.read_text("utf-8", errors="replace") if path.exists() else ""
             last = text.strip().splitlines()[-1:] or ["it printed nothing"]
@@ -163,9 +159,9 @@ class _Process:
 
 @contextlib.contextmanager
 def _without_main() -> Any:
-    """Have a new process not import the caller's script, which would run it once more.
+    """Keep a new process from importing, and thus running, the caller's script.
 
-    No job needs it: models and records that only a script has are trained in this process.
+    No job needs it: models and records of a script are trained in this process.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -178,8 +174,8 @@ def _without_main() -> Any:
 def _work(
     says: Connection, stopping: Event, errors: str, plan: dict[str, Any], folder: str
 ) -> None:
-    """Carry out a run in this new process. What it prints goes to the file `errors`."""
-    # Ctrl-C reaches all processes of a terminal; what it means is the first one's to say.
+    """Carry out a run in this new process. Its output goes to the file `errors`."""
+    # Ctrl-C reaches all processes of a terminal; the first one handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     printed = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(printed, 1)
@@ -195,12 +191,12 @@ def _work(
 
 
 def _number(value: float | None) -> float | None:
-    """Return None for NaN, which is the accuracy of labels that are numbers."""
+    """Return None for NaN, which is the accuracy in regression."""
     return None if value is None or math.isnan(value) else value
 
 
 def carry_out_here(jobs: Sequence[Job], on_news: OnNews, stop: Callable[[], bool]) -> Failures:
-    """Carry out all jobs in this process, one after the other; see run_jobs."""
+    """Carry out all jobs sequentially in this process; see run_jobs."""
     failed = Failures()
     for job in jobs:
         if stop():
@@ -220,7 +216,7 @@ def _carried_out(job: Job, on_news: OnNews, stop: Callable[[], bool]) -> str | N
         run(job.plan, job.folder, data=job.data, on_round=on_round, stop=stop)
     except FedpactError as error:
         return str(error)
-    except Exception as error:  # one run's fault is not the others'
+    except Exception as error:  # the other runs continue
         traceback.print_exc()
         return f"it ended with {type(error).__name__}: {error}"
     return None

@@ -1,9 +1,9 @@
 """Random search and successive halving over a plan's keys, with what trying costs.
 
-Random search draws points from ranges and compares them like a sweep's. Successive halving
-(Jamieson, Talwalkar, arXiv 1502.07943) gives all of them few rounds, keeps the best 1/F of them,
-gives these F times as many rounds, and so on up to the plan's own. Every rung's runs start anew,
-each with noise for its own rounds, so all of them are releases of the same records and add up.
+Random search draws points from ranges and compares them as in a sweep. Successive halving
+(Jamieson, Talwalkar, arXiv 1502.07943) gives all points few rounds, keeps the best 1/F of them,
+gives these F times as many rounds, and so on up to the plan's rounds. Every rung trains from the
+start with noise for its own rounds, so the privacy costs of all runs add up.
 """
 
 import math
@@ -26,7 +26,7 @@ from fedpact.studies.compare import Compared, compare, private_runs
 
 @dataclass(frozen=True)
 class SearchRange:
-    """What a key is drawn from: evenly on the logarithm where low > 0; whole: integers only."""
+    """The range of a key, sampled uniformly on the logarithm if low > 0. whole: integers only."""
 
     low: float
     high: float
@@ -35,7 +35,7 @@ class SearchRange:
     def draw(self, generator: torch.Generator) -> float | int:
         """Return a value."""
         share = float(torch.rand(1, generator=generator, dtype=torch.float64))
-        high = self.high + self.whole  # so that each integer has its part
+        high = self.high + self.whole  # so that the last integer has its share, too
         if self.low > 0:
             found = self.low * (high / self.low) ** share
         else:
@@ -44,7 +44,7 @@ class SearchRange:
 
 
 def read_ranges(texts: Sequence[str]) -> dict[str, SearchRange]:
-    """Return key -> range of `KEY=LOW:HIGH`. Raises PlanError: no such text, or a key twice."""
+    """Return key -> range from `KEY=LOW:HIGH`. Raises PlanError: another form or repeated key."""
     found = dict[str, SearchRange]()
     for text in texts:
         key, _, bounds = text.partition("=")
@@ -62,9 +62,9 @@ def read_ranges(texts: Sequence[str]) -> dict[str, SearchRange]:
 def draw_points(
     plans: Mapping[str, Plan], texts: Sequence[str], count: int
 ) -> list[dict[str, Any]]:
-    """Return so many points within the ranges `KEY=LOW:HIGH`, none without any.
+    """Return `count` points within the ranges `KEY=LOW:HIGH`; none without ranges.
 
-    They follow from the first plan's seed alone. Raises PlanError, as read_ranges does.
+    They depend on the first plan's seed only. Raises PlanError, as read_ranges does.
     """
     ranges, seed = read_ranges(texts), next(iter(plans.values())).seed
     return [
@@ -98,9 +98,9 @@ def search(
 ) -> Compared:
     """Compare every plan at every point; return the last rung's comparison, in out/rung-N.
 
-    halving: F, or 1 for a random search, whose one rung is `out` itself. counted: the last rung's
-    tells what the runs of all rungs cost together. sweep: in place of points. how: see
-    compare.compare. Raises PlanError: points and a sweep, or halving without points.
+    halving: F, or 1 for random search, whose only rung is `out`. counted: the last rung states the
+    cost of all rungs together. sweep: instead of points. how: passed to compare.compare.
+    Raises PlanError: points and a sweep, or halving without points.
     """
     if not points and halving == 1:
         return compare(plans, seeds, out, counted=counted, sweep=sweep, **how)
@@ -129,15 +129,16 @@ def search(
 
 
 def _of_all(cost: TuningCost) -> TuningCost:
-    """Return what a halving costs: of the winner alone nothing is proven."""
+    """Return the cost of halving, without a claim about the winner alone: none is proven."""
     alone = cost.alone and replace(cost.alone, winner={})
     return replace(cost, found=replace(cost.found, winner={}), alone=alone)
 
 
 def _check_alike(runs: Iterable[Mapping[int, RunSummary]]) -> None:
-    """Raise PlanError: what runs of a rung release differs, so their sum follows from the choice.
+    """Raise PlanError unless all runs of a rung release the same events.
 
-    With equal events it does not, and adaptive composition adds them up.
+    Otherwise the total would depend on which points are kept; equal events add up by adaptive
+    composition.
     """
     each = [
         {site: (one.rate, one.steps, one.sigmas) for site, one in run.site_privacy.items()}
@@ -146,14 +147,14 @@ def _check_alike(runs: Iterable[Mapping[int, RunSummary]]) -> None:
     ]
     if any(one != each[0] for one in each):
         raise PlanError(
-            "--halving with --counted, and the points release unlike events: which of them go on "
-            "would decide what all cost together; draw keys that leave noise and steps alone, as "
-            "settings.learning_rate, or leave one of the two out"
+            "--halving with --counted, and the points release different events: the total cost "
+            "would depend on which are kept; draw keys that do not change noise or steps, such as "
+            "settings.learning_rate, or leave one of the two options out"
         )
 
 
 def _best(found: Compared, points: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the points in the order of their best plan's mean accuracy, or loss without any."""
+    """Return the points, best first: by the mean accuracy, or else loss, of their best plan."""
 
     def score(point: Mapping[str, Any]) -> float:
         each = [e for e in found.entries if found.points[e.name].values == dict(point)]

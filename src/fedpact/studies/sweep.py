@@ -1,4 +1,4 @@
-"""The plans of a sweep: each plan with each combination of the values of some keys."""
+"""The plans of a sweep: each plan with each combination of values."""
 
 import json
 import re
@@ -32,9 +32,9 @@ _COMMA = re.compile(r""",(?=(?:[^][{}"']|"[^"]*"|'[^']*'|\[[^]]*\]|\{[^}]*\})*$)
 
 
 def read_sweeps(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Return key -> its values of `KEY=V1,V2,...`; a value is read as in `--set`.
+    """Return key -> values from `KEY=V1,V2,...`; values are read as in `--set`.
 
-    Raises PlanError: no such text, a key twice, a value twice, or a key that is no sweep's.
+    Raises PlanError: another form, or a repeated key.
     """
     found = dict[str, list[Any]]()
     for text in texts:
@@ -55,10 +55,10 @@ def read_sweeps(texts: Sequence[str]) -> dict[str, list[Any]]:
 def expand_sweep(
     plans: Mapping[str, Plan], sweeps: Mapping[str, Sequence[Any]]
 ) -> tuple[dict[str, Plan], dict[str, SweepPoint]]:
-    """Return the plans with each combination of values, and where each entry is in the sweep.
+    """Return the plans with each combination of values, and each entry's place in the sweep.
 
-    An algorithm's plan is swept over those of the settings that it knows. Entries are called
-    NAME-KEY-VALUE. Raises PlanError: a value that does not fit, a key that no plan has.
+    A plan is swept over the settings that its algorithm knows. Entries are named NAME-KEY-VALUE.
+    Raises PlanError: an invalid value, or a key that no plan has.
     """
     if not isinstance(sweeps, Mapping):
         raise PlanError(f'sweep is {sweeps!r}: expected {{"privacy.epsilon": [0.5, 1, 2]}}')
@@ -84,9 +84,9 @@ def expand_sweep(
 def expand_points(
     plans: Mapping[str, Plan], points: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Plan], dict[str, SweepPoint]]:
-    """Return each plan at each point, key -> value, and where each entry is, as expand_sweep.
+    """Return each plan at each point (key -> value), as expand_sweep.
 
-    Raises PlanError: a value that does not fit, or a key that a plan does not have.
+    Raises PlanError: an invalid value, or a key that a plan does not have.
     """
     entries, at = dict[str, Plan](), dict[str, SweepPoint]()
     for (name, plan), point in product(plans.items(), points):
@@ -111,7 +111,7 @@ def _enter(
 
 
 def _plain(key: str, values: Any) -> list[Any]:
-    """Return a key's values as a plan.json has them: models, losses and metrics by name."""
+    """Return a key's values as in plan.json: models, losses and metrics by name."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
         raise PlanError(f"sweep {key}: its values are {values!r}: expected a list, as [{values!r}]")
@@ -143,7 +143,7 @@ def _values(text: str) -> list[Any]:
     try:
         return tomllib.loads(f"values = [{text}]")["values"]
     except tomllib.TOMLDecodeError:
-        # Words without quotes, maybe beside lists and tables, whose commas are their own.
+        # Unquoted words; the commas in lists and tables do not separate values.
         return [value_of(part.strip()) for part in _COMMA.split(text)]
 
 
@@ -154,8 +154,7 @@ def _knows(plan: Plan, key: str) -> bool:
 
 
 def _changed(plan: Plan, chosen: Mapping[str, Any]) -> Plan:
-    # What follows from other keys follows them where they change: only what was given is kept. What
-    # one value of the sweep leaves without effect another one uses.
+    # Only given keys are kept, so that derived values follow from the swept ones.
     raw = select_given(plan.document(), lambda found: Plan.parse(found).document())
     keys = [key_of(key) for key in chosen]
     drop_overridden(raw, keys)

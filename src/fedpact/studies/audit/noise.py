@@ -1,12 +1,12 @@
-"""Tests of the noise's level and of the sampling, on releases alone.
+"""Statistical tests of the noise level and of the sampling, on releases only.
 
-Of all mistakes the one that an attack on a single canary takes longest to find, and this at once.
+They find at once the mistakes that an attack with a single canary takes longest to find.
 
-Seen through the oracle with hardly any noise left: on a small made-up site the sum of a batch tells
-which of a few marked records, at the first, the last and other places, are in it and how many of
-the rest, as these are all alike. A batch of always the first records, one of fixed size, one drawn
-without replacement and one at another rate all show. What an oracle does only to its real site, or
-only with its real noise, does not.
+Sampling is tested on a small made-up site with hardly any noise. A batch's sum then shows which of
+a few marked records, at the first, last and other positions, it contains, and how many of the
+others, which are all equal. This finds batches of the first records, of fixed size, drawn without
+replacement, or at another rate. It does not find what an oracle does only to its real site, or only
+with its real noise.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,19 +25,19 @@ from fedpact.studies.audit.target import Target, bound_of, draw_mislabelled, pri
 
 _EVENTS = 200
 _REQUESTS = 5
-_LONG = 64  # of vectors this long two that are the same are told from chance
+_LONG = 64  # with this many numbers, equal vectors are distinguishable from chance
 _SAMPLE = 20_000
-# The right noise is at the claim itself, not below it, so the check fails as often as this.
+# Correct noise is exactly as claimed, so this is how often the check fails for it.
 _ERROR = 1e-3
 JOINT_CONFIDENCE = 1 - _ERROR
-"""With which the upper bounds on all channels' noise hold together."""
+"""The joint confidence of the upper bounds on all channels' noise."""
 
 
 @dataclass(frozen=True)
 class NoiseLevel:
-    """One channel's noise multiplier: an upper confidence bound on it, and what the terms state.
+    """One channel's noise multiplier: measured, an upper confidence bound, and as claimed.
 
-    at_best: the bound that is expected, were the noise exactly as stated.
+    at_best: the expected bound for noise exactly as claimed.
     """
 
     channel: str
@@ -48,11 +48,11 @@ class NoiseLevel:
 
     @property
     def passed(self) -> bool:
-        """Whether the noise can be as loud as it has to be."""
+        """Whether the noise may be as large as claimed."""
         return self.claimed <= self.at_most
 
     def row(self, method: str) -> AuditRow:
-        """Return it beside what is claimed."""
+        """Return it as a row of the audit's table."""
         told = f"noise of {self.channel}, measured {self.measured:.4f}, from releases of a site "
         bounds = self.at_most, self.claimed, None, JOINT_CONFIDENCE
         return AuditRow(method, "σ", *bounds, f"{told}without records", self.at_best)
@@ -60,9 +60,9 @@ class NoiseLevel:
 
 @dataclass(frozen=True)
 class Tested:
-    """A hypothesis that holds for a right mechanism: its p-value, and the level to be above.
+    """A test of a hypothesis that holds for a correct mechanism.
 
-    A right mechanism falls below `level` with at most that probability.
+    level: a correct mechanism has p < level with at most this probability.
     """
 
     what: str
@@ -71,12 +71,12 @@ class Tested:
 
     @property
     def passed(self) -> bool:
-        """Whether what was seen may happen."""
+        """Whether the hypothesis is not rejected."""
         return self.p >= self.level
 
 
 def rows_of_tests(method: str, tests: Sequence[Tested]) -> list[AuditRow]:
-    """Return the tests that failed, each, and of the others the one that came nearest to it."""
+    """Return a row for each failed test, and one for the test that nearly failed."""
     failed = [t for t in tests if not t.passed]
     good = sorted((t for t in tests if t.passed), key=lambda t: t.p / t.level)
     nearest = f" (nearest of {len(good)} that pass)" if len(good) > 1 else ""
@@ -98,12 +98,13 @@ def noise_alone(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> Chann
 def noise_levels(
     target: Target, queries: Mapping[str, tuple[Any, ...]], alone: ChannelNoise | None = None
 ) -> tuple[NoiseLevel, ...]:
-    """Return the level of every channel; all are right at once with probability 0.999.
+    """Return the level of every channel; all bounds hold jointly with probability 0.999.
 
-    alone: `noise_alone` of the same, where it is at hand.
+    alone: `noise_alone` of the same, if known.
 
-    Sum of squares over σ² is chi-square, with as many degrees of freedom as there are numbers;
-    about the mean of all events, with one less a coordinate: what does not change hides nothing.
+    The sum of squares over σ² is chi-square with as many degrees of freedom as numbers. Squares are
+    about the mean of all events, with one degree less for each coordinate, as a constant is no
+    noise.
     """
     levels = list[NoiseLevel]()
     for channel, noise in (alone or noise_alone(target, queries)).items():
@@ -122,12 +123,10 @@ def noise_levels(
 def noise_tests(
     target: Target, queries: Mapping[str, tuple[Any, ...]], alone: ChannelNoise | None = None
 ) -> tuple[Tested, ...]:
-    """Test that every channel's noise is N(0, 1) in units of its own, and new each time.
+    """Test that every channel's noise is N(0, 1) in its own units, and drawn anew each time.
 
-    On a site without records and, where all records are in every batch, on all of them, whose sum
-    is known. A right mechanism passes all tests at once with probability 0.999.
-
-    alone: `noise_alone` of the same, where it is at hand.
+    On a site without records, and on all records in every batch. A correct mechanism passes all
+    tests jointly with probability 0.999. alone: `noise_alone` of the same, if known.
     """
     found = list[tuple[str, float]]()
     for noises, where in (
@@ -136,7 +135,7 @@ def noise_tests(
     ):
         for channel, noise in noises.items():
             found += [(f"{channel}, {where}: {what}", p) for what, p in _tests(noise)]
-    # Bonferroni's: each test has its share of the error.
+    # Bonferroni: each test has its share of the error.
     return tuple(Tested(what, p, _ERROR / len(found)) for what, p in found)
 
 
@@ -146,12 +145,12 @@ def _tests(noise: torch.Tensor) -> Iterator[tuple[str, float]]:
     flat = noise.flatten(0, 1)
     squares = flat.square()
     for what, sums, size in (
-        ("some coordinate's noise is as loud", squares.sum(0), len(flat)),
-        ("some event's noise is as loud", squares.sum(1), numbers),
+        ("each coordinate's noise is large enough", squares.sum(0), len(flat)),
+        ("each event's noise is large enough", squares.sum(1), numbers),
     ):
         p = float(stats.chi2.cdf(float(sums.min()), size))
         yield what, min(1.0, p * len(sums))
-    # Noise of bounded size hides no record that is larger; P[all |z| <= a] = (2 Φ(a) - 1)^n.
+    # Bounded noise does not hide larger records. P[all |z| <= a] = (2 Φ(a) - 1)^n.
     within = 1 - 2 * float(stats.norm.sf(float(flat.abs().max())))
     yield "its largest values are large", within ** flat.numel()
     some = flat.flatten()[:: max(1, flat.numel() // _SAMPLE)].numpy()
@@ -162,14 +161,14 @@ def _tests(noise: torch.Tensor) -> Iterator[tuple[str, float]]:
         yield "events are independent", _together(flat)
     for lag in (1, 2):
         products = (noise[:, lag:] * noise[:, :-lag])[:, :: 2 * lag].flatten()
-        # Without an event in two products: given one side, normal.
+        # No event is in two products, so given one side their sum is normal.
         length = float(noise[:, :-lag][:, :: 2 * lag].norm())
         z = abs(float(products.sum())) / max(length, 1e-300)
         yield f"events {lag} apart are independent", float(2 * stats.norm.sf(z))
 
 
 def _together(vectors: torch.Tensor) -> float:
-    """Return a p-value of the two vectors [n, d] that are most alike or most opposed."""
+    """Return a p-value for the two most correlated of the vectors [n, d]."""
     lengths = vectors.norm(dim=1).clamp_min(1e-300)
     z = (vectors @ vectors.T).abs() / lengths[:, None]
     z.fill_diagonal_(0)
@@ -180,10 +179,7 @@ def _together(vectors: torch.Tensor) -> float:
 def _noise(
     target: Target, queries: Mapping[str, tuple[Any, ...]], records: Records
 ) -> ChannelNoise:
-    """Return each channel's noise over records.
-
-    All records are in every batch: the rate is 1, and with it the sum is known.
-    """
+    """Return each channel's noise over records, at rate 1, where the sum is known."""
     whole = replace(target, terms=replace(target.terms, rate=1.0))
     answers = {channel: list[torch.Tensor]() for channel in queries}
     for request in range(_REQUESTS):
@@ -196,15 +192,16 @@ def _noise(
     for channel, query in queries.items():
         stacked = torch.stack(answers[channel])
         if len(records.y):
-            # Differences of neighbours, in place of a sum that rounding keeps from being known.
+            # Differences of neighbours, since the sum is known only up to rounding.
             centred = (stacked[0::2] - stacked[1::2]) / 2**0.5
         else:
-            # The sum without records, as a count is told as a share with 1/2 added.
+            # Even without records a count's sum is not 0, as 1/2 is added to a share.
             centred = stacked - whole.answer(records, channel, query).double()
         deviation = _deviation(whole, channel, query)
         if whole.terms.units:
-            # Whole numbers of a coarse grid are not normal; spread over it, of which differences
-            # have a finer one, they are, of a variance with what rounding and spreading add.
+            # Integers on a coarse grid are not normal. With uniform noise of the grid's width added
+            # they nearly are; rounding and this noise add to the variance. Differences, divided
+            # by sqrt(2), have a finer grid.
             spread = seeded_generator(target.plan.seed, "audit", "spread", channel)
             unit = deviation / whole.terms.units
             width = unit / 2**0.5 if len(records.y) else unit
@@ -218,7 +215,7 @@ def _noise(
 
 
 def _deviation(target: Target, channel: str, query: tuple[Any, ...]) -> float:
-    """The standard deviation of the noise in a release, by the terms (see privacy.oracle)."""
+    """Return the claimed standard deviation of a release's noise (see privacy.oracle)."""
     if channel == "gradient":
         return target.terms.noise_variance**0.5
     bound = bound_of(channel, query, target.terms)
@@ -228,15 +225,15 @@ def _deviation(target: Target, channel: str, query: tuple[Any, ...]) -> float:
 _RECORDS = 40
 _SAMPLING_EVENTS = 240
 _MARKED = 4
-_QUIET = 1e-4  # of the noise
-_READ = 0.25  # so far from a whole number of records a sum may be
+_QUIET = 1e-4  # the factor of the noise
+_READ = 0.25  # the largest distance of a sum from a whole number of records
 
 
 def sampling_tests(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> tuple[Tested, ...]:
-    """Return the tests; none where a batch's sum is not that of its records (batch clipping).
+    """Return the tests; none if a batch's sum is not that of its records (batch clipping).
 
-    A right mechanism passes them all with probability 0.999, but for the normal approximation to
-    the batch's dispersion.
+    A correct mechanism passes all with probability 0.999, up to the normal approximation in the
+    test of the batches' variance.
     """
     if not mechanism_of(target.terms.mechanism).summed or "gradient" not in queries:
         return ()
@@ -257,12 +254,12 @@ def sampling_tests(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> tu
 def _site(
     target: Target, made: Records, query: tuple[Any, ...]
 ) -> tuple[Records, list[int], torch.Tensor | None]:
-    """Return a site, the places of its marked records, and what each kind adds [1 + marked, d]."""
+    """Return a site, the positions of its marked records, and each kind's sum [1 + marked, d]."""
     parts, chosen = list[torch.Tensor](), list[int]()
     for i in range(len(made.y)):
         part = _sum(target, Records(made.x[i : i + 1], made.y[i : i + 1]), query)
         rows = torch.stack([*parts, part])
-        # Kept where it is not nearly a sum of those before.
+        # Kept unless it is nearly a linear combination of those before.
         if float(torch.linalg.svdvals(rows)[-1]) > 0.2 * target.terms.clip:
             parts.append(part)
             chosen.append(i)
@@ -278,9 +275,9 @@ def _site(
 
 
 def _sum(target: Target, records: Records, query: tuple[Any, ...]) -> torch.Tensor:
-    """Return what these records add to a gradient's sum, clipped as in a batch of the site [d]."""
+    """Return the sum [d] of these records' gradients, clipped as in a batch of the site."""
     terms = target.terms
-    # The clip's allowance for rounding follows from the expected size of a batch.
+    # The clip's margin for rounding depends on the expected size of a batch.
     whole = replace(terms, rate=1.0, size=terms.batch_size, sigmas=dict.fromkeys(terms.sigmas, 0.0))
     oracle = private_oracle(records, target.kernel, whole, SeededDraws(0))
     batch = next(iter(oracle.batches(1, "gradient")))
@@ -290,7 +287,7 @@ def _sum(target: Target, records: Records, query: tuple[Any, ...]) -> torch.Tens
 def _drawn(
     target: Target, records: Records, queries: Mapping[str, tuple[Any, ...]], parts: torch.Tensor
 ) -> np.ndarray:
-    """Return how many of each kind of record each batch had [events, kinds], by least squares."""
+    """Return the number of records of each kind in each batch [events, kinds], by least squares."""
     sigmas = {channel: _QUIET * sigma for channel, sigma in target.terms.sigmas.items()}
     quiet = replace(target, terms=replace(target.terms, sigmas=sigmas))
     rows = list[torch.Tensor]()
@@ -302,7 +299,7 @@ def _drawn(
 
 
 def _sampling_tests(drawn: np.ndarray, places: list[int], rate: float) -> list[tuple[str, float]]:
-    """Return p-values: of each marked record, of the batches' sizes, and of one event's next."""
+    """Return p-values: of each marked record, of the batches' sizes, and of successive events."""
     found = list[tuple[str, float]]()
     sizes = drawn.sum(1)
     if rate == 1:
@@ -315,9 +312,9 @@ def _sampling_tests(drawn: np.ndarray, places: list[int], rate: float) -> list[t
     spread = float(((sizes - _RECORDS * rate) ** 2).sum() / (_RECORDS * rate * (1 - rate)))
     tail = min(stats.chi2.cdf(spread, len(sizes)), stats.chi2.sf(spread, len(sizes)))
     found.append(("batches vary in size as independent records do", min(1.0, float(2 * tail))))
-    # Neighbouring batches: pairs of events that share none, so products are independent.
+    # Disjoint pairs of neighbouring batches, so that products are independent.
     z = (drawn[:, 1:] - rate) / np.sqrt(rate * (1 - rate))
     products = z[0::2][: len(z) // 2] * z[1::2]
     score = abs(float(products.sum())) / np.sqrt(products.size)
-    found.append(("a batch does not follow from the one before", float(2 * stats.norm.sf(score))))
+    found.append(("successive batches are independent", float(2 * stats.norm.sf(score))))
     return found

@@ -1,10 +1,9 @@
 """Measured sensitivity: adversarial records and data sets against a plan's stated bound.
 
-S(D + r) - S(D) is taken from the oracle under audit with its noise at 0, for every channel that the
-algorithm asks for: with D empty it is the sum of one record alone. The batches have all records,
-and the divisor and the clip of a batch of the run. What the terms state bounds every one of these
-differences, for all weights and all records, so a single one above it refutes the mechanism. That
-none is found proves nothing: records that were not tried may move more.
+S(D + r) - S(D) is computed by the oracle under audit without noise, for every channel that the
+algorithm uses; with D empty it is a single record's sum. Batches contain all records, with the
+divisor and the clip of the run's batches. The terms bound all of these differences, so a single
+larger one refutes the mechanism. If none is found, nothing is proven: other records may move more.
 """
 
 import math
@@ -26,15 +25,15 @@ from fedpact.privacy.terms import Terms
 from fedpact.report.audited import AuditRow
 from fedpact.studies.audit.target import Asked, Target, bound_of, simulate_rounds
 
-# Of many classes the rarest at the site.
+# With many classes, only the rarest at the site are tried.
 _MOST_LABELS = 16
-# Weights 1 + λ (ℓ - F) of at least so much, or at most minus so much, by choice of F.
+# F is chosen such that weights 1 + λ (ℓ - F) are at least this, or at most minus this.
 _WEIGHT = 20.0
 
 
 @dataclass(frozen=True)
 class Crafted:
-    """One record, or all k records of one person: x, y [k, ...]. kind: what it is, in words."""
+    """One record, or all k records of one person: x, y [k, ...]. kind: a description."""
 
     kind: str
     x: Tensor
@@ -49,9 +48,9 @@ class Crafted:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What one batch is asked: channel -> its arguments. terms: the site's, in that round.
+    """The queries to one batch: channel -> arguments. terms: the site's, in that round.
 
-    opening: whether the batch is the one that opens a round.
+    opening: whether the batch opens a round.
     """
 
     queries: dict[str, tuple[Any, ...]]
@@ -59,7 +58,7 @@ class BatchRequest:
     opening: bool
 
     def scaled(self, factor: float) -> "BatchRequest":
-        """Return the same request about weights that are `factor` times as large."""
+        """Return the same request for weights multiplied by `factor`."""
         return replace(
             self,
             queries={
@@ -73,6 +72,7 @@ def crafted_records(target: Target) -> list[Crafted]:
     """Return records with long, short, opposed, partial and cancelling gradients.
 
     Each with its own label, the next one and the site's rarest; the first kind with all labels.
+    For persons, all k records are equal, or differ in one more canary.
     """
     records, k = target.records, target.canary_records if target.records.persons is not None else 1
     lengths = records.x.flatten(1).float().norm(dim=1)
@@ -125,10 +125,10 @@ def _tokens(target: Target, x: Tensor) -> dict[str, Tensor]:
 
 
 def requests(target: Target, made: list[Crafted]) -> Iterator[BatchRequest]:
-    """Yield the algorithm's requests of its second round, the last one of each kind.
+    """Yield the requests of the algorithm's second round, the last one of each kind.
 
-    At the smallest and the largest clip of its rounds. With a fair weighting also at references
-    that make all weights very large, or negative.
+    With the smallest and the largest clip of all rounds. For fair weightings, also with reference
+    losses that make all weights very large or negative.
     """
     clips = target.terms.clips
     numbers = {clips.index(clip(clips)) + 1 for clip in (min, max)} if clips else {1}
@@ -158,10 +158,10 @@ def _fair(target: Target, request: BatchRequest, made: list[Crafted]) -> Iterato
         yield replace(request, queries={**request.queries, "gradient": (w, fair)})
 
 
-# Of the weights as asked; the last two where no record was long enough to be clipped.
+# Factors of the weights; the last two only if no record was long enough to be clipped.
 _SCALES = (1.0, 10.0, 100.0, 1000.0)
 _CLIPPED = 0.9
-# Of batches: one that all kinds of records join, and one that few do.
+# Sizes of batches: all kinds of records are added to the first, few to the second.
 _SOME_RECORDS, _MOST_RECORDS = 128, 1024
 
 
@@ -169,9 +169,9 @@ _SOME_RECORDS, _MOST_RECORDS = 128, 1024
 class Move:
     """How far a record moves a channel's sum, in units of the channel's bound.
 
-    record, batch: what it is, and what it joins. parameters: of a move that is too long, each
-    parameter's part, in the same units; factors: of a record alone, what its gradient was
-    multiplied by there. A right clip has one factor for all.
+    record, batch: descriptions. parameters: if the move is too long, each parameter's part, in the
+    same units. factors: for a single record, the factor of each parameter's gradient; a correct
+    clip has one factor for all.
     """
 
     size: float
@@ -198,9 +198,9 @@ class Move:
 class ChannelSensitivity:
     """One channel: the longest sum of a single record, and the largest change of a batch's sum.
 
-    Both in units of the channel's bound: C for a gradient. sensitivity: the largest allowed change
-    in these units; slack: the relative rounding error allowed on top. channel: "opening ..." for
-    the batch that opens a round.
+    In units of the channel's bound, C for a gradient. sensitivity: the largest allowed change in
+    these units. slack: the allowed relative rounding error. channel: "opening ..." for the batch
+    that opens a round.
     """
 
     channel: str
@@ -216,7 +216,7 @@ class ChannelSensitivity:
 
     @property
     def ratio(self) -> float:
-        """The larger of both, over what it may be."""
+        """The larger of both relative to its limit."""
         return max(self.single.size, self.in_batch.size / self.sensitivity)
 
     @property
@@ -243,17 +243,17 @@ class ChannelSensitivity:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What was measured of every channel."""
+    """The measured sensitivity of every channel."""
 
     channels: tuple[ChannelSensitivity, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether no record moves a sum by more than is accounted for."""
+        """Whether no record moves a sum by more than its sensitivity."""
         return all(channel.passed for channel in self.channels)
 
     def rows(self, method: str, _: float) -> list[AuditRow]:
-        """Return it beside what is claimed."""
+        """Return the rows of the audit's table."""
         return [
             AuditRow(method, "Δ", one.ratio, 1 + one.slack, None, 1.0, one.text)
             for one in self.channels
@@ -261,7 +261,7 @@ class Sensitivity:
 
 
 def measure_sensitivity(target: Target) -> Sensitivity:
-    """Return how far crafted records move the sums of the oracle under audit. Seconds."""
+    """Return how far crafted records move the sums of the oracle under audit. Takes seconds."""
     made = crafted_records(target)
     found = dict[str, ChannelSensitivity]()
     for asked in requests(target, made):
@@ -288,7 +288,7 @@ def _worse(one: ChannelSensitivity | None, other: ChannelSensitivity) -> Channel
 def _measured(
     target: Target, request: BatchRequest, made: list[Crafted]
 ) -> list[ChannelSensitivity]:
-    """Return every channel of one request."""
+    """Return the sensitivity of every channel of one request."""
     terms = _silent(request)
     allowed = slack(most_records(terms.batch_size))
     known = mechanism_of(terms.mechanism).sensitivities
@@ -317,7 +317,7 @@ def _measured(
 
 
 def _size(move: Tensor, bound: float) -> float:
-    """‖move‖ over the bound; infinity where either is no number, and 0 of nothing."""
+    """Return ‖move‖ over the bound; infinity if either is not finite or valid."""
     length = float(move.norm())
     if length == 0:
         return 0.0
@@ -325,7 +325,7 @@ def _size(move: Tensor, bound: float) -> float:
 
 
 def _silent(request: BatchRequest) -> Terms:
-    """Return terms under which a batch has all records, and no noise, and is else as it was."""
+    """Return the same terms with all records in a batch and without noise."""
     terms = request.terms
     size = (terms.opening if request.opening else terms).batch_size
     return replace(
@@ -341,7 +341,7 @@ def _silent(request: BatchRequest) -> Terms:
 def _sums(
     target: Target, request: BatchRequest, terms: Terms, records: Records
 ) -> dict[str, Tensor]:
-    """Return each channel's sum over the records [d] or [1], but for a constant, in float64."""
+    """Return each channel's sum over the records [d] or [1], up to a constant, in float64."""
     draws = SeededDraws(target.plan.seed, "audit", "sensitivity")
     oracle = target.make(records, target.kernel, terms, draws)
     channels = tuple(request.queries)
@@ -360,9 +360,9 @@ def _sums(
 def _batches(
     target: Target, terms: Terms, made: list[Crafted]
 ) -> Iterator[tuple[str, Records, list[Crafted]]]:
-    """Yield batches D, by name, and the records to try as r in each."""
+    """Yield batches D, by name, and the records r to add to each."""
     no_records, site = target.no_records, target.records
-    each = list({one.kind: one for one in made}.values())  # of a kind the site's rarest label
+    each = list({one.kind: one for one in made}.values())  # each kind with the rarest label
     yield "an empty batch", no_records, made
     for one in made[:1] + each[1:2]:
         yield one.text, no_records.join(one.x, one.y, 0, together=True), made
@@ -384,7 +384,7 @@ def _explained(
     query: tuple[Any, ...],
     alone: Crafted | None,
 ) -> Move:
-    """Return a move with its parameters' parts. alone: the record, of a single one's gradient."""
+    """Return a move with its parameters' parts. alone: the record, for a single record's sum."""
     model = target.kernel.model
     if len(vector) != len(model.vector):
         return move

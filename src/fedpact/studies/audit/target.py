@@ -1,10 +1,10 @@
-"""What an audit attacks: a plan's oracle with a canary, and what an attacker sees.
+"""The target of an audit: a plan's oracle with a canary, and the attacker's views.
 
-sum     what the server opens: this site's share and those of h - 1 others, against ε
-alone   this site's share when all others' are known, against the ε that needs none of them
+sum     the opened sum: this site's share and those of h - 1 others, against ε
+alone   this site's share when all others are known, against the ε without honest sites
 
-Anything else that honest sites add to a sum is known to be there, and is the same with a record as
-without it. Where each site's noise is its own there is one view, of what the site sends.
+Everything else in a sum is known, and the same with and without the record. If each site adds its
+own noise, there is one view, of what the site sends.
 """
 
 import math
@@ -30,14 +30,13 @@ from fedpact.privacy.terms import Terms
 from fedpact.simulation.setup import SimulationSetup
 
 PrivateKernel = PerSampleKernel | BatchClippedKernel
-# Of a canary who is a person.
-_VISITS = 5
+_VISITS = 5  # records of a canary person
 
 MakeOracle = Callable[[Records, PrivateKernel, Terms, Draws], Oracle]
 
 
 def _uncharged(*_: object) -> None:
-    """An audit plays on made-up copies of a site: nothing is released, and no ledger charged."""
+    """An audit uses simulated copies of a site: nothing is released or charged."""
 
 
 def private_oracle(
@@ -49,11 +48,10 @@ def private_oracle(
 
 @dataclass(frozen=True)
 class Target:
-    """One site as a run would set it up; `make` is what a test replaces by a broken one.
+    """One site as a run would set it up. make: makes its oracle; tests pass a broken one.
 
-    canary_records: how many equal records a canary has, who is a person where the run protects
-    persons, and else a record. records: the site's. spare: others of the data set, to make
-    canaries of. w: the initial model.
+    records: the site's. spare: other sites' records, from which canaries are made. w: the initial
+    model. canary_records: the number of equal records of a canary, 1 unless persons are protected.
     """
 
     plan: Plan
@@ -68,9 +66,9 @@ class Target:
 
     @staticmethod
     def of(scene: SimulationSetup, site: str | None = None) -> "Target":
-        """Return the named site of a scene, or the first of those that release most often.
+        """Return the named site, or the first of those that release most often.
 
-        Raises InputError: there is none, it releases nothing, or the plan is not private.
+        Raises InputError: no such site, or it releases nothing. PlanError: a plain run.
         """
         if not scene.plan.private:
             raise PlanError(
@@ -84,8 +82,8 @@ class Target:
             raise InputError(f"site is {name!r}: expected one of {', '.join(sites)}")
         if not scene.terms[name].steps:
             raise InputError(
-                f"site {name!r} releases nothing in this run: where a part of the sites takes part "
-                "in each round, it is drawn in none; there is nothing to attack"
+                f"site {name!r} releases nothing in this run, as it is drawn in no round: there is "
+                "nothing to attack"
             )
         others = [s for s in scene.sites if s.name != name] or scene.sites
         spare = Records(torch.cat([s.x for s in others]), torch.cat([s.y for s in others]))
@@ -106,7 +104,7 @@ class Target:
         )
 
     def at(self, round_number: int) -> "Target":
-        """Return it as it is in a round, 1 on, where the clip follows the round."""
+        """Return the target in a round, counted from 1; a clip schedule depends on it."""
         return replace(self, terms=self.terms.at(round_number))
 
     def oracle(self, records: Records, draws: Draws) -> Oracle:
@@ -118,8 +116,8 @@ class Target:
     ) -> Tensor:
         """Return what these records add to a channel's sum, without noise or sampling: [d] or [1].
 
-        terms: those that the question was asked under, by default those of the batches.
-        This is the attacker's own arithmetic, so it is never the oracle under audit.
+        terms: of the request, by default those of the batches. This is the attacker's own
+        computation, so it never uses the oracle under audit.
         """
         asked = terms or self.terms
         silent = replace(
@@ -135,14 +133,14 @@ class Target:
         return torch.as_tensor(getattr(batch, channel)(*query)).reshape(-1)
 
     def claimed(self, events: int, delta: float, openings: int = 0) -> float:
-        """Return the ε at δ that the accountant states for so many joint events and openings."""
+        """Return the ε at δ that the accountant states for these numbers of events and openings."""
         history = Counter({self.terms.event: events})
         history[self.terms.opening.event] += openings
         return epsilon(history, delta, self.terms.accountant)
 
     @property
     def no_records(self) -> Records:
-        """A site without any records."""
+        """The records of a site without records."""
         persons = self.records.persons
         return Records(
             self.records.x[:0], self.records.y[:0], persons=None if persons is None else persons[:0]
@@ -150,20 +148,20 @@ class Target:
 
     @property
     def rounds(self) -> int:
-        """The rounds that the plan's events allow."""
+        """The number of rounds that the site's events allow."""
         each = self.plan.method.steps()
         return max(1, min(self.plan.rounds, self.terms.steps // each))
 
 
 def bound_of(channel: str, query: tuple[Any, ...], terms: Terms) -> float:
-    """Return a channel's bound: C, 1/2 of a count, and else the last of its arguments."""
+    """Return a channel's bound: C, 1/2 for a count, else the last argument of the query."""
     fixed = {"gradient": terms.clip, "below": 0.5}
     return fixed[channel] if channel in fixed else float(query[-1])
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One question that the algorithm put to its oracle. batch: which of the request's batches.
+    """One query of the algorithm to its oracle. batch: the batch's number in the request.
 
     terms: of the site's batches, or of the event that opens a round (`opening`).
     """
@@ -177,12 +175,12 @@ class Asked:
 
     @property
     def weighting(self) -> Weighting:
-        """Of a gradient: by which weights."""
+        """The weighting of a gradient's records."""
         return next((part for part in self.query if isinstance(part, Fair | Uniform)), UNIFORM)
 
 
 class Recorder(OracleWrapper):
-    """An oracle that writes down what it is asked and what it answers."""
+    """An oracle that records queries and answers."""
 
     def __init__(self, inner: Oracle, terms: Terms) -> None:
         super().__init__(inner)
@@ -190,11 +188,11 @@ class Recorder(OracleWrapper):
         self.batches_opened = 0
 
     def opening(self, *channels: str) -> Any:
-        """Return the batch that opens a round, sampled at the rate of the algorithm's Opening."""
+        """Return the batch that opens a round, see Oracle.opening."""
         return self._recorded(self._inner.opening(*channels), opening=True)
 
     def batches(self, count: int, *channels: str) -> Iterator[Any]:
-        """Yield `count` batches that answer these channels; asking for the next closes the last."""
+        """Yield `count` batches that answer these channels, see Oracle.batches."""
         for batch in self._inner.batches(count, *channels):
             yield self._recorded(batch, opening=False)
 
@@ -214,7 +212,7 @@ class _RecordingBatch:
 
     def __getattr__(self, channel: str) -> Callable[..., Any]:
         def ask(*query: Any) -> Any:
-            # Algorithms write on over their vectors: keep them as they were.
+            # Copied, since algorithms overwrite their vectors.
             kept = tuple(q.clone() if isinstance(q, Tensor) else q for q in query)
             answer = getattr(self._inner, channel)(*query)
             flat = torch.as_tensor(answer).reshape(-1).clone()
@@ -227,9 +225,9 @@ class _RecordingBatch:
 def simulate_rounds(
     target: Target, records: Records, rounds: int, *key: str | int
 ) -> Iterator[list[Asked]]:
-    """Yield what the algorithm asks in each round of a federation of this one site.
+    """Yield the algorithm's queries in each round of a federation with this site only.
 
-    key: whatever tells this play's draws from those of others.
+    key: distinguishes the random draws of this simulation from others.
     """
     plan, method, name = target.plan, target.plan.method, target.terms.site
     state, memory = method.init(target.w.clone()), State()
@@ -247,9 +245,9 @@ def simulate_rounds(
 
 
 def draw_mislabelled(target: Target, count: int) -> Records:
-    """Return canaries from the data's own law: spare records, each with another label than its own.
+    """Return canaries: spare records, each with a wrong label. Deterministic in the plan's seed.
 
-    Drawn with replacement where there are fewer spare ones. Deterministic in the plan's seed.
+    With replacement if there are fewer spare records.
     """
     generator = seeded_generator(target.plan.seed, "audit", "canaries")
     spare = target.spare
@@ -265,14 +263,14 @@ Drawn = Callable[[Draws], Draws]
 
 
 def list_views(target: Target, drawn: Drawn = lambda draws: draws) -> Mapping[str, Target]:
-    """Return what to attack, by name; "" for the target itself where no noise is shared.
+    """Return the views to attack, by name; only "", the target itself, if no noise is shared.
 
-    drawn: what a test puts in place of a site's draws.
+    drawn: replaces a site's draws, for tests.
     """
     terms, honest = target.terms, target.terms.honest
     if not honest:
         return {"": target}
-    # As one share: what is accounted for is then the noise that the view has.
+    # As one share, so that the accounted noise is the noise in the view.
     together = {name: sigma * math.sqrt(honest) for name, sigma in terms.sigmas.items()}
     return {
         "sum": replace(
@@ -294,7 +292,7 @@ def _making(shares: int, drawn: Drawn) -> Callable[[Records, PrivateKernel, Term
 
 
 class _Attacked(PrivateOracle):
-    """An oracle whose events are those of many rounds: each has one release of its own."""
+    """An oracle whose events stand for many rounds, each with its own release."""
 
     def _shared(
         self, total: Tensor, sigma: float, bound: float, purpose: str, *, step: int
@@ -304,7 +302,7 @@ class _Attacked(PrivateOracle):
 
 
 class _Together:
-    """Draws of all sites at once: a share is the sum of `shares`, all but one of empty sites."""
+    """Draws of all sites: a share is the sum of `shares` shares, all but one of empty sites."""
 
     repeats = True
 
