@@ -63,7 +63,7 @@ SITE = {
     ),
     "a truncated server key": (
         lambda site: changed(site, federation(site).server_key, federation(site).server_key[:60]),
-        r"federation\.toml: server_key: .* is no OpenSSH public key",
+        r"federation\.toml: server_key: .* is not an OpenSSH public key",
     ),
     "two sites with one key": (same_keys, r"are the same key: each party has one of its own"),
     "garbage for the authority": (

@@ -159,7 +159,7 @@ def test_a_sum_too_long_for_32_bits_keeps_64():
 def test_what_is_no_whole_number_is_not_sent(value):
     coding, _ = made()
     reply = Reply("run", 1, "a", 200.0, {"w": torch.tensor([0.0, value]).double()}, {})
-    with pytest.raises(DataError, match="no place in a sum"):
+    with pytest.raises(DataError, match="cannot be summed"):
         coding.encode(task_of(2), reply)
 
 

@@ -394,7 +394,7 @@ def test_what_a_site_commits_itself_to_is_a_hash(party, length):
     mine.up_to(session, "keys")
     advert = dataclasses.replace(session.adverts["site-01"], commitment=bytes(length))
     advert = advert.sign(mine.keys["site-01"], "site-01", session.place)
-    with pytest.raises(keys.SecretsDoNotFit, match="commits itself"):
+    with pytest.raises(keys.SecretsDoNotFit, match="keys and hashes"):
         session.take_keys(
             "site-01", messages.step(session.place, "", "keys", messages.from_advert(advert))
         )

@@ -1,9 +1,8 @@
-"""A site's side of a session, and what it has opened already.
+"""A site's side of a session, and its record of opened sums.
 
-It holds one session at a time, in memory only: a site that is started again has dropped out of it.
-Of a session's slots it uses each for one reply, in their order, and none again. The rules that
-protect a site (docs/notes/secure-aggregation.md) are kept here, whatever the server asks: each
-question is answered once, the same question with the same answer; no other is.
+A site has one session at a time, in memory only, so a restart drops out of it. It uses each slot of
+a session for one reply, in order. The rules that protect a site (docs/notes/secure-aggregation.md)
+are enforced here, whatever the server asks. A repeated question gets the same answer.
 """
 
 import hashlib
@@ -28,15 +27,15 @@ from fedpact.simulation.secure_aggregation.keys import Advert, KeyContext, Secre
 from fedpact.simulation.secure_aggregation.words import RingWords
 
 _LOST = (
-    "it says which sums this site has helped to open, and without it a server could have a second "
-    "one of the same round opened. No older copy will do, as it lacks the last sums: "
+    "it records which sums this site has helped to open, and without it a server could have a "
+    "second one of the same round opened. An older copy lacks the last sums: "
     "take part in a new run only, for which you move it away"
 )
 _Opened = tuple[str, int, int, tuple[str, ...]]
 
 
 class Slot(Protocol):
-    """Where one content is kept durably, in a file."""
+    """Durable storage of one value in a file."""
 
     @property
     def path(self) -> Path:
@@ -44,7 +43,7 @@ class Slot(Protocol):
         ...
 
     def read(self) -> bytes | None:
-        """Return the content, None if there is none."""
+        """Return the content, or None."""
         ...
 
     def write(self, content: bytes) -> None:
@@ -52,14 +51,14 @@ class Slot(Protocol):
         ...
 
     def make_room(self, length: int) -> None:
-        """Hold room for what `write` gets next. Raises OSError: there is none."""
+        """Reserve space for the next `write`. Raises OSError: the disk is full."""
         ...
 
 
 class UnmaskedSums:
-    """Over which sites this one has agreed to a sum last, of which round and attempt; durable.
+    """The last list of sites that this one agreed to sum, with its round and attempt; durable.
 
-    slot: None in a simulation, which keeps it in memory.
+    slot: None in a simulation, which stores it in memory.
     """
 
     def __init__(self, slot: Slot | None) -> None:
@@ -72,26 +71,26 @@ class UnmaskedSums:
                 self._last = str(run), int(number), int(attempt), tuple(map(str, names))
 
     def begin(self, run: str, charged: bool) -> None:
-        """Take part in a run. charged: it was charged for before.
+        """Take part in a run. charged: whether the site was charged for it before.
 
-        From its first charge on there is a file that names the run. Raises DataError: there is
-        none, so that nobody knows which of its sums were opened.
+        Raises DataError: it was, but the file of the run is missing, so it is unknown which sums
+        were opened.
         """
         found = None if self._last is None else self._last[0]
-        # The same run again, as after a restart: what it has agreed to still binds it.
+        # After a restart in the same run, earlier agreements still bind.
         if found == run:
             return
         if charged:
             there = "has no list of opened sums" if found is None else f"is of run {found!r}"
             where = "" if self._slot is None else self._slot.path
             raise DataError(f"{where} {there}, and this site has released in {run!r}: {_LOST}")
-        # Before every round that there may be: a run may open with round 0.
+        # Round -1 precedes every round; a run may begin with round 0.
         self._keep((run, -1, 0, ()))
 
     def make_room(self, task: Task, sites: Iterable[str]) -> None:
-        """Take room on the disk for a sum of a task over any of these sites, kept until `allows`.
+        """Reserve disk space for a sum of a task over any of these sites, until `allows`.
 
-        Raises FedpactError: there is none.
+        Raises FedpactError: the disk is full.
         """
         if self._slot is None:
             return
@@ -105,14 +104,14 @@ class UnmaskedSums:
             ) from error
 
     def allows(self, task: Task, survivors: tuple[str, ...]) -> bool:
-        """Whether a sum over these sites may be opened, and remember that this one agreed to it.
+        """Whether a sum over these sites may be opened; if so, record this site's agreement.
 
-        Of a round and attempt that is one list only; and none of an earlier one.
+        Only one list is allowed for a round and attempt, and none for earlier ones.
         """
         asked = task.run, task.round, task.attempt, survivors
         last = self._last
-        # A second list of one (round, attempt) would open a second sum of the same vectors, and the
-        # difference of the two is single sites' own.
+        # A second list for one (round, attempt) would open a second sum of the same vectors, whose
+        # difference from the first could be a single site's vector.
         again = last is not None and last[0] == task.run and asked[1:3] <= last[1:3]
         if again and last != asked:
             return False
@@ -121,7 +120,7 @@ class UnmaskedSums:
         return True
 
     def _keep(self, last: _Opened) -> None:
-        # On the disk before the signature leaves: else a restart would let it sign another list.
+        # On disk before the signature leaves, or after a restart the site could sign another list.
         if self._slot is not None:
             self._slot.write(json.dumps(last).encode())
         self._last = last
@@ -130,12 +129,12 @@ class UnmaskedSums:
 _log = logging.getLogger("fedpact.site")
 
 Train = Callable[[Task], Reply | Refusal]
-"""Answers the task that a session carries: with the stored reply where it was answered before."""
+"""Answers a session's task; with the stored reply if it was answered before."""
 
 
 @dataclass
 class _Asked:
-    """What was asked at a place. answered: step -> the question's hash, and the answer."""
+    """Answered questions of a context. answered: step -> the question's hash, and the answer."""
 
     place: KeyContext
     answered: dict[str, tuple[bytes, Step | Refusal]] = field(
@@ -144,14 +143,14 @@ class _Asked:
 
     def is_next(self, step: str) -> bool:
         """Whether every question before this one was answered, and none refused."""
-        # Who refused once has left for good: its secrets are not to be asked for in another order.
+        # A refusal is final: otherwise a server could ask for secrets in another order.
         refused = any(isinstance(answer, Refusal) for _, answer in self.answered.values())
         return not refused and {*messages.BEFORE[step]} <= self.answered.keys()
 
 
 @dataclass
 class _Slot(_Asked):
-    """One sum of a session. survivors: the list that this site has signed."""
+    """One sum of a session. survivors: the list that this site signed."""
 
     number: int = 0
     task: Task | None = None
@@ -160,10 +159,10 @@ class _Slot(_Asked):
 
 @dataclass
 class _Session(_Asked):
-    """What a site knows of a session.
+    """A session as a site sees it.
 
-    held: of each site in it, this one too, its shares for this one. roster: what the list of these
-    is called. agreed: whether enough sites have signed it.
+    held: site -> its shares for this site, from all sites including this one. roster: the name of
+    the list of these sites. agreed: whether enough sites have signed it.
     """
 
     secrets: Secrets = field(default_factory=lambda: Secrets(0))
@@ -174,7 +173,7 @@ class _Session(_Asked):
     slot: _Slot | None = None
 
     def at(self, place: KeyContext) -> _Asked | None:
-        """Return this session or its slot where `place` is one of them that is still of use."""
+        """Return this session or its slot with this context; None if there is none, or it ended."""
         name, number = messages.slot_of(place.session)
         if number < 0:
             return self if place == self.place else None
@@ -182,7 +181,7 @@ class _Session(_Asked):
         if not (whose and "roster" in self.answered and number < self.secrets.slots):
             return None
         last = -1 if self.slot is None else self.slot.number
-        # Slots go forward only: masks of one that was used, or passed over, are never made again.
+        # Slots only advance: masks of a used or skipped slot are never made again.
         if self.slot is None or number > last:
             self.slot = _Slot(place, number=number)
         return self.slot if self.slot.place == place else None
@@ -191,8 +190,8 @@ class _Session(_Asked):
 class Masker:
     """A site's side of secure aggregation.
 
-    key: the site's long-term key. peers: every site's, this one's too, as the site itself has them.
-    circle: t, and who masks with whom. opened: what lasts over sessions.
+    key: the site's long-term key. peers: every site's public key, from this site's own files.
+    circle: the threshold and the neighbours. opened: lasts over sessions.
     """
 
     def __init__(
@@ -209,20 +208,20 @@ class Masker:
         self._session: _Session | None = None
 
     def begin(self, run: str, charged: bool) -> None:
-        """Take part in a run. charged: it was charged for before."""
+        """Take part in a run; see UnmaskedSums.begin."""
         self._opened.begin(run, charged)
 
     def answer(self, question: Step, train: Train) -> Step | Refusal:
-        """Return the answer to a question of a session; a Refusal that says why there is none.
+        """Return the answer to a question of a session, or a Refusal.
 
-        Its code depends on public quantities and on what was asked only: "session", "asked",
-        "keys", "few", "opened", "range", or what `train` refuses with.
+        The refusal's code depends on public quantities and the question only: "session", "asked",
+        "keys", "few", "opened", "range", or a code of `train`.
         """
         place, digest = messages.place_of(question), hashlib.sha256(to_bytes(question)).digest()
-        # A step that nobody knows must not reach the state below.
+        # An unknown step must not reach the state below.
         if question.step not in messages.BEFORE:
             return self._refusal(place, "session")
-        # A new session throws the old one's secrets away, so that none can be opened in both.
+        # A new session discards the old one's secrets, so that none can be opened in both.
         if question.step == "keys" and (self._session is None or self._session.place != place):
             self._session = self._begun(place, question)
         session = self._session
@@ -234,17 +233,17 @@ class Masker:
         ):
             return self._refusal(place, "session")
         before = asked.answered.get(question.step)
-        # The same question again, as after a lost answer, gets the same answer and costs nothing.
+        # A repeated question, as after a lost answer, gets the same answer at no cost.
         if before is not None:
             return before[1] if before[0] == digest else self._refusal(place, "asked")
         if not asked.is_next(question.step):
             return self._refusal(place, "session")
-        # Whatever goes wrong, the site has dropped out of this session, or of this sum.
+        # If anything fails below, the site has dropped out of this session or sum.
         asked.answered[question.step] = digest, self._refusal(place, "session")
         try:
             given = self._answers(session, question, train)
         except SecretsDoNotFit as error:
-            # Who does not fit is for the owner to know: the server is told a code.
+            # The owner's log names the site; the server gets a code.
             _log.warning("round %d: %s", place.round, error)
             given = self._refusal(place, "keys")
         except DataError:
@@ -253,12 +252,10 @@ class Masker:
         return given
 
     def _begun(self, place: KeyContext, question: Step) -> _Session:
-        # The server says how many sums; each costs this site a key pair, so there is a most.
+        # Each sum costs this site a key pair, so their number is limited.
         slots = messages.to_number(messages.block(question, "slots"))
         if slots > keys.SUMS_AHEAD:
-            raise InputError(
-                f"keys for {slots} sums are asked for: expected {keys.SUMS_AHEAD} at most"
-            )
+            raise InputError(f"asked keys for {slots} sums: expected at most {keys.SUMS_AHEAD}")
         return _Session(place, secrets=Secrets(slots))
 
     def _answers(self, session: _Session, question: Step, train: Train) -> Step | Refusal:
@@ -281,20 +278,20 @@ class Masker:
         return self._unmask(session, slot, question)
 
     def _shares(self, session: _Session, question: Step) -> Step | Refusal:
-        """Check everybody's keys, and seal for each a share of each b, for neighbours of each m."""
+        """Check all keys; seal a share of each b for every site, and of each m for neighbours."""
         adverts, secrets = messages.to_adverts(messages.blocks(question)), session.secrets
         keys.check_adverts(adverts, self._peers, session.place)
-        # With fewer neighbours than l the server could be all of them: no share is dealt.
+        # With fewer than l neighbours, all could be corrupt.
         if not self._circle.holds(adverts):
             return self._refusal(session.place, "few")
         for peer, advert in adverts.items():
             if not advert.has(secrets.slots):
                 raise SecretsDoNotFit(f"{peer} has keys for another number of sums")
-        # A signature of ours over other keys of ours would be another session's.
+        # Own keys that differ, with a valid signature, are of another session.
         if replace(adverts.get(self._name, Advert(b"", b"", b"")), signature=b"") != (
             secrets.advert()
         ):
-            raise SecretsDoNotFit(f"the keys of {self._name} are not those that it made")
+            raise SecretsDoNotFit(f"the keys of {self._name} are not the ones it created")
         session.adverts = dict(sorted(adverts.items()))
         dealt = self._dealt(session)
         session.held[self._name] = dealt.pop(self._name)
@@ -305,10 +302,10 @@ class Masker:
         return self._step(question, messages.under("share/", sealed))
 
     def _dealt(self, session: _Session) -> dict[str, bytes]:
-        """Return for each site its shares: of b of each slot, then, for a neighbour, of m."""
+        """Return for each site its shares: of each slot's b, then, for a neighbour, of each m."""
         circle, secrets = self._circle, session.secrets
         places = {peer: circle.place(peer) for peer in session.adverts}
-        # Shares of b go to all, of m to neighbours: they alone need it where this site drops out.
+        # Only neighbours share masks with this site, so only they need shares of m.
         near = [places[peer] for peer in session.adverts if peer in circle.around(self._name)]
         slots = range(secrets.slots)
         of_seeds = keys.split_secrets(
@@ -319,17 +316,17 @@ class Masker:
         return {peer: of_seeds[at] + of_masks.get(at, b"") for peer, at in places.items()}
 
     def _roster(self, session: _Session, question: Step) -> Step | Refusal:
-        """Keep the others' shares, and sign who is in this session: one list."""
+        """Store the others' shares, and sign the list of sites in this session."""
         sealed = messages.blocks(question, "share/")
         for peer, block in sealed.items():
             if peer == self._name or peer not in session.adverts:
                 raise SecretsDoNotFit(f"{peer} has no keys in this session")
-            # Opened now, not when it is asked for: who dealt garbage is out before training.
+            # Decrypt now, so that a site that dealt garbage is excluded before training.
             key = session.adverts[peer].seal
             held = session.secrets.decrypt(self._name, peer, key, block, session.place)
             each = 2 if peer in self._circle.around(self._name) else 1
             if len(held) != each * keys.SHARE * session.secrets.slots:
-                raise SecretsDoNotFit(f"{peer} has sealed {len(held)} bytes, which are no shares")
+                raise SecretsDoNotFit(f"{peer} has sealed {len(held)} bytes, which are not shares")
             session.held[peer] = held
         if not self._circle.holds(session.held):
             return self._refusal(session.place, "few")
@@ -342,7 +339,7 @@ class Masker:
     def _masked(
         self, session: _Session, slot: _Slot, question: Step, train: Train
     ) -> Step | Refusal:
-        """Train, and mask what came of it, if enough sites have signed who is in the session."""
+        """Train and mask the reply, if enough sites have signed the session's list."""
         if not session.agreed:
             signatures = messages.blocks(question, "signature/")
             if len(signatures) < self._circle.threshold:
@@ -350,25 +347,25 @@ class Masker:
             self._check_signed(signatures, session.roster, tuple(session.held), session.place)
             session.agreed = True
         task = messages.task_in(question)
-        # The masks are of this slot's round: another task under them would be a second message.
+        # A slot's masks are for its round: a second task under them would be a second message.
         if (task.run, task.round) != (slot.place.run, slot.place.round):
             return self._refusal(slot.place, "session")
-        # Where what was opened cannot be written down, nothing is opened, and the charge in vain.
+        # Before the charge, which would be wasted if the agreement could not be written.
         self._opened.make_room(task, session.held)
         reply = train(task)
         if isinstance(reply, Refusal):
             return reply
         slot.task = task
         words = self._coding.encode(task, reply)
-        # Modulo 2^b, where unsigned words wrap by themselves.
+        # Modulo 2^b, as unsigned words wrap.
         masked = self._coding.mask(reply, words + self._mask(session, slot, task, words))
         return self._step(question, {"reply": to_bytes(masked)})
 
     def _mask(self, session: _Session, slot: _Slot, task: Task, words: RingWords) -> RingWords:
-        """PRG(b) ± PRG(k) of each neighbour in the session, as many words as there are."""
+        """Return PRG(b) ± PRG(k) of each neighbour in the session, as many words as `words`."""
         mask = keys.expand_seed(session.secrets.seed(slot.number), words).copy()
         mask_key = session.secrets.mask_key(slot.number)
-        # One of each pair adds PRG(k), the other takes it off: where both are in they cancel.
+        # One of each pair adds PRG(k) and the other subtracts it, so they cancel in a sum of both.
         for peer in self._circle.around(self._name) & session.held.keys():
             if peer != self._name:
                 public = session.adverts[peer].mask_of(slot.number)
@@ -376,16 +373,16 @@ class Masker:
         return mask
 
     def _open(self, session: _Session, slot: _Slot, question: Step) -> Step | Refusal:
-        """Open a share of every b: all of the session are in the sum, as t sites have signed."""
+        """Open a share of every b, as all sites of the signed list are in the sum."""
         everybody = tuple(sorted(session.held))
         if slot.task is None or not self._opened.allows(slot.task, everybody):
             return self._refusal(slot.place, "opened")
         return self._step(question, messages.under("seed/", self._of(session, slot, everybody)))
 
     def _consistency(self, session: _Session, slot: _Slot, question: Step) -> Step | Refusal:
-        """Sign who is in the sum: that is on the disk first, and no other list is signed."""
+        """Record the list of sites in the sum on disk, then sign it; no other list is signed."""
         survivors = messages.to_names(messages.block(question, "survivors"))
-        # Who is not in the sum has nothing to agree to, and strangers have no shares to open.
+        # A site outside the sum has nothing to agree to, and strangers have no shares to open.
         if self._name not in survivors or not set(survivors) <= set(session.held):
             return self._refusal(slot.place, "session")
         if not self._circle.holds(survivors):
@@ -398,14 +395,14 @@ class Masker:
         return self._step(question, {"signature": signature})
 
     def _unmask(self, session: _Session, slot: _Slot, question: Step) -> Step | Refusal:
-        """Open, of each site, one of its two shares, if t sites have signed this one's list."""
+        """Open one of each site's two shares, if t sites have signed this site's list."""
         survivors, signatures = slot.survivors, messages.blocks(question, "signature/")
         if len(signatures) < self._circle.threshold:
             return self._refusal(slot.place, "few")
         what = keys.of_attempt(slot.task.attempt if slot.task else 0, session.roster)
         self._check_signed(signatures, what, survivors, slot.place)
-        # Of a site in the sum its b alone, of one that is missing its m alone: with both secrets of
-        # one site the server could take both of its masks off.
+        # b for a site in the sum, m for a missing one: with both, the server could remove both
+        # masks.
         missing = self._circle.around(self._name) & (session.held.keys() - {*survivors})
         told = messages.under("seed/", self._of(session, slot, survivors))
         told |= messages.under("mask/", self._of(session, slot, missing, session.secrets.slots))
@@ -414,15 +411,15 @@ class Masker:
     def _of(
         self, session: _Session, slot: _Slot, peers: Iterable[str], skip: int = 0
     ) -> dict[str, bytes]:
-        """Return the shares of this slot that these sites have dealt. skip: 0 of b, else of m."""
-        # A row has one share a slot: first those of all b, then, from a neighbour, those of all m.
+        """Return this slot's shares from these sites. skip: 0 for b, the number of slots for m."""
+        # A row has the shares of each slot's b, then, from a neighbour, those of each m.
         at = keys.SHARE * (skip + slot.number)
         return {peer: session.held[peer][at : at + keys.SHARE] for peer in peers}
 
     def _check_signed(
         self, signatures: Mapping[str, bytes], what: str, names: tuple[str, ...], place: KeyContext
     ) -> None:
-        """Raise SecretsDoNotFit unless all of these signed this list, and are on it."""
+        """Raise SecretsDoNotFit unless each of these sites signed this list and is on it."""
         for peer, signature in signatures.items():
             key = self._peers[peer] if peer in names else None
             if not (key and keys.has_signed(key, peer, what, names, place, signature)):
@@ -445,9 +442,9 @@ def add_pair(
     place: KeyContext,
     attempt: int,
 ) -> None:
-    """Add to `total` what the first of a pair adds for the second; the second adds its negative.
+    """Add to `total` the first site's mask for the second; the second's is its negative.
 
-    mask_key: m of one of them; public: M of the other. place, attempt: the slot's and the task's.
+    mask_key: m of one site. public: M of the other. place, attempt: the slot's and the task's.
     """
     own, peer = pair
     stream = keys.expand_seed(keys.pair_seed(mask_key, public, own, peer, place, attempt), total)

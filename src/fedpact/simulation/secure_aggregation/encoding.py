@@ -1,19 +1,19 @@
-"""How replies become whole numbers modulo 2^b that sites add up under masks, and back.
+"""Encoding replies as integers modulo 2^b that can be summed under masks, and decoding the sum.
 
 n sites, Q of them in a sum; p_i = ω_i / Σ N in (0, 1] is a site's weight, P = Σ p_i over the sum.
 
 fixed point    e_i = round(p_i clamp(x, -R, R) 2^s) mod 2^64,   R = 2^20,  s = 42 - ceil(log2 n)
                It cannot wrap: |Σ e_i| <= n (2^(20+s) + 1/2) < 2^63, whatever the sites send. The
-               mean is off by Q 2^-(s+1) / P at most, and float64's own rounding, 2^-51 max|x|.
+               mean is off by at most Q 2^-(s+1) / P, and float64's rounding, 2^-51 max|x|.
 own noise      e_i = round(p_i x / u) mod 2^b,   u = min_i p_i s_i / 32
-               s_i: the deviation of the noise in x, public. The server knows w, from which all
-               started, so b has to hold Σ p_i (x_i - w) / u alone (`own_noise_bits`).
+               s_i: the public standard deviation of the noise in x. The server knows the initial w
+               of all sites, so b must hold only Σ p_i (x_i - w) / u (`own_noise_bits`).
 shared noise   e_i: a site's noisy sums as its oracle rounded them, on one grid for all sites. The
                opened sum is that of the shares (privacy.accounting.shared_noise), its mean
-               S unit / Σ q_i N_i; with it the server carries the algorithm's local part out once.
+               S unit / Σ q_i N_i; with it the server runs the algorithm's local part once.
 
-All that is done to a reply with a site's own noise is post-processing: it spends no privacy, and a
-sum that wraps costs utility alone.
+Encoding a reply with a site's own noise is post-processing: it spends no privacy, and a sum that
+wraps costs only utility.
 """
 
 import math
@@ -51,17 +51,17 @@ from fedpact.simulation.secure_aggregation.words import (
 )
 
 RANGE: Final = 2.0**20
-"""R: what lies beyond ±R is clamped before it is sent."""
+"""R: numbers are clamped to [-R, R] before they are sent."""
 
 MASKED: Final = "masked"
-"""The one vector of a masked reply: its words of b bits, packed, uint8 [ceil(b L / 8)]."""
+"""The name of a masked reply's vector: its packed words of b bits, uint8 [ceil(b L / 8)]."""
 
-_BITS: Final = 42  # of fractions of one site: 20 before the point, one for the sign, one to spare
+_BITS: Final = 42  # fraction bits of one site: 20 bits before the point, one sign, one spare
 _LEAST_BITS: Final = 24  # fewer would be coarser than float32
 
 
 def fraction_bits(sites: int) -> int:
-    """Return s for a federation of n sites. Raises InputError: too many, or none.
+    """Return s for n sites. Raises InputError: too many, or none.
 
     >>> fraction_bits(3), fraction_bits(8), fraction_bits(9)
     (40, 39, 38)
@@ -69,15 +69,15 @@ def fraction_bits(sites: int) -> int:
     bits = _BITS - max(0, sites - 1).bit_length()
     if not (sites >= 1 and bits >= _LEAST_BITS):
         raise InputError(
-            f"secure aggregation over {sites} sites: expected 1 to 2^{_BITS - _LEAST_BITS}, as the "
-            "sum of more has too few bits left for its fractions"
+            f"secure aggregation over {sites} sites: expected 1 to 2^{_BITS - _LEAST_BITS}, as "
+            "more leave too few bits for fractions"
         )
     return bits
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What is in a masked vector, in this order: the coordinates of vectors, then numbers."""
+    """The contents of a masked vector, in order: the coordinates of vectors, then numbers."""
 
     vectors: Mapping[str, tuple[torch.Size, torch.dtype]]
     numbers: tuple[str, ...]
@@ -90,10 +90,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Form:
-    """What a reply has to be made of: vectors in shapes and types, and the names of numbers.
+    """The expected vectors of a reply, with shapes and types, and the names of its numbers.
 
-    coded: whether vectors are blocks that are as long as they came out
-    (algorithms.wrappers.integers); opening one shows whether it holds as many codes as expected.
+    coded: whether vectors are compressed blocks of any length (algorithms.wrappers.integers), whose
+    content is checked when they are decoded.
     """
 
     vectors: Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -117,7 +117,7 @@ class Form:
 
 
 class _Masking:
-    """What every coding does alike: words of `bits` bits in place of all that is not public.
+    """The part that all codings share: words of `bits` bits replace everything but public numbers.
 
     summed: see Summed.
     """
@@ -130,38 +130,38 @@ class _Masking:
         return 64
 
     def length(self, layout: Layout) -> int:
-        """Return how many words a plain reply of this layout takes."""
+        """Return the number of words of a plain reply."""
         return layout.length
 
     def mask(self, reply: Reply, words: RingWords) -> Reply:
-        """Return a reply with masked words in place of all that is not public."""
+        """Return a reply with its public numbers and masked words."""
         public = {n: value for n, value in reply.numbers.items() if n in self.summed.public}
         packed = torch.from_numpy(pack_bits(words, self.bits))
         return replace(reply, vectors={MASKED: packed}, numbers=public)
 
     def words(self, masked: Reply) -> RingWords:
-        """Return the words of what `mask` made."""
+        """Return the words of a masked reply."""
         return unpack_bits(masked.vectors[MASKED].numpy(), self.bits)
 
     def form(self, layout: Layout) -> Form:
         """Return the form of a masked reply."""
-        # Whole bytes, rounded up: the last one may end in zeros.
+        # Whole bytes, rounded up.
         size = torch.Size([-(-self.length(layout) * self.bits // 8)])
         return Form({MASKED: (size, torch.uint8)}, frozenset(self.summed.public))
 
     def _check_length(self, total: RingWords, layout: Layout) -> None:
         if len(total) != self.length(layout):
             raise InputError(
-                f"a sum of {len(total)} words: expected {self.length(layout)}, as of one reply"
+                f"a sum has {len(total)} words: expected {self.length(layout)}, as one reply has"
             )
 
 
 @dataclass(frozen=True)
 class FixedPointMean(_Masking):
-    """Codes the weighted mean of vectors and numbers, each reply's weight its own.
+    """Encodes for the weighted mean of vectors and numbers, in fixed point.
 
-    total: Σ N_i of all sites, declared. sites: n, of all who could send. limit: beyond which
-    numbers are clamped.
+    total: Σ N_i of all sites, as declared. sites: n, all sites that could send. limit: numbers are
+    clamped to it.
     """
 
     total: float
@@ -181,24 +181,23 @@ class FixedPointMean(_Masking):
         return weight
 
     def encode(self, task: Task, reply: Reply) -> RingWords:
-        """Return a plain reply's words. task: which it answers, in full or short. Raises DataError:
-        the reply has no place in a sum."""
+        """Return a plain reply's words. task: whole or short. Raises DataError: not finite."""
         share = self.weight(reply) / self.total
         return encode_fixed_point(reply.vectors, self._numbers(reply), share, self.sites)
 
     def check(self, reply: Reply) -> None:
-        """Raise InputError for a masked reply whose public numbers no honest site sends."""
+        """Raise InputError if a masked reply's public numbers are impossible for honest sites."""
         self.weight(reply)
 
     def layout(self, form: Form) -> Layout:
-        """Return what the words of a plain reply of this form are."""
+        """Return the layout of a plain reply of this form."""
         numbers = tuple(sorted(form.numbers - set(self.summed.public)))
         return Layout(dict(sorted(form.vectors.items())), numbers)
 
     def mean(
         self, task: Task, replies: Mapping[str, Reply], total: RingWords, layout: Layout
     ) -> tuple[State, float]:
-        """Return what stands for the reply of each site in a sum, and how far it may be off."""
+        """Return the mean of a sum, and the bound on its error in each coordinate."""
         self._check_length(total, layout)
         share = self._share(replies)
         state = State(*decode_fixed_point(total, share, self.sites, layout))
@@ -212,18 +211,18 @@ class FixedPointMean(_Masking):
 
 
 OWN_NOISE_UNITS: Final = 32.0
-"""The least deviation of a site's noise in units of the grid that its masked reply is rounded to.
+"""The least standard deviation of a site's noise in units of its masked reply's grid.
 
-Rounding then adds at most 1/(12 · 32²) < 10^-4 of the noise's variance.
+Rounding adds at most 1/(12 · 32²) < 10^-4 of the noise's variance.
 """
 
 
 @dataclass(frozen=True)
 class RoundedMean(FixedPointMean):
-    """Codes the same mean of vectors that hold each site's own noise, in words of fewer bits.
+    """Encodes for the same mean of vectors with each site's own noise, in shorter words.
 
-    Vectors are rounded to a small part of that noise; numbers are in fixed point, of 64 bits, in
-    several words each. For methods whose MethodFacts.sums_releases holds. terms: of all sites.
+    Vectors are rounded to a small part of that noise. Numbers are in fixed point of 64 bits, split
+    into several words. For methods with MethodFacts.sums_releases. terms: of all sites.
     """
 
     method: Method
@@ -240,20 +239,20 @@ class RoundedMean(FixedPointMean):
         return own_noise_bits(self.terms, self._noise(1), self.method.steps())
 
     def length(self, layout: Layout) -> int:
-        """Return how many words a plain reply of this layout takes."""
+        """Return the number of words of a plain reply."""
         of_one = len(split_words(np.zeros(1, np.uint64), self._part))
         return layout.length + len(layout.numbers) * (of_one - 1)
 
     def encode(self, task: Task, reply: Reply) -> RingWords:
-        """Return a plain reply's words. task: which it answers, in full or short."""
+        """Return a plain reply's words. task: whole or short. Raises DataError: not finite."""
         share, units = self.weight(reply) / self.total, self.units(task)
         scaled = [
             np.rint(vector.detach().double().reshape(-1).numpy() * (share / units[name]))
             for name, vector in sorted(reply.vectors.items())
         ]
-        # NaN fails the check; beyond it there is no whole number of 64 bits.
+        # NaN fails the check; larger numbers exceed 64 bits.
         if not all(np.abs(part).max(initial=0.0) < 2.0**63 for part in scaled):
-            raise DataError("a vector with NaN or infinity has no place in a sum of whole numbers")
+            raise DataError("a vector with NaN or infinity cannot be summed as integers")
         numbers = encode_fixed_point({}, self._numbers(reply), share, self.sites)
         parts = [part.astype(np.int64).astype(np.uint32) for part in scaled]
         return np.concatenate([*parts, split_words(numbers, self._part)])
@@ -261,7 +260,7 @@ class RoundedMean(FixedPointMean):
     def mean(
         self, task: Task, replies: Mapping[str, Reply], total: RingWords, layout: Layout
     ) -> tuple[State, float]:
-        """Return what stands for the reply of each site in a sum, and how far it may be off."""
+        """Return the mean of a sum, and the bound on its error in each coordinate."""
         self._check_length(total, layout)
         share, units = self._share(replies), self.units(task)
         vectors, at = dict[str, Tensor](), 0
@@ -269,7 +268,7 @@ class RoundedMean(FixedPointMean):
             words, at = total[at : at + shape.numel()], at + shape.numel()
             told = task.vectors.get(name, torch.zeros(shape))
             start = np.rint(told.double().reshape(-1).numpy() * (share / units[name]))
-            # Known modulo 2^b, and less than 2^(b-1) away from what all were told.
+            # Known modulo 2^b, and less than 2^(b-1) from what all sites were sent.
             away = centre_words(words - start.astype(np.int64).astype(np.uint32), self.bits)
             mean = torch.from_numpy((start + away) * (units[name] / share))
             vectors[name] = mean.to(dtype).reshape(shape)
@@ -279,15 +278,15 @@ class RoundedMean(FixedPointMean):
         return State(vectors, numbers), error
 
     def units(self, task: Task) -> dict[str, float]:
-        """Return u of each vector of a reply to this task, in full or short."""
+        """Return u of each vector of a reply to this task, whole or short."""
         least = min(self._noise(task.round).values()) / OWN_NOISE_UNITS
-        # Finer than the fixed point is of no use, and 0, as of a step of length 0, is no unit.
+        # At least the fixed point's unit; it could be 0 for a step of length 0.
         finest = 2.0 ** -fraction_bits(self.sites)
         found = weights(self.method, self._as_planned(task.round, task.numbers))
         return {name: max(finest, of_batches * least) for name, (of_batches, _) in found.items()}
 
     def _noise(self, number: int) -> dict[str, float]:
-        """Return p_i times the deviation of a gradient's noise in a round, of each site."""
+        """Return p_i times the standard deviation of a gradient's noise in a round, by site."""
         task, name, found = self._as_planned(number), self.summed.weight, dict[str, float]()
         for site, terms in self.terms.items():
             numbers = self.method.public_numbers(task, terms) if name else {}
@@ -296,49 +295,48 @@ class RoundedMean(FixedPointMean):
         return found
 
     def _as_planned(self, number: int, numbers: Mapping[str, float] = MappingProxyType({})) -> Task:
-        # A short task lacks vectors, of which only the names count here: they are the plan's.
+        # Only the names of vectors matter here, and a short task lacks some.
         told = self.method.task(self.method.init(torch.zeros(1)))
         return Task("", number, self.method.name, told.vectors, {**told.numbers, **numbers})
 
     @property
     def _part(self) -> int:
-        """How many bits of a number in fixed point a word holds, so that n of them can be added."""
+        """The bits of a fixed-point number that a word holds, so that n words can be summed."""
         return self.bits - (self.sites - 1).bit_length()
 
 
 def encode_fixed_point(
     vectors: Mapping[str, Tensor], numbers: Mapping[str, float], share: float, sites: int
 ) -> RingWords:
-    """Return e_i, uint64 [L], in the order of `Layout.of`. share: p_i in (0, 1]. sites: n.
+    """Return e_i, uint64 [L], in the order of Layout. share: p_i in (0, 1]. sites: n.
 
-    Raises DataError: NaN or infinity among them. Raises InputError: a share out of its range.
+    Raises DataError: NaN or infinity. InputError: a share out of range.
     """
     if not 0 < share <= 1:
-        raise InputError(f"share is {share!r}: expected a number in (0, 1], a site's part of all")
+        raise InputError(f"share is {share!r}: expected a number in (0, 1]")
     parts = [v.detach().double().reshape(-1).numpy() for _, v in sorted(vectors.items())]
     values = np.concatenate([*parts, [numbers[name] for name in sorted(numbers)]])
     if not np.isfinite(values).all():
-        raise DataError("a vector with NaN or infinity has no place in a sum modulo 2^64")
-    # Weighted before it is rounded, so that the sum over sites is that of the weighted mean. The
-    # clamp is what keeps |Σ e_i| below 2^63: a site can lie about its vector, and wrap nothing.
+        raise DataError("a vector with NaN or infinity cannot be summed modulo 2^64")
+    # Weight before rounding, so that the sum is the weighted mean's. The clamp keeps |Σ e_i| below
+    # 2^63.
     scaled = np.clip(values, -RANGE, RANGE) * np.ldexp(share, fraction_bits(sites))
     return np.rint(scaled).astype(np.int64).view(np.uint64)
 
 
 def rounding(share: float, sites: int) -> float:
-    """Return by how much `decode_fixed_point` may miss a mean, in each coordinate; for both see
-    there."""
+    """Return the error bound of `decode_fixed_point` in each coordinate; arguments as there."""
     return float(sites * np.ldexp(0.5, -fraction_bits(sites)) / share)
 
 
 def decode_fixed_point(
     total: RingWords, share: float, sites: int, layout: Layout
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return the mean of vectors and numbers from Σ e_i, uint64 [L]. share: Σ p_i of its sites.
+    """Return the mean of vectors and numbers from Σ e_i, uint64 [L].
 
-    sites: n, of all who could have sent.
+    share: Σ p_i over the sum. sites: n, all sites that could have sent.
     """
-    # Modulo 2^64 and below 2^63 in absolute value: as int64 it is the sum itself.
+    # The absolute sum is below 2^63, so as int64 it is exact.
     means = np.ldexp(total.view(np.int64).astype(np.float64), -fraction_bits(sites)) / share
     vectors, at = dict[str, Tensor](), 0
     for name, (shape, dtype) in layout.vectors.items():
@@ -359,15 +357,15 @@ LocalFunction = Callable[[Task, Oracle, State], Local]
 
 
 def own_noise_bits(terms: Mapping[str, Terms], noise: Mapping[str, float], steps: int) -> int:
-    """Return b, from 16 to 32, that holds a sum of replies w + Σ c_t g_t with T releases at most.
+    """Return b, from 16 to 32, for a sum of replies w + Σ c_t g_t with at most T releases.
 
-    noise: of each site, in one measure. steps: T. A coordinate wraps with a probability below
+    noise: by site, in any common unit. steps: T. A coordinate wraps with probability below
     n T (10^-32 + 10^-31) (docs/notes/secure-aggregation.md). Raises PlanError: 32 bits are too few.
     """
     least, reach = min(noise.values()), float(len(terms))
     for site, one in terms.items():
         most = most_records(one.batch_size) if mechanism_of(one.mechanism).summed else 1
-        # Of one release, in deviations of its noise; Σ |c_t| <= √T (Σ c_t²)^(1/2) for T of them.
+        # One release in deviations of its noise; Σ |c_t| <= √T (Σ c_t²)^(1/2) for T of them.
         far = most / one.sigmas[_GRADIENT] + _DEVIATIONS
         reach += OWN_NOISE_UNITS * math.sqrt(steps) * far * noise[site] / least
     return _width(reach, len(terms))
@@ -376,8 +374,8 @@ def own_noise_bits(terms: Mapping[str, Terms], noise: Mapping[str, float], steps
 def bits(terms: Mapping[str, Terms]) -> int:
     """Return b, from 16 to 32: the sum of all sites' shares wraps less than once in 10^31 rounds.
 
-    A channel's sum at a site is at most M records long, which is M ν/σ_c units, the shares' noise
-    at most 12 of its deviations, rounding half a unit each. Raises PlanError: 32 bits are too few.
+    A channel's sum at a site is at most M records, or M ν/σ_c units; the shares' noise at most 12
+    of its standard deviations; rounding half a unit each. Raises PlanError: 32 bits are too few.
     """
     each = [
         most_records(t.batch_size) * SHARE_DEVIATION / min(t.sigmas.values())
@@ -386,16 +384,16 @@ def bits(terms: Mapping[str, Terms]) -> int:
     if max(each) > _LONGEST:
         raise PlanError(
             f"a site's sum has up to {max(each):.3g} units of its grid: expected at most "
-            f"{_LONGEST:.3g}, as far as floating point is shown to round it like a real number; "
-            "use smaller batches or more noise"
+            f"{_LONGEST:.3g}, the proven range of floating-point rounding; use smaller batches or "
+            "more noise"
         )
     noise = _DEVIATIONS * SHARE_DEVIATION * math.sqrt(len(terms))
     return _width(sum(each) + noise + len(terms), len(terms))
 
 
 def _width(reach: float, sites: int) -> int:
-    """Return how many bits hold whole numbers up to ± `reach`. Raises PlanError: more than 32."""
-    # 1.001 is far beyond what floating point adds to a sum. There are 2 reach + 1 such numbers.
+    """Return the bits for integers up to ± `reach`. Raises PlanError: more than 32."""
+    # 2 reach + 1 numbers; the factor 1.001 far exceeds floating point's error.
     needed = math.ceil(math.log2(2.002 * reach + 1))
     if not needed <= _MOST:
         raise PlanError(
@@ -406,10 +404,7 @@ def _width(reach: float, sites: int) -> int:
 
 
 def check_shares(plan: Plan, terms: Mapping[str, Terms], dimension: int) -> None:
-    """Raise InputError of some kind unless shared noise holds what the plan says of it.
-
-    dimension: d. Nothing is checked where each site's noise is its own.
-    """
+    """Raise InputError if shared noise cannot give the plan's guarantee. dimension: d."""
     if plan.privacy.shares_noise:
         bits(terms)
         for one in terms.values():
@@ -419,7 +414,7 @@ def check_shares(plan: Plan, terms: Mapping[str, Terms], dimension: int) -> None
 
 @dataclass(frozen=True)
 class SharedSum(_Masking):
-    """Codes a sum with shared noise, by the same methods as FixedPointMean.
+    """Encodes for a sum with shared noise, with the methods of FixedPointMean.
 
     terms: of all sites. step: the algorithm's local part.
     """
@@ -440,7 +435,7 @@ class SharedSum(_Masking):
 
     @cached_property
     def _some(self) -> Terms:
-        # σ is that of the sum, and one for all.
+        # σ is the sum's, the same for all sites.
         return next(iter(self.terms.values()))
 
     @cached_property
@@ -448,25 +443,24 @@ class SharedSum(_Masking):
         return sorted(self._some.sigmas)
 
     def encode(self, task: Task, reply: Reply) -> RingWords:
-        """Return a plain reply's words. Raises DataError: no whole numbers of a share."""
+        """Return a plain reply's words. Raises DataError: it has other vectors than shares."""
         shares = [reply.vectors[name] for name in sorted(reply.vectors)]
         if sorted(reply.vectors) != self._channels or any(s.dtype != torch.int64 for s in shares):
             raise DataError(
                 f"a reply of {reply.site} has {[*reply.vectors]}: expected a share of each of "
                 f"{', '.join(self._channels)}"
             )
-        # From int64 to 32 bits modulo 2^32, of which the low b are sent: two's complement.
+        # int64 modulo 2^32, in two's complement; the low b bits are sent.
         return torch.cat(shares).numpy().astype(np.uint32)
 
     def check(self, reply: Reply) -> None:
-        """Raise InputError for a masked reply whose public numbers no honest site sends. The
-        divisor is the site's declared q N."""
+        """Raise InputError if the reply is not from a site of this run."""
         if reply.site not in self.terms:
-            raise InputError(f"{reply.site} is no site of this run")
+            raise InputError(f"{reply.site} is not a site of this run")
 
     def layout(self, form: Form) -> Layout:
-        """Return what the words of a plain reply of this form are."""
-        # The gradient, or before it is known the model: both are [d].
+        """Return the layout of a plain reply of this form."""
+        # The gradient's shape, or the model's before that is known: both are [d].
         shape, _ = form.vectors.get(_GRADIENT) or next(iter(form.vectors.values()))
         one = torch.Size([1])
         shapes = {name: shape if name == _GRADIENT else one for name in self._channels}
@@ -475,13 +469,13 @@ class SharedSum(_Masking):
     def mean(
         self, task: Task, replies: Mapping[str, Reply], total: RingWords, layout: Layout
     ) -> tuple[State, float]:
-        """Return what stands for the reply of each site in a sum, and how far it may be off."""
+        """Return the mean of a sum, and the bound on its error in each coordinate."""
         self._check_length(total, layout)
         whole, sums, at = torch.from_numpy(centre_words(total, self.bits)), dict[str, Tensor](), 0
         for name, (shape, _) in layout.vectors.items():
             sums[name] = whole[at : at + shape.numel()]
             at += shape.numel()
-        # The expected batches of those in the sum: public, and what the noise was reckoned for.
+        # The public expected batch sizes, for which the noise was calibrated.
         records = math.fsum(self.terms[site].batch_size for site in sorted(replies))
         opened = NoisySumOracle(sums, self._some.at(task.round), records)
         told = self.step(task, opened, State())
@@ -490,15 +484,14 @@ class SharedSum(_Masking):
 
 
 Coding = FixedPointMean | SharedSum
-"""How replies become words that can be summed, and what their sum says."""
+"""Encodes replies as words that can be summed, and decodes the sum."""
 
 
 def coding_of(plan: Plan, sizes: Mapping[str, float], terms: Mapping[str, Terms]) -> Coding:
-    """Return how replies are summed. sizes: declared, of all sites; terms: the same sites'."""
+    """Return a plan's coding. sizes: declared, of all sites. terms: of the same sites."""
     facts, total = plan.method.facts, sum(sizes.values())
     if plan.privacy.shares_noise:
         return SharedSum(terms, facts.summed, plan.method.local)
-    # A grid of the noise is only where all that leaves a site has noise.
     if plan.compression.kind == "grid" and facts.sums_releases:
         rounded = RoundedMean(total, facts.summed, len(sizes), plan.method, terms)
         with suppress(PlanError):
@@ -508,9 +501,9 @@ def coding_of(plan: Plan, sizes: Mapping[str, float], terms: Mapping[str, Terms]
 
 
 class NoisySumOracle:
-    """An oracle whose one batch is all sites' together: its answers are the sums that they opened.
+    """An oracle with one batch, the sites' together, that answers with the opened sums.
 
-    sums: channel -> whole numbers, as float64. terms: of any of the sites. batch_size: Σ q_i N_i.
+    sums: channel -> integers, as float64. terms: of any of the sites. batch_size: Σ q_i N_i.
     """
 
     noise_variance = 0.0
@@ -531,7 +524,7 @@ class NoisySumOracle:
         raise PolicyRefused(f"an opening with {channels}: {self._answers}")
 
     def columns(self) -> Means:
-        raise PolicyRefused("what scales columns was asked for: a sum has one gradient")
+        raise PolicyRefused("column scales were asked for: a sum has one gradient")
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
@@ -542,7 +535,7 @@ class NoisySumOracle:
         return f"sums were opened once, of {', '.join(self._sums)}"
 
     def _mean(self, channel: str, bound: float | None = None) -> Tensor:
-        """Return the mean of a channel, each record's part of it at most `bound`; C by default."""
+        """Return a channel's mean, with each record's part at most `bound`, by default C."""
         if channel not in self._sums:
             raise PolicyRefused(f"channel {channel!r} was asked for: {self._answers}")
         unit = self._terms.unit(channel, self._terms.clip if bound is None else bound)
@@ -551,7 +544,7 @@ class NoisySumOracle:
 
 
 class _SumBatch:
-    """A batch whose answers are the sums of all sites, each at the task's w."""
+    """A batch that answers with the sites' sums, each at the task's w."""
 
     noise_variance = 0.0
 
@@ -570,5 +563,5 @@ class _SumBatch:
 
     def below(self, w: Tensor, bound: float, of: str = "loss") -> float:
         """Return the share of records with at most bound at w [d]; see Batch.below."""
-        # Sites sum 1/2 or -1/2 of each record, so that it is of sensitivity 1/2.
+        # Sites sum 1/2 or -1/2 for each record, for a sensitivity of 1/2.
         return float(self._mean("below", 0.5)) + 0.5

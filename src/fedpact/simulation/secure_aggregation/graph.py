@@ -1,36 +1,34 @@
-"""Who masks with whom: the graph of neighbours, its probabilities of failure, its statement.
+"""The graph of sites that share masks, with proof that it protects and works.
 
-K sites stand on a circle, and those at distances ±a_1, ..., ±a_{k/2} are neighbours. Up to c sites
-work for whoever runs the sums, and of the others it may leave out whom it likes, knowing the graph,
-as long as at least t sites are in a sum and each of them has at least l of its neighbourhood (its k
-neighbours and itself) among them. Let H be the others in a sum, h = t - c at the least.
+K sites are placed on a circle, and those at distances ±a_1, ..., ±a_{k/2} are neighbours. Up to c
+sites collude with the server. Knowing the graph, it may leave out any other sites, as long as a sum
+has at least t sites and each of them has at least l of its neighbourhood (its k neighbours and
+itself) in it. Let H be the honest sites in a sum, at least h = t - c.
 
-**The sites of H are connected**, for every choice of who is corrupt and who is left out. Let S be a
-union of components of H, T the rest of it. Each site of S has l - c of its neighbourhood in S, so
-S and T have at least l - c sites each, and s + |T| >= h. No edge leads from S to T. For M = A - θ I
-with A the adjacency matrix, 1_S' M 1_T = 0. M has the row sum k - θ, and on the complement of the
+**The sites of H are connected**, for every choice of corrupt and left-out sites. Let S be a union
+of components of H, and T the rest. Each site of S has l - c of its neighbourhood in S, so S and T
+have at least l - c sites each, and s + |T| >= h for s = |S|. No edge joins S and T. For M = A - θ I
+with the adjacency matrix A, 1_S' M 1_T = 0. M has the row sum k - θ, and on the complement of the
 ones its eigenvalues lie within ρ of 0, where θ is the middle of A's other eigenvalues and ρ half
 their range. So (k - θ) s|T|/K <= ρ sqrt(s (1 - s/K) |T| (1 - |T|/K)), or
 
     s|T| / ((K - s)(K - |T|)) <= (ρ/(k - θ))²        (Haemers, Linear Algebra Appl. 226, 1995)
 
-The left side grows with s and |T|; where it is larger than the right one at the least that they can
-be (`_least`), there is no such S. The eigenvalues of a circle are Σ_a 2 cos(2π j a/K), j = 1 to
-K - 1 beside k.
+The left side grows with s and |T|. If it exceeds the right side at its least value (`_least`), no
+such S exists. The circle's eigenvalues other than k are Σ_a 2 cos(2π j a/K), j = 1 to K - 1.
 
-**Shares of a mask's key**, l of which give it, are dealt to the neighbourhood; c < l of them are
-corrupt, whoever that is. So of all this nothing fails with any probability.
+**Shares of a mask's key** go to the neighbourhood; l of them recover it, and at most c < l are
+corrupt. So protection has no probability of failure.
 
-**A round works** if each neighbourhood has l sites left. Where whoever is away is away by chance, a
-set of t sites is as likely as any other, and k and l are such that a round fails for want of
-neighbours with a probability below 2^-BITS: K sites, three sets (who is in, who is in the sum, who
-opens), and for each a hypergeometric tail.
+**A round works** if each neighbourhood has l sites left. If sites are missing at random, every set
+of t sites is equally likely. k and l are such that a round fails for lack of neighbours with
+probability below 2^-BITS, by a hypergeometric tail for each of K sites and three sets (the sites in
+the session, in the sum, and opening).
 
-Bell, Bonawitz, Gascón, Lepoint, Raykova (CCS 2020) draw the graph at random, for k of the order of
-log K, and bound the probability that it is a bad one; here it is shown to be a good one.
+Bell, Bonawitz, Gascón, Lepoint, Raykova (CCS 2020) draw the graph at random, with k of the order of
+log K, and bound the probability that it is bad.
 
-The graph follows from the sites' names, the threshold and how many may be against the others, so
-that all parties find the same one.
+The graph depends on the sites' names, t and c only, so all parties compute the same one.
 """
 
 import hashlib
@@ -49,10 +47,10 @@ from fedpact.privacy.terms import Terms
 from fedpact.simulation.secure_aggregation.encoding import coding_of
 
 BITS: Final = 40
-"""A round has too few neighbours left somewhere less often than once in 2^BITS, by chance."""
+"""A round fails for lack of neighbours with probability below 2^-BITS."""
 
 FEWEST: Final = 16
-"""Among fewer sites all are neighbours: there is nothing to be saved."""
+"""With fewer sites, all are neighbours."""
 
 _TRIES: Final = 32
 _MARGIN: Final = 1e-9
@@ -60,10 +58,10 @@ _MARGIN: Final = 1e-9
 
 @dataclass(frozen=True)
 class Neighbourhoods:
-    """A graph on K sites, 0 to K - 1. distances: of neighbours on the circle, each both ways.
+    """A graph on K sites, 0 to K - 1.
 
-    shares: l, how many of a neighbourhood have to be in a sum, and how many shares give a key.
-    Without distances all are neighbours, and l is t.
+    distances: of neighbours, in both directions; () if all are neighbours, with l = t. shares: l,
+    the least number of a neighbourhood in a sum, and of shares that recover a key.
     """
 
     sites: int
@@ -72,11 +70,11 @@ class Neighbourhoods:
 
     @property
     def neighbours(self) -> int:
-        """How many neighbours each site has, k."""
+        """k, the number of neighbours of a site."""
         return 2 * len(self.distances) if self.distances else self.sites - 1
 
     def adjacency(self) -> NDArray[np.bool_]:
-        """Return who is in whose neighbourhood, [K, K]; each site is in its own."""
+        """Return the neighbourhoods, bool [K, K]; each site is in its own."""
         if not self.distances:
             return np.ones((self.sites, self.sites), dtype=bool)
         rows = np.arange(self.sites)
@@ -89,10 +87,9 @@ class Neighbourhoods:
 
 @cache
 def neighbourhoods(sites: int, threshold: int, against: int) -> Neighbourhoods:
-    """Return the graph with the fewest neighbours that bears this; all are neighbours if none does.
+    """Return the graph with the fewest neighbours that is proven connected, else the complete one.
 
-    sites: K. threshold: t, 1 <= t <= K. against: c, 0 <= c < t. The same wherever it is computed.
-    Raises InputError.
+    sites: K. threshold: t, 1 <= t <= K. against: c, 0 <= c < t. Raises InputError.
 
     >>> neighbourhoods(100, 67, 10).neighbours, neighbourhoods(10, 8, 1).neighbours
     (46, 9)
@@ -102,36 +99,36 @@ def neighbourhoods(sites: int, threshold: int, against: int) -> Neighbourhoods:
             f"{sites} sites, a threshold of {threshold} and {against} against the others: expected "
             "0 <= against < threshold <= sites"
         )
-    # From the fewest neighbours on: of k and the site itself more than c have to be there, else all
-    # whom one site shares masks with could be the server's. k is even, as distances go both ways.
+    # A neighbourhood must exceed c, else it could be all corrupt. k is even, as distances go both
+    # ways.
     for k in range(max(2, against + against % 2), sites - 1, 2) if sites >= FEWEST else ():
         shares = most_shares(sites, threshold, k)
         least = _least(sites, threshold - against, shares - against)
-        # Which distances are taken decides how far apart two sites are; some sets do better.
+        # Some sets of distances connect the graph better than others.
         for number in range(_TRIES if shares > against and least > 0 else 0):
             distances = _distances(sites, k, number)
-            # Haemers' bound; the margin is far beyond what the FFT rounds.
+            # Haemers' bound; the margin far exceeds the FFT's rounding.
             if spectral_spread(sites, distances) ** 2 < least - _MARGIN:
                 return Neighbourhoods(sites, distances, shares)
     return Neighbourhoods(sites, (), threshold)
 
 
 def most_shares(sites: int, threshold: int, k: int) -> int:
-    """Return the largest l with which a round fails with a probability below 2^-BITS; 0: none.
+    """Return the largest l with which a round fails with probability below 2^-BITS; 0: none.
 
-    k: neighbours. Of t sites drawn from K, a site that is among them has X of t - 1 others among
-    its neighbours, one that is not has X of t, X hypergeometric; l - 1 and l have to be there.
+    k: neighbours. Of t sites drawn from K, a drawn site has X of the t - 1 others as neighbours and
+    needs l - 1; any other site has X of t and needs l; X is hypergeometric.
     """
-    # A site that is among them is of its own neighbourhood; where all are, there is no other.
+    # A drawn site is in its own neighbourhood.
     among = 1 + _sure(sites, threshold - 1, k)
     return among if threshold == sites else min(among, _sure(sites, threshold, k))
 
 
 def _sure(sites: int, there: int, k: int) -> int:
-    """Return the largest l <= k with P(X < l) < 2^-BITS / 3K, in whole numbers."""
+    """Return the largest l <= k with P(X < l) < 2^-BITS / 3K, in integer arithmetic."""
     fewer, found = 0, 0
     while found < k:
-        # P(X = found) times comb(K - 1, k): no float, so all parties find the same l.
+        # P(X = found) times comb(K - 1, k), without floats, so all parties find the same l.
         fewer += math.comb(there, found) * math.comb(sites - 1 - there, k - found)
         if not 3 * sites * fewer << BITS < math.comb(sites - 1, k):
             break
@@ -140,7 +137,7 @@ def _sure(sites: int, there: int, k: int) -> int:
 
 
 def spectral_spread(sites: int, distances: tuple[int, ...]) -> float:
-    """Return ρ/(k - θ), from 0 on: how far the graph is from one in which all are neighbours."""
+    """Return ρ/(k - θ) >= 0; see the module."""
     # The adjacency matrix is circulant: its eigenvalues are its first row's Fourier transform.
     row = np.zeros(sites)
     for distance in distances:
@@ -154,16 +151,16 @@ def _least(sites: int, honest: int, inside: int) -> float:
     """Return the least of s|T| / ((K - s)(K - |T|)) with s, |T| >= l - c and s + |T| >= h."""
     if inside < 1:
         return 0.0
-    # Of s + |T| = h the product is least at an end.
+    # With s + |T| = h the product is least at an end.
     other = max(inside, honest - inside)
     if inside + other > sites:
-        # There is no room for two parts.
+        # Two parts do not fit.
         return math.inf
     return inside * other / ((sites - inside) * (sites - other))
 
 
 def _distances(sites: int, k: int, number: int) -> tuple[int, ...]:
-    """The k/2 of the distances below K/2 that come first in an order that `number` names."""
+    """Return the first k/2 of the distances below K/2, in a pseudo-random order by `number`."""
 
     def place(distance: int) -> bytes:
         return hashlib.sha256(f"{sites} {k} {number} {distance}".encode()).digest()
@@ -172,7 +169,7 @@ def _distances(sites: int, k: int, number: int) -> tuple[int, ...]:
 
 
 class MaskingGraph:
-    """Who masks with whom. names: of all sites of a run. threshold: t. against: c."""
+    """Neighbourhoods by site name. names: all sites of a run. threshold: t. against: c."""
 
     def __init__(self, names: Iterable[str], threshold: int, against: int) -> None:
         self.threshold = threshold
@@ -182,16 +179,16 @@ class MaskingGraph:
 
     @staticmethod
     def of(plan: Plan, names: Iterable[str]) -> "MaskingGraph":
-        """Return that of a plan's run over these sites."""
+        """Return the graph of a plan's run over these sites."""
         known = set(names)
         return MaskingGraph(known, plan.secure_aggregation.threshold, colluding(plan, len(known)))
 
     def place(self, name: str) -> int:
-        """Return at which x a site has its shares, from 1 on."""
+        """Return the x >= 1 of a site's shares."""
         return self._numbers[name] + 1
 
     def around(self, name: str) -> frozenset[str]:
-        """Return a site's neighbourhood: the sites it shares masks with, and itself."""
+        """Return a site's neighbourhood: its neighbours and itself."""
         return self._around[name]
 
     def holds(self, names: Collection[str]) -> bool:
@@ -211,21 +208,18 @@ class MaskingGraph:
 
 
 def colluding(plan: Plan, sites: int) -> int:
-    """Return c, how many of the sites may work for the server: as many as h or t leave room for.
-
-    With 2t > K + c no two lists of t sites each are signed by others than those.
-    """
+    """Return c, the number of sites that may collude with the server, by h or t."""
     threshold, honest = plan.secure_aggregation.threshold, plan.privacy.honest
-    # Shared noise needs h honest sites among any t of a sum. Else two lists of t sites each, which
-    # a server might have signed in one round, have 2t - K sites in common: one more than c.
+    # Shared noise needs h honest sites among any t of a sum. Otherwise, two lists of t sites that a
+    # server might have signed in one round share at least 2t - K sites: one more than c.
     return threshold - honest if honest else 2 * threshold - sites - 1
 
 
 def secure_terms(plan: Plan, sites: int, terms: Mapping[str, Terms]) -> dict[str, int] | None:
-    """Return what a run's secure aggregation is, None where it has none. terms: of all sites.
+    """Return a run's secure aggregation as plain data, None without it. terms: of all sites.
 
-    neighbours: with how many others each site shares masks. against: how many may work for the
-    server, whoever they are, and whomever it leaves out. bits: of a masked coordinate.
+    neighbours: the number of sites with which a site shares masks. against: how many sites may
+    collude with the server. bits: of a masked coordinate.
     """
     threshold = plan.secure_aggregation.threshold
     if not threshold:

@@ -1,4 +1,4 @@
-"""What the steps of a session carry, as messages: blocks of bytes under names."""
+"""The contents of a session's steps: blocks of bytes by name."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from fedpact.simulation.secure_aggregation.keys import Advert, KeyContext
 T = TypeVar("T", Task, Reply)
 
 SETUP_STEPS = ("keys", "shares", "roster")
-"""The questions that begin a session, in their order."""
+"""The questions that begin a session, in order."""
 
 BEFORE: Mapping[str, tuple[str, ...]] = {
     **{step: SETUP_STEPS[:place] for place, step in enumerate(SETUP_STEPS)},
@@ -23,7 +23,7 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "consistency": ("masked",),
     "unmask": ("masked", "consistency"),
 }
-"""Question -> what has to be answered first, in the session or in its slot."""
+"""Question -> the questions to be answered before it, in the session or in its slot."""
 
 _FIELDS = ("mask", "seal", "commitment", "signature")
 
@@ -35,13 +35,10 @@ def step(place: KeyContext, site: str, name: str, blocks: Mapping[str, bytes]) -
 
 
 def blocks(message: Step, prefix: str = "") -> dict[str, bytes]:
-    """Return the blocks of a step whose names have a prefix, without it.
-
-    Raises InputError: a vector that is no block of bytes.
-    """
+    """Return a step's blocks under a prefix, without the prefix. Raises InputError: not bytes."""
     for name, vector in message.vectors.items():
         if vector.dtype != torch.uint8 or vector.dim() != 1:
-            raise InputError(f"vector {name!r} of a step is no row of bytes")
+            raise InputError(f"vector {name!r} of a step is not a row of bytes")
     return {
         name.removeprefix(prefix): vector.numpy().tobytes()
         for name, vector in message.vectors.items()
@@ -50,7 +47,7 @@ def blocks(message: Step, prefix: str = "") -> dict[str, bytes]:
 
 
 def block(message: Step, name: str) -> bytes:
-    """Return one block of a step. Raises InputError: there is none of that name."""
+    """Return one block of a step. Raises InputError: it is missing."""
     found = blocks(message)
     if name not in found:
         raise InputError(f"a step {message.step!r} has no block {name!r}")
@@ -63,8 +60,7 @@ def place_of(message: Step) -> KeyContext:
 
 
 def slot_of(session: str) -> tuple[str, int]:
-    """Return a session's name and the slot of what `KeyContext.of_slot` named; -1 where it names
-    none.
+    """Return a session's name and slot from a name by `KeyContext.of_slot`; -1 without a slot.
 
     >>> slot_of("00ff/12"), slot_of("00ff"), slot_of("00ff/012"), slot_of("00ff/-1")
     (('00ff', 12), ('00ff', -1), ('00ff/012', -1), ('00ff/-1', -1))
@@ -81,14 +77,14 @@ def from_number(number: int) -> bytes:
 
 
 def to_number(given: bytes) -> int:
-    """Return what `from_number` made, 1 and more. Raises InputError: of anything else."""
+    """Return the count >= 1 that `from_number` encoded. Raises InputError: anything else."""
     if len(given) <= 9 and given.isdigit() and int(given) > 0:
         return int(given)
-    raise InputError("a count is not understood: expected what wire.from_number made")
+    raise InputError("a count is not understood: expected the bytes of messages.from_number")
 
 
 def under(prefix: str, given: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return blocks with a prefix before their names."""
+    """Return blocks with a prefix added to their names."""
     return {prefix + name: value for name, value in given.items()}
 
 
@@ -98,7 +94,7 @@ def from_advert(advert: Advert) -> dict[str, bytes]:
 
 
 def to_advert(given: Mapping[str, bytes]) -> Advert:
-    """Return the keys of what `from_advert` made. Raises InputError: of anything else."""
+    """Return the keys from `from_advert`'s blocks. Raises InputError: other blocks."""
     if set(given) != set(_FIELDS):
         raise InputError(f"keys are {sorted(given)}: expected {', '.join(_FIELDS)}")
     return Advert(**given)
@@ -114,7 +110,7 @@ def from_adverts(adverts: Mapping[str, Advert]) -> dict[str, bytes]:
 
 
 def to_adverts(given: Mapping[str, bytes]) -> dict[str, Advert]:
-    """Return the keys by site of what `from_adverts` made. Raises InputError: of anything else."""
+    """Return the keys by site from `from_adverts`' blocks. Raises InputError: other blocks."""
     found = dict[str, dict[str, bytes]]()
     for name, value in given.items():
         field, _, site = name.partition("/")
@@ -123,38 +119,38 @@ def to_adverts(given: Mapping[str, bytes]) -> dict[str, Advert]:
 
 
 def from_names(names: Iterable[str]) -> bytes:
-    """Return a set of site names as bytes, the same whatever their order."""
+    """Return a set of site names as bytes, independent of their order."""
     return json.dumps(sorted(set(names))).encode()
 
 
 def to_names(given: bytes) -> tuple[str, ...]:
-    """Return the sorted names of what `from_names` made. Raises InputError: of anything else."""
+    """Return the sorted names that `from_names` encoded. Raises InputError: anything else."""
     try:
         names = json.loads(given)
         if names == sorted(set(map(str, names))):
             return tuple(names)
     except (ValueError, TypeError):
         pass
-    raise InputError("a list of sites is not understood: expected what wire.from_names made")
+    raise InputError("a list of sites is not understood: expected the bytes of messages.from_names")
 
 
 def task_in(question: Step) -> Task:
-    """Return the task that a question "masked" carries. Raises InputError: there is none."""
+    """Return the task in a question "masked". Raises InputError: it has none."""
     return _carried(question, "task", Task)
 
 
 def reply_in(answer: Step) -> Reply:
-    """Return the masked reply in an answer. Raises InputError: there is none."""
+    """Return the masked reply in an answer. Raises InputError: it has none."""
     return _carried(answer, "reply", Reply)
 
 
 def _carried(message: Step, name: str, kind: type[T]) -> T:
     found = from_bytes(block(message, name))
     if not isinstance(found, kind):
-        raise InputError(f"a step {message.step!r} carries a {type(found).__name__}, no {name}")
+        raise InputError(f"a step {message.step!r} has a {type(found).__name__}, not a {name}")
     return found
 
 
 def _packed(given: bytes) -> Tensor:
-    # An empty buffer is refused there.
+    # frombuffer refuses an empty buffer.
     return torch.frombuffer(bytearray(given), dtype=torch.uint8) if given else torch.zeros(0).byte()

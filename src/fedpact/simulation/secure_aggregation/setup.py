@@ -1,6 +1,6 @@
-"""Secure aggregation in one process: the same session, with sites and keys that live for a run.
+"""Secure aggregation in a simulation: the same protocol, with keys that last for a run.
 
-It measures what a federation would do. It hides nothing: whoever simulates has all the records.
+It measures what a federation would do, and hides nothing, as one process has all records.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,13 +22,12 @@ from fedpact.simulation.secure_aggregation.transport import Attempts, Secured, S
 def secure_simulation(
     inner: Transport, plan: Plan, sizes: Mapping[str, float], terms: Mapping[str, Terms]
 ) -> Secured:
-    """Return a transport that hands on what sums show of `inner`'s replies.
+    """Return a transport that returns only sums of `inner`'s replies.
 
-    sizes: N_i of each site. terms: of each, in a private run.
+    sizes: N_i of each site. terms: of each site, in a private run.
     """
     circle = MaskingGraph.of(plan, inner.sites)
     coding = coding_of(plan, sizes, terms)
-    # Keys of a run: nothing in them lasts, and nobody outside this process sees them.
     own = {site: ec.generate_private_key(ec.SECP256R1()) for site in inner.sites}
     public = {site: key.public_key() for site, key in own.items()}
     maskers = {
@@ -41,7 +40,7 @@ def secure_simulation(
 
 
 class _Simulated(Secured):
-    """A transport of sums whose sites have every model, and need none rebuilt from changes."""
+    """A transport of sums that trains with whole tasks instead of rebuilding them from changes."""
 
     def __init__(self, hall: "_Hall", server: Server) -> None:
         super().__init__(hall, server, Attempts(None))
@@ -53,7 +52,7 @@ class _Simulated(Secured):
 
 
 class _Hall:
-    """Carries messages between sites that are all here, and train as `inner` has them."""
+    """A carrier to maskers in this process, whose sites train through `inner`."""
 
     def __init__(self, inner: Transport, maskers: Mapping[str, Masker], coding: Coding) -> None:
         self._inner, self._maskers, self._coding = inner, maskers, coding
@@ -71,16 +70,14 @@ class _Hall:
         return self._layout
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """Ask each site a task in the clear; see messages.Transport."""
         return self._inner.exchange(tasks)
 
     def within_reach(self, number: int) -> dict[str, str]:
-        """Return the sites that would be asked something in a round, each with when it started."""
+        """Return all sites; see Carrier."""
         return dict.fromkeys(self.sites, "")
 
     def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:
-        """Ask each site its question and `take` each answer that is a Step. Nobody is waited
-        for."""
+        """Ask each site its question and `take` each answer that is a Step."""
         refused = dict[str, Refusal]()
         for site, question, train in self._visits(asks):
             answer = self._maskers[site].answer(question, train)
@@ -96,14 +93,14 @@ class _Hall:
     def _visits(
         self, asks: Mapping[str, Step]
     ) -> Iterator[tuple[str, Step, Callable[[Task], Reply | Refusal]]]:
-        """Yield each site's question, and how it trains where it is asked to."""
-        # One question of a session is the only one for which a site trains.
+        """Yield each site's question, and a function that trains it."""
+        # Sites train for one of a session's questions only.
         if next(iter(asks.values())).step != "masked":
             yield from ((site, question, _untrained) for site, question in asks.items())
             return
         attempts = {site: messages.task_in(question).attempt for site, question in asks.items()}
         tasks = {site: replace(self.tasks[site], attempt=n) for site, n in attempts.items()}
-        # The inner transport trains all sites at once; each masker is handed what its own made.
+        # The inner transport trains all sites at once; each masker gets its site's reply.
         for answer in self._inner.exchange(tasks):
             if isinstance(answer, Reply):
                 self._layout = self._coding.layout(Form.of(answer.vectors, answer.numbers))
@@ -115,4 +112,4 @@ class _Hall:
 
 
 def _untrained(task: Task) -> Reply | Refusal:
-    raise InputError(f"round {task.round}: a site was to train out of turn")
+    raise InputError(f"round {task.round}: a site was asked to train at the wrong step")

@@ -1,10 +1,9 @@
-"""The transport that `rounds.py` sees under secure aggregation: steps in place of one exchange.
+"""The transport under secure aggregation: one exchange becomes several steps.
 
-`Secured` drives sessions over a carrier, which knows how questions reach the sites and answers come
-back. A session has keys and shares for several rounds, so that a round in which nobody of it is
-missing takes two steps, `masked` and `open`. For each site in the sum `Secured` hands on a reply
-with the site's own weight, ledger and public numbers, and everybody's weighted mean: the
-algorithm's mean of equal vectors is that vector.
+`Secured` runs sessions over a carrier, which exchanges questions and answers with the sites. A
+session has keys and shares for several rounds, so a round without a missing site takes two steps,
+`masked` and `open`. For each site in the sum, `Secured` returns a reply with the site's own weight,
+ledger and public numbers, and the weighted mean of all; the algorithm's mean of these is that mean.
 """
 
 import dataclasses
@@ -29,17 +28,17 @@ from fedpact.simulation.secure_aggregation.session import BelowThreshold, Sessio
 
 _log = logging.getLogger("fedpact.server")
 _LOST = (
-    "it says which sums were opened, and each of the sites opens one sum of an attempt: put it "
-    "back from a backup, or begin a new run"
+    "it records which sums were opened, and sites open one sum per attempt: restore it from a "
+    "backup, or begin a new run"
 )
 
 
 class FalseSum(FedpactError):
-    """A sum is what no honest sites' can be; nobody can tell whose part of it."""
+    """A sum is impossible for honest sites; which site lied is unknown."""
 
 
 Take = Callable[[str, Step], str | None]
-"""Takes a site's answer in; says in a word why it cannot, or None."""
+"""Stores a site's answer and returns None, or a code if it is invalid."""
 
 
 class Carrier(Protocol):
@@ -49,31 +48,30 @@ class Carrier(Protocol):
     def sites(self) -> tuple[str, ...]: ...
 
     def within_reach(self, number: int) -> dict[str, str]:
-        """Return the sites that would be asked something in a round, each with when it started."""
+        """Return the sites that can be asked in a round, each with the time of its start."""
         ...
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """Ask each site a task in the clear; see messages.Transport."""
+        """Send tasks without secure aggregation; see messages.Transport."""
         ...
 
     def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:
         """Ask each site its question and `take` each answer that is a Step.
 
-        least: how many answers are worth waiting for. Returns why there is none, of each site that
-        gave none or whose answer was not taken.
+        least: the number of answers to wait for. Returns a refusal for each site without a valid
+        answer.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """What the server has to know beside the carrier.
+    """The server's settings.
 
-    keys: the sites' long-term keys. rounds: of the run. least: replies that a round needs, at
-    least the threshold. retries: how often a round is tried again. layout: of the replies to a
-    task. fault: what is wrong with a masked reply, in a word, None if nothing is. mean_fault: what
-    shows that one of these sites lied, in words, in the mean of their replies, which is off by this
-    much in each coordinate.
+    keys: the sites' long-term keys. rounds: of the run. least: the number of replies that a round
+    needs, >= the threshold. retries: of a round. layout: of the replies to a task. fault: returns a
+    code for an invalid masked reply, else None. mean_fault: returns, for sites and their mean with
+    its error in each coordinate, how it shows that one of them lied, else None.
     """
 
     keys: Mapping[str, ec.EllipticCurvePublicKey]
@@ -90,8 +88,8 @@ class Server:
 class Attempts:
     """The last round and attempt of which sites were asked to open a sum; durable under `path`.
 
-    A round that is asked for again after that needs a new attempt: sites open one sum of each.
-    extra: how many attempts there were beside each round's first; sites are charged for them.
+    A retry after that needs a new attempt, as sites open one sum of each.
+    extra: the number of attempts in addition to each round's first; sites are charged for them.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -103,11 +101,11 @@ class Attempts:
                 self._last = number, attempt
 
     def next(self, number: int) -> int:
-        """Return the attempt of a round that is asked for now."""
+        """Return the number of a round's next attempt."""
         return self._last[1] + 1 if self._last[0] == number else 0
 
     def begin(self, number: int, attempt: int) -> None:
-        """Remember that sites are about to be asked."""
+        """Record that sites are about to be asked to open a sum."""
         self.extra += attempt > 0
         self._last = number, attempt
         if self._path is not None:
@@ -117,8 +115,8 @@ class Attempts:
 class Secured:
     """A transport that learns only the sum of the sites' replies.
 
-    A site that has dealt shares from which its secret cannot be had makes a sum fail that all are
-    charged for. It is left out from then on, until the server is started again.
+    A site that deals unusable shares spoils a sum that all sites are charged for. It is left out
+    until the server restarts.
     """
 
     def __init__(self, carrier: Carrier, server: Server, attempts: Attempts) -> None:
@@ -126,9 +124,10 @@ class Secured:
         self._down = self._up = 0
         self._out = set[str]()
         self._session: Session | None = None
-        # Who was there when it began, why sites are not in it, and for how many rounds that stays.
+        # Of the session: the sites that were reachable at its start, the codes of those that are
+        # not in it, and the number of rounds until those are asked again.
         self._here, self._outside, self._pause = dict[str, str](), dict[str, str](), 1
-        # Who was told the last model.
+        # The sites that received the last model.
         self._told = set[str]()
 
     @property
@@ -137,14 +136,14 @@ class Secured:
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes of all steps of the last exchange, those of sessions given up too."""
+        """Bytes of all steps of the last exchange, including abandoned sessions."""
         return self._down, self._up
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
-        """Send each of these sites its task; yield the answers in the order of their names. Raises
-        BelowThreshold: too few sites, however often it was tried.
+        """Send each site its task; yield the answers in the order of site names.
 
-        Evaluations are not summed: each site's counts have noise of its own, and come in the clear.
+        Evaluations are not summed: each site's counts have the site's own noise.
+        Raises BelowThreshold: too few sites, after all retries.
         """
         self._down = self._up = 0
         first, refused = next(iter(tasks.values())), dict[str, Refusal]()
@@ -157,7 +156,7 @@ class Secured:
             yield given or Refusal(first.run, first.round, site, "too few others")
 
     def _tried(self, tasks: dict[str, Task], refused: dict[str, Refusal]) -> dict[str, Reply]:
-        """Try session after session; return {} where too many sites have spent their budgets."""
+        """Retry with new sessions; return {} if too many sites have spent their budgets."""
         left, number = self._server.retries, next(iter(tasks.values())).round
         while True:
             attempt = self._attempts.next(number)
@@ -174,10 +173,10 @@ class Secured:
                     self._out.add(error.by)
                 lost = any(refusal.code == "attempt" for refusal in refused.values())
                 if lost and self._attempts.next(number) == attempt:
-                    # A site has lost its reply to this attempt, and makes no second one.
+                    # A site has lost its reply to this attempt, and may not compute a second one.
                     self._attempts.begin(number, attempt)
-                # Sites that were started anew may lack what changes are told of; who makes another
-                # start always does, so that try is none of the plan's.
+                # Send whole models: restarted sites may lack the base of the changes. A site with
+                # another initial model always does, so that retry is not counted.
                 free = any(is_initial(task) for task in tasks.values())
                 tasks = {site: expand_task(task) for site, task in tasks.items()}
                 if free and any(refusal.code == "model" for refusal in refused.values()):
@@ -188,7 +187,7 @@ class Secured:
                 left -= 1
 
     def _sum(self, tasks: dict[str, Task], refused: dict[str, Refusal]) -> dict[str, Reply]:
-        """Carry one sum out and return what stands for each site in it."""
+        """Compute one sum; return a reply for each site in it."""
         server, task = self._server, next(iter(tasks.values()))
         try:
             session = self._ready(task)
@@ -204,14 +203,14 @@ class Secured:
                 this.take_masked(site, reply)
             return why
 
-        # Whoever lacks the last model cannot do with changes to it.
+        # A site without the last model needs the whole one.
         short = {s for s, t in tasks.items() if s in self._told or is_initial(t)}
         in_full = {s: t if s in short else expand_task(t) for s, t in tasks.items()}
         missing = self._step(this.ask_masked(in_full), masked)
         self._told = set(this.replies)
         refused |= missing
         if session.used == session.slots or any(r.code == "session" for r in missing.values()):
-            # Who was started again has no keys of this session any more.
+            # A restarted site has lost its keys of this session.
             self._session = None
         asks = this.ask_open() if this.is_whole else this.ask_consistency()
         if len(asks) < server.least:
@@ -219,9 +218,9 @@ class Secured:
                 f"round {task.round}: {len(asks)} replies, and patience.least_replies is "
                 f"{server.least}: nothing is opened"
             )
-        # Written down before any site can open: after a crash this attempt is not asked for again.
+        # Before any site can open: after a crash, this attempt is not repeated.
         self._attempts.begin(task.round, task.attempt)
-        # Who is in the sum stays in it, whether or not it signs and opens shares.
+        # Sites in the sum stay in it, whether or not they sign and open shares.
         if not this.is_whole:
             self._step(asks, this.take_consistency)
             asks = this.ask_unmask()
@@ -236,7 +235,7 @@ class Secured:
         }
 
     def _ready(self, task: Task) -> Session:
-        """Return a session with a slot for this round; a new one where it lacks one who is here."""
+        """Return a session with a slot for this round; a new one if reachable sites are missing."""
         here, session = self._carrier.within_reach(task.round), self._session
         if session is not None and not self._is_outdated(session, here):
             return session
@@ -253,36 +252,36 @@ class Secured:
         ):
             missing = self._step(ask(), take)
             self._outside |= {site: refusal.code for site, refusal in missing.items()}
-        # Who has dealt shares is in it, whether or not it has signed.
+        # Sites that dealt shares are in it, whether or not they signed.
         self._outside = {s: code for s, code in self._outside.items() if s not in session.sealed}
         self._pause = 2 * self._pause if self._refused() else 1
         self._session = session
         return session
 
     def _refused(self) -> set[str]:
-        """Sites that were there and are not in the session, for no lasting reason."""
+        """Return the sites that were reachable and are not in the session, but may be later."""
         return self._here.keys() & self._outside.keys() - self._out
 
     def _is_outdated(self, session: Session, here: Mapping[str, str]) -> bool:
-        """Whether a site has come or was started again, or may have changed its mind by now."""
+        """Whether a site has joined or restarted, or one that refused should be asked again."""
         if any(self._here.get(site) != since for site, since in here.items()):
             return True
-        # Who would not begin with the others is asked again more and more seldom.
+        # With exponential backoff.
         return session.used >= self._pause // 2 and bool(self._refused() & here.keys())
 
     def _check(self, task: Task, sites: list[str], mean: State, error: float) -> None:
-        """Raise FalseSum unless honest sites can have this mean."""
+        """Raise FalseSum if honest sites cannot have this mean."""
         why = self._server.mean_fault(task, sites, mean, error)
         if why is not None:
             raise FalseSum(
-                f"round {task.round}: the sum over {', '.join(sites)} is none of honest sites: "
-                f"{why}. Under secure aggregation nobody can tell which of them sent it, and a "
-                "round that is tried again costs all of them budget: find out among the owners who "
-                "it was, then start the server again; the run goes on from its last round"
+                f"round {task.round}: the sum over {', '.join(sites)} is impossible for honest "
+                f"sites: {why}. Secure aggregation hides which of them lied, and a retry costs all "
+                "of them budget: find out among the owners, then start the server again; the run "
+                "continues from its last round"
             )
 
     def _step(self, asks: dict[str, Step], take: Take) -> dict[str, Refusal]:
-        """Ask, and return why there is no answer of those of whom none was taken."""
+        """Ask the questions; return a refusal for each site without a valid answer."""
         self._down += sum(encoded_length(question) for question in asks.values())
 
         def counted(site: str, answer: Step) -> str | None:
@@ -292,7 +291,7 @@ class Secured:
                 return "stale"
             try:
                 wrong = take(site, answer)
-                # Of an answer that is not taken nothing counts: its length is its site's to choose.
+                # Do not count invalid answers, whose length the site could choose.
                 self._up += 0 if wrong else encoded_length(answer)
                 return wrong
             except (InputError, SecretsDoNotFit) as error:
@@ -303,12 +302,12 @@ class Secured:
 
 
 def _with(task: Task, attempt: int) -> Task:
-    # Sites that are told the same share a task, which is then encoded once.
+    # Keep shared tasks shared: they are encoded once.
     return task if task.attempt == attempt else dataclasses.replace(task, attempt=attempt)
 
 
 def _is_spent(refused: Mapping[str, Refusal], sites: int, least: int) -> bool:
-    """Whether so many sites have spent their budgets that no later round can have enough."""
+    """Whether too few sites have budget left for any later round."""
     spent = sum(refusal.code == "budget" for refusal in refused.values())
     return sites - spent < least
 

@@ -1,4 +1,4 @@
-"""Words of a ring: numbers modulo 2^b, how they are packed, and long numbers among short words."""
+"""Words of a ring: packing numbers modulo 2^b, and splitting long numbers into short words."""
 
 from typing import Final
 
@@ -6,24 +6,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 RingWords = NDArray[np.uint64 | np.uint32]
-"""Numbers modulo 2^64, or where fewer bits will do modulo 2^32."""
+"""Numbers modulo 2^64, or modulo 2^32 if fewer bits suffice."""
 
 _AT_A_TIME: Final = 2**16
 
 
 def centre_words(words: RingWords, width: int) -> NDArray[np.float64]:
-    """Return words modulo 2^b as numbers from -2^(b-1) on, below 2^(b-1).
+    """Return words modulo 2^b as numbers in [-2^(b-1), 2^(b-1)).
 
     >>> centre_words(np.array([1, 2**16 - 1, 2**15, 2**20], dtype=np.uint64), 16).tolist()
     [1.0, -1.0, -32768.0, 0.0]
     """
-    # Two's complement of b bits: an upper half stands for the negative numbers.
+    # Two's complement of b bits: the upper half encodes negative numbers.
     low = words.astype(np.int64) & (2**width - 1)
     return np.where(low < 2 ** (width - 1), low, low - 2**width).astype(np.float64)
 
 
 def pack_bits(words: RingWords, width: int) -> NDArray[np.uint8]:
-    """Return the low `width` bits of each word, from 1 to 32 or 64, one behind the other.
+    """Return the low `width` bits of each word (1 to 32, or 64), concatenated.
 
     >>> pack_bits(np.array([1, 2, 3], dtype=np.uint64), 16).tolist()
     [1, 0, 2, 0, 3, 0]
@@ -31,9 +31,9 @@ def pack_bits(words: RingWords, width: int) -> NDArray[np.uint8]:
     if width == 64:
         return words.astype("<u8").view(np.uint8)
     low = words.astype("<u4")
-    # In parts, as bits take a byte each while they are packed.
+    # In parts, as each bit takes a byte while it is packed. Parts are multiples of 8 words, so that
+    # they end at whole bytes.
     packed: list[NDArray[np.uint8]] = []
-    # Whole bytes at each cut, as their number is a multiple of 8.
     for start in range(0, len(low), _AT_A_TIME):
         some = low[start : start + _AT_A_TIME].view(np.uint8).reshape(-1, 4)
         each = np.unpackbits(some, axis=1, count=width, bitorder="little")
@@ -42,9 +42,9 @@ def pack_bits(words: RingWords, width: int) -> NDArray[np.uint8]:
 
 
 def unpack_bits(packed: NDArray[np.uint8], width: int) -> RingWords:
-    """Return the words of which `pack_bits` made this, modulo 2^width; width 8 to 32, or 64.
+    """Return the words that `pack_bits` packed, modulo 2^width; width 8 to 32, or 64.
 
-    Bytes that are too few for a word are passed over.
+    Trailing bytes that are less than a word are ignored.
     """
     if width == 64:
         return packed[: len(packed) // 8 * 8].view("<u8")
@@ -55,7 +55,7 @@ def unpack_bits(packed: NDArray[np.uint8], width: int) -> RingWords:
         each = np.unpackbits(packed[start : start + step], bitorder="little")
         some = len(each) // width
         rows = np.packbits(each[: some * width].reshape(some, width), axis=1, bitorder="little")
-        # Four bytes a word, of which the upper ones stay zero, make a view as numbers possible.
+        # Pad each word to four bytes, to view them as numbers.
         whole = np.zeros((some, 4), np.uint8)
         whole[:, : rows.shape[1]] = rows
         at = start // step * _AT_A_TIME
@@ -64,9 +64,9 @@ def unpack_bits(packed: NDArray[np.uint8], width: int) -> RingWords:
 
 
 def split_words(words: RingWords, width: int) -> RingWords:
-    """Return words of 64 bits as several of `width` bits each, the lowest first.
+    """Return each word of 64 bits as several of `width` bits, the lowest first.
 
-    So n of them can be summed where words have width + log2 n bits.
+    n of them can be summed in words of width + log2 n bits.
 
     >>> split_words(np.array([2**40 + 5], dtype=np.uint64), 20).tolist()
     [5, 0, 1, 0]
@@ -77,6 +77,6 @@ def split_words(words: RingWords, width: int) -> RingWords:
 
 
 def join_words(parts: RingWords, width: int) -> RingWords:
-    """Return modulo 2^64 the words, or sums of words, of which `split_words` made these parts."""
+    """Return the words, modulo 2^64, that `split_words` split, from these parts or sums of them."""
     shifts = np.arange(0, 64, width, dtype=np.uint64)
     return (parts.reshape(-1, len(shifts)).astype(np.uint64) << shifts).sum(1, dtype=np.uint64)
