@@ -185,7 +185,7 @@ def test_a_task_beside_the_columns_is_not_passed_over(tmp_path):
     of_age = '[records.columns.age]\nrange = [0, 99]\nscale = "range"\n'
     columns.write_text(f'[task]\nkind = "regression"\nrange = [0, 9]\n{of_age}')
     done = cli("recommend", *asked)
-    assert "no classes: see [task]; what is recommended is linear" in str(done.exception)
+    assert "not classes: see [task]; recommended models are linear" in str(done.exception)
     columns.write_text(f"[task]\nclass_weights = [1.0, 3.0]\n{of_age}")
     document("recommend", *asked, "--out", str(out))
     assert Plan.parse(tomllib.loads(out.read_text())).task.class_weights == [1.0, 3.0]
@@ -286,7 +286,7 @@ def test_records_unfit_for_linear_models_get_alternatives(tmp_path):
     asked = ("recommend", str(file), "--epsilon", "1")
     done = cli(*asked)
     assert done.exit_code != 0
-    assert "declare of how many, vocabulary = " in f"{done.exception}{done.output}"
+    assert "declare their number, as vocabulary = " in f"{done.exception}{done.output}"
     columns.write_text("[records]\nvocabulary = 80\n")
     done = cli(*asked, "--columns", str(columns))
     assert done.exit_code != 0
@@ -438,7 +438,7 @@ def test_declared_roles_apply_and_typed_ones_take_precedence(tmp_path):
 def test_a_promise_to_persons_is_refused_and_not_passed_over(tmp_path):
     asked = table(tmp_path, f'person = "who"\n{AGE}[privacy]\nunit = "person"\n')
     done = cli("recommend", *asked, "--epsilon", "2")
-    assert 'has privacy.unit = "person": what is recommended is for records' in str(done.exception)
+    assert 'has privacy.unit = "person": recommendations are for records' in str(done.exception)
 
 
 def test_column_scaling_cost_is_taken_from_the_budget(tmp_path):

@@ -1,4 +1,4 @@
-"""What `fedpact audit` found of a run, as its folder's audit.json has it."""
+"""The outcome of `fedpact audit`, as in audit.json."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from fedpact.common.errors import DataError
 from fedpact.common.format import format_epsilon, lower, upper
 
-# How a quantity of an audit is written: measured, then claimed.
+# How each quantity is written: measured, then claimed.
 _MEASURED_CLAIMED: Final = {
     "ε": ("ε ≥ {}", "ε ≤ {}"),
     "σ": ("σ ≤ {}", "σ = {}"),
@@ -25,15 +25,15 @@ _Bound = Annotated[float, BeforeValidator(lambda value: math.inf if value is Non
 
 @dataclass(frozen=True)
 class AuditRow:
-    """One bound that was measured, and what the accountant states of the same.
+    """A measured bound and the claimed value.
 
     quantity: "ε" at `delta`, bounded from below; "σ", a channel's noise multiplier, from above;
-    "AUC" of a membership attack, from below, where the claim is the most that (ε, δ) leaves room
-    for; "p" of a test of the mechanism, beside the level it may not fall below; "Δ", how far a
-    record moved a channel's sum, relative to its sensitivity; exact.
-    confidence: with which the bound holds. found: how it came about. power: the bound that the
-    best attack would show, were the mechanism exactly as claimed: one below it is no evidence of
-    privacy; None of a test, which bounds nothing.
+    "AUC" of a membership attack, from below, with the largest one under (ε, δ) as the claim; "p" of
+    a test of the mechanism, with its level as the claim; "Δ", a record's largest change of a
+    channel's sum relative to its sensitivity, exact.
+    confidence: of the bound. found: how it was found. power: the bound that the best attack would
+    show if the mechanism is exactly as claimed (a smaller bound is no evidence of privacy); None
+    for tests.
     """
 
     method: str
@@ -47,7 +47,7 @@ class AuditRow:
 
     @property
     def passed(self) -> bool:
-        """Whether the claim stands. Not, where one of the two is not a number."""
+        """Whether the claim stands; false if one of the two is NaN."""
         above = self.quantity in ("σ", "p")
         return self.claimed <= self.bound if above else self.bound <= self.claimed
 
@@ -63,7 +63,7 @@ class AuditRow:
         return f"{measured}, claimed {self.claimed:.4g}{at}: {self.found}"
 
     def document(self) -> dict[str, Any]:
-        """Return it as plain data for a JSON file, which knows no infinity: null is no number."""
+        """Return it as plain data for JSON; numbers that are not finite become null."""
         numbers = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in asdict(self).items()
@@ -87,7 +87,7 @@ class AuditRow:
 
 @dataclass(frozen=True)
 class Audit:
-    """What audit.json holds: the claim of one site, and the checks."""
+    """The content of audit.json: the claim of one site, and the checks."""
 
     site: str
     epsilon: float
@@ -115,13 +115,13 @@ class Audit:
 
     @property
     def most(self) -> AuditRow | None:
-        """The largest lower bound on ε at the claim's own δ; None where none was sought."""
+        """The largest lower bound on ε at the claimed δ; None without any."""
         found = [c for c in self.checks if c.quantity == "ε" and c.delta == self.delta]
         return max(found, key=lambda check: check.bound, default=None)
 
 
 def read_audit(document: Mapping[str, Any]) -> Audit:
-    """Return what audit.json holds. Raises DataError: it is not what `fedpact audit` writes."""
+    """Parse audit.json. Raises DataError: it is not what `fedpact audit` writes."""
     try:
         return TypeAdapter(Audit).validate_python(document)
     except ValueError as error:

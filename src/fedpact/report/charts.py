@@ -1,7 +1,4 @@
-"""The charts of one run: its figures and its budgets.
-
-Each figure takes the run and returns a Drawing, or None where there is nothing to draw.
-"""
+"""The charts of a run. Each function returns a Drawing, or None if there is nothing to draw."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -39,9 +36,9 @@ Sites = Mapping[str, SitePrivacy]
 
 
 def draw_epsilon(run: RunSummary) -> Drawing | None:
-    """ε spent over rounds by each site, against the budgets; None in a plain run.
+    """ε spent by each site over rounds, and the budgets; None in a plain run.
 
-    With more different budgets than a chart can tell apart, ε is drawn as a share of its own.
+    With many different budgets, ε is drawn as a share of each site's budget.
     """
     records = thin([record for record in run.records if record.epsilon])
     if not (run.private and records):
@@ -84,7 +81,7 @@ def _spending(
     spent = np.array([[r.epsilon.get(name, np.nan) for name in sites] for r in records], float)
     if relative:
         spent = spent / [site.epsilon_allowed for site in sites.values()]
-    # What is infinite or unknown leaves a gap.
+    # Infinite and unknown values leave a gap.
     spent[~np.isfinite(spent)] = np.nan
     label = counted(len(sites), "site")
     if len(sites) <= MANY:
@@ -128,7 +125,7 @@ def _caption(run: RunSummary, groups: Mapping[tuple[float, float], object], shar
 
 
 def traffic(run: RunSummary) -> Drawing | None:
-    """Bytes sent so far over rounds, both ways, against the budget of bytes if there is one."""
+    """Bytes sent so far over rounds, both ways, and the budget of bytes."""
     down = np.cumsum([record.bytes_down for record in run.records])
     up = np.cumsum([record.bytes_up for record in run.records])
     whole = int(down[-1] + up[-1])
@@ -161,14 +158,14 @@ def traffic(run: RunSummary) -> Drawing | None:
     return Drawing(title, sheet.chart, caption)
 
 
-# Of the page's own ground and of no more than half a colour, on which ink is legible.
+# From transparent to half a colour, on which text is legible.
 _SHARE = LinearSegmentedColormap.from_list("share", [to_rgba(BLUE, a) for a in (0.0, 0.5)])
 _WRITTEN = 8
-"""Up to so many sites a cell of the partition has room for its number."""
+"""Up to this number of sites, cells of the partition have room for their counts."""
 
 
 def accuracy(run: RunSummary) -> Drawing | None:
-    """Global accuracy over rounds, with the middle of the sites and the worst one."""
+    """Global accuracy over rounds, with the middle 80 % of the sites and the worst one."""
     records = thin([r for r in run.evaluated if math.isfinite(r.accuracy or 0.0)])
     if not records:
         return None
@@ -176,7 +173,6 @@ def accuracy(run: RunSummary) -> Drawing | None:
     with Sheet() as sheet:
         axes = sheet.axes("round", "accuracy")
         rounds = [r.round for r in records]
-        # np.array makes a number of what pyright sees as float | None.
         values = np.array([r.accuracy for r in records], dtype=float)
         axes.plot(rounds, values, color=BLUE, marker=marker(len(rounds)), ms=3.5, label="global")
         kept = [r for r in records if r.average]
@@ -216,7 +212,7 @@ def metric(run: RunSummary, name: str) -> Drawing | None:
 
 
 def draw_loss(run: RunSummary) -> Drawing | None:
-    """Mean loss over rounds, of a run in which there is no accuracy."""
+    """Mean loss over rounds, for a run without an accuracy."""
     known = [(r.round, r.loss) for r in run.records if r.loss is not None]
     if run.counted:
         return None
@@ -256,7 +252,7 @@ def _over_rounds(
 
 
 def site_accuracy(run: RunSummary) -> Drawing | None:
-    """Accuracy of each site, worst first; as quantiles where there are many sites."""
+    """Accuracy of each site, worst first; as quantiles if there are many sites."""
     scores = {n: s for n, s in run.scores.items() if math.isfinite(s.accuracy)}
     if not scores:
         return None
@@ -303,7 +299,7 @@ def _site_bars(axes: Axes, names: Sequence[str], values: Sequence[float]) -> Non
     axes.barh(at, values, height=0.68, color=[RED] + [BLUE] * (len(names) - 1))
     longest = max(*values, 0.01)
     for y, value in zip(at, values, strict=True):
-        # Beside the bars, where no line crosses the figures.
+        # Outside the axes, where no line crosses the text.
         beside = axes.get_yaxis_transform()
         axes.text(1.02, y, percent(value), transform=beside, va="center", color=INK)
     axes.set_yticks(at, [shorten(name, 14) for name in names])
@@ -316,7 +312,7 @@ def _site_bars(axes: Axes, names: Sequence[str], values: Sequence[float]) -> Non
 
 
 def draw_labels(run: RunSummary) -> Drawing | None:
-    """The partition as a picture: sizes above, the share of each label below."""
+    """The partition: sizes above, the share of each label below."""
     table = run.labels
     if table is None:
         return None
@@ -324,7 +320,7 @@ def draw_labels(run: RunSummary) -> Drawing | None:
     counts = np.array(table.counts, dtype=float)
     many = len(table.sites) > MANY
     if many:
-        # Side by side by their commonest label, a thousand sites still show how uneven they are.
+        # Sorted by their most frequent label, even a thousand sites show how uneven they are.
         purity = counts.max(1) / np.maximum(counts.sum(1), 1)
         order = np.lexsort((-purity, counts.argmax(1)))
         counts = counts[order]
@@ -364,7 +360,7 @@ def draw_labels(run: RunSummary) -> Drawing | None:
 
 
 def _name_labels(axes: Axes, table: LabelTable) -> None:
-    # With hundreds of labels every n-th is named.
+    # With many labels only every n-th is named.
     at = range(0, len(table.labels), math.ceil(len(table.labels) / MANY))
     axes.set_yticks(at, [shorten(table.labels[i], 16) for i in at])
     axes.set_ylabel("label")

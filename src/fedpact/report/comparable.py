@@ -1,14 +1,13 @@
-"""When two runs may be compared: plans in canonical form, and where they differ.
+"""Differences of plans, and which of them make a comparison unfair.
 
-A list of one value for every site is that value, and a site's own grant that is what all have is
-none; all sites in each round are no part of them; classes that all weigh 1 have no weights, and
-factors that are all 1 no schedule; weights are told by their digest, wherever their file is; a
-count's noise is nothing where no count is released.
+Plans are compared in canonical form. A list of equal values for all sites is a single value, and
+per-site settings equal to the general ones are left out. sites_per_round equal to the number of
+sites, class weights and schedules of ones, and the noise of sizes that are not released count as
+not given. Weights are identified by their digest.
 
-A comparison is equal where its runs have the same data, partition, seeds, rounds, budgets and kind
-of privacy. What the method itself consists of may differ, and is shown. But a setting that several
-algorithms share is part of what a method was chosen to be only where somebody chose it: left to
-defaults that differ from algorithm to algorithm, as τ and η are, it makes runs unequal.
+A comparison is fair if its runs have the same data, partition, seeds, rounds, budgets and kind of
+privacy. Parts of the method may differ, and are shown. A setting that several algorithms share,
+such as τ or η, makes runs unequal if one of them uses a default that differs from the others.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -26,7 +25,7 @@ _SCHEDULES: Final = (("privacy", "clip_schedule"), ("local", "schedule"))
 
 
 def canonical(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan.json's content in the form that all plans of its meaning share."""
+    """Return a plan.json's content in canonical form."""
     found = {k: dict(v) if isinstance(v, Mapping) else v for k, v in plan.items()}
     if found.get("sites_per_round") == found.get("sites") is not None:
         found["sites_per_round"] = None
@@ -63,15 +62,15 @@ def _grant(plan: dict[str, Any], privacy: dict[str, Any]) -> None:
 
 
 def _simulated(plan: Mapping[str, Any]) -> list[str]:
-    """Return the sites' names; none where only the data set knows them."""
+    """Return the sites' names; none if they are the data set's own."""
     kind = (plan.get("partition") or {}).get("kind", "natural")
     return [] if kind == "natural" else site_names(plan.get("sites") or 0)
 
 
 def _shared(value: Any, own: dict[str, dict[str, Any]], key: str, names: Sequence[str]) -> Any:
-    """Return what all sites have, a list of what each has, in the names' order, where they differ.
+    """Return the common value of all sites, or a list in the names' order if they differ.
 
-    What `own`, site -> its grant, says of it is taken out of there, as far as this list says it.
+    Values that it covers are removed from `own`, site -> settings.
     """
     each = value if isinstance(value, list) else [value] * len(names)
     if names and len(each) == len(names) and own.keys() <= set(names):
@@ -87,25 +86,26 @@ def _shared(value: Any, own: dict[str, dict[str, Any]], key: str, names: Sequenc
 
 JsonMapping = Mapping[str, Any]
 
-# Part of what is being compared. Whatever is not named here has to be equal.
+# Parts of the method, which may differ. All other keys must be equal.
 _METHOD = (
     *("algorithm", "model", "settings", "control", "fairness", "server", "compression", "robust"),
     *("secure_aggregation", "sampling_rate", "batch_size"),
 )
 _METHOD_OF_PRIVACY = ("privacy.clip", "privacy.sigma")
-# Does not change what is trained; or differs between the runs of one entry.
+# Does not change what is trained, or differs between the runs of an entry.
 _NOTHING = ("run", "seed", "about")
 LOCAL_STEPS_KEY = "settings.local_steps"
-"""Every algorithm has a τ, whether or not it is a setting."""
+"""The key of τ, also for algorithms without such a setting."""
 _UNKNOWN = object()
 DATA = ("data", "label", "site")
-"""What must be equal for any figure to mean the same."""
+"""Keys that must be equal for figures to be comparable at all."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One key of the plans that differs. values: entry -> value, for the entries that have it, and
-    whether that is its default. unequal: the comparison is not between equals because of it.
+    """A key in which plans differ. values: entry -> value, marked if it is a default.
+
+    unequal: whether it makes the comparison unfair.
     """
 
     key: str
@@ -116,16 +116,13 @@ class Difference:
 def differences(plans: Mapping[str, JsonMapping], swept: Collection[str] = ()) -> list[Difference]:
     """Return every key in which plans (entry -> plan.json's content) differ, unequal ones first.
 
-    swept: keys whose values are what is compared. Plans that mean the same do not differ, however
-    they were typed (report.comparable). The privacy settings of a plain run apply to
-    nothing, so only its mode is looked at.
+    swept: keys that are compared. Of a plain run's privacy settings only the mode counts.
     """
     flat = {name: _applicable(plan) for name, plan in plans.items()}
     keys = dict.fromkeys(key for values in flat.values() for key in values)
     found = []
     for key in keys:
-        # What a plain run has no use for does not differ, nor what only one algorithm knows, unless
-        # somebody gave it.
+        # Keys that a plain run or another algorithm does not have are no difference, unless given.
         optional = key.startswith("privacy.") or (
             key.startswith("settings.")
             and all(_is_left(key, plans[name]) for name, own in flat.items() if key in own)
@@ -145,7 +142,7 @@ def differences(plans: Mapping[str, JsonMapping], swept: Collection[str] = ()) -
 
 
 def _left_apart(key: str, values: Mapping[str, str], plans: Mapping[str, JsonMapping]) -> bool:
-    """Whether two algorithms differ in a setting that they share, and one of them was left."""
+    """Whether two algorithms differ in a shared setting, and one of the values is a default."""
     return key.startswith("settings.") and any(
         values[one] != values[other]
         and plans[one].get("algorithm") != plans[other].get("algorithm")

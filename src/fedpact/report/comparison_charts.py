@@ -1,6 +1,6 @@
-"""Curves of several runs laid over each other: a colour an entry, its mean over seeds, a band.
+"""The charts of a comparison: one colour for each entry, means over seeds and bands.
 
-Each figure takes a comparison and returns a Drawing, or None where there is nothing to draw.
+Each function returns a Drawing, or None if there is nothing to draw.
 """
 
 import math
@@ -33,7 +33,7 @@ from fedpact.report.drawing import (
 )
 from fedpact.report.run_summary import RunSummary
 
-# Okabe and Ito's, those of single runs first; entries beyond them differ in dashes.
+# Okabe and Ito's colours, those of single runs first; dashes distinguish further entries.
 _COLOURS = (BLUE, RED, GREEN, ORANGE, LIGHT["pink"], LIGHT["sky"], GREY)
 _DASHES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -44,7 +44,7 @@ ChartMeasure = Literal["accuracy", "loss"]
 
 @dataclass(frozen=True)
 class Line:
-    """A measure against what it cost. x: ascending; low <= mean <= high over the seeds' runs."""
+    """A measure against its cost x, ascending; low <= mean <= high over the runs."""
 
     x: np.ndarray
     mean: np.ndarray
@@ -53,10 +53,9 @@ class Line:
 
 
 def on_the_way(comparison: Comparison) -> list[list[Drawing]]:
-    """Return what the models are judged by against rounds, bytes, simulated seconds and ε, as far
-    as it is known, in rows.
+    """Return rows of charts of the accuracy or loss against rounds, bytes, simulated seconds and ε.
 
-    Of a sweep each of these is a row with a chart for each point, all on one scale.
+    For a sweep, each is a row with a chart for each point, all on one scale.
     """
     measure: ChartMeasure = "accuracy" if comparison.judged == "accuracy" else "loss"
     groups, rows = comparison.groups, list[list[Drawing]]()
@@ -78,7 +77,7 @@ def on_the_way(comparison: Comparison) -> list[list[Drawing]]:
 def curves(
     comparison: Comparison, entries: Sequence[Entry], measure: ChartMeasure, against: Against
 ) -> Drawing | None:
-    """Draw a measure of the global model of these entries against what it cost."""
+    """Draw a measure of these entries' global models against its cost."""
     found = [(entry, curve(entry, measure, against)) for entry in entries]
     drawn = [(entry, line) for entry, line in found if line is not None]
     if not drawn:
@@ -111,7 +110,7 @@ def curves(
 
 @dataclass(frozen=True)
 class Series:
-    """A measure over a swept key: a value's text -> the value, and the measure over the seeds."""
+    """A measure over a swept key. points: the value as text -> the value and the measure."""
 
     label: str
     points: dict[str, tuple[Any, Spread]]
@@ -125,9 +124,9 @@ SWEPT: Final[dict[str, Callable[[RunSummary], float | None]]] = {
 
 
 def series(comparison: Comparison, key: str, measure: str) -> list[Series]:
-    """Return a measure of SWEPT over a swept key, for each of what else differs.
+    """Return a measure of SWEPT over a swept key, for each combination of everything else.
 
-    An entry of which a run has no value is left out.
+    Entries without a value in some run are left out.
     """
     found = dict[str, Series]()
     for entry in comparison.entries:
@@ -144,7 +143,7 @@ def series(comparison: Comparison, key: str, measure: str) -> list[Series]:
 
 
 def sweeps(comparison: Comparison) -> dict[str, list[Drawing]]:
-    """Draw accuracy and the worst site's, or mean loss without any, over every swept key."""
+    """Draw accuracy and the worst site's accuracy, or mean loss, over every swept key."""
     found = {
         key: [_over(comparison, key, measure) for measure in SWEPT] for key in comparison.swept
     }
@@ -187,7 +186,7 @@ def _over(comparison: Comparison, key: str, measure: str) -> Drawing | None:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the values of a swept key stand, by their text; log: on a logarithmic axis."""
+    """The positions of a swept key's values, by their text. log: on a logarithmic axis."""
 
     at: dict[str, float]
     log: bool
@@ -205,13 +204,13 @@ def _places(values: list[Any], key: str) -> _Places:
 
 
 def _look(i: int) -> dict[str, Any]:
-    """Return how the i-th entry is drawn: told apart by its dashes and marker, too."""
+    """Return the style of the i-th entry: colour, dashes and marker."""
     marks = zip((_COLOURS, _DASHES, _MARKERS), ("color", "linestyle", "marker"), strict=True)
     return {"ms": 4, **{name: kinds[i % len(kinds)] for kinds, name in marks}}
 
 
 def name_pair(comparison: Comparison, one: PairedDifference) -> str:
-    """Return what is subtracted from what, and at which point of a sweep."""
+    """Return a description such as "fedprox minus fedavg at ε = 1"."""
     first, second = comparison.base(one.entry), comparison.base(one.reference)
     at = comparison.point(one.entry)
     if first == second:
@@ -220,7 +219,7 @@ def name_pair(comparison: Comparison, one: PairedDifference) -> str:
 
 
 def draw_paired(comparison: Comparison) -> Drawing | None:
-    """Draw the differences of what the models are judged by, with their intervals."""
+    """Draw the differences of accuracy or loss, with their intervals."""
     measure = comparison.judged
     found = [d for d in comparison.paired(SWEPT[measure]) if d.known][:MANY]
     if not found:
@@ -254,10 +253,10 @@ def _pair_label(comparison: Comparison, one: PairedDifference) -> str:
 
 
 def curve(entry: Entry, measure: ChartMeasure, against: Against) -> Line | None:
-    """Return the mean over an entry's runs, on the range of x that all of them reach.
+    """Return the mean over an entry's runs, for the range of x that all of them reach.
 
-    Between two evaluations a run is taken to lie on the straight line. A round whose measure is
-    not finite is left out. None: no run has a point, or they share no range.
+    Runs are interpolated linearly between evaluations, without rounds that are not finite. None: no
+    run has a point, or they have no common range.
     """
     lines = [line for run in entry.runs if len((line := _line(run, measure, against))[0])]
     if not lines:
@@ -289,7 +288,7 @@ def _line(
         if x is not None and y is not None and math.isfinite(x) and math.isfinite(y):
             points.append((x, y))
     x, y = np.array(points, dtype=float).reshape(-1, 2).T
-    # Where nothing was spent between two evaluations, the later one counts.
+    # If nothing was spent between two evaluations, the later one counts.
     last = np.append(np.diff(x) > 0, True)[: len(x)]
     return x[last], y[last]
 

@@ -13,7 +13,7 @@ COLUMNS: Final = (
     *("run", "algorithm", "epsilon_allowed", "seed"),
     *("round", "accuracy", "loss", "epsilon", "bytes", "simulated_seconds"),
 )
-# What LaTeX would read as a command, and the signs that its fonts lack.
+# Characters that LaTeX would interpret, and those that its fonts lack.
 _TEX: Final = str.maketrans(
     {
         **{sign: f"\\{sign}" for sign in "&%$#_{}"},
@@ -38,10 +38,10 @@ _TEX: Final = str.maketrans(
 
 
 def curves_as_csv(comparison: Comparison) -> str:
-    """Return a line for each round of each run that has ended; a figure that it lacks is empty.
+    """Return a line for each round of each run that has ended; missing figures are empty.
 
-    epsilon_allowed: the largest budget of a site; empty without privacy. What else is swept has a
-    column of its own, named by its key.
+    epsilon_allowed: the largest budget of a site; empty without privacy. Other swept keys have
+    their own columns.
     accuracy in [0, 1] and loss: of the global model. epsilon: the largest that a site's training
     has spent so far, an upper bound; empty without privacy. bytes: of all messages so far.
     simulated_seconds: by the plan's [clock], so far; empty without one.
@@ -67,7 +67,7 @@ def curves_as_csv(comparison: Comparison) -> str:
 def table_as_latex(comparison: Comparison) -> str:
     r"""Return the comparison's table, means ± deviations, for \usepackage{booktabs}.
 
-    Below it stand what ε is and why it may be no comparison between equals, as on the page.
+    Notes on ε, and on why the comparison may be unfair, follow.
     """
     plans: dict[str, Cell] = {
         "algorithm": lambda entry: str(entry.plan.get("algorithm", "–")),

@@ -1,7 +1,7 @@
-"""The papers' rates beside what a run did: its facts, its rate bounds, its bytes.
+"""A run's bits per coordinate, and the papers' bounds on the rate of its releases.
 
-The bound is on the differential entropy of one release, one noisy gradient. A number of bits comes
-from it only with a step to which values are written: here a hundredth of the noise's deviation.
+The bound is on the differential entropy of one noisy gradient. It gives a number of bits only with
+a quantisation step: here a hundredth of the noise's deviation.
 """
 
 import math
@@ -48,12 +48,12 @@ _PAPER = (
 
 
 _Row = tuple[str, str, str, str]
-"""A row's name, and what it is for one message, for one coordinate, for the whole run."""
+"""A row's name, and its values for a message, a coordinate and the whole run."""
 
 
 @dataclass(frozen=True)
 class WireTable:
-    """Bytes or bits of messages, and what the table says."""
+    """Bytes or bits of messages, with notes."""
 
     table: TextTable
     notes: list[str]
@@ -64,9 +64,8 @@ def _wire_table(message: str, rows: Sequence[_Row], notes: list[str]) -> WireTab
 
 
 def rates(run: RunSummary) -> WireTable | str:
-    """Return the table, or in a sentence why there is no bound for this run."""
-    why = _undefined(run)
-    if why:
+    """Return the table of rate bounds, or why there is none."""
+    if why := _undefined(run):
         return why
     d = int(run.summary["model_parameters"])
     sites, replies = run.site_privacy, _replies(run)
@@ -119,7 +118,7 @@ def _undefined(run: RunSummary) -> str:
 
 
 def _replies(run: RunSummary) -> dict[str, int]:
-    """Return how often each site replied."""
+    """Return the number of replies of each site."""
     return {name: sum(r.took_part(name) for r in run.records) for name in run.site_privacy}
 
 
@@ -166,7 +165,7 @@ _ENTROPY = (
 
 
 def wire(run: RunSummary) -> WireTable | str:
-    """Return the table, or in a sentence why there is none."""
+    """Return the table of bits per coordinate, or why there is none."""
     d = int(run.summary.get("model_parameters") or 0)
     sites, rounds = len(run.sites), [record for record in run.records if record.round]
     asked = sum(len(record.asked) or sites for record in rounds)
@@ -178,7 +177,7 @@ def wire(run: RunSummary) -> WireTable | str:
     if run.plan.get("compression", {}).get("kind") != "grid":
         rows.append(_measured("to the sites, as measured", down, asked, d))
     elif later := rounds[1:]:
-        # Before the first one every site has the model.
+        # In the first round every site already has the model.
         told = sum(record.bytes_down for record in later)
         name = "to the sites, as measured after the first round"
         rows.append(_measured(name, told, sum(len(r.asked) or sites for r in later), d))
@@ -188,7 +187,7 @@ def wire(run: RunSummary) -> WireTable | str:
 
 
 def _grids(plan: Mapping[str, Any]) -> dict[str, float]:
-    """Return what is rounded to how coarse a grid: its deviation in units."""
+    """Return what is rounded -> its standard deviation in units of the grid."""
     found = dict[str, float]()
     grid = plan.get("compression", {}).get("kind") == "grid"
     masked = plan.get("secure_aggregation", {}).get("threshold", 0)

@@ -1,4 +1,4 @@
-"""What the figures share: type, legends, and the way from a matplotlib figure to inline SVG."""
+"""Shared parts of the figures: style, legends, and the conversion to inline SVG."""
 
 import io
 import re
@@ -26,17 +26,16 @@ BLUE, ORANGE, GREEN, RED, GREY = (LIGHT[n] for n in ("blue", "orange", "green", 
 INK = LIGHT["ink"]
 
 MANY = 20
-"""Above so many sites a chart shows quantiles in place of single sites."""
+"""With more sites than this a chart shows quantiles instead of single sites."""
 
 Item = TypeVar("Item")
 
 WIDTH: Final = 3.6
-"""Inches. At a phone's width, where a figure is as wide as the page, its type is still 11 pixels;
-on a screen three stand side by side."""
+"""Inches. At a phone's width type is still 11 pixels; on a screen three figures fit in a row."""
 
 _POINTS = 400
 _DASHES: Final = {"--": "7 3", ":": "2 3", "-.": "7 3 2 3"}
-# A legend's markers, around (11, 5), as matplotlib has them.
+# Matplotlib's markers, drawn around (11, 5) for legends.
 _SHAPES: Final = {
     "o": "M7.5 5a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0-7 0",
     "s": "M8 2h6v6h-6z",
@@ -75,9 +74,9 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class LegendKey:
-    """An entry of a legend. dashes: as in SVG, "" for none. opacity: of an area; None of a line.
+    """An entry of a legend. dashes: as in SVG. opacity: of an area, None for a line.
 
-    marker: one of _SHAPES, "" for none.
+    marker: one of _SHAPES, or "".
     """
 
     label: str
@@ -103,13 +102,13 @@ class LegendKey:
 
 
 class Chart(Figure):
-    """A figure that a notebook shows by itself, in its own colours, legend and caption with it."""
+    """A figure that a notebook shows with legend and caption, in the notebook's theme."""
 
     title, caption = "", ""
 
     @property
     def keys(self) -> list[LegendKey]:
-        """The legend, as far as there is one: what is drawn only once needs none."""
+        """The entries of the legend; may be empty."""
         return [key for drawn, label in self._named if (key := _key(drawn, label))]
 
     @property
@@ -119,20 +118,20 @@ class Chart(Figure):
 
     @property
     def svg(self) -> str:
-        """The figure as an <svg> element that may stand beside others in one page; no legend."""
+        """The figure as an <svg> element, without its legend, for a page with others."""
         buffer = io.StringIO()
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         style = {**_STYLE, "svg.hashsalt": self.title}
         with matplotlib.rc_context(style), warnings.catch_warnings():
-            # The reader's browser has the glyphs that matplotlib's own font lacks.
+            # The browser has the glyphs that matplotlib's font lacks.
             warnings.filterwarnings("ignore", message="Glyph .* missing")
             with self._laid_out():
                 super().savefig(buffer, format="svg", metadata=metadata, transparent=True)
         text = buffer.getvalue()
         text = text[text.index("<svg") :]
-        # Groups are numbered alike in every figure, and nothing refers to them.
+        # Groups have the same ids in every figure, and nothing refers to them.
         text = re.sub(r'<g id="[^"]*">', "<g>", text)
-        # The browser's own type, whose widths differ little.
+        # The browser's font has similar widths.
         text = text.replace("DejaVu Sans", "system-ui")
         return apply_theme(text).replace(
             "<svg", f'<svg role="img" aria-label="{escape(self.title)}"', 1
@@ -140,10 +139,10 @@ class Chart(Figure):
 
     @contextmanager
     def _laid_out(self) -> Iterator[None]:
-        """Lay it out, once; matplotlib draws all of a figure for that, and then a second time."""
+        """Lay out the figure once; otherwise matplotlib would draw all of it twice."""
         engine, canvas = self.get_layout_engine(), self.canvas
         if engine is not None:
-            FigureCanvasSVG(self)  # text is as wide as this one draws it
+            FigureCanvasSVG(self)  # the width of text depends on the canvas
             engine.execute(self)
         self.set_layout_engine(None)
         try:
@@ -153,7 +152,7 @@ class Chart(Figure):
             self.set_canvas(canvas)
 
     def savefig(self, *args: Any, **kwargs: Any) -> None:
-        """Save as matplotlib does, with the legend, which a page shows beside the figure."""
+        """Save as matplotlib does, with the legend, which pages show separately."""
         handles, labels = zip(*self._named, strict=True) if self._named else ((), ())
         with matplotlib.rc_context(_STYLE):
             legend = self.legend(handles, labels, loc="outside upper center", ncols=2)
@@ -174,7 +173,7 @@ class Chart(Figure):
 
 @dataclass(frozen=True)
 class Drawing:
-    """A finished figure with what is written beside it. simulator_only: no site releases it."""
+    """A finished figure with title and caption. simulator_only: no site releases it."""
 
     title: str
     chart: Chart
@@ -186,7 +185,7 @@ class Drawing:
 
     @property
     def svg(self) -> str:
-        """The figure as it stands in a page; nothing in it is fetched."""
+        """The figure as an <svg> element."""
         return self.chart.svg
 
     @property
@@ -198,7 +197,7 @@ class Drawing:
 class Sheet:
     """A figure to draw on: `with Sheet(height) as sheet`, then a Drawing of `sheet.chart`.
 
-    Independent of pyplot, so nothing global is touched and no display is needed.
+    It does not use pyplot, so it needs no display and changes nothing global.
     """
 
     def __init__(self, height: float = 2.5) -> None:
@@ -248,19 +247,19 @@ def percent_axis(axes: Axes, which: str = "y") -> None:
 
 
 def log_axis(axes: Axes) -> None:
-    """Draw a measure on a logarithmic axis, with plain numbers."""
+    """Make the y axis logarithmic, with plain numbers."""
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
 
 
 def marker(points: int) -> str:
-    """Return a marker for lines of few points, where a line alone would hide them."""
+    """Return a marker for lines with few points."""
     return "o" if points <= 15 else ""
 
 
 def thin(items: Sequence[Item]) -> list[Item]:
-    """Return at most as many items as a line needs, evenly spaced, the first and last among them.
+    """Return at most 400 evenly spaced items, including the first and the last.
 
     >>> thin(range(3)), len(thin(range(5000))), thin(range(5000))[-1]
     ([0, 1, 2], 400, 4999)
@@ -271,7 +270,7 @@ def thin(items: Sequence[Item]) -> list[Item]:
 
 
 def shorten(name: str, length: int = 24) -> str:
-    """Return a name that fits beside a bar.
+    """Return a name cut to a length.
 
     >>> shorten("a" * 30)
     'aaaaaaaaaaaaaaaaaaaaaaa…'

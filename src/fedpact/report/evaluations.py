@@ -1,4 +1,4 @@
-"""Evaluations of a run, and what joining it was worth, as its page shows them."""
+"""Evaluations of a run, and the value of joining it, for its page."""
 
 import math
 import statistics
@@ -16,9 +16,9 @@ _NUMBERS = ("records", "persons", "loss")
 
 
 def find_last_evaluation(run: RunSummary) -> dict[str, Any] | None:
-    """Return the last evaluation for the page, None where there is none.
+    """Return the last evaluation for the page, or None.
 
-    Of a plain run it is exact, and nobody released it: level, cost and intervals are "" there.
+    In a plain run it is exact and not released; level, cost and intervals are then "".
     """
     found = run.released or run.held_out
     if not found:
@@ -44,12 +44,12 @@ def find_last_evaluation(run: RunSummary) -> dict[str, Any] | None:
 
 
 def read_figures(run: RunSummary) -> list[dict[str, str]]:
-    """Return what sites released together, of all of them; nothing of one site."""
+    """Return the released figures of all sites together."""
     return [_row(figure) for figure in (run.released or {"figures": []})["figures"]]
 
 
 def find_released_accuracy(run: RunSummary) -> tuple[str, str] | None:
-    """Return the released accuracy and what it is, None where none was released."""
+    """Return the released accuracy and a note on it; None if there is none."""
     found = run.released
     named = {(f["name"], f["about"]): f for f in found["figures"]} if found else {}
     figure = named.get(("accuracy", "all"))
@@ -65,14 +65,14 @@ def find_released_accuracy(run: RunSummary) -> tuple[str, str] | None:
 
 
 def compare_with_classes(found: Mapping[str, Any]) -> list[str]:
-    """Return what a released accuracy is to be held against: the commonest class, and the worst.
+    """Return the accuracy of always predicting the most frequent class, and the worst class's.
 
     found: summary.json's `evaluation`.
     """
     named = {(f["name"], f["about"]): f for f in found["figures"]}
     whole = named.get(("accuracy", "all"), {}).get("value")
     against = against_majority_class(whole, found.get("commonest"))
-    # Where the noise leaves nothing to say of a class, it is not called the worst.
+    # A class about which the noise reveals nothing is not called the worst.
     known = [
         figure
         for (name, about), figure in named.items()
@@ -86,7 +86,7 @@ def compare_with_classes(found: Mapping[str, Any]) -> list[str]:
 
 
 def why_none(run: RunSummary, named: bool = True) -> str:
-    """Return why a run shows no accuracy of any kind. named: with the sites that gave a reason."""
+    """Return why a run shows no accuracy. named: whether to name the sites that gave a reason."""
     if any(record.evaluation for record in run.records):
         return "sites have released evaluations, which are shown here when the run is over"
     if run.privacy.get("evaluation"):
@@ -112,10 +112,10 @@ def why_none(run: RunSummary, named: bool = True) -> str:
 def compare_evaluations(
     entries: Mapping[str, Sequence[RunSummary]],
 ) -> list[tuple[str, dict[str, str]]]:
-    """Return (entry, row) of each figure that every run of an entry has of all sites together.
+    """Return (entry, row) of each figure of all sites that every run of an entry has.
 
-    Over several runs all are means, the interval's ends too: no narrower than it has to be. A plain
-    entry has exact figures alone.
+    Figures and the ends of their intervals are means over runs, which makes the intervals too wide
+    rather than too narrow. A plain entry has only exact figures.
     """
     found = [(name, _row(mean)) for name, runs in entries.items() for mean in means(runs)]
     for name, runs in entries.items():
@@ -126,17 +126,17 @@ def compare_evaluations(
 
 
 def means(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
-    """Return the figures of an entry's runs, means over them; none where a run released none."""
+    """Return the released figures' means over runs; none if a run released none."""
     return _means([run.released for run in runs])
 
 
 def exact_means(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
-    """Return the same of plain runs, exactly; simulator only."""
+    """Return the same for the exact figures of plain runs; simulator only."""
     return _means([run.held_out for run in runs])
 
 
 def _means(documents: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
-    """The figures of documents that all runs have, means over them."""
+    """Return the means of the figures that all documents have."""
     each = [{(f["name"], f["about"]): f for f in of["figures"]} for of in documents if of]
     if not each or len(each) < len(documents):
         return []
@@ -144,19 +144,19 @@ def _means(documents: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]
 
 
 def summarise_evaluations(runs: Sequence[RunSummary]) -> str | None:
-    """Return in one sentence what an entry's runs released; None where nothing."""
+    """Return an entry's released figures in one sentence; None without any."""
     told = describe_figures(means(runs))
     return f"as sites released it: {told}" if told else None
 
 
 def describe_figures(figures: Sequence[dict[str, Any]]) -> str:
-    """Return the figures that are not of single classes and groups, with their intervals."""
+    """Return the overall figures, without single classes and groups, with their intervals."""
     rows = [_row(figure) for figure in figures if not figure["of_part"]]
     return ", ".join(f"{row['name']} {row['value']} ({row['interval']})" for row in rows)
 
 
 def cost(found: dict[str, Any]) -> str:
-    """Return what evaluations have cost, and whom. found: summary.json's `evaluation`."""
+    """Return the cost of evaluations in words. found: summary.json's `evaluation`."""
     spent = max(found["epsilon_spent"].values())
     return (
         f"({upper(spent)}, {upper(found['delta'])}) of the ({upper(found['epsilon'])}, "
@@ -167,7 +167,7 @@ def cost(found: dict[str, Any]) -> str:
 
 
 def _mean(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The mean of a figure over runs; not known where it is not known in one."""
+    """Return the mean of a figure over runs; None if it is unknown in one."""
 
     def over(key: str) -> float | None:
         values = [figure[key] for figure in figures]
@@ -178,7 +178,7 @@ def _mean(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _row(figure: dict[str, Any]) -> dict[str, str]:
-    """A figure in words; of a simulation with what it is without noise."""
+    """Return a figure as text; in a simulation also its exact value."""
 
     def told(value: float | None) -> str:
         if value is None:
@@ -205,7 +205,7 @@ JOINING_NOTE = (
 
 @dataclass(frozen=True)
 class JoiningRow:
-    """One site's accuracies, means over the runs; tuned_in: in how many runs the advice is to."""
+    """One site's mean accuracies. tuned_in: the number of runs in which the advice is to tune."""
 
     site: str
     local: float
@@ -230,23 +230,23 @@ class JoiningRow:
 
 
 def joining_table(rows: Sequence[JoiningRow]) -> TextTable:
-    """Return what joining was worth, a site a row."""
+    """Return the value of joining, with a row for each site."""
     headings = ("alone", "federated", "tuned", "advice", "difference", "joining")
     return TextTable(headings, [(row.site, *row.cells) for row in rows], first="site")
 
 
 def format_difference(gain: Gain) -> str:
-    """Return a difference with its interval, in points."""
+    """Return a difference with its interval, in percentage points."""
     if not math.isfinite(gain.mean):
         return "–"
     return f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
 
 
 def joining_rows(runs: Sequence[RunSummary]) -> list[JoiningRow]:
-    """Return a row a site, by name, over the runs that say what joining was worth.
+    """Return a row for each site, by name, over the runs with a value of joining.
 
-    Over several runs the interval's ends are means too: it is as wide as that of one run, which
-    holds whether or not the runs have records in common.
+    The interval's ends are means, too: it is as wide as for one run, which is valid whether or not
+    runs have common records.
     """
     by_site: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
@@ -267,15 +267,13 @@ def _joining_row(site: str, figures: Sequence[Mapping[str, Any]]) -> JoiningRow:
 
 
 def summarise_joining(runs: Sequence[RunSummary]) -> str | None:
-    """Return in one sentence for which sites joining paid; None where nothing says so."""
-    rows = joining_rows(runs)
-    return (
-        describe_joining({row.site: row.gain for row in rows}, protection(runs)) if rows else None
-    )
+    """Return in one sentence for which sites joining pays; None if it was not computed."""
+    gains = {row.site: row.gain for row in joining_rows(runs)}
+    return describe_joining(gains, protection(runs)) if gains else None
 
 
 def protection(runs: Sequence[RunSummary]) -> str:
-    """Return how the runs were protected: at which ε, or without privacy."""
+    """Return the runs' allowed ε in words, or "without privacy"."""
     allowed = [site.epsilon_allowed for run in runs for site in run.site_privacy.values()]
     if not allowed:
         return "without privacy"

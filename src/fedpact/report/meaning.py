@@ -1,4 +1,4 @@
-"""What a run's (ε, δ) means, in the words of whoever answers for the records."""
+"""The meaning of a run's (ε, δ), in plain words."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ _NOTES: Final = (
 
 @dataclass(frozen=True)
 class OddsStatement:
-    """For whom ε is how much, and the bet on it. little: whether that protects hardly anybody."""
+    """ε of a record or person, and an attacker's odds. little: whether it hardly protects."""
 
     who: str
     epsilon: str
@@ -36,7 +36,7 @@ class OddsStatement:
 
 @dataclass(frozen=True)
 class Meaning:
-    """The first screen's panel. notes: what its words mean, where they stand."""
+    """The panel on the first screen: a question, its answers, and notes."""
 
     question: str
     stakes: list[OddsStatement]
@@ -44,7 +44,7 @@ class Meaning:
 
 
 def stake(who: str, epsilon: float, delta: float) -> OddsStatement:
-    """Return what ε leaves to a bet, each figure rounded up.
+    """Return an attacker's odds and chance under ε, each rounded up.
 
     >>> stake("one record", 2.0, 1e-5).odds, stake("one record", 2.0, 1e-5).right
     ('7.4 : 1', '88.1 %')
@@ -53,8 +53,8 @@ def stake(who: str, epsilon: float, delta: float) -> OddsStatement:
     """
     if not math.isfinite(epsilon):
         return OddsStatement(who, upper(epsilon), "no limit", "100 %", True)
-    # The most wins per loss of a bet on whether one record was there; see docs/notes/proofs.md.
-    # Beyond e^700 there is no float; it is certainty in any case.
+    # The best odds of a guess whether a record was there; see docs/notes/proofs.md. e^700 is close
+    # to the largest float.
     wins = (math.exp(min(epsilon, 700.0)) + delta) / (1 - delta)
     little = wins > _MOST
     # Rounded up to a tenth, as bounds are.
@@ -69,7 +69,7 @@ def stake(who: str, epsilon: float, delta: float) -> OddsStatement:
 
 
 def explain_run(run: RunSummary) -> Meaning | None:
-    """Return what the run's guarantee means; None of a plain run."""
+    """Return the meaning of a run's guarantee; None for a plain run."""
     if not run.private:
         return None
     size = max(site.size for site in run.site_privacy.values())
@@ -79,7 +79,7 @@ def explain_run(run: RunSummary) -> Meaning | None:
 
 
 def explain_comparison(comparison: Comparison) -> Meaning | None:
-    """Return what the guarantees of a comparison's entries mean; None where none is private."""
+    """Return the meaning of the guarantees of a comparison's entries; None if all are plain."""
     runs = [run for run in comparison.runs if run.private]
     if not runs:
         return None
@@ -93,7 +93,7 @@ def explain_comparison(comparison: Comparison) -> Meaning | None:
 
 
 def _both(who: str, of: Guarantee) -> Iterable[OddsStatement]:
-    """Say what ε leaves to a bet, and where it needs other sites what it is without them."""
+    """Yield the odds, and if ε assumes honest sites, also the odds without them."""
     yield stake(f"{who}{_given(of)}", of.epsilon, of.delta)
     if of.condition:
         yield stake(f"{who}, if no other site is honest", of.alone, of.delta)

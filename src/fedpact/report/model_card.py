@@ -1,8 +1,8 @@
-"""A run as a model card in Markdown, with the headings of Hugging Face's cards.
+"""A run as a model card in Markdown, with the headings and marks of Hugging Face's cards.
 
-What a run does not know is marked as theirs are. No site is named, and of a number of sites its
-class is told, "fewer than 5" or "5 to 9": who knows the sites could tell which is left out. Figures
-of single sites are left out, and exact ones of held-out records, which no deployment has.
+Sites are not named, and their number is given as a range, such as "5 to 9": the exact number could
+show which site is missing. Figures of single sites, and exact figures of held-out records, are left
+out.
 """
 
 import json
@@ -57,36 +57,36 @@ def about_of(plan: Mapping[str, Any], changes: Sequence[str]) -> About:
 
 @dataclass(frozen=True)
 class Facts:
-    """A run and what people say of it."""
+    """A run and its description."""
 
     run: RunSummary
     about: About
 
     @property
     def name(self) -> str:
-        """What the model is called."""
+        """The model's name."""
         return self.about.name or f"{self.run.plan['algorithm']} on {self.data}"
 
     @property
     def data(self) -> str:
-        """The data set's name; of a file without the folders."""
+        """The data set's name; for a path, the file's name."""
         return str(self.run.plan["data"]).rpartition("/")[2]
 
     @property
     def many(self) -> str:
-        """How many sites there are, as far as that is told."""
+        """The range of the number of sites, in words."""
         return describe_count(len(self.run.sites))
 
     @property
     def covers(self) -> list[str]:
-        """What the guarantee covers, without the numbers of sites in it."""
+        """What the guarantee covers, without numbers of sites."""
         lines = list(map(str, self.run.privacy["covers"]))
         kept = [line for line in lines if not re.search(r"threshold [\d,]+ of [\d,]+ sites", line)]
         return kept if len(kept) == len(lines) else [*kept, _SECURE]
 
     @property
     def training(self) -> str:
-        """How the model came about, in a sentence."""
+        """How the model was trained, in a sentence."""
         plan, last = self.run.plan, self.run.last.round
         return (
             f"A {plan['model']} model, trained by federated learning ({plan['algorithm']}) with "
@@ -112,14 +112,14 @@ class Facts:
 
     @property
     def warnings(self) -> list[str]:
-        """What has to be said first."""
+        """What the reader must know first."""
         if not self.run.private:
             return [PLAIN]
         return [SIMULATED] if self.run.seeded else []
 
 
 def describe_count(sites: int) -> str:
-    """Return the class of a number of sites in words: the exact one would count what is left out.
+    """Return a range for a number of sites, in words.
 
     >>> describe_count(3), describe_count(5), describe_count(12), describe_count(1999)
     ('fewer than 5 sites', '5 to 9 sites', '10 to 19 sites', '1,000 to 1,999 sites')
@@ -136,8 +136,7 @@ _ALWAYS: Final = (
     *("algorithm", "rounds", "sampling_rate", "privacy.mode", "privacy.epsilon"),
     *("privacy.delta", "privacy.clip"),
 )
-# Of people and places, or of the machine; budgets by site would name sites, and of others it
-# follows how many there are.
+# Describe people, places or the machine, or reveal names or the number of sites.
 _NEVER: Final = (
     *("about", "data", "run", "policy", "privacy.per_site", "seed", DEFAULTS_KEY),
     *("sites", "sites_per_round", "secure_aggregation", "privacy.honest", "robust.liars"),
@@ -169,7 +168,7 @@ def render_model_card(facts: Facts) -> str:
 
 
 def _metadata(facts: Facts) -> str:
-    """Return what stands at the card's top for machines: YAML, whose values may be JSON."""
+    """Return the card's YAML metadata; its values are JSON."""
     kind = "differential-privacy" if facts.run.private else "not-private"
     found = {
         "library_name": "fedpact",
@@ -182,7 +181,7 @@ def _metadata(facts: Facts) -> str:
 
 
 def _settings(facts: Facts) -> list[tuple[str, str]]:
-    """Return how it was trained: the algorithm's settings, and what of the plan is no default."""
+    """Return the settings of the training: the most important ones, and those not at defaults."""
     usual = flatten(Plan().model_dump(mode="json"))
     return [
         (key, str(value))

@@ -1,4 +1,4 @@
-"""The page of one run, and how the run can be repeated."""
+"""The page of a run, and how to repeat the run."""
 
 import math
 import shlex
@@ -42,10 +42,7 @@ from fedpact.report.template import page
 
 @dataclass(frozen=True)
 class Repeat:
-    """command: what to type, where paths of the plan begin; is_python: there, and not in a shell.
-
-    words: what comes of it.
-    """
+    """How to repeat a run. command: for a shell, or Python if is_python. words: the result."""
 
     command: str
     is_python: bool
@@ -62,7 +59,7 @@ _GIVEN = (
 )
 _HANDED = (
     "Objects given in Python are not part of the plan, which stores only their digest: {what}. "
-    "Give the same ones; another data set is refused, and another model makes another plan."
+    "Pass the same ones; another data set is refused, and another model makes another plan."
 )
 _FORMS: Final = {"task.loss": "loss=...", "task.metrics": "metrics=[...]"}
 _TEST = (
@@ -104,7 +101,7 @@ def repeat(run: RunSummary) -> Repeat:
 
 
 def _in_python(path: Path, given: Sequence[str]) -> str:
-    """Return the call that repeats a run. given: the keys of what is handed in."""
+    """Return the call that repeats a run. given: the keys of objects to pass in."""
     own = "".join(f", {_FORMS.get(key, f'{key}=...')}" for key in given)
     return f"fedpact.run(fedpact.Plan.read(Path({str(path)!r})){own})"
 
@@ -124,15 +121,15 @@ def _beside(path: Path) -> Path:
 
 
 def write_report(folder: Path) -> Path:
-    """Write report.html into a run's folder from the files there, and return its path.
+    """Write report.html into a run's folder and return its path.
 
-    Raises DataError: the folder does not hold a run, or a file in it is damaged.
+    Raises DataError: the folder has no run, or a file in it is damaged.
     """
     return write_page(read_run(folder))
 
 
 def write_page(run: RunSummary) -> Path:
-    """Write report.html beside the files that the run was read from, and return its path."""
+    """Write report.html into the run's folder and return its path."""
     path = run.path / "report.html"
     write_whole(path, render_run(run).encode(), private=False)
     return path
@@ -140,7 +137,7 @@ def write_page(run: RunSummary) -> Path:
 
 def render_run(run: RunSummary) -> str:
     """Return the page as one HTML document."""
-    # The papers' theory is loaded when it is asked.
+    # The papers' theory takes time to load.
     from fedpact.report.convergence import rates, wire
 
     given, defaults = _settings(run.plan)
@@ -256,7 +253,7 @@ def _epsilon_card(run: RunSummary) -> CardFigure:
         why = run.privacy.get("why_unprotected")
         note = "no (ε, δ) guarantee of any kind" + (f": {why}" if why else "")
         return CardFigure("privacy", "NOT PRIVATE", note, bad=True)
-    # An unknown ε comes first: it may be the largest.
+    # An unknown ε may be the largest.
     name, site = max(
         run.site_privacy.items(),
         key=lambda item: math.inf if math.isnan(item[1].epsilon_spent) else item[1].epsilon_spent,
@@ -275,7 +272,7 @@ def _epsilon_card(run: RunSummary) -> CardFigure:
 
 
 def _alone_card(run: RunSummary) -> list[CardFigure]:
-    """What holds of shared noise without the other sites'; nothing where it is each site's own."""
+    """ε without other sites' noise; none if each site adds its own."""
     if run.spent is None or not run.spent.condition:
         return []
     note = f"if all others collude; the ε next to it needs {run.spent.condition}"
@@ -341,14 +338,14 @@ def _fair(run: RunSummary) -> dict[str, str] | None:
         "worst_tenth": percent(found["worst_tenth"]),
         "worst_site": found["worst_site"],
         "worst_accuracy": percent(found["worst_accuracy"]),
-        # Rounded alike, so that equal accuracies reach the bound.
+        # With the same rounding, so that equal accuracies reach the bound.
         "entropy": f"{found['entropy']:.4f}",
         "most_entropy": f"{math.log(len(run.scores)):.4f}",
     }
 
 
 def _site_table(run: RunSummary) -> TextTable:
-    """Return a row a site, the worst first: its privacy and how the last model serves it."""
+    """Return a row for each site, worst first: its privacy and the last model's figures."""
     bounds: dict[str, Callable[[SitePrivacy], float]] = {
         "ε spent": attrgetter("epsilon_spent"),
         "ε alone": attrgetter("epsilon_alone"),
@@ -415,7 +412,7 @@ def _refusals(run: RunSummary) -> list[dict[str, Any]]:
 
 
 def _settings(plan: dict[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return what was given, and what was left to its default."""
+    """Return the given settings, and those left at their defaults."""
     rows, marked = _flat(plan), set(plan.get(DEFAULTS_KEY, ()))
     given, left = list[tuple[str, str]](), list[tuple[str, str]]()
     for key, value in rows:

@@ -1,12 +1,11 @@
-"""What trying several runs costs each site, from the events that their ledgers reserved.
+"""The privacy cost of trying several runs, from the events that their ledgers reserved.
 
-Runs are alternatives on the same records, so at each site their events add up against whoever sees
-every run; see privacy.accounting.tuning_cost for whoever sees the best alone. Of each figure the
-site where it is most is told.
+Runs are alternatives on the same records, so for an observer of all runs their events add up at
+each site; see privacy.accounting.tuning_cost for an observer of the best run only. Each figure is
+that of the site where it is largest.
 
-A record is trained on or held out for evaluations, so of the two promises of a run it pays one; in
-runs whose ledgers know of the same split, the same one. Of all ways in which it may fall the
-dearest counts.
+In each run a record is either trained on or held out for evaluations, and pays for one of the two.
+In runs with the same split it pays for the same one. The most expensive combination counts.
 """
 
 import math
@@ -32,14 +31,14 @@ from fedpact.privacy.ledger.reservations import from_entry
 from fedpact.report.run_summary import RunSummary
 
 _SPLITS = 6
-"""Of so many splits of a site's records all ways are gone through, 2^6."""
+"""Up to this number of splits of a site's records, all combinations are tried: 2^6."""
 
 
 @dataclass(frozen=True)
 class TuningCost:
-    """What so many runs cost. alone: without other sites' noise; None where none is needed.
+    """The cost of several runs. alone: without other sites' noise; None if none is assumed.
 
-    honest: of how many sites of each sum `found` needs the noise, 0 for none.
+    honest: the number of honest sites in each sum that `found` assumes, 0 for none.
     """
 
     told: str
@@ -49,7 +48,7 @@ class TuningCost:
 
     @property
     def lines(self) -> list[str]:
-        """What it costs and for whom each ε holds, in words."""
+        """The cost in words, and for whom each ε holds."""
         if self.alone is None:
             return describe_trials(self.found)
         ifs = f"If at least {self.honest} sites of each sum are honest. "
@@ -67,10 +66,10 @@ class TuningCost:
 
 @dataclass(frozen=True)
 class _Promise:
-    """What a run's ledger promises at one site. exact: exact numbers left, so no ε is of it.
+    """The reservations of a run at one site. events: for the records that are trained on.
 
-    events: for the records that are trained on. held: for those that `split` holds out, None where
-    nothing is promised for them alone. units: whom its events are of.
+    held: for the records that `split` holds out, None without evaluations. exact: whether exact
+    numbers were released, so that no ε holds. units: what is protected, "record" or "person".
     """
 
     events: Counter[SampledGaussian]
@@ -84,11 +83,10 @@ class _Promise:
 
 
 def count_tuning_cost(runs: Mapping[str, Mapping[int, RunSummary]]) -> list[TuningCost]:
-    """Return what trying costs: each setting once, and with all seeds where there are several.
+    """Return the cost of trying each setting once, and of all seeds if there are several.
 
-    runs: setting -> seed -> its run, private ones. Nothing where there are fewer than two runs.
-    Raises DataError: a run's folder lacks a ledger, or they are of unlike units, whose events do
-    not add up; LedgerError: one is damaged.
+    runs: setting -> seed -> private run. Empty with fewer than two runs. Raises DataError: a ledger
+    is missing, or their units differ. LedgerError: one is damaged.
     """
     by_seed: dict[int, list[str]] = {}
     for name, seeds in runs.items():
@@ -122,7 +120,7 @@ def _check_units(promises: Iterable[_Promise]) -> None:
 
 
 def _worst(told: str, choices: Iterable[Sequence[Mapping[str, _Promise]]]) -> TuningCost:
-    """Return each figure of the choice and site where it is most. choices: of runs, by site."""
+    """Return each figure's maximum over choices of runs and sites. choices: of runs, by site."""
     found = dict[Any, tuple[Trials, Trials]]()
     honest = 0
     for runs in choices:
@@ -130,7 +128,7 @@ def _worst(told: str, choices: Iterable[Sequence[Mapping[str, _Promise]]]) -> Tu
             each = [run[site] for run in runs if site in run]
             honest = max(honest, *(one.honest for one in each))
             for fallen in _ways(each) if len(each) >= 2 else ():
-                # Many sites, and ways, have the same events.
+                # Many sites and combinations have the same events.
                 key = tuple(
                     (tuple(sorted(one.events.items())), one.delta, one.exact) for one in fallen
                 )
@@ -141,9 +139,9 @@ def _worst(told: str, choices: Iterable[Sequence[Mapping[str, _Promise]]]) -> Tu
 
 
 def _ways(runs: Sequence[_Promise]) -> Iterator[list[_Promise]]:
-    """Yield the runs with the events that a record pays, for each way in which it may fall.
+    """Yield the runs with the events that a record pays for, for each combination of sides.
 
-    With more splits than are gone through, as if it were on both sides of each: no less.
+    With more than _SPLITS splits, as if it were on both sides of each, which costs no less.
     """
     splits = sorted({one.split for one in runs if one.held is not None})
     if len(splits) > _SPLITS:
@@ -157,7 +155,7 @@ def _ways(runs: Sequence[_Promise]) -> Iterator[list[_Promise]]:
             else one
             for one in runs
         ]
-        # The order of runs is nothing to their cost.
+        # The order of runs does not matter.
         yield sorted(fallen, key=lambda one: sorted(one.events.items()))
 
 
@@ -172,7 +170,7 @@ def _largest(found: Sequence[Trials]) -> Trials:
 
 
 def _at_site(runs: Sequence[_Promise]) -> tuple[Trials, Trials]:
-    """Return what they cost one site: with the help of others' shares of noise, and without."""
+    """Return the cost at one site, with and without other sites' noise."""
     delta, count = max(one.delta for one in runs), len(runs)
     if any(one.exact for one in runs):
         nothing = Trials(count, delta, math.inf, math.inf, dict.fromkeys(LAWS, math.inf))
@@ -184,14 +182,14 @@ def _at_site(runs: Sequence[_Promise]) -> tuple[Trials, Trials]:
     shared = [one.epsilon for one in runs if one.honest]
     if not shared:
         return alone, alone
-    # Each run is off a Gaussian's law by so much, and K drawn ones by so much on average; one more
-    # for the rounding of that average.
+    # ADDED_DELTA is the distance of each run from Gaussian noise, and of K random runs on average;
+    # one more is for the rounding of that average.
     left = delta - (count + 1) * shared_noise.ADDED_DELTA
     sums = count_trials([one.events for one in runs], left)
 
     def covered(cost: float, without: float) -> float:
-        # Less than shared_noise.cover proves: several runs take ADDED_DELTA off δ each, and how
-        # much a larger ε needs of all of them has not been proven.
+        # Weaker than shared_noise.cover: several runs take ADDED_DELTA off δ each, and what a
+        # larger ε needs for all of them has not been proven.
         return cost if cost <= max(min(shared), shared_noise.COVERED) else without
 
     winner = {law: covered(cost, alone.winner[law]) for law, cost in sums.winner.items()}
@@ -200,7 +198,7 @@ def _at_site(runs: Sequence[_Promise]) -> tuple[Trials, Trials]:
 
 
 def _promises(run: RunSummary) -> dict[str, _Promise]:
-    """Return what each site's ledger of a run promises."""
+    """Return each site's reservations in a run."""
     return {site: _promise(run.path / "sites" / site / "ledger.jsonl") for site in run.site_privacy}
 
 

@@ -1,15 +1,14 @@
-"""The public circumstances of a recommendation: records, sites, and the noise they allow.
+"""The public facts for a recommendation: records, sites, and the required noise.
 
-Site k, of N_k records, adds noise of deviation σ_k C / (q N_k) to its mean gradient, of which the
-server takes Σ ω_k g_k. Where budgets are alike, or the noise is that of the sum, ω_k = N_k / N:
-each record counts alike. Where they are not, one careful site's noise would drown the others'
-answers: then sites count by their noise (algorithm ldp_fedsgd, privacy.accounting.planner), for a
-bias of
+Site k with N_k records adds noise of deviation σ_k C / (q N_k) to its mean gradient g_k, and the
+server computes Σ ω_k g_k. With equal budgets, or noise for the sum, ω_k = N_k / N. With different
+budgets, the noise of one site with a small ε could dominate the sum, so sites are weighted by their
+noise (algorithm ldp_fedsgd, privacy.accounting.planner). In each step this causes a bias of
 
     D Σ (ω_k - N_k / N)²,    D = Σ ‖g_k - ḡ‖²
 
-a step. Noise averages out over T rounds and a bias does not, so T D stands beside it. D is at most
-K C². Where records are dealt to sites at random, sites differ by chance alone: D is Σ C² / N_k.
+Noise averages out over T rounds, a bias does not, so the penalty is T D. D is at most K C². If
+records are assigned to sites at random, D is about Σ C² / N_k.
 """
 
 import math
@@ -33,16 +32,16 @@ from fedpact.privacy.accounting.planner import least_noise
 from fedpact.privacy.terms import FullDataRelease
 
 MOST_WORDS: Final = 1000
-"""Of a vocabulary, for which there is something to recommend."""
+"""The largest vocabulary for which there is a recommendation."""
 
 _NOTHING: Final = PlanRecords()
-# What is read of a configuration beside [records].
+# The keys of a configuration that are used besides [records].
 _BESIDE: Final = ("label", "site", "person", "task", "evaluation")
 
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What is known before anybody trains; see cli.commands.recommend. sites: 0 for the default."""
+    """What is known before training; see cli.commands.recommend. sites: 0 for the default."""
 
     data: str
     budgets: tuple[Budget, ...]  # one, or of each site in the order of their names
@@ -54,17 +53,17 @@ class Circumstances:
     label: str | None = None
     site: str | None = None
     records: PlanRecords = _NOTHING
-    little: tuple[str, ...] = ()  # columns that say little beside the others
+    little: tuple[str, ...] = ()  # columns that add little to the others
     partition: Mapping[str, Any] = field(default_factory=dict)
     task: dict[str, Any] = field(default_factory=dict[str, Any])
     person: str | None = None
     evaluation: dict[str, Any] = field(default_factory=dict[str, Any])
     features: bool = True  # of images
-    size: int | None = None  # how many records train, where that is declared; None: counted
+    size: int | None = None  # declared number of training records; None: counted
 
     @property
     def document(self) -> dict[str, Any]:
-        """What of them stands in a plan as it is."""
+        """The keys that a plan takes unchanged."""
         found = {
             "data": self.data,
             "label": self.label,
@@ -80,7 +79,7 @@ class Circumstances:
 
     @property
     def granted(self) -> dict[str, Any]:
-        """`epsilon` and `delta` of [privacy]: a number of each, or one for each site."""
+        """`epsilon` and `delta` of [privacy]: a number, or one for each site."""
         of = self.budgets
         both = {"epsilon": [one.epsilon for one in of], "delta": [one.delta for one in of]}
         return {key: each if len(set(each)) > 1 else each[0] for key, each in both.items()}
@@ -94,20 +93,20 @@ class Circumstances:
 
     @property
     def declared(self) -> dict[str, Any]:
-        """The [records] table, as far as anything is declared."""
+        """The [records] table without defaults."""
         return self.records.model_dump(mode="json", exclude_defaults=True)
 
     def without_little(self) -> "Circumstances":
-        """Return them without the columns that say little."""
+        """Return the circumstances without the columns that add little."""
         kept = {k: v for k, v in self.records.columns.items() if k not in self.little}
         changed = {"columns": kept, "drop": [*self.records.drop, *self.little]}
         return replace(self, records=self.records.model_copy(update=changed), little=())
 
 
 def budgets(epsilon: str, delta: str) -> tuple[Budget, ...]:
-    """Return (ε, δ) of all sites, or of each, from one number or several with commas between.
+    """Return (ε, δ) of all sites, or of each, from comma-separated numbers.
 
-    Raises InputError: one is no number, is out of range, or there are not as many of both.
+    Raises InputError: not a number, out of range, or different numbers of ε and δ.
     """
     epsilons, deltas = _numbers("--epsilon", epsilon), _numbers("--delta", delta)
     most = max(len(epsilons), len(deltas))
@@ -122,7 +121,7 @@ def budgets(epsilon: str, delta: str) -> tuple[Budget, ...]:
 
 def _numbers(name: str, text: str) -> list[float]:
     try:
-        if "_" in text or not text.isascii():  # which Python reads
+        if "_" in text or not text.isascii():  # which float() accepts
             raise ValueError
         return [float(part) for part in text.split(",")]
     except ValueError:
@@ -132,10 +131,10 @@ def _numbers(name: str, text: str) -> list[float]:
 
 
 def describe_columns(columns: Path | None, data: str, size: int | None) -> dict[str, Any]:
-    """Return what a file says of them: `records`, `little`, and the keys of `_BESIDE` it has.
+    """Return `records`, `little` and the keys of `_BESIDE` from a configuration file.
 
     size: see Circumstances; then `data` may be one site's file, without a column of sites.
-    Raises PlanError: nothing is declared, or ε is to be of persons.
+    Raises PlanError: nothing is declared, or privacy.unit is not "record".
     """
     given = columns or find_configuration(data)
     if given is None:
@@ -148,9 +147,8 @@ def describe_columns(columns: Path | None, data: str, size: int | None) -> dict[
         )
     if raw.get("privacy", {}).get("unit", "record") != "record":
         raise PlanError(
-            f'--columns {columns} has privacy.unit = "{raw["privacy"]["unit"]}": what is '
-            "recommended is for records, whose number it goes by; leave it out, and set it in what "
-            "is written, with steps of your own"
+            f'--columns {columns} has privacy.unit = "{raw["privacy"]["unit"]}": recommendations '
+            "are for records; leave it out, and set it in the written plan, with your own steps"
         )
     taken = {key: raw[key] for key in _BESIDE if key in raw}
     if size is not None and "site" in taken and not _has(data, str(taken["site"])):
@@ -160,7 +158,7 @@ def describe_columns(columns: Path | None, data: str, size: int | None) -> dict[
 
 
 def _has(data: str, column: str) -> bool:
-    """Whether a table has a column; what cannot be read is told of where it is read."""
+    """Whether a table has a column; true if the file cannot be read, which is reported later."""
     path = Path(data)
     if path.suffix.lower() not in (".csv", ".parquet"):
         return True
@@ -171,20 +169,20 @@ def _has(data: str, column: str) -> bool:
 
 
 def check_kind(data: Dataset, vocabulary: int | None) -> None:
-    """Raise InputError: records or labels that no model recommended here learns.
+    """Raise InputError: no recommended model learns these records or labels.
 
-    vocabulary: of how many words texts are, where that is declared.
+    vocabulary: the declared number of words, for texts.
     """
-    begin = "what is recommended is linear, of numbers and classes; begin with `fedpact plan`"
+    begin = "recommended models are linear, for numbers and classes; begin with `fedpact plan`"
     if data.kind != "class":
-        raise InputError(f"labels of {data.name} are no classes: see [task]; {begin}")
+        raise InputError(f"labels of {data.name} are not classes: see [task]; {begin}")
     if data.x.is_floating_point():
         return
     words = f"records of {data.name} are whole numbers, which mean words of a text"
     if vocabulary is None:
         raise InputError(
-            f"{words}: declare of how many, vocabulary = 65 in [records], by --columns; or store "
-            "measurements as float32"
+            f"{words}: declare their number, as vocabulary = 65 in [records], by --columns; or "
+            "store measurements as float32"
         )
     if data.x.dim() != 2 or vocabulary != len(data.classes):
         raise InputError(
@@ -193,22 +191,21 @@ def check_kind(data: Dataset, vocabulary: int | None) -> None:
         )
     if vocabulary > MOST_WORDS:
         raise InputError(
-            f"{words}, {vocabulary:,} of them: what is recommended has weights for each two, for "
-            f"{MOST_WORDS:,} at most, as characters are; {begin}"
+            f"{words}, {vocabulary:,} of them: the recommended model has a weight for each pair, "
+            f"for at most {MOST_WORDS:,}, such as characters; {begin}"
         )
 
 
 def with_sites(asked: Circumstances, data: Dataset) -> Circumstances:
-    """Return the circumstances with a number of sites, a [partition] table and a budget a site.
+    """Return the circumstances with a number of sites, a [partition] table and a budget for each.
 
-    Data with sites of their own keep them. Raises InputError: another number of sites is asked for,
-    or budgets for another.
+    Data with sites keep them. Raises InputError: another number of sites or budgets is given.
     """
     return _with_budgets(_with_partition(asked, data))
 
 
 def sizes_of(asked: Circumstances, data: Dataset, plan: Plan) -> dict[str, float]:
-    """Return how many records train at each site; of a declared number an equal share, unnamed."""
+    """Return each site's number of training records; equal shares of a declared number."""
     if asked.size is not None:
         return {f"site {k + 1}": asked.size / asked.sites for k in range(asked.sites)}
     parts = make_partition(data, plan.partition, plan.sites, plan.seed).train
@@ -217,7 +214,7 @@ def sizes_of(asked: Circumstances, data: Dataset, plan: Plan) -> dict[str, float
 
 
 def _training(data: Dataset, plan: Plan) -> int:
-    """Return how many records train: those that a data set or the plan holds out do not."""
+    """Return the number of training records, without those held out by data set or plan."""
     if isinstance(share := plan.held_out, str):
         return len(data.y) - (0 if data.held is None else int(data.held.sum()))
     return max(1, round((1 - share) * len(data.y)))
@@ -246,7 +243,7 @@ def _with_partition(asked: Circumstances, data: Dataset) -> Circumstances:
             "say of how many sites they are by --sites, or by one --epsilon for each"
         )
     if own and asked.size is not None and wanted not in (0, own):
-        # A file of some of the sites stands for all: of its column of sites nothing is learnt.
+        # The file of some sites represents all; its column of sites is dropped.
         drop = [*asked.records.drop, *([asked.site] if asked.site else [])]
         records = asked.records.model_copy(update={"drop": drop})
         return replace(asked, sites=wanted, site=None, records=records)
@@ -262,11 +259,11 @@ def _with_partition(asked: Circumstances, data: Dataset) -> Circumstances:
 
 @dataclass(frozen=True)
 class SiteNoise:
-    """What is known of it beforehand.
+    """The public facts that determine the noise.
 
-    budgets, sizes: of each of the K sites, (ε, δ) and N_k > 0. columns: what scales columns, where
-    each site releases it. clip: C. honest: of how many sites' noise a sum is protected, None where
-    each site's own is. dealt: whether records are dealt to sites at random.
+    budgets, sizes: (ε, δ) and N_k > 0 of each of the K sites. columns: each site's release of
+    columns' scales, if any. clip: C. honest: the number of sites whose noise protects a sum, None
+    if each site adds its own. dealt: whether records are assigned to sites at random.
     """
 
     budgets: Sequence[Budget]
@@ -278,27 +275,27 @@ class SiteNoise:
 
     @property
     def releases(self) -> list[tuple[FullDataRelease | None, float]]:
-        """Of each site what it releases to scale columns, and N_k."""
+        """Each site's release of columns' scales, and N_k."""
         return list(zip(self.columns, self.sizes, strict=True))
 
     @property
     def weighed(self) -> bool:
-        """Whether sites count by their noise."""
+        """Whether sites are weighted by their noise."""
         return self.honest is None and len(set(self.budgets)) > 1
 
     def sigma(self, rate: float, rounds: int, weights: int) -> float:
-        """Return the σ of a site that, if all were like it, would give the noise that there is.
+        """Return the σ of K equal sites that would give the same total noise.
 
         rate: q in (0, 1]. rounds: T >= 1. weights: d >= 1, of the model.
         """
         each = self._each(rate, rounds)
         if not self.weighed:
-            # Of noise for the sum all add what the most careful site needs.
+            # With noise for the sum, all sites add what the smallest budget needs.
             return max(each)
         return sigma_together(each, self.sizes, self.clip, rate, self.penalty(rounds) / weights)
 
     def alike(self, rate: float, rounds: int) -> float:
-        """Return `sigma` of all records counting alike, whatever their sites' budgets."""
+        """Return `sigma` if all records had equal weights."""
         each = self._each(rate, rounds)
         return math.hypot(*each) / math.sqrt(len(each)) if self.weighed else max(each)
 
@@ -308,7 +305,7 @@ class SiteNoise:
         return rounds * apart * self.clip**2
 
     def settings(self, rounds: int) -> dict[str, Any]:
-        """Return of the algorithm that suits its name, and its settings but η."""
+        """Return the name of the suitable algorithm, and its settings without η."""
         if not self.weighed:
             return {"algorithm": "fedavg", "settings": {"local_steps": 1}}
         own = {"step_schedule": "constant", "aggregation": "least_noise"}
@@ -330,10 +327,10 @@ def sigma_together(
     rate: float = 1.0,
     penalty: float | None = None,
 ) -> float:
-    """Return the σ of K sites that are alike, whose mean over records has the noise of these.
+    """Return the σ of K equal sites whose mean over records has the same noise as these sites.
 
-    sigmas, sizes: σ_k and N_k > 0. clip: C. rate: q. penalty: κ of privacy.accounting.planner by
-    which sites count by their noise; None where all records count alike.
+    sigmas, sizes: σ_k and N_k > 0. clip: C. rate: q. penalty: κ of privacy.accounting.planner, if
+    sites are weighted by their noise; None: all records have equal weights.
     """
     deviations = [clip * s / (rate * n) for s, n in zip(sigmas, sizes, strict=True)]
     counted = [n / sum(sizes) for n in sizes]

@@ -1,8 +1,7 @@
-"""What has to hold of every algorithm, tried on a federation small enough to check by hand.
+"""Checks that every algorithm has to pass, on a federation with three sites and a linear model.
 
-Three unequal sites, a linear model and a loop without any engine; the test suite and `fedpact
-algorithms check` run the same checks. Each is of every variant of the algorithm's settings, plain
-and private where its checks say so.
+The test suite and `fedpact algorithms check` run the same checks, for every variant of the
+algorithm's settings, plain and private.
 """
 
 import math
@@ -39,12 +38,12 @@ _M = TypeVar("_M", State, Task, Reply)
 
 
 def _sent(message: _M) -> _M:
-    """Return a message as it arrives."""
+    """Return a message after encoding and decoding."""
     return cast(_M, from_bytes(to_bytes(message)))
 
 
 class CountedDraws(SeededDraws):
-    """Counts what was drawn: "batch", and every channel's noise."""
+    """Counts draws: "batch", and every channel's noise."""
 
     def __init__(self, counts: Counter[str], seed: int, *around: str | int) -> None:
         super().__init__(seed, *around)
@@ -65,11 +64,11 @@ class CountedDraws(SeededDraws):
 
 @dataclass
 class HandFederation:
-    """Three unequal sites, a linear model, and a loop without any engine.
+    """Three sites of different sizes, a linear model, and a plain loop over rounds.
 
-    counts: true numbers of records. sizes: declared N_i, the true numbers by default.
-    around: wraps every oracle. ledgers: where given, real ledgers are charged. steps_left: what a
-    site's reservation is said to allow.
+    counts: true numbers of records. sizes: declared N_i, by default the true numbers.
+    around: wraps every oracle. ledgers: charged, if given. steps_left: the steps that a site's
+    reservation allows.
     """
 
     private: bool
@@ -99,7 +98,7 @@ class HandFederation:
         self.records = {site: self.make_dummy_records(site, n) for site, n in self.counts.items()}
 
     def make_dummy_records(self, site: str, count: int) -> Records:
-        """Records whose classes lean to one that differs from site to site."""
+        """Return records; each site prefers another class."""
         generator = seeded_generator("records", site)
         x = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
         lean = x.new_tensor([3.0, 1.0, 1.0]).roll(ord(site[0]))
@@ -143,12 +142,12 @@ class HandFederation:
         return self.around(oracle)
 
     def local(self, method: Method, site: str, task: Task) -> Local:
-        """Return what a site makes of a task."""
+        """Return a site's result for a task."""
         oracle = self.oracle(site, task, method.facts.channels, method.facts.opening)
         return method.local(task, oracle, self.memories.get(site, State()))
 
     def begin(self, state: State, number: int) -> State:
-        """A round's first state, with what is left of the budgets: see rounds.py."""
+        """Return a round's first state, with the remaining budgets; see rounds.py."""
         left = {
             "left/rounds": float(9 - number),
             "left/seconds": math.inf,
@@ -158,12 +157,12 @@ class HandFederation:
         return State(state.vectors, {**state.numbers, **left})
 
     def task(self, method: Method, state: State, number: int = 1) -> Task:
-        """Return what all sites are sent in a round."""
+        """Return the task of a round."""
         told = method.task(self.begin(state, number) if method.facts.controlled else state)
         return Task("run", number, method.name, told.vectors, told.numbers)
 
     def replies(self, method: Method, state: State, number: int = 1) -> Iterator[Reply]:
-        """One round's replies; everything goes through the codec."""
+        """Yield a round's replies; all messages are encoded and decoded."""
         for site in self.sites:
             task = _sent(self.task(method, state, number))
             local = self.local(method, site, task)
@@ -172,7 +171,7 @@ class HandFederation:
             yield _sent(reply)
 
     def run(self, method: Method, rounds: int = 3) -> State:
-        """The server's state after some rounds, from w and no memory."""
+        """Return the server's state after some rounds, starting from w without memory."""
         self.memories.clear()
         state = method.init(self.w)
         for number in range(1, rounds + 1):
@@ -183,7 +182,7 @@ class HandFederation:
 
 
 def variants(name: str) -> list[Method]:
-    """An algorithm worth a run: its defaults, three local steps, each named choice by itself."""
+    """Return an algorithm with its defaults, with three local steps, and with each choice."""
     fields = algorithms.load(name).Settings.model_fields
     steps = {"local_steps": 3} if "local_steps" in fields else {}
     choices = [
@@ -198,13 +197,13 @@ def variants(name: str) -> list[Method]:
 
 
 def method_of(tables: dict[str, Any]) -> Method:
-    """The method of a plan's tables."""
-    # A plan refuses the private form of some; at the oracle it is tested all the same.
+    """Return the method of a plan's tables."""
+    # Plans refuse the private form of some methods, which is tested at the oracle all the same.
     return Plan.parse({**tables, "privacy": {"mode": "none"}}).method
 
 
 class Violation(Exception):
-    """A check does not hold, and how."""
+    """A check failed; the message says how."""
 
 
 def _need(holds: bool, otherwise: str) -> None:
@@ -222,7 +221,8 @@ def check_equal(one: Any, other: Any, what: str) -> None:
 
 
 def check_close(one: Any, other: Any, tolerance: float, what: str) -> None:
-    """Raise Violation unless they are equal up to `tolerance`, relative to the largest entry."""
+    """Raise Violation unless two messages are equal up to `tolerance`, relative to the largest
+    entry."""
     keys = other.vectors.keys()
     _need(one.vectors.keys() == keys, f"{what}: vectors {[*one.vectors]} instead of {[*keys]}")
     pairs = {k: (one.vectors[k], other.vectors[k], float(v.abs().max()))
@@ -236,23 +236,23 @@ def check_close(one: Any, other: Any, tolerance: float, what: str) -> None:
 
 
 def released(method: Method) -> set[str]:
-    """Return what a site draws for: its batches, and noise on every channel."""
+    """Return the names of a site's draws: "batch", and the noise of every channel."""
     opening = method.facts.opening.channels if method.facts.opening else ()
     return {"batch", *method.facts.channels, *opening}
 
 
 class Unbounded:
-    """An oracle whose losses and differences have no bound, as C = ∞ is for the gradient."""
+    """An oracle with unbounded losses and differences, like C = ∞ for gradients."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
     def batches(self, count: int, *channels: str) -> Iterator["Unbounded"]:
-        """Return the batches, as unbounded."""
+        """Return the batches, unbounded."""
         return map(Unbounded, self.inner.batches(count, *channels))
 
     def opening(self, *channels: str) -> "Unbounded":
-        """Return the opening, as unbounded."""
+        """Return the opening, unbounded."""
         return Unbounded(self.inner.opening(*channels))
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
@@ -269,25 +269,26 @@ class Unbounded:
         return getattr(self.inner, name)
 
 
-@lru_cache(maxsize=4)  # several checks of a method begin here
+@lru_cache(maxsize=4)  # shared by several checks of a method
 def _after(
     case: Method, private: bool, dtype: torch.dtype = torch.float64
 ) -> tuple[HandFederation, State]:
-    """A federation, and the server's state after three rounds of the method in it."""
+    """Return a federation, and the server's state after three rounds of the method in it."""
     bed = HandFederation(private, dtype)
     return bed, bed.run(case)
 
 
 def _first(case: Method, **setting: Any) -> tuple[HandFederation, State]:
-    """A federation, and the method's first state in it."""
+    """Return a federation, and the method's first state in it."""
     bed = HandFederation(**setting)
     return bed, case.init(bed.w)
 
 
 def neutral_gap(name: str, *, private: bool) -> tuple[float, float]:
-    """How far the models of an algorithm and of its parent are apart under the neutral settings.
+    """Return the distance of the models of an algorithm and its parent under neutral settings, and
+    the allowed distance.
 
-    And how far they may be. Raises PlanError: there is no such algorithm.
+    Raises PlanError: there is no such algorithm.
     """
     algorithm = algorithms.load(name)
     neutral = algorithm.NEUTRAL
@@ -297,7 +298,7 @@ def neutral_gap(name: str, *, private: bool) -> tuple[float, float]:
     settings = algorithm.Settings(**neutral.settings)
     shared = settings.model_dump(include={*parent.Settings.model_fields})
     theirs = parent.Settings(**{**shared, **neutral.parent_settings})
-    # Same gradient σ and same draws; the other channels have noise of their own.
+    # Same gradient σ and same draws; the other channels have separate noise.
     ours_w = HandFederation(private).run(Method(name, settings)).vectors["w"]
     parents_w = HandFederation(private).run(Method(neutral.parent, theirs)).vectors["w"]
     allowed = neutral.tolerance * float(parents_w.abs().max())
@@ -305,13 +306,13 @@ def neutral_gap(name: str, *, private: bool) -> tuple[float, float]:
 
 
 def check_neutral(name: str, private: bool) -> None:
-    """Under its neutral settings it is its parent."""
+    """Under its neutral settings it equals its parent."""
     apart, allowed = neutral_gap(name, private=private)
     _need(apart <= allowed, f"its model is {apart:.2g} from its parent's, allowed {allowed:.2g}")
 
 
 def check_not_neutral(name: str, private: bool) -> None:
-    """Its default settings give another model, so the comparison with its parent can fail."""
+    """Its default settings give another model than its neutral ones."""
     algorithm = algorithms.load(name)
     if algorithm.NEUTRAL is not None and not private:
         neutral = algorithm.Settings(**algorithm.NEUTRAL.settings)
@@ -321,7 +322,7 @@ def check_not_neutral(name: str, private: bool) -> None:
 
 
 def check_order(case: Method, private: bool) -> None:
-    """The order in which sites answer does not matter, but for rounding."""
+    """The order of replies does not matter, up to rounding."""
     bed, state = _first(case, private=private)
     replies = list(bed.replies(case, state))
     back = case.update(state, iter(replies[::-1]))
@@ -329,9 +330,9 @@ def check_order(case: Method, private: bool) -> None:
 
 
 def check_plain_twin(case: Method, private: bool) -> None:
-    """Without noise and without a clip, the private run is the plain one."""
+    """Without noise and without a clip, the private run equals the plain one."""
     if private:
-        # A plain run has no reservation that could end it: nor has its twin here.
+        # As in a plain run, no reservation ends the run.
         without: dict[str, Any] = {"sigma": 0.0, "clip": math.inf, "steps_left": math.inf}
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
             twin = HandFederation(True, dtype, around=Unbounded, **without).run(case)
@@ -340,7 +341,7 @@ def check_plain_twin(case: Method, private: bool) -> None:
 
 
 def check_noise_and_clip(case: Method, private: bool) -> None:
-    """Noise and a clip change the model, so the comparison with the plain run can fail."""
+    """Noise and a clip change the model."""
     if private:
         plain = _after(case, False)[1].vectors["w"]
         for what, sigma, clip in (("noise", 1e-3, 1e3), ("the clip", 0.0, 0.01)):
@@ -360,7 +361,7 @@ _LITTLE: Final[dict[str, dict[str, Any]]] = {
 def check_little_data(case: Method, private: bool) -> None:
     """Empty batches, empty sites and single records leave the model finite."""
     for what, setting in _LITTLE.items():
-        # A tiny rate divides the noise by a tiny expected batch: leave the noise away there.
+        # Without noise at a tiny rate, since it is divided by the expected batch size.
         bed = HandFederation(private, sigma=0.0 if "rate" in setting else 1.0, **setting)
         state = bed.run(case, 2)
         values = [*state.vectors.values(), *map(torch.tensor, state.numbers.values())]
@@ -370,7 +371,7 @@ def check_little_data(case: Method, private: bool) -> None:
 
 
 def check_empty_site(case: Method, private: bool) -> None:
-    """An empty site adds noise too, so its reply does not show that it is empty."""
+    """An empty site adds noise, too, so its reply does not reveal that it is empty."""
     if private:
         empty: dict[str, Any] = {"counts": {"a": 0}, "sizes": {"a": 10.0}}
         bed, state = _first(case, private=True, **empty)
@@ -385,7 +386,7 @@ def check_empty_site(case: Method, private: bool) -> None:
 
 
 def check_codec(case: Method, private: bool) -> None:
-    """Whatever it sends and keeps is read back as it was written."""
+    """Messages and memories are the same after encoding and decoding."""
     bed, state = _after(case, private)
     task = bed.task(case, state, 4)
     for message in (state, task, *bed.replies(case, state, 4), *bed.memories.values()):
@@ -396,7 +397,7 @@ def check_codec(case: Method, private: bool) -> None:
 
 
 def check_pure(case: Method, private: bool) -> None:
-    """Its functions change nothing that they are given, and give the same the second time."""
+    """Its functions do not change their arguments, and are deterministic."""
     bed, state = _after(case, private)
     task, memory = bed.task(case, state, 4), bed.memories["a"]
     before = to_bytes(task), to_bytes(memory)
@@ -412,7 +413,7 @@ def check_pure(case: Method, private: bool) -> None:
 
 
 def check_batches(case: Method, private: bool) -> None:
-    """A site asks for no more batches than `steps` says."""
+    """A site requests at most as many batches as `steps` says."""
     bed, state = _first(case, private=private)
     list(bed.replies(case, state))
     allowed = case.steps(state)
@@ -424,7 +425,7 @@ def check_batches(case: Method, private: bool) -> None:
 
 
 def check_ledger(case: Method, private: bool) -> None:
-    """What a ledger holds is what was drawn, on the channels that its facts name."""
+    """Ledgers are charged for exactly what was drawn, on the channels that its facts name."""
     if not private:
         return
     rounds, plan = 3, HandFederation(True)
@@ -456,7 +457,7 @@ def check_ledger(case: Method, private: bool) -> None:
 
 
 def check_own_noise(case: Method, private: bool) -> None:
-    """Seeds, sites and rounds have noise of their own."""
+    """Seeds, sites and rounds have independent noise."""
     if not private:
         return
     drawn: list[list[Mapping[str, Tensor]]] = []
@@ -477,33 +478,33 @@ def check_own_noise(case: Method, private: bool) -> None:
 
 
 def check_start(case: Method, private: bool) -> None:
-    """The first state holds the model."""
+    """The first state contains the model."""
     bed, state = _first(case, private=private)
     _need("w" in state.vectors and torch.equal(state.vectors["w"], bed.w), "its 'w' is another")
 
 
 OF_NAME: Final[tuple[Callable[[str, bool], None], ...]] = (check_neutral, check_not_neutral)
-"""Checks of an algorithm by its name and whether it is private; each raises Violation."""
+"""Checks of an algorithm by name and privacy; each raises Violation."""
 
 OF_METHOD: Final[tuple[Callable[[Method, bool], None], ...]] = (
     *(check_order, check_plain_twin, check_noise_and_clip, check_little_data, check_empty_site),
     *(check_codec, check_pure, check_batches, check_ledger, check_own_noise, check_start),
 )
-"""The same of a method: an algorithm with settings."""
+"""Checks of a method: an algorithm with settings."""
 
 COUNT: Final = len(OF_NAME) + len(OF_METHOD)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A check of an algorithm: what has to hold, and where it does not, how; "" where it does."""
+    """The result of a check. violation: how it failed, "" if it passed."""
 
     check: str
     violation: str
 
 
 def examine(name: str) -> Iterator[Finding]:
-    """Yield what the checks find of an algorithm, each over all variants and both forms.
+    """Yield the result of each check over all variants of an algorithm, plain and private.
 
     Raises PlanError or ModelError: there is no such algorithm.
     """
@@ -520,7 +521,7 @@ def _finding(check: Callable[[Any, bool], None], of: list[Any]) -> Finding:
         for private in (False, True):
             try:
                 check(one, private)
-            except Exception as error:  # whatever an algorithm under development may raise
+            except Exception as error:  # an algorithm under development may raise anything
                 where = "" if isinstance(one, str) else f"with {_describe_settings(one)}, "
                 kind = "" if isinstance(error, Violation) else f"{type(error).__name__}: "
                 form = "private" if private else "plain"

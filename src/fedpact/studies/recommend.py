@@ -1,4 +1,4 @@
-"""What to choose for a budget, from public numbers alone, and why."""
+"""Recommend a plan for a budget from public numbers only, with reasons."""
 
 import logging
 import math
@@ -25,7 +25,7 @@ from fedpact.privacy.settings import Privacy
 from fedpact.simulation.setup import describe_undeclared_classes, is_table, load_data
 from fedpact.studies.circumstances import Circumstances, SiteNoise, check_kind, sizes_of, with_sites
 
-# A share of the gradient's length at the zero model, which is about that of the row.
+# Relative to the gradient's length at the zero model, which is about that of the row.
 _CLIP: Final = 0.2
 _BIAS: Final = 0.3  # for rows up to a length of _USUAL, as of the hospitals' table
 _USUAL: Final = 6.0
@@ -33,12 +33,12 @@ _BIAS_SHARE: Final = 0.1  # of a longer record's length
 
 
 def heaviest(document: Mapping[str, Any]) -> float:
-    """Return by how much the largest class weight lengthens a gradient, which a clip would undo."""
+    """Return the factor of the largest class weight on a gradient's length, at least 1."""
     return max(1.0, *(document.get("task", {}).get("class_weights") or ()), 1.0)
 
 
 def delta_too_large(promised: Iterable[tuple[float, float]]) -> str:
-    """Return what a δ of 1/N or more leaves open, of (δ, N) of each site; "" where none has it."""
+    """Return a warning about a δ of 1/N or more; promised: (δ, N) of each site; "" if none."""
     worst = max(promised, key=lambda one: one[0] * one[1], default=(0.0, 0.0))
     delta, size = worst
     if not delta * size >= 1:
@@ -50,10 +50,9 @@ def delta_too_large(promised: Iterable[tuple[float, float]]) -> str:
 
 
 def noise_dominates(snr: float, *, columns: bool, alone: bool) -> tuple[str, str]:
-    """Return how far noise goes, of a signal to noise below 1, and what would help.
+    """Return a warning about a signal-to-noise ratio below 1, and what would help.
 
-    columns: whether a record's numbers are trained on as they are. alone: whether each site has all
-    its own noise where sites could share it out.
+    columns: whether records are tables. alone: whether sites could share the noise, but do not.
     """
     ways = ["a larger ε or δ", "more records"]
     ways += ["fewer columns"] * columns + ["--trust sum"] * alone
@@ -74,7 +73,7 @@ FITTED_ON: Final = (
 _MANY_COLUMNS: Final = 4
 _LONGEST: Final = 1e12
 _NETWORKS_OF_WORDS: Final = ("lstm", "transformer")
-# Of signal to noise: below it a column that says little costs more than it brings.
+# Below this signal-to-noise ratio, a column that adds little costs more than it brings.
 _NOISY: Final = 5.0
 
 
@@ -92,7 +91,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A configuration, why each of its values, and what others would give."""
+    """A configuration, the reasons for its values, and alternatives."""
 
     raw: dict[str, Any]
     reasons: dict[str, str]
@@ -100,7 +99,7 @@ class Recommendation:
 
     @classmethod
     def of(cls, asked: Circumstances) -> "Recommendation":
-        """Return what suits. Raises InputError of some kind for what does not fit together."""
+        """Return the recommendation. Raises InputError: the circumstances do not fit together."""
         data, form = load_data(Plan.parse(asked.document)), asked.records.shared()
         check_kind(data, form.vocabulary)
         asked = with_sites(asked, data)
@@ -144,7 +143,7 @@ class Recommendation:
         return cls(raw, reasons, rows)
 
     def toml(self) -> str:
-        """Return the configuration as a file, a reason beside each table."""
+        """Return the configuration as TOML with the reasons as comments."""
         return f"# {self.reasons['guarantee']}\n\n{write_toml(self.raw, self.reasons)}"
 
 
@@ -154,7 +153,7 @@ def _words(example: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Public:
-    """The numbers that are public before anybody trains, and what follows from them."""
+    """The numbers that are public before training, and what follows from them."""
 
     asked: Circumstances
     honest: int
@@ -210,7 +209,7 @@ class _Public:
 
     @property
     def shares(self) -> float:
-        """K / h: how often the noise that protects is in a sum."""
+        """K / h: the factor of a sum's noise over the noise that protects."""
         return self.asked.sites / self.honest
 
     @property
@@ -310,7 +309,7 @@ class _Public:
         }
 
     def _whose(self) -> str:
-        """Return whose each of unlike budgets is; "" where they are alike."""
+        """Return each site's budget in words; "" if they are equal."""
         of = self.asked.budgets
         if len(set(of)) == 1:
             return ""
@@ -319,7 +318,7 @@ class _Public:
         return ", ".join(f"{site} {one}" for site, one in zip(self.names, told, strict=True))
 
     def _told_of_noise(self, chosen: FullBatch) -> dict[str, str]:
-        """Return what unlike budgets have to do with the algorithm."""
+        """Return the reasons for the algorithm with different budgets."""
         if len(set(self.asked.budgets)) == 1:
             return {}
         if not self.noise.weighed:
@@ -336,7 +335,7 @@ class _Public:
         }
 
     def _release_told(self) -> str:
-        """Return what released columns take of ε, and how far noise moves them; "" for none."""
+        """Return the share of ε for released columns' scales, and their noise; "" for none."""
         noise = mean_noise(self.noise.releases)
         if not noise:
             return ""
@@ -345,7 +344,7 @@ class _Public:
         return f"{told}: noise moves a mean by {noise:.2g} of half its range"
 
     def rows(self, chosen: FullBatch) -> list[Alternative]:
-        """Return the chosen row, and others at the same budget."""
+        """Return the chosen row and alternatives with the same budget."""
         d = self._weights(self.model, self.features)
         others = [("chosen", d, 1.0, chosen.rounds)]
         others += [(f"q = {q:g}", d, q, chosen.rounds) for q in (0.2, 0.05)]
@@ -380,8 +379,8 @@ class _Public:
         return FlatModel(build(model, example, self.classes, 0, settings)).size
 
     def _logistic(self, features: dict[str, Any]) -> dict[str, Any]:
-        # One of 1 takes as much of what a clip leaves of a row, and one-hot codes hold one; without
-        # a tenth of a longer row nothing answers how common a class is.
+        # A bias input of 1 would take up as much of the clip as a one-hot code. With long rows, a
+        # tenth of their length is needed to learn the classes' frequencies.
         longer = self.length > _USUAL
         bias = min(1000.0, float(f"{_BIAS_SHARE * self.length:.1g}")) if longer else _BIAS
         return {"start": "zero", "bias": False if features else bias}
