@@ -199,7 +199,9 @@ def test_a_plain_run_s_sums_and_a_private_one_s_agree(precision):
     kernel, x, y = case("cnn", precision)
     plain = PlainKernel(FlatModel(copy.deepcopy(kernel.model.module), precision), cross_entropy)
     a, b = kernel.clipped_sum(x, y, math.inf), plain.weighted_sum(x, y)
-    assert float((a - b).norm()) <= 2**-5 * float(b.norm())
+    # Beside the lengths of what was summed: the sum itself cancels, by more than its terms round.
+    off = float((a - b).norm() / kernel.norms(x, y).sum())
+    assert off <= {"float32": 1e-6, "tf32": 2**-8, "bf16": 2**-8}[precision]
 
 
 def test_a_gpu_allows_tf32_in_passes_and_only_there():

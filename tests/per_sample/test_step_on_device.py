@@ -16,6 +16,7 @@ from fedpact.common.randomness.secure import SecureDraws
 from fedpact.models import zoo
 from fedpact.per_sample import memory
 from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.per_sample.tracing import export
 from fedpact.privacy import batches
 from fedpact.privacy.accounting.accountant import Budget
 from fedpact.privacy.accounting.shared_noise import SHARE_DEVIATION
@@ -36,6 +37,8 @@ def nothing_is_caught(monkeypatch):
 
     monkeypatch.setattr(batches, "_good", refused)
     monkeypatch.setattr(memory, "fitting", lambda run, device: 64)
+    # Traces are moved to the device here, and other tests must not find those.
+    monkeypatch.setattr(export, "_traces", {})
 
 
 class Attention(nn.Module):
