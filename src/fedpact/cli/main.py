@@ -1,6 +1,6 @@
 """The command `fedpact`: its sub-commands, loaded on demand, and its exit codes.
 
-Exit codes: 0 done, 1 a bug of ours (with a traceback), 2 bad input or a refusal (one paragraph).
+Exit codes: 0 success, 1 a bug (with a traceback), 2 bad input or a refusal (one paragraph).
 """
 
 import errno
@@ -26,7 +26,7 @@ _NOT_ALLOWED = (
 
 
 class Commands(Group):
-    """The sub-commands by name; a file is loaded when its command is asked for."""
+    """The sub-commands by name; a file is loaded when its command is needed."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -34,13 +34,13 @@ class Commands(Group):
         self.commands = {name: click.Command(name) for name in commands.names()}
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, None where there is no file of that name."""
+        """Return a command, None if there is no file of that name."""
         if cmd_name in self.commands:
             self.commands[cmd_name] = commands.load(cmd_name)
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; of an option that is a key of the plan, say how the key is set."""
+        """Run a command; for an unknown option that is a key of the plan, suggest --set."""
         try:
             return super().invoke(ctx)
         except click.NoSuchOption as error:
@@ -89,9 +89,9 @@ def _end(why: str, code: int = 2) -> NoReturn:
 def main() -> None:
     """Run the command line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal's encoding may lack letters, which must not lose the output of hours.
+        # A letter that the terminal's encoding lacks must not end a command.
         sys.stdout.reconfigure(errors="backslashreplace")
-    # It warns where there is no home directory, which it does not need here.
+    # matplotlib warns if there is no home directory, which is not needed here.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         app()
@@ -104,5 +104,5 @@ def main() -> None:
             _end(f"{error}: choose a path that this account can read and write")
         raise
     finally:
-        # The interpreter ends: to look through all that was loaded once more finds nothing.
+        # A last garbage collection of all loaded modules would only delay the exit.
         gc.freeze()

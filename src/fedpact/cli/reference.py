@@ -1,15 +1,13 @@
-"""What every key of a configuration and every algorithm's setting means, read from their classes.
+"""The reference of all configuration keys and algorithm settings, read from their classes.
 
 A field of a pydantic class is the only place for a key, its default, its range and, in the string
-below it, its meaning. Of an algorithm's settings the meaning may stand in its file's table instead:
+below it, its meaning. For an algorithm's settings the meaning may be in its file's table instead:
 
     Symbols   paper  code           meaning, unit or range                        who chooses it
               η      learning_rate  step size, > 0                                plan
 
-Importing the classes takes seconds, as torch comes with them. So what they say stands in
-reference.json beside this file, which `make reference` writes and a test holds against them: a
-question is answered, and a mistyped key refused, at once. Of an algorithm that is not in it yet the
-class is imported.
+Importing the classes takes seconds, since it imports torch. So `make reference` writes them to
+reference.json, and a test compares both. An algorithm that is not in it is imported.
 """
 
 import importlib
@@ -35,7 +33,7 @@ FILES: Final = {
     "site.toml": ("fedpact.deployment.site_records", "SiteSettings"),
     "policy.toml": ("fedpact.privacy.policy", "Policy"),
 }
-"""A deployment's files, beside the plan, and the classes that read them."""
+"""A deployment's other files, and the classes that read them."""
 
 _PACKAGE = Path(__file__).parents[1]
 WRITTEN: Final = Path(__file__).with_name("reference.json")
@@ -43,10 +41,9 @@ WRITTEN: Final = Path(__file__).with_name("reference.json")
 
 @dataclass(frozen=True)
 class Key:
-    """A key. name: with its tables, as in privacy.epsilon. symbol: the papers', "" for none.
+    """A key. name: with its tables, as in privacy.epsilon. symbol: of the papers, "" for none.
 
-    type, range: in words and signs. default: None for nothing in its place; required: it has to be
-    given, and there is none.
+    type, range: as text. default: None for none. required: whether it must be given.
     """
 
     name: str
@@ -59,13 +56,13 @@ class Key:
 
     @property
     def last(self) -> str:
-        """Its own name, without its tables."""
+        """The name without its tables."""
         return self.name.rsplit(".", 1)[-1]
 
 
 @dataclass(frozen=True)
 class KeyTable:
-    """A table. name: "" for what stands in no table; NAME in it is for the user to fill in."""
+    """A table. name: "" for the top level; NAME in it is a user's own name."""
 
     name: str
     about: str
@@ -74,7 +71,7 @@ class KeyTable:
 
 @dataclass(frozen=True)
 class Described:
-    """An algorithm. title: its name, paper the source, text all that its file says at the top."""
+    """An algorithm. title: its full name. text: its file's docstring."""
 
     name: str
     title: str
@@ -83,26 +80,26 @@ class Described:
 
 
 def algorithm_names() -> list[str]:
-    """Return the names of all algorithms, sorted; as `algorithms.names`, without loading it."""
+    """Return the sorted names of all algorithms, like `algorithms.names` but without imports."""
     folder = _PACKAGE / "algorithms"
     files = (*folder.glob("*.py"), *folder.glob("private/*.py"))
     return sorted(file.stem for file in files if not file.stem.startswith("_"))
 
 
 def tables() -> list[KeyTable]:
-    """Return the tables of a plan, of which the first holds what stands in no table."""
+    """Return the tables of a plan; the first is the top level."""
     return _stored()["plan"]
 
 
 def everything() -> list[KeyTable]:
-    """Return all tables of a plan, then the files of a deployment, each by its name."""
+    """Return all tables of a plan, then those of a deployment's files."""
     return [*tables(), *(table for file in FILES for table in _stored()[file])]
 
 
 def algorithm(name: str) -> Described:
-    """Return what is known of an algorithm, which may be a user's own 'package.module:name'.
+    """Return the description of an algorithm, which may be a user's 'package.module:name'.
 
-    Raises PlanError: there is none of that name.
+    Raises PlanError: there is no such algorithm.
     """
     if ":" in name:
         return _describe(name)
@@ -114,10 +111,10 @@ def algorithm(name: str) -> Described:
 
 
 def find(name: str) -> list[KeyTable]:
-    """Return the tables of that name, or the one key with its table.
+    """Return the tables of that name, or the keys of that name with their tables.
 
-    name: of a table ("privacy"), of a key in it ("privacy.epsilon", or "epsilon" alone where that
-    is clear), or of a deployment's file. Raises PlanError: none has it.
+    name: of a table ("privacy"), a key ("privacy.epsilon" or "epsilon"), or a deployment's file.
+    Raises PlanError: there is none.
     """
     if name in FILES:
         return _stored()[name]
@@ -140,9 +137,9 @@ def find(name: str) -> list[KeyTable]:
 
 
 def keys_called(name: str) -> list[str]:
-    """Return the dotted keys of a plan that are called so, without their tables, [privacy] first.
+    """Return the dotted keys with this last part, [privacy] first.
 
-    Of an algorithm's settings, too, and by the names of `OTHER_NAMES`.
+    This includes algorithms' settings and the names of `OTHER_NAMES`.
     """
     settings = [algorithm(one).settings for one in algorithm_names()]
     every = [key for table in (*tables(), *settings) for key in table.keys]
@@ -153,10 +150,9 @@ def keys_called(name: str) -> list[str]:
 
 
 def check_keys(config: Path | None, overrides: Sequence[str] = ()) -> None:
-    """Raise PlanError, naming each, where a configuration has keys that no plan has.
+    """Raise PlanError, naming every unknown key of a configuration, as `Plan.read` does.
 
-    config: a .toml or .json file, None for the embedded default; overrides: `key=value`, over it.
-    In the words of `Plan.read`, which checks all else.
+    config: a .toml or .json file, None for the embedded default. overrides: `key=value`.
     """
     raw = read_configuration(config, overrides)
     if isinstance(raw, dict) and (found := list(_unknown(raw))):
@@ -166,7 +162,7 @@ def check_keys(config: Path | None, overrides: Sequence[str] = ()) -> None:
 def _unknown(raw: dict[str, Any]) -> Iterator[str]:
     own = raw.get("algorithm")
     top, *others = tables()
-    # A table's own name first; what stands below a name of the user's own is left to `Plan.read`.
+    # Keys below a user's own name are left to `Plan.read`.
     places = {table.name: table.keys for table in others if "NAME" not in table.name}
     if own in algorithm_names() or ":" in str(own):
         places = {"settings": algorithm(str(own)).settings.keys, **places}
@@ -193,7 +189,7 @@ def _unknown(raw: dict[str, Any]) -> Iterator[str]:
 
 @cache
 def _stored() -> dict[str, Any]:
-    """Return lists of tables: "plan" and a key a file; and "algorithms", each as Described."""
+    """Return lists of tables by "plan" and by file; and "algorithms", each as Described."""
     written = json.loads(WRITTEN.read_text(encoding="utf-8"))
     algorithms = {
         name: Described(**one | {"settings": _table(one["settings"])})
@@ -209,7 +205,7 @@ def _table(raw: dict[str, Any]) -> KeyTable:
 
 
 def to_json() -> str:
-    """Return reference.json's content, read from the classes: torch is imported with them."""
+    """Return reference.json's content, read from the classes."""
     from fedpact.plan import Plan
 
     found: dict[str, Any] = {"plan": list(describe_class(Plan))}
@@ -219,7 +215,7 @@ def to_json() -> str:
         found[file] = [KeyTable(file, top.about, top.keys), *inside]
     found = {key: [asdict(table) for table in some] for key, some in found.items()}
     found["algorithms"] = {name: asdict(_describe(name)) for name in algorithm_names()}
-    # A line for each table and key, so that a change of one is seen as one.
+    # A line for each table and key, for readable diffs.
     return json.dumps(found, ensure_ascii=False).replace('{"name"', '\n{"name"') + "\n"
 
 
@@ -233,7 +229,7 @@ def _describe(name: str) -> Described:
 
 
 def describe_class(model: "type[BaseModel]", name: str = "") -> Iterator[KeyTable]:
-    """Give a class as a table, and after it the tables in it, each with all its keys."""
+    """Yield a class as a table, then the tables in it, each with all its keys."""
     keys, below = list[Key](), list[KeyTable]()
     for last, field in model.model_fields.items():
         form = _form(Annotated[field.annotation, field])
@@ -253,7 +249,7 @@ def describe_class(model: "type[BaseModel]", name: str = "") -> Iterator[KeyTabl
 
 
 def _meaning(model: "type[BaseModel]", key: str) -> tuple[str, str]:
-    """A key's meaning and symbol, "" for none; what a class does not say, its bases do."""
+    """Return a key's meaning and symbol, "" for none, from a class or its bases."""
     meaning = symbol = ""
     for base in model.__mro__:
         if key not in getattr(base, "model_fields", {}):
@@ -269,7 +265,7 @@ _COLUMNS = ("paper", "code", "meaning", "who")
 
 
 def symbols(text: str) -> dict[str, tuple[str, str]]:
-    """Return the table of symbols of an algorithm's file: code -> the papers' symbol, meaning."""
+    """Return an algorithm's table of symbols: code -> (the paper's symbol, meaning)."""
     lines = text.splitlines()
     heads = [n for n, line in enumerate(lines) if line.startswith("Symbols ")]
     if not heads or not all(column in lines[heads[0]] for column in _COLUMNS):
@@ -290,10 +286,10 @@ def symbols(text: str) -> dict[str, tuple[str, str]]:
 
 @dataclass(frozen=True)
 class _KeyForm:
-    """What a key may be. words: its type. range: what numbers may be, "" for any.
+    """The values that a key takes. words: the type. range: of numbers, "" for any.
 
-    table: the class whose keys it has, if it is a table; named: whether it is a table of such
-    tables, under names of the user's.
+    table: the class, if it is a table. named: whether it is a table of such tables with users'
+    names.
     """
 
     words: str
@@ -307,7 +303,7 @@ _SIGNS: Final = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def _form(kind: Any) -> _KeyForm:
-    """What a key of an annotation may be."""
+    """Return the values that a key with this annotation takes."""
     kind = getattr(kind, "__value__", kind)  # of `type X = ...`
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
@@ -337,7 +333,7 @@ def _form(kind: Any) -> _KeyForm:
 
 
 def _ranges(metadata: Sequence[Any]) -> Iterator[str]:
-    """What is asked of a number, as in "> 0, < 1"."""
+    """Yield the limits of a number, such as "> 0"."""
     for one in (each for part in metadata for each in getattr(part, "metadata", [part])):
         for name, sign in _SIGNS.items():
             if (bound := getattr(one, name, None)) is not None:

@@ -1,8 +1,7 @@
 """The sub-commands of `fedpact`: one file for each, found by its file name.
 
-A file holds a function of its own name, or an `app` with sub-commands: their options and what
---help says of them. It is loaded to show help and to complete words, so at its top it imports
-nothing but typer and `fedpact.cli.console`; what does the work is imported when it is called.
+A file has a function of its own name, or an `app` with sub-commands. It is loaded to show help and
+for completion, so it imports only light modules at its top; other imports are in the functions.
 """
 
 import importlib
@@ -117,12 +116,12 @@ def load(name: str) -> Command:
 
 
 def examples(name: str) -> tuple[str, ...]:
-    """Return how a command may be called, "data list" for one in a group; none where it is new."""
+    """Return examples of a command, such as "data list"; may be empty."""
     return _EXAMPLES.get(name, ())
 
 
 def _explain(command: Command, name: str) -> None:
-    """Give a command its examples, and its arguments their help, which click 8.5 would drop."""
+    """Add examples to a command, and the arguments' help, which click 8.5 drops."""
     inner = dict[str, Command](getattr(command, "commands", {}))
     for last, one in inner.items():
         _explain(one, f"{name} {last}")

@@ -104,7 +104,7 @@ def account(
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known: None stands for the one number that is asked for."""
+    """The given numbers; None for the one to compute."""
 
     q: float | None
     sigma: float | None
@@ -113,7 +113,7 @@ class Setting:
     delta: float
 
     def __post_init__(self) -> None:
-        """Raise InputError unless exactly one number is left open."""
+        """Raise InputError unless exactly one number is None."""
         if len(self.open()) != 1:
             given = ["--" + n for n in ("q", "sigma", "steps", "epsilon") if n not in self.open()]
             raise InputError(
@@ -127,7 +127,7 @@ class Setting:
 
 
 def _check_person(records: int | None, left: Remaining | None) -> None:
-    """Raise InputError: --per-person of no record, or with a ledger of persons."""
+    """Raise InputError: --per-person below 1, or with a ledger of persons."""
     if records is not None and records < 1:
         raise InputError(
             f"--per-person is {records}: expected the largest number of records per person, at "
@@ -140,7 +140,7 @@ def _check_person(records: int | None, left: Remaining | None) -> None:
 
 
 def _left(setting: Setting, ledger: Path | None, joint: bool) -> Remaining | None:
-    """Return what is left of a ledger; None without one. Raises InputError: half a question."""
+    """Return what is left of a ledger; None without one. Raises InputError: options missing."""
     from fedpact.privacy.accounting.accountant import Budget
     from fedpact.privacy.ledger.receipt import remaining
 
@@ -192,7 +192,7 @@ def _solve(
     how: Conversion,
     per_person: int | None,
 ) -> dict[str, Any]:
-    """Fill in what is open, and add the ε of the completed setting."""
+    """Compute the missing number, and the ε of the completed setting."""
     from fedpact.privacy.accounting.accountant import (
         ACCOUNTANTS,
         Budget,
@@ -226,7 +226,7 @@ def _solve(
         "q": q,
         "sigma": sigma,
         "steps": steps,
-        # JSON knows no infinity: null says that no finite bound was found.
+        # JSON has no infinity: null means that no finite bound was found.
         "epsilon": cost if math.isfinite(cost) else None,
         **_of_person(history, delta, per_person),
         "delta": delta,
@@ -238,7 +238,7 @@ def _solve(
 
 
 def _of_person(history: History, delta: float, records: int | None) -> dict[str, Any]:
-    """Return what the answer says of a person of up to `records` records; nothing unasked."""
+    """Return ε for a person with up to `records` records; empty for None."""
     from fedpact.privacy.accounting.group_privacy import epsilon_per_person
 
     if records is None:
@@ -251,7 +251,7 @@ def _of_person(history: History, delta: float, records: int | None) -> dict[str,
 
 
 def _tuned_alone(runs: int | None, ledger: Path | None, per_person: int | None) -> None:
-    """Raise InputError: --tuned with what it cannot be combined with, or of too few runs."""
+    """Raise InputError: --tuned below 2, or with options that it cannot be combined with."""
     if runs is None:
         return
     if ledger is not None:
@@ -270,7 +270,7 @@ def _tuned_alone(runs: int | None, ledger: Path | None, per_person: int | None) 
 
 
 def _tuned(answer: dict[str, Any], runs: int) -> dict[str, Any]:
-    """Return what `runs` runs of an answer's setting cost, as plain data with its sentences."""
+    """Return the cost of `runs` runs of an answer's setting, as plain data."""
     from fedpact.privacy.accounting.accountant import SampledGaussian
     from fedpact.privacy.accounting.tuning_cost import as_document, count_trials
 
@@ -280,7 +280,7 @@ def _tuned(answer: dict[str, Any], runs: int) -> dict[str, Any]:
 
 
 def _covers(left: Remaining | None, joint: bool) -> str:
-    """Say what ε is of, and on what it rests."""
+    """Return what ε covers, and what it assumes."""
     new = (
         "all releases together, each computed from a Poisson batch with "
         "Gaussian noise; q, sigma and steps fixed in advance; an upper bound"
@@ -356,7 +356,7 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def _digits(value: float, rounding: str | None) -> str:
-    """Five digits, rounded to the safe side; a number the user gave stays as it is."""
+    """Format with five digits, rounded to the safe side; a given number is unchanged."""
     if rounding is None:
         return repr(value)
     return f"{float(Context(prec=5, rounding=rounding).create_decimal(value)):.5g}"

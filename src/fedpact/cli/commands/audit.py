@@ -26,15 +26,14 @@ if TYPE_CHECKING:
 CONFIDENCE = 0.95
 
 
-# A run of this many events takes minutes on a model above this size.
-_SMALL_MODEL = 20_000
+_SMALL_MODEL = 20_000  # many-runs takes minutes for larger models
 
 
 METHODS = ("one-run", "many-runs", "membership")
 
 
 SENSITIVITY = "sensitivity"
-"""The check that runs with every method."""
+"""The check that is part of every audit."""
 
 
 AuditMethod = Literal["one-run", "many-runs", "membership", "all"]
@@ -129,7 +128,7 @@ def _scene_of(run: Path, overrides: list[str]) -> SimulationSetup:
             f"--set {overrides[0]} with the folder of a run: its report would show the audit of "
             f"another configuration; audit {run / 'plan.json'} with --set instead"
         )
-    # A folder whose report cannot be written is found out before minutes of attacks.
+    # Checked before the attacks, which take minutes.
     read_run(run)
     check_writable(run)
     folder = Folder(run)

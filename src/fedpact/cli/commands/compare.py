@@ -50,7 +50,7 @@ def compare(
     ] = [],  # noqa: B006 - as above
     draws: Annotated[int, typer.Option(help="How many random points --draw makes.")] = 8,
     halving: Annotated[
-        int, typer.Option(help="Of --draw: try with few rounds, go on with the best 1/HALVING.")
+        int, typer.Option(help="With --draw: start with few rounds, continue the best 1/HALVING.")
     ] = 1,
     seeds: Annotated[int, typer.Option(help="Runs of each, with consecutive seeds.")] = 3,
     out: Annotated[
@@ -74,7 +74,7 @@ def compare(
     """Compare plans or algorithms on the same partition, seeds and budgets."""
     chosen = [name.strip() for name in algorithms.split(",")] if algorithms else []
     _check_files(configs or [])
-    # An override of settings goes to those of the chosen algorithms that know it.
+    # Overrides of settings go to the chosen algorithms that have them.
     whole = [text for text in overrides if not (chosen and text.lstrip().startswith("settings."))]
     firsts = [text.partition(",")[0] for text in sweeps if not text.startswith("settings.")]
     firsts += [text.partition(":")[0] for text in ranges if not text.startswith("settings.")]
@@ -95,7 +95,7 @@ def compare(
     many = counted_noun(len(entries), "entry")
     console.print(f"{many}, {counted_noun(seeds, 'seed')}, in {folder}")
     stop = StopOnInterrupt(console)
-    stop()  # from here on: its processes are told by it
+    stop()  # installs the handler
     with _Live(console) as live:
         how = {"jobs": jobs, "joining": joining, "on_news": live, "stop": stop}
         how |= {"counted": counted, "sweep": sweep}
@@ -133,7 +133,7 @@ def _export(comparison: Comparison, curves: Path | None, table: Path | None) -> 
 
 
 class _Live:
-    """A line a run on a terminal, lines now and then elsewhere; failures are always told."""
+    """A progress line for each run on a terminal, occasional lines elsewhere, and all failures."""
 
     def __init__(self, console: Console) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -159,7 +159,7 @@ class _Live:
         self._progress.stop()
 
     def __call__(self, news: RunProgress) -> None:
-        """Show what a run has just done."""
+        """Show a run's progress."""
         job = news.job
         if news.ended:
             self._ended(job)
@@ -169,7 +169,7 @@ class _Live:
             self._line(f"{_name(job)}: {said}", style)
         elif news.joining is not None:
             site, at, of = news.joining
-            for before in set(self._tasks) - {job}:  # this is found of one run after the other
+            for before in set(self._tasks) - {job}:  # computed for one run after another
                 self._ended(before)
             self._show(job, "site", at, of, f"{site} alone and tuned")
         else:
@@ -178,7 +178,7 @@ class _Live:
             self._show(job, "round", news.round, job.plan.rounds, told if known else None)
 
     def _show(self, job: Job, what: str, at: int, of: int, told: str | None) -> None:
-        """Move a run's bar; say it in a line now and then, where there is something to tell."""
+        """Update a run's bar, and without a terminal print a line now and then."""
         if job not in self._tasks:
             self._tasks[job] = self._progress.add_task("", total=of, run=_name(job), what=what)
         self._progress.update(self._tasks[job], completed=at)
@@ -220,7 +220,7 @@ def _print(comparison: Comparison) -> None:
     from fedpact.report.evaluations import summarise_evaluations, summarise_joining
 
     out = Console(file=sys.stdout, highlight=False)
-    # A pipe has no width: there a row stays on its line.
+    # A pipe has no width: each row gets one line.
     out.width = out.width if out.is_terminal else 200
     comparison_table(comparison).print(out, f"comparison {comparison.folder}")
     for key in comparison.swept:

@@ -32,7 +32,7 @@ _ABOUT: Final = {
     ),
     "synthetic_iid": (_MADE, "100 devices with the same distribution"),
 }
-"""Name -> the public data set whose files it is made of, or its licence; what it is."""
+"""Name -> the public data set with its files, or a licence; a description."""
 
 
 app = group("List, verify and download the public data sets.")

@@ -224,7 +224,7 @@ def status(directory: Where, as_json: AsJson = False) -> None:
 
 
 def _released(directory: Path) -> list[str]:
-    """Return how what sites released compares with the commonest class; nothing at a site."""
+    """Return how released accuracies compare with the most frequent class; empty at a site."""
     from fedpact.deployment.snapshot import describe_released, find_released, find_run
     from fedpact.report.run_summary import read_run
 
@@ -297,7 +297,7 @@ def model(
 
 
 def _approve_all(sites: Sequence[Path], yes: bool) -> None:
-    """Approve a trial for its sites, where their policies ask for it."""
+    """Approve a trial for all sites whose policies require approval."""
     from fedpact.deployment import approval
 
     waiting = [where for where in sites if approval.read_approvals(where).missing]
@@ -319,7 +319,7 @@ def _follow(directory: Path, here: local.Parties) -> None:
 
     seen, out, told = -1, plain_console(), set[str]()
     while True:
-        # In this order: what a server commits before it ends is seen.
+        # In this order, so that the server's last round is not missed.
         ended = {name: not here.runs(name) for name in local.parties(directory)}
         found = local.inspect_deployment(directory)
         for name in ended:
@@ -332,7 +332,7 @@ def _follow(directory: Path, here: local.Parties) -> None:
             out.print(_line(RoundRecord(**last)))
         if ended.pop(local.SERVER):
             break
-        # A site's process goes on until it is ended, so those that are not there have failed.
+        # A site's process runs until it is stopped, so missing ones have failed.
         if all(ended.values()):
             raise FedpactError(
                 "every site has stopped, for the reasons above, so the server was stopped, too: "
@@ -372,7 +372,7 @@ def _print(found: dict[str, Any]) -> None:
     last = last or {"epsilon": {}, "epsilon_alone": {}}
     for name, epsilon in last["epsilon"].items():
         if name not in found["running"]:
-            # Its ledger is on a machine of its own: what the server counts.
+            # Its ledger is on another machine: show the server's count.
             alone = last["epsilon_alone"].get(name, epsilon)
             table.add_row(Text(name), "elsewhere", upper(epsilon), "", upper(alone), "", "", "")
     print_table(out, table)
@@ -393,7 +393,7 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _spend(ledger: Mapping[str, Any] | None, run: str) -> tuple[str, ...]:
-    """Return what a ledger says of a run, with what it was before it was extended."""
+    """Return a run's spending by a ledger, including the run that it extends."""
     from fedpact.privacy.ledger.reservations import spend_of
 
     found = spend_of(run, ledger["runs"]) if ledger else None
@@ -404,7 +404,7 @@ def _spend(ledger: Mapping[str, Any] | None, run: str) -> tuple[str, ...]:
 
 
 def _print_own(out: Console, own: dict[str, Any]) -> None:
-    """Show a site's exact figures to its owner: accuracy by round, and by class in the last one."""
+    """Print a site's exact figures for its owner: by round, and by class in the last rounds."""
     from fedpact.evaluation.held_out import SumsForm
     from fedpact.evaluation.intervals import exact_figures
     from fedpact.evaluation.settings import EvaluationSettings

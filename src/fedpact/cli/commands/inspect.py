@@ -76,13 +76,13 @@ def check_before_start(directory: Path) -> None:
 def _check_all(sites: Sequence[Path]) -> list[SiteCheck]:
     from fedpact.deployment.check import check_site
 
-    # The table counts the records that are left out; the row numbers are for a site's log.
+    # The table counts skipped records; row numbers are for the site's log.
     logging.getLogger("fedpact").addHandler(logging.NullHandler())
     return [check_site(where) for where in sites]
 
 
 def sites_of(directory: Path, least: int = 1) -> list[Path]:
-    """Return the directories of the sites that lie there. Raises DataError: none does."""
+    """Return the sites' directories below a directory. Raises DataError: there is none."""
     from fedpact.deployment import local
 
     places = [
@@ -96,7 +96,7 @@ def sites_of(directory: Path, least: int = 1) -> list[Path]:
 
 
 def refuse(found: Sequence[SiteCheck]) -> None:
-    """Raise FedpactError where a site has a problem."""
+    """Raise FedpactError if a site has a problem."""
     bad = [one for one in found if one.problems]
     if bad:
         told = ". ".join(f"Site {one.site}: {'; '.join(one.problems)}" for one in bad)
@@ -104,7 +104,7 @@ def refuse(found: Sequence[SiteCheck]) -> None:
 
 
 def print_check(found: SiteCheck) -> None:
-    """Print all of it."""
+    """Print a site's check."""
     out = plain_console()
     out.print(f"site {found.site}, run {found.run}: {found.file}", markup=False)
     if found.missing:

@@ -71,7 +71,7 @@ def verify(
 
 
 def _verdict(path: str, receipt: dict[str, Any]) -> str:
-    """Say what was checked of a ledger, and what it says is spent."""
+    """Return the result of a ledger's check, and what is spent."""
     entries = counted(receipt["entries"], "entry")
     lines = [f"{path}: intact: {entries}, each sealed by the hash of the one before"]
     if receipt["unreadable_last_line"]:
@@ -97,7 +97,7 @@ def export(
     from fedpact.deployment.receipts import build_receipt, sign_receipt
 
     check_file("--out", out)
-    # A site's owner signs; whoever holds the directories of several signs for none of them.
+    # Only a single site's directory is signed, by its owner.
     site = where if (where / "site.toml").exists() else None
     receipts = {str(path): strict(build_receipt(path, site)) for path in _ledgers(where)}
     if site is not None:
@@ -115,7 +115,7 @@ def export(
 
 
 def _verify_signed(where: Path, federation: Path | None, as_json: bool) -> None:
-    """Check what `export` wrote at a site: who signed each receipt in the file."""
+    """Check the signature of each receipt in a file that `export` wrote."""
     from fedpact.deployment.federation import Federation
     from fedpact.deployment.receipts import check_signature
 
@@ -138,9 +138,9 @@ def _receipts(where: Path) -> dict[str, dict[str, Any]]:
 
 
 def _ledgers(where: Path) -> list[Path]:
-    """Return the ledger that is named, or all in a folder; a deployed site's where its owner says.
+    """Return the named ledger, all ledgers in a folder, or a deployed site's by its site.toml.
 
-    Raises LedgerError: there is none, one that cannot be seen, or a run's folder lacks a site's.
+    Raises LedgerError: there is none, a folder is not readable, or a site's ledger is missing.
     """
     paths = _below(where) if where.is_dir() else [where]
     if (where / "site.toml").exists():
@@ -157,10 +157,7 @@ def _ledgers(where: Path) -> list[Path]:
 
 
 def _below(folder: Path) -> list[Path]:
-    """Return the ledgers below a folder, of a run's own those of all its sites.
-
-    Of one that is passed over nobody would know that it was not looked at.
-    """
+    """Return the ledgers below a folder. Raises LedgerError rather than skip one silently."""
     from fedpact.common.run_folder import Folder
 
     def unseen(error: OSError) -> None:
@@ -185,7 +182,7 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _kept(run: Path) -> str:
-    """Return where a run's ledgers are kept, if not in its own folder."""
+    """Return in words where a run's ledgers are kept, if not in its own folder."""
     try:
         found = json.loads((run / "plan.json").read_bytes())["run"]["ledgers"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -203,7 +200,7 @@ def _alone(spend: dict[str, Any]) -> tuple[str, str, str]:
 
 def _print(receipts: dict[str, dict[str, Any]]) -> None:
     out = plain_console()
-    # A name that is cut short would name several runs.
+    # Names are wrapped, not cut, to stay unique.
     names = [Column(name, overflow="fold") for name in ("site", "run")]
     table = Table(*names, "ε reserved", "ε spent", "δ", "events spent", "of")
     shared = any(run["honest"] for each in receipts.values() for run in each["runs"].values())
@@ -246,7 +243,7 @@ def _of_persons(receipts: dict[str, dict[str, Any]]) -> str:
     together = dict[tuple[str, str], dict[str, float]]()
     for path, ledger in receipts.items():
         for name, run in ledger["runs"].items():
-            # What a run trains on and what it holds out may both be some of a person's records.
+            # A person's records may be in both the training and the held-out part of a run.
             whole = together.setdefault((path, run["beside"] or name), {})
             for k, cost in (run["epsilon_per_person"] or {}).items():
                 whole[k] = whole.get(k, 0.0) + cost

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from fedpact.simulation.setup import SimulationSetup
 
-# How many times longer than necessary noise may be before a warning.
+# The factor of the noise over the necessary noise above which there is a warning.
 _DROWNED: Final = 1.5
 
 
@@ -74,7 +74,7 @@ def forecast(scene: SimulationSetup) -> dict[str, Any]:
         "algorithm": plan.algorithm,
         "rounds": rounds,
         "sites_per_round": plan.sites_per_round,
-        # As a mean, where τ is chosen on the way.
+        # A mean if τ is chosen during the run.
         "iterations_per_round": total // rounds if total % rounds == 0 else total / rounds,
         "iterations": total,
         "model_parameters": scene.workshop.size,
@@ -88,7 +88,7 @@ def forecast(scene: SimulationSetup) -> dict[str, Any]:
         "sites": {
             name: {
                 **terms,
-                # Nothing is charged yet, so a noisy size is not known yet.
+                # A noisy size is only known after it is charged.
                 "size": None if plan.noisy_sizes else terms["size"],
                 "rounds": own[name],
                 "epsilon_by_round": _by_round(scene, name, total),
@@ -100,20 +100,19 @@ def forecast(scene: SimulationSetup) -> dict[str, Any]:
 
 
 def _iterations(scene: SimulationSetup) -> int:
-    """Local iterations of all rounds; where τ is chosen on the way, the most that it can use."""
+    """Return the local iterations of all rounds; the maximum if τ is chosen during the run."""
     plan = scene.plan
     if not plan.method.facts.controlled or plan.method.facts.iterations:
         return plan.steps
-    # Without R_c the site whose budget allows least ends the run.
+    # Without R_c the smallest budget ends the run.
     return min((terms.steps for terms in scene.terms.values()), default=plan.steps)
 
 
 def _by_round(scene: SimulationSetup, site: str, total: int, *, alone: bool = False) -> list[float]:
-    """ε after round 1, 2, ...; a site whose events are used up stays where it is.
+    """Return ε after each round, constant once a site's events are used up.
 
-    alone: without the noise of other sites.
-
-    Where τ is chosen on the way, as if the rounds shared the iterations evenly.
+    alone: without the noise of other sites. If τ is chosen during the run, the iterations are
+    assumed to be spread evenly over rounds.
     """
     plan, terms, rounds = scene.plan, scene.terms[site], scene.plan.rounds
     after = terms.epsilon_alone_after if alone else terms.epsilon_after
@@ -129,10 +128,10 @@ def _by_round(scene: SimulationSetup, site: str, total: int, *, alone: bool = Fa
 
 
 def _message_bytes(scene: SimulationSetup) -> tuple[int, int]:
-    """Bytes of a round and of all: what the algorithm tells a site, and a reply of such vectors.
+    """Return the bytes of a round and of all rounds, for tasks and replies of the same shapes.
 
-    Where both are coded, as if they were noise: it is most of them. Who had no part in the round
-    before is told in full.
+    Compressed vectors are assumed to be noise, which is most of them. A site that did not take part
+    in the previous round gets the whole model.
     """
     from fedpact.algorithms.wrappers.compression import UNITS_DOWN
     from fedpact.common.messages import Reply, Task, encoded_length
@@ -163,7 +162,7 @@ def _message_bytes(scene: SimulationSetup) -> tuple[int, int]:
 
 
 def _coded(like: Tensor, units: float) -> Tensor:
-    """Return a block of as many whole numbers of normal noise with this deviation."""
+    """Return a coded block of equally many integers of normal noise with this deviation."""
     from fedpact.algorithms.wrappers import integers
     from fedpact.common.randomness.seeded import SeededDraws
 
@@ -189,7 +188,7 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
         out.print(f"NOT PRIVATE: {plan.why_unprotected}")
         return
     honest = plan.privacy.honest
-    # A name that is cut short is no name; 24 letters of a long one leave room for the rest.
+    # Long names are wrapped after 24 letters, not cut.
     longest = min(24, max(map(len, document["sites"])))
     site = Column("site", no_wrap=True, min_width=longest)
     table = Table(site, "N", "q", "σ", Column("T", no_wrap=True), "ε after 1", "ε at the end", "δ")
@@ -263,14 +262,14 @@ def _warnings(scene: SimulationSetup) -> Iterator[str]:
 
 
 def _drowned(scene: SimulationSetup) -> float:
-    """Return how many times longer the sites' noise is, all records alike, than it could be."""
+    """Return the factor of the noise with equally weighted records over the smallest possible."""
     plan = scene.plan
     variances = [terms.noise_variance for terms in scene.terms.values()]
     weighed = getattr(plan.algorithm_settings, "aggregation", "") == "least_noise"
     alone = plan.algorithm == "mr_mtl"  # each site has a model of its own
     if weighed or alone or plan.privacy.shares_noise or plan.noisy_sizes or not all(variances):
         return 1.0
-    # Of sites that are of unlike sizes alone, small ones are no louder than their records weigh.
+    # If only sizes differ, small sites' noise is no larger than their weights justify.
     if len({terms.event.sigma for terms in scene.terms.values()}) == 1:
         return 1.0
     sizes = list(scene.sizes.values())
@@ -279,7 +278,7 @@ def _drowned(scene: SimulationSetup) -> float:
 
 
 def _moved(scene: SimulationSetup) -> str:
-    """Say how far noise moves the released mean of a column: of all sites', as they are weighed."""
+    """Return how far noise shifts the mean of a released column over all sites, in words."""
     from fedpact.privacy.column_scales import mean_noise
 
     noise = mean_noise((one.columns, one.size) for one in scene.terms.values())

@@ -54,9 +54,8 @@ def algorithms(
 ) -> None:
     """List the algorithms, or show one: its paper, method, releases and settings.
 
-    `fedpact algorithms check NAME` tries on made-up records what every algorithm has to hold: that
-    it releases and charges no more than it says, changes nothing that it is given, and is its
-    parent under its neutral settings.
+    `fedpact algorithms check NAME` checks an algorithm on made-up records: that it releases and
+    charges what it says, changes no argument, and equals its parent under neutral settings.
     """
     if name == "check":
         return _check(checked, as_json)
@@ -112,8 +111,8 @@ def _check(name: str | None, as_json: bool) -> None:
 def _explain_neutral(neutral: dict[str, Any] | None) -> str:
     if neutral is None:
         return (
-            "NEUTRAL is None: no settings are said to make it another algorithm, so nothing was "
-            "compared. If some do, name them: that comparison finds most mistakes."
+            "NEUTRAL is None: no settings are declared under which it equals another algorithm, so "
+            "nothing was compared. If there are some, declare them: this finds most mistakes."
         )
     settings = ", ".join(f"{key} = {value}" for key, value in neutral["settings"].items())
     return (
@@ -228,7 +227,7 @@ def starting_plan(overrides: Sequence[str] = (), *, every: bool = True) -> str:
         for part in table.name.split("."):
             given = given.get(part, {}) if isinstance(given, Mapping) else {}
         if "NAME" in table.name and every:
-            # Under a name of the user's own: all of it explains.
+            # Below a user's own name: comments only.
             lines = (one.replace("#", "# ", not one.startswith("# ")) for one in _lines(table, {}))
             parts += ["", f"# [{table.name}]", *_prose(table.about), *lines]
         elif "NAME" not in table.name and (given or every):
