@@ -127,6 +127,7 @@ def test_a_table_and_a_key_are_found_by_name():
     (privacy, _) = reference.find("privacy")
     assert {"privacy.epsilon", "privacy.delta"} <= {key.name for key in privacy.keys}
     ((clip,),) = [table.keys for table in reference.find("clip")]
+    assert [table.name for table in reference.find("alpha")] == ["partition"]
     assert (clip.name, clip.type, clip.range, clip.default) == ("privacy.clip", "number", "> 0", 1)
     # η is the algorithms' own, and the server's.
     found = {table.name for table in reference.find("learning_rate")}

@@ -113,11 +113,12 @@ def algorithm(name: str) -> Described:
 def find(name: str) -> list[KeyTable]:
     """Return the tables of that name, or the keys of that name with their tables.
 
-    name: of a table ("privacy"), a key ("privacy.epsilon" or "epsilon"), or a deployment's file.
-    Raises PlanError: there is none.
+    name: of a table ("privacy"), a key ("privacy.epsilon", "epsilon", or one of `OTHER_NAMES`), or
+    a deployment's file. Raises PlanError: there is none.
     """
     if name in FILES:
         return _stored()[name]
+    name = OTHER_NAMES.get(name, name)
     known = tables()
     if found := [table for table in known if f"{table.name}.".startswith(f"{name}.")]:
         return found
@@ -126,7 +127,7 @@ def find(name: str) -> list[KeyTable]:
     found = [
         KeyTable(table.name, table.about, keys)
         for table in known
-        if (keys := tuple(key for key in table.keys if name in (key.name, key.last)))
+        if (keys := tuple(k for k in table.keys if name in (k.name, k.last)))
     ]
     if found:
         return found
