@@ -1,8 +1,8 @@
-"""Evaluating the global model between the rounds of a simulation.
+"""Evaluating models between the rounds of a simulation.
 
 The public test set gives accuracy and loss. The sites' held-out records give accuracy per site and
-Ψ, which only a simulation knows, as no site would release them. If each site trains its own model,
-that one is evaluated at the site. The algorithm never sees these results.
+Ψ, which only a simulation knows, as no site would release them. A site's own model, if any, is
+evaluated at that site. The algorithm never sees these results.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,11 +27,11 @@ from fedpact.simulation.run import with_epsilon
 from fedpact.simulation.setup import SimulationSetup
 
 _EVALUATIONS = 50
-"""The default number of evaluations, at rounds that depend on the plan only, so curves repeat."""
+"""The default number of evaluations, at rounds that depend on the plan only."""
 
 
 class Evaluator:
-    """See rounds.Evaluate. With evaluate_every = 0 there are 50 to 100 evenly spaced evaluations.
+    """A rounds.Evaluate. With evaluate_every = 0 there are 50 to 100 evenly spaced evaluations.
 
     charged: site -> the events charged to the run so far. remembered: (site, last included round or
     -1) -> the site's memory.
@@ -48,11 +48,11 @@ class Evaluator:
         self._loss = scene.workshop.loss
         self._measures = scene.plan.task.measures(len(scene.dataset.classes))
         self._model = FlatModel(scene.workshop.module().to(self._device))
-        # Rounds use one thread each; workers are idle during an evaluation, so it may use all.
+        # Workers are idle during an evaluation, so it may use all threads.
         self._threads = torch.get_num_threads()
-        # Records on the device, by the id of the originals.
+        # id of records -> records and labels on the device.
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
-        # The columns' scales in the state that is evaluated.
+        # The scales of columns in the evaluated state.
         self._by: Tensor | None = None
 
     def __call__(self, at: Checkpoint, record: RoundRecord, *, last: bool = False) -> RoundRecord:
@@ -69,7 +69,7 @@ class Evaluator:
             return self._measured(at, record)
 
     def _shown(self, round_number: int, last: bool) -> bool:
-        """Whether a run of which nobody releases anything has exact sums by itself."""
+        """Whether exact sums are due in a run whose sites release none."""
         form = self._scene.form
         due = form.share > 0 and (last or form.is_due(round_number))
         return due and form.once is None and round_number > 0
@@ -91,12 +91,12 @@ class Evaluator:
         return replace(found, average=numbers)
 
     def _of(self, common: Tensor, own: Mapping[str, Tensor], record: RoundRecord) -> RoundRecord:
-        """Return the record with what was measured of a model [d], at sites of their own if any."""
+        """Return the record with the metrics of a model [d], and of the sites' own, if any."""
         kept = list[tuple[Tensor, Tensor]]()
         data, scores = self._scene.dataset, self._at_sites(common, own, kept)
         self._model.load(common)
         if own and self._scene.plan.local.head:
-            # The head of `common` is the one that everybody began with: no model to look at.
+            # The head of `common` is untrained.
             whole = _pooled(scores)
         elif data.x_test is not None and data.y_test is not None:
             kept.clear()
@@ -121,7 +121,7 @@ class Evaluator:
         return {name: of(outputs, y) for name, of in self._measures.items()}
 
     def _own_models(self, at: Checkpoint) -> dict[str, Tensor]:
-        """Return the sites' own models; empty where everybody has the server's."""
+        """Return the sites' own models; empty if all use the server's."""
         method, found = self._scene.plan.method, dict[str, Tensor]()
         for site in self._scene.sites:
             memory = self._remembered(site.name, at.included.get(site.name, -1))
@@ -134,9 +134,9 @@ class Evaluator:
     def _at_sites(
         self, common: Tensor, own: Mapping[str, Tensor], kept: list[tuple[Tensor, Tensor]]
     ) -> dict[str, SiteScore]:
-        """Return each site's score on its held-out records, of its own model or the common one.
+        """Return each site's score on its held-out records, for its own model or the common one.
 
-        kept: outputs and labels are added.
+        kept: outputs and labels are appended.
         """
         scores = dict[str, SiteScore]()
         for site in self._scene.sites:
@@ -146,7 +146,7 @@ class Evaluator:
         return scores
 
     def _exact(self, at: Checkpoint) -> SumsBySite:
-        """The sums that sites released, without the noise, to be seen beside them."""
+        """Return the sums that sites release, without noise, for comparison."""
         scene, kernel, own = self._scene, self._kernel, self._own_models(at)
         w, by = at.state.vectors["w"], at.state.vectors.get(CONSTANTS)
         sums = {
@@ -160,20 +160,19 @@ class Evaluator:
         return self._scene.workshop.on(self._scene.plan.run.device).bench().kernel
 
     def _scored(self, x: Tensor, y: Tensor, kept: list[tuple[Tensor, Tensor]]) -> SiteScore:
-        # The scene's records are there once and for all, so they are moved once.
         if id(x) not in self._moved:
             self._moved[id(x)] = x.to(self._device), y.to(self._device)
         x, y = self._moved[id(x)]
         if self._by is not None:
             x = scale_columns(x, self._scene.released, self._by)
         wanted = kept if self._measures else None
-        # A GPU has no cache to stay in, and takes long to begin.
+        # On a CPU, small batches stay in the cache; a GPU needs large ones.
         batch = 128 if on_cpu(x) else 1024
         return evaluate(self._model.module, self._loss, x, y, batch, wanted)
 
 
 def select_judged_labels(scene: SimulationSetup) -> Tensor:
-    """Return the labels that accuracy is of: the test set's, or all held-out records' together."""
+    """Return the labels on which accuracy is measured: the test set's, or all held-out ones."""
     public = scene.dataset.y_test
     if public is not None and not scene.plan.local.head:
         return public
@@ -181,7 +180,7 @@ def select_judged_labels(scene: SimulationSetup) -> Tensor:
 
 
 def _pooled(scores: dict[str, SiteScore]) -> SiteScore | None:
-    """Stand in for a public test set, where there is none, by all held-out records together."""
+    """Return the score on all held-out records together, or None without any."""
     records = sum(score.records for score in scores.values())
     if not records:
         return None

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores, open files, and memory that it keeps."""
+"""The machine's resources: cores, devices, open files, and the C library's heap."""
 
 import contextlib
 import ctypes
@@ -17,13 +17,13 @@ _OWN = Path("/proc/self/cgroup")
 _USUAL_FILES = 512
 _AMPERE = 8  # the compute capability of GPUs that have TF32 and bfloat16
 
-# malloc.h: sizes in bytes from which a block has a mapping of its own, from which free memory is
-# given back, and by which the heap grows beyond what was asked for. 2^25 is the largest allowed.
+# malloc.h: sizes in bytes from which a block is mapped separately (at most 2^25), from which free
+# memory is returned to the system, and by which the heap grows in excess.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 
 
 def available_cores() -> int:
-    """Return it, at least 1. A share of one and a half cores counts as two."""
+    """Return the number of usable cores, at least 1; a quota of 1.5 cores counts as 2."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -34,7 +34,7 @@ def available_cores() -> int:
 def device_of(name: str, precision: Precision = "float32") -> torch.device:
     """Return the device "cpu", "cuda" or "cuda:1".
 
-    Raises PlanError: this machine has none such, or none that computes in this precision.
+    Raises PlanError: this machine does not have it, or it does not support the precision.
     """
     device = torch.device(name)
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
@@ -45,8 +45,8 @@ def device_of(name: str, precision: Precision = "float32") -> torch.device:
         )
     if precision == "tf32" and device.type == "cpu":
         raise PlanError(
-            'run.precision is "tf32" with device = "cpu", which multiplies float32 as it is: leave '
-            'it out, or take "bf16"'
+            'run.precision is "tf32" with device = "cpu", which has no TF32: leave it out, or use '
+            '"bf16"'
         )
     if precision != "float32" and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -59,9 +59,9 @@ def device_of(name: str, precision: Precision = "float32") -> torch.device:
 
 
 def allow_open_files(count: int) -> None:
-    """Let this process hold `count` files open besides its usual ones, if the system lets it.
+    """Raise this process's limit of open files for `count` more, if the system allows it.
 
-    The customary limit of 1,024 ends short of a thousand sites, each of which has its ledger open.
+    Each site's ledger is open, and the usual limit of 1,024 is too low for a thousand sites.
     """
     try:
         import resource
@@ -72,17 +72,16 @@ def allow_open_files(count: int) -> None:
     if most != resource.RLIM_INFINITY:
         wanted = min(wanted, most)
     if now != resource.RLIM_INFINITY and now < wanted:
-        # Some systems have a further limit, which nobody tells; opening a file will.
+        # Some systems have a lower limit; then opening a file fails later.
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep the memory that large vectors leave, for the next ones.
+    """Let the C library reuse the memory of large vectors, in the whole process.
 
-    glibc gives it back to the system and then takes it anew, page by page, each of them zeroed: to
-    encode a vector of 1.7 million numbers took seven times as long as copying it. Other libraries
-    are left as they are. It holds for the whole process; its peak memory stays what it was.
+    By default glibc returns it to the system and gets zeroed pages again, which made encoding a
+    vector of 1.7 million numbers take seven times as long as copying it. Peak memory is unchanged.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -93,10 +92,9 @@ def keep_freed_memory() -> None:
 
 
 def _quotas(own: Path, groups: Path) -> Iterator[float]:
-    """Yield the limits, in cores, of the process's control group and of all groups around it.
+    """Yield the limits, in cores, of the process's control group (version 2) and its parents.
 
-    own: what /proc says of the process's groups; groups: where they are mounted. cpu.max counts
-    ("200000 100000", or "max"), as control groups of version 2 have it.
+    own: the groups in /proc. groups: the mount point. cpu.max is "200000 100000" or "max".
     """
     for line in _text(own).splitlines():
         if line.startswith("0::"):
@@ -107,7 +105,7 @@ def _quotas(own: Path, groups: Path) -> Iterator[float]:
 
 
 def _upwards(root: Path, path: str) -> Iterator[Path]:
-    """Yield root/path and each folder above it, root last: in a container only root may exist."""
+    """Yield root/path and its parents up to root; in a container only root may exist."""
     folder = root / path.strip("/")
     while folder != root and root in folder.parents:
         yield folder

@@ -93,9 +93,9 @@ class RecordedForm:
 
 @dataclass(frozen=True, eq=False)
 class PredictionInputs:
-    """Records x [n, *shape], and the table that they were read from, with its labels.
+    """Records x [n, *shape], and the table they were read from, with its labels.
 
-    sieve: which of them are used. features: the columns of a table. form, classes: of the labels.
+    sieve: marks the usable records. features: the columns of a table. form, classes: of the labels.
     """
 
     x: Tensor
@@ -106,9 +106,9 @@ class PredictionInputs:
     classes: tuple[str, ...]
 
     def given(self, labels: Any) -> "PredictionInputs":
-        """Return it with other labels: the classes' names or numbers, or arrays.
+        """Return a copy with other labels: the classes' names or numbers, or arrays.
 
-        If the records are a table's, a number that is also a class's name means that class.
+        For a table's records, a number that is also a class's name means that class.
         """
         named = self.table.labels == "names" and ambiguous(self.classes)
         array = labels_of("labels", "y", labels, self.form.target.kind, self.x.ndim)
@@ -116,9 +116,9 @@ class PredictionInputs:
         return replace(self, table=table)
 
     def targets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the labels as they are trained on, and which of them fit, [n].
+        """Return the labels in training's form, and which of them are valid, [n].
 
-        Raises DataError: there are none, or not one each.
+        Raises DataError: labels are missing, or not one for each record.
         """
         labels = self.table.y
         if labels is None:
@@ -148,7 +148,7 @@ class OwnColumns:
 
     @staticmethod
     def of(party: Path) -> "OwnColumns":
-        """Read it from a site's directory; a server's has none. Raises DataError: damaged."""
+        """Read it from a site's directory; empty for a server. Raises DataError: damaged."""
         path = party / "site.toml"
         if not path.exists():
             return OwnColumns()

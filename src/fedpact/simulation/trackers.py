@@ -1,12 +1,12 @@
-"""A run's rounds for TensorBoard and MLflow, from its records and nothing else.
+"""Writing a run's rounds to TensorBoard and MLflow, from its records only.
 
     [run]
-    log = ["tensorboard"]     "mlflow" too, or both: each an extra, as pip install 'fedpact[mlflow]'
+    log = ["tensorboard"]     or "mlflow", or both: extras, as in pip install 'fedpact[mlflow]'
 
-TensorBoard's files lie in the run's folder, under tensorboard/, and are written anew when the run
-is resumed. MLflow's lie under mlflow/, or where MLFLOW_TRACKING_URI says; mlflow.json names the run
-there, which a resumed one goes on with. What is written is what rounds.jsonl has: of a deployment
-released numbers alone; what only a simulator sees is called so.
+TensorBoard's files are in the run's folder, under tensorboard/, and are rewritten when the run is
+resumed. MLflow's are under mlflow/, or at MLFLOW_TRACKING_URI; mlflow.json names the run there,
+which a resumed run continues. The numbers are those of rounds.jsonl: in a deployment, released
+numbers only. Numbers that only a simulator knows are named simulator_only.
 """
 
 import json
@@ -24,22 +24,22 @@ from fedpact.common.errors import InputError
 from fedpact.common.records import RoundRecord
 
 Write = Callable[[str, float, int], None]
-"""Takes a number's name, the number, and the round."""
+"""Takes a number's name, its value, and the round."""
 
 _MODULES: Final = {"tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow"}
 
 
 def check_log(kinds: Sequence[str]) -> None:
-    """Raise InputError: what is to be written for is not installed."""
+    """Raise InputError if a tracker is not installed."""
     for kind in kinds:
         _module(kind)
 
 
 def numbers(record: RoundRecord) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a round by name; those that it does not have are left out."""
+    """Yield the numbers of a round by name."""
     for name in ("accuracy", "loss"):
         value = getattr(record, name)
-        # Of labels that are numbers there is no accuracy.
+        # A regression has no accuracy.
         if value is not None and not (name == "accuracy" and math.isnan(value)):
             yield name, value
     if record.epsilon:
@@ -58,7 +58,7 @@ def numbers(record: RoundRecord) -> Iterator[tuple[str, float]]:
 
 
 class Log:
-    """Writes each record once, in as many places as `kinds` names; close it when the run ends.
+    """A context manager that writes each record once to each tracker in `kinds`.
 
     folder: the run's. Raises InputError: an extra is not installed.
     """
@@ -75,7 +75,7 @@ class Log:
         self._stack.close()
 
     def and_tell(self, on_round: Callable[[RoundRecord], None]) -> Callable[[RoundRecord], None]:
-        """Return what writes a record, and then tells `on_round`."""
+        """Return a function that writes a record, then calls `on_round`."""
 
         def tell(record: RoundRecord) -> None:
             self(record)
@@ -84,7 +84,7 @@ class Log:
         return tell
 
     def __call__(self, record: RoundRecord) -> None:
-        """Write what of a record was not written before."""
+        """Write the record's numbers that were not written before."""
         for name, value in numbers(record):
             if (name, record.round) not in self._written and math.isfinite(value):
                 self._written.add((name, record.round))
@@ -120,15 +120,15 @@ def _mlflow(folder: Path, stack: ExitStack) -> Write:
             number = client.create_experiment("fedpact") if found is None else found.experiment_id
             run = client.create_run(number, run_name=folder.name).info.run_id
             known = {"run_id": run, "tracking_uri": at, "round": -1}
-    except Exception as error:  # of a database, a server or a missing part of either
+    except Exception as error:  # of a database or a server
         raise InputError(
-            f"MLflow at {at} takes no run ({type(error).__name__}: {error}): set "
-            "MLFLOW_TRACKING_URI to one that does, or leave mlflow out of run.log"
+            f"MLflow at {at} cannot start a run ({type(error).__name__}: {error}): set "
+            "MLFLOW_TRACKING_URI to one that can, or leave mlflow out of run.log"
         ) from error
     run, last = known["run_id"], int(known["round"])
 
     def write(name: str, value: float, step: int) -> None:
-        # A resumed run's earlier rounds are there.
+        # Skip rounds that were logged before the run was resumed.
         if step > last:
             known["round"] = max(int(known["round"]), step)
             client.log_metric(run, re.sub(r"[^\w\-. /:]", "_", name), value, step=step)

@@ -1,48 +1,34 @@
-"""Fewer bytes: sparse vectors up, a grid of whole numbers, and changes in place of models.
+"""Fewer bytes: sparse or rounded replies, a grid of integers, and changes instead of models.
 
-With x = (a vector of the reply) - (what the sites were told under that name, 0 where nothing was):
+With x = (a vector of the reply) - (the vector of that name that sites were sent, or 0):
 
     float16   x / s to 11 bits, s the power of two with max|x| / s in [1/2, 1)      2 bytes each
     int8      floor(x / s + u), u uniform in [0, 1), s = max|x| / 127: E[s code] = x  1 byte each
-    topk      the k = ceil(keep d) largest |x + e| as they are, with their places     8 k bytes
-              e ← what was left out, added to the next x (error feedback)
+    topk      the k = ceil(keep d) largest |x + e|, with their indices                8 k bytes
+              e ← the rest, added to the next x (error feedback)
+    grid up   floor(x / s + 1/2),   s = sqrt(Σ c_t² v_t) / 4
+    grid down floor((w' - w + e) / r + 1/2),   r = half the median deviation of w' - w + e;
+              the server continues from w + r code, as the sites do, and adds the rounding error e
+              to the next change
 
-int8 is unbiased (stochastic rounding: Alistarh, Grubic, Li, Tomioka, Vojnović, arXiv 1610.02132).
-float16 errs by at most 2^-11 |x| + 2^-25 s in each coordinate. topk is biased in a round; over
-rounds nothing is lost: what was sent plus what is still kept is all there was (Stich, Cordonnier,
-Jaggi, arXiv 1809.07599). All of it follows from released numbers and public ones, e too, so it is
-post-processing and spends no privacy. The rounding's u follows from the round and x: the same
-reply is made again, in every engine and every run of a plan.
+int8 is unbiased (stochastic rounding: Alistarh, Grubic, Li, Tomioka, Vojnović, arXiv 1610.02132);
+u depends on the round and x, so a repeated reply is the same. float16 errs by at most
+2^-11 |x| + 2^-25 s in each coordinate. topk is biased in one round, but loses nothing over rounds
+(Stich, Cordonnier, Jaggi, arXiv 1809.07599). All of it depends on released and public numbers only,
+so it is post-processing and spends no privacy, lengths included.
 
-Wherever it is handled, digested and answered it is whole, and its short form is a Task like any
-other, whose vectors "grid/NAME" are blocks of `integers`. So nobody but who sends it and who takes
-it in knows of changes.
+In the grid, c_t are the weights of released gradients in the reply (`integers.weights`), and v_t
+their noise's variance. Rounding adds s²/12, 1/192 of that variance, and its error is practically
+independent of x: the distribution of a rounded normal of deviation ν = 4 differs by less than 1e-33
+from that of a normal plus a uniform number (privacy.accounting.shared_noise). If a reply is one
+release times a public number, x / s is the oracle's own integer. Down, after any number of rounds w
+is off by the last rounding only, at most r/2 a coordinate. Other vectors, such as scaffold's c, are
+new in each round; they are rounded to a twelfth of their change's deviation.
 
-Before the first round that is what the plan's own start tells, which every site makes for itself:
-the short form is its digest, and whoever makes another one is told in full.
-
-With x = (a vector of the reply) - (what the sites were told under that name, 0 where nothing was):
-
-    up      code = floor(x / s + 1/2),   s = sqrt(Σ c_t² v_t) / 4, the deviation of x's noise over 4
-    down    code = floor((w' - w + e) / r + 1/2),   r = half the median deviation of w' - w + e;
-            the server goes on from w + r code, which is what the sites have, and adds what is left
-            out, e, to the next change
-
-c_t are the weights with which released gradients enter the reply (`linear`), v_t their noise's
-variance: public numbers. Rounding adds s²/12, 1/192 of that variance, and its error is as good as
-independent of x: of a rounded normal of deviation ν = 4 the law differs by less than 1e-33 from
-that of a normal with a uniform number added (privacy.accounting.shared_noise). Where a reply is one
-release times a
-public number, x / s is what the oracle has rounded already, and is only found again. Down nothing
-is lost: after any number of rounds w is off by the last rounding alone, r/2 a coordinate at most.
-What else is told, as scaffold's c, is new in each round and no sum of changes: it is rounded to a
-twelfth of its change's deviation, and nothing is kept. Codes are written by `integers`.
-
-All of it is post-processing of releases, lengths too: it spends no privacy.
-
-A site that took part in the last round is sent the codes alone, every other one the model itself;
-before the first round nobody is sent any (`short`). Whoever has w, r and the codes has w', bit for
-bit.
+A site of the last round is sent the codes alone, and computes w' bit for bit; others are sent the
+model. Before the first round, the codes are replaced by the digest of the plan's initial vectors,
+which every site computes itself (`short`). A DeltaTask is whole wherever it is handled; only its
+encoding is short, as a Task with blocks "grid/NAME".
 """
 
 import hashlib
@@ -81,21 +67,18 @@ _LEVELS = 127
 
 
 class CompressionSettings(BaseModel):
-    """What sites' replies are cut to, after all protection.
-
-    "auto" becomes what `settled` returns as soon as a plan is made.
-    """
+    """How vectors are encoded, after all protection. A plan replaces "auto" by `settled`."""
 
     model_config = FROZEN
     kind: Literal["auto", "none", "float16", "int8", "topk", "grid"] = "auto"
     """"none"; "float16" and "int8" round; "topk" sends the largest coordinates only; "grid"
-    rounds to a small part of the noise. "auto" is grid where all that leaves sites has a
-    gradient's noise, else none."""
+    rounds to a small part of the noise. "auto" is "grid" if everything that leaves sites has a
+    gradient's noise, else "none"."""
     keep: float = Field(default=0.1, gt=0, le=1)
-    """Of topk, the share of coordinates that is sent."""
+    """The share of coordinates that "topk" sends."""
 
     def check_noise(self, why_unprotected: str) -> None:
-        """Raise ValueError: a grid of the noise in a run that has none, for this reason."""
+        """Raise ValueError if kind is "grid" in a run without noise, for this reason."""
         if self.kind == "grid" and why_unprotected:
             raise ValueError(
                 'compression.kind = "grid" rounds to a part of the noise that protects the run\'s '
@@ -105,17 +88,16 @@ class CompressionSettings(BaseModel):
     def settled(self, noisy: bool) -> "CompressionSettings":
         """Return what "auto" means. noisy: whether all that leaves sites has gradients' noise.
 
-        "grid" is finer than such noise: it costs half a per cent of its variance, and saves seven
-        eighths of the bytes. What has none, or another, is told as it is.
+        "grid" adds half a per cent of such noise's variance, and saves seven eighths of the bytes.
         """
-        # Nobody gave it, so it does not count as given.
+        # The user did not set it, so it does not count as set.
         given = self.model_fields_set - {"kind"}
         kind = "grid" if noisy else "none"
         return CompressionSettings.model_construct(given, kind=kind, keep=self.keep)
 
 
 class Compressed(MethodWrapper):
-    """A method whose replies' vectors are float16, int8 or topk; the outermost of all."""
+    """A method whose replies' vectors are float16, int8 or topk; the outermost wrapper."""
 
     def __init__(self, inner: Method, compression: CompressionSettings) -> None:
         super().__init__(inner)
@@ -149,10 +131,10 @@ class Compressed(MethodWrapper):
         return self.inner.decode_reply(replace(reply, vectors=vectors, numbers=numbers), told)
 
     def _rounded(self, x: Tensor, task: Task) -> tuple[Tensor, float]:
-        """Return codes [d] and the scale s >= 0 by which they are multiplied again."""
+        """Return codes [d] and their scale s >= 0."""
         most = float(x.abs().max()) if x.numel() else 0.0
         if not math.isfinite(most):
-            # A run that diverges is to be seen: the scale is what makes it NaN again.
+            # The scale makes a diverged vector NaN again.
             return torch.zeros_like(x, dtype=self._type), math.nan
         if self._kind == "float16":
             scale = 2.0 ** math.frexp(most)[1] if most else 0.0
@@ -164,7 +146,7 @@ class Compressed(MethodWrapper):
         u = torch.rand(
             x.shape, generator=seeded_generator("rounding", task.round, seed), dtype=torch.float64
         )
-        # In float64 x / s is off by 1e-16 of itself; the clamp is for the coordinate with max|x|.
+        # The clamp is for rounding errors of x / s in the coordinate with max|x|.
         codes = (x.double() / scale + u.to(x.device)).floor().clamp(-_LEVELS, _LEVELS)
         return codes.to(torch.int8), scale
 
@@ -174,7 +156,7 @@ class Compressed(MethodWrapper):
 
     def _restored(self, reply: Reply, name: str, told: Mapping[str, Tensor]) -> Tensor:
         if self._kind == "topk":
-            # What was not told is as long as w, which always is.
+            # A vector that was not sent is as long as w.
             base = told[name] if name in told else torch.zeros_like(told["w"])
             return base + _spread(name, reply.vectors, base)
         codes = reply.vectors[name]
@@ -197,14 +179,14 @@ def _told(vectors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
 
 
 def _largest(name: str, x: Tensor, keep: float) -> dict[str, Tensor]:
-    """Return the largest coordinates of x [d] and their places, in the order of the places."""
+    """Return the largest coordinates of x [d] and their indices, by index."""
     k = math.ceil(keep * x.numel())
     places = x.abs().topk(k).indices.sort().values
     return {name: x[places], _PREFIX + name: places.to(torch.int32)}
 
 
 def _spread(name: str, vectors: Mapping[str, Tensor], like: Tensor) -> Tensor:
-    """Return [d] with what was sent at its places, 0 elsewhere. Raises InputError: impossible."""
+    """Return [d] with the values at their indices, else 0. Raises InputError: malformed."""
     values, places = vectors[name], vectors.get(_PREFIX + name)
     if places is None or places.dtype != torch.int32 or places.shape != values.shape:
         raise InputError(f"vector {name!r} of a reply came without the places of its values")
@@ -216,14 +198,14 @@ def _spread(name: str, vectors: Mapping[str, Tensor], like: Tensor) -> Tensor:
 
 
 DELTA_PREFIX: Final = "grid/"
-"""Of the names of vectors that are changes: in a short task, and in the server's state."""
+"""Prefix of the names of changes, in a short task and in the server's state."""
 
 START: Final = DELTA_PREFIX + "start"
-"""Of the vector that stands for all of a plan's start: its SHA-256, uint8 [32]."""
+"""Name of the SHA-256 of a plan's initial vectors, uint8 [32], which is sent instead of them."""
 
 
 def start_told(vectors: Vectors) -> Vectors:
-    """Return the short form of what the plan's start tells."""
+    """Return the short form of a plan's initial vectors."""
     digest = hashlib.sha256()
     for name, vector in sorted(vectors.items()):
         digest.update(f"{name} {vector.dtype} {list(vector.shape)}\n".encode())
@@ -232,41 +214,40 @@ def start_told(vectors: Vectors) -> Vectors:
 
 
 def is_initial(task: Task) -> bool:
-    """Whether a task's short form needs no earlier one."""
+    """Whether a task's short form is the digest of the initial vectors."""
     return isinstance(task, DeltaTask) and START in task.changes
 
 
 @dataclass(frozen=True)
 class DeltaTask(Task):
-    """A whole task that has a short form. changes: what that tells in place of the vectors."""
+    """A whole task with a short form. changes: replace the vectors in the short form."""
 
     changes: Vectors = field(default_factory=dict[str, Tensor])
 
     @cached_property
     def wire_bytes(self) -> int:
-        """The length of the encoded short form, which is what is sent."""
+        """The length of the encoded short form, which is sent."""
         return encoded_length(shortest(self))
 
 
 def expand_task(task: Task) -> Task:
-    """Return the task without a short form."""
+    """Return the whole task, without a short form."""
     told = (task.run, task.round, task.algorithm, task.vectors, task.numbers)
     return Task(*told, task.included, task.attempt)
 
 
 def shortest(task: Task) -> Task:
-    """Return a task as it is sent."""
+    """Return a task in its short form, if it has one."""
     if not isinstance(task, DeltaTask):
         return task
     return replace(expand_task(task), vectors=task.changes)
 
 
 def whole(task: Task, base: Vectors | None) -> Task | None:
-    """Return a task that came, in full.
+    """Return a received task in full; None if the base that it needs is missing or differs.
 
-    base: what its site was told in the round before, or of the first round the plan's start; None:
-    it does not know. Returns None where the task tells changes to that, or is of another start.
-    Raises InputError: changes that do not fit it.
+    base: the vectors that the site was sent in the round before, or the plan's initial vectors;
+    None if unknown. Raises InputError: changes that do not fit the base.
     """
     if START in task.vectors:
         block = task.vectors[START]
@@ -293,24 +274,24 @@ def whole(task: Task, base: Vectors | None) -> Task | None:
 
 _MODEL: Final = "w"
 _LEFT: Final = "left/w"
-"""In the server's state: what rounding has left out of the model so far [d]."""
+"""Name of the model's rounding error e [d] in the server's state."""
 
 UNITS_DOWN: Final = 2.0
-"""The deviation of a model's change in units of the grid that it is rounded to."""
+"""The standard deviation of a model's change in units of its grid."""
 
 _Question = tuple[int, tuple[tuple[str, float], ...]]
 
 
 class Gridded(MethodWrapper):
-    """A method whose vectors cross the wire as whole numbers; the outermost of all.
+    """A method whose vectors are sent as integers; the outermost wrapper.
 
-    up: whether replies do, which no masked one can.
+    up: whether replies are, too; masked replies have their own encoding.
     """
 
     prefix = DELTA_PREFIX
 
     def __init__(self, inner: Method, *, up: bool) -> None:
-        # Finer where a release is rounded once more, and not sent as it is.
+        # A finer grid if a reply sums several releases, and so is rounded again.
         one_release = inner.steps() == 1 and not inner.facts.needs_own_noise
         units = SHARE_DEVIATION if one_release else FINE_UNITS
         super().__init__(inner, coded=up, units=units if up else 0.0)
@@ -327,7 +308,7 @@ class Gridded(MethodWrapper):
         for name, vector in local.vectors.items():
             told = task.vectors.get(name)
             step = _step(found[name], oracle.noise_variance, opened.variance)
-            # Without noise, as on the records that are nobody's, nothing says how coarse.
+            # Without noise, as on dummy records, take the step from the vector.
             step = step or integers.step_of(vector if told is None else vector - told)
             vectors[name] = integers.pack_codes(*integers.quantise(vector, step, told))
         return replace(local, vectors=vectors)
@@ -338,7 +319,7 @@ class Gridded(MethodWrapper):
         opened = (self.decode_reply(reply, before) for reply in replies)
         after = self.inner.update(rest, opened)
         if not all(map(all_finite, after.vectors.values())):
-            # A run that diverges is to be seen as it is.
+            # Show a diverged run as it is.
             return after
         vectors, sent = dict(after.vectors), dict[str, Tensor]()
         for name, start in before.items():
@@ -355,11 +336,11 @@ class Gridded(MethodWrapper):
         return join(State(sent), DELTA_PREFIX, State(vectors, after.numbers))
 
     def short(self, state: State) -> Vectors | None:
-        """Return what may be told in place of `task`'s vectors."""
+        """Return the short form of `task`'s vectors."""
         own, rest = split_state(state, DELTA_PREFIX)
         codes = {name: block for name, block in own.vectors.items() if name != _LEFT}
         if not codes:
-            # Nothing was changed yet: a plan's start is what its sites make themselves.
+            # Nothing has changed yet: sites compute the initial vectors themselves.
             return start_told(self.inner.task(rest).vectors)
         told = self.inner.task(rest).vectors
         whole = {name: vector for name, vector in told.items() if name not in codes}
@@ -373,18 +354,18 @@ class Gridded(MethodWrapper):
         return self.inner.decode_reply(reply, told)
 
     def _weights_of(self, task: Task) -> NoiseWeights:
-        """Return the weights of a reply to the task, found once a round for all sites."""
+        """Return the weights of a reply to the task, computed once a round."""
         question = task.round, tuple(sorted(task.numbers.items()))
         found = self._weights.get(question)
         if found is None:
             found = weights(self.inner, task)
-            # Threads that come at once find the same.
+            # Concurrent threads compute the same.
             self._weights = {question: found}
         return found
 
 
 class _Opened(OracleWrapper):
-    """An oracle that lets everything through, and keeps the variance of the opening's noise."""
+    """An oracle that records the variance of the opening's noise."""
 
     variance = 0.0
 
@@ -395,11 +376,11 @@ class _Opened(OracleWrapper):
 
 
 def _step(weight: tuple[float, float], of_batches: float, of_opening: float) -> float:
-    """Return the unit of the grid, s: the deviation of the step's noise over SHARE_DEVIATION."""
+    """Return the grid's unit s: the deviation of the reply's noise over SHARE_DEVIATION."""
     return math.sqrt(weight[0] ** 2 * of_batches + weight[1] ** 2 * of_opening) / SHARE_DEVIATION
 
 
 def _restored(name: str, block: Tensor, told: Mapping[str, Tensor]) -> Tensor:
-    # What was not told is as long as w, which always is.
+    # A vector that was not sent is as long as w.
     start = told[name] if name in told else torch.zeros_like(told["w"])
     return integers.apply_codes(start, *integers.unpack_codes(block, start.numel()))

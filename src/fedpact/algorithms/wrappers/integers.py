@@ -1,17 +1,15 @@
-"""Whole numbers on the wire: their code, and the linear quantiser.
+"""Integers on the wire: their code, the linear quantiser, and the weights of released noise.
 
 block = step (8 bytes) · zstd(first bytes of all codes, then their second ones, ...)
 
-A code c is written as 2c, or -2c - 1 where it is negative, so that the second bytes are 0 where
-codes are small, and cost nothing. Of whole numbers that are normal with deviation 4 zstd makes 4.10
-bits each, where their entropy is log2(4 sqrt(2πe)) = 4.05. No block says how long it is once it is
-opened: that follows from the length of the vector that is expected, and whatever has another is
-refused unopened.
+A code c is written as 2c, or -2c - 1 if it is negative, so small codes have second bytes of 0,
+which cost nothing. Zstandard compresses normal integers of deviation 4 to 4.10 bits each; their
+entropy is log2(4 sqrt(2πe)) = 4.05. A block does not say how long its content is: the expected
+vector does, and a block that claims another length is refused before it is decompressed.
 
-Of every algorithm a reply's vector is, with the trajectory held fixed, a sum of released gradients
-with public weights (-η for each of FedAvg's). They are found by carrying out the algorithm's own
-local part on unit vectors, so they are right for whatever algorithm there is: with gradients
-e_1, e_2, ... in place of released ones, coordinate k of the reply is the weight of the k-th.
+With the trajectory held fixed, every algorithm's reply is a sum of released gradients with public
+weights (-η for each of FedAvg's). They are computed by running the algorithm's local part on unit
+vectors: with gradients e_1, e_2, ..., coordinate k of the reply is the weight of the k-th.
 """
 
 import math
@@ -42,27 +40,26 @@ _Floats = NDArray[np.floating[Any]]
 _STEP: Final = struct.Struct("<d")
 _LONGEST_CODE: Final = 8
 _LARGEST: Final = 2.0**52
-"""Float64 numbers up to here have halves."""
+"""Up to here, float64 represents halves."""
 
 _KINDS: Final = {np.int8: 2**7 - 1, np.int16: 2**15 - 1, np.int32: 2**31 - 1, np.int64: _LARGEST}
-"""The types of codes, and their largest ones."""
+"""Type -> largest code."""
 
 _PART: Final = 1 << 15
 
 DEFAULT_STEPS: Final = 12.0
-"""How many steps the deviation of a vector has where nothing is known of its noise."""
+"""Steps per standard deviation of a vector whose noise is unknown."""
 
 _NORMAL: Final = 1.4826
-"""A normal law's deviation over the median of its absolute values."""
+"""A normal distribution's deviation over the median of its absolute values."""
 
-# What repeats in noise is found by chance, and costs more bits than it saves: look for long
-# repetitions only, and for few.
+# Short repetitions in noise occur by chance and cost more bits than they save.
 _LEVEL: Final = 1
 _LONG: Final = {"min_match": 7, "hash_log": 6}
 
 
 class _OfThread(threading.local):
-    """What each thread compresses with: making one takes longer than a small model's vector."""
+    """Compressors by thread: creating one takes longer than compressing a small vector."""
 
     def __init__(self) -> None:
         how = zstandard.ZstdCompressionParameters.from_level(_LEVEL, **_LONG)
@@ -74,37 +71,37 @@ _own = _OfThread()
 
 
 def step_of(x: Tensor, units: float = DEFAULT_STEPS) -> float:
-    """Return the deviation of x [d], by its median, over `units`; 1 where x is 0.
+    """Return the deviation of x [d], by its median, over `units`; 1 if x is 0.
 
-    Rounding to it adds 1/(12 units²) of the variance of a normal x. The median is the same on any
-    number of threads.
+    Rounding to it adds 1/(12 units²) of the variance of a normal x. Unlike a mean, the median does
+    not depend on the number of threads.
     """
     lengths = x.detach().abs()
     deviation = _NORMAL * _median(_at_hand(lengths)) if x.numel() else 0.0
     if not deviation > 0:
         deviation = float(lengths.double().square().mean().sqrt()) if x.numel() else 0.0
-    # A deviation of a few denormals has no quarter.
+    # A denormal deviation may underflow.
     return deviation / units if deviation / units > 0 else 1.0
 
 
 def _median(values: _Floats) -> float:
-    """Return the lower median, which is looked for between two numbers near that of a sample."""
+    """Return the lower median, searched between two numbers near a sample's median."""
     middle = (len(values) - 1) // 2
     some = np.sort(values[:: max(1, len(values) // 4096)])
     low, high = (some[int(share * (len(some) - 1))] for share in (0.46, 0.54))
     below = np.count_nonzero(values < low)
     near = values[(values >= low) & (values <= high)]
-    # Where they are elsewhere, or some are no numbers, it is looked for among all.
+    # If it is not between them, or for NaN, search all.
     if not below <= middle < below + len(near) or not high < math.inf:
         return float(torch.from_numpy(values).median())
     return float(np.partition(near, middle - below)[middle - below])
 
 
 def quantise(x: Tensor, step: float, start: Tensor | None = None) -> tuple[Tensor, float]:
-    """Return floor((x - start)/step + 1/2) [d], and the step: a larger one where codes had no room.
+    """Return floor((x - start)/step + 1/2) [d], and the step, enlarged if codes would overflow.
 
-    start: [d], 0 by default. The codes are of the smallest signed type that holds them all. Of an x
-    with NaN or infinity they are 0 and the step is NaN, so that it is seen again.
+    start: [d], 0 by default. The codes have the smallest signed type that holds them. If x has NaN
+    or infinity, they are 0 and the step is NaN.
     """
     source, base = _at_hand(x), None if start is None else _at_hand(start)
     for kind, largest in _KINDS.items():
@@ -120,9 +117,9 @@ def quantise(x: Tensor, step: float, start: Tensor | None = None) -> tuple[Tenso
 def _filled(
     codes: NDArray[Any], x: _Floats, start: _Floats | None, step: float, largest: float
 ) -> bool:
-    """Write floor((x - start)/step + 1/2) to codes [d]; False where one is longer than `largest`.
+    """Write floor((x - start)/step + 1/2) to codes [d]; return False if one exceeds `largest`.
 
-    Part by part, so that what is in between stays in the processor's cache.
+    Part by part, so that intermediate results stay in the processor's cache.
     """
     room = np.empty(min(_PART, len(x)))
     for part in _parts(len(x)):
@@ -131,7 +128,7 @@ def _filled(
         whole /= step
         whole += 0.5
         np.floor(whole, out=whole)
-        # False for NaN, too.
+        # Also false for NaN.
         if not -largest <= whole.min() <= whole.max() <= largest:
             return False
         np.copyto(codes[part], whole, casting="unsafe")
@@ -139,9 +136,9 @@ def _filled(
 
 
 def apply_codes(start: Tensor, codes: Tensor, step: float) -> Tensor:
-    """Return start + step · codes, of start's type: the same bits at whoever has all three.
+    """Return start + step · codes, in start's type: the same bits on every machine.
 
-    Two operations in float64 and one rounding, each of them exact to the bit by IEEE 754.
+    Two float64 operations and one rounding, each defined by IEEE 754.
     """
     source, whole = _at_hand(start), codes.numpy()
     target, room = np.empty_like(source), np.empty(min(_PART, len(source)))
@@ -157,7 +154,7 @@ def apply_codes(start: Tensor, codes: Tensor, step: float) -> Tensor:
 def pack_codes(codes: Tensor, step: float) -> Tensor:
     """Return the block of codes [d], of any signed type, and their step: uint8 [n]."""
     whole = codes.numpy()
-    # numpy adds vectorised, and shifts to the left one by one.
+    # numpy vectorises additions, but not left shifts.
     flat = (whole + whole) ^ (whole >> (8 * whole.itemsize - 1))
     planes = flat.view(np.uint8).reshape(-1, whole.itemsize).T
     count = max((i + 1 for i, plane in enumerate(planes) if plane.any()), default=1)
@@ -166,9 +163,9 @@ def pack_codes(codes: Tensor, step: float) -> Tensor:
 
 
 def unpack_codes(block: Tensor, length: int) -> tuple[Tensor, float]:
-    """Return codes [length], of the smallest signed type, and step of what `pack_codes` made.
+    """Return codes [length], of the smallest signed type, and step of a block of `pack_codes`.
 
-    Raises InputError: it made no such block. Nothing longer than 8 bytes a code is ever unpacked.
+    Raises InputError: a malformed block. At most 8 bytes a code are ever decompressed.
     """
     if block.dtype != torch.uint8 or block.dim() != 1 or len(block) <= _STEP.size:
         raise _malformed(f"a vector of {block.dtype} with the shape {list(block.shape)}")
@@ -204,22 +201,21 @@ def _parts(length: int) -> Iterator[slice]:
 
 def _malformed(what: str) -> InputError:
     return InputError(
-        f"{what} came where whole numbers are expected: expected what integers.encode wrote; check "
-        "that both ends run the same version"
+        f"{what} came instead of a block of integers: check that both ends run the same version"
     )
 
 
 NoiseWeights = Mapping[str, tuple[float, float]]
-"""Vector of a reply -> sqrt(Σ c_k²) over gradients of batches, and over those of openings."""
+"""Name of a reply's vector -> sqrt(Σ c_k²) over gradients of batches, and of openings."""
 
 _SOME_SHARE: Final = 0.5
 
 
 def weights(method: Method, task: Task) -> NoiseWeights:
-    """Return the weights of a reply to a task; of this only numbers and round count.
+    """Return the weights of a reply to a task, of which only numbers and round are used.
 
-    A difference of gradients counts for nothing, as its noise follows the trajectory: the weights
-    are then of less noise than there is.
+    Differences of gradients count as 0, as their noise depends on the trajectory; the weights then
+    understate the noise.
     """
     while isinstance(method, MethodWrapper) and not isinstance(method, Stepped):
         method = method.inner
@@ -241,7 +237,7 @@ class _Units:
     """An oracle whose k-th gradient is `length` times the k-th unit vector [d]."""
 
     batch_size = 1.0
-    sampling_rate = 1e-12  # a site makes as many steps as it may
+    sampling_rate = 1e-12  # so that fednova makes the most steps
     noise_variance = 0.0
     steps_left = math.inf
     shares: Mapping[str, Tensor] = MappingProxyType({})
@@ -265,7 +261,7 @@ class _Units:
         return _Unit(self)
 
     def columns(self) -> Means:
-        raise PolicyRefused("what scales columns was asked for: weights are of gradients alone")
+        raise PolicyRefused("column scales were asked for: weights are of gradients only")
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
         """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
@@ -273,7 +269,7 @@ class _Units:
 
 
 class _Unit:
-    """A batch that answers with unit vectors, whatever the records are."""
+    """A batch that answers with unit vectors."""
 
     noise_variance = 0.0
 
