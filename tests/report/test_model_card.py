@@ -14,7 +14,7 @@ from fedpact.common.format import upper
 from fedpact.plan import Plan
 from fedpact.report.model_card import SIMULATED, Facts, about_of, render_model_card
 from fedpact.report.run_summary import read_run
-from fedpact.simulation.statement import secure_lines
+from fedpact.simulation.statement import describe_masks
 
 from .conftest import Build
 
@@ -79,7 +79,7 @@ def test_the_card_does_not_give_the_number_of_sites(build: Build) -> None:
     changes = {"sites": 12, "secure_aggregation": table, "robust": {"rule": "trimmed", "liars": 2}}
     for privacy in ({}, {"trust": "sum", "honest": 7}):
         plan = Plan.model_validate({"privacy": privacy, "secure_aggregation": table, "sites": 12})
-        of = facts(build(NAMES), {"covers": ["A line.", *secure_lines(plan, 12)]}, **ABOUT)
+        of = facts(build(NAMES), {"covers": ["A line.", describe_masks(plan, 12)]}, **ABOUT)
         of.run.plan.update(changes, privacy={**privacy, "epsilon": [2.0] * 12})
         del of.run.plan["settings"]
         card = render_model_card(of)

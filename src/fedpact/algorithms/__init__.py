@@ -42,7 +42,7 @@ class Summed:
 
 
 EVEN_IS_NOT_SUMMED = Summed(
-    why_not="aggregation = 'uniform' counts sites alike, and masked vectors count by declared size"
+    why_not="aggregation = 'uniform' weights sites equally, and masked vectors by declared size"
 )
 
 
@@ -91,14 +91,13 @@ class MethodFacts:
         "does not declare that it has none"
     )
     """Why noise shared among sites would not protect it; empty if `local` is one batch's gradient
-    at the task's w, which enters the reply linearly, nothing is remembered and the update uses the
-    mean of the replies: see docs/notes/noise-for-the-sum.md. The conformance suite compares both
-    kinds of noise."""
+    at the task's w, linear in the reply, without memory, and the update uses the mean of the
+    replies (docs/notes/noise-for-the-sum.md). The conformance suite compares both kinds."""
 
     sums_releases: bool = False
-    """Whether each vector of a reply is what was told under its name (0 where nothing was) plus the
-    round's released gradients times numbers that the task fixes, whatever the site remembers: then
-    masked replies can be short. The conformance suite compares both."""
+    """Whether each vector of a reply is the task's vector of that name, or 0, plus the round's
+    released gradients times numbers that follow from the task, for any memory of the site. Masked
+    replies can then be short. The conformance suite compares both."""
 
     excludes: Mapping[str, str] = field(default_factory=dict[str, str])
     """Part of a plan -> why it cannot be combined with the algorithm: "fairness", "control",

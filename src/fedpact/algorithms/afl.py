@@ -13,16 +13,15 @@ Client    w_i ← w̄;  τ times: w_i ← w_i - η g(w_i), g on a Poisson batch 
 Server    w ← Σ λ_i w_i;  λ_i ← λ_i exp(γ_λ F_i), made to add up to 1, from λ_i = p_i:
           the saddle point min over w, max over λ of Σ λ_i F_i(w)             (5) over all mixtures
 Releases  gradient sum, clipped loss sum, and the count under "quantile": one joint event a step,
-          charged whole at every step, though loss and count are asked for at the first alone
+          charged at every step, although loss and count are used at the first step only
 Neutral   γ_λ = 0 gives fedavg, bit for bit
-Differs   λ takes the mirror step of entropy, where the paper projects λ + γ_λ F onto the simplex:
-          no weight becomes 0, so a site whose loss rises again is heard again.
-          The last w is the model; the paper's bound is of the average over rounds.
-          τ > 1, which the paper does not have; a site's gradient follows from all of its records'
-          batch, where it draws a site by λ.
+Differs   λ takes a mirror step with entropy, where the paper projects λ + γ_λ F onto the simplex:
+          no weight becomes 0, so a site whose loss rises counts again.
+          The last w is the model; the paper's bound is for the average over rounds.
+          τ may exceed 1, and each site's gradient is used, where the paper draws a site by λ.
 
-At the saddle point the sites with weight have equal losses, the largest there are: the model is the
-best for the worst mixture of the sites. Noise in F_i adds up in a score like a random walk.
+At the saddle point all sites with weight have the same, largest loss: the model is the best for the
+worst mixture of sites. Noise in F_i accumulates in a score like a random walk.
 """
 
 from collections.abc import Iterable, Iterator
@@ -40,7 +39,7 @@ from fedpact.privacy.oracle import Oracle
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"mixture_rate": 0.0})
 
 _SCORE = "score/"
-# How far a score may be below the largest: its weight is then e^-300 of that one's, and not 0.
+# The least score relative to the largest, so that no weight becomes 0.
 _LOWEST_SCORE = 300.0
 _MOST_LOSS = 1e9
 
@@ -55,8 +54,8 @@ class Settings(LossSettings):
 def facts(settings: Settings) -> MethodFacts:
     return MethodFacts(
         {"gradient": 1.0, **settings.loss_channels},
-        needs_all_sites="the weights of all sites move together, by losses at one model",
-        summed=Summed(why_not="each site counts by its own losses"),
+        needs_all_sites="the weights of all sites change together, by losses at one model",
+        summed=Summed(why_not="each site is weighted by its own losses"),
         excludes=EXCLUDED_BY_LOSSES,
     )
 
@@ -77,12 +76,12 @@ def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
             key = _SCORE + reply.site
             score = scores.get(key, 0.0)
             yield replace(reply, weight=reply.weight * exp(score))
-            # In this order NaN moves nothing up.
+            # In this order NaN becomes the least.
             loss = min(max(-_MOST_LOSS, reply.numbers["loss"]), _MOST_LOSS)
             scores[key] = score + settings.mixture_rate * loss
 
     mean = weighted_mean(weighed())
     largest = max(scores.values())
-    # Only differences count; as they are kept, exp of no score is infinite or 0.
+    # Only differences matter; bounded so that exp is finite and positive.
     kept = {key: max(score - largest, -_LOWEST_SCORE) for key, score in scores.items()}
     return State(mean.vectors, kept)

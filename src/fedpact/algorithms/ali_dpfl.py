@@ -5,25 +5,21 @@ Symbols   paper  code              meaning, unit or range                       
           η      learning_rate     step size, > 0                                plan
           κ      kappa             φλ² > 0: the larger, the more local work      plan, or 10 ρ²
           R_c    iterations        local iterations of all rounds, or None       plan, or the sites
-          R_s    rounds left       by plan.rounds and the budgets of bytes and   plan
-                                   seconds
-          τ_m    most_local_steps  no round has more, in 1..100                  plan
-          ρ β ξ  algorithms.common.tau_control    estimates, averaged over sites and rounds
-          released
-Client    as FedAvg, with the round's τ; beside w_i the numbers of algorithms.common.tau_site
+          R_s    rounds left       by plan.rounds and budgets of bytes, seconds  plan
+          τ_m    most_local_steps  the most of a round, in 1..100                plan
+          ρ β ξ                    estimates, means over sites and rounds        released
+Client    as FedAvg, with the round's τ; also sends the numbers of common.tau_site
 Server    w ← Σ p_i w_i
           T(τ) = min(iterations left, τ · rounds left)
-          τ ← argmax T(τ) (η - ρ h(τ)/(τκ)) over 1..min(2τ, τ_m);  algorithms.common.tau_control
-          has h
+          τ ← argmax T(τ) (η - ρ h(τ)/(τκ)) over 1..min(2τ, τ_m), h from common.tau_control
 Releases  τ gradient sums: τ events. The numbers follow from them and cost nothing.
-Bounds    w_i as fedavg, with the round's τ; the numbers as
-algorithms.common.tau_control.Controller has them
+Bounds    w_i as fedavg, with the round's τ; the numbers as common.tau_control.Controller
 Neutral   most_local_steps = 1 gives fedavg with τ = 1, bit for bit; so does R_s >= R_c
 Differs   The bracket of h, and T as a function of τ: docs/notes/errata.md, A1 and A5.
-          φ and λ are unknown, and only κ moves the minimum.
-          ρ, β and ξ come from noisy gradients instead of the records (estimator "raw" is the
-          paper's, leaves the sites unprotected, and makes the run's report say so); they are roots
-          of mean squares over the sites. Without a clear estimate τ is the budgets' even split.
+          φ and λ are unknown, and only κ changes the minimum.
+          ρ, β and ξ are estimated from noisy gradients instead of the records (estimator "raw" is
+          the paper's; it leaves the sites unprotected, as the report says). They are root mean
+          squares over the sites. Without a clear estimate τ is the budgets' even split.
           The last round is shortened, so that no site's budget is exceeded.
 """
 
@@ -50,7 +46,7 @@ class Settings(BaseSettings, Ali):
 
     @property
     def controller(self) -> Controller:
-        """What chooses τ."""
+        """The controller that chooses τ."""
         return Controller(self, self.learning_rate)
 
 
@@ -62,12 +58,12 @@ def facts(settings: Settings) -> MethodFacts:
         unprotected=settings.estimator == "raw",
         summed=Summed(
             why_not="its controller needs the minimum of the sites' remaining steps and squares "
-            "of each site's vector, which no sum of vectors gives"
+            "of each site's vector"
         ),
         needs_all_sites="its τ depends on the remaining budget of every site, and its estimates "
         "need all of them",
         excludes={
-            "control": "it chooses τ by itself, as fedavg with [control] does",
+            "control": "it chooses τ itself, as fedavg with [control] does",
             "robust": "its controller reads single replies, so one lie moves its estimates",
             "local": "its controller's estimates assume plain steps",
             "local.head": "its controller's estimates compare the sites' gradients at one model",
@@ -77,7 +73,7 @@ def facts(settings: Settings) -> MethodFacts:
 
 
 def steps(settings: Settings, state: State | None = None) -> int:
-    """Return the local iterations τ of the next round; 0 where the iterations are used up."""
+    """Return τ of the next round; 0 if the iterations are used up."""
     return settings.controller.steps(state)
 
 

@@ -4,7 +4,7 @@ Algorithm 1.
 Symbols   paper  code           meaning, unit or range                          who chooses it
           η      learning_rate  step size of both models, > 0                   plan
           τ      paired_steps   steps of each model in a round, >= 1            plan
-          α      own_share      how much of a site's model is its own, in [0, 1] plan
+          α      own_share      weight of v_i in a site's model, in [0, 1]       plan
           v_i    memory "v"     the site's own part [d], at first w̄             released
           v̄_i                   α v_i + (1 - α) w, the site's own model
 Client    w_i ← w̄;  τ times, each gradient on a Poisson batch of its own:
@@ -12,9 +12,9 @@ Client    w_i ← w̄;  τ times, each gradient on a Poisson batch of its own:
           upload w_i
 Server    w ← Σ p_i w_i
 Releases  2 τ gradient sums: 2 τ events. v_i follows from them and costs nothing further
-Neutral   none, as w never knows of v_i. α = 0: the site's model is w; α = 1: the site by itself
-Differs   α is the plan's and one for all; the paper can learn it for each site, which takes an
-          inner product of a gradient with w_i - v_i. Every site takes part, with weights p_i.
+Neutral   none, as w does not depend on v_i. α = 0: the site's model is w; α = 1: local training
+Differs   one α for all, from the plan; the paper can learn it for each site, from an inner product
+          of a gradient with w_i - v_i. Every site takes part, with weights p_i.
 """
 
 import torch
@@ -37,7 +37,7 @@ class Settings(BaseSettings):
     own_share: float = Field(default=0.5, ge=0, le=1)
 
     def own_model(self, w: Tensor, memory: State) -> Tensor | None:
-        """Return a site's own model [d]: α v_i + (1 - α) w; w of a site that has no v_i yet."""
+        """Return a site's own model [d]: α v_i + (1 - α) w; w before its first round."""
         return torch.lerp(w, memory.vectors.get("v", w), self.own_share)
 
 
@@ -53,10 +53,10 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     told, rate = task.vectors["w"], settings.learning_rate
     w, v = told.clone(), memory.vectors.get("v", told).clone()
     batches = oracle.batches(2 * settings.paired_steps, "gradient")
-    # Each batch is closed by the next one: its gradient is taken before that.
+    # The next batch closes a batch, so take its gradient before.
     for batch in batches:
         mixed = torch.lerp(w, v, settings.own_share)
         v.add_(batch.gradient(mixed), alpha=-rate * settings.own_share)
         w.add_(next(batches).gradient(w), alpha=-rate)
-    # One step that is out of all range must not stay in a site's own model for good.
+    # Do not keep a model that is no longer finite.
     return Local({"w": w}, memory=State({"v": v if bool(v.isfinite().all()) else told}))

@@ -5,19 +5,18 @@ Symbols   paper  code            meaning, unit or range                       wh
           η      learning_rate   step size of both models, > 0                plan
           r      global_steps    steps of the shared model in a round, >= 1   plan
           s      personal_steps  steps of the site's own model, >= 1          plan
-          λ      proximal        how strongly v_i is held to w̄, >= 0          plan
+          λ      proximal        weight of the proximal term, >= 0            plan
           v_i    memory "v"      the site's own model [d], at first w̄         released
 Client    w_i ← w̄;  r times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own;  upload w_i
           s times: v_i ← (v_i - η g(v_i) + ηλ w̄) / (1 + ηλ), g on a batch of its own
 Server    w ← Σ p_i w_i
 Releases  r + s gradient sums: r + s events. v_i follows from them and costs nothing further
-Neutral   none, as w never knows of v_i. λ = 0: v_i is the site by itself; λ = ∞: v_i = w̄, from
-          1e300 on
-Differs   the step on (λ/2)‖v_i - w̄‖² is implicit, so every λ is stable; the fixed points are those
-          of the paper's step. Weights p_i. η is one for both models.
+Neutral   none, as w does not depend on v_i. λ = 0: local training; λ = ∞ (from 1e300): v_i = w̄
+Differs   the step on (λ/2)‖v_i - w̄‖² is implicit, so every λ is stable; it has the fixed points of
+          the paper's step. Weights p_i. One η for both models.
 
-What is sent is fedavg's, so who lies moves w alone, and v_i holds against it as 1/λ does. Each
-round of a private run pays for both models: s = 0 would be fedavg.
+Replies are fedavg's, so a dishonest site affects w, and v_i through λ only. Each round of a private
+run pays for both models: s = 0 would be fedavg.
 """
 
 import torch
@@ -41,7 +40,7 @@ class Settings(BaseSettings):
     proximal: float = Field(default=0.1, ge=0)
 
     def own_model(self, w: Tensor, memory: State) -> Tensor | None:
-        """Return a site's own model [d]: v_i; w of a site that has none yet."""
+        """Return a site's own model [d]: v_i; w before its first round."""
         if self.proximal >= 1e300:
             return w
         return memory.vectors.get("v", w)
@@ -63,5 +62,5 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     to_shared = 1 - 1 / (1 + rate * settings.proximal)
     for batch in oracle.batches(settings.personal_steps, "gradient"):
         v = torch.lerp(v.add_(batch.gradient(v), alpha=-rate), told, to_shared)
-    # One step that is out of all range must not stay in a site's own model for good.
+    # Do not keep a model that is no longer finite.
     return Local({"w": w}, memory=State({"v": v if bool(v.isfinite().all()) else told}))

@@ -9,10 +9,10 @@ Symbols   paper  code           meaning, unit or range                        wh
 Client    w_i ← w;  τ times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own
 Server    w ← Σ p_i w_i
 Releases  τ gradient sums: τ events
-Neutral   nothing: FedAvg is what others reduce to
-Differs   Poisson batches, divided by their expected size, where the paper runs epochs over shuffled
-          batches; a fixed number of sites (sites_per_round) in place of a fraction C, by default
-          all of them. The mean of the replies has weights p_i, of those who take part.
+Neutral   none: other algorithms reduce to FedAvg
+Differs   Poisson batches, divided by their expected size, instead of epochs over shuffled batches;
+          a fixed number of sites (sites_per_round, by default all) instead of a fraction C.
+          The weights p_i are over the sites that take part.
 """
 
 from collections.abc import Iterable
@@ -41,12 +41,12 @@ def facts(settings: Settings) -> MethodFacts:
 
 
 def why_own_noise(steps: int) -> str:
-    """Return why noise that sites share out would not protect so many steps of SGD, or ""."""
+    """Return why shared noise would not protect this number of SGD steps, or ""."""
     if steps == 1:
         return ""
     return (
-        f"with settings.local_steps = {steps} a site's later steps begin where its own noisy ones "
-        "ended, which its own noise alone hides; take 1"
+        f"with settings.local_steps = {steps} a site's later steps start from its own noisy ones, "
+        "which only its own noise hides; use 1"
     )
 
 

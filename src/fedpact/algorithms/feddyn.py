@@ -13,19 +13,18 @@ Client    w_i ← w̄;  τ times: w_i ← w_i - η (g(w_i) - h_i + α (w_i - w̄
           upload u_i = w_i - h_i/α
 Server    w ← Σ p_i u_i, which is Σ p_i w_i - h/α with the paper's h = Σ p_i h_i
 Releases  τ gradient sums: τ events. u_i and h_i follow from them and cost nothing further
-Neutral   none: α divides. α → 0 makes steps without end, as h_i/α stays the gradients' size
+Neutral   none: α is a divisor, and α → 0 gives unbounded steps, as h_i/α keeps the gradients' size
 Differs   τ steps, where the paper solves the local problem: h_i approaches ∇F_i over rounds.
-          h is not kept: u_i carries each site's share of it, in the d numbers of w_i. So the sites
-          that reply are the federation: one that stops takes its h_i along, and one that returns,
-          or whose reply was lost, goes on with the h_i of its last reply that was included. The
-          paper's h keeps those of sites that were not asked; here all are asked, and
+          The server stores no h: u_i includes each site's share of it. So h is over the sites that
+          reply. A site that returns, or whose reply was lost, continues with the h_i of its last
+          included reply. The paper's h includes sites that were not asked; here all are asked, and
           sites_per_round is refused.
-          Weights p_i, and with them the optimum of Σ p_i F_i; the paper's are even.
+          Weights p_i, and so the optimum of Σ p_i F_i; the paper's are even.
 
-Choose α near 1/(τη), and η <= 1/(β + α) for β-smooth loss. In the end a gradient moves w by 1/α,
+Choose α near 1/(τη), and η <= 1/(β + α) for a β-smooth loss. A gradient finally moves w by 1/α,
 over some 1/(ατη) rounds, where fedavg moves it by τη at once. So does noise: α far below 1/(τη)
-magnifies it by 1/(ατη), and shows only in the accuracy. h_i's own noise settles at v_i αη/(2 - αη)
-a coordinate, v_i the gradients', and does not grow.
+magnifies it by 1/(ατη), which only the accuracy shows. h_i's noise converges to v_i αη/(2 - αη) a
+coordinate, with v_i the gradients'.
 """
 
 from collections.abc import Iterable
@@ -53,23 +52,22 @@ class Settings(fedprox.Settings):
     learning_rate: float = Field(default=0.2, gt=0)
     proximal: float = Field(default=1.0, gt=0)
     aggregation: Aggregation = "size"
-    """Sites count by their "size", N_i / Σ N, or alike ("uniform")."""
+    """Weights of sites: "size", N_i / Σ N, or "uniform"."""
 
 
 def facts(settings: Settings) -> MethodFacts:
     return MethodFacts(
         summed=Summed() if settings.aggregation == "size" else EVEN_IS_NOT_SUMMED,
-        needs_all_sites="each reply carries its site's share of h, so a round of some sites would "
-        "leave out the others' h_i; with the paper's h, the server would need what each of them "
-        "has sent",
+        needs_all_sites="each reply includes its site's share of h, so a round of some sites would "
+        "omit the others' h_i",
         excludes={
-            "fairness": "it sends its model less h_i/α, at which a loss would mean nothing",
-            "local": "its h_i adds up what plain steps moved, as a gradient where they end",
-            "server": "FedDyn's next model is the sites' mean less the server's h, no step from "
+            "fairness": "it sends its model less h_i/α, at which a loss has no meaning",
+            "local": "its h_i sums the movements of plain steps, as gradients where they end",
+            "server": "FedDyn's next model is the sites' mean less the server's h, not a step from "
             "w: an optimiser would integrate the sites' drift a second time",
-            "local.head": "its h adds up all of w, and of a head nothing is sent",
-            "privacy.clip_schedule": "its h_i adds up gradients of earlier rounds, and how far a "
-            "reply may go follows one clip of them all",
+            "local.head": "its h sums all of w, and a head is not sent",
+            "privacy.clip_schedule": "its h_i sums gradients of earlier rounds, and the bound on a "
+            "reply assumes one clip for all",
         },
     )
 

@@ -6,7 +6,7 @@ Symbols   paper  code           meaning, unit or range                        wh
           τ      local_steps    local iterations of a round, >= 1             plan
           ε      damping        > 0; the larger, the nearer to fedavg         plan
           Δ_i                   w_i - w̄, a site's movement
-          D_i    "moved"        ‖Δ_i‖² freed of noise, >= 0                   released
+          D_i    "moved"        ‖Δ_i‖² less its noise's energy, >= 0          released
           n_i    "noise"        τ η² d v_i, the energy of a movement's noise  the sites, public
 Client    w_i ← w̄;  τ times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own
           upload w_i, D_i = max(0, ‖Δ_i‖² - n_i), n_i
@@ -14,13 +14,13 @@ Server    w ← w̄ + η_g Σ p_i Δ_i,  η_g = max(1, Σ p_i D_i / (2 (D + ε))
           D = max(0, ‖Σ p_i Δ_i‖² - Σ p_i² n_i)
 Releases  τ gradient sums: τ events. D_i follows from w_i and costs nothing further
 Neutral   ε = ∞ gives fedavg: from 1e300 on, bit for bit
-Differs   both lengths are freed of the energy of the gradients' noise: without that, noise alone
+Differs   the energy of the gradients' noise is subtracted from both lengths: otherwise, noise alone
           would make η_g half the number of sites. In a plain run n_i = 0.
-          Weights p_i, where the paper's are even. The last w is the model, where it averages the
+          Weights p_i instead of even ones. The last w is the model, instead of the average of the
           last two. η_g <= most_extrapolation, which the paper does not need without noise.
 
-Sites that agree have Σ p_i D_i = D and η_g = 1; where their movements are orthogonal, η_g is half
-the number of sites.
+If sites agree, Σ p_i D_i = D and η_g = 1; if their movements are orthogonal, η_g is half the number
+of sites.
 """
 
 from collections.abc import Iterable, Iterator
@@ -42,19 +42,19 @@ class Settings(fedavg.Settings):
     local_steps: int = Field(default=5, ge=1)
     damping: float = Field(default=1e-3, gt=0)
     most_extrapolation: float = Field(default=20.0, ge=1)
-    """What η_g is kept below."""
+    """The largest η_g."""
 
 
 def facts(settings: Settings) -> MethodFacts:
     return MethodFacts(
         needs_all_sites="",
         summed=Summed(public=("noise",)),
-        needs_own_noise="a site takes its own noise off its movement's length, and sends that",
+        needs_own_noise="a site subtracts its own noise's energy from the length that it sends",
         sums_releases=True,
         excludes={
-            "server": "its extrapolation is a step size of the server's already",
-            "local": "it takes the noise of plain steps off the way that a site has moved",
-            "robust": "its step follows the lengths that sites report, so a lie would choose it",
+            "server": "its extrapolation is already a step size of the server",
+            "local": "it subtracts the noise of plain steps from a site's movement",
+            "robust": "its step depends on lengths that sites report, so a lie could choose it",
         },
     )
 
@@ -65,7 +65,7 @@ def public_numbers(task: Task, terms: Terms, settings: Settings) -> dict[str, Ra
 
 
 def _energy(task: Task, variance: float, settings: Settings) -> float:
-    """Return n_i of a site whose gradients' noise has this variance in a coordinate."""
+    """Return n_i for noise of this variance in each coordinate of a gradient."""
     steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
     return steps * rate**2 * len(task.vectors["w"]) * variance
 
@@ -91,7 +91,7 @@ def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
     noise = sum((weight / total) ** 2 * energy for weight, energy in energies)
     together = max(0.0, _square(mean.vectors["w"] - start) - noise)
     longer = mean.numbers["moved"] / (2 * (together + settings.damping))
-    # In this order NaN is 1.
+    # In this order NaN becomes 1.
     scale = min(max(1.0, longer), settings.most_extrapolation)
     return State({"w": torch.lerp(start, mean.vectors["w"], scale)})
 

@@ -4,19 +4,18 @@ privacy. arXiv 2402.16028: the algorithm without privacy. Its private form is fe
 Symbols   paper  code             meaning, unit or range                       who chooses it
           η      learning_rate    step size, > 0                               plan
           λ      fairness_weight  >= 0; 0 gives FedAvg                         plan, tune fedfdp
-          -      weight_rule      λ itself, or λ F: algorithms.common.fairness.WeightRule
-          plan E      local_steps      local iterations of a round; 1/q is an epoch plan
+          -      weight_rule      λ or λ F; see common.fairness.WeightRule     plan
+          E      local_steps      local iterations of a round; 1/q: an epoch   plan
           F      "loss"           Σ p_i F_i(w_i) of the last round             the sites
 Client    minimises F_i + (λ/2) Σ p_i (F_i - F)²; w_i ← w, then on each batch b
           Δ = F_i(w_i, b) - F,  w_i ← w_i - η max(0, 1 + λΔ) ∇F_i(w_i, b)
           and at the end F_i(w_i) on all records
-Server    w ← Σ p_i w_i,  F ← Σ p_i F_i(w_i);  as long as F is no finite number, λ counts as 0
-Releases  exact numbers: a plan refuses it where privacy.mode is not "none". The loss before each
-          step would be a release of its own; fedfdp weighs records inside their clip instead
+Server    w ← Σ p_i w_i,  F ← Σ p_i F_i(w_i);  while F is not finite, λ counts as 0
+Releases  exact numbers: refused unless privacy.mode = "none". The loss before each step would be
+          another release; fedfdp weights records inside their clip instead
 Neutral   λ = 0 gives fedavg, bit for bit
-Differs   The weight is clamped at 0, as fedfdp's: below it a step would climb.
-          Poisson batches, divided by their expected size, for batch loss and gradient alike: the
-          batch loss is F_i(w_i, b) on average.
+Differs   The weight is clamped at 0, as in fedfdp: a negative one would ascend.
+          Batch loss and gradient are sums over a Poisson batch, divided by its expected size.
 """
 
 import math
@@ -33,7 +32,7 @@ from fedpact.privacy.oracle import Opening, Oracle
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"fairness_weight": 0.0})
 
-# A plain oracle's losses have no bound.
+# A plain oracle ignores it.
 _UNUSED_BOUND = 10.0
 
 
@@ -45,7 +44,7 @@ class Settings(BaseSettings):
     fairness_weight: float = Field(default=0.1, ge=0)
     """λ; 0 gives FedAvg."""
     weight_rule: WeightRule = "fixed"
-    """"fixed" weighs by 1 + λ (ℓ - F); "relative" by 1 + λ (ℓ/F - 1)."""
+    """"fixed" weights by 1 + λ (ℓ - F); "relative" by 1 + λ (ℓ/F - 1)."""
 
 
 def facts(settings: Settings) -> MethodFacts:
@@ -53,16 +52,15 @@ def facts(settings: Settings) -> MethodFacts:
         {"gradient": 1.0, "loss": 1.0},
         Opening(1.0, {"loss": 1.0}),
         {"loss": FAIR_LOSS},
-        plain_only="it weighs each step by the batch's exact loss; algorithm = 'fedfdp' is its "
+        plain_only="it weights each step by the batch's exact loss; algorithm = 'fedfdp' is its "
         "private form",
         needs_all_sites="",
         excludes={
-            "fairness": "it has its own fairness, and two would work against each other: set its "
-            "settings.fairness_weight",
-            "local": "it scales each step by the loss where it is made, and with momentum a step "
-            "is made of earlier ones, too",
-            "local.head": "it compares the sites' losses at one model, and here each site has its "
-            "own head",
+            "fairness": "it has its own fairness: set settings.fairness_weight",
+            "local": "it scales each step by its loss, and with momentum a step includes earlier "
+            "ones",
+            "local.head": "it compares the sites' losses at one model, and each site would have "
+            "its own head",
         },
     )
 
@@ -76,7 +74,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
         if settings.fairness_weight > 0:
             gap = batch.loss(w, _UNUSED_BOUND) - reference
             scale = max(0.0, 1 + lam * gap) if lam > 0 else 1.0
-        # A run that diverges may have a loss whose step is beyond the weights' numbers.
+        # A diverging run's step may exceed the weights' range.
         w.add_(batch.gradient(w), alpha=-min(settings.learning_rate * scale, longest))
     return Local({"w": w}, {"loss": oracle.opening("loss").loss(w, _UNUSED_BOUND)})
 

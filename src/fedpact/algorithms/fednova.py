@@ -4,7 +4,7 @@ heterogeneous federated optimization. arXiv 2007.07481.
 Symbols   paper  code           meaning, unit or range                          who chooses it
           η      learning_rate  step size, > 0                                  plan
           E_i    passes         passes of a round over a site's records, > 0    plan
-                 local_steps    no site makes more steps in a round             plan
+                 local_steps    the most steps of a site in a round             plan
           τ_i    "steps"        min(local_steps, E/q_i), at least 1             the sites, public
           d_i                   (w̄ - w_i) / (η τ_i), the mean of its gradients
 Client    w_i ← w̄;  τ_i times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own
@@ -12,12 +12,12 @@ Client    w_i ← w̄;  τ_i times: w_i ← w_i - η g(w_i), g on a Poisson batc
 Server    w ← w̄ + τ_eff Σ p_i (u_i - w̄) = w̄ - τ_eff η Σ p_i d_i,  τ_eff = Σ p_i τ_i           (10)
 Releases  τ_i gradient sums: τ_i events of the local_steps that are reserved
 Neutral   equal τ_i give fedavg, up to rounding: with enough passes all τ_i are local_steps
-Differs   SGD alone, where a_i is all ones and ‖a_i‖_1 = τ_i; the paper has solvers with momentum
-          and a proximal term. Weights p_i.
+Differs   SGD only, with a_i all ones and ‖a_i‖_1 = τ_i; the paper also has momentum and a proximal
+          term. Weights p_i.
 
-With batches of one size B at sites of N_i records, q_i = B/N_i and τ_i = E N_i/B: the mean of w_i
-would follow the larger sites twice, by their weight and by their steps. A site of fewer steps
-than local_steps leaves a part of its reservation unspent.
+With one batch size B and N_i records, q_i = B/N_i and τ_i = E N_i/B: the mean of w_i would count
+larger sites twice, by their weights and by their steps. A site with fewer steps than local_steps
+does not spend its whole reservation.
 """
 
 from collections.abc import Iterable
@@ -45,7 +45,7 @@ def facts(settings: Settings) -> MethodFacts:
         needs_all_sites="",
         summed=Summed(public=("steps",)),
         sums_releases=True,
-        excludes={"local": "its movement over τ is the mean gradient of plain steps alone"},
+        excludes={"local": "its movement over τ is a mean gradient only for plain steps"},
     )
 
 

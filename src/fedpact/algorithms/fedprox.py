@@ -11,12 +11,12 @@ Client    w_i ← w̄;  τ times: w_i ← w_i - η (g(w_i) + μ (w_i - w̄)), g 
 Server    w ← Σ p_i w_i
 Releases  τ gradient sums: τ events
 Neutral   μ = 0 gives fedavg, bit for bit
-Differs   τ steps for every site, where the paper solves to a local inexactness γ_i; sites all take
-          part with weights p_i, where it samples them by p_i and averages evenly.
+Differs   τ steps for every site, instead of a solution to a local inexactness γ_i; all sites take
+          part with weights p_i, instead of sampling them by p_i and averaging evenly.
 
-The proximal term holds no records: it needs no clip and no noise, and pulls that of the gradients
-back. A step along w - w̄ overshoots at η μ > 1; η μ >= 2 grows without end, and is refused. At τ = 1
-it is fedavg whatever μ is.
+The proximal term depends on no record: it needs no clip and no noise, and damps the gradients'
+noise. A step along w - w̄ overshoots at η μ > 1; η μ >= 2 diverges and is refused. At τ = 1 it is
+fedavg for every μ.
 """
 
 from typing import Self
@@ -43,8 +43,8 @@ class Settings(fedavg.Settings):
         if not self.learning_rate * self.proximal < 2:
             raise PlanError(
                 f"learning_rate = {self.learning_rate:g} and proximal = {self.proximal:g}: "
-                "expected a product below 2, as beyond it the local steps run away from the "
-                "broadcast model whatever the data are; lower either"
+                "expected a product below 2, as beyond it the local steps diverge from the "
+                "broadcast model; lower either"
             )
         return self
 

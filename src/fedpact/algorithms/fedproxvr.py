@@ -25,21 +25,20 @@ Neutral   none: the first step takes the full gradient, which no other algorithm
 Differs   A private run clips each record's *difference* to K ‖w_t - u‖, u = w_{t-1} or w⁰: the
           bound and its noise shrink with the movement, and follow from released iterates alone.
           Two clipped gradients would need noise for 2C, however small the movement.
-          t' follows from the number of the round, the same at every site: a public draw, so that a
-          repeated request is the same request. What would come after t' is not computed or spent.
-          The paper's t' may be 0, a round that moves nothing. Without it the mean of ‖∇J_n(w_t)‖²
-          is at most the one with it, wherever that is at most θ²‖∇F_n(w̄)‖² and θ <= 1.
-          θ is compared with ‖v_t + μ(w_t - w̄)‖ / ‖v⁰‖ as released, noise included, as the exact
+          t' is a public draw from the round's number, the same at every site, so that a repeated
+          request is the same request. Steps after t' are neither computed nor charged.
+          The paper's t' may be 0, a round without movement. Without it the mean of ‖∇J_n(w_t)‖² is
+          at most the one with it, if that is at most θ²‖∇F_n(w̄)‖² and θ <= 1.
+          θ is compared with ‖v_t + μ(w_t - w̄)‖ / ‖v⁰‖ as released, including noise, as the exact
           gradient would be a release of all records at every step.
 
-SVRG carries the noise of v⁰ through the whole round, and adds one difference's; SARAH's v_t carries
-v⁰'s and that of all t differences. Where movements are small against C/K this is far below the
-noise of t clipped gradients.
+SVRG's v_t has the noise of v⁰ and of one difference; SARAH's has that of v⁰ and of t differences.
+For movements far below C/K this is far less than the noise of t clipped gradients.
 
 Choose, for a private run: opening_noise at most 1/(q sqrt(τ)), which makes v⁰ as noisy as the mean
-of τ batches' gradients; and K with η σ K sqrt(τ d)/(q N) at most 1. That is how much longer than a
-movement the noise it calls for becomes within a round: at a few times 1 the solver feeds on its own
-noise and diverges, as it does with K = L on most models. A smaller K clips, which costs less.
+of τ batches' gradients; and K with η σ K sqrt(τ d)/(q N) at most 1. This is the factor by which
+noise grows within a round relative to movement: at a few times 1 the solver amplifies its own noise
+and diverges, as with K = L on most models. A smaller K clips, which costs less.
 """
 
 import hashlib
@@ -66,24 +65,24 @@ class Settings(BaseSettings):
     """Symbols at the top."""
 
     solver: Literal["sarah", "svrg", "sgd"] = "sarah"
-    """What v_t is made of: "sarah", "svrg" or "sgd", see Client."""
+    """The rule for v_t: "sarah", "svrg" or "sgd", see Client."""
     iterate: Literal["last", "random"] = "last"
-    """Which w_t is sent, the "last" or a "random" one."""
+    """The w_t that is sent: the "last" or a "random" one."""
     smoothness: float = Field(default=1.0, gt=0)
     """L of the loss."""
     step_divisor: float = Field(default=5.0, gt=0)
     """β; Lemma 1 wants > 3."""
     learning_rate: float | None = Field(default=None, gt=0)
-    """η; left out, it is 1/(βL)."""
+    """η; by default 1/(βL)."""
     proximal: float = Field(default=0.1, ge=0)
     local_steps: int = Field(default=10, ge=1)
     accuracy: float | None = Field(default=None, gt=0)
-    """θ, the local accuracy that ends a round early; left out, τ does."""
+    """θ, the local accuracy that ends a round early; by default none."""
     difference_bound: float | None = Field(default=None, gt=0)
-    """K, the most that a record's gradient changes over the distance moved; left out, L."""
+    """K, the bound on a record's change of gradient over the distance moved; by default L."""
     opening_noise: float = Field(default=3.0, gt=0)
     opening_rate: float = Field(default=1.0, gt=0, le=1)
-    """Each record's chance to be in the opening."""
+    """Each record's probability of being in the opening."""
 
     @property
     def step_size(self) -> float:
@@ -98,10 +97,9 @@ def facts(settings: Settings) -> MethodFacts:
         Opening(settings.opening_rate, {"gradient": settings.opening_noise}),
         needs_all_sites="",
         excludes={
-            "fairness": "its gradient differences are clipped to how far a gradient can move, "
-            "and a weight that follows the loss moves too: the weighted difference has no such "
-            "bound",
-            "local": "its differences are clipped by how far plain steps move",
+            "fairness": "its gradient differences are clipped in proportion to the movement, which "
+            "does not bound differences of gradients weighted by loss",
+            "local": "its differences are clipped by the movement of plain steps",
             "local.head": "its openings are mean gradients at one model",
             "privacy.clip_schedule": "its openings and differences are bounded by one clip",
         },
@@ -141,7 +139,7 @@ def _batches(oracle: Oracle, count: int, settings: Settings) -> Iterator[Batch]:
         if count:
             yield from oracle.batches(count, channel)
     else:
-        # One by one, so that what the round does not need is not charged.
+        # One by one, so that unused batches are not charged.
         for _ in range(count):
             yield from oracle.batches(1, channel)
 
@@ -160,12 +158,11 @@ def _direction(
     moved = float(torch.linalg.vector_norm(w - other, dtype=torch.float64))
     most = torch.finfo(w.dtype).max ** 0.5
     if not moved < most:
-        # No noise follows such a movement. What is no number shows the server that w diverged.
+        # NaN shows the server that w has diverged.
         return torch.full_like(w, math.nan)
     bound = min((settings.difference_bound or settings.smoothness) * moved, most)
     if moved > 0:
-        # A sum of shorter differences has no digits; a larger bound is as true, and its noise goes
-        # with it.
+        # Shorter differences would underflow; a larger bound, with its noise, is also valid.
         bound = max(bound, _SHORTEST)
     return direction + batch.difference(w, other, bound)
 

@@ -5,20 +5,20 @@ Symbols   paper  code           meaning, unit or range                          
           α      learning_rate  η, step size, > 0                                 plan
           τ_h    head_steps     steps of the head in a round, >= 1                plan
           τ_φ    body_steps     steps of the body after them, >= 1                plan
-                 head           how many of w's last numbers are the head, >= 1   plan
+                 head           numbers of the head, the last of w, >= 1          plan
           φ                     the body: w without its head                      released
           h_i    memory "head"  the site's head, at first the initial model's     released
 Client    τ_h times: h_i ← h_i - η g(φ, h_i), the head's part;  then, with that h_i,
           τ_φ times: φ_i ← φ_i - η g(φ_i, h_i), the body's part
-          each g on a Poisson batch of its own; upload (φ_i, h), h the head that it was told
-Server    w ← Σ p_i w_i: the head stays what it was at the start
-Releases  τ_h + τ_φ gradient sums: so many events. h_i follows from them and costs nothing further
-Neutral   none: a head of no number is fedavg with τ_φ steps, and is that algorithm
-Differs   steps of SGD for the head, where the paper's theory solves for it. A gradient is clipped
-          whole, and its other part is thrown away. Weights p_i.
+          each g on a Poisson batch of its own; upload (φ_i, h), h the head of the task
+Server    w ← Σ p_i w_i: its head stays initial
+Releases  τ_h + τ_φ gradient sums: as many events. h_i follows from them and costs nothing further
+Neutral   none: with an empty head it would be fedavg with τ_φ steps
+Differs   SGD steps for the head, where the paper's theory solves for it. A gradient is clipped as a
+          whole, and its other part is discarded. Weights p_i.
 
-FedPer, which steps both parts at once, is fedavg with [local] head. No model that anybody uses is
-w: a site's own is (φ, h_i). As many numbers are the head as the model's last layers have.
+FedPer, which trains both parts at once, is fedavg with [local] head. A site's model is (φ, h_i); w
+itself is not used. The head has to be the size of the model's last layers.
 """
 
 import torch
@@ -42,7 +42,7 @@ class Settings(BaseSettings):
     head: int = Field(default=1, ge=1)
 
     def own_model(self, w: Tensor, memory: State) -> Tensor | None:
-        """Return a site's own model [d]: (φ, h_i); w itself of a site that has no head yet."""
+        """Return a site's own model [d]: (φ, h_i); w before its first round."""
         head = memory.vectors.get("head")
         return w if head is None else torch.cat([w[: -self.head], head])
 
@@ -51,9 +51,9 @@ def facts(settings: Settings) -> MethodFacts:
     return MethodFacts(
         needs_all_sites="",
         excludes={
-            "fairness": "a site's loss would be of a head that nobody uses",
-            "local": "its steps are of two parts by turns, and momentum is of one",
-            "local.head": "it has a head of its own: set settings.head",
+            "fairness": "a site's loss would be that of an unused head",
+            "local": "its steps alternate between two parts, and momentum is for one",
+            "local.head": "it has its own setting for the head, settings.head",
         },
     )
 
@@ -63,10 +63,10 @@ def steps(settings: Settings, state: State | None = None) -> int:
 
 
 def init(w: Tensor, settings: Settings) -> State:
-    """The server's first state. Raises PlanError: the head is all of the model, or more."""
+    """Return the first state. Raises PlanError: the head is not smaller than the model."""
     if settings.head >= len(w):
         raise PlanError(
-            f"settings.head is {settings.head}: expected less than {len(w)}, the numbers of the "
+            f"settings.head is {settings.head}: expected less than {len(w)}, the size of the "
             "model, or nothing would be shared"
         )
     return State({"w": w})
@@ -78,7 +78,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     w[-head:] = memory.vectors.get("head", told[-head:])
     for batch in oracle.batches(settings.head_steps, "gradient"):
         w[-head:].add_(batch.gradient(w)[-head:], alpha=-rate)
-    # One step that is out of all range must not stay in a site's own head for good.
+    # Do not keep a head that is no longer finite.
     kept = w[-head:].clone() if bool(w.isfinite().all()) else told[-head:].clone()
     for batch in oracle.batches(settings.body_steps, "gradient"):
         w[:-head].add_(batch.gradient(w)[:-head], alpha=-rate)

@@ -13,19 +13,18 @@ Server    w ← w - η_t Σ ω_k g_k
           ω_k = (κ J_k/J + ν)/(v_k + κ)         aggregation "least_noise", Σ ω_k = 1
 Releases  one gradient a round: one event. The paper's is privacy.mode = "batch_clipped", with
           sensitivity 2C; per-sample clipping works as well
-          |J_k| and C²σ_k² are what the site's terms say
-Neutral   a constant step gives fedavg with τ = 1 where all q_k are equal, to rounding: fedavg
-          averages w - η g_k
-Differs   σ_k comes from PLD or RDP, never from the paper's bounds: they are unsound.
-          |J_k| is the batch's expected size, as the realised one is private. Where the q_k differ
-          the objective is therefore Σ q_k N_k F_k, not Σ N_k F_k; the same in the paper.
-          "least_noise" is ours. It weights sites by their noise, so quiet sites count more: use it
-          where sites' budgets differ more than their data.
+          |J_k| and C²σ_k² follow from the site's terms
+Neutral   a constant step gives fedavg with τ = 1 for equal q_k, up to rounding: fedavg averages
+          w - η g_k
+Differs   σ_k comes from PLD or RDP, never from the paper's bounds, which are unsound.
+          |J_k| is the batch's expected size, as the true one is private. If the q_k differ, the
+          objective is therefore Σ q_k N_k F_k instead of Σ N_k F_k, as in the paper.
+          "least_noise" is ours. It gives sites with less noise more weight: use it if the sites'
+          budgets differ more than their data.
 
-bias_penalty stands for D = Σ ‖g_k - ḡ‖² <= K C² of K sites, one round. Noise averages out over T
-rounds and a bias does not: for the mean of T steps it is T D. Where all v_k are equal,
-"least_noise" draws the weights together, as equal ones have the least noise. J_k and v_k are public
-numbers that follow from a site's terms.
+bias_penalty is D = Σ ‖g_k - ḡ‖² <= K C² of K sites for one round. Noise averages out over T rounds,
+a bias does not: for the mean of T steps use T D. With equal v_k, "least_noise" makes the weights
+more equal, as equal weights have the least noise. J_k and v_k are public, from a site's terms.
 """
 
 import math
@@ -55,21 +54,19 @@ class Settings(BaseSettings):
     """Symbols at the top."""
 
     learning_rate: float = Field(default=1.0, gt=0)
-    """η_1; of every round, or of the first."""
+    """η_1, of every round or of the first."""
     step_schedule: Literal["inverse", "constant"] = "inverse"
     """"constant", or "inverse", η_1/t in round t."""
     aggregation: Literal["batch_size", "least_noise"] = "batch_size"
-    """What a site counts by: its expected "batch_size", or so that the sum has the
-    "least_noise"."""
+    """Weights of sites: the expected "batch_size", or those with the "least_noise"."""
     bias_penalty: float = Field(default=1.0, gt=0)
-    """Of least_noise, how much bias it is worth: the squared length κ d, see
-    privacy.accounting.planner."""
+    """The weight of bias in least_noise: the squared length κ d, see privacy.accounting.planner."""
 
 
 def facts(settings: Settings) -> MethodFacts:
     # J_k and v_k are public.
     by_size = Summed("batch_size", ("batch_size", "noise_variance"))
-    two_sums = "aggregation = 'least_noise' takes two sums over the sites, with unlike weights"
+    two_sums = "aggregation = 'least_noise' needs two sums with different weights"
     return MethodFacts(
         summed=by_size if settings.aggregation == "batch_size" else Summed(why_not=two_sums),
         needs_all_sites="",
@@ -78,7 +75,7 @@ def facts(settings: Settings) -> MethodFacts:
         excludes={
             "fairness": "it sends a gradient, not a model at which the site could release its loss",
             "control": "it makes one step a round, so there is no τ to choose",
-            "robust": "it weighs releases by their noise, and robust aggregates have no weights",
+            "robust": "it weights releases by their noise, and robust aggregates have no weights",
             "local": "its step is the server's: [server] has momentum and schedules",
             "local.head": "it sends a gradient and no model, so there is no head to keep",
         },

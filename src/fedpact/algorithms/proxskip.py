@@ -5,20 +5,20 @@ arXiv 2202.09357, Algorithm 2.
 Symbols   paper  code           meaning, unit or range                        who chooses it
           γ      learning_rate  step size, > 0                                plan
           p      communication  probability that a step is a round's last     plan
-                 most_steps     no round is longer                            plan
-          τ      "local_steps"  local iterations of this round                server's coins
+                 most_steps     the most steps of a round                     plan
+          τ      "local_steps"  local iterations of this round                public draws
           h_i    memory "h"     the site's control variate [d], at first 0    released
           x̂_i    memory "w"     where the site's steps ended [d]              released
-Client    h_i ← h_i + (p/γ)(w̄ - x̂_i), once w̄ has come back for x̂_i
+Client    h_i ← h_i + (p/γ)(w̄ - x̂_i), w̄ the mean that included x̂_i
           x_i ← w̄;  τ times: x_i ← x_i - γ (g(x_i) - h_i), g on a Poisson batch of its own
           upload x̂_i = x_i
 Server    w ← Σ p_i x̂_i
 Releases  τ gradient sums: τ events. h_i follows from released numbers
-Neutral   p = 1 gives fedavg with one step: Σ p_i h_i = 0, so the control variates leave the mean
-          alone, up to rounding
-Differs   the coin of every step is thrown before the round, by the round's number; a round ends
-          after most_steps steps at the latest, so that the events of a run have a bound, and p is
-          still that of the plan in h_i's step.
+Neutral   p = 1 gives fedavg with one step, up to rounding: Σ p_i h_i = 0, so the control variates
+          do not change the mean
+Differs   the coins of a round are drawn before it, from the round's number. A round ends after
+          most_steps steps at the latest, so that a run's events are bounded; h_i's step still uses
+          the plan's p.
           Weights p_i, with which Σ p_i h_i = 0 as well; the paper's are even.
 
 p near sqrt(μ/L), one over the square root of the condition number, needs the fewest rounds.
@@ -54,7 +54,7 @@ class Settings(BaseSettings):
     communication: float = Field(default=0.3, gt=0, le=1)
     """p, the probability that a step is a round's last; a round has 1/p steps on average."""
     most_steps: int = Field(default=10, ge=1)
-    """No round is longer."""
+    """The most steps of a round."""
 
 
 def facts(settings: Settings) -> MethodFacts:
@@ -64,21 +64,17 @@ def facts(settings: Settings) -> MethodFacts:
         excludes={
             "local": "its control variates are of plain steps",
             "local.head": "its control variates are the sites' gradients at one model",
-            "server": "its control variates follow where the sites' mean is, and an optimiser's "
-            "model is elsewhere",
+            "server": "its control variates depend on the sites' mean, which is not an optimiser's "
+            "model",
             "privacy.clip_schedule": "its control variates are gradients of earlier rounds, "
-            "clipped to another length than those that they correct",
-            "fairness": "its steps have control variates in them, at which a weight by loss "
-            "would not add up to 0",
+            "with another clip than those that they correct",
+            "fairness": "its control variates would no longer add up to 0 under weights by loss",
         },
     )
 
 
 def steps(settings: Settings, state: State | None = None) -> int:
-    """Return the local iterations τ of the next round; see algorithms.Algorithm.
-
-    The number of throws of a coin until it says p: the same in every run, and of no record.
-    """
+    """Return τ of the next round: coin throws until one has p, the same in every run."""
     if state is None or settings.communication == 1:
         return settings.most_steps if state is None and settings.communication < 1 else 1
     coin = random.Random(int(state.numbers.get(_ROUND, 0)))

@@ -11,23 +11,22 @@ Client    w_i ← w̄;  τ times: w_i ← w_i - η (g(w_i) - c_i + c), g on a Po
           c_i ← c_i - c + (w̄ - w_i)/(τη)                                      (4), option II
           which is the mean of the round's τ gradients, and is computed as that
           upload u_i = w̄ - τη c_i: w_i without its corrections
-          A site without c_i, in its first round, takes c for it: these are fedavg's steps
+          A site in its first round uses c as its c_i, which gives fedavg's steps
 Server    w ← Σ p_i u_i,  c ← (w̄ - w)/(τη), which is Σ p_i c_i
 Releases  τ gradient sums: τ events. c_i is their mean and costs nothing further
 Neutral   τ = 1 gives fedavg, bit for bit
-Differs   u_i goes up, where the paper sends the changes of w_i and c_i: down 2d numbers, up d.
+Differs   u_i is sent, where the paper sends the changes of w_i and c_i: 2d numbers down, d up.
           Σ p_i w_i = Σ p_i u_i - τη (c - Σ p_i c_i), c_i from before the round. As c = Σ p_i c_i,
           the server's w is the paper's mean of the w_i.
-          The sites that reply are the federation: c is the mean of their c_i, whoever replied
-          before. So a site that stops takes its c_i along, and one that returns, or whose reply was
-          lost, brings a c_i that only bends its own path. The paper's c keeps the c_i of sites that
-          were not asked; here all are asked, and sites_per_round is refused.
-          Weights p_i, and with them the optimum of Σ p_i F_i; the paper's are even.
+          c is the mean over the sites that reply. A site that returns, or whose reply was lost, has
+          an old c_i, which affects only its own path. The paper's c includes sites that were not
+          asked; here all are asked, and sites_per_round is refused.
+          Weights p_i, and so the optimum of Σ p_i F_i; the paper's are even.
 
-Noise: c_i has that of a mean of τ gradients, v_i/τ a coordinate, new in every round; it does not
-add up. It moves a site's path about as far as the gradients' own noise does, and w only by how
-gradients change along the path: where they do not, w has fedavg's noise exactly.
-Any τ > 1 is worth it where sites differ. At τ = 1 fedavg is the same and is told d numbers less.
+Noise: c_i has that of a mean of τ gradients, v_i/τ a coordinate, new in every round, so it does not
+accumulate. It moves a site's path about as far as the gradients' own noise, and w only as far as
+gradients change along the path; if they do not, w has exactly fedavg's noise.
+Use τ > 1 if sites differ. At τ = 1 fedavg is the same and receives d numbers less.
 """
 
 from collections.abc import Iterable
@@ -49,21 +48,20 @@ class Settings(fedavg.Settings):
 
     local_steps: int = Field(default=5, ge=1)
     aggregation: Aggregation = "size"
-    """Sites count by their "size", N_i / Σ N, or alike ("uniform")."""
+    """Weights of sites: "size", N_i / Σ N, or "uniform"."""
 
 
 def facts(settings: Settings) -> MethodFacts:
     return MethodFacts(
         summed=Summed() if settings.aggregation == "size" else EVEN_IS_NOT_SUMMED,
-        needs_all_sites="its c is the mean of the c_i of those who reply, so a round of some sites "
-        "would leave out the others' c_i; with the paper's c, each reply would carry how its c_i "
-        "moved, too",
+        needs_all_sites="its c is the mean of the replying sites' c_i, so a round of some sites "
+        "would omit the others' c_i",
         sums_releases=True,
         excludes={
-            "local": "its control variate is the mean gradient of plain steps, their way over τ η",
+            "local": "its control variate is the mean gradient of plain steps",
             "local.head": "its control variates are the sites' gradients at one model",
             "privacy.clip_schedule": "its control variates are gradients of earlier rounds, "
-            "clipped to another length than those that they correct",
+            "with another clip than those that they correct",
         },
     )
 

@@ -13,13 +13,13 @@ Client    w_i ← w̄;  τ times: w_i ← w_i - η g(w_i), g on a Poisson batch 
 Server    w ← Σ a_i w_i, a_i = p_i exp(t F_i) / Σ p_j exp(t F_j): at τ = 1 a step of length η on
           (1/t) log Σ p_i exp(t F_i), whose gradient is Σ a_i ∇F_i
 Releases  gradient sum, clipped loss sum, and the count under "quantile": one joint event a step,
-          charged whole at every step, though loss and count are asked for at the first alone
+          charged at every step, although loss and count are used at the first step only
 Neutral   t = 0 gives fedavg, bit for bit
-Differs   the paper tilts single records too; a record's weight would have to grow without a bound
-          with its loss, which a bound on what one record moves does not allow.
+Differs   the paper also tilts single records, which would need unbounded weights; the sensitivity
+          to one record has to be bounded.
 
-t → ∞ is the largest loss (afl), t < 0 keeps away from sites whose labels are wrong. Noise in F_i
-makes weights wrong by exp(t times it): |t| times the noise of F_i should stay below 1.
+t → ∞ minimises the largest loss (afl); t < 0 reduces the weight of sites with wrong labels. Noise
+of F_i changes a weight by the factor exp(t · noise): keep |t| times the noise of F_i below 1.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ from fedpact.privacy.oracle import Oracle
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"tilt": 0.0})
 
-# exp of it is a finite number, and so is the sum of a thousand sites' weights.
+# Its exp is finite, and so is the sum of a thousand such weights.
 _MOST_TILTED = 600.0
 
 
@@ -44,14 +44,14 @@ class Settings(LossSettings):
     """Symbols at the top, and algorithms.common.fairness.LossRelease."""
 
     tilt: float = Field(default=1.0, ge=-100, le=100)
-    """t, by how much a site's weight grows with its loss: exp(t F_i); 0 gives fedavg."""
+    """t, the tilt: a site's weight is proportional to exp(t F_i); 0 gives fedavg."""
 
 
 def facts(settings: Settings) -> MethodFacts:
     return MethodFacts(
         {"gradient": 1.0, **settings.loss_channels},
         needs_all_sites="",
-        summed=Summed(why_not="each site counts by its own loss"),
+        summed=Summed(why_not="each site is weighted by its own loss"),
         excludes=EXCLUDED_BY_LOSSES,
     )
 
@@ -68,5 +68,5 @@ def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
 
 
 def _tilted(power: float) -> float:
-    # In this order NaN is the least.
+    # In this order NaN becomes the least.
     return exp(min(max(-_MOST_TILTED, power), _MOST_TILTED))

@@ -98,19 +98,12 @@ def _quotas(own: Path, groups: Path) -> Iterator[float]:
     """
     for line in _text(own).splitlines():
         if line.startswith("0::"):
-            for folder in _upwards(groups, line.removeprefix("0::")):
+            group = groups / line.removeprefix("0::").strip("/")
+            # In a container only `groups` itself may exist.
+            for folder in (group, *group.parents):
                 limit, period = (*_text(folder / "cpu.max").split(), "", "")[:2]
                 if limit.isdigit() and period.isdigit() and int(period):
                     yield int(limit) / int(period)
-
-
-def _upwards(root: Path, path: str) -> Iterator[Path]:
-    """Yield root/path and its parents up to root; in a container only root may exist."""
-    folder = root / path.strip("/")
-    while folder != root and root in folder.parents:
-        yield folder
-        folder = folder.parent
-    yield root
 
 
 def _text(path: Path) -> str:

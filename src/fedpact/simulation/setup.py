@@ -22,13 +22,7 @@ from fedpact.data.load import refit
 from fedpact.data.partition import Partition, SiteRecords, make_partition
 from fedpact.data.splits import limit_records_per_person, number_persons
 from fedpact.data.targets import REGRESSION
-from fedpact.evaluation.held_out import (
-    Grouping,
-    HeldOut,
-    SumsForm,
-    hold_out,
-    key_of_seed,
-)
+from fedpact.evaluation.held_out import Grouping, HeldOut, SumsForm, hold_out, key_of_seed
 from fedpact.evaluation.intervals import check_public
 from fedpact.plan import Plan
 from fedpact.privacy.column_scales import advise_of_loud
@@ -210,13 +204,9 @@ def load_data(plan: Plan) -> Dataset:
     if not is_table(plan.data):
         named = load.load_dataset(plan.data, plan.label, plan.site, person=plan.person)
         return refit(named, plan.records, plan.form)
+    columns, classes = (plan.label, plan.site), plan.records.classes
     return load.load_dataset(
-        plan.data,
-        plan.label,
-        plan.site,
-        person=plan.person,
-        classes=plan.records.classes,
-        form=plan.form,
+        plan.data, *columns, person=plan.person, classes=classes, form=plan.form
     )
 
 

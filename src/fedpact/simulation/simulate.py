@@ -165,10 +165,6 @@ ENGINES = ("local", "ray")
 _SHORT = 2**20
 
 
-def _nobody(_: RoundRecord) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Simulated:
     """The result of a run. records: one per round, from round 0. model: with the final weights.
@@ -185,14 +181,11 @@ class Simulated:
     average: bool = False
 
     def predict(self, records: Any) -> Predictions:
-        """Return predictions for records, which are read as in training; see
-        predict.Predictor.preprocess."""
+        """Return predictions for records; see predict.Predictor.predict."""
         return self._served.predict(records)
 
     def evaluate(self, records: Any, labels: Any = None) -> Evaluated:
-        """Return accuracy, loss and measures on labelled records; see
-        predict.Predictor.evaluate.
-        """
+        """Return accuracy, loss and measures on records; see predict.Predictor.evaluate."""
         return self._served.evaluate(records, labels)
 
     def export(self, path: Path | str) -> None:
@@ -219,7 +212,7 @@ def simulate(
     *,
     data: Dataset | None = None,
     engine: str = "local",
-    on_round: OnRound = _nobody,
+    on_round: OnRound = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Simulated:
     """Carry out a plan and write the run's folder.
@@ -259,9 +252,7 @@ def simulate(
             transport = secure_simulation(transport, plan, scene.sizes, scene.terms)
         memories = {site.name: site.memory for site in sites}
         evaluator = Evaluator(
-            scene,
-            charged,
-            lambda site, included: read_memory(memories[site], included),
+            scene, charged, lambda s, included: read_memory(memories[s], included)
         )
         rounds = Rounds(plan, run, transport, evaluator, stop, in_process=True, form=scene.form)
         if not known:
@@ -330,17 +321,12 @@ def _on_threads(
 ) -> tuple[InProcess, Callable[[str], History]]:
     """Return the transport to threads of this process, and a function with a site's charges."""
     clients = {site.name: site.client(ledgers.get(site.name)) for site in sites}
-    workers = workshop.plan.run.workers or _sensible_workers(sites, workshop)
+    # One worker per core, but one in all if they would wait for Python or for the GPU.
+    short = workshop.size * max(site.batch_size for site in sites) < _SHORT
+    sensible = 1 if short or workshop.device != "cpu" else available_cores()
+    workers = workshop.plan.run.workers or sensible
     transport = stack.enter_context(InProcess(clients, workers, workshop.bench))
     return transport, partial(_charged, ledgers, sites[0].run)
-
-
-def _sensible_workers(sites: list[VirtualSite], workshop: TrainingSetup) -> int:
-    """Return one worker per core; or one in all if they would wait for Python or for the GPU."""
-    if workshop.device != "cpu":
-        return 1
-    short = workshop.size * max(site.batch_size for site in sites) < _SHORT
-    return 1 if short else available_cores()
 
 
 def _on_ray(
@@ -428,15 +414,11 @@ def _finish(
     given.by(scene.plan.stage()).write(folder)
     module = scene.workshop.module()
     judged = commonest(select_judged_labels(scene), raw.classes)
-    more = {
-        "commonest": judged and asdict(judged),
-        "ledgers": _sum_ledgers(folder, scene),
-    }
+    more = {"commonest": judged and asdict(judged), "ledgers": _sum_ledgers(folder, scene)}
     ended = scene.form, at, records, status, more
     summary = finish(folder, scene.plan, scene.terms, scene.sizes, module, *ended)
-    store_adapters(
-        module, scene.workshop.module(), scene.workshop.make_dummy_records()[0], folder.path
-    )
+    dummy, _ = scene.workshop.make_dummy_records()
+    store_adapters(module, scene.workshop.module(), dummy, folder.path)
     return Simulated(folder.path, records, summary, module)
 
 

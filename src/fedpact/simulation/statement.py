@@ -95,9 +95,7 @@ class Side:
 def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) -> dict[str, Any]:
     """Return the content of privacy.json. sites: how many take part."""
     mode, each = plan.privacy.mode, site_terms(plan, terms)
-    of_person = _of_person(plan, side.persons) if plan.private else []
     of_held = describe_held_out_releases(plan, side.form, side.persons)
-    covers, uncovered = _scope(plan, side.seeded)
     return {
         "private": plan.private,
         "why_unprotected": plan.why_unprotected,
@@ -123,19 +121,8 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "features": plan.features.describe() or plan.views.describe(),
         "initial": plan.initial.describe(),
         "sites_per_round": plan.sites_per_round,
-        "covers": [
-            *covers,
-            *_own_models(plan),
-            *filter(None, [plan.participants(terms).describe() if plan.private else ""]),
-            *(state_held_out(of_held, side.form) if plan.private else []),
-            *secure_lines(plan, sites),
-        ],
-        "does_not_cover": [
-            *uncovered,
-            *of_person,
-            *_unprotected_weights(plan),
-            *_by_delta_alone(terms),
-        ],
+        "covers": _covers(plan, terms, sites, side.form, of_held) if plan.private else [],
+        "does_not_cover": _uncovered(plan, terms, side) if plan.private else [],
         "secure_aggregation": secure_terms(plan, sites, terms),
         "evaluation": of_held,
         "sites": each,
@@ -173,11 +160,62 @@ def of_simulation(scene: SimulationSetup) -> dict[str, Any]:
     return statement(scene.plan, scene.terms, len(scene.sites), side)
 
 
-def _own_models(plan: Plan) -> list[str]:
-    """Return the lines on models that stay at their sites, in a private run."""
-    if plan.private and plan.local.head:
-        return [local_optimizer.TOLD.format(head=plan.local.head)]
-    return [_OWN_MODELS] if plan.private and plan.method.has_own_models else []
+def _covers(
+    plan: Plan,
+    terms: Mapping[str, Terms],
+    sites: int,
+    form: SumsForm,
+    of_held: dict[str, Any] | None,
+) -> list[str]:
+    """Return the lines on what a private run's guarantee covers."""
+    names, share, held = plan.records.released, plan.privacy.column_share, form.settings
+    lines = [
+        *_COVERS,
+        f"The scales of the columns {', '.join(names)}: means and mean squares of values in their "
+        "declared ranges, released once with noise, before training, as one event over all "
+        f"records. It takes {share:.3g} of the budget, measured by 1/σ²."
+        if names
+        else "",
+        "Each site's size: a count with noise of standard deviation "
+        f"{plan.privacy.size_noise:g}, released once, before training, as a separate event."
+        if plan.noisy_sizes
+        else "",
+    ]
+    if plan.local.head:
+        lines.append(local_optimizer.TOLD.format(head=plan.local.head))
+    elif plan.method.has_own_models:
+        lines.append(_OWN_MODELS)
+    lines.append(plan.participants(terms).describe())
+    if of_held is not None:
+        lines.append(state_evaluation(of_held))
+    elif held.used:
+        lines.append(_HELD_ONLY.format(share=held.share, unit=form.unit))
+    lines.append(describe_masks(plan, sites))
+    return [line for line in lines if line]
+
+
+def _uncovered(plan: Plan, terms: Mapping[str, Terms], side: Side) -> list[str]:
+    """Return the lines on what a private run's guarantee does not cover."""
+    most = plan.privacy.person_records
+    if plan.privacy.unit == "person":
+        of_person = _TWO_SITES
+    else:
+        of_person = _UNCOUNTED if most is None or not side.persons else _COUNTED.format(k=most)
+    code = [name for name in (plan.model, plan.task.loss or "") if is_own(name)]
+    lines = [
+        *_DOES_NOT_COVER,
+        _SEEDED if side.seeded else "",
+        _NOISY_SIZES if plan.noisy_sizes else _PUBLIC_SIZES,
+        of_person,
+        plan.features.uncovered,
+        plan.initial.uncovered,
+        f"Numbers in the code of {' and '.join(code)}: its author is trusted not to have derived "
+        "them from records. Initial weights are treated separately."
+        if code
+        else "",
+        _by_delta_alone(terms),
+    ]
+    return [line for line in lines if line]
 
 
 def describe_held_out_releases(plan: Plan, form: SumsForm, persons: bool) -> dict[str, Any] | None:
@@ -190,26 +228,7 @@ def describe_held_out_releases(plan: Plan, form: SumsForm, persons: bool) -> dic
     return describe_evaluation(form, persons, few, own_models=own, masked=masked)
 
 
-def _of_person(plan: Plan, persons: bool) -> list[str]:
-    """Return the lines on what is not covered for persons."""
-    if plan.privacy.unit == "person":
-        return [_TWO_SITES]
-    most = plan.privacy.person_records
-    return [_UNCOUNTED if most is None or not persons else _COUNTED.format(k=most)]
-
-
-def _unprotected_weights(plan: Plan) -> list[str]:
-    """Return the lines on weights and code that others provided, which are not covered."""
-    code = [name for name in (plan.model, plan.task.loss or "") if is_own(name)]
-    own = (
-        f"Numbers in the code of {' and '.join(code)}: its author is trusted not to have derived "
-        "them from records. Initial weights are treated separately."
-    )
-    told = (plan.features.uncovered, plan.initial.uncovered, own * bool(code))
-    return [line for line in told if line and plan.private]
-
-
-def _by_delta_alone(terms: Mapping[str, Terms]) -> list[str]:
+def _by_delta_alone(terms: Mapping[str, Terms]) -> str:
     """Return a warning if δ is so large that (ε, δ) would hold without any noise.
 
     terms: of each site. Nothing is released about a record that is in no batch, and the probability
@@ -221,40 +240,13 @@ def _by_delta_alone(terms: Mapping[str, Terms]) -> list[str]:
         if read <= one.delta:
             found.append((read, one.delta))
     if not found:
-        return []
+        return ""
     read, delta = max(found)
-    return [
+    return (
         f"Records that happen to be in a batch: at {len(found)} of {len(terms)} sites a record is "
         f"in one with probability at most {upper(read)}, which is within δ = {upper(delta)}, so "
         "this (ε, δ) would hold without any noise. For protection by noise, choose a far smaller δ."
-    ]
-
-
-def _scope(plan: Plan, seeded: bool) -> tuple[list[str], list[str]]:
-    """Return the lines on what the guarantee covers, and on what it does not."""
-    if not plan.private:
-        return [], []
-    covers = [*_COVERS, *_released_columns(plan)]
-    uncovered = [*_DOES_NOT_COVER, *[_SEEDED] * seeded]
-    if not plan.noisy_sizes:
-        return covers, [*uncovered, _PUBLIC_SIZES]
-    released = (
-        "Each site's size: a count with noise of standard deviation "
-        f"{plan.privacy.size_noise:g}, released once, before training, as a separate event."
     )
-    return [*covers, released], [*uncovered, _NOISY_SIZES]
-
-
-def _released_columns(plan: Plan) -> list[str]:
-    """Return the line on columns that are scaled by released means, if there are any."""
-    names = plan.records.released
-    if not (names and plan.private):
-        return []
-    return [
-        f"The scales of the columns {', '.join(names)}: means and mean squares of values in their "
-        "declared ranges, released once with noise, before training, as one event over all "
-        f"records. It takes {plan.privacy.column_share:.3g} of the budget, measured by 1/σ²."
-    ]
 
 
 def site_terms(plan: Plan, terms: Mapping[str, Terms]) -> dict[str, Any]:
@@ -354,18 +346,8 @@ def _opening(terms: Terms) -> dict[str, Any] | None:
     }
 
 
-def state_held_out(of: dict[str, Any] | None, form: SumsForm) -> list[str]:
-    """Return the lines on held-out records in a private run's statement.
-
-    of: from `describe_evaluation`, here and below.
-    """
-    if of is not None:
-        return [state_evaluation(of)]
-    return [_HELD_ONLY.format(share=form.share, unit=form.unit)] if form.share else []
-
-
 def state_evaluation(of: dict[str, Any]) -> str:
-    """Return the line on evaluations in a statement."""
+    """Return the line on evaluations. of: from `describe_held_out_releases`, here and below."""
     person, whole = of["unit"] == "person", of["split_by"] == "person"
     each = "person, with all records," if whole else "record"
     told = (
@@ -399,28 +381,23 @@ def describe_person_cost(of: dict[str, Any]) -> str:
     return f"For a person with several records, ε of evaluations is at most {several}{both}"
 
 
-def secure_lines(plan: Plan, sites: int) -> list[str]:
-    """Return the lines on secure aggregation in a private run's statement."""
-    threshold = plan.secure_aggregation.threshold
-    if not (threshold and plan.private):
-        return []
+def describe_masks(plan: Plan, sites: int) -> str:
+    """Return the line on secure aggregation, or on shared noise; "" without it."""
+    threshold, honest = plan.secure_aggregation.threshold, plan.privacy.honest
+    if not threshold:
+        return ""
     if plan.privacy.shares_noise:
-        return [_shared_line(plan, sites)]
-    return [
+        return (
+            "Noise for the sum: ε holds against the server together with up to "
+            f"{threshold - honest} sites, including any that see an opened sum, if in each sum "
+            f"{honest} other sites add their share of noise and keep it secret (threshold "
+            f"{threshold} of {sites} sites), and as far as the cryptography of secure aggregation "
+            "holds. Against everybody together, without any assumption, the larger ε holds that is "
+            "also stated (alone)."
+        )
+    return (
         f"Secure aggregation, threshold {threshold} of {sites} sites: a server that follows the "
         f"protocol sees weighted means over at least {threshold} sites and no single site's "
         "vector. This requires other sites that keep their part secret. The stated (ε, δ) does not "
         "rely on it, and holds against a server that sees everything."
-    ]
-
-
-def _shared_line(plan: Plan, sites: int) -> str:
-    """Return the line on shared noise."""
-    threshold, honest = plan.secure_aggregation.threshold, plan.privacy.honest
-    return (
-        f"Noise for the sum: ε holds against the server together with up to {threshold - honest} "
-        f"sites, including any that see an opened sum, if in each sum {honest} other sites add "
-        f"their share of noise and keep it secret (threshold {threshold} of {sites} sites), and as "
-        "far as the cryptography of secure aggregation holds. Against everybody together, without "
-        "any assumption, the larger ε holds that is also stated (alone)."
     )

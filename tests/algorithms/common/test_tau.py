@@ -15,7 +15,6 @@ from fedpact.algorithms.common.tau_control import (
     even_split,
     gradient_spread,
     longest,
-    objective,
     tau_by_kappa,
 )
 from fedpact.common.errors import InputError
@@ -72,7 +71,6 @@ def test_an_h_beyond_float64_is_infeasible_and_not_an_error():
     drift = Drift(1.0, 1.0, 1e200, 1.0)
     assert drift.h(5)[-1] == math.inf
     assert best_tau(drift, 1e300, allowed_iterations(1000, 10), 100) in (1, 2)
-    assert objective(drift, 1.0, allowed_iterations(1000, 10), 5) == math.inf
     assert tau_by_kappa(drift, allowed_iterations(1000, 10), 100)[-1] == (1, 0.0)
 
 
@@ -138,7 +136,6 @@ def test_nothing_left_gives_one():
     for total in (allowed_iterations(0, 10), allowed_iterations(10, 0)):
         assert best_tau(Drift(0.5, 1, 0.1, 1), 1.0, total, 100) == 1
         assert even_split(total, 100) == 1
-        assert objective(Drift(0.5, 1, 0.1, 1), 1.0, total, 1) == math.inf
         assert tau_by_kappa(Drift(0.5, 1, 0.1, 1), total, 100) == [(1, 0.0)]
 
 
@@ -154,20 +151,8 @@ def test_brute_force_over_g_in_sixty_digits():
         values = {t: exact_g(drift, kappa, total(t), t) for t in range(1, most + 1)}
         tau = best_tau(drift, kappa, total, most)
         assert values[tau] == min(values.values())
-        assert objective(drift, kappa, total, tau) == pytest.approx(float(values[tau]), rel=1e-9)
         seen.add(tau)
     assert len(seen) > 5  # the draw reaches many of them
-
-
-def test_phi_and_lambda_enter_the_argmin_by_their_product_alone():
-    # G(τ) of the paper with φ and λ of their own: 1/(T (ηφ - ρh/(τλ²))) + sqrt(3)/3.
-    drift, total, kappa = Drift(0.5, 2.0, 0.3, 1.5), allowed_iterations(900, 60), 40.0
-    for phi in (0.01, 1.0, 30.0):
-        square = kappa / phi
-        for tau in (1, 4, 9):
-            bracket = 0.5 * phi - 2.0 * float(exact_h(drift, tau)) / (tau * square)
-            paper = 1 / (total(tau) * bracket) + math.sqrt(3) / 3
-            assert objective(drift, kappa, total, tau, phi) == pytest.approx(paper)
 
 
 def test_rounds_may_cost_more_with_more_local_iterations():
@@ -220,7 +205,6 @@ def test_the_sensitivity_is_exact():
         lambda: best_tau(Drift(0.1, 1, 1, 1), 1.0, lambda tau: -1.0, 5),
         lambda: best_tau(Drift(0.1, 1, 1, 1), 1.0, allowed_iterations(10, 3), 0),
         lambda: even_split(allowed_iterations(10, 3), 0),
-        lambda: objective(Drift(0.1, 1, 1, 1), 1.0, allowed_iterations(10, 3), 2, phi=0.0),
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong):

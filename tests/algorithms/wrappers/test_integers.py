@@ -74,7 +74,7 @@ NO_SIZE = struct.pack("<d", 1.0) + zstandard.ZstdCompressor(write_content_size=F
 )
 def test_what_encode_did_not_write_is_refused(block):
     vector = torch.frombuffer(bytearray(block), dtype=torch.uint8) if block else torch.zeros(0)
-    with pytest.raises(InputError, match="expected what integers"):
+    with pytest.raises(InputError, match="instead of a block of integers"):
         integers.unpack_codes(vector.to(torch.uint8), 10)
 
 

@@ -35,8 +35,8 @@ from fedpact.privacy.oracle import (
 )
 
 EXCLUDED_BY_LOSSES: Final = {
-    "fairness": "it has its own fairness, and two would work against each other",
-    "robust": "its weights follow the losses that sites report, so a liar could choose its own",
+    "fairness": "it has its own fairness",
+    "robust": "its weights depend on losses that sites report, so one lie could choose them",
     "local.head": "it compares the sites' losses at one model, and here each site has its own head",
 }
 """Parts that exclude weighting sites by their losses; see MethodFacts.excludes."""

@@ -16,7 +16,7 @@ from fedpact.common.messages import Reply, State, Task
 from fedpact.privacy.oracle import Oracle
 
 EXCLUDED_BY_TWO_MODELS: Final = {
-    "fairness": "a site's loss would be that of a model which it does not use",
+    "fairness": "a site's loss would be that of an unused model",
     "local": "its steps alternate between two models, and momentum belongs to one",
     "local.head": "each site has its own model already",
 }

@@ -167,16 +167,6 @@ def best_tau(drift: Drift, kappa: float, iterations: Allowed, most: int) -> int:
     return int(np.argmax(np.where(brackets > 0, totals * np.maximum(brackets, 0), 0))) + 1
 
 
-def objective(drift: Drift, kappa: float, iterations: Allowed, tau: int, phi: float = 1.0) -> float:
-    """Return G(τ), inf if the bracket is not positive or nothing is left. It is not a bound.
-
-    phi: φ = ω(1 - βη/2) > 0, which does not change the argmin for a given κ.
-    """
-    bracket = float(_brackets(drift, kappa, tau)[-1])
-    total = check.positive(phi=phi) * float(_totals(iterations, tau)[-1]) * bracket
-    return 1 / total + math.sqrt(3) / 3 if bracket > 0 and total > 0 else math.inf
-
-
 def tau_by_kappa(drift: Drift, iterations: Allowed, most: int) -> list[tuple[int, float]]:
     """Return every τ that is τ* for some κ, the largest first, with the least κ that gives it.
 

@@ -27,14 +27,7 @@ import torch
 from torch import Tensor
 
 from fedpact.common.messages import State
-from fedpact.privacy.oracle import (
-    UNIFORM,
-    Batch,
-    BatchAround,
-    Oracle,
-    OracleWrapper,
-    Weighting,
-)
+from fedpact.privacy.oracle import UNIFORM, Batch, BatchAround, Oracle, OracleWrapper, Weighting
 
 UNLIMITED: Final = 2.0**53
 """The remaining iterations of a plain run, as numbers in a reply must be finite."""

@@ -1,1 +1,1 @@
-"""Baselines whose own idea is how noise and clip are chosen, one file each."""
+"""Baselines that differ in how they choose noise and clip, one file each."""

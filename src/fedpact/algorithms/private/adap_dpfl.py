@@ -6,17 +6,17 @@ Symbols   paper  code           meaning, unit or range                        wh
           τ      local_steps    local iterations of a round, >= 1             plan
           α      clip_power     how closely C_t follows the gradients, >= 0   plan
           C_t    "clip"         C (L_t / L_1)^α within bounds                 released
-          L_t    "length"       of the round's mean gradient, freed of noise  released
+          L_t    "length"       of the round's mean gradient, less its noise  released
 Client    w_i ← w;  τ times: w_i ← w_i - η g(w_i), clipped to C_t, noise σ C_t;
           L_t² = max(0, ‖mean of the τ g‖² - its noise's energy); a site remembers L_1 and C_t
 Server    w ← Σ p_i w_i
 Releases  τ gradient sums: τ events. L_t follows from them and costs nothing further
 Neutral   α = 0 gives fedavg, bit for bit
-Differs   the paper's threshold is α times the mean length of single records' noisy gradients. No
-          record's gradient leaves its site here, so the length is that of the released mean, and
-          its unit that of the first round, for which privacy.clip is chosen. The paper also lowers
-          σ when the loss falls on validation records; here σ is fixed before the run, as an ε that
-          is reserved has to be, and the noise falls with C_t alone (docs/notes/errata.md, N3).
+Differs   the paper's threshold is α times the mean length of single records' noisy gradients. Here
+          no record's gradient is released, so the length is that of the released mean, relative to
+          the first round's. The paper also lowers σ when the loss falls on validation records; here
+          σ is fixed before the run, so that ε can be reserved, and the noise decreases with C_t
+          only (docs/notes/errata.md, N3).
 """
 
 import torch
@@ -34,22 +34,22 @@ class Settings(fedavg.Settings):
     """Symbols at the top."""
 
     clip_power: float = Field(default=1.0, ge=0)
-    """α, by what power of its gradients' length a site's clip follows them; 0 keeps C."""
+    """α, the power of the gradients' length in a site's clip; 0 keeps C."""
     least_clip: float = Field(default=0.1, gt=0, le=1)
-    """What C_t over privacy.clip is kept above."""
+    """The least C_t over privacy.clip."""
     most_clip: float = Field(default=2.0, ge=1, le=1e3)
-    """What C_t over privacy.clip is kept below."""
+    """The largest C_t over privacy.clip."""
 
 
 def facts(settings: Settings) -> MethodFacts:
     return MethodFacts(
         weighs_records=True,
         needs_all_sites="",
-        needs_own_noise="a site's clip follows its own gradients, which its own noise alone hides",
+        needs_own_noise="a site's clip depends on its gradients, which only its own noise hides",
         excludes={
-            "fairness": "it weighs records by their losses, and the clip follows their lengths",
-            "local": "it takes plain steps, whose noise follows the clip",
-            "privacy.clip_schedule": "its clip follows the gradients already",
+            "fairness": "it weights records by their losses, and the clip depends on their lengths",
+            "local": "it uses plain steps, whose noise depends on the clip",
+            "privacy.clip_schedule": "its clip already depends on the gradients",
         },
     )
 
@@ -64,7 +64,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     noise = len(w) * oracle.noise_variance / steps
     length = clip * max(0.0, square - noise) ** 0.5
     first = memory.numbers.get("first", length)
-    # In this order NaN is the least; without a first length there is nothing to follow.
+    # In this order NaN becomes the least.
     follows = (length / first) ** settings.clip_power if first > 0 else 1.0
     clip = min(max(settings.least_clip, follows), settings.most_clip)
     return Local({"w": w}, memory=State(numbers={"clip": clip, "first": first}))

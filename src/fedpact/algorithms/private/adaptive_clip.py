@@ -4,7 +4,7 @@ Ramaswamy. Differentially private learning with adaptive clipping. arXiv 1905.03
 Symbols   paper  code           meaning, unit or range                        who chooses it
           η      learning_rate  step size, > 0                                plan
           τ      local_steps    local iterations of a round, >= 1             plan
-          γ      quantile       share of gradients to be left unclipped       plan
+          γ      quantile       target share of unclipped gradients           plan
           η_C    quantile_rate  step of log C_t, >= 0                         plan
           σ_b    count_noise    the count's noise over the gradient's         plan
           C_t    "clip"         f C, f between least_clip and most_clip       released
@@ -15,14 +15,14 @@ Client    w_i ← w;  τ times, each on a Poisson batch of its own, of g and b a
 Server    w ← Σ p_i w_i
 Releases  gradient sum and count of short gradients: one joint event a step
 Neutral   η_C = 0 gives fedavg at privacy.clip, bit for bit
-Differs   the paper clips each user's update and keeps one C_t at the server; here records are
-          clipped, and each site follows its own gradients. C_t moves with every step, as the count
-          is paid for at every step. σ_b is relative to σ, where the paper has z_b = B/20.
+Differs   the paper clips each user's update, with one C_t at the server; here records are clipped,
+          and each site has its own C_t. It changes at every step, as the count is charged at every
+          step. σ_b is relative to σ, where the paper has z_b = B/20.
 
 A gradient clipped to f C is f times one of weight 1/f clipped to C, so noise, bound and ledger are
-those of C. The count's cost is in the ledger: σ of the joint event is σ / sqrt(1 + σ_b^-2), and
-with the default 10 calibration raises the gradient's noise by half a percent. A plain run clips
-nothing: there C_t falls to its least and changes nothing but roundings.
+those of C. The ledger includes the count: σ of the joint event is σ / sqrt(1 + σ_b^-2); with the
+default 10, calibration raises the gradient's noise by half a percent. A plain run clips nothing:
+C_t falls to its least and only affects rounding.
 """
 
 import math
@@ -42,19 +42,19 @@ class Settings(fedavg.Settings):
     """Symbols at the top."""
 
     quantile: float = Field(default=0.5, gt=0, lt=1)
-    """γ, the share of gradients that is to be at most C_t long."""
+    """γ, the target share of gradients that are at most C_t long."""
     quantile_rate: float = Field(default=0.2, ge=0)
     """η_C, the step of log C_t."""
     count_noise: float = Field(default=10.0, gt=0)
     """The noise of the count of short gradients over the gradient's."""
     least_clip: float = Field(default=0.01, ge=1e-3, le=1)
-    """What C_t over privacy.clip is kept above."""
+    """The least C_t over privacy.clip."""
     most_clip: float = Field(default=10.0, ge=1, le=1e3)
-    """What C_t over privacy.clip is kept below. Beyond 1e6 times the least, weights lose digits."""
+    """The largest C_t over privacy.clip. Beyond 1e6 times the least, weights lose digits."""
 
     def next_clip(self, clip: float, share: float) -> float:
-        """Return C_t exp(-η_C (b_t - γ)) within its range, of C_t over C. NaN gives the least."""
-        # On the logarithm, as a share with much noise would overflow the exponential.
+        """Return C_t exp(-η_C (b_t - γ)) over C, within its range. NaN gives the least."""
+        # On the logarithm, as a very noisy share would overflow the exponential.
         logarithm = math.log(clip) - self.quantile_rate * (share - self.quantile)
         least, most = math.log(self.least_clip), math.log(self.most_clip)
         return math.exp(min(max(least, logarithm), most))
@@ -66,11 +66,11 @@ def facts(settings: Settings) -> MethodFacts:
         weighs_records=True,
         needs_all_sites="",
         summed=Summed(),
-        needs_own_noise="a site's clip follows its own counts, which its own noise alone hides",
+        needs_own_noise="a site's clip depends on its counts, which only its own noise hides",
         excludes={
-            "fairness": "it weighs records by their losses, and the clip follows their lengths",
-            "local": "it takes plain steps, whose noise follows the clip",
-            "privacy.clip_schedule": "its clip follows the gradients already",
+            "fairness": "it weights records by their losses, and the clip depends on their lengths",
+            "local": "it uses plain steps, whose noise depends on the clip",
+            "privacy.clip_schedule": "its clip already depends on the gradients",
         },
     )
 

@@ -13,10 +13,10 @@ Client    w_i ← w̄;  τ times: w_i ← w_i - η (g(w_i) + μ (w_i - w̄)), g 
 Server    w ← Σ p_i w_i
 Releases  τ gradient sums: τ events
 Neutral   C = ∞ gives fedprox, and with μ = 0 fedavg, bit for bit: C from 1e300 on is infinite
-Differs   the paper adds noise to the clipped model, for a sensitivity of 2C/m that it does not have
-          (docs/notes/errata.md, N1): one record can move a trained model by 2C, whatever m is. Here
-          the noise is in the gradients, so the ledger's ε holds. The server adds none of its own:
-          what a site sends is private already, as is all that is made of it.
+Differs   the paper adds noise to the clipped model for a sensitivity of 2C/m, which is wrong
+          (docs/notes/errata.md, N1): one record can move a trained model by 2C, for any m. Here the
+          noise is in the gradients, so the ledger's ε holds. The server adds no noise, as replies
+          are already private.
 """
 
 from dataclasses import replace
@@ -37,7 +37,7 @@ class Settings(fedprox.Settings):
 
 
 def facts(settings: Settings) -> MethodFacts:
-    # A clipped model is no sum of releases.
+    # A clipped model is not a sum of releases.
     return replace(fedprox.facts(settings), sums_releases=False)
 
 

@@ -57,7 +57,7 @@ class Method:
         return self._function("init")(w, self.settings)
 
     def task(self, state: State) -> State:
-        """Return what every site is told."""
+        """Return what is sent to every site."""
         return self._function("task")(state, self.settings)
 
     def public_numbers(self, task: Task, terms: Terms) -> Mapping[str, Range]:
@@ -96,8 +96,8 @@ class Method:
 class MethodWrapper(Method):
     """A method around another one, `inner`. Wrappers override what they change.
 
-    prefix: of what it stores in the server's state and a site's memory; "" if nothing. facts: those
-    that it changes.
+    prefix: of its entries in the server's state and a site's memory, "" for none. facts: those that
+    it changes.
     """
 
     prefix: ClassVar[str] = ""
@@ -117,7 +117,7 @@ class MethodWrapper(Method):
         return self.inner.init(w)
 
     def task(self, state: State) -> State:
-        """Return what every site is told; this wrapper's part of the state stays at the server."""
+        """Return what is sent to every site, without this wrapper's part of the state."""
         return self.inner.task(self._rest(state))
 
     def public_numbers(self, task: Task, terms: Terms) -> Mapping[str, Range]:

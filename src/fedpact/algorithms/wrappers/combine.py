@@ -29,7 +29,7 @@ READS_SINGLE_REPLIES: Final[dict[str, str]] = {
 """Table of a plan -> why it cannot be combined with [robust]."""
 
 NEEDS_PLAIN_STEPS: Final[dict[str, str]] = {
-    "control": "the controller's estimates assume plain steps",
+    "control": "the controller's estimates assume plain steps"
 }
 """Table of a plan -> why it cannot be combined with [local]."""
 

@@ -38,14 +38,7 @@ from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Local, State, Task, join, split_state
 from fedpact.common.randomness.schedules import Scheduled
-from fedpact.privacy.oracle import (
-    UNIFORM,
-    Batch,
-    BatchAround,
-    Oracle,
-    OracleWrapper,
-    Weighting,
-)
+from fedpact.privacy.oracle import UNIFORM, Batch, BatchAround, Oracle, OracleWrapper, Weighting
 
 _PREFIX: Final = "heads/"
 _OWN: Final = "own"
