@@ -136,7 +136,7 @@ def test_other_libraries_are_left_as_they_are(monkeypatch):
 def test_precisions_that_a_machine_does_not_have_are_refused(monkeypatch):
     for precision in ("float32", "bf16"):
         assert device_of("cpu", precision).type == "cpu"
-    with pytest.raises(PlanError, match=r'"tf32" with device = "cpu".*or take "bf16"'):
+    with pytest.raises(PlanError, match=r'"tf32" with device = "cpu".*or use "bf16"'):
         device_of("cpu", "tf32")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for capability, good in (((7, 5), False), ((8, 0), True)):
