@@ -88,6 +88,19 @@ def test_mean_is_that_of_the_replies_within_its_error(gone):
     assert mean.numbers == pytest.approx({"loss": -0.7, "x": 1e5}, abs=1e-10)
 
 
+@pytest.mark.parametrize("kind", ["grid", "none"])
+def test_error_includes_the_rounding_of_large_float32_weights(kind):
+    coding, _ = made(1e-3, compression={"kind": kind})
+    vectors = {"w": task_of().vectors["w"].float() * 1e4}
+    task, replies = Task("run", 1, "fedavg", vectors, {}), {}
+    for site in SIZES:
+        w = vectors["w"] + 1e-2 * torch.rand(D)
+        replies[site] = Reply("run", 1, site, SIZES[site], {"w": w}, {})
+    mean, error = opened(coding, task, replies)
+    parts = (SIZES[s] / sum(SIZES.values()) * r.vectors["w"].double() for s, r in replies.items())
+    assert 0 < float((mean.vectors["w"].double() - sum(parts)).abs().max()) <= error <= 0.1
+
+
 @pytest.mark.parametrize(
     ("tables", "number", "rate"),
     [

@@ -201,7 +201,7 @@ class FixedPointMean(_Masking):
         self._check_length(total, layout)
         share = self._share(replies)
         state = State(*decode_fixed_point(total, share, self.sites, layout))
-        return state, rounding(share, self.sites)
+        return state, rounding(share, self.sites) + stored_to(state.vectors)
 
     def _numbers(self, reply: Reply) -> dict[str, float]:
         return {n: v for n, v in reply.numbers.items() if n not in self.summed.public}
@@ -213,7 +213,8 @@ class FixedPointMean(_Masking):
 OWN_NOISE_UNITS: Final = 32.0
 """The least standard deviation of a site's noise in units of its masked reply's grid.
 
-Rounding adds at most 1/(12 · 32²) < 10^-4 of the noise's variance.
+Rounding adds at most 1/(12 · 32²) < 10^-4 of the noise's variance, unless the noise is so small
+that the fixed point's unit is coarser, as with a factor of a clip schedule below 10^-9.
 """
 
 
@@ -275,7 +276,7 @@ class RoundedMean(FixedPointMean):
         whole = join_words(total[at:] & np.uint32(2**self.bits - 1), self._part)
         _, numbers = decode_fixed_point(whole, share, self.sites, Layout({}, layout.numbers))
         error = max(len(replies) / 2 * max(units.values()) / share, rounding(share, self.sites))
-        return State(vectors, numbers), error
+        return State(vectors, numbers), error + stored_to(vectors)
 
     def units(self, task: Task) -> dict[str, float]:
         """Return u of each vector of a reply to this task, whole or short."""
@@ -327,6 +328,12 @@ def encode_fixed_point(
 def rounding(share: float, sites: int) -> float:
     """Return the error bound of `decode_fixed_point` in each coordinate; arguments as there."""
     return float(sites * np.ldexp(0.5, -fraction_bits(sites)) / share)
+
+
+def stored_to(vectors: Mapping[str, Tensor]) -> float:
+    """Return the error bound of computing vectors in float64 and storing them in their types."""
+    digits = ((v, torch.finfo(v.dtype).eps / 2 + 2.0**-51) for v in vectors.values() if v.numel())
+    return max((float(v.abs().max()) * unit for v, unit in digits), default=0.0)
 
 
 def decode_fixed_point(
@@ -480,7 +487,8 @@ class SharedSum(_Masking):
         opened = NoisySumOracle(sums, self._some.at(task.round), records)
         told = self.step(task, opened, State())
         numbers = {n: v for n, v in told.numbers.items() if n not in self.summed.public}
-        return State(told.vectors, numbers), opened.coarsest * len(replies) / records
+        error = opened.coarsest * len(replies) / records
+        return State(told.vectors, numbers), error + stored_to(told.vectors)
 
 
 Coding = FixedPointMean | SharedSum
