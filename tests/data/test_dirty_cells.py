@@ -115,7 +115,9 @@ def test_quoted_line_breaks_keep_their_record_alone(tmp_path, other):
 
 
 @pytest.mark.parametrize(
-    "missing", [None, math.nan, np.float32("nan"), pd.NA, pd.NaT, "", "  ", "NaT", "<NA>"], ids=repr
+    "missing",
+    [None, math.nan, np.float32("nan"), pd.NA, pd.NaT, "", "  ", "NaT", "<NA>", "None"],
+    ids=repr,
 )
 def test_a_record_of_no_site_is_left_out_of_arrays(missing, caplog):
     """Before, arrays had a site called "None", and one called "nan", each with an ε of its own."""

@@ -45,6 +45,17 @@ def test_kinds_of_tokens_are_a_third_row():
     assert found.x[:, 2].tolist() == padded(table["token_type_ids"], 3)
 
 
+def test_an_empty_list_ahead_leaves_the_others_tokens():
+    table = {"input_ids": [[], *IDS], "label": ["a", *LABELS]}
+    assert from_python(table, PlanRecords(), "label").x[:, 0].tolist() == padded(IDS, 3)
+
+
+def test_pixels_of_four_bytes_are_measurements():
+    image = pytest.importorskip("PIL.Image").new("I", (4, 4), 70_000)
+    found = from_python({"image": [image] * 4, "label": LABELS}, PlanRecords(), "label").x
+    assert (found.dtype, float(found.max())) == (torch.float32, 70_000)
+
+
 @pytest.mark.parametrize("length", [2, 5])
 def test_a_declared_length_pads_and_cuts(length):
     found = from_python(TABLE, PlanRecords(length=length), "label").x

@@ -1,5 +1,7 @@
 """What a run checks of a model with adapters; see also tests/outside/test_transformers.py."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -49,6 +51,18 @@ def test_adapters_that_no_answer_follows_from_are_named():
     model.used = False
     with pytest.raises(ModelError, match=r"without a gradient of any record: .*down"):
         check_adapters(kernel(model), x, y)
+
+
+def test_a_classifier_that_is_not_trained_is_told(caplog):
+    model, x, y = Adapted(), torch.randn(4, 4), torch.arange(4) % 3
+    model.active_peft_config = SimpleNamespace(task_type="TaskType.SEQ_CLS")
+    check_adapters(kernel(model), x, y)
+    assert "the classifier keeps the weights that it has" in caplog.text
+    caplog.clear()
+    model.modules_to_save = nn.Linear(1, 1)
+    model.forward = lambda x: Adapted.forward(model, x) * model.modules_to_save(x[:, :1])
+    check_adapters(kernel(model), x, y)
+    assert not caplog.text
 
 
 def test_a_base_that_a_pass_moves_is_found():

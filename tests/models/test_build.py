@@ -84,6 +84,27 @@ def test_a_model_that_cannot_be_had_is_told(monkeypatch, name, told):
         build(name, torch.zeros(4), 3, 0)
 
 
+class Squeezed(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, x):
+        return super().forward(x) if len(x) > 1 else super().forward(x[:, :2])
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "told"),
+    [
+        ("logistic", torch.zeros(4, dtype=torch.int64), "whole numbers mean tokens: choose a"),
+        ("test_build:Squeezed", torch.zeros(4), "a single made-up record, but accepts two, of"),
+    ],
+)
+def test_records_a_model_does_not_accept_are_told(monkeypatch, name, record, told):
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    with pytest.raises(ModelError, match=rf"does not accept .*{told}"):
+        build(name, record, 3, 0)
+
+
 def test_images_without_channels_are_told_how_to_have_one():
     with pytest.raises(ModelError, match=r"got records of shape \(8, 8\).* as \(1, 8, 8\)"):
         build("cnn_group_norm", torch.zeros(8, 8), 10, 0)

@@ -32,6 +32,26 @@ def windows(side):
     return apart.sum(-1)
 
 
+def log_windows(side):
+    """As Swin v2 has them, place by place."""
+    table = torch.zeros(1, 2 * side - 1, 2 * side - 1, 2)
+    for i in range(2 * side - 1):
+        for j in range(2 * side - 1):
+            table[0, i, j] = torch.tensor([i - side + 1.0, j - side + 1.0]) / (side - 1) * 8
+    return torch.sign(table) * torch.log2(table.abs() + 1.0) / math.log2(8)
+
+
+def with_class(side):
+    """As BEiT has them."""
+    table = torch.zeros(side**2 + 1, side**2 + 1, dtype=torch.int64)
+    distances = (2 * side - 1) ** 2 + 3
+    table[1:, 1:] = windows(side)
+    table[0, 0:] = distances - 3
+    table[0:, 0] = distances - 2
+    table[0, 0] = distances - 1
+    return table
+
+
 CONSTANTS = {
     "positions": torch.arange(N)[None],
     "positions from 2": torch.arange(N) + 2,
@@ -48,6 +68,8 @@ CONSTANTS = {
     "distances": (torch.arange(N)[:, None] - torch.arange(N)).abs().float(),
     "windows": windows(4),
     "windows in a row": windows(4).flatten(),
+    "windows on a log scale": log_windows(4),
+    "windows behind a class": with_class(3),
     "frequencies": 1.0 / 10000 ** (torch.arange(0, 2 * N, 2).float() / (2 * N)),
     "frequencies of Llama 3": 1.0 / 500000.0 ** (torch.arange(0, 2 * N, 2).float() / (2 * N)),
     "sines of places": sinusoids(50, 16),
@@ -92,6 +114,7 @@ def test_last_digits_hide_nothing(tensor):
         torch.stack([torch.arange(N), torch.arange(N).flip(0)] * 4),
         torch.full((N, N), -12.5).triu(1),
         torch.tensor([3.5, 4.5]),
+        log_windows(4) * 1.5,
         torch.randn(6, 6, generator=torch.Generator().manual_seed(0)),
     ],
     ids=str,

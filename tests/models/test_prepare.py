@@ -1,6 +1,7 @@
 """All that stands in a model's way at once, and what is done about it without being asked."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,6 +45,24 @@ def test_batchnorm_is_replaced_on_request():
     assert "GroupNorm in place of BatchNorm: 1" in str(found)
     with pytest.raises(InputError, match="batch_norm is 'layer'"):
         fedpact.prepare(net(), batch_norm="layer")
+
+
+class Experts(nn.Linear):
+    """As mixtures of experts of Hugging Face's."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.config = SimpleNamespace(_experts_implementation="grouped_mm")
+
+    def set_experts_implementation(self, kind):
+        self.config._experts_implementation = kind
+
+
+def test_experts_are_computed_by_batched_products():
+    model = Experts(3, 2)
+    found = fedpact.prepare(model)
+    assert "grouped_mm" in next(find_obstacles(model))
+    assert (found.left, found.model.config._experts_implementation) == ((), "batched_mm")
 
 
 def test_half_precision_becomes_float32():

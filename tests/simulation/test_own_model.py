@@ -223,10 +223,12 @@ def test_what_is_no_data_set_is_refused_with_what_would_be():
     for wrong in (3, iter([]), FRAME["a"], (X, Y, Y)):
         with pytest.raises(DataError, match="expected a path"):
             from_python(wrong, PlanRecords())
-    with pytest.raises(DataError, match="expected one; bring them into one form"):
+    with pytest.raises(DataError, match="expected one; "):
         from_python(_Items([(X[0], 0), (X[0, :2], 1)]), PlanRecords())
     with pytest.raises(DataError, match="only a table has columns"):
         from_python((X, Y), PlanRecords(), "ill")
+    with pytest.raises(DataError, match=r"is a folder: .*'imagefolder'"):
+        load_dataset(str(Path(__file__).parent))
 
 
 class _Items(torch.utils.data.Dataset):

@@ -67,7 +67,8 @@ def read_input(
     if shape is None and (label or site or person):
         raise DataError(
             f"label = {label!r}, site = {site!r}, person = {person!r} with "
-            f"{describe_value(data)}: only a table has columns to name; leave them out"
+            f"{describe_value(data)}: only a table has columns to name; pass a table, such as "
+            "pandas.DataFrame(data) of rows, or leave them out"
         )
     x, y, titles = _pair_of(origin, data, shape)
     return of_arrays(origin, x, y, form, titles=titles)
@@ -296,6 +297,8 @@ def _array(cell: Any) -> np.ndarray | None:
         return None
     if not hasattr(cell, "getbands"):
         return found
+    # Whole numbers of this width would be tokens.
+    found = found.astype(np.float32) if found.dtype.itemsize > 2 else found
     return found[None] if found.ndim == 2 else np.moveaxis(found, -1, 0)
 
 
@@ -303,11 +306,12 @@ def _together(records: Sequence[np.ndarray], what: str) -> np.ndarray:
     shapes = {record.shape for record in records}
     if len(shapes) != 1:
         tokens = all(record.ndim == 1 and record.dtype.kind in "iu" for record in records)
-        hint = "; lists of tokens are padded, in a column called input_ids" if tokens else ""
+        hint = "resize images, pad or cut lists"
+        if tokens:
+            hint = "lists of tokens are padded, in a column called input_ids"
         raise DataError(
             f"{what}: its records have {len(shapes)} shapes, such as "
-            f"{', '.join(map(str, sorted(shapes)[:3]))}: expected one; bring them into one form"
-            + hint
+            f"{', '.join(map(str, sorted(shapes)[:3]))}: expected one; {hint}"
         )
     return np.stack(records)
 

@@ -112,6 +112,12 @@ def load_dataset(
     if suffix in (".csv", ".parquet"):
         return dataset_of(name, [of_file(Path(name), label, site, person, form)], classes, form)
     check_suffix(Path(name))
+    if name not in NAMES and Path(name).is_dir():
+        raise DataError(
+            f"data set {name!r} is a folder: name a file ending in {', '.join(SUFFIXES)}; for "
+            "images in a folder for each class, pass datasets.load_dataset('imagefolder', "
+            f"data_dir={name!r}, split='train') from Python, with label = 'label'"
+        )
     made = Synthetic.parse(name)
     if suffix != ".npz" and name not in NAMES and not made:
         raise DataError(

@@ -294,7 +294,8 @@ def read_sites(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "si
         )
     names = [text_of(value) for value in given]
     for row, name in enumerate(names):
-        if is_missing(name):
+        # str(None), as in numpy's arrays of text; a class may have that name.
+        if is_missing(name) or name == "None":
             sieve.leave_out(row, column, "is not a site")
     return names
 

@@ -46,9 +46,12 @@ def token_columns(
 
 
 def _holds_lists(cells: Sequence[Any]) -> bool:
-    """Whether a column's first cell is a list of whole numbers."""
-    first = next((cell for cell in cells if cell is not None), None)
-    return isinstance(first, list | tuple | np.ndarray | Tensor) and _whole(first) is not None
+    """Whether a column's first list with an entry is one of whole numbers."""
+    kinds = (list, tuple, np.ndarray, Tensor)
+    first = next(
+        (c for c in cells if c is not None and not (isinstance(c, kinds) and not len(c))), 0
+    )
+    return isinstance(first, kinds) and _whole(first) is not None
 
 
 def _ragged(cells: Sequence[Any]) -> bool:

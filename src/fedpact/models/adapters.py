@@ -6,6 +6,7 @@ answer as the trained model does.
 """
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
@@ -22,6 +23,7 @@ FOLDER: Final = "adapters"
 _BESIDE: Final = 0.05
 _TOLERANCE: Final = 1e-3
 _FEW: Final = 3
+_logger = logging.getLogger("fedpact")
 
 
 class Kernel(Protocol):
@@ -40,11 +42,24 @@ class Kernel(Protocol):
 def check_adapters(kernel: Kernel, x: Tensor, y: Tensor) -> None:
     """Try a model with adapters on made-up records x, y [B, ...]; nothing for another model.
 
-    Raises ModelError: an adapter that no record has a gradient of, or a base that moves.
+    Warns if the classifier is not trained. Raises ModelError: an adapter without a gradient of any
+    record, or a base that moves.
     """
     flat = kernel.model
     if not _has_adapters(flat.module):
         return
+    adapted: Any = cast(NamedInputs, flat.module).model
+    task = getattr(adapted, "active_peft_config", None)
+    if "_CLS" in str(getattr(task, "task_type", "")) and not any(
+        "modules_to_save" in name for name, _ in flat.views(flat.vector)
+    ):
+        layer = [name for name, _ in adapted.get_base_model().named_children()][-1]
+        _logger.warning(
+            "only adapters are trained, and the classifier keeps the weights that it has: if these "
+            "are random, the model learns next to nothing; train it with the adapters, as by "
+            "LoraConfig(..., modules_to_save=[%r])",
+            layer,
+        )
     base = [(n, p, p._version) for n, p in flat.module.named_parameters() if not p.requires_grad]
     start = flat.vector.clone()
     # LoRA's second factor begins at 0, where the first one's gradient is 0 as well.
@@ -58,9 +73,9 @@ def check_adapters(kernel: Kernel, x: Tensor, y: Tensor) -> None:
     idle = [name for name, part in flat.views(found) if not bool((part > 0).any())]
     if idle:
         raise ModelError(
-            f"adapters without a gradient of any record: {_some(idle)}. What they were added to "
-            "has no part in the answer, or another adapter is active: name target_modules that the "
-            "model uses, and one adapter (model.set_adapter)"
+            f"adapters without a gradient of any record: {_some(idle)}. The layers they were added "
+            "to do not contribute to the output, or another adapter is active: name target_modules "
+            "that the model uses, and activate one adapter (model.set_adapter)"
         )
     moved = [name for name, p, version in base if p._version != version]
     if moved:

@@ -109,18 +109,22 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             one = module(x[:1])
         drawn = not torch.equal(before, torch.default_generator.get_state())
     except Exception as error:
-        hint = (
-            "choose a model that takes this data set, and store measurements as float32 where the "
-            "records are integers, which mean tokens"
-        )
+        hint = "choose a model that takes records of this shape, or give them the shape it expects"
         types = {str(p.dtype) for p in module.parameters() if p.is_floating_point()}
         if others := sorted(types - {"torch.float32"}):
             hint = f"its weights are {', '.join(others)}: make them float32, as by .float()"
+        elif not x.is_floating_point():
+            hint = (
+                "whole numbers mean tokens: choose a model of tokens, such as one that begins with "
+                "an embedding, or store measurements as float32"
+            )
+        many = f"{count} made-up records"
         if count == 1:
-            hint = "of two it does not: let it take any number of records, and each by itself"
+            many = "a single made-up record, but accepts two,"
+            hint = "let it take any number of records, and compute each by itself"
         raise ModelError(
-            f"model {name!r} fails on {count} made-up records of shape {tuple(x.shape[1:])} with "
-            f"{type(error).__name__}: {error}; {hint}"
+            f"model {name!r} does not accept {many} of shape {tuple(x.shape[1:])}: {hint} "
+            f"({type(error).__name__}: {error})"
         ) from error
     if drawn:
         raise ModelError(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _BASES: Final = (1e4, 1e5, 1.6e5, 5e5, 1e6, 1e7)
@@ -27,7 +28,7 @@ def is_constant(tensor: Tensor) -> bool:
     They are: an arange from 0, 1 or 2, up or down; a triangle, a band beside the diagonal or the
     identity, of truth values, of 0 and 1, or of 0 and what hides; differences of places, from 0 or
     from their least; a one-hot row; frequencies of positions to a published base, and sines and
-    cosines of them; windows' relative places; up to four such rows.
+    cosines of them; windows' relative places, also on Swin v2's log scale; up to four such rows.
 
     >>> is_constant(torch.arange(8)[None]), is_constant(torch.ones(3, 3).tril())
     (True, True)
@@ -52,6 +53,8 @@ def _is_known(x: Tensor) -> bool:
     flat = torch.arange(x.numel()).view(x.shape)
     if _is(x, (v for d in _FLOATS for v in (flat.to(d).sin(), flat.to(d).cos()))):
         return True
+    if x.dim() == 3 and x.shape[2] == 2 and x.is_floating_point():
+        return bool(torch.equal(x, _log_windows(*x.shape[:2]).to(x.dtype)))
     if x.dim() != 2:
         return False
     # At place 0 sines are 0 and cosines 1, which spares making the others.
@@ -118,8 +121,14 @@ def _tables(n: int, m: int, dtype: torch.dtype) -> Iterator[Tensor]:
     for difference in (apart, -apart, apart.abs()):
         yield difference
         yield difference - difference.min()
-    if n == m and math.isqrt(n) ** 2 == n:
-        yield _windows(math.isqrt(n))
+    if n == m and (side := math.isqrt(n)) ** 2 == n:
+        yield _windows(side)
+    if n == m and (side := math.isqrt(n - 1)) ** 2 == n - 1:
+        # A class's token ahead of the patches has three numbers of its own (Bao 2022, BEiT).
+        last = (2 * side - 1) ** 2
+        table = F.pad(_windows(side), (1, 0, 1, 0), value=last)
+        table[1:, 0], table[0, 0] = last + 1, last + 2
+        yield table
 
 
 def _windows(side: int) -> Tensor:
@@ -128,6 +137,15 @@ def _windows(side: int) -> Tensor:
     grid = torch.stack(torch.meshgrid(places, places, indexing="ij")).flatten(1)
     apart = grid[:, :, None] - grid[:, None, :] + side - 1
     return apart[0] * (2 * side - 1) + apart[1]
+
+
+def _log_windows(n: int, m: int) -> Tensor:
+    """Relative places of a window's patches on a log scale [n, m, 2] (Liu 2022, Swin v2)."""
+    sides = [torch.arange(-(k // 2), k // 2 + 1).float()[:k] for k in (n, m)]
+    table = torch.stack(torch.meshgrid(sides, indexing="ij"), 2)
+    table /= torch.tensor([max(n // 2, 1), max(m // 2, 1)]).float()
+    table *= 8
+    return table.sign() * torch.log2(table.abs() + 1.0) / math.log2(8)
 
 
 def _sines(n: int, m: int) -> Iterator[Tensor]:

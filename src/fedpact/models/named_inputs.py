@@ -138,15 +138,15 @@ def _at_the_end(module: nn.Module, given: dict[str, Tensor]) -> Tensor:
     below: Any = cast(Any, module).get_base_model() if is_adapted(module) else module
     ids = given["input_ids"]
     read = given.get("attention_mask", torch.ones_like(ids))
-    more: dict[str, Tensor] = {}
-    if str(below.config.model_type).endswith("t5"):
-        # Those of BART's kind do so themselves.
-        start = torch.full_like(ids[:, :1], below.config.decoder_start_token_id)
-        more["decoder_input_ids"] = torch.cat([start, ids[:, :-1]], 1)
-    states: Tensor = below.base_model(**given, **more)[0]
     ends = ids.eq(below.config.eos_token_id).long()
     places = torch.arange(ids.shape[1], device=ids.device)
     last = ((places + len(places) * ends) * read).argmax(1)
+    start = torch.full_like(ids[:, :1], below.config.decoder_start_token_id)
+    if below.config.model_type in ("mbart", "plbart"):
+        # Their texts end with a language, which their decoder begins with.
+        start = ids.gather(1, last[:, None])
+    shifted = torch.cat([start, ids[:, :-1]], 1)
+    states: Tensor = below.base_model(**given, decoder_input_ids=shifted)[0]
     index = last[:, None, None].expand(-1, 1, states.shape[-1])
     return below.classification_head(states.gather(1, index).squeeze(1))
 

@@ -50,11 +50,12 @@ def prepare(
 ) -> Prepared:
     """Return a copy of a model that is ready for private training, as far as that can be done.
 
-    Done is what changes nothing of what is learnt: layers that write in place no longer do, weights
+    It only makes changes that leave the result the same: layers no longer write in place, weights
     of half precision become float32, checkpointing and caches of generation are switched off, and
-    a kernel of attention that cannot be traced gives way to torch's. batch_norm: "group" puts a
-    GroupNorm in place of each BatchNorm. records: a few [B, ...] as a run has them; their form
-    alone counts. With them lines of a pass are listed, too. Raises InputError: another batch_norm.
+    attention or experts that cannot be traced are computed by torch's own operations. batch_norm:
+    "group" replaces each BatchNorm by a GroupNorm. records: a few [B, ...]; only their shape and
+    type are used. With them the lines of a forward pass are listed, too.
+    Raises InputError: another batch_norm.
     """
     if batch_norm not in (None, "group"):
         raise InputError(f"batch_norm is {batch_norm!r}: expected 'group', or leave it out")
@@ -71,6 +72,11 @@ def prepare(
 
 def find_obstacles(model: nn.Module) -> Iterator[str]:
     """Yield what stands in the way of training a model privately, each with what to do."""
+    if _mixes_by_group(model):
+        yield (
+            "experts are computed by grouped_mm, for all records at once: fedpact.prepare(model) or"
+            " model.set_experts_implementation('batched_mm')"
+        )
     for holds, told in _OBSTACLES:
         if names := _named(model, holds):
             yield told.format(_some(names))
@@ -194,7 +200,25 @@ def _attend_by_torch(model: nn.Module) -> str:
     return f"attention by torch's own kernel in place of {kind}"
 
 
-_ACTS: Final = (_write_nothing_in_place, _whole_precision, _checkpoint_nothing, _attend_by_torch)
+def _mix_experts_by_torch(model: nn.Module) -> str:
+    if not _mixes_by_group(model):
+        return ""
+    cast(Any, model).set_experts_implementation("batched_mm")
+    return "experts are computed by batched products instead of grouped_mm"
+
+
+def _mixes_by_group(model: nn.Module) -> bool:
+    kind = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    return kind == "grouped_mm"
+
+
+_ACTS: Final = (
+    _write_nothing_in_place,
+    _whole_precision,
+    _checkpoint_nothing,
+    _attend_by_torch,
+    _mix_experts_by_torch,
+)
 
 
 def _named(model: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:
