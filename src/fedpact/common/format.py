@@ -21,25 +21,6 @@ def upper(value: float, digits: int = 4) -> str:
     return _rounded(value, digits, ROUND_CEILING)
 
 
-def format_epsilon(epsilon: float, alone: float | None, honest: int) -> str:
-    """Return ε as an upper bound; where sites share noise, with what holds without the others.
-
-    alone: ε against everybody together. honest: how many sites' shares the first needs, 0: none.
-
-    >>> format_epsilon(1.0, None, 0)
-    '1'
-    >>> format_epsilon(1.0, 4.1523, 7)
-    '1 if at least 7 sites of each sum are honest, 4.153 if no other is'
-    """
-    if not honest:
-        return upper(epsilon)
-    unknown = math.nan if alone is None else alone
-    return (
-        f"{upper(epsilon)} if at least {honest} sites of each sum are honest, {upper(unknown)} if "
-        "no other is"
-    )
-
-
 def span(least: str, most: str) -> str:
     """Return a range in words, one of both where they read the same.
 

@@ -199,11 +199,8 @@ def _costs(plan: Plan, terms: Terms, policy: Policy) -> list[str]:
         f"({terms.adjacency}), reserved when the site opens and never more;",
         f"the policy allows ε = {policy.epsilon_ever:g} on these records ever, in all runs;",
     ]
-    if terms.honest:
-        found.append(
-            f"it holds if {terms.honest} sites add their noise; without them ε = "
-            f"{upper(terms.epsilon_alone)};"
-        )
+    if terms.shares_noise:
+        found.append(f"ε = {terms.guarantee};")
     once = plan.evaluation_terms
     if once is not None:
         cost = upper(once.budget.epsilon), upper(once.budget.delta)

@@ -27,6 +27,7 @@ from fedpact.deployment.federation import Federation
 from fedpact.deployment.site import has_reserved
 from fedpact.deployment.site_records import Own, SiteFiles, SiteSettings, own_records
 from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.ledger.reservations import over_runs
 from fedpact.privacy.policy import Policy
@@ -136,15 +137,14 @@ def _count_cost(found: SiteCheck, files: SiteFiles, terms: Terms) -> None:
     written = ledger.exists() and b"\n" in ledger.read_bytes()
     runs: dict[str, dict[str, Any]] = receipt(ledger)["runs"] if written else {}
     others = [
-        (run["beside"] or name, run["epsilon_reserved"], run["epsilon_alone_reserved"], run)
+        (run["beside"] or name, Guarantee.read(run, "epsilon_reserved", "epsilon_alone_reserved"))
         for name, run in runs.items()
         if found.run not in (name, run["beside"])
     ]
-    before = over_runs(
-        (name, with_others if run["honest"] <= policy.honest else alone, run["delta"])
-        for name, with_others, alone, run in others
+    before, (alone, _) = (
+        over_runs((name, of.counted(trusted), of.delta) for name, of in others)
+        for trusted in (policy.honest, 0)
     )
-    alone = over_runs((name, cost, run["delta"]) for name, _, cost, run in others)[0]
     found.epsilon_before, found.delta_before = before
     found.epsilon_ever, found.delta_ever = policy.epsilon_ever, policy.delta_ever
     try:

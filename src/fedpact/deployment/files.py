@@ -5,7 +5,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +34,7 @@ from fedpact.evaluation.held_out import Grouping
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT
 from fedpact.privacy.accounting.calibration import round_down, round_up
+from fedpact.privacy.policy import shared_noise_lines
 from fedpact.privacy.terms import FullDataRelease, Terms
 from fedpact.simulation.setup import SimulationSetup, describe_undeclared_classes, units
 
@@ -169,7 +170,8 @@ def policy(
     of_held = evaluation.budget if evaluation else terms.budget
     ever = max(epsilon, of_held.epsilon), max(delta, of_held.delta)
     sigma = round_down(min(releases.values()) * (1 - _ELSEWHERE))
-    honest, alone = terms.honest, round_up(terms.epsilon_alone * (1 + _ELSEWHERE))
+    of = terms.guarantee
+    of = replace(of, alone=round_up(of.alone * (1 + _ELSEWHERE)))
     unit = terms.protects
     return f"""\
 # What this site allows at most, whatever a server asks. What it does not name is refused.
@@ -184,9 +186,7 @@ epsilon_ever = {ever[0]!r}     # all runs on these records together
 delta_ever = {ever[1]!r}
 smallest_sigma = {sigma!r}     # least noise multiplier of any release
 approvals = {approvals}                  # how many sign first, 0 to 2: fedpact deploy approve
-{_EVALUATION.format(of_held) if evaluation else ""}""" + (
-        _HONEST.format(honest=honest, epsilon=epsilon, alone=alone) if honest else ""
-    )
+{_EVALUATION.format(of_held) if evaluation else ""}""" + shared_noise_lines(of)
 
 
 # A site computes the same by itself, and the last digits are its own processor's.
@@ -196,15 +196,6 @@ _EVALUATION = """\
 # Of evaluations, for whoever is held out of training, and then bears nothing of that:
 evaluation_epsilon_per_run = {0.epsilon!r}
 evaluation_delta_per_run = {0.delta!r}
-"""
-
-_HONEST = """
-# The run's sites share noise out: its epsilon = {epsilon!r} holds if at least {honest} of the sites
-# in each sum, this one too, add their noise and tell nobody. Without that it is {alone!r}. Nobody
-# but the owner can know whether to rely on the others: the site takes part once these lines count.
-# honest = {honest}
-# epsilon_alone_per_run = {alone!r}
-# epsilon_alone_ever = {alone!r}
 """
 
 

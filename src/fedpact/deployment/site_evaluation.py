@@ -74,12 +74,10 @@ class Cost:
 
     def describe(self) -> str:
         """Return `epsilon` in words, to the last digit: rounded down it would be no bound."""
-        alone = ""
-        if self.terms.honest:
-            spent = self.terms.epsilon_alone_after(self.ledger.spent(self.run))
-            alone = f" with {self.terms.honest} honest sites, ε <= {spent!r} with none,"
+        cases = self.terms.guarantee_after(self.ledger.spent(self.run)).cases
+        spent = "; ".join(f"ε <= {epsilon!r}{condition}" for condition, epsilon in cases)
         return (
-            f"spent ε <= {self.epsilon!r}{alone} at δ = {self.delta!r}, "
+            f"spent {spent} at δ = {self.delta!r}, "
             f"{self.terms.adjacency}, accountant {self.terms.accountant}"
         )
 

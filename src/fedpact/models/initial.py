@@ -342,7 +342,7 @@ def _told_by(file: Path, sha256: str | None) -> tuple[str | None, str]:
         unit, adjacency = plan["privacy"]["unit"], summary["adjacency"]
         # What that run began with, or computed with, is in its model, too.
         before = [(plan.get(t) or {}).get("trained_on") for t in ("initial", "features")]
-        others = f", if {summary['honest']} other sites were honest" * bool(summary.get("honest"))
+        others = f", given {summary['condition']}" * bool(summary.get("condition"))
         told = (
             f"{plan['data']} by the private run {run.name}, which spent "
             f"ε <= {max(spent.values())!r} at δ = {max(deltas.values())!r} per {unit}, "

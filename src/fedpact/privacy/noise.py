@@ -77,7 +77,7 @@ def with_noise(asked: Terms, sigma: float) -> Terms:
 
 def scale(asked: Terms, sigma: float) -> Terms:
     """Return terms with all noise times sigma; shared out, where sites share it."""
-    sigma = sigma / math.sqrt(asked.honest) if asked.honest else sigma
+    sigma /= math.sqrt(asked.shares)
     return replace(
         asked,
         sigmas={name: ratio * sigma for name, ratio in asked.sigmas.items()},

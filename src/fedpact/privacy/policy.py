@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fedpact.common.configuration import plan_error
 from fedpact.common.errors import PlanError, PolicyRefused
 from fedpact.privacy.accounting.accountant import Budget, add_budgets
+from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.terms import FullDataRelease, Terms
 
@@ -185,14 +186,29 @@ class Policy(BaseModel):
             _at_most("epsilon_alone", add_budgets([reserved, alone]), "epsilon_alone_ever", ever)
 
 
+_SHARED = """
+# The run's sites share noise out: its epsilon = {0.epsilon!r} holds if at least {0.honest} of the
+# sites in each sum, this one too, add their noise and keep it secret. Otherwise it is {0.alone!r}.
+# Only the owner can decide to rely on the others: the site takes part once these lines count.
+# honest = {0.honest}
+# epsilon_alone_per_run = {0.alone!r}
+# epsilon_alone_ever = {0.alone!r}
+"""
+
+
+def shared_noise_lines(of: Guarantee) -> str:
+    """Return a policy's lines on shared noise, commented out; "" if a run needs none of them."""
+    return _SHARED.format(of) if of.honest else ""
+
+
 def sum_reservations(ledger: Ledger, run: str, policy: Policy) -> tuple[tuple[float, float], float]:
     """Return (Σ ε, Σ δ) of a ledger's other runs under a policy, and Σ ε that trusts no other site.
 
     A run that needs more honest sites than the policy trusts counts as if no other site were
     honest.
     """
-    counted = ledger.total(without=run, honest=policy.honest)
-    return counted, ledger.total(without=run, honest=0)[0]
+    counted = ledger.total(without=run, trusted=policy.honest)
+    return counted, ledger.total(without=run, trusted=0)[0]
 
 
 # Written as "not <=", so that NaN is refused.

@@ -46,6 +46,7 @@ from fedpact.privacy.accounting.accountant import (
 from fedpact.privacy.accounting.calibration import smallest_scale
 from fedpact.privacy.accounting.group_privacy import epsilon_per_person
 from fedpact.privacy.batches import clip_for, most_records
+from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.ledger.reservations import Shared
 from fedpact.privacy.mechanisms import mechanism_of, sensitivity
@@ -340,7 +341,7 @@ class Terms:
 
         With the noise of h shares, where noise is shared.
         """
-        together = math.sqrt(self.honest) if self.honest else 1.0
+        together = math.sqrt(self.shares)
         return joint(self.rate, [m * together for m in self.multipliers.values()])
 
     @property
@@ -397,6 +398,26 @@ class Terms:
     def shares_noise(self) -> bool:
         """Whether ε is of sums over sites, whose noise they share out."""
         return self.honest > 0
+
+    @property
+    def shares(self) -> int:
+        """The number of sites' shares in the noise that an event is counted with, at least 1."""
+        return self.honest or 1
+
+    def as_one_share(self, of: int) -> "Terms":
+        """Return terms in which one share has the noise of `of` shares and nothing else counts."""
+        sigmas = {name: sigma * math.sqrt(of) for name, sigma in self.sigmas.items()}
+        return replace(self, sigmas=sigmas, honest=1)
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """The budget, and ε of all that is reserved if no other site's share is noise."""
+        return Guarantee(self.budget.epsilon, self.budget.delta, self.epsilon_alone, self.honest)
+
+    def guarantee_after(self, spent: History) -> Guarantee:
+        """Return upper bounds after some of the reserved events."""
+        with_others, alone = self.epsilon_after(spent), self.epsilon_alone_after(spent)
+        return Guarantee(with_others, self.budget.delta, alone, self.honest)
 
     @property
     def shared(self) -> Shared | None:

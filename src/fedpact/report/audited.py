@@ -9,7 +9,8 @@ from pydantic import BeforeValidator, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from fedpact.common.errors import DataError
-from fedpact.common.format import format_epsilon, lower, upper
+from fedpact.common.format import lower, upper
+from fedpact.privacy.guarantee import Guarantee
 
 # How each quantity is written: measured, then claimed.
 _MEASURED_CLAIMED: Final = {
@@ -90,21 +91,18 @@ class Audit:
     """The content of audit.json: the claim of one site, and the checks."""
 
     site: str
-    epsilon: float
-    delta: float
+    guarantee: Guarantee
     adjacency: str
     accountant: str
     checks: tuple[AuditRow, ...]
-    honest: int = 0
-    epsilon_alone: float | None = None
     unit: str = "record"
 
     @property
     def claim(self) -> str:
         """(ε, δ) as it was claimed, with adjacency and accountant."""
-        epsilon = format_epsilon(self.epsilon, self.epsilon_alone, self.honest)
+        of = self.guarantee
         return (
-            f"(ε, δ) = ({epsilon}, {upper(self.delta)}) of site {self.site} for one "
+            f"(ε, δ) = ({of}, {upper(of.delta)}) of site {self.site} for one "
             f"{self.unit}, {self.adjacency}; accountant {self.accountant}"
         )
 
@@ -116,15 +114,16 @@ class Audit:
     @property
     def most(self) -> AuditRow | None:
         """The largest lower bound on ε at the claimed δ; None without any."""
-        found = [c for c in self.checks if c.quantity == "ε" and c.delta == self.delta]
+        found = [c for c in self.checks if c.quantity == "ε" and c.delta == self.guarantee.delta]
         return max(found, key=lambda check: check.bound, default=None)
 
 
 def read_audit(document: Mapping[str, Any]) -> Audit:
     """Parse audit.json. Raises DataError: it is not what `fedpact audit` writes."""
     try:
-        return TypeAdapter(Audit).validate_python(document)
-    except ValueError as error:
+        claimed = {"guarantee": Guarantee.read(document)}
+        return TypeAdapter(Audit).validate_python({**document, **claimed})
+    except (LookupError, TypeError, ValueError) as error:
         raise DataError(
             f"audit.json is not what `fedpact audit` writes ({type(error).__name__}: {error}): "
             "remove it, or audit the folder again"

@@ -10,8 +10,9 @@ from typing import Any
 
 from fedpact.common.errors import InputError
 from fedpact.evaluation.metrics import METRICS
+from fedpact.privacy.guarantee import Guarantee
 from fedpact.report.comparable import Difference, JsonMapping, differences
-from fedpact.report.run_summary import Guarantee, RunSummary, read_run
+from fedpact.report.run_summary import RunSummary, read_run
 from fedpact.report.tuning_cost import TuningCost
 
 # Keys that determine each site's records.

@@ -7,8 +7,9 @@ from typing import Final
 
 from fedpact.common.format import counted, lower, upper
 from fedpact.privacy.accounting.accountant import ACCOUNTANTS
+from fedpact.privacy.guarantee import Guarantee
 from fedpact.report.compared_runs import Comparison, Entry
-from fedpact.report.run_summary import Guarantee, RunSummary
+from fedpact.report.run_summary import RunSummary
 
 QUESTION: Final = (
     "An attacker knows all other records of a site and sees everything that it ever sent. A coin "
@@ -94,13 +95,8 @@ def explain_comparison(comparison: Comparison) -> Meaning | None:
 
 def _both(who: str, of: Guarantee) -> Iterable[OddsStatement]:
     """Yield the odds, and if ε assumes honest sites, also the odds without them."""
-    yield stake(f"{who}{_given(of)}", of.epsilon, of.delta)
-    if of.condition:
-        yield stake(f"{who}, if no other site is honest", of.alone, of.delta)
-
-
-def _given(of: Guarantee) -> str:
-    return f", given {of.condition}" if of.condition else ""
+    for condition, epsilon in of.cases:
+        yield stake(f"{who}{condition}", epsilon, of.delta)
 
 
 def _question(runs: Sequence[RunSummary]) -> str:
@@ -119,7 +115,9 @@ def _stakes(run: RunSummary) -> Iterable[OddsStatement]:
         # JSON has no infinity: an ε without a finite bound is null.
         each = [site["epsilon_per_person"][k] for site in sites]
         most = math.inf if None in each else max(map(float, each))
-        yield stake(f"person, {counted(int(k), 'record')}{_given(training)}", most, training.delta)
+        yield stake(
+            f"person, {counted(int(k), 'record')}{training.cases[0][0]}", most, training.delta
+        )
     if held := run.privacy.get("evaluation"):
         told = f"{held['unit']} held out for evaluation"
         yield stake(told, float(held["epsilon_reserved"]), float(held["delta"]))

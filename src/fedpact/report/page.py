@@ -314,7 +314,7 @@ def _audit_card(run: RunSummary) -> list[CardFigure]:
     note = f"by {most.method}, {100 * most.confidence:.4g} % confidence; claimed {audit.claim}" + (
         "; THE AUDIT CONTRADICTS THE CLAIM" if audit.wrong else ""
     )
-    value = f"≥ {lower(most.bound)} of {upper(audit.epsilon)}"
+    value = f"≥ {lower(most.bound)} of {upper(audit.guarantee.epsilon)}"
     return [CardFigure("ε audited", value, note, bad=audit.wrong)]
 
 

@@ -9,16 +9,17 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 from fedpact.common.errors import DataError
-from fedpact.common.format import format_epsilon, size
+from fedpact.common.format import size
 from fedpact.common.messages import RoundRecord, SiteScore
 from fedpact.common.run_folder import explain_not_a_run
 from fedpact.evaluation.metrics import Fairness, fairness, ranking
+from fedpact.privacy.guarantee import Guarantee
 from fedpact.report.audited import Audit, read_audit
 
 Document = dict[str, Any]
@@ -56,8 +57,7 @@ class SitePrivacy:
     epsilon_spent: an upper bound at delta for all releases so far; NaN if not recorded.
     epsilon_allowed: the budget. epsilon_reserved: for all steps that the run may take.
     sigmas: channel -> noise over that channel's bound. sigma: for all channels together. steps: T.
-    honest: the number of honest sites in each sum that these ε assume, 0 for none. epsilon_alone:
-    spent without this assumption.
+    epsilon_alone: spent without any assumption about other sites.
     """
 
     epsilon_spent: float
@@ -70,34 +70,7 @@ class SitePrivacy:
     sigma: float
     steps: int
     sigmas: Mapping[str, float]
-    honest: int
     epsilon_alone: float
-
-
-@dataclass(frozen=True)
-class Guarantee:
-    """(ε, δ) that holds at every site of a run. alone: ε without any other site's noise.
-
-    honest: the number of honest sites in each sum that `epsilon` assumes; with 0, alone is ε.
-    """
-
-    epsilon: float
-    delta: float
-    alone: float
-    honest: int = 0
-
-    def __str__(self) -> str:
-        return format_epsilon(self.epsilon, self.alone, self.honest)
-
-    @property
-    def condition(self) -> str:
-        """What ε assumes, in words; "" if it assumes nothing about other sites."""
-        return f"the noise of {self.honest} honest sites in each sum" if self.honest else ""
-
-    @staticmethod
-    def largest(all_of: "list[Guarantee]") -> "Guarantee":
-        """Return a guarantee that covers all of these; at least one."""
-        return Guarantee(*(max(each) for each in zip(*map(astuple, all_of), strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,8 +243,7 @@ class RunSummary:
                 sigma=float(terms["sigma_joint"]),
                 steps=int(terms["steps"]),
                 sigmas={str(name): float(sigma) for name, sigma in terms["sigmas"].items()},
-                honest=int(terms.get("honest", 0)),
-                epsilon_alone=(alone if terms.get("honest") else spent).get(name, math.nan),
+                epsilon_alone=(alone if _reserved(terms).condition else spent).get(name, math.nan),
             )
             for name, terms in sorted(self.privacy["sites"].items())
         }
@@ -302,16 +274,13 @@ class RunSummary:
             max(cost, largest_epsilon(site.epsilon_spent for site in sites.values())),
             max(*(site.delta for site in sites.values()), float(held.get("delta", 0.0))),
             max(cost, largest_epsilon(site.epsilon_alone for site in sites.values())),
-            self._honest,
+            self.training.honest,
         )
 
     @cached_property
     def training(self) -> Guarantee:
         """The guarantee of a private run's whole training, for records that are trained on."""
-        sites, honest = self.privacy["sites"].values(), self._honest
-        epsilon = largest_epsilon(site["epsilon_reserved"] for site in sites)
-        alone = largest_epsilon(s.get("epsilon_alone") for s in sites) if honest else epsilon
-        return Guarantee(epsilon, largest_epsilon(s["delta"] for s in sites), alone, honest)
+        return Guarantee.largest(map(_reserved, self.privacy["sites"].values()))
 
     @cached_property
     def reserved(self) -> Guarantee:
@@ -319,11 +288,7 @@ class RunSummary:
         of, held = self.training, self.privacy.get("evaluation") or {}
         epsilon = max(of.epsilon, float(held.get("epsilon_reserved", 0.0)))
         delta = max(of.delta, float(held.get("delta", 0.0)))
-        return Guarantee(epsilon, delta, max(epsilon, of.alone), of.honest)
-
-    @property
-    def _honest(self) -> int:
-        return max((site.honest for site in self.site_privacy.values()), default=0)
+        return replace(of, epsilon=epsilon, delta=delta, alone=max(epsilon, of.alone))
 
     def evaluation_cost(self, site: str) -> float:
         """Return an upper bound on ε of a site's evaluations; 0 without any.
@@ -402,6 +367,10 @@ class RunSummary:
     def seconds(self) -> float:
         """Wall-clock seconds of all rounds so far."""
         return sum(record.seconds for record in self.records)
+
+
+def _reserved(terms: Mapping[str, Any]) -> Guarantee:
+    return Guarantee.read(terms, "epsilon_reserved")
 
 
 def largest_epsilon(values: Iterable[Any]) -> float:
@@ -540,7 +509,7 @@ def _check(run: RunSummary) -> None:
 def _check_audit(run: RunSummary, audit: Audit) -> None:
     site = run.site_privacy.get(audit.site)
     granted = (site.epsilon_allowed, site.delta) if site else None
-    if (audit.epsilon, audit.delta) != granted:
+    if (audit.guarantee.epsilon, audit.guarantee.delta) != granted:
         raise DataError(
             f"audit.json in {run.path} speaks of {audit.claim}, which privacy.json does not grant: "
             "expected the audit of this run; remove it, or audit the folder again"

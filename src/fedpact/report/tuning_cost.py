@@ -220,7 +220,7 @@ def _promise(path: Path) -> _Promise:
         " ".join(sorted(splits)),
         min((one.epsilon for one in made), default=math.inf),
         max((one.budget.delta for one in made), default=0.5),
-        max((one.honest for one in made), default=0),
+        max((one.guarantee.honest for one in made), default=0),
         not made or any(e["kind"] == "unprotected" for e in entries),
         frozenset(one.unit for one in made),
     )

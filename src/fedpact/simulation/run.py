@@ -185,7 +185,7 @@ def _summary(
         "bytes_up": sum(record.bytes_up for record in records),
         "epsilon": spent,
         "epsilon_alone": alone,
-        "honest": plan.privacy.honest if plan.private else 0,
+        "condition": next(iter(terms.values())).guarantee.condition if plan.private else "",
         "delta": {n: t.budget.delta for n, t in terms.items() if plan.private},
         "adjacency": plan.privacy.adjacency if plan.private else None,
         "accountant": plan.privacy.accountant if plan.private else None,

@@ -14,7 +14,7 @@ from fedpact.privacy.accounting.accountant import epsilon, find_binding_accounta
 from fedpact.privacy.ledger.reservations import FIXED, WHY
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
-from fedpact.simulation.secure_aggregation.graph import secure_terms
+from fedpact.simulation.secure_aggregation.graph import colluding, secure_terms
 from fedpact.simulation.setup import SimulationSetup
 
 _COVERS = [
@@ -112,8 +112,6 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "accounting": FIXED if plan.private else "none",
         "accounting_reason": WHY if plan.private else "",
         "randomness": side.randomness,
-        # 0: each site's own noise suffices; else the number of sites whose noise ε needs.
-        "honest": plan.privacy.honest if plan.private else 0,
         "sizes": "noisy" if plan.noisy_sizes else "public",
         "accuracy_pooled": side.pooled,
         "own_models": plan.method.has_own_models,
@@ -310,10 +308,9 @@ def describe_terms(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
         "epsilon": terms.budget.epsilon,
         "delta": delta,
         "epsilon_reserved": reserved,
-        "honest": terms.honest,
+        **terms.guarantee.entries,
         # 0: no coarse grid; else the noise's deviation in units of the grid.
         "grid": terms.units,
-        "epsilon_alone": terms.epsilon_alone if terms.shares_noise else None,
         "epsilon_per_person": {str(k): terms.per_person(k) for k in records},
         "epsilon_alone_per_person": {str(k): terms.per_person(k, alone=True) for k in records}
         if terms.shares_noise
@@ -383,17 +380,18 @@ def describe_person_cost(of: dict[str, Any]) -> str:
 
 def describe_masks(plan: Plan, sites: int) -> str:
     """Return the line on secure aggregation, or on shared noise; "" without it."""
-    threshold, honest = plan.secure_aggregation.threshold, plan.privacy.honest
+    threshold = plan.secure_aggregation.threshold
     if not threshold:
         return ""
     if plan.privacy.shares_noise:
+        dishonest = colluding(plan, sites)
         return (
             "Noise for the sum: ε holds against the server together with up to "
-            f"{threshold - honest} sites, including any that see an opened sum, if in each sum "
-            f"{honest} other sites add their share of noise and keep it secret (threshold "
-            f"{threshold} of {sites} sites), and as far as the cryptography of secure aggregation "
-            "holds. Against everybody together, without any assumption, the larger ε holds that is "
-            "also stated (alone)."
+            f"{dishonest} sites, including any that see an opened sum, if in each sum "
+            f"{threshold - dishonest} other sites add their share of noise and keep it secret "
+            f"(threshold {threshold} of {sites} sites), and as far as the cryptography of secure "
+            "aggregation holds. Against everybody together, without any assumption, the larger ε "
+            "holds that is also stated (alone)."
         )
     return (
         f"Secure aggregation, threshold {threshold} of {sites} sites: a server that follows the "

@@ -164,7 +164,7 @@ def _described(left: Remaining, joint: bool) -> dict[str, Any]:
         "runs": left.runs,
         "epsilon_reserved": left.epsilon_reserved,
         "delta_reserved": left.delta_reserved,
-        "honest": left.honest,
+        "condition": left.condition,
         "combined": "joint" if joint else "apart",
     }
 
@@ -293,7 +293,7 @@ def _covers(left: Remaining | None, joint: bool) -> str:
             f"the new run and every event that {site} reserved, as one sequence, valid if no "
             f"setting of the new run depends on what they released: {new}"
         )
-    rests = f", if {left.honest} sites of each sum are honest" if left.honest else ""
+    rests = f", given {left.condition}" if left.condition else ""
     return (
         f"the new run alone: {new}. With what {site} reserved, (ε, δ) = "
         f"({left.epsilon_reserved:g}, {left.delta_reserved:g}){rests}, it stays within the "

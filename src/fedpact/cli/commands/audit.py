@@ -12,7 +12,7 @@ from fedpact.cli.console import AsJson, Overrides, plain_console, show
 from fedpact.cli.reference import check_keys
 from fedpact.common.check import count
 from fedpact.common.errors import DataError, InputError, PlanError, PrivacyError
-from fedpact.common.format import format_epsilon
+from fedpact.privacy.guarantee import Guarantee
 
 if TYPE_CHECKING:
     from fedpact.report.audited import AuditRow
@@ -172,8 +172,7 @@ def _document(
     return {
         "site": terms.site,
         "epsilon": terms.budget.epsilon,
-        "honest": terms.honest,
-        "epsilon_alone": terms.epsilon_alone if terms.honest else None,
+        **terms.guarantee.entries,
         "delta": terms.budget.delta,
         "adjacency": terms.adjacency,
         "unit": terms.protects,
@@ -188,16 +187,10 @@ def _document(
     }
 
 
-def _claimed(document: dict[str, Any]) -> str:
-    if not document["honest"]:
-        return f"{document['epsilon']:g}"
-    return format_epsilon(document["epsilon"], document["epsilon_alone"], document["honest"])
-
-
 def _print(document: dict[str, Any], found: list[AuditRow], run: Path | None) -> None:
     out = plain_console()
     out.print(
-        f"site {document['site']}: claimed ε = {_claimed(document)} at δ = "
+        f"site {document['site']}: claimed ε = {Guarantee.read(document)} at δ = "
         f"{document['delta']:g}, {document['adjacency']}, accountant {document['accountant']}. "
         f"Each method's bounds hold with {document['confidence']:.0%} confidence; the sensitivity "
         "is measured exactly, without noise."

@@ -171,6 +171,7 @@ def _coded(like: Tensor, units: float) -> Tensor:
 
 
 def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
+    from fedpact.privacy.guarantee import Guarantee
     from fedpact.privacy.terms import channels
     from fedpact.simulation.statement import state_evaluation
 
@@ -187,7 +188,7 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
     if not plan.private:
         out.print(f"NOT PRIVATE: {plan.why_unprotected}")
         return
-    honest = plan.privacy.honest
+    condition = Guarantee.read(next(iter(document["sites"].values()))).condition
     # Long names are wrapped after 24 letters, not cut.
     longest = min(24, max(map(len, document["sites"])))
     site = Column("site", no_wrap=True, min_width=longest)
@@ -197,7 +198,7 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
     records = (plan.privacy.person_records or 5) if several else None
     if records:
         table.add_column(f"ε, person of {records}")
-    if honest:
+    if condition:
         table.add_column("ε alone")
     for name, terms in document["sites"].items():
         table.add_row(
@@ -210,15 +211,15 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
             f"{upper(terms['epsilon_by_round'][-1])} of {terms['epsilon']:g}",
             f"{terms['delta']:g}",
             *([upper(terms["epsilon_per_person"][str(records)])] if records else []),
-            *([upper(terms["epsilon_alone_by_round"][-1])] if honest else []),
+            *([upper(terms["epsilon_alone_by_round"][-1])] if condition else []),
         )
     print_table(out, table)
     if told_of_draw := scene.participants.describe():
         out.print(told_of_draw)
-    if honest:
+    if condition:
         out.print(
-            f"Distributed noise: ε and σ hold if at least {honest} sites in each sum add their "
-            "shares and keep them secret; ε alone holds even if all others collude."
+            f"Distributed noise: ε and σ assume {condition}, who keep their shares secret; ε alone "
+            "holds even if all others collude."
         )
     for warning in _warnings(scene):
         out.print(warning)

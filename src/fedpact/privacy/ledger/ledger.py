@@ -25,7 +25,6 @@ from typing import Self
 
 from fedpact.common.check import count as at_least_one
 from fedpact.common.errors import LedgerError, PolicyRefused
-from fedpact.privacy.accounting import shared_noise
 from fedpact.privacy.accounting.accountant import (
     ADJACENCY_BY_UNIT,
     Budget,
@@ -218,11 +217,7 @@ class Ledger:
     def _own_share(self, run: str, event: SampledGaussian) -> LedgerEntry:
         """Return the entry's second σ if noise is shared: that of the site's own share."""
         shared = self._reserved[run].shared
-        return (
-            {}
-            if shared is None
-            else {"sigma_alone": shared_noise.own_share_event(event, shared.honest).sigma}
-        )
+        return {} if shared is None else {"sigma_alone": shared.own_share(event).sigma}
 
     def expose(self, run: str, round_number: int) -> None:
         """Record that exact numbers leave the site, so that the run is not private.
@@ -271,12 +266,12 @@ class Ledger:
         with self._lock:
             return tuple(self._reserved)
 
-    def total(self, without: str | None = None, honest: float = math.inf) -> tuple[float, float]:
+    def total(self, without: str | None = None, trusted: float = math.inf) -> tuple[float, float]:
         """Return (Σ ε, Σ δ) over the reservations of all runs, by basic composition.
 
         This bounds what all runs together can cost a record; (0, 0) without reservations, and an
         infinite ε once a run has released exact numbers. without: a run to leave out, together with
-        its companion. honest: the number of sites trusted to add noise; a run that needs more
+        its companion. trusted: the number of sites trusted to add noise; a run that needs more
         counts with the ε that trusts none.
         """
         with self._lock:
@@ -285,7 +280,7 @@ class Ledger:
             ]
             lost = math.inf if self._exposed - {without} else 0.0
         counted = [
-            (run, one.epsilon if one.honest <= honest else one.epsilon_alone, one.budget.delta)
+            (run, one.guarantee.counted(trusted), one.budget.delta)
             for run, one in each
             if run != without
         ]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpact.common.errors import BudgetExhausted, InputError, LedgerError
-from fedpact.common.format import format_epsilon, upper
+from fedpact.common.format import upper
 from fedpact.privacy.accounting import shared_noise
 from fedpact.privacy.accounting.accountant import (
     ADJACENCY_BY_UNIT,
@@ -32,6 +32,7 @@ from fedpact.privacy.accounting.accountant import (
     epsilon,
 )
 from fedpact.privacy.accounting.group_privacy import PERSON_RECORDS, epsilon_per_person
+from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.hash_chain import Chained, LedgerEntry, read_all
 from fedpact.privacy.ledger.reservations import FIXED, over_runs
 from fedpact.privacy.ledger.rollback_guard import RollbackGuard
@@ -98,18 +99,27 @@ def _sentence(told: Mapping[str, Any]) -> str:
     if not math.isfinite(told["epsilon_reserved"]):
         return f"Exact numbers of {of} have left: no ε bounds what is known of its records."
     hypothetical = bool(told["hypothetical"])
-    honest = max(run["honest"] for run in runs)
+    reserved = _reserved(told)
     whose = "person, with all records," if "person" in told["adjacency"] else "record"
     count = sum(run["beside"] is None for run in runs)
     many = f"{count} runs" if count > 1 else "run"
-    bound = format_epsilon(told["epsilon_reserved"], told["epsilon_alone_reserved"], honest)
-    factor = "" if honest else f", a factor of at most {_odds(told['epsilon_reserved'])},"
+    factor = "" if reserved.condition else f", a factor of at most {_odds(reserved.epsilon)},"
     return (
         ("This is of a simulation, which protects nobody; a deployment could say: " * hypothetical)
         + f"Whether or not any one {whose} is in {of}, all that the {many} named here may release "
         f"turns out nearly alike: the chance of any outcome differs by at most e^ε{factor} and by "
-        f"δ = {upper(told['delta_reserved'])} more, with ε = {bound}. A person with records in "
+        f"δ = {upper(reserved.delta)} more, with ε = {reserved}. A person with records in "
         "other data sets too, as at a second site, pays the sum of both."
+    )
+
+
+def _reserved(told: Mapping[str, Any]) -> Guarantee:
+    """Return what all runs of a receipt reserve together."""
+    return Guarantee(
+        told["epsilon_reserved"],
+        told["delta_reserved"],
+        told["epsilon_alone_reserved"],
+        max((run["honest"] for run in told["runs"].values()), default=0),
     )
 
 
@@ -202,8 +212,8 @@ def spent_of(run: str, entries: Sequence[LedgerEntry]) -> Counter[SampledGaussia
 class Remaining:
     """What is left. budget: of the new run, together with `spent`, the events that share it.
 
-    epsilon_reserved, delta_reserved: sums over the earlier runs, `runs` of them. honest: of how
-    many sites of each sum they need the noise, 0 for none. unit: whom these ε are of.
+    epsilon_reserved, delta_reserved: sums over the earlier runs, `runs` of them. condition: what
+    they assume about other sites, in words; "" for nothing. unit: whom these ε are of.
     """
 
     site: str
@@ -212,7 +222,7 @@ class Remaining:
     delta_reserved: float
     budget: Budget
     spent: History
-    honest: int = 0
+    condition: str = ""
     unit: str = "record"
 
 
@@ -226,11 +236,11 @@ def remaining(path: Path, whole: Budget, *, joint: bool = False) -> Remaining:
     runs = told["runs"].values()
     unit = next((run["unit"] for run in runs), "record")
     epsilon, delta = told["epsilon_reserved"], told["delta_reserved"]
-    honest = max((run["honest"] for run in runs), default=0)
-    if joint and honest:
+    condition = _reserved(told).condition
+    if joint and condition:
         raise InputError(
-            f"--joint with ledger {path}: an earlier run has the noise of {honest} sites together, "
-            "and one sequence of its events and others' would rest on them; leave --joint out"
+            f"--joint with ledger {path}: an earlier run assumes {condition}, and one sequence of "
+            "its events and others' would rest on them; leave --joint out"
         )
     if not math.isfinite(epsilon):
         raise BudgetExhausted(
@@ -247,7 +257,7 @@ def remaining(path: Path, whole: Budget, *, joint: bool = False) -> Remaining:
             "one more; raise the budget's ε and δ, both, or ask for --joint where all events were "
             "fixed"
         )
-    return Remaining(told["site"], len(runs), epsilon, delta, Budget(*left), {}, honest, unit)
+    return Remaining(told["site"], len(runs), epsilon, delta, Budget(*left), {}, condition, unit)
 
 
 def _rest(whole: float, spent: float) -> float:

@@ -25,6 +25,7 @@ from typing import Any, Final
 from fedpact.common.errors import BudgetExhausted, PolicyRefused
 from fedpact.privacy.accounting import shared_noise
 from fedpact.privacy.accounting.accountant import Budget, SampledGaussian, add_budgets, epsilon
+from fedpact.privacy.guarantee import Guarantee
 
 FIXED: Final = "fixed sequence"
 
@@ -43,6 +44,10 @@ class Shared:
 
     honest: int
     epsilon_alone: float
+
+    def own_share(self, event: SampledGaussian) -> SampledGaussian:
+        """Return an event with the noise of the site's own share only."""
+        return shared_noise.own_share_event(event, self.honest)
 
 
 @dataclass(frozen=True)
@@ -79,14 +84,12 @@ class FixedSequence:
         return self.budget.epsilon
 
     @property
-    def honest(self) -> int:
-        """The number of honest sites whose noise it needs, 0 for none."""
-        return 0 if self.shared is None else self.shared.honest
-
-    @property
-    def epsilon_alone(self) -> float:
-        """The reserved ε that trusts no other site."""
-        return self.budget.epsilon if self.shared is None else self.shared.epsilon_alone
+    def guarantee(self) -> Guarantee:
+        """What is reserved, with other sites' noise and without."""
+        epsilon, delta = self.budget.epsilon, self.budget.delta
+        if self.shared is None:
+            return Guarantee(epsilon, delta, epsilon)
+        return Guarantee(epsilon, delta, self.shared.epsilon_alone, self.shared.honest)
 
     @property
     def entry(self) -> dict[str, Any]:

@@ -267,16 +267,13 @@ def list_views(target: Target, drawn: Drawn = lambda draws: draws) -> Mapping[st
 
     drawn: replaces a site's draws, for tests.
     """
-    terms, honest = target.terms, target.terms.honest
-    if not honest:
+    terms, shares = target.terms, target.terms.shares
+    if not terms.shares_noise:
         return {"": target}
     # As one share, so that the accounted noise is the noise in the view.
-    together = {name: sigma * math.sqrt(honest) for name, sigma in terms.sigmas.items()}
     return {
-        "sum": replace(
-            target, terms=replace(terms, sigmas=together, honest=1), make=_making(honest, drawn)
-        ),
-        "alone": replace(target, terms=replace(terms, honest=1), make=_making(1, drawn)),
+        name: replace(target, terms=terms.as_one_share(of), make=_making(of, drawn))
+        for name, of in (("sum", shares), ("alone", 1))
     }
 
 

@@ -1,0 +1,85 @@
+"""What a run or a ledger guarantees: (ε, δ), and what ε assumes about other sites.
+
+Terms, ledgers and run folders make one; reports, receipts and commands pass it on and print it.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from fedpact.common.format import upper
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """(ε, δ), where ε may need the noise of other sites. alone: ε at the same δ without any of it.
+
+    honest: the number of sites in each sum whose noise `epsilon` needs. With 0, alone is ε.
+
+    >>> print(Guarantee(1.0, 1e-5, 1.0))
+    1
+    >>> print(Guarantee(1.0, 1e-5, 4.1523, 7))
+    1 if at least 7 sites of each sum are honest, 4.153 if no other is
+    """
+
+    epsilon: float
+    delta: float
+    alone: float
+    honest: int = 0
+
+    @staticmethod
+    def read(
+        document: Mapping[str, Any], epsilon: str = "epsilon", alone: str = "epsilon_alone"
+    ) -> "Guarantee":
+        """Return what `entries` wrote. epsilon, alone: the names of the two ε in the document.
+
+        An unknown ε (None or missing) is infinite. Raises what a malformed number raises.
+        """
+        honest = int(document.get("honest") or 0)
+        cost, worst = (
+            math.inf if document.get(name) is None else float(document[name])
+            for name in (epsilon, alone if honest else epsilon)
+        )
+        return Guarantee(cost, float(document["delta"]), worst, honest)
+
+    @staticmethod
+    def largest(all_of: "Iterable[Guarantee]") -> "Guarantee":
+        """Return a guarantee that covers all of these; of none, or with NaN, it is infinite."""
+        known = [
+            [math.inf if math.isnan(value) else value for value in astuple(one)] for one in all_of
+        ]
+        nothing = Guarantee(math.inf, math.inf, math.inf)
+        return Guarantee(*map(max, zip(*known, strict=True))) if known else nothing
+
+    @property
+    def entries(self) -> dict[str, float | None]:
+        """How documents state the assumption: beside ε, as "honest" and "epsilon_alone"."""
+        return {"honest": self.honest, "epsilon_alone": self.alone if self.honest else None}
+
+    def __str__(self) -> str:
+        if not self.honest:
+            return upper(self.epsilon)
+        return (
+            f"{upper(self.epsilon)} if at least {self.honest} sites of each sum are honest, "
+            f"{upper(self.alone)} if no other is"
+        )
+
+    def counted(self, trusted: float) -> float:
+        """Return the ε that counts for an owner who trusts so many sites to add their noise."""
+        return self.epsilon if self.honest <= trusted else self.alone
+
+    @property
+    def condition(self) -> str:
+        """What ε assumes, in words; "" if it assumes nothing about other sites."""
+        return f"the noise of {self.honest} honest sites in each sum" if self.honest else ""
+
+    @property
+    def cases(self) -> list[tuple[str, float]]:
+        """Pairs (condition in words, ε under it), with "" for no condition."""
+        if not self.honest:
+            return [("", self.epsilon)]
+        return [
+            (f", given {self.condition}", self.epsilon),
+            (", if no other site is honest", self.alone),
+        ]
