@@ -4,7 +4,7 @@ One run    Steinke, Nasr, Jagielski 2023, "Privacy auditing with one (1) trainin
 Many runs  counts of one event with and without a record, by Clopper and Pearson 1934.
 AUC        the area under a membership attack's curve, with DeLong's variance (1988).
 
-A method that reports the largest of k bounds asks each of them for confidence 1 - (1 - c)/k.
+A method that reports the largest of k bounds uses confidence 1 - (1 - c)/k for each.
 """
 
 import math
@@ -33,8 +33,8 @@ def one_run_p_value(
 
         p <= P[W >= v] + 2 m δ max_{1 <= i <= v} P[v - i <= W < v] / i
 
-    δ buys an average of at most 2 m δ further right guesses: i of them are had with probability
-    2 m δ / i. Raises InputError unless 0 <= correct <= guesses <= canaries.
+    δ adds at most 2 m δ right guesses on average, so i of them with probability at most 2 m δ / i.
+    Raises InputError unless 0 <= correct <= guesses <= canaries.
     """
     if not 0 <= correct <= guesses <= canaries:
         raise InputError(
@@ -44,7 +44,7 @@ def one_run_p_value(
     check.non_negative(epsilon=epsilon)
     check.probability(delta=delta)
     right = 1 / (1 + math.exp(-epsilon))
-    # P[W >= v] by the incomplete beta function: a tenth of what scipy.stats takes to call it.
+    # P[W >= v] by the incomplete beta function, ten times as fast as scipy.stats.
     p = float(betainc(correct, guesses - correct + 1, right)) if correct else 1.0
     if delta > 0 and correct > 0:
         below = np.cumsum(stats.binom.pmf(np.arange(correct - 1, -1, -1), guesses, right))
@@ -55,9 +55,9 @@ def one_run_p_value(
 def one_run_epsilon(
     canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95
 ) -> float:
-    """Return the ε that is exceeded, at this confidence, by whatever allowed so many right guesses.
+    """Return a lower bound on ε, at this confidence, from the number of right guesses.
 
-    0.0 where nothing can be said. With all of 1,000 guesses right:
+    0.0 if there is no bound. With 1,000 of 1,000 guesses right:
 
     >>> round(one_run_epsilon(1000, 1000, 1000, 0.0), 2)
     5.81
@@ -73,16 +73,16 @@ def one_run_epsilon(
 def refutes(
     lost: Callable[[float], float], canaries: int, guesses: int, correct: int, level: float
 ) -> bool:
-    """Return whether so many right guesses refute a trade-off curve, at this level of error.
+    """Return whether this number of right guesses refutes a trade-off curve at this error level.
 
-    lost: for P[E] = x under one of two neighbours the least P[E] under the other that the curve
-    allows; it grows with x. Mahloujifar, Melis, Chaudhuri 2024, arXiv 2410.22235: with m canaries,
+    lost: x = P[E] under one of two neighbours -> the smallest P[E] under the other that the curve
+    allows; increasing. Mahloujifar, Melis, Chaudhuri 2024, arXiv 2410.22235: with m canaries,
     r guesses, v right ones and τ = level, were P[at least v right] = τ, then r_v = τ v/m, h_v =
     τ (r - v)/m, and downwards
 
         h_i = max(h_{i+1}, lost(r_{i+1})),    r_i = r_{i+1} + i/(r - i) (h_i - h_{i+1})
 
-    bound what is right and wrong from below; together they cannot be more than r/m.
+    are lower bounds for right and wrong guesses, whose sum is at most r/m.
     """
     one_run_p_value(canaries, guesses, correct, 0.0, 0.0)  # checks the counts
     right, wrong = level * correct / canaries, level * (guesses - correct) / canaries
@@ -96,7 +96,7 @@ def refutes(
 def curve_p_value(
     lost: Callable[[float], float], canaries: int, guesses: int, correct: int
 ) -> float:
-    """Return the least level, within 1 %, at which `refutes`; 1.0 where there is none."""
+    """Return the smallest level, within 1 %, at which `refutes` is true; 1.0 without any."""
 
     def refuted(digits: float) -> bool:
         return refutes(lost, canaries, guesses, correct, math.exp(-digits))
@@ -105,12 +105,12 @@ def curve_p_value(
 
 
 def make_loss_bound(curve: Sequence[tuple[float, float]]) -> Callable[[float], float]:
-    """Return `lost` of `refutes` for a mechanism that is (ε, δ)-private for all pairs given."""
+    """Return `lost` of `refutes` for a mechanism that is (ε, δ)-private for all these pairs."""
     pairs = [(e, d) for e, d in curve if e < math.inf]
 
     def lost(x: float) -> float:
         lower = [math.exp(-e) * (x - d) for e, d in pairs]
-        # The same for the event's complement.
+        # For the event's complement.
         upper = [1 - d - math.exp(min(e, 700.0)) * (1 - x) for e, d in pairs]
         return max([0.0, *lower, *upper])
 
@@ -118,7 +118,7 @@ def make_loss_bound(curve: Sequence[tuple[float, float]]) -> Callable[[float], f
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
-    """Return μ of N(0, 1) against N(μ, 1) at which these two are (ε, δ)-private and no more."""
+    """Return the μ for which N(0, 1) and N(μ, 1) are exactly (ε, δ)-indistinguishable."""
     if epsilon == math.inf:
         return math.inf
 
@@ -132,10 +132,10 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
 
 
 def many_runs_power(claimed: float, delta: float, runs: int, confidence: float) -> float:
-    """Return the bound that the best attack on a mechanism exactly as claimed would show.
+    """Return the bound that the best attack would show on a mechanism exactly as claimed.
 
-    From `runs` runs of each kind, were their scores two Gaussians that are (claimed, δ)-private and
-    no more; by the expected counts at the best threshold.
+    For `runs` runs of each kind whose scores are two Gaussians that are exactly (claimed, δ)-
+    indistinguishable, by the expected counts at the best threshold.
     """
     mu = gaussian_mu(claimed, delta)
     shown = 0.0
@@ -147,7 +147,7 @@ def many_runs_power(claimed: float, delta: float, runs: int, confidence: float) 
 
 
 def expect_right(mu: float, share: float) -> float:
-    """Return how many guesses are right, as a share, of the surest `share` of all canaries.
+    """Return the share of right guesses among the `share` of canaries with the clearest scores.
 
     Scores are N(μ/2, 1) with a canary and N(-μ/2, 1) without it, independent.
     """
@@ -155,14 +155,14 @@ def expect_right(mu: float, share: float) -> float:
     def exceed(t: float) -> tuple[float, float]:
         return float(ndtr(mu / 2 - t)), float(ndtr(-t - mu / 2))
 
-    # |score| > t for the share that is guessed; right if its sign is.
+    # Canaries with |score| > t are guessed, by the sign.
     right, wrong = exceed(_last(lambda t: sum(exceed(t)) > share, 0.0, mu / 2 + 10, within=1e-12))
     return right / (right + wrong)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How often an event was seen in so many runs with a record, and in so many without it."""
+    """The numbers of runs with and without a record, and of those with an event."""
 
     seen_with: int
     runs_with: int
@@ -174,7 +174,7 @@ def many_runs_epsilon(counts: Counts, delta: float, confidence: float = 0.95) ->
     """Return a lower bound on ε: log((p1 - δ) / p0), p1 from below and p0 from above.
 
     p1 and p0 are the event's probabilities with and without the record, each bounded by Clopper and
-    Pearson at half the error. 0.0 where nothing can be said.
+    Pearson at half the error. 0.0 if there is no bound.
 
     >>> round(many_runs_epsilon(Counts(1000, 1000, 0, 1000), 0.0), 2)
     5.6
@@ -187,13 +187,13 @@ def many_runs_epsilon(counts: Counts, delta: float, confidence: float = 0.95) ->
 
 
 def lower_probability(seen: int, runs: int, error: float) -> float:
-    """Return p with P[as many as `seen` of `runs`] = error: too high with at most that chance."""
+    """Return a lower bound on a probability, wrong with probability at most `error`."""
     _check_seen(seen, runs)
     return float(betaincinv(seen, runs - seen + 1, error)) if seen else 0.0
 
 
 def upper_probability(seen: int, runs: int, error: float) -> float:
-    """Return p with P[as few as `seen` of `runs`] = error: too low with at most that chance."""
+    """Return an upper bound on a probability, wrong with probability at most `error`."""
     _check_seen(seen, runs)
     return float(betainccinv(seen + 1, runs - seen, error)) if seen < runs else 1.0
 
@@ -204,9 +204,9 @@ def _check_seen(seen: int, runs: int) -> None:
 
 
 def _last(holds: Callable[[float], bool], low: float, high: float, within: float = 1e-6) -> float:
-    """Return where it still holds, within so much of where it ends; `low` where it never holds.
+    """Return the largest point, up to `within`, at which `holds` is true; `low` if it never is.
 
-    Not scipy's root: what is returned is a point at which it holds, the safe side of a bound.
+    Unlike scipy's root finders it returns a point at which it holds, the safe side of a bound.
     """
     if not holds(low):
         return low
@@ -230,13 +230,13 @@ class Auc:
 def auc(members: np.ndarray, others: np.ndarray, confidence: float = 0.95) -> Auc:
     """Return the AUC of scores [n] against scores [k], with DeLong's interval (asymptotic).
 
-    Where the scores separate completely DeLong's variance is 0; the interval then leaves out what
-    Clopper and Pearson's would for the smaller sample. Raises InputError: fewer than 2 of a kind.
+    If the scores separate completely, DeLong's variance is 0; then Clopper and Pearson's bound for
+    the smaller sample is used. Raises InputError: fewer than 2 of a kind.
     """
     if len(members) < 2 or len(others) < 2:
         raise InputError(
-            f"{len(members)} members and {len(others)} others: expected at least 2 of each; keep "
-            "records back with partition.held_out"
+            f"{len(members)} members and {len(others)} others: expected at least 2 of each; hold "
+            "records out with partition.held_out"
         )
     error = 1 - check.fraction(confidence=confidence)
     placed = _share_below(members, np.sort(others))
@@ -250,9 +250,9 @@ def auc(members: np.ndarray, others: np.ndarray, confidence: float = 0.95) -> Au
 
 
 def auc_power(ceiling: float, members: int, others: int, confidence: float) -> float:
-    """Return the lower end of the interval that an attack at the ceiling would show, as expected.
+    """Return the expected lower end of the interval of an attack at the ceiling.
 
-    By the standard error of Hanley and McNeil (1982) for so many of each kind.
+    By the standard error of Hanley and McNeil (1982).
     """
     a = ceiling
     apart = a / (2 - a) - a**2, 2 * a**2 / (1 + a) - a**2

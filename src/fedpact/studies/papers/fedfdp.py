@@ -1,4 +1,4 @@
-"""FedFDP's theory: its bound on convergence, and the parameters that it recommends.
+"""FedFDP's theory: its bound on convergence, and the λ that it recommends.
 
 L-smooth, μ-strongly convex losses, per-sample gradients bounded by G, Q0 <= Δ_i^j <= Q1 with
 Δ_i^j = ℓ_ij - F, Γ = F* - Σ p_i F_i*, B̂ the smallest batch, Δ1 = E‖w_1 - w*‖², T rounds:
@@ -15,9 +15,9 @@ the one root of g. For Q0 <= 0,
 
     g(0) = 9G² Q1 + 2LΓ Q1 + 2μ² Q0 Δ1 - 2Q0 a4 = (9G² + 2LΓ) Q1 - 2Q0 (4G² + 2LΓ + N) >= 0,
 
-so λ* = 0 whenever Q0 <= 0 <= Q1. That is always: F is a mean of the ℓ_ij, and so Q0 <= 0 <= Q1.
-The theorem recommends no fairness; λ has to come from elsewhere. Nor does the bound hold where
-clipping or weights move the optimum (docs/notes/errata.md, F8, F10).
+so λ* = 0 whenever Q0 <= 0 <= Q1, which always holds, as F is a mean of the ℓ_ij. The theorem thus
+recommends no fairness. Moreover, the bound fails if clipping or weights move the optimum
+(docs/notes/errata.md, F8, F10).
 """
 
 import math
@@ -89,13 +89,13 @@ class Slopes:
 
 
 def noise_term(sigma: float, clip: float, dimension: int, batch: float) -> float:
-    """Return N = 2σ²C²d/B̂². sigma: σ >= 0. clip: C > 0. batch: B̂ > 0. Raises InputError."""
+    """Return N = 2σ²C²d/B̂², for σ >= 0, C > 0 and B̂ > 0. Raises InputError."""
     relative = check.non_negative(sigma=sigma) * check.positive(clip=clip)
     return 2 * (relative / check.positive(batch=batch)) ** 2 * check.count(dimension=dimension)
 
 
 def ratio(bounds: Slopes, lam: float) -> float:
-    """Return F(λ), λ >= 0. Raises InputError where a5 λ + 1 <= 0: there P is no bound."""
+    """Return F(λ), λ >= 0. Raises InputError if a5 λ + 1 <= 0, where P is no bound."""
     check.non_negative(lam=lam)
     a1, a2, a3, a4, a5 = bounds.a
     if not a5 * lam + 1 > 0:
@@ -106,7 +106,7 @@ def ratio(bounds: Slopes, lam: float) -> float:
 
 
 def bound(bounds: Slopes, lam: float, steps: int) -> float:
-    """Return P(λ) = L F(λ)/(2μ²T), the paper's bound on E F(w_T) - F*; see above for its worth."""
+    """Return P(λ) = L F(λ)/(2μ²T), the paper's bound on E F(w_T) - F*; see the module."""
     scale = bounds.smoothness / (2 * bounds.convexity**2 * check.count(steps=steps))
     return scale * ratio(bounds, lam)
 
@@ -114,7 +114,7 @@ def bound(bounds: Slopes, lam: float, steps: int) -> float:
 def best_weight(bounds: Slopes) -> float:
     """Return λ*, the argmin of F over λ >= 0: 0 unless a3 < a4 a5, then by bisection of g.
 
-    inf where F falls for ever, which needs Q0 > 0 and G Q1 = 0. Raises InputError.
+    inf if F decreases forever, which needs Q0 > 0 and G Q1 = 0. Raises InputError.
 
     >>> best_weight(Slopes(1.0, 1.0, 1.0, 0.0, 1000.0, least_difference=-0.1, most_difference=6.0,
     ...     start=0.0))
@@ -177,8 +177,8 @@ def answer_question(
 ) -> dict[str, Any]:
     """Return what --json prints. Raises InputError, and DataError for a damaged run.
 
-    theorem: what Slopes takes, but for noise and least_difference. given: sigma, C, d, B, Q0 and T,
-    as far as they are not to come from the run or the paper.
+    theorem: the arguments of Slopes without noise and least_difference. given: sigma, C, d, B, Q0
+    and T; missing ones are the run's or the paper's.
     """
     measured = _released(run) if run else {}
     released = measured.pop("loss", None)
@@ -187,7 +187,7 @@ def answer_question(
     noise = noise_term(known["sigma"], known["C"], dimension, known["B"])
     bounds = Slopes(**theorem, noise=noise, least_difference=known["Q0"])
     best = best_weight(bounds)
-    # Q0 = -F where nothing else is known: losses are >= 0.
+    # Q0 = -F if nothing else is known, since losses are >= 0.
     loss = -known["Q0"] if known["Q0"] < 0 else None
     sweep = [share / loss for share in SHARES] if loss else []
     usable = [lam for lam in sorted({0.0, best, *sweep}) if 1 + bounds.a[4] * lam > 0]
@@ -216,7 +216,7 @@ def answer_question(
 
 
 def _released(run: RunSummary) -> dict[str, float]:
-    """What a run made public: its terms, the worst of all sites, and its first and last F."""
+    """Return a run's public numbers: terms of the worst site, and its first and last F."""
     found: dict[str, float] = {}
     if terms := run.privacy["sites"]:
         try:

@@ -1,4 +1,4 @@
-"""FedProxVR's parameters: what `fedpact tune` says of them, and their figure."""
+"""FedProxVR's parameters: the output of `fedpact tune fedproxvr`, and its figure."""
 
 import json
 from collections.abc import Mapping

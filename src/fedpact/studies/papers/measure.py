@@ -1,15 +1,15 @@
 """Measure a problem's constants: smoothness, curvature, variance.
 
-Assumption 1 of the paper asks for one L, λ and σ_n at every w; what is seen here is a few points,
-so L and λ are estimated from below and σ̄² for those points only. σ̄² has no bound where the global
+Assumption 1 of the paper needs one L, λ and σ_n for every w. Here only a few points are examined,
+so L and λ are estimated from below, and σ̄² for these points. σ̄² is unbounded where the global
 gradient vanishes and the sites' do not (docs/notes/errata.md, V5): it grows as a run converges.
 
     L    max over records i of ‖∇²f_i(w)‖                  spectra of single records' losses
     λ    max(0, max over sites n of -λ_min(∇²F_n(w)))      spectra of whole sites' losses
     σ̄²   Σ p_n ‖∇F_n(w) - ∇F(w)‖² / ‖∇F(w)‖²
 
-All of them are exact numbers of the records, which no (ε, δ) covers: use them on data of your own,
-public data or a simulation's, never as a message of a site.
+All are exact numbers of the records, which no (ε, δ) covers: compute them for your own data, public
+data or simulations, and never send them from a site.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,11 +44,10 @@ _SHARES = (5.0, 95.0)  # percentiles of a bootstrap interval
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and its spread: the 5 % and 95 % points of a bootstrap over the parts.
+    """A number with the 5 % and 95 % points of a bootstrap over its parts.
 
-    parts: what each site or record says for itself. The interval is of as many parts drawn from
-    these, and need not hold the value: of a maximum `high` is never above it, and a mean over sites
-    drawn twice cancels less, so that σ̄² comes out smaller.
+    parts: the value for each site or record. The interval may not contain the value: for a maximum,
+    `high` is never above it, and σ̄² is smaller for repeated sites.
     """
 
     value: float
@@ -61,7 +60,7 @@ class Estimate:
 class Spectrum:
     """The ends of a symmetric operator's spectrum from inside: Ritz values, low <= high.
 
-    residual: some eigenvalue is within this distance of each end, 0 where the ends are exact.
+    residual: each end is within this distance of an eigenvalue; 0 if exact.
     """
 
     low: float
@@ -74,8 +73,8 @@ def spectrum(
 ) -> Spectrum:
     """Return the ends of the spectrum by Lanczos' method with full reorthogonalisation.
 
-    From a random start the ends of a wide spectrum are found first; with iterations >= dimension
-    they are exact. Raises InputError: a product that is not finite or has another shape.
+    The ends converge first; with iterations >= dimension they are exact. Raises InputError: a
+    product that is not finite or has another shape.
 
     >>> diagonal = np.array([-1.0, 0.5, 2.0, 7.0])
     >>> found = spectrum(lambda v: diagonal * v, 4, np.random.default_rng(0))
@@ -97,7 +96,7 @@ def spectrum(
             )
         scale = float(np.linalg.norm(image))
         diagonal[k] = basis[k] @ image
-        for _ in range(2):  # twice is enough to be orthogonal to rounding
+        for _ in range(2):  # twice makes it orthogonal up to rounding
             image = image - basis[: k + 1].T @ (basis[: k + 1] @ image)
         beside[k] = float(np.linalg.norm(image))
         if k + 1 == steps or beside[k] <= 1e-12 * scale:
@@ -114,15 +113,15 @@ def _ritz(diagonal: Vector, beside: Vector) -> Spectrum:
 
 
 def smoothness(spectra: Sequence[Spectrum], draws: np.random.Generator) -> Estimate:
-    """Return L, the largest ‖H‖ seen, from below. spectra: of single records' losses, >= 1."""
+    """Return an estimate of L from below, the largest ‖H‖. spectra: of single records' losses."""
     parts = np.array([max(abs(s.low), abs(s.high)) for s in spectra])
     return _bootstrap(parts, lambda chosen: float(parts[chosen].max()), draws)
 
 
 def weak_convexity(spectra: Sequence[Spectrum], draws: np.random.Generator) -> Estimate:
-    """Return λ, the most negative curvature seen, from below; 0 where none is negative.
+    """Return an estimate of λ from below, the most negative curvature, or 0.
 
-    spectra: of whole sites' losses, >= 1.
+    spectra: of whole sites' losses.
     """
     parts = np.array([max(0.0, -s.low) for s in spectra])
     return _bootstrap(parts, lambda chosen: float(parts[chosen].max()), draws)
@@ -133,9 +132,8 @@ def heterogeneity(
 ) -> Estimate:
     """Return σ̄² = Σ p_n σ_n² at one point, σ_n = ‖∇F_n - ∇F‖/‖∇F‖, ∇F = Σ p_n ∇F_n.
 
-    gradients: [N, d], the sites' at that point; gradients of samples add their own variance.
-    weights: p_n up to a factor, > 0. The interval is of sites drawn anew, with their ∇F. inf where
-    ∇F is 0 and a site's is not. Raises InputError.
+    gradients: [N, d], the sites' at that point; gradients of samples add their variance. weights:
+    p_n up to a factor, > 0. inf if ∇F is 0 and a site's gradient is not. Raises InputError.
 
     >>> towards = np.array([[1.0, 0.0], [3.0, 0.0]])
     >>> heterogeneity(towards, [1, 1], np.random.default_rng(0)).value
@@ -169,7 +167,7 @@ def _bootstrap(
     if not parts.size:
         raise InputError("parts is empty: expected at least one site or record")
     drawn = [statistic(draws.integers(parts.size, size=parts.size)) for _ in range(resamples)]
-    # Not interpolated: an infinite draw must not make the others NaN.
+    # Not interpolated, since an infinite draw would give NaN.
     low, high = np.percentile(drawn, _SHARES, method="nearest")
     whole = statistic(np.arange(parts.size))
     return Estimate(whole, float(low), float(high), tuple(float(x) for x in parts))
@@ -194,10 +192,9 @@ _EVALUATED = (
 def from_run(
     run: RunSummary, given: Mapping[str, float | None]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return L, lam, sigma2 and gamma, measured where they are not given, and what to report.
+    """Return L, lam, sigma2 and gamma, measured unless given, and a report.
 
-    Raises DataError: the run's records are not on this machine. InputError: rounds that
-    do not tell γ.
+    Raises DataError: the run's records are not on this machine. InputError: γ cannot be measured.
     """
     numbers = {name: value for name, value in given.items() if value is not None}
     notes, measured = list[str](), dict[str, Any]()
@@ -210,13 +207,13 @@ def from_run(
         with Console(stderr=True).status("estimating L, λ and σ̄²"):
             estimates = _estimates(run.path)
         chosen = {"L": estimates["L"], "lam": estimates["lam"]}
-        # Assumption 1 is about every w, so of two points the worse.
+        # Assumption 1 is about every w, so the worse of two points counts.
         chosen["sigma2"] = max(
             estimates["sigma2_first"], estimates["sigma2_last"], key=lambda e: e.value
         )
         numbers |= {name: chosen[name].value for name in wanted}
         if "lam" in wanted:
-            # Records and sites are different samples: an L-smooth loss is L-weakly convex at most.
+            # An L-smooth loss is L-weakly convex; the estimates are from different samples.
             numbers["lam"] = min(numbers["lam"], numbers["L"])
         measured["estimates"] = {
             name: {"value": e.value, "low": e.low, "high": e.high} for name, e in estimates.items()
@@ -230,7 +227,7 @@ def from_run(
 
 @dataclass(frozen=True)
 class Split:
-    """Seconds of a round beside its steps, and of one local iteration; how they were told apart."""
+    """Seconds of a round without its steps, and of one local iteration, with a note."""
 
     d_com: float
     d_cmp: float
@@ -247,10 +244,9 @@ class Split:
 def split_records(records: Sequence[RoundRecord]) -> Split:
     """Return d_com and d_cmp by least squares of seconds = d_com + d_cmp τ over the rounds.
 
-    Rounds that were evaluated also took the time of that: they are left out, unless only they have
-    several τ, or there are no others. Where all τ are equal the two cannot be told apart, and each
-    gets half of a round. Raises InputError: no rounds with steps, or seconds that leave nothing for
-    one of the two.
+    Rounds with an evaluation, which takes time, too, are left out, unless only they have several τ.
+    If all τ are equal, d_com and d_cmp cannot be separated, and each gets half of a round.
+    Raises InputError: no rounds with steps, or an estimate that is not positive.
     """
     trained = [record for record in records if record.round and record.steps]
     bare = [record for record in trained if record.accuracy is None and not record.scores]
@@ -329,7 +325,7 @@ def _estimates(run: Path) -> dict[str, Estimate]:
 
 
 def _sample(x: Tensor, y: Tensor, draws: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """At most IN_GRADIENT of a site's records, in an order drawn."""
+    """Return at most IN_GRADIENT of a site's records, in random order."""
     order = torch.from_numpy(draws.permutation(len(y))[:IN_GRADIENT])
     return x[order], y[order]
 
@@ -348,7 +344,7 @@ def _gradient(model: FlatModel, x: Tensor, y: Tensor) -> Vector:
 
 
 def _spectrum(model: FlatModel, x: Tensor, y: Tensor, draws: np.random.Generator) -> Spectrum:
-    """Of v -> Hv of the mean loss, at the model's present weights."""
+    """Return the spectrum of the mean loss's Hessian at the model's current weights."""
     parameters, slope = _slopes(model, x, y, again=True)
 
     def product(v: Vector) -> Vector:
