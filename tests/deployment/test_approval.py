@@ -30,7 +30,7 @@ def unsigned(site_dir):
 
 
 def test_a_site_opens_once_somebody_has_signed(unsigned):
-    told = rf"nobody has approved .*`fedpact deploy approve {unsigned}`"
+    told = rf"approved so far by no one.*`fedpact deploy approve {unsigned}`"
     with pytest.raises(PolicyRefused, match=told):
         Site(unsigned)
     assert not (unsigned / "ledger.jsonl").exists()
@@ -47,9 +47,9 @@ def test_a_site_opens_once_somebody_has_signed(unsigned):
 def test_two_approvals_need_two_names(site_dir):
     ask_for(site_dir, 2)
     approve(site_dir, "A. Owner")
-    with pytest.raises(PolicyRefused, match=r"approvals = 2, and A\. Owner has"):
+    with pytest.raises(PolicyRefused, match=r"approvals = 2, approved so far by A\. Owner"):
         check_approved(site_dir)
-    with pytest.raises(InputError, match="has approved this run"):
+    with pytest.raises(InputError, match="has already approved this run"):
         approve(site_dir, "a.  owner ")
     # The same block twice, or under the same name otherwise written, is one.
     path = site_dir / APPROVAL_FILE
@@ -67,7 +67,7 @@ def test_a_changed_file_makes_approvals_void(unsigned, name):
     path = unsigned / name
     before = path.read_text()
     path.write_text(before + "\n")
-    with pytest.raises(PolicyRefused, match="nobody has approved"):
+    with pytest.raises(PolicyRefused, match="approved so far by no one"):
         check_approved(unsigned)
     path.write_text(before)
     check_approved(unsigned)

@@ -616,5 +616,5 @@ def test_after_a_commit_that_failed_the_site_stops_and_says_so(site_dir, monkeyp
         )
         for number in (2, 3, 4):
             assert from_bytes(answer(site, to_bytes(task_of(site, number)))[0]).code == "error"
-        assert "start the site again" in site.stopped
+        assert "restart the site" in site.stopped
     assert charged(site_dir) == 2 * STEPS

@@ -373,5 +373,5 @@ def test_parties_that_declare_otherwise_do_not_open(begin):
     path = node.directory / "federation.toml"
     path.write_text(path.read_text().replace('"released"', '"range"', 1))
     node.site.close()
-    with pytest.raises(PlanError, match=r'1 columns of scale = "released", plan\.json 2'):
+    with pytest.raises(PlanError, match=r'1 columns with scale = "released", plan\.json 2'):
         Site(node.directory)

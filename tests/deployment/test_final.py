@@ -108,16 +108,16 @@ def test_model_and_figures_of_an_earlier_run_are_not_this_ones(federate):
     found = inspect_deployment(site)
     assert (found["own_figures"]["run"], found["status"]) == (
         found["run"],
-        "ended, and the final model is here",
+        "ended; the final model is here",
     )
     change(site / "federation.toml", f'run = "{found["run"]}"', 'run = "another"')
     found = inspect_deployment(site)
     assert (found["own_figures"], found["status"]) == (None, "known to the server")
-    with pytest.raises(PlanError, match=r"of run 'fedavg-.*is of run 'another'"):
+    with pytest.raises(PlanError, match=r"of run 'fedavg-.*is for run 'another'"):
         personalise_site(site)
-    with pytest.raises(PlanError, match="is of run 'another'"):
+    with pytest.raises(PlanError, match="is for run 'another'"):
         FinalModel.of(site).bring(None)
-    with pytest.raises(PlanError, match="is of run 'another'"):
+    with pytest.raises(PlanError, match="is for run 'another'"):
         FinalModel.of(site).bring(site / "run" / "model.safetensors")
 
 

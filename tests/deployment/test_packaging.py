@@ -109,7 +109,9 @@ def test_other_versions_than_the_locks_are_told(monkeypatch):
     assert processes.describe_untested() == []
     monkeypatch.setattr(processes, "version", {"torch": "2.130.0", "flwr": "1.41.9"}.get)
     (told,) = processes.describe_untested()
-    assert told.startswith("torch 2.130.0 is installed, and this version of fedpact is tested with")
+    assert told.startswith(
+        "torch 2.130.0 is installed, but this version of fedpact was tested with"
+    )
 
 
 def test_compose_gives_each_party_what_it_needs_and_no_more(packaged):

@@ -92,7 +92,7 @@ def test_no_answer_of_the_site_changes_by_it(site_dir, finished):
 
 
 def test_until_the_run_has_ended_it_refuses(site_dir):
-    with pytest.raises(PlanError, match=r"when the run has ended.*--model"):
+    with pytest.raises(PlanError, match=r"at the end of the run.*--model"):
         personalise_site(site_dir)
     assert not (site_dir / "personal.safetensors").exists()
 
@@ -100,7 +100,7 @@ def test_until_the_run_has_ended_it_refuses(site_dir):
 def test_a_model_that_is_not_the_plans_is_refused(site_dir, finished, tmp_path):
     other = tmp_path / "other.safetensors"
     save_file({"weight": torch.zeros(2, 2)}, other)
-    with pytest.raises(DataError, match=r"holds weight \[2, 2\].*final model of this run"):
+    with pytest.raises(DataError, match=r"has weight \[2, 2\].*final model of this run"):
         personalise_site(site_dir, other)
     other.write_bytes(b"no model")
     with pytest.raises(DataError, match="cannot be read"):

@@ -90,7 +90,7 @@ def test_up_takes_a_whole_deployment(deployment, name):
 def test_a_mistyped_directory_is_told_and_nothing_is_made_there(tmp_path, act):
     (tmp_path / "empty").mkdir()
     for name in ("nowhere", "empty"):
-        with pytest.raises(DataError, match="holds no deployment"):
+        with pytest.raises(DataError, match="has no deployment"):
             act(tmp_path / name)
     assert [*tmp_path.rglob("*")] == [tmp_path / "empty"]
 
@@ -136,7 +136,7 @@ def test_a_party_tells_a_missing_server_once(deployment, monkeypatch, caplog):
         with pytest.raises(KeyboardInterrupt):
             processes._wait_for(address, processes._Teller(), None)
         (told,) = caplog.messages
-        assert f"nobody answers at {address}, the server's address in federation.toml (" in told
+        assert f"no answer at {address}, the server's address in federation.toml (" in told
 
 
 def test_a_site_whose_run_has_ended_does_not_go_on_trying(monkeypatch, caplog):
@@ -217,4 +217,4 @@ def test_a_site_that_waits_to_be_let_in_outlasts_a_full_disk(site_dir, monkeypat
     monkeypatch.setattr(processes._Teller, "__call__", lambda _, words: told.append(words))
     with pytest.raises(Enough):
         processes.run_site(site_dir)
-    assert told == [f"{site_dir} has no room (No space left on device): goes on when it has"]
+    assert told == [f"no space for {site_dir} (No space left on device): waiting for space"]

@@ -81,7 +81,7 @@ def test_a_site_that_makes_another_start_is_told_the_servers(federation, secure,
     undisturbed()
     run = federation(**plan)
     for node in run.nodes[:others]:
-        node.site._questions._told[0] = {"w": torch.ones(650)}
+        node.site._checks._received[0] = {"w": torch.ones(650)}
     records = run()
     if secure and others == 1:
         # A sum is opened without it.
@@ -99,7 +99,7 @@ def test_without_retry_other_starts_get_the_servers_model(federate):
     choices = {**CHOICES, "patience": {**CHOICES["patience"], "retries": 0}}
     run = federate(choices, "r", **{**PLAN, "secure_aggregation": {"threshold": 2}})
     for node in run.nodes[:2]:
-        node.site._questions._told[0] = {"w": torch.ones(650)}
+        node.site._checks._received[0] = {"w": torch.ones(650)}
     assert [record.refused for record in run()[1:]] == [{}] * 4
 
 

@@ -213,7 +213,7 @@ def test_second_run_on_same_records_needs_policy_for_both(site_dir):
         ("federation.toml", 'seeds = "secure"', 'seeds = "none"', "seeds"),
         ("federation.toml", "retries = 2", "retries = -1", "retries"),
         ("federation.toml", "least_replies = 1", "least_replies = 4", "there are 3"),
-        ("plan.json", '"mode": "per_sample"', '"mode": "none"', "private runs only"),
+        ("plan.json", '"mode": "per_sample"', '"mode": "none"', "only private runs"),
         ("plan.json", '"sizes": "public"', '"sizes": "noisy"', "declares its size"),
     ],
 )
@@ -232,7 +232,7 @@ def test_test_seeds_are_refused_over_a_network(site_dir):
         new = f"{host}:8443"
         change(path, f'address = "{address}"', f'address = "{new}"')
         address = new
-        with pytest.raises(PlanError, match="protects nobody"):
+        with pytest.raises(PlanError, match="protects no one"):
             Federation.read(path)
 
 

@@ -593,7 +593,7 @@ def test_a_folder_of_another_run_is_left_alone(federation):
     path = run.directory / "server" / "federation.toml"
     name = Coordinator.of(run.directory / "server").federation.run
     path.write_text(path.read_text().replace(f'run = "{name}"', 'run = "another"'))
-    with pytest.raises(PlanError, match=f"holds run '{name}'.*this is run 'another'"):
+    with pytest.raises(PlanError, match=f"another plan or run .'{name}'. than this one .'another'"):
         run()
 
 

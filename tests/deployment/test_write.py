@@ -222,13 +222,13 @@ def test_the_status_of_one_party(deployment):
     (site / "run").mkdir()
     (site / "run" / "model.safetensors").touch()
     (site / "log.txt").write_text("nobody answers: the site goes on trying\n")
-    for of, told in ((run, "ended, and the final model is here"), ("an-earlier", "known to")):
+    for of, told in ((run, "ended; the final model is here"), ("an-earlier", "known to")):
         (site / "run" / "summary.json").write_text(json.dumps({"run": of}))
         found = run_cli("status", site)
         assert f"{run}: {told}" in found
         assert ("goes on trying" in found) == (of != run)
     assert list(local.parties(deployment / "server")) == ["server"]
-    with pytest.raises(DataError, match="holds no deployment"):
+    with pytest.raises(DataError, match="has no deployment"):
         local.parties(deployment / "authority")
 
 

@@ -278,7 +278,7 @@ def test_what_was_left_to_its_default_is_told_apart(build: Build) -> None:
     ("randomness", "told"),
     [
         ("seeded simulation", "bit for bit, from the same data"),
-        ("seeded test: protects nobody", "so a simulation repeats the run"),
+        ("seeded test: protects no one", "so a simulation repeats the run"),
         ("secure, at each site", "This run cannot be repeated"),
     ],
 )

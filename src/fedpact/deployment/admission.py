@@ -1,24 +1,24 @@
-"""Who may take part: the server's checks of a site, and the ledgers it has seen.
+"""The server's checks of sites' replies, and the ledgers it has seen.
 
-ledgers.json    site -> [length, head] of its ledger by each of the last replies that it signed
+ledgers.json    site -> [length, head] of its ledger in each of its last signed replies
 
-Every question to a site says which ledger was seen last, and the site refuses it, before it
-charges, where its own ledger does not go on from there (privacy.ledger.rollback_guard). So of a
-ledger that was put back, and of two copies of one, no more than one goes on. A reply that shows a
-shorter ledger, or another one, comes from a site that did not look, and is rejected. But for those
-that were seen last: a server that died after an evaluation asks for the round's training again, and
-the site sends what it has kept.
+Every task names the ledger that the server saw last. A site whose own ledger does not continue from
+there refuses before it charges (privacy.ledger.rollback_guard). So of a restored ledger and of two
+copies of one, at most one can continue. A reply with a shorter or different ledger comes from a
+modified site and is rejected. The last few ledgers are accepted too: a server that died after an
+evaluation asks for the round's training again, and the site repeats its stored reply.
 
-form        the vectors and numbers that the algorithm's own local part returns, in their shapes
-    finite      no NaN, no infinity
-    weight      the size that was declared for the site
-    ledger      one that has become longer, or is the one that was seen (deployment.admission)
-    far off     a number that is not the terms', or a vector beyond privacy.reply_bounds
-    longest     no vector much farther from what was told than the others' (see `outliers`)
+A reply is rejected unless it passes each of these checks:
 
-None of it is a defence against a site that lies within these bounds, and none of it costs a site
-any privacy. The form is found by carrying out the local part on made-up records, so it is right for
-every algorithm.
+    form        vectors and numbers, with shapes, as the algorithm's own local part returns them
+    not finite  no NaN or infinity
+    weight      the declared size of the site
+    ledger      longer than the one last seen, or equal to it
+    far off     numbers that follow from the terms, and vectors within privacy.reply_bounds
+    longest     no vector much farther from the task's than the others' (see `outliers`)
+
+The checks do not stop a site that lies within these bounds, and cost a site no privacy. The form is
+found by running the local part on synthetic records, so it is right for every algorithm.
 """
 
 import json
@@ -48,16 +48,14 @@ from fedpact.privacy.terms import Terms
 from fedpact.simulation.secure_aggregation.encoding import Form
 from fedpact.simulation.workshop import TrainingSetup
 
-_LOST = "it holds what the server knows of its sites' ledgers: put it back from a backup"
-# Ledgers of a site that its last replies have shown: two a round, of training and an evaluation.
+_LOST = "it holds the server's knowledge of the sites' ledgers: restore it from a backup"
+# How many ledger heads are kept per site: a round has two, for training and evaluation.
 _KEPT: Final = 4
-
-
 _Place = tuple[int, str]
 
 
 class LedgerRegistry:
-    """What is known of each site's ledger. folder: a run's. Raises DataError: unreadable."""
+    """The ledger heads that each site has shown. folder: a run's. Raises DataError: unreadable."""
 
     def __init__(self, folder: Path) -> None:
         self._path, self._changed = folder / "ledgers.json", False
@@ -69,16 +67,16 @@ class LedgerRegistry:
             }
 
     def last_seen(self, site: str) -> _Place:
-        """Return length and head of a site's ledger, (0, "") where none was seen."""
+        """Return length and head of a site's ledger; (0, "") if none was seen."""
         return self._seen.get(site, [(0, "")])[-1]
 
     def look(self, site: str, length: int, head: str, *, late: bool = False) -> bool:
-        """Take notice of the ledger that a site's reply shows.
+        """Record the ledger shown by a site's reply; return whether it is acceptable.
 
-        late: it answers an earlier question. Whoever relays messages can keep such a reply, and
-        repeat it, so a shorter ledger in it tells nothing; another one of the same length does.
-        Returns whether nothing is wrong with it: it is longer, or is one of the last seen. Whether
-        it goes on only the site can tell, and does.
+        It is if it is longer than the last one, or one of the last seen. Only the site can tell
+        whether it continues the earlier one, and checks that. late: the reply answers an earlier
+        task. A relay can delay and repeat such a reply, so a shorter ledger in it means nothing;
+        a different one of the same length does.
         """
         place, last = (length, head), self.last_seen(site)
         if is_place(length, head) and length > last[0]:
@@ -90,7 +88,7 @@ class LedgerRegistry:
         return late and is_place(length, head) and length < last[0]
 
     def save(self) -> None:
-        """Make durable what `look` has seen."""
+        """Store the ledgers recorded by `look`."""
         if self._changed:
             write_whole(self._path, json.dumps(self._seen, indent=2).encode() + b"\n")
             self._changed = False
@@ -113,15 +111,15 @@ _OF_A_QUESTION = (
 )
 _OF_A_STEP = ("session", "asked", "keys", "few", "opened", "range")
 REFUSALS: Final = frozenset({*_OF_A_QUESTION, *_OF_A_STEP})
-"""The codes with which sites refuse: any question, or a step of secure aggregation."""
+"""The codes with which sites refuse a task, or a step of secure aggregation."""
 
 
 def expect_form(
     workshop: TrainingSetup, task: Task, sums: Mapping[str, int] = MappingProxyType({})
 ) -> Form:
-    """Return the form of every honest reply to this task, on records that are nobody's.
+    """Return the form of every honest reply to this task, found with synthetic records.
 
-    sums: of an evaluation, how many numbers each channel has.
+    sums: for an evaluation, channel -> number of values.
     """
     if task.algorithm in FREE:
         return Form.of({}, {})
@@ -136,10 +134,10 @@ def expect_form(
 
 
 class Admission:
-    """Checks replies to one run of a method. terms: each site's. longest: see `outliers`.
+    """Checks replies in one run of a method. terms: each site's. longest: see `outliers`.
 
-    standing: what is known of the sites' ledgers; every reply to the question asked adds to it.
-    longest_sums: of a site's answer to an evaluation, channel -> its longest sum.
+    standing: the sites' ledgers, updated by every reply. longest_sums: returns channel -> longest
+    sum of a site's answer to an evaluation.
     """
 
     def __init__(
@@ -154,12 +152,12 @@ class Admission:
         self.standing, self._longest_sums = standing, longest_sums
 
     def fault(self, site: str, task: Task, reply: Reply, form: Form) -> str | None:
-        """Return what is wrong with a site's reply to a task, in a word; None if nothing is."""
+        """Return the fault of a site's reply to a task, in a word; None if there is none."""
         if reply.run != task.run:
             return "stale"
         if reply.site != site:
             return "another's"
-        # Before all else that may be wrong: what was released for this reply is spent.
+        # Before all other checks: the budget of this reply is spent in any case.
         late = reply.round != task.round
         shown = site, reply.ledger_length, reply.ledger_head
         if not self.standing.look(*shown, late=late):
@@ -184,7 +182,7 @@ class Admission:
         return None
 
     def far_off(self, site: str, task: Task, vectors: Vectors, numbers: Numbers) -> str | None:
-        """Return what of a decoded reply is beyond privacy.reply_bounds, in words, or None."""
+        """Describe how a decoded reply exceeds privacy.reply_bounds; None if it does not."""
         terms = self._terms[site]
         if task.algorithm == EVALUATION:
             return find_fault(vectors, numbers, {}, self._longest_sums(terms), {})
@@ -194,7 +192,7 @@ class Admission:
 
     def _longest_vectors(self, task: Task, terms: Terms, vectors: Vectors) -> dict[str, float]:
         rate = self._method.settings.step_size or 1.0
-        # Masked words and places of numbers are integers, and have no length.
+        # Masked words and encoded positions are integers, and have no length.
         return {
             name: longest_reply(terms, rate, task.vectors.get(name), len(vector))
             for name, vector in vectors.items()
@@ -202,9 +200,9 @@ class Admission:
         }
 
     def mean_fault(self, task: Task, sites: Iterable[str], mean: State, error: float) -> str | None:
-        """Return what shows that one of these sites lied, in words, in the mean of their replies.
+        """Describe how the mean of sites' replies exceeds the bounds; None if it does not.
 
-        error: of the mean, in each coordinate.
+        error: the possible error of the mean in each coordinate.
         """
         terms = [self._terms[site] for site in sites]
         each = [self._longest_vectors(task, one, mean.vectors) for one in terms]
@@ -223,7 +221,7 @@ class Admission:
         return find_fault(mean.vectors, mean.numbers, task.vectors, longest, public)
 
     def decode_reply(self, reply: Reply, task: Task) -> Reply:
-        """Return a reply as the algorithm made it. Raises InputError: it cannot be."""
+        """Undo the compression of a reply. Raises InputError: it cannot be decoded."""
         if task.algorithm in (EVALUATION, *FREE):
             return reply
         return self._method.decode_reply(reply, task.vectors)
@@ -231,22 +229,23 @@ class Admission:
     def outliers(self, task: Task, replies: Mapping[str, Reply]) -> list[str]:
         """Return the sites with a vector farther from the task's than `longest` times the median.
 
-        Of fewer than three replies nobody can say which is off, and sums over records of unlike
-        sites are far apart as they are. A vector that the task does not have is measured from 0.
+        With fewer than three replies it cannot be decided which one is wrong. Evaluations are
+        exempt: their sums differ much between sites. A vector that is not in the task is measured
+        from 0.
         """
         if len(replies) < 3 or task.algorithm in (EVALUATION, *FREE):
             return []
         found = set[str]()
         replies = {site: self.decode_reply(reply, task) for site, reply in replies.items()}
         for name in next(iter(replies.values())).vectors:
-            told = task.vectors.get(name)
+            sent = task.vectors.get(name)
             far = {
                 site: float(
-                    torch.linalg.vector_norm(r.vectors[name] - (0 if told is None else told))
+                    torch.linalg.vector_norm(r.vectors[name] - (0 if sent is None else sent))
                 )
                 for site, r in replies.items()
             }
             limit = self._longest * statistics.median(far.values())
-            # A median of 0 says that most sites sent back what they were told.
+            # If the median is 0, most sites returned the task's vector.
             found |= {site for site, distance in far.items() if 0 < limit < distance}
         return sorted(found)

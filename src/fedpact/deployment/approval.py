@@ -1,8 +1,8 @@
-"""Approvals: people who have read what a site will release, and at what cost, and sign for it.
+"""Approvals: people sign that they have read what a site will release and what it costs.
 
-approval.toml stands in the site's directory, and has a table for each of them. The signature is the
-site's own key's, over name, time and a digest of the plan, the federation and the policy: of any
-other it is void. It is asked for when the site opens, and never leaves it.
+approval.toml in the site's directory has a table for each of them. It is signed with the site's own
+key over name, time and a digest of plan, federation and policy, and becomes void if one of these
+changes. It is checked when the site opens, and never leaves the site.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _STRICT: Final = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Approval(BaseModel):
-    """One person's. digest: see `digest_approved`; signature: hexadecimal."""
+    """One person's approval. digest: see `digest_approved`; signature: hexadecimal."""
 
     model_config = _STRICT
     by: OneLine
@@ -42,7 +42,7 @@ class Approval(BaseModel):
 
     @property
     def signed(self) -> bytes:
-        """What the signature is over."""
+        """The signed bytes."""
         return json.dumps([self.by, self.time, self.digest]).encode()
 
 
@@ -53,7 +53,7 @@ class _Approvals(BaseModel):
 
 @dataclass(frozen=True)
 class ApprovalState:
-    """Who has approved a site's run as it is now, and how many different names have to."""
+    """The names that have approved a site's current run, and how many are needed."""
 
     site: str
     names: Sequence[str]
@@ -61,43 +61,40 @@ class ApprovalState:
 
     @property
     def missing(self) -> int:
-        """How many more have to."""
+        """How many more approvals are needed."""
         return max(0, self.needed - len(self.names))
 
 
 def digest_approved(site: Path) -> str:
-    """Return the SHA-256 of what is approved: of the three files' own, in this order."""
+    """Return the SHA-256 over those of the three approved files, in this order."""
     parts = [hashlib.sha256((site / name).read_bytes()).digest() for name in _OF]
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def read_approvals(site: Path) -> ApprovalState:
-    """Return who has approved. An approval of something else, or that no key signed, counts not.
-
-    Raises PlanError: a file that cannot be read.
-    """
+    """Return who has approved, by valid approvals alone. Raises PlanError: an unreadable file."""
     name = SiteSettings.read(site).name
     needed = Policy.read(site / "policy.toml").approvals
     return ApprovalState(name, [one.by for one in _valid(site, name)], needed)
 
 
 def check_approved(site: Path) -> None:
-    """Raise PolicyRefused where fewer people have approved than the policy asks for."""
+    """Raise PolicyRefused if fewer people have approved than the policy requires."""
     found = read_approvals(site)
     if found.missing:
-        have = f"{', '.join(found.names) or 'nobody'} has approved it as it is now"
+        have = f"approved so far by {', '.join(found.names) or 'no one'}"
         raise PolicyRefused(
-            f"site {found.site} does not open: policy.toml has approvals = {found.needed}, and "
-            f"{have}. Read what it will release, and sign: `fedpact deploy approve {site}`, then "
-            "again with --by NAME; a changed plan.json, federation.toml or policy.toml needs that "
-            "anew. Nothing is promised or charged"
+            f"site {found.site} does not open: policy.toml has approvals = {found.needed}, "
+            f"{have}. Read what the site will release with `fedpact deploy approve {site}`, then "
+            "sign with --by NAME. A change of plan.json, federation.toml or policy.toml voids "
+            "earlier approvals. Nothing was reserved or charged"
         )
 
 
 def approve(site: Path, by: str) -> ApprovalState:
-    """Sign for one person, and return who has approved now. Void approvals are dropped.
+    """Sign for one person, and return who has approved. Void approvals are dropped.
 
-    Raises InputError of some kind: no name, a name that has approved, files that cannot be read.
+    Raises InputError: an empty name, a name that has already approved, unreadable files.
     """
     name = SiteSettings.read(site).name
     kept = _valid(site, name)
@@ -105,7 +102,7 @@ def approve(site: Path, by: str) -> ApprovalState:
     if not who:
         raise InputError("--by is empty: expected the name of the person who approves")
     if _same(who) in {_same(one.by) for one in kept}:
-        raise InputError(f"{who} has approved this run of site {name} already")
+        raise InputError(f"{who} has already approved this run of site {name}")
     time = datetime.now(UTC).isoformat(timespec="seconds")
     own = Approval(by=who, time=time, digest=digest_approved(site), signature="00")
     signature = keys.sign(keys.read_private_key(site / "site.key"), _purpose(name), own.signed)
@@ -119,7 +116,7 @@ def approve(site: Path, by: str) -> ApprovalState:
 
 
 def _valid(site: Path, name: str) -> list[Approval]:
-    """The first approval of each name that holds for the files as they are."""
+    """The first approval of each name that is valid for the current files."""
     if not (site / APPROVAL_FILE).exists():
         return []
     member = Federation.read(site / "federation.toml").sites.get(name)
@@ -143,9 +140,9 @@ def _purpose(site: str) -> str:
 
 
 def describe(site: Path) -> str:
-    """Return in plain words what a site will release, to whom, and what it costs whom.
+    """Describe for the owner what a site will release, to whom, and at what cost.
 
-    Raises InputError of some kind: its files do not fit.
+    Raises InputError: its files do not match.
     """
     files, policy = SiteFiles.read(site), Policy.read(site / "policy.toml")
     federation, plan, terms = files.federation, files.plan, files.terms
@@ -161,43 +158,46 @@ def describe(site: Path) -> str:
             "What that costs:",
             *(f"- {line}" for line in _costs(plan, terms, policy)),
             "",
-            "What this does not cover, and a person has to release by hand:",
+            "Not covered, to be released by a person:",
             "- the ledger's receipt (`fedpact ledger export`): budgets and purpose, no records;",
-            "- the exact figures of `deploy check`, `deploy status` and `personalise`: for the "
-            "owner alone, and protected by nothing;",
-            "- the final model: every site has it. To pass it on costs no more ε.",
+            "- the exact figures of `deploy check`, `deploy status` and `personalise`: "
+            "unprotected, for the owner alone;",
+            "- the final model: every site has it. Passing it on costs no more ε.",
         ]
     )
 
 
 def _released(plan: Plan, terms: Terms) -> list[str]:
-    told = {"gradient": "noisy sums of the model's clipped gradients"}
-    told |= {"difference": "the noisy change of the model", "loss": "noisy sums of the loss"}
-    told |= {"size": f"a noisy count of its {terms.protects}s"}
+    meanings = {
+        "gradient": "noisy sums of the model's clipped gradients",
+        "difference": "the noisy change of the model",
+        "loss": "noisy sums of the loss",
+        "size": f"a noisy count of its {terms.protects}s",
+    }
     threshold = plan.secure_aggregation.threshold
     to = (
-        f"the server sees sums over at least {threshold} sites only"
+        f"the server sees only sums over at least {threshold} sites"
         if threshold
-        else ("the server sees each one")
+        else "the server sees each one"
     )
     found = [
-        f"{told.get(name, name)} ({name}: noise of {sigma:.4g} times what one {terms.protects} "
-        "can add)"
+        f"{meanings.get(name, name)} ({name}: noise of {sigma:.4g} times the most that one "
+        f"{terms.protects} can add)"
         for name, sigma in terms.releases.items()
     ]
     once = plan.evaluation_terms
     if once is not None:
         names = ", ".join(once.releases)
-        found.append(f"noisy counts of how the model does on held-out records ({names})")
-    return [*found, f"{to}; no record, and no exact number of any, is sent"]
+        found.append(f"noisy counts of how the model performs on held-out records ({names})")
+    return [*found, f"{to}; no record and no exact number is sent"]
 
 
 def _costs(plan: Plan, terms: Terms, policy: Policy) -> list[str]:
     budget = terms.budget
     found = [
         f"(ε, δ) = ({upper(budget.epsilon)}, {upper(budget.delta)}) for each {terms.protects} "
-        f"({terms.adjacency}), reserved when the site opens and never more;",
-        f"the policy allows ε = {policy.epsilon_ever:g} on these records ever, in all runs;",
+        f"({terms.adjacency}), reserved when the site opens and never exceeded;",
+        f"the policy allows ε = {policy.epsilon_ever:g} on these records, over all runs;",
     ]
     if terms.shares_noise:
         found.append(f"ε = {terms.guarantee};")
@@ -205,4 +205,4 @@ def _costs(plan: Plan, terms: Terms, policy: Policy) -> list[str]:
     if once is not None:
         cost = upper(once.budget.epsilon), upper(once.budget.delta)
         found.append(f"({cost[0]}, {cost[1]}) for records held out for evaluations;")
-    return [*found, "what is spent cannot be taken back."]
+    return [*found, "a spent budget cannot be restored."]

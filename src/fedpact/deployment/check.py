@@ -1,7 +1,7 @@
-"""A site before it opens: its columns beside their declaration, what is left out, what it costs.
+"""Checks a site before it opens: columns against their declaration, rows left out, cost.
 
-Nothing is promised, charged or sent: it reads the site's own files, and whatever it finds is for
-the owner's eyes, exact, and protected by nothing.
+It reads the site's own files and reserves, charges and sends nothing. Its figures are exact and
+unprotected, for the owner alone.
 """
 
 import time
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedpact.common.errors import FedpactError, PolicyRefused
+from fedpact.common.format import counted
 from fedpact.data.cells import read_columns, read_npz
 from fedpact.data.columns import ColumnDifference
 from fedpact.data.schema import RecordForm
@@ -34,21 +35,20 @@ from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.machine import device_of
 
-_FEW: Final = 2  # times as many records as are declared, or half as many, are worth a word
+_FEW: Final = 2  # a number of records that differs by this factor from the declared one is reported
 
 
 @dataclass
 class SiteCheck:
-    """What a site's owner should know before it opens. problems: why it does not; [] if it does.
+    """The findings for a site's owner. problems: reasons why the site does not open; [] if it does.
 
-    remarks: what to look at. reserved: whether the run has been promised already, so that nothing
-    of the records stops it any more. missing, unexpected: columns; renamed: of the missing, which
-    of the file is probably meant. records: of the file; used: those that fit. left_out: (column or
-    "", why, how many). size: N_i as declared, of `unit`s. epsilon, delta: what the run reserves;
-    epsilon_before, epsilon_ever: what other runs have, and what the policy allows in all.
-    approvals: how many people have yet to sign. evaluation: (ε, δ) for held-out records.
-    rounds, steps: of the plan, and of one round. seconds: of one round on this machine, without
-    the network's.
+    remarks: points to look at. reserved: whether the run is already reserved, so that records
+    cannot stop it any more. missing, unexpected: columns; renamed: missing column -> the file's
+    column that is probably meant. records: number in the file; used: number of valid ones.
+    left_out: (column or "", reason, count). size: the declared N_i, in `unit`s. epsilon, delta: of
+    the run; epsilon_before, epsilon_ever: of other runs, and the policy's limit for all. approvals:
+    number of signatures still required. evaluation: (ε, δ) for held-out records. rounds: of the
+    plan; steps: per round. seconds: per round on this machine, without the network.
     """
 
     site: str
@@ -82,9 +82,9 @@ class SiteCheck:
 
 
 def check_site(directory: Path) -> SiteCheck:
-    """Return what is to be known of a site before it opens. directory: the site's.
+    """Check the site in `directory`.
 
-    Raises InputError of some kind: its settings, federation.toml or plan.json cannot be read.
+    Raises InputError: its settings, federation.toml or plan.json cannot be read.
     """
     files = SiteFiles.read(directory)
     settings, federation, plan = files.settings, files.federation, files.plan
@@ -103,9 +103,9 @@ def check_site(directory: Path) -> SiteCheck:
         terms = files.terms
         found.approvals = read_approvals(directory).missing
         if found.approvals:
-            has = "has" if found.approvals == 1 else "have"
+            people = counted(found.approvals, "more approval")
             found.remarks.append(
-                f"{found.approvals} more {has} to approve, as policy.toml says, before it opens: "
+                f"policy.toml requires {people} before the site opens: "
                 f"`fedpact deploy approve {directory} --by NAME`"
             )
         with _noted(found):
@@ -119,7 +119,7 @@ def check_site(directory: Path) -> SiteCheck:
 
 @contextmanager
 def _noted(found: SiteCheck) -> Generator[None]:
-    """Take down as a problem what is raised, in place of raising it."""
+    """Record an error as a problem instead of raising it."""
     try:
         yield
     except FedpactError as error:
@@ -127,13 +127,13 @@ def _noted(found: SiteCheck) -> Generator[None]:
 
 
 def _count_cost(found: SiteCheck, files: SiteFiles, terms: Terms) -> None:
-    """Fill in what the run costs, and what of the owner's budget other runs leave."""
+    """Add the cost of the run and of other runs on the same records."""
     policy, plan, ledger = Policy.read(files.directory / "policy.toml"), files.plan, files.ledger
     found.epsilon, found.delta = terms.budget.epsilon, terms.budget.delta
     once = plan.evaluation_terms
     if once is not None:
         found.evaluation = once.budget.epsilon, once.budget.delta
-    # The site may be about to write its first entry.
+    # Another process of the site may be writing its first entry.
     written = ledger.exists() and b"\n" in ledger.read_bytes()
     runs: dict[str, dict[str, Any]] = receipt(ledger)["runs"] if written else {}
     others = [
@@ -154,7 +154,7 @@ def _count_cost(found: SiteCheck, files: SiteFiles, terms: Terms) -> None:
 
 
 def _look_at_columns(found: SiteCheck, path: Path, files: SiteFiles) -> None:
-    """Fill in the file's columns beside the declared ones, as far as they are there."""
+    """Add a summary of the file's columns with their declaration."""
     of = files.federation
     form = of.describe_labels(files.plan)
     if path.suffix.lower() in (".csv", ".parquet"):
@@ -192,7 +192,7 @@ def _look_at_table(
         if name in columns or (name in sources and sources[name].column in columns)
     }
     found.columns = summarise_table(here, form, of.features)
-    # A renamed one may be in another unit, too: both are said at once.
+    # A renamed column may also be in another unit: report both at once.
     found.columns += [
         summarise_column(f"{name} ({other!r})", columns[other], form.of(name))
         for name, other in found.renamed.items()
@@ -201,7 +201,7 @@ def _look_at_table(
 
 
 def _look_at_records(found: SiteCheck, own: Own, files: SiteFiles) -> None:
-    """Fill in which records are used; a problem where too many are left out."""
+    """Add which records are used, and a problem if too many are left out."""
     sieve, y = own.sieve, own.records.y
     found.records, found.used = sieve.count, int(sieve.good.sum())
     found.left_out = sieve.reasons()
@@ -213,8 +213,8 @@ def _look_at_records(found: SiteCheck, own: Own, files: SiteFiles) -> None:
     count = found.persons if found.unit == "person" and found.persons is not None else len(y)
     if not found.size / _FEW <= count <= found.size * _FEW:
         found.remarks.append(
-            f"{count:,} {found.unit}s are used, and federation.toml declares {found.size:g}: what "
-            "each adds is weighed by the declared number"
+            f"{count:,} {found.unit}s are used, but federation.toml declares {found.size:g}: sums "
+            "are divided by the declared number"
         )
     if found.reserved:
         return
@@ -223,7 +223,7 @@ def _look_at_records(found: SiteCheck, own: Own, files: SiteFiles) -> None:
 
 
 def _time_round(files: SiteFiles, terms: Terms, own: Own) -> float | None:
-    """Return how long one round's steps take here, by one step on as many records as it expects."""
+    """Estimate the seconds of one round's steps, from one step on an expected batch."""
     x, y = own.records.x, own.records.y
     if not len(y):
         return None
@@ -232,7 +232,7 @@ def _time_round(files: SiteFiles, terms: Terms, own: Own) -> float | None:
     size = max(1, min(len(y), round(terms.batch_size)))
     x, y = x[:size].to(device), y[:size].to(device)
     seconds = list[float]()
-    for _ in range(2):  # the first also finds out how to go about it
+    for _ in range(2):  # the first includes one-time preparation
         began = time.perf_counter()
         if isinstance(kernel, PerSampleKernel):
             kernel.clipped_sum(x, y, terms.clip)

@@ -1,7 +1,7 @@
-"""What all parties of a deployment agree on: federation.toml, which is public.
+"""The public agreement of a deployment's parties: federation.toml.
 
-It lies beside plan.json at the server and at every site. The server cannot change it for a site:
-each reads its own copy, and takes part in the run that it names and in no other.
+The server and every site have a copy next to plan.json. The server cannot change it for a site:
+each site reads its own copy, and takes part only in the run that it names.
 """
 
 import hashlib
@@ -45,85 +45,84 @@ class Patience(BaseModel):
     round_seconds: float = Field(default=600.0, gt=0)
     """The longest a round waits for replies."""
     resend_seconds: float = Field(default=60.0, gt=0)
-    """After so long without an answer a site is asked again; it answers a repeated question
+    """A site that has not answered for this long is asked again; it answers a repeated task
     with the stored reply, so asking costs no budget."""
     join_seconds: float = Field(default=60.0, ge=0)
-    """How long a start waits for all sites to be there; later on the missing are not waited for."""
+    """How long a start waits for all sites; later rounds do not wait for missing ones."""
     start_sites: int | None = Field(default=None, ge=1)
-    """How many sites have to be ready before the first round, else nothing is asked, and
-    nothing charged; left out, all."""
+    """How many sites must be ready before the first round; until then nothing is charged.
+    Default: all."""
     least_replies: int = Field(default=1, ge=1)
-    """With fewer, the round is tried again."""
+    """With fewer replies the round is repeated."""
     retries: int = Field(default=2, ge=0)
-    """How often, until the run stops; it can be resumed."""
+    """How often a round is repeated before the run stops; it can be resumed."""
 
 
 class Checks(BaseModel):
-    """What replies have to be like, beside well-formed."""
+    """The server's checks of well-formed replies."""
 
     model_config = _FROZEN
     longest: float = Field(default=100.0, gt=1)
-    """Of each vector of a reply, its distance from what the sites were told, at most so many
-    times the median distance of the round's replies (with three or more of them)."""
+    """The largest distance of a reply's vector from the task's, relative to the median distance of
+    the round's replies (with three or more of them)."""
 
 
 class Member(BaseModel):
-    """A site as the others know it."""
+    """A site as known to the others."""
 
     model_config = _FROZEN
     size: float = Field(gt=0)
-    """N_i, declared."""
+    """The declared N_i."""
     key: str
-    """Its public key, OpenSSH."""
+    """The site's public key, OpenSSH."""
 
 
 class Federation(BaseModel):
-    """What all parties of a deployment agree on; it is public. See the module."""
+    """The public agreement of a deployment's parties (federation.toml)."""
 
     model_config = _FROZEN
     run: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     """The run's name."""
     address: str = Field(pattern=r"^[^\s/]+:\d+$")
-    """The server's, host:port."""
+    """The server's address, host:port."""
     server_key: str
-    """Its public key, with which it signs what it asks."""
+    """The server's public key, with which it signs tasks."""
     classes: tuple[str, ...] = Field(min_length=1)
-    """The labels' names, in order."""
+    """The names of the labels, in order."""
     shape: tuple[int, ...]
-    """Of a record, as in [60] for a row of 60 numbers."""
+    """The shape of a record, such as [60] for a row of 60 numbers."""
     values: Literal["float32", "int64"] = "float32"
-    """What a record is made of: numbers, or words ("int64")."""
+    """The type of a record's values: numbers, or words ("int64")."""
     seeds: Literal["secure", "test"] = "secure"
-    """"secure", or "test", where every party draws from the plan's seed to compare a deployment
-    with a simulation bit for bit. That protects nobody, so it is refused unless the address is
-    this machine's own, and its ledgers are hypothetical."""
+    """With "test" every party draws from the plan's seed, to compare a deployment with a simulation
+    bit for bit. That protects no one, so it is refused unless the address is this machine's own,
+    and ledgers are marked hypothetical."""
     patience: Patience = Patience()
     checks: Checks = Checks()
     records: RecordForm = RecordForm()
-    """What a record may hold; what does not fit is left out at its site."""
+    """What a record may hold; a site leaves out records that do not fit."""
     person: str | None = None
-    """The column (in an .npz the array) of a site's file that says whose a record is, no
-    feature; a record that names nobody is left out. Sizes count persons where the plan protects
+    """The column (in an .npz the array) of a site's file that identifies a record's person. It is
+    not a feature; a record without a person is left out. Sizes count persons if the plan protects
     them."""
     groups: Grouping | None = None
-    """By which column evaluations tell records apart, where the plan's name one."""
+    """The column by which evaluations form groups, if the plan names one."""
     features: tuple[str, ...] = ()
-    """A table's columns in the order of a record's numbers, in whatever order a site's file has
-    them."""
+    """A table's columns in the order of a record's numbers; files may have another order."""
     sites: dict[str, Member] = Field(min_length=1)
-    """Who takes part, by name."""
+    """The sites by name."""
 
     @property
     def host(self) -> str:
-        """The server's name or number, without the port."""
+        """The server's host name or IP address, without the port."""
         return self.address.rsplit(":", 1)[0].strip("[]")
 
     @model_validator(mode="after")
     def _tests_stay_at_home(self) -> Self:
         if self.seeds == "test" and not _is_this_machine(self.host):
             raise ValueError(
-                f'seeds = "test" with address = {self.address!r}: noise that follows from a seed '
-                "protects nobody, so a run over a network is refused with it; leave seeds out"
+                f'seeds = "test" with address = {self.address!r}: noise from a seed protects no '
+                "one, so a run over a network is refused; leave seeds out"
             )
         if self.patience.least_replies > len(self.sites):
             raise ValueError(
@@ -146,15 +145,15 @@ class Federation(BaseModel):
             )
         if self.records.columns and len(self.shape) != 1:
             raise ValueError(
-                f"records.columns with shape = {list(self.shape)}: a record is no row of columns; "
-                "declare low and high for all of it"
+                f"records.columns with shape = {list(self.shape)}: a record is not a row of "
+                "columns; declare low and high for all values"
             )
         if self.groups is not None and not (
             len(self.shape) == 1 and self.groups.column < self.shape[0]
         ):
             raise ValueError(
-                f"groups.column = {self.groups.column} with shape = {list(self.shape)}: expected a "
-                "place in a record that is a row"
+                f"groups.column = {self.groups.column} with shape = {list(self.shape)}: expected "
+                "the position of a column in a record that is a row"
             )
         return self
 
@@ -162,13 +161,13 @@ class Federation(BaseModel):
     def _features_fit(self) -> Self:
         named = self.features
         unknown = sorted(set(self.records.kept) - set(named))
-        # Columns of tokens are lists, one a row of the record.
+        # Columns of tokens are lists, one per row of the record.
         whole = self.shape[:1] if is_tokens(named) and len(self.shape) == 2 else self.shape
         if named and ((len(set(named)),) != whole or unknown):
             raise ValueError(
-                f"features = {list(named)} with shape = {list(self.shape)} and records.columns of "
-                f"{', '.join(unknown) or 'none'} beside them: expected the column of each number "
-                "of a record, each once, and among them all that are declared"
+                f"features = {list(named)} with shape = {list(self.shape)}, and declared columns "
+                f"that are not features: {', '.join(unknown) or 'none'}. Expected one column per "
+                "number of a record, each once, including all declared ones"
             )
         return self
 
@@ -185,14 +184,14 @@ class Federation(BaseModel):
     def terms(self, plan: Plan) -> dict[str, Terms]:
         """Return every site's terms, from public numbers alone.
 
-        Raises PlanError: plan and federation do not declare the same, or nobody says whose records
-        are, where persons are protected.
+        Raises PlanError: plan and federation declare different things, or persons are protected
+        and no person column is named.
         """
         here, there = len(self.records.released), len(plan.records.released)
         if here != there:
             raise PlanError(
-                f'federation.toml has {here} columns of scale = "released", plan.json {there}: '
-                "expected the same declarations in both; write them again with `fedpact deploy "
+                f'federation.toml has {here} columns with scale = "released", plan.json {there}: '
+                "expected the same declarations in both; write both again with `fedpact deploy "
                 "init`"
             )
         if plan.handed:
@@ -202,27 +201,25 @@ class Federation(BaseModel):
                 "as package.module:name"
             )
         if plan.clock.used:
-            raise PlanError(
-                "plan.json has a [clock], by which simulated sites are slow; leave it out"
-            )
+            raise PlanError("plan.json has a [clock], which only simulations use; leave it out")
         if plan.sites_per_round is not None and plan.sites_per_round < self.patience.least_replies:
             raise PlanError(
-                f"plan.json has sites_per_round = {plan.sites_per_round}, and federation.toml "
+                f"plan.json has sites_per_round = {plan.sites_per_round}, but federation.toml has "
                 f"patience.least_replies = {self.patience.least_replies}: no round could have "
                 "enough replies; lower the second"
             )
         if plan.privacy.unit == "person" and self.person is None:
             raise PlanError(
-                'plan.json has privacy.unit = "person", and federation.toml no person: name the '
-                "column of the sites' files that says whose a record is, as person = ..."
+                'plan.json has privacy.unit = "person", but federation.toml has no person: name '
+                "the column of the sites' files that identifies a person, as person = ..."
             )
         return plan.terms({name: member.size for name, member in self.sites.items()})
 
     def agreed(self, plan: Plan) -> str:
-        """Return a digest of all that has to be the same at every party, for them to compare.
+        """Return a digest of everything that must be the same at every party.
 
-        Of the plan, and of this but for what each may have for itself or proves by using it: by
-        which address it reaches the server, how the server waits and checks, and keys.
+        It covers the plan and this agreement, except address, patience, checks and keys, which may
+        differ between parties or are proven by use.
         """
         own = self.model_dump(mode="json", include=_AGREED)
         sites = {name: member.size for name, member in sorted(self.sites.items())}
@@ -231,27 +228,27 @@ class Federation(BaseModel):
         return hashlib.sha256(whole.encode()).hexdigest()
 
     def describe_labels(self, plan: Plan) -> RecordForm:
-        """Return what a record and its label may be: of a number its range, by the plan."""
+        """Return the declaration of records and, from the plan, of their labels."""
         return self.records.model_copy(update={"target": plan.task.target})
 
     def columns(self, plan: Plan) -> tuple[str, ...]:
-        """Return a table's columns in the order of a record's numbers; () where nobody says them.
+        """Return a table's columns in the order of a record's numbers; () if unknown.
 
-        By the plan where the sites' files are arrays, as those for trying are.
+        They come from the plan if the sites' files are arrays, as in a trial.
         """
         return self.features or tuple(plan.records.features or ())
 
     def form(self, plan: Plan) -> SumsForm:
-        """Return what is summed of held-out records. Raises PlanError: it does not fit."""
+        """Return the sums over held-out records. Raises PlanError: plan and classes differ."""
         return plan.sums_form(self.classes, self.groups)
 
     def workshop(self, plan: Plan, at: Path) -> TrainingSetup:
-        """Return what a party of this federation computes with. at: its directory."""
+        """Return a party's model, loss and preparation of records. at: its directory."""
         example = self.stage(plan, at).example(self.example())
         return TrainingSetup.of(plan, example, len(self.classes), at)
 
     def stage(self, plan: Plan, at: Path) -> FeatureStage:
-        """Return what stands between a party's records and what it trains on, as declared here."""
+        """Return the preparation from a party's records to the model's input."""
         return plan.stage(at, self.records)
 
     def example(self) -> Tensor:
@@ -267,7 +264,7 @@ def _is_this_machine(host: str) -> bool:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read the plan that a deployment carries out. Raises PlanError: none, or not a private one."""
+    """Read a deployment's plan. Raises PlanError: unreadable, or not deployable."""
     plan = Plan.read(path)
     check_deployable(plan)
     return plan
@@ -277,7 +274,7 @@ def check_deployable(plan: Plan) -> None:
     """Raise PlanError for a plan that can only be simulated."""
     if not plan.private:
         raise PlanError(
-            f"{plan.why_unprotected}: a deployment trains private runs only; simulate it instead"
+            f"{plan.why_unprotected}: a deployment trains only private runs; simulate it instead"
         )
     if plan.noisy_sizes:
         raise PlanError(
@@ -297,7 +294,7 @@ def parse_toml(kind: type[_Model], path: Path) -> _Model:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        told = plan_error(error, (), kind)
+        mistakes = plan_error(error, (), kind)
         raise PlanError(
-            f"{path} is not understood: {told}; expected {', '.join(kind.model_fields)}"
+            f"{path} is not understood: {mistakes}; expected {', '.join(kind.model_fields)}"
         ) from None

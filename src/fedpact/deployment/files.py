@@ -1,4 +1,4 @@
-"""The files of a deployment: their texts, and how they are written."""
+"""Writes the files of a deployment."""
 
 import logging
 import re
@@ -43,18 +43,18 @@ README = """\
 
 | directory | belongs to | keep secret |
 | --- | --- | --- |
-| `authority/` | whoever sets the federation up; on no machine of the run | `ca.key` |
+| `authority/` | the person who sets up the federation; not on a machine of the run | `ca.key` |
 | `server/` | the server | `server.key`, `tls.key`, `runtime.secret` |
 | `sites/NAME/` | the site NAME: copy it to that machine, and delete it here | `site.key`, \
 the records |
 
-On one machine, for trying: `fedpact deploy up .`, and `fedpact deploy status .` beside it.
+To try it on one machine: `fedpact deploy up .`, and `fedpact deploy status .` in another terminal.
 
-On several: `fedpact deploy server DIRECTORY` on the server, and `fedpact deploy site DIRECTORY` at
-each site; both end and start again without loss. Each
-site's owner reads `site.toml` and `policy.toml` first, points `records` at the site's records, and
-looks with `fedpact deploy check .` whether they are as declared, reads what the site will release,
-and signs: `fedpact deploy approve . --by NAME`. Nothing is charged before all are.
+On several machines: `fedpact deploy server DIRECTORY` on the server, and `fedpact deploy site
+DIRECTORY` at each site; both can be stopped and restarted without loss. Before that, each site's
+owner reads `site.toml` and `policy.toml`, sets `records` to the site's records, checks them with
+`fedpact deploy check .`, reads what the site will release, and signs with
+`fedpact deploy approve . --by NAME`. Nothing is charged before all sites are ready.
 `federation.toml` and `plan.json` are the same everywhere. The guide is
 docs/how-to/operate-a-deployment.md.
 """
@@ -67,18 +67,16 @@ def federation(of: Federation) -> str:
         for name, member in of.sites.items()
     )
     patience, checks = of.patience, of.checks
-    told = (
-        "says whose a record is; no feature, and sizes count persons where the plan protects them"
-    )
-    person = _optional("person", of.person, '"..."', told)
-    told = "a table's columns in the order of a record's numbers; a file may have another"
-    features = _optional("features", [*of.features], "[...]", told)
-    told = "the first round waits for so many sites to be ready; left out, for all"
-    start_sites = _optional("start_sites", patience.start_sites, "1", told)
+    note = "the column that identifies a person; not a feature; sizes count persons if protected"
+    person = _optional("person", of.person, '"..."', note)
+    note = "a table's columns in the order of a record's numbers; a file may have another order"
+    features = _optional("features", [*of.features], "[...]", note)
+    note = "how many sites must be ready for the first round; default: all"
+    start_sites = _optional("start_sites", patience.start_sites, "1", note)
     return f"""\
-# What all parties agree on; public, and the same at every party.
-run = "{of.run}"               # a site takes part in this run and in no other
-address = "{of.address}"       # the server's, as the sites reach it
+# The agreement of all parties; public, and the same at every party.
+run = "{of.run}"               # a site takes part only in this run
+address = "{of.address}"       # of the server, as the sites reach it
 server_key = "{of.server_key}"
 classes = {list(of.classes)!r}
 shape = {list(of.shape)}       # of one record
@@ -92,31 +90,31 @@ round_seconds = {patience.round_seconds:g}        # how long a round waits for r
 resend_seconds = {patience.resend_seconds:g}      # a site that does not answer is asked again
 join_seconds = {patience.join_seconds:g}          # how long the start waits for all sites
 {start_sites}
-least_replies = {patience.least_replies}          # with fewer, the round is tried again
+least_replies = {patience.least_replies}          # with fewer replies the round is repeated
 retries = {patience.retries}                      # how often, before the run stops
 
 [checks]
-longest = {checks.longest:g}   # a reply's distance over the median of the round's, at most
+longest = {checks.longest:g}   # the largest distance of a reply, relative to the round's median
 
-# What a record may hold: a public declaration, never what somebody counted. low and high (and
-# clamp = true, to set what is beyond to them); vocabulary = 50 for words 0, ..., 49; or a table
-# [records.columns.NAME] with low and high, or categories. What does not fit is left out at its
-# site, and named in that site's log alone.
+# What a record may hold: a public declaration, not computed from records. low and high (with
+# clamp = true, values beyond them are set to them); vocabulary = 50 for words 0, ..., 49; or a
+# table [records.columns.NAME] with low and high, or categories. A site leaves out records that do
+# not fit, and names them only in its own log.
 {_records(of.records)}{_groups(of.groups)}{members}"""
 
 
 def _groups(of: Grouping | None) -> str:
-    """The [groups] table: by which place of a record evaluations tell groups apart."""
+    """The [groups] table: the column by which evaluations form groups."""
     if of is None:
         return ""
     entries = "".join(f"{key} = {toml(value)}\n" for key, value in of.model_dump().items())
     return f"\n[groups]\n{entries}"
 
 
-def _optional(key: str, value: object, example: str, told: str) -> str:
-    """A line of a key that may be left out, as a comment with an example where it is."""
+def _optional(key: str, value: object, example: str, note: str) -> str:
+    """A line of an optional key; without a value, a comment with an example."""
     left_out = value is None or value == []
-    return f"# {key} = {example}   # {told}" if left_out else f"{key} = {toml(value)}   # {told}"
+    return f"# {key} = {example}   # {note}" if left_out else f"{key} = {toml(value)}   # {note}"
 
 
 def _records(form: RecordForm) -> str:
@@ -140,16 +138,16 @@ def render_site_toml(name: str, records: str, label: str | None) -> str:
 name = "{name}"                # as in federation.toml
 records = "{records}"     # .npz with x and y, .csv or .parquet: the site's records
 {column}
-data_set = "{name}"            # what the ledger is called: one for these records, for ever
-# data_version = "2026-01"     # what its receipts say of it beside the name
-ledger = "ledger.jsonl"        # on a local disk, backed up, never put back
-device = "cpu"                 # or "cuda": where it computes
-# socket = "/run/fedpact/{name}.sock"      # only for a SuperNode that is there already
+data_set = "{name}"            # the ledger's name: always the same for these records
+# data_version = "2026-01"     # stated in receipts next to the name
+ledger = "ledger.jsonl"        # on a local disk, backed up, never restored
+device = "cpu"                 # or "cuda"
+# socket = "/run/fedpact/{name}.sock"      # only for an existing SuperNode
 
-# most_left_out = 0.05         # with a larger share of records that do not fit it does not open
+# most_left_out = 0.05         # the site does not open if more records than this do not fit
 
-# Columns of a table that have another name, unit or words here than the federation declares; what
-# is declared stands first. Columns that nobody declares count for nothing.
+# Columns of a table that have another name, unit or spelling here than in the federation: first
+# the declared name. Columns that are not declared are ignored.
 # [columns]
 # bmi = "body_mass_index"
 # lactate = {{ column = "lactate_mgdl", factor = 0.111 }}     # from mg/dL to mmol/L
@@ -162,7 +160,7 @@ def policy(
 ) -> str:
     """Return policy.toml that allows exactly this run, on a site's terms.
 
-    That sites share noise out is for the owner to allow in person.
+    Only the owner can allow shared noise.
     """
     releases = terms.releases | (evaluation.releases if evaluation else {})
     names = ", ".join(f'"{name}"' for name in sorted(releases))
@@ -174,7 +172,7 @@ def policy(
     of = replace(of, alone=round_up(of.alone * (1 + _ELSEWHERE)))
     unit = terms.protects
     return f"""\
-# What this site allows at most, whatever a server asks. What it does not name is refused.
+# The limits of this site for any server. Everything that is not named is refused.
 # As written it allows the run that it came with, once. (ε, δ) are for one {unit}:
 # {ADJACENCY_BY_UNIT[unit]}.
 unit = "{unit}"
@@ -184,22 +182,22 @@ epsilon_per_run = {epsilon!r}
 delta_per_run = {delta!r}
 epsilon_ever = {ever[0]!r}     # all runs on these records together
 delta_ever = {ever[1]!r}
-smallest_sigma = {sigma!r}     # least noise multiplier of any release
+smallest_sigma = {sigma!r}     # smallest noise multiplier of any release
 approvals = {approvals}                  # how many sign first, 0 to 2: fedpact deploy approve
 {_EVALUATION.format(of_held) if evaluation else ""}""" + shared_noise_lines(of)
 
 
-# A site computes the same by itself, and the last digits are its own processor's.
+# A site computes the same values itself; its processor may change the last digits.
 _ELSEWHERE: Final = 1e-6
 
 _EVALUATION = """\
-# Of evaluations, for whoever is held out of training, and then bears nothing of that:
+# For evaluations, which concern only records that are held out of training:
 evaluation_epsilon_per_run = {0.epsilon!r}
 evaluation_delta_per_run = {0.delta!r}
 """
 
 
-# A name's labels, or an IPv4 address: the server listens to nothing else.
+# A host name or an IPv4 address: the server does not listen on IPv6.
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST = re.compile(rf"(?=.{{1,253}}$){_LABEL}(?:\.{_LABEL})*\.?")
 
@@ -208,10 +206,10 @@ _logger = logging.getLogger("fedpact")
 
 @dataclass(frozen=True)
 class Choices:
-    """What a configuration does not say. host, port: the server's address as sites reach it.
+    """Settings of a deployment that a plan lacks. host, port: the server's address for sites.
 
-    records: whether each site's directory gets its part of the plan's data set, for trying.
-    seeds, patience, checks: see Federation, which checks them.
+    records: whether each site's directory gets its part of the plan's data set, for a trial.
+    seeds, patience, checks: see Federation, which validates them.
     """
 
     host: str = "127.0.0.1"
@@ -225,7 +223,7 @@ class Choices:
 def write_deployment(directory: Path, plan: Plan, choices: Choices) -> Federation:
     """Write a deployment of a plan into a new directory and return its federation.
 
-    Raises InputError of some kind for whatever does not fit; then nothing is left there.
+    Raises InputError if something does not match; then the directory is left empty.
     """
     check_out(directory)
     if directory.exists() and any(directory.iterdir()):
@@ -234,12 +232,12 @@ def write_deployment(directory: Path, plan: Plan, choices: Choices) -> Federatio
     check_deployable(plan)
     scene = SimulationSetup.of(plan)
     if told := describe_undeclared_classes(plan, scene.dataset):
-        _logger.warning("federation.toml is everybody's: %s", told)
+        _logger.warning("federation.toml is public: %s", told)
     directory.mkdir(parents=True, exist_ok=True)
     try:
         return _write(directory, plan, scene, choices, address)
     except BaseException:
-        # Half of one would be in the way of the next call, and be taken for a whole one.
+        # An incomplete deployment could be mistaken for a complete one.
         for left in directory.iterdir():
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
@@ -308,21 +306,21 @@ def _write(
 
 
 def write_extension(server: Path, rounds: int, epsilon: float | None, out: Path) -> Federation:
-    """Write what goes on from a server's run that has ended into a new directory, for every party.
+    """Write the files that extend a server's ended run into a new directory, for every party.
 
-    That is a federation.toml with a new run's name, a plan.json that begins with the final model,
-    and that model; keys, records and ledgers stay as the parties have them. epsilon: the new run's,
-    by default the plan's. Raises InputError of some kind for whatever does not fit.
+    These are a federation.toml with a new run's name, a plan.json that begins with the final model,
+    and that model; keys, records and ledgers do not change. epsilon: the new run's, by default the
+    plan's. Raises InputError if something does not match.
     """
     check_out(out)
     if out.exists() and any(out.iterdir()):
-        raise PlanError(f"{out} is not empty: name a new directory for what the parties are given")
+        raise PlanError(f"{out} is not empty: name a new directory for the parties' files")
     shared, plan = Federation.read(server / "federation.toml"), read_plan(server / "plan.json")
     folder = Folder(server / RUN)
     if not (folder.path / "summary.json").exists():
         raise PlanError(
-            f"{folder.path} holds no run that has ended: expected the server's, whose "
-            "final model the new run begins with"
+            f"{folder.path} has no run that has ended: expected the server's run, whose final "
+            "model the new run begins with"
         )
     changed = {**plan.document(), "rounds": rounds, "initial": {"weights": str(folder.path)}}
     if epsilon is not None:
@@ -343,9 +341,9 @@ def _new_run(plan: Plan) -> str:
 
 
 def _naming_columns(plan: Plan, features: tuple[str, ...]) -> Plan:
-    """Return the plan that says of which columns, in which order, a record is made.
+    """Return the plan with the names of a record's columns, in order.
 
-    Sites' arrays have no names, and a file that the model is asked about has its own order.
+    Sites' arrays have no names, and a file for prediction may have another order.
     """
     if not features:
         return plan
@@ -354,11 +352,11 @@ def _naming_columns(plan: Plan, features: tuple[str, ...]) -> Plan:
 
 
 def _beside(plan: Plan) -> tuple[Plan, dict[str, Path]]:
-    """Return the plan that names files of weights as they lie beside it, and those by name."""
+    """Return the plan with weights renamed to copies next to it, and name -> original file."""
     files, changed = dict[str, Path](), dict[str, object]()
     weights, initial = plan.features.weights, plan.initial
     if weights is not None:
-        # A name of its own: no party's file has it, whatever theirs is called.
+        # A prefix, so that it does not overwrite another file of a party.
         name = f"features-{Path(weights).name}"
         files[name] = Path(weights)
         changed["features"] = plan.features.model_copy(update={"weights": name})
@@ -371,13 +369,13 @@ def _beside(plan: Plan) -> tuple[Plan, dict[str, Path]]:
 
 
 def _declared(scene: SimulationSetup, with_records: bool) -> RecordForm:
-    """The form of what the sites read: arrays that are written for them, or tables of theirs."""
+    """The declaration of the sites' files: arrays written for them, or their own tables."""
     form = scene.plan.records.shared()
     return form.in_arrays(scene.raw.features) if with_records else form
 
 
 def _write_person(scene: SimulationSetup, with_records: bool) -> str | None:
-    """Return what of the sites' files says whose a record is; None where nothing does."""
+    """Return the name of the person column or array in the sites' files; None without one."""
     if not with_records:
         return scene.plan.person
     return None if scene.raw.person is None else "person"
@@ -401,12 +399,12 @@ def _write_site(directory: Path, scene: SimulationSetup, name: str, with_records
     records = "records.npz" if with_records else "/path/to/records.csv"
     label = None if with_records else plan.label or "label"
     (directory / "site.toml").write_text(render_site_toml(name, records, label), encoding="utf-8")
-    # What is cut from the plan's own data set, for trying, has no owner who could sign.
+    # A trial's records come from the plan's own data set, which has no owner who could sign.
     text = policy(plan.algorithm, terms, plan.evaluation_terms, approvals=int(not with_records))
     (directory / "policy.toml").write_text(text, encoding="utf-8")
     if with_records:
         part = scene.partition
-        # With evaluations a site has all its records, and finds out itself which are held out.
+        # With evaluations a site has all its records, and selects the held-out ones itself.
         held = part.held_out[name] if scene.form.share else part.held_out[name][:0]
         chosen = torch.from_numpy(np.sort(np.concatenate([part.train[name], held])))
         x, y = scene.raw.x[chosen], scene.raw.y[chosen]
@@ -417,7 +415,7 @@ def _write_site(directory: Path, scene: SimulationSetup, name: str, with_records
 
 
 def _labels(scene: SimulationSetup, y: Tensor) -> np.ndarray:
-    """Return labels as a file has them: numbers in their own units, in the declared range."""
+    """Return labels as stored in a file: numbers in their original units and range."""
     target = scene.plan.task.target
     if target.kind != "number":
         return y.numpy()

@@ -1,13 +1,13 @@
-"""The run's final model at a site, as the server handed it over or its owner brought it.
+"""The run's final model at a site, received from the server or imported by its owner.
 
-    run/model.safetensors   the model, with the site's own head where local.head gives it one
-    run/plan.json           what it was trained by
-    run/records.json        what a record is
-    run/columns.json        what released columns are scaled by, where there are any
-    run/summary.json        of which round it is, and what this site's ledger has spent
+    run/model.safetensors   the model, with the site's own head if local.head gives it one
+    run/plan.json           the plan
+    run/records.json        the format of a record
+    run/columns.json        the released scales of columns, if there are any
+    run/summary.json        the round of the model, and what this site's ledger has spent
 
-It is what `fedpact predict SITE FILE` reads. It was released already, to the server: writing it
-down at the site asks no record and charges nothing.
+`fedpact predict SITE FILE` reads it. The model was released before: storing it at the site uses no
+record and charges nothing.
 """
 
 import json
@@ -41,18 +41,18 @@ BROUGHT: Final = "brought by the owner"
 
 @dataclass(frozen=True)
 class FinalModel:
-    """Where a site keeps it. store: what the site remembers."""
+    """A site's storage of the final model. store: the site's."""
 
     files: SiteFiles
     store: Store
 
     @staticmethod
     def of(directory: Path) -> "FinalModel":
-        """Return it of a site's directory, whose files are read. Raises PlanError."""
+        """Open that of a site's directory. Raises PlanError: unreadable files."""
         return FinalModel(SiteFiles.read(directory), Store(directory))
 
     def keep(self, task: Task, epsilon: float, delta: float) -> None:
-        """Write down what the server hands over. epsilon: spent by the run here, at delta."""
+        """Store the model received from the server. epsilon, delta: spent by the run here."""
         module = self._module()
         flat = FlatModel(module)
         memory = read_memory(self._memory, task.included)
@@ -67,11 +67,11 @@ class FinalModel:
         self._write(module, columns, {"status": HANDED_OVER, "rounds": task.round, **spent})
 
     def bring(self, source: Path | None) -> Path:
-        """Write down the model of a file, for a site that was away; return where it then is.
+        """Import the model from a file, for a site that was away; return its new folder.
 
-        source: the server's run/model.safetensors, with columns.json beside it where columns are
-        scaled by what was released; None: of a server whose directory lies beside the sites'.
-        Raises InputError of some kind: no such file, or not the plan's model.
+        source: the server's run/model.safetensors, next to columns.json if scales were released;
+        None: the file of a server on this machine. Raises InputError: no such file, or not the
+        plan's model.
         """
         path, module = (
             find_published_model(self.files.directory, self.files.federation.run, source),
@@ -94,12 +94,12 @@ class FinalModel:
         return RunMemory(self.store, self.files.federation.run)
 
     def _spent(self, rounds: int | None) -> dict[str, dict[str, float]]:
-        """Return what this site's ledger says that the run has cost; nothing of a run it lacks."""
+        """Return the run's cost from this site's ledger; empty if it does not have the run."""
         runs = receipt(self.files.ledger)["runs"] if self.files.ledger.exists() else {}
         found = spend_of(self.files.federation.run, runs)
         if found is None:
             return {"epsilon": {}, "delta": {}}
-        # As Site does: of a run that may have been ended by what it released.
+        # As in Site: an early end may depend on releases, so the reserved ε is stated.
         early = self.files.plan.budget.early and rounds != self.files.plan.rounds
         cost = found["epsilon_reserved" if early else "epsilon_spent"]
         return {
@@ -114,7 +114,7 @@ class FinalModel:
     def _write(self, module: nn.Module, columns: Any, said: Mapping[str, Any]) -> None:
         folder, of = Folder(self.files.directory / RUN), self.files.federation
         folder.path.mkdir(exist_ok=True)
-        # The model comes last: whoever finds it finds the rest.
+        # The model is written last: once it exists, the other files do.
         folder.write_json("plan.json", self.files.plan.document())
         given = RecordedForm(of.shape, of.values, of.classes, of.columns(self.files.plan))
         given.by(of.stage(self.files.plan, self.files.directory)).write(folder)
@@ -128,7 +128,7 @@ class FinalModel:
 
 
 def read_ending(directory: Path, run: str) -> Mapping[str, Any] | None:
-    """Return what a site's directory says of how `run` ended; None where its model is not there."""
+    """Return the summary of an ended run in a site's directory; None without its model."""
     folder = Folder(directory / RUN)
     if not (folder.path / "model.safetensors").exists():
         return None
@@ -137,20 +137,18 @@ def read_ending(directory: Path, run: str) -> Mapping[str, Any] | None:
 
 
 def describe_ending(run: str, plan: Plan, summary: Mapping[str, Any], folder: Path) -> str:
-    """Return in words that a run has ended, where its model is, and what it has cost.
+    """Describe the end of a run: its last round, the model's path, and its cost.
 
-    summary: with rounds, epsilon and delta by site. folder: where the model lies.
+    summary: with rounds, epsilon and delta by site. folder: that of the model.
     """
-    # To the last digit: rounded down it would be no bound.
+    # All digits: rounded down it would not be a bound.
     spent = [
         f"{site} ε <= {e!r} at δ = {summary['delta'][site]!r}"
         for site, e in summary["epsilon"].items()
     ]
     by = f", {plan.privacy.adjacency}, accountant {plan.privacy.accountant}"
     cost = (
-        f"spent: {'; '.join(spent)}{by}"
-        if spent and plan.private
-        else "what it spent is in the ledger"
+        f"spent: {'; '.join(spent)}{by}" if spent and plan.private else "its cost is in the ledger"
     )
     return (
         f"run {run} has ended after round {summary['rounds']}; its model is "
@@ -159,31 +157,31 @@ def describe_ending(run: str, plan: Plan, summary: Mapping[str, Any], folder: Pa
 
 
 def find_published_model(directory: Path, run: str, model: Path | None) -> Path:
-    """Return the file of the final model: `model`, or that of a server beside the sites.
+    """Return the file of the final model: `model`, or that of a server on this machine.
 
-    Raises PlanError: it is not there, or is another run's.
+    Raises PlanError: it is missing, or belongs to another run.
     """
     path = directory.absolute().parents[1] / "server" / RUN / "model.safetensors"
     path = path if model is None else model
     if not path.is_file():
         raise PlanError(
-            f"{path} is not there: expected the final model of run {run}, which the server writes "
-            "when the run has ended; until then there is nothing to tune. Ask for the server's "
-            "run/model.safetensors and give it with --model"
+            f"{path} does not exist: expected the final model of run {run}, which the server "
+            "writes at the end of the run. Ask for the server's run/model.safetensors and give it "
+            "with --model"
         )
-    # At the server environment.json says whose it is, at a site summary.json.
+    # The run's name is in environment.json at the server, in summary.json at a site.
     for name in ("environment.json", "summary.json"):
         found = _beside(path, name).get("run", run)
         if found != run:
             raise PlanError(
-                f"{path} is the model of run {found!r}, and federation.toml is of run {run!r}: "
-                "expected the final model of that run, which is there when it has ended"
+                f"{path} is the model of run {found!r}, but federation.toml is for run {run!r}: "
+                "expected the final model of that run"
             )
     return path
 
 
 def _rounds_beside(model: Path) -> int | None:
-    """Return after how many rounds a model is, as a run's summary beside it says; None without."""
+    """Return the round of a model from the summary next to it; None without one."""
     try:
         return int(_beside(model, "summary.json")["rounds"])
     except (ValueError, LookupError, TypeError):
@@ -191,7 +189,7 @@ def _rounds_beside(model: Path) -> int | None:
 
 
 def _beside(model: Path, name: str) -> Mapping[str, Any]:
-    """Return what a JSON file beside a model says; nothing where there is none."""
+    """Return the content of a JSON file next to a model; empty if there is none."""
     try:
         found = json.loads(model.with_name(name).read_bytes())
     except (OSError, ValueError):
@@ -200,7 +198,7 @@ def _beside(model: Path, name: str) -> Mapping[str, Any]:
 
 
 def read_model(path: Path, module: nn.Module, flat: FlatModel) -> Tensor:
-    """Return a file's w [d], which `module` then has. Raises DataError: not the module's form."""
+    """Load a file into `module`, and return w [d]. Raises DataError: other names or shapes."""
     expected = {name: value.shape for name, value in module.state_dict().items()}
     try:
         tensors = load_file(path)
@@ -211,7 +209,7 @@ def read_model(path: Path, module: nn.Module, flat: FlatModel) -> Tensor:
     found = {name: value.shape for name, value in tensors.items()}
     if found != expected:
         raise DataError(
-            f"{path} holds {_shown(found)}: the plan's model has {_shown(expected)}; give the "
+            f"{path} has {_shown(found)}, but the plan's model has {_shown(expected)}: give the "
             "final model of this run"
         )
     module.load_state_dict(tensors)

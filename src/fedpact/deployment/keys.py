@@ -1,4 +1,4 @@
-"""Certificates and keys: an authority of the federation's own, the server's, one key a party."""
+"""Certificates and keys: the federation's own authority, the server's, and one key per party."""
 
 import datetime
 import hashlib
@@ -16,7 +16,7 @@ from fedpact.common.errors import PlanError
 from fedpact.common.files import parse_errors, write_whole
 
 _CURVE = ec.SECP384R1()
-# The server's; and the authority's, so that a new one of the server's concerns nobody else.
+# The authority's lasts longer, so that the server's can be renewed without the other parties.
 _DAYS, _DAYS_OF_AUTHORITY = 825, 3650
 _ADVICE = "name the directories `authority` and `server` as `fedpact deploy init` wrote them"
 _ALWAYS = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
@@ -24,10 +24,10 @@ _PEM, _BARE = serialization.Encoding.PEM, serialization.NoEncryption()
 
 
 def write_signing_key(path: Path) -> str:
-    """Write a new ECDSA key (P-256, OpenSSH); write its public line beside it and return it.
+    """Write a new ECDSA key (P-256, OpenSSH) and its .pub file; return the public line.
 
-    It is as strong as X25519, with which sites agree on masks, and seven times as quick as P-384
-    where each site checks each other's signatures.
+    It is as strong as X25519, which sites use to agree on masks, and verifies seven times faster
+    than P-384; each site verifies the signatures of all others.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     form = serialization.PrivateFormat.OpenSSH
@@ -40,12 +40,12 @@ def write_signing_key(path: Path) -> str:
 
 
 def write_runtime_secret(path: Path) -> None:
-    """Write what a party's own two processes know each other by."""
+    """Write the secret shared by the server's two processes."""
     write_whole(path, secrets.token_bytes(32))
 
 
 def write_authority(directory: Path) -> None:
-    """Write ca.key and ca.crt: whoever has the key can pass for the federation's server."""
+    """Write ca.key and ca.crt. The key can certify any server, so it stays secret."""
     key = ec.generate_private_key(_CURVE)
     write_whole(directory / "ca.key", _private(key))
     (directory / "ca.crt").write_bytes(_of_authority(key).public_bytes(_PEM))
@@ -73,16 +73,16 @@ def _of_authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
 
 
 def renew(authority: Path, server: Path, host: str) -> bool:
-    """Write the server's key and certificate anew; return whether the authority's is new, too.
+    """Renew the server's key and certificate; return whether the authority's was renewed too.
 
-    That is written anew, by its own key, where it would end before the server's. authority, server:
-    their directories. Raises PlanError: no authority lies there, or it is not this server's.
+    It is renewed with the same key if it would expire before the server's. authority, server: their
+    directories. Raises PlanError: the authority is missing, or not this server's.
     """
     key, own = _signer(authority), _authority_at(server)
     if own.public_key() != key.public_key():
         raise PlanError(
-            f"{authority} holds the authority of another federation than {server / 'ca.crt'}: "
-            "name the directory that `fedpact deploy init` wrote with this server's"
+            f"{authority} is the authority of another federation than {server / 'ca.crt'}: name "
+            "the directory that `fedpact deploy init` wrote together with this server's"
         )
     ends = _now() + datetime.timedelta(days=_DAYS)
     older = _authority_at(authority).not_valid_after_utc < ends
@@ -111,14 +111,14 @@ def _authority_at(directory: Path) -> x509.Certificate:
 
 def _there(path: Path) -> bytes:
     if not path.exists():
-        raise PlanError(f"{path} is not there: {_ADVICE}")
+        raise PlanError(f"{path} does not exist: {_ADVICE}")
     return path.read_bytes()
 
 
 def write_server_certificate(authority: Path, directory: Path, host: str) -> None:
     """Write tls.key and tls.crt for `host`, signed by the authority in the directory `authority`.
 
-    It holds for this machine's own addresses too, where the server's processes talk to each other.
+    It also covers localhost, where the server's processes talk to each other.
     """
     signer = _signer(authority)
     issuer = _authority_at(authority)
@@ -136,9 +136,9 @@ def write_server_certificate(authority: Path, directory: Path, host: str) -> Non
 
 
 def write_client_certificate(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
-    """Write a certificate with a new key of its own, signed by a party's key.
+    """Write a certificate with a new key, signed by a party's key.
 
-    It says no more than a signature by that key does, so it holds at all times.
+    It proves only possession of the party's key, so it does not expire.
     """
     own = ec.generate_private_key(ec.SECP256R1())
     issuer = _named_by(key.public_key())
@@ -147,14 +147,14 @@ def write_client_certificate(path: Path, key: ec.EllipticCurvePrivateKey) -> Non
 
 
 def render_anchors(parties: Iterable[ec.EllipticCurvePublicKey]) -> bytes:
-    """Return what TLS is to trust (PEM), so that it lets in who has one of these keys alone.
+    """Return the trust anchors (PEM) with which TLS accepts only owners of these keys.
 
-    Each key stands in a certificate that has it as its own issuer's. Only the key's owner could
-    sign that, and nobody has to: the signature of what is trusted is not looked at (RFC 5280, 6.1).
+    Each key is in a certificate that names it as its own issuer. The signature of a trust anchor is
+    not verified (RFC 5280, 6.1), so a throwaway key signs them.
     """
-    anybody = ec.generate_private_key(ec.SECP256R1())
+    throwaway = ec.generate_private_key(ec.SECP256R1())
     found = (_undated(name, name, key, ca=True) for key in parties for name in [_named_by(key)])
-    return b"".join(one.sign(anybody, hashes.SHA256()).public_bytes(_PEM) for one in found)
+    return b"".join(one.sign(throwaway, hashes.SHA256()).public_bytes(_PEM) for one in found)
 
 
 def _named_by(key: ec.EllipticCurvePublicKey) -> x509.Name:
@@ -184,7 +184,7 @@ def _certificate(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        # Clocks of two machines differ a little.
+        # Clocks of two machines may differ slightly.
         .not_valid_before(now - datetime.timedelta(hours=1))
         .not_valid_after(now + datetime.timedelta(days=days))
     )

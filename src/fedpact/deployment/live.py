@@ -1,13 +1,13 @@
-"""A run, live: how it stands (snapshot.py) as a page on this machine, as JSON, for Prometheus.
+"""`fedpact watch`: the state of a run (snapshot.py) as a local page, JSON and Prometheus metrics.
 
 Source: https://prometheus.io/docs/instrumenting/exposition_formats/
 
-/            the page, which asks for the next one every two seconds
+    /            the page, which refreshes every two seconds
     /data.json   the snapshot
     /metrics     the same for Prometheus
 
-It writes nothing, takes no request but GET, and answers under no other name than this machine's,
-so that no page of somebody else's in the same browser can read it.
+It writes nothing, accepts only GET, and only for this machine's own host names, so that no other
+web page in the same browser can read it.
 """
 
 import json
@@ -28,19 +28,19 @@ from fedpact.report.template import page
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-_MARKED: Final = "simulator_only: of held-out records, exactly, which no site would release."
-# name -> (its type, its key in a snapshot or in what that has of a site or a run, its meaning)
+_MARKED: Final = "simulator_only: exact, on held-out records, which no site would release."
+# name -> (type, key in a snapshot or in its entry for a site or run, meaning)
 _METRICS: Final = {
     "round": ("gauge", "round", "The last round."),
     "rounds_planned": ("gauge", "rounds", "How many rounds the plan has."),
     "epsilon_spent": ("gauge", "epsilon_spent", "Epsilon spent, an upper bound at delta."),
     "epsilon_reserved": ("gauge", "epsilon_reserved", "Epsilon reserved in the ledger."),
-    "delta": ("gauge", "delta", "The delta that epsilon is stated at."),
-    "refusals_total": ("counter", "refusals", "Questions that were refused, by code."),
-    "answers_total": ("counter", "answers", "Questions that were answered or refused."),
+    "delta": ("gauge", "delta", "The delta of epsilon."),
+    "refusals_total": ("counter", "refusals", "Tasks that were refused, by code."),
+    "answers_total": ("counter", "answers", "Tasks that were answered or refused."),
     "ledger_entries": ("gauge", "ledger_entries", "Entries of the site's ledger."),
-    "answer_seconds": ("gauge", "seconds", "How long the last answer took."),
-    "waiting": ("gauge", "waiting", "Whether an answer is being waited for."),
+    "answer_seconds": ("gauge", "seconds", "Seconds of the last answer."),
+    "waiting": ("gauge", "waiting", "Whether an answer is awaited."),
     "bytes_down_total": ("counter", "bytes_down", "Bytes sent to sites."),
     "bytes_up_total": ("counter", "bytes_up", "Bytes that sites sent."),
     "accuracy": ("gauge", "accuracy", f"Accuracy of the last evaluated model. {_MARKED}"),
@@ -50,7 +50,7 @@ _METRICS: Final = {
 
 
 def text(of: Mapping[str, Any]) -> str:
-    """Return a snapshot as a page for Prometheus."""
+    """Return a snapshot in Prometheus' text format."""
     groups, lines = list(_labelled(of)), list[str]()
     for name, (kind, key, told) in _METRICS.items():
         found = [(labels, values[key]) for labels, values in groups if values.get(key) is not None]
@@ -58,13 +58,13 @@ def text(of: Mapping[str, Any]) -> str:
             found = [({**own, "code": c}, n) for own, codes in found for c, n in codes.items()]
         if found:
             lines += [f"# HELP fedpact_{name} {told}", f"# TYPE fedpact_{name} {kind}"]
-            # To the last digit: rounded down it would be no bound.
+            # All digits: rounded down it would not be a bound.
             lines += [f"fedpact_{name}{_labels(labels)} {_number(n)}" for labels, n in found]
     return "\n".join(lines) + "\n"
 
 
 def _labelled(of: Mapping[str, Any]) -> Iterator[tuple[dict[str, str], Mapping[str, Any]]]:
-    """Yield labels with the values that they are of: of the run, then of each site or ledger."""
+    """Yield labels and values: of the run, then of each site or ledger."""
     run = {"run": of["run"]}
     if of["kind"] == "site":
         yield {**run, "site": of["name"]}, of
@@ -74,7 +74,7 @@ def _labelled(of: Mapping[str, Any]) -> Iterator[tuple[dict[str, str], Mapping[s
     yield run, of
     seen = set[str]()
     for curve in of["curves"]:
-        # What sites released comes first.
+        # Released values come first.
         if curve["name"] not in seen:
             seen.add(curve["name"])
             marked = {"simulator_only": "true"} if curve["of"] == "simulator only" else {}
@@ -104,9 +104,9 @@ _POLICY: Final = (
 
 
 def create_server(directory: Path, port: int = 0) -> ThreadingHTTPServer:
-    """Return the page's server, which listens and is not running yet. port: 0 for a free one.
+    """Return the page's server, listening but not yet running. port: 0 for a free one.
 
-    Raises DataError: the directory holds no run. InputError: the port cannot be had.
+    Raises DataError: the directory has no run. InputError: the port is not available.
     """
     if not (directory / "site.toml").exists():
         find_run(directory)
@@ -114,19 +114,19 @@ def create_server(directory: Path, port: int = 0) -> ThreadingHTTPServer:
         found = ThreadingHTTPServer((_HOST, port), _handler(directory))
     except (OSError, OverflowError) as error:
         raise InputError(
-            f"--port {port} cannot be had ({error}): leave it out for a free one, or name another"
+            f"--port {port} is not available ({error}): leave it out for a free one, or use another"
         ) from None
     found.daemon_threads = True
     return found
 
 
 def address(of: ThreadingHTTPServer) -> str:
-    """Return where the page is."""
+    """Return the URL of the page."""
     return f"http://{_HOST}:{of.server_port}/"
 
 
 def encode_json(snapshot: dict[str, Any]) -> str:
-    """Return a snapshot as JSON, which has no infinity: "inf" in its place."""
+    """Return a snapshot as JSON, with infinity as the string "inf"."""
     return json.dumps(_finite(snapshot), ensure_ascii=False)
 
 
@@ -184,13 +184,13 @@ def _handler(directory: Path) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(block)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing of requests."""
+            """Do not log requests."""
 
     return Handler
 
 
 def watch(directory: Path, port: int, once: bool, as_json: bool) -> None:
-    """Carry out `fedpact watch`."""
+    """Run `fedpact watch`."""
     out = Console(highlight=False, soft_wrap=True)
     if once or as_json:
         found = take_snapshot(directory)

@@ -1,4 +1,4 @@
-"""A whole federation on this machine, for trying: its parties as children, and what they say."""
+"""A trial federation on this machine: starts its parties as child processes, reads their state."""
 
 import json
 import os
@@ -27,13 +27,13 @@ from fedpact.simulation.flower import require_flower
 _GRACE_SECONDS = 10.0
 SERVER: Final = "server"
 _MODULE = "fedpact.deployment.party"
-_ENDED_HERE = "ended, and the final model is here"
+_ENDED_HERE = "ended; the final model is here"
 
 
 def parties(directory: Path) -> dict[str, Path]:
-    """Return each party's directory by name: of a whole deployment, or of the one party it is.
+    """Return name -> directory of the parties of a deployment, or of a single party.
 
-    Raises DataError: neither lies there.
+    Raises DataError: the directory is neither.
     """
     if (directory / "site.toml").exists():
         return {SiteSettings.read(directory).name: directory}
@@ -42,16 +42,16 @@ def parties(directory: Path) -> dict[str, Path]:
     server = directory / SERVER
     if not (server / "federation.toml").exists():
         raise DataError(
-            f"{directory} holds no deployment: name the directory that `fedpact deploy init` wrote"
+            f"{directory} has no deployment: name the directory that `fedpact deploy init` wrote"
         )
     names = Federation.read(server / "federation.toml").names
     return {SERVER: server, **{name: directory / "sites" / name for name in names}}
 
 
 class Parties:
-    """Parties of a deployment on this machine: children of this process, which end with the block.
+    """Parties of a deployment as child processes, which end with the block.
 
-    They also end with this process, however it does (on Linux).
+    On Linux they also end with this process, however it ends.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -65,7 +65,7 @@ class Parties:
         self.stop()
 
     def start(self, *names: str) -> dict[str, int]:
-        """Start these parties, all if none is named, but for those that run; return their numbers.
+        """Start these parties (default: all) unless they run; return the process IDs.
 
         Raises InputError: no such party.
         """
@@ -82,11 +82,11 @@ class Parties:
         return name in self._children and self._children[name].poll() is None
 
     def exit_code(self, name: str) -> int | None:
-        """How a party's process ended, minus a signal's number; None while it runs."""
+        """The exit code of a party's process, or minus a signal's number; None while it runs."""
         return self._children[name].poll()
 
     def stop(self, *names: str) -> None:
-        """End these parties, all if none is named: by SIGTERM, and those that stay by SIGKILL."""
+        """End these parties (default: all) by SIGTERM, then by SIGKILL."""
         chosen = [child for n, child in self._children.items() if not names or n in names]
         for child in chosen:
             child.terminate()
@@ -94,16 +94,16 @@ class Parties:
         for child in chosen:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, end - time.monotonic()))
-            # Its Flower's process, too, which dies with it on Linux alone.
+            # Also its SuperLink, which ends with it by itself only on Linux.
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
 
 
 def run_all_parties(directory: Path) -> Path:
-    """Start all parties, wait until the server has ended, stop the rest; return its run folder.
+    """Start all parties, wait for the server to end, stop the rest; return the run's folder.
 
-    Raises PlanError: it ended without a run, with the last words of its log.
+    Raises PlanError: the server ended without a run; with the last line of its log.
     """
     require_flower()
     with Parties(directory) as here:
@@ -112,15 +112,15 @@ def run_all_parties(directory: Path) -> Path:
             time.sleep(0.5)
     run = directory / SERVER / "run"
     if not (run / "summary.json").exists():
-        raise PlanError(f"the server ended before its run had: {last_log_lines(directory, SERVER)}")
+        raise PlanError(f"the server ended before its run: {last_log_lines(directory, SERVER)}")
     return run
 
 
 def inspect_deployment(directory: Path) -> dict[str, Any]:
-    """Return who runs, the last committed round, and what each ledger on this machine says.
+    """Return the running parties, the last committed round, and the ledgers on this machine.
 
     evaluations: their (ε, δ) for a held-out record; None if nothing is released. ended: the last
-    lines of the log of each party that ran here and has ended.
+    log line of each party that ran here and has ended.
     """
     places = parties(directory)
     running = {name: is_held(where) for name, where in places.items()}
@@ -140,7 +140,7 @@ def inspect_deployment(directory: Path) -> dict[str, Any]:
         },
         "round": _last_round(server) if server else None,
         "status": _outcome(server) if server else _at_site(any_party, federation.run),
-        # A site's alone: of no other directory, so that nobody sees it in passing.
+        # Only in a site's own directory, so that no one else sees these figures by accident.
         "own_figures": own_figures(directory, federation.run)
         if (directory / "site.toml").exists()
         else None,
@@ -156,7 +156,7 @@ def last_log_lines(directory: Path, name: str) -> str:
 
 
 def _spawn(name: str, where: Path) -> subprocess.Popen[bytes]:
-    """Start a party's process, which a Ctrl-C for this one does not reach."""
+    """Start a party's process in a separate session, so that Ctrl-C does not reach it."""
     kind = "server" if name == SERVER else "site"
     with open(where / "log.txt", "ab", opener=private_opener) as log:
         return subprocess.Popen(
@@ -171,27 +171,27 @@ def _spawn(name: str, where: Path) -> subprocess.Popen[bytes]:
 
 
 def ledger_path(site: Path) -> Path:
-    """Return where a site's owner says that its ledger is."""
+    """Return the path of a site's ledger."""
     return site / SiteSettings.read(site).ledger
 
 
 def ledger_of(site: Path) -> Mapping[str, Any] | None:
-    """Return the receipt of a site's ledger, None before there is one."""
+    """Return the receipt of a site's ledger; None if there is no ledger yet."""
     path = ledger_path(site)
-    # The site may be about to write its first entry.
+    # The site may be writing its first entry.
     return receipt(path) if path.exists() and b"\n" in path.read_bytes() else None
 
 
 def _last_round(server: Path) -> dict[str, Any] | None:
     path = server / "run" / "rounds.jsonl"
-    # What follows the last end of a line is being written, or was when the server was killed.
+    # An incomplete last line is being written, or belongs to a server that was killed.
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     if not lines:
         return None
-    with parse_errors(path, "the server says more when it is started"):
+    with parse_errors(path, "start the server, which reports the fault in detail"):
         record = RoundRecord.from_json(lines[-1].decode())
-    told = ("round", "accuracy", "loss", "epsilon", "epsilon_alone", "refused", "seconds")
-    return {name: getattr(record, name) for name in told}
+    shown = ("round", "accuracy", "loss", "epsilon", "epsilon_alone", "refused", "seconds")
+    return {name: getattr(record, name) for name in shown}
 
 
 def _outcome(server: Path) -> str:
@@ -200,5 +200,5 @@ def _outcome(server: Path) -> str:
 
 
 def _at_site(site: Path, run: str) -> str:
-    """Return how a run stands as far as a site knows: whether it has the final model."""
+    """Return the state of a run as a site knows it: whether it has the final model."""
     return "known to the server" if read_ending(site, run) is None else _ENDED_HERE

@@ -1,13 +1,12 @@
-"""What a machine needs beside a party's directory to run it: an image, compose, Helm, systemd.
+"""Writes container, compose, Helm and systemd files that run a party's directory.
 
 Sources: https://docs.docker.com/reference/dockerfile/, https://compose-spec.io,
 https://helm.sh/docs/topics/charts/, https://www.freedesktop.org/software/systemd/man/systemd.exec
 
-A party's directory is mounted as it is; in it a site's `records` is mounted once more to be read
-only, and `ledger` from wherever the owner keeps what must never be lost or put back. So site.toml
-has paths that are right in a container and out of it. Exit code 2 says that a person has to do
-something (common.errors), and 0 that a run has ended: after neither is a party started again.
-The texts are in packages/.
+A party's directory is mounted as it is. A site's `records` is mounted again read-only, and
+`ledger` from a volume that is never lost or restored. So the paths in site.toml are right both in
+and outside a container. A party is not restarted after exit code 2 (a person must act, see
+common.errors) or 0 (the run has ended). The templates are in packages/.
 """
 
 import json
@@ -29,9 +28,9 @@ SERVER_HOSTS: Final[dict[str, str]] = {
     "helm": "fedpact-server",
     "flower": "superlink",
 }
-"""What sites call the server where nobody names a host; as a Flower app they never call it."""
+"""The server's default host name for sites; as a Flower app they do not connect to it."""
 
-_LONGEST_LABEL: Final = 40  # Kubernetes takes 63, of which it and we use some
+_LONGEST_LABEL: Final = 40  # Kubernetes allows 63, including prefixes
 
 _LEFT_OUT: Final = " ".join(
     f"--exclude=./{name}"
@@ -45,9 +44,9 @@ _RECORDS: Final = re.compile(r'(?m)^records = "(?:.*/)?([^/"]+)"')
 
 
 def write_package(directory: Path, form: Form, port: int) -> None:
-    """Write what runs a deployment's parties in a form. directory: as write_deployment left it.
+    """Write the files that run a deployment's parties. directory: as written by write_deployment.
 
-    port: the server's. In a container a site's ledger and records lie in directories of their own.
+    port: the server's. For containers a site's ledger and records get separate directories.
     """
     places = parties(directory)
     sites = {name: where for name, where in places.items() if name != SERVER}
@@ -85,7 +84,7 @@ def _move_records_and_ledger(site: Path) -> None:
     settings = site / "site.toml"
     text = settings.read_text(encoding="utf-8")
     if _LEDGER not in text or not (found := _RECORDS.search(text)):
-        raise DataError(f"{settings} is not as `fedpact deploy init` writes it")
+        raise DataError(f"{settings} has another format than `fedpact deploy init` writes")
     (site / "ledger").mkdir(mode=0o700)
     (site / "records").mkdir(mode=0o700)
     if (own := site / found[1]).exists():
@@ -97,14 +96,14 @@ def _move_records_and_ledger(site: Path) -> None:
 
 def _write_compose(path: Path, sites: dict[str, Path]) -> None:
     labels, text = _labels([SERVER, *sites]), (_PACKAGES / path.name).read_text(encoding="utf-8")
-    # What stands for one site, to the empty line after it.
+    # The template of one site, up to the next empty line.
     before, one, after = re.split(r"(?s)(  SERVICE:.*?)(?=\n\n)", text)
     each = [one.replace("SERVICE", labels[name]).replace("NAME", name) for name in sites]
     path.write_text(before + "\n".join(each) + after, encoding="utf-8")
 
 
 def _labels(names: Iterable[str]) -> dict[str, str]:
-    """Return each party's DNS label, of small letters, digits and hyphens; no two have the same."""
+    """Return a unique DNS label for each party, of lowercase letters, digits and hyphens."""
     found = dict[str, str]()
     for name in names:
         plain = re.sub(r"[^a-z0-9]+", "-", name.lower())[:_LONGEST_LABEL].strip("-") or "site"
@@ -114,7 +113,7 @@ def _labels(names: Iterable[str]) -> dict[str, str]:
 
 
 def _write_values(directory: Path, places: dict[str, Path], port: int) -> None:
-    """Write each party's values for its chart, and with which commands they are installed."""
+    """Write each party's chart values, and the commands that install them."""
     helm, labels, commands = directory / "helm", _labels(places), list[str]()
     for name, where in places.items():
         role = "server" if name == SERVER else "site"

@@ -1,6 +1,4 @@
-"""`python -m fedpact.deployment.party KIND DIRECTORY`: one party's process, as `local` starts
-it.
-"""
+"""One party's process, started by `local`: `python -m fedpact.deployment.party KIND DIRECTORY`."""
 
 import gc
 import sys
@@ -11,8 +9,8 @@ from fedpact.common.errors import FedpactError
 
 def main() -> None:
     """Run the party that the command line names."""
-    # What is loaded stays. To look through it for waste, while it is loaded and again when the
-    # interpreter ends, is a quarter of what a party's process takes beside its rounds.
+    # Loaded modules stay alive. Collecting garbage among them, during the imports and at exit,
+    # would take a quarter of a party's time outside its rounds.
     gc.disable()
     from fedpact.deployment.processes import run_server, run_site
     from fedpact.deployment.server import print_round

@@ -1,4 +1,4 @@
-"""The process of a party, and Flower's beside it: started, watched and ended."""
+"""Runs a party's process, and starts, watches and ends the server's SuperLink."""
 
 import ctypes
 import errno
@@ -43,21 +43,21 @@ _log = logging.getLogger("fedpact.party")
 
 
 def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
-    """Carry out, or go on with, the run of a server's directory; return its summary.
+    """Start or resume the run of a server's directory; return its summary.
 
-    Raises FedpactError: Flower is not installed, does not start, or the run cannot go on.
+    Raises FedpactError: Flower is not installed, does not start, or the run cannot continue.
     """
     require_flower()
     from fedpact.deployment.flower import credentials, server_process
 
     program.release_code()
-    with _files_told(), _ended_by_signals(), _held(directory), pld.apart():
+    with _file_errors(), _ended_by_signals(), _held(directory), pld.apart():
         coordinator = Coordinator.of(directory)
         credentials.check_server_keys(directory, coordinator.federation)
         _prepare(coordinator.federation.seeds == "test")
         host, port = coordinator.federation.address.rsplit(":", 1)
         own = "127.0.0.1" if host in ("127.0.0.1", "localhost") else "0.0.0.0"
-        # What the sites have not fetched yet lies there: little of it is quicker in memory.
+        # It holds the messages that sites have not fetched; small ones are faster in memory.
         round_bytes = 16 * coordinator.longest_message * len(coordinator.federation.sites)
         database = _IN_MEMORY if round_bytes <= _SMALL_BYTES else "flower/superlink.db"
         command = [
@@ -69,8 +69,8 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
             "--disable-runtime-dependency-installation",
         ]
         _wait_for_port(own, int(port), "address in federation.toml, at every party")
-        # All in it can be had again: nodes are registered, and a run of Flower's begun, at every
-        # start. On the disk, one of a SuperLink that was killed may be half made.
+        # Its content can be recreated: nodes are registered and a Flower run begins at every
+        # start. The database of a SuperLink that was killed may be incomplete.
         for left in _home(directory).glob("superlink.db*"):
             left.unlink()
         credentials.write_server_connections(directory, coordinator.federation)
@@ -80,15 +80,15 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
 
 
 def run_site(directory: Path) -> None:
-    """Take part until the process is told to stop; where the server is away, try again.
+    """Take part until the process is stopped, and reconnect whenever the server is away.
 
-    Raises FedpactError: Flower is not installed, or the site's files do not fit.
+    Raises FedpactError: Flower is not installed, or the site's files do not match.
     """
     require_flower()
     from fedpact.deployment.flower import credentials, site_process
 
     program.release_code()
-    with _files_told(), _held(directory), pld.apart(), Site(directory) as site:
+    with _file_errors(), _held(directory), pld.apart(), Site(directory) as site:
         program.release_code()
         credentials.check_site_keys(directory, site.federation, site.name)
         credentials.write_site_connection(_home(directory).parent)
@@ -106,8 +106,8 @@ def run_site(directory: Path) -> None:
                 except OSError as error:
                     if error.errno not in _FULL:
                         raise
-                    tell(f"{directory} has no room ({error.strerror}): goes on when it has")
-                # Not enrolled yet, or the server is away: the site goes on knocking.
+                    tell(f"no space for {directory} ({error.strerror}): waiting for space")
+                # Not enrolled yet, or the server is away: try again.
                 waits()
 
 
@@ -122,7 +122,7 @@ def _held(directory: Path) -> Generator[None]:
                 held = stack.pop_all()
             break
         except InputError:
-            # Whoever looks whether it is held holds it for an instant.
+            # A process that tests the lock holds it for an instant.
             if time.monotonic() > end:
                 raise
         time.sleep(_LOOK_SECONDS / 10)
@@ -131,29 +131,27 @@ def _held(directory: Path) -> Generator[None]:
 
 
 def environment(directory: Path) -> dict[str, str]:
-    """Return the environment of a party's processes: Flower's files stay in its directory."""
+    """Return the environment of a party's processes, with Flower's files in its directory."""
     return {
         **os.environ,
         "FLWR_HOME": str(directory / "flower"),
-        # Else each thread of a web server keeps memory of its own.
+        # Otherwise each thread of a web server keeps a separate memory pool.
         "MALLOC_ARENA_MAX": "2",
         **QUIET,
     }
 
 
 def describe_untested() -> list[str]:
-    """Return what there is to say of torch and Flower, where deploy.lock has another minor version.
-
-    The suite passes with what stands there.
-    """
+    """Return warnings if torch or Flower differ from deploy.lock, the tested minor versions."""
     text = Path(__file__).with_name("deploy.lock").read_text(encoding="utf-8")
     found = list[str]()
     for name, tested in re.findall(r"^(torch|flwr)==(\d+\.\d+)", text, re.MULTILINE):
         here = version(name)
         if not here.startswith(f"{tested}."):
             found.append(
-                f"{name} {here} is installed, and this version of fedpact is tested with "
-                f"{tested}: install what deploy.lock lists, or try the run on one machine first"
+                f"{name} {here} is installed, but this version of fedpact was tested with "
+                f"{tested}: install the versions in deploy.lock, or try the run on one machine "
+                "first"
             )
     return found
 
@@ -169,10 +167,10 @@ def _prepare(reproducible: bool) -> None:
 
 @contextmanager
 def _flower(directory: Path, command: list[str]) -> Generator[subprocess.Popen[bytes]]:
-    """Run a SuperLink (program.py), which dies with this process, and end it."""
+    """Run a SuperLink (program.py) during the block; it is killed if this process dies."""
     with open(_home(directory) / "log.txt", "ab", opener=private_opener) as log:
         process = subprocess.Popen(
-            # By its file: our package need not be found from that directory.
+            # By its path: the package may not be importable from that directory.
             [sys.executable, "-P", program.__file__, *command],
             cwd=directory,
             env=environment(directory.resolve()),
@@ -193,25 +191,25 @@ def _flower(directory: Path, command: list[str]) -> Generator[subprocess.Popen[b
 
 
 @contextmanager
-def _files_told() -> Generator[None]:
-    """Raise FedpactError, in words, for a file that cannot be used: rights, a full disk."""
+def _file_errors() -> Generator[None]:
+    """Turn an OSError, such as missing permissions or a full disk, into a clear FedpactError."""
     try:
         yield
     except OSError as error:
         if isinstance(error, ConnectionError | TimeoutError | socket.gaierror | ssl.SSLError):
             raise FedpactError(
-                f"the network failed ({type(error).__name__}: {error}): nothing is lost; start it "
-                "again when the other side can be reached"
+                f"the network failed ({type(error).__name__}: {error}): nothing is lost; restart "
+                "this party when the other side can be reached"
             ) from error
         raise FedpactError(
             f"{error.filename or 'a file of this party'} cannot be used ({error.strerror or error})"
-            ": see that the account which this party runs under owns its directory, and that there "
-            "is room on the disk; then start it again"
+            ": check that the account of this process owns the directory, and that the disk has "
+            "space; then restart this party"
         ) from error
 
 
 def _home(directory: Path) -> Path:
-    """Return Flower's own directory, which messages lie in: its owner's alone."""
+    """Return Flower's directory, which holds messages; only its owner may read it."""
     home = directory / "flower"
     home.mkdir(exist_ok=True)
     home.chmod(0o700)
@@ -219,30 +217,30 @@ def _home(directory: Path) -> Path:
 
 
 def die_with_parent() -> None:
-    """In a new child, have it killed when its parent ends; for subprocess.Popen(preexec_fn=)."""
+    """Have a child killed when its parent ends (Linux), as subprocess.Popen(preexec_fn=...)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
 
 
 @contextmanager
 def _ends_with(process: subprocess.Popen[bytes], directory: Path) -> Generator[None]:
-    """End this process with the block should the other one end first. Raises TransportLost.
+    """End this process if the SuperLink ends during the block. Raises TransportLost.
 
-    The main thread is interrupted as by SIGTERM. Wherever it is held up then, and by whatever
-    threads after it, the process has exited _LOST_SECONDS later, with the same exit code.
+    The main thread is interrupted as by SIGTERM. If it or another thread blocks, the process
+    exits _LOST_SECONDS later with the same exit code.
     """
     done, lost = threading.Event(), threading.Event()
 
     def reason() -> str:
         return (
             f"Flower's process ended with code {process.returncode}: {_reason(directory)}; see "
-            f"{directory / 'flower' / 'log.txt'}, then start this server again: it goes on from "
+            f"{directory / 'flower' / 'log.txt'}, then restart this server: it continues after "
             "the last committed round"
         )
 
     def watch() -> None:
         while not done.wait(_KNOCK_SECONDS):
-            # One that has ended because the block had is not lost.
+            # It may have ended because the block has.
             if process.poll() is not None and not done.is_set():
                 lost.set()
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -277,7 +275,7 @@ def _ended_by_signals() -> Generator[None]:
 
 
 class _Teller:
-    """Writes into the party's log what is new: of the same again and again, the first only."""
+    """Writes to the party's log, without repeating the same line."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -289,9 +287,9 @@ class _Teller:
 
 
 def _wait_for(address: str, tell: _Teller, ending: str | None) -> None:
-    """Wait until somebody listens there: knocking costs less than a process that starts in vain.
+    """Wait until a server listens at the address.
 
-    ending: how the site's run ended, after which no server need be there; None before.
+    ending: how the site's run ended, after which the server may be gone; None before.
     """
     host, port = address.rsplit(":", 1)
     while True:
@@ -300,20 +298,20 @@ def _wait_for(address: str, tell: _Teller, ending: str | None) -> None:
                 return
         except OSError as error:
             tell(
-                f"{ending}. The server has gone, as it does then: this site may be stopped, and "
-                "otherwise waits for more rounds"
+                f"{ending}. The server has gone, as expected: stop this site, or leave it waiting "
+                "for more rounds"
                 if ending
-                else f"nobody answers at {address}, the server's address in federation.toml "
-                f"({error.strerror or error}): the site goes on trying; see that the server runs, "
+                else f"no answer at {address}, the server's address in federation.toml "
+                f"({error.strerror or error}): the site keeps trying; check that the server runs, "
                 "and that its port is open to this machine"
             )
         time.sleep(_KNOCK_SECONDS)
 
 
 def _wait_for_port(host: str, port: int, setting: str) -> None:
-    """Return when the port is free; a process that was killed just now may hold it for a moment.
+    """Wait until the port is free, as a process that was just killed may still hold it.
 
-    Raises InputError: somebody else has it. setting: where the port's number stands.
+    Raises InputError: another program uses it. setting: where the port is configured.
     """
     end = time.monotonic() + _PORT_SECONDS
     while True:
@@ -324,14 +322,14 @@ def _wait_for_port(host: str, port: int, setting: str) -> None:
             except OSError as error:
                 if time.monotonic() > end:
                     raise InputError(
-                        f"port {port} of this machine cannot be had ({error.strerror}): another "
-                        f"program listens there, or may alone; end that, or change {setting}"
+                        f"port {port} of this machine is not available ({error.strerror}): "
+                        f"another program may be listening there; end it, or change {setting}"
                     ) from None
         time.sleep(_KNOCK_SECONDS)
 
 
 class _Waits:
-    """Longer and longer pauses, short ones again after a good while without any."""
+    """Pauses that grow exponentially, and start short again after a quiet period."""
 
     def __init__(self) -> None:
         self._pause, self._last = 0.0, 0.0
@@ -344,7 +342,7 @@ class _Waits:
 
 
 def _reason(directory: Path) -> str:
-    """Return what Flower's process said last of an error, without its colours."""
+    """Return the last error in the SuperLink's log, without colour codes."""
     text = (directory / "flower" / "log.txt").read_text(encoding="utf-8", errors="replace")
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in text.splitlines()]
     last = [i for i, line in enumerate(lines) if line.startswith("ERROR")]

@@ -1,8 +1,8 @@
-"""Receipts that are handed on: with the data set's name and version, purpose, date and signature.
+"""Signed receipts of a ledger, with the data set's name and version, purpose and date.
 
-A deployed site signs with site.key, the key by which federation.toml knows it, over the receipt's
-canonical JSON and for this purpose alone. The signature shows who wrote the receipt; that what it
-says is so follows from the ledger, which stays at the site.
+A deployed site signs the receipt's canonical JSON with site.key, whose public part is in
+federation.toml. The signature shows who wrote the receipt; its truth can be checked only against
+the ledger, which stays at the site.
 """
 
 import base64
@@ -27,11 +27,11 @@ _HOW = "ECDSA with SHA-384, of the rest as JSON with sorted keys and no spaces"
 
 
 def build_receipt(ledger: Path, site: Path | None = None) -> dict[str, Any]:
-    """Return a ledger's receipt with what is known about its data and purpose, and today's date.
+    """Return a ledger's receipt with data set, purpose and today's date.
 
-    That is read from a deployed site's directory, `site` or where the ledger lies, or from the
-    folder of the simulated run in which it lies; None stands for what nobody says.
-    Raises LedgerError, PlanError or DataError.
+    These are read from a deployed site's directory (`site`, or that of the ledger), or from the
+    simulated run that contains the ledger; unknown ones are None. Raises LedgerError, PlanError or
+    DataError.
     """
     told, run, about = receipt(ledger), "", About()
     site, folder = site or ledger.parent, ledger.parent.parent.parent
@@ -42,7 +42,7 @@ def build_receipt(ledger: Path, site: Path | None = None) -> dict[str, Any]:
         about, _ = _plan(site)
         name, version = settings.data_set, settings.data_version
     elif ledger.parent.parent.name == "sites" and (folder / "environment.json").exists():
-        with parse_errors(folder / "environment.json", "put the run's folder back from a backup"):
+        with parse_errors(folder / "environment.json", "restore the run's folder from a backup"):
             run = json.loads((folder / "environment.json").read_bytes())["run"]
         about, name = _plan(folder)
         version = about.data_version
@@ -55,7 +55,7 @@ def build_receipt(ledger: Path, site: Path | None = None) -> dict[str, Any]:
 
 def _plan(directory: Path) -> tuple[About, str]:
     path = directory / "plan.json"
-    with parse_errors(path, "put it back from a backup, or from another party"):
+    with parse_errors(path, "restore it from a backup, or from another party"):
         raw = json.loads(path.read_bytes())
         return About.model_validate(raw["about"]), Path(raw["data"]).name
 
@@ -63,7 +63,7 @@ def _plan(directory: Path) -> tuple[About, str]:
 def sign_receipt(told: Mapping[str, Any], site: Path) -> dict[str, Any]:
     """Return a receipt with the signature of the deployed site in this directory.
 
-    told: strict JSON values. Raises InputError: no key that can sign.
+    told: strict JSON values. Raises InputError: an unreadable key.
     """
     key = keys.read_private_key(site / "site.key")
     name = SiteSettings.read(site).name
@@ -79,14 +79,14 @@ def sign_receipt(told: Mapping[str, Any], site: Path) -> dict[str, Any]:
 
 
 def check_signature(told: object, federation: Federation | None) -> str:
-    """Return in words who signed a receipt. federation: whose keys count; None takes any.
+    """Describe who signed a receipt. federation: whose keys are accepted; None accepts any.
 
-    Raises LedgerError: no signature, one that does not fit, or of a key that is not the site's.
+    Raises LedgerError: no signature, an invalid one, or one by a key that is not the site's.
     """
     if not (isinstance(told, dict) and isinstance(told.get("signature"), dict)):
         raise LedgerError(
-            "the receipt has no signature, so nothing shows who wrote it: have the site's owner "
-            "write one with `fedpact ledger export SITE_DIR`"
+            "the receipt has no signature, so its origin is unknown: ask the site's owner to "
+            "write it with `fedpact ledger export SITE_DIR`"
         )
     whole = cast(dict[str, Any], told)
     signature = whole["signature"]
@@ -99,19 +99,19 @@ def check_signature(told: object, federation: Federation | None) -> str:
     rest = {field: entry for field, entry in whole.items() if field != "signature"}
     if not keys.is_signed(key, _purpose(name), _canonical(rest), value):
         raise LedgerError(
-            f"the receipt is not what {name!r} signed: it was altered, or is another's; ask the "
-            "site's owner for it again"
+            f"the signature of {name!r} does not match the receipt: it was altered, or belongs to "
+            "another; ask the site's owner for it again"
         )
     if federation is None:
         return (
-            f"intact, signed as {name!r} by {line.split()[1][-16:]}; whether that is the site's "
-            "key only federation.toml says: give --federation"
+            f"intact, signed as {name!r} by {line.split()[1][-16:]}; give --federation to check "
+            "that this is the site's key"
         )
     member = federation.sites.get(name)
     if member is None or keys.public_key(member.key) != key:
         raise LedgerError(
-            f"the receipt is signed as {name!r} by a key that federation.toml does not have for "
-            "that site: it is not the site's word"
+            f"the receipt is signed as {name!r} by another key than federation.toml has for that "
+            "site: it is not from the site"
         )
     return f"intact, signed by site {name!r} of run {federation.run!r}"
 

@@ -1,6 +1,6 @@
-"""Secure aggregation in a deployment: a site's side and the server's, from what all agree on.
+"""Secure aggregation in a deployment: the site's side and the server's.
 
-A site knows the others' long-term keys, the sizes and the threshold from its own federation.toml
+A site reads the others' long-term keys, the sizes and the threshold from its own federation.toml
 and plan.json; no message can change them.
 """
 
@@ -30,9 +30,9 @@ from fedpact.simulation.secure_aggregation.transport import Attempts, Carrier, S
 
 
 def masker_of(files: SiteFiles, store: Store) -> Masker | None:
-    """Return a site's side of secure aggregation, None where the plan has none.
+    """Return a site's side of secure aggregation; None if the plan has none.
 
-    store: the site's. Raises InputError of some kind: what does not fit.
+    store: the site's. Raises InputError: settings that do not match.
     """
     federation, plan = files.federation, files.plan
     check_secure(plan, len(federation.sites))
@@ -59,15 +59,15 @@ def secure_deployment(
     admission: Admission,
     form: Callable[[Task], Form],
 ) -> Secured:
-    """Return the server's side: a transport that hands on what sums show of the sites' replies.
+    """Return the server's side: a transport that delivers sums instead of single replies.
 
-    attempts: the file of transport.Attempts. form: of a plain reply to a task.
+    attempts: the file of transport.Attempts. form: returns that of a plain reply to a task.
     """
     coding = _coding(federation, plan)
     layouts = dict[int, Layout]()
 
     def layout(task: Task) -> Layout:
-        # Finding the form takes a training step on made-up records: once a round.
+        # Finding the form takes a training step on synthetic records: do it once per round.
         if task.round not in layouts:
             layouts.clear()
             found = form(task)

@@ -1,11 +1,14 @@
-"""The server's side of a deployment, and the hand-over of its model.
+"""The server in a deployment, and the delivery of its final model.
 
-run/handed-over.json says to whom, and of which round. Who is away gets it when the server is
-started again, or from a file (`fedpact deploy model`): the run does not wait for anybody.
+A server's directory contains
 
-federation.toml, plan.json   what all parties agree on
-test.npz                     a public test set with arrays x and y, if there is one
-run/                         the run's folder; a server that is started again goes on from it
+    federation.toml, plan.json   the same at all parties
+    test.npz                     a public test set with arrays x and y, optional
+    run/                         the run's folder, from which a restarted server continues
+    run/handed-over.json         which sites have received the final model of which round
+
+The run does not wait for absent sites: they receive the model when the server is restarted, or as
+a file (`fedpact deploy model`).
 """
 
 import dataclasses
@@ -52,13 +55,13 @@ from fedpact.simulation.workshop import TrainingSetup
 
 _log = logging.getLogger("fedpact.server")
 FILE: Final = "handed-over.json"
-_LOST: Final = "remove it: every site is then handed the final model again"
+_LOST: Final = "remove it: every site then receives the final model again"
 
 
 def hand_over(folder: Folder, run: str, at: Checkpoint, transport: Transport) -> None:
-    """Give every site that lacks it the model of the last round; whoever cannot have it is named.
+    """Send the final model to every site that lacks it, and name the sites it did not reach.
 
-    What goes wrong with that leaves the run as it is: it has ended.
+    Failures do not affect the run, which has ended.
     """
     has = read_handovers(folder)
     vectors = {n: at.state.vectors[n] for n in ("w", CONSTANTS) if n in at.state.vectors}
@@ -78,12 +81,12 @@ def hand_over(folder: Folder, run: str, at: Checkpoint, transport: Transport) ->
                 lacking.pop(answer.site, None)
                 has[answer.site] = [run, at.round]
     except FedpactError as error:
-        _log.warning("handing the final model over: %s", error)
+        _log.warning("sending the final model: %s", error)
     folder.write_json(FILE, has)
     for site, code in lacking.items():
         _log.warning(
-            "site %s has not got the final model (%s): start the server again when it is there, or "
-            "let its owner have %s and run `fedpact deploy model`",
+            "site %s did not receive the final model (%s): restart the server when the site is "
+            "connected, or give its owner %s and have them run `fedpact deploy model`",
             site,
             code,
             folder.path / "model.safetensors",
@@ -91,7 +94,7 @@ def hand_over(folder: Folder, run: str, at: Checkpoint, transport: Transport) ->
 
 
 def read_handovers(folder: Folder) -> dict[str, Any]:
-    """Return site -> [run, round] of the final model that it was handed. Raises DataError."""
+    """Return site -> [run, round] of the final model it received. Raises DataError."""
     path = folder.path / FILE
     if not path.exists():
         return {}
@@ -100,19 +103,16 @@ def read_handovers(folder: Folder) -> dict[str, Any]:
 
 
 _EPSILON = (
-    "ε as the server knows it: every round that a site was asked in counts as charged once, though "
-    "it was absent, as does each new attempt at a round under secure aggregation. A site that died "
-    "in mid-round may have charged a round twice; its own ledger says so, and stays within what "
-    "was reserved."
+    "ε as far as the server knows: every round in which a site was asked counts as charged once, "
+    "even if it was absent, and so does each new attempt at a round under secure aggregation. A "
+    "site that died during a round may have charged it twice; its own ledger shows this, and "
+    "stays within the reservation."
 )
 
 
 @dataclass(frozen=True)
 class Coordinator:
-    """The server's side of one run, checked as a whole when it is made.
-
-    Raises InputError of some kind for whatever does not fit.
-    """
+    """The server's side of one run. Raises InputError if its files do not match."""
 
     directory: Path
     federation: Federation
@@ -148,25 +148,25 @@ class Coordinator:
         return self.folder.path / ATTEMPTS
 
     def admission(self) -> tuple[Admission, Callable[[], None]]:
-        """Return the check of replies, and what makes durable which ledgers it has seen."""
+        """Return the check of replies, and a function that stores the ledgers it has seen."""
         standing, longest = LedgerRegistry(self.folder.path), self.federation.checks.longest
         found = Admission(self.plan.method, self.terms, longest, standing, self._longest_sums)
         return found, standing.save
 
     @cached_property
     def form(self) -> SumsForm:
-        """What sites are asked to sum of their held-out records."""
+        """The sums over held-out records that sites release."""
         return self.federation.form(self.plan)
 
     @cached_property
     def longest_message(self) -> int:
-        """Return how many numbers a task of the plan or an answer to it has at most."""
+        """The largest number of values in a task of the plan or an answer to it."""
         workshop, method = self.workshop(), self.plan.method
-        told = method.task(method.init(FlatModel(workshop.module()).vector))
-        task = Task(self.federation.run, 1, self.plan.algorithm, told.vectors, told.numbers)
+        first = method.task(method.init(FlatModel(workshop.module()).vector))
+        task = Task(self.federation.run, 1, self.plan.algorithm, first.vectors, first.numbers)
         reply = expect_form(workshop, task).vectors.values()
         return max(
-            sum(vector.numel() for vector in told.vectors.values()),
+            sum(vector.numel() for vector in first.vectors.values()),
             sum(shape.numel() for shape, _ in reply),
             sum(self.form.lengths.values()),
         )
@@ -175,7 +175,7 @@ class Coordinator:
         form = self.form
         if form.once is None:
             return {}
-        # All of a site's records at most, however they fall.
+        # At most all of a site's records are held out.
         return longest_sums(form.once, form.lengths, terms.size / (1 - form.share))
 
     def run(
@@ -186,17 +186,17 @@ class Coordinator:
         plain: Transport | None = None,
         sockets: Callable[[], Sequence[int]] = tuple,
     ) -> dict[str, Any]:
-        """Carry the run out, or on, and return its summary. on_round: called with every record.
+        """Start or resume the run, and return its summary. on_round: called with every record.
 
-        begin: called before sites are asked for what the run's first round costs. plain: what
-        carries the final model to the sites where `transport` makes sums of replies. sockets: bytes
-        (to, from) sites that connections have carried so far, () where nobody counts.
-        Raises FedpactError where the transport gives up; what was committed stays.
+        begin: called before the first round is charged. plain: carries the final model to the
+        sites if `transport` sums replies. sockets: returns the bytes (to, from) sites carried by
+        connections so far, () if unknown. Raises FedpactError if the transport gives up;
+        committed rounds are kept.
         """
         check_log(self.plan.run.log)
         with Log(self.plan.run.log, self.folder.path) as log:
-            told = log.and_tell(on_round)
-            return self._run(transport, told, cache(begin), plain or transport, sockets)
+            logged = log.and_tell(on_round)
+            return self._run(transport, logged, cache(begin), plain or transport, sockets)
 
     def _run(
         self,
@@ -217,7 +217,7 @@ class Coordinator:
 
         at, records = start_or_resume(self.folder, plan, self.module, evaluator, open_run)
         if not at.round:
-            # Of a start that was cut off.
+            # An earlier start was interrupted.
             begin()
         evaluator.go_on(records)
         rounds.see(records)
@@ -250,7 +250,7 @@ class Coordinator:
         return self.workshop().module()
 
     def workshop(self) -> TrainingSetup:
-        """Return what the server computes with."""
+        """Return the server's model, loss and evaluation."""
         return self.federation.workshop(self.plan, self.directory)
 
     def _begin(self) -> None:
@@ -260,9 +260,9 @@ class Coordinator:
             kept = Plan.parse(folder.read_json("plan.json"))
             if (kept, run) != (self.plan, self.federation.run):
                 raise PlanError(
-                    f"{folder.path} holds run {run!r} of its own plan, and this is run "
-                    f"{self.federation.run!r}: name a new run in federation.toml at every party "
-                    "and move that folder away, or put plan.json and federation.toml back"
+                    f"{folder.path} has another plan or run ({run!r}) than this one "
+                    f"({self.federation.run!r}): name a new run in federation.toml at every party "
+                    "and move that folder away, or restore plan.json and federation.toml"
                 )
             return
         folder.write_json("environment.json", environment_of(self.federation.run, "flwr"))
@@ -273,7 +273,7 @@ class Coordinator:
         """Return the content of privacy.json."""
         test = self.federation.seeds == "test"
         side = Side(
-            randomness="seeded test: protects nobody" if test else "secure, at each site",
+            randomness="seeded test: protects no one" if test else "secure, at each site",
             separation=self.workshop().separation(),
             form=self.form,
             persons=self.federation.person is not None,
@@ -283,20 +283,20 @@ class Coordinator:
 
 
 def print_round(record: RoundRecord) -> None:
-    """Print what a round has cost, for a server's log."""
-    # To the last digit: rounded down it would be no bound.
+    """Print the cost of a round to a server's log."""
+    # All digits: rounded down it would not be a bound.
     spent = ", ".join(f"{site} {epsilon!r}" for site, epsilon in record.epsilon.items())
     alone = ", ".join(f"{site} {epsilon!r}" for site, epsilon in record.epsilon_alone.items())
-    spent += f"; if no other site's noise counts: {alone}" if alone else ""
+    spent += f"; without other sites' noise: {alone}" if alone else ""
     refused = "".join(f", {site}: {code}" for site, code in record.refused.items())
-    told = f"ε, each at its site's δ, adjacency and accountant as in plan.json: {spent}"
-    print(f"round {record.round}: {told}{refused}", flush=True)
+    terms = "ε, each at its site's δ, adjacency and accountant as in plan.json"
+    print(f"round {record.round}: {terms}: {spent}{refused}", flush=True)
 
 
 class _Evaluator:
-    """Evaluates on the public test set, with ε by the rounds that each site was asked in.
+    """Evaluates on the public test set, and adds ε by the rounds in which each site was asked.
 
-    One that was absent is counted: what reached it nobody but itself knows.
+    Absent sites count too, as only they know what reached them.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -305,7 +305,7 @@ class _Evaluator:
         self._model = FlatModel(coordinator.module())
         self._loss = coordinator.plan.task.per_record(len(coordinator.federation.classes))
         self._each, self._attempts = coordinator.plan.method.steps(), coordinator.attempts
-        # With heads of the sites' own what is shared is no model that answers anything.
+        # With local heads the shared part alone cannot predict.
         self._test = None if coordinator.plan.local.head else _test_set(coordinator)
         federation, plan = coordinator.federation, coordinator.plan
         stage = federation.stage(plan, coordinator.directory)
@@ -313,7 +313,7 @@ class _Evaluator:
         self._released = stage.released(federation.example(), columns) if self._test else ()
 
     def go_on(self, records: list[RoundRecord]) -> None:
-        """Count on from the rounds that are committed."""
+        """Start counting from the committed rounds."""
         self._steps.clear()
         self._rounds.clear()
         for record in records:
@@ -326,7 +326,7 @@ class _Evaluator:
 
     def __call__(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
         self._count(record)
-        # Each new attempt is charged as a round is; τ is fixed where there are any.
+        # Each new attempt is charged like a round; τ is fixed if attempts are possible.
         extra = Attempts(self._attempts).extra
         spent = {
             name: _history(
@@ -364,7 +364,7 @@ def _test_set(coordinator: Coordinator) -> tuple[Tensor, Tensor] | None:
         return None
     federation = coordinator.federation
     form, names = federation.describe_labels(coordinator.plan), federation.features
-    # It is of arrays, whose columns are called by their places.
+    # It has arrays, whose columns are named by their positions.
     data = load.load_dataset(str(path), classes=federation.classes, form=form.by_place(names))
     stage = federation.stage(coordinator.plan, coordinator.directory)
     staged = stage(data.x, federation.example(), str(path), beside(path), names)

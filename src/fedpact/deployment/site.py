@@ -1,21 +1,22 @@
-"""A site's side of a deployment: it answers each question once, and takes up what it left behind.
+"""A site in a deployment: answers each task once, and resumes from its own files.
 
-site.toml           the owner's: where the records are (site_records.SiteSettings)
-    policy.toml         the owner's: what is allowed at most (privacy.policy)
-    approval.toml       who has signed for that, the plan and the federation (deployment.approval)
-    federation.toml     the run it takes part in
-    plan.json           what it trains
-    ledger.jsonl        what it has promised and spent, unless site.toml says otherwise
-    ledger.jsonl.seen   entries that it had: one that lacks any does not open
-    (privacy.ledger.rollback_guard)
-    site.db             its last replies, and what it remembers (deployment.store)
-    held-out.key        by which records are held out for evaluations (deployment.site_evaluation)
-    run/                the final model, once there is one (deployment.final_model)
+A site's directory contains
 
-Nothing a message says can name a file. A site charges at most what it reserved on its own terms,
-which follow from its own copies of the plan and the federation. Before it charges, its ledger holds
-what the server has seen of it, its owner's policy as it is then allows the run, and there is room
-on the disk for what follows. Where that was charged and could not be written, the site stops.
+    site.toml           the owner's settings, such as the path of the records (site_records)
+    policy.toml         the owner's limits (privacy.policy)
+    approval.toml       signatures for policy, plan and federation (deployment.approval)
+    federation.toml     the run and its parties
+    plan.json           the plan
+    ledger.jsonl        reservations and charges, unless site.toml gives another path
+    ledger.jsonl.seen   earlier entries: a ledger without them does not open (rollback_guard)
+    site.db             the last replies, and the algorithm's memory (deployment.store)
+    held-out.key        the key that selects held-out records (deployment.site_evaluation)
+    run/                the final model (deployment.final_model)
+
+No message can name a file. A site charges at most what it reserved on its own terms, which follow
+from its own copies of plan and federation. It charges only if its ledger contains the entry that
+the server has seen, its owner's current policy allows the run, and the disk has space for the
+reply. A site that cannot store the reply to a charged task stops.
 """
 
 import logging
@@ -75,15 +76,15 @@ from fedpact.simulation.machine import device_of
 from fedpact.simulation.workshop import Worker
 
 _ANSWERED = re.compile(rb"round \d+: (replied|answered)")
-# What the algorithm remembers is written in one transaction with a reply.
+# The algorithm's memory is written in one transaction with a reply.
 _LEFT_BEHIND = ("reply", "evaluation", "opened")
 
 
 def check_left_behind(directory: Path, store: Store, ledger: Path, promised: bool) -> None:
-    """Raise LedgerError where a site has taken part, and its ledger knows nothing of it.
+    """Raise LedgerError if a site has taken part in a run that its ledger does not contain.
 
-    promised: whether the ledger has a reservation. Whoever takes part has reserved before, so of
-    what a site leaves in its directory nothing can be older than its ledger.
+    promised: whether the ledger has a reservation. A site reserves before it takes part, so no
+    other file of a run can be older than the ledger.
     """
     if promised:
         return
@@ -95,14 +96,14 @@ def check_left_behind(directory: Path, store: Store, ledger: Path, promised: boo
         found.append(log.name)
     if found:
         raise LedgerError(
-            f"ledger {ledger} is missing or holds no reservation, and {', '.join(found)} in "
-            f"{directory} say that this site has released before: put the ledger back as it was "
+            f"ledger {ledger} is missing or has no reservation, but {', '.join(found)} in "
+            f"{directory} show that this site has released before: restore the ledger as it was "
             "after the last release; without it, treat the records' budget as spent"
         )
 
 
 def has_reserved(ledger: Path, run: str) -> bool:
-    """Whether a ledger's file has a reservation for a run. Raises LedgerError: it is damaged."""
+    """Whether a ledger file has a reservation for a run. Raises LedgerError: it is damaged."""
     entries = read_entries(ledger) if ledger.exists() else []
     return any(entry["kind"] == "reserve" and entry["run"] == run for entry in entries)
 
@@ -112,60 +113,58 @@ _log = logging.getLogger("fedpact.site")
 _MOST_ATTEMPTS = 1000
 
 
-class Questions:
-    """Checks tasks of a site. w: the model before the first round [d]. sites: the names of all.
+class TaskChecks:
+    """Checks a site's tasks. w: the model before the first round [d]. sites: the names of all.
 
-    A server's mistake, or lie, ends here, before anything is charged, computed or remembered: a
-    task of round 10^12 would make every later one stale, a τ of a million would spend the budget at
-    once.
+    It stops a faulty or dishonest server before anything is charged, computed or stored: a task of
+    round 10^12 would make all later ones stale, a τ of a million would spend the budget at once.
     """
 
     def __init__(self, plan: Plan, w: Tensor, site: str, sites: tuple[str, ...]) -> None:
-        told = plan.method.task(plan.method.init(w))
-        self._vectors = {name: (v.shape, v.dtype) for name, v in told.vectors.items()}
+        first = plan.method.task(plan.method.init(w))
+        self._vectors = {name: (v.shape, v.dtype) for name, v in first.vectors.items()}
         self._numbers, self._rounds = plan.method.facts.task_numbers, plan.rounds
         self._site, self._participants = site, plan.participants(sites)
-        self._always = frozenset(told.numbers)
+        self._always = frozenset(first.numbers)
         self._first = 0 if plan.method.facts.opens_run else 1
-        model = {name: self._vectors[name] for name in ("w", CONSTANTS) if name in told.vectors}
-        # Of questions that train nothing; None: the plan has no such question.
+        model = {name: self._vectors[name] for name in ("w", CONSTANTS) if name in first.vectors}
+        # The vectors of tasks that do not train; None: the plan has no such task.
         self._others = {EVALUATION: model if plan.evaluation_terms else None, FINAL: model}
-        self._told: dict[int, Vectors] = {0: told.vectors}
+        self._received: dict[int, Vectors] = {0: first.vectors}
 
     def in_full(self, task: Task) -> tuple[Task | None, str, str]:
-        """Return a task that may be carried out, in full; or None, a refusal's code, and why.
+        """Return the complete task if it may be carried out; else None, a refusal code, and why.
 
-        A task may tell changes to what was told in the round before
-        (algorithms.wrappers.compression), which is known
-        as long as this object lives, and before the first one follows from the plan; the code is
-        "model" where it is not known.
+        A task may contain differences to the previous round's vectors
+        (algorithms.wrappers.compression). These are known while this object lives, and before the
+        first task they follow from the plan. If they are unknown, the code is "model".
         """
         if task.algorithm in self._others:
-            # Told in full, and nothing that a later task goes on from.
+            # Always complete, and never the base of a later task.
             wrong = self.fault(task)
             return (task, "", "") if wrong is None else (None, *wrong)
-        base = self._told.get(task.round - 1)
+        base = self._received.get(task.round - 1)
         try:
             full = whole(task, base)
         except InputError as error:
             return None, "task", str(error)
         if full is None:
-            text = f"it tells changes to a model of round {task.round - 1} that is not known here"
+            text = f"it has differences to the model of round {task.round - 1}, unknown here"
             return None, "model", text
         wrong = self.fault(full)
         if wrong is not None:
             return None, *wrong
-        if full.round >= max(self._told, default=0):
-            # The round before stays: the same question may come again.
+        if full.round >= max(self._received, default=0):
+            # Keep the previous round: the same task may come again.
             before = {} if base is None else {full.round - 1: base}
-            self._told = {full.round: full.vectors, **before}
+            self._received = {full.round: full.vectors, **before}
         return full, "", ""
 
     def fault(self, task: Task) -> tuple[str, str] | None:
-        """Return a refusal's code, and what is wrong with a task in words; None if nothing is.
+        """Return the refusal code and a description of a task's fault; None if there is none.
 
         Both follow from the task and the plan alone. The code is "budget" for a round beyond the
-        plan's, for which nothing is reserved, and "task" for all else.
+        plan's, for which nothing is reserved, and "task" otherwise.
         """
         if task.round > self._rounds:
             return "budget", f"its round is {task.round}: the site reserved {self._rounds} rounds"
@@ -178,7 +177,7 @@ class Questions:
         if other:
             vectors, numbers = self._others[task.algorithm], {}
         if vectors is None:
-            return "it asks for an evaluation: expected none, as the plan has none"
+            return "it requests an evaluation: expected none, as the plan has none"
         for name, value, least, most in (
             ("round", task.round, self._first, self._rounds),
             ("included", task.included, -1, task.round - (task.algorithm not in self._others)),
@@ -187,7 +186,7 @@ class Questions:
             if not least <= value <= most:
                 return f"its {name} is {value}: expected an integer from {least} to {most}"
         if not (other or self._site in (drawn := self._participants.of(task.round))):
-            return f"round {task.round} is drawn to be of {_few(drawn)}: expected one of this site"
+            return f"round {task.round} is for {_few(drawn)}: expected a round with this site"
         found = {name: (v.shape, v.dtype) for name, v in task.vectors.items()}
         if found != vectors:
             return f"its vectors are {_few(found)}: expected {_few(vectors)}"
@@ -198,24 +197,24 @@ class Questions:
             if not expected.holds(value):
                 return f"its number {name!r} is {value!r}: expected {expected}"
         for name in sorted((frozenset() if other else self._always) - task.numbers.keys()):
-            return f"it has no number {name!r}, which every task of this plan has"
+            return f"its number {name!r} is missing: expected it in every task of this plan"
         if not all(map(all_finite, task.vectors.values())):
             return "its vectors hold NaN or infinity: expected finite numbers"
         return None
 
 
 def _few(names: object) -> str:
-    """A text of at most a line, whatever a stranger has sent."""
+    """Text of at most one line, for anything received."""
     text = str(names)
     return text if len(text) <= 200 else text[:200] + " ..."
 
 
 class Site:
-    """An open site; one process at a time holds it, by its ledger's lock.
+    """An open site, held by one process at a time through its ledger's lock.
 
-    Opening reserves the run's events in the ledger, if the policy allows them. stopped: why it
-    answers nothing more, "" where it does. agreed: see Federation.agreed.
-    Raises FedpactError of some kind for whatever does not fit; then nothing is promised.
+    Opening reserves the run's events in the ledger, if the policy allows them. stopped: why the
+    site no longer answers, "" if it does. agreed: see Federation.agreed. Raises FedpactError if
+    anything does not match; then nothing is reserved.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -234,7 +233,7 @@ class Site:
         self.placement = workshop.placement(self._bench.private, self._terms.batch_size)
         _log.info("%s: %s", self.name, PLACEMENTS[self.placement])
         whose = self.name, self.federation.names
-        self._questions = Questions(self.plan, FlatModel(workshop.module()).vector, *whose)
+        self._checks = TaskChecks(self.plan, FlatModel(workshop.module()).vector, *whose)
         path = self.files.ledger
         self._examiner = Examiner(self.files, self._store)
         self._records = ColumnRecords(self._load())
@@ -249,9 +248,9 @@ class Site:
             self._witness.check(self.ledger, self._last.ledger)
             self._witness.check(self.ledger, self._examiner.last.ledger)
             check_left_behind(directory, self._store, path, promised=bool(self.ledger.runs))
-            # Room that no process holds any more: the ledger's lock is this one's.
+            # Space reserved by a process that died: this one has the ledger's lock.
             remove_left(self._store.path)
-            # It reads what it remembers: what cannot be read ends it before it promises.
+            # This reads the algorithm's memory, and fails on an unreadable one before reserving.
             self._client = Client[Worker](
                 self.name,
                 self._terms.size,
@@ -269,7 +268,7 @@ class Site:
             raise
 
     def close(self) -> None:
-        """Let go of the ledger, for another process, and of the store."""
+        """Close the ledger, so that another process may open it, and the store."""
         self.ledger.close()
         self._store.close()
 
@@ -285,15 +284,14 @@ class Site:
         self.close()
 
     def handle(self, task: Task, seen: tuple[int, str] = (0, "")) -> bytes:
-        """Return the encoded answer to a task; a repeated question gets the stored reply.
+        """Return the encoded answer to a task; a repeated task gets the stored reply.
 
-        seen: length and head of this site's ledger as the server has seen it last.
-        A refusal's code depends on public quantities only: "run", "ledger", "policy", "task" (one
-        that is not of the plan's form), "model" (one that tells changes to a model that this site
-        does not have, and is to be told in full), "stale", "budget".
-        Under secure aggregation every task that comes by itself is against the policy, but for an
-        evaluation, whose noise is the site's own; and an evaluation inside of a step is.
-        Raises FedpactError: the site has stopped, or there is no room on its disk.
+        seen: length and head of this site's ledger as the server saw it last. The code of a
+        refusal depends on public quantities only: "run", "ledger", "policy", "task" (not of the
+        plan's form), "model" (differences to a model that this site does not have; the server
+        sends it in full), "stale", "budget". Under secure aggregation a training task outside a
+        step is refused with "policy", and so is an evaluation inside one, as its noise is the
+        site's own. Raises FedpactError: the site has stopped, or its disk is full.
         """
         objection = self._objection(task, seen)
         if not objection and task.algorithm == FINAL:
@@ -321,17 +319,17 @@ class Site:
         return _answer(self._trained(task))
 
     def _objection(self, question: Task | Step, seen: tuple[int, str]) -> str:
-        """Return the code with which any such question is refused, "" for none."""
+        """Return the code with which any such request is refused; "" if it is not."""
         if self.stopped:
             raise FedpactError(self.stopped)
         if question.run != self.run:
             return "run"
         if not is_place(*seen):
-            raise DataError(f"a question says that this site's ledger had {seen[0]} entries")
+            raise DataError(f"a task says that this site's ledger had {seen[0]} entries")
         self._witness.hear(self.ledger, *seen, f"the server of run {self.run}")
         try:
             self._witness.check(self.ledger)
-            # Read anew: what its owner takes back counts from the next question.
+            # Read again for each task: the owner's changes count from the next one.
             self._check_policy()
         except (LedgerError, PlanError, PolicyRefused) as error:
             _log.warning("round %d is refused: %s", question.round, error)
@@ -343,15 +341,12 @@ class Site:
         return to_bytes(Reply(*about, {}, {}, self.ledger.head, self.ledger.length))
 
     def _taken_over(self, task: Task) -> bytes:
-        """Keep the run's final model; nothing is charged, and nothing told of a record.
-
-        What it does on the records that are held out is kept for the owner.
-        """
-        wrong = self._questions.fault(task)
+        """Store the run's final model and its exact evaluation for the owner; charge nothing."""
+        wrong = self._checks.fault(task)
         if wrong is not None:
             _log.warning("the final model is refused: %s", wrong[1])
             return self._refusal(task, wrong[0])
-        # How long it went may have depended on what it released: what holds is what was reserved.
+        # The length of an early run may depend on its releases: the reserved ε is what holds.
         early = self.plan.budget.early and task.round < self.plan.rounds
         spent = self.cost.most if early else self.cost.epsilon
         FinalModel(self.files, self._store).keep(task, spent, self.cost.delta)
@@ -362,7 +357,7 @@ class Site:
     def _trained(self, task: Task) -> bytes:
         if task.run != self.run:
             return self._refusal(task, "run")
-        full, code, text = self._questions.in_full(task)
+        full, code, text = self._checks.in_full(task)
         if full is None:
             _log.warning("round %d: the server's task is refused: %s", task.round, text)
             return self._refusal(task, code)
@@ -375,24 +370,24 @@ class Site:
             return self._refusal(task, "stale")
         shared = self._terms.shares_noise and task.algorithm != EVALUATION
         if shared and self.ledger.is_charged(self.run, task.round, task.attempt):
-            # Two sums of one attempt would differ by this site's shares alone.
+            # Two sums of one attempt would differ only by this site's shares.
             return self._refusal(task, "attempt")
         before = self.ledger.length
         try:
             with room(task, self._store, self._witness.path, self.ledger.path):
                 return self._charged(task)
-        except Exception as error:  # whatever it is: what was charged has no reply
+        except Exception as error:  # any error: the charge has no reply
             if self.ledger.length > before:
                 self.stopped = (
-                    f"round {task.round} was charged and its reply could not be kept ({error}): "
-                    "the site answers nothing more, as each round would be charged in vain; make "
-                    "room on the disk, or mend it, and start the site again"
+                    f"round {task.round} was charged but its reply could not be stored ({error}): "
+                    "the site stops, as each round would be charged in vain; free space on the "
+                    "disk, or repair it, and restart the site"
                 )
             self._client.reload_memory()
             raise
 
     def _charged(self, task: Task) -> bytes:
-        """Return the answer, once it is kept together with what the algorithm remembers."""
+        """Return the answer after storing it together with the algorithm's memory."""
         with self._store.transaction():
             answer = self._client.handle(task, self._bench)
             block = to_bytes(answer)
@@ -409,7 +404,7 @@ class Site:
 
     @property
     def ending(self) -> str | None:
-        """What to tell of the run's end, once its final model is here; None before."""
+        """A description of the run's end, once the final model is stored; None before."""
         found = read_ending(self.files.directory, self.run)
         if found is None:
             return None
@@ -417,11 +412,11 @@ class Site:
 
     @property
     def most_vectors(self) -> int:
-        """How many vectors a message may have: of secure aggregation, a few for each site."""
+        """The most vectors of a message: with secure aggregation a few per site."""
         return MOST_VECTORS + 4 * len(self.federation.sites)
 
     def note(self, block: bytes, seconds: float) -> None:
-        """Count an answer that took so long, for the site's owner."""
+        """Count an answer and its seconds in the owner's statistics."""
         Progress.count(self._store, self.run, from_bytes(block, self.most_vectors), seconds)
 
     def _refusal(self, question: Task | Step, code: str) -> bytes:
@@ -460,7 +455,7 @@ class Site:
         bench = self._bench if self._device.type == "cpu" else None
         own = own_records(self.files, bench)
         if not has_reserved(self.files.ledger, self.run):
-            # From the first promise on no wrong record stops it, as that would tell of it.
+            # After the first reservation no invalid record may stop the site, as that reveals it.
             own.check(self.settings)
         held = self._examiner.split(own)
         self._examiner.take(own.raw[held], own.part(held).to(self._device))
@@ -468,19 +463,19 @@ class Site:
 
 
 def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[bytes, str]:
-    """Return a site's answer to an encoded question, and what to write into the site's own log.
+    """Return a site's answer to an encoded task or step, and a line for the site's own log.
 
-    seen: see Site.handle; as the server signed it with the question.
-    Whatever goes wrong inside leaves the site as a refusal with the code "error" and no word more.
+    seen: see Site.handle; signed by the server with the task. Any error leaves the site as a
+    refusal with the code "error" and no further details.
     """
     run, number = "", 0
     try:
         question = from_bytes(block, site.most_vectors)
         if not isinstance(question, Task | Step):
-            raise DataError(f"a {type(question).__name__} came where a question is expected")
+            raise DataError(f"a {type(question).__name__} was received: expected a task or step")
         run, number = question.run, question.round
         if isinstance(question, Task):
-            # Whoever has "replied" has released (check_left_behind).
+            # "replied" in the log means that something was released (check_left_behind).
             done = "is ready" if question.algorithm == READY else "replied"
             encoded = site.handle(question, seen)
         else:
@@ -488,14 +483,14 @@ def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[b
         message = from_bytes(encoded, site.most_vectors)
         what = f"refused: {message.code}" if isinstance(message, Refusal) else done
         return encoded, f"round {number}: {what}; {site.cost.describe()}"
-    except Exception as error:  # the text may speak of records: it stays here
+    except Exception as error:  # its text may depend on records, so it stays here
         told = f"round {number}: {type(error).__name__}: {error}"
         return to_bytes(Refusal(run, number, site.name, "error")), told
 
 
 def _answer(block: bytes) -> Reply | Refusal:
-    """Decode what the site itself has encoded."""
+    """Decode an answer of this site."""
     message = from_bytes(block)
     if not isinstance(message, Reply | Refusal):
-        raise DataError(f"a {type(message).__name__} was found where the site's answer should be")
+        raise DataError(f"a {type(message).__name__} was found: expected the site's answer")
     return message

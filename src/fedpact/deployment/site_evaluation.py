@@ -1,8 +1,8 @@
-"""What a site does beside training: evaluations, personal models, and what its owner sees.
+"""A site's evaluations, its personal model, and the exact figures for its owner.
 
-held-out.key      the site's secret, by which each record falls to one side; made at the first
-                  opening with evaluations, and missed from then on
-personal.safetensors  the model that its owner had tuned on the site's own records
+held-out.key          the secret that selects held-out records; created at the first opening
+                      with evaluations, and required from then on
+personal.safetensors  the model tuned on the site's own records
 """
 
 import json
@@ -51,7 +51,7 @@ from fedpact.simulation.workshop import Worker
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run costs at a site, by its ledger."""
+    """The cost of a run at a site, from its ledger."""
 
     run: str
     terms: Terms
@@ -59,21 +59,21 @@ class Cost:
 
     @property
     def epsilon(self) -> float:
-        """ε spent so far at `delta`, an upper bound; adjacency and accountant are the terms'."""
+        """Upper bound on ε spent so far, at `delta`, with the terms' adjacency and accountant."""
         return self.terms.epsilon_after(self.ledger.spent(self.run))
 
     @property
     def most(self) -> float:
-        """ε of all that the run may spend."""
+        """ε of the run's whole budget."""
         return self.terms.budget.epsilon
 
     @property
     def delta(self) -> float:
-        """δ at which both hold."""
+        """The δ of both."""
         return self.terms.budget.delta
 
     def describe(self) -> str:
-        """Return `epsilon` in words, to the last digit: rounded down it would be no bound."""
+        """Describe the spent ε with all digits: rounded down it would not be a bound."""
         cases = self.terms.guarantee_after(self.ledger.spent(self.run)).cases
         spent = "; ".join(f"ε <= {epsilon!r}{condition}" for condition, epsilon in cases)
         return (
@@ -87,7 +87,7 @@ NOT_PRIVATE: Final = "NOT PRIVATE: tuned on this site's own records; never relea
 
 @dataclass(frozen=True)
 class Personal:
-    """What tuning found at a site. file: the model that was written, None if it advised not to."""
+    """The result of tuning at a site. file: the tuned model; None if tuning is not advised."""
 
     site: str
     figures: SiteFigures
@@ -95,12 +95,11 @@ class Personal:
 
 
 def personalise_site(directory: Path, model: Path | None = None) -> Personal:
-    """Tune the final model on a site's records, or say that it is not worth it.
+    """Tune the final model on a site's records, unless that is not advised.
 
-    model: the run's model.safetensors as the server published it; by default the one that it handed
-    to the site, or that of a server whose directory lies beside the sites'.
-    An older personal.safetensors is removed where the advice is not to tune.
-    Raises InputError of some kind: no final model, or one that is not the plan's.
+    model: the run's model.safetensors as published by the server; by default the one that the site
+    received, or that of a server on this machine. An older personal.safetensors is removed if
+    tuning is not advised. Raises InputError: no final model, or one that is not the plan's.
     """
     check_writable(directory)
     files = SiteFiles.read(directory)
@@ -108,7 +107,7 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     check_as_declared(plan.method)
     plan.task.check_plain("what joining was worth")
     handed = directory / RUN / "model.safetensors"
-    # What a site with a model of its own was handed is that, and no longer everybody's.
+    # A site with its own model has stored that one, not the shared one.
     here = read_ending(directory, federation.run) is not None
     if model is None and here and not plan.method.has_own_models:
         model = handed
@@ -117,7 +116,7 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     flat = FlatModel(module)
     initial = flat.vector.clone()
     w = read_model(source, module, flat)
-    # With the final model a site's last reply counts as included, if it was of its last round.
+    # The site's last reply counts as included if it was for its last round.
     last = plan.participants(federation.names).last_of(name, plan.rounds)
     own = plan.method.own_model(w, _remembered(directory, federation.run, last))
     found = own_records(files)
@@ -146,7 +145,7 @@ _log = logging.getLogger("fedpact.site")
 
 @dataclass(frozen=True)
 class Progress:
-    """round: of the last question. seconds: that its answer took. refusals: code -> how many."""
+    """A site's progress. round, seconds: of the last answer. refusals: code -> count."""
 
     run: str = ""
     round: int = 0
@@ -156,12 +155,12 @@ class Progress:
 
     @property
     def state(self) -> str:
-        """In a word, how far it is."""
-        return "running" if self.answers else "nothing answered yet"
+        """The state in words."""
+        return "running" if self.answers else "no answer yet"
 
     @staticmethod
     def of(block: bytes | None) -> "Progress":
-        """Return what a site's store says; nothing where that is missing or unreadable."""
+        """Read it from a site's store; empty if missing or unreadable."""
         try:
             return Progress(**json.loads(block or b"{}"))
         except (ValueError, TypeError):
@@ -169,10 +168,7 @@ class Progress:
 
     @staticmethod
     def count(store: Store, run: str, answer: object, seconds: float) -> None:
-        """Note a message that a site has answered with; what is none counts for nothing.
-
-        A disk that is full stops nothing, as nothing follows from it.
-        """
+        """Count a site's answer. A full disk is only logged, as nothing depends on this count."""
         if not isinstance(answer, Reply | Refusal | Step):
             return
         code = answer.code if isinstance(answer, Refusal) else ""
@@ -183,7 +179,7 @@ class Progress:
             _log.warning("the progress is not written: %s", error)
 
     def after(self, run: str, number: int, seconds: float, code: str) -> "Progress":
-        """Return it with one more answer. code: of a refusal, "" for none."""
+        """Return the progress after one more answer. code: of a refusal, "" for a reply."""
         before = self if self.run == run else Progress(run)
         refusals = Counter(before.refusals) + Counter([code] if code else [])
         last = max(before.round, number)
@@ -197,9 +193,9 @@ _KEY_BYTES: Final = 32
 
 
 class Examiner:
-    """Evaluates at a site. store: the site's.
+    """Evaluates models on a site's held-out records. store: the site's.
 
-    Raises LedgerError: the secret of a site that has promised evaluations is not there.
+    Raises LedgerError: the site has reserved evaluations, but its secret is missing.
     """
 
     def __init__(self, files: SiteFiles, store: Store) -> None:
@@ -223,20 +219,20 @@ class Examiner:
         return hold_out(own.raw, own.records.y, share, key, own.whose)
 
     def take(self, raw: Tensor, held: Records) -> None:
-        """Keep the held-out records: as they stand in the file, and as they are evaluated."""
+        """Set the held-out records. raw: as in the file; held: as used by the model."""
         y = held.y
         group = y.new_zeros(len(y)) if self._groups is None else self._groups.of(raw)
         self._held = HeldOut(held.x, y, group.to(y.device), held.persons, held.columns)
 
     def reserve(self, ledger: Ledger, run: str) -> None:
-        """Promise the run's evaluations, if it has any."""
+        """Reserve the run's evaluations, if it has any."""
         self.form.reserve(ledger, run, self.form.split(self._key, persons=self._of_persons))
 
     def examine(self, ledger: Ledger, task: Task, memory: State, bench: Worker) -> Vectors:
-        """Return what the site releases in answer to a question, charged first."""
+        """Charge an evaluation, and return its noisy sums."""
         held, once = self._held, self.form.once
         if held is None or once is None:
-            raise LedgerError(f"site {self._name!r} has promised no evaluation")
+            raise LedgerError(f"site {self._name!r} has not reserved evaluations")
         draws: Draws = self._secure
         if self._test:
             draws = SeededDraws(*self._plan.seeds(self._name, task.round))
@@ -248,7 +244,7 @@ class Examiner:
         )
 
     def note(self, task: Task, memory: State, bench: Worker) -> None:
-        """Keep the exact sums of a task's model for the owner. Whatever goes wrong, stays here."""
+        """Store the exact sums of a task's model for the owner. Errors are only logged."""
         if self._held is None or task.round == 0 or not self.form.share:
             return
         try:
@@ -264,14 +260,14 @@ class Examiner:
             named = {"classes": form.classes, "groups": form.groups, "unit": form.unit}
             found = {"run": task.run, "settings": settings, **named, "rounds": of_run}
             self._store.write(FIGURES, json.dumps(found).encode())
-        except Exception as error:  # of records, or of the disk: no answer may depend on it
-            _log.warning("the owner's own figures are not kept: %s", type(error).__name__)
+        except Exception as error:  # no answer may depend on it
+            _log.warning("the owner's exact figures are not stored: %s", type(error).__name__)
 
 
 def own_figures(directory: Path, run: str) -> dict[str, Any] | None:
-    """Return what a site's owner sees of a run: its form, and by round the exact sums.
+    """Return the exact sums by round for a site's owner, with their format.
 
-    None: no record is held out, or no round is over. Raises DataError: a damaged store.
+    None: no record is held out, or no round has ended. Raises DataError: a damaged store.
     """
     found = json.loads(read_store(directory, FIGURES) or b"{}")
     if found.get("run") != run:
@@ -280,9 +276,9 @@ def own_figures(directory: Path, run: str) -> dict[str, Any] | None:
 
 
 def _examiner_key(directory: Path, ledger: Path, run: str) -> bytes:
-    """Return the site's secret; made where this run has promised no evaluations yet.
+    """Return the site's secret; create it if this run has reserved no evaluations yet.
 
-    Over several runs a ledger adds up, so another run's may be another.
+    Costs add up over several runs, so another run may have another secret.
     """
     path = directory / "held-out.key"
     if path.exists():
@@ -294,13 +290,12 @@ def _examiner_key(directory: Path, ledger: Path, run: str) -> bytes:
         write_whole(path, found)
         return found
     raise LedgerError(
-        f"{path} is missing or damaged, and by {ledger} this site has promised evaluations of run "
-        f"{run}: expected the secret by which records are held out; with another one, records that "
-        "were trained on would be evaluated as well. Put it back from a backup (another run may "
-        "draw its own)"
+        f"{path} is missing or damaged, but {ledger} has reserved evaluations of run {run}: "
+        "expected the secret that selects held-out records; with another one, training records "
+        "would be evaluated too. Restore it from a backup (a new run may have a new secret)"
     )
 
 
 def _evaluated(ledger: Path) -> set[str]:
-    """Return the runs whose evaluations a ledger has promised."""
+    """Return the runs whose evaluations are reserved in a ledger."""
     return {str(entry["beside"]) for entry in read_entries(ledger) if entry.get("beside")}

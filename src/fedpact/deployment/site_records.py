@@ -1,4 +1,4 @@
-"""Where a site's records are, and how they are read: from its own file to what is trained on."""
+"""A site's settings, and its records: read from its own file and prepared for training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,24 +38,23 @@ class SiteSettings(BaseModel):
     records: str
     """A .npz, .csv or .parquet file."""
     label: str | None = None
-    """Its column, of a table."""
+    """The label's column in a table."""
     data_set: str
-    """What the ledger is called, one for each set of records and for its whole life."""
+    """The name of the ledger: always the same for one set of records."""
     data_version: OneLine = ""
-    """What receipts say of it beside its name, "" where nobody says."""
+    """A version stated in receipts; "" for none."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
-    """Where it computes, "cpu" or "cuda"."""
+    """The device of computations, "cpu" or "cuda"."""
     ledger: str = "ledger.jsonl"
-    """Where it lies, on a local disk."""
+    """The path of the ledger, on a local disk."""
     socket: str | None = None
-    """The Unix socket at which a SuperNode that is there already asks, by fedpact's Flower app;
-    the account of that SuperNode needs the socket's group, and must not read this directory."""
+    """The Unix socket for an existing SuperNode that runs fedpact's Flower app; the account of that
+    SuperNode needs the socket's group, and must not be able to read this directory."""
     most_left_out: float = Field(default=0.05, ge=0, le=1)
-    """The share of records that may be left out as not fitting; with more the site does not
-    open, and promises nothing."""
+    """The share of records that may be left out because they do not fit; with more the site does
+    not open, and reserves nothing."""
     columns: dict[str, FileColumn] = Field(default_factory=dict[str, FileColumn])
-    """Which columns of a table the declared ones are, where they have other names, units or
-    words there."""
+    """Declared column -> column of the table, if it has another name, unit or spelling."""
 
     @staticmethod
     def read(directory: Path) -> "SiteSettings":
@@ -65,7 +64,7 @@ class SiteSettings(BaseModel):
 
 @dataclass(frozen=True)
 class SiteFiles:
-    """What a site's directory says: its owner's settings, and the federation and the plan."""
+    """The files of a site's directory: its owner's settings, the federation and the plan."""
 
     directory: Path
     settings: SiteSettings
@@ -81,17 +80,17 @@ class SiteFiles:
 
     @property
     def name(self) -> str:
-        """The site's."""
+        """The site's name."""
         return self.settings.name
 
     @property
     def ledger(self) -> Path:
-        """Where the site's ledger is, or will be."""
+        """The path of the site's ledger."""
         return self.directory / self.settings.ledger
 
     @property
     def terms(self) -> Terms:
-        """The site's own. Raises PlanError: the federation has no such site."""
+        """The site's terms. Raises PlanError: the federation has no such site."""
         name, names = self.name, self.federation.names
         if name not in names:
             raise PlanError(f"site.toml names {name!r}: federation.toml has {', '.join(names)}")
@@ -99,17 +98,17 @@ class SiteFiles:
 
     @property
     def workshop(self) -> TrainingSetup:
-        """What the site computes with, on its own device."""
+        """The site's model, loss and preparation of records, on its own device."""
         found = self.federation.workshop(self.plan, self.directory)
         return replace(found, device=self.settings.device)
 
 
 @dataclass(frozen=True, eq=False)
 class Own:
-    """A site's records. raw: as they stand in its file, x [n, ...]; records: as they are used.
+    """A site's records. raw: as in its file, x [n, ...]; records: as used by the model.
 
-    whose: each record's person [n]; None where nobody asks. sieve: of the file's records, which are
-    left out, and why.
+    whose: each record's person [n]; None without a person column. sieve: which of the file's
+    records are left out, and why.
     """
 
     raw: Tensor
@@ -119,11 +118,11 @@ class Own:
 
     @property
     def left_out(self) -> float:
-        """The share of the file's records that are left out; 1 where it has none."""
+        """The share of the file's records that are left out; 1 if it has none."""
         return float((~self.sieve.good).mean()) if self.sieve.count else 1.0
 
     def check(self, settings: SiteSettings) -> None:
-        """Raise DataError where more records are left out than the owner allows."""
+        """Raise DataError if more records are left out than the owner allows."""
         if self.left_out <= settings.most_left_out:
             return
         sieve = self.sieve
@@ -133,15 +132,15 @@ class Own:
         )
         raise DataError(
             f"{int((~sieve.good).sum()):,} of {sieve.count:,} records of {sieve.origin} are left "
-            f"out, {percent(self.left_out)}, and most_left_out of site.toml allows "
-            f"{percent(settings.most_left_out)}: {why or 'it is empty'}. So the site does not "
-            "open, and promises nothing. `fedpact deploy check` of its directory shows each column "
-            "beside its declaration: correct the records, say under [columns] of site.toml which "
-            "units and words they have, or set most_left_out higher"
+            f"out, {percent(self.left_out)}, but most_left_out in site.toml allows "
+            f"{percent(settings.most_left_out)}: {why or 'the file is empty'}. The site does not "
+            "open, and nothing is reserved. Run `fedpact deploy check` on its directory to compare "
+            "each column with its declaration; then correct the records, give their units and "
+            "categories under [columns] in site.toml, or increase most_left_out"
         )
 
     def part(self, chosen: Tensor) -> Records:
-        """Return some of the records, bool [n], as they are used."""
+        """Return the `chosen` records, bool [n], as used by the model."""
         of, persons = self.records, None
         if of.persons is not None:
             persons = number_persons(self.whose, chosen.nonzero()[:, 0].numpy())
@@ -149,17 +148,17 @@ class Own:
 
 
 def own_records(files: SiteFiles, bench: Worker | None = None) -> Own:
-    """Return a site's records in the CPU's memory.
+    """Return a site's records in CPU memory.
 
-    bench: to try them with; it has to be in the CPU's memory, too: a word that a card's table does
-    not have ends its process. Raises InputError: they do not fit.
+    bench: tries them, also in CPU memory: on a GPU a word that is not in an embedding's table ends
+    the process. Raises InputError: the file does not match the declaration.
     """
     directory, settings, of, plan = files.directory, files.settings, files.federation, files.plan
     path = directory / settings.records
     form = of.classes, of.shape, of.values, of.describe_labels(plan), of.person, of.features
     found, sieve = load_site(path, settings.label, *form, settings.columns)
     if found.x.is_floating_point() and not (plan.features.used and len(of.shape) > 1):
-        # Into the owner's own log, as what is left out, and without values like it.
+        # To the owner's own log, like left-out records, and without values.
         advise(str(path), of.records, of.shape, found.features, found.x, values=False)
     stage = of.stage(plan, directory)
     staged = stage(found.x, of.example(), str(path), beside(path), found.features)
@@ -179,11 +178,10 @@ def own_records(files: SiteFiles, bench: Worker | None = None) -> Own:
 def limit_per_person(
     persons: Sequence[str], good: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor | None]:
-    """Return which records are used, as indices [m], and whose each is; None if that is all one.
+    """Return the indices [m] of used records, and each one's person; None if records are the unit.
 
-    persons: whose each record is [n], or empty where nobody asked. good: which are taken, bool [n].
-    Beyond `privacy.person_records` of a person the plan drops some; see
-    splits.limit_records_per_person.
+    persons: each record's person [n], or empty. good: the valid records, bool [n]. At most
+    `privacy.person_records` of a person are used; see splits.limit_records_per_person.
     """
     places = good.nonzero()[:, 0]
     if not persons:

@@ -1,8 +1,8 @@
-"""How a run stands by its files, as plain data: what `fedpact watch` shows.
+"""The state of a run from its files, as plain data for `fedpact watch`.
 
-A run's folder or a server's directory shows all sites, as the server counts them. A site's own
-directory shows that site: its ledger, what it answered, and no other site's name. What a site's
-owner alone may see of its records is not in it, as other accounts of the machine can ask the page.
+A run's folder or a server's directory shows all sites, as known to the server. A site's own
+directory shows only that site: its ledger and its answers. Figures for the owner alone are not
+included, as other accounts of the machine can open the page.
 """
 
 import json
@@ -29,15 +29,15 @@ from fedpact.report.evaluations import compare_with_classes
 from fedpact.report.run_summary import RunSummary, read_run
 
 Document = dict[str, Any]
-# Of so many last rounds the mean time says how long the rest will take.
+# The time left is estimated from the mean of this many last rounds.
 _RECENT: Final = 10
 
 
 def take_snapshot(directory: Path) -> Document:
-    """Return what a run's folder, a server's or a site's directory, or a deployment's, says.
+    """Return the state of a run's folder, or of a deployment's, server's or site's directory.
 
-    Raises DataError: it is none of them, or its run is still being set up. LedgerError: a site's
-    ledger is damaged.
+    Raises DataError: it is none of them, or its run is still being set up. LedgerError: a damaged
+    ledger of a site.
     """
     if (directory / "site.toml").exists():
         return _site(directory)
@@ -46,28 +46,28 @@ def take_snapshot(directory: Path) -> Document:
 
 
 def find_run(directory: Path) -> tuple[Path, Path]:
-    """Return whose run it is, a server's directory or the run's folder, and that folder.
+    """Return the directory that a run belongs to (a server's, or the run's own), and its folder.
 
-    Raises DataError: it is neither, nor a deployment's directory.
+    Raises DataError: there is no run.
     """
     if (directory / "server" / "federation.toml").exists():
         directory = directory / "server"
     folder = folder_of_run(directory)
     if not (folder / "plan.json").exists() and folder == directory:
         raise DataError(
-            f"{directory} holds no run: expected the folder of a run, or the directory of a "
+            f"{directory} has no run: expected the folder of a run, or the directory of a "
             "deployment's server or site"
         )
     return directory, folder
 
 
 def find_released(run: RunSummary) -> Document | None:
-    """Return the evaluations that sites have released so far; None where there are none."""
+    """Return the evaluations that sites have released so far; None if there are none."""
     return run.released or released_so_far(run.records, run.privacy.get("evaluation"))
 
 
 def _changed(folder: Path) -> tuple[tuple[int, int], ...]:
-    """Return when each of a run's files was changed, and its length, so that it is read anew."""
+    """Return time of change and length of a run's files, to detect changes."""
     names = ("privacy.json", "rounds.jsonl", "summary.json", WAITS, HANDED_OVER)
     found = [(folder / name).stat() for name in names if (folder / name).exists()]
     return tuple((each.st_mtime_ns, each.st_size) for each in found)
@@ -75,7 +75,7 @@ def _changed(folder: Path) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=4)
 def _run(party: Path, folder: Path, held: bool, changed: object) -> Document:
-    """held: whether a process carries the run out."""
+    """Return the state of a run. held: whether a process is running it."""
     del changed
     if not (folder / "privacy.json").exists():
         raise DataError(f"the run in {folder} is being set up: look again in a moment")
@@ -141,9 +141,9 @@ def _cost(run: RunSummary, site: str) -> Document:
 
 
 def _missing(records: Iterable[RoundRecord], waits: Mapping[str, Any]) -> dict[str, Document]:
-    """Return the sites that the last round they were asked in went without, and why.
+    """Return the sites missing from the last round in which they were asked, with the reason.
 
-    since: the first of the rounds that it has been so. Before the first round, who is waited for.
+    since: the first round without the site. Before the first round: the sites waited for.
     """
     found = dict[str, Document]()
     for record in records:
@@ -160,9 +160,9 @@ def _reason(code: str, since: int) -> Document:
 
 
 def _curves(run: RunSummary, released: Document | None) -> list[Document]:
-    """Return accuracy and mean loss by round, of whatever there is.
+    """Return the available curves of accuracy and mean loss by round.
 
-    points: [round, value] each, with the interval's two ends where sites released it with noise.
+    points: [round, value], with the two ends of the interval if the value is released.
     """
     found, exact = list[Document](), "simulator only" if run.pooled else "on public test data"
     for name in ("accuracy", "loss"):
@@ -231,20 +231,20 @@ def _site(directory: Path) -> Document:
     plan, path = _json(directory / "plan.json"), directory / settings.ledger
     progress = Progress.of(read_store(directory, PROGRESS))
     if progress.run != federation.run:
-        # Of an earlier run of this site.
+        # It belongs to an earlier run of this site.
         progress = Progress()
     ledger = _ledger(path, path.stat().st_mtime_ns) if path.exists() else {"runs": {}, "entries": 0}
-    # Else the model is an earlier run's.
+    # Otherwise the model belongs to an earlier run.
     ended = _json(directory / "run" / "summary.json").get("run") == federation.run
     running = is_held(directory)
     to_do = [
-        f"It refused {counted(n, 'question')} ({c}): it {REASONS.get(c, 'says why in its log')}."
+        f"It refused {counted(n, 'task')} ({c}): it {REASONS.get(c, 'logs the reason')}."
         for c, n in progress.refusals.items()
     ]
     if missing := read_approvals(directory).missing:
         to_do.append(
-            f"It waits for {missing} more to approve what it will release: read `fedpact deploy "
-            f"approve {directory}`, then sign with --by NAME."
+            f"It waits for {counted(missing, 'more approval')}: read what it will release with "
+            f"`fedpact deploy approve {directory}`, then sign with --by NAME."
         )
     if not (running or ended):
         to_do.append(f"This site is stopped; `fedpact deploy site {directory}` starts it.")
@@ -277,7 +277,7 @@ def _ledger(path: Path, changed: int) -> Document:
 
 
 def _json(path: Path) -> Mapping[str, Any]:
-    """Return a JSON file's table; an empty one where it is not there, or none yet."""
+    """Return a JSON file's table; an empty one if it is missing or incomplete."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):

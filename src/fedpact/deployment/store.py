@@ -1,15 +1,14 @@
-"""What a site keeps of its rounds, in one file: site.db, SQLite, changed by transactions.
+"""A site's state between rounds: site.db, an SQLite file that changes by transactions.
 
-reply, evaluation   its last replies, each with the question, for when it is asked again
-RUN/committed, RUN/pending  what its algorithm remembers of a run (RunMemory, client.Client)
-opened              of which sites it has helped to open a sum last, under secure aggregation; made
-                    at the first opening, and missed after the first charge
-progress            what it has answered, and
-figures             exact sums after each round: for its owner, no message has any of it
+    reply, evaluation           the last replies with their tasks, to be repeated if asked again
+    RUN/committed, RUN/pending  the algorithm's memory for a run (RunMemory, client.Client)
+    opened                      the sites of the last sum that this site helped to open, with secure
+                                aggregation; created at the first opening, then required
+    progress, figures           counts of answers, and exact sums after each round, for the owner
+                                alone: no message contains them
 
-A process that is killed leaves what was there before a transaction, or after it. The ledger is a
-file of its own, which others read (privacy.ledger), and is written first: what a reply costs is
-charged before the reply is there.
+A killed process leaves the state before or after a transaction. The ledger is a separate file that
+auditors read (privacy.ledger), and is written first: a reply is charged before it exists.
 """
 
 import json
@@ -28,28 +27,28 @@ from fedpact.common.messages import Reply, Task, from_bytes
 STORE_FILE: Final = "site.db"
 # Another process of the site's owner may read meanwhile.
 _WAIT_SECONDS = 30.0
-# SQLite allows no value above 10^9 bytes: a longer content lies in several rows.
+# SQLite allows at most 10^9 bytes per value: longer content is split into several rows.
 _PIECE = 2**24
 _DAMAGED = (
-    "it is damaged, or not what fedpact wrote there. Put it back from a backup of after the last "
-    "release, or move it away: then a round that was answered and is asked again is charged again, "
-    "and never beyond the budget, what the algorithm remembers at this site begins anew, and in a "
-    "run with secure aggregation that has charged it the site takes part no more"
+    "it is damaged, or was not written by fedpact. Restore it from a backup made after the last "
+    "release, or move it away. Without it, a repeated task is charged again (never beyond the "
+    "budget), the algorithm's memory at this site is lost, and the site can no longer take part "
+    "in a run with secure aggregation that has charged it"
 )
 
 
 class Store:
-    """A site's store in its directory, made if it is not there.
+    """A site's store in its directory, created if missing.
 
-    Each method raises DataError: the file is damaged; OSError: no room, or no right.
+    Methods raise DataError: the file is damaged; OSError: no space, or no permission.
     """
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / STORE_FILE
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, PRIVATE))
-        with self._told():
+        with self._errors():
             self._db = sqlite3.connect(self.path, _WAIT_SECONDS, isolation_level=None)
-            # A commit is on the disk when it returns, and its journal keeps the room it took.
+            # A commit returns when it is on the disk, and its journal keeps its space.
             self._db.execute("PRAGMA synchronous = EXTRA")
             self._db.execute("PRAGMA journal_mode = PERSIST")
             self._db.execute(
@@ -62,41 +61,41 @@ class Store:
         self._db.close()
 
     def read(self, name: str) -> bytes | None:
-        """Return what is kept under a name, None if nothing is."""
-        with self._told():
+        """Return the content stored under a name; None if there is none."""
+        with self._errors():
             ask = "SELECT value FROM kept WHERE name = ? ORDER BY part"
             rows = self._db.execute(ask, (name,)).fetchall()
         return b"".join(value for (value,) in rows) if rows else None
 
     def write(self, name: str, *content: bytes | memoryview) -> None:
-        """Keep these parts under a name; durable once the transaction around it is over."""
+        """Store these parts under a name; durable after the surrounding transaction."""
         free_room(self.path)
         whole = memoryview(b"".join(content))
-        with self.transaction(), self._told():
+        with self.transaction(), self._errors():
             self._db.execute("DELETE FROM kept WHERE name = ?", (name,))
             for part, at in enumerate(range(0, len(whole) or 1, _PIECE)):
                 row = name, part, whole[at : at + _PIECE]
                 self._db.execute("INSERT INTO kept VALUES (?, ?, ?)", row)
 
     def remove(self, name: str) -> None:
-        """Keep nothing under a name."""
-        with self._told():
+        """Delete the content of a name."""
+        with self._errors():
             self._db.execute("DELETE FROM kept WHERE name = ?", (name,))
 
     @contextmanager
     def transaction(self) -> Generator[None]:
-        """Write all that the block does, or nothing if it raises or its process is killed.
+        """Write everything in the block, or nothing if it raises or its process is killed.
 
-        A transaction within another one is a part of that.
+        A nested transaction is part of the outer one.
         """
         if self._db.in_transaction:
             yield
             return
-        with self._told():
+        with self._errors():
             self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
-            with self._told():
+            with self._errors():
                 self._db.execute("COMMIT")
         except BaseException:
             if self._db.in_transaction:
@@ -104,56 +103,56 @@ class Store:
             raise
 
     def make_room(self, length: int) -> None:
-        """Hold room on the disk until the next `write`, or `free_room`."""
+        """Reserve space on the disk until the next `write` or `free_room`."""
         make_room(length, self.path)
 
     def free_room(self) -> None:
-        """Give back what `make_room` took."""
+        """Release the space reserved by `make_room`."""
         free_room(self.path)
 
     @contextmanager
-    def _told(self) -> Generator[None]:
+    def _errors(self) -> Generator[None]:
         try:
             yield
         except sqlite3.OperationalError as error:
             raise OSError(None, str(error), str(self.path)) from error
         except sqlite3.DatabaseError as error:
-            raise DataError(f"{self.path} cannot be understood ({error}): {_DAMAGED}") from None
+            raise DataError(f"{self.path} cannot be read ({error}): {_DAMAGED}") from None
 
 
 @dataclass(frozen=True)
 class StoreSlot:
-    """One content of a store, for who keeps no other."""
+    """A single entry of a store."""
 
     store: Store
     name: str
 
     @property
     def path(self) -> Path:
-        """The file that it lies in."""
+        """The store's file."""
         return self.store.path
 
     def read(self) -> bytes | None:
-        """Return the content, None if there is none."""
+        """Return the content; None if there is none."""
         return self.store.read(self.name)
 
     def write(self, content: bytes) -> None:
-        """Replace the content; what room there is for it is used."""
+        """Replace the content, using the space reserved for it."""
         with self.store.transaction():
             self.store.remove(f"room for {self.name}")
             self.store.write(self.name, content)
 
     def make_room(self, length: int) -> None:
-        """Hold room in the file until the next `write`. Raises OSError."""
+        """Reserve space in the file until the next `write`. Raises OSError."""
         self.store.write(f"room for {self.name}", bytes(length))
 
 
 @dataclass(frozen=True)
 class RunMemory:
-    """What the algorithm remembers at this site of one run (client.MemoryStore).
+    """The algorithm's memory at this site for one run (client.MemoryStore).
 
-    A directory may take part in one run after the other: a control variate or a model of its own
-    from an earlier one is nothing that the next may start with.
+    A directory may take part in several runs, and a control variate or local model of one must not
+    be used by the next.
     """
 
     store: Store
@@ -161,20 +160,20 @@ class RunMemory:
 
     @property
     def path(self) -> Path:
-        """The file that it lies in."""
+        """The store's file."""
         return self.store.path
 
     def read(self, name: str) -> bytes | None:
-        """Return what is kept of this run under a name, None if nothing is."""
+        """Return this run's content under a name; None if there is none."""
         return self.store.read(f"{self.run}/{name}")
 
     def write(self, name: str, *content: bytes | memoryview) -> None:
-        """Keep these parts under a name."""
+        """Store these parts under a name."""
         self.store.write(f"{self.run}/{name}", *content)
 
 
 def read_store(directory: Path, name: str) -> bytes | None:
-    """Return what a site keeps under a name, also while it runs; None if nothing is."""
+    """Return a site's stored content, even while it runs; None if there is none."""
     if not (directory / STORE_FILE).exists():
         return None
     with closing(Store(directory)) as store:
@@ -182,19 +181,18 @@ def read_store(directory: Path, name: str) -> bytes | None:
 
 
 _Question = tuple[str, int, int, str]
-# A reply, or what a method remembers, is at most three times as long as its task in every method.
+# For every method a reply, and its memory, is at most three times as long as its task.
 _TIMES: Final = 4
 _SPARE: Final = 1 << 16
 
 
 class LastReply:
-    """The last reply and the question that it answers, kept before it is sent.
+    """The last reply with its task, stored before it is sent.
 
-    It is kept as one line of JSON, [run, round, attempt, digest of the task], then the reply as it
-    was encoded. The reply names the ledger it was made with (Reply.ledger_length, ledger_head): a
-    ledger that does not go on from there is not the one that paid for it.
-    name: in the store. ledger: length and head of the ledger it was made with; (0, "") where there
-    is no reply. Raises DataError: something that this site did not write.
+    The format is one line of JSON, [run, round, attempt, digest of the task], then the encoded
+    reply. The reply names the ledger that was charged for it (Reply.ledger_length, ledger_head); a
+    ledger that does not continue from there is another one. name: in the store. ledger: length and
+    head of that ledger; (0, "") without a reply. Raises DataError: an invalid entry.
     """
 
     def __init__(self, store: Store, name: str) -> None:
@@ -211,7 +209,7 @@ class LastReply:
         return self._block if self._key == _key(task) else None
 
     def is_newer_than(self, task: Task) -> bool:
-        """Whether it answers a later round or attempt of the task's run, or this one."""
+        """Whether it answers this or a later round or attempt of the task's run."""
         run, number, attempt, _ = self._key
         return run == task.run and (number, attempt) >= (task.round, task.attempt)
 
@@ -220,20 +218,20 @@ class LastReply:
         self._store.write(self._name, json.dumps(_key(task)).encode() + b"\n", block)
 
     def note_kept(self, task: Task, block: bytes) -> None:
-        """Answer with a stored reply from now on: it is on the disk."""
+        """Use the reply for repeated tasks, once it is on the disk."""
         self._key, self._block = _key(task), block
 
 
 @contextmanager
 def room(task: Task, store: Store, *paths: Path) -> Generator[None]:
-    """Hold room on the disk for what a task's answer will write to a store and these files.
+    """Reserve disk space for everything that a task's answer writes to a store and these files.
 
-    The last path is the ledger's: its next lines cannot be written ahead, but there is to be room
-    for them. Raises FedpactError: there is none.
+    The last path is the ledger's; space for its next lines is only tested. Raises FedpactError: not
+    enough space.
     """
     *replaced, ledger = paths
     probe = ledger.with_name(ledger.name + ".room")
-    # A reply, what the method remembers, and what SQLite keeps of both until they are committed.
+    # The reply, the method's memory, and SQLite's journal of both.
     length = 3 * _TIMES * task.wire_bytes + _SPARE
     try:
         store.make_room(length)
@@ -241,9 +239,9 @@ def room(task: Task, store: Store, *paths: Path) -> Generator[None]:
     except OSError as error:
         store.free_room()
         raise FedpactError(
-            f"round {task.round} needs {length} bytes on the disk beside {store.path}, and {_SPARE}"
-            f" beside {ledger} ({error.strerror}): nothing is charged; make room, and the site "
-            "takes part again"
+            f"round {task.round} needs {length} bytes on the disk of {store.path}, and {_SPARE} on "
+            f"that of {ledger} ({error.strerror}): nothing is charged; free this space, and the "
+            "site takes part again"
         ) from error
     free_room(probe)
     try:
@@ -254,7 +252,7 @@ def room(task: Task, store: Store, *paths: Path) -> Generator[None]:
 
 
 def _parse_reply(path: Path, kept: bytes) -> tuple[_Question, bytes, tuple[int, str]]:
-    with parse_errors(path, "put it back from a backup of after the last release"):
+    with parse_errors(path, "restore it from a backup made after the last release"):
         head, _, block = kept.partition(b"\n")
         run, number, attempt, digest = json.loads(head.decode("ascii"))
         reply = from_bytes(block)
