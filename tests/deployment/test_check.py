@@ -127,7 +127,7 @@ def test_6_percent_left_out_refuses_before_any_charge(sites, tmp_path, earlier):
         assert not check_site(home).problems
     spoiled(table, 6)
     before = ledger.read_bytes() if earlier else None
-    match = r"6 of 100 records .* 6.0 %, and most_left_out .* 5.0 %: column age is beyond .*\(6\)"
+    match = r"6 of 100 records .* 6.0 %, but most_left_out .* 5.0 %: column age is beyond .*\(6\)"
     with pytest.raises(DataError, match=match):
         Site(home)
     assert (ledger.read_bytes() if ledger.exists() else None) == before

@@ -185,7 +185,7 @@ def test_another_federations_authority_renews_nothing(deployment, tmp_path):
     before = (deployment / "server" / "tls.crt").read_bytes()
     with pytest.raises(InputError, match="of another federation"):
         keys.renew(tmp_path, deployment / "server", "127.0.0.1")
-    with pytest.raises(InputError, match=r"ca\.key is not there"):
+    with pytest.raises(InputError, match=r"ca\.key does not exist"):
         keys.renew(tmp_path / "none", deployment / "server", "127.0.0.1")
     (deployment / "authority" / "ca.crt").write_bytes(b"none")
     with pytest.raises(InputError, match=r"ca\.crt cannot be understood"):

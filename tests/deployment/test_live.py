@@ -300,7 +300,7 @@ def test_once_json_and_what_is_no_run(finished, tmp_path):
     assert json.loads(done.stdout) == take_snapshot(finished.folder)
     done = CliRunner().invoke(app, ["watch", str(finished.folder), "--once"])
     assert "round 2 of 2" in done.stdout
-    with pytest.raises(DataError, match="holds no run"):
+    with pytest.raises(DataError, match="has no run"):
         take_snapshot(tmp_path)
     with live.create_server(finished.folder) as server:
         taken = server.server_address[1]
