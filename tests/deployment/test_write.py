@@ -301,5 +301,5 @@ def test_keys_that_are_none_are_told_apart(written, tmp_path):
     (tmp_path / "key").write_text("no key")
     with pytest.raises(InputError, match="cannot be read"):
         keys.read_private_key(tmp_path / "key")
-    with pytest.raises(InputError, match="no OpenSSH public key"):
+    with pytest.raises(InputError, match="not an OpenSSH public key"):
         keys.public_key("ssh-rsa nonsense")
