@@ -1,9 +1,9 @@
-"""The noise mechanisms: one entry of MECHANISMS each, which says what is clipped and what it costs.
+"""The noise mechanisms, one entry of MECHANISMS each.
 
 Every mechanism adds Gaussian noise of deviation σ_c times its channel's bound (C for the gradient),
-as this is what accountants bound and ledgers hold. What differs is what one record moves, which
-its entry has to state, and prove in the docstring of its batch. Whatever is incomplete is an error
-when this file is imported; docs/how-to/extend.md adds a mechanism.
+which is what accountants bound and ledgers record. They differ in how far one record moves a
+release: the entry states it, and the docstring of its batch proves it. An incomplete entry is an
+error on import; docs/how-to/extend.md adds a mechanism.
 """
 
 import math
@@ -25,14 +25,14 @@ __all__ = ["MECHANISMS", "Mechanism", "check_mechanisms", "mechanism_of", "sensi
 
 @dataclass(frozen=True)
 class Mechanism:
-    """How a batch's releases are clipped, and how far one record moves them. All is needed.
+    """How a batch's releases are clipped, and how far one record moves them.
 
-    told: on a page, in full. kernel: what computes with the model; of a class that is not
-    PerSampleKernel's, it takes what sums the model's gradients as `plain`. batch: answers, by a
-    method for each channel. sensitivities: channel -> how far one record, added or removed, moves
-    what is released before noise, > 0, in units of the channel's bound. summed: whether a gradient
-    is the sum of what each record adds, clipped by itself, over the expected batch size; so records
-    can have weights. Else it is one vector of the batch's, at most C long.
+    told: its description in reports. kernel: computes gradients; a class other than PerSampleKernel
+    takes the sum of the model's gradients as `plain`. batch: has a method for each channel.
+    sensitivities: channel -> how far one record, added or removed, moves the release before noise,
+    > 0, in units of the channel's bound. summed: whether a gradient is a sum of separately clipped
+    records over the expected batch size, so that records can have weights; else it is one vector
+    per batch with a norm of at most C.
     """
 
     told: str
@@ -83,9 +83,9 @@ def mechanism_of(name: str) -> Mechanism:
 def sensitivity(mechanism: str, channel: str) -> float:
     """Return how far one record, added or removed, moves a channel's release before noise.
 
-    In units of the channel's bound (C for the gradient), to which its sigma is relative too; so
-    sigma over this is its noise multiplier. Raises PlanError: a channel without a known one.
-    InputError: no mechanism of that name.
+    In units of the channel's bound (C for the gradient). Its sigma has the same unit, so sigma over
+    this is the noise multiplier. Raises PlanError: a channel without a known sensitivity.
+    InputError: an unknown mechanism.
     """
     known = mechanism_of(mechanism).sensitivities
     if channel not in known:
@@ -97,7 +97,7 @@ def sensitivity(mechanism: str, channel: str) -> float:
 
 
 def check_mechanisms(mechanisms: Mapping[str, Mechanism]) -> None:
-    """Raise FedpactError: an entry that leaves open what a run, a page or an accountant needs."""
+    """Raise FedpactError for an incomplete entry."""
     for name, entry in mechanisms.items():
         odd = [c for c, s in entry.sensitivities.items() if not (0 < s < math.inf)]
         unanswered = [c for c in entry.sensitivities if not callable(getattr(entry.batch, c, None))]

@@ -1,7 +1,7 @@
-"""From a budget to a site's noise: the least at which all that is planned is in the budget.
+"""Calibration of a site's noise: the least σ at which all planned events fit the budget.
 
-`asked` is the site's Terms at unit noise: each channel's sigma is its noise beside the base σ,
-which is found here. Nothing is returned before an accountant has priced it.
+`asked` is the site's Terms at unit noise: each channel's sigma is relative to the base σ, which is
+computed here. Nothing is returned before an accountant has priced it.
 """
 
 import math
@@ -23,11 +23,11 @@ from fedpact.privacy.terms import Terms, size_event
 
 
 def calibrate(asked: Terms) -> Terms:
-    """Return the terms with the least noise at which all that is planned is in the budget.
+    """Return the terms with the least noise at which all planned events fit the budget.
 
-    Planned are `steps` joint events, `openings` of rounds, and what is released before training. Of
-    shared noise σ is that of h shares together. Raises PlanError: the latter costs the whole
-    budget. BudgetExhausted: no noise is enough.
+    Planned are `steps` joint events, `openings` of rounds, and releases before training. With
+    shared noise, σ is that of h shares together. Raises PlanError: the releases before training
+    cost the whole budget. BudgetExhausted: no noise is enough.
     """
     # The batches' joint multiplier is the unit: a power of σ that the caches share.
     unit = _joint_multiplier(asked)
@@ -50,10 +50,10 @@ def calibrate(asked: Terms) -> Terms:
 
 
 def with_noise(asked: Terms, sigma: float) -> Terms:
-    """Return terms with gradient noise `sigma`; as many of `steps` as the budget allows.
+    """Return terms with gradient noise `sigma` and as many of `steps` as the budget allows.
 
     All openings are paid for first, as every round begins with one.
-    Raises PlanError: the budget does not allow a single step after them and a noisy size.
+    Raises PlanError: after them and a noisy size, the budget does not allow a single step.
     """
     check.positive(sigma=sigma)
     check.count(steps=asked.steps)
@@ -61,7 +61,7 @@ def with_noise(asked: Terms, sigma: float) -> Terms:
     _before_training(asked)
     whole = full.history(full.steps, full.openings)
     if epsilon(whole, asked.delta, asked.accountant) <= asked.budget.epsilon:
-        # How many more there could be is not asked, and costs a search far beyond the plan.
+        # Do not search for the largest number of steps, far beyond the plan.
         return full
     before = full.history(0, full.openings)
     allowed = max_steps(full.event, _priced(asked), asked.accountant, spent=before)
@@ -76,7 +76,7 @@ def with_noise(asked: Terms, sigma: float) -> Terms:
 
 
 def scale(asked: Terms, sigma: float) -> Terms:
-    """Return terms with all noise times sigma; shared out, where sites share it."""
+    """Return terms with all noise times sigma; if noise is shared, that of one share."""
     sigma /= math.sqrt(asked.shares)
     return replace(
         asked,
@@ -86,7 +86,7 @@ def scale(asked: Terms, sigma: float) -> Terms:
 
 
 def _joint_multiplier(asked: Terms) -> float:
-    """Return the joint multiplier of a batch's channels as they stand, of one site's noise."""
+    """Return the joint multiplier of a batch's channels with one site's noise."""
     return joint(1.0, asked.multipliers.values()).sigma
 
 
@@ -95,7 +95,7 @@ def _priced(asked: Terms) -> Budget:
 
 
 def _before_training(asked: Terms) -> History:
-    """Return what is released before training. Raises PlanError: it costs the whole budget."""
+    """Return the releases before training. Raises PlanError: they cost the whole budget."""
     size, budget = size_event(asked.size_noise), asked.budget
     cost = epsilon(size, budget.delta, asked.accountant)
     if not cost < budget.epsilon:

@@ -38,14 +38,14 @@ _RECORDS: Final = 2.0
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from `least` to `most`, both among them; `whole`: integers only."""
+    """The numbers from `least` to `most`, inclusive. whole: integers only."""
 
     least: float
     most: float
     whole: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether a number is in it; NaN is in none."""
+        """Whether a number is in the range; never for NaN."""
         return self.least <= value <= self.most and (not self.whole or float(value).is_integer())
 
     def __str__(self) -> str:
@@ -56,16 +56,15 @@ class Range:
 
 
 def nearly(value: float) -> Range:
-    """Return the range of what is equal to a number to six digits, as computed elsewhere."""
+    """Return the numbers that equal `value` to six digits, as another machine may compute it."""
     return Range(value - abs(value) * 1e-6, value + abs(value) * 1e-6)
 
 
 def longest_gradient(terms: Terms, d: int) -> float:
-    """Return G: how long a batch's released gradient [d] is at most."""
+    """Return G, the largest norm of a batch's released gradient [d]."""
     clip, most = max(terms.clip, *terms.clips, 0.0), 1.0
     if mechanism_of(terms.mechanism).summed:
-        # By Bernstein's bound a Poisson batch has at most so many records, but for a chance of
-        # exp(-tail).
+        # Bernstein: a Poisson batch has more than `drawn` records with probability <= exp(-tail).
         expected, tail = _RECORDS * terms.batch_size, _DEVIATIONS**2 / 2
         drawn = expected + tail / 3 + math.sqrt(tail**2 / 9 + 2 * tail * expected)
         most = min(drawn, _RECORDS * terms.size) / terms.batch_size
@@ -75,9 +74,9 @@ def longest_gradient(terms: Terms, d: int) -> float:
 
 
 def longest_reply(terms: Terms, rate: float, told: Tensor | None, d: int) -> float:
-    """Return how far a reply's vector [d] may be from what was told; from 0 where nothing was.
+    """Return the largest distance of a reply's vector [d] from the task's, or from 0 without one.
 
-    rate: η > 0, the length of a site's step.
+    rate: η > 0, a site's learning rate. told: the task's vector. Infinite for differences.
     """
     if "difference" in terms.sigmas:
         return math.inf
@@ -91,9 +90,9 @@ def longest_reply(terms: Terms, rate: float, told: Tensor | None, d: int) -> flo
 def longest_sums(
     once: FullDataRelease, lengths: Mapping[str, int], records: float
 ) -> dict[str, float]:
-    """Return how long sums can be that a site released once, of `records` that it declared.
+    """Return channel -> the largest norm of a one-time release over `records` declared records.
 
-    lengths: how many numbers each channel has. A record moves a channel by at most its bound.
+    lengths: channel -> its number of coordinates. A record moves a channel by at most its bound.
     """
     return {
         channel: bound
@@ -104,7 +103,7 @@ def longest_sums(
 
 
 def distance(vector: Tensor, told: Tensor | None) -> float:
-    """Return ‖vector - told‖, of [d] each; told: None for 0."""
+    """Return ‖vector - told‖, each [d]; told: None for 0."""
     moved = vector if told is None else vector - told
     return float(moved.double().square().sum().sqrt())
 
@@ -116,10 +115,10 @@ def find_fault(
     longest: Mapping[str, float],
     public: Mapping[str, Range],
 ) -> str | None:
-    """Return which part of a reply is beyond its bound, in words; None if nothing is.
+    """Describe the first part of a reply that is outside its bound; None if all are within.
 
-    told: what the task had. longest: vector -> the longest distance from what was told. public:
-    what numbers follow from the terms.
+    told: the task's vectors. longest: vector -> the largest distance from the task's. public: the
+    ranges of numbers that follow from the terms.
     """
     any_number = Range(-LARGEST_NUMBER, LARGEST_NUMBER)
     for name, value in numbers.items():

@@ -2,17 +2,17 @@
 
 s_c = Σ_j v_c(j) + N(0, σ² b_c²)     for each channel c, with ‖v_c(j)‖ <= b_c for every record j
 
-Without sampling, with m channels, it is a Gaussian with multiplier σ / √m. A table of counts in
-which each record stands in one cell has b = 1. The ledger has the event before a record is read.
+Without sampling, a release of m channels is a Gaussian with multiplier σ / √m. A table of counts
+with each record in one cell has b = 1. The event is charged before any record is read.
 
-Everything here is public. The terms are fixed before the first release, from declared numbers only.
+Terms are public, and fixed before the first release from declared numbers only.
 
 N_i = max(1, n_i + N(0, σ²))     sensitivity 1 under add/remove: SampledGaussian(1, σ)
 
-It is released once, before training, and reserved together with the events of the run. What is
-divided by N_i or weighted with it afterwards is post-processing. σ, q and the number of steps are
-fixed before it and never follow from it: else composition would need a filter. The true count
-serves only to sample.
+A noisy size is released once, before training, and reserved with the events of the run. Dividing by
+N_i or weighting with it is post-processing. σ, q and the number of steps are fixed before it and
+never depend on it; otherwise composition would need a filter. The true count is only used to
+sample.
 """
 
 import math
@@ -54,11 +54,11 @@ from fedpact.privacy.mechanisms import mechanism_of, sensitivity
 
 @dataclass(frozen=True)
 class FullDataRelease:
-    """What such a release is, how often it may be made, and what all of them may cost.
+    """A release of sums over all records of a site, made up to `times` times within a budget.
 
-    name: what ledger, policy and noise know it by. bounds: channel -> b_c > 0. sigma: each
-    channel's noise over its bound. times: how many are reserved, >= 1. budget: (ε, δ) of a record,
-    under add/remove of one. Raises InputError.
+    name: its name in ledger, policy and noise streams. bounds: channel -> b_c > 0. sigma: each
+    channel's noise over its bound. times: the number reserved, >= 1. budget: (ε, δ) for adding or
+    removing one record. Raises InputError.
     """
 
     name: str
@@ -84,7 +84,7 @@ class FullDataRelease:
         budget: Budget,
         accountant: Accountant = "best",
     ) -> "FullDataRelease":
-        """Return the release with the least noise at which `times` of it are within the budget.
+        """Return the release with the least noise such that `times` of them fit the budget.
 
         Raises BudgetExhausted: no noise is enough. InputError.
         """
@@ -101,17 +101,17 @@ class FullDataRelease:
 
     @property
     def event(self) -> SampledGaussian:
-        """One release: all channels, of all records."""
+        """One release of all channels on all records."""
         return joint(1.0, [self.sigma] * len(self.bounds))
 
     @property
     def history(self) -> Counter[SampledGaussian]:
-        """All that is reserved."""
+        """All reserved events."""
         return Counter({self.event: self.times})
 
     @property
     def releases(self) -> dict[str, float]:
-        """What it is called in a policy, as "evaluation hits", -> its noise multiplier."""
+        """Its names in a policy, such as "evaluation hits" -> noise multiplier."""
         return {f"{self.name} {channel}": self.sigma for channel in self.bounds}
 
     def release(
@@ -120,10 +120,10 @@ class FullDataRelease:
         sums: Callable[[], Mapping[str, Tensor]],
         draws: Draws,
     ) -> dict[str, Tensor]:
-        """Charge, then take the sums [k] of every channel, and return them with noise.
+        """Charge, then compute the sums [k] of every channel, and return them with noise.
 
-        charge: of the event and what it is for. sums: float64; may be written over.
-        Raises what `charge` raises, before any record is read.
+        charge: takes the event and its purpose. sums: returns float64 tensors that may be
+        overwritten. Raises what `charge` raises, before any record is read.
         """
         charge(self.event, tuple(self.releases))
         exact = sums()
@@ -136,20 +136,20 @@ class FullDataRelease:
 Channels = Mapping[str, float]
 """Channel name -> its noise multiplier relative to the gradient's, which is 1."""
 
-# What a policy calls the other releases; no channel has such a name, which would stand for both.
+# Names of other releases in a policy. No channel may have one, as it would be ambiguous.
 _SIZE: Final = "size"
 _OPENING: Final = "opening "
 _COLUMNS: Final = "columns "
 
 SUMMED: Final = frozenset({"gradient", "loss", "below"})
-"""The channels of which sites can release shares that are summed."""
+"""The channels for which sites can share noise."""
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The joint event that opens a round: one of its own, beside the batches of the local steps.
+    """The joint event that opens a round, in addition to the batches of the local steps.
 
-    rate: each record's chance to be in it, in (0, 1]; 1 takes all of them, without amplification.
+    rate: each record's probability of being in it, in (0, 1]; 1 takes all, without amplification.
     channels: channel name -> noise relative to the batches' base σ, > 0. Raises InputError.
     """
 
@@ -165,22 +165,20 @@ class Opening:
 class Terms:
     """One site's terms in a private run.
 
-    size: N_i > 0, declared or released with noise. rate: q_i in (0, 1]. clip: C > 0, the longest
-    contribution of a record to a gradient sum, or the longest mean gradient of a batch. sigmas: the
-    standard deviation > 0 of each channel's noise, relative to that channel's bound. steps: joint
-    events that are reserved. budget: (ε_i, δ_i), which the reserved events respect. accountant: by
-    which the events were counted. mechanism: of MECHANISMS. size_noise: the noise multiplier of
-    the released size; None where it is declared. opening_rate, opening_sigmas, openings: the same
-    of the event that opens a round, and how many are reserved; no sigmas: there is none.
-    columns: how the site releases what its columns are scaled by, once; None where it does not.
-    honest: h, how many sites' shares of noise protect a record together, where only sums over sites
-    are opened; sigmas are then those of the site's own share. 0: the site's noise is enough alone.
-    grid: ν >= privacy.accounting.shared_noise.SHARE_DEVIATION where each release is rounded to a
-    grid of 1/ν of its
-    noise's deviation, 0 where the noise is not rounded so coarsely. Shares of noise always are.
-    clips: C of each round where it changes, the last of them for all that follow; see `at`.
-    protects: whom size, rate and budget are of, "record" or "person".
-    All sigmas 0, with any clip up to infinity, describes the noiseless twin: no ledger takes it.
+    size: N_i > 0, declared or released with noise. rate: q_i in (0, 1]. clip: C > 0, the largest
+    norm of a record's contribution to a gradient sum, or of a batch's mean gradient. sigmas: the
+    standard deviation > 0 of each channel's noise, relative to that channel's bound. steps: the
+    number of reserved joint events. budget: (ε_i, δ_i), which covers the reserved events.
+    accountant: counted the events. mechanism: one of MECHANISMS. size_noise: the noise multiplier
+    of the released size; None if the size is declared. opening_rate, opening_sigmas, openings: rate
+    and noise of the event that opens a round, and the number reserved; no sigmas, no such event.
+    columns: the release that scales columns, or None. honest: h, the number of sites whose shares
+    of noise protect a record together if only sums over sites are opened; sigmas are then those of
+    the site's own share. 0: the site's own noise suffices. grid: ν >= shared_noise.SHARE_DEVIATION
+    if each release is rounded to 1/ν of its noise's deviation, 0 if not. Shares always are rounded.
+    clips: C of each round if it changes, the last one for all later rounds; see `at`. protects:
+    "record" or "person", the unit of size, rate and budget.
+    All sigmas 0, with any clip up to infinity, describe a run without noise: no ledger accepts it.
     Raises InputError.
     """
 
@@ -217,7 +215,7 @@ class Terms:
         for name in (*self.sigmas, *self.opening_sigmas):
             if name == _SIZE or name.startswith((_OPENING, _COLUMNS)):
                 raise InputError(
-                    f"a channel is called {name!r}: expected another name than {_SIZE!r}, "
+                    f"a channel is called {name!r}: expected a name other than {_SIZE!r}, "
                     f"{_OPENING + '...'!r} and {_COLUMNS + '...'!r}, by which a policy allows "
                     "other releases"
                 )
@@ -237,7 +235,7 @@ class Terms:
                 "expected both or none"
             )
         for clip in (self.clip, *self.clips):
-            # Here, and not where a batch asks for it: that is after the charge.
+            # Checked here, as a batch would only find out after the charge.
             if all(noisy) or clip != math.inf:
                 check_clip("clip", clip_for(check.positive(clip=clip), self.batch_size))
         _ = self.multipliers
@@ -250,9 +248,7 @@ class Terms:
             )
 
     def _check_shared(self) -> None:
-        """Raise InputError unless the lemma of privacy.accounting.shared_noise covers what is
-        released.
-        """
+        """Raise InputError unless the lemma of privacy.accounting.shared_noise covers the run."""
         if (
             not {"gradient"} <= {*self.sigmas} <= SUMMED
             or self.openings
@@ -278,25 +274,25 @@ class Terms:
 
     @property
     def delta(self) -> float:
-        """The δ at which events are priced: of shares, less what their sum's law may be off by."""
+        """The δ for pricing events: with shared noise, less the error of the sum's distribution."""
         return self.budget.delta - (shared_noise.ADDED_DELTA if self.honest else 0.0)
 
     @property
     def units(self) -> float:
-        """ν, the deviation of a release's noise in units of its coarse grid; 0 without one."""
+        """ν, the standard deviation of a release's noise in units of its grid; 0 without a grid."""
         return shared_noise.SHARE_DEVIATION if self.honest else self.grid
 
     def unit(self, channel: str, bound: float) -> float:
-        """The unit of the grid that a share of a channel's sum is rounded to, in units of that sum.
+        """Return the grid spacing of a channel's share of noise, in units of the sum.
 
-        bound: of the channel, C for a gradient. Where noise is shared σ is the same at all sites.
+        bound: the channel's, C for a gradient. With shared noise σ is the same at all sites.
         """
         return self.sigmas[channel] * bound / shared_noise.SHARE_DEVIATION
 
     def at(self, round_number: int) -> "Terms":
-        """Return the terms of a round, 1 on: with its clip, and noise of σ times that.
+        """Return the terms of a round >= 1, with its clip.
 
-        So multipliers, and with them events, are those of every round.
+        The noise is σ times the clip, so multipliers and events are the same in every round.
         """
         if not self.clips:
             return self
@@ -310,11 +306,10 @@ class Terms:
 
     @property
     def releases(self) -> dict[str, float]:
-        """Everything the site releases -> its noise multiplier.
+        """Name of everything that the site releases -> noise multiplier; policies allow by name.
 
-        The channels of the batches; "opening gradient" and the like, those of the event that opens
-        a round; "size", a noisy one; "columns moments", what scales them. A policy names what it
-        allows by these, and no other name is anything's.
+        The channels of batches; "opening gradient" and the like for the event that opens a round;
+        "size" for a noisy size; "columns moments" for column scales.
         """
         size = {} if self.size_noise is None else {_SIZE: self.size_noise}
         opening = {_OPENING + name: s for name, s in self.opening.multipliers.items()}
@@ -323,7 +318,7 @@ class Terms:
 
     @cached_property
     def opening(self) -> "Terms":
-        """The terms of the event that opens a round, as those of a batch; these without one."""
+        """The opening event as the terms of a batch; these terms if there is none."""
         if not self.openings:
             return self
         return replace(
@@ -337,10 +332,7 @@ class Terms:
 
     @cached_property
     def event(self) -> SampledGaussian:
-        """The joint event of one step: all channels on one Poisson batch.
-
-        With the noise of h shares, where noise is shared.
-        """
+        """The joint event of a step: all channels of a Poisson batch, with h shares of noise."""
         together = math.sqrt(self.shares)
         return joint(self.rate, [m * together for m in self.multipliers.values()])
 
@@ -365,8 +357,8 @@ class Terms:
     ) -> Counter[SampledGaussian]:
         """Return the run's events up to `steps` batches and `openings`, by default all openings.
 
-        A released size, and what scales columns, come before them: of the latter as many as it was
-        `asked` for, by default as are reserved. No steps means no openings either.
+        The released size and column scales come first; `asked` is the number of releases of the
+        latter, by default all reserved ones. No steps means no openings either.
         """
         opened = min(steps, self.openings) if openings is None else openings
         found = Counter(size_event(self.size_noise)) + Counter({self.event: steps})
@@ -378,25 +370,25 @@ class Terms:
         return found
 
     def steps_after(self, spent: History) -> int:
-        """Return how many of the reserved batches are left after `spent`, a public number >= 0.
+        """Return the number of reserved batches left after `spent`, a public number >= 0.
 
-        An opening, or a released size, that is an event of the same kind counts as a batch.
+        An opening or a released size with the same event counts as a batch.
         """
         return max(0, self.history(self.steps)[self.event] - spent.get(self.event, 0))
 
     def epsilon_after(self, spent: History) -> float:
-        """Return ε at the site's δ after `spent`, an upper bound that is cheap to ask for."""
+        """Return an upper bound on ε at the site's δ after `spent`; cheap to compute."""
         return self._running(spent)
 
     def epsilon_alone_after(self, spent: History) -> float:
-        """Return the same if no other site's share is noise: what holds against everybody."""
+        """Return ε after `spent` without any other site's noise: it holds even if all collude."""
         if not self.honest:
             return self.epsilon_after(spent)
         return self._running_alone(shared_noise.all_alone(spent, self.honest))
 
     @property
     def shares_noise(self) -> bool:
-        """Whether ε is of sums over sites, whose noise they share out."""
+        """Whether ε is about sums over sites that share the noise."""
         return self.honest > 0
 
     @property
@@ -421,7 +413,7 @@ class Terms:
 
     @property
     def shared(self) -> Shared | None:
-        """How noise is shared, as a ledger has it; None where it is the site's own."""
+        """How noise is shared, as the ledger records it; None if the noise is the site's own."""
         return Shared(self.honest, self.epsilon_alone) if self.honest else None
 
     @cached_property
@@ -435,16 +427,16 @@ class Terms:
 
     @cached_property
     def epsilon_alone(self) -> float:
-        """ε at δ of all that is reserved, if no other site's share is noise."""
+        """ε at δ of all reserved events, without any other site's noise."""
         if not self.honest:
             return self.budget.epsilon
         own = shared_noise.all_alone(self.history(self.steps), self.honest)
         return epsilon(own, self.budget.delta, self.accountant)
 
     def per_person(self, records: int, *, alone: bool = False) -> float:
-        """Return ε at δ of all that is reserved for a person's `records` records together.
+        """Return ε at δ of all reserved events for a person's `records` records together.
 
-        alone: if no other site's share is noise. Without it, see shared_noise.cover.
+        alone: without any other site's noise; for the other case see shared_noise.cover.
         """
         history = self.history(self.steps)
         if not self.honest:
@@ -468,7 +460,7 @@ def multipliers_of(mechanism: str, sigmas: Mapping[str, float]) -> dict[str, flo
 
 
 def check_ratios(channels: Channels) -> None:
-    """Raise InputError for noise that is none, PlanError: no channel at all."""
+    """Raise InputError: noise that is not > 0. PlanError: no channel."""
     for name, ratio in channels.items():
         check.positive(**{f"channels[{name!r}]": ratio})
     if not channels:
@@ -476,7 +468,7 @@ def check_ratios(channels: Channels) -> None:
 
 
 def channels(terms: Mapping[str, Terms]) -> str:
-    """Return each channel with its σ, from the least to the most of all sites."""
+    """Return each channel with the range of its σ over all sites."""
     each = {
         name: [of.sigmas[name] for of in terms.values()]
         for name in next(iter(terms.values())).sigmas
@@ -499,25 +491,22 @@ def noisy_size(records: int, noise: float, draws: Draws) -> float:
 
 
 def charge_size(ledger: Ledger, run: str, terms: Terms) -> None:
-    """Write the released size down, before anything leaves; nothing where it is declared.
-
-    Raises what Ledger.charge raises.
-    """
+    """Charge the released size; nothing if it is declared. Raises what Ledger.charge raises."""
     for event, count in size_event(terms.size_noise).items():
         ledger.charge(run, "size", event, count, purpose=("size",), round_number=0)
 
 
-# Units of a sum whose last bit is 2^-26 of a unit: it moves a probability by as much of itself.
+# Up to here the last bit of a float64 is 2^-26 of a unit: it changes probabilities by that factor.
 _MOST_UNITS: Final = 2.0**27
 
 
 def check_grid(terms: Iterable[Terms]) -> None:
-    """Raise PlanError unless sums are short enough on their grids for float64 to round them.
+    """Raise PlanError unless sums are small enough in grid units for float64 to round them.
 
     A release is u floor(S/u + ν z + 1/2), z normal and ν u the noise's deviation: post-processing
-    of a Gaussian mechanism, whatever S is and the grid's u. That S/u + ν z is one float64 number
-    moves the value where it is within its last bit of a half.
-    terms: of any sites; those without a grid of their own are left alone.
+    of a Gaussian mechanism for any S and u. S/u + ν z is a float64 number, so the release may
+    differ if it is within its last bit of a half.
+    terms: of any sites; those without a grid are skipped.
     """
     for one in terms:
         for each in (one, one.opening) if one.grid else ():

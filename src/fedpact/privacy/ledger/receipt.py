@@ -3,13 +3,13 @@
 A receipt holds mechanisms, counts and budgets. It holds nothing about records: no content, no hash,
 no true count.
 
-apart    The new run may cost (ε - Σ ε_i, δ - Σ δ_i), with what each earlier run reserved. This
-             holds whatever the new run's q, σ and steps were chosen from (basic composition).
-    joint    The events that earlier runs reserved and the new run's are one sequence at δ, which
-             costs less. It is a proof only where that sequence was fixed: every earlier run
-             reserved fixed events, and nothing of the new run follows from what they released.
+    apart    The new run may cost (ε - Σ ε_i, δ - Σ δ_i), summed over the reservations of earlier
+             runs. This holds however the new run's q, σ and steps were chosen (basic composition).
+    joint    The events reserved by earlier runs and those of the new run are one sequence at δ,
+             which costs less. This is a proof only for a fixed sequence: every earlier run reserved
+             fixed events, and nothing in the new run depends on their releases.
 
-Reserved counts, not spent ones: how far a run went may have followed from what it released.
+Reservations count, not what was spent: how far a run went may depend on what it released.
 """
 
 import math
@@ -46,11 +46,11 @@ _PLACED = {
 def receipt(path: Path) -> dict[str, Any]:
     """Return the receipt of a ledger file, after checking every link of its chain.
 
-    Raises LedgerError: no such file, altered, put back to an older state, or not a ledger.
+    Raises LedgerError: no such file, altered, rolled back to an older state, or not a ledger.
     """
     if not path.is_file():
         raise LedgerError(f"{path} is no ledger: name one site's ledger.jsonl")
-    # Before the ledger is read, into which a site that runs writes first.
+    # Read before the ledger, as a running site writes to the ledger first.
     witness = RollbackGuard(path)
     entries, torn = read_all(path)
     witness.check(Chained(entries))
@@ -58,7 +58,7 @@ def receipt(path: Path) -> dict[str, Any]:
         raise LedgerError(f"{path} is no ledger: its first entry does not open one")
     runs = {e["run"]: _run(e, entries) for e in entries if e["kind"] == "reserve"}
     if torn:
-        # What the line was is decided when the ledger is opened; until then it may be anything.
+        # Opening the ledger decides what a torn line counts as; until then it may be anything.
         for run in runs.values():
             run["epsilon_spent"] = run["epsilon_reserved"]
             run["epsilon_alone_spent"] = run["epsilon_alone_reserved"]
@@ -71,7 +71,7 @@ def receipt(path: Path) -> dict[str, Any]:
         "accountant": "best of PLD and RDP",
         "covers": "every release of the runs it names",
         "runs": runs,
-        # Of a run and what stands beside it, which is of other records, the larger.
+        # Of a run and its companion, which covers other records, the larger counts.
         "epsilon_reserved": whole,
         "epsilon_alone_reserved": _together(runs, "epsilon_alone_reserved")[0],
         "delta_reserved": delta,
@@ -85,13 +85,13 @@ def receipt(path: Path) -> dict[str, Any]:
 
 
 def _day(entry: LedgerEntry) -> str | None:
-    """Return when an entry was written, in UTC by its machine's clock; None if it does not say."""
+    """Return an entry's time in UTC, by its machine's clock; None without one."""
     time = entry.get("time")
     return None if time is None else datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds")
 
 
 def _sentence(told: Mapping[str, Any]) -> str:
-    """Return what the receipt says, for somebody who has never seen one."""
+    """Return the receipt in words, for readers who have never seen one."""
     runs = told["runs"].values()
     of = f"the data set {told['site']!r}"
     if not runs:
@@ -141,24 +141,24 @@ def _run(reservation: LedgerEntry, entries: list[LedgerEntry]) -> dict[str, Any]
     if honest:
         alone = epsilon(shared_noise.all_alone(spent, honest), delta)
     if any(entry["kind"] == "unprotected" and entry["run"] == run for entry in entries):
-        # Exact numbers left the site: no ε bounds what the run has told.
+        # Exact numbers left the site: no ε bounds what the run released.
         budget = cost = budget_alone = alone = math.inf
     reserved = {SampledGaussian(q, sigma): n for q, sigma, n in reservation["events"]}
     placed = [e for e in entries if e["kind"] == "placement" and e["run"] == run]
     return {
         "accounting": FIXED,
-        # Whom ε is of.
+        # What ε protects, "record" or "person".
         "unit": reservation["unit"],
-        # How its records stand in passes: "checked on this machine", or "by construction".
+        # Why a record's gradient does not depend on the others in its pass.
         "placement": [_PLACED[entry["placement"]] for entry in placed],
-        # What its passes compute in: "float32", "tf32" or "bf16".
+        # The arithmetic of its passes: "float32", "tf32" or "bf16".
         "precision": [entry["precision"] for entry in placed],
-        # The run whose records these are not; None: of the records that are trained on.
+        # The run that trains on the other records; None for training records.
         "beside": reservation.get("beside"),
         "epsilon_reserved": budget,
         "delta": delta,
         "epsilon_spent": cost,
-        # How many sites' shares the two above need to be noise; 0: none but the site's own.
+        # The number of honest sites that the two ε above need; 0 for none.
         "honest": honest,
         "epsilon_alone_reserved": budget_alone,
         "epsilon_alone_spent": alone,
@@ -175,10 +175,10 @@ def _run(reservation: LedgerEntry, entries: list[LedgerEntry]) -> dict[str, Any]
 def _per_person(
     events: Mapping[SampledGaussian, int], delta: float, honest: int, budget: float
 ) -> dict[str, float] | None:
-    """Return k -> ε at δ of all that is reserved, for a person's k records; None of no events."""
+    """Return k -> ε at δ of all reserved events, for a person's k records; None without events."""
     if not events:
         return None
-    # An infinite budget stands for exact numbers that have left.
+    # The budget is infinite if exact numbers have left the site.
     least = budget if math.isinf(budget) else 0.0
     if not honest:
         found = {k: epsilon_per_person(events, delta, k) for k in PERSON_RECORDS}
@@ -196,7 +196,7 @@ def _per_person(
 
 
 def spent_of(run: str, entries: Sequence[LedgerEntry]) -> Counter[SampledGaussian]:
-    """Return the events charged to a run, with those that torn lines are counted as."""
+    """Return the events charged to a run, including those that torn lines count as."""
     spent = Counter[SampledGaussian]()
     for entry in entries:
         if entry["kind"] == "charge" and entry["run"] == run:
@@ -210,10 +210,10 @@ def spent_of(run: str, entries: Sequence[LedgerEntry]) -> Counter[SampledGaussia
 
 @dataclass(frozen=True)
 class Remaining:
-    """What is left. budget: of the new run, together with `spent`, the events that share it.
+    """What is left. budget: for the new run together with the events in `spent`.
 
     epsilon_reserved, delta_reserved: sums over the earlier runs, `runs` of them. condition: what
-    they assume about other sites, in words; "" for nothing. unit: whom these ε are of.
+    they assume about other sites, in words; "" for nothing. unit: what these ε protect.
     """
 
     site: str
@@ -227,7 +227,7 @@ class Remaining:
 
 
 def remaining(path: Path, whole: Budget, *, joint: bool = False) -> Remaining:
-    """Return what a ledger leaves of the budget `whole`, which all runs on its records share.
+    """Return the rest of the budget `whole`, which all runs on the ledger's records share.
 
     Raises LedgerError: no ledger, or an altered one. BudgetExhausted: nothing is left. InputError:
     joint, with a run whose noise was shared.
