@@ -166,7 +166,7 @@ def _covers(
     of_held: dict[str, Any] | None,
 ) -> list[str]:
     """Return the lines on what a private run's guarantee covers."""
-    names, share, held = plan.records.released, plan.privacy.column_share, form.settings
+    names, share = plan.records.released, plan.privacy.column_share
     lines = [
         *_COVERS,
         f"The scales of the columns {', '.join(names)}: means and mean squares of values in their "
@@ -186,8 +186,8 @@ def _covers(
     lines.append(plan.participants(terms).describe())
     if of_held is not None:
         lines.append(state_evaluation(of_held))
-    elif held.used:
-        lines.append(_HELD_ONLY.format(share=held.share, unit=form.unit))
+    elif form.share:
+        lines.append(_HELD_ONLY.format(share=form.share, unit=form.unit))
     lines.append(describe_masks(plan, sites))
     return [line for line in lines if line]
 
