@@ -1,8 +1,8 @@
-"""Models with PEFT's adapters, as LoRA's: what a run checks before it trains them, and after.
+"""Checks of models with PEFT's adapters, such as LoRA, before and after training.
 
-Before, on made-up records: every trained tensor has a gradient of a record, and nothing else moves.
-After: adapters that are stored and loaded into the bare model, and those that are merged into it,
-answer as the trained model does.
+Before, on made-up records: every trained tensor gets a gradient, and no other weight changes.
+After: the stored adapters, loaded into the base model, and the merged model give the outputs of the
+trained model.
 """
 
 import copy
@@ -19,7 +19,7 @@ from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.models.named_inputs import NamedInputs, is_adapted
 
 FOLDER: Final = "adapters"
-"""Where a run's folder has them, as PEFT stores them."""
+"""The folder in a run's folder with the adapters in PEFT's format."""
 _BESIDE: Final = 0.05
 _TOLERANCE: Final = 1e-3
 _FEW: Final = 3
@@ -27,7 +27,7 @@ _logger = logging.getLogger("fedpact")
 
 
 class Kernel(Protocol):
-    """What a model is trained by."""
+    """The part of per_sample's kernel that is used here."""
 
     @property
     def model(self) -> FlatModel:
@@ -35,12 +35,12 @@ class Kernel(Protocol):
         ...
 
     def alone(self, x: Tensor, y: Tensor) -> Tensor:
-        """The gradients [B, d] of records x, y [B, ...], each by itself."""
+        """Return the gradients [B, d] of records x, y [B, ...]."""
         ...
 
 
 def check_adapters(kernel: Kernel, x: Tensor, y: Tensor) -> None:
-    """Try a model with adapters on made-up records x, y [B, ...]; nothing for another model.
+    """Check the adapters of a model on made-up records x, y [B, ...], if it has any.
 
     Warns if the classifier is not trained. Raises ModelError: an adapter without a gradient of any
     record, or a base that moves.
@@ -62,7 +62,7 @@ def check_adapters(kernel: Kernel, x: Tensor, y: Tensor) -> None:
         )
     base = [(n, p, p._version) for n, p in flat.module.named_parameters() if not p.requires_grad]
     start = flat.vector.clone()
-    # LoRA's second factor begins at 0, where the first one's gradient is 0 as well.
+    # LoRA's second factor is 0 at first, which makes the first one's gradient 0.
     beside = torch.randn(len(start), generator=seeded_generator("adapters")).to(start)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -83,10 +83,10 @@ def check_adapters(kernel: Kernel, x: Tensor, y: Tensor) -> None:
 
 
 def store_adapters(module: nn.Module, start: nn.Module, x: Tensor, folder: Path) -> None:
-    """Store the adapters of a trained model in folder/adapters; nothing for another model.
+    """Store the adapters of a trained model in folder/adapters, if it has any.
 
-    start: the model as it began, which is changed. x: made-up records [B, ...]. Raises ModelError:
-    loaded again, or merged, they answer otherwise.
+    start: the model before training, which is modified. x: made-up records [B, ...].
+    Raises ModelError: the reloaded or the merged model gives other outputs.
     """
     if not _has_adapters(module):
         return
@@ -118,13 +118,13 @@ def _has_adapters(module: nn.Module) -> bool:
 
 
 def _answers(trained: NamedInputs, other: nn.Module, x: Tensor) -> Tensor:
-    """The answers of a model in another's place."""
+    """Return the outputs of `other`, wrapped as `trained` is."""
     with torch.no_grad():
         return trained.around(other.eval())(x)
 
 
 def _bare(model: Any) -> nn.Module:
-    """The model that adapters were added to."""
+    """Return the base model without adapters."""
     if not hasattr(model.base_model, "unload"):
         return model.get_base_model()
     for part in model.modules():

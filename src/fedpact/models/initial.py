@@ -1,15 +1,15 @@
-"""What a model begins with: released weights, its own start, and the numbers a module holds.
+"""Initial weights: from a finished run, from a file, or from the user's module.
 
-initial = "runs/first"             the model of a run that has ended, or a file; or the table
+initial = "runs/first"             a finished run or a file of weights; or the table
 
     [initial]
-    weights = "model.safetensors"      the model's state_dict; of a run, its folder
-    sha256 = "..."                     of that file: by default as it is when the plan is read
-    trained_on = "..."                 what they were chosen by: without it no ε is stated
+    weights = "model.safetensors"      the model's state_dict, or the folder of a run
+    sha256 = "..."                     of that file; by default computed when the plan is read
+    trained_on = "..."                 what the weights were trained on; required to state an ε
 
-It is public, the same at every party, and part of the plan. A private run that has ended says by
-itself what its model was trained on, and what that has cost. Of a model of one's own that brings
-its weights `trained_on` stands alone.
+The initial weights are public, the same at every party, and part of the plan. A finished private
+run records what its model was trained on and the ε spent. `trained_on` alone describes the weights
+of a module that was passed in.
 """
 
 import hashlib
@@ -31,14 +31,14 @@ from fedpact.common.weights import block_of, lower_digest, read_checked, tensors
 from fedpact.models.constants import is_constant
 
 _WIDE: Final = {"b": bool, "i": np.int64, "u": np.int64, "f": np.float64, "c": np.complex128}
-"""A type of torch's for each kind of numpy's numbers."""
+"""A type that torch has for each kind of numpy numbers."""
 
 
 def all_held(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors and arrays of a module by name.
 
-    They are its weights and buffers, and whatever is an attribute of it, of its class or of its
-    layers: by itself, or in lists, tuples and dicts, modules in these included.
+    They are its parameters and buffers, and the attributes of the module, its class and its layers,
+    also inside lists, tuples, dicts and modules.
     """
     found, seen = dict[str, Tensor](), dict[int, Any]()
     waiting = [("", cast(Any, module))]
@@ -50,7 +50,7 @@ def all_held(module: nn.Module) -> dict[str, Tensor]:
             if wide := _WIDE.get(thing.dtype.kind):
                 found[name] = torch.from_numpy(thing.astype(wide))
         elif isinstance(thing, nn.Module | list | tuple | dict) and id(thing) not in seen:
-            # Kept too, so that nothing else comes to have its identity.
+            # Keep a reference, so that ids stay unique.
             seen[id(thing)] = thing
             inner = reversed([*_inside(thing)])
             waiting += [(".".join(filter(None, (name, key))), value) for key, value in inner]
@@ -59,7 +59,7 @@ def all_held(module: nn.Module) -> dict[str, Tensor]:
 
 def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(thing, nn.Module):
-        # Where torch itself keeps layers and tensors is no part of their names.
+        # torch's own containers are no part of the names.
         base, parts = vars(nn.Module()), dict[str, Any]()
         for kind in reversed(type(thing).__mro__):
             parts |= vars(kind)
@@ -72,21 +72,21 @@ def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_apart(name: str, one: nn.Module, other: nn.Module) -> None:
-    """Raise ModelError: two modules of one name have weights in common that are trained.
+    """Raise ModelError if two modules of one name share trained weights.
 
-    All parties of a simulation would then compute with one model, each in turn with its weights.
+    All parties of a simulation would then write to the same model.
     """
     known = {id(p) for p in one.parameters() if p.requires_grad}
     if one is other or any(id(p) in known for p in other.parameters()):
         raise ModelError(
             f"model {name!r} returns a module, or a part of one, that was there before: expected a "
             "new one at every call, as each party has its own, and training writes to it; return "
-            "copy.deepcopy(module), or hand in the module itself"
+            "copy.deepcopy(module), or pass in the module itself"
         )
 
 
 def check_repeated(name: str, one: nn.Module, other: nn.Module) -> None:
-    """Raise ModelError: modules of one name, made from one seed, hold other numbers."""
+    """Raise ModelError if modules of one name, made from one seed, hold different numbers."""
     ours, theirs = all_held(one), all_held(other)
     odd = sorted(n for n in ours.keys() | theirs if not _same(ours.get(n), theirs.get(n)))
     if odd:
@@ -106,7 +106,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same, and that is not one number all over."""
+    """Whether two tensors are equal and not constant."""
     return _same(one, other) and bool((one != one.flatten()[:1]).any())
 
 
@@ -121,13 +121,13 @@ _INSTEAD = (
     "place"
 )
 _ITSELF = ", by itself: it adds to this run's for whoever is in both"
-"""In what a run says of its weights: whoever speaks for more than these says it otherwise."""
+"""Part of what a run states of its weights; other statements do not contain it."""
 _BESIDE = "; said of it: "
-"""What stands between what a run has written of its weights, and words of one's own."""
+"""Separates a run's statement of its weights from the user's words."""
 
 
 class InitialSettings(BaseModel):
-    """What the model begins with, in place of weights drawn from the seed."""
+    """Initial weights, instead of weights drawn from the seed."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
@@ -163,7 +163,7 @@ class InitialSettings(BaseModel):
             if self.sha256 is not None:
                 raise ValueError("initial.sha256 without initial.weights: name the file")
             return self
-        # plan.json says what was found. Nobody but its own validators has seen the plan yet.
+        # plan.json records what was found. Only validators have seen the plan yet.
         if self.sha256 is None:
             try:
                 block = block_of(self._path(Path()), _SETTING)
@@ -174,7 +174,7 @@ class InitialSettings(BaseModel):
                 self._found("trained_on", _told_by(self.file(), self.sha256)[0])
         said = self.trained_on or _ITSELF
         if _ITSELF not in said and _BESIDE not in said:
-            # Words of one's own stand beside what the run has written, never in its place.
+            # The user's words are added to the run's statement, and never replace it.
             known = _told_by(self.file(), self.sha256)[0] or _without_privacy(
                 self.file(), self.sha256
             )
@@ -187,7 +187,7 @@ class InitialSettings(BaseModel):
             self.model_fields_set.add(name)
 
     def check_model(self, model: str) -> None:
-        """Raise ValueError: it tells of weights that neither it nor the plan's model brings."""
+        """Raise ValueError if trained_on describes weights that do not exist."""
         if self.trained_on is not None and self.weights is None and not is_own(model):
             raise ValueError(
                 f"initial.trained_on without initial.weights: model {model!r} draws its weights "
@@ -195,7 +195,7 @@ class InitialSettings(BaseModel):
             )
 
     def why_unstated(self, model: str) -> str:
-        """Why no ε can be stated with this start of a plan's model; "" where it can."""
+        """Return why no ε can be stated with these initial weights; "" if it can."""
         if self.trained_on is not None:
             return ""
         if self.weights is not None:
@@ -210,11 +210,11 @@ class InitialSettings(BaseModel):
         return f"model is {model!r}, a module with the weights that it has: {_RELEASED}; {_INSTEAD}"
 
     def check_drawn(self, model: str, first: nn.Module, second: nn.Module) -> None:
-        """Check that a model of one's own draws its weights, or that it is said what chose them.
+        """Check that the user's model draws its weights, or that trained_on describes them.
 
-        first, second: made from two seeds. A run that speaks for its weights does so for no number
-        beside them. Raises PlanError: both have the same numbers somewhere, which are neither one
-        number all over, as zeros and ones are, nor a known constant of an architecture.
+        first, second: modules made from two seeds. A run's statement covers its weights only, no
+        other numbers of the module. Raises PlanError: both modules hold an equal tensor that is
+        neither constant, such as zeros, nor a known constant of an architecture.
         """
         given = self.weights is not None
         said = self.trained_on
@@ -242,7 +242,7 @@ class InitialSettings(BaseModel):
 
     @property
     def uncovered(self) -> str:
-        """What ε does not cover of this start, "" for nothing."""
+        """What ε does not cover of the initial weights, "" for nothing."""
         if self.trained_on is None:
             return ""
         return (
@@ -251,7 +251,7 @@ class InitialSettings(BaseModel):
         )
 
     def describe(self) -> str:
-        """Return in a sentence what the model begins with; "" for weights from the seed."""
+        """Describe the initial weights in a sentence; "" if they are drawn from the seed."""
         if self.weights is None:
             brought = f"The model began with weights of its own, trained on: {self.trained_on}."
             return "" if self.trained_on is None else brought
@@ -261,10 +261,10 @@ class InitialSettings(BaseModel):
         )
 
     def tensors(self, at: Path = Path()) -> Mapping[str, Tensor] | None:
-        """Return the weights by name, None without any. at: where a relative path begins.
+        """Return the weights by name, None if there are none. at: the base of a relative path.
 
-        Raises ModelError: no such file, another SHA-256, one that cannot be read, or something
-        else than tensors in it.
+        Raises ModelError: a missing or unreadable file, another SHA-256, or a file that holds
+        anything but tensors.
         """
         if self.weights is None:
             return None
@@ -273,7 +273,7 @@ class InitialSettings(BaseModel):
         return _tensors(path, tensors_of(path, block, _SETTING))
 
     def file(self) -> Path:
-        """Return the file, of a folder the model in it, relative to the working directory."""
+        """Return the file, or the model in the folder, relative to the working directory."""
         return self._path(Path())
 
     def _path(self, at: Path) -> Path:
@@ -306,12 +306,12 @@ def fill(module: nn.Module, start: Mapping[str, Tensor]) -> None:
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return each tensor's type of number and shape, in words."""
+    """Return each tensor's dtype and shape as text."""
     return {n: f"{str(v.dtype)[6:]} {tuple(v.shape)}" for n, v in tensors.items()}
 
 
 def _tensors(path: Path, found: object) -> dict[str, Tensor]:
-    """Return what a file holds if it is tensors by name. Raises ModelError: it is not."""
+    """Return a file's content if it is tensors by name. Raises ModelError otherwise."""
     what = f"{type(found).__name__}"
     if isinstance(found, Mapping):
         held = cast(Mapping[object, object], found)
@@ -326,10 +326,9 @@ def _tensors(path: Path, found: object) -> dict[str, Tensor]:
 
 
 def _told_by(file: Path, sha256: str | None) -> tuple[str | None, str]:
-    """Return what the private run in a file's folder says of it, and else why not, if there is one.
+    """Return the statement of the private run in a file's folder, or None and why there is none.
 
-    Of another file than the run has written it says nothing, nor of its own where it has not
-    written which they are.
+    A run describes only files that it wrote and whose SHA-256 it recorded.
     """
     run = file.parent
     try:
@@ -340,7 +339,7 @@ def _told_by(file: Path, sha256: str | None) -> tuple[str | None, str]:
         if sha256 not in summary["weights"].values():
             return None, f"{file.name} is none of the weights that the run in {run} wrote: "
         unit, adjacency = plan["privacy"]["unit"], summary["adjacency"]
-        # What that run began with, or computed with, is in its model, too.
+        # Its own initial weights and features are in its model, too.
         before = [(plan.get(t) or {}).get("trained_on") for t in ("initial", "features")]
         others = f", given {summary['condition']}" * bool(summary.get("condition"))
         told = (
@@ -354,7 +353,7 @@ def _told_by(file: Path, sha256: str | None) -> tuple[str | None, str]:
 
 
 def _without_privacy(file: Path, sha256: str | None) -> str:
-    """Return what the run in a file's folder says of it, if it wrote that and had no privacy."""
+    """Return the statement of the run without privacy in a file's folder, "" if there is none."""
     try:
         summary, plan = _written(file.parent)
         if summary["private"] is not False or sha256 not in summary["weights"].values():
@@ -365,8 +364,6 @@ def _without_privacy(file: Path, sha256: str | None) -> str:
 
 
 def _written(run: Path) -> tuple[Any, Any]:
-    """Return a run's summary and plan, as they were read."""
-    summary, plan = (
-        json.loads((run / f"{name}.json").read_bytes()) for name in ("summary", "plan")
-    )
-    return summary, plan
+    """Return a run's summary and plan."""
+    summary, plan = (run / "summary.json").read_bytes(), (run / "plan.json").read_bytes()
+    return json.loads(summary), json.loads(plan)

@@ -1,13 +1,13 @@
-"""Models whose inputs have names, as those of Hugging Face: records reach them by these names.
+"""Models with named inputs, such as those of Hugging Face.
 
-A record of whole numbers is tokens, with their mask behind them in rows of one length T:
+A record of integers holds tokens in rows of length T:
 
     [T]       input_ids
     [2, T]    input_ids, attention_mask
     [3, T]    input_ids, attention_mask, token_type_ids
 
-and one of fractions is what the model calls its main input, as pixel_values of an image. Of what
-such a model returns its logits are used.
+A record of floats is passed as the model's main input, such as pixel_values. The logits of the
+model's output are used.
 """
 
 import inspect
@@ -25,12 +25,11 @@ _OUTPUTS: Final = ("logits", "out")
 
 
 class NamedInputs(nn.Module):
-    """A model that is given records by name, and answers with its logits.
+    """Pass records to a model by the names of its inputs, and return its logits.
 
-    names: of the model's inputs; none where it takes records as they are. by_place: a label is a
-    class at each place of a record, so the classes come second: [B, K, T] of a sequence,
-    [B, K, height, width] of an image. copied: the model writes over its input, so it is given
-    copies. The weights have the names that they have in the model.
+    names: the model's inputs; empty to pass records as they are. by_place: every token or pixel
+    has a label, so logits are [B, K, T] or [B, K, height, width]. copied: pass copies, for a model
+    that writes to its input. The state_dict is the model's own.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class NamedInputs(nn.Module):
         self.called, self._copied = model_name(model), copied
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits of records x: [B, T] or [B, rows, T] of tokens, [B, ...] else."""
+        """Return the logits of records x: tokens [B, T] or [B, rows, T], or [B, ...]."""
         x = x.clone() if self._copied else x
         if _reads_an_end(self.model):
             return _at_the_end(self.model, self._named(x))
@@ -56,7 +55,7 @@ class NamedInputs(nn.Module):
         if found.dim() == 3:
             return found.movedim(2, 1) if self.names else found
         if x.dim() == 4 and found.shape[2:] != x.shape[2:]:
-            # Many answer at a fraction of the image's size, and are trained on it enlarged.
+            # Many models of segmentation return smaller maps, which are enlarged for training.
             found = F.interpolate(found, x.shape[2:], mode="bilinear", align_corners=False)
         return found
 
@@ -73,23 +72,23 @@ class NamedInputs(nn.Module):
         given = dict(zip(TOKENS, rows, strict=False))
         padding = getattr(getattr(self.model, "config", None), "pad_token_id", None)
         if padding is not None and len(rows) > 1:
-            # Some look for it instead of the mask; what stands there is padding.
+            # Some models look for padding by its token, not by the mask.
             given["input_ids"] = rows[0].masked_fill(rows[1] == 0, padding)
         return {name: row for name, row in given.items() if name in self.names}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's own state."""
+        """Return the model's state."""
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the model's own state."""
+        """Load the model's state."""
         return self.model.load_state_dict(*args, **kwargs)
 
 
 def with_named_inputs(module: nn.Module, record: Tensor, kind: str = "class") -> nn.Module:
-    """Return a module that maps records [B, ...] to logits: itself, or one around it.
+    """Return a module that maps records [B, ...] to logits: `module`, or a wrapper of it.
 
-    record: one, for its form alone. kind: what is learnt, as schema.LabelForm has it.
+    record: only its shape and type are used. kind: the kind of schema.LabelForm.
     """
     names = _input_names(module)
     several = not record.is_floating_point() and record.dim() == 2
@@ -103,9 +102,9 @@ def with_named_inputs(module: nn.Module, record: Tensor, kind: str = "class") ->
 
 
 def _tried(module: nn.Module, record: Tensor) -> tuple[bool, bool]:
-    """Whether it answers two made-up records with more than a tensor, and writes over them.
+    """Return whether it returns more than a tensor, and whether it writes to its input.
 
-    In training or not.
+    Two made-up records are passed in evaluation and in training mode.
     """
     with torch.inference_mode(False):
         two = torch.zeros(2, *record.shape, dtype=record.dtype)
@@ -113,27 +112,27 @@ def _tried(module: nn.Module, record: Tensor) -> tuple[bool, bool]:
     try:
         with keeping_modes(module), torch.no_grad():
             for train in (False, True):
-                # Whatever it keeps of a pass in training goes to copies.
+                # A pass in training may change buffers: change copies.
                 kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
                 found = torch.func.functional_call(module.train(train), kept, (two,))
                 more |= not isinstance(found, Tensor)
-    except Exception:  # whatever it may raise; who tries it next says so
+    except Exception:  # reported by build, which tries it next
         pass
     return more, two._version > 0
 
 
 def _reads_an_end(module: nn.Module) -> bool:
-    """Whether it classifies by what stands where a text's last token of an end stands."""
+    """Whether it classifies by the state at a text's last end token, as T5 and BART do."""
     below: Any = cast(Any, module).get_base_model() if is_adapted(module) else module
     encodes = getattr(getattr(below, "config", None), "is_encoder_decoder", False)
     return bool(encodes) and hasattr(below, "classification_head")
 
 
 def _at_the_end(module: nn.Module, given: dict[str, Tensor]) -> Tensor:
-    """Return the logits of a classifier of the kind of T5's and BART's, record by record.
+    """Return the logits of a classifier such as T5's and BART's, for each record by itself.
 
-    As the library's own, which picks by truth values from all records together, and takes no batch
-    whose records differ in how many ends they have. Without one, it is the last token that is read.
+    The library selects the end tokens of all records with one mask, and refuses batches with
+    different numbers of them. A text without an end token is read at its last token.
     """
     below: Any = cast(Any, module).get_base_model() if is_adapted(module) else module
     ids = given["input_ids"]
@@ -152,12 +151,12 @@ def _at_the_end(module: nn.Module, given: dict[str, Tensor]) -> Tensor:
 
 
 def _configure(module: nn.Module) -> None:
-    """Switch off what generation keeps between steps, and name a token that stands for none."""
+    """Switch off the cache of generation, and set a padding token if there is none."""
     config: Any = getattr(module, "config", None)
     if hasattr(config, "use_cache"):
         config.use_cache = False
     if getattr(config, "pad_token_id", 0) is None:
-        # As the library's own documents advise; a classifier without one takes single records.
+        # As the library's documentation advises; without one a classifier takes single records.
         end = getattr(config, "eos_token_id", None)
         known = isinstance(end, int) and 0 <= end < getattr(config, "vocab_size", 0)
         config.pad_token_id = end if known else 0
@@ -172,7 +171,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def _input_names(module: nn.Module) -> tuple[str, ...]:
-    """Return what a model's forward calls its inputs; with adapters what the model below does."""
+    """Return the parameters of a model's forward; with adapters, of the base model's."""
     below = cast(Any, module).get_base_model() if is_adapted(module) else module
     try:
         return tuple(inspect.signature(below.forward).parameters)
@@ -181,7 +180,7 @@ def _input_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def _logits_of(output: Any) -> Any:
-    """Return the logits of a model's output; as it is where none of them is."""
+    """Return the logits of a model's output, or the output if it has none."""
     if isinstance(output, Mapping):
         named = cast(Mapping[str, Any], output)
         return next((named[name] for name in _OUTPUTS if name in named), output)

@@ -1,10 +1,10 @@
-"""What of a model stands in the way of private training: all of it at once, and what to do.
+"""Find everything in a model that prevents private training, and fix what can be fixed.
 
     prepared = fedpact.prepare(model, batch_norm="group")
     fedpact.run(prepared.model, data, ...)
 
-What changes nothing of what is learnt is done without being asked. BatchNorm, which mixes the
-records of a batch, is replaced on request.
+Changes that leave the results the same are made without asking. BatchNorm, which mixes the records
+of a batch, is replaced on request.
 """
 
 import copy
@@ -27,17 +27,14 @@ _FEW: Final = 3
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model that was prepared. done: what was changed; left: what still stands in the way.
-
-    left has with each obstacle what to do.
-    """
+    """A prepared model. done: what was changed. left: remaining obstacles with their remedies."""
 
     model: nn.Module
     done: tuple[str, ...]
     left: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return both as lines."""
+        """Return done and left as lines."""
         done = [f"done: {one}" for one in self.done] or ["nothing had to be done"]
         return "\n".join([*done, *(f"left: {one}" for one in self.left)])
 
@@ -48,7 +45,7 @@ def prepare(
     batch_norm: Literal["group"] | None = None,
     records: Tensor | None = None,
 ) -> Prepared:
-    """Return a copy of a model that is ready for private training, as far as that can be done.
+    """Return a copy of a model that is ready for private training, as far as possible.
 
     It only makes changes that leave the result the same: layers no longer write in place, weights
     of half precision become float32, checkpointing and caches of generation are switched off, and
@@ -71,7 +68,7 @@ def prepare(
 
 
 def find_obstacles(model: nn.Module) -> Iterator[str]:
-    """Yield what stands in the way of training a model privately, each with what to do."""
+    """Yield what prevents private training of a model, each with its remedy."""
     if _mixes_by_group(model):
         yield (
             "experts are computed by grouped_mm, for all records at once: fedpact.prepare(model) or"
@@ -100,7 +97,7 @@ def find_obstacles(model: nn.Module) -> Iterator[str]:
 
 
 def told_together(found: list[str]) -> str:
-    """Return obstacles as what follows "cannot be trained" in an error."""
+    """Return obstacles as the part of an error after "cannot be trained"."""
     if len(found) == 1:
         return f": {found[0]}"
     told = "".join(f"\n{number}. {one}" for number, one in enumerate(found, 1))
@@ -125,7 +122,7 @@ def _acts_by_batch(layer: nn.Module) -> bool:
 
 
 def _iterates(layer: nn.Module) -> bool:
-    """Whether a layer has a spectral norm, by a hook or as a parametrisation."""
+    """Whether a layer has a spectral norm, as a hook or a parametrisation."""
     hooks: list[Any] = list(cast(Any, layer)._forward_pre_hooks.values())
     parametrized: Any = layer if parametrize.is_parametrized(layer) else None
     parts = () if parametrized is None else parametrized.parametrizations.values()
@@ -168,7 +165,7 @@ _OBSTACLES: Final[tuple[tuple[Callable[[nn.Module], bool], str], ...]] = (
         "configuration",
     ),
 )
-"""Which layers stand in the way, and what to do about them, with room for their names."""
+"""Tests of layers that prevent private training, each with a remedy ({} is their names)."""
 
 
 def _write_nothing_in_place(model: nn.Module) -> str:
@@ -222,7 +219,7 @@ _ACTS: Final = (
 
 
 def _named(model: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:
-    """The names of the layers of which something holds; of the model itself its class."""
+    """Return the names of the layers that satisfy `holds`; of the model itself, its class."""
     return [name or type(model).__name__ for name, layer in model.named_modules() if holds(layer)]
 
 

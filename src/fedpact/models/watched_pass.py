@@ -1,10 +1,9 @@
-"""What a forward pass does that stands in the way of private training, with the lines that do it.
+"""Find the lines of a forward pass that may prevent private training.
 
-A pass over made-up records is watched, operation by operation: numbers that leave their tensors,
-writes to the model's own state, random numbers that are not torch's, and operations behind which a
-record stands in another's place. These are found by a record of NaN, which stays where it is in a
-model that keeps records apart. A pass runs as under the tracer, which takes some of what is seen:
-so it is told beside an obstacle that is sure, and never by itself.
+A pass over made-up records is observed, operation by operation: values read out of tensors, writes
+to the model's state, random numbers from outside torch, and operations that mix records. The last
+are found with a record of NaN, which must not spread to other records. The tracer can handle some
+of what is found, so these findings are only added to the error of a certain obstacle.
 """
 
 import random
@@ -50,9 +49,9 @@ _OF_LAYERS: Final = ("batch_norm", "instance_norm")
 
 
 def find_in_pass(module: nn.Module, record: Tensor) -> Iterator[str]:
-    """Yield what a training pass does that may stand in the way, with its lines and what to do.
+    """Yield what in a training pass may prevent private training, with its lines and a remedy.
 
-    record: one, of which only the form counts. The module is afterwards what it was.
+    record: only its shape and type are used. The module is left unchanged.
     """
     x = torch.zeros(_RECORDS, *record.shape, dtype=record.dtype)
     draws = seeded_generator("watched pass")
@@ -70,18 +69,18 @@ def find_in_pass(module: nn.Module, record: Tensor) -> Iterator[str]:
 
 
 def with_lines(error: ModelError, module: nn.Module, record: Tensor) -> ModelError:
-    """Return an error with what else a pass does that may stand in the way. record: one."""
+    """Return an error with the findings of `find_in_pass` added."""
     seen, first = list(find_in_pass(module, record)), str(error)
     told = "".join(f"\n{number}. {one}" for number, one in enumerate(seen, 1))
     for line in re.findall(r" in (\S+, line \d+: .*?)\)", first):
-        # Told once, with what to do.
+        # Each line is named once, with its remedy.
         first = first.replace(f" in {line}", "") if line in told else first
     also = f"\nLines of a pass to look at, each with what to do:{told}" if seen else ""
     return ModelError(first + also)
 
 
 def _seen(module: nn.Module, x: Tensor, *, marked: bool) -> list[tuple[str, str]]:
-    """Return what a pass over records x [B, ...] does, each with its line."""
+    """Return the findings of a pass over records x [B, ...], each with its line."""
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     held = {n: v.detach().clone().requires_grad_(v.requires_grad) for n, v in held.items()}
     if marked and x.is_floating_point():
@@ -91,12 +90,12 @@ def _seen(module: nn.Module, x: Tensor, *, marked: bool) -> list[tuple[str, str]
     with torch.random.fork_rng(devices=[]), keeping_modes(module), state_kept(module):
         module.train()
         for layer in module.modules():
-            # Behind one that mixes records, and is told of as a layer, nothing more would be seen.
+            # BatchNorm is reported as a layer; training, it would hide all later findings.
             layer.training &= not hasattr(layer, "track_running_stats")
         try:
             with while_tracing(module, cross_entropy), watch:
                 torch.func.functional_call(module, held, (x,))
-        except Exception:  # whatever a model may raise: what came before is told
+        except Exception:  # the findings before it are reported
             pass
         after = random.getstate(), np.random.get_state()
     random.setstate(before[0])
@@ -106,15 +105,12 @@ def _seen(module: nn.Module, x: Tensor, *, marked: bool) -> list[tuple[str, str]
 
 
 class _Watch(TorchFunctionMode):
-    """Notes what operations do. state: a model's tensors. marked: whether the first record is NaN.
-
-    x: the records [B, ...].
-    """
+    """Collect findings. state: a model's tensors. x: records [B, ...]. marked: x[0] is NaN."""
 
     def __init__(self, state: Collection[Tensor], x: Tensor, *, marked: bool) -> None:
         super().__init__()
         self.notes: list[tuple[str, str]] = []
-        # What follows from records or weights; kept, so that none takes another's identity.
+        # Values that depend on records or weights; kept alive, so that ids stay unique.
         self._known = {id(v): v for v in (x, *(v for v in state if v.requires_grad))}
         self._spoiled = dict[int, Tensor]()
         self._state = {v.untyped_storage().data_ptr() for v in state}
@@ -147,7 +143,7 @@ class _Watch(TorchFunctionMode):
         return found
 
     def _look(self, name: str, given: list[Tensor], made: list[Tensor]) -> None:
-        """Note an operation that puts the first record's NaN into another's place."""
+        """Note an operation that spreads the first record's NaN to another record."""
         for v in made:
             whole = not all(g.is_floating_point() for g in given)
             if self._waiting and whole and v.is_floating_point() and v.shape[:1] == (_RECORDS,):
@@ -157,7 +153,7 @@ class _Watch(TorchFunctionMode):
             if not v.is_floating_point():
                 continue
             lost = v.isnan()
-            # Elsewhere than in front, where the batch is not known: of a sum of it all are NaN.
+            # If the batch is not the first dimension: a sum over it makes everything NaN.
             leading = v.shape[:1] == (_RECORDS,)
             if not bool(lost[1:].any() if leading else lost.all() and v.numel()):
                 continue
@@ -167,7 +163,7 @@ class _Watch(TorchFunctionMode):
             self._spoiled[id(v)] = v
 
     def _note(self, what: str, *, layers: bool = True) -> None:
-        """Note what the line at work does. layers: also where that is within a layer of torch's."""
+        """Note the current line of the user's code. layers: also if a layer of torch runs."""
         stack = [frame for frame in extract_stack() if frame.filename != __file__]
         if layers or not stack[-1].filename.startswith(str(Path(torch.__path__[0]))):
             line = own_line(stack)
@@ -175,7 +171,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _tensors(thing: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what an operation is given or gives."""
+    """Yield the tensors in an operation's arguments or result."""
     if isinstance(thing, Tensor):
         yield thing
     elif isinstance(thing, list | tuple | dict):

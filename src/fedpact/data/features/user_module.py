@@ -1,11 +1,10 @@
-"""A user's module for features: traced once, so that it is a fixed list of operations.
+"""Features by a user's module, which is traced once into a fixed list of operations.
 
-It is traced as models are (per_sample.tracing), on a made-up batch of one, before any record is
-read. What runs afterwards are the traced operations with the weights of then, on each record alone:
-nothing of a record can stay for the next one. What cannot be traced is refused, as of models: a
-branch on values, a pass that changes weights or buffers, TorchScript. So is what draws random
-numbers. The weights are those that the factory leaves, or those of a file of safetensors or of
-torch, whose SHA-256 the plan names.
+The module is traced (per_sample.tracing) on a made-up batch of one record before any record is
+read. The traced operations then run on each record by itself with the weights of that moment, so
+no state is carried from one record to the next. Modules that cannot be traced are refused: branches
+on values, passes that change weights or buffers, TorchScript, random numbers. The weights are the
+factory's, or come from a file of safetensors or torch whose SHA-256 is in the plan.
 """
 
 import hashlib
@@ -32,25 +31,25 @@ from fedpact.per_sample.tracing.program import draws, evaluated
 
 _logger = logging.getLogger("fedpact")
 _FORM = "factory(shape) -> nn.Module"
-# The random state is the process's: two threads of one would draw from each other's.
+# The random state belongs to the process, so threads must not draw at the same time.
 _DRAWING = threading.Lock()
-_TOLD = 32  # numbers of an answer
+_TOLD = 32  # numbers of `answer`
 
 
 class Backbone:
-    """A frozen module: records [1, *shape] -> numbers [1, ...], the same for equal records.
+    """A frozen module that maps records [1, *shape] to numbers [1, ...] deterministically.
 
-    shape: a record's. seed: what weights are drawn from where the factory draws some. at: where a
-    relative `weights` is looked for. Raises ModelError: the factory, the file, or what comes out.
+    shape: of a record. seed: for weights that the factory draws. at: the base of a relative path
+    of weights. Raises ModelError: the factory fails, or the file or the output is unusable.
     """
 
     def __init__(
         self, settings: FeatureSettings, shape: tuple[int, ...], seed: int, at: Path
     ) -> None:
         self._name = f"features.kind = {settings.kind!r}"
-        # Kept, so that no other has its identity while this is known by it.
+        # Keep a reference, so that its id stays unique.
         self._factory = factory_of(settings.kind)
-        # Of now: whoever edits the file while a run goes on has not changed what it computes.
+        # Read now: later edits of the file do not change what this run computes.
         self.source = _source_of(self._factory)
         with _DRAWING, one_thread(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -81,10 +80,10 @@ class Backbone:
         self._try(shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return a record's features [p] as float32, of x [1, *shape], times some power of two.
+        """Return the features [p] of a record x [1, *shape] as float32, times a power of two.
 
-        The largest is in [0.5, 1) then, unless all are 0, so that no length is beyond float32.
-        Raises whatever an operation raises at a record.
+        The power makes the largest magnitude lie in [0.5, 1), unless all are 0, so that the norm
+        does not overflow. Errors of the module's operations are passed on.
         """
         given = dict(self._given)
         for name, (kind, target) in self._trace.inputs.items():
@@ -97,7 +96,7 @@ class Backbone:
         return torch.from_numpy(np.ldexp(values, -exponent)).float()
 
     def _numbers(self, found: Any, y: Tensor) -> Tensor:
-        """Return a record's numbers [1, p], of what the module answers."""
+        """Return the module's output for a record as numbers [1, p]."""
         del y
         if not isinstance(found, Tensor) or found.dim() < 2 or len(found) != 1:
             what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
@@ -128,7 +127,7 @@ class Backbone:
         return trace
 
     def _try(self, shape: tuple[int, ...]) -> None:
-        """Note what tells these features from others, by their answers to made-up records."""
+        """Compute width, answer and fingerprint from made-up records."""
         drawn = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0))
         answers = list[Tensor]()
         for x in (torch.zeros(1, *shape), torch.ones(1, *shape), drawn):
@@ -167,11 +166,11 @@ class Backbone:
 
 
 def factory_of(kind: str) -> Callable[..., Any]:
-    """Return what a 'package.module:factory' names at this moment. Raises ModelError."""
+    """Return the current factory of the name 'package.module:factory'. Raises ModelError."""
     return own_factory(kind, "features.kind", (), _FORM)
 
 
 def _source_of(factory: Callable[..., Any]) -> str:
-    """Return the SHA-256 of the file that a factory is in, "" where there is none."""
+    """Return the SHA-256 of a factory's source file, "" if there is none."""
     path = Path(getattr(inspect.getmodule(factory), "__file__", None) or "")
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
