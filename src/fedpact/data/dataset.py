@@ -17,26 +17,25 @@ from fedpact.common.losses import UNLABELLED
 from fedpact.data.schema import RecordForm
 
 CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Characters that a terminal may obey, so that no name may have them."""
+"""Control characters that may act on a terminal; names must not contain them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Records with labels, and where there is one a public test set.
+    """Records with labels, and optionally a public test set.
 
-    x [n, ...]: training records, float32, or int64 for tokens; y [n]: int64, 0..len(classes) - 1;
-    or numbers of -1..1, float32 [n]; 0 or 1 of each label, float32 [n, classes]; or the classes of
-    pixels or tokens, int64 [n, ...], losses.UNLABELLED where there is none.
+    x [n, ...]: training records, float32, or int64 for tokens. y: classes, int64 [n] from 0 to
+    len(classes) - 1; or numbers from -1 to 1, float32 [n]; or 0 or 1 for each label, float32
+    [n, classes]; or classes of pixels or tokens, int64 [n, ...], with losses.UNLABELLED for none.
     classes: the labels' names. x_test, y_test: the public test set in the same form, or None.
-    site: for each training record the name of its site, where the data come from several.
-    person: for each training record whose it is, where that is known.
-    features: the names of a table's columns; empty where there are none. column: of a table whose
-    one feature has an array in each cell that one's name, where a record is such an array.
-    rows: each training record's number in its file, where it is not its place in x.
+    site, person: for each training record the name of its site and of its person, or None.
+    features: the names of a table's columns; empty for arrays. column: the name of the only feature
+    of a table if its cells are arrays.
+    rows: each training record's number in its file, if this is not its place in x.
     held: which training records are the data set's own test part at their sites, bool [n], or None;
     partition.held_out = "own" keeps them for evaluation, and nothing else uses them.
-    form: what the records were held against as they were read; None: nothing, as of a replaced one.
-    description: one line: what it is, where from, the constants of its preprocessing.
+    form: the declaration that the records were checked against; None after a replacement.
+    description: one line: what it is, its source, the constants of its preprocessing.
 
     Raises DataError: lengths or shapes that do not fit, a value that is NaN or
     infinite, a label out of range, or a name with control characters.
@@ -86,7 +85,7 @@ class Dataset:
 
     @property
     def kind(self) -> str:
-        """What its labels are, as schema.LabelForm has it."""
+        """The kind of its labels, as in schema.LabelForm."""
         if self.y.is_floating_point():
             return "number" if self.y.ndim == 1 else "several"
         return "class" if self.y.ndim == 1 else "pixels"
@@ -97,9 +96,9 @@ class Dataset:
         return torch.arange(len(self.y)) if self.rows is None else self.rows
 
     def only(self, good: Tensor, of_test: Tensor | None = None) -> "Dataset":
-        """Return the data set with some of its records, bool [n], and of its test set's.
+        """Return the data set with the records of a mask, bool [n], and of a mask of its test set.
 
-        Raises DataError: none is left of either.
+        Raises DataError: no training record is left.
         """
         kept = self
         if not good.any():
@@ -118,7 +117,7 @@ class Dataset:
         return replace(kept, x_test=self.x_test[of_test], y_test=self.y_test[of_test])
 
     def _check_names(self) -> None:
-        # Of texts the classes are characters, whichever these have.
+        # The classes of texts are characters, which may be control characters.
         classes = self.classes if self.x.is_floating_point() else ()
         given = {"column": (*self.features, *([self.column] if self.column else []))}
         for role, names in (given | {"class": classes, "site": set(self.site or ())}).items():
@@ -148,7 +147,7 @@ class Dataset:
         self._check_labels(y_name, y)
 
     def _check_values(self, name: str, x: Tensor) -> None:
-        # The extremes carry every NaN and infinity, at a seventh of the time of a mask.
+        # The extremes show every NaN and infinity, in a seventh of the time of a mask.
         if (
             not x.is_floating_point()
             or not len(x)

@@ -1,7 +1,7 @@
-"""Tokenised text: columns of lists become records [rows, T] of one length, with their mask.
+"""Tokenised text: columns of lists become records [rows, T] with their mask.
 
-The rows are input_ids, attention_mask and, where there is such a column, token_type_ids, as
-tokenizers write them. A record is padded with 0 up to T, where its mask is 0, and cut at T.
+The rows are input_ids, attention_mask and, if there is such a column, token_type_ids, as tokenizers
+write them. Records are padded to length T with 0, also in their mask, or cut at T.
 """
 
 import logging
@@ -23,11 +23,11 @@ _LONGEST: Final = 2**20
 def token_columns(
     columns: Mapping[str, Sequence[Any]], among: Collection[str], length: int | None = None
 ) -> dict[str, Sequence[Any]]:
-    """Return the columns of tokens, in the order of a record's rows; {} where a table has none.
+    """Return the columns of tokens in the order of a record's rows; {} if a table has none.
 
-    among: the columns that a record may be made of. length: of a record of tokens, if that is
-    declared; then, or where lists differ in length, the only column of lists is that of tokens,
-    whatever it is called. Without a mask all tokens count.
+    among: the columns that may be features. length: the declared length of a record. If it is
+    declared, or lists differ in length, a single column of lists holds the tokens, whatever its
+    name. Without a mask all tokens count.
     """
     name = _IDS
     if _IDS not in columns:
@@ -69,10 +69,10 @@ def read_tokens(
     vocabulary: int | None,
     sieve: RecordFilter,
 ) -> np.ndarray:
-    """Return records int64 [n, rows, T] of tokens, after their sieve has all faults.
+    """Return records int64 [n, rows, T] of tokens, and add all faults to their sieve.
 
-    columns: as of `token_columns`. length: T, None for that of the longest record. vocabulary:
-    tokens are below it; None: not declared.
+    columns: from `token_columns`. length: T, None for the longest record's. vocabulary: tokens are
+    smaller; None: not declared.
     """
     rows = list(columns)
     found = [_record(columns, rows, n, vocabulary, sieve) for n in range(sieve.count)]
@@ -95,17 +95,17 @@ def read_tokens(
 
 
 def is_next_token(label: str | None) -> bool:
-    """Whether a column of labels is that of the tokens themselves: each one's is what follows."""
+    """Whether the label of each token is the next token."""
     return label == _IDS
 
 
 def read_token_labels(
     cells: Sequence[Any], x: np.ndarray, label: str, sieve: RecordFilter
 ) -> np.ndarray:
-    """Return a label for each token, int64 [n, T], UNLABELLED where there is none.
+    """Return a label for each token, int64 [n, T]; UNLABELLED for none.
 
-    cells: of each record a list, a whole number for each of its tokens. x: records [n, rows, T],
-    whose padding has none. label: the column; of the tokens themselves each one's is the next.
+    cells: for each record a list of a whole number for each token. x: records [n, rows, T]; padding
+    has no label. label: the column; if it is the tokens', labels are the next tokens.
     """
     y = np.full((len(x), x.shape[-1]), UNLABELLED, np.int64)
     for place, cell in enumerate(cells):
@@ -128,7 +128,7 @@ def _record(
     vocabulary: int | None,
     sieve: RecordFilter,
 ) -> np.ndarray | None:
-    """One record's rows of tokens [rows, t]; None where it is left out."""
+    """Return one record's rows of tokens [rows, t]; None if it is left out."""
     ids = _whole(columns[_IDS][place])
     if ids is None or (ids < 0).any() or not 0 < len(ids) <= _LONGEST:
         sieve.leave_out(place, _IDS, "is not a list of tokens, whole numbers from 0")
@@ -152,7 +152,7 @@ def _record(
 
 
 def _whole(cell: Any) -> np.ndarray | None:
-    """A cell as int64 [t]; None where it is not a list of whole numbers from 0."""
+    """Return a cell as int64 [t]; None if it is not a list of whole numbers."""
     try:
         row = np.asarray(cell)
     except (TypeError, ValueError):

@@ -1,21 +1,21 @@
 """Features of records: computed once, whitened, and cached.
 
-A record's features are the same bits whatever other records there are: the maps get batches of one
-size, filled up with zeros, and a factory's module gets each record alone. So one record more or
-less changes no other's features, and protecting a record's features protects the record.
+A record's features are bit-identical whatever the other records are: the maps get batches of one
+size, filled up with zeros, and a factory's module gets one record at a time. So adding or removing
+a record changes no other features, and protecting a record's features protects the record.
 
     x -> [0, 1], by the record's own extremes -> maps, with mirror the mean of both images'
       -> square roots -> unit length -> (· - mean) whitened by made images' mean and covariance
       -> unit length -> float16
 
-Square roots make faint answers count beside strong ones, as in Fisher vectors (Perronnin, Sánchez,
-Mensink, ECCV 2010): 0.6 points on Fashion-MNIST. Unit length keeps every record's gradient within a
-clip that is chosen without looking.
+Square roots raise weak responses relative to strong ones, as in Fisher vectors (Perronnin, Sánchez,
+Mensink, ECCV 2010): 0.6 points on Fashion-MNIST. Unit length bounds every record's gradient by a
+clip that is chosen without looking at records.
 
-A cache is _MAGIC, the SHA-256 of a key and of the rest, then safetensors. The key of NAME.features
-is a digest of the records and of all else that their features follow from. A damaged cache, or one
-with another key, is made anew; a file that begins otherwise is not ours and stays as it is. What
-whitens follows from made images alone, so it is public, and cached for all records.
+A cache file is _MAGIC, the SHA-256 of the key and the content, then safetensors. The key of
+NAME.features is a digest of the records and of everything else that determines their features. A
+damaged cache, or one with another key, is recomputed; a file without _MAGIC is not overwritten. The
+whitening depends on generated images only, so it is public, and cached for all records.
 """
 
 import hashlib
@@ -51,14 +51,14 @@ _BODY: Final = len(_MAGIC) + 32
 
 
 def load_tensors(path: Path, key: bytes) -> dict[str, Tensor] | None:
-    """Return what is stored under a key, None if that is nothing or cannot be read."""
+    """Return the tensors stored under a key, None if there are none or they cannot be read."""
     try:
         if not path.is_file():  # nor a pipe, which would be waited for
             return None
         block = path.read_bytes()
         if _start(key, block[_BODY:]) != block[:_BODY]:
             return None
-        # As of a copy: what others may read is made private, or made anew where it cannot be.
+        # A copied file may be readable by others: make it private, or recompute it.
         if path.stat().st_mode & ~PRIVATE & 0o777:
             path.chmod(PRIVATE)
     except OSError:
@@ -67,9 +67,9 @@ def load_tensors(path: Path, key: bytes) -> dict[str, Tensor] | None:
 
 
 def store_tensors(path: Path, key: bytes, tensors: Mapping[str, Tensor]) -> None:
-    """Store tensors, readable by their owner alone. Raises OSError: it cannot be written.
+    """Store tensors, readable by their owner only.
 
-    So it does where the file is not a cache.
+    Raises OSError: the file cannot be written, or is not a cache.
     """
     if path.exists() and not (path.is_file() and (path.read_bytes() or _MAGIC).startswith(_MAGIC)):
         raise FileExistsError(f"{path} is no cache of features; move it to make room for one")
@@ -86,13 +86,13 @@ _MOST: Final = 8192
 
 
 def whitening(key: str, kind: str, p: int, made: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the mean [p] of made images' features and what whitens them [p, p], float32.
+    """Return the mean [p] of generated images' features and their whitening [p, p], float32.
 
-    Covariance Σ + (ρ tr Σ / p) I with ρ = 0.4; what whitens is the inverse of its Cholesky factor,
-    which follows continuously from Σ, so machines that round in other ways agree.
+    The covariance is Σ + (ρ tr Σ / p) I with ρ = 0.4. The whitening is the inverse of its Cholesky
+    factor, which is continuous in Σ, so machines with different rounding agree.
 
-    key: what they follow from, as a digest. made: returns made images' features [n, p].
-    Raises ModelError: there are too many features for that.
+    key: a digest of everything that determines them. made: returns the images' features [n, p].
+    Raises ModelError: too many features.
     """
     if p > _MOST:
         raise ModelError(
@@ -100,7 +100,7 @@ def whitening(key: str, kind: str, p: int, made: Callable[[], Tensor]) -> tuple[
             "with whiten = true; lower cells or filters, or set whiten = false"
         )
     of, held = bytes.fromhex(key), None
-    # Without a directory to keep it in, as where nobody is at home, it is made each time.
+    # Without a cache directory it is computed each time.
     with suppress(DataError):
         held = load_tensors(cache_dir() / "whitening" / key, of)
     if held is None:
@@ -113,7 +113,7 @@ def whitening(key: str, kind: str, p: int, made: Callable[[], Tensor]) -> tuple[
         factor = torch.linalg.cholesky(covariance)
         eye = torch.eye(p, dtype=torch.float64)
         inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
-        # As it lies in memory, so that products with it round as they did.
+        # In the same memory layout, so that products with it round in the same way.
         held = {"mean": mean.float(), "whitens'": inverse.float().T}
         with suppress(DataError, OSError):
             store_tensors(cache_dir() / "whitening" / key, of, held)
@@ -121,30 +121,30 @@ def whitening(key: str, kind: str, p: int, made: Callable[[], Tensor]) -> tuple[
 
 
 VERSION: Final = 2
-"""Of what is computed here: one more wherever a record's features become others."""
+"""Version of this computation; increase it with every change of a record's features."""
 
 _BATCH: Final = 64
-_LOOKED_AT: Final = 256  # made images, by which features are found to differ
+_LOOKED_AT: Final = 256  # generated images, to check that features differ
 _AT_ONCE: Final = 8
-"""So many images have their maps at a time: those of more leave the processor's cache."""
+"""Images mapped at a time; the maps of more do not fit the processor's cache."""
 _ROUNDED: Final = 1e-3
-"""Of rows of unit length: machines differ by less, weights that were drawn anew by more."""
+"""Tolerance for rows of unit length: machines differ by less, other weights by more."""
 TELL_EVERY: Final = 10.0
-"""Seconds: so often this machine's owner is told how far it is."""
+"""Seconds between reports of progress to this machine's owner."""
 
 
 @dataclass(frozen=True)
 class MadeBy:
-    """What tells features of somebody's own from others, on any machine.
+    """Identifies a user's features on any machine.
 
-    source: the SHA-256 of the factory's file. answer: how what it makes of a made-up record begins.
+    source: the SHA-256 of the factory's file. answer: the first features of a made-up record.
     """
 
     source: str = ""
     answer: tuple[float, ...] = ()
 
     def is_as(self, other: "MadeBy") -> bool:
-        """Whether both are the same code with the same weights, but for how machines round."""
+        """Whether both are the same code with the same weights, up to rounding."""
         near = len(self.answer) == len(other.answer) and all(
             abs(a - b) <= _ROUNDED for a, b in zip(self.answer, other.answer, strict=True)
         )
@@ -153,10 +153,10 @@ class MadeBy:
 
 @dataclass(frozen=True)
 class Found:
-    """What stands in place of records, x [n, ...], and which have any, bool [n]: the others' are 0.
+    """Features x [n, p], float16, or scaled records x [n, ...]; good [n]: which records have any.
 
-    Features are float16 [n, p]. A record has none where they are not finite, or where an operation
-    of a factory's module raises at it.
+    A record has none, and a row of zeros, if its features are not finite or the factory's module
+    raises an error.
     """
 
     x: Tensor
@@ -164,9 +164,9 @@ class Found:
 
 
 class Extractor:
-    """Computes features of records of one shape. at: where a relative path of weights begins.
+    """Computes features of records of one shape. at: the base of a relative path of weights.
 
-    Raises ModelError: records that these features are not made for, or a factory that fails.
+    Raises ModelError: records of an unsuitable shape, or a factory that fails.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Extractor:
 
     @cached_property
     def width(self) -> int:
-        """How many numbers a record's features are, p."""
+        """The number of features of a record, p."""
         if self._settings.factory:
             return self._backbone.width
         with torch.no_grad():
@@ -197,7 +197,7 @@ class Extractor:
 
     @property
     def key(self) -> str:
-        """What features follow from besides the records, as a digest; all of it is public."""
+        """A digest of everything except the records that determines features; it is public."""
         parts = (
             VERSION,
             torch.__version__,
@@ -211,7 +211,7 @@ class Extractor:
 
     @property
     def made_by(self) -> MadeBy:
-        """What code of one's own made them; of the built-in kinds nothing."""
+        """The user's code that makes them; empty for the built-in kinds."""
         own = self._settings.factory
         return MadeBy(self._backbone.source, self._backbone.answer) if own else MadeBy()
 
@@ -220,7 +220,7 @@ class Extractor:
         found = torch.zeros(len(x), self.width, dtype=torch.float16)
         good = torch.ones(len(x), dtype=torch.bool)
         if not self._settings.factory:
-            # Once, not by every thread.
+            # Compute it once, not in every thread.
             _ = self._whitening if self._settings.whiten else self._tells
         size = 1 if self._settings.factory else _BATCH
         parts = _told(self._each(x), len(x), "records")
@@ -261,14 +261,14 @@ class Extractor:
         return torch.cat([self._mapped(some) for some in x.split(_AT_ONCE)])
 
     def _mapped(self, x: Tensor) -> Tensor:
-        """Unit rows [B, p] of what the maps find in records x [B, *shape]."""
+        """Return the maps of records x [B, *shape] as unit rows [B, p]."""
         x = _scaled(x.reshape(len(x), *self._image))
         maps = self._maps(x)
         if self._settings.mirror:
             twins = self._twins
             other = self._maps(x.flip(3)) if twins is None else maps[:, twins].flip(3)
             maps = (maps + other) / 2
-            # What is right of the middle is the left's twin.
+            # The right half mirrors the left.
             maps = maps[..., : (maps.shape[3] + 1) // 2]
         return F.normalize(maps.flatten(1).clamp_min(0).sqrt())
 
@@ -277,7 +277,7 @@ class Extractor:
         return whitening(self.key, self._settings.kind, self.width, self._made)
 
     def _made(self) -> Tensor:
-        """Return made images' features [MADE, p]."""
+        """Return the features of generated images [MADE, p]."""
         made = generate_images(MADE, self._image, self._seed)
         parts = (some for part in made for some in part.split(_BATCH))
         found = list(_told(_by_threads(self._mapped_all, parts), MADE, "made images, to whiten by"))
@@ -286,13 +286,13 @@ class Extractor:
 
     @cached_property
     def _tells(self) -> bool:
-        """Whether features that are not whitened differ. Raises ModelError: they do not."""
+        """True if features without whitening differ. Raises ModelError: they do not."""
         made = dead_leaves(MADE, self._image, self._seed, 0, _LOOKED_AT)
         self._check_tells(self._mapped_all(made))
         return True
 
     def _check_tells(self, found: Tensor) -> None:
-        """Raise ModelError: of made images' features [n, p] most agree."""
+        """Raise ModelError if most features of generated images [n, p] are equal."""
         some = found[:_LOOKED_AT]
         if found.isfinite().all() and len(torch.unique(some, dim=0)) > len(some) / 2:
             return
@@ -312,15 +312,15 @@ def extractor(
 ) -> Extractor:
     """Return the extractor of a plan's features; filters and whitening are made once a process.
 
-    settings: FeatureSettings as JSON, of a kind that is not "none". seed: the plan's. own: which
-    factory its kind names at this moment, 0 where it names none.
+    settings: FeatureSettings as JSON, of a kind other than "none". seed: the plan's. own: the id of
+    the factory that its kind names now, 0 for none.
     """
-    del own  # another one, another extractor
+    del own  # part of the cache's key only
     return Extractor(FeatureSettings.model_validate_json(settings), shape, seed, at)
 
 
 def _told(parts: Iterable[Tensor], count: int, what: str) -> Iterator[Tensor]:
-    """Yield parts of features as they come, and tell this machine's owner how far that is."""
+    """Yield parts of features, and report the progress to this machine's owner."""
     told, done = time.monotonic(), 0
     for part in parts:
         done += len(part)
@@ -331,10 +331,10 @@ def _told(parts: Iterable[Tensor], count: int, what: str) -> Iterator[Tensor]:
 
 
 def _by_threads(work: Callable[[Tensor], Tensor], parts: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield what `work` makes of each part, in order, by as many threads as torch may use.
+    """Yield the result of `work` for each part, in order, computed by torch's number of threads.
 
-    Each has one of torch's: those of one operation wait for each other wherever something else is
-    at work on a core, and what it rounds would follow from how many there are.
+    Each of them uses one torch thread: several would wait for each other on a busy machine, and
+    rounding would depend on their number.
     """
     number, waiting = torch.get_num_threads(), deque[Future[Tensor]]()
     pool = ThreadPoolExecutor(number, "features", init_worker_thread)
@@ -347,7 +347,7 @@ def _by_threads(work: Callable[[Tensor], Tensor], parts: Iterable[Tensor]) -> It
             yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-        # What one thread is told is what threads that begin later are told.
+        # A worker's setting is inherited by later threads: restore it.
         torch.set_num_threads(number)
 
 
@@ -364,8 +364,8 @@ def _image_shape(settings: FeatureSettings, shape: tuple[int, ...]) -> tuple[int
 
 
 def _scaled(x: Tensor) -> Tensor:
-    """Images [B, c, h, w] with each one's smallest number at 0 and its largest at 1."""
-    # Halves, as the difference of two large numbers may be none.
+    """Scale images [B, c, h, w], each from its minimum and maximum to 0 and 1."""
+    # Halve first, so that the difference does not overflow.
     x = x / 2
     x = x - x.amin((1, 2, 3), keepdim=True)
     return x / x.amax((1, 2, 3), keepdim=True).clamp_min(1e-30)
@@ -377,16 +377,15 @@ _logger = logging.getLogger("fedpact")
 
 
 def beside(records: Path) -> Path:
-    """Return where the features of a file's records are cached."""
+    """Return the cache file for the features of a file's records."""
     return records.with_name(records.name + SUFFIX)
 
 
 def features(x: Tensor, extractor: Extractor, cache: Path | None) -> Found:
-    """Return the features of records x [n, ...], from the cache where they are there.
+    """Return the features of records x [n, ...], from the cache if it has them.
 
-    cache: its file, or None for none. The numbers are the same, with and without it: all of them
-    are rounded to float16. A cache that cannot be written, or whose place another file has, is told
-    of in this machine's log.
+    cache: its file, or None. The features are the same with and without a cache, as all are rounded
+    to float16. A cache that cannot be written is reported in this machine's log.
     """
     if cache is None:
         return extractor(x)
