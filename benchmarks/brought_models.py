@@ -145,9 +145,13 @@ _OF_TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma": ("Gemma", {**_DECODER, "num_key_value_heads": 2, "head_dim": 16}),
     "Gemma 2": ("Gemma2", {**_DECODER, "num_key_value_heads": 2, "head_dim": 16}),
     "Phi": ("Phi", _DECODER),
+    "Phi-3": ("Phi3", _DECODER),
+    "Falcon": ("Falcon", _DECODER),
+    "Mixtral": ("Mixtral", {**_DECODER, "num_key_value_heads": 2, "num_local_experts": 2}),
     "T5": ("T5", _T5),
     "mT5": ("MT5", _T5),
     "BART": ("Bart", _BART),
+    "MBart": ("MBart", _BART),
 }
 
 
@@ -176,8 +180,11 @@ _VIT = {
     "intermediate_size": 128,
     "num_labels": CLASSES,
 }
+_VISION = {"vision_config": _VIT, "num_labels": CLASSES}
 _OF_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "ViT": ("ViT", _VIT),
+    "CLIP": ("CLIP", _VISION),
+    "SigLIP": ("Siglip", _VISION),
     "DeiT": ("DeiT", _VIT | {"architectures": ["DeiTForImageClassification"]}),
     "BEiT": ("Beit", _VIT),
     "DINOv2": ("Dinov2", _VIT),
@@ -192,6 +199,22 @@ _OF_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
             "window_size": 4,
             "num_labels": CLASSES,
         },
+    ),
+    "Swin v2": (
+        "Swinv2",
+        {
+            "image_size": _SIDE,
+            "patch_size": 2,
+            "embed_dim": 16,
+            "depths": [1, 1],
+            "num_heads": [2, 2],
+            "window_size": 4,
+            "num_labels": CLASSES,
+        },
+    ),
+    "ConvNeXt v2": (
+        "ConvNextV2",
+        {"hidden_sizes": [16, 16, 32, 32], "depths": [1] * 4, "num_labels": CLASSES},
     ),
     "ConvNeXt": (
         "ConvNext",
@@ -281,6 +304,8 @@ _OF_TIMM: dict[str, dict[str, Any]] = {
     },
     "cait_xxs24_224": {**_SMALL},
     "repvgg_a0": {},
+    "edgenext_xx_small": {},
+    "beit_base_patch16_224": _SMALL,
 }  # fmt: skip
 
 
@@ -326,6 +351,11 @@ def _monai() -> Iterator[Brought]:
     ), channels=1, pixels=True)  # fmt: skip
     basic = _of(of, "BasicUNet", **flat, out_channels=CLASSES, features=(8, 8, 16, 32, 32, 8))
     yield Brought("MONAI", "BasicUNet", basic, channels=1, pixels=True)
+    dynamic = _of(
+        of, "DynUNet", **flat, out_channels=CLASSES, kernel_size=[3] * 3, strides=[1, 2, 2],
+        upsample_kernel_size=[2, 2], filters=[8, 16, 32],
+    )  # fmt: skip
+    yield Brought("MONAI", "DynUNet", dynamic, channels=1, pixels=True)
     unetr = _of(
         of, "UNETR", 1, CLASSES, (_SIDE, _SIDE), feature_size=8, hidden_size=48, mlp_dim=96,
         num_heads=4, spatial_dims=2,
