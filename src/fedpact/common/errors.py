@@ -1,11 +1,11 @@
 """The errors fedpact raises on purpose.
 
-    FedpactError                what a caller may catch for all of them
-    ├── InputError              a setting, an argument or a file is not what it has to be
-    │   ├── PlanError           a configuration as a whole makes no sense
+    FedpactError                the base class
+    ├── InputError              an invalid setting, argument or file
+    │   ├── PlanError           an inconsistent configuration
     │   ├── DataError           records, labels, a partition or a data file
-    │   └── ModelError          a model that cannot be trained as asked
-    ├── PrivacyError            a release that a site does not make
+    │   └── ModelError          a model that cannot be trained as requested
+    ├── PrivacyError            a release that a site refuses
     │   ├── BudgetExhausted     it would exceed the site's (ε, δ)
     │   └── PolicyRefused       the site's policy or reservation does not name it
     ├── LedgerError             a ledger that is unreadable, altered or in use
@@ -20,16 +20,16 @@ from difflib import get_close_matches
 
 
 class FedpactError(Exception):
-    """The root of every error that fedpact raises on purpose.
+    """The base class of all errors that fedpact raises on purpose.
 
-    exit_code: with which a process that ends because of it exits.
+    exit_code: the exit status of a process that ends because of it.
     """
 
     exit_code = 2
 
 
 class InputError(FedpactError, ValueError):
-    """A setting, an argument or a file is not what it has to be."""
+    """A setting, an argument or a file is invalid."""
 
 
 class PlanError(InputError):
@@ -41,11 +41,11 @@ class DataError(InputError):
 
 
 class ModelError(InputError):
-    """A model cannot be trained as asked."""
+    """A model cannot be trained as requested."""
 
 
 class PrivacyError(FedpactError):
-    """A release that a site does not make."""
+    """A release that a site refuses."""
 
 
 class BudgetExhausted(PrivacyError):
@@ -67,7 +67,7 @@ class TransportLost(FedpactError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error about a name that there is none of: which may be meant, or "".
+    """Return a suggestion to append to an error about an unknown name, or "".
 
     >>> nearest("fedprx", ["fedavg", "fedprox"]), nearest("x", ["fedavg"])
     ("; the nearest is 'fedprox'", '')

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 UNLABELLED: Final = -100
-"""In place of a class: a pixel or token that nothing is learnt of, as torch has it."""
+"""The class of pixels and tokens that a loss ignores, as in torch."""
 
 
 class Loss(Protocol):
@@ -24,12 +24,11 @@ class Loss(Protocol):
 
 
 def cross_entropy(outputs: Tensor, y: Tensor, /) -> Tensor:
-    """-log softmax(outputs)[y] of each record; a mean over positions where a record is a sequence.
+    """-log softmax(outputs)[y] of each record, averaged over the positions of a sequence.
 
-    outputs: logits [B, K], y: classes [B]; or a sequence: logits [B, T, K], y [B, T]; or several
-    answers to one question, as of views of an image: logits [B, V, K], y [B], whose losses' mean it
-    is. The loss of a record with a class that is none of 0..K-1 is NaN, and the others' are as
-    without it.
+    outputs: logits [B, K], y: classes [B]; or sequences: logits [B, T, K], y [B, T]; or several
+    views of a record: logits [B, V, K], y [B], whose losses are averaged. The loss of a record with
+    a class outside 0..K-1 is NaN and does not affect the others.
 
     >>> import torch
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3])).exp()
@@ -48,9 +47,9 @@ def cross_entropy(outputs: Tensor, y: Tensor, /) -> Tensor:
 
 
 def mask_known_classes(y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Return which of the classes y [n] are among 0..classes - 1, and y with 0 for the others.
+    """Return a mask of the classes y [n] in 0..classes - 1, and y with 0 for the others.
 
-    torch itself would raise for the whole batch, end a GPU's process, or take -100 for no record.
+    torch would raise for the whole batch, abort a GPU process, or ignore -100.
     """
     known = torch.logical_and(y >= 0, y < classes)
     return known, torch.where(known, y, 0)

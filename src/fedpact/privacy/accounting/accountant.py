@@ -1,8 +1,8 @@
-"""What a history of releases costs: upper bounds on ε, and how many releases a budget allows.
+"""Upper bounds on the ε of a history of releases, and the number of releases a budget allows.
 
 A history counts events, each a Poisson-sampled Gaussian release. Adjacency is add or remove one
-record; every ε holds against whoever sees all the releases, chosen adaptively, as long as the
-*events* were fixed in advance.
+record; every ε holds against an attacker who sees all the releases, even if they were chosen
+adaptively, as long as the *events* were fixed in advance.
 
 >>> release = SampledGaussian(q=0.015, sigma=1.1)
 >>> round(epsilon({release: 317}, delta=1e-5), 2)
@@ -30,10 +30,10 @@ from fedpact.privacy.accounting.rdp import Conversion as Conversion
 Accountant = str
 """A name of ACCOUNTANTS."""
 
-# Of a history of more releases than this no bound is looked for.
+# No bound is computed for histories of more releases.
 _MOST: Final = 10**18
 ADJACENCY: Final = "add/remove one record"
-"""Which data sets are neighbours, in every ε of a record that is computed or shown."""
+"""Which data sets are neighbours, for every ε per record."""
 ADJACENCY_BY_UNIT: Final = {
     "record": ADJACENCY,
     "person": "add/remove one person with all of that person's records",
@@ -76,13 +76,12 @@ class Budget:
 
 
 def add_budgets(parts: Iterable[float]) -> float:
-    """Return the sum of budgets as they are written: three times 1e-05 is 3e-05."""
-    # Exact in decimals, so that the sum is rounded once, to nearest.
+    """Return the decimal sum of budgets, rounded once: three times 1e-05 is 3e-05."""
     return float(sum(Decimal(repr(float(part))) for part in parts))
 
 
 def joint(q: float, sigmas: Iterable[float]) -> SampledGaussian:
-    """Return the one event that several Gaussian releases on the same Poisson batch form.
+    """Return the event equivalent to several Gaussian releases on the same Poisson batch.
 
     σ_joint = (Σ σ_k^-2)^(-1/2). Adaptive releases compose to one Gaussian pair, which Poisson
     sampling amplifies once (Zhu, Dong, Wang 2022); amplifying each alone would not be valid.
@@ -93,7 +92,7 @@ def joint(q: float, sigmas: Iterable[float]) -> SampledGaussian:
     each = [check.positive(sigma=sigma) for sigma in sigmas]
     if not each:
         raise InputError("sigmas is empty: expected the noise multiplier of at least one release")
-    # Scaled by the least, so that the squares neither overflow nor vanish.
+    # Divide by the least, so that squares neither overflow nor vanish.
     least = min(each)
     return SampledGaussian(q, least / math.sqrt(math.fsum((least / s) ** 2 for s in each)))
 
@@ -106,9 +105,9 @@ def epsilon(
 ) -> float:
     """Return a proven upper bound on the ε of the whole history at δ; 0.0 for an empty one.
 
-    history: event -> how often, >= 0. delta: in (0, 1). accountant: "pld", tight; "rdp"; "best",
-    the smaller of the two. conversion: RDP to (ε, δ); "mironov" keeps to the papers' whole orders
-    2..64. inf says that no bound was found. Raises InputError.
+    history: event -> count >= 0. delta: in (0, 1). accountant: "pld", tight; "rdp"; "best", the
+    smaller of the two. conversion: from RDP to (ε, δ); "mironov" uses the papers' whole orders
+    2..64. Infinite if no bound was found. Raises InputError.
     """
     check.fraction(delta=delta)
     return _epsilon(_terms(history), delta, check_accountant(accountant), conversion)
@@ -117,14 +116,13 @@ def epsilon(
 def find_binding_accountant(
     history: History, delta: float, accountant: Accountant, conversion: Conversion = "balle"
 ) -> Accountant:
-    """Return whose bound `epsilon` gives: the accountant itself, or of its parts the smallest."""
-    # Where two are equal the first of the parts is named.
+    """Return the accountant whose bound `epsilon` gives: for "best", the first with the least."""
     parts = ACCOUNTANTS[check_accountant(accountant)].parts or (accountant,)
     return min(parts, key=lambda part: epsilon(history, delta, part, conversion))
 
 
 def _terms(history: History) -> tuple[pld.Term, ...]:
-    """The history in one canonical order, without what never happened: a key for the caches."""
+    """Return the history in canonical order without zero counts: a key for the caches."""
     return tuple(
         (float(event.q), float(event.sigma), check.natural(count=count))
         for event, count in sorted(history.items())

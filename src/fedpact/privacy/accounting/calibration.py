@@ -1,8 +1,8 @@
-"""The smallest noise, or the largest sampling rate, with which a planned history keeps a budget.
+"""The smallest noise, or the largest sampling rate, with which a planned history fits a budget.
 
-Every answer lies on the safe side: epsilon(answer) <= budget.epsilon has been evaluated. A σ has
-six digits, rounded up: parties look for it each by itself, and their processors round differently
-in the last places of a float, which a ledger would take for another promise when a run goes on.
+Every answer is safe: epsilon(answer) <= budget.epsilon has been evaluated. A σ is rounded up to six
+digits, as each party computes it and their processors round the last digits differently; a ledger
+would take another σ for another reservation when a run is resumed.
 
 >>> budget = Budget(epsilon=2.0, delta=1e-5)
 >>> round(smallest_sigma(budget, q=0.015, steps=716), 2)
@@ -29,9 +29,9 @@ from fedpact.privacy.accounting.accountant import (
     quick_epsilon,
 )
 
-# Of the answer, relative: the search ends this close to the boundary, on the safe side.
+# The relative distance from the boundary at which a search ends, on the safe side.
 _TOLERANCE: Final = 1e-4
-_ROUGHLY: Final = 0.02  # of where a search begins
+_ROUGHLY: Final = 0.02  # the same for the start of a search
 _SIGMA_RANGE: Final = (1e-3, 1e9)
 _SMALLEST_RATE: Final = 1e-9
 _DIGITS: Final = 6
@@ -45,9 +45,9 @@ def smallest_sigma(
     conversion: Conversion = "balle",
     spent: History | None = None,
 ) -> float:
-    """Return the least σ (within 0.02 %) at which `steps` releases at rate q keep the budget.
+    """Return the least σ (within 0.02 %) at which `steps` releases at rate q fit the budget.
 
-    spent: what the budget already bears. Raises BudgetExhausted where no noise would do, and
+    spent: events already paid from the budget. Raises BudgetExhausted if no noise is enough, and
     InputError for arguments out of range.
     """
     check.rate(q=q)
@@ -63,11 +63,10 @@ def smallest_scale(
     conversion: Conversion = "balle",
     spent: History | None = None,
 ) -> float:
-    """Return the least factor (within 0.02 %) on every planned σ that keeps the budget.
+    """Return the least factor (within 0.02 %) on every planned σ that fits the budget.
 
-    planned: events whose σ stand to each other as they are to; their own scale does not matter to
-    what is released. spent: what the budget already bears, not scaled. Raises BudgetExhausted where
-    no noise would do, and InputError for an empty plan.
+    planned: events whose σ have the desired ratios. spent: events already paid from the budget, not
+    scaled. Raises BudgetExhausted if no noise is enough, and InputError for an empty plan.
     """
     if not planned or not all(count >= 1 for count in planned.values()):
         raise InputError(f"planned is {dict(planned)}: expected events, each at least once")
@@ -88,13 +87,13 @@ def _smallest_scale(
     """Return `smallest_scale`, cached: sites on the same terms share one search."""
 
     def history(log_scale: float) -> History:
-        # The σ that is priced is the one that is returned: rounded up to its six digits first.
+        # Price the σ that is returned, rounded up to six digits.
         scale, total = round_up(math.exp(log_scale)), Counter(dict(spent))
         for event, count in planned:
             total[SampledGaussian(event.q, scale * event.sigma)] += count
         return total
 
-    # Searched in log σ, in which ε is nearly straight, and a tolerance is a relative one.
+    # Search in log σ: ε is nearly linear in it, and a tolerance is relative.
     low, high = (math.log(sigma) for sigma in _SIGMA_RANGE)
     least = _least(history, low, high, budget, accountant, conversion)
     if least is None:
@@ -110,16 +109,16 @@ def largest_rate(
     conversion: Conversion = "balle",
     spent: History | None = None,
 ) -> float:
-    """Return the largest q (within 0.02 %) at which `steps` releases with σ keep the budget.
+    """Return the largest q (within 0.02 %) at which `steps` releases with σ fit the budget.
 
-    spent: what the budget already bears. Raises BudgetExhausted where not even q = 1e-9 does, and
+    spent: events already paid from the budget. Raises BudgetExhausted if q = 1e-9 is too large, and
     InputError for arguments out of range.
     """
     check.positive(sigma=sigma)
     check.count(steps=steps)
 
     def history(minus_log_q: float) -> History:
-        # ε falls in -log q, as the search wants it.
+        # ε decreases in -log q, as the search requires.
         event = SampledGaussian(min(1.0, math.exp(-minus_log_q)), sigma)
         return Counter(spent or {}) + Counter({event: steps})
 
@@ -141,16 +140,16 @@ def round_down(value: float) -> float:
 
 
 def _rounded(value: float, how: str) -> float:
-    # A decimal beyond a float is nearest to that float or to one still further.
+    # The nearest float to a decimal above (below) a float is not below (above) that float.
     return float(Context(prec=_DIGITS, rounding=how).create_decimal_from_float(value))
 
 
 def _exhausted(
     budget: Budget, accountant: Accountant, conversion: Conversion, spent: History | None
 ) -> NoReturn:
-    bears = epsilon(spent or {}, budget.delta, accountant, conversion)
+    already = epsilon(spent or {}, budget.delta, accountant, conversion)
     raise BudgetExhausted(
-        f"budget is (ε = {budget.epsilon:g}, δ = {budget.delta:g}), of which ε = {bears:g} is "
+        f"budget is (ε = {budget.epsilon:g}, δ = {budget.delta:g}), of which ε = {already:g} is "
         "spent: no noise is large enough and no sampling rate small enough for what is planned; "
         "plan fewer releases or raise the budget"
     )
@@ -164,10 +163,10 @@ def _least(
     accountant: Accountant,
     conversion: Conversion,
 ) -> float | None:
-    """Return the least x (about) in [low, high] at which a history keeps the budget, or None.
+    """Return about the least x in [low, high] at which the history fits the budget, or None.
 
-    history: of an ε that falls in x. RDP brings the start near, a quick accountant searches,
-    `epsilon` has the last word.
+    The ε of history(x) decreases in x. RDP finds a start, a quick accountant searches, and
+    `epsilon` checks the result.
     """
 
     def exact(x: float) -> float:
@@ -183,8 +182,8 @@ def _least(
         return None
     if kept < high or quick(high) <= limit:
         found = _boundary(quick, low, kept, limit, _TOLERANCE / 2)
-        # The quick accountant may lie on either side of the exact one by less than the tolerance:
-        # its answer, or the next point on the safe side, counts once the exact one has agreed.
+        # The quick accountant may be off in either direction by less than the tolerance, so its
+        # answer, or the next point on the safe side, is checked by the exact one.
         for x in (found, found + _TOLERANCE / 2):
             if exact(x) <= limit:
                 return x
@@ -198,9 +197,9 @@ def _start(
     budget: Budget,
     conversion: Conversion,
 ) -> float:
-    """Return an x at which a history keeps the budget by RDP, a part of "best"; else `high`.
+    """Return an x at which the history fits the budget by RDP, a part of "best"; else `high`.
 
-    Mironov's conversion takes fewer and cheaper orders than Balle's, and its ε is never below.
+    Mironov's conversion needs fewer and cheaper orders than Balle's, and its ε is never smaller.
     """
     tried: tuple[Conversion, ...] = ("mironov", conversion)
     for each in tried:
@@ -221,11 +220,11 @@ def _boundary(
     tolerance: float,
     step: float = 0.1,
 ) -> float:
-    """Return the least x (about) in [low, high] with cost(x) <= limit, for cost falling in x.
+    """Return about the least x in [low, high] with cost(x) <= limit, for a decreasing cost.
 
-    cost(high) <= limit. step: how far below `high` to look first.
+    cost(high) <= limit. step: the first distance from `high` to try.
     """
-    # With next to no noise releases are priced in another way, at times below some noise.
+    # With almost no noise another method prices releases, sometimes below the ε of more noise.
     if cost(low) <= limit:
         return low
     above, below = high, max(low, high - step)
@@ -234,12 +233,12 @@ def _boundary(
         above, below = below, max(low, below - step)
 
     def excess(x: float) -> float:
-        # Where ε is inf or 0, a bounded stand-in keeps the root finder's secants finite.
+        # Clip ε of inf or 0, so that the root finder's secants stay finite.
         value = min(max(cost(x), 1e-6 * limit), 1e6 * limit)
         return math.log(value / limit)
 
-    # Brent ends within the tolerance on either side of the root; the steps after it end on the
-    # side where the budget is kept, as a cost that was evaluated says.
+    # Brent ends within the tolerance on either side of the root. Step on until an evaluated cost is
+    # within the limit.
     x = gaussian.root(excess, below, above, tolerance)
     while not cost(x) <= limit:
         x += tolerance
