@@ -295,7 +295,7 @@ def test_a_ledger_that_cannot_be_is_nobodys_word(site_dir, seen):
 @pytest.mark.parametrize("damage", [b"no database\n" * 500, b"SQLite format 3\0" + b"\xff" * 4080])
 def test_a_damaged_store_is_told_and_reserves_nothing(site_dir, damage):
     (site_dir / "site.db").write_bytes(damage)
-    with pytest.raises(DataError, match=r"site\.db cannot be read.*or move it away"):
+    with pytest.raises(DataError, match=r"site\.db cannot be understood.*or move it away"):
         Site(site_dir)
     assert not (site_dir / "ledger.jsonl").exists()
     (site_dir / "site.db").unlink()
@@ -309,7 +309,7 @@ def test_a_damaged_store_is_told_and_reserves_nothing(site_dir, damage):
 def test_a_stored_reply_that_is_none_is_told(site_dir, content):
     with closing(Store(site_dir)) as store:
         store.write("reply", content)
-    with pytest.raises(DataError, match=r"site\.db cannot be read"):
+    with pytest.raises(DataError, match=r"site\.db cannot be understood"):
         Site(site_dir)
 
 

@@ -117,7 +117,7 @@ class Store:
         except sqlite3.OperationalError as error:
             raise OSError(None, str(error), str(self.path)) from error
         except sqlite3.DatabaseError as error:
-            raise DataError(f"{self.path} cannot be read ({error}): {_DAMAGED}") from None
+            raise DataError(f"{self.path} cannot be understood ({error}): {_DAMAGED}") from None
 
 
 @dataclass(frozen=True)
