@@ -3,6 +3,9 @@
 Each succeeded on an earlier kernel. What is asserted is always ‖S(D + r) - S(D)‖ <= C (1 + slack).
 """
 
+import os
+import subprocess
+import sys
 from functools import cache
 
 import pytest
@@ -261,3 +264,19 @@ def test_one_record_more_changes_no_last_bit_of_the_others(shape, dense):
         for r in (x[:1], 0 * x[:1], 1e-30 * x[:1], long):
             assert shifted(kernel, x[:count], r, 1.0) <= 1
             assert shifted(kernel, x[:count], r, 1.0, place=0) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["avx2", "default"])
+def test_no_last_bit_changes_on_a_lesser_processor(capability):
+    limits = {"ATEN_CPU_CAPABILITY": capability}
+    limits |= dict.fromkeys(["ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"], "AVX2")
+    program = (
+        "import sys, pytest, torch\n"
+        f"assert torch.backends.cpu.get_cpu_capability() == {capability.upper()!r}\n"
+        f"sys.exit(pytest.main(['-q', '-k', 'no_last_bit_of', {__file__!r}]))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=os.environ | limits, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "8 passed" in done.stdout

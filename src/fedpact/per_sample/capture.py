@@ -28,7 +28,7 @@ Each time all results are in the same place in memory, so who has the first ones
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """Return what records on a device; None where there is no need."""
+    """Return the recorder of a device; None for a CPU."""
     if device.type != "cuda":
         return None
     return partial(_cuda_graph, device, torch.cuda.graph_pool_handle())
@@ -56,7 +56,7 @@ class Captures:
         return self._known[key].measured(inputs)
 
     def recorded(self, run: Callable[[], object]) -> Callable[[], object]:
-        """Return what does `run` again: a replay, or where it cannot be captured `run` itself."""
+        """Return a function that repeats `run`: a replay, or `run` if it cannot be captured."""
         if self._record is not None:
             try:
                 return self._record(run)
@@ -118,7 +118,7 @@ def _cuda_graph(device: torch.device, pool: Any, run: Callable[[], object]) -> C
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # Libraries set themselves up in a first run, which cannot be captured.
+            # Libraries initialise themselves in a first run, which cannot be captured.
             run()
         torch.cuda.current_stream().wait_stream(stream)
         with torch.cuda.graph(graph, pool, stream, "thread_local"):

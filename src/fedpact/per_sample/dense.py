@@ -1,10 +1,10 @@
 """Clipped sums of small sequences of dense layers.
 
-A step of a small model is a few products of matrices and many operations on short vectors, which
-torch takes three times as long to begin as numpy. So here torch multiplies and numpy does the rest.
-Slots stand side by side, as the columns of z [O, P]: no column enters another's numbers.
+A step of a small model is a few matrix products and many operations on short vectors, which take
+torch three times as long to start as numpy. So torch multiplies and numpy does the rest. Slots are
+the columns of z [O, P], and no column depends on another.
 
-For a sequence of nn.Linear (or ScaledBias), ReLU, Tanh and Sigmoid behind at most a Flatten, with
+For a sequence of nn.Linear (or ScaledBias), ReLU, Tanh and Sigmoid after an optional Flatten, with
 cross_entropy, on a CPU. Norms are the kernel's ghost norms: of a layer ‖g_j x_jᵀ‖ = ‖g_j‖‖x_j‖.
 """
 
@@ -107,10 +107,7 @@ class Dense:
 
     @staticmethod
     def of(model: FlatModel, loss: Loss) -> "Dense | None":
-        """Return what sums for the model, None where it is no such sequence.
-
-        Nor on a GPU, which gains nothing from numpy.
-        """
+        """Return the sums of a model; None if it is no such sequence, or on a GPU."""
         chain = sequence_of(model.module)
         if chain is None or loss is not cross_entropy or not on_cpu(model.vector):
             return None
@@ -120,19 +117,19 @@ class Dense:
         linear_kinds = {nn.Linear, ScaledBias}
         if not kinds or kinds[0] not in linear_kinds or {*kinds} - linear_kinds - {*_ACTIVATIONS}:
             return None
-        # More than the model's size where a parameter is frozen, or stands in two places.
+        # More than the model's size if a parameter is frozen or used twice.
         held = sum(p.numel() for m in layers for p in m.parameters())
-        # Of wider outputs a pass holds too few records, and more would take another way.
+        # With wider outputs a pass would hold too few records.
         width = sum(m.out_features for m in layers if isinstance(m, nn.Linear))
         return Dense(model, layers, flat) if width * 16 <= MOST and held == model.size else None
 
     @property
     def holds(self) -> bool:
-        """Whether the modules are still no more than their layers: hooks may have been added."""
+        """Whether the model is still such a sequence: hooks may have been added."""
         return sequence_of(self._model.module) is not None
 
     def fits(self, x: Tensor, y: Tensor) -> bool:
-        """Whether x, y [B, ...] are records of the model's, at least one."""
+        """Whether x, y [B, ...] have the form of the model's records, at least one."""
         fits = x.dtype == self._dtype and y.dtype == torch.int64 and on_cpu(x)
         rows = x.dim() == 2 or (x.dim() > 2 and self._flattens)
         return fits and rows and y.dim() == 1 and x.shape[0] == y.shape[0] and y.shape[0] > 0
@@ -179,7 +176,7 @@ class Dense:
         return total if exact else total.to(self._dtype)
 
     def measured(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """Return whatever is computed of each slot of one pass x, y [P, ...]: tensors [P, ...]."""
+        """Return everything computed for the slots of one pass x, y [P, ...], as [P, ...]."""
         with np.errstate(all="ignore"):
             found = self._measure(x.flatten(1), y)
         arrays = [found.losses, found.norms, *found.lengths.values(), *found.grads.values()]
@@ -203,7 +200,7 @@ class Dense:
             if kind is not nn.Linear:
                 found.values.append(_ACTIVATIONS[kind][0](z))
                 continue
-            # The records themselves lie row by row, as they were given; no copy turns them.
+            # The records are stored row by row; they are not transposed.
             rows, weight = found.x if not i else from_numpy(z).t(), weights[self._weight[i]]
             made = linear(weight, rows, large=weight.numel() >= LARGE).numpy()
             if i in self._bias:
@@ -215,7 +212,7 @@ class Dense:
         strange = (y < 0) | (y >= self._classes)
         if not strange.any():
             return _cross_entropy(found.values[-1], y)
-        # A record without a label of the model's is left out, and changes nothing for others.
+        # A record whose label is out of range is left out, and does not affect others.
         losses, g = _cross_entropy(found.values[-1], np.where(strange, 0, y))
         return np.where(strange, math.nan, losses), g
 
@@ -268,7 +265,7 @@ class Dense:
         parts: dict[tuple[int, bool], Array] = {}
         for i, g in found.grads.items():
             read, input = found.read(i), self._input.get(i, 0.0)
-            # What a bias reads is part of what its layer reads.
+            # A bias reads a constant of its layer's input.
             each = _taken(c, g, found.lengths[i] + input**2)
             scaled = g * each
             if input:

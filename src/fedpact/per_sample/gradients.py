@@ -1,18 +1,18 @@
-"""Per-sample gradients of one parameter: measured, and summed by the very numbers measured.
+"""Per-sample gradients of one parameter: their norms, and their weighted sum.
 
-What an operation leaves of a parameter is a Share: it can make the gradients G_j of some records.
-`part` turns the shares of a parameter into squared norms ‖G_j‖² and a way to add Σ_j c_j G_j.
+Each use of a parameter leaves a Share, which computes the gradients G_j of some records. `part`
+turns the shares of a parameter into squared norms ‖G_j‖² and a function that adds Σ_j c_j G_j.
 
-One arithmetic measures and sums. Were the norm taken from one set of numbers and the sum from
-another, a record whose positions cancel (G_j = Σ_t g_t u_tᵀ is small, its terms are huge) would be
-weighted by the small norm and rounded with the huge terms, which swallow what others add. So
+The numbers that are measured are the numbers that are added. Otherwise a record whose positions
+cancel (G_j = Σ_t g_t u_tᵀ is small, its terms are huge) would be weighted by its small norm, and
+the rounding of its huge terms would exceed the clip. So
 
-one position     G_j = g_j u_jᵀ: ‖G_j‖ = ‖g_j‖‖u_j‖ is exact, and each record has one term in the
-                 product (G c)ᵀ U, of its own length c_j ‖G_j‖.
-several          G_j is made as a matrix. Its norm is measured, and that matrix is what is added:
-                 kept, or made again from the same numbers by the same calls.
+one position     G_j = g_j u_jᵀ: ‖G_j‖ = ‖g_j‖‖u_j‖ is exact, and each record is one term of the
+                 product (G c)ᵀ U.
+several          G_j is computed as a matrix, which is measured and added. It is kept, or computed
+                 again by the same calls from the same numbers.
 few, and wide    A matrix for each record would cost more than the product. Norms and product are
-                 both float64 then, and no norm is below FLOOR times the length of its terms.
+                 in float64, and no norm is below FLOOR times the sum of its terms' lengths.
 
 Sources: Goodfellow, arXiv 1510.01799 (one position); Li, Tramèr, Liang, Hashimoto, arXiv 2110.05679
 (ghost norm); Bu, Wang, Zha, Karypis, arXiv 2210.00038 (book-keeping).
@@ -45,7 +45,7 @@ _FEW = 16
 def is_few(like: Tensor, positions: int, size: int, read: int, least: int = 9) -> bool:
     """Whether Gram matrices of so many positions cost less than gradients [size / read, read].
 
-    Measured: from `least` times as many numbers as there are in what these are made of.
+    By measurement: where a gradient has more than `least` times the numbers of its factors.
     """
     many = size > least * positions * (size // max(read, 1) + read)
     # Squares of float64's squares have no place in float64.
@@ -100,7 +100,7 @@ def _by_rows(share: Share, space: Space) -> Part:
             if chunk.stop - started > TOGETHER:
                 _into(share, total, view)
                 started = chunk.start
-            found = rows(chunk) if good is None else chosen(good[chunk], rows(chunk))
+            found = chosen(None if good is None else good[chunk], rows(chunk))
             total.addmv_(found.to(c.dtype).t(), c[chunk])
         _into(share, total, view)
 
@@ -125,7 +125,7 @@ def _most(share: Share) -> int:
 
 
 class Made(Share):
-    """Gradients that are there already, rows [B, size]."""
+    """Gradients that are already computed, rows [B, size]."""
 
     def __init__(self, rows: Tensor) -> None:
         # Squares of 16 bits would be no squares.
@@ -144,8 +144,7 @@ class Made(Share):
             return None
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
-            some = rows if good is None else chosen(good, rows)
-            view.add_(torch.mv(some.to(c.dtype).t(), c).view(view.shape))
+            view.add_(torch.mv(chosen(good, rows).to(c.dtype).t(), c).view(view.shape))
 
         return _rough([rough_squares(rows)], [rows], add)
 
@@ -200,10 +199,7 @@ class Outer(Share):
         squares = square_sums(g) * lengths
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
-            some_g, some_u, some_lengths = g, u, lengths
-            if good is not None:
-                some_g, some_u = chosen(good, g), chosen(good, u)
-                some_lengths = torch.where(good, lengths, 0)
+            some_g, some_u, some_lengths = (chosen(good, v) for v in (g, u, lengths))
             most = norms.most_of(some_g, some_lengths)
             some_g, some_u = balanced(some_g, some_u, some_lengths)
             c = c if most is None else torch.minimum(c, most.to(c.dtype))
@@ -222,24 +218,23 @@ class Outer(Share):
         squares = torch.maximum((uu * gg).sum((1, 2)), (FLOOR * lengths).square())
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
-            some_g, some_u = (g, u) if good is None else (chosen(good, g), chosen(good, u))
-            scaled = (some_g * c.double()[:, None, None]).flatten(0, 1)
-            view.add_((scaled.t() @ some_u.flatten(0, 1)).to(view.dtype))
+            scaled = (chosen(good, g) * c.double()[:, None, None]).flatten(0, 1)
+            view.add_((scaled.t() @ chosen(good, u).flatten(0, 1)).to(view.dtype))
 
         return Part(squares, add)
 
     def beside(self, table: "Lookup") -> Part | None:
-        """With a look-up in the same table, as of an output layer that is the embedding.
+        """Together with look-ups in the same table, as in an output layer tied to the embedding.
 
-        The rows that a record looks up are its own, added to what it looked up in them; the product
-        has zeros there. So the two have no number in common, and their squares are added.
+        The product's rows at a record's look-ups are moved to the looked-up part. The two parts
+        then have no entry in common, so their squares add up.
         """
         # Sooner than alone: a table for each record would cost more than a matrix.
         if not is_few(self.g, self.length, self.size, self.u.shape[2], least=2):
             return None
         index, rows = table.distinct()
         at = index[:, None].expand(-1, self.length, -1)
-        # An index that stands for none is another's, so its row must not count twice.
+        # Unused places repeat the last index, whose row must not count twice.
         first = torch.cat([index.new_ones(len(index), 1), index.diff(dim=1)], 1) > 0
         read = self.g.gather(2, at) * first[:, None]
         product = Outer(self.g.scatter(2, at, 0), self.u)
@@ -291,7 +286,7 @@ class Lookup(Share):
         """
         index, g = self._index, self._g
         if index.shape[1] > 1:
-            # Equal indices side by side, each record's by itself, so that runs can be summed.
+            # Sort each record's indices, so that runs of equal ones can be summed.
             order = index.argsort(stable=True, dim=1)
             index = index.gather(1, order)
             g = g.gather(1, order[:, :, None].expand_as(g))
@@ -308,10 +303,10 @@ class Lookup(Share):
         squares = square_sums(g)
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
-            some_g = g if good is None else chosen(good, g)
+            some_g = chosen(good, g)
             for some in slices(len(c), TOGETHER):
                 scaled = some_g[some].to(c.dtype) * c[some, None, None]
-                # By itself first: on top of what others left, each term would be rounded anew.
+                # Into zeros first: added to a large total, each term would be rounded again.
                 own = torch.zeros_like(view)
                 view.add_(own.index_add_(0, index[some].flatten(), scaled.flatten(0, 1)))
 
@@ -344,9 +339,9 @@ class SumOfShares(Share):
 
 
 class Through(Share):
-    """Gradients of a parameter that is used by way of a function of it, such as its transpose.
+    """Gradients of a parameter that is used through a function of it, such as its transpose.
 
-    share: of what the function gives. pull: rows [n, that size] -> rows [n, size], linear.
+    share: of the function's value. pull: its gradients -> the parameter's, rows [n, ...], linear.
     """
 
     def __init__(self, share: Share, pull: Callable[[Tensor], Tensor], size: int) -> None:

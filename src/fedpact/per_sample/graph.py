@@ -1,9 +1,9 @@
-"""A model that was traced: what runs is what was traced, with a tap at every use of a parameter.
+"""The way "graph": a traced model whose operations are known to keep records apart.
 
-Model and loss are traced with a batch of no fixed size (trace). Each operation is looked up in the
-table of those that keep records apart (batch_rules), so that a batched pass is shown to map each
-record by itself. Operations with a parameter are tapped: one backward pass leaves the gradients of
-their outputs, and rules make shares of them (rules).
+Model and loss are traced with a batch of any size (export). The table of operations that keep
+records apart (batch_table) shows that a batched pass maps each record separately. One backward pass
+gives the gradients of the outputs of all operations with parameters, and rules turn these into
+shares (rules).
 """
 
 import math
@@ -70,9 +70,9 @@ class _Use:
 
 @dataclass(eq=False)
 class _Step:
-    """One operation: what to do, with what, where the result goes, and what is then let go of.
+    """One operation, and the nodes whose values nothing reads after it (last).
 
-    pools: whether it is a max-pooling that alone reads what a convolution with parameters gives.
+    pools: whether it is a max-pooling that is the only reader of a convolution with parameters.
     """
 
     node: Node
@@ -84,7 +84,7 @@ class _Step:
 
 
 _Recorded = tuple[int, Tensor, Tensor | None]
-"""What a recurrence tells of a parameter; see recurrent.Record."""
+"""What a recurrence records of a parameter; see recurrent.Record."""
 
 _Tapped = tuple[_Use, Call, list[_Recorded]]
 
@@ -93,7 +93,7 @@ def _tapped(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple
     """Do a step whose results' gradients are wanted."""
     recorded: list[_Recorded] = []
     if step.node.target in recurrent.RECURRENT:
-        # It tells its gradients when it is gone back through, so its input has to want one.
+        # It records its gradients in the backward pass, which its input must require.
         x = cast(Tensor, args[0])
         args = (x if x.requires_grad else x.detach().requires_grad_(), *args[1:])
 
@@ -107,7 +107,7 @@ def _tapped(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple
     else:
         found = step.do(*args, **kwargs)
     several: list[Tensor] = results_of(found)
-    # Parameters are constants here: what comes before the first tap wants no gradient by itself.
+    # Parameters are constants here, so nothing before the first tap requires a gradient.
     for one in several:
         if one.is_floating_point() and not one.requires_grad:
             one.requires_grad_()
@@ -138,13 +138,13 @@ class Graph:
         self.cost = self._cost(model)
 
     def _cost(self, model: FlatModel) -> tuple[int, int, float]:
-        # All of it roughly: passes are as long as is cheapest by it.
+        # A rough estimate, from which the length of passes is chosen.
         recurrent_steps = [s.node for s in self._steps if s.node.target in recurrent.RECURRENT]
         values = [s.node for s in self._steps if isinstance(self._states.get(s.node), Where)]
         numbers, operations = sum(map(_numbers, values)), float(len(values))
         flops = 6.0 * sum(map(_products, self._steps))
         for node in recurrent_steps:
-            # As slow for a few records as for many: its time steps follow one another.
+            # Its time steps run one after another, whatever the number of records.
             length = shape_of(node.args[0])[1 if node.args[-1] else 0]
             layers = cast(int, node.args[4]) * (2 if node.args[7] else 1)
             operations += 8.0 * layers * (length if isinstance(length, int) else 1)
@@ -187,8 +187,8 @@ class Graph:
                 if calls is not None and step.use is not None:
                     env[node], calls[node] = _tapped(step, step.use, args, kwargs, len(x))
                 elif calls is not None and step.pools:
-                    # Its own gradient has all numbers of the convolution's that are not zero, and
-                    # the places of its maxima say where they stand.
+                    # Its gradient and the places of its maxima hold all nonzero numbers of the
+                    # convolution's gradient.
                     call = calls[cast(Node, node.args[0])][1]
                     call.pooled = env[node], _ = _max_pool(*args, **kwargs)
                 else:
@@ -278,10 +278,10 @@ class Graph:
     def _compiled(self, nodes: list[Node], weighted: dict[Node, list[str]]) -> list[_Step]:
         steps: list[_Step] = []
         needed = {self._program.result}
-        # Backwards, so that whoever reads a node first is the last to need it when it runs.
+        # Backwards: the first reader found of a node is the last one when the steps run.
         for node in reversed(nodes):
             if node.op == "call_function" and node not in needed:
-                # Nobody reads it, and nothing in the table does anything else.
+                # Nothing reads it, and no operation of the table has side effects.
                 continue
             inputs = node.all_input_nodes
             last = [n for n in inputs if n not in needed]
@@ -321,17 +321,17 @@ class Graph:
 
 
 def _done(node: Node, state: State) -> Callable[..., Any]:
-    """What is done for a node. A recurrence is run as it is differentiated, whoever asks."""
+    """Return the function of a node. A recurrence always runs in the differentiable form."""
     if node.target not in recurrent.RECURRENT:
         while isinstance(state, tuple) and not isinstance(state, Where):
             state = state[0]
         return operation(node, state)
 
-    def told(place: int, g: Tensor, u: Tensor | None) -> None:
-        """Nobody wants to know."""
+    def ignored(*_: object) -> None:
+        """Record nothing."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return recurrent.run(node.target, args, told, **kwargs)
+        return recurrent.run(node.target, args, ignored, **kwargs)
 
     return drawn(run, _BETWEEN_LAYERS) if draws(node) else run
 
@@ -355,7 +355,7 @@ def _backward(losses: Tensor, calls: list[_Tapped]) -> None:
     pooled = [(c, *c.pooled) for _, c, _ in calls if c.pooled is not None]
     for _, call, _ in calls:
         call.grads, call.pooled = [None for _ in call.grads], None
-    # A recurrence tells its gradients when it is gone back through, so somebody has to want that.
+    # A recurrence records its gradients in its backward pass, so its inputs' are asked for.
     starts = [c.args[0] for _, c, _ in calls if c.op in recurrent.RECURRENT]
     wanted = [*(t for _, _, t in taps), *(y for _, y, _ in pooled), *starts]
     found = cast(

@@ -1,17 +1,17 @@
 """The per-sample gradient kernel: Σ_j c_j g_j with c_j = min(w_j, C/‖g_j‖), in one backward pass.
 
 Book-keeping with ghost norms (Bu, Wang, Zha, Karypis, arXiv 2210.00038): one forward and one
-backward pass of the activations leave every use of a parameter with its input and the gradient of
-its output; from them come norms, then the coefficients c, then the weighted sum (passes).
+backward pass through the activations give the input and the output's gradient of every use of a
+parameter. From these come the norms, then the coefficients c, then the weighted sum (passes).
 
-What a caller may rely on:
+Guarantees:
 * no record adds more than C to the sum, whatever the weights: ‖c_j g_j‖ <= C (1 + 1e-5) in float32;
-* a record whose loss, weight or gradient norm is not finite adds exactly 0 and disturbs no other; a
-  norm beyond 2^63 counts as infinite, as C over it could be a number that float32 rounds;
-* both hold for every model: each way that a pass may take keeps records apart by construction
-  (passes), and a model that takes none of them is refused. `verify` tries it all the same.
+* a record whose loss, weight or gradient norm is not finite adds exactly 0 and affects no other
+  record; a norm above 2^63 counts as infinite;
+* both hold for every model: each way through a model keeps records apart by construction (passes),
+  and a model for which there is no way is refused. `verify` checks it in addition.
 
-A kernel changes its module's flags while it works, so it serves one thread: give each its own.
+A kernel changes its module's flags while it works, so each thread needs its own kernel.
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -74,9 +74,9 @@ class PerSampleKernel:
         self._layouts: dict[object, Placement] = {}
 
     def seed(self, seed: Seed) -> None:
-        """Have what is asked from now on draw its random numbers, as dropout's, by this seed.
+        """Draw random numbers, as of dropout, from this seed from now on.
 
-        A record's follow from it, from that record and from nothing else.
+        A record's numbers follow from the seed and that record alone.
         """
         self._passes.seed = seed
 
@@ -118,16 +118,15 @@ class PerSampleKernel:
         """Σ_j c_j g_j [d] over the batch x, y [B, ...], with c_j = s_j min(w_j, C/‖g_j‖).
 
         clip: C > 0; infinity gives c_j = w_j. weights: losses [n] -> w [n], clamped to >= 0, ones
-        by default. They are asked for pass by pass, and w_j must depend on record j alone, else one
-        changes the others' shares. gamma: γ > 0 of automatic clipping (AUTO-S: Bu, Wang, Zha,
-        Karypis, arXiv 2206.07136), which puts w_j C/(‖g_j‖ + γ) in place of w_j. most: given where
-        B is larger: the sum is then shortened to most C, which keeps `slack(most)` for any B; see
-        bounds. shares: s_j in (0, 1], float64 [B], ones by default: record j then adds at most s_j
-        C, and so records whose shares add up to 1 add at most C together. layout: where the records
-        stand, and how long passes are; in a run it follows from public numbers and secret draws
-        alone. By default passes are as long as suits the first batch of this form, and compact
-        where `invariant` finds on this machine that they may be, else each record has a pass of its
-        own.
+        by default; called once for each pass. w_j must depend on record j alone. gamma: γ > 0 of
+        automatic clipping (AUTO-S: Bu, Wang, Zha, Karypis, arXiv 2206.07136), which replaces w_j by
+        w_j C/(‖g_j‖ + γ). most: if given, the sum is shortened to most C, so that `slack(most)`
+        holds for any B; see clipping.within. shares: s_j in (0, 1], float64 [B], ones by default:
+        record j adds at most s_j C, and records whose shares add up to 1 add at most C together.
+        layout: the records' slots and the length of passes; in a run it follows from public numbers
+        and secret draws alone. By default the length suits the first batch of this form, and
+        records are placed compactly if `invariant` allows it on this machine; otherwise each record
+        has a separate pass.
         An empty batch gives zeros. Raises InputError for another clip, and ModelError where the
         model or the loss is found not to keep records apart.
         """
@@ -184,11 +183,11 @@ class PerSampleKernel:
             return self._passes.length(*_recorded(x, y), expected, scattered=True)
 
     def invariant(self, x: Tensor, y: Tensor, expected: float = EXPECTED) -> bool:
-        """Whether a record's numbers have the same bits in every slot and company, on this machine.
+        """Whether a record's numbers have the same bits in every slot of a pass, on this machine.
 
-        Tried on passes of these made-up records x, y [n, ...] over and over, as long as for batches
-        of `expected`: in other slots, and with others, zeros or infinities beside them. Compared
-        are losses, norms and what every gradient is made of.
+        x, y: synthetic records [n, ...], which are repeated to fill passes for batches of
+        `expected`. Losses, norms and the factors of every gradient are compared in other slots and
+        next to other records, zeros or infinities.
         """
         with all_digits(self.model.vector), torch.no_grad():
             x, y = _recorded(x, y)
@@ -217,14 +216,13 @@ class PerSampleKernel:
     def verify(self, x: Tensor, y: Tensor) -> None:
         """Check on 3 or more synthetic records that the model keeps the records of a batch apart.
 
-        What each record adds to a batch's sum must be its gradient alone, computed by ordinary
-        autograd on a batch of one, with and without clipping; see independence. Raises ModelError
-        otherwise, where a forward pass changes the model's buffers, and where neither the model
-        nor a single record can be differentiated. Random numbers, as dropout's, are their means
-        meanwhile.
+        What each record adds to a batch's sum must be its gradient as ordinary autograd computes
+        it for a batch of one, with and without clipping; see independence. Random numbers, as of
+        dropout, are replaced by their means. Raises ModelError if it is not, if a forward pass
+        changes the model's buffers, and if no way differentiates the model.
         """
         self._mixers.check()
-        # Separation is no matter of digits, which it is found by.
+        # The comparison needs all digits.
         with all_digits(self.model.vector), _in_float32(self.model):
             check_separation(self, *_recorded(x, y))
 
@@ -239,10 +237,9 @@ class PerSampleKernel:
         return dense.sum(x, y, clip, lambda _: padded, None, layout)
 
     def way(self, x: Tensor, y: Tensor) -> str:
-        """How records of the form of x, y [B, ...] are kept apart: "dense", "graph" or "records".
+        """Return the way of records of the form of x, y [B, ...]: "dense", "graph" or "records".
 
-        By a sequence of dense layers; by a trace of operations that are known to; or by giving each
-        record to the model alone. See passes.
+        See passes.
         """
         with all_digits(self.model.vector):
             return self._passes.way(*_recorded(x, y))
@@ -250,10 +247,10 @@ class PerSampleKernel:
     def _checked_layout(
         self, x: Tensor, y: Tensor, layout: Placement | None = None, *, differences: bool = False
     ) -> Placement:
-        """The layout of callers who name none: for batches like the first one of this form.
+        """Return the layout for a call without one, chosen at the first batch of this form.
 
-        Whether they may be compact is found on made-up records. Differences of a dense model are
-        traced, which `invariant` is not, so theirs is tried too, before the first of this form.
+        Synthetic records show whether it may be compact. Differences of a dense model are traced,
+        which `invariant` does not cover, so they are checked at their first batch of a form.
         """
         traced = differences and self._passes.at_once(x, y) is not None
         if len(x) == 0 or (layout and (layout.places is not None or not traced)):
@@ -266,7 +263,7 @@ class PerSampleKernel:
         return self._layouts[key]
 
     def _tried(self, x: Tensor, y: Tensor, length: int, *, traced: bool = False) -> Placement:
-        """Compact passes so long if made-up records are alike in every slot, else of one record."""
+        """Return compact passes of this length if the check of invariance passes, else of one."""
         generator = torch.Generator().manual_seed(0)
         shape = (8, *x.shape[1:])
         if x.is_floating_point():
@@ -317,7 +314,7 @@ class PerSampleKernel:
         many = batch > IN_FLOAT32 or layout.passes(batch, length) > PARTIAL_SUMS
         exact = most is not None or many
         total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
-        # A replay would draw the same numbers again.
+        # A replayed graph would draw the same random numbers again.
         if not self._passes.draws(x, y):
             measure = partial(self._captures.measured, self._passes.state(), measure)
         with torch.no_grad():
@@ -333,7 +330,7 @@ class PerSampleKernel:
                 else:
                     good = usable(found.losses, found.norms, w, good)
                     found.add(torch.where(good, c, 0).to(total.dtype), good, total)
-                # Let go of it before the next pass is measured.
+                # Free it before the next pass is measured.
                 del found
         return within(total.mul_(unit_of(clip)), clip, most).to(vector.dtype)
 
@@ -350,14 +347,14 @@ class PlainKernel:
         self._mixers.check()
         self._trainable = trainable(model)
         self._images = by_pixel(model.module)
-        # A CPU's caches do not hold what convolutions leave of more records.
+        # The activations of convolutions for more records do not fit into a CPU's caches.
         large = on_cpu(model.vector) and any(p.dim() > 2 for p in self._trainable)
         self._length = 128 if large else 1024
         self._seed: Seed = lambda: 0
         self._draws = True  # until a pass has drawn none
 
     def seed(self, seed: Seed) -> None:
-        """Have what is asked from now on draw its random numbers, as dropout's, by this seed."""
+        """Draw random numbers, as of dropout, from this seed from now on."""
         self._seed = seed
 
     def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
@@ -373,7 +370,7 @@ class PlainKernel:
     ) -> Tensor:
         """Σ_j s_j w_j g_j [d]; the weights are clamped to >= 0 and constants of the gradient.
 
-        They are asked for slice by slice, and w_j must depend on ℓ_j alone. shares: s_j [B], ones
+        They are called once for each slice, and w_j must depend on ℓ_j alone. shares: s_j [B], ones
         by default.
         Equals PerSampleKernel.clipped_sum at C = ∞ up to rounding, wherever all is finite.
         """
@@ -464,7 +461,7 @@ def _in_float32(model: FlatModel) -> Generator[None]:
 
 @contextmanager
 def _requiring_grad(parameters: Iterable[nn.Parameter]) -> Generator[list[nn.Parameter]]:
-    """Let autograd record, and the parameters require grad; all is as before afterwards."""
+    """Enable autograd for the parameters, and restore their flags afterwards."""
     held = list(parameters)
     before = [p.requires_grad for p in held]
     try:
@@ -492,5 +489,5 @@ def _apart(v: Tensor, vector: Tensor) -> Tensor:
 
 
 def _recorded(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The records as autograd may use them: it refuses what was made in inference mode."""
+    """Return records that autograd accepts: it refuses tensors made in inference mode."""
     return x.clone() if x.is_inference() else x.detach(), y.clone() if y.is_inference() else y

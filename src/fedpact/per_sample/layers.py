@@ -8,7 +8,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class ScaledBias(nn.Linear):
-    """y = W u + s b: a linear layer whose bias is a weight of an input of s > 0 in place of 1."""
+    """y = W u + s b: a linear layer whose bias is the weight of a constant input s > 0."""
 
     input = 1.0
 
@@ -25,9 +25,9 @@ class ScaledBias(nn.Linear):
 
 
 def sequence_of(module: nn.Module) -> list[nn.Module] | None:
-    """The layers that a module runs one after another, None where it does anything else.
+    """The layers that a module runs one after another; None if it does anything else.
 
-    As with a hook, or a forward of its own in place of its class's.
+    So it is None for a module with a hook, or with a forward set on the instance.
     """
     state = vars(module)
     if "forward" in state or any(state[hooks] for hooks in _HOOKS):
@@ -44,7 +44,7 @@ def sequence_of(module: nn.Module) -> list[nn.Module] | None:
 
 
 def is_torchs(module: nn.Module) -> bool:
-    """Whether a model is a sequence of torch's own layers, which go by shapes and not by values."""
+    """Whether a model is a sequence of torch's layers, which depend on shapes and not on values."""
     return all(
         type(layer) is ScaledBias or type(layer).__module__.startswith("torch.nn.modules.")
         for layer in sequence_of(module) or [module]
@@ -52,24 +52,24 @@ def is_torchs(module: nn.Module) -> bool:
 
 
 def flattens(module: nn.Module) -> bool:
-    """Whether a module makes [B, m] of records [B, ...], and is nothing else."""
+    """Whether a module is a Flatten of records [B, ...] to [B, m]."""
     return type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1)
 
 
 def by_pixel(module: nn.Module) -> bool:
-    """Whether images may lie by pixel for a module, and should: a sequence of torch's own layers.
+    """Whether images should be stored by pixel for a module: a sequence of torch's layers.
 
-    Code of a user's own may go by how numbers lie: `view` fails where channels do not come first,
-    and `as_strided` reads others.
+    Other code may depend on the memory format: `view` fails if channels do not come first, and
+    `as_strided` reads other numbers.
     """
     return gains_by_pixel(sequence_of(module) or []) and is_torchs(module)
 
 
 def gains_by_pixel(layers: Sequence[nn.Module]) -> bool:
-    """Whether images that lie by pixel are worth it: max-pooling takes a ninth of its time.
+    """Whether images stored by pixel are faster: max-pooling then takes a ninth of its time.
 
-    Not where channels are normalised: the variance of numbers that are nearly alike, as of an
-    empty image, is then rounding, as torch takes it as the mean square less the squared mean.
+    Not if channels are normalised: torch then computes a variance as the mean square less the
+    squared mean, which is rounding error for nearly equal numbers, as in an empty image.
     """
 
     def has(*kinds: type[nn.Module]) -> bool:

@@ -1,4 +1,4 @@
-"""Where a batch's records stand in passes of one shape, and whether their places matter.
+"""The slots of a batch's records in passes of one shape, and whether slots matter.
 
 Every pass of a run has exactly P slots, each with a record or empty, so a library takes the same
 code for every batch (docs/notes/proofs.md has the lemma and its proof). P follows from the model
@@ -61,7 +61,7 @@ class Placement:
 
 
 COMPACT = Placement()
-"""Compact, for a batch of about the size that is expected of callers who name none."""
+"""Compact, for batches of the default expected size."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def collected(parts: list[Tensor], batch: int, layout: Placement) -> Tensor:
 
 
 def aligned(rows: Tensor) -> Tensor:
-    """Return rows [n, ...] that lie in memory as a new tensor of them would."""
+    """Return rows [n, ...] with the memory layout and alignment of a new tensor."""
     if rows.is_contiguous() and rows.data_ptr() % 64 == 0:
         return rows
     return rows.clone(memory_format=torch.contiguous_format)
@@ -146,10 +146,10 @@ def _empty(like: Tensor, slots: int, blank: Tensor | None) -> Tensor:
 
 
 def overhead(operations: float, flops: float, weights: int, numbers: float = 0.0) -> float:
-    """Return about what a pass costs beside its records, in records' time; the same anywhere.
+    """Estimate the fixed cost of a pass, in the time of one record; the same on any machine.
 
-    operations: how many there are of them forward. flops, numbers: of one record, computed and
-    kept. weights: d, each of which is read a few times.
+    operations: their number in a forward pass. flops, numbers: computed and kept for one record.
+    weights: d, each of which is read a few times.
     """
     fixed = operations * 8e-5 + weights * 24 / 1e10
     return 3 + fixed / max(flops / 8e10 + numbers * 1e-9, 1e-8)
@@ -224,7 +224,7 @@ def is_invariant(
     rows = torch.arange(length, device=x.device) % len(x)
     x, y = x[rows].clone(), y[rows].clone()
     if x.is_floating_point():
-        # Signs and sizes of their own, so that no record stands for another.
+        # Different scales, so that no two records are equal.
         scale = torch.linspace(0.5, 1.5, length, dtype=x.dtype, device=x.device)
         x *= scale.view(-1, *[1] * (x.dim() - 1))
     base = measure(x, y)
@@ -246,5 +246,5 @@ def is_invariant(
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    # What is not a number is as good in one slot as in another: the record is left out.
+    # NaN equals NaN here: the record is left out in either slot.
     return bool(((a == b) | (a.isnan() & b.isnan())).all())

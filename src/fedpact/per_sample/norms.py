@@ -1,8 +1,4 @@
-"""Lengths of rows of numbers, each good to 1e-5 however many numbers it is of.
-
-A float32 norm must be good to 1e-5, however many numbers it is of and whatever their size: see
-square_sums. Squares are float64 throughout.
-"""
+"""Norms of rows of numbers, in float64, with a relative error of at most 1e-5 for any length."""
 
 import math
 from collections.abc import Callable
@@ -32,7 +28,7 @@ LONGEST = 2.0**63
 """A gradient beyond counts as infinite: C over its norm could be a number that float32 rounds."""
 
 LEAST = 2.0**-500
-"""Of float64 a shorter row counts as so long, squared: of squares that are lost no norm is made."""
+"""A lower bound of squared norms of float64 rows, whose squares may underflow."""
 
 SMALL = 1e-24
 """Up to 10^8 squares that are each below 1e-38 are a millionth of this."""
@@ -41,7 +37,7 @@ NEAR = 2.0**-40
 """‖u‖² below which a coefficient times g may be no number; see most_of."""
 
 LARGEST = 2.0**120
-"""Of a coefficient, alone and times its gradient: no record needs more for its share of a clip."""
+"""The most that a coefficient may be, alone and times its gradient."""
 
 _norms = cast(Callable[..., Tensor], torch.linalg.vector_norm)  # pyright: ignore[reportUnknownMemberType]
 
@@ -97,8 +93,8 @@ def flattened(rows: Tensor) -> Tensor:
 def most_of(g: Tensor, lengths: Tensor) -> Tensor | None:
     """The largest coefficients [B] of g [B, O] beside u of ‖u_j‖² [B] that are taken, None for all.
 
-    c_j ‖g_j‖ is at most C / ‖u_j‖, which for a tiny u_j is no number of float32. Less of such a
-    record is added then; it could not be seen beside any other.
+    c_j ‖g_j‖ is at most C / ‖u_j‖, which overflows float32 if u_j is tiny. Less of such a record is
+    added then.
     """
     near = lengths < NEAR
     if on_cpu(near) and not near.any():
@@ -106,8 +102,10 @@ def most_of(g: Tensor, lengths: Tensor) -> Tensor | None:
     return torch.where(near, LARGEST / square_sums(g).sqrt(), torch.inf)
 
 
-def chosen(good: Tensor, rows: Tensor) -> Tensor:
-    """Return rows [n, ...] with zeros for those that are not good [n]."""
+def chosen(good: Tensor | None, rows: Tensor) -> Tensor:
+    """Return rows [n, ...] with zeros for those that are not good [n]; None: all are."""
+    if good is None:
+        return rows
     return torch.where(good.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
 
 
@@ -117,7 +115,7 @@ def _joined(tensors: list[Tensor], dim: int) -> Tensor:
 
 
 def chunk_bytes(like: Tensor) -> int:
-    """About how many bytes are worked on at a time."""
+    """About how many bytes to work on at a time."""
     return CHUNK_BYTES if on_cpu(like) else CHUNK_BYTES_GPU
 
 

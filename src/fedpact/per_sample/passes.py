@@ -107,17 +107,17 @@ class Passes:
             return length_for(expected, self._fitting(x, y), _GPU_OVERHEAD, **how)
         instance, activations, overhead = way.cost
         keep = norms.keep_bytes(self._model.vector)
-        # By sizes that the model has, never by a batch: P must not follow from the records.
+        # P must follow from the model alone, never from the records.
         most = max(16, min(2 * keep // max(1, instance), 6 * keep // max(1, activations)))
         if overhead < _BUSY:
             most = min(most, _CACHED)
         return length_for(expected, most, overhead, **how)
 
     def _fitting(self, x: Tensor, y: Tensor) -> int:
-        """How many slots a pass on a GPU may have, as public numbers say.
+        """Return how many slots a pass on a GPU may have.
 
-        By what passes over made-up records take of its memory, and by all that it has: what of it
-        is free follows from how many records lie there.
+        It follows from the memory of passes over synthetic records and the GPU's total memory. Free
+        memory would depend on the number of records.
         """
         form = self.form(x, y)
         if form not in self._fits:
@@ -138,10 +138,9 @@ class Passes:
         return laid_out(x, y, length, layout, self.blank(x, y))
 
     def blank(self, x: Tensor, y: Tensor) -> Tensor:
-        """What an empty slot holds among records of the form of x, y: one that the model takes.
+        """Return the contents [...] of empty slots for records of the form of x, y.
 
-        Zeros, unless the model raises at them, as one that looks for a last word does. Found on
-        numbers of nobody's, once for each form, so it follows from no record.
+        Zeros, or ones if the model raises at zeros. Determined once for each form, from no record.
         """
         form = self.form(x, y)
         if form not in self._blanks:
@@ -194,20 +193,20 @@ class Passes:
         return self._measured(torch.where(below.isfinite(), above, below), both)
 
     def _given(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """A pass's records as their way takes them: images by pixel where that is worth it."""
+        """Return a pass's records in their way's memory format: by pixel where that is faster."""
         if not self._images or x.dim() != 4:
             return x, y
         # Record by record it is the model's own code: see by_pixel.
         return (pixelwise(x) if isinstance(self._traced(x, y), Graph) else x), y
 
     def _pass(self, x: Tensor, y: Tensor, *, held: bool) -> tuple[Tensor, Shares]:
-        """Losses [P] and shares by the parameters' names; held: they outlast other weights."""
+        """Losses [P] and shares by the parameters' names; held: they outlast the weights."""
         way = self._traced(x, y)
         with fewer_digits(self._model), self._drawing(way, x, y):
             return way.run(x, y) if isinstance(way, Alone) else way.run(x, y, held=held)
 
     def _drawing(self, way: _Way, x: Tensor, y: Tensor) -> AbstractContextManager[None]:
-        """Have a way draw the numbers that belong to the records x, y at this step."""
+        """Let a way draw the random numbers of the records x, y at this step."""
         if not way.draws:
             return nullcontext()
         alone = isinstance(way, Alone)
@@ -254,7 +253,7 @@ class Passes:
             none = losses.new_zeros(len(losses), dtype=torch.float64)
             return Measured(losses, none, add, factors)
         each = torch.stack(squares).double()
-        # In one comparison: the ordinary batch has no record whose gradient is so short.
+        # One comparison for all parameters: few batches have a gradient this short.
         if on_cpu(each) and (each < norms.SMALL).any():
             each = torch.stack([p.again() if p.again else p.squares for p in parts.values()])
         total = each.double().sum(0)
@@ -264,19 +263,19 @@ class Passes:
 
 _CACHED: Final = 128
 _BUSY: Final = 32.0
-"""A CPU's caches hold no more of a pass that is busy with its records, not with beginning."""
+"""The longest pass on a CPU, by its caches, if its overhead in records is below _BUSY."""
 
 _GPU_OVERHEAD: Final = 4096.0
-"""A pass on a GPU is mostly launches, so it is as long as fits."""
+"""A GPU's pass is as long as fits: most of its time goes into launching operations."""
 
 
 @cache
 def _keep_memory() -> None:
-    """Have the C library keep freed memory for the next step, which asks for the same again.
+    """Make the C library keep freed memory for the next step.
 
-    glibc takes each tensor of some MiB from the system and gives it back, at the price of zeroing
-    its pages, until it has seen one of 32 MiB or less freed; then it keeps what is smaller. This
-    one is never written to, so it costs nothing.
+    glibc returns each tensor of some MiB to the system, and its pages are zeroed when it is
+    allocated again, until one of up to 32 MiB was freed; it then keeps smaller ones. This tensor is
+    never written to, so it costs nothing.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
 

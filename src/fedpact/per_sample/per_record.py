@@ -1,9 +1,9 @@
 """Record by record: the way for models that are not shown to keep the records of a batch apart.
 
-The model is traced with a batch of one, so no record is there for another to meet, a branch on
-values cannot be taken, and no state goes from one pass to another: Python runs once, on records
-that have no values. vmap then differentiates the trace for many records. A loop does where torch
-cannot batch an operation. What cannot be traced so is refused.
+The model is traced with a batch of one, so records cannot affect each other, no branch on values
+can be taken, and no state passes from one pass to the next: Python runs once, on records without
+values. vmap then differentiates the trace for many records, or a loop if torch cannot batch an
+operation. A model that cannot be traced like this is refused.
 """
 
 import logging
@@ -75,10 +75,10 @@ class Alone:
         return wide(self._rows(x, y)[0])
 
     def _takes_vmap(self, x: Tensor, y: Tensor) -> bool:
-        """Whether vmap can batch the trace, found on records of the form of x, y, all of them 0.
+        """Whether vmap can batch the trace, tried once on zeros of the form of x, y.
 
-        Found once and for all: were it found on records, one of them could change the last bits of
-        all the others' gradients. From then on a batch that vmap does not take raises.
+        If it were tried on records, one of them could change the last bits of all the others'
+        gradients. Later a batch that vmap does not take raises.
         """
         if own_tables(self._one.nodes, self._one.entered):
             told = "vmap would look up one record's entries in another's table"
@@ -91,9 +91,8 @@ class Alone:
             numbers = drawing(PassNumbers.of_records(lambda: 0, x, y, leading=True))
         with numbers:
             why = _error(self._vmapped, x, y)
-        # What raises at zeros in the loop, too, is the model's doing and not vmap's.
-        # As many numbers as a record says, as x[x > 0] picks, vmap never takes; nor may it draw
-        # where nobody knows whose the numbers are.
+        # An error at zeros that the loop raises too comes from the model, not from vmap. vmap never
+        # takes a data-dependent size, as of x[x > 0], nor draws that belong to no known record.
         varying = "dynamic shape" in str(why) or isinstance(why, ModelError)
         others = isinstance(why, RuntimeError) and not varying
         taken = not varying and (not others or _error(self._looped, *made_up) is not None)
@@ -113,7 +112,7 @@ class Alone:
             _logger.log(level, message)
 
     def _numbers_of(self, j: int) -> AbstractContextManager[None]:
-        """Have record j alone draw its numbers, where somebody has said what they are."""
+        """Let record j draw its own random numbers, if any are set."""
         numbers = numbers_at_hand()
         return nullcontext() if numbers is None else drawing(numbers.alone(j))
 
@@ -134,7 +133,7 @@ class Alone:
         rows: list[tuple[Tensor, ...]] = []
         for j in range(len(x)):
             with torch.enable_grad(), autocast(self._model), self._numbers_of(j):
-                # Each lies as the others lie, and nothing of another's behind it.
+                # Each has the same memory layout, and no other record's numbers behind it.
                 one, target = (
                     v[j : j + 1].clone(memory_format=torch.contiguous_format) for v in (x, y)
                 )

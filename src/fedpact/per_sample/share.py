@@ -1,7 +1,7 @@
-"""What one use of a parameter leaves: a share of its per-sample gradients; see gradients.
+"""What one use of a parameter contributes to its per-sample gradients; see gradients.
 
-Sums: docs/notes/proofs.md proves how far one record moves them; what it assumes of the code is
-* products of float32 run over at most TOGETHER records, and sums over at most IN_FLOAT32;
+docs/notes/proofs.md proves how far one record moves a sum. It assumes of the code that
+* products in float32 run over at most TOGETHER records, and sums over at most IN_FLOAT32;
 * where c is float64, so are all products.
 """
 
@@ -45,9 +45,9 @@ class Part:
 
 
 class Space:
-    """Memory for gradients that is used again in every pass: new memory costs as much as a product.
+    """Memory for gradients, reused in every pass: new memory costs as much as a product.
 
-    What was taken is somebody else's after `reset`. digits: a context that gradients are made in.
+    `reset` invalidates what was taken. digits: a context in which gradients are computed.
     """
 
     def __init__(self, digits: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
@@ -56,11 +56,11 @@ class Space:
         self._next = 0
 
     def reset(self) -> None:
-        """Have all of it taken anew."""
+        """Make all of it available again."""
         self._next = 0
 
     def take(self, rows: int, columns: int, like: Tensor) -> Tensor:
-        """Rows [rows, columns] of numbers of the type and on the device of `like`, not set."""
+        """Return uninitialised memory [rows, columns], of the type and on the device of `like`."""
         if not on_cpu(like):
             # A GPU's memory is kept by torch, and what a captured pass works on is its own.
             return like.new_empty(rows, columns)
@@ -100,22 +100,22 @@ class Share(ABC):
         return self.size * self.like.element_size()
 
     def quick_rows(self, chunk: slice, out: Tensor) -> Tensor:  # noqa: ARG002
-        """The same rows with their numbers in an order of the share's own; see arranged.
+        """The same rows in the order that is fastest to compute; see arranged.
 
         out: memory of that form, which they may be written to.
         """
         return self.rows(chunk)
 
     def factors(self) -> list[Tensor]:
-        """What the gradients are made of, each [B, ...], for who compares passes bit for bit."""
+        """What the gradients are computed from, each [B, ...], to compare passes bit for bit."""
         return [self.rows(slice(0, self.batch))]
 
     def arranged(self, total: Tensor) -> Tensor:
-        """A sum of quick rows [..., size], as the parameter's numbers in their order."""
+        """Return a sum of quick rows [..., size] in the parameter's own order."""
         return total
 
     def special(self) -> Part | None:
-        """A way to norm and sum that makes no rows, where there is a better one."""
+        """Return a faster way to measure and sum, without rows; None if there is none."""
         return None
 
 
@@ -132,22 +132,22 @@ class Negative(Share):
 
 
 def unit_of(clip: float) -> float:
-    """A power of two to count small clips in: a coefficient of 1e-40 has no digits in float32."""
+    """A power of two as the unit of small clips: 1e-40 has few digits in float32."""
     return 2.0 ** math.floor(math.log2(clip)) if clip < 2.0**-20 else 1.0
 
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one form are the same memory.
 
-    Not whether they hold the same numbers: of one record that would decide how others are summed.
+    The numbers are not compared: one record's would then decide how the others are summed.
     """
     return a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
 
 
 def balanced(g: Tensor, u: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """g [B, O] and u [B, K] of ‖u_j‖² [B], neither so long that c_j g_j has few digits or none.
+    """Scale g [B, O] and u [B, K] of ‖u_j‖² [B] by powers of two, so that c_j g_j is not denormal.
 
-    A record of 1e38 whose g is 1e-20 may need a c_j g_j that float32 has no digits left for.
+    It would be for a u_j of 1e38 and a g_j of 1e-20.
     """
     far = (lengths > FAR) & lengths.isfinite()
     if on_cpu(far) and not far.any():

@@ -89,12 +89,12 @@ RULES: Final[dict[str, Rule]] = {
     **_named(rules.copied, "copy"),
     **_named(rules.overwritten, "slice_scatter select_scatter"),
     **_named(rules.selected, "index_select"),
-    **_named(rules.along(1), "narrow unfold flip cumsum cumprod logcumsumexp"),
     **_named(rules.along(2, default=None), "roll repeat_interleave.self_int"),
     **_named(
-        rules.along(1), "softmax.int log_softmax.int _softmax _log_softmax sort cummax cummin"
+        rules.along(1),
+        "narrow unfold flip cumsum cumprod logcumsumexp softmax.int log_softmax.int _softmax "
+        "_log_softmax sort cummax cummin glu",
     ),
-    **_named(rules.along(1), "cummax cummin glu"),
     **_named(rules.along(2), "sort.stable topk"),
     **_named(
         rules.along(1, default=None),
@@ -104,8 +104,11 @@ RULES: Final[dict[str, Rule]] = {
     ),
     **_named(rules.along(2, default=None), "linalg_vector_norm norm.ScalarOpt_dim"),
     **_named(rules.indexed, "index.Tensor"),
-    **_named(rules.within(1), "linear max_pool1d avg_pool1d adaptive_avg_pool1d"),
-    **_named(rules.within(1), "multinomial max_pool1d_with_indices adaptive_max_pool1d"),
+    **_named(
+        rules.within(1),
+        "linear max_pool1d avg_pool1d adaptive_avg_pool1d multinomial max_pool1d_with_indices "
+        "adaptive_max_pool1d",
+    ),
     **_named(rules.within(2), "max_pool2d avg_pool2d adaptive_avg_pool2d tril triu"),
     **_named(rules.within(2), "max_pool2d_with_indices adaptive_max_pool2d pixel_unshuffle"),
     **_named(rules.within(3), "max_pool3d avg_pool3d adaptive_avg_pool3d pixel_shuffle"),

@@ -1,9 +1,9 @@
 """Tracing: a model and its loss as a list of operations on tensors.
 
-Both run once, on made-up records that have a form and no values, before any record is read. A
-branch on values cannot be taken; nor, where the batch has no fixed size, one on its length. The
-state of Python is frozen: what runs afterwards is what was traced. A trace holds names of weights
-and not weights, so one serves every model of the same code and form in this process.
+Both run once on fake tensors, which have a form and no values, before any record is read. So no
+branch on values can be taken and, if the batch has no fixed size, none on its length. Later passes
+run what was traced, not the model's Python code. A trace holds names of weights instead of weights,
+so it serves every model of the same code and form in this process.
 """
 
 import logging
@@ -114,7 +114,7 @@ def trace_of(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
             "it is TorchScript, which cannot be looked into; hand in the module it was made of"
         )
     with _TRACING:
-        # Of what lasts: what cannot be told by looking at it is traced each time.
+        # A model without a digest is traced each time.
         digest = digest_of_form(whole.model, whole.loss)
         forms = [(v.shape[1:], v.dtype, v.device) for v in (x, y)]
         key = digest, *forms, batch, torch.get_default_dtype()
@@ -136,7 +136,7 @@ def trace_of(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
 def _trace(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
     slow = announced(_SLOW, whole.model, _PATIENCE, logging.WARNING)
     with slow, while_tracing(whole.model, whole.loss), warnings.catch_warnings():
-        # Of torch about itself. Other threads may lose a warning meanwhile, and nothing else.
+        # Torch's warnings about its tracer. Other threads' warnings may be lost meanwhile.
         warnings.simplefilter("ignore")
         recorded = _recorded(whole, x, y, batch, functional=False)
         if any(map(_changes, recorded.graph.nodes)):
@@ -161,7 +161,7 @@ def _trace(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
         if _changes(node):
             raise Untraceable(f"{node.target} changes a tensor in place")
         if not _known(node):
-            # Transformations of functions and the like, which would run code of their own.
+            # Transformations of functions and the like would run other code.
             raise Untraceable(f"{node.target} is no operation on tensors")
     trace = Trace(nodes, result, recorded.inputs, recorded.constants)
     if (why := unsafe(nodes, trace.entered)) is not None:
@@ -185,7 +185,7 @@ def _recorded(
 
     Raises Untraceable.
     """
-    # Here, as torch's tracer takes a second to import, which most commands do without.
+    # Imported here: torch's tracer takes a second, which most commands do not need.
     from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
@@ -199,7 +199,7 @@ def _recorded(
 
     env = ShapeEnv()
     fake = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-    fake.cache_enabled = False  # of forms, of which hardly any comes up again: a third of the time
+    fake.cache_enabled = False  # hardly any form comes up again, and caching takes a third longer
 
     def made_up(tensor: Tensor, first: DimDynamic = DimDynamic.STATIC) -> Tensor:
         dims = [first, *[DimDynamic.STATIC] * (tensor.dim() - 1)][: tensor.dim()]
@@ -276,10 +276,10 @@ def _with_constants(
 
 
 def _check_writes(whole: WithLoss, recorded: _Recorded) -> None:
-    """Look at what a trace writes to in place.
+    """Check what a trace writes to in place.
 
-    Raises ModelError where it is a record; Untraceable where it outlasts the pass, so that what one
-    record leaves would meet the next, or where gradients would not see it.
+    Raises ModelError for a record; Untraceable for a tensor that outlasts the pass, which would
+    carry numbers from one record to the next, and for a write that autograd does not see.
     """
     roots: dict[Node, set[Node]] = {}
     without_grad, region = dict[Node, int](), 0
@@ -309,7 +309,7 @@ def _check_writes(whole: WithLoss, recorded: _Recorded) -> None:
 
 
 def _detach_without_grad(graph: Graph) -> None:
-    """Detach what leaves a part under torch.no_grad, and take its marks out of the graph."""
+    """Detach the results of regions under torch.no_grad, and remove their marks."""
     enabled = True
     inside: set[Node] = set()
     for node in list(graph.nodes):
@@ -329,11 +329,10 @@ def _detach_without_grad(graph: Graph) -> None:
 
 
 def _pool_before_relu(graph: Graph) -> None:
-    """Put a ReLU behind the max-pooling that alone reads it: a quarter of the numbers to look at.
+    """Move a ReLU behind a max-pooling that is its only reader, where it has fewer numbers.
 
-    What the two give is the same, and so are gradients: a window's largest number is the same one
-    before and after a ReLU, or has no gradient. No window lies wholly in the padding, where there
-    is none: see record_safety.
+    Results and gradients are the same: a window's largest number is the same one before and after
+    a ReLU, or has no gradient. No window is all padding: see record_safety.
     """
     for pool in list(graph.nodes):
         relu = pool.args[0] if str(pool.target) == "aten.max_pool2d.default" else None
@@ -370,7 +369,7 @@ def _own_name(name: str) -> str:
 def _reason(error: Exception) -> str:
     """Return why there is no trace, and at which line of whose model, where a file has it."""
     kind = type(error).__name__
-    # The first line says what; the others advise whoever develops models for this tracer.
+    # The first line says what; the others are advice for developers of this tracer.
     why = f"{kind}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
     if kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException"):
         why = "a branch on a value, or a number taken out of a tensor"

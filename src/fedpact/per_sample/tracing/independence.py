@@ -85,12 +85,10 @@ def _named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class Tried(Protocol):
-    """What is tried: a kernel's sums, beside what ordinary autograd says of single records."""
+    """What is checked: a kernel's sums, and ordinary autograd's gradients of single records."""
 
-    @property
-    def model(self) -> FlatModel:
-        """The model."""
-        ...
+    model: FlatModel
+    loss: Loss
 
     def summed(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
         """Σ_j min(w_j, C/‖g_j‖) g_j [d] for weights w [B]."""
@@ -100,21 +98,15 @@ class Tried(Protocol):
         """The gradients [B, d], each of a batch of one."""
         ...
 
-    @property
-    def loss(self) -> Loss:
-        """Its loss."""
-        ...
-
 
 def check_separation(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
     """Return the norms of records x, y [B, ...]; ModelError unless sums are those of each alone.
 
-    A second lock: that records are kept apart follows from the way that the kernel takes, for
-    records and weights of any values. Tried is what each of a few records adds to a batch of
-    others, in two lengths, and a clipped sum over a larger batch; that takes about as long as ten
-    steps, and memory for a few vectors [d]. Nor may a pass change the model, or write over the
-    records, not even with what they are; and its outputs for a batch must be those for its records:
-    a run is evaluated by them. Each random number, as of dropout, is its mean meanwhile.
+    A second check: that records are kept apart already follows from the kernel's way, for records
+    and weights of any values. This compares what each of a few records adds to a batch of others,
+    of two lengths, and a clipped sum over a larger batch, in about the time of ten steps and the
+    memory of a few vectors [d]. A pass may not change the model or write to the records, and its
+    outputs for a batch must be those for its records. Random numbers are replaced by their means.
     """
     if len(x) < 3:
         raise InputError(f"verify was given {len(x)} records: expected at least 3, any will do")
@@ -220,11 +212,11 @@ def _check_large(tried: Tried, x: Tensor, y: Tensor, norms: Tensor) -> None:
 
 
 def _moved(tried: Tried, x: Tensor, y: Tensor, j: int) -> float:
-    """How far rounding may move the gradient of record j by itself.
+    """How far rounding may move the gradient of record j.
 
-    A few times as far as it moves with a record that is 10^-6 away, in float32. It is hardly more
-    than that but at a kink, as a ReLU's at 0, and there two gradients are right. Many a unit stands
-    at one where a norm has divided rounding errors by their own deviation, as of an empty image.
+    Three times as far as it moves for a record that is 10^-6 away, in float32. That is large only
+    at a kink, such as a ReLU's at 0, where two gradients are right. Many units are at one if a norm
+    divides rounding errors by their own deviation, as for an empty image.
     """
     found = 0.0
     if x.is_floating_point():
@@ -270,10 +262,9 @@ def _longest(norms: Tensor) -> float:
 
 
 def _telling_clip(norms: Tensor) -> float:
-    """A clip that about half of the records meet, of their gradients' norms [B].
+    """A clip that about half of the gradients' norms [B] exceed.
 
-    A record that is all but certain has a gradient of a few rounding errors, or of less than a clip
-    may be: what the others' digits say nothing of is no scale.
+    At least a thousandth of the longest: a nearly certain record's gradient is rounding error.
     """
     return max(0.5 * float(torch.median(norms)), 1e-3 * _longest(norms))
 

@@ -1,11 +1,10 @@
-"""Random numbers of a pass, as dropout draws them: from a key, in place of torch's own generator.
+"""Random numbers of a pass, as of dropout: drawn from a key instead of torch's global generator.
 
-That generator is the process's: neither could a run be repeated, nor threads beside it. Here the
-numbers of each record follow from the key of its step and from that record itself, x and y. So they
-are the same whatever stands beside it, wherever it stands: to the batch's sum the model is one that
-draws nothing, of each record by itself. Numbers that belong to no record, as one for all, follow
-from the key alone. `expected` puts every number's mean in its place, by which dropout does nothing:
-so a model is tried without chance.
+That generator belongs to the process, so neither runs nor threads would be reproducible. Here a
+record's numbers follow from the step's key and from that record, x and y. They do not depend on its
+slot or on other records, so at each step the model is a deterministic function of single records.
+Numbers that belong to no record, such as one factor for a whole pass, follow from the key alone.
+`expected` replaces every number by its mean, so that dropout does nothing while a model is checked.
 """
 
 import hashlib
@@ -38,10 +37,10 @@ _DEFAULTS: Final[dict[str, tuple[float, ...]]] = {
     "geometric": (),
     "random": (),
 }
-"""By a tensor's method that fills it with random numbers: its arguments where none are given.
+"""A tensor's methods that fill it with random numbers, with their default arguments.
 
-How many numbers each of these draws follows from forms alone. How many another draws, as poisson,
-may follow from records, and with that what is drawn for the records behind them.
+How many numbers they draw follows from shapes alone. For others, such as poisson, it may depend on
+a record, and then so would the numbers of later records.
 """
 
 
@@ -72,10 +71,10 @@ _DRAWN_BY: Final = {
 
 @dataclass(frozen=True, eq=False)
 class PassNumbers:
-    """What numbers are drawn from. shared: those of no record. rows: each record's own, in order.
+    """The generators of a pass. shared: of numbers of no record. rows: of each record, in order.
 
-    leading: the records are in front of whatever is drawn, as under vmap. rows is () in plain
-    passes, which draw all from the shared one.
+    leading: the batch is the first dimension of all that is drawn, as under vmap. rows is () in
+    plain passes, which draw everything from the shared generator.
     """
 
     shared: torch.Generator
@@ -116,10 +115,10 @@ def _bytes(records: Tensor) -> list[bytes]:
 
 
 class KeyedDraws(TorchDispatchMode):
-    """Has every operation of this thread draw from a key.
+    """Makes every operation of this thread draw from a key.
 
-    numbers: None for their means. where: where the records are in what is drawn; None: nowhere.
-    used: whether any has drawn. Raises ModelError at an operation whose numbers it does not know.
+    numbers: None for means. where: the batch's place in what is drawn; None: none. used: whether
+    an operation has drawn. Raises ModelError for an unknown operation that draws.
     """
 
     def __init__(self, numbers: PassNumbers | None, where: Where | None = None) -> None:
@@ -129,7 +128,7 @@ class KeyedDraws(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled here. To have that skipped loads the compiler: 100 MB, two seconds.
+        # Nothing is compiled here, and the default loads the compiler: 100 MB, two seconds.
         return False
 
     def __torch_dispatch__(
@@ -139,10 +138,10 @@ class KeyedDraws(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Do an operation; one that draws from the key, unless it brings a generator."""
+        """Run an operation, drawing from the key unless it has a generator as an argument."""
         del types
         named = dict(kwargs or {})
-        # torch marks every operation that draws, so none is missed that is not in the tables.
+        # torch tags every operation that draws, so none is missed.
         if torch.Tag.nondeterministic_seeded not in func.tags or named.get("generator"):
             return func(*args, **named)
         if _rate(func, args, named) == 0:
@@ -166,7 +165,7 @@ class KeyedDraws(TorchDispatchMode):
                 "are drawn follows from no record: write it with dropout, torch.rand, torch.randn "
                 "or torch.bernoulli"
             )
-        # What lies in the place is written over, and says how the numbers lie.
+        # The tensor to be filled gives the shape and the memory layout.
         if func._schema.is_mutable:
             into = cast(Tensor, args[0])
         elif sized:
@@ -196,7 +195,7 @@ class KeyedDraws(TorchDispatchMode):
         return x * noise.copy_(torch.where(x < 0, slopes, 1))
 
     def _as_randperm(self, count: int, **how: Any) -> Tensor:
-        # An order that is not the records' own, so that one of the batch is found.
+        # Not the identity, so that a permutation of the batch is detected.
         order = torch.arange(count - 1, -1, -1, **how)
         if self.numbers is None:
             return order
@@ -255,7 +254,7 @@ def _rate(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> float:
 
 
 class _OfThread(threading.local):
-    """What the thread's operations draw from. still: the means stand in their place."""
+    """What the thread's operations draw from. still: means instead."""
 
     numbers: PassNumbers | None = None
     still = False
@@ -266,7 +265,7 @@ _own = _OfThread()
 
 @contextmanager
 def drawing(numbers: PassNumbers) -> Generator[None]:
-    """Have `drawn` draw from these meanwhile; within `expected` the means stay."""
+    """Let `drawn` draw from these numbers; within `expected` it still takes means."""
     before = _own.numbers
     _own.numbers = numbers
     try:
@@ -282,7 +281,7 @@ def numbers_at_hand() -> PassNumbers | None:
 
 @contextmanager
 def expected() -> Generator[None]:
-    """Have every operation of this thread take the mean of each number that it would draw."""
+    """Replace each random number of this thread's operations by its mean."""
     before = _own.still
     _own.still = True
     try:
@@ -293,9 +292,9 @@ def expected() -> Generator[None]:
 
 
 def drawn(op: Callable[..., Any], where: Where | None = None) -> Callable[..., Any]:
-    """Return an operation that draws as the thread has been told to.
+    """Return an operation that draws the thread's numbers; see `drawing`.
 
-    where: where the records are in what it draws; None: it draws for none of them.
+    where: the batch's place in what it draws; None: it draws for no record.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A traced model with the weights of one: what runs in its place."""
+"""A traced model together with one model's weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -35,14 +35,14 @@ class Program:
         self.names = {name: trained[id(p)] for name, p in every if id(p) in trained}
         self.nodes, self.result, self.inputs = trace.nodes, trace.result, trace.inputs
         self.entered = trace.entered
-        # Where the model keeps what a placeholder stands for: found once, and looked at each pass.
+        # Where the model holds each placeholder's tensor, which is read in every pass.
         self._held = {
             name: (vars(whole.get_submodule(path))[f"_{kind}s"], leaf)
             for name, (kind, target) in self.inputs.items()
             if kind in ("parameter", "buffer")
             for path, _, leaf in [target.rpartition(".")]
         }
-        # A number that a model writes down is the CPU's, and would be copied in every pass.
+        # A constant of a model's code is on the CPU, and would be copied in every pass.
         device = model.vector.device
         self._constants = {name: v.to(device) for name, v in trace.constants.items()}
 
@@ -57,7 +57,7 @@ class Program:
         return any(map(draws, self.nodes))
 
     def given(self, name: str) -> Tensor:
-        """What a placeholder that holds no records stands for now."""
+        """Return the tensor of a placeholder other than records'."""
         kind, target = self.inputs[name]
         if kind == "constant":
             return self._constants[target]
@@ -65,7 +65,7 @@ class Program:
         return tensors[leaf].detach()
 
     def values(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """What the placeholders stand for with the records x, y."""
+        """Return the placeholders' tensors, with the records x, y."""
         of = {"x": x.detach(), "y": y.detach()}
         return {
             name: of[target] if kind == "record" else self.given(name)
@@ -94,9 +94,9 @@ def evaluated(nodes: list[Node], values: Mapping[str, Tensor]) -> dict[Node, Any
 
 
 def operation(node: Node, where: Where | None = None) -> Callable[..., Any]:
-    """What is done for a node; what draws random numbers does so from the step's key.
+    """Return the function of a node; random numbers are drawn from the step's key.
 
-    where: where the records are in what it draws.
+    where: where the records are in the numbers that it draws.
     """
     found = DONE_AS.get(cast(Any, node.target)) or cast(Callable[..., Any], node.target)
     return drawn(found, where) if draws(node) else found
@@ -114,7 +114,7 @@ Reader = Callable[[dict[Node, Any]], tuple[Sequence[Any], dict[str, Any]]]
 
 
 def reader(node: Node) -> Reader:
-    """What `arguments` does for one node, in a fifth of its time where no list has nodes in it."""
+    """Return `arguments` for one node, five times faster if no list of it holds nodes."""
     kwargs, args = dict(node.kwargs), node.args
     direct = [a for a in args if isinstance(a, Node)]
     if len({*direct}) < len(node.all_input_nodes):
@@ -125,7 +125,7 @@ def reader(node: Node) -> Reader:
 
 
 def draws(node: Node) -> bool:
-    """Whether a node draws random numbers; what is told to drop at a rate of 0 does not."""
+    """Whether a node draws random numbers; dropout at a rate of 0 does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     options = {a.name: a.default_value for a in cast(Any, node.target)._schema.arguments}

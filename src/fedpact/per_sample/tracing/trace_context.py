@@ -1,4 +1,4 @@
-"""What torch and a model find around them while the model is traced, and leave as it was."""
+"""Changes to torch and Python while a model is traced, undone afterwards."""
 
 import inspect
 import logging
@@ -27,7 +27,7 @@ _logger = logging.getLogger("fedpact")
 
 @contextmanager
 def announced(words: str, module: nn.Module, seconds: float, level: int) -> Generator[None]:
-    """Say in the log what is done with a model if it takes longer than so many seconds."""
+    """Log what is being done with a model if it takes longer than so many seconds."""
     timer = threading.Timer(seconds, _logger.log, (level, words, model_name(module)))
     timer.daemon = True
     timer.start()
@@ -39,7 +39,7 @@ def announced(words: str, module: nn.Module, seconds: float, level: int) -> Gene
 
 @contextmanager
 def state_kept(whole: nn.Module) -> Generator[None]:
-    """Have modules as they were afterwards: what a trace writes on them has no values."""
+    """Restore the modules' attributes afterwards: a trace would leave tensors without values."""
     states = [vars(m) for m in whole.modules()]
     # Their hooks too, which some put there in a first pass.
     states += [held for state in states for held in state.values() if isinstance(held, dict)]
@@ -112,7 +112,7 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [one.level for one in loggers]
     try:
-        for one in loggers:  # what the tracer tells whoever develops models for it
+        for one in loggers:  # the tracer's messages are for its developers
             one.setLevel(logging.CRITICAL)
         Distribution.set_default_validate_args(False)
         with _compiling_state_context(), _in_place_of(ours):
@@ -125,7 +125,7 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
 
 @contextmanager
 def _in_place_of(ours: list[tuple[Any, str, Any]]) -> Generator[None]:
-    """Have names of modules, classes and scopes stand for functions of ours, in this thread."""
+    """Replace functions of modules, classes and scopes by ours, in this thread."""
     thread = threading.get_ident()
 
     def here(instead: Any, theirs: Any) -> Any:
@@ -142,7 +142,7 @@ def _in_place_of(ours: list[tuple[Any, str, Any]]) -> Generator[None]:
     ]
     try:
         for (at, name, instead), before in zip(ours, theirs, strict=True):
-            # Those of Python's do as they always do where no batch is traced.
+            # Python's own functions are used for anything but a traced batch.
             _put(at, name, here(instead, before) if before else instead)
         yield
     finally:
@@ -167,7 +167,7 @@ def _causal(_: Any, is_causal: bool | None = None, *__: Any, **___: Any) -> bool
 
 
 def _listed(of: Tensor) -> Any:
-    """What stands for a list of one number a record, as lengths: the tensor that has them."""
+    """Return the tensor itself for a list of one number for each record, as of lengths."""
     return of if isinstance(_size(of), torch.SymInt) else NotImplemented
 
 
@@ -217,9 +217,9 @@ class _List(list[Any], metaclass=_Listing):
 
 @contextmanager
 def for_vmap() -> Generator[None]:
-    """Without torch's advice on the speed of operations that vmap takes record by record.
+    """Turn off torch's warning about operations that vmap runs record by record.
 
-    Not warnings.catch_warnings, which other threads would see; one pass has few slow operations.
+    Not by warnings.catch_warnings, which would affect other threads.
     """
     switch = cast(Any, torch)._C._functorch._set_vmap_fallback_warning_enabled
     switch(False)
