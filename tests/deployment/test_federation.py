@@ -69,26 +69,35 @@ def knock(directory, elsewhere):
     right = directory / "server" / "ca.crt"
     wrong = elsewhere / "other" / "ca.crt"
     site_key = directory / "sites" / "site-00" / "site.key"
-    tls = ["--root-certificates", str(right)]
     tries = {
-        "no key": tls,
-        "unknown key": [*tls, "--auth-supernode-private-key", str(elsewhere / "stranger.key")],
+        "unknown key": [
+            *("--root-certificates", str(right)),
+            *("--auth-supernode-private-key", str(elsewhere / "stranger.key")),
+        ],
         "wrong certificate": [
             *("--root-certificates", str(wrong)),
             *("--auth-supernode-private-key", str(site_key)),
         ],
-        "plain HTTP": ["--insecure"],
     }
     running = {name: supernode(address, arguments, elsewhere) for name, arguments in tries.items()}
-    told = {name: process.communicate()[0] for name, process in running.items()}
-    try:
-        urllib.request.urlopen(f"http://{address}/", timeout=10)
-        told["bare HTTP"] = "answered"
-    except (urllib.error.URLError, OSError) as error:
-        told["bare HTTP"] = str(error)
-    return {
-        name: (running[name].returncode if name in running else None, told[name]) for name in told
+    told = {
+        name: (process.communicate()[0], process.returncode) for name, process in running.items()
     }
+    # What Flower would send matters to none of these: no connection is made.
+    context = ssl.create_default_context(cafile=right)
+    told["no key"] = asked(f"https://{address}/health", context), None
+    told["plain HTTP"] = asked(f"http://{address}/health", None), None
+    return told
+
+
+def asked(url, context):
+    try:
+        with urllib.request.urlopen(url, timeout=10, context=context):
+            return "answered"
+    except urllib.error.HTTPError:
+        return "answered"
+    except OSError as error:
+        return str(error)
 
 
 def flood(directory, number, site=None):
@@ -230,16 +239,17 @@ def check_that_what_its_report_prints_repeats_it(directory, elsewhere):
 
 
 def check_that_strangers_did_not_get_in(directory, knocked):
-    for name in ("no key", "unknown key", "wrong certificate", "plain HTTP"):
-        code, told = knocked[name]
+    for name in ("unknown key", "wrong certificate"):
+        told, code = knocked[name]
         assert code not in (0, None), f"{name}: {told}"
         # It got so far as to knock.
         assert "Failed to initialize the connection to the SuperLink" in told
     assert knocked["long body"][1] == "hung up"
     assert knocked["a site's long body"][1].startswith(("HTTP/1.1 413", "hung up"))
     assert max(knocked[f"{who}long body"][0] for who in ("", "a site's ")) < 2**26
-    assert "CERTIFICATE_VERIFY_FAILED" in knocked["wrong certificate"][1]
-    assert "answered" not in knocked["bare HTTP"][1]
+    assert "CERTIFICATE_VERIFY_FAILED" in knocked["wrong certificate"][0]
+    for name in ("no key", "plain HTTP"):
+        assert knocked[name][0] != "answered", name
     log = (directory / "server" / "log.txt").read_text()
     connected = {line.split()[-3] for line in log.splitlines() if line.endswith("is connected")}
     assert connected == set(SITES)
