@@ -8,11 +8,12 @@ import math
 
 import pytest
 import torch
+from scipy.special import bdtrc, pdtrc
 from torch import nn
 
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
-from fedpact.privacy.batches import BatchClippedKernel
+from fedpact.privacy.batches import BatchClippedKernel, most_records
 
 ROOM = 1 + 1e-5
 
@@ -145,3 +146,11 @@ def test_a_loss_that_is_not_finite_with_a_finite_norm(reference, level):
     kernel = kernel_of(reference, level, module)
     alone = kernel.clipped_sum(x[1:], y[1:], 0.5)
     assert torch.equal(kernel.clipped_sum(x, y, 0.5), alone)
+
+
+@pytest.mark.parametrize("expected", [0.01, 1.0, 100.0, 1e4, 1e6])
+def test_larger_batches_have_probability_below_1e_31(expected):
+    """The rounding bounds assume at most `most_records`; tails by scipy, exact."""
+    most = most_records(expected)
+    assert pdtrc(most, expected) <= 1e-31
+    assert bdtrc(most, max(most, math.ceil(4 * expected)) + 1, 0.25) <= 1e-31 or expected < 100

@@ -1,12 +1,12 @@
-"""ε of a person's records together: up to k at one site, each sampled for itself.
+"""ε of a person's records together: up to k at one site, each sampled independently.
 
-One release is as hard to tell apart, with all of a person's records or without them, as
+A release with all of a person's records is as hard to distinguish from one without them as
 
     P = Σ_{i=0..k} B(i) N(i, σ²)    and    Q = N(0, σ²),    B = Binomial(k, q),
 
 or the same in the other order (arXiv 2310.15526 has it for one vector; arXiv 2407.07737).
 
-Why no release is easier to tell apart: fix the others' batch. With the records S of the person in
+Why no release is easier to distinguish: fix the others' batch. With the records S of the person in
 the batch the sum moves by v_S, ‖v_S‖ <= |S|. Under Q the likelihood ratio is Σ_S p_S e^(X_S - V/2),
 with X_S = <x, v_S>/σ normal, V its variance and Cov(X_S, X_T) = <v_S, v_T>/σ² <= |S||T|/σ². By
 Kahane's inequality (Sur le chaos multiplicatif, 1985: larger covariances only raise E F(Σ p e^(X -
@@ -15,10 +15,9 @@ F(L) = (L - γ)+ and (1 - γL)+ are the two directions. Channels that are chosen
 follow by induction from the last one, with σ_joint; the others' batch by convexity; the run by
 composition. More records, a larger q and a smaller σ only raise covariances too.
 
-The pair's loss is put on a grid and composed as in privacy.accounting.pld, which adds no more than
-0.1 % of
-ε where the grid is fine. Where it is not, the pair 1 - (1-q)^k, σ/k of all records at once bounds ε
-too (Kahane again), and the smaller of both is taken. At q = 1 that pair is exact: one Gaussian.
+The pair's loss is put on a grid and composed as in privacy.accounting.pld, which adds at most 0.1 %
+to ε if the grid is fine. Otherwise the pair 1 - (1-q)^k, σ/k of all records at once also bounds ε
+(Kahane again), and the smaller bound is used. At q = 1 that pair is exact: one Gaussian.
 """
 
 import math
@@ -53,10 +52,10 @@ MOST_RECORDS: Final = 1000
 """The largest k: beyond it the mixture is no longer written out."""
 
 PERSON_RECORDS: Final = (2, 3, 5, 10)
-"""For how many records of one person ε is told, beside the number that is asked for."""
+"""The numbers of records per person for which ε is always stated."""
 
 MANY_RELEASES: Final = 10**18
-"""Of more of them no bound is looked for."""
+"""No bound is computed for more releases."""
 
 # Of δ: what may lie outside the window, and what beyond the grid.
 _OUTSIDE: Final = 2.0**-20
@@ -72,9 +71,9 @@ _STEPS: Final = 60
 def epsilon_per_person(history: History, delta: float, records: int) -> float:
     """Return a proven upper bound on the history's ε at δ for a person, all records together.
 
-    history: event -> how often, >= 0. delta: in (0, 1). records: k in 1, ..., 1000, the most that a
-    person has at the site, each sampled for itself; a person at several sites pays the sum. About
-    0.1 s. inf says that no bound was found. Raises InputError.
+    history: event -> count >= 0. delta: in (0, 1). records: k in 1, ..., 1000, the most that a
+    person has at the site, each sampled independently; for a person at several sites, ε adds up.
+    Takes about 0.1 s. Infinite if no bound was found. Raises InputError.
 
     >>> from fedpact.privacy.accounting.accountant import SampledGaussian
     >>> events = {SampledGaussian(q=0.05, sigma=2.8391): 200}
@@ -96,7 +95,7 @@ def epsilon_per_person(history: History, delta: float, records: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _epsilon(terms: tuple[Term, ...], delta: float, records: int) -> float:
-    # The fallback, and an upper bound by itself: all records of the person in one batch or none.
+    # The fallback, an upper bound too: all records of the person are in one batch or none is.
     at_once = [all_at_once(*term, records) for term in terms]
     if not terms or all(q == 1 for q, *_ in terms):
         return pld.pld_epsilon(at_once, delta)
@@ -114,16 +113,16 @@ def _epsilon(terms: tuple[Term, ...], delta: float, records: int) -> float:
 
 
 def all_at_once(q: float, sigma: float, count: int, records: int) -> Term:
-    """Return a term no cheaper: a batch that has any of the records has all of them.
+    """Return a term that costs at least as much: a batch with any of the records has all of them.
 
-    Its rate is rounded up, and its σ down.
+    The rate is rounded up and σ down.
     """
     rate = q if records == 1 or q == 1 else -math.expm1(records * math.log1p(-q)) * (1 + 2.0**-45)
     return min(1.0, rate), sigma / records * (1 - 2.0**-52), count
 
 
 def _by_grid(terms: Sequence[Term], delta: float, records: int) -> tuple[float, bool]:
-    """Return ε, and whether the grid was as fine as it should be. terms: as `round_up_term`."""
+    """Return ε, and whether the grid was fine enough. terms: as of `round_up_term`."""
     counts = [t for *_, t in terms]
     count, outside = sum(counts), _OUTSIDE * delta
     # δ less what the window leaves out, what transforms round, and what `_PLACED` may be off by in
