@@ -94,7 +94,7 @@ def explain_comparison(comparison: Comparison) -> Meaning | None:
 
 
 def _both(who: str, of: Guarantee) -> Iterable[OddsStatement]:
-    """Yield the odds, and if ε assumes honest sites, also the odds without them."""
+    """Yield the odds, and if ε assumes the noise of other sites, also the odds without."""
     for condition, epsilon in of.cases:
         yield stake(f"{who}{condition}", epsilon, of.delta)
 

@@ -270,11 +270,11 @@ class RunSummary:
         sites = self.site_privacy
         held = self.privacy.get("evaluation") or {}
         cost = max(map(self.evaluation_cost, sites), default=0.0)
-        return Guarantee(
-            max(cost, largest_epsilon(site.epsilon_spent for site in sites.values())),
-            max(*(site.delta for site in sites.values()), float(held.get("delta", 0.0))),
-            max(cost, largest_epsilon(site.epsilon_alone for site in sites.values())),
-            self.training.honest,
+        return replace(
+            self.training,
+            epsilon=max(cost, largest_epsilon(site.epsilon_spent for site in sites.values())),
+            delta=max(*(site.delta for site in sites.values()), float(held.get("delta", 0.0))),
+            alone=max(cost, largest_epsilon(site.epsilon_alone for site in sites.values())),
         )
 
     @cached_property
