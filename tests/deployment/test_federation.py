@@ -244,12 +244,12 @@ def check_that_strangers_did_not_get_in(directory, knocked):
         assert code not in (0, None), f"{name}: {told}"
         # It got so far as to knock.
         assert "Failed to initialize the connection to the SuperLink" in told
+    for name in ("no key", "plain HTTP"):
+        assert knocked[name][0] != "answered", name
     assert knocked["long body"][1] == "hung up"
     assert knocked["a site's long body"][1].startswith(("HTTP/1.1 413", "hung up"))
     assert max(knocked[f"{who}long body"][0] for who in ("", "a site's ")) < 2**26
     assert "CERTIFICATE_VERIFY_FAILED" in knocked["wrong certificate"][0]
-    for name in ("no key", "plain HTTP"):
-        assert knocked[name][0] != "answered", name
     log = (directory / "server" / "log.txt").read_text()
     connected = {line.split()[-3] for line in log.splitlines() if line.endswith("is connected")}
     assert connected == set(SITES)
