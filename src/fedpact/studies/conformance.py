@@ -113,7 +113,7 @@ class HandFederation:
             noise = {name: ratio * self.sigma for name, ratio in opens.channels.items()}
             opening = {"opening_rate": opens.rate, "opening_sigmas": noise, "openings": 9}
         return Terms(
-            site, self.sizes[site], self.rate, self.clip, sigmas, 9, budget, "rdp", **opening
+            site, self.sizes[site], self.rate, self.clip, sigmas, 9, budget, "best", **opening
         )
 
     def oracle(
