@@ -1,5 +1,6 @@
 """A site's process at its server's Fleet API: when it gives up a connection, and when it stops."""
 
+import gzip
 import ssl
 from contextlib import contextmanager
 
@@ -15,8 +16,26 @@ from fedpact.deployment.site import Site
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (httpx.Response(307, headers={"location": "http://elsewhere/"}), "status 307"),
+        (
+            httpx.Response(307, headers={"location": "http://elsewhere/", "content-length": "0"}),
+            "status 307",
+        ),
         (httpx.Response(200, content=b"not Flower's"), "cannot read"),
+        (
+            httpx.Response(
+                200,
+                headers={"content-encoding": "gzip"},
+                stream=httpx.ByteStream(gzip.compress(bytes(10**6))),
+            ),
+            "compressed body",
+        ),
+        (httpx.Response(200, content=iter([b"a", b"b"])), "undeclared length"),
+        (
+            httpx.Response(
+                200, headers={"content-length": str(2**40)}, stream=httpx.ByteStream(b"")
+            ),
+            "1 GiB",
+        ),
     ],
 )
 def test_a_strange_answer_is_reported_and_not_followed(site_dir, monkeypatch, answer, said):

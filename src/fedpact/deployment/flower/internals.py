@@ -103,6 +103,7 @@ _START_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.1
 _HEARTBEAT_SECONDS: Final = 10.0
 _WHOLE_SECONDS: Final = 60.0
+_MOST_ANSWER_BYTES: Final = 2**30
 _ACTIVATION_FAILED: Final = 2004  # flwr.supercore.error.ApiErrorCode, which loads a web server
 _MoreHeaders = Callable[[ProtobufRequestContext], Mapping[str, str]]
 
@@ -350,6 +351,8 @@ class FleetLink:
         self._client = FleetHttpClient(f"https://{address}", interceptors=[headers], verify=context)
         # Or a dishonest server could have a site send requests to other machines of its network.
         self._client._client.follow_redirects = False  # pyright: ignore[reportPrivateUsage]
+        hooks = {"request": [], "response": [_check_length]}
+        self._client._client.event_hooks = hooks  # pyright: ignore[reportPrivateUsage]
 
     def close(self) -> None:
         """Close the connection."""
@@ -431,6 +434,21 @@ class Headers:
             except httpx.TransportError:
                 if self._closed is None or self._closed.wait(_RETRY_SECONDS):
                     raise
+
+
+def _check_length(response: httpx.Response) -> None:
+    """Raise httpx.RemoteProtocolError, before the body is read, if it may fill the memory.
+
+    One megabyte of a compressed body may expand to a gigabyte. Flower's servers compress nothing,
+    and declare the length of each body.
+    """
+    length = response.headers.get("content-length", "")
+    known = length.isdecimal() and int(length) <= _MOST_ANSWER_BYTES
+    if known and "content-encoding" not in response.headers:
+        return
+    raise httpx.RemoteProtocolError(
+        "it sends a compressed body, one of undeclared length or one of more than 1 GiB"
+    )
 
 
 def _push(client: Any, node: Node, message: Message, request: Any) -> Any:
