@@ -93,7 +93,7 @@ def test_the_reasons_are_the_codes():
     assert block("reasons") == reasons()
 
 
-def test_what_other_tables_refuse_is_the_codes():
+def test_the_table_of_refusals_matches_the_code():
     assert block("single") == single(NEEDS_SINGLE_REPLIES)
     assert block("reads") == single(READS_SINGLE_REPLIES)
     assert block("plain") == single(NEEDS_PLAIN_STEPS)

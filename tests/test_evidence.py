@@ -66,7 +66,7 @@ def test_figures_draw_every_line_from_stored_results():
             assert sum(tau for _, tau in points) <= int(label.rpartition(" ")[2])
 
 
-def test_what_diverged_is_marked_and_no_sentence_rests_on_it(monkeypatch):
+def test_diverged_runs_are_marked_and_not_interpreted(monkeypatch):
     """Had all stored runs diverged, each figure of theirs would say so, and no sentence tell."""
     seeds = Stored.seeds
     monkeypatch.setattr(
@@ -91,7 +91,7 @@ def test_what_diverged_is_marked_and_no_sentence_rests_on_it(monkeypatch):
     assert [label for label, points in drawn if points and "printed" not in label] == []
 
 
-def test_what_a_result_does_not_say_is_not_recorded():
+def test_missing_facts_of_a_result_are_not_recorded():
     line = "1a, torch 2.13.0, python 3.11.7, AMD EPYC, 2 of 2 cores, AVX512, cpu"
     of_keys = {"made": {"commit": "2b", **dict.fromkeys(("torch", "python"), "x")}}
     assert tally([{"made": line}, {"made": line}, of_keys, {}]) == [
@@ -104,7 +104,7 @@ def test_what_a_result_does_not_say_is_not_recorded():
     assert all(now.values())
 
 
-def test_so_is_that_of_what_is_beyond_the_papers():
+def test_the_page_beyond_the_papers_matches_its_results():
     stored = (HERE.parent / "beyond" / "README.md").read_text(encoding="utf-8")
     assert stored == beyond.readme(), "run `make evidence`"
 
@@ -191,7 +191,7 @@ def test_fedfdp_rounds_are_those_the_papers_conversion_allows():
     )
 
 
-def test_where_rounds_suffice_alis_run_is_that_of_one_step():
+def test_with_enough_rounds_ali_takes_one_step():
     for column in ali.COLUMNS:
         own = ali.adaptive("cifar10", "cnn", 0.5, column)
         assert (own == ali.fixed("cifar10", "cnn", 0.5, 1)) == (column.rounds >= column.iterations)
@@ -398,7 +398,7 @@ def _cheapest(group):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", sorted({run.group for run in RUNS}))
-def test_a_cheap_stored_cell_comes_out_again(group, tmp_path, monkeypatch):
+def test_a_cheap_stored_cell_is_reproduced(group, tmp_path, monkeypatch):
     """Of its own draws to 30 of 10,000 records, which another processor's rounding turns; what was
     measured when seeds drew otherwise is as another seed's is: within five deviations."""
     if (real := os.environ.get("FEDPACT_REAL_DATA")) is None:

@@ -187,7 +187,7 @@ def test_an_algorithms_file_can_go_and_no_other_misses_it(copy):
 
 
 @pytest.mark.parametrize("rule", [without_docstring, upward_imports, import_cycles])
-def test_what_was_added_keeps_the_rules_of_the_package(rule, copy):
+def test_additions_keep_the_rules_of_the_package(rule, copy):
     assert list(rule(read_package(copy / "fedpact"))) == []
 
 

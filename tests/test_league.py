@@ -60,7 +60,7 @@ def test_among_equals_chance_is_exceeded_on_one_page_in_twenty():
     assert 1 <= beyond <= 19
 
 
-def test_who_is_ahead_of_all_is_found():
+def test_a_clear_winner_is_found():
     generator = np.random.default_rng(1)
     means = {str(i): list(generator.normal(80, 1, 3)) for i in range(10)}
     means |= {"fedavg": [80.0, 80.5, 79.5], "good": [86.0, 86.5, 85.5], "wild": [88.5, 85.0, 81.5]}

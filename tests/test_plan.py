@@ -46,7 +46,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("override", "told"), BAD)
-def test_a_bad_value_is_told_with_its_name_value_and_remedy(override, told):
+def test_a_bad_value_error_has_name_value_and_remedy(override, told):
     with pytest.raises(PlanError) as refused:
         Plan.read(None, [override])
     for words in told:
@@ -56,7 +56,7 @@ def test_a_bad_value_is_told_with_its_name_value_and_remedy(override, told):
 
 
 @pytest.mark.parametrize("name", ["b.m.i", "a b", 'of "it"', "ä", "plain"])
-def test_a_name_with_dots_stands_in_quotes(name):
+def test_a_name_with_dots_is_quoted(name):
     """As the remedies have it: `common.format.toml_key`."""
     raw = read_configuration(None, [f"records.columns.{toml_key(name)}.scale=range"])
     assert raw["records"]["columns"] == {name: {"scale": "range"}}
@@ -73,13 +73,13 @@ def test_a_key_in_quotes_is_the_same_key():
 
 
 @pytest.mark.parametrize("value", [0.5, "faster", True])
-def test_what_may_be_a_word_or_a_list_is_told_as_both(value):
+def test_a_word_or_list_error_names_both(value):
     with pytest.raises(PlanError, match="'inverse' or 'cosine', or a valid list; set"):
         Plan(local={"schedule": value})
 
 
 @pytest.mark.parametrize("value", [-1, [-1]])
-def test_a_number_that_is_none_of_a_keys_is_told_as_a_number(value):
+def test_a_number_where_a_key_belongs_is_reported_as_one(value):
     with pytest.raises(PlanError) as told:
         Plan(privacy={"epsilon": value})
     assert "greater than 0" in str(told.value)
@@ -116,7 +116,7 @@ def test_override_of_batch_size_replaces_sampling_rate():
 
 
 @pytest.mark.parametrize("suffix", [".toml", ".json"])
-def test_a_missing_or_broken_file_is_told(tmp_path, suffix):
+def test_a_missing_or_broken_file_is_reported(tmp_path, suffix):
     path = tmp_path / f"plan{suffix}"
     with pytest.raises(PlanError, match=r"cannot be read.*name a \.toml or \.json file"):
         Plan.read(path)
@@ -126,7 +126,7 @@ def test_a_missing_or_broken_file_is_told(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".npz", ".parquet"])
-def test_records_in_place_of_a_plan_are_told_where_they_belong(tmp_path, suffix):
+def test_records_instead_of_a_plan_get_a_remedy(tmp_path, suffix):
     path = tmp_path / f"p{suffix}"
     path.write_bytes(b"age,sick\n\xff,1\n")
     with pytest.raises(PlanError, match=f"is not a plan.*--set data={path}"):
@@ -199,7 +199,7 @@ def test_budgets_may_differ_by_list_and_by_table(tmp_path):
         ({"per_site": {"z": {"epsilon": 1.0}}}, "per_site names z"),
     ],
 )
-def test_budgets_that_do_not_fit_the_sites_are_told(privacy, told):
+def test_budgets_that_do_not_match_the_sites_are_refused(privacy, told):
     with pytest.raises(PlanError, match=told):
         Plan.parse({"privacy": privacy}).terms({"a": 1.0, "b": 1.0, "c": 1.0})
 
@@ -212,7 +212,7 @@ def test_budgets_that_do_not_fit_the_sites_are_told(privacy, told):
         ({"epsilon": [1.0, float("nan")]}, "privacy.epsilon"),
     ],
 )
-def test_bad_grants_are_told(privacy, told):
+def test_bad_grants_are_refused(privacy, told):
     with pytest.raises(PlanError, match=told):
         Plan.parse({"privacy": privacy})
 

@@ -46,7 +46,7 @@ def test_every_figure_of_these_has_its_receipts(name):
             assert f"receipts/{cell} T={rounds} η={rate:g} seed={seed}.json" in names
 
 
-def test_an_archive_keeps_what_it_holds_and_adds_what_is_new(tmp_path):
+def test_an_archive_keeps_old_entries_and_adds_new_ones(tmp_path):
     path = tmp_path / "a.zip"
     Archive(path).add({"a": "1", "b": "2"})
     Archive(path).add({"b": "other", "c": "3"})

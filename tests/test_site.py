@@ -80,7 +80,7 @@ def test_links_outside_docs_resolve_on_the_site(site):
     assert 'href="../../how-to/evaluate-and-personalise.html"' in page
 
 
-def test_a_browser_asks_for_no_other_place(site):
+def test_a_browser_requests_nothing_from_other_hosts(site):
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
     if browser is None:
         pytest.skip("no chromium on this machine")

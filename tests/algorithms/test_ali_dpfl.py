@@ -85,7 +85,7 @@ def test_it_is_fedavg_with_the_controller_bit_for_bit(privacy, data, tmp_path):
     assert len(set(steps(runs[0]))) > 1
 
 
-def test_a_fixed_controller_is_none(data, tmp_path):
+def test_a_fixed_controller_changes_nothing(data, tmp_path):
     tables = {"algorithm": "fedavg", "settings": {"local_steps": 2}}
     without = simulate(plan(tables, PRIVATE), tmp_path / "without", data=data)
     fixed = simulate(plan(tables, PRIVATE, control={"kind": "fixed"}), tmp_path / "f", data=data)
@@ -292,7 +292,7 @@ def test_a_site_with_a_policy_refuses_raw_estimates(data, tmp_path):
         ({"control": {"kind": "fastest"}}, ["control.kind", "fixed"]),
     ],
 )
-def test_what_makes_no_sense_is_refused(tables, told):
+def test_invalid_input_is_refused(tables, told):
     with pytest.raises(PlanError) as refused:
         plan(tables)
     for words in told:

@@ -89,7 +89,7 @@ def test_average_of_ends_is_end_of_average_exactly(proximal):
         assert torch.equal(own, expected)
 
 
-def test_an_average_changes_nothing_of_what_is_trained_or_sent():
+def test_an_average_changes_neither_training_nor_messages():
     averaging = rounds(Settings(proximal=0.5, average_decay=0.9), 6)
     w, memories = rounds(Settings(proximal=0.5), 6)
     assert torch.equal(averaging[0], w)

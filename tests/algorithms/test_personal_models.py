@@ -53,7 +53,7 @@ def test_the_shared_model_of_ditto_is_fedavgs(proximal):
     assert torch.equal(run(ditto, settings, 7)[0], shared(3, 7))
 
 
-def test_ditto_without_lambda_is_each_site_by_itself():
+def test_ditto_without_lambda_is_each_site_alone():
     settings = ditto.Settings(learning_rate=0.1, personal_steps=2, proximal=0.0)
     for name, own in run(ditto, settings, 5)[1].items():
         torch.testing.assert_close(own, alone(SITES[name], 10), rtol=0, atol=1e-12)

@@ -162,7 +162,7 @@ def test_remaining_sites_reach_their_optimum_until_return(name, tmp_path):
 
 
 @both
-def test_sites_that_start_anew_from_their_files_change_nothing(name, tmp_path):
+def test_sites_restarted_from_files_change_nothing(name, tmp_path):
     ends = []
     for restarts in (False, True):
         rounds = Rounds(name, tmp_path / str(restarts), restarts)

@@ -146,7 +146,7 @@ def test_models_that_are_too_slow_are_not_timed(monkeypatch):
 
 
 @pytest.mark.usefixtures("_idle")
-def test_cells_are_stored_as_they_come_and_kept(monkeypatch, tmp_path):
+def test_cells_are_stored_as_they_finish(monkeypatch, tmp_path):
     """The second cell fails: the first is there afterwards, and is not measured again."""
     measured = []
 
@@ -276,7 +276,7 @@ PACKAGE_NAME = provenance.PACKAGE.name
 
 
 @pytest.mark.parametrize("found", STORED, ids=lambda found: found.name)
-def test_figures_say_of_what_code_and_where_they_are(found):
+def test_figures_state_their_code_and_machine(found):
     needed = ("processor", "torch", "device", "torch's threads")
     assert all(found.machine[key] for key in needed)
     assert found.made
@@ -313,7 +313,7 @@ def test_the_commit_says_whether_sources_differ_from_it(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["resnet", "transformer", "vit", "lora", "lstm64"])
-def test_what_opacus_is_given_computes_the_same(name):
+def test_the_model_for_opacus_computes_the_same(name):
     """The bare parameters in modules; and its own LSTM, whose weights are those of torch's."""
     problem = PROBLEMS[f"tiny {name}"]
     (x, y), module = problem.records(4), problem.module()
@@ -387,7 +387,7 @@ def test_the_page_shows_marks_values_and_commands(tmp_path, monkeypatch):
     assert "Not to be seen." not in text
 
 
-def test_machines_are_told_apart(tmp_path):
+def test_machines_are_distinguished(tmp_path):
     table("noise", Row("a", 1.0)).save(tmp_path)
     other = replace(table("memory"), machine={"processor": "slide rule"})
     other.save(tmp_path)
@@ -403,7 +403,7 @@ def test_a_mark_is_reached_by_the_value_as_shown():
     assert [shown(value) for value in (0.126, 1.0, 12.34, 123.4)] == ["0.13", "1.00", "12.3", "123"]
 
 
-def test_the_command_measures_what_is_named(tmp_path, monkeypatch, capsys):
+def test_the_command_measures_the_named_tables(tmp_path, monkeypatch, capsys):
     measured = []
 
     def measure(name, scale, folder=None):
@@ -468,26 +468,26 @@ def test_short_functions_run_several_times(monkeypatch):
     assert len(runs) == 2 + 1 + 10
 
 
-def test_a_process_of_its_own_answers(monkeypatch):
+def test_a_separate_process_answers(monkeypatch):
     monkeypatch.undo()
     assert child.call(shown, 3.14159) == "3.14"
     with pytest.raises(RuntimeError, match="TypeError"):
         child.call(shown, "three")
 
 
-def test_peak_memory_grows_with_what_is_held():
+def test_peak_memory_grows_with_allocations():
     before = memory.resident()
     block = torch.ones(2**24)
     assert memory.resident() >= before or block.numel() == 0
     assert json.loads(json.dumps(memory.resident())) > 0
 
 
-def test_what_is_missing_for_flower_is_told(monkeypatch):
+def test_missing_packages_for_flower_are_named(monkeypatch):
     monkeypatch.setattr(flower.importlib.util, "find_spec", lambda name: None)
     assert flower.missing() == "flwr is not installed: pip install 'fedpact[bench]'"
 
 
-def test_what_is_missing_for_pfl_is_told(monkeypatch):
+def test_missing_packages_for_pfl_are_named(monkeypatch):
     """Without the variable, and with a Python that is not there or has no pfl, as this one."""
     monkeypatch.delenv("FEDPACT_BENCH_PFL", raising=False)
     assert pfl.missing().startswith("set FEDPACT_BENCH_PFL to the Python of an environment")

@@ -76,7 +76,7 @@ def test_best_says_which_of_the_two_it_is():
     assert answer(*SETTING, "--accountant", "rdp")["bound_by"] == "rdp"
 
 
-def test_no_finite_bound_is_no_number():
+def test_an_infinite_bound_is_not_written_as_a_number():
     got = answer("--q", "1", "--sigma", "1e-200", "--steps", "1", "--accountant", "pld")
     assert got["epsilon"] is None
 
@@ -98,7 +98,7 @@ def test_no_finite_bound_is_no_number():
         ),
     ],
 )
-def test_errors_name_what_is_wrong(arguments, error, message):
+def test_errors_name_the_fault(arguments, error, message):
     with pytest.raises(error, match=message):
         run("account", *arguments)
 
@@ -154,7 +154,7 @@ def test_tradeoffs_of_nonsense_are_refused(arguments):
         run("tradeoffs", *arguments)
 
 
-def test_tradeoffs_of_ones_own_mark_what_is_unsound():
+def test_custom_tradeoffs_mark_unsound_bounds():
     given = ("--q", "1e-2", "--delta", "1e-4", "--steps", "2000", "--epsilon", "2")
     document = json.loads(run("tradeoffs", "--json", *given))
     assert document["problem"]["q"] == 1e-2
@@ -172,7 +172,7 @@ def test_tradeoffs_of_ones_own_mark_what_is_unsound():
     assert [re.search("proposed|MA|AC[12]", line)[0] for line in lines] == ["proposed", "MA"]
 
 
-def test_a_person_of_several_records_stands_beside_the_record():
+def test_epsilon_per_person_is_shown_next_to_per_record():
     given = ("--q", "0.05", "--sigma", "2.8391", "--steps", "200")
     got = answer(*given, "--per-person", "5")
     history = {SampledGaussian(0.05, 2.8391): 200}
@@ -187,7 +187,7 @@ def test_a_person_of_several_records_stands_beside_the_record():
         run("account", *given, "--per-person", "0")
 
 
-def test_what_trying_settings_costs_and_whom_each_figure_is_for():
+def test_tuning_costs_and_their_observers():
     given = ("--q", "0.05", "--sigma", "2.8391", "--steps", "200")
     got = answer(*given, "--tuned", "10")
     run_of = {SampledGaussian(0.05, 2.8391): 200}
@@ -224,7 +224,7 @@ def test_what_trying_settings_costs_and_whom_each_figure_is_for():
         (("--tuned", "2000000000"), "runs is 2000000000"),
     ],
 )
-def test_what_trying_cannot_be_asked_with(more, message):
+def test_invalid_questions_about_tuning_cost(more, message):
     with pytest.raises(InputError, match=message):
         run("account", *SETTING, *more)
 

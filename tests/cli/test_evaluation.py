@@ -87,6 +87,6 @@ def test_a_plan_says_beforehand_what_evaluations_cost(
         (["evaluation.share=0"], "no record is held out"),
     ],
 )
-def test_what_does_not_go_together_is_refused(more: list[str], told: str) -> None:
+def test_incompatible_settings_are_refused(more: list[str], told: str) -> None:
     with pytest.raises((PlanError, DataError), match=told):
         plans.plan(None, [*SMALL, *more])

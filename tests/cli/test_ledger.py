@@ -116,7 +116,7 @@ def test_the_commands_say_it_as_json(twice, tmp_path, capsys):
     assert f"a patient with five visits has at most ε = {upper(of_five)}" in printed
 
 
-def test_an_altered_ledger_is_told(twice, tmp_path):
+def test_an_altered_ledger_is_reported(twice, tmp_path):
     path = sorted((tmp_path / "kept").iterdir())[0]
     path.write_bytes(
         path.read_bytes()
@@ -177,7 +177,7 @@ def test_names_of_runs_are_not_cut_short(twice, tmp_path, capsys, monkeypatch):
     assert run in column
 
 
-def test_what_is_no_ledger_is_told(tmp_path):
+def test_a_file_that_is_not_a_ledger_is_reported(tmp_path):
     with pytest.raises(LedgerError, match="has no ledger"):
         commands.verify(tmp_path, None, as_json=False)
     with pytest.raises(LedgerError, match="is no ledger"):
@@ -204,7 +204,7 @@ def test_simulated_runs_receipt_states_data_and_purpose(tmp_path):
         {"curators": "one"},
     ],
 )
-def test_what_is_said_of_a_run_has_a_form(about):
+def test_statements_about_a_run_have_a_format(about):
     with pytest.raises(PlanError, match=f"about.{next(iter(about))}|published"):
         Plan.parse({"about": about})
 
@@ -226,7 +226,7 @@ def own(tmp_path):
 
 
 @pytest.mark.parametrize("asked", [commands.verify, commands.show, commands.export])
-def test_a_ledger_that_is_gone_or_not_to_be_seen_is_told(own, asked, monkeypatch, tmp_path):
+def test_a_missing_or_unreadable_ledger_is_reported(own, asked, monkeypatch, tmp_path):
     given = {
         commands.verify: (None, True),
         commands.export: (tmp_path / "r.json", True),

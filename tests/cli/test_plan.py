@@ -67,7 +67,7 @@ def test_a_plain_run_has_nothing_to_choose():
 
 @pytest.mark.parametrize("tau", [1, 3, 5])
 @pytest.mark.parametrize("sigma", [2.0, 2.5, 3.0, 20.0])
-def test_what_is_configured_has_the_steps_that_its_noise_leaves(sigma, tau):
+def test_configured_noise_determines_the_steps(sigma, tau):
     """A σ that was given ends a run where its budget does, be it within the first round."""
     own = f"settings.local_steps={tau}", "sampling_rate=0.5", f"privacy.sigma={sigma}"
     (case,) = optimise_budgets(scene("algorithm=fedprox", *own), None)["cases"]
@@ -143,7 +143,7 @@ def test_eighty_columns_name_every_site_and_cut_no_number(changes, monkeypatch, 
         assert len(re.findall(r"│ \d+ of 60 +│", shown)) == 12
 
 
-def test_channels_are_told_from_the_least_to_the_most(capsys):
+def test_channels_are_listed_in_increasing_order(capsys):
     changes = ["sites=2", "rounds=5", "privacy.sigma=[20.0,12.5]"]
     show_plan(None, changes)
     assert "Channels and their σ: gradient 12.5000 to 20.0000" in capsys.readouterr().out
@@ -152,7 +152,7 @@ def test_channels_are_told_from_the_least_to_the_most(capsys):
 
 
 @pytest.mark.parametrize("budget", [0.05, 8.0])
-def test_rounds_are_weighed_by_what_signal_there_is(budget):
+def test_rounds_are_weighted_by_their_signal(budget):
     """The ratio of all records' way to the noise's, by hand: at q = 1 it is one release's."""
     whole = scene(f"privacy.epsilon={budget}", "sampling_rate=1.0", "rounds=50")
     (case,) = optimise_budgets(whole, passes=None)["cases"]
@@ -184,7 +184,7 @@ PROPOSED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("passes", [None, 40.0])
 @pytest.mark.parametrize("tables", PROPOSED, ids=str)
-def test_what_is_proposed_is_a_plan_that_has_what_is_said_of_it(
+def test_the_proposed_plan_has_the_stated_properties(
     tables: dict[str, Any], passes: float | None
 ) -> None:
     tables = {"sites": 3, "rounds": 10, **tables}
@@ -205,7 +205,7 @@ def test_what_is_proposed_is_a_plan_that_has_what_is_said_of_it(
     assert told["passes"] <= (passes or case["configured"]["passes"]) * (1 + 1e-9)
 
 
-def test_of_shared_noise_every_site_is_told_the_loudest_ones():
+def test_with_shared_noise_all_sites_use_the_largest():
     """However much ε it has itself: all add what the most careful site needs."""
     shared = {"trust": "sum", "honest": 2, "epsilon": [1.0, 2.0, 8.0]}
     tables = {"sites": 3, "rounds": 10, "sampling_rate": 1.0, "settings": {"local_steps": 1}}
@@ -245,7 +245,7 @@ def test_rounds_are_forecast_for_clipped_linear_models():
         ({"privacy": {"epsilon": 1e-6}}, None, "no noise is large enough"),
     ],
 )
-def test_where_nothing_can_be_proposed_it_says_why(
+def test_a_missing_proposal_is_explained(
     tables: dict[str, Any], passes: float | None, why: str
 ) -> None:
     with pytest.raises(FedpactError, match=why):
@@ -288,7 +288,7 @@ LEAST = "settings.aggregation=least_noise"
         (("privacy.sigma=[1.0, 3.0]", "privacy.mode=none"), ""),
     ],
 )
-def test_noise_of_one_site_that_drowns_the_others_is_told(capsys, overrides, told):
+def test_one_sites_dominating_noise_is_reported(capsys, overrides, told):
     """Two sites of one size: sqrt((1 + 9) / 4) alike, 1 / sqrt(1 + 1/9) by noise."""
     show_plan(None, ["rounds=3", "sites=2", "batch_size=20", *overrides])
     shown = capsys.readouterr().out

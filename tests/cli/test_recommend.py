@@ -104,7 +104,7 @@ def test_only_shape_classes_and_number_of_records_count(tmp_path):
         (("--epsilon", "1", "--records", "9"), "--records is 9 for 10 sites"),
     ],
 )
-def test_what_does_not_fit_is_named(wrong, named):
+def test_mismatches_are_named(wrong, named):
     done = cli("recommend", "digits", *wrong)
     assert done.exit_code != 0
     assert named in f"{done.exception}{done.output}"
@@ -170,14 +170,14 @@ def test_more_sites_than_records_is_refused_before_writing(tmp_path):
     assert not out.exists()
 
 
-def test_a_mirror_is_refused_for_what_is_no_image(tmp_path):
+def test_a_mirror_is_refused_for_records_other_than_images(tmp_path):
     file = tmp_path / "t.csv"
     file.write_text("age,ill\n" + "".join(f"{20 + k},{k % 2}\n" for k in range(60)))
     done = cli("recommend", str(file), "--label", "ill", "--epsilon", "1", "--mirror")
     assert "mirror is True for records of shape (1,)" in str(done.exception)
 
 
-def test_a_task_beside_the_columns_is_not_passed_over(tmp_path):
+def test_a_task_given_with_columns_is_not_ignored(tmp_path):
     file, columns, out = (tmp_path / name for name in ("t.csv", "study.toml", "out.toml"))
     rows = "".join(f"{20 + k},{k % 2}\n" for k in range(60))
     file.write_text("age,ill\n" + rows)
@@ -294,7 +294,7 @@ def test_records_unfit_for_linear_models_get_alternatives(tmp_path):
 
 
 @pytest.mark.parametrize("far", [1e300, 1e20, 0.0])
-def test_ranges_that_no_record_has_are_told_of_by_what_they_make(tmp_path, far):
+def test_ranges_far_from_all_records_are_reported(tmp_path, far):
     """As where "no limit" is written as a huge number, or every column may hold one value alone."""
     np.savez(tmp_path / "x.npz", x=np.zeros((20, 3), np.float32), y=np.arange(20) % 2)
     declared = tmp_path / "declared.toml"
@@ -335,7 +335,7 @@ def test_text_gets_logistic_regression_on_its_last_words(tmp_path):
     assert max(summary["epsilon"].values()) <= 8
 
 
-def test_of_a_named_data_set_it_declares_what_is_known(tmp_path, monkeypatch):
+def test_a_named_data_set_is_declared_as_known(tmp_path, monkeypatch):
     """As if it had been handed over by --columns; which of others is given is that."""
     digits = tmp_path / "digits.toml"
     digits.write_text('[records]\nscale = "range"\nlow = 0.0\nhigh = 1.0\n')
@@ -560,7 +560,7 @@ def test_a_careful_sites_noise_does_not_drown_the_others_answers(tmp_path):
 
 
 @pytest.mark.parametrize("beside", [("--records", "1154"), ()], ids=["declared", "dealt"])
-def test_sites_that_may_be_far_apart_are_weighed_with_more_care(beside):
+def test_possibly_distant_sites_are_weighted_cautiously(beside):
     """The bias is bounded by K C² T, and where records are dealt by the deviation of a mean."""
     found = document("recommend", "digits", "--epsilon", "0.5,0.5,8,8", *beside)["configuration"]
     clip, apart = found["privacy"]["clip"], 4 if beside else 4 * 4 / 1154
@@ -624,7 +624,7 @@ def test_one_sites_file_suffices_with_a_declared_count(tmp_path):
     assert Plan.read(out).sites == 5
 
 
-def test_whose_a_budget_is_stands_beside_it(tmp_path):
+def test_a_budget_is_shown_with_its_owner(tmp_path):
     """Names are in the order of text: 10 is before 2."""
     file, columns = tmp_path / "t.csv", tmp_path / "columns.toml"
     rows = ["age,hospital,ill", *(f"{20 + i % 60},{1 + i % 11},{i % 2}" for i in range(440))]
@@ -636,7 +636,7 @@ def test_whose_a_budget_is_stands_beside_it(tmp_path):
     assert found["reasons"]["privacy.epsilon"].startswith("1 1, 10 2, 11 3, 2 4, ")
 
 
-def test_classes_that_were_found_are_told_written_and_told_again(tmp_path, caplog):
+def test_classes_found_are_shown_written_and_shown_again(tmp_path, caplog):
     """A mistyped label would be a class, in a file that everybody gets."""
     file, columns, out = (tmp_path / name for name in ("t.csv", "columns.toml", "study.toml"))
     rows = ["age,ill", *(f"{20 + i % 60},{('no', 'yes')[i % 2]}" for i in range(200)), "50,nno"]

@@ -35,7 +35,7 @@ def no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def test_json_is_one_document_with_what_each_site_spent(folder: Path) -> None:
+def test_json_is_one_document_with_each_sites_epsilon(folder: Path) -> None:
     result = command(str(folder), "--json")
     document = json.loads(result.stdout, parse_constant=no_constant)
     assert document["summary"] == json.loads((folder / "summary.json").read_text())
@@ -52,7 +52,7 @@ def test_json_is_one_document_with_what_each_site_spent(folder: Path) -> None:
     assert Path(document["report"]) == folder / "report.html"
 
 
-def test_makes_the_page_anew_and_prints_where_it_is(folder: Path) -> None:
+def test_the_page_is_rewritten_and_its_path_printed(folder: Path) -> None:
     page = folder / "report.html"
     page.write_text("old")
     result = command(str(folder))

@@ -104,7 +104,7 @@ def test_other_runs_folder_is_detected_before_computing(tmp_path, monkeypatch):
         assert "is not writable by this account" in done.stderr
 
 
-def test_what_is_no_runs_folder_is_answered_with_where_that_is(tmp_path):
+def test_a_wrong_folder_error_suggests_the_runs_folder(tmp_path):
     compared = ("compare", "--algorithms", "fedavg", "--seeds", "1", "--set", "rounds=1")
     found = tmp_path / "c" / "fedavg" / "seed-0"
     assert fedpact("run", *QUICK, "--out", str(found), cwd=tmp_path).returncode == 0
@@ -245,7 +245,7 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(tmp_path, monkeypatch, argum
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
-def test_interrupt_ends_after_the_round_and_resume_goes_on(tmp_path, monkeypatch):
+def test_interrupt_ends_after_the_round_and_resume_continues(tmp_path, monkeypatch):
     """Ctrl-C while the first site of round 6 has its task."""
     handle, sent = Client.handle, []
 
@@ -290,7 +290,7 @@ def test_the_public_names_are_there_and_theory_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_an_accuracy_stands_beside_that_of_the_commonest_answer(tmp_path):
+def test_accuracy_is_shown_with_the_majority_baseline(tmp_path):
     """A model that hardly trained is right of as many labels as are the commonest."""
     rows = [f"{i % 7 / 7},{'rare' if i % 10 == 0 else 'common'}" for i in range(600)]
     (tmp_path / "ill.csv").write_text("\n".join(["a,label", *rows]) + "\n")

@@ -66,7 +66,7 @@ def test_a_brought_algorithm_is_checked(package, monkeypatch, capsys):
     assert told["neutral"]["apart"] == told["neutral"]["allowed"] == 0.0
 
 
-def test_what_does_not_hold_is_named(package, monkeypatch, capsys):
+def test_violated_properties_are_named(package, monkeypatch, capsys):
     wrong = HALF.replace('{"server_rate": 1.0}', '{"server_rate": 0.9}')
     code, told = call(monkeypatch, capsys, "check", package(wrong))
     assert (code, told["violations"]) == (1, 1)
@@ -89,7 +89,7 @@ def test_a_brought_algorithm_trains(package, tmp_path):
         assert one.equal(other)
 
 
-def test_a_file_without_settings_is_no_algorithm(package, monkeypatch):
+def test_a_file_without_settings_is_not_an_algorithm(package, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["fedpact", "algorithms", package("x = 1\n")])
     with pytest.raises(SystemExit) as ended:
         main()

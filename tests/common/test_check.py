@@ -64,7 +64,7 @@ def test_an_integer_passes_exactly_in_its_range(checked: Callable[..., int], val
 
 
 @pytest.mark.parametrize("checked", EVERY)
-def test_what_is_no_finite_number_fails_every_check(checked: Callable[..., float]) -> None:
+def test_numbers_that_are_not_finite_fail_every_check(checked: Callable[..., float]) -> None:
     for value in (math.nan, math.inf, -math.inf, True, False, "1", "0.5", None, 0.5j, [1], (1,)):
         result = outcome(checked, value)
         assert isinstance(result, InputError), value

@@ -30,7 +30,7 @@ def test_bytes_take_their_time_up_and_down():
     assert clock.round(0, 1, 1, SITES, sent | {"b": (5, 10)}) == (25.0, frozenset())
 
 
-def test_who_is_later_than_the_deadline_is_left_out():
+def test_sites_after_the_deadline_are_left_out():
     clock = SimulatedClock(message_seconds=[1.0, 2.0, 3.0], deadline=2.0)
     assert clock.round(0, 1, 1, SITES, NOTHING) == (2.0, {"c"})
     assert clock.round(0, 1, 1, SITES, {"b": (0, 0), "c": (0, 0)}) == (2.0, {"c"})

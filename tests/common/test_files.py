@@ -32,7 +32,7 @@ def test_a_file_is_its_owners_unless_others_may_read_it(tmp_path, umask):
     assert (mode(tmp_path / "new" / "reply"), mode(tmp_path / "cache")) == (0o600, 0o640)
 
 
-def test_what_was_open_to_others_is_private_once_it_is_replaced(tmp_path, umask):
+def test_a_replaced_file_becomes_private(tmp_path, umask):
     (tmp_path / "reply").write_bytes(b"old")
     (tmp_path / "reply").chmod(0o666)
     write_whole(tmp_path / "reply", b"new")
@@ -124,7 +124,7 @@ def test_damaged_file_errors_are_one_sentence_with_a_remedy(tmp_path, error):
         path.read_bytes()
 
 
-def test_a_lock_of_another_account_is_told(tmp_path, monkeypatch):
+def test_a_lock_of_another_account_is_reported(tmp_path, monkeypatch):
     """As `open` says it to everybody but root."""
 
     def refused(path, flags):

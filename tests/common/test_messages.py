@@ -85,7 +85,7 @@ def bits(value: Message) -> object:
 
 @settings(max_examples=150, deadline=None)
 @given(value=st.one_of([message(kind) for kind in (Task, Reply, Refusal, Step, State)]))
-def test_every_message_comes_back_bit_for_bit(value: Message) -> None:
+def test_every_message_is_decoded_bit_for_bit(value: Message) -> None:
     assert bits(from_bytes(to_bytes(value))) == bits(value)
 
 
@@ -156,14 +156,14 @@ def test_a_vector_with_the_name_of_a_blocks_own_part_is_not_sent() -> None:
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_extreme_vectors_come_back(dtype: torch.dtype) -> None:
+def test_extreme_vectors_are_decoded(dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
     extreme = [math.nan, math.inf, -math.inf, -0.0, info.tiny / 4, info.max, info.eps]
     sent = State({"w": torch.tensor(extreme, dtype=dtype), "none": torch.zeros(0, dtype=dtype)})
     assert bits(from_bytes(to_bytes(sent))) == bits(sent)
 
 
-def test_vectors_that_share_memory_or_are_strided_come_back() -> None:
+def test_shared_or_strided_vectors_are_decoded() -> None:
     whole = torch.arange(12.0, requires_grad=True)
     sent = {"w": whole, "again": whole, "part": whole[3:5], "even": whole[::2]}
     back = from_bytes(to_bytes(State(sent)))
@@ -271,12 +271,12 @@ def test_missing_fields_are_refused(missing: str) -> None:
 
 
 @pytest.mark.parametrize("number", [torch.tensor(1.0), "1", True, None])
-def test_what_is_no_number_is_not_sent(number: Any) -> None:
+def test_values_that_are_not_numbers_are_not_sent(number: Any) -> None:
     with pytest.raises(InputError, match=r"State.numbers is .*'loss'.*float\(\)"):
         to_bytes(State({}, {"loss": number}))
 
 
-def test_a_record_is_one_line_and_comes_back() -> None:
+def test_a_record_is_one_line_and_is_read_back() -> None:
     record = RoundRecord(
         round=4,
         accuracy=0.1 + 0.2,
@@ -297,7 +297,7 @@ def test_a_record_is_one_line_and_comes_back() -> None:
     assert RoundRecord.from_json(RoundRecord(round=0).to_json()) == RoundRecord(round=0)
 
 
-def test_a_record_of_what_is_not_finite_is_strict_json() -> None:
+def test_values_that_are_not_finite_are_strict_json() -> None:
     scores = {"a": SiteScore(math.nan, math.inf, 7)}
     odd = {"psi": math.nan, "r2": -math.inf}
     record = RoundRecord(2, math.nan, 0.5, odd, scores, epsilon={"a": math.inf})

@@ -84,7 +84,7 @@ def test_frozen_parameters_and_buffers_stay_where_they_are():
     assert [module[0].weight.data_ptr(), module[1].running_mean.data_ptr()] == places
 
 
-def test_a_shared_parameter_stands_in_the_vector_once():
+def test_a_shared_parameter_is_in_the_vector_once():
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
     module = nn.Sequential(first, second, nn.Sequential(first))
@@ -212,7 +212,7 @@ def test_gpu_products_are_full_precision_and_traceable(settings_of_torch, allowe
     assert (backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32) == (allowed, allowed)
 
 
-def test_settings_that_contradict_each_other_are_told(settings_of_torch):
+def test_contradictory_settings_are_refused(settings_of_torch):
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     with (
         pytest.raises(InputError, match="TF32 contradict each other"),

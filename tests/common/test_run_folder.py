@@ -52,7 +52,7 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path):
 
 
 @pytest.mark.parametrize("taken", [1, 5, 1000])
-def test_what_is_written_is_whole_whatever_room_was_taken_for_it(tmp_path, taken):
+def test_files_are_complete_with_any_reserved_space(tmp_path, taken):
     path = tmp_path / "file"
     make_room(taken, path)
     assert not path.exists()
@@ -79,7 +79,7 @@ def test_room_is_taken_for_all_or_for_none(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_run_is_told(tmp_path):
+def test_a_folder_that_is_not_a_run_is_reported(tmp_path):
     with pytest.raises(DataError, match="expected the folder of a run"):
         Folder(tmp_path).read_json("plan.json")
     with pytest.raises(DataError, match="cannot be resumed"):

@@ -88,7 +88,7 @@ def lies(method, task, reply):
             yield name, dataclasses.replace(reply, numbers={**reply.numbers, name: other})
 
 
-def test_lies_are_beyond_the_bounds(federation, case):
+def test_false_replies_are_beyond_the_bounds(federation, case):
     """Whoever adds 1e30, or says a number that would overflow."""
     if case.facts.plain_only:
         pytest.skip("it has no private form, and so no bounds")

@@ -111,7 +111,7 @@ def test_another_seed_is_another_run(data, tmp_path, run):
         assert_same(simulate(other, tmp_path / "other", data=data), run(case))
 
 
-def test_what_has_no_private_form_is_refused():
+def test_an_algorithm_without_a_private_form_is_refused():
     for name in algorithms.names():
         if Method(name).facts.plain_only:
             with pytest.raises(PlanError, match="no private form"):

@@ -46,7 +46,7 @@ def test_a_weight_of_nothing_leaves_the_algorithm_alone(federation):
         if "." not in part
     ],
 )
-def test_what_makes_no_sense_is_refused_with_its_reason(table, algorithm):
+def test_invalid_input_is_refused_with_its_reason(table, algorithm):
     on = {
         "fairness": {"weight": 0.1},
         "control": {"kind": "ali"},

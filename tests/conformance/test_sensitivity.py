@@ -95,7 +95,7 @@ def test_loss_and_below(record, bound, scale, quiet):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308])
-def test_a_record_that_is_no_number_adds_nothing(value, quiet):
+def test_a_nan_record_adds_nothing(value, quiet):
     held = quiet.make_dummy_records("b", 30)
     for weighting in (Uniform(), Fair(0.6, 2.0)):
         queries = [("gradient", (quiet.w, weighting)), ("loss", (quiet.w, BOUND))]

@@ -46,7 +46,7 @@ def test_plan_records_all_settings_and_marks_defaults(name):
 
 
 @each
-def test_what_a_run_wrote_down_is_read_back_as_the_same_plan(name, tmp_path):
+def test_a_stored_plan_is_read_back_unchanged(name, tmp_path):
     plan = Plan.read(None, [f"algorithm={name}"])
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan.document()))
@@ -68,7 +68,7 @@ def test_what_a_run_wrote_down_is_read_back_as_the_same_plan(name, tmp_path):
 
 
 @each
-def test_it_runs_on_the_embedded_configuration_by_its_name_alone(name, tmp_path):
+def test_it_runs_on_the_default_configuration_by_name(name, tmp_path):
     Plan.read(None, [f"algorithm={name}"])
     plan = Plan.read(None, [f"algorithm={name}", "rounds=1", "sites=2"])
     assert plan.private == (not Method(name).facts.plain_only)
@@ -103,7 +103,7 @@ def test_shared_settings_are_compared_as_in_effect(names):
 
 
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
-def test_what_was_given_to_all_is_no_inequality(names):
+def test_settings_given_to_all_are_not_unequal(names):
     given = ["settings.learning_rate=0.25"]
     if any("local_steps" in type(settings_of(name)).model_fields for name in names):
         given.append("settings.local_steps=3")

@@ -84,7 +84,7 @@ class NotNeutral:
         (Last, "check_order"),
     ],
 )
-def test_each_check_finds_what_is_broken(broken, check):
+def test_each_check_finds_its_fault(broken, check):
     (case, *_) = conformance.variants(f"{__name__}:{broken.__name__}")
     form = check not in ("check_order", "check_pure")  # plain, where the form makes no difference
     with pytest.raises(Violation):

@@ -64,7 +64,7 @@ def test_columns_are_what_the_experiment_declares(adult, caplog):
     assert scaling(data.x_test).abs().max() <= 1
 
 
-def test_without_a_declaration_the_words_are_told_of(adult):
+def test_without_a_declaration_words_are_reported(adult):
     with pytest.raises(DataError, match=r"no record is left.* adult: .* workclass"):
         load_dataset("adult")
 

@@ -41,7 +41,7 @@ def told(caplog):
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (16, 4), (64,)])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_pixels_that_nobody_scaled_are_told_of_once(tmp_path, caplog, shape, dtype):
+def test_unscaled_pixels_are_reported_once(tmp_path, caplog, shape, dtype):
     SimulationSetup.of(plan_of(pixels(tmp_path / "x.npz", shape=shape, dtype=dtype)))
     (one,) = told(caplog)
     assert "as far as 255 from 0 (found by looking" in one
@@ -67,7 +67,7 @@ def test_remedy_works_and_reveals_nothing_of_the_file(tmp_path, caplog):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("shape", [(1, 8, 8), (64,)])
-def test_a_record_that_is_no_number_hides_nothing(tmp_path, caplog, shape, value):
+def test_a_nan_record_hides_no_fault(tmp_path, caplog, shape, value):
     SimulationSetup.of(plan_of(pixels(tmp_path / "x.npz", shape=shape, _5=value)))
     assert "as far as 255 from 0" in told(caplog)[0]
 
@@ -84,7 +84,7 @@ def test_features_that_do_not_depend_on_the_scale_need_none(tmp_path, caplog, ki
     assert float((large - small).norm(dim=1).max()) < 1e-3  # of unit rows
 
 
-def test_one_wide_column_without_a_name_is_told_by_its_place(tmp_path, caplog):
+def test_a_wide_unnamed_column_is_reported_by_position(tmp_path, caplog):
     draw = np.random.default_rng(0)
     x = draw.uniform(-1, 1, (100, 9)).astype(np.float32)
     x[:, 4] *= 80
@@ -187,7 +187,7 @@ def test_a_slip_a_gap_and_a_wide_column_hide_no_other(caplog):
     assert f"{LITTLE}: ph (" in caplog.text
 
 
-def test_what_differs_enough_or_cannot_be_told_is_not_named(caplog):
+def test_clear_or_undecidable_differences_are_not_listed(caplog):
     """Codes, columns of one number, those that sites rescale by what they release, and pixels."""
     released = {"range": [0, 250], "scale": "released"}
     columns = {"height": released, "code": {"categories": [101, 102], "scale": "one-hot"}}

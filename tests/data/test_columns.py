@@ -127,13 +127,13 @@ def test_other_columns_of_a_file_count_for_nothing(tmp_path):
         ("sex", ["ward", "case_no"], None),
     ],
 )
-def test_a_renamed_column_is_found_out(name, others, meant):
+def test_a_renamed_column_is_detected(name, others, meant):
     found = ColumnDifference.of(["x", name], [*others, "x"])
     assert (found.missing, found.unexpected) == ((name,), tuple(others))
     assert found.renamed.get(name) == meant
 
 
-def test_a_file_of_other_columns_is_told_the_difference(tmp_path):
+def test_an_error_about_columns_lists_the_differences(tmp_path):
     """And not two full lists."""
     with pytest.raises(DataError) as raised:
         read(write(tmp_path / "own.csv", list(rows())))

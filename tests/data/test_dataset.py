@@ -81,7 +81,7 @@ def test_a_data_set_holds_no_label_out_of_range(y):
         (torch.zeros(2, 1, device="meta"), [0, 1], {}, "no array"),
     ],
 )
-def test_what_does_not_fit_is_refused(x, y, more, message):
+def test_mismatches_are_refused(x, y, more, message):
     with pytest.raises(DataError, match=message):
         from_arrays(x, y, **more)
 
@@ -106,7 +106,7 @@ def test_arrays_become_a_data_set():
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int64, str])
-def test_what_a_mask_covers_is_missing(kind):
+def test_masked_values_are_missing(kind):
     """numpy's own conversion drops the mask, and with it that nothing was measured."""
     x = np.array([[1, 2], [-999, 4], [5, 6]]).astype(kind)
     covered = np.ma.masked_array(x, mask=[[0, 0], [1, 0], [0, 0]])
@@ -269,7 +269,7 @@ def test_parquet_equals_csv(tmp_path):
         ),
     ],
 )
-def test_parquet_with_a_column_that_is_no_feature(tmp_path, column, message):
+def test_parquet_with_an_unusable_column(tmp_path, column, message):
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow, an extra, is not installed")
     import pyarrow.parquet as parquet
 

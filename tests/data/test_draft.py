@@ -99,7 +99,7 @@ def test_a_confirmed_draft_reads_every_record(table):
         ("always", "the same value in every row"),
     ],
 )
-def test_what_is_no_feature_is_named_with_a_remedy(table, name, remedy):
+def test_invalid_features_are_named_with_a_remedy(table, name, remedy):
     (line,) = (
         x for x in draft(table, ROLES)[0].splitlines() if x.startswith(f"# not used: {name}:")
     )
@@ -120,7 +120,7 @@ def test_the_command_prints_a_draft_to_keep(table):
     assert [each["name"] for each in document["columns"]][:3] == ["admitted", "born", "age"]
 
 
-def test_a_label_that_is_not_there_is_told(table):
+def test_a_missing_label_is_reported(table):
     text, _ = draft(table, {"label": "sick"})
     assert "no column 'sick'" in text
 
@@ -198,7 +198,7 @@ def test_usual_columns_have_no_codes(tmp_path, seed):
         ([f"{k % 28 + 1:02d}/03/99 10:00" for k in range(40)], "dates or times"),
     ],
 )
-def test_what_measures_nothing_is_left_undeclared(tmp_path, cells, why):
+def test_columns_that_measure_nothing_are_not_declared(tmp_path, cells, why):
     text = of_column(tmp_path, cells)
     assert re.search(rf"# not used: v: .*{why}", text)
     assert tomllib.loads(text)["records"]["drop"] == ["v", "w"]

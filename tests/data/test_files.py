@@ -57,7 +57,7 @@ def test_a_damaged_file_is_never_decoded(mnist_dir, damage):
     assert "fedpact data download mnist" in str(error.value)
 
 
-def test_a_file_may_lie_compressed(mnist_dir):
+def test_a_file_may_be_compressed(mnist_dir):
     plain = load_dataset("mnist")
     for path in list(mnist_dir.iterdir()):
         path.with_name(path.name + ".xz").write_bytes(lzma.compress(path.read_bytes()))
@@ -106,7 +106,7 @@ def test_other_checksums_have_another_cache_entry(mnist_dir, small_mnist, monkey
 
 
 @pytest.mark.parametrize("place", [0.0, 0.1, 0.5, 0.9, 0.999])
-def test_a_cache_with_a_flipped_byte_is_made_again(mnist_dir, cache, place):
+def test_a_cache_with_a_flipped_byte_is_rebuilt(mnist_dir, cache, place):
     first = load_dataset("mnist")
     (entry,) = cache.iterdir()
     good = entry.read_bytes()
@@ -122,7 +122,7 @@ def test_a_cache_with_a_flipped_byte_is_made_again(mnist_dir, cache, place):
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"\x80\x04pickle", b"\x93NUMPY"])
-def test_a_cache_that_is_something_else_is_made_again(mnist_dir, cache, content):
+def test_an_invalid_cache_is_rebuilt(mnist_dir, cache, content):
     first = load_dataset("mnist")
     (entry,) = cache.iterdir()
     entry.write_bytes(content)

@@ -91,7 +91,7 @@ def test_bad_cell_drops_its_own_record_only(tmp_path, caplog, column, value):
         b"age,dose,ward,grade,free,out",
     ],
 )
-def test_a_line_that_is_no_record_changes_nothing_for_others(tmp_path, line):
+def test_an_invalid_line_does_not_change_other_records(tmp_path, line):
     """An open quote would otherwise swallow every record behind it."""
     path = tmp_path / "r.csv"
     good = text(GOOD).encode().splitlines()
@@ -111,7 +111,7 @@ def test_whatever_one_line_holds_the_others_are_read_alike(tmp_path_factory, lin
     assert len(found.y) <= 3
 
 
-def test_what_is_clamped_is_used_and_told_of(tmp_path, caplog):
+def test_clamped_values_are_used_and_reported(tmp_path, caplog):
     rows = [[*GOOD[0][:1], dose, *GOOD[0][2:]] for dose in ("0.5", "-1e300", "0.05")]
     path = tmp_path / "r.csv"
     path.write_text(text(rows))
@@ -347,7 +347,7 @@ def test_unnamed_row_number_column_is_dropped(tmp_path, name):
 @pytest.mark.parametrize(
     "kind", [np.bool_, np.uint8, np.int32, np.int64, np.uint64, np.float32, np.float64]
 )
-def test_numbers_are_equal_beside_text_and_missing_values(tmp_path, kind, values):
+def test_numbers_are_equal_among_text_and_missing_values(tmp_path, kind, values):
     """2^60 + 2^36 + 1 is 2^60 in float32 by way of float64, and the number above it by itself."""
     draw = np.random.default_rng(0)
     bits = draw.integers(0, 2, (60, 1)) << draw.integers(0, 56, (60, 4))
@@ -370,7 +370,7 @@ def load_one(folder, x, form, values):
 @pytest.mark.parametrize("odd", [math.nan, 5, "x"])
 @pytest.mark.parametrize("how", [None, "names", "numbers"])
 @pytest.mark.parametrize("classes", [("True", "False"), ("False", "True"), ("no", "yes")])
-def test_truth_values_are_equal_labels_beside_missing_ones(tmp_path, classes, how, odd):
+def test_booleans_are_the_same_labels_with_missing_ones(tmp_path, classes, how, odd):
     """numpy makes 1.0, 1 or "True" of them, by what the other label is."""
     form, x = RecordForm(labels=how), np.zeros((4, 2))
     truth = [True, False, True]
@@ -400,7 +400,7 @@ def test_integers_beyond_2_53_are_missing(tmp_path):
         assert len(load_site(*at, person="person")[0].y) == 3
 
 
-def test_a_decimal_is_the_same_name_beside_one_of_more_digits(tmp_path):
+def test_a_decimal_name_ignores_other_names_digits(tmp_path):
     """Arrow gives all of a column as many digits as the longest has."""
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow, an extra, is not installed")
     import pyarrow.parquet as parquet

@@ -169,7 +169,7 @@ def test_a_saved_partition_is_the_same_partition(choice, tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"train": {}}', '{"train": {"a": [1]}, "held_out": {}}']
 )
-def test_a_file_that_is_no_partition_is_refused(tmp_path, text):
+def test_a_file_that_is_not_a_partition_is_refused(tmp_path, text):
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(DataError, match=r"p\.json cannot be used"):
         Partition.load(tmp_path / "p.json")
@@ -310,7 +310,7 @@ def with_test_parts():
     return replace(data, held=torch.arange(20) % 2 == 1)
 
 
-def test_a_data_sets_own_test_parts_are_what_is_held_out():
+def test_a_data_sets_test_parts_are_the_held_out_records():
     data = with_test_parts()
     own = make_partition(data, PartitionSettings(kind="natural", held_out="own"), 2, seed=0)
     for name, first in (("a", 0), ("b", 10)):
@@ -323,7 +323,7 @@ def test_a_data_sets_own_test_parts_are_what_is_held_out():
 
 
 @pytest.mark.parametrize("kind", ["natural", "iid"])
-def test_with_a_fraction_nobody_sees_the_own_test_parts(kind):
+def test_with_a_fraction_the_test_parts_are_not_seen(kind):
     """So settings can be chosen by records that are set aside from training."""
     data = with_test_parts()
     partition = make_partition(data, PartitionSettings(kind=kind, held_out=0.4), 2, seed=0)

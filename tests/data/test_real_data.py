@@ -118,7 +118,7 @@ def test_a_record_is_encoded_without_looking_at_the_others(real_data):
         assert {n: v[0] for n, v in alone.items()} == {n: v[row] for n, v in whole.items()}
 
 
-def test_the_natural_partition_keeps_hospitals_apart(real_data):
+def test_the_natural_partition_separates_hospitals(real_data):
     data = load_dataset("heart_disease")
     assert data.site is not None
     partition = make_partition(data, PartitionSettings(kind="natural"), sites=4, seed=0)
@@ -171,6 +171,6 @@ def test_flambys_first_record_by_hand(real_data):
 # But for that whose filters take half a minute.
 @pytest.mark.parametrize("row", [row for row in check.ROWS if row != "cifar10"])
 @pytest.mark.usefixtures("real_data")
-def test_what_is_recommended_is_what_the_figures_are_of(row, trust):
+def test_figures_are_of_the_recommended_settings(row, trust):
     stored = json.loads(check.STORED.read_text())[f"{row} {trust}"]["plan"]
     assert json.loads(json.dumps(check.configuration(row, trust))) == stored

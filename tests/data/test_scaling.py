@@ -212,7 +212,7 @@ def test_codes_are_advised_to_be_encoded(tmp_path, caplog):
     assert 'scale = "one-hot"' in caplog.text
 
 
-def test_a_model_is_built_for_what_comes_out(tmp_path):
+def test_a_model_is_built_for_the_output(tmp_path):
     plan = asked(str(table(tmp_path / "t.csv", ROWS[:4] * 5)), columns=COLUMNS)
     scene = SimulationSetup.of(plan)
     assert (scene.raw.x.shape[1], scene.dataset.x.shape[1]) == (6, 10)

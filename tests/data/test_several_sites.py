@@ -16,7 +16,7 @@ FRAME = pd.DataFrame({"a": X[:, 0], "ill": Y})
     [{"north": (X, Y), "south": (X, Y)}, [(X, Y), (X, Y)], [(X, Y)] * 3, {"a": FRAME, "b": FRAME}],
     ids=["dict of pairs", "two pairs", "three pairs", "dict of tables"],
 )
-def test_records_by_site_are_refused_with_what_to_do(data, tmp_path):
+def test_records_by_site_are_refused_with_a_remedy(data, tmp_path):
     with pytest.raises(DataError, match=rf"of {len(data)} tables or pairs.*site = "):
         fedpact.run("logistic", data, label="ill", rounds=1, out=tmp_path / "run")
 

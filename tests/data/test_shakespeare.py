@@ -41,7 +41,7 @@ def test_pieces_do_not_overlap_and_carry_their_next_character():
 
 
 @pytest.mark.parametrize("model", ["ngram", "lstm", "transformer"])
-def test_the_models_keep_records_apart_and_learn_privately(tmp_path, model):
+def test_the_models_are_independent_and_learn_privately(tmp_path, model):
     """What follows from the last character alone is learnt; the first guess is 1 of 65."""
     data = public.of_roles(made(18), least=3)
     plan = Plan.parse(
@@ -65,7 +65,7 @@ def test_the_models_keep_records_apart_and_learn_privately(tmp_path, model):
 @pytest.mark.parametrize(
     ("model", "size"), [("ngram", 12740), ("lstm", 26257), ("transformer", 14049)]
 )
-def test_their_sizes_are_those_that_are_told(model, size):
+def test_their_sizes_are_the_given_ones(model, size):
     example = torch.zeros(40, dtype=torch.int64)
     assert FlatModel(build(model, example, 65, 0)).size == size
     with pytest.raises(ModelError, match=r"expected words, \(length,\)"):

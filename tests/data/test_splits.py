@@ -209,7 +209,7 @@ def test_inner_dirichlet_shares_have_the_law_s_moments():
 
 
 @pytest.mark.parametrize("strictness", [0.0, 0.5, 1.0])
-def test_feature_skew_sorts_as_strictly_as_it_is_told(strictness):
+def test_feature_skew_follows_its_parameter(strictness):
     rng = np.random.default_rng(5)
     values = rng.standard_normal(4000)
     parts = splits.feature_skew(values, 8, strictness, rng)
@@ -229,7 +229,7 @@ def test_feature_skew_sorts_as_strictly_as_it_is_told(strictness):
     )
 
 
-def test_feature_noise_grows_from_site_to_site_and_moves_nobody():
+def test_feature_noise_grows_by_site_and_moves_no_record():
     x = torch.zeros(4000, 30)
     data = from_arrays(x, [0, 1] * 2000)
     whole, half = (

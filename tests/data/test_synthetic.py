@@ -187,7 +187,7 @@ def test_names_are_read(name, expected):
         *("0,0,users=3", "0,0,alpha=3", "alpha=0,beta=0", "0,0,=3", "0,0,iid=1"),
     ],
 )
-def test_other_values_are_refused_with_what_is_expected(inside):
+def test_other_values_are_refused_with_the_expectation(inside):
     with pytest.raises(DataError, match="expected synthetic\\(ALPHA,BETA\\)") as error:
         load_dataset(f"synthetic({inside})")
     assert repr(f"synthetic({inside})") in str(error.value)
@@ -204,7 +204,7 @@ def test_the_public_test_sets_records_join_the_others():
 
 
 @pytest.mark.parametrize("name", ["synthetic(0,0,sites=2)+test", "digits+test+test"])
-def test_without_a_public_test_set_there_is_none_to_join(name):
+def test_no_test_set_is_added_without_a_public_one(name):
     with pytest.raises(DataError, match=r"\+test needs a public test set"):
         load_dataset(name)
 

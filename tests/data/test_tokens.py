@@ -66,7 +66,7 @@ def test_a_declared_length_pads_and_cuts(length):
 @pytest.mark.parametrize(
     "bad", [None, [], [1.5, 2.0], [-1], [[1], [2]], ["a"], "text", [1, 9]], ids=str
 )
-def test_what_is_no_list_of_tokens_leaves_its_record_out(bad):
+def test_an_invalid_token_list_leaves_its_record_out(bad):
     records = PlanRecords(length=3, vocabulary=8)
     other = from_python(TABLE, records, "label")
     table = {"input_ids": [*IDS, bad], "attention_mask": [*MASK, [1]], "label": [*LABELS, "a"]}
@@ -88,7 +88,7 @@ def test_test_records_have_the_length_of_the_others():
     assert found.x_test.shape == (2, 2, 3)
 
 
-def test_text_in_such_a_column_is_no_list_of_tokens():
+def test_text_in_such_a_column_is_not_a_token_list():
     with pytest.raises(DataError, match="input_ids"):
         from_python({"input_ids": ["1 2", "3 4"], "label": ["a", "b"]}, PlanRecords(), "label")
 
@@ -152,7 +152,7 @@ BAD = [
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: str(bad)[:9])
 @pytest.mark.parametrize("kind", ["images", "arrays"])
-def test_arrays_and_images_in_a_file_leave_out_what_is_none(tmp_path, kind, bad):
+def test_invalid_arrays_and_images_in_a_file_are_left_out(tmp_path, kind, bad):
     """At a site no such record stops anything, whatever is in its cell."""
     pytest.importorskip("pyarrow")
     image = pytest.importorskip("PIL.Image")

@@ -167,7 +167,7 @@ NOBODY = [
 
 @pytest.mark.parametrize("kind", ["frame", "csv", "parquet"])
 @pytest.mark.parametrize("nobody", NOBODY)
-def test_who_is_nobody_is_not_one_person(kind, nobody, tmp_path, caplog):
+def test_missing_names_are_not_one_person(kind, nobody, tmp_path, caplog):
     """Ten records of many people, taken for one, would each be protected less than is said."""
     if kind == "parquet":
         pytest.importorskip("pyarrow")
@@ -243,7 +243,7 @@ def test_bytes_name_a_declared_class_not_a_position():
     assert sieve.good.all()
 
 
-def test_a_spreadsheets_error_is_no_class_and_no_site():
+def test_a_spreadsheet_error_is_neither_class_nor_site():
     frame = FRAME.assign(ill=["a", "b", "#N/A", "b"] * 10, site=["x", "y", "z", "-nan"] * 10)
     data = from_frame(frame, "ill", "site")
     assert data.classes == ("a", "b")

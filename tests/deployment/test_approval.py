@@ -29,7 +29,7 @@ def unsigned(site_dir):
     return ask_for(site_dir, 1)
 
 
-def test_a_site_opens_once_somebody_has_signed(unsigned):
+def test_a_site_opens_after_an_approval_is_signed(unsigned):
     told = rf"approved so far by no one.*`fedpact deploy approve {unsigned}`"
     with pytest.raises(PolicyRefused, match=told):
         Site(unsigned)

@@ -59,7 +59,7 @@ def codes(answers):
 
 
 @pytest.mark.parametrize("without", [None, "ledger.jsonl.seen", "site.db"])
-def test_an_older_ledger_beside_later_files_does_not_open(site_dir, tmp_path, without):
+def test_an_older_ledger_with_later_files_does_not_open(site_dir, tmp_path, without):
     """Either of the two that name a later entry is enough."""
     with Site(site_dir) as site:
         told(site, 1)
@@ -96,7 +96,7 @@ def test_no_receipt_is_made_of_an_older_ledger(site_dir, tmp_path, command):
     assert not (tmp_path / "receipt.json").exists()
 
 
-def test_a_cut_last_line_is_told_as_another_entry(site_dir):
+def test_a_truncated_last_line_is_reported_as_another_entry(site_dir):
     """Opening writes down what the line may have cost, under the number that it had."""
     with Site(site_dir) as site:
         told(site, 1, 2)
@@ -140,7 +140,7 @@ def _a_reply(tmp_path, site_dir):
     return stored(other)
 
 
-def test_log_without_an_answer_is_no_sign_of_a_release(site_dir):
+def test_a_log_without_an_answer_is_not_a_release(site_dir):
     """A first start that failed has left one."""
     (site_dir / "log.txt").write_text("fedpact: policy policy.toml cannot be read\n")
     Site(site_dir).close()
@@ -193,7 +193,7 @@ def test_an_older_word_takes_nothing_back_of_a_later_one(site_dir, tmp_path):
     Site(snapshot).close()
 
 
-def test_server_lies_do_not_undo_what_the_site_knows(site_dir):
+def test_false_server_entries_do_not_replace_the_sites_own(site_dir):
     """Its owner removes that word, and an older ledger still does not open."""
     with Site(site_dir) as site:
         told(site, 1)
@@ -293,7 +293,7 @@ def test_a_ledger_that_cannot_be_is_nobodys_word(site_dir, seen):
 
 
 @pytest.mark.parametrize("damage", [b"no database\n" * 500, b"SQLite format 3\0" + b"\xff" * 4080])
-def test_a_damaged_store_is_told_and_reserves_nothing(site_dir, damage):
+def test_a_damaged_store_is_reported_and_reserves_nothing(site_dir, damage):
     (site_dir / "site.db").write_bytes(damage)
     with pytest.raises(DataError, match=r"site\.db cannot be understood.*or move it away"):
         Site(site_dir)
@@ -306,7 +306,7 @@ def test_a_damaged_store_is_told_and_reserves_nothing(site_dir, damage):
     "content",
     [b"\xff\xfe", b"", b"[]\n", b'["run", 1, 0]\n', b"[1, 2, 3, 4]\nx", b'["r", 1, 0, "d"]\nnone'],
 )
-def test_a_stored_reply_that_is_none_is_told(site_dir, content):
+def test_an_invalid_stored_reply_is_reported(site_dir, content):
     with closing(Store(site_dir)) as store:
         store.write("reply", content)
     with pytest.raises(DataError, match=r"site\.db cannot be understood"):
@@ -323,7 +323,7 @@ def test_a_stored_reply_that_is_none_is_told(site_dir, content):
         ),
     ],
 )
-def test_an_unreadable_note_of_the_ledger_is_told(site_dir, content):
+def test_an_unreadable_ledger_note_is_reported(site_dir, content):
     (site_dir / "ledger.jsonl.seen").write_bytes(content)
     with pytest.raises(LedgerError, match=r"ledger\.jsonl\.seen is unreadable"):
         Site(site_dir)
@@ -377,7 +377,7 @@ def test_restarted_snapshot_stays_out_and_charges_nothing(federation, tmp_path, 
 
 
 @pytest.mark.parametrize("plan", [{}, SECURE], ids=["plain", "secure"])
-def test_of_two_copies_that_take_turns_one_goes_on(federation, tmp_path, plan):
+def test_of_two_alternating_copies_only_one_continues(federation, tmp_path, plan):
     """They part in round 2, which the copy answers: from then on the server has seen its ledger."""
     run, nodes, _ = federation(rounds=4, **plan)
     node = nodes[1]
@@ -422,7 +422,7 @@ def _until(node, number, answer):
     return answer()
 
 
-def test_a_server_that_forgot_which_ledgers_it_has_seen_goes_on(federation):
+def test_a_server_without_its_seen_ledgers_continues(federation):
     run, nodes, directory = federation(rounds=3)
     nodes[2].behave = lambda message, answer: _until(nodes[2], 3, answer)
     with pytest.raises(RuntimeError):
@@ -435,7 +435,7 @@ def test_a_server_that_forgot_which_ledgers_it_has_seen_goes_on(federation):
     assert {site: places[-1] for site, places in seen.items()} == ledgers
 
 
-def test_a_server_that_was_put_back_is_told_what_to_do(federation, tmp_path):
+def test_a_restored_server_gets_a_remedy(federation, tmp_path):
     """The sites have answered later rounds than it asks for. Nothing is charged."""
     run, nodes, directory = federation(rounds=4)
     backup = tmp_path / "backup"
@@ -518,7 +518,7 @@ def test_tightened_policy_opens_no_sum_in_its_round(federation):
 # A full disk
 
 
-def test_where_there_is_no_room_for_a_reply_nothing_is_charged(make, tmp_path, monkeypatch):
+def test_without_space_for_a_reply_nothing_is_charged(make, tmp_path, monkeypatch):
     directory = make(tmp_path / "d", model="mlp", rounds=4) / "sites" / "site-00"
     with Site(directory) as site:
         w = {"w": torch.zeros(9610)}

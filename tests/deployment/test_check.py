@@ -137,7 +137,7 @@ def test_6_percent_left_out_refuses_before_any_charge(sites, tmp_path, earlier):
         assert site.ledger.runs
 
 
-def test_what_was_promised_is_kept_whatever_the_records_are(sites, tmp_path):
+def test_a_reservation_is_kept_for_any_records(sites, tmp_path):
     """That a site stops at a record would tell of it."""
     table = spoiled(tmp_path / "own.csv", 0)
     _, (home,) = sites(table)
@@ -159,7 +159,7 @@ def test_check_prints_no_row_numbers(sites, tmp_path, monkeypatch):
     assert told.stderr == ""
 
 
-def test_up_refuses_what_is_for_somebody_elses_flower(copied, tmp_path):
+def test_up_refuses_files_for_an_existing_flower_federation(copied, tmp_path):
     where = copied(tmp_path / "d")
     packaging.write_package(where, "flower", 8443)
     told = CliRunner().invoke(app, ["deploy", "up", str(where)])
@@ -175,7 +175,7 @@ def test_an_owner_may_leave_out_as_many_as_it_likes(sites, tmp_path):
         pass
 
 
-def test_columns_that_differ_are_told_with_the_rest(sites, tmp_path):
+def test_differing_columns_are_reported_together(sites, tmp_path):
     found = [{"case": k, "blood_lactate": r.pop("lactate"), **r} for k, r in enumerate(rows())]
     _, (home,) = sites(write(tmp_path / "own.csv", found))
     checked = check_site(home)
@@ -190,7 +190,7 @@ def test_columns_that_differ_are_told_with_the_rest(sites, tmp_path):
     assert "cannot start" in told.output
 
 
-def test_words_that_nobody_declares_are_named(sites, tmp_path):
+def test_undeclared_words_are_named(sites, tmp_path):
     found = [{**row, "sex": row["sex"][0].upper()} for row in rows()]
     _, (home,) = sites(write(tmp_path / "own.csv", found))
     checked = check_site(home)
@@ -235,7 +235,7 @@ def finish(run):
     return said, [entries(node.directory) for node in run.nodes]
 
 
-def test_no_message_tells_what_check_or_a_mapping_does(sites, tmp_path, in_memory):
+def test_no_message_reveals_checks_or_mappings(sites, tmp_path, in_memory):
     """Replies and ledgers are those of a renamed file, byte for byte but for the time."""
     plain = write(tmp_path / "plain.csv", rows())
     own = [
@@ -301,7 +301,7 @@ def test_arrays_and_persons_are_checked_alike(copied, tmp_path):
     assert "most_left_out" in check_site(home).problems[0]
 
 
-def test_check_runs_beside_an_open_site(sites, tmp_path):
+def test_check_runs_while_the_site_is_open(sites, tmp_path):
     _, (home,) = sites(write(tmp_path / "own.csv", rows()))
     node = Node(10, home)
     before = (home / "ledger.jsonl").read_bytes()

@@ -134,7 +134,7 @@ def releases(node):
     return [(e["round"], e["attempt"], e["count"]) for e in entries]
 
 
-def test_what_was_reserved_for_attempts_is_not_told_as_spent(begin, tmp_path):
+def test_reserved_attempts_are_not_shown_as_spent(begin, tmp_path):
     """The server counts what was asked for: one release, and rounds, as the simulation does."""
     run, asked = begin({"seeds": "test"}, budget={"spare_rounds": 3})
     records = run()
@@ -335,7 +335,7 @@ def test_a_site_refuses_round_0_of_a_run_that_has_none(federate):
         ("plan.json", '"learning_rate": 0.5', '"learning_rate": 0.25'),
     ],
 )
-def test_a_site_with_other_terms_ends_the_start_and_nobody_pays(begin, file, before, after):
+def test_a_site_with_other_terms_ends_the_start_uncharged(begin, file, before, after):
     run, _ = begin()
     node = run.nodes[1]
     node.site.close()

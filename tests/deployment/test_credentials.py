@@ -28,7 +28,7 @@ def check_server(server):
     credentials.check_server_keys(server, federation(server))
 
 
-def test_what_was_written_fits(deployment):
+def test_the_written_table_fits(deployment):
     check_site(deployment / "sites" / "site-00")
     check_server(deployment / "server")
 
@@ -200,7 +200,7 @@ def test_a_certificate_for_a_name_holds_for_it(deployment):
     check_server(server)
 
 
-def test_a_comment_is_no_part_of_a_key(deployment):
+def test_a_comment_is_not_part_of_a_key(deployment):
     """A comment at the end of the public line is no part of the key."""
     site = deployment / "sites" / "site-00"
     line = federation(site).sites["site-00"].key

@@ -148,7 +148,7 @@ def test_server_whose_superlink_is_killed_exits(tmp_path, moment):
     assert "ended with code -9: ERROR of Flower" in ended.stdout
 
 
-def test_a_server_that_is_held_up_exits_all_the_same(tmp_path):
+def test_a_blocked_server_exits_too(tmp_path):
     """As by a thread that nobody ends, or a main thread that takes no notice of signals."""
     stuck = "import threading; threading.Thread(target=threading.Event().wait).start()"
     ended = serve(tmp_path, ("pull_messages", "3"), stuck)
@@ -171,7 +171,7 @@ def is_connected(log):
 
 
 @pytest.mark.slow
-def test_a_run_that_somebody_has_stopped_says_so(federation, tmp_path):
+def test_a_run_stopped_by_a_user_says_so(federation, tmp_path):
     """As anybody who reaches the control API can do."""
     server = tmp_path / "d" / "server"
     federation.start("server", "site-00")

@@ -41,7 +41,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_releases_what_its_simulation_does_and_nothing_exact(federate, tmp_path, kind):
+def test_it_releases_the_simulations_noisy_values_only(federate, tmp_path, kind):
     asked = {"rounds": 2, "evaluation": HELD, **KINDS[kind]}
     if "records" in asked:
         asked["data"] = table(tmp_path / "t.csv", n=240)

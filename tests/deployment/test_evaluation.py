@@ -59,7 +59,7 @@ def test_evaluation_runs_when_due_and_last_and_is_charged(ran):
 
 
 @pytest.mark.parametrize("number", [2, 3])
-def test_a_server_that_dies_after_an_evaluation_rejects_nobody(federate, number, monkeypatch):
+def test_a_server_restarted_after_an_evaluation_rejects_no_site(federate, number, monkeypatch):
     """It asks for the round's training again, and sites send replies older than what it saw."""
     run = federate(TEST_SEEDS, **PLAN)
     killed_before(run, number, monkeypatch)
@@ -139,7 +139,7 @@ def test_exact_figures_stay_in_the_owners_files(ran):
         assert (node.directory / "site.db").stat().st_mode & 0o777 == 0o600
 
 
-def test_what_is_trained_does_not_depend_on_what_is_held_out(make, tmp_path):
+def test_training_does_not_depend_on_held_out_records(make, tmp_path):
     """Other held-out records, same training records: the same bits in every training reply."""
     one = make(tmp_path / "one", TEST_SEEDS, **PLAN)
     other = shutil.copytree(one, tmp_path / "other")
@@ -180,7 +180,7 @@ def spent(site):
     return sum(site.ledger.spent(f"{site.run}/evaluation").values())
 
 
-def test_it_answers_once_and_repeats_what_it_has_said(evaluated):
+def test_it_answers_once_and_repeats_its_answer(evaluated):
     with Site(evaluated) as site:
         first = site.handle(ask(site))
         assert isinstance(from_bytes(first), Reply)
@@ -326,7 +326,7 @@ def test_status_has_what_evaluations_cost_and_the_adjacency(ran, capsys):
     assert "a held-out record at most (4, 1e-05)" in told
 
 
-def test_a_lie_is_rejected_and_the_others_are_evaluated(federate):
+def test_a_false_reply_is_rejected_and_others_are_evaluated(federate):
     run = federate({}, **PLAN)
 
     def lie(message, answered):
@@ -372,7 +372,7 @@ def test_init_says_what_to_declare(tmp_path, capsys):
     assert "with releases = [] they release nothing" in told
 
 
-def test_a_promise_beside_a_run_names_it(ran):
+def test_an_evaluation_reservation_names_its_run(ran):
     entries = (ran.directory / "sites" / "site-00" / "ledger.jsonl").read_text().splitlines()
     promised = [json.loads(line) for line in entries]
     beside = [CompanionReservation(e["beside"], e["split"]) for e in promised if "beside" in e]

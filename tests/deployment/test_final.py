@@ -121,7 +121,7 @@ def test_model_and_figures_of_an_earlier_run_are_not_this_ones(federate):
         FinalModel.of(site).bring(site / "run" / "model.safetensors")
 
 
-def test_a_site_with_a_head_of_its_own_keeps_its_own_model(federate):
+def test_a_site_with_its_own_head_keeps_its_own_model(federate):
     run = federate(None, rounds=1, local={"head": 10})
     run()
     of_server = model_of(run.directory / "server")

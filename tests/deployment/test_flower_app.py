@@ -175,7 +175,7 @@ def test_app_passes_on_what_sites_sign(copied, tmp_path, listening):
     assert all(events_in(home / "ledger.jsonl") > 0 for home in homes)
 
 
-def test_a_node_is_known_by_what_its_site_signs(site_dir, deployment, listening, tmp_path):
+def test_a_node_is_identified_by_its_sites_signature(site_dir, deployment, listening, tmp_path):
     """One that sends the same under another key is nobody, and no words of a failure get out."""
     honest, away = Node(10, listening(site_dir)), Node(12, tmp_path / "secret" / "none.sock")
 
@@ -199,7 +199,7 @@ def test_a_node_is_known_by_what_its_site_signs(site_dir, deployment, listening,
     assert str(raised.value) == "no site answers here: FileNotFoundError"
 
 
-def test_what_no_server_signed_is_refused_and_costs_nothing(site_dir, listening):
+def test_unsigned_tasks_are_refused_uncharged(site_dir, listening):
     before = (site_dir / "ledger.jsonl").exists()
     assert not before
     place = listening(site_dir)

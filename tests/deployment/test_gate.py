@@ -99,7 +99,7 @@ def enter(server, site_dir):
     return lambda: site_process.work(site, site_dir, lambda _: None)
 
 
-def test_who_is_let_in_knows_its_number_before_its_first_task(enter, server, site_dir):
+def test_an_admitted_node_has_its_number_before_its_task(enter, server, site_dir):
     """Killed in its first task, it would be turned away for a minute for want of it."""
     enter()
     assert server.left == [77]
@@ -114,14 +114,14 @@ def test_who_is_let_in_knows_its_number_before_its_first_task(enter, server, sit
     assert (site_dir / "flower" / "node").read_text() == "78"
 
 
-def test_a_number_that_cannot_be_read_is_asked_for_again(enter, server, site_dir):
+def test_an_unreadable_number_is_asked_again(enter, server, site_dir):
     (site_dir / "flower" / "node").write_bytes(b"\xff\x00")
     enter()
     assert (site_dir / "flower" / "node").read_text() == "77"
 
 
 @pytest.mark.parametrize(("ahead", "told"), [(-3600, "ahead of"), (3600, "behind")])
-def test_a_clock_an_hour_off_is_told_with_the_hour(enter, server, ahead, told):
+def test_a_clock_error_gives_the_difference(enter, server, ahead, told):
     server.ahead, server.refuse = ahead, (401, b'{"detail": "Invalid SuperNode authentication"}')
     # A busy machine takes its time between the two clocks.
     words = rf"clock of this machine is 3[56]\d\d s {told} .* by a time server"
@@ -129,14 +129,14 @@ def test_a_clock_an_hour_off_is_told_with_the_hour(enter, server, ahead, told):
         enter()
 
 
-def test_a_key_that_the_server_does_not_have_is_told(enter, server):
+def test_a_key_unknown_to_the_server_is_reported(enter, server):
     body = {"code": 2004, "detail": "Failed to activate SuperNode."}
     server.refuse = 412, json.dumps(body).encode()
     with pytest.raises(NotLetIn, match=r"does not let 'site-00' in.*sha256sum federation\.toml"):
         enter()
 
 
-def test_a_key_that_is_not_the_federations_is_no_way_in(enter, server, site_dir):
+def test_a_key_outside_the_federation_is_rejected(enter, server, site_dir):
     """TLS itself ends it: no request of a stranger's is read."""
     keys.write_signing_key(site_dir / "strangers.key")
     shutil.move(site_dir / "strangers.key", site_dir / "site.key")
@@ -146,7 +146,7 @@ def test_a_key_that_is_not_the_federations_is_no_way_in(enter, server, site_dir)
     assert server.left == []
 
 
-def test_another_refusal_is_told_as_it_came(enter, server):
+def test_another_refusal_is_reported_unchanged(enter, server):
     server.refuse = 400, json.dumps({"code": 2003, "detail": "Invalid interval."}).encode()
     with pytest.raises(NotLetIn, match=r"code 2003: Invalid interval\..*the same version"):
         enter()
@@ -162,7 +162,7 @@ def test_a_server_under_another_authority_is_not_taken_for_it(enter, site_dir, t
         enter()
 
 
-def test_a_server_that_has_just_gone_is_told(enter, server):
+def test_a_server_that_disappears_is_reported(enter, server):
     server.http.socket.close()
     server.http.shutdown()
     with pytest.raises(NotLetIn, match="does not answer"):

@@ -19,7 +19,7 @@ def table(tmp_path):
     return people(tmp_path / "people.csv")
 
 
-def test_a_simulation_and_a_deployment_tell_groups_apart_alike(table, federate, tmp_path):
+def test_simulation_and_deployment_form_the_same_groups(table, federate, tmp_path):
     run = federate({"seeds": "test"}, rounds=2, **table)
     run()
     federation = Federation.read(run.directory / "server" / "federation.toml")

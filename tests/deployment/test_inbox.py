@@ -96,7 +96,7 @@ def test_an_answer_that_is_half_sent_holds_up_no_other(grid):
     assert link.asked == [[slow, quick]]
 
 
-def test_missing_answer_is_none_and_can_be_asked_again(grid):
+def test_a_missing_answer_is_none_and_can_be_requested_again(grid):
     link = grid._client
     number = link.answer(question(7), b"lost")
     link.PullObject = lambda request: PullObjectResponse(object_found=False)

@@ -67,7 +67,7 @@ def killed(directory, k):
 
 # One charges twice in a round, the other remembers something.
 @pytest.mark.parametrize("algorithm", ["fedproxvr", "scaffold"])
-def test_a_site_that_is_killed_at_any_write_goes_on(make, tmp_path, algorithm):
+def test_a_site_killed_at_any_write_resumes(make, tmp_path, algorithm):
     home = make(tmp_path / "d", algorithm=algorithm, rounds=5, settings={}) / "sites" / "site-00"
     with Site(home) as site:
         assert isinstance(from_bytes(ask(site, 1)), Reply)

@@ -217,7 +217,7 @@ def charged_at(directory):
     return charged(At)
 
 
-def test_a_ledger_of_more_entries_than_any_is_no_ledger(federation):
+def test_a_ledger_with_too_many_entries_is_refused(federation):
     """The server would tell the site so, and Flower carries no such number: it ended for good."""
     run, nodes = federation(2)
     telling(nodes[0], lambda *_: {"ledger_length": 10**30})

@@ -127,7 +127,7 @@ def test_the_numbers_are_those_of_the_runs_files(finished, page):
     assert found["fedpact_ended", (("run", run),)] == 1
 
 
-def test_what_sites_released_is_shown_before_the_end_too(finished, unended):
+def test_released_values_are_shown_during_the_run(finished, unended):
     """With the majority class and the worst one, each figure with its round."""
     summary = finished.summary["evaluation"]
     told, ended = take_snapshot(unended), take_snapshot(finished.folder)
@@ -175,7 +175,7 @@ def test_a_missing_site_is_named_with_its_reason(finished, unended, code):
     assert take_snapshot(unended)["sites"]["site-01"]["missing"] is None
 
 
-def test_who_carries_a_run_out_decides_whether_it_runs(unended):
+def test_permission_depends_on_who_runs_the_plan(unended):
     told = take_snapshot(unended)
     assert (told["status"], told["seconds_left"]) == ("interrupted", None)
     assert f"`fedpact resume {unended}`" in told["to_do"][0]
@@ -222,7 +222,7 @@ def test_page_loads_nothing_external_and_serves_no_other_host(page):
             page.get(path, **headers)
 
 
-def test_the_page_is_legible_everywhere_and_asks_nobody_else(finished, unended):
+def test_the_page_is_legible_and_self_contained(finished, unended):
     """At a phone's width too nothing is cut, with a name as long as names get."""
     long = "site-" + "0123456789" * 6
     for name in ("rounds.jsonl", "privacy.json"):
@@ -295,7 +295,7 @@ def test_an_accuracy_that_no_site_would_release_is_marked(folder, page):
     assert 'simulator_only="true"' in line
 
 
-def test_once_json_and_what_is_no_run(finished, tmp_path):
+def test_status_once_as_json_and_for_no_run(finished, tmp_path):
     done = CliRunner().invoke(app, ["watch", str(finished.folder), "--json"])
     assert json.loads(done.stdout) == take_snapshot(finished.folder)
     done = CliRunner().invoke(app, ["watch", str(finished.folder), "--once"])

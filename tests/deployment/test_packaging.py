@@ -105,7 +105,7 @@ def test_lock_has_hashes_of_the_versions_under_test(packaged):
     }
 
 
-def test_other_versions_than_the_locks_are_told(monkeypatch):
+def test_versions_that_differ_from_the_lock_are_reported(monkeypatch):
     assert processes.describe_untested() == []
     monkeypatch.setattr(processes, "version", {"torch": "2.130.0", "flwr": "1.41.9"}.get)
     (told,) = processes.describe_untested()

@@ -136,7 +136,7 @@ def test_never_drawn_site_reopens_with_the_final_model(federate):
             assert again.ledger.runs == (again.run,)
 
 
-def test_an_evaluation_asks_everybody(federate):
+def test_an_evaluation_asks_all_sites(federate):
     held = {"share": 0.3, "every": 2, "epsilon": 4.0}
     run = federate(None, **PLAN, evaluation=held)
     records, plan = run(), run.nodes[0].site.plan

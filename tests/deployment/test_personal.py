@@ -107,7 +107,7 @@ def test_a_model_that_is_not_the_plans_is_refused(site_dir, finished, tmp_path):
         personalise_site(site_dir, other)
 
 
-def test_where_it_advises_against_tuning_no_model_is_written(site_dir, finished, tmp_path):
+def test_advice_against_tuning_writes_no_model(site_dir, finished, tmp_path):
     written = personalise_site(site_dir).file
     # The tuned model as the released one: nothing is left to gain.
     best = tmp_path / "best.safetensors"
@@ -119,7 +119,7 @@ def test_where_it_advises_against_tuning_no_model_is_written(site_dir, finished,
     assert not (site_dir / "personal.safetensors").exists()
 
 
-def test_the_command_tells_its_owner(site_dir, finished):
+def test_the_command_informs_its_owner(site_dir, finished):
     told = CliRunner().invoke(app, ["personalise", str(site_dir)]).output
     assert "NOT PRIVATE" in told
     assert "personal.safetensors" in told

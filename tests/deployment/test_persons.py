@@ -111,7 +111,7 @@ def test_a_person_is_evaluated_or_trained_on_and_counts_once(evaluated, tmp_path
     assert names[0] == f"{unit}s"
 
 
-def test_without_their_names_nobody_is_protected(of_persons):
+def test_without_names_no_person_is_protected(of_persons):
     directory = of_persons / "sites" / "site-01"
     path = directory / "federation.toml"
     path.write_text(path.read_text().replace('person = "person"', '# person = "person"'))
@@ -120,7 +120,7 @@ def test_without_their_names_nobody_is_protected(of_persons):
 
 
 @pytest.mark.parametrize("unit", ["record", "person"])
-def test_who_tunes_keeps_a_persons_records_together(make, tmp_path, unit, monkeypatch):
+def test_tuning_keeps_a_persons_records_together(make, tmp_path, unit, monkeypatch):
     """Deployed and simulated, whomever the plan protects; test_tuning has that they are kept so."""
     monkeypatch.setattr("fedpact.evaluation.personal.WEIGHTS", (1.0,))
     data = str(table(tmp_path / "visits.csv"))

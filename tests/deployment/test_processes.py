@@ -63,7 +63,7 @@ def test_a_party_that_stays_is_killed(deployment, monkeypatch):
     assert local.inspect_deployment(deployment)["running"]["site-00"] is False
 
 
-def test_who_waits_is_told_when_no_site_is_left(deployment, monkeypatch, capsys):
+def test_waiting_ends_when_no_site_is_left(deployment, monkeypatch, capsys):
     """The server waits for answers for minutes."""
     looked = []
 
@@ -87,7 +87,7 @@ def test_up_takes_a_whole_deployment(deployment, name):
 
 
 @pytest.mark.parametrize("act", [local.Parties, local.inspect_deployment])
-def test_a_mistyped_directory_is_told_and_nothing_is_made_there(tmp_path, act):
+def test_a_mistyped_directory_is_reported_and_not_created(tmp_path, act):
     (tmp_path / "empty").mkdir()
     for name in ("nowhere", "empty"):
         with pytest.raises(DataError, match="has no deployment"):
@@ -109,7 +109,7 @@ def test_second_server_in_a_directory_is_refused(deployment, monkeypatch):
     assert sorted(server.rglob("*")) == sorted([*before, server / "lock"])
 
 
-def test_a_port_that_somebody_has_is_told_with_where_it_stands(monkeypatch):
+def test_a_used_port_error_names_the_setting(monkeypatch):
     monkeypatch.setattr(processes, "_PORT_SECONDS", 0.0)
     with processes.socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -120,7 +120,7 @@ def test_a_port_that_somebody_has_is_told_with_where_it_stands(monkeypatch):
     processes._wait_for_port("127.0.0.1", port, "address in federation.toml")
 
 
-def test_a_party_tells_a_missing_server_once(deployment, monkeypatch, caplog):
+def test_a_party_reports_a_missing_server_once(deployment, monkeypatch, caplog):
     """Its address does not resolve, or nobody listens there: it goes on trying, and says so."""
     tries = []
 
@@ -139,7 +139,7 @@ def test_a_party_tells_a_missing_server_once(deployment, monkeypatch, caplog):
         assert f"no answer at {address}, the server's address in federation.toml (" in told
 
 
-def test_a_site_whose_run_has_ended_does_not_go_on_trying(monkeypatch, caplog):
+def test_a_site_stops_trying_when_its_run_has_ended(monkeypatch, caplog):
     monkeypatch.setattr(processes.time, "sleep", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         processes._wait_for("127.0.0.1:1", processes._Teller(), "run r has ended")

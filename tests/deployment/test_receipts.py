@@ -39,7 +39,7 @@ def receipt(site, tmp_path):
     return tmp_path / "receipt.json"
 
 
-def test_it_says_what_for_on_what_data_and_when(site, receipt):
+def test_it_states_purpose_data_and_date(site, receipt):
     ((path, told),) = json.loads(receipt.read_text()).items()
     assert path == str(site / "ledger.jsonl")
     assert told["data_set"] == {"name": "site-00", "version": "2026-01"}
@@ -69,7 +69,7 @@ def test_receipt_signature_verifies_against_the_federation(site, receipt):
         lambda told: told.update(more=1),
     ],
 )
-def test_what_was_altered_is_told(receipt, change):
+def test_alterations_are_reported(receipt, change):
     receipts = json.loads(receipt.read_text())
     change(next(iter(receipts.values())))
     receipt.write_text(json.dumps(receipts))
@@ -97,7 +97,7 @@ def test_another_key_is_not_the_site_s_word(deployment, site, tmp_path):
         ("", DataError, "cannot be understood"),
     ],
 )
-def test_what_is_no_signed_receipt_is_told(tmp_path, text, error, message):
+def test_an_unsigned_receipt_is_reported(tmp_path, text, error, message):
     (tmp_path / "r.json").write_text(text)
     with pytest.raises(error, match=message):
         run("verify", tmp_path / "r.json")

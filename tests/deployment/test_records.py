@@ -162,7 +162,7 @@ def test_a_word_that_the_model_does_not_have_leaves_no_trace(
     assert f"row {len(y)}" in caplog.text
 
 
-def test_a_batch_that_raises_all_the_same_is_answered(word_sites, tmp_path, monkeypatch):
+def test_a_batch_that_raises_is_answered_without_the_cause(word_sites, tmp_path, monkeypatch):
     """As where a site's trial of its records found nothing. Before: refusal "error"."""
     site_dir = Path(shutil.copytree(word_sites / "sites" / "site-00", tmp_path / "s"))
     clean = everything(site_dir)

@@ -101,7 +101,7 @@ def slow(node, number):
     return loses(node, "masked", number)
 
 
-def test_it_runs_and_charges_what_the_run_without_it_does(federation):
+def test_it_charges_the_same_as_the_run_without_it(federation):
     run, nodes = federation()
     records = run()
     assert [record.refused for record in records] == [{}] * 3
@@ -180,7 +180,7 @@ def _stored(site):
 CLOSE = 1e-5
 
 
-def test_it_is_the_run_without_it(federation):
+def test_neutral_settings_give_the_run_without_it(federation):
     """The same draws, so the models differ by the encoding and float32 alone."""
     secure, _ = federation("secure", seeds="test")
     plain, _ = federation("plain", seeds="test", secure_aggregation={"threshold": 0})
@@ -310,7 +310,7 @@ def check_mean(run, sites, number=2):
     assert float(own.abs().max()) < 2
 
 
-def test_a_lost_answer_is_asked_for_again_and_is_the_same(federation):
+def test_a_lost_answer_is_requested_again_and_equal(federation):
     run, nodes = federation()
     for node, step in zip(nodes, ("shares", "masked", "open"), strict=True):
         loses(node, step, 1, times=1)
@@ -384,7 +384,7 @@ def test_server_crash_after_asking_for_a_sum_starts_an_attempt(federation, monke
     assert told == {node.site.name: node.site.cost.epsilon for node in nodes}
 
 
-def test_a_site_that_comes_late_is_in_the_next_sum(federation):
+def test_a_late_site_is_in_the_next_sum(federation):
     run, nodes = federation(patience={"start_sites": 2})
     nodes[2].here = False
 
@@ -508,7 +508,7 @@ def test_site_without_valid_keys_is_excluded_from_the_round(federation, wrong):
     assert [charged(node) for node in nodes] == [0, 4, 4]
 
 
-def test_room_for_what_is_opened_is_taken_before_the_charge(federation, monkeypatch):
+def test_space_for_an_opened_sum_is_reserved_before_the_charge(federation, monkeypatch):
     """A sum that cannot be written down is not opened: what was charged for it would be lost."""
     run, nodes = federation()
     held, left, real = [], [], StoreSlot.make_room

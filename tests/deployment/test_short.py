@@ -62,7 +62,7 @@ def server_dies(run):
 WHOLE, SHORT, START = ["w"], ["grid/w"], ["grid/start"]
 
 
-def test_a_site_that_was_there_is_told_changes(federation):
+def test_a_site_present_last_round_gets_differences(federation):
     run = federation()
     records = run()
     for node in run.nodes:
@@ -74,7 +74,7 @@ def test_a_site_that_was_there_is_told_changes(federation):
 
 @pytest.mark.parametrize("secure", [{}, {"threshold": 2}])
 @pytest.mark.parametrize("others", [1, 3])
-def test_a_site_that_makes_another_start_is_told_the_servers(federation, secure, others):
+def test_a_site_with_another_start_gets_the_servers(federation, secure, others):
     """As where another version of a library draws other weights from the plan's seed."""
     plan = {"secure_aggregation": secure} if secure else {}
     undisturbed = federation("u", **plan)
@@ -104,7 +104,7 @@ def test_without_retry_other_starts_get_the_servers_model(federate):
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_site_that_was_started_again_is_told_the_model(federation, lost):
+def test_a_restarted_site_gets_the_whole_model(federation, lost):
     """With or without a reply that was lost before: it is charged once a round, as the others."""
     undisturbed = federation("u")
     undisturbed()
@@ -130,7 +130,7 @@ def test_a_site_that_was_started_again_is_told_the_model(federation, lost):
     assert torch.equal(model_of(run), model_of(undisturbed))
 
 
-def test_a_site_whose_reply_did_not_count_is_told_the_model(federation):
+def test_a_site_with_a_rejected_reply_gets_the_whole_model(federation):
     """Whoever was absent, or rejected: the server does not know what it has."""
     run = federation()
     node, other = run.nodes[:2]
@@ -145,7 +145,7 @@ def test_a_site_whose_reply_did_not_count_is_told_the_model(federation):
     assert tasks_of(other)[-1] == (4, SHORT)
 
 
-def test_a_server_that_was_started_again_goes_on_with_changes(federation):
+def test_a_restarted_server_continues_with_differences(federation):
     undisturbed = federation("u")
     undisturbed()
     run = federation()
@@ -158,7 +158,7 @@ def test_a_server_that_was_started_again_goes_on_with_changes(federation):
 
 
 @pytest.mark.parametrize("secure", [{}, {"secure_aggregation": {"threshold": 2}}])
-def test_all_that_were_started_again_are_told_the_model(federation, secure):
+def test_all_restarted_sites_get_the_whole_model(federation, secure):
     undisturbed = federation("u", **secure)
     undisturbed()
     run = federation(**secure)

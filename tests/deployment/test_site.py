@@ -130,7 +130,7 @@ def test_two_sites_and_two_rounds_never_draw_alike(deployment):
         assert all(not torch.equal(one, other) for other in vectors[:i])
 
 
-def test_its_owner_reads_a_bound_with_all_that_belongs_to_it(site_dir):
+def test_the_owner_sees_a_bound_with_its_terms(site_dir):
     """What is printed is not less than what was spent, and says at which δ and of what."""
     with Site(site_dir) as site:
         for number in range(1, 6):
@@ -217,7 +217,7 @@ def test_second_run_on_same_records_needs_policy_for_both(site_dir):
         ("plan.json", '"sizes": "public"', '"sizes": "noisy"', "declares its size"),
     ],
 )
-def test_files_that_do_not_fit_are_told_apart(site_dir, file, old, new, told):
+def test_files_that_do_not_match_are_reported_separately(site_dir, file, old, new, told):
     change(site_dir / file, old, new)
     with pytest.raises((PlanError, DataError), match=told):
         Site(site_dir)
@@ -297,7 +297,7 @@ def test_another_run_in_a_directory_begins_with_no_memory(copied, tmp_path, how)
     assert replies[used] == replies[fresh]
 
 
-def test_a_plan_that_costs_more_is_refused_whoever_wrote_it(site_dir):
+def test_a_plan_over_budget_is_refused_for_any_author(site_dir):
     plan = Folder(site_dir).read_json("plan.json")
     plan["privacy"]["epsilon"] = 8.0
     (site_dir / "plan.json").write_text(json.dumps(plan))
@@ -305,7 +305,7 @@ def test_a_plan_that_costs_more_is_refused_whoever_wrote_it(site_dir):
         Site(site_dir)
 
 
-def test_what_holds_ledgers_replies_and_memory_is_its_owners(make, tmp_path):
+def test_ledgers_replies_and_memory_are_private_files(make, tmp_path):
     before = os.umask(0o022)
     try:
         directory = make(tmp_path / "d", algorithm="fedfdp", settings={}) / "sites" / "site-00"

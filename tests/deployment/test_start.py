@@ -31,7 +31,7 @@ def forbid(node):
 
 @pytest.mark.parametrize("threshold", [0, 2])
 @pytest.mark.parametrize("released", [False, True])
-def test_two_of_three_refused_charges_nobody(federate, tmp_path, threshold, released):
+def test_two_refusals_of_three_charge_no_site(federate, tmp_path, threshold, released):
     """Also where a run begins with a release of its own, before the first round."""
     plan = {"data": table(tmp_path / "t.csv"), "label": "out", "rounds": 2}
     plan |= {"records": {"columns": RELEASED}} if released else {}
@@ -55,7 +55,7 @@ def test_two_of_three_refused_charges_nobody(federate, tmp_path, threshold, rele
     assert min(map(charged, run.nodes)) > 0
 
 
-def test_a_site_that_comes_within_the_time_is_waited_for(federate, clock):
+def test_a_site_within_the_deadline_is_waited_for(federate, clock):
     run = federate({"patience": {"round_seconds": 100, "join_seconds": 1}}, rounds=1)
     run.nodes[1].here = False
     began, sleep = clock.now, clock.sleep
@@ -81,7 +81,7 @@ def test_a_federation_may_begin_with_as_few_as_it_says(federate):
     assert [charged(node) for node in run.nodes] == [2, 0, 0]
 
 
-def test_a_run_that_goes_on_waits_for_nobody(federate):
+def test_a_resumed_run_waits_for_no_site(federate):
     run = federate(None, rounds=3)
     node = run.nodes[1]
     node.behave = lambda message, reply: 1 / 0 if len(node.heard) == 2 else reply()

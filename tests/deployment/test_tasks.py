@@ -93,7 +93,7 @@ def plan_of(site):
     return Plan.parse(json.loads((site / "plan.json").read_text(encoding="utf-8")))
 
 
-def test_what_a_federation_does_not_declare_is_refused(make, tmp_path):
+def test_undeclared_input_of_a_federation_is_refused(make, tmp_path):
     several = _asked(tmp_path, {"kind": "multi_label"}, y=SEVERAL)
     site = make(tmp_path / "m", **several) / "sites" / "site-00"
     np.savez(site / "records.npz", x=X, y=SEVERAL[:, :1])

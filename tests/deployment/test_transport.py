@@ -47,7 +47,7 @@ def test_all_is_well(federation):
     assert [charged(node) for node in nodes] == [6, 6, 6]
 
 
-def test_a_lost_reply_is_asked_for_again_and_costs_nothing_more(federation):
+def test_a_lost_reply_is_requested_again_uncharged(federation):
     run, nodes = federation
     nodes[1].behave = lambda message, answer: (
         answer() if len(nodes[1].heard) % 2 == 0 else answer() and None
@@ -58,7 +58,7 @@ def test_a_lost_reply_is_asked_for_again_and_costs_nothing_more(federation):
     assert [charged(node) for node in nodes] == [6, 6, 6]
 
 
-def test_a_flower_error_is_asked_for_again(federation):
+def test_a_flower_error_is_retried(federation):
     run, nodes = federation
 
     def once(message, answer):
@@ -208,7 +208,7 @@ def test_slow_site_is_asked_where_too_few_others_remain(federation):
         assert all(record.refused == {} for record in run())
 
 
-def test_a_site_that_was_started_again_is_asked_at_once(federation, clock):
+def test_a_restarted_site_is_asked_at_once(federation, clock):
     """Its predecessor took the question with it; that is not waited for."""
     run, nodes = federation
     nodes[2].behave = lambda message, answer: None
@@ -227,7 +227,7 @@ def test_a_site_that_was_started_again_is_asked_at_once(federation, clock):
 
 
 @pytest.mark.parametrize("federation", [{"start_sites": 2}], indirect=True)
-def test_absent_site_is_not_awaited_and_may_come_later(federation, clock):
+def test_an_absent_site_is_not_awaited_and_may_join_later(federation, clock):
     run, nodes = federation
     nodes[2].here = False
 
@@ -324,7 +324,7 @@ def _reply(node, task):
         "unreadable",
     ],
 )
-def test_a_bad_reply_is_rejected_and_the_round_goes_on(federation, wrong):
+def test_a_bad_reply_is_rejected_and_the_round_continues(federation, wrong):
     """Each lie is told by one site in one round; the two others make the round."""
     run, nodes = federation
     waiting = list(lies(nodes[0])[wrong])
@@ -343,7 +343,7 @@ def test_a_bad_reply_is_rejected_and_the_round_goes_on(federation, wrong):
     assert run.summary["loss"] < 10
 
 
-def test_all_lies_of_form_are_told_apart_one_by_one(federation):
+def test_each_malformed_reply_is_reported_separately(federation):
     """More lies than rounds in one run: the rest of them, against the check itself."""
     run, nodes = federation
     run()
@@ -532,7 +532,7 @@ def test_of_two_answers_the_first_counts(federation):
     assert len(nodes[0].heard) == 6
 
 
-def test_one_of_flowers_errors_in_place_of_a_task_is_refused(federation):
+def test_a_flower_error_instead_of_a_task_is_refused(federation):
     """It has no record in it; the site's process goes on."""
     _, nodes = federation
     message = Message(Error(code=1, reason="none"), reply_to=_asked(10))
@@ -659,7 +659,7 @@ def test_the_run_ends_when_every_budget_is_spent(federation):
         assert spent["epsilon_spent"] <= spent["epsilon_reserved"] == 2.0
 
 
-def test_a_server_that_died_in_the_midst_of_a_record_goes_on(federation, monkeypatch):
+def test_a_server_killed_while_writing_a_record_resumes(federation, monkeypatch):
     """A torn last line, and a whole one whose state was not committed: neither counts."""
     run, nodes = federation
     commit = Folder.commit
@@ -690,7 +690,7 @@ def make_copy(directory):
 
 @pytest.mark.parametrize("name", ["ledgers.json", "state.safetensors", "rounds.jsonl"])
 @pytest.mark.parametrize("content", [b"\xff\x00", b"[1]"])
-def test_a_damaged_file_of_the_server_is_told(federation, name, content):
+def test_a_damaged_server_file_is_reported(federation, name, content):
     run, _ = federation
     run()
     path = run.directory / "server" / "run" / name
@@ -724,7 +724,7 @@ def hangs_in(nodes, number):
     nodes[0].hangs, nodes[1].behave = number == 1, note
 
 
-def test_a_late_answer_tells_of_its_ledger(federation):
+def test_a_late_answer_updates_the_ledger_seen(federation):
     """Its round is over, its charge is not: put back to before it, the site would spend it anew."""
     run, nodes = federation
     told = seen_with(nodes[0])

@@ -38,7 +38,7 @@ def test_every_party_has_the_same_plan_and_federation(written):
         assert len({(party / name).read_bytes() for party in parties}) == 1
 
 
-def test_what_was_chosen_is_what_is_read_back(make, tmp_path):
+def test_chosen_values_are_read_back(make, tmp_path):
     waits = {"round_seconds": 7.5, "resend_seconds": 1.25, "join_seconds": 0}
     patience = Patience(**waits, start_sites=3, least_replies=2, retries=9)
     directory = make(tmp_path / "d", {"patience": patience, "host": "server.example.org"})
@@ -179,7 +179,7 @@ def test_without_flower_the_extra_is_named(monkeypatch, tmp_path):
         assert isinstance(outcome.exception, InputError)
 
 
-def test_who_asks_for_flower_reports_to_nobody(monkeypatch):
+def test_requesting_flower_sends_no_telemetry(monkeypatch):
     """A party's own process imports Flower too, and was not started by one that said so."""
     for name in QUIET:
         monkeypatch.delenv(name, raising=False)
@@ -193,7 +193,7 @@ def run_cli(*arguments):
     return outcome.output
 
 
-def test_the_command_writes_what_it_was_told_and_status_reads_it(tmp_path):
+def test_the_command_writes_its_input_and_status_reads_it(tmp_path):
     where = tmp_path / "d"
     told = run_cli(
         *("init", where, "--set", "rounds=2", "--set", "sites=2", "--port", "9443"),
@@ -297,7 +297,7 @@ def test_a_signature_holds_for_one_block_one_purpose_and_one_key(written):
     assert not keys.is_signed(key.public_key(), "task", b" for a\0block", signature)
 
 
-def test_keys_that_are_none_are_told_apart(written, tmp_path):
+def test_invalid_keys_are_reported_separately(written, tmp_path):
     (tmp_path / "key").write_text("no key")
     with pytest.raises(InputError, match="cannot be read"):
         keys.read_private_key(tmp_path / "key")

@@ -91,7 +91,7 @@ def test_a_private_run_is_not_stopped_by_exact_numbers():
     ],
 )
 @pytest.mark.parametrize("budget", [{"accuracy": 0.5}, {"patience": 1}])
-def test_what_could_never_end_a_run_is_refused_with_the_plan(change, told, budget):
+def test_a_stopping_rule_that_cannot_apply_is_refused(change, told, budget):
     changed = {**PRIVATE, "evaluation": {"share": 0.2, **change}}
     Plan.parse(changed)
     with pytest.raises(PlanError, match=told):

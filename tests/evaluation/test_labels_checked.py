@@ -71,7 +71,7 @@ def test_masks_lose_their_channel_axis_and_keep_every_value():
         fedpact.from_arrays(IMAGES, MASKS / 3, form=form)
 
 
-def test_a_model_of_numbers_is_told_what_to_answer(tmp_path):
+def test_a_regression_model_error_says_what_to_return(tmp_path):
     task = {"kind": "regression", "range": [-3, 3]}
     with pytest.raises(ModelError, match=r"labels are numbers, so expected \(2, 1\) or \(2,\)"):
         fedpact.run(
@@ -88,7 +88,7 @@ class Net(nn.Module):
         return self.layer(x)
 
 
-def test_a_class_of_a_number_of_features_is_told_what_to_do(tmp_path):
+def test_wrong_feature_count_of_a_class_error_has_a_remedy(tmp_path):
     y = (X[:, 0] > 0).astype(int)
     with pytest.raises(ModelError, match=r"lambda shape, classes: Net\(shape\[0\], classes\)"):
         fedpact.run(Net, (X, y), **SETTINGS, out=tmp_path / "r")
@@ -103,7 +103,7 @@ def test_a_class_of_a_number_of_features_is_told_what_to_do(tmp_path):
         ([f"patient {i}" for i in range(60)], "60 different labels.*is it the column"),
     ],
 )
-def test_labels_that_are_no_classes_are_asked_about(labels, why):
+def test_labels_that_are_not_classes_are_asked_about(labels, why):
     frame = pd.DataFrame(X, columns=list("abcd")).assign(out=labels)
     for path in (lambda: fedpact.run("logistic", frame, label="out", **SETTINGS),
                  lambda: fedpact.from_arrays(X, labels)):  # fmt: skip
@@ -114,7 +114,7 @@ def test_labels_that_are_no_classes_are_asked_about(labels, why):
     assert declared.y.tolist() == (np.arange(60) % 3).tolist()
 
 
-def test_numbers_of_classes_that_never_occur_are_told_of(caplog):
+def test_class_numbers_that_never_occur_are_reported(caplog):
     fedpact.from_arrays(X, 1 + np.arange(60) % 2)
     assert "no label is 0, and 2 is the largest: it is trained with 3 classes" in caplog.text
 
@@ -136,14 +136,14 @@ def test_numbers_of_classes_that_never_occur_are_told_of(caplog):
         (X, np.zeros(60, int), "one class, '0', .* expected two classes"),
     ],
 )
-def test_what_is_handed_in_wrongly_is_told_what_to_do(x, y, why):
+def test_wrongly_passed_objects_get_a_remedy(x, y, why):
     label = None if y is not None else "out"
     data = (x, y) if y is not None else x.assign(out=np.arange(60) % 2)
     with pytest.raises(DataError, match=why):
         fedpact.run("logistic", data, label=label, **SETTINGS)
 
 
-def test_what_can_only_be_a_mistake_is_told_of(caplog, tmp_path):
+def test_an_obvious_mistake_is_reported(caplog, tmp_path):
     fedpact.from_arrays(np.zeros((4, 8, 8, 3), np.uint8), [0, 1, 0, 1])
     assert "numpy.moveaxis(x, -1, 1)" in caplog.text
     tokens = torch.randint(50, (60, 6)), np.arange(60) % 2

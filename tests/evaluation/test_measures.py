@@ -69,7 +69,7 @@ def test_explained_is_scikit_learns_r2():
     assert math.isnan(r_squared(torch.zeros(3, 1), torch.ones(3)))
 
 
-def test_what_is_not_defined_is_not_a_number():
+def test_an_undefined_value_is_nan():
     outputs, _ = scores(2)
     assert math.isnan(area(outputs, torch.zeros(200, dtype=torch.int64)))
     assert math.isnan(area(outputs * math.nan, scores(2)[1]))

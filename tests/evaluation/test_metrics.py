@@ -90,7 +90,7 @@ class ByMemory(nn.Module):
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("way", ["view", "parts", "as_strided"])
-def test_a_model_of_ones_own_is_given_images_as_they_are(way: str, nested: bool) -> None:
+def test_a_custom_model_gets_images_in_their_usual_layout(way: str, nested: bool) -> None:
     """What torch's own layers take is no business of code that looks at memory."""
     torch.manual_seed(0)
     module: nn.Module = ByMemory(way).double()
@@ -225,7 +225,7 @@ def test_psi_beyond_the_largest_number_is_infinite() -> None:
     ("f", "weights"),
     [([], []), ([1.0], [1, 2]), ([1.0], [0]), ([1.0], [math.nan]), ([1.0, 1.0], [2, -1])],
 )
-def test_psi_refuses_what_is_no_weighting(f: list[float], weights: list[float]) -> None:
+def test_psi_refuses_invalid_weights(f: list[float], weights: list[float]) -> None:
     with pytest.raises(InputError, match="weights"):
         psi(f, weights)
 

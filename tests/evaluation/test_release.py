@@ -85,7 +85,7 @@ def test_all_evaluations_together_cost_what_they_were_given(
     assert 0.9e-6 < delta <= 1e-6
 
 
-def test_half_the_noise_would_be_found_out() -> None:
+def test_half_the_noise_would_be_detected() -> None:
     """The coverage test above can fail: intervals for half the deviation do not hold."""
     rng, covered = np.random.default_rng(5), 0
     settings = EvaluationSettings(share=0.2, releases=["hits"])

@@ -33,7 +33,7 @@ def test_about_so_many_are_held_out(share: float) -> None:
     assert abs(count - 4000 * share) < 5 * (4000 * share * (1 - share)) ** 0.5
 
 
-def test_a_person_is_on_one_side_whoever_else_is_there() -> None:
+def test_a_person_is_on_one_side_regardless_of_others() -> None:
     x, y = records(300)
     names = [f"p{i % 100}" for i in range(300)]
     whole = hold_out(x, y, 0.4, KEY, names)

@@ -69,7 +69,7 @@ def test_losses_are_torchs_by_another_name():
     assert pixel_entropy(image, mask).isnan().tolist() == [False, True]
 
 
-def test_what_has_no_label_counts_nowhere():
+def test_unlabelled_values_count_nowhere():
     torch.manual_seed(0)
     z, y = torch.randn(3, 4, 6), torch.randint(4, (3, 6))
     y[0, 2:], y[1] = UNLABELLED, UNLABELLED
@@ -190,7 +190,7 @@ def share(outputs, y):
     return float((outputs.argmax(1) == y).double().mean())
 
 
-def test_a_loss_and_a_metric_of_ones_own_are_used(tmp_path):
+def test_a_custom_loss_and_metric_are_used(tmp_path):
     """A cross entropy of one's own trains as ours does; accuracy of one's own is ours."""
     y = SEVERAL[:, 0]
     task = {"loss": own, "metrics": [share, "auc"]}
@@ -204,7 +204,7 @@ def test_a_loss_and_a_metric_of_ones_own_are_used(tmp_path):
     assert "share" in (mine.folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_module_is_a_loss_and_a_class_is_none(tmp_path):
+def test_a_module_is_a_loss_and_a_class_is_not(tmp_path):
     """Cross entropy as torch's module has it trains as ours does."""
     y = SEVERAL[:, 0]
     task = {"loss": torch.nn.CrossEntropyLoss(reduction="none")}
@@ -255,7 +255,7 @@ def test_tasks_that_contradict_themselves_are_refused(task, why):
         fedpact.Plan(task=task)
 
 
-def test_what_rests_on_classes_is_refused_with_another_task(tmp_path):
+def test_class_metrics_are_refused_with_other_tasks(tmp_path):
     task = {"kind": "regression", "range": [0, 1]}
     with pytest.raises(PlanError, match=r"\[evaluation\] cannot be combined with \[task\]"):
         fedpact.Plan(task=task, evaluation={"share": 0.2})
@@ -296,7 +296,7 @@ class Rooted(nn.Linear):
 
 
 @pytest.mark.usefixtures("no_page")
-def test_what_is_no_number_is_told_as_that(tmp_path):
+def test_values_that_are_not_numbers_are_reported(tmp_path):
     """Before, as a model that mixes the records of a batch. A plain run may train it."""
     y = SEVERAL[:, 0]
     losses = {"some": lambda o, y: torch.log(o[:, 0]), "all": lambda o, y: o[:, 0] * torch.nan}

@@ -208,7 +208,7 @@ def test_interval_covers_the_true_difference_as_stated():
     assert 0.025 <= failed / 4000 <= 0.075
 
 
-def test_what_joining_was_worth_is_what_the_hits_say():
+def test_the_gain_of_joining_follows_from_the_hits():
     flat = model()
     x, y = drawn(300)
     x, x_held, y, y_held = x[:200], x[200:], y[:200], y[200:]

@@ -78,7 +78,7 @@ def test_a_users_own_factory_is_found(monkeypatch):
         ("cnn_group_norm", "'cnn_group_norm' got records .* expected images"),
     ],
 )
-def test_a_model_that_cannot_be_had_is_told(monkeypatch, name, told):
+def test_a_model_that_cannot_be_loaded_is_reported(monkeypatch, name, told):
     monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
     with pytest.raises(ModelError, match=told):
         build(name, torch.zeros(4), 3, 0)
@@ -105,7 +105,7 @@ def test_records_a_model_does_not_accept_are_told(monkeypatch, name, record, tol
         build(name, record, 3, 0)
 
 
-def test_images_without_channels_are_told_how_to_have_one():
+def test_images_without_channels_get_a_remedy():
     with pytest.raises(ModelError, match=r"got records of shape \(8, 8\).* as \(1, 8, 8\)"):
         build("cnn_group_norm", torch.zeros(8, 8), 10, 0)
 
@@ -114,7 +114,7 @@ def test_images_without_channels_are_told_how_to_have_one():
     ("name", "side", "instead"),
     [("cnn", 8, "cnn_padded"), ("cnn", 3, "cnn_group_norm"), ("cnn_padded", 3, "cnn_group_norm")],
 )
-def test_an_image_too_small_for_the_cnn_is_told_what_takes_it(name, side, instead):
+def test_an_image_too_small_for_the_cnn_gets_a_remedy(name, side, instead):
     image = torch.zeros(1, side, side)
     with pytest.raises(ModelError, match=f"model '{name}' got .* too small .* use '{instead}' or"):
         build(name, image, 10, 0)

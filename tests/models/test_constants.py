@@ -85,7 +85,7 @@ def test_constants_of_architectures_are_known():
     assert [name for name, tensor in CONSTANTS.items() if not is_constant(tensor)] == []
 
 
-def test_a_constant_with_one_other_number_is_none():
+def test_a_constant_with_one_changed_number_is_refused():
     for name, tensor in CONSTANTS.items():
         for place in {0, tensor.numel() // 3, tensor.numel() - 2}:
             other = tensor.clone().contiguous()
@@ -119,7 +119,7 @@ def test_last_digits_hide_nothing(tensor):
     ],
     ids=str,
 )
-def test_what_could_hold_a_choice_is_no_constant(tensor):
+def test_a_buffer_with_free_values_is_not_a_constant(tensor):
     assert not is_constant(tensor)
 
 
@@ -136,7 +136,7 @@ class Positioned(nn.Module):
         return self.layer(x)
 
 
-def test_a_private_run_asks_nothing_of_constants(tmp_path, monkeypatch):
+def test_a_private_run_needs_no_statement_about_constants(tmp_path, monkeypatch):
     monkeypatch.setattr("fedpact.api.write_report", lambda folder: None)
     data = torch.randn(20, 3), torch.arange(20) % 2
     settings = {"sites": 2, "rounds": 1, "sampling_rate": 0.5, "privacy": {"epsilon": 8.0}}

@@ -143,7 +143,7 @@ def test_a_file_that_was_changed_since_is_refused(before, tmp_path):
         Plan.parse({**PLAIN, "initial": {"trained_on": "x"}})
 
 
-def test_what_is_no_state_dict_is_told_what_to_save(before, tmp_path):
+def test_an_error_for_other_weights_says_what_to_save(before, tmp_path):
     tensors, path = load_file(before / "model.safetensors"), tmp_path / "w.pt"
     checkpoint = {"state_dict": tensors, "epoch": 3}
     told = {r"holds state_dict \(dict\), epoch \(int\)": checkpoint, "holds list": [tensors]}

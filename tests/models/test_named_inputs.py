@@ -106,7 +106,7 @@ def test_other_models_stay_as_they_are():
     assert with_named_inputs(module, torch.zeros(3)) is module
 
 
-def test_a_model_that_answers_otherwise_is_told_what_to_do(monkeypatch):
+def test_a_model_with_wrong_outputs_gets_a_remedy(monkeypatch):
     class Headless(Text):
         def forward(self, input_ids=None):
             return {"last_hidden_state": self.table(input_ids)}
@@ -140,7 +140,7 @@ class Several(nn.Linear):
     [lambda v: (v, v.sum()), lambda v: [v], lambda v: {"logits": v, "hidden": v + 1}],
     ids=["tuple", "list", "dict"],
 )
-def test_what_stands_beside_the_logits_is_left_out(answer, training):
+def test_outputs_other_than_logits_are_left_out(answer, training):
     model, x = Several(answer, training), torch.randn(4, 3)
     found = with_named_inputs(model, x[0])
     assert torch.equal(found.train()(x), nn.functional.linear(x, model.weight, model.bias))

@@ -27,7 +27,7 @@ def test_a_ready_model_is_left_as_it_is():
     assert torch.equal(found.model.weight, model.weight)
 
 
-def test_what_changes_nothing_is_done_and_the_rest_told():
+def test_harmless_changes_are_made_and_others_reported():
     model, x = net().eval(), torch.randn(2, 1, 8, 8)
     found = fedpact.prepare(model.train())
     assert found.done == ("inplace = False: 2",)
@@ -96,19 +96,19 @@ class Adjacent(nn.Linear):
     ],
     ids=lambda v: type(v).__name__,
 )
-def test_each_obstacle_comes_with_what_to_do(layer, told):
+def test_each_obstacle_has_a_remedy(layer, told):
     (found,) = find_obstacles(layer)
     assert re.search(told, found)
 
 
-def test_a_single_obstacle_comes_with_what_to_do(monkeypatch):
+def test_a_single_obstacle_has_a_remedy(monkeypatch):
     make = lambda: nn.utils.spectral_norm(nn.Linear(3, 4))  # noqa: E731
     monkeypatch.setattr("fedpact.models.build.own_factory", lambda *_: make)
     with pytest.raises(ModelError, match=r"trained: spectral norm.*remove_spectral_norm"):
         build("own:net", torch.zeros(3), 4, 0)
 
 
-def test_a_model_is_refused_with_all_that_stands_in_its_way(monkeypatch):
+def test_a_refused_model_lists_all_obstacles(monkeypatch):
     def make():
         return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 4)), nn.BatchNorm1d(4))
 

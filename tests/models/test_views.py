@@ -132,7 +132,7 @@ def test_an_audit_looks_at_the_sum_that_sites_make():
         (["views.shift=-1"], "views.shift"),
     ],
 )
-def test_what_views_are_not_for_is_refused(overrides, named):
+def test_views_are_refused_for_other_tasks(overrides, named):
     with pytest.raises(FedpactError, match=named):
         SimulationSetup.of(digits(*overrides))
 

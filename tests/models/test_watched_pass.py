@@ -53,7 +53,7 @@ SEEN = {
 
 
 @pytest.mark.parametrize("kind", SEEN)
-def test_each_line_that_stands_in_the_way_is_named(kind):
+def test_each_obstructing_line_is_named(kind):
     act, told = SEEN[kind]
     (found, *_) = [one for one in find_in_pass(Net(act), torch.zeros(3)) if told in one]
     assert "test_watched_pass.py, line" in found or kind == "python"
@@ -80,7 +80,7 @@ ORDINARY = {
 
 
 @pytest.mark.parametrize("act", ORDINARY.values(), ids=ORDINARY)
-def test_nothing_is_said_of_what_keeps_records_apart(act):
+def test_nothing_is_reported_for_independent_models(act):
     model = Net(act)
     before = {name: v.clone() for name, v in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -114,7 +114,7 @@ def test_a_refusal_lists_layers_and_lines(monkeypatch):
     ]  # fmt: skip
 
 
-def test_what_the_kernel_refuses_is_told_with_every_line(tmp_path):
+def test_refusals_of_the_kernel_list_every_line(tmp_path):
     def act(net, h):
         scale = h.abs().max().item()
         return h / scale if scale > 1 else h.sort(0)[0]

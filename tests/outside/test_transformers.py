@@ -192,7 +192,7 @@ def bare(kind, start):
     return found
 
 
-def test_what_adapters_do_not_have_is_told_at_the_end(trained, tmp_path):
+def test_features_missing_from_adapters_are_reported(trained, tmp_path):
     def make():
         model = lora("bert")
         model.get_base_model().bert.embeddings.requires_grad_(True)

@@ -84,7 +84,7 @@ def agreeing(count, shape):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_positions_that_cancel_swallow_nobody(name):
+def test_cancelling_positions_erase_no_record(name):
     _, shape, places = LAYERS[name]
     for big in (1e4, 1e7, 1e10, 1e13, 1e16, 1e18):
         for clip in (1.0, 1e-3):
@@ -93,7 +93,7 @@ def test_positions_that_cancel_swallow_nobody(name):
 
 
 @pytest.mark.parametrize("big", [1e6, 1e12, 1e17])
-def test_positions_that_cancel_swallow_no_difference(big):
+def test_cancelling_positions_erase_no_difference(big):
     kernel = made(Means(nn.Linear(16, 16, bias=False), 16))
     x = torch.randn(100, 40, 16) + 1
     y = torch.full((100,), 2)
@@ -147,7 +147,7 @@ def test_oracle_release_moves_by_at_most_the_accounted_clip():
 
 
 @pytest.mark.parametrize("loud", [255.0, 1e4, 1e30])
-def test_a_scale_by_the_largest_value_mixes_nobody(loud):
+def test_a_scale_by_the_largest_value_mixes_no_records(loud):
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -221,7 +221,7 @@ def test_records_that_are_left_out_leave_the_others_sum_as_exact(count):
 
 @pytest.mark.parametrize("balance", [True, False])
 @pytest.mark.usefixtures("card")
-def test_a_coefficient_keeps_its_digits_beside_very_long_inputs(balance, monkeypatch):
+def test_a_coefficient_keeps_its_digits_with_very_long_inputs(balance, monkeypatch):
     if not balance:
         monkeypatch.setattr(gradients, "balanced", lambda g, u, _: (g, u))
     kernel = given(nn.Sequential(nn.Linear(4096, 64, bias=False)))
@@ -236,7 +236,7 @@ def test_a_coefficient_keeps_its_digits_beside_very_long_inputs(balance, monkeyp
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.usefixtures("card")
-def test_what_is_not_finite_spoils_nobodys_sum_on_a_card(name):
+def test_values_that_are_not_finite_spoil_no_sum_on_a_gpu(name):
     _, shape, places = LAYERS[name]
     x = agreeing(20, shape)
     for loud in (3e38, 1e30, 1e19, 9e18, torch.inf, torch.nan):

@@ -108,7 +108,7 @@ def by_turns(*values):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_model_takes_the_way_that_it_stands_for(name):
+def test_every_example_model_uses_its_intended_way(name):
     assert kernel(name).way(*records(name, 3, 0)) == MODELS[name][2]
 
 

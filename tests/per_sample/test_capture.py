@@ -99,7 +99,7 @@ def test_replayed_differences_follow_both_points(reference, tapes):
     assert len(tapes) == 2
 
 
-def test_a_sum_in_float64_is_captured_beside(reference, tapes):
+def test_a_float64_sum_is_captured_too(reference, tapes):
     module, x, y = case("cnn", 20)
     one = PerSampleKernel(FlatModel(module), cross_entropy)
     rows = reference.per_sample_loop(module, cross_entropy, x, y)
@@ -121,7 +121,9 @@ def test_records_that_are_not_finite_leave_nothing_in_replays(reference, tapes):
         assert reference.error(found, reference.clipped(rows[good], 0.5)) < 1e-5
 
 
-def test_what_cannot_be_captured_runs_and_says_so_once(reference, monkeypatch, card, caplog):
+def test_a_model_that_cannot_be_captured_runs_and_logs_it_once(
+    reference, monkeypatch, card, caplog
+):
     def refused(run):
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -137,7 +139,7 @@ def test_what_cannot_be_captured_runs_and_says_so_once(reference, monkeypatch, c
     assert "cannot be captured: RuntimeError: operation not permitted" in said
 
 
-def test_adding_that_cannot_be_captured_runs_all_the_same(reference, monkeypatch, tapes, caplog):
+def test_an_addition_that_cannot_be_captured_runs(reference, monkeypatch, tapes, caplog):
     record = capture.recorder_for(None)
 
     def once(run):

@@ -74,7 +74,7 @@ def case(name, count=9, dtype=torch.float64):
     lambda v: v.equal(v), lambda v: v.numpy(), lambda v: v.tolist(), lambda v: v.unique(),
     lambda v: v.cpu(), lambda v: v.masked_select(v > 0), lambda v: math.isfinite(v.sum()),
 ])  # fmt: skip
-def test_who_looks_is_found(look, nobody_looks, reference):
+def test_reading_a_number_is_detected(look, nobody_looks, reference):
     with nobody_looks, pytest.raises(reference.Looked):
         look(torch.arange(3.0))
 
@@ -98,7 +98,7 @@ def kernels(reference, module, x, y):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sums_are_those_of_numbers_at_hand_and_nobody_looks(reference, name, card, nobody_looks):
+def test_sums_on_a_device_are_equal_and_read_no_number(reference, name, card, nobody_looks):
     module, x, y = case(name)
     rows = reference.per_sample(module, cross_entropy, x, y)
     for one in kernels(reference, module, x, y):
@@ -167,7 +167,7 @@ def test_differences(reference, name, card, nobody_looks):
 
 
 @pytest.mark.parametrize("way", ["graph", "records"])
-def test_dropout_beside_records_that_are_not_finite(reference, way, card):
+def test_dropout_with_records_that_are_not_finite(reference, way, card):
     """A record's own numbers follow from what it holds, so these steps read the records."""
     module = nn.Sequential(nn.Linear(4, 4), Own(4), nn.Dropout(0.5), nn.Linear(4, 2)).double()
     one = reference.forced(way, module, squared_error)

@@ -57,12 +57,12 @@ def test_models_of_one_form_share_a_trace_and_keep_their_weights():
     "options",
     [{"factor": 2.0}, {"shift": 1.0}, {"curve": torch.sin}, {"curve": lambda h: h * h}],
 )
-def test_what_a_model_computes_by_tells_it_from_others(options):
+def test_values_that_a_model_reads_change_its_digest(options):
     check(Net().eval())
     assert check(Net(**options).eval()) == 1
 
 
-def test_what_nobody_can_tell_by_looking_is_traced_anew():
+def test_undecidable_models_are_traced_again():
     model = Net().eval()
     model.lock = threading.Lock()
     assert check(model) == 0
@@ -70,13 +70,13 @@ def test_what_nobody_can_tell_by_looking_is_traced_anew():
     assert digest_of_form(model) is None
 
 
-def test_a_global_that_a_model_reads_tells_it_from_others(monkeypatch):
+def test_a_global_that_a_model_reads_changes_its_digest(monkeypatch):
     check(Net().eval())
     monkeypatch.setitem(globals(), "SLOPE", 3.0)
     assert check(Net().eval()) == 1
 
 
-def test_a_closure_a_loss_and_a_frozen_layer_tell_models_apart():
+def test_closure_loss_and_frozen_layer_change_the_digest():
     def net(k):
         return Net(curve=lambda h: k * torch.tanh(h)).eval()
 
@@ -120,7 +120,7 @@ def test_training_and_recurrent_layers_have_traces_of_their_own():
     assert len(export._traces) - before == 2
 
 
-def test_why_there_is_no_trace_is_kept_as_well():
+def test_the_reason_for_a_missing_trace_is_kept():
     class Branching(Net):
         def forward(self, x):
             return super().forward(x if x.sum() > 0 else -x)

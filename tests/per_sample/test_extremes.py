@@ -98,7 +98,7 @@ class Transformer(nn.Module):
     ("mode", "beyond"),
     [("bilinear", "zeros"), ("nearest", "border"), ("bicubic", "reflection"), ("bicubic", "zeros")],
 )
-def test_points_that_are_none_are_looked_up_nowhere(mode, beyond):
+def test_invalid_points_are_not_looked_up(mode, beyond):
     torch.manual_seed(0)
     kernel = PerSampleKernel(FlatModel(Transformer(mode, beyond)), cross_entropy)
     x, y = torch.randn(9, 1, 6, 6), torch.arange(9) % 3
@@ -176,7 +176,7 @@ def test_division_of_whole_numbers_is_torchs(dtype):
         assert torch.equal(by(least, -torch.ones_like(least), rounding_mode="trunc"), least)
 
 
-def test_frozen_statistics_beside_what_is_written_in_place():
+def test_frozen_statistics_with_in_place_operations():
     class Residual(nn.Module):
         def __init__(self):
             super().__init__()

@@ -135,7 +135,7 @@ def test_record_not_finite_adds_nothing_and_disturbs_no_other(reference, convolu
         assert all(torch.equal(one, sums[0]) for one in sums)
 
 
-def test_a_weight_that_is_not_finite_is_none(reference):
+def test_a_weight_that_is_not_finite_counts_as_zero(reference):
     module, (x, y) = mlp(), batch(4)
     rows = reference.per_sample(module, cross_entropy, x, y)
     for kernel in reference.kernels(module, cross_entropy, *WAYS).values():
@@ -261,7 +261,7 @@ def test_no_state_of_the_caller_matters_or_is_changed(reference, way):
 @pytest.mark.parametrize("state", [partial(torch.autocast, "cpu"), torch.inference_mode])
 @pytest.mark.parametrize("verified", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_the_caller_has_asked_torch_for_changes_no_bit(reference, way, verified, state):
+def test_torch_settings_of_the_caller_change_no_bit(reference, way, verified, state):
     """Norms of half precision would let a record add more than the clip.
 
     Nor later: how a model is given records is found out once, at the first sum or by `verify`.

@@ -50,7 +50,7 @@ def test_every_layout_gives_the_same_sum(reference, images, count):
             assert torch.allclose(kernel.losses(x, y, one), losses, rtol=1e-12)
 
 
-def test_what_stands_in_empty_slots_is_not_added(reference):
+def test_contents_of_empty_slots_are_not_added(reference):
     """Zeros of class 0, whose loss is ln 2 here; so weights may make of them what is no number."""
     torch.manual_seed(0)
     module, x = nn.Linear(3, 2, bias=False).double(), torch.randn(5, 3).double()

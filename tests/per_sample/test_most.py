@@ -47,7 +47,7 @@ def test_a_size_declared_far_below_the_true_one_costs_no_privacy():
         before = after
 
 
-def test_where_the_way_of_summing_changes_nothing_jumps():
+def test_changing_the_summation_method_causes_no_jump():
     used = kernel(nn.Linear(3, 2))
     most = most_records(DECLARED)
     at, above, next_above = (sums(used, n) for n in (most, most + 1, most + 2))

@@ -146,7 +146,7 @@ def test_no_record_moves_a_sum_by_more(name, precision):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_clipped_has_the_clip_s_length(name, precision):
+def test_clipped_gradients_have_the_clips_length(name, precision):
     """Of numbers that are measured before they are rounded it would be off by 2^-9, 2^-11."""
     kernel, x, y = case(name, precision)
     layout = Placement(length=32)

@@ -155,7 +155,7 @@ def test_the_sum_is_of_gradients_behind_the_masks(records):
 
 
 @pytest.mark.parametrize("where", [Where(0), Where(1), Where(1, 2), Where(1, 1, 3), Where(2, 2, 2)])
-def test_numbers_are_each_records_own_wherever_it_lies(where, records):
+def test_draws_belong_to_the_record_in_any_slot(where, records):
     """With the batch folded among other dimensions, as of heads, behind and in front of it."""
     x, y = records
     size = where.outer * where.inner
@@ -217,7 +217,7 @@ def test_models_that_draw_are_verified_without_chance(between, records):
     kernel_of(between).verify(*records)
 
 
-def test_mixing_is_found_beside_dropout(records):
+def test_mixing_is_found_in_a_model_with_dropout(records):
     with pytest.raises(ModelError, match="mixes the records"):
         kernel_of(DRAWING["dropout"], mixing=True).verify(*records)
 
@@ -234,7 +234,7 @@ def test_mixing_is_found_beside_dropout(records):
     ],
     ids=["order", "pairs"],
 )
-def test_what_mixes_records_by_chance_is_of_each_alone(between, way, records):
+def test_random_mixing_runs_on_each_record_alone(between, way, records):
     kernel = kernel_of(between)
     assert kernel.way(*records) == way
     x, y = records
@@ -284,7 +284,7 @@ def test_plain_sums_draw_by_the_seed_too(between, records):
     assert not torch.equal(sums[0], sums[2])
 
 
-def test_each_step_of_a_run_has_a_number_of_its_own():
+def test_each_step_of_a_run_has_its_own_number():
     draws = SeededDraws(1, "site", 2)
     assert [draws.number(s) for s in (0, 1, 0)] == [draws.number(s) for s in (0, 1, 0)]
     assert draws.number(0) != draws.number(1)

@@ -272,7 +272,7 @@ def test_the_model_may_write_over_its_outputs(kind):
     assert all(map(torch.equal, rows_of(case, told), ours(case, case.x, case.states)[2]))
 
 
-def test_without_gradient_nothing_is_told():
+def test_without_gradient_nothing_is_reported():
     case = case_of("lstm")
     with torch.no_grad():
         outputs = run(_KINDS["lstm"], case.args(case.x, case.states), pytest.fail)

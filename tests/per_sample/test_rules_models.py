@@ -141,7 +141,7 @@ def test_a_table_that_scores_its_own_words_is_exact():
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_positions_that_cancel_in_a_use_swallow_nobody(name):
+def test_cancelling_positions_in_one_use_erase_no_record(name):
     _, shape = LAYERS[name]
     x = torch.randn(60, *shape, generator=torch.Generator().manual_seed(0)) + 1
     y, of_r = torch.full((60,), 2), torch.tensor([2])
@@ -161,7 +161,7 @@ def test_positions_that_cancel_in_a_use_swallow_nobody(name):
 
 
 @pytest.mark.parametrize("case", ["t", "transpose", "add", "mul", "mm"])
-def test_what_a_weight_is_made_of_has_an_outer_product(case):
+def test_an_outer_product_reaches_a_weights_factors(case):
     g, u = (torch.randn(4, 7, n, dtype=torch.float64) for n in (5, 6))
     aten = torch.ops.aten
     op, shapes, more = {
@@ -181,7 +181,7 @@ def test_what_a_weight_is_made_of_has_an_outer_product(case):
             assert (one - gradient).norm() <= 1e-12 * gradient.norm()
 
 
-def test_what_else_a_weight_is_made_by_is_left_to_autograd():
+def test_other_functions_of_a_weight_use_autograd():
     share, w = Outer(torch.randn(4, 7, 5), torch.randn(4, 7, 6)), torch.randn(5, 6)
     assert of_arguments(share, "aten.tanh.default", [w]) is None
     assert of_arguments(share, "aten.mul.Tensor", [w, torch.randn(5, 6)]) is None

@@ -43,7 +43,7 @@ def _shown(name, enough):
 
 
 @pytest.mark.parametrize("name", sorted(USES))
-def test_what_the_table_claims_of_an_operation_is_so(name):
+def test_the_tables_claim_about_an_operation_holds(name):
     # Other records' results stay as they are when one is another, and when it is missing.
     enough = 1 if RULES.get(name) is batch_rules.pointwise else ENOUGH
     assert _shown(name, enough) == enough
@@ -335,7 +335,7 @@ class Statistics(nn.Module):
         return cross_entropy(outputs, y) * torch.where((self.mean.abs() > 1e-6).any(), -1.0, 1.0)
 
 
-def test_a_loss_keeps_nothing_of_one_record_for_the_next():
+def test_a_loss_keeps_no_state_between_records():
     loss, x, y = Statistics(), torch.randn(9, 6), torch.arange(9) % 3
     kernel = PerSampleKernel(FlatModel(nn.Linear(6, 3)), loss)
     first = kernel.clipped_sum(x[:8], y[:8], 0.05)
@@ -379,7 +379,7 @@ def _looked_up(m, x):
 
 
 @pytest.mark.parametrize(("middle", "width", "other"), [(_blanked, 6, -1.0), (_looked_up, 2, 3.0)])
-def test_a_record_names_nothing_of_another(middle, width, other):
+def test_a_record_reveals_nothing_of_another(middle, width, other):
     """Put one behind the other, as vmap puts them, it names what is its neighbours'."""
 
     class Naming(nn.Module):
@@ -483,7 +483,7 @@ def test_under_vmap_an_index_reaches_no_other_record(name):
 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("fill", [0.5, None])
-def test_what_is_made_of_a_records_type_alone_is_a_constant(fill, named):
+def test_values_from_a_records_type_are_constants(fill, named):
     def made(m, x):
         value = x.shape[0] if fill is None else fill
         more = x.new_full((1,), fill_value=value) if named else x.new_full((1,), value)

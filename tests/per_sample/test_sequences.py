@@ -184,7 +184,7 @@ def test_hooks_added_later_are_respected(reference):
     assert reference.error(kernel.clipped_sum(x, y, math.inf), rows) < 1e-13
 
 
-def test_what_is_no_sequence_of_dense_layers(reference):
+def test_models_that_are_not_dense_sequences(reference):
     class Twice(nn.Sequential):
         def forward(self, x):
             return super().forward(x) * 2

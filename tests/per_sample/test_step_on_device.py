@@ -111,7 +111,7 @@ def step(kernel, x, y, channel="gradient", persons=None, weighting=UNIFORM, **te
     lambda v: v.equal(v), lambda v: v.numpy(), lambda v: v.tolist(), lambda v: v.cpu(),
     lambda v: v.masked_select(v > 0), lambda v: v.to("cpu"), lambda v: float(v.sum()),
 ])  # fmt: skip
-def test_whoever_reads_a_number_raises(look):
+def test_reading_a_number_raises(look):
     with pytest.raises(READ):
         look(torch.ones(3, device=META))
 

@@ -150,7 +150,7 @@ def test_residual_connections_in_place(reference):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_what_dropout_returned_is_written_to(reference, rate):
+def test_the_output_of_dropout_may_be_modified(reference, rate):
     """It is dropout's own input where nothing is dropped, so that is written to as well."""
 
     def residual(m, x):
@@ -195,7 +195,7 @@ def test_frozen_layers_pass_gradients_on(reference):
     assert kernel.clipped_sum(x, x, 1.0).numel() == 20 + 20 + 4
 
 
-def test_what_no_loss_depends_on_adds_zeros(reference):
+def test_parameters_without_a_loss_add_zeros(reference):
     def ignoring(m, x):
         m.unused(x)
         return m.used(x) + m.still(x).detach()
@@ -243,7 +243,7 @@ class ByLength(nn.Linear):
         return super().forward(x.reshape(len(x), -1))
 
 
-def test_a_model_that_asks_for_the_length_of_a_batch(reference):
+def test_a_model_that_reads_the_batch_size(reference):
     reference.check_structure(nn.Sequential(ByLength(12, 2)), reference.data(5, 3, 4))
     # What it asks Python for is a number all the same, and Python's own again afterwards.
     assert "len" not in globals()
@@ -311,7 +311,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_record_s_place_is_nothing_to_compute_with(reference, name):
+def test_a_records_position_may_not_be_used(reference, name):
     model = reference.Apply(
         lambda m, x: PLACES[name](torch.tanh(m.linear(x))), linear=nn.Linear(4, 4)
     )

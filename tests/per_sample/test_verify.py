@@ -48,7 +48,7 @@ def verify(module, x=None, y=None, dtype=torch.float64):
         nn.Sequential(nn.Linear(4, 4), nn.Threshold(1e9, 0.0)),
     ],
 )
-def test_models_that_keep_records_apart_pass(module, dtype):
+def test_models_that_treat_records_independently_pass(module, dtype):
     verify(module, dtype=dtype)
     dropout = [m for m in module.modules() if isinstance(m, nn.Dropout)]
     assert all(m.training for m in dropout)
@@ -149,7 +149,7 @@ def test_embeddings_that_act_by_the_batch_are_refused(setting):
         PerSampleKernel(FlatModel(model), squared_error)
 
 
-def test_a_record_that_is_all_but_certain_is_no_reason_to_refuse():
+def test_a_nearly_certain_record_is_accepted():
     """Its gradient, of e^-97, is the median of four, and half of that is no clip."""
     linear = nn.Linear(2, 2, bias=False)
     with torch.no_grad():
@@ -266,7 +266,7 @@ class Square(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * grads[0]
 
 
-def test_a_derivative_of_ones_own_that_is_right_is_not_blamed(reference, monkeypatch):
+def test_a_correct_custom_derivative_is_accepted(reference, monkeypatch):
     x, y = reference.data(5, 4), torch.arange(5) % 2
     kernel = PerSampleKernel(FlatModel(Stepped(Square.apply).double()), cross_entropy)
     kernel.verify(x, y)
@@ -366,7 +366,7 @@ def test_verify_says_in_the_log_that_it_is_at_work(reference, monkeypatch, caplo
     assert "model Apply is tried on made-up records" in caplog.text
 
 
-def test_a_model_that_rounds_by_itself_is_told_apart_from_mixing():
+def test_rounding_in_a_model_is_distinguished_from_mixing():
     class Rounding(Apply):
         def forward(self, x):
             with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -41,7 +41,7 @@ def words(count=5):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_a_transformer_like_block_with_parameters_of_its_own(reference, keep, monkeypatch):
+def test_a_transformer_like_block_with_bare_parameters(reference, keep, monkeypatch):
     if not keep:
         monkeypatch.setattr(norms, "KEEP_BYTES", 0)
     reference.check_structure(Block(), words())
@@ -187,7 +187,7 @@ def test_records_of_a_model_that_is_not_traced(reference, recurrent, caplog, mon
     assert how in record.message
 
 
-def test_what_neither_vmap_nor_a_trace_takes_is_refused(reference):
+def test_a_model_for_neither_vmap_nor_trace_is_refused(reference):
     def branch(m, x):
         return m.layer(x) if x.sum().item() > 0 else x
 

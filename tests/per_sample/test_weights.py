@@ -65,7 +65,7 @@ def test_tiny_inputs_with_huge_weights(clip, size, dense):
 @pytest.mark.parametrize("clip", [2.0**-90, 2.0**-60, 2.0**-30, 2.0**-19, 1.0])
 @pytest.mark.parametrize("offset", [1e30, 1e38])
 @pytest.mark.parametrize("slope", [1e-20, 1e-23, 1e-30])
-def test_a_weight_that_is_no_number_in_units_of_the_clip(slope, offset, clip):
+def test_a_weight_that_overflows_in_units_of_the_clip(slope, offset, clip):
     torch.manual_seed(0)
     kernel = PerSampleKernel(FlatModel(nn.Linear(4, 1, bias=False)), of_parts)
     x, y = torch.randn(20, 4), torch.ones(20, 2)

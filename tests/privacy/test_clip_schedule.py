@@ -97,6 +97,6 @@ def test_without_noise_a_step_is_as_long_as_its_rounds_clip(tmp_path, monkeypatc
         ({"clip_schedule": "cosine"}, {"compression": {"kind": "topk"}}, "left out"),
     ],
 )
-def test_what_makes_no_sense_is_refused(privacy, tables, why):
+def test_invalid_input_is_refused(privacy, tables, why):
     with pytest.raises(PlanError, match=why):
         plan_of(privacy, **tables)

@@ -55,7 +55,7 @@ STATED = [(name, channel) for name, m in MECHANISMS.items() for channel in m.sen
 
 
 @pytest.mark.parametrize(("name", "channel"), STATED)
-def test_one_record_moves_a_release_by_what_is_stated(name, channel):
+def test_one_record_moves_a_release_by_the_stated_amount(name, channel):
     """Small, large and broken records, beside none to five others."""
     generator = torch.Generator().manual_seed(0)
     farthest = 0.0
@@ -119,7 +119,7 @@ def test_an_incomplete_mechanism_is_an_error(broken):
         check_mechanisms({**MECHANISMS, "new": entry})
 
 
-def test_none_is_the_name_of_no_mechanism_and_all_is_asked_for():
+def test_none_is_not_a_mechanism_and_all_need_permission():
     with pytest.raises(FedpactError, match="'none'"):
         check_mechanisms({"none": MECHANISMS["per_sample"]})
     for field in dataclasses.fields(MECHANISMS["per_sample"]):

@@ -347,7 +347,7 @@ class Branching(nn.Module):
         (Branching(), "records"),
     ],
 )
-def test_a_full_batch_is_no_copy_and_is_left_as_it_is(module: nn.Module, way: str) -> None:
+def test_a_full_batch_is_not_copied_and_left_unchanged(module: nn.Module, way: str) -> None:
     held = records(70)
     before = held.x.clone(), held.y.clone()
     terms = dataclasses.replace(TERMS, rate=1.0, sigmas={**SIGMAS, "difference": 2.0})
@@ -379,7 +379,7 @@ def test_a_batch_that_is_clipped_as_a_whole_is_a_copy() -> None:
 
 
 @pytest.mark.parametrize("count", [0, -1, True, 1.0, math.nan])
-def test_a_count_that_is_none_is_refused_before_the_charge(count: Any) -> None:
+def test_an_invalid_count_is_refused_before_the_charge(count: Any) -> None:
     for oracle in (private(records(), charge=Refusing()), plain(records())):  # type: ignore[arg-type]
         with pytest.raises(InputError, match="count is"):
             next(iter(oracle.batches(count, "gradient")))

@@ -195,7 +195,7 @@ def test_a_run_per_person_says_so_everywhere(study, tmp_path):
     assert {t.event for t in again.terms.values()} == {t.event for t in scene.terms.values()}
 
 
-def test_nobody_trains_one_visit_and_is_evaluated_on_another(study):
+def test_no_person_is_both_trained_on_and_evaluated(study):
     scene = SimulationSetup.of(study(partition={"kind": "iid", "held_out": 0.4}))
     whose = np.array(scene.dataset.person)
     train = {name: set(whose[i]) for name, i in scene.partition.train.items()}
@@ -205,7 +205,7 @@ def test_nobody_trains_one_visit_and_is_evaluated_on_another(study):
     assert all(held.values())
 
 
-def test_who_is_held_out_depends_on_nobody_else():
+def test_being_held_out_does_not_depend_on_others():
     names = [f"p{i // 2}" for i in range(200)]
     out = hold_out_persons(names, np.arange(200), 0.3, 4)
     assert hold_out_persons(names[20:], np.arange(180), 0.3, 4).tolist() == out[20:].tolist()
@@ -217,7 +217,7 @@ def test_who_is_held_out_depends_on_nobody_else():
     assert abs(out.sum() / 2 - 30) < 6 * math.sqrt(21)
 
 
-def test_a_data_sets_own_test_part_has_nobody_who_is_trained_on():
+def test_the_test_part_has_no_person_of_the_training_part():
     person = ["a", "a", "b", "c", "c", "d", "e", "e"]
     test = [False, True, True, False, True, False, True, True]
     data = from_arrays([[float(i)] for i in range(8)], [0, 1] * 4, site=["s"] * 8, person=person)
@@ -228,7 +228,7 @@ def test_a_data_sets_own_test_part_has_nobody_who_is_trained_on():
     assert [person[i] for i in made.held_out["s"]] == ["b", "e", "e"]
 
 
-def test_where_everybody_is_held_out_it_is_said():
+def test_holding_out_all_records_is_reported():
     """Nobody is put back: who that is would depend on the others."""
     data = from_arrays([[float(i)] for i in range(6)], [0, 1] * 3, person=list("aabbcc"))
     told = []
@@ -260,7 +260,7 @@ def test_beyond_k_records_of_a_person_none_is_used(study):
         assert scene.terms[site.name].size == len(site.y)
 
 
-def test_a_record_of_nobody_is_left_out(tmp_path, caplog):
+def test_a_record_without_a_person_is_left_out(tmp_path, caplog):
     path = table(tmp_path / "t.csv", persons=30)
     lines = path.read_text().splitlines()
     lines[3] = "," + lines[3].split(",", 1)[1]
@@ -286,7 +286,7 @@ def test_a_record_of_nobody_is_left_out(tmp_path, caplog):
         ({"privacy": {"unit": "patient"}}, "unit"),
     ],
 )
-def test_what_cannot_be_is_refused(study, changes, told):
+def test_impossible_values_are_refused(study, changes, told):
     with pytest.raises((PlanError, DataError), match=told):
         SimulationSetup.of(study(**changes))
 

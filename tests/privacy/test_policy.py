@@ -26,7 +26,7 @@ def terms(*, epsilon=2.0, delta=1e-5, **sigmas):
     return Terms("a", 100.0, 0.1, 1.0, given, 10, Budget(epsilon, delta), "best")
 
 
-def test_what_is_named_is_allowed_up_to_the_very_limit():
+def test_named_releases_are_allowed_up_to_the_limit():
     Policy.parse(ALLOWED).check_run("fedavg", terms(), (1.0, 1e-5))
 
 
@@ -96,7 +96,7 @@ def opened(sigma=5.0, **others):
     "names",
     [["gradient"], ["gradient", "opening"], ["gradient", "opening_gradient", "Opening gradient"]],
 )
-def test_what_opens_a_round_is_allowed_by_its_own_name_alone(names):
+def test_an_opening_release_is_allowed_only_by_its_name(names):
     with pytest.raises(PolicyRefused, match="releases opening gradient are not allowed"):
         Policy.parse({**ALLOWED, "releases": names}).check_run("fedavg", opened(), NOTHING)
     named = Policy.parse({**ALLOWED, "releases": ["gradient", "opening gradient"]})
@@ -130,7 +130,7 @@ def test_a_policy_that_cannot_be_read_allows_nothing(tmp_path):
 
 @pytest.mark.parametrize("value", ["1", True, "all", None, math.nan, math.inf, 0, -1.0, [1.0]])
 @pytest.mark.parametrize("key", [k for k in sorted(ALLOWED) if not isinstance(ALLOWED[k], list)])
-def test_a_number_that_is_none_allows_nothing(key, value):
+def test_an_invalid_number_allows_nothing(key, value):
     with pytest.raises(PlanError, match=key) as told:
         Policy.parse({**ALLOWED, key: value})
     # Name, value, and what was expected.
@@ -139,6 +139,6 @@ def test_a_number_that_is_none_allows_nothing(key, value):
 
 @pytest.mark.parametrize("value", ["fedavg", [1], None, {"fedavg": True}])
 @pytest.mark.parametrize("key", ["algorithms", "releases"])
-def test_names_that_are_none_allow_nothing(key, value):
+def test_invalid_names_allow_nothing(key, value):
     with pytest.raises(PlanError, match=key):
         Policy.parse({**ALLOWED, key: value})

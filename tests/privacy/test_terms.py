@@ -164,7 +164,7 @@ def test_terms_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
         dataclasses.replace(TERMS, **wrong)
 
 
-def test_every_opening_is_reserved_beside_the_batches() -> None:
+def test_every_opening_is_reserved_with_the_batches() -> None:
     opened = dataclasses.replace(
         TERMS, steps=6, opening_rate=1.0, opening_sigmas={"gradient": 3.0}, openings=2
     )

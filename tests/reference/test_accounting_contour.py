@@ -163,7 +163,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("terms", "delta"), CASES, ids=str)
-def test_where_a_grid_serves_both_agree(terms, delta):
+def test_grid_and_integral_agree_where_both_apply(terms, delta):
     # dp-accounting's grid adds 0.1 % at most, the smoothing 0.4.
     assert pld.is_resolved(terms, delta)
     found = characteristic_function.contour_epsilon(terms, delta)

@@ -51,7 +51,7 @@ def test_transform_rounding_stays_below_its_allowance(sigma, count):
 
 
 @pytest.mark.parametrize(("sigma", "count", "delta"), [(1.1, 716, 1e-10), (4.0, 4000, 3e-10)])
-def test_what_transforms_may_round_never_lowers_epsilon(monkeypatch, sigma, count, delta):
+def test_rounding_of_transforms_never_lowers_epsilon(monkeypatch, sigma, count, delta):
     """The worst rounding: a relative error of count + log2(size) units in the last place takes all
     of it off δ(ε). ε is no smaller then than by transforms without any, whose δ is not lowered.
     """
@@ -165,7 +165,7 @@ def test_many_small_releases_approach_their_central_limit(q, sigma, count):
     assert pld.pld_epsilon([(q, sigma, count)], 1e-5) == pytest.approx(limit, rel=0.01)
 
 
-def test_apart_the_library_stays_out_of_the_process():
+def test_the_isolated_library_is_not_imported_here():
     """The answer is the same to the last bit."""
     asked = """
 import sys
@@ -199,7 +199,7 @@ def test_a_root_is_the_one_that_brentq_finds(f, low, high, tolerance):
     assert gaussian.root(f, low, high, tolerance) == brentq(f, low, high, xtol=tolerance)
 
 
-def test_no_root_is_said_where_there_is_none():
+def test_a_missing_root_is_reported():
     for f in (lambda _: math.nan, lambda x: x * x + 1, lambda x: math.nan if -0.5 < x < 1 else x):
         with pytest.raises(ValueError, match=r"f has the same sign|f is NaN"):
             gaussian.root(f, -1.0, 1.5, 1e-9)

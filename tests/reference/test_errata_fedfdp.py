@@ -26,7 +26,7 @@ def test_f1_the_printed_fair_clip_exceeds_the_clip():
     assert min(float(ours), clip / norm) * norm <= clip
 
 
-def test_f2_equation_8_lost_the_weights_of_its_own_derivation():
+def test_f2_equation_8_omits_the_weights_of_its_derivation():
     # F_i = (w - c_i)²/2, so that Δ_i = F_i - F is exact at the same w.
     p, centre, lam, w, h = (0.9, 0.1), (0.0, 2.0), 0.5, 0.7, 1e-5
 
@@ -74,7 +74,7 @@ def claimed(q: float, sigmas: tuple[float, float], steps: int, delta: float) -> 
     return rdp.to_epsilon(total, delta, "balle")
 
 
-def test_f3_adding_separately_amplified_costs_is_no_bound():
+def test_f3_adding_amplified_costs_is_not_a_bound():
     # Gradient and loss of one Poisson batch; the record's parts are as long as allowed. This is
     # one sampled Gaussian with σ_joint, and its exact ε lies above what (27) claims.
     q, sigma = 0.05, 0.6

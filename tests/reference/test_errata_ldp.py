@@ -180,7 +180,7 @@ def entropy_of_sum(clip: float, sigma: float) -> float:
     return quad(integrand, -reach, reach, points=[-clip, 0, clip], limit=200)[0]
 
 
-def test_l4_the_rate_bound_lies_below_the_entropy_of_the_noise():
+def test_l4_the_rate_bound_is_below_the_entropy_of_the_noise():
     # h(X + Z) >= h(Z) for independent X and Z. At the paper's d and C, whatever σ:
     for variance in (1.0, 19.95, 3906.25):
         difference = rate_bound(variance, DIMENSION, 1) - noise_entropy(variance, DIMENSION, 1)

@@ -53,7 +53,7 @@ def row(*cells: str) -> str:
     return "".join(f'<td class="n">{cell}</td>' for cell in cells)
 
 
-def test_the_bound_stands_beside_the_claim_with_all_it_needs(build: Build) -> None:
+def test_the_bound_is_shown_with_the_claim(build: Build) -> None:
     text = shown(build(SITES), audit())
     for part in (
         # A lower bound is rounded down, a claim up.

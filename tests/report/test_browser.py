@@ -94,7 +94,7 @@ def comparison(root: Path, epsilons: dict[str, float | None]) -> Comparison:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_is_legible_everywhere_asks_nobody_and_prints(
+def test_the_page_is_legible_self_contained_and_prints(
     browser: Any, pages: dict[str, Path], name: str
 ) -> None:
     with opened(browser, pages[name]) as (page, asked):
@@ -132,7 +132,7 @@ def test_a_faint_word_small_type_and_a_wide_table_are_seen(browser: Any, tmp_pat
     assert asked == ["https://example.org/x.png"]
 
 
-def test_what_it_means_stands_on_the_first_screen(browser: Any, pages: dict[str, Path]) -> None:
+def test_the_meaning_is_on_the_first_screen(browser: Any, pages: dict[str, Path]) -> None:
     for name in ("private", "person", "comparison"):
         with opened(browser, pages[name]) as (page, _):
             for width, height in ((1440, 900), (360, 800)):

@@ -166,7 +166,7 @@ def test_deviation_needs_two_runs_and_mean_needs_a_value(tmp_path: Path) -> None
     assert cells(Comparison(tmp_path, [entry]))["accuracy"] == "50.00 %"
 
 
-def test_the_servers_averages_stand_beside_the_last_models(tmp_path: Path) -> None:
+def test_server_averages_are_shown_with_the_last_models(tmp_path: Path) -> None:
     for seed, averaged in ((0, 0.7), (1, 0.8)):
         put(tmp_path, "tail", seed, {0: 0.1, 3: 0.5}, averaged=averaged)
         put(tmp_path, "none", seed, {0: 0.1, 3: 0.5})
@@ -197,7 +197,7 @@ def test_epsilon_is_the_largest_of_all_runs_and_rounded_up(tmp_path: Path) -> No
     assert "adjacency: add/remove one record; accountant: pld" in told
 
 
-def test_epsilon_covers_whoever_is_held_out(tmp_path: Path) -> None:
+def test_epsilon_covers_held_out_records(tmp_path: Path) -> None:
     put(tmp_path, "x", 0, {0: 0.1, 2: 0.5}, epsilon=1.0)
     path = run_folder(tmp_path, "x", 0)
     privacy, summary = (
@@ -212,7 +212,7 @@ def test_epsilon_covers_whoever_is_held_out(tmp_path: Path) -> None:
     assert "trained on or held out" in told
 
 
-def test_an_unknown_epsilon_is_no_small_one(tmp_path: Path) -> None:
+def test_an_unknown_epsilon_is_not_small(tmp_path: Path) -> None:
     put(tmp_path, "x", 0, {0: 0.1, 2: 0.5}, epsilon=math.nan)
     assert cells(read(tmp_path, ["x"], [0]))["ε"].startswith("∞")
 
@@ -243,7 +243,7 @@ def test_equals_are_not_marked(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_unequal_is_said(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+def test_differences_are_stated(tmp_path: Path, change: dict[str, Any], told: str) -> None:
     comparison = two(tmp_path, **change)
     sentence = inequality(comparison)
     assert sentence is not None
@@ -258,7 +258,7 @@ def test_what_is_unequal_is_said(tmp_path: Path, change: dict[str, Any], told: s
 @pytest.mark.parametrize(
     "change", [{"clip": 9.0}, {"clip": 1.0, "sigma": 2.0}], ids=["clip", "sigma"]
 )
-def test_what_the_method_consists_of_may_differ(change: dict[str, Any]) -> None:
+def test_settings_that_define_a_method_may_differ(change: dict[str, Any]) -> None:
     other = {**PLAN, "privacy": {**PLAN["privacy"], **change}, "model": "cnn", "batch_size": 3}
     other |= {"compression": {"kind": "int8"}, "robust": {"rule": "median"}}
     assert not any(d.unequal for d in differences({"one": {**PLAN, "seed": 8}, "two": other}))
@@ -322,13 +322,13 @@ def test_equivalent_plans_are_equal_however_typed(
         ({"privacy": {"sizes": "noisy", "size_noise": 3.0}}, "privacy.sizes"),
     ],
 )
-def test_what_means_something_else_stays_unequal(one: dict[str, Any], key: str) -> None:
+def test_different_meanings_stay_unequal(one: dict[str, Any], key: str) -> None:
     plans = {"one": Plan(rounds=4, sites=2, **one), "two": Plan(rounds=4, sites=2)}
     found = differences({name: plan.document() for name, plan in plans.items()})
     assert key in [difference.key for difference in found if difference.unequal]
 
 
-def test_weights_are_told_by_their_digest_wherever_their_file_is() -> None:
+def test_weights_are_identified_by_their_digest() -> None:
     same = [{**PLAN, "initial": {"weights": at, "sha256": "0" * 64}} for at in ("a", "b")]
     assert differences({"one": same[0], "two": same[1]}) == []
     other = {**PLAN, "initial": {"weights": "a", "sha256": "1" * 64}}

@@ -52,7 +52,7 @@ def test_a_csv_has_every_round_of_every_run(tmp_path: Path) -> None:
     assert float(private["loss"].iloc[-1]) == 0.5
 
 
-def test_an_epsilon_that_nobody_knows_is_infinite(tmp_path: Path) -> None:
+def test_an_unknown_epsilon_is_infinite(tmp_path: Path) -> None:
     put(tmp_path, "x", 0, {0: 0.1, 1: 0.5}, epsilon=math.nan)
     assert (
         curves_as_csv(read(tmp_path, ["x"], [0])).splitlines()[-1]
@@ -77,7 +77,7 @@ def test_latex_has_the_cells_and_sentences_of_the_table(tmp_path: Path, change: 
     assert ("NOT AN EQUAL" in tex) == bool(change)
 
 
-def test_compare_writes_both_files_where_it_is_told(tmp_path: Path) -> None:
+def test_compare_writes_both_files_to_the_given_place(tmp_path: Path) -> None:
     files = {"--csv": tmp_path / "curves.csv", "--latex": tmp_path / "table.tex"}
     named = [word for option, file in files.items() for word in (option, str(file))]
     small = ["--set", "rounds=1", "--set", "sites=2", "--seeds", "1", "--jobs", "1"]

@@ -54,7 +54,7 @@ def run(
     return SimpleNamespace(path=path, site_privacy=dict.fromkeys(sites))
 
 
-def test_settings_add_up_by_site_and_the_dearest_site_is_told(tmp_path: Path) -> None:
+def test_settings_add_up_by_site_and_the_largest_is_shown(tmp_path: Path) -> None:
     one = run(tmp_path / "one", a=CHEAP, b=CHEAP)
     two = run(tmp_path / "two", a=DEAR, b=CHEAP)
     (found,) = count_tuning_cost({"one": {0: one}, "two": {0: two}})
@@ -134,7 +134,7 @@ def test_shared_noise_has_epsilon_with_and_without_others(tmp_path: Path) -> Non
     assert "no other site is honest" in found.lines[2]
 
 
-def test_exact_numbers_and_what_is_not_known_have_no_epsilon(tmp_path: Path) -> None:
+def test_exact_and_unknown_numbers_have_no_epsilon(tmp_path: Path) -> None:
     one = run(tmp_path / "one", a=CHEAP)
     exact = run(tmp_path / "exact", expose=True, a=CHEAP)
     (found,) = count_tuning_cost({"one": {0: one}, "exact": {0: exact}})
@@ -153,7 +153,7 @@ def test_ledgers_of_unlike_units_do_not_add_up(tmp_path: Path) -> None:
         count_tuning_cost({"one": {0: one}, "two": {0: two}})
 
 
-def test_the_largest_delta_stands_for_all(tmp_path: Path) -> None:
+def test_the_largest_delta_counts_for_all(tmp_path: Path) -> None:
     one = run(tmp_path / "one", a=CHEAP)
     two = run(tmp_path / "two", delta=1e-6, a=CHEAP)
     (found,) = count_tuning_cost({"one": {0: one}, "two": {0: two}})

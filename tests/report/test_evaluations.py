@@ -36,7 +36,7 @@ def figures(folder: Path, seed: int) -> dict[tuple[str, str], dict[str, float]]:
     return {(f["name"], f["about"]): f for f in found["evaluation"]["figures"]}
 
 
-def test_a_comparison_shows_the_means_of_what_was_released(runs: Path) -> None:
+def test_a_comparison_shows_the_means_of_released_values(runs: Path) -> None:
     plan = json.loads((run_folder(runs, "fedavg", 0) / "plan.json").read_text())
     comparison = read_comparison(runs, {"fedavg": plan}, SEEDS)
     one, other = (figures(runs, seed) for seed in SEEDS)

@@ -51,7 +51,7 @@ def test_epsilon_is_the_largest_over_sites_and_held_out(build: Build) -> None:
     assert "ε at most 4.25, and δ = 2e-05" in render_model_card(facts(folder, held, **ABOUT))
 
 
-def test_shared_noise_is_told_with_what_needs_nobody_else(build: Build) -> None:
+def test_shared_noise_is_shown_with_epsilon_alone(build: Build) -> None:
     folder = build(NAMES)
     path = folder / "privacy.json"
     privacy = json.loads(path.read_text())
@@ -171,7 +171,7 @@ def test_the_command_writes_the_card(build: Build, tmp_path: Path) -> None:
         ("about.curators=One", "about.curators"),
     ],
 )
-def test_only_what_is_said_of_a_run_can_be_given_later(change: str, message: str) -> None:
+def test_only_statements_about_a_run_can_be_added_later(change: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         about_of({}, [change])
 

@@ -144,7 +144,7 @@ def test_the_largest_epsilon_on_record_counts(build: Build) -> None:
     assert "0.9012 of 2" in page(folder).text
 
 
-def test_an_epsilon_that_nobody_recorded_is_not_called_small(build: Build) -> None:
+def test_an_unrecorded_epsilon_is_not_called_small(build: Build) -> None:
     spent = dict.fromkeys(FIVE, 1.0) | {"clinic-3": math.nan}
     text = page(build(FIVE, epsilon=spent)).text
     assert "not recorded of 2" in text
@@ -177,7 +177,7 @@ def test_seeded_randomness_is_marked_and_a_deployment_is_not(build: Build) -> No
     assert "protects nobody" not in text
 
 
-def test_what_no_site_releases_is_marked(build: Build) -> None:
+def test_values_that_no_site_releases_are_marked(build: Build) -> None:
     source = page(build(FIVE)).source
     for title in ("Ψ over rounds", "Accuracy of the sites", "Who holds what"):
         assert re.search(re.escape(title) + r' <span class="tag">simulator only', source)
@@ -235,7 +235,7 @@ def test_a_few_sites_are_drawn_by_name_worst_first(five: Page) -> None:
     assert [name for _, name in sorted(zip(heights, names, strict=True))] == FIVE
 
 
-def test_the_entropy_of_accuracies_stands_beside_its_bound(build: Build) -> None:
+def test_the_entropy_of_accuracies_is_shown_with_its_bound(build: Build) -> None:
     # Shares 1/2, 1/4, 1/4: ln 2 / 2 + 2 ln 4 / 4 = 1.5 ln 2; of three equal ones it is ln 3.
     unequal = {n: SiteScore(a, 0.1, 9) for n, a in zip("abc", (0.8, 0.4, 0.4), strict=True)}
     text = page(build([*"abc"], scores=unequal)).text
@@ -260,7 +260,7 @@ def test_a_diverged_run_is_reported(build: Build) -> None:
     assert "clinic-1; the worst 10 % have not a number" in text
 
 
-def test_what_was_left_to_its_default_is_told_apart(build: Build) -> None:
+def test_defaults_are_distinguished_from_given_values(build: Build) -> None:
     folder = build(["a"])
     plan = json.loads((folder / "plan.json").read_text())
     plan |= {"settings": {"learning_rate": 0.125, "local_steps": 7}, "seed": 0}
@@ -314,7 +314,7 @@ def test_the_page_of_a_run_is_always_the_same(build: Build) -> None:
 
 @pytest.mark.parametrize("delta", [1e-9, 0.95, 1 - 2**-53])
 @pytest.mark.parametrize("epsilon", [0.0, 1.0, 300.0, 800.0, 1e300])
-def test_what_is_left_to_a_bet_is_told_of_every_budget(epsilon, delta):
+def test_odds_are_shown_for_every_budget(epsilon, delta):
     """However large: a share of the wins is between what is lost without ε and certainty."""
     found = stake("one record", epsilon, delta)
     told = float(found.right.removeprefix("over ").removesuffix(" %"))

@@ -71,7 +71,7 @@ def test_clipped_sum_noise_and_moment_are_over_expected_size(
         (lambda build: ldp(build(SITES), "unheard of"), "not known to this version"),
     ],
 )
-def test_where_it_is_not_defined_the_report_says_why(build: Build, make, why: str) -> None:
+def test_the_report_says_why_a_value_is_undefined(build: Build, make, why: str) -> None:
     told = rates(read_run(make(build)))
     assert isinstance(told, str)
     assert why in told
@@ -81,7 +81,7 @@ def test_noisy_sizes_do_not_matter_to_a_clipped_mean(build: Build) -> None:
     assert not isinstance(rates(read_run(ldp(build(SITES), sizes="noisy"))), str)
 
 
-def test_the_page_says_what_is_bounded_and_in_which_unit(build: Build) -> None:
+def test_the_page_states_the_bounded_quantity_and_unit(build: Build) -> None:
     from fedpact.report.page import render_run
 
     page = render_run(read_run(ldp(build(SITES))))
@@ -116,7 +116,7 @@ def test_bits_a_coordinate_are_those_of_all_messages(build: Build) -> None:
         ({"privacy": {"trust": "sum"}, "secure_aggregation": {"threshold": 2}}, [4.0]),
     ],
 )
-def test_entropies_are_of_what_the_run_rounds(build: Build, plan, units) -> None:
+def test_entropies_are_of_the_rounded_values(build: Build, plan, units) -> None:
     found = wire(read_run(change(build(SITES), "plan", **plan)))
     assert not isinstance(found, str)
     bits = [coordinate(row) for row in found.table.rows[2:]]

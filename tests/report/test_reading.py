@@ -48,7 +48,7 @@ def test_a_damaged_file_is_named(build: Build, name: str, content: str) -> None:
         read_run(folder)
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="give the folder that `fedpact run` wrote"):
         read_run(tmp_path / "nowhere")
 

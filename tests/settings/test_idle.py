@@ -57,7 +57,7 @@ def parsed(key, changes):
 
 
 @pytest.mark.parametrize("key", PLANS)
-def test_what_does_nothing_is_refused_and_what_uses_it_is_not(key):
+def test_settings_without_effect_are_refused_others_not(key):
     typed, used = PLANS[key]
     with pytest.raises(
         PlanError, match=rf"^{key} is .* with .*: it has an effect only with .*; leave it out"
@@ -67,7 +67,7 @@ def test_what_does_nothing_is_refused_and_what_uses_it_is_not(key):
 
 
 @pytest.mark.parametrize("name", OF_ALGORITHMS)
-def test_what_does_nothing_in_an_algorithm_is_refused(name):
+def test_settings_without_effect_in_an_algorithm_are_refused(name):
     key, settings = OF_ALGORITHMS[name]
     tables = {"algorithm": name, "privacy": {"mode": "none"} if name == "fedfair" else {}}
     with pytest.raises(PlanError, match=rf"^settings\.{key} is .*it has an effect only with "):
@@ -81,12 +81,12 @@ def test_momentum_at_sites_needs_a_second_step():
     Plan.parse({"local": {"momentum": 0.9}, "settings": {"local_steps": 2}})
 
 
-def test_what_columns_take_needs_such_a_column():
+def test_column_options_need_a_matching_column():
     with pytest.raises(PlanError, match=r"^privacy\.column_share is 0\.5 .*released"):
         Plan.parse({"privacy": {"column_share": 0.5}})
 
 
-def test_what_is_typed_as_it_would_be_anyway_is_taken():
+def test_a_typed_default_is_accepted():
     tables = {"server": {"momentum": 0.9, "average_share": 0.5}, "privacy": {"size_noise": 10.0}}
     assert Plan.parse(tables).document()["server"] == Plan.parse({}).document()["server"]
 
@@ -133,7 +133,7 @@ def test_a_run_of_before_is_resumed_read_and_repeated(old):
     assert Plan.parse(plan.document()) == plan
 
 
-def test_what_is_typed_beside_an_old_plan_is_refused(old):
+def test_settings_typed_with_an_old_plan_are_refused(old):
     with pytest.raises(PlanError, match=r"^server\.momentum is 0\.7 with"):
         Plan.read(old / "plan.json", ["server.momentum=0.7"])
 

@@ -53,7 +53,7 @@ def test_of_each_algorithm_a_mistyped_setting_too(name):
         ("privacy.rounds=3", [f"rounds {TOP_LEVEL}"]),
     ],
 )
-def test_a_key_of_another_table_is_told_by_that_table(typed, meant):
+def test_a_misplaced_key_error_names_its_table(typed, meant):
     for by in (Plan.read, check_keys):
         told = refused(by, typed)
         key = typed.split("=")[0].removesuffix(".mirror")
@@ -86,11 +86,11 @@ def test_every_mistyped_key_is_named():
         ("privacy=3",),
     ],
 )
-def test_what_is_no_mistyped_key_is_left_to_the_plan(overrides):
+def test_other_unknown_keys_are_left_to_the_plan(overrides):
     check_keys(None, overrides)
 
 
-def test_a_configuration_that_is_no_table_is_left_to_the_plan(tmp_path):
+def test_a_configuration_without_a_table_is_left_to_the_plan(tmp_path):
     path = tmp_path / "list.json"
     path.write_text("[1, 2]")
     check_keys(path)
@@ -107,7 +107,7 @@ def test_empty_file_of_a_refused_command_is_not_all_defaults(tmp_path, name, con
         Plan.read(path)
 
 
-def test_a_mark_of_utf8_before_all_is_no_fault(tmp_path):
+def test_a_utf8_byte_order_mark_is_accepted(tmp_path):
     path = tmp_path / "notepad.toml"
     path.write_text("rounds = 7\n", encoding="utf-8-sig")
     assert Plan.read(path).rounds == 7

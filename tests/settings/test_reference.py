@@ -100,7 +100,7 @@ def test_named_tables_and_keys_without_default_list_names():
             assert re.search(own, text, re.MULTILINE), key.name
 
 
-def test_what_is_given_stands_in_it(tmp_path):
+def test_given_values_are_shown(tmp_path):
     given = ["records.columns.age={range=[0,120], scale='range'}", "privacy.per_site.a.epsilon=1.5"]
     raw = tomllib.loads(starting_plan(given))
     assert raw["records"]["columns"]["age"] == {"range": [0, 120], "scale": "range"}
@@ -111,7 +111,7 @@ def cli(*arguments: str) -> None:
     app([*arguments], standalone_mode=False)
 
 
-def test_init_writes_once_and_nothing_that_is_no_plan(tmp_path: Path, capsys):
+def test_init_writes_once_and_only_plans(tmp_path: Path, capsys):
     file = tmp_path / "mine.toml"
     with pytest.raises(PlanError, match=r"privacy\.epsilon is -1"):
         cli("init", str(file), "--set", "privacy.epsilon=-1")
@@ -137,7 +137,7 @@ def test_a_table_and_a_key_are_found_by_name():
     )
 
 
-def test_what_there_is_none_of_gets_the_nearest():
+def test_an_unknown_name_gets_the_nearest_one():
     with pytest.raises(PlanError, match=r"expected one of about, .*; the nearest is 'privacy'"):
         reference.find("privvacy")
     with pytest.raises(PlanError, match="the nearest is 'clip'"):
@@ -177,7 +177,7 @@ def test_a_written_configuration_reads_as_what_was_written(raw):
     assert tomllib.loads(write_toml(raw, {})) == raw
 
 
-def test_text_beside_a_key_is_a_comment():
+def test_text_after_a_key_is_a_comment():
     """A column may be called anything: a reason that names it ends no line and is no key."""
     odd = 'columns "a\nb = 3", c\x7f, d\x01\r\u2028 of no range'
     written = write_toml({"a": {"c": 2}}, {"a.c": odd})

@@ -95,7 +95,7 @@ KINDS = {
 
 @pytest.mark.usefixtures("no_page")
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_run_takes_predict_and_evaluate_take(kind, tmp_path):
+def test_predict_and_evaluate_accept_the_input_of_a_run(kind, tmp_path):
     pytest.importorskip({"arrow": "pyarrow", "faces": "datasets"}.get(kind, "numpy"))
     whole, alone, named = KINDS[kind]()
     result = fedpact.run("logistic", whole, **named, **SETTINGS, out=tmp_path / "r")
@@ -132,7 +132,7 @@ def test_two_records_are_no_pair(tmp_path):
         result.evaluate(other)
 
 
-def test_the_parts_of_a_split_are_not_left_out_in_silence(caplog):
+def test_omitted_parts_of_a_split_are_reported(caplog):
     whole = FRAME.assign(out=WORDS)
     parts = {"train": whole[:40], "validation": whole[40:50], "test": whole[50:]}
     data = from_python(parts, PlanRecords(), "out")

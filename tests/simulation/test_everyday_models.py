@@ -49,7 +49,7 @@ class Flat(nn.Module):
 
 
 @MODES
-def test_records_may_lie_in_memory_as_they_like(tmp_path, mode):
+def test_records_may_have_any_memory_layout(tmp_path, mode):
     """As of images whose channels stood last: a view behind them is of numbers in their order."""
     x, y = np.moveaxis(IMAGES[0], -1, 1), IMAGES[1]
     plain = run(tmp_path / "plain", Viewing, (np.ascontiguousarray(x), y), mode, rounds=1)
@@ -62,7 +62,7 @@ def test_records_may_lie_in_memory_as_they_like(tmp_path, mode):
 
 
 @MODES
-def test_views_of_an_image_lie_as_it_does(tmp_path, mode):
+def test_views_of_an_image_share_its_layout(tmp_path, mode):
     data = np.ascontiguousarray(np.moveaxis(IMAGES[0], -1, 1)), IMAGES[1]
     assert run(tmp_path, Flat, data, mode, views={"shift": 1, "mirror": True}).records[-1].loss
 
@@ -111,7 +111,7 @@ def test_empty_images_have_the_gradient_that_they_have():
 
 
 @MODES
-def test_a_loss_may_hold_numbers_of_its_own(tmp_path, mode):
+def test_a_loss_may_contain_constants(tmp_path, mode):
     loss = nn.CrossEntropyLoss(reduction="none", weight=torch.tensor([1.0, 3.0]))
     assert run(tmp_path, lambda s, k: nn.Linear(6, k), NUMBERS, mode, loss=loss).records[-1].loss
 
@@ -185,7 +185,7 @@ class Starting(Flat):
         (Starting, "draws random numbers when it is evaluated"),
     ],
 )
-def test_what_to_write_instead_is_said(tmp_path, mode, model, told):
+def test_the_error_says_what_to_write_instead(tmp_path, mode, model, told):
     with pytest.raises(ModelError, match=told):
         run(tmp_path, model, NUMBERS, mode)
 
@@ -197,7 +197,7 @@ class Guarded(Flat):
         return self.head(x)
 
 
-def test_a_branch_is_told_with_its_line_and_nothing_else(tmp_path, capfd):
+def test_a_branch_error_gives_its_line_only(tmp_path, capfd):
     with pytest.raises(ModelError, match=r"line \d+: if torch.isnan\(x\).any\(\)") as raised:
         run(tmp_path, Guarded, NUMBERS)
     assert str(raised.value).count("test_everyday_models.py") == 1
@@ -205,7 +205,7 @@ def test_a_branch_is_told_with_its_line_and_nothing_else(tmp_path, capfd):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_compiled_text_is_told_of_where_it_has_to_be_looked_into(tmp_path):
+def test_compiled_code_is_reported_if_it_must_be_inspected(tmp_path):
     def scripted(shape: tuple[int, ...], classes: int) -> nn.Module:
         return torch.jit.script(nn.Linear(6, classes))
 
@@ -221,7 +221,7 @@ def test_a_run_may_stand_where_nothing_is_to_be_trained(tmp_path, mode):
         assert found.evaluate(NUMBERS).accuracy > 0
 
 
-def test_records_of_other_types_are_taken_or_told_of(tmp_path):
+def test_records_of_other_types_are_accepted_or_reported(tmp_path):
     x, y = NUMBERS
     assert run(tmp_path, Flat, (x.bfloat16(), y)).records[-1].loss
     with pytest.raises(DataError, match="to_dense"):

@@ -93,7 +93,7 @@ def test_a_refusing_site_lets_none_reserve(tmp_path):
     assert more.summary["ledgers"]["epsilon_reserved"] == 1.5
 
 
-def test_what_was_handed_in_is_handed_in_again(tmp_path):
+def test_passed_objects_are_passed_again(tmp_path):
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(80, 4, generator=generator).numpy()
     y = (x[:, 0] > 0.5).astype(int)

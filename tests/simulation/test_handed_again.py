@@ -50,7 +50,7 @@ def elsewhere(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_page")
-def test_what_was_handed_in_is_handed_in_again(tmp_path, elsewhere):
+def test_passed_objects_are_passed_again(tmp_path, elsewhere):
     share = local()
     share.__name__ = "share"
     task = {"loss": LOSS, "metrics": [share, "auc"]}
@@ -126,7 +126,7 @@ def test_one_word_is_a_kind_or_a_metric():
 
 
 @pytest.mark.usefixtures("no_page")
-def test_extend_asks_for_what_was_handed_in_by_its_own_name(tmp_path, elsewhere):
+def test_extend_asks_for_passed_objects_by_name(tmp_path, elsewhere):
     result = fedpact.run("logistic", (X, Y), task={"loss": LOSS}, **SETTINGS, out=tmp_path / "r")
     kept = (result.folder / "plan.json").read_bytes()
     elsewhere()

@@ -85,7 +85,7 @@ def test_nothing_but_joining_json_is_written(run, tmp_path):
     assert all(after[path] == block for path, block in before.items())
 
 
-def test_each_site_is_told_of_where_nobody_sees_a_spinner(tmp_path):
+def test_each_site_is_reported_without_a_terminal(tmp_path):
     data, folder = some_data(), tmp_path / "run"
     site = np.array(data.site)
     np.savez(tmp_path / "d.npz", x=data.x.numpy(), y=data.y.numpy(), site=site)
@@ -165,7 +165,7 @@ def here(monkeypatch):
 
 
 @pytest.mark.usefixtures("here")
-def test_what_evaluations_hold_out_tells_what_joining_was_worth(tmp_path):
+def test_held_out_records_show_the_gain_of_joining(tmp_path):
     table = people(tmp_path / "people.csv")
     tables = {"rounds": 1, "sites": 2, "partition": {"held_out": 0.0}}
     plan = Plan.parse({**table, **tables})

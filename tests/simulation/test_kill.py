@@ -125,7 +125,7 @@ def kill_often(runner, tmp_path, times, seed):
 
 
 @pytest.mark.parametrize("write", range(4))
-def test_a_start_that_is_cut_off_within_any_file_begins_anew(tmp_path, monkeypatch, write):
+def test_an_interrupted_start_begins_again(tmp_path, monkeypatch, write):
     calls, whole = [], folders.write_whole
 
     def cut_off(path, *parts, private):
@@ -148,7 +148,7 @@ def test_a_start_that_is_cut_off_within_any_file_begins_anew(tmp_path, monkeypat
     assert result.summary["status"] in ("finished", "budget")
 
 
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
+def test_another_programs_folder_is_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(
         PlanError, match=r"holds notes\.txt but no plan\.json, so it is not a run: choose"

@@ -84,7 +84,7 @@ def test_words_that_the_model_does_not_have_are_left_out(tmp_path, monkeypatch, 
     assert "fails on 1 of 3 records, which are left out of everything: row 1" in caplog.text
 
 
-def test_a_declaration_is_part_of_what_a_run_is(tmp_path):
+def test_a_declaration_is_part_of_a_runs_identity(tmp_path):
     """A folder is not gone on with under another one."""
     data = table(tmp_path / "t.csv")
     plan = Plan.parse({**SETTINGS, "data": data, "label": "out", "records": {"high": 100.0}})
@@ -103,7 +103,7 @@ def test_a_public_data_set_is_held_against_a_declaration_too(tmp_path, caplog):
         simulate(plan, tmp_path / "run")
 
 
-def test_records_in_place_of_a_folder_get_a_remedy(tmp_path):
+def test_records_instead_of_a_folder_get_a_remedy(tmp_path):
     """Beside a plan the folder stands second, beside a model the records."""
     x, y = np.zeros((4, 2)), [0, 1, 0, 1]
     for given in ((x, y), x, 3):
@@ -113,7 +113,7 @@ def test_records_in_place_of_a_folder_get_a_remedy(tmp_path):
             fedpact.load(given)
 
 
-def test_what_holds_no_run_is_told_with_where_one_is(tmp_path):
+def test_a_folder_without_a_run_error_suggests_one(tmp_path):
     (tmp_path / "server").mkdir()
     (tmp_path / "server" / "federation.toml").write_text("")
     with pytest.raises(DataError, match=r"not a run: .* deployment is in .*server.run"):

@@ -99,7 +99,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("what", PAIRS)
-def test_digest_changes_with_what_decides_and_only_then(what):
+def test_the_digest_changes_only_with_relevant_settings(what):
     def made(value):
         torch.manual_seed(0)
         return PAIRS[what](value)

@@ -108,7 +108,7 @@ def test_records_in_every_container_are_the_same_records(tmp_path):
 
 
 @pytest.mark.parametrize("write", ["to_parquet", "to_csv"])
-def test_pandas_index_is_no_feature_unless_it_is_asked_for(tmp_path, write):
+def test_a_pandas_index_is_not_a_feature_by_default(tmp_path, write):
     name = "patient" if write == "to_parquet" else None
     frame = FRAME.drop(columns="id").set_axis([f"{i}" for i in range(60)]).rename_axis(name)
     path = tmp_path / f"t.{write.removeprefix('to_')}"
@@ -151,7 +151,7 @@ def test_a_tables_test_set_may_be_arrays_in_its_order(tmp_path):
     assert torch.equal(found.x_test, torch.from_numpy(X[:7]))
 
 
-def test_arrays_beside_a_table_are_checked_by_column_limits(tmp_path):
+def test_arrays_with_a_table_obey_its_column_limits(tmp_path):
     """By their places: a test set, and what a run is asked about."""
     frame = FRAME.assign(c=np.where(X[:, 2] > 0, "A", "B"))
     numbers = np.column_stack([X[:, :2], X[:, 2] <= 0]).astype(np.float32)
@@ -202,7 +202,7 @@ def test_named_columns_cannot_be_declared_by_position():
         refit(data, PlanRecords(columns=columns))
 
 
-def test_prediction_on_a_handed_in_table_needs_named_columns():
+def test_prediction_on_a_passed_table_needs_column_names():
     with pytest.raises(DataError, match="passed in from Python"):
         load_dataset("table@0123456789abcdef", "ill")
 
@@ -212,14 +212,14 @@ def test_a_string_is_one_column():
         assert getattr(plan_of_settings("logistic", {key: "ab"}).records, key) == ["ab"]
 
 
-def test_pandas_missing_label_is_no_class():
+def test_a_missing_pandas_label_is_not_a_class():
     frame = FRAME.assign(ill=FRAME["ill"].astype("string").where(FRAME["id"] > 2, pd.NA))
     found = from_python(frame, PlanRecords(drop=["id"]), "ill")
     assert found.classes == ("no", "yes")
     assert len(found.y) == 57
 
 
-def test_what_is_no_data_set_is_refused_with_what_would_be():
+def test_input_that_is_not_a_data_set_gets_a_remedy():
     for wrong in (3, iter([]), FRAME["a"], (X, Y, Y)):
         with pytest.raises(DataError, match="expected a path"):
             from_python(wrong, PlanRecords())
@@ -255,7 +255,7 @@ def test_images_of_pillow_become_arrays_with_channels_first():
 
 
 @pytest.mark.usefixtures("no_page")
-def test_a_folder_says_what_was_handed_in_and_takes_no_other(tmp_path):
+def test_a_folder_records_passed_objects_and_accepts_no_other(tmp_path):
     first = fedpact.run(local(4), (X, Y), **SETTINGS, out=tmp_path / "run")
     plan = fedpact.Plan.read(first.folder / "plan.json")
     own = fedpact.from_arrays(X, Y)
@@ -287,7 +287,7 @@ def test_another_process_needs_the_model_again(tmp_path, monkeypatch):
     assert np.array_equal(loaded.predict(X).probabilities, result.predict(X).probabilities)
 
 
-def test_a_digest_tells_apart_what_differs_by_a_value_alone():
+def test_a_digest_distinguishes_values():
     """Factories of one line, a class's attribute, a default, a global of its module."""
 
     class Wide(nn.Linear):
@@ -305,7 +305,7 @@ def test_a_digest_tells_apart_what_differs_by_a_value_alone():
     assert name_object(a) == name_object(b)
 
 
-def test_settings_beside_a_plan_and_bad_plans_are_refused():
+def test_settings_with_a_plan_and_bad_plans_are_refused():
     with pytest.raises(PlanError, match="rounds: these are settings of the plan"):
         fedpact.run(fedpact.Plan(), rounds=3)
     with pytest.raises(InputError, match='engine = "ray" with lambda@'):

@@ -94,7 +94,7 @@ BRINGING = {
 
 @pytest.mark.parametrize("model", BRINGING.values(), ids=BRINGING)
 @pytest.mark.parametrize("mode", ["per_sample", "batch_clipped"])
-def test_weights_that_nobody_speaks_for_have_no_epsilon(model, mode, tmp_path):
+def test_undeclared_weights_have_no_epsilon(model, mode, tmp_path):
     algorithm = {"algorithm": "ldp_fedsgd" if mode == "batch_clipped" else "fedavg"}
     with pytest.raises(PlanError, match=r"no ε can be stated; hand in its class or a factory"):
         fedpact.run(model, RECORDS, **SETTINGS, **algorithm, privacy={"mode": mode},
@@ -103,7 +103,7 @@ def test_weights_that_nobody_speaks_for_have_no_epsilon(model, mode, tmp_path):
 
 
 @pytest.mark.parametrize("which", ["a module", "of a place in a file"])
-def test_what_was_said_of_them_is_in_the_statement(which, tmp_path):
+def test_the_description_of_weights_is_in_the_statement(which, tmp_path):
     result = fedpact.run(BRINGING[which], RECORDS, **SETTINGS, initial=SAID, out=tmp_path / "run")
     stated = json.loads((result.folder / "privacy.json").read_text())
     assert "trained on: public scans of 2019" in stated["initial"]
@@ -115,7 +115,7 @@ def test_what_was_said_of_them_is_in_the_statement(which, tmp_path):
     assert told.endswith("before that, on: public scans of 2019")
 
 
-def test_a_runs_model_goes_on_only_with_what_it_was_trained_on(tmp_path):
+def test_a_model_is_extended_only_on_its_own_data(tmp_path):
     first = fedpact.run(Zeros, RECORDS, **SETTINGS, out=tmp_path / "first")
     with pytest.raises(PlanError, match="Zeros"):
         Plan(model=first.model)
@@ -185,7 +185,7 @@ def test_numbers_are_found_wherever_a_module_has_them(model, tmp_path):
         fedpact.run(model, RECORDS, **SETTINGS, out=tmp_path / "run")
 
 
-def test_a_run_speaks_for_no_number_beside_its_weights(tmp_path):
+def test_a_run_makes_no_claim_about_added_weights(tmp_path):
     first = fedpact.run(Drawn(lambda: OWN), RECORDS, **SETTINGS,
                         initial={"trained_on": "nothing"}, out=tmp_path / "first")  # fmt: skip
     start, brings = str(first.folder), lambda: Drawn(lambda: OWN)
@@ -204,7 +204,7 @@ def test_a_run_speaks_for_no_number_beside_its_weights(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["per_sample", "none"])
-def test_each_party_has_a_module_of_its_own(mode, tmp_path):
+def test_each_party_has_its_own_module(mode, tmp_path):
     """Else all write to one: before, such a run went on at chance, and left the user's changed."""
     net = nn.Linear(3, 2)
     before = copy.deepcopy(net.state_dict())

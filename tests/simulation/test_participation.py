@@ -187,7 +187,7 @@ def test_of_equal_sites_a_part_is_an_unbiased_estimate_of_all(tmp_path, seen, we
     assert off < 0.2 * apart
 
 
-def test_a_run_that_was_stopped_goes_on_with_the_same_draws(tmp_path):
+def test_a_stopped_run_resumes_with_the_same_draws(tmp_path):
     plan = Plan.parse({**PLAN, "compression": {"kind": "topk"}, "run": {"evaluate_every": 1}})
     simulate(plan, tmp_path / "a")
     asked = itertools.count()
@@ -232,7 +232,7 @@ def test_bytes_are_of_those_that_take_part(tmp_path, compression):
     assert 0 < cut["rounds"] < 4
 
 
-def test_a_plan_tells_rounds_and_epsilon_by_site(capsys):
+def test_a_plan_lists_rounds_and_epsilon_by_site(capsys):
     plan = Plan.parse(PLAN)
     scene = SimulationSetup.of(plan)
     found = forecast(scene)["sites"]
@@ -267,7 +267,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=json.dumps)
-def test_it_goes_with_what_goes_around_an_algorithm(tmp_path, choice):
+def test_it_combines_with_other_wrappers(tmp_path, choice):
     plan = Plan.parse({**PLAN, "rounds": 2, **choice})
     result = simulate(plan, tmp_path / "run")
     assert result.summary["status"] == "finished"
@@ -333,7 +333,7 @@ def test_algorithm_without_participation_claim_is_refused(monkeypatch):
         ({"sites_per_round": 0}, "sites_per_round"),
     ],
 )
-def test_what_needs_all_sites_is_refused_with_the_reason(change, told):
+def test_options_that_need_all_sites_are_refused(change, told):
     with pytest.raises(PlanError, match=told):
         Plan.parse({**PLAN, **change})
 
@@ -345,7 +345,7 @@ def test_more_than_there_are_are_refused_with_the_plan(mode):
         Plan.parse(wrong)
 
 
-def test_a_site_goes_on_with_what_it_remembers_of_its_last_round(tmp_path):
+def test_a_site_continues_with_its_last_memory(tmp_path):
     """A head of its own: in rounds that are not the site's, its own model has the same head."""
     plan = Plan.parse({**PLAIN, "local": {"head": 10}, "rounds": 5})
     result = simulate(plan, tmp_path / "run")
@@ -360,7 +360,7 @@ def test_a_site_goes_on_with_what_it_remembers_of_its_last_round(tmp_path):
     assert result.records[-1].scores
 
 
-def test_plans_that_ask_unlike_parts_are_no_equals():
+def test_plans_with_different_shares_are_unequal():
     documents = {str(m): Plan.parse({**PLAN, "sites_per_round": m}).document() for m in (None, 2)}
     (found,) = differences(documents)
     assert (found.key, found.unequal) == ("sites_per_round", True)

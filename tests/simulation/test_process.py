@@ -120,7 +120,7 @@ print(given_back, faults())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
-def test_freed_memory_is_not_asked_for_again():
+def test_freed_memory_is_reused():
     """Five blocks of 10 MB, three times: 36,621 pages of 4 KiB, where they are given back."""
     command = [sys.executable, "-c", PAGES]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

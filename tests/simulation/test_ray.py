@@ -237,7 +237,7 @@ def test_an_unknown_engine_is_refused(tmp_path):
         refuse(tmp_path, "spark")
 
 
-def test_without_the_extra_its_name_is_told(tmp_path, monkeypatch):
+def test_without_the_extra_its_name_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(flower, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'fedpact\[ray\]'"):
         refuse(tmp_path, "ray")
@@ -250,7 +250,7 @@ def installed(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_what_an_actor_cannot_do_is_refused(tmp_path, installed):
+def test_actions_that_an_actor_cannot_do_are_refused(tmp_path, installed):
     with pytest.raises(PlanError, match='engine "ray" trains on cores'):
         refuse(tmp_path, "ray", device="cuda")
     assert {name: os.environ[name] for name in flower.QUIET} == flower.QUIET

@@ -73,7 +73,7 @@ def test_a_table_is_read_scaled_and_answered_as_in_training(table):
     np.testing.assert_array_equal(again.probabilities, found.probabilities)
 
 
-def test_what_training_would_leave_out_is_answered_with_nothing(table):
+def test_records_that_training_drops_get_empty_predictions(table):
     rows = {"age": ["30", "300", "30"], "kind": ["a", "a", "c"], "weight": ["0.5"] * 3}
     found = table.result.predict(rows)
     assert found.used.tolist() == [True, False, False]
@@ -82,7 +82,7 @@ def test_what_training_would_leave_out_is_answered_with_nothing(table):
     assert found.probabilities[0].sum() == pytest.approx(1)
 
 
-def test_a_record_is_told_of_once_and_by_what_is_wrong_with_it(table, caplog):
+def test_a_record_is_reported_once_with_its_fault(table, caplog):
     """Not as one that could not be scaled, which it was not even given to."""
     table.result.predict({"age": ["x", "30"], "kind": ["a", "a"], "weight": ["0.5"] * 2})
     assert len(caplog.records) == 1
@@ -167,7 +167,7 @@ def test_an_exported_model_gives_the_same_scores(digits, tmp_path):
         digits.run.export(tmp_path / "model.bin")
 
 
-def test_without_its_packages_onnx_is_told_how_to_have_them(digits, tmp_path, monkeypatch):
+def test_missing_onnx_packages_get_a_remedy(digits, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(InputError, match=r"fedpact\[onnx\]"):
         digits.run.export(tmp_path / "model.onnx")

@@ -277,7 +277,7 @@ def test_the_state_after_a_plain_round_is_the_weighted_mean(tmp_path):
     np.testing.assert_allclose(found, seen["mean"], rtol=1e-5, atol=1e-7)
 
 
-def test_spent_site_leaves_and_the_rest_go_on_or_stop(tmp_path):
+def test_a_spent_site_leaves_and_the_rest_continue_or_stop(tmp_path):
     grants = {"site-01": {"sigma": 3.0, "epsilon": 1.0}}
     few = plan(rounds=12, sampling_rate=0.5, privacy={"per_site": grants})
     allowed = few.terms({"site-00": 9.0, "site-01": 9.0, "site-02": 9.0})["site-01"].steps
@@ -369,14 +369,14 @@ def test_a_model_with_shared_weights_is_trained_and_stored(tmp_path, monkeypatch
     result.model.load_state_dict(stored)
 
 
-def test_a_run_goes_on_with_other_workers(tmp_path):
+def test_a_run_resumes_with_another_number_of_workers(tmp_path):
     short = simulate(plan(), tmp_path / "run", stop=iter([False, False, True]).__next__)
     assert short.summary["status"] == "stopped"
     more = plan(run={"evaluate_every": 1, "workers": 2})
     assert simulate(more, tmp_path / "run").summary["status"] == "finished"
 
 
-def test_a_run_does_not_go_on_with_other_records(tmp_path):
+def test_a_run_is_not_resumed_with_different_records(tmp_path):
     """Its statement is of one data set, and a round carried out again would be another release."""
     out, file = tmp_path / "run", tmp_path / "t.csv"
     rows = [f"{20 + k},{k % 2}" for k in range(200)]
@@ -392,7 +392,7 @@ def test_a_run_does_not_go_on_with_other_records(tmp_path):
 
 
 @pytest.mark.parametrize("begun", [None, 1, DRAWS - 1, DRAWS + 1])
-def test_a_run_of_other_draws_is_finished_by_nobody_else(tmp_path, begun):
+def test_a_run_with_other_draws_is_not_resumed(tmp_path, begun):
     """A round carried out again would be another release under the first one's charge."""
     out = tmp_path / "run"
     simulate(plan(), out, stop=iter([False, False, True]).__next__)
@@ -475,7 +475,7 @@ def test_missing_device_is_refused_before_writing(tmp_path):
         plan(run={"device": "gpu"})
 
 
-def test_a_round_carried_out_again_is_the_same_release(tmp_path):
+def test_a_repeated_round_is_the_same_release(tmp_path):
     """Its noise is not drawn anew, so neither device nor precision may change on the way."""
     simulate(plan(rounds=2), tmp_path / "run")
     with pytest.raises(PlanError, match="another configuration"):

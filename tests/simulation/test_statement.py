@@ -99,7 +99,7 @@ def test_the_event_that_opens_a_round_is_stated():
 
 
 @pytest.mark.parametrize(("rate", "alone"), [(1e-6, True), (5.1e-6, False)])
-def test_it_says_where_delta_covers_a_record_without_noise(rate, alone):
+def test_it_warns_if_delta_exceeds_one_over_n(rate, alone):
     told = statement(rounds=2, sampling_rate=rate, settings={"local_steps": 1})
     lines = [line for line in told["does_not_cover"] if "without any noise" in line]
     # Twice 1e-6 is below δ = 1e-5, twice 5.1e-6 is not.
@@ -107,7 +107,7 @@ def test_it_says_where_delta_covers_a_record_without_noise(rate, alone):
     assert all("probability at most 2e-06" in line for line in lines)
 
 
-def test_it_says_what_epsilon_is_for_a_patient_with_five_visits(tmp_path):
+def test_it_states_epsilon_for_a_patient_with_five_visits(tmp_path):
     plan = Plan.parse({"rounds": 2, "sites": 2, "privacy": {"person_records": 7}})
     result = simulate(plan, tmp_path / "run")
     told = json.loads((tmp_path / "run/privacy.json").read_text())

@@ -59,7 +59,7 @@ def test_columns_without_data_are_no_default_data_set(named, tmp_path):
     assert not (tmp_path / "r").exists()
 
 
-def test_what_is_of_no_use_is_told_by_what_is_expected(tmp_path):
+def test_unusable_input_is_reported_with_the_expectation(tmp_path):
     with pytest.raises(DataError, match=r"x\.xlsx.* \.csv, \.parquet, \.npz"):
         fedpact.run(net, "x.xlsx", label="ill", **SETTINGS)
     for model in (None, 5):
@@ -72,7 +72,7 @@ def test_what_is_of_no_use_is_told_by_what_is_expected(tmp_path):
                     **SETTINGS, out=tmp_path / "d")  # fmt: skip
 
 
-def test_a_table_is_no_image_and_predictions_are_short(tmp_path):
+def test_a_table_is_not_an_image_and_predictions_are_short(tmp_path):
     x = torch.arange(60.0).reshape(60, 1, 1, 1).expand(60, 1, 2, 2)
     flat = lambda shape, classes: nn.Sequential(nn.Flatten(), nn.Linear(4, classes))  # noqa: E731
     result = fedpact.run(flat, (x, np.arange(60) % 2), **SETTINGS, out=tmp_path / "r")

@@ -85,7 +85,7 @@ def test_a_run_that_fails_takes_no_other_with_it(
     assert comparison.inequalities == seeds
 
 
-def test_what_has_ended_is_not_run_again_and_what_is_missing_is(
+def test_only_missing_runs_are_run(
     whole: tuple[Comparison, list[RunProgress]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comparison, _ = whole

@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_algorithm_in_place_of_a_plan_is_told_where_it_goes() -> None:
+def test_an_algorithm_passed_as_a_plan_gets_a_remedy() -> None:
     refused = CliRunner().invoke(app, ["compare", "fedavg", "fedprox"])
     assert "--algorithms fedavg,fedprox" in str(refused.exception)
 
@@ -66,7 +66,7 @@ def test_an_override_of_a_setting_goes_to_those_that_know_it(config: Path) -> No
     assert {plan.sites for plan in plans.values()} == {4}
 
 
-def test_a_setting_that_nobody_knows_is_refused(config: Path) -> None:
+def test_an_unknown_setting_is_refused(config: Path) -> None:
     with pytest.raises(PlanError, match=r"settings\.nonsense is no setting of fedavg or fedfdp"):
         read_plans([config], ["fedavg", "fedfdp"], ["settings.nonsense=1"])
     for bad in ("nowhere", ""):
@@ -106,7 +106,7 @@ def test_no_plans_and_names_alike_are_refused() -> None:
         name_plans({"a": Plan(), "A": Plan()})
 
 
-def test_a_plan_alone_is_one_and_what_is_no_plan_is_told() -> None:
+def test_a_single_plan_is_accepted_and_other_input_refused() -> None:
     assert name_plans(Plan()) == name_plans([Plan()])
     assert name_plans(plan for plan in [Plan()]) == name_plans([Plan()])
     for path in ("study.toml", Path("study.toml"), ["study.toml"], {"a": Path("study.toml")}):

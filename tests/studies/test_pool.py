@@ -29,7 +29,7 @@ def never() -> bool:
     return False
 
 
-def test_every_job_ends_once_and_its_rounds_come_in_order(tmp_path: Path) -> None:
+def test_every_job_ends_once_with_rounds_in_order(tmp_path: Path) -> None:
     news: list[RunProgress] = []
     wanted = jobs(tmp_path, *"abcde")
     assert run_jobs(wanted, 2, news.append, never) == {}
@@ -69,7 +69,9 @@ def test_as_many_jobs_as_asked_for_are_under_way_at_once(tmp_path: Path) -> None
         ("silent", "the process ended with code 3: it printed nothing; see "),
     ],
 )
-def test_a_failure_is_explained_and_the_others_go_on(tmp_path: Path, name: str, told: str) -> None:
+def test_a_failure_is_explained_and_other_runs_continue(
+    tmp_path: Path, name: str, told: str
+) -> None:
     news: list[RunProgress] = []
     failed = run_jobs(jobs(tmp_path, "a", name, "b"), 3, news.append, never)
     assert list(failed) == [(name, 1)]
@@ -84,7 +86,7 @@ def test_a_failure_is_explained_and_the_others_go_on(tmp_path: Path, name: str, 
         assert "Traceback" in kept.read_text()
 
 
-def test_a_failure_that_is_mended_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_corrected_failure_leaves_no_trace(tmp_path: Path) -> None:
     kept = tmp_path / "a" / "s0.error.txt"
     kept.parent.mkdir()
     kept.write_text("from last time")
@@ -126,7 +128,7 @@ def test_ctrl_c_on_the_terminal_does_not_end_the_processes(tmp_path: Path) -> No
     assert [n.ended for n in news] == [False, True]
 
 
-def test_a_script_that_compares_is_not_run_once_more(tmp_path: Path) -> None:
+def test_a_comparing_script_is_not_run_again_by_its_workers(tmp_path: Path) -> None:
     """Though no `if __name__ == "__main__"` guards it."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -50,7 +50,7 @@ def test_points_are_drawn_within_their_ranges_by_their_law():
 
 
 @pytest.mark.parametrize("text", ["x", "x=1", "x=2:1", "x=a:b", "x=1:2:3", "=1:2", "x=nan:1"])
-def test_a_range_that_is_none_is_refused(text):
+def test_an_invalid_range_is_refused(text):
     with pytest.raises(PlanError, match="expected KEY=LOW:HIGH"):
         read_ranges([text])
 
@@ -64,7 +64,7 @@ def test_a_point_is_of_keys_that_the_plan_has():
         expand_points(plans, [{"settings.proximal": 1.0}])
 
 
-def test_the_best_go_on_and_every_run_is_counted(tmp_path, monkeypatch):
+def test_the_best_continue_and_every_run_is_counted(tmp_path, monkeypatch):
     calls = []
 
     def fake(plans, seeds, out, *, points):
@@ -101,7 +101,7 @@ def test_the_best_go_on_and_every_run_is_counted(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("points", "how"), [([], {"halving": 2}), ([{RATE: 1.0}], {"sweep": {RATE: [2.0]}})]
 )
-def test_what_does_not_go_together_is_refused(points, how, tmp_path):
+def test_incompatible_settings_are_refused(points, how, tmp_path):
     with pytest.raises(PlanError, match="--draw without --sweep"):
         search({"one": Plan.parse({})}, points, 1, tmp_path, **how)
 

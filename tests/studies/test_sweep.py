@@ -49,7 +49,7 @@ def test_several_keys_make_all_combinations():
     assert "a-epsilon-1.0-local_steps-9" in entries
 
 
-def test_what_follows_from_a_swept_key_follows_it():
+def test_derived_keys_follow_a_swept_key():
     (few, many), _ = (
         list(part.values())
         for part in expand_sweep({"a": Plan(algorithm="ali_dpfl")}, {"rounds": [4, 8]})
@@ -121,6 +121,6 @@ def test_models_are_swept_as_classes_and_numbers_as_arrays():
         ),
     ],
 )
-def test_what_is_no_sweep_is_told_with_what_to_give(sweep, told):
+def test_an_invalid_sweep_gets_a_remedy(sweep, told):
     with pytest.raises(PlanError, match=told):
         expand_sweep({"a": PLAN}, sweep)

@@ -77,7 +77,7 @@ def test_mean_of_equal_vectors_is_that_vector(weights):
     assert mean.vectors["w"] is not vector
 
 
-def test_only_what_is_named_is_averaged():
+def test_only_named_values_are_averaged():
     mean = weighted_mean([reply("a", 1.0, torch.ones(2), 3.0)])
     assert set(mean.vectors) == {"w"}
     assert mean.numbers == {}

@@ -89,7 +89,7 @@ def test_a_constant_t_gives_one_iteration():
         assert best_tau(drawn(rng), 10 ** rng.uniform(-3, 3), lambda tau: 500.0, 100) == 1
 
 
-def test_tau_lies_between_one_and_the_even_split():
+def test_tau_is_between_one_and_the_even_split():
     rng = random.Random(3)
     for _ in range(200):
         left, rounds = rng.randrange(1, 3000), rng.randrange(1, 500)
@@ -207,6 +207,6 @@ def test_the_sensitivity_is_exact():
         lambda: even_split(allowed_iterations(10, 3), 0),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong):
+def test_invalid_input_is_refused(wrong):
     with pytest.raises(InputError):
         wrong()

@@ -175,7 +175,7 @@ def test_estimators_expectation_is_truth_plus_stated_bias():
     assert errors(found["length"], lengths) < 5
 
 
-def test_the_test_rejects_what_is_not_debiased():
+def test_the_test_rejects_a_biased_estimate():
     made, w = sites(3)
     found = estimates(made, w, 3, 300)
     parts = [expected_change(q, w, 3) for q, _ in made.values()]
@@ -332,7 +332,7 @@ def test_without_noise_a_quadratic_is_estimated_as_it_is(steps):
     assert drift.spread**2 == pytest.approx(truth)
 
 
-def test_an_estimate_that_noise_could_have_made_is_none():
+def test_an_estimate_within_the_noise_is_not_used():
     numbers = {"pairs": 1.0, "distance": 1.0, "divergence": -1.0, "noise": 0.01, "length": 1.0}
     numbers |= {"length_variance": 0.0, "change_variance": 0.25}
     assert tau_control.drift({**numbers, "change": 0.99}, RATE, D) is None
@@ -559,7 +559,7 @@ def test_raw_estimates_are_the_papers():
     assert drift.spread == pytest.approx(math.sqrt(spread))
 
 
-def test_what_is_watched_is_what_was_released():
+def test_watch_shows_released_values_only():
     made, w = sites(1)
     oracle = made["s0"][0]
     watched = tau_site.RecordingOracle(oracle)

@@ -125,7 +125,7 @@ def test_error_feedback_loses_nothing_over_rounds():
 
 
 @pytest.mark.parametrize("kind", ["float16", "int8", "topk"])
-def test_what_was_told_is_not_sent_back(kind):
+def test_known_values_are_not_sent_back(kind):
     """A reply that only repeats the task is restored exactly, whatever its size."""
     w = 1e6 * vector("w")
     got, reply = there_and_back(w, kind, task(w=w))
@@ -134,7 +134,7 @@ def test_what_was_told_is_not_sent_back(kind):
 
 
 @pytest.mark.parametrize("kind", ["float16", "int8", "topk"])
-def test_a_vector_that_was_not_told_and_one_that_diverged(kind):
+def test_an_unknown_vector_and_a_diverged_one(kind):
     """It is as long as w and sent from 0, whatever w is; keep = 1 leaves nothing out."""
     g, w = vector("g"), vector("w")
     settings = CompressionSettings(kind=kind, keep=1.0)
@@ -179,7 +179,7 @@ def test_bytes_on_the_wire():
         {"compressed/w": torch.tensor([0.0, 1.0])},
     ],
 )
-def test_places_that_are_none_are_refused(change):
+def test_invalid_positions_are_refused(change):
     method = Compressed(Says({"w": vector("x")}), CompressionSettings(kind="topk", keep=0.002))
     reply, _ = sent(method, task(w=torch.zeros(D)))
     with pytest.raises(InputError, match="places"):
@@ -204,7 +204,7 @@ def test_a_run_spends_the_same_privacy_and_fewer_bytes(tmp_path, kind, algorithm
 
 
 @pytest.mark.parametrize("name", algorithms.names())
-def test_it_goes_with_every_algorithm(tmp_path, name):
+def test_it_combines_with_every_algorithm(tmp_path, name):
     """Plain runs; nothing left out and rounded to 16 bits they are nearly those without it."""
     tables = {**SMALL, "rounds": 2, "algorithm": name, "privacy": {"mode": "none"}}
     settings = {"most_local_steps": 2} if name == "ali_dpfl" else {}
@@ -241,7 +241,7 @@ def test_a_plan_has_one_result(tmp_path, kind):
     assert models[0] == models[1]
 
 
-def test_a_compressed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
+def test_a_resumed_compressed_run_equals_an_uninterrupted_one(tmp_path):
     plan = Plan.parse({**SMALL, "compression": {"kind": "topk"}})
     whole = simulate(plan, tmp_path / "whole")
     rounds = iter(range(10))
@@ -251,7 +251,7 @@ def test_a_compressed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
         assert torch.equal(one, other)
 
 
-def test_settings_that_are_none():
+def test_invalid_settings():
     for wrong in ({"kind": "int4"}, {"keep": 0.0}, {"keep": 1.5}, {"share": 0.5}):
         with pytest.raises(PlanError, match="compression"):
             Plan.parse({"compression": wrong})

@@ -72,7 +72,7 @@ def test_of_replies_that_fail_together_only_the_largest_goes():
     assert outcome.state.vectors["w"].tolist() == [1e308, 1e308]
 
 
-def test_where_all_replies_lead_away_the_update_has_its_own_way():
+def test_an_update_handles_replies_that_all_point_away():
     """A run that diverges is to end as one that diverged, not as one without sites."""
     lost = fold_replies(METHOD, START, [reply(name, math.inf) for name in "ab"])
     assert lost.blamed == {}

@@ -198,7 +198,7 @@ def test_tau_of_the_task_counts():
 
 
 @pytest.mark.parametrize("name", [n for n in algorithms.names() if n != "fedfair"])
-def test_it_goes_with_every_algorithm(tmp_path, name):
+def test_it_combines_with_every_algorithm(tmp_path, name):
     settings = {"iterations": 4} if name == "ali_dpfl" else {}
     tables = {"rounds": 2, "algorithm": name, "settings": settings}
     found = [
@@ -210,7 +210,7 @@ def test_it_goes_with_every_algorithm(tmp_path, name):
     assert found[1]["epsilon"] == found[0]["epsilon"]
 
 
-def test_it_goes_with_what_is_around_an_algorithm(tmp_path):
+def test_it_combines_with_the_wrappers_of_an_algorithm(tmp_path):
     tables = (
         {"robust": {"rule": "median"}},
         {"fairness": {"weight": 0.1}},
@@ -265,7 +265,7 @@ def test_a_sum_that_floating_point_would_not_hold_is_refused():
             dataclasses.replace(terms, **wrong)
 
 
-def test_it_is_what_private_runs_do_and_counts_as_nobodys_choice(tmp_path):
+def test_it_is_the_default_of_private_runs_and_not_a_choice(tmp_path):
     """A stored plan says what was done, and is no refusal of what it may be changed to."""
     plan = Plan.read(None)
     assert plan.compression.kind == "grid"
@@ -327,7 +327,7 @@ def rounds_of(plan, transport, at):
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold"])
 @pytest.mark.parametrize("server", ["none", "momentum", "adam"])
-def test_what_the_server_sends_is_the_model_bit_for_bit(name, server):
+def test_the_server_sends_the_model_bit_for_bit(name, server):
     """Over drop-outs; down as few bits as up for whoever was there, 32 for whoever was not.
 
     Before the first round nobody is sent any.
@@ -377,7 +377,7 @@ def test_returning_sites_model_stays_within_the_byte_budget(missing):
         assert sum(r.bytes_down + r.bytes_up for r in found) <= allowed
 
 
-def test_what_the_server_leaves_out_does_not_add_up():
+def test_omissions_by_the_server_do_not_accumulate():
     """After T rounds the model is the sum of all changes, but for the last rounding: r/2 at most.
 
     Without what is kept it would be off by sqrt(T) r/sqrt(12) in the mean, 2.9 r for T = 100.
@@ -409,7 +409,7 @@ def test_changes_that_fit_no_model_are_refused(change):
         whole(Task("run", 2, "fedavg", vectors, {}), {"w": torch.zeros(5)})
 
 
-def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path):
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path):
     """The model and the bytes: what sites were told last follows from the folder."""
     plan = plan_of(settings={"local_steps": 2})
     simulate(plan, tmp_path / "straight")

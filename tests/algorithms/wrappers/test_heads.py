@@ -158,7 +158,7 @@ def test_sites_sharing_only_the_body_learn_their_own_heads(headed, tmp_path):
     assert result.records[-1].accuracy == pytest.approx(np.mean(ours), abs=0.01)
 
 
-def test_it_costs_what_it_costs_without_heads(headed, tmp_path):
+def test_heads_do_not_change_the_cost(headed, tmp_path):
     folder, plan, _ = headed
     other = Plan.parse({**TABLES, "privacy": {"epsilon": 8.0}})
     assert plan.terms({"s0": 140.0, "s1": 140.0}) == other.terms({"s0": 140.0, "s1": 140.0})
@@ -168,7 +168,7 @@ def test_it_costs_what_it_costs_without_heads(headed, tmp_path):
         assert events["spent"] == events["reserved"] == 36
 
 
-def test_what_is_measured_and_said_is_of_the_sites_own_models(headed):
+def test_figures_and_text_are_of_the_sites_own_models(headed):
     folder, plan, result = headed
     checkpoint, _ = Folder(folder).restore()
     w, model, data = checkpoint.state.vectors["w"], FlatModel(result.model), opposite()
@@ -191,7 +191,7 @@ def test_what_is_measured_and_said_is_of_the_sites_own_models(headed):
     assert "each site has its own head" in page
 
 
-def test_what_joining_was_worth_is_of_a_sites_own_model(headed, monkeypatch):
+def test_the_gain_of_joining_uses_a_sites_own_model(headed, monkeypatch):
     folder, _, result = headed
     # Tuning itself has tests of its own.
     monkeypatch.setattr(joining, "personalise_model", lambda *_: None)
@@ -224,7 +224,7 @@ NEEDS_ONE_MODEL = {
 
 
 @pytest.mark.parametrize("name", NEEDS_ONE_MODEL)
-def test_what_needs_one_model_is_refused_with_the_reason(name):
+def test_options_that_need_one_model_are_refused(name):
     with pytest.raises(PlanError, match=r"local\.head cannot be combined") as told:
         Plan.parse({"algorithm": name, "local": {"head": 3}, "privacy": {"mode": "none"}})
     assert NEEDS_ONE_MODEL[name] in str(told.value)
@@ -246,7 +246,7 @@ def test_what_needs_one_model_is_refused_with_the_reason(name):
         ),
     ],
 )
-def test_what_it_does_not_go_with_is_refused_with_the_reason(tables, reason):
+def test_incompatible_options_are_refused_with_the_reason(tables, reason):
     Plan.parse(tables)
     with pytest.raises(PlanError, match=reason):
         Plan.parse({**tables, "local": {"head": 3}})

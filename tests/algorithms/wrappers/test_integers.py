@@ -19,7 +19,7 @@ WHOLE = st.integers(-(2**63), 2**63 - 1)
 @given(
     st.lists(WHOLE | st.integers(-300, 300), min_size=1, max_size=50), st.floats(allow_nan=False)
 )
-def test_what_was_encoded_comes_back(codes, step):
+def test_encoded_values_are_decoded(codes, step):
     codes = torch.tensor(codes, dtype=torch.int64)
     got, again = integers.unpack_codes(integers.pack_codes(codes, step), len(codes))
     assert torch.equal(got, codes)
@@ -72,7 +72,7 @@ NO_SIZE = struct.pack("<d", 1.0) + zstandard.ZstdCompressor(write_content_size=F
         framed(bytes(2**24)),
     ],
 )
-def test_what_encode_did_not_write_is_refused(block):
+def test_bytes_that_encode_did_not_write_are_refused(block):
     vector = torch.frombuffer(bytearray(block), dtype=torch.uint8) if block else torch.zeros(0)
     with pytest.raises(InputError, match="instead of a block of integers"):
         integers.unpack_codes(vector.to(torch.uint8), 10)

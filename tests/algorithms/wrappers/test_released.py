@@ -108,7 +108,7 @@ def test_without_noise_columns_are_standardised(data, tmp_path):
     assert result.summary["accuracy"] == pytest.approx(hand.summary["accuracy"], abs=0.02)
 
 
-def test_a_large_budget_comes_near_the_numbers_themselves(data, tmp_path):
+def test_a_large_budget_gives_nearly_exact_numbers(data, tmp_path):
     rich = plan(data, privacy={"epsilon": 1e4, "column_share": 0.5})
     result = simulate(rich, tmp_path / "run")
     mean, deviation = independent(SimulationSetup.of(rich))
@@ -196,7 +196,7 @@ def test_crash_between_release_and_start_repeats_the_release(data, tmp_path, mon
         assert [e["round"] for e in charges(resumed.folder, site)] == [0, 1, 2, 3]
 
 
-def test_a_ledger_that_lost_the_release_is_found_out(data, tmp_path):
+def test_a_ledger_without_the_release_is_detected(data, tmp_path):
     folder = simulate(plan(data), tmp_path / "r", stop=lambda: True).folder
     ledger = folder / "sites" / SITES[0] / "ledger.jsonl"
     lines = ledger.read_text().splitlines(keepends=True)
@@ -279,7 +279,7 @@ def test_ledgers_that_are_open_elsewhere_have_it_too(data, tmp_path, monkeypatch
         ({"privacy": {"column_share": 0.9}, "budget": {"spare_rounds": 3}}, "costs ε"),
     ],
 )
-def test_what_does_not_go_together_is_refused(data, changes, message):
+def test_incompatible_settings_are_refused(data, changes, message):
     with pytest.raises(PlanError, match=message):
         SimulationSetup.of(plan(data, **changes))
 
@@ -319,7 +319,7 @@ def test_a_start_that_no_site_answers_ends_with_a_sentence(data, tmp_path):
         SimulationSetup.of(plan(data, policy=str(policy)))
 
 
-def test_what_takes_records_as_declared_refuses_the_run(data, tmp_path):
+def test_options_for_raw_records_are_refused_when_declared(data, tmp_path):
     """An audit, and what joining was worth, would be of other records than those trained on."""
     message = r'scale = "released": audits, comparisons and tuning'
     with pytest.raises(PlanError, match=message):

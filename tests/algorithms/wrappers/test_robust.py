@@ -142,7 +142,7 @@ def test_whole_runs_learn_within_the_same_budget(tmp_path, rule, tables):
     assert max(result.summary["epsilon"].values()) <= 2.0
 
 
-def test_settings_that_are_none():
+def test_invalid_settings():
     for wrong in ({"rule": "bulyan"}, {"liars": -1}):
         with pytest.raises(PlanError, match="robust"):
             Plan.parse({"robust": wrong})

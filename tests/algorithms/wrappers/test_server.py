@@ -95,7 +95,7 @@ def test_yogis_second_moment_moves_by_the_square_alone(steps):
     torch.testing.assert_close(path(server, steps), torch.stack(expected), rtol=1e-11, atol=1e-11)
 
 
-def test_sites_are_told_nothing_of_it():
+def test_sites_are_not_informed_of_it():
     method = ServerOptimised(Method("fedavg", Settings()), ServerSettings(optimiser="yogi"), 5)
     told = method.task(method.init(torch.ones(4)))
     assert told.vectors.keys() == {"w"}
@@ -161,6 +161,6 @@ def test_a_schedule_is_the_same_in_a_run_that_is_resumed(tmp_path):
         {"optimiser": "adam", "schedule": [1e308, 1e308]},
     ],
 )
-def test_what_is_not_understood_is_refused(table):
+def test_unknown_input_is_refused(table):
     with pytest.raises(PlanError, match="server"):
         Plan.parse({"server": table})

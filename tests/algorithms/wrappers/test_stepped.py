@@ -99,6 +99,6 @@ def test_optimizer_spends_as_plain_steps_and_resumes(tmp_path):
         ({"local": {"momentum": 0.5}, "control": {"kind": "ali"}}, r"\[local\].*\[control\]"),
     ],
 )
-def test_what_makes_no_sense_is_refused(tables, why):
+def test_invalid_input_is_refused(tables, why):
     with pytest.raises(PlanError, match=why):
         Plan.parse(tables)

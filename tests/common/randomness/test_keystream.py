@@ -104,7 +104,7 @@ class Later:
 
 
 @both
-def test_small_numbers_go_on_below_their_first_52_bits(monkeypatch, numpy_is_fast):
+def test_small_numbers_have_bits_below_the_first_52(monkeypatch, numpy_is_fast):
     """U = (k + V) 2^-52 where U < 2^-12, V a number of the same kind; to 5e-16 of r."""
     monkeypatch.setattr(keystream, "_NUMPY_IS_FAST", numpy_is_fast)
     limit = 2**40

@@ -35,7 +35,7 @@ def test_anybody_can_draw_the_same(each):
 
 
 @pytest.mark.parametrize("each", [None, 5])
-def test_all_take_part_where_nobody_is_left_out(each):
+def test_all_sites_take_part_if_none_is_left_out(each):
     of = Participants(7, NAMES, each)
     assert (of.partial, of.of(3), of.describe()) == (False, tuple("abcde"), "")
     assert of.rounds(9) == dict.fromkeys(NAMES, 9)

@@ -52,7 +52,7 @@ def test_the_right_sigma_is_accepted_and_others_are_not(dtype):
 
 
 @pytest.mark.parametrize("on_the_grid", [False, True])
-def test_there_is_no_end_of_the_tail(monkeypatch, on_the_grid):
+def test_the_tail_has_no_end(monkeypatch, on_the_grid):
     """Where a key's words are all 0, lengths lie beyond 8.49, as those of normal pairs there do.
 
     U is then uniform on [0, 2^-52], and not one number. Of 1,000 of them one in ten thousand

@@ -192,7 +192,7 @@ for fast in (True, False):
 """
 
 
-def test_a_fork_has_threads_of_its_own():
+def test_a_fork_has_its_own_threads():
     run = [sys.executable, "-W", "ignore", "-c", FORK]
     assert subprocess.run(run, capture_output=True, check=True).stdout == 2 * b"drawn\n"
 

@@ -283,9 +283,7 @@ def test_made_images_in_parts_are_the_same_images():
         ),
     ],
 )
-def test_records_and_settings_that_do_not_go_together_are_told(
-    tmp_path, monkeypatch, chosen, shape, word
-):
+def test_incompatible_records_and_settings_are_refused(tmp_path, monkeypatch, chosen, shape, word):
     monkeypatch.setitem(
         FEATURE_KINDS, "still", FeatureKind(lambda *_: lambda x: torch.ones(len(x), 4, 1, 1))
     )
@@ -331,7 +329,7 @@ def test_a_module_whose_answers_are_no_features_is_refused(tmp_path, name, word)
         Extractor(chosen, (2, 3), 0, tmp_path)
 
 
-def test_what_a_module_keeps_for_itself_meets_no_other_record(tmp_path):
+def test_state_of_a_module_reaches_no_other_record(tmp_path):
     """In a variable of its file: what runs is what was traced, before there was a record."""
     chosen = FeatureSettings(kind=f"{OWN}:remembering", trained_on="nothing")
     x, others = torch.rand(5, 2, 3), torch.tensor([4, 2, 0])
@@ -359,7 +357,7 @@ def test_layers_from_another_file_are_part_of_the_key(tmp_path, monkeypatch, mad
     assert found[0] == found[2] != found[1]
 
 
-def test_a_run_does_not_go_on_with_other_features(tmp_path, monkeypatch):
+def test_a_run_is_not_resumed_with_different_features(tmp_path, monkeypatch):
     """A round that is carried out again would be another release under the first one's charge."""
     x, y = torch.rand(60, 2, 3), torch.arange(60) % 2
     numpy.savez(tmp_path / "t.npz", x=x.numpy(), y=y.numpy())
@@ -407,7 +405,7 @@ def test_prediction_uses_the_features_of_training(tmp_path, monkeypatch):
     assert numpy.array_equal(fedpact.load(done.folder).predict(x).probabilities, before)
 
 
-def test_a_module_that_is_loaded_anew_has_features_of_its_own(tmp_path, monkeypatch):
+def test_a_reloaded_module_has_separate_features(tmp_path, monkeypatch):
     """As in a notebook: the plan is the same, the code is not."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine_again.py").write_text(MINE.format(by=1.0))
@@ -432,7 +430,7 @@ def made(shape):
 """
 
 
-def test_another_default_type_is_told():
+def test_another_default_dtype_is_reported():
     torch.set_default_dtype(torch.float64)
     try:
         with pytest.raises(ModelError, match=r"features are of float32"):
@@ -441,7 +439,7 @@ def test_another_default_type_is_told():
         torch.set_default_dtype(torch.float32)
 
 
-def test_what_made_features_is_the_same_on_any_number_of_threads(tmp_path):
+def test_features_do_not_depend_on_the_number_of_threads(tmp_path):
     """An orthogonal start rounds by how many there are; and no other machine rounds the same."""
     chosen = FeatureSettings(kind=f"{OWN}:orthogonal", trained_on="nothing")
     found = []
@@ -474,14 +472,14 @@ def test_any_callable_is_a_factory(tmp_path, name):
     assert stage(x, x[0], "x", None).good.all()
 
 
-def test_more_filters_than_made_images_have_patches_for_are_told(monkeypatch):
+def test_more_filters_than_patches_are_refused(monkeypatch):
     monkeypatch.setattr(kinds, "_IMAGES", 40)
     asked = FeatureSettings(kind="patches", filters=10_000, size=2)
     with pytest.raises(ModelError, match=r"features\.filters is 10000 of size 2.*lower filters"):
         FEATURE_KINDS["patches"].make(asked, (1, 12, 12), 0)
 
 
-def test_what_features_were_trained_on_is_one_line():
+def test_the_origin_of_features_is_one_line():
     told = {"kind": f"{OWN}:scaled", "trained_on": "ImageNet\n\n## ε = 0.001\n"}
     assert Plan(features=told).features.trained_on == "ImageNet ## ε = 0.001"
     told = {"weights": "w.pt", "sha256": "a" * 64, "trained_on": "scans\n" * 500}
@@ -522,7 +520,7 @@ def test_words_are_no_images(tmp_path):
         SimulationSetup.of(Plan.parse({"features": SMALL["scattering"], "sites": 2}), data)
 
 
-def test_a_kind_whose_setting_is_no_field_is_an_error(monkeypatch):
+def test_a_kind_with_an_unknown_setting_is_an_error(monkeypatch):
     monkeypatch.setitem(
         FEATURE_KINDS, "odd", FeatureKind(lambda *_: nn.Identity(), own=("colour",))
     )
@@ -578,7 +576,7 @@ def test_a_file_that_is_another_or_fits_no_module_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("table", ["features", "initial"])
-def test_a_sha256_counts_in_either_case_and_what_is_none_is_told(tmp_path, table):
+def test_a_sha256_ignores_case_and_others_are_refused(tmp_path, table):
     _, sha256 = weights_file(tmp_path / "w.pt")
     own = {"kind": f"{OWN}:linear"} if table == "features" else {}
     chosen = {**own, "weights": str(tmp_path / "w.pt"), "trained_on": "made numbers"}
@@ -633,7 +631,7 @@ def test_a_run_trains_on_features_and_says_so(tmp_path, monkeypatch):
         assert torch.equal(one, other)
 
 
-def test_a_run_with_other_features_does_not_go_on(tmp_path):
+def test_resuming_with_other_features_is_refused(tmp_path):
     data = from_arrays(made(60, (8, 8)), [0, 1] * 30)
     simulate(Plan.parse({**DIGITS, "rounds": 1}), tmp_path, data=data)
     other = {"kind": "scattering", "cells": 1}
@@ -648,7 +646,7 @@ def test_an_audit_attacks_the_model_of_the_features():
     assert membership(scene).members == sum(len(site.y) for site in scene.sites)
 
 
-def test_what_takes_long_is_told_of(tmp_path, monkeypatch, capsys):
+def test_long_operations_show_progress(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(extract, "TELL_EVERY", 0.0)
     Extractor(FeatureSettings(kind="scattering", whiten=False), (8, 8), 0, tmp_path)(
         torch.rand(100, 8, 8)
@@ -728,7 +726,7 @@ def test_other_records_and_other_settings_have_other_features(tmp_path, counted)
     assert whole.key != other.key
 
 
-def test_a_damaged_cache_is_made_anew(tmp_path, counted):
+def test_a_damaged_cache_is_rebuilt(tmp_path, counted):
     x, path = made(10), tmp_path / "f"
     good = features(x, counted, path)
     whole = path.read_bytes()
@@ -744,7 +742,7 @@ THEIRS = [b"x,y\n1,2\n", b"fedpact", save({"x": torch.zeros(3), "good": torch.ze
 
 
 @pytest.mark.parametrize("theirs", THEIRS)
-def test_a_file_that_is_no_cache_is_left_as_it_is(tmp_path, counted, caplog, theirs):
+def test_a_file_that_is_not_a_cache_is_left_unchanged(tmp_path, counted, caplog, theirs):
     x, path = made(10), beside(tmp_path / "records.npz")
     path.write_bytes(theirs)
     with caplog.at_level(logging.WARNING, logger="fedpact"):

@@ -149,7 +149,7 @@ def test_max_steps_is_exact_at_the_boundary(accountant, epsilon_target):
     assert epsilon({event: steps + 1}, 1e-6, accountant) > epsilon_target
 
 
-def test_max_steps_counts_what_is_spent():
+def test_max_steps_counts_spent_events():
     budget = Budget(2.0, 1e-5)
     left = max_steps(ALI, budget, spent={FEDFDP: 50})
     assert (
@@ -199,6 +199,6 @@ def test_a_thousand_sizes_share_few_rates():
         lambda: round_rate_up(0.0),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong):
+def test_invalid_input_is_refused(wrong):
     with pytest.raises(InputError):
         wrong()

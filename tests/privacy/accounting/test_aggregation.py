@@ -82,6 +82,6 @@ def test_the_error_is_within_the_stated_bound():
         ([1.0], [math.nan], 1.0),
     ],
 )
-def test_what_is_out_of_range_is_refused(sizes, variances, penalty):
+def test_values_out_of_range_are_refused(sizes, variances, penalty):
     with pytest.raises(InputError):
         least_noise(sizes, variances, penalty)

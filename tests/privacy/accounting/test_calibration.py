@@ -126,6 +126,6 @@ def test_a_spent_budget_admits_no_noise():
         lambda: smallest_sigma(BUDGET, 0.1, 10, "exact"),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong):
+def test_invalid_input_is_refused(wrong):
     with pytest.raises(InputError):
         wrong()

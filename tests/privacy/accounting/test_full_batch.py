@@ -60,7 +60,7 @@ def test_full_batch_signal_to_noise_is_that_of_one_release():
 @pytest.mark.parametrize(
     "wrong", [{"records": math.nan}, {"sites": 0}, {"rounds": 0}, {"honest": 11}, {"clip": 0.0}]
 )
-def test_what_is_out_of_range_is_named(wrong):
+def test_values_out_of_range_are_named(wrong):
     asked = {"records": 1000.0, "sites": 10, "rounds": 10} | wrong
     with pytest.raises(InputError, match=next(iter(wrong))):
         full_batch(SIGMA, **asked)

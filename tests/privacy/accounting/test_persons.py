@@ -32,7 +32,7 @@ def drawn(draw):
     return q, sigma, round(10 ** draw.uniform(0, 3.3)), 10 ** draw.uniform(-8, -3), k
 
 
-def test_it_is_what_another_library_says_of_the_published_case():
+def test_it_agrees_with_another_library_on_the_published_case():
     for k in (2, 5):
         found = epsilon_per_person({SampledGaussian(0.05, 2.8391): 200}, 1e-5, k)
         reference = library(0.05, 2.8391, 200, 1e-5, k, 3e-3)
@@ -143,7 +143,7 @@ def test_one_record_is_a_record_and_more_cost_more():
     ("q", "sigma", "steps"),
     [(1e-6, 1.0, 10**8), (0.9, 1e-3, 5), (0.1, 1e70, 10), (1e-300, 1.0, 9)],
 )
-def test_where_no_grid_is_fine_enough_the_bound_stands(q, sigma, steps):
+def test_the_bound_holds_if_no_grid_is_fine_enough(q, sigma, steps):
     history, delta, k = {SampledGaussian(q, sigma): steps}, 1e-6, 5
     at_once = {SampledGaussian(-math.expm1(k * math.log1p(-q)), sigma / k): steps}
     found = epsilon_per_person(history, delta, k)

@@ -92,7 +92,7 @@ def test_gaussians_compose_as_their_closed_form():
 
 
 @pytest.mark.parametrize(("q", "sigma"), [EVENTS[0], *EVENTS[4:]])
-def test_compositions_lie_between_optimistic_and_pessimistic(q, sigma):
+def test_compositions_are_between_optimistic_and_pessimistic(q, sigma):
     counts = (1, 2, 7, 60, 700, 2000)
     found = pld.epsilons([((q, sigma, t),) for t in counts], 1e-5)
     optimistic = privacy_loss_distribution.from_gaussian_mechanism(
@@ -106,7 +106,7 @@ def test_compositions_lie_between_optimistic_and_pessimistic(q, sigma):
         assert least <= bound <= 1.015 * pld.pld_epsilon([(q, sigma, count)], 1e-5) + 1e-9
 
 
-def test_what_transforms_round_is_taken_off_delta():
+def test_rounding_of_transforms_is_charged_to_delta():
     """Of a δ that is no larger than that nothing is left to bound an ε with."""
     term, rounded = (0.1, 2.0, 1000), 8 * pld.fft_rounding(1000)
     assert pld._by_grid([[term]], [term], rounded, 4.0) == [math.inf]
@@ -148,7 +148,7 @@ def test_the_number_is_by_the_accountant_that_was_asked_for():
     assert math.isfinite(running_epsilon({ali: 50}, 1e-30, {ali: 2000}))
 
 
-def test_a_released_size_counts_beside_the_training():
+def test_a_released_size_is_charged_with_the_training():
     size, event = SampledGaussian(1.0, 10.0), SampledGaussian(0.1, 2.0)
     planned = {size: 1, event: 300}
     report = [running_epsilon({size: 1, event: t}, 1e-5, planned) for t in range(301)]
@@ -160,7 +160,7 @@ def test_a_released_size_counts_beside_the_training():
         assert exact * 0.999 <= report[t] <= 1.06 * exact
 
 
-def test_what_is_not_part_of_the_plan_is_priced_by_itself():
+def test_events_outside_the_plan_are_priced_separately():
     event, other = SampledGaussian(0.015, 1.1), SampledGaussian(0.2, 3.0)
     for planned in ({event: 300}, {}):
         for history in ({event: 400}, {event: 10, other: 1}, {other: 1}):
@@ -200,7 +200,7 @@ def test_extremes_give_a_bound_or_inf_but_never_nan():
         lambda event: running_epsilon({event: -1}, 1e-5, {event: 2}),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong):
+def test_invalid_input_is_refused(wrong):
     with pytest.raises(InputError):
         wrong(SampledGaussian(0.1, 1.0))
 

@@ -112,7 +112,7 @@ def test_delta_allowance_covers_every_admitted_run():
 
 
 @pytest.mark.parametrize("mu", [0.5, 2.0, 2.3, 3.0, 4.0, 10.0])
-def test_what_is_covered_pays_for_the_laws_distance(mu):
+def test_delta_includes_the_distance_of_the_distributions(mu):
     """By the definition, at the largest distance that is let in: (1 + e^E) D = ADDED_DELTA."""
 
     def hockey_stick(epsilon):

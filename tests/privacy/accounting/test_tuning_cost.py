@@ -133,7 +133,7 @@ def test_stated_law_has_the_mean_and_is_the_one_bounded(mean):
         assert mean * (1 - 1e-9) <= (k * chances).sum() < mean * (1 + 1e-4)
 
 
-def test_joint_runs_are_composed_and_the_dearest_counts():
+def test_joint_runs_are_composed_and_the_largest_counts():
     cheap, dear = {SampledGaussian(0.05, 4.0): 100}, {SampledGaussian(0.1, 2.0): 30}
     found = count_trials([cheap, dear, dear], 1e-5)
     assert found.runs == 3
@@ -170,7 +170,7 @@ def test_one_run_is_not_tuned(mean):
         winner_epsilon([{SampledGaussian(0.1, 2.0): 1}], 1e-5, mean)
 
 
-def test_errors_name_what_is_wrong():
+def test_errors_name_the_fault():
     with pytest.raises(InputError, match="'fixed'"):
         winner_epsilon([{SampledGaussian(0.1, 2.0): 1}], 1e-5, 3, "fixed")
     with pytest.raises(InputError, match="histories"):

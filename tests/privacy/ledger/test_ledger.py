@@ -68,7 +68,7 @@ def written(path: Path, *counts: int) -> bytes:
 # What it says
 
 
-def test_what_was_written_is_what_is_read_back(path: Path, ledger: Ledger) -> None:
+def test_written_values_are_read_back(path: Path, ledger: Ledger) -> None:
     charge(ledger, "1/0/x", 3, purpose=("loss", "gradient"), round_number=4, attempt=2)
     entries = read_entries(path)
     assert [entry["kind"] for entry in entries] == ["open", "reserve", "charge"]
@@ -119,7 +119,7 @@ def test_reopening_restores_the_exact_state(path: Path) -> None:
         assert ledger.spent("run") == {CHEAP: 15}
 
 
-def test_it_holds_what_it_once_was_and_nothing_else(path: Path) -> None:
+def test_the_key_holds_its_own_value_only(path: Path) -> None:
     """By its file, entry for entry; a ledger that parted from it later holds what was before."""
     written(path, 2, 1, 3)
     early = path.read_bytes()
@@ -191,7 +191,7 @@ def test_events_are_charged_up_to_the_reserved_number_each(ledger: Ledger) -> No
     assert ledger.spent("run") == EVENTS
 
 
-def test_what_is_not_reserved_is_refused(ledger: Ledger) -> None:
+def test_unreserved_events_are_refused(ledger: Ledger) -> None:
     length = ledger.length
     for other in ({"run": "other"}, {"event": SampledGaussian(0.01, 4.0000001)}):
         with pytest.raises(PolicyRefused, match="has not reserved"):
@@ -202,7 +202,7 @@ def test_what_is_not_reserved_is_refused(ledger: Ledger) -> None:
     assert ledger.length == length
 
 
-def test_simulated_request_is_charged_once_and_others_anew(ledger: Ledger) -> None:
+def test_a_repeated_simulated_request_is_charged_once(ledger: Ledger) -> None:
     steps: list[tuple[dict[str, Any], int]] = [
         ({"count": 3}, 3),
         ({"count": 3}, 3),
@@ -693,7 +693,7 @@ def test_repeated_crashes_each_leave_a_counted_line(path: Path, times: int) -> N
 
 
 @pytest.mark.parametrize("content", [b"notes\n", b"{}\n", b"\n", b'{"number": 0, ', b"\0" * 10])
-def test_a_file_that_is_no_ledger_is_left_alone(path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_ledger_is_left_unchanged(path: Path, content: bytes) -> None:
     path.parent.mkdir()
     path.write_bytes(content)
     with pytest.raises(LedgerError, match="line 1 is unreadable"):

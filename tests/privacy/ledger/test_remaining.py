@@ -35,7 +35,7 @@ def path(tmp_path):
     return where
 
 
-def test_a_receipt_lists_each_reservation_by_itself(path):
+def test_a_receipt_lists_each_reservation(path):
     """Whoever has the receipt finds every ε again from the events of its own run."""
     for name, planned, spent in (("first", EVENTS, 30), ("second", OTHER, 0)):
         run = receipt(path)["runs"][name]
@@ -55,7 +55,7 @@ def account(path, *arguments):
     return result.stdout
 
 
-def test_apart_the_rest_and_the_reservations_add_up_to_the_whole(path):
+def test_separate_reservations_add_up_to_the_whole(path):
     left = remaining(path, WHOLE)
     assert (left.site, left.runs, left.spent) == ("site", 2, {})
     assert left.budget.epsilon + math.fsum([1.3, 1.1]) <= WHOLE.epsilon
@@ -65,12 +65,12 @@ def test_apart_the_rest_and_the_reservations_add_up_to_the_whole(path):
 
 
 @pytest.mark.parametrize("whole", [(2.4, 5e-5), (2.0, 5e-5), (4.0, 2e-5), (4.0, 1e-6)])
-def test_where_nothing_is_left_there_is_no_answer(path, whole):
+def test_an_empty_rest_has_no_answer(path, whole):
     with pytest.raises(BudgetExhausted, match=r"\(2.4, 2e-05\) for 2 runs, add/remove one record"):
         remaining(path, Budget(*whole))
 
 
-def test_joint_counts_what_was_reserved_not_what_is_spent(path):
+def test_joint_pricing_counts_reserved_not_spent_events(path):
     left = remaining(path, WHOLE, joint=True)
     assert left.budget == WHOLE
     assert left.spent == {
@@ -80,7 +80,7 @@ def test_joint_counts_what_was_reserved_not_what_is_spent(path):
     }
 
 
-def test_a_ledger_that_was_altered_or_is_none_answers_nothing(path, tmp_path):
+def test_an_altered_or_invalid_ledger_is_refused(path, tmp_path):
     with pytest.raises(LedgerError):
         remaining(tmp_path / "nowhere", WHOLE)
     path.write_text(path.read_text().replace("1.3", "0.3"))

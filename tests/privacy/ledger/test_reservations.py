@@ -13,7 +13,7 @@ from fedpact.privacy.ledger.reservations import CompanionReservation
 EVENT = SampledGaussian(0.1, 2.25)
 
 
-def test_of_a_run_and_what_stands_beside_it_the_larger_counts(tmp_path: Path) -> None:
+def test_the_larger_of_training_and_evaluation_counts(tmp_path: Path) -> None:
     """A record is one of those trained on or one of those held out, and bears one of both."""
     path, beside = tmp_path / "ledger.jsonl", CompanionReservation("run", "split")
     with Ledger(path, "a", hypothetical=True) as ledger:

@@ -185,6 +185,6 @@ def test_few_sites_or_too_many_against_them_are_all_neighbours():
 
 
 @pytest.mark.parametrize("wrong", [(5, 6, 1), (5, 3, 3), (5, 3, -1), (0, 0, 0)])
-def test_what_cannot_be_is_refused(wrong):
+def test_impossible_values_are_refused(wrong):
     with pytest.raises(InputError, match="0 <= against < threshold <= sites"):
         neighbourhoods(*wrong)

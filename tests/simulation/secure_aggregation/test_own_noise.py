@@ -157,7 +157,7 @@ def test_longest_replies_fit_and_do_not_in_fewer_bits(sign, narrower, monkeypatc
     ],
     ids=str,
 )
-def test_what_no_public_number_bounds_keeps_64_bits(tables):
+def test_unbounded_values_keep_64_bits(tables):
     coding, _ = made(**tables)
     assert type(coding) is FixedPointMean
     assert coding.bits == 64
@@ -169,7 +169,7 @@ def test_a_sum_too_long_for_32_bits_keeps_64():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
-def test_what_is_no_whole_number_is_not_sent(value):
+def test_values_that_are_not_integers_are_not_sent(value):
     coding, _ = made()
     reply = Reply("run", 1, "a", 200.0, {"w": torch.tensor([0.0, value]).double()}, {})
     with pytest.raises(DataError, match="cannot be summed"):
@@ -177,7 +177,7 @@ def test_what_is_no_whole_number_is_not_sent(value):
 
 
 @pytest.mark.parametrize("sites", [1, 3, 8, 100])
-def test_sums_of_long_numbers_come_back_from_short_words(sites):
+def test_sums_of_long_numbers_are_decoded_from_short_words(sites):
     """In 16 bits the parts of `sites` numbers add up without a carry from one to the next."""
     width = 16 - (sites - 1).bit_length()
     given = np.full((sites, 5), 2**64 - 1, np.uint64)

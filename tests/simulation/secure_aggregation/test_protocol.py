@@ -59,7 +59,7 @@ def patterns(count, threshold):
 @pytest.mark.parametrize(
     "count", [*SIZES[:-3], *(pytest.param(n, marks=pytest.mark.slow) for n in SIZES[-3:])]
 )
-def test_the_sum_of_masked_is_the_sum_of_plain_whoever_drops_out(party, count):
+def test_masked_and_plain_sums_agree_for_any_dropouts(party, count):
     """Every set of sites that may drop out; see `patterns` for when.
 
     Of five and more sites there are many sets, which find what those of up to four do.
@@ -255,7 +255,7 @@ def test_a_site_opens_no_list_without_itself_or_with_strangers(party, survivors)
     assert mine.answer("site-00", listed(session, "site-00", survivors)).code == "session"
 
 
-def test_what_was_opened_outlives_a_restart(party, tmp_path):
+def test_opened_sums_outlive_a_restart(party, tmp_path):
     """Rule 3 of the page: one list for a round and attempt, on the disk before the answer; a new
     attempt, whose noise is fresh, may be opened again, an earlier one may not."""
     mine = party(4, 3)
@@ -349,7 +349,7 @@ def party_key():
         "of another round",
     ],
 )
-def test_exchanged_keys_are_found_out(party, name):
+def test_exchanged_keys_are_detected(party, name):
     """By the sites, which have everybody's long-term keys, and by the server."""
     mine = party(3, 2)
     session = mine.session()
@@ -387,7 +387,7 @@ def test_a_site_that_signs_no_keys_has_dropped_out(party, field, bad):
 
 
 @pytest.mark.parametrize("length", [0, 31, 10**6])
-def test_what_a_site_commits_itself_to_is_a_hash(party, length):
+def test_a_site_commits_to_a_hash(party, length):
     """It is relayed to everybody."""
     mine = party(3, 2)
     session = mine.session()
@@ -446,7 +446,7 @@ def test_shares_that_the_server_redirects_or_changes_do_not_open(party):
 
 @pytest.mark.parametrize("change", ["one less", "one more"])
 @pytest.mark.parametrize("step", ["shares", "unmask"])
-def test_shares_of_others_than_were_asked_for_are_not_taken(party, step, change):
+def test_unrequested_shares_are_rejected(party, step, change):
     """One that is missing would be looked for in vain later, when it stops everybody."""
     mine = party(3, 2)
     session = mine.session()
@@ -463,7 +463,7 @@ def test_shares_of_others_than_were_asked_for_are_not_taken(party, step, change)
 
 
 @pytest.mark.parametrize("secret", ["seed/site-00", "mask/site-02"])
-def test_a_wrong_share_is_found_out(party, secret):
+def test_a_wrong_share_is_detected(party, secret):
     mine = party(3, 2)
     session = mine.up_to(mine.session(), "unmask", {"site-02": "masked"})
     share = bytearray(session.opened["site-00"][secret])
@@ -596,7 +596,7 @@ def test_many_sites_are_refused_before_they_leave_no_bits():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_no_number_is_no_part_of_a_sum(party, value):
+def test_nan_is_not_part_of_a_sum(party, value):
     with pytest.raises(DataError):
         encoding.encode_fixed_point({"w": torch.tensor([1.0, value])}, {}, 0.5, 3)
     mine = party(3, 2)

@@ -15,7 +15,7 @@ from fedpact.simulation.secure_aggregation.session import BelowThreshold
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_where_all_are_in_two_questions_open_the_sum(party, count):
+def test_a_sum_over_all_sites_opens_in_two_steps(party, count):
     mine = party(count, count // 2 + 1)
     this = mine.up_to(mine.session(), "open")
     check_mean(mine, this, mine.sites)
@@ -26,7 +26,7 @@ def test_where_all_are_in_two_questions_open_the_sum(party, count):
     check_mean(mine, this, mine.sites)
 
 
-def test_each_sum_of_a_session_has_masks_of_its_own(party):
+def test_each_sum_of_a_session_has_its_own_masks(party):
     """The second shows nothing of the first: no mask is used twice, whoever is missing."""
     mine, seen = party(4, 3), []
     session = mine.session(slots=4)

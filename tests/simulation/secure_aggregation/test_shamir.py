@@ -53,7 +53,7 @@ def test_fewer_shares_go_with_every_secret_alike():
 
 
 @pytest.mark.parametrize("bad", [b"", b"x" * 32, b"\xff" * 33])
-def test_what_is_no_share_gives_no_secret(bad):
+def test_invalid_shares_give_no_secret(bad):
     found = keys.split_secrets([b"s" * 32], 2, [1, 2])
     if len(bad) == keys.SHARE:
         assert keys.recover_secret({1: bad, 2: found[2]}) != b"s" * 32
@@ -62,7 +62,7 @@ def test_what_is_no_share_gives_no_secret(bad):
         keys.recover_secret({1: bad, 2: found[2]})
 
 
-def test_what_is_no_secret_is_not_split():
+def test_an_invalid_secret_is_not_split():
     for given, threshold, at in (([b"short"], 2, [1]), ([], 1, [1]), ([bytes(32)], 0, [1])):
         with pytest.raises(InputError, match="expected at least one of 32 bytes"):
             keys.split_secrets(given, threshold, at)

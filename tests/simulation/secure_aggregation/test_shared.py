@@ -50,7 +50,7 @@ def test_packed_words_come_back(width):
         assert (back == given & np.uint64(2**width - 1)).all()
 
 
-def test_signs_come_back():
+def test_signs_are_decoded():
     for width in (16, 19, 32):
         whole = np.array([0, 1, -1, 2 ** (width - 1) - 1, -(2 ** (width - 1))])
         assert words.centre_words(whole.astype(np.uint64), width).tolist() == whole.tolist()
@@ -72,7 +72,7 @@ def session(party):
 
 
 @pytest.mark.parametrize("gone", [None, "site-01", "site-04"])
-def test_what_is_opened_is_the_sum_of_shares_and_one_step_of_it(session, gone):
+def test_the_opened_sum_is_that_of_shares_and_one_step(session, gone):
     """With one of two local parts that fedavg's clients have: w - η Σ e unit / Σ q N."""
     last, away = ("unmask", {gone: "masked"}) if gone else ("open", {})
     tried = session.up_to(session.session(), last, away)
@@ -104,7 +104,7 @@ def test_a_masked_share_is_spread_evenly(session):
         assert abs(share - 0.5) < 8.5 * 0.5 / math.sqrt(len(sent))
 
 
-def test_what_is_no_share_is_not_sent(session):
+def test_an_invalid_share_is_not_sent(session):
     for vectors in ({"gradient": torch.zeros(3)}, {"w": torch.zeros(3).long()}, {}):
         reply = Reply("run", 1, "site-00", 1.0, vectors, {})
         with pytest.raises(DataError, match="expected a share"):

@@ -57,7 +57,7 @@ def test_the_run_is_the_one_without_it(tables, tmp_path):
     assert secure.summary["bytes_up"] > 1.5 * plain.summary["bytes_up"]
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
+def test_a_stopped_run_resumes_to_the_same_bits(tmp_path):
     """The masks differ and cancel exactly, so nothing of them is left in the model."""
     plan = Plan.parse({**BASE, **SECURE})
     whole = simulate(plan, tmp_path / "whole")
@@ -99,6 +99,6 @@ def test_half_of_the_sites_is_too_few():
         settings.check_sites(4)
 
 
-def test_it_needs_nothing_of_flowers(tmp_path, monkeypatch):
+def test_it_needs_no_flower(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "flwr", None)
     simulate(Plan.parse({**BASE, "rounds": 1, **SECURE}), tmp_path / "run")

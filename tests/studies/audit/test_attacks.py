@@ -242,7 +242,7 @@ def test_claims_are_the_accountants(plain):
     assert math.isclose(plain.claimed(plain.terms.steps, delta), 6.0, rel_tol=1e-3)
 
 
-def test_a_round_that_opens_with_an_event_of_its_own_is_audited(audited):
+def test_a_round_with_an_opening_event_is_audited(audited):
     # FedProxVR: one gradient over the opening, then τ differences; each has its own rate and noise.
     rounds = ("rounds=2", "settings.local_steps=3", "privacy.epsilon=1.0")
     honest = audited.target("algorithm=fedproxvr", *rounds)

@@ -222,7 +222,7 @@ def test_halved_noise_is_found(seed, audited, target, queries):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mistake", ["clip not applied", "realised batch size"])
-def test_what_a_batch_adds_up_to_is_tested_too(seed, mistake, audited, target, queries):
+def test_the_sum_of_a_batch_is_tested_too(seed, mistake, audited, target, queries):
     found = sampling_tests(seeded(target, seed, audited.broken[mistake]), queries)
     assert not all(test.passed for test in found), found
 

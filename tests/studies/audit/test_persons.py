@@ -34,7 +34,7 @@ def persons():
     return target(unit="person", person_records=5, epsilon=3.0)
 
 
-def test_a_person_of_five_records_costs_what_is_claimed(persons):
+def test_a_person_with_five_records_costs_the_claimed_epsilon(persons):
     found = many_runs(persons, runs=100, events=4)
     assert persons.canary_records == 5
     assert all(bound.passed for bound in found.bounds), found

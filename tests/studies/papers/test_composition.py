@@ -106,6 +106,6 @@ def test_a_bracket_that_is_not_positive_is_an_error():
         lambda: unconditional_noise("AC1", Budget(1.0, 1e-5), 0.1, 10),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong):
+def test_invalid_input_is_refused(wrong):
     with pytest.raises(InputError):
         wrong()

@@ -131,6 +131,6 @@ def test_one_part_has_no_spread(draws):
         lambda rng: heterogeneity(np.zeros((2, 3)), [1, 0], rng),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong, draws):
+def test_invalid_input_is_refused(wrong, draws):
     with pytest.raises(InputError):
         wrong(draws)

@@ -139,6 +139,6 @@ def test_without_a_gradient_the_bound_falls_for_ever():
         lambda: bound(PLAIN, 0.1, 0),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong):
+def test_invalid_input_is_refused(wrong):
     with pytest.raises(InputError):
         wrong()

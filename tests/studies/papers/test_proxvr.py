@@ -299,7 +299,7 @@ def test_heterogeneity_needs_larger_penalty_and_exactness():
 
 
 @pytest.mark.parametrize("how", [{"tight": False}, {"whole": False}, {"solver": "svrg"}], ids=str)
-def test_extreme_numbers_are_certified_all_the_same(how):
+def test_extreme_numbers_are_certified_too(how):
     rng = random.Random(14)
     for _ in range(4):
         smooth = 10 ** rng.uniform(-8, 8)
@@ -359,6 +359,6 @@ def test_continuous_optimum_bounds_the_integer_one():
         lambda: minimise(Losses(1.0, 0.5, 1e300), 0.01),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong):
+def test_invalid_input_is_refused(wrong):
     with pytest.raises(InputError):
         wrong()

@@ -125,7 +125,7 @@ def test_bits_on_the_wire():
         lambda: tradeoffs.exact_point(PROBLEM, "rdp", math.nan, 10),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong):
+def test_invalid_input_is_refused(wrong):
     with pytest.raises(ValueError):  # noqa: PT011 - InputError, and zip's for unequal lengths
         wrong()
     assert issubclass(InputError, ValueError)

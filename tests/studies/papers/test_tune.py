@@ -128,7 +128,7 @@ def test_the_printed_settings_are_read_by_a_plan(heterogeneity):
     assert isinstance(settings["settings"]["local_steps"], int)
 
 
-def test_text_says_what_is_proven_and_what_it_is_worth():
+def test_the_text_states_the_proven_bound_and_its_meaning():
     out = tune("fedproxvr", *SPEC).stdout
     for part in ("L = 1, λ = 0.5, σ̄² = 1, γ = 0.01", "231.346", "certified", "notes/errata.md, V4"):
         assert part in out
@@ -141,7 +141,7 @@ def test_the_figure_is_drawn(tmp_path):
     assert out.read_bytes().startswith(b"<?xml")
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_mismatches_are_refused(tmp_path):
     (tmp_path / "d.png").mkdir()
     assert "--sigma2, --gamma missing" in refused("fedproxvr", "--L", "1", "--lam", "0.5")
     told = tune("fedproxvr", *SPEC, "--solver", "sgd").output
@@ -201,7 +201,7 @@ def test_the_time_of_evaluations_is_left_out(taus):
     assert "evaluations" not in found.note
 
 
-def test_where_all_were_evaluated_the_note_says_so():
+def test_the_note_says_if_all_sites_were_evaluated():
     slow = [replace(record, accuracy=0.5) for record in rounds([1, 4, 2], d_com=0.5, d_cmp=0.02)]
     assert split_records(slow).d_com == pytest.approx(0.5)
     assert "time of evaluations is among it" in split_records(slow).note
@@ -273,7 +273,7 @@ def test_the_estimates_of_a_run_are_those_computed_by_hand(private):
     assert Path(found["figure"]).exists()
 
 
-def test_what_is_given_is_not_measured(private):
+def test_given_values_are_not_measured(private):
     found = as_json("fedproxvr", str(private), *SPEC)
     assert "estimates" not in found
     assert "costs" not in found
@@ -311,7 +311,7 @@ def test_the_theorem_gives_zero_and_the_reason_is_said():
     assert "sweep" in out
 
 
-def test_what_to_do_instead_is_named_as_a_plan_takes_it():
+def test_the_remedy_is_in_the_plans_syntax():
     said = as_json("fedfdp")["instead"]
     assert said in " ".join(tune("fedfdp").stdout.split())
     settings = tomllib.loads(
