@@ -1,21 +1,21 @@
 """Per-sample gradients of a convolution's weight: Σ_t g_jt u_jtᵀ, u_jt the patch at position t.
 
-Several ways to make them, each the fastest where it applies (see PatchOrder):
+There are several ways to compute them, each the fastest in some cases (see PatchOrder):
 
-by pixel        Patches are one strided copy of images stored by pixel, [n, T, kernel·C], and are
+by pixel        Patches are one strided copy of channels-last images, [n, T, kernel·C], and are
                 multiplied with g in one product for all records and groups.
-by channel      Few channels make short rows: patches are then laid out by channel.
+by channel      With few channels, patches are laid out by channel, as rows would be short.
 by torch        A batch of n convolutions is one convolution with n groups and n weights. On a CPU
-                that is the fastest where a record has more positions than a patch has numbers.
-few positions   Patches and g are what a linear layer of few positions has; see gradients.Outer.
-before a pool   Only one number of each pooling window passes a gradient back, so g is zero but for
+                this is fastest if a record has more positions than a patch has numbers.
+few positions   Patches and g are those of a linear layer with few positions; see gradients.Outer.
+before a pool   Only one entry of each pooling window passes a gradient back, so g is zero except at
                 one position in four or more, and Σ_t g_t u_tᵀ is a sum over those positions: for
                 each output channel a weighted sum of rows of a table, torch's embedding_bag. A row
-                of the table is a row of the patch, kernel width times channels, which lies together
-                in an image stored by pixel; the rows of the kernel are as many sums over it.
+                of the table is a row of the patch, kernel width times channels, which is contiguous
+                in a channels-last image; each row of the kernel is one such sum.
 
 A transposed convolution is a convolution's gradient, so its weight has the gradients of that
-convolution with x and g in exchanged roles.
+convolution with x and g exchanged.
 """
 
 import math
@@ -45,10 +45,10 @@ _backward = cast(Callable[..., tuple[Any, Any, Any]], torch.ops.aten.convolution
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a convolution of one to three dimensions reads its input.
+    """The geometry of a convolution with one to three dimensions.
 
-    kernel, stride, dilation: one number a dimension. pad: before and behind each dimension, the
-    last dimension first, as torch.nn.functional.pad takes it.
+    kernel, stride, dilation: one number per dimension. pad: before and after each dimension, the
+    last dimension first, as for torch.nn.functional.pad.
     """
 
     kernel: tuple[int, ...]
@@ -59,7 +59,7 @@ class Geometry:
 
     @staticmethod
     def by(kernel: tuple[int, ...], settings: list[Any]) -> "Geometry":
-        """Of an operation: kernel sizes; stride, padding, dilation and groups as torch has them."""
+        """From an operation's kernel sizes, and torch's stride, padding, dilation and groups."""
         stride, padding, dilation, groups = settings
         stride, dilation = (_each(v, len(kernel)) for v in (stride, dilation))
         if padding == "same":
@@ -72,11 +72,11 @@ class Geometry:
 
     @property
     def plain(self) -> bool:
-        """Whether torch's convolution pads by itself: alike on both sides."""
+        """Whether the padding is symmetric, so that torch's convolution can apply it."""
         return self.pad[::2] == self.pad[1::2]
 
     def positions(self, size: tuple[int, ...]) -> tuple[int, ...]:
-        """How many positions there are along each dimension of an input of this size."""
+        """The number of positions along each dimension of an input of this size."""
         sides = [a + b for a, b in zip(self.pad[::-2], self.pad[-2::-2], strict=True)]
         read = [d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True)]
         each = zip(size, sides, read, self.stride, strict=True)
@@ -88,16 +88,16 @@ class Geometry:
         padding, none = list(self.pad[::-2]), [0] * len(self.kernel)
         if not self.plain:
             x, padding = self.padded(x), none
-        # One record of n · C channels in n groups: no group's weight sees another record.
+        # One record of n · C channels in n groups: no group's weight reads another record.
         x, g = (t.reshape(1, -1, *t.shape[2:]) for t in (x, g))
-        # Of the weights the routine takes the form alone, so one number stands for all.
+        # The routine uses only the shape of the weights, so one number is expanded.
         weights = weight.new_empty(1).expand(shape)
         settings = list(self.stride), padding, list(self.dilation), False, none, n * self.groups
         found = _backward(g, x, weights, None, *settings, [False, True, False])
         return cast(Tensor, found[1]).view(n, -1)
 
     def weight_rows_by_channel(self, x: Tensor, g: Tensor) -> Tensor:
-        """The same by patches that are laid out by channel."""
+        """The same, with patches laid out by channel."""
         x = self.padded(x).contiguous()
         n, channels = x.shape[:2]
         shape = (n, channels, *self.kernel, *g.shape[2:])
@@ -105,12 +105,12 @@ class Geometry:
             shape, (*x.stride()[:2], *self._strides(x.stride()[2:], kernel_first=True))
         )
         columns = columns.reshape(n * self.groups, -1, g[0, 0].numel())
-        # g is laid out by pixel as a rule: so its matrix is as it lies in memory.
+        # g is usually channels-last, so its matrix needs no copy.
         rows = columns @ g.reshape(n * self.groups, -1, columns.shape[2]).mT
         return rows.mT.reshape(n, -1)
 
     def weight_rows_by_pixel(self, x: Tensor, g: Tensor, out: Tensor | None) -> Tensor:
-        """The same by pixel, as [n, O, kernel, C]; written to `out` if there is one."""
+        """The same by pixel, as [n, O, kernel, C]; written to `out` if given."""
         columns = self.patches(x, g.shape[2:])
         g = g.reshape(len(columns), -1, columns.shape[1])
         if out is not None:
@@ -118,33 +118,33 @@ class Geometry:
         return torch.bmm(g, columns, out=out).view(len(x), -1)
 
     def patches(self, x: Tensor, positions: tuple[int, ...]) -> Tensor:
-        """What x [n, C, ...] has at each position, [n · groups, T, kernel · C / groups]."""
+        """The patches of x [n, C, ...], as [n · groups, T, kernel · C / groups]."""
         x = self.padded(x).movedim(1, -1).contiguous()
         each = x.shape[-1] // self.groups
         shape = (len(x), self.groups, *positions, *self.kernel, each)
-        # Patches overlap, so each number stands in several: a view says where without copying any.
+        # Patches overlap: a strided view contains each number several times without copying.
         strides = (x.stride(0), each, *self._strides(x.stride()[1:-1]), 1)
         columns = x.as_strided(shape, strides)
         return columns.reshape(len(x) * self.groups, math.prod(positions), -1)
 
     def padded(self, x: Tensor) -> Tensor:
-        """The input with its border."""
+        """The padded input."""
         return F.pad(x, self.pad) if any(self.pad) else x
 
     def _strides(self, row: tuple[int, ...], *, kernel_first: bool = False) -> tuple[int, ...]:
-        """Of positions and kernel in memory, where the steps of the input's own dimensions are."""
+        """Memory strides of positions and kernel, from those of the input's dimensions."""
         positions = tuple(s * r for s, r in zip(self.stride, row, strict=True))
         kernel = tuple(d * r for d, r in zip(self.dilation, row, strict=True))
         return kernel + positions if kernel_first else positions + kernel
 
 
 def layout_of(groups: int, weight: Tensor, positions: int, *, cpu: bool) -> PatchOrder:
-    """The fastest way to make gradients of weight [O, C / groups, ...] with so many positions."""
+    """The fastest way to compute gradients of weight [O, C / groups, ...]."""
     channels = weight.shape[1]
     if not cpu:
-        # Never torch's routine, which launches a kernel for each group.
+        # Not torch's routine, which launches a GPU kernel for each group.
         return "channel" if channels < _SHORT else "pixel"
-    # There it works on one channel a group or on whole vectors of channels.
+    # torch's routine works on one channel per group or on whole vectors of channels.
     if channels % _SHORT == 0 and 4 * positions <= weight[0].numel():
         return "pixel"
     few = channels % _SHORT > 0 or weight[0].numel() == channels
@@ -154,7 +154,7 @@ def layout_of(groups: int, weight: Tensor, positions: int, *, cpu: bool) -> Patc
 class Convolved(Share):
     """A weight's gradients from x [B, C, ...] and g [B, O, ...], with one to three dimensions.
 
-    layout: how they are made, by default the fastest way.
+    layout: the way to compute them, by default the fastest.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Convolved(Share):
         self._layout: PatchOrder = layout or layout_of(
             geometry.groups, weight, self._positions, cpu=on_cpu(g)
         )
-        # All patches of the records that are taken together should stay in the cache.
+        # All patches of the records of one chunk should fit into the cache.
         patches = self._positions * weight[0].numel() * geometry.groups
         one = max(1, norms.chunk_bytes(g) // max(1, patches * g.element_size()))
         self.most = _GROUPS if self._layout == "torch" else one
@@ -198,7 +198,7 @@ class Convolved(Share):
         return total.view(*total.shape[:-1], out, *kernel, channels).movedim(-1, -1 - len(kernel))
 
     def special(self) -> Part | None:
-        """See Share: of few positions what `Outer` finds of them."""
+        """See Share: for few positions as in `Outer`."""
         length, read = self._positions, self._weight[0].numel()
         few = length == 1 or is_few(self.g, length, self.size, read)
         if self._geometry.groups > 1 or not few:
@@ -210,7 +210,7 @@ class Convolved(Share):
         out, channels, *kernel = self._weight.shape
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
-            # Patches have the channels last, and the weight has them second.
+            # Channels are last in patches, and second in the weight.
             total = view.new_zeros(out, self.size // out)
             part.add(c, good, total)
             view.add_(total.view(out, *kernel, channels).movedim(-1, 1))
@@ -226,9 +226,9 @@ Pooled = tuple[Tensor, Tensor]
 
 
 def sparse(geometry: Geometry, weight: Tensor, grad: Tensor, pooled: Pooled | None) -> bool:
-    """Whether the gradient `grad` is sparse enough, and the convolution of the kind meant here.
+    """Whether `grad` is sparse enough, and the convolution suitable, for the way before a pool.
 
-    On CPUs, where embedding_bag is a routine of its own and faster than a product; untried on GPUs.
+    Only on CPUs, where embedding_bag is faster than a product; not measured on GPUs.
     """
     if pooled is None or not on_cpu(grad):
         return False
@@ -238,7 +238,7 @@ def sparse(geometry: Geometry, weight: Tensor, grad: Tensor, pooled: Pooled | No
 
 
 class Pooled2d(Convolved):
-    """A weight's gradients [O, h, w, C] from x [B, C, H, W] and what the pooling passed back."""
+    """A weight's gradients [O, h, w, C] from x [B, C, H, W] and the pooling's gradient."""
 
     def __init__(
         self, geometry: Geometry, weight: Tensor, x: Tensor, g: Tensor, pooled: Pooled
@@ -256,7 +256,7 @@ class Pooled2d(Convolved):
         n, places = len(values), values.shape[3]
         kernel, columns = self._geometry.kernel[0], self.g.shape[3]
         table = self._table(self.x[chunk], columns)
-        # A row of the kernel reads the table so many rows further down; a sample, its own part.
+        # Each kernel row is offset by some table rows; each record has its own part of the table.
         down = torch.arange(0, kernel * columns, columns, dtype=torch.int32, device=index.device)
         first = torch.arange(n, dtype=torch.int32, device=index.device) * (len(table) // n)
         rows = (index + (first[:, None] + down)[:, None, :, None]).reshape(-1, places)
@@ -273,15 +273,15 @@ class Pooled2d(Convolved):
 
 
 def pixelwise(x: Tensor) -> Tensor:
-    """Images [n, C, H, W], the channels of a pixel side by side in memory."""
+    """Images [n, C, H, W] in channels-last memory format."""
     _, channels, height, width = x.shape
     if channels == 1:
-        # Both layouts are the same memory; by these strides torch takes it for the one we want.
+        # Both layouts have the same memory; these strides make torch use the intended one.
         return x.contiguous().as_strided(x.shape, (height * width, 1, width, 1))
     return x.contiguous(memory_format=torch.channels_last)
 
 
 def _each(value: Any, dimensions: int) -> tuple[int, ...]:
-    """One number for each dimension, of a list of them or of one that holds for all."""
+    """One number per dimension, from a list or a single number."""
     found = list(cast(list[int], value)) if isinstance(value, (list, tuple)) else [cast(int, value)]
     return tuple(found * dimensions if len(found) == 1 else found)

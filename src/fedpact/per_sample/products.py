@@ -1,4 +1,4 @@
-"""Products of matrices by whichever of torch's libraries is faster."""
+"""Matrix products by the faster of torch's libraries."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -19,9 +19,8 @@ def linear(
     """x Wᵀ + b for x [..., K], W [O, K] in any layout, b [O]; without gradient.
 
     torch multiplies float32 matrices by MKL (or OpenBLAS), which on some processors runs at half
-    the speed of oneDNN, torch's library for convolutions. oneDNN's product is reached by an
-    operation that torch keeps for its own compiler; it is used where it is there and gives what it
-    should.
+    the speed of oneDNN, torch's library for convolutions. oneDNN's product is available through an
+    operation of torch's compiler; it is used if it exists and its result was checked.
     """
     fits = x.dtype == torch.float32 and x.dim() == 2 and x.device.type == "cpu"
     large = weight.numel() >= LARGE if large is None else large

@@ -1,15 +1,15 @@
-"""LSTM, GRU and RNN layers whose gate gradients can be seen: what per-sample gradients are made of.
+"""LSTM, GRU and RNN layers that expose the gradients of their gates, for per-sample gradients.
 
-torch's recurrent operations give the gradients of their weights summed over the records. Here the
-recurrence runs step by step, forward and back through time, as one autograd function for each layer
-and direction; the gradient of every gate before its nonlinearity is handed over on the way back.
+torch's recurrent operations return the gradients of their weights summed over records. Here the
+recurrence runs step by step, forward and backward through time, as one autograd function per layer
+and direction, which reports the gradient of every gate before its nonlinearity.
 
-Tensors are [T, B, ·], step after step: a step's rows lie together, so one product takes a step, and
-one product takes all steps wherever they do not wait for each other. A layer that runs backward in
-time reads flipped input, so to a cell the first step is always the first.
+Tensors are [T, B, ·]: the rows of a step are contiguous, so a step is one product, and independent
+steps are one product together. A layer that runs backward in time reads flipped input, so for a
+cell the first step always comes first.
 
-What the gradients of the gates are times ∂ℓ/∂h_t and ∂ℓ/∂c_t is known before these are: it is
-computed for many steps at once, in place of the gradients, and multiplied when its step is due.
+The factors between the gates' gradients and ∂ℓ/∂h_t, ∂ℓ/∂c_t are known beforehand: they are
+computed for many steps at once, in the memory of the gradients, and multiplied step by step.
 """
 
 from abc import ABC, abstractmethod
@@ -63,10 +63,10 @@ class _Found:
 
 
 class _Cell(ABC):
-    """A layer in one direction, with its parameters and what it keeps of a forward pass.
+    """A layer in one direction, with its parameters and saved values of a forward pass.
 
     params: W_ih [O, K], W_hh [O, P], then b_ih and b_hh [O] if any, then W_hr [P, H] if any.
-    place: of the first of them in the operation's list.
+    place: the index of the first of them in the operation's list.
     """
 
     def __init__(self, params: list[Tensor], biased: bool, place: int, record: Record) -> None:
@@ -77,20 +77,20 @@ class _Cell(ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """From x [T, B, K] and h_0 (and c_0) to h_0, ..., h_T [T+1, B, P] (and c), and the rest.
+        """Compute h_0, ..., h_T [T+1, B, P] (and c) from x [T, B, K] and h_0 (and c_0).
 
-        The rest is what `backward` needs besides.
+        The other returned tensors are saved for `backward`.
         """
 
     @abstractmethod
     def backward(self, kept: Sequence[Tensor], direct: Tensor, cells: Tensor | None) -> _Found:
-        """From what forward returned, ∂ℓ/∂h_t and, if any, ∂ℓ/∂c_t past all later steps.
+        """Compute gradients from forward's tensors and the direct parts of ∂ℓ/∂h_t and ∂ℓ/∂c_t.
 
-        Both are [T+1, B, ·], and all may be written over.
+        Both are [T+1, B, ·]; all arguments may be overwritten.
         """
 
     def tell(self, x: Tensor, states: Tensor, found: _Found) -> None:
-        """Hand over the factors of every parameter's gradient."""
+        """Report the factors of every parameter's gradient."""
         inner, outer = (g.transpose(0, 1) for g in (found.inner, found.outer))
         self._record(self._place, inner, x.transpose(0, 1))
         self._record(self._place + 1, outer, states[:-1].transpose(0, 1))
@@ -106,8 +106,7 @@ class _Cell(ABC):
 class _Rnn(_Cell):
     """h_t = φ(W_ih x_t + b_ih + W_hh h_t-1 + b_hh).
 
-    curve: φ, written over its argument. slope: from ∂ℓ/∂h_t and h_t to ∂ℓ/∂h_t φ', written to
-    grad_input.
+    curve: φ, in place. slope: computes ∂ℓ/∂h_t φ' from ∂ℓ/∂h_t and h_t, into grad_input.
     """
 
     curve: Callable[[Tensor], Tensor] = staticmethod(torch.tanh_)
@@ -139,7 +138,7 @@ class _Lstm(_Cell):
     def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
         hs, cs = (_history(state, len(x)) for state in first)
         tanh = torch.empty_like(cs[1:])
-        # The three sigmoids side by side are one operation.
+        # The three sigmoids are contiguous, so they are one operation.
         w_ih, w_hh, bias = map(_sigmoids_first, (self.w_ih, self.w_hh, self.b_ih + self.b_hh))
         gates, width, w_hh = _all_steps(x, w_ih, bias), cs.shape[2], w_hh.t()
         sigmoids = gates[:, :, : 3 * width].unbind(0)
@@ -183,9 +182,9 @@ class _Lstm(_Cell):
 
     @staticmethod
     def _factors(gates: Tensor, cs: Tensor, tanh: Tensor) -> tuple[_Rows, _Rows]:
-        """Write over gates what ∂ℓ/∂c_t (i, f, g) and ∂ℓ/∂h_t (o) are times in their gradients.
+        """Replace gates by the factors of ∂ℓ/∂c_t (i, f, g) and ∂ℓ/∂h_t (o) in their gradients.
 
-        These are in torch's order. Returns f_t = ∂c_t+1/∂c_t and ∂h_t/∂c_t.
+        They are in torch's order. Returns f_t = ∂c_t+1/∂c_t and ∂h_t/∂c_t.
         """
         i, f, o, g = _by_gate(gates).unbind(2)
         slopes, kept, do = _tanh_backward(o, tanh), f.clone(), _sigmoid_backward(tanh, o)
@@ -234,7 +233,7 @@ class _Gru(_Cell):
 
     @staticmethod
     def _factors(gates: Tensor, hs: Tensor) -> _Rows:
-        """Write over r, z, q, n what ∂ℓ/∂h_t is times in their gradients; returns z."""
+        """Replace r, z, q, n by the factors of ∂ℓ/∂h_t in their gradients; return z."""
         r, z, q, n = _by_gate(gates).unbind(2)
         kept, dn = z.clone(), _tanh_backward(1 - z, n)
         _sigmoid_backward_to(hs - n, z, grad_input=z)
@@ -257,9 +256,9 @@ RECURRENT = frozenset(_CELLS)
 
 
 class _Recurrence(torch.autograd.Function):
-    """A cell's outputs [T, B, P], last h and, of an LSTM, last c, by autograd from x, h0 and c0.
+    """A cell's outputs [T, B, P], last h and, for an LSTM, last c, differentiable in x, h0, c0.
 
-    With an end, outputs past it are 0, and the states at it are the last ones.
+    With an end, outputs after it are 0, and the states at it are the last ones.
     """
 
     @staticmethod
@@ -268,7 +267,7 @@ class _Recurrence(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         kept = cell.forward(x, first)
         at = -1 if end is None else end.at
-        # Copies, so that the model may write over what it is given.
+        # Copies, so that the model may modify its inputs in place.
         lasts = [states[at].clone() for states in kept[: len(first)]]
         if end is not None:
             kept[0].masked_fill_(end.past, 0)
@@ -287,17 +286,17 @@ class _Recurrence(torch.autograd.Function):
         outputs, hidden, *last = passed
         cells = _direct(kept[1], None, last[0], end) if last and last[0] is not None else None
         found = cell.backward(kept, _direct(kept[0], outputs, hidden, end), cells)
-        # Without its history: whoever keeps it would keep the graph, and the graph whom it tells.
+        # Detached: a reference to it would keep the graph alive, and the graph the recorder.
         cell.tell(x.detach(), kept[0], found)
         dx = _all_steps(found.inner, cell.w_ih.t()) if ctx.needs_input_grad[3] else None
         return None, None, None, dx, found.hidden, *([found.cell] if last else [])
 
 
 class _End:
-    """Where each record ends, of lengths [B] among T steps.
+    """The ends of records with lengths [B] in T steps.
 
-    at: the index of its last state among [T+1, B]. past: what is behind that, [T+1, B, 1].
-    turned: the steps [T, B, 1] in the opposite order, but for those behind its end.
+    at: the index of each last state in [T+1, B]. past: the mask of states after it, [T+1, B, 1].
+    turned: the steps [T, B, 1] in reverse order, except those after the end.
     """
 
     def __init__(self, lengths: Tensor, steps: int) -> None:
@@ -308,20 +307,20 @@ class _End:
         self.turned = torch.where(t < lengths, lengths - 1 - t, t)[:-1].unsqueeze(2)
 
     def turn(self, x: Tensor) -> Tensor:
-        """x [T, B, K] with each record's steps in the opposite order."""
+        """x [T, B, K] with each record's steps in reverse order."""
         return x.gather(0, self.turned.expand_as(x))
 
 
 def run(
     op: object, args: Sequence[object], record: Record, lengths: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """What the operation returns of its arguments, (out, hn, cn) or (out, hn).
+    """Run a recurrent operation; return (out, hn, cn) or (out, hn).
 
     args: input [B, T, K] (or [T, B, K]), h0 or [h0, c0], the parameters, has_biases, num_layers,
-    dropout, train, bidirectional, batch_first. Autograd differentiates it once, by input, h0 and
-    c0; parameters are constants to it. As the gradient passes, `record` is told the factors of
-    every parameter's per-sample gradients; of a layer that no loss depends on it is told nothing.
-    lengths: of each record's steps [B], 1 to T, as of packed sequences; None where all have T.
+    dropout, train, bidirectional, batch_first. Autograd differentiates it once, in input, h0 and
+    c0; parameters are constants. During the backward pass `record` receives the factors of every
+    parameter's per-sample gradients, except for layers that no loss depends on. lengths: the number
+    of steps of each record [B], 1 to T, as in packed sequences; None if all have T.
     Raises ModelError: op is not in RECURRENT.
     """
     if op not in RECURRENT:
@@ -329,11 +328,11 @@ def run(
     kind = _CELLS[op]
     inputs, hx, listed, biased, layers, dropout, train, both, batch_first = cast(Any, args)
     params = [p.detach() for p in cast(Sequence[Tensor], listed)]
-    # In float32 under autocast, too: errors add up over the steps.
+    # In float32 even under autocast, as errors accumulate over the steps.
     inputs, *states = (v.to(params[0].dtype) for v in (inputs, *(hx if kind is _Lstm else [hx])))
     starts = list(zip(*(s.unbind(0) for s in states), strict=True))
     x = cast(Tensor, inputs.transpose(0, 1) if batch_first else inputs)
-    # Autograd passes where something requires grad: x and h0 may both be data.
+    # Autograd needs an input that requires grad, but x and h0 may both be data.
     anchor = torch.zeros((), requires_grad=True)
     size, directions = len(params) // len(starts), 2 if both else 1
     lasts: list[tuple[Tensor, ...]] = []
@@ -356,7 +355,7 @@ def run(
 
 
 def _history(first: Tensor, steps: int) -> Tensor:
-    """Room for a state's values [T+1, B, ·], the first of which is known."""
+    """Memory for a state's values [T+1, B, ·], with the first one set."""
     values = first.new_empty(steps + 1, *first.shape)
     values[0] = first
     return values
@@ -365,7 +364,7 @@ def _history(first: Tensor, steps: int) -> Tensor:
 def _direct(
     states: Tensor, outputs: Tensor | None, last: Tensor | None, end: _End | None
 ) -> Tensor:
-    """∂ℓ/∂h_t past all later steps [T+1, B, P], as h_0, ..., h_T, from those of outputs and h_T."""
+    """The direct part of ∂ℓ/∂h_t, for h_0, ..., h_T [T+1, B, P], from outputs and h_T."""
     found = torch.empty_like(states)
     found[0] = 0
     found[1:] = 0 if outputs is None else outputs
@@ -377,7 +376,7 @@ def _direct(
 
 
 def _all_steps(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b [T, B, O] of x [T, B, K], all steps in one product."""
+    """x Wᵀ + b [T, B, O] from x [T, B, K], all steps in one product."""
     return F.linear(x.flatten(0, 1), weight, bias).view(*x.shape[:2], -1)
 
 
@@ -393,8 +392,8 @@ def _sigmoids_first(rows: Tensor) -> Tensor:
 
 
 def _blocks(gates: Tensor) -> list[tuple[int, int]]:
-    """Steps to compute factors for at a time, so that the cache still holds them when due."""
-    # Besides the gates there are their gradients, and almost as much of states.
+    """Blocks of steps whose factors fit into the cache until they are used."""
+    # In addition to the gates there are their gradients, and almost as many states.
     step = 3 * gates[0].numel() * gates.element_size()
     count = max(1, _BLOCK_BYTES // max(1, step))
     return [(t, min(t + count, len(gates))) for t in range(0, len(gates), count)]

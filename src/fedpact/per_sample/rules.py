@@ -1,12 +1,11 @@
 """Uses of parameters in a pass, and the rules for their per-sample gradients.
 
-Operations without a rule are replayed: vmap differentiates them record by record, and nothing
-around them.
+An operation without a rule is replayed: vmap differentiates this operation alone, record by record.
 
-A rule is given a Call: the operation's arguments, the gradient of its output, and where each has
-the batch. It returns a Share for every argument that is wanted. docs/notes/adding-a-rule.md states
-its contract: exact for each record, linear in the output's gradient, and no number of one record in
-another's.
+A rule receives a Call: the operation's arguments, the gradient of its output, and the batch
+dimension of each. It returns a Share for every requested argument. docs/notes/adding-a-rule.md
+states its contract: exact for each record, linear in the output's gradient, and independent of
+other records.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,11 +31,11 @@ Place = int | tuple[int, int]
 
 @dataclass(eq=False)
 class Call:
-    """One operation of a pass. places: of each argument that has records; out: of the results.
+    """One operation of a pass. places, out: the batch dimension of arguments and results.
 
-    wanted: the arguments whose gradients are asked for. grads: those of the results, None where no
-    loss depends on one. batch: B. pooled: where a max-pooling alone read the result, the numbers of
-    its gradient that are not zero.
+    wanted: the arguments whose gradients are requested. grads: of the results, None if no loss
+    depends on one. batch: B. pooled: the nonzero entries of the gradient, if only a max-pooling
+    reads the result.
     """
 
     op: Callable[..., Any]
@@ -51,20 +50,20 @@ class Call:
 
     @property
     def grad(self) -> Tensor:
-        """The gradient of the only result, apart."""
+        """The gradient of the only result, per record."""
         return self.apart(cast(Tensor, self.grads[0]), self.out[0])
 
     def at(self, place: Place) -> Tensor:
-        """The argument at a place."""
+        """The argument at a position."""
         found = self.args[place] if isinstance(place, int) else self.args[place[0]][place[1]]
         return wide(cast(Tensor, found).detach())
 
     def input(self, place: Place = 0) -> Tensor:
-        """An argument with records, apart: [B, ...], each with a batch of one in its place."""
+        """An argument per record: [B, ...], each record with a batch of one in its dimension."""
         return self.apart(self.at(place), self.places[place])
 
     def put(self, values: "Mapping[Place, Tensor | None]") -> list[Any]:
-        """The arguments with others in these places."""
+        """The arguments with those at some positions replaced."""
         args: list[Any] = [
             list(cast(list[Any], a)) if isinstance(a, (list, tuple)) else a for a in self.args
         ]
@@ -76,7 +75,7 @@ class Call:
         return args
 
     def apart(self, tensor: Tensor, where: Where) -> Tensor:
-        """[B, ...] of a tensor that has the batch elsewhere, each record as if it were alone."""
+        """A tensor as [B, ...], each record as if it were alone."""
         dim, outer, inner = where
         if outer == inner == 1:
             return tensor.movedim(dim, 0).unsqueeze(dim + 1)
@@ -96,19 +95,19 @@ Rule = Callable[[Call], Shares]
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """A tensor in float32 where it has 16 bits, whose sums and squares would be none."""
+    """Convert a 16-bit tensor to float32, as its sums and squares would overflow."""
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
 
 
 def results_of(found: Any) -> list[Tensor]:
-    """An operation's results, one or several."""
+    """The results of an operation as a list."""
     return list(found) if type(found) in (list, tuple) else [found]
 
 
 def replayed(call: Call) -> Shares:
-    """Any operation: vmap differentiates it record by record, a loop where vmap cannot or may not.
+    """The rule for any operation: vmap, or else a loop, differentiates it record by record.
 
-    Each record is given as a batch of one. Raises whatever the operation does.
+    Each record is a batch of one. Raises the operation's errors.
     """
     grads = [
         call.apart(g, where) for g, where in zip(call.grads, call.out, strict=True) if g is not None
@@ -130,7 +129,7 @@ def replayed(call: Call) -> Shares:
         with for_vmap():
             rows = cast(Any, vmap(pull, randomness="error"))(inputs, grads)
     except RuntimeError:
-        # Whether vmap takes an operation follows from its form, and not from what records hold.
+        # Whether vmap supports an operation depends on its form, not on records.
         each = [
             pull({i: aligned(x[j]) for i, x in inputs.items()}, [aligned(g[j]) for g in grads])
             for j in range(call.batch)
@@ -140,7 +139,7 @@ def replayed(call: Call) -> Shares:
 
 
 def shares_of(call: Call) -> Shares:
-    """The shares that a call leaves of the arguments that are wanted."""
+    """The shares of a call's requested arguments."""
     return _rule_of(call.op)(call)
 
 
@@ -161,7 +160,7 @@ def _linear(call: Call) -> Shares:
 
 
 def _matmul(call: Call) -> Shares:
-    """A product of matrices a b, of vectors too, batched or not, with broadcasting."""
+    """A product a b of matrices or vectors, batched or not, with broadcasting."""
     return _product(call, 0)
 
 
@@ -186,7 +185,7 @@ def _product(call: Call, first: int) -> Shares:
 
 
 def _einsum(call: Call) -> Shares:
-    """Any of one term for each operand; with an ellipsis or a diagonal it is replayed."""
+    """Any einsum; one with an ellipsis or a diagonal is replayed."""
     equation = cast(str, call.args[0]).replace(" ", "")
     terms, arrow, out = equation.partition("->")
     if not arrow:
@@ -209,11 +208,11 @@ def _bilinear(call: Call) -> Shares:
 
 
 def _contracted(call: Call, operands: dict[Place, str], out: str) -> Shares:
-    """A sum of products. operands: their dimensions, a letter each, as einsum has them; out: of y.
+    """A sum of products. operands, out: dimensions as einsum letters, of the arguments and of y.
 
-    The gradient of a factor is the sum of the products of ∂/∂y and the other factors, over all
-    letters that are not its own: of two factors a product of matrices, batched over the letters
-    that are in all three.
+    The gradient of a factor is the product of ∂/∂y and the other factors, summed over all letters
+    that the factor does not have: with two factors a matrix product, batched over the letters in
+    all three.
     """
     found: Shares = {}
     for place in call.wanted:
@@ -226,7 +225,7 @@ def _contracted(call: Call, operands: dict[Place, str], out: str) -> Shares:
                 terms.append(_narrow(call.input(i), "Z" + letters))
             elif i != place:
                 terms.append(_narrow(call.at(i), letters))
-        # A letter in no other term is one that was summed alone: its entries have one gradient.
+        # A letter in no other term was summed by itself: all its entries have the same gradient.
         if not {*kept} <= {c for _, letters in terms for c in letters}:
             return replayed(call)
         found[place] = _factor(terms, kept, matrix=call.at(place).dim() == len(kept) == 2)
@@ -234,19 +233,19 @@ def _contracted(call: Call, operands: dict[Place, str], out: str) -> Shares:
 
 
 def _narrow(tensor: Tensor, letters: str) -> tuple[Tensor, str]:
-    """Without dimensions of one entry, which may stand for more; but that of the records, Z."""
+    """Drop dimensions of size 1, which may be broadcast, except the batch, Z."""
     kept = [d for d, c in enumerate(letters) if c == "Z" or tensor.shape[d] > 1]
     return tensor.reshape([tensor.shape[d] for d in kept]), "".join(letters[d] for d in kept)
 
 
 def _factor(terms: list[tuple[Tensor, str]], own: str, *, matrix: bool) -> Share:
-    """Of a factor with the letters `own`, from ∂/∂y and the other factors."""
+    """The share of a factor with the letters `own`, from ∂/∂y and the other factors."""
     equation = ",".join(letters for _, letters in terms) + "->Z" + own
     if len(terms) > 2:
         return Made(torch.einsum(equation, *[t for t, _ in terms]))
     (g, out), (x, read) = terms
     rows, columns = ([c for c in own if c in one] for one in (out, read))
-    # A matrix of one letter from either side is an outer product summed over the positions.
+    # A matrix with one letter from each side is an outer product summed over the positions.
     if not matrix or len(rows) != 1 or len(columns) != 1 or rows == columns:
         return Contracted(equation, g, x)
     positions = "".join(c for c in out[1:] if c in read and c not in own)
@@ -282,24 +281,24 @@ def _convolution(call: Call) -> Shares:
 
 
 def _transposed(call: Call) -> Shares:
-    """The gradient of a convolution, which reads g at the positions that x [B, C, ...] has."""
+    """A transposed convolution: the gradient of a convolution, with x and g exchanged."""
     settings = [*call.args[3:], *[1, 0, 0, 1, 1][len(call.args[3:]) :]]
     stride, padding, _, groups, dilation = settings
     geometry = Geometry.by(call.at(1).shape[2:], [stride, padding, dilation, groups])
     x, g = call.at(0), cast(Tensor, call.grads[0])
     if geometry.positions(g.shape[2:]) != tuple(x.shape[2:]):
-        # The output has a step or more behind it, which the convolution would read as well.
+        # The output has extra steps at its end, which the convolution would read as well.
         return replayed(call)
     return _biased(call, Convolved(geometry, call.at(1), g, x), g)
 
 
 def _biased(call: Call, weight: Share, g: Tensor) -> Shares:
-    """Of a weight, and of a bias for each channel of the output."""
+    """The shares of a weight, and of a bias per output channel."""
     return {i: weight if i == 1 else Made(g.flatten(2).sum(2)) for i in call.wanted}
 
 
 def _embedding(call: Call) -> Shares:
-    """Rows of a table; by frequency of the batch's indices would mix its records."""
+    """Rows of a table; scaling by frequency in the batch would mix records."""
     padding = cast(int, call.args[2]) if len(call.args) > 2 else -1
     table = cast(Tensor, call.args[0])
     index = call.input(1).reshape(call.batch, -1)
@@ -308,7 +307,7 @@ def _embedding(call: Call) -> Shares:
 
 
 def _normalised(weight: int, bias: int | None, dims: int) -> Rule:
-    """y = weight ⊙ x̂ + bias over the last dimensions, or over channels where dims is 0."""
+    """y = weight ⊙ x̂ + bias over the last `dims` dimensions, or over channels if dims is 0."""
 
     def rule(call: Call) -> Shares:
         if dims == 0 and call.out[0] != Where(0):
@@ -316,7 +315,7 @@ def _normalised(weight: int, bias: int | None, dims: int) -> Rule:
         g = cast(Tensor, call.grads[0])
         found: Shares = {}
         if weight in call.wanted:
-            # x̂ is what the operation gives without the two.
+            # x̂ is the result without weight and bias.
             args = call.put({0: call.at(0), weight: None, **({} if bias is None else {bias: None})})
             found[weight] = Made(_summed(call, g * call.op(*args), weight, dims))
         if bias in call.wanted:
@@ -334,10 +333,10 @@ def _summed(call: Call, v: Tensor, place: Place, dims: int) -> Tensor:
 
 
 def _reduced(call: Call, g: Tensor, place: Place) -> Made:
-    """The output's gradient, summed over what a parameter was broadcast along."""
+    """The output's gradient, summed over the dimensions along which a parameter was broadcast."""
     argument = call.at(place)
     shape = argument.shape
-    # A single number does not make halves wider than they are, which it is.
+    # A scalar does not promote 16-bit tensors, so convert it.
     apart = call.apart(g, call.out[0]).to(argument.dtype)
     shape = torch.Size([1] * (apart.dim() - 1 - len(shape)) + list(shape))
     over = [d + 1 for d, size in enumerate(shape) if size == 1 and apart.shape[d + 1] != 1]
@@ -345,7 +344,7 @@ def _reduced(call: Call, g: Tensor, place: Place) -> Made:
 
 
 def _added(sign: int) -> Rule:
-    """x + p and p + x, with broadcasting; the second has the sign."""
+    """x + p and p + x, with broadcasting; `sign` is that of the second term."""
 
     def rule(call: Call) -> Shares:
         g = cast(Tensor, call.grads[0])
@@ -366,7 +365,7 @@ def _multiplied(call: Call) -> Shares:
 
 
 def _each_number(call: Call) -> Shares:
-    """Each number from those at the same place, with broadcasting: by autograd, apart."""
+    """An elementwise operation with broadcasting: differentiated by autograd, per record."""
     g = cast(Tensor, call.grads[0])
     given = {i: call.at(i).expand_as(g).requires_grad_() for i in call.wanted}
     with torch.enable_grad():
@@ -376,7 +375,7 @@ def _each_number(call: Call) -> Shares:
 
 
 def _prelu(call: Call) -> Shares:
-    """p x below 0, with one p or one a channel, which is the second dimension."""
+    """p x for x below 0, with one p, or one per channel (the second dimension)."""
     g = torch.where(call.at(0) < 0, cast(Tensor, call.grads[0]) * call.at(0), 0)
     g = call.apart(g, call.out[0])
     kept = 2 if call.at(1).numel() > 1 else 0
@@ -384,7 +383,7 @@ def _prelu(call: Call) -> Shares:
 
 
 def _indexed(call: Call) -> Shares:
-    """Rows p[i] of a table by whole numbers."""
+    """Rows p[i] of a table by integers."""
     table, index = call.at(0), cast(list[Any], call.args[1])
     if table.dim() != 2 or len(index) != 1 or index[0].dtype == torch.bool:
         return replayed(call)
@@ -393,24 +392,24 @@ def _indexed(call: Call) -> Shares:
 
 
 def _expanded(call: Call) -> Shares:
-    """A parameter that is given to each record, as a class token is."""
+    """A parameter that is expanded to each record, such as a class token."""
     return {0: _reduced(call, cast(Tensor, call.grads[0]), 0)}
 
 
 def _repeated(call: Call) -> Shares:
-    """A parameter that is repeated for each record: of one record, as often as the others say."""
+    """A parameter that is repeated for each record, as often as its other dimensions say."""
     times, where = list(call.args[1]), call.out[0]
     times[where.dim] = where.inner
     return replayed(replace(call, args=[call.args[0], times]))
 
 
 def of_arguments(share: Share, op: str, args: list[Any]) -> Shares | None:
-    """Shares of what a weight was made from by an operation; None where it has no rule.
+    """Shares of the arguments from which an operation made a weight; None if it has no rule.
 
-    What is made of parameters alone, as Wᵀ or W + B A, passes an outer product on as it is: no
-    matrix of the weight's size is then made for any record, and no vmap is needed. What other
-    operations do to numbers in an order is done to the gradients, and rows of a table are looked
-    up. args: numbers and tensors, as the operation had them.
+    If the weight is made of parameters alone, such as Wᵀ or W + B A, an outer product is passed on
+    unchanged: no matrix of the weight's size is needed per record, and no vmap. Operations that
+    only rearrange numbers are applied to the gradients, and rows of a table are looked up. args:
+    numbers and tensors of the operation.
     """
     if type(share) is Made:
         return _of_made(share, op, args)
@@ -420,7 +419,7 @@ def of_arguments(share: Share, op: str, args: list[Any]) -> Shares | None:
     if op == "aten.add.Tensor" and args[0].shape == args[1].shape:
         return {0: share, 1: share}
     if op == "aten.mul.Tensor" and not (isinstance(args[1], Tensor) and args[1].dim()):
-        # No gradient of a number: who asks for one makes the matrix.
+        # Numbers have no share: if one is needed, the matrix is materialised.
         return {0: Outer(g * args[1], u)}
     if op in _PRODUCTS and args[0].dim() == args[1].dim() == 2:
         return {0: Outer(g, u @ args[1].t()), 1: Outer(g @ args[0], u)}
@@ -439,7 +438,7 @@ def _of_made(share: Made, op: str, args: list[Any]) -> Shares | None:
     index = args[1] if op == "aten.embedding.default" else None
     if op == "aten.index.Tensor" and len(args[1]) == 1 and args[1][0].dtype == torch.int64:
         index = args[1][0] % len(of)
-    # Where an index has no gradient, or a table is none, vmap knows what to do.
+    # vmap handles an index without gradient and a source that is not a table.
     if index is None or of.dim() != 2 or args[2:]:
         return None
     index = index.reshape(1, -1).expand(share.batch, -1)

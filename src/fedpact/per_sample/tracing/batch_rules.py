@@ -1,9 +1,9 @@
-"""What keeps the records of a batch apart in an operation, and where it leaves the batch.
+"""Rules that show that an operation treats records independently, and follow the batch dimension.
 
-A rule is given an operation of a trace. It raises Mixed unless the operation computes what belongs
-to one record from what belongs to that record alone, and returns how the records lie in the batch's
-dimension of the result. Which dimension that is shows in the result's shape, where the batch's
-size is a symbol. batch_table has the operations' names.
+A rule receives an operation of a trace. It raises Mixed unless each record's part of the result
+depends only on the same record's part of the arguments, and returns how records are arranged in the
+batch dimension of the result. Which dimension that is follows from the result's shape, in which the
+batch size is a symbol. batch_table lists the operations' names.
 """
 
 import sys
@@ -17,11 +17,11 @@ Size = int | torch.SymInt
 
 
 class Mixed(Exception):
-    """An operation is not known to keep records apart."""
+    """An operation is not known to treat records independently."""
 
 
 class Where(NamedTuple):
-    """Where a tensor has the batch: its dimension `dim` has outer · B · inner entries."""
+    """A tensor's batch dimension: dimension `dim` has outer · B · inner entries."""
 
     dim: int
     outer: int = 1
@@ -29,7 +29,7 @@ class Where(NamedTuple):
 
 
 class RecordNumber(Where):
-    """The same of a tensor that has the record's number in the batch, and nothing else."""
+    """The same for a tensor that contains only the record's index in the batch."""
 
 
 At = Callable[[Any], Where | None]
@@ -42,30 +42,30 @@ def names(text: str) -> frozenset[str]:
 
 
 def kind_of(node: Node) -> str:
-    """An operation's name without its library and overload, as "linear"."""
+    """An operation's name without library and overload, such as "linear"."""
     parts = str(node.target).split(".")
     return parts[1] if len(parts) == 3 and parts[0] == "aten" else ""
 
 
 def is_size(arg: Any) -> bool:
-    """Whether an argument is a number that follows from the batch's size."""
+    """Whether an argument is a number that depends on the batch size."""
     kinds = (torch.SymInt, torch.SymFloat, torch.SymBool)
     return isinstance(arg, Node) and isinstance(arg.meta.get("val"), kinds)
 
 
 def shape_of(node: Any) -> list[Size]:
-    """The shape of a node's tensor, with symbols where the batch is."""
+    """The shape of a node's tensor, with a symbol for the batch size."""
     return list(node.meta["val"].shape)
 
 
 def multiple(size: Size) -> int | None:
-    """How many times the batch a size is; None for a number. Raises Mixed for anything else."""
+    """The factor k of a size k · B; None for a plain number. Raises Mixed for anything else."""
     if isinstance(size, int):
         return None
     expression: Any = cast(Any, size).node.expr
     if expression.is_number:
         return None
-    # The batch's size is the only symbol of a trace, but for what a record says.
+    # The batch size is the only symbol of a trace, except for values that depend on a record.
     symbols: list[Any] = list(expression.free_symbols)
     factor: Any = expression / symbols[0]
     if len(symbols) > 1 or not factor.is_Integer:
@@ -74,12 +74,12 @@ def multiple(size: Size) -> int | None:
 
 
 def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
-    """An argument, by its place or by its name."""
+    """An argument by position or name."""
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
 def _dims(dims: Any, count: int) -> list[int]:
-    """Dimensions of a tensor of so many as 0, 1, ...; all of them where none is named."""
+    """Dimensions as numbers from 0, for a tensor with `count` of them; all if none is given."""
     several: list[Any] = [dims] if isinstance(dims, int) else list(dims or range(count))
     if not all(isinstance(d, int) for d in several):
         raise Mixed("a dimension is not a number")
@@ -87,7 +87,7 @@ def _dims(dims: Any, count: int) -> list[int]:
 
 
 def _records_in(node: Node, at: At, place: int = 0) -> tuple[Where, int]:
-    """The input's place and number of dimensions. Raises Mixed where it has no records."""
+    """The input's batch dimension and number of dimensions. Raises Mixed if it has no records."""
     where = at(node.args[place])
     if where is None:
         raise Mixed(f"operation {node.target} has records elsewhere than in its input")
@@ -95,7 +95,7 @@ def _records_in(node: Node, at: At, place: int = 0) -> tuple[Where, int]:
 
 
 def _only(node: Node, at: At, *places: int) -> None:
-    """Raise Mixed where records, or their number, are in other arguments than at the places."""
+    """Raise Mixed if arguments at other positions have records or depend on their number."""
     known = {id(node.args[i]) for i in places if i < len(node.args)}
     for other in node.all_input_nodes:
         if id(other) not in known and (at(other) is not None or is_size(other)):
@@ -103,7 +103,7 @@ def _only(node: Node, at: At, *places: int) -> None:
 
 
 def _aligned(node: Node, at: At, args: Iterable[Any]) -> Where:
-    """The one place that arguments have the batch at, its dimension counted from the last: -1."""
+    """The common batch dimension of arguments, counted from the last one, -1."""
     found: set[Where] = set()
     for arg in args:
         if is_size(arg):
@@ -117,12 +117,12 @@ def _aligned(node: Node, at: At, args: Iterable[Any]) -> Where:
 
 
 def pointwise(node: Node, at: At) -> Where:
-    """Each number from those at the same place, with broadcasting."""
+    """Elementwise, with broadcasting."""
     return _aligned(node, at, node.all_input_nodes)
 
 
 def unreduced(place: int) -> Rule:
-    """A loss of each pair of numbers, where the argument at the place says: no reduction."""
+    """An elementwise loss, if the argument at `place` says that it is not reduced."""
 
     def rule(node: Node, at: At) -> Where:
         if argument(node, place, "reduction", 1) != 0:
@@ -133,7 +133,7 @@ def unreduced(place: int) -> Rule:
 
 
 def moved(node: Node, at: At) -> Where:
-    """The same numbers, or some, or over and over: what is done to the batch shows in the shape."""
+    """The same numbers, some of them, or repeated: the shape shows the effect on the batch."""
     where, count = _records_in(node, at)
     if kind_of(node) == "squeeze" and where.dim in _dims(node.args[1], count):
         raise Mixed(f"operation {node.target} depends on the batch's size")
@@ -141,13 +141,13 @@ def moved(node: Node, at: At) -> Where:
 
 
 def chosen(node: Node, at: At) -> Where:
-    """The same, at places that do not depend on the batch's size."""
+    """The same, at positions that do not depend on the batch size."""
     _only(node, at, 0)
     return moved(node, at)
 
 
 def along(place: int, name: str = "dim", default: Any = -1) -> Rule:
-    """Something along some dimensions, which the batch must not be among."""
+    """An operation along dimensions that do not include the batch."""
 
     def rule(node: Node, at: At) -> Where:
         where, count = _records_in(node, at)
@@ -160,7 +160,7 @@ def along(place: int, name: str = "dim", default: Any = -1) -> Rule:
 
 
 def within(last: int) -> Rule:
-    """Something within the last dimensions, so many of them."""
+    """An operation within the `last` last dimensions."""
 
     def rule(node: Node, at: At) -> Where:
         where, count = _records_in(node, at)
@@ -173,7 +173,7 @@ def within(last: int) -> Rule:
 
 
 def in_front(least: int, most: int = 99) -> Rule:
-    """[B, C, ...] of so many dimensions: a convolution, or statistics of each record."""
+    """Input [B, C, ...] of `least` to `most` dimensions: convolutions, or per-record statistics."""
 
     def rule(node: Node, at: At) -> Where:
         where, count = _records_in(node, at)
@@ -186,9 +186,9 @@ def in_front(least: int, most: int = 99) -> Rule:
 
 
 def regrouped(node: Node, at: At) -> Where:
-    """The same numbers in the same order: the batch keeps what is in front of it and behind."""
+    """A reshape: the batch keeps the numbers before and after it."""
     where, _ = _records_in(node, at)
-    # Numbers in front of one record's: a reshape keeps their order, so as many must stand there.
+    # A reshape keeps the order, so the count of numbers before a record's must not change.
     front, before = where.outer, 1
     for size in shape_of(node.args[0])[: where.dim]:
         front *= cast(int, size)
@@ -206,8 +206,8 @@ def regrouped(node: Node, at: At) -> Where:
 
 
 def joined(node: Node, at: At) -> Where:
-    """Tensors one behind the other, all of which have the batch at one place."""
-    # torch passes over [0], whatever the others' form: what a cache begins with.
+    """Concatenation of tensors with the same batch dimension."""
+    # torch ignores a tensor of shape [0], with which a cache begins.
     tensors = [t for t in cast(Sequence[Node], node.args[0]) if shape_of(t) != [0]]
     found = {at(t) for t in tensors}
     new = kind_of(node) == "stack"
@@ -221,7 +221,7 @@ def joined(node: Node, at: At) -> Where:
 
 
 def gathered(node: Node, at: At) -> Where:
-    """Entries picked within each record by indices of its own."""
+    """Entries picked within each record by its own indices."""
     where, count = _records_in(node, at)
     if at(node.args[2]) != where or _dims(node.args[1], count) == [where.dim]:
         raise Mixed(f"operation {node.target} reads along the batch")
@@ -229,12 +229,12 @@ def gathered(node: Node, at: At) -> Where:
 
 
 def copied(node: Node, at: At) -> Where:
-    """The second's numbers in the first's form."""
+    """The second argument's numbers, in the shape of the first."""
     return _aligned(node, at, [node.args[1]] if at(node.args[1]) else [node.args[0]])
 
 
 def indexed(node: Node, at: At) -> Where:
-    """x[:, index] and table[x]; x[arange(B), i, ...], which picks in each record by its own i."""
+    """x[:, index], table[x], and x[arange(B), i, ...], which picks from each record by its own i."""
     x = at(node.args[0])
     indices = list(cast(Sequence[Any], node.args[1]))
     by_place = {place: index for place, index in enumerate(indices) if index is not None}
@@ -251,7 +251,7 @@ def indexed(node: Node, at: At) -> Where:
 
 
 def selected(node: Node, at: At) -> Where:
-    """index_select within each record, or of the records by their own numbers."""
+    """index_select within each record, or of records by their own indices."""
     where, _ = _records_in(node, at)
     if node.args[1] == where.dim and isinstance(at(node.args[2]), RecordNumber):
         return where
@@ -259,7 +259,7 @@ def selected(node: Node, at: At) -> Where:
 
 
 def overwritten(node: Node, at: At) -> Where:
-    """x with other numbers along a dimension, at places that are the same for each record."""
+    """x with numbers replaced along a dimension, at the same positions in each record."""
     where, count = _records_in(node, at)
     (dim,) = _dims(argument(node, 2, "dim", 0), count)
     span = [argument(node, k, name) for k, name in ((3, "start"), (4, "end"), (5, "step"))]
@@ -277,9 +277,9 @@ def overwritten(node: Node, at: At) -> Where:
 
 
 def scattered(node: Node, at: At) -> Where:
-    """Numbers put or added to others of the record, at places along a dimension not the batch's.
+    """Numbers set or added within each record, along a dimension other than the batch.
 
-    scatter's index is of the batch's length, as it would else reach the first records alone;
+    scatter's index must have the batch's length, or it would reach only the first records;
     index_add has one index for all records.
     """
     where, count = _records_in(node, at)
@@ -292,7 +292,7 @@ def scattered(node: Node, at: At) -> Where:
 
 
 def contracted(node: Node, at: At) -> Where:
-    """einsum whose operands have the batch under one letter, which the result keeps."""
+    """einsum with the batch under one letter in all operands and in the result."""
     equation = cast(str, node.args[0]).replace(" ", "")
     operands, arrow, result = equation.partition("->")
     tensors = cast(Sequence[Node], node.args[1])
@@ -313,7 +313,7 @@ def contracted(node: Node, at: At) -> Where:
 
 
 def matmul(node: Node, at: At) -> Where:
-    """Products of the last two dimensions; of a vector there is but one."""
+    """Matrix products in the last two dimensions; a vector has only one."""
     a, b = node.args[:2]
     where = _aligned(node, at, [x for x in (a, b) if at(x) is not None][:1])
     both = at(a) is not None and at(b) is not None
@@ -326,7 +326,7 @@ def matmul(node: Node, at: At) -> Where:
 
 
 def addmm(node: Node, at: At) -> Where:
-    """b + x W with records in the rows of x alone."""
+    """b + x W with records only in the rows of x."""
     _only(node, at, 1)
     where, _ = _records_in(node, at, 1)
     if where.dim != 0:
@@ -335,7 +335,7 @@ def addmm(node: Node, at: At) -> Where:
 
 
 def baddbmm(node: Node, at: At) -> Where:
-    """c + a b of matrices, one for each entry of the first dimension, which is the batch's."""
+    """c + a b, with a batch of matrices in the first dimension."""
     where = _aligned(node, at, node.all_input_nodes)
     if where.dim != -3 or any(at(node.args[i]) is None for i in (1, 2)):
         raise Mixed(f"operation {node.target} sums over the batch")
@@ -343,7 +343,7 @@ def baddbmm(node: Node, at: At) -> Where:
 
 
 def attention(node: Node, at: At) -> Where:
-    """Queries, keys, values [..., T, E], and a mask: the batch in front of the last two."""
+    """Queries, keys, values [..., T, E] and a mask: the batch is before the last two dimensions."""
     where = _aligned(node, at, node.all_input_nodes)
     if where.dim >= -2 or any(at(node.args[i]) is None for i in range(3)):
         raise Mixed(f"operation {node.target} attends to others' records")
@@ -360,7 +360,7 @@ def bilinear(node: Node, at: At) -> Where:
 
 
 def padded(node: Node, at: At) -> Where:
-    """More entries around the last dimensions."""
+    """Padding of the last dimensions."""
     return within(len(cast(Sequence[int], node.args[1])) // 2)(node, at)
 
 
@@ -370,7 +370,7 @@ def layer_norm(node: Node, at: At) -> Where:
 
 
 def frozen_norm(node: Node, at: At) -> Where:
-    """Batch norm by statistics that are there; those of a batch mix its records."""
+    """Batch norm with stored statistics; those of a batch would mix its records."""
     if node.args[5]:
         raise Mixed(f"operation {node.target} uses the batch's statistics")
     return in_front(2)(node, at)
@@ -384,13 +384,13 @@ def instance_norm(node: Node, at: At) -> Where:
 
 
 def embedding(node: Node, at: At) -> Where:
-    """Rows of a table by whole numbers of records."""
+    """Rows of a table, by integers of records."""
     _only(node, at, 1)
     return _records_in(node, at, 1)[0]
 
 
 def one_hot(node: Node, at: At) -> Where:
-    """Of whole numbers [...] a one among K zeros, [..., K]; K as large as the largest mixes."""
+    """One-hot vectors [..., K] of integers [...]; a K taken from the largest integer would mix."""
     classes = argument(node, 1, "num_classes", -1)
     if not isinstance(classes, int) or classes < 1:
         raise Mixed(f"operation {node.target} looks for the largest number of the batch")

@@ -1,9 +1,9 @@
-"""One row of each record, picked out of all records' rows by the record's number, or by a mask.
+"""Rewrites the selection of one row per record, by the record's index or by a mask.
 
-Of rows x [B, T, ...] models take x.view(B T, ...)[arange(B) T + n]: for n in [0, T) it is
-x[arange(B), n], where an n outside can name no row of another record. That is put in its place. So
-it is of x[mask] for mask [B, T], where the trace says that it has as many rows as there are
-records: of a record by itself that is one, so one that has another number of them is made NaN.
+From rows x [B, T, ...] models take x.view(B T, ...)[arange(B) T + n]. For n in [0, T) this equals
+x[arange(B), n], in which no other n reads a row of another record, so it is replaced by that. The
+same is done for x[mask] with mask [B, T], if the trace says that it has as many rows as there are
+records: a single record then selects one row, and a record that selects another number becomes NaN.
 """
 
 import math
@@ -20,7 +20,7 @@ _aten = cast(Any, torch.ops.aten)
 
 
 def pick_within_records(graph: Graph) -> None:
-    """Put an index of record and row in the place of each index of flat rows."""
+    """Replace each index of flat rows by indices of record and row."""
     for node in list(graph.nodes):
         if _picks_one(node):
             with graph.inserting_before(node):
@@ -30,7 +30,7 @@ def pick_within_records(graph: Graph) -> None:
         rows, number, shape, own, steps = found
         with graph.inserting_before(node):
             apart = _call(graph, _aten.reshape.default, rows, [-1, steps, *shape_of(rows)[1:]])
-            # The batch's size is no number: -1 stands for it.
+            # The batch size is a symbol, so -1 is used for it.
             number = _call(graph, _aten.reshape.default, number, _sizes(shape))
             picked = _call(graph, _aten.index.Tensor, apart, [number, own])
             made = _call(graph, _aten.reshape.default, picked, _sizes(shape_of(node)))
@@ -45,7 +45,7 @@ def _picks_one(node: Node) -> bool:
     mask = index[0].meta["val"] if len(index) == 1 else torch.zeros(())
     if mask.dtype != torch.bool or mask.dim() != 2 or not x.meta["val"].is_floating_point():
         return False
-    # As one symbol they are one size, whatever a record says.
+    # With one symbol the sizes are equal for any records.
     return str(shape_of(node)[0]) == str(mask.shape[0]) and _size(node) == 1
 
 
@@ -64,7 +64,7 @@ def _picked_one(graph: Graph, x: Any, index: Any) -> Node:
 
 
 def _flat_index(node: Node) -> tuple[Node, Node, list[Size], Node, int] | None:
-    """(rows [B T, ...], numbers, their shape, n, T) where a node is rows[numbers · T + n]."""
+    """(rows [B T, ...], numbers, their shape, n, T) if a node is rows[numbers · T + n]."""
     if str(node.target) == "aten.index_select.default" and node.args[1] == 0:
         index = node.args[2]
     elif str(node.target) == "aten.index.Tensor" and len(cast(Sequence[Any], node.args[1])) == 1:
@@ -81,14 +81,14 @@ def _flat_index(node: Node) -> tuple[Node, Node, list[Size], Node, int] | None:
         number, steps = product.args
         fits = isinstance(steps, int) and _size(rows) == steps and _counts(number)
         shapes = [shape_of(rows), shape_of(node), shape_of(shown)]
-        # A mask or another type would say something else by itself than in the sum.
+        # A mask or another type would have another meaning alone than in the sum.
         if fits and own.meta["val"].dtype == torch.int64 and all(map(_alone, shapes)):
             return rows, cast(Node, number), shapes[2], own, cast(int, steps)
     return None
 
 
 def _alone(shape: list[Size]) -> bool:
-    """Whether the batch is in one dimension."""
+    """Whether exactly one dimension has the batch."""
     return sum(not isinstance(size, int) for size in shape) == 1
 
 
@@ -103,7 +103,7 @@ def _call(graph: Graph, target: Any, *args: Any) -> Node:
 
 
 def _behind_views(node: Any) -> Any:
-    """What a node shows in another form."""
+    """The node that a node is a view of."""
     # x[:, None] is traced with a slice of everything.
     while isinstance(node, Node) and (
         kind_of(node) in ("view", "reshape", "flatten", "unsqueeze")
@@ -114,7 +114,7 @@ def _behind_views(node: Any) -> Any:
 
 
 def _size(node: Node) -> int | None:
-    """How many times the batch a tensor's first dimension has; None where it is none of it."""
+    """The factor k of a first dimension k · B; None if it is not a multiple of the batch."""
     try:
         return multiple(shape_of(node)[0])
     except (Mixed, IndexError):

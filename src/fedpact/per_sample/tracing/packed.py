@@ -1,8 +1,8 @@
-"""Packed sequences while a model is traced: padded rows beside their lengths.
+"""Packed sequences while a model is traced: padded rows with their lengths.
 
-torch packs the steps of all records one behind the other, sorted by length, which would mix them.
-Here a PackedSequence holds data [B, T, ...] with zeros behind each record's last step, and its
-lengths [B] as `batch_sizes`; layers over it run by those lengths, each record by itself.
+torch concatenates the steps of all records, sorted by length, which would mix them. Here a
+PackedSequence has data [B, T, ...], zero after each record's last step, and the lengths [B] as
+`batch_sizes`; layers use these lengths for each record separately.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from fedpact.per_sample.tracing.replacements import WITH_LENGTHS
 
 
 def _present(data: Tensor, lengths: Tensor) -> Tensor:
-    """Which steps are no padding: [B, T, 1, ...]."""
+    """The mask of steps that are not padding, [B, T, 1, ...]."""
     steps = torch.arange(data.shape[1], device=data.device)
     present = steps < lengths.to(data.device).unsqueeze(1)
     return present[(..., *[None] * (data.dim() - 2))]
@@ -28,7 +28,7 @@ def pack_padded_sequence(
     batch_first: bool = False,
     enforce_sorted: bool = True,  # noqa: ARG001
 ) -> PackedSequence:
-    """As torch's; in the records' own order, whatever that is. A length of 0 counts as 1."""
+    """Like torch's, but always in the records' own order. A length of 0 counts as 1."""
     data = input if batch_first else input.transpose(0, 1)
     lengths = torch.as_tensor(lengths).to("cpu", torch.int64).clamp(1, data.shape[1])
     return PackedSequence(torch.where(_present(data, lengths), data, 0), lengths)
@@ -40,7 +40,7 @@ def pad_packed_sequence(
     padding_value: float = 0.0,
     total_length: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As torch's, but as long as what was packed, and not as the longest record of the batch."""
+    """Like torch's, but as long as the packed tensor instead of the longest record."""
     data, lengths = sequence[:2]
     out = torch.where(_present(data, lengths), data, padding_value)
     if total_length is not None:
@@ -50,7 +50,7 @@ def pad_packed_sequence(
 
 
 def forward(layer: nn.RNNBase, input: Any, hx: Any = None) -> Any:
-    """Of nn.LSTM, nn.GRU or nn.RNN, over such sequences alone."""
+    """The forward pass of nn.LSTM, nn.GRU or nn.RNN over such sequences."""
     if not isinstance(input, PackedSequence):
         return NotImplemented
     data, lengths = input[:2]

@@ -1,9 +1,9 @@
-"""Which operations are safe to give any record to.
+"""Operations that are safe for any record.
 
-Some of torch's read or write beyond their numbers, and end the process or meet another record; some
-go on for as long as a record says, or make as many numbers, and some keep what they saw for the
-next. A record is given only to those that are known to check what it says: they raise, or return
-NaN. How many numbers of its own it picks, as x[x > 0] does, makes nothing of that size but them.
+Some of torch's operations read or write out of bounds, and crash or reach another record. Others
+run as long, or allocate as much, as a record says, or keep state for the next call. Records are
+given only to operations that are known to check their input: they raise or return NaN. An operation
+like x[x > 0] is safe, as it allocates only the selected numbers.
 """
 
 import operator
@@ -83,7 +83,7 @@ _TAKEN_AS_THEY_ARE = {
 
 
 def by_argument(node: Node) -> list[tuple[Any, Any]]:
-    """An operation's arguments, as its schema declares them, with the values that a node has."""
+    """An operation's declared arguments with the node's values."""
     schema = getattr(node.target, "_schema", None)
     arguments: list[Any] = [] if schema is None else schema.arguments
     values = dict(zip([a.name for a in arguments], node.args, strict=False)) | node.kwargs
@@ -91,7 +91,7 @@ def by_argument(node: Node) -> list[tuple[Any, Any]]:
 
 
 def follow(nodes: Iterable[Node], records: Iterable[str]) -> set[Node]:
-    """The nodes that records enter. records: the names of the placeholders that stand for them."""
+    """The nodes that depend on records. records: the names of the records' placeholders."""
     names, found = set(records), set[Node]()
     for node in nodes:
         if node.name in names or any(n in found for n in node.all_input_nodes):
@@ -100,12 +100,12 @@ def follow(nodes: Iterable[Node], records: Iterable[str]) -> set[Node]:
 
 
 def unsafe(nodes: Sequence[Node], entered: set[Node]) -> str | None:
-    """Why an operation is not safe to give records to; None where all of them are."""
+    """The reason why an operation is not safe for records; None if all are safe."""
     counted = _counted(nodes)
     for node in nodes:
         kind = _kind(node)
         values = {argument.name: value for argument, value in by_argument(node)}
-        # A record's numbers, and not the batch's length alone.
+        # It depends on a record's numbers, not only on the batch size.
         tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
         if any(n in entered for n in tensors) and not _checks(node):
             return f"{node.target} is not known to look at what a record gives it"
@@ -123,10 +123,10 @@ def unsafe(nodes: Sequence[Node], entered: set[Node]) -> str | None:
 
 
 def _pools_padding(node: Node, values: dict[str, Any]) -> bool:
-    """Whether a dilated max-pooling has a window of padding alone.
+    """Whether a dilated max-pooling has a window that consists of padding.
 
-    torch gives it a place behind the numbers that it pools, and its gradient is written there: to
-    the next channel or record.
+    torch returns an index out of bounds for it, and writes its gradient there: to the next channel
+    or record.
     """
 
     def each(name: str, default: Any) -> list[int]:
@@ -149,7 +149,7 @@ def _pools_padding(node: Node, values: dict[str, Any]) -> bool:
 
 
 def _counted(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes that are numbers, of Python's, which follow from a record: not the batch's size."""
+    """The nodes that are Python numbers derived from a record (the batch size is not)."""
     batch, found = set[Any](), set[Node]()
     for node in nodes:
         value = node.meta.get("val")
@@ -162,14 +162,14 @@ def _counted(nodes: Iterable[Node]) -> set[Node]:
 
 
 def _takes_counts(node: Node) -> bool:
-    """Whether an operation makes nothing larger of a number: checks, and one among others'."""
+    """Whether an operation allocates nothing of a number's size, such as checks and selections."""
     target = cast(Any, node.target)
     checks = kind_of(node) in CHECKS or target in (operator.ge, operator.le)
     return checks or torch.Tag.pointwise in getattr(target, "tags", ())
 
 
 def _checks(node: Node) -> bool:
-    """Whether an operation checks what it is given; arithmetic of Python's has nothing to."""
+    """Whether an operation checks its input; Python arithmetic needs no check."""
     kind, target = kind_of(node), cast(Any, node.target)
     if not kind or kind in CHECKED or str(target) in RULES or target in DONE_AS:
         return True
@@ -178,7 +178,7 @@ def _checks(node: Node) -> bool:
 
 
 def _keeps_statistics(values: dict[str, Any]) -> bool:
-    """Whether a normalisation updates running statistics, which its schema does not say."""
+    """Whether a normalisation updates running statistics, which its schema does not declare."""
     if values.get("running_mean") is None and values.get("running_var") is None:
         return False
     names = ("training", "train", "use_input_stats")
@@ -186,15 +186,15 @@ def _keeps_statistics(values: dict[str, Any]) -> bool:
 
 
 def own_tables(nodes: Iterable[Node], entered: set[Node]) -> list[Node]:
-    """Operations for which vmap puts the records' tables one behind the other.
+    """Operations for which vmap concatenates the records' tables.
 
-    An index beyond a record's own table would name an entry of another's. These are look-ups in a
-    table that is made of a record, and fills at places that a record names.
+    An index beyond a record's table would read an entry of another record. These are look-ups in a
+    table computed from a record, and writes at positions given by a record.
     """
     by_record = {"embedding": 0, "index_fill": 2}
     return [n for n in nodes if _kind(n) in by_record and n.args[by_record[_kind(n)]] in entered]
 
 
 def _kind(node: Node) -> str:
-    """An operation's name; those that torch has for itself begin with an underscore."""
+    """An operation's name; torch's internal ones begin with an underscore."""
     return kind_of(node).lstrip("_")

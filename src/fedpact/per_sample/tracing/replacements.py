@@ -1,7 +1,4 @@
-"""What stands in a trace, or is done, in place of some of torch's operations.
-
-Arguments and results are torch's.
-"""
+"""Replacements of some of torch's operations, with torch's arguments and results."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +17,7 @@ _Step = Callable[[Tensor, Tensor, Any], Any]
 
 
 def _cell(step: _Step, hidden: Callable[[Any], Tensor] = lambda state: state) -> Callable[..., Any]:
-    """A recurrent cell as linear layers, whose gradients over all steps are then summed as one."""
+    """A recurrent cell as linear layers, whose gradients are summed over all steps at once."""
 
     def cell(
         x: Tensor,
@@ -49,7 +46,7 @@ def _gru(of_x: Tensor, of_h: Tensor, state: Tensor) -> Tensor:
 
 
 def _taken(x: Tensor, index: Tensor, dim: int | None = None) -> Tensor:
-    """take_along_dim; torch's is traced for batches of one size alone."""
+    """take_along_dim; torch's can be traced only for one batch size."""
     if dim is None:
         return x.flatten().gather(0, index.flatten())
     sizes = [
@@ -70,7 +67,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention with a mask that is learnt, in products whose rules are known."""
+    """Attention with a learnt mask, as products whose rules are known."""
     if mask is None or not mask.requires_grad or causal or enable_gqa:
         return NotImplemented
     scores = q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.transpose(-2, -1) + mask
@@ -78,9 +75,9 @@ def _attention(
 
 
 def _sorted(x: Tensor, *args: Any, stable: bool | None = None, **named: Any) -> Any:  # noqa: ARG001
-    """Along the batch: no change, as it is to each record by itself, and the records' numbers.
+    """Sorting along the batch: unchanged, as for a single record, with the records' own indices.
 
-    So rows that are sorted by length, and put back afterwards, stay where they are.
+    So rows that a model sorts by length, and restores afterwards, stay in place.
     """
     dim = next((a for a in args if type(a) is int), named.get("dim", -1))
     if x.dim() != 1 or dim not in (0, -1) or not isinstance(x.shape[0], torch.SymInt):
@@ -89,7 +86,7 @@ def _sorted(x: Tensor, *args: Any, stable: bool | None = None, **named: Any) -> 
 
 
 def _counted(start: Any, end: Any, step: int = 1, **_: Any) -> Any:
-    """arange(0, B T, T) as the records' numbers times T, which is how others write it."""
+    """arange(0, B T, T) as arange(B) times T, the other way to write it."""
     if type(end) is not torch.SymInt or start != 0 or type(step) is not int or step < 2:
         return NotImplemented
     times = multiple(end)
@@ -101,13 +98,13 @@ def _counted(start: Any, end: Any, step: int = 1, **_: Any) -> Any:
 
 
 def _order(*args: Any, **named: Any) -> Any:
-    """The same of argsort."""
+    """The same for argsort."""
     found = _sorted(*args, **named)
     return found if found is NotImplemented else found[1]
 
 
-# These are traced as operators of our own that know the shape of what torch's return: torch finds
-# it by computing, be it in a loop over all positions.
+# These are traced as custom operators that know the shape of the result: torch would find it by
+# computing, possibly in a loop over all positions.
 _library: Any = torch.library.Library("fedpact", "FRAGMENT")
 
 
@@ -124,7 +121,7 @@ def _normalised(x: Tensor, *_: Any) -> Tensor:
 
 
 def _convolved(x: Tensor, weight: Tensor, _: Any = None, *settings: Any) -> Tensor:
-    """Of conv2d: with one thread torch asks whether a batch has 16 records, to choose a way."""
+    """conv2d: on one thread torch chooses an algorithm by whether a batch has 16 records."""
     stride, padding, dilation = (
         settings[i] if len(settings) > i else [default] for i, default in enumerate((1, 0, 1))
     )
@@ -184,7 +181,7 @@ STANDS_FOR: Final = {
 
 
 def _quotient(a: Tensor, b: Any, *, rounding_mode: str | None) -> Tensor:
-    """Division; torch's of the least whole number by -1, truncated, ends the process."""
+    """Division; torch's truncated division of the smallest integer by -1 ends the process."""
     parts = a.is_floating_point() or (
         b.is_floating_point() if isinstance(b, Tensor) else isinstance(b, float)
     )
@@ -200,7 +197,7 @@ def _quotient(a: Tensor, b: Any, *, rounding_mode: str | None) -> Tensor:
 def _sampled(x: Tensor, grid: Tensor, *settings: Any) -> Tensor:
     """x [B, C, ...] at the points of grid [B, ..., D], NaN where a point is NaN or far too large.
 
-    Torch's may read anywhere in memory at those.
+    torch's may read out of bounds there.
     """
     most = torch.finfo(grid.dtype).max / (4 * max(x.shape[2:]))
     good = (grid.abs() <= most).all(-1)
@@ -209,7 +206,7 @@ def _sampled(x: Tensor, grid: Tensor, *settings: Any) -> Tensor:
 
 
 def _filled(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Memory that is yet to be written, without what lay in it before."""
+    """An uninitialised tensor, filled so that it contains no earlier data."""
     made = make(*args, **kwargs)
     return made.fill_(torch.nan if made.is_floating_point() or made.is_complex() else 0)
 
@@ -217,16 +214,16 @@ def _filled(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
 def _leaky(
     x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, _: Any = None
 ) -> Tensor:
-    """Randomised leaky ReLU; torch's draws a slope for each number below 0, and for no other.
+    """Randomised leaky ReLU; torch's draws slopes only for negative numbers.
 
-    So how many were drawn before a record's would follow from other records.
+    The number of draws before a record would then depend on other records.
     """
     slope = torch.empty_like(x).uniform_(lower, upper) if training else (lower + upper) / 2
     return torch.where(x < 0, x * slope, x)
 
 
 def _by_lengths(op: Any, *args: Any, lengths: Tensor | None = None) -> Any:
-    """A recurrence of torch's; with lengths, of one record, over no more steps than it has."""
+    """A recurrence of torch; with lengths (of one record) only over that many steps."""
     if lengths is None:
         return op(*args)
     x, steps = args[0], int(lengths)
@@ -240,7 +237,7 @@ def _copied(into: Tensor, source: Tensor) -> Tensor:
 
 
 DONE_AS: Final[dict[Any, Callable[..., Any]]] = {
-    # A view that was traced may not exist of the same numbers in another layout.
+    # A traced view may be impossible for the same numbers in another memory layout.
     _aten.view.default: _aten.reshape.default,
     _aten.copy.default: _copied,
     _aten.rrelu.default: _leaky,
