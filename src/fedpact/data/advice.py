@@ -1,13 +1,13 @@
-"""Advice on a table's columns, and the columns of public tables that are known.
+"""Advice on the scaling of columns, and declarations for known public tables.
 
-A record's gradient is as long as its numbers. Next to an age of 60 a 0 or 1 is lost, and clipping
-shortens both alike. A step that suits pixels in 0..1 throws a model of 0..255 far off. A model sees
-nothing of numbers of a thousandth, and the noise that suits the bound drowns them.
+A record's gradient grows with its numbers. Next to an age of 60 a value of 0 or 1 has almost no
+effect, and clipping shortens both alike. A learning rate for pixels in 0..1 diverges for 0..255.
+Numbers of a thousandth have almost no effect, and noise that fits the bound exceeds them.
 
 NAME.toml, next to this file, has [records] for a plan on the data set NAME: ranges, categories and
-replacements for missing values, from the data set's own description and from what is known of such
-measurements. That the columns below say little was also seen on the training records
-(experiments/heart), as settings of experiments are.
+replacements for missing values, from the data set's description and general knowledge of such
+measurements. That the columns below add little was also seen on the training records
+(experiments/heart), like other settings of experiments.
 """
 
 import logging
@@ -57,12 +57,11 @@ def advise(
     *,
     values: bool = True,
 ) -> None:
-    """Warn of numbers far from 0, that differ little, or near 0, with the lines that scale them.
+    """Warn of numbers far from 0, with little variation, or near 0, with the lines that scale them.
 
-    shape: a record's. features: a table's columns, () without names. x: the records [n, *shape],
-    where they may be looked at, on their owner's machine. Else, and wherever a range is declared,
-    that counts. values: whether what is found may be told, or its power of ten alone, as in a
-    site's log, which people send around.
+    shape: a record's. features: a table's columns, () without names. x: the records [n, *shape], if
+    they may be read, on their owner's machine; declared ranges take precedence. values: whether the
+    warning may contain values, or only their power of ten, as in a site's log, which may be shared.
     """
     tell = _exactly if values else _coarsely
     columns: list[tuple[str, ValueRange, Tensor | None]] = [("", form, x)]
@@ -74,7 +73,7 @@ def advise(
     wide = [(name, own, _furthest(own, some)) for name, own, some in columns]
     wide = [each for each in wide if each[2] >= _WIDE]
     if len(wide) > _SHOWN and not features and not form.columns:
-        # Without names, as pixels in a row are: what is declared is declared of all.
+        # Without names, such as pixels in a row: a declaration applies to all columns.
         wide = [("", form, max(far for *_, far in wide))]
     if wide:
         _logger.warning(_told_of_wide(origin, wide, tell))
@@ -94,8 +93,8 @@ def _coarsely(far: float) -> str:
 
 
 def _told_of_wide(origin: str, wide: Sequence[tuple[str, ValueRange, float]], tell: _Tell) -> str:
-    """Return the warning of columns, (name, declaration, how far they get), "" for all of them."""
-    # What is declared is public.
+    """Return the warning for columns (name, declaration, largest magnitude); name "" for all."""
+    # Declared values are public.
     told = [(name, tell(far) if _extent(own) is None else f"{far:g}") for name, own, far in wide]
     how = _FOUND if any(_extent(own) is None for _, own, _ in wide) else ""
     what = (
@@ -117,7 +116,7 @@ def _told_of_wide(origin: str, wide: Sequence[tuple[str, ValueRange, float]], te
 def _warn_of_little(
     origin: str, columns: Sequence[tuple[str, ValueRange, Tensor | None]], tell: _Tell
 ) -> None:
-    """Warn of columns that, once scaled, differ little compared with their distance from 0."""
+    """Warn of columns whose scaled variation is small compared with their distance from 0."""
     told = dict[tuple[bool, bool], list[str]]()
     for name, own, x in columns:
         scaled = own.scale != "none"
@@ -135,10 +134,10 @@ def _warn_of_little(
 
 
 def _beside(own: ValueRange, x: Tensor | None) -> float:
-    """Return the distance from 0 of a column's numbers [n], divided by their spread, once scaled.
+    """Return the distance from 0 of a column's scaled numbers [n], divided by their spread.
 
-    0 where it is unknown, for codes, and where all are equal. One record in a hundred at either end
-    does not count: it may be a mistake or stand for a missing value.
+    0 if it is unknown, for codes, and if all are equal. The outer one per cent at either end is
+    ignored, as it may be a mistake or a code for a missing value.
     """
     if own.scale in ("one-hot", "released") or (isinstance(own, Column) and own.categories):
         return 0.0
@@ -155,7 +154,7 @@ def _beside(own: ValueRange, x: Tensor | None) -> float:
 
 
 def _warn_of_short(origin: str, x: Tensor, tell: _Tell) -> None:
-    """Warn where whole records [n, ...] stay near 0, as in too large a unit."""
+    """Warn if whole records [n, ...] are near 0, as with too large a unit."""
     longest = _found(torch.linalg.vector_norm(x.flatten(1), dim=1))
     if 0 < longest < _SHORT:
         _logger.warning(
@@ -170,29 +169,29 @@ def _warn_of_short(origin: str, x: Tensor, tell: _Tell) -> None:
 
 
 def _found(x: Tensor) -> float:
-    """Return how far from 0 finite numbers get."""
+    """Return the largest magnitude of finite numbers."""
     good = x[x.isfinite()]
     return float(good.abs().max()) if good.numel() else 0.0
 
 
 def _first(told: Sequence[str]) -> str:
-    """Return the first of what is told of columns, and how many more there are."""
+    """Return the first warnings about columns, and the number of further ones."""
     more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
     return ", ".join(told[:_SHOWN]) + more
 
 
 def find_undeclared(form: RecordForm, features: Sequence[str]) -> str:
-    """Name the columns of which neither range, scale nor categories are declared; "" for none."""
+    """Name the columns without declared range, scale or categories; "" for none."""
     bare = [name for name in features if _extent(form.of(name)) is None]
     more = f" and {len(bare) - _SHOWN} more columns" if len(bare) > _SHOWN else ""
     return ", ".join(bare[:_SHOWN]) + more
 
 
 def square(form: RecordForm, features: Sequence[str]) -> float:
-    """About the squared length of a record of these numbers, as they are scaled.
+    """Estimate the squared norm of a scaled record.
 
-    A value that is evenly spread over -1 .. 1 has the square 1/3, and is taken for such a one where
-    nothing says how far it gets; of a one-hot code one is 1.
+    A value uniform in -1 .. 1 has a mean square of 1/3, which is assumed if no range is declared; a
+    one-hot code has 1.
     """
     return sum(_square(form.of(name)) for name in features)
 
@@ -202,12 +201,12 @@ def _square(own: ValueRange) -> float:
         return 1.0
     far = _extent(own)
     far = 1.0 if far is None else far
-    # Infinite, where it is beyond what floats hold, in place of Python's OverflowError.
+    # Infinite if it exceeds floats, instead of Python's OverflowError.
     return far * far / 3
 
 
 def _extent(own: ValueRange) -> float | None:
-    """Return how far from 0 a column's numbers get, by its declaration; None: it does not say."""
+    """Return the largest magnitude of a column by its declaration; None if undeclared."""
     if own.scale != "none":
         return 1.0
     if isinstance(own, Column) and own.categories is not None:
@@ -218,7 +217,7 @@ def _extent(own: ValueRange) -> float | None:
 
 
 def _furthest(own: ValueRange, x: Tensor | None) -> float:
-    """Return how far from 0 numbers get, as declared or as found; 0 where nobody says."""
+    """Return the largest magnitude, as declared or as found; 0 if unknown."""
     declared = _extent(own)
     return declared if declared is not None else 0.0 if x is None else _found(x)
 
@@ -247,5 +246,5 @@ KNOWN: Final = {
 
 
 def find_configuration(data: str) -> Path | None:
-    """Return the configuration whose [records] goes with a data set, None where there is none."""
+    """Return the configuration file with [records] for a data set; None without one."""
     return Path(__file__).with_name(f"{data}.toml") if data in KNOWN else None

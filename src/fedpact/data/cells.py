@@ -1,4 +1,4 @@
-"""Columns of cells: read from files, and turned to numbers and names.
+"""Columns of cells: reads them from files, and converts them to numbers and names.
 
 How a cell is read follows from that cell alone: no other record changes it, not even one with a
 missing cell. So a CSV is split record by record, and a column of whole numbers never becomes one of
@@ -45,9 +45,9 @@ _NARROW: Final = {
 
 @dataclass(frozen=True, eq=False)
 class NumberCells(Sequence[Any]):
-    """Cells of one type of numbers: values [n], and which of them are missing, bool [n].
+    """Cells of one numeric type: values [n], and a mask of missing ones, bool [n].
 
-    A cell is a number of Python's, or a float of 16 or 32 bits; None where it is missing.
+    A cell is a Python number, or a float of 16 or 32 bits; None if it is missing.
     """
 
     values: np.ndarray
@@ -71,7 +71,7 @@ class NumberCells(Sequence[Any]):
         return (None if m else v for v, m in zip(cells, self.missing.tolist(), strict=True))
 
     def floats(self) -> np.ndarray:
-        """Return them as float64 [n], NaN for what is missing."""
+        """Return the cells as float64 [n], NaN for missing ones."""
         found = self.values.astype(np.float64)
         found[self.missing] = np.nan
         return found
@@ -82,7 +82,7 @@ class NumberCells(Sequence[Any]):
 
 
 def arrow_cells(column: Any) -> Cells:
-    """Return a column of Arrow's, an Array or a ChunkedArray; None for what cannot be read."""
+    """Return the cells of an Arrow Array or ChunkedArray; None for unreadable ones."""
     import pyarrow
 
     if not isinstance(column, pyarrow.ChunkedArray):
@@ -99,9 +99,9 @@ def arrow_cells(column: Any) -> Cells:
 
 
 def cells_of(column: Any, declared: Any = None) -> list[Any]:
-    """Return a column passed in from Python: a list, an array, a tensor, or a frame's.
+    """Return the cells of a Python column: a list, array, tensor or data frame column.
 
-    declared: the name of its type, where the column does not say.
+    declared: the name of its type, if the column has none.
     """
     if type(column).__module__.partition(".")[0] == "pyarrow":
         return list(arrow_cells(column))
@@ -110,14 +110,14 @@ def cells_of(column: Any, declared: Any = None) -> list[Any]:
     cells = [v.item() if isinstance(v, Tensor) and not v.ndim else v for v in column]
     if declared is None:
         declared = getattr(column, "dtype", None)
-        # A column of categories says which type these are of.
+        # A categorical column has the type of its categories.
         declared = getattr(getattr(declared, "categories", None), "dtype", declared)
     narrow = _NARROW.get(str(declared).lower().removesuffix("[pyarrow]"))
     return [narrow(v) if isinstance(v, float) else v for v in cells] if narrow else cells
 
 
 def _arrow_cell(one: Any) -> Any:
-    """Return a cell's value; None where it has none that Python can hold, as text of odd bytes."""
+    """Return a cell's value; None if Python cannot represent it, such as text of invalid bytes."""
     try:
         return one.as_py()
     except Exception:  # ArrowException, ValueError, OverflowError: whatever is in the cell
@@ -138,10 +138,9 @@ _LARGEST: Final = 2**53
 
 
 def text_of(value: Any) -> str:
-    """Return a cell that is a name as text: whole numbers without a point, True, False.
+    """Return a name as text: integers without a point, True, False, bytes as UTF-8.
 
-    Bytes are read as UTF-8. A Decimal is without the zeros that it has where another of its column
-    has more digits.
+    A Decimal is written without the trailing zeros that another value of its column causes.
     """
     if value is None:
         return ""
@@ -156,18 +155,18 @@ def text_of(value: Any) -> str:
 
 
 def without_decimal_zeros(text: str, names: Iterable[str] = ()) -> str:
-    """Return "1" of "1.0", as pandas writes whole numbers beside an empty cell.
+    """Return "1" for "1.0", as pandas writes integers in a column with an empty cell.
 
-    Not where names have points: of codes 250 and 250.0 are two.
+    Not if names have points: 250 and 250.0 may be two codes.
     """
     number = re.fullmatch(r"(-?[0-9]+)\.0+", text)
     return number[1] if number and not any("." in name for name in names) else text
 
 
 def find_named(value: Any, place: Mapping[str, Any], unknown: Any) -> Any:
-    """Return what stands in `place` under the name that a cell is; a truth value has several.
+    """Return the entry of `place` for a cell's name; a boolean has several spellings.
 
-    unknown: in its place where the cell is none of the names.
+    unknown: returned if the cell is none of the names.
     """
     text = text_of(value)
     names = (text, without_decimal_zeros(text, place), *_SPELLED.get(text.lower(), ()))
@@ -175,24 +174,24 @@ def find_named(value: Any, place: Mapping[str, Any], unknown: Any) -> Any:
 
 
 def beyond_floats(value: Any) -> bool:
-    """Whether a number would be another, and so another name, beside a missing one."""
+    """Whether a number would be rounded, and so be another name, in a column of floats."""
     if isinstance(value, int | np.integer):
         return not -_LARGEST < value < _LARGEST
     return isinstance(value, float | np.floating) and _LARGEST <= abs(float(value)) < math.inf
 
 
 def is_blank(value: Any) -> bool:
-    """Whether a cell says that nothing was recorded."""
+    """Whether a cell is a spelling of "not recorded"."""
     return text_of(value).lower() in _MISSING
 
 
 def is_missing(name: str) -> bool:
-    """Whether a label or the name of a site is none."""
+    """Whether a label or a site's name is missing."""
     return name.lower() in _NO_NAME
 
 
 def to_numbers(cells: Cells) -> np.ndarray:
-    """Return cells as float64 [n]: 1 and 0 for true and false, in words too; NaN for no number."""
+    """Return cells as float64 [n]: 1 and 0 for true and false, also as words; NaN otherwise."""
     if isinstance(cells, NumberCells):
         return cells.floats()
     from pandas import to_numeric
@@ -205,7 +204,7 @@ def to_numbers(cells: Cells) -> np.ndarray:
             with suppress(TypeError, ValueError, OverflowError):
                 found[row] = float(value)
     if texts:
-        # With a NaN among them all are read as floats, whichever others are whole numbers.
+        # With a NaN all are read as floats, even if the others are integers.
         column = np.array([*texts.values(), math.nan], object)
         read = np.array(to_numeric(column, errors="coerce"), np.float64)[:-1]
         for k in np.flatnonzero(np.isnan(read)).tolist():
@@ -220,7 +219,7 @@ _NAMED: Final = 40  # columns, in an error
 
 
 def read_columns(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
-    """Return a file's columns, and of its broken rows, from 0, what is wrong. Raises DataError."""
+    """Return a file's columns, and row (from 0) -> fault of broken rows. Raises DataError."""
     check_suffix(path)
     if not path.is_file():
         raise _missing(path)
@@ -240,7 +239,7 @@ _READERS: Final = {
 
 
 def check_suffix(path: Path) -> None:
-    """Raise DataError: the name ends like that of a table which pandas can convert."""
+    """Raise DataError for the suffix of a table format that pandas can convert."""
     if reader := _READERS.get(path.suffix.lower()):
         raise DataError(
             f"data file {path}: expected a name ending in {', '.join(SUFFIXES)}; convert it: "
@@ -249,7 +248,7 @@ def check_suffix(path: Path) -> None:
 
 
 def _conversion(path: Path, reader: str = "read_csv", more: str = "", **options: Any) -> str:
-    """Return a command that writes a table as this package reads it."""
+    """Return a command that converts a table to a supported format."""
     given = "".join(f", {key}={value!r}" for key, value in options.items())
     target = str(path.with_suffix(".utf8.csv" if path.suffix == ".csv" else ".csv"))
     return (
@@ -259,7 +258,7 @@ def _conversion(path: Path, reader: str = "read_csv", more: str = "", **options:
 
 
 def list_some(columns: Iterable[str]) -> str:
-    """Return names of columns, of many the first."""
+    """Return names of columns, at most the first few."""
     names = list(columns)
     more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
@@ -271,9 +270,9 @@ def _missing(path: Path) -> DataError:
 
 
 def read_npz(path: Path, *, labelled: bool = True) -> dict[str, np.ndarray]:
-    """Return the arrays x, y and, where they are there, x_test, y_test, site, person.
+    """Return the arrays x, y and optionally x_test, y_test, site, person.
 
-    labelled: whether y has to be there. Raises DataError: no such file, or other arrays.
+    labelled: whether y is required. Raises DataError: no such file, or other arrays.
     """
     try:
         with np.load(path, allow_pickle=False) as stored:
@@ -281,7 +280,7 @@ def read_npz(path: Path, *, labelled: bool = True) -> dict[str, np.ndarray]:
     except FileNotFoundError as error:
         raise _missing(path) from error
     except Exception as error:  # a damaged zip fails in a dozen ways
-        # Of what is no zip numpy says that it can be loaded unsafely.
+        # For a file that is not a zip, numpy's error suggests loading it unsafely.
         why = error if is_zipfile(path) else "it is no zip file, as those are"
         raise DataError(
             f"data file {path} cannot be read as .npz ({why}): expected what numpy.savez writes, "
@@ -320,9 +319,9 @@ def _read_csv(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
 
 
 def _check_header(path: Path, content: bytes, header: list[str] | str) -> None:
-    """Raise DataError, with the command that converts the file: its header cannot be used.
+    """Raise DataError for an unusable header, with a command that converts the file.
 
-    header: the first line's columns, or what is wrong with it. A single column is no mistake.
+    header: the first line's columns, or its fault. A single column is allowed.
     """
     encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "cp1252"
     encoding = encoding if isinstance(header, str) else "utf-8"
@@ -333,7 +332,7 @@ def _check_header(path: Path, content: bytes, header: list[str] | str) -> None:
     told, options, more = list[str](), dict[str, Any](), ""
     if separator != ",":
         told.append(f"separates columns by {separator!r}, not by commas")
-        # Where columns are separated by semicolons, commas are in numbers.
+        # If semicolons separate columns, commas are decimal points.
         options |= {"sep": separator} | ({"decimal": ","} if separator == ";" else {})
     if isinstance(header, str):
         told.append(header)
@@ -341,7 +340,7 @@ def _check_header(path: Path, content: bytes, header: list[str] | str) -> None:
     named = [len({cell.strip() for cell in row.split(separator)} - {""}) for row in rows]
     start = next((k for k, count in enumerate(named) if count > max(named) - 2), 0)
     if any(named[:start]):
-        # What spreadsheets export may have titles above the header, and empty columns.
+        # Exports of spreadsheets may have titles above the header, and empty columns.
         told.append(f"has no columns; line {start + 1} looks like the header")
         options["skiprows"] = start
         more = ".dropna(axis=1, how='all')"
@@ -360,11 +359,11 @@ _OPEN: Final = "has a quotation mark that nothing closes"
 
 
 def _split(lines: Sequence[bytes], width: int) -> Iterator[list[str] | str]:
-    """Yield each record's values, so many of them, or what is wrong with it.
+    """Yield each record's `width` values, or its fault.
 
-    A line that is a record stays one, whatever quotes stand before it. Other lines are one record
-    where a quoted value has line breaks in it (RFC 4180): the first opens it and could close none,
-    the last closes it. So no line can be of two such records.
+    A line that is a record stays one, whatever quotation marks precede it. Other lines form one
+    record if a quoted value contains line breaks (RFC 4180): the first line opens it and could not
+    close one, the last closes it. So no line can belong to two such records.
     """
     found = [_cells(line) for line in lines]
     start = 0
@@ -391,7 +390,7 @@ def _whole(cells: list[str] | str, width: int) -> bool:
 
 
 def _cells(line: bytes) -> list[str] | str:
-    """Return a line's values, without blanks around them, or what is wrong with it."""
+    """Return a line's values, stripped, or its fault."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError:
@@ -425,7 +424,7 @@ def _read_parquet(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
 
 
 def _check_names(path: Path, names: Iterable[str]) -> None:
-    """Raise DataError for a column's name that a terminal would take for a command."""
+    """Raise DataError for a column name with control characters for a terminal."""
     if strange := [name for name in names if CONTROL.search(name)]:
         raise DataError(
             f"data file {path} has a column {strange[0]!a}: expected a name without control "
@@ -434,7 +433,7 @@ def _check_names(path: Path, names: Iterable[str]) -> None:
 
 
 def index_of(path: Path) -> tuple[str, ...]:
-    """Return the columns of a .parquet file that pandas wrote as its index; () of others."""
+    """Return the index columns that pandas wrote to a .parquet file; () for other files."""
     if path.suffix.lower() != ".parquet":
         return ()
     import pyarrow.parquet

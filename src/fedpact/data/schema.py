@@ -1,8 +1,8 @@
-"""The declared form of a table's records, and how its columns are scaled.
+"""The declaration of records, and the scaling of their columns.
 
-It is part of federation.toml, the same for every party, and of a plan. What a record has to be
-follows from it alone, and never from other records: neither from the type of a file's arrays nor
-from the values that occur.
+It is part of federation.toml, the same for every party, and of a plan. Whether a record is valid
+follows from the declaration alone and never from other records: neither from the type of a file's
+arrays nor from the values that occur.
 
     [records]
     low = 0.0                  every value is at least this, and at most `high`
@@ -10,31 +10,31 @@ from the values that occur.
     clamp = true               a number beyond becomes the nearer bound; else the record is left out
     vocabulary = 50            instead: values are whole numbers, words 0, ..., 49
     length = 128               of tokenised text: records are padded to it, with their mask, or cut
-    labels = "names"           how labels in arrays are meant; see RecordForm
+    labels = "names"           the meaning of labels in arrays; see RecordForm
 
-    [records.columns.age]      for one column: its own range, or the values that there are
+    [records.columns.age]      for one column: its own range, or its categories
     range = [0, 120]           the same as low = 0 and high = 120
-    fill = 60                  stands for a missing value; without it the record is left out
-    scale = "range"            what the model is given in its place: see ValueRange and Column
+    fill = 60                  replaces a missing value; without it the record is left out
+    scale = "range"            the model's input: see ValueRange and Column
     [records.columns.ward]
-    categories = ["A", "B"]    text: becomes 0.0, 1.0, ...; numbers stay what they are
-    other = "B"                stands for a value that is none of them; else the record is left out
-    scale = "one-hot"          a column for each category, 1 in the record's own and 0 in the others
+    categories = ["A", "B"]    text becomes 0.0, 1.0, ...; numbers are unchanged
+    other = "B"                replaces an unknown value; without it the record is left out
+    scale = "one-hot"          a column for each category, 1 for the record's own and 0 for others
 
-    features = ["age", "bmi"]  of a table the columns that a record is made of, in this order; or
-    drop = ["id", "entered"]   those that it is not made of. Without either it is made of all that
-                               are no label, site, person or index of pandas'
+    features = ["age", "bmi"]  the columns of a table that form a record, in this order; or
+    drop = ["id", "entered"]   those that do not. Without either, all columns except label, site,
+                               person and a pandas index
 
-In an array of records [n, d] the columns are called "0", "1", ...
+In an array of records [n, d] the columns are called "0", "1", ... Scales are
 
-"range"      (2 x - low - high) / (high - low)      in -1..1
+    "range"      (2 x - low - high) / (high - low)      in -1..1
     "unit"       (x - low) / (high - low)               in 0..1
     "standard"   (x - mean) / deviation
-    "released"   as "range", and then by what sites release of that (privacy.column_scales)
-    "one-hot"    for each category a number, 1 for the record's own and 0 for the others
+    "released"   as "range", then by moments that sites release (privacy.column_scales)
+    "one-hot"    a number for each category, 1 for the record's own and 0 for the others
 
-A record's numbers follow from that record and the constants alone, so the numbers that are clipped
-and sampled are still one record's.
+A record's numbers follow from that record and constants alone, so clipping and sampling still act
+on single records.
 """
 
 import math
@@ -54,7 +54,7 @@ _BY_RANGE: Final = ("range", "unit", "released")
 
 
 class ValueRange(BaseModel):
-    """Numbers from low to high, either of which may be left out. See the module."""
+    """Numbers from low to high, both optional."""
 
     model_config = FROZEN
     low: float | None = None
@@ -97,11 +97,11 @@ class ValueRange(BaseModel):
 
     @property
     def bounded(self) -> bool:
-        """Whether there is a bound."""
+        """Whether low or high is given."""
         return self.low is not None or self.high is not None
 
     def number(self, value: str | float | None) -> float | None:
-        """Return what stands for a value among a record's numbers; None for none."""
+        """Return a value as a record's number; None if it is not one."""
         return None if isinstance(value, str) else value
 
 
@@ -110,7 +110,7 @@ def _wide(low: float | None, high: float | None) -> bool:
 
 
 def _told_apart(low: float, high: float) -> bool:
-    """Whether there are 128 float32 numbers between them, or all whole numbers that there are."""
+    """Whether float32 has at least 128 numbers between them, or all integers."""
     step = 2.0 ** (math.frexp(max(abs(low), abs(high)))[1] - 24)
     whole = low.is_integer() and high.is_integer() and step <= 1
     return whole or high - low >= 128 * step
@@ -121,10 +121,7 @@ def _lies(value: float, low: float | None, high: float | None) -> bool:
 
 
 class Column(ValueRange):
-    """One column: its range, or its categories. See the module.
-
-    range: [low, high], in place of the two.
-    """
+    """One column: its range or its categories. range: [low, high], instead of the two keys."""
 
     categories: list[str] | list[float] | None = Field(default=None, min_length=1)
     """All texts or numbers that there are; texts become 0.0, 1.0, ... in this order."""
@@ -187,12 +184,12 @@ class Column(ValueRange):
 
     @property
     def names(self) -> list[str] | None:
-        """The categories, where they are text."""
+        """The categories, if they are text."""
         found = [c for c in self.categories or [] if isinstance(c, str)]
         return found or None
 
     def as_numbers(self) -> "Column":
-        """Return the column as it is in an array, where categories in text are their places."""
+        """Return the column's declaration in an array, where text categories are numbered."""
         if self.names is None:
             return self
         places = {"categories": [float(i) for i in range(len(self.names))]}
@@ -200,15 +197,12 @@ class Column(ValueRange):
         return self.model_copy(update={**places, **own})
 
     def number(self, value: str | float | None) -> float | None:
-        """Return the number of a value: of a category in text its place."""
+        """Return the number of a value; for a text category its index."""
         return float((self.names or []).index(value)) if isinstance(value, str) else value
 
 
 class LabelForm(BaseModel):
-    """What a record's label is: a class, a number, several labels, or a class for each pixel.
-
-    A plan says it in [task].
-    """
+    """The type of labels: a class, a number, several labels, or a class per pixel ([task])."""
 
     model_config = FROZEN
     kind: Literal["class", "number", "several", "pixels"] = "class"
@@ -264,35 +258,35 @@ class RecordForm(ValueRange):
 
     @property
     def kept(self) -> dict[str, Column]:
-        """What is declared of columns, but for those that are dropped."""
+        """The declarations of columns that are not dropped."""
         return {name: own for name, own in self.columns.items() if name not in self.drop}
 
     @property
     def released(self) -> tuple[str, ...]:
-        """The columns that are scaled by what the sites release."""
+        """The columns that are scaled by released moments."""
         return tuple(name for name, own in self.kept.items() if own.scale == "released")
 
     def of(self, column: str) -> ValueRange:
-        """Return a column's own form, else that of all."""
+        """Return a column's own declaration, or the general one."""
         return self.columns.get(column, self)
 
     def by_place(self, features: Sequence[str]) -> "RecordForm":
-        """Return the form of arrays that stand beside a table, with its numbers in its order.
+        """Return the declaration of arrays with a table's numbers in its order.
 
-        features: the table's columns in order; () where there is no table, only arrays.
+        features: the table's columns in order; () for arrays without a table.
         """
         columns = self.in_arrays(features).columns if features else self.columns
         return self.model_copy(update={"columns": columns, "features": None, "drop": []})
 
     def in_arrays(self, features: Sequence[str]) -> "RecordForm":
-        """Return the form of the same records as arrays, which hold what was made of a table.
+        """Return the declaration of the same records after conversion to arrays.
 
         features: the table's columns in order.
         """
         place = {name: str(i) for i, name in enumerate(features)}
         columns = {place.get(name, name): c.as_numbers() for name, c in self.kept.items()}
         told = {"columns": columns, "labels": "numbers", "features": None, "drop": []}
-        # In an array stands what was made of a number.
+        # An array has the converted number.
         told["target"] = LabelForm(kind=self.target.kind)
         return self.model_copy(update=told)
 
@@ -310,16 +304,16 @@ class PlanRecords(RecordForm):
         return self
 
     def shared(self, target: LabelForm | None = None) -> RecordForm:
-        """Return it without the classes, as federation.toml has it, which names them itself."""
+        """Return the declaration without the classes, which federation.toml names separately."""
         found = RecordForm(**self.model_dump(exclude={"classes"}))
         return found if target is None else found.model_copy(update={"target": target})
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What a form makes of records of one shape. features: a row's columns, in its order.
+    """The scaling of records of one shape. features: the columns of a row, in order.
 
-    Of arrays they are "0", "1", ...; of a record that is no row there are none.
+    For arrays they are "0", "1", ...; a record that is not a row has none.
     """
 
     form: RecordForm
@@ -327,18 +321,18 @@ class Scaling:
 
     @staticmethod
     def of(form: RecordForm, shape: Sequence[int], features: Sequence[str] = ()) -> "Scaling":
-        """Return it for records [*shape]. features: of a table; () for arrays."""
+        """Return the scaling of records [*shape]. features: of a table; () for arrays."""
         row = len(shape) == 1
         return Scaling(form, tuple(features or map(str, range(shape[0]))) if row else ())
 
     @property
     def used(self) -> bool:
-        """Whether it changes anything."""
+        """Whether any column is scaled."""
         return any(own.scale != "none" for own in (self.form, *self.form.kept.values()))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns of what comes out; "ward=A" where one became several."""
+        """The columns after scaling; "ward=A" for a one-hot category."""
         if not self.used:
             return self.features
         named = [[name, *_each(name, self.form.of(name))] for name in self.features]
@@ -346,9 +340,9 @@ class Scaling:
 
     @property
     def released(self) -> tuple[int, ...]:
-        """The places, in what comes out, of columns that are scaled by what sites release.
+        """The positions, after scaling, of columns with released moments.
 
-        In the order of the declaration, which is the same at all sites.
+        They are in the order of the declaration, which is the same at all sites.
         """
         places, place = dict[str, int](), 0
         for name in self.features:
@@ -357,10 +351,7 @@ class Scaling:
         return tuple(places[name] for name in self.form.released)
 
     def example(self, record: Tensor) -> Tensor:
-        """Return zeros of the form that a record [*shape] comes out in.
-
-        Which column is which does not matter to it: a server may not know their names.
-        """
+        """Return zeros of a scaled record's shape; column names are not needed."""
         if not self.used:
             return record
         own = self.form.kept.values()
@@ -369,7 +360,7 @@ class Scaling:
         return torch.zeros(shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return what stands in place of records x [n, *shape], float32 [n, ...]."""
+        """Return records x [n, *shape] scaled, float32 [n, ...]."""
         if not self.used:
             return x
         if not self.form.columns:
@@ -381,11 +372,11 @@ class Scaling:
 
 
 def rescale(x: Tensor, own: ValueRange) -> Tensor:
-    """Return what stands in place of numbers x [n, ...] of one declaration; both in float64."""
+    """Return numbers x [n, ...] scaled by one declaration, in float64."""
     if isinstance(own, Column):
         if own.scale == "one-hot":
             known = own.as_numbers().categories or []
-            # As they were read, which is in float32.
+            # In float32, as they were read.
             return (x == torch.tensor(known, dtype=torch.float32).double()).double()
         if own.mean is not None and own.deviation is not None:
             return (x - own.mean) / own.deviation

@@ -1,4 +1,4 @@
-"""Tables as they were read, and the numbers in them.
+"""Tables as read, and their conversion to numbers.
 
 Each record is checked against the declaration (form), and left out if it does not fit. Whether and
 how it is used follows from that record and the declaration alone. So a wrong value, category or
@@ -36,14 +36,14 @@ _LARGEST: Final = 2**53  # whole numbers from here on are rounded by floats
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Records before their numbers are read.
+    """Records before conversion to numbers.
 
-    origin: what errors call them. x: of a table the columns of features in their order, name ->
-    cells [n]; of arrays one of them, [n, ...]. y: the labels [n, ...], site, person: the names [n];
-    None where there are none. broken: row from 0 -> what is wrong with it as a whole. roles: what
-    the columns of "label", "site" and "person" are called. column: the one whose cells x is made
-    of, where these are arrays. titles: the names of the classes that y numbers. labels: how labels
-    are meant where the form does not say, "names", "numbers", or None: see `class_numbers`.
+    origin: their name in errors. x: for a table name -> cells [n] of the features in order; for
+    arrays one of them, [n, ...]. y: the labels [n, ...]; site, person: the names [n]; None without.
+    broken: row from 0 -> its fault as a whole. roles: the names of the columns "label", "site" and
+    "person". column: the column whose cells are the arrays x. titles: the names of the classes that
+    y numbers. labels: the meaning of labels if the declaration has none, "names", "numbers", or
+    None: see `class_numbers`.
     """
 
     origin: str
@@ -59,7 +59,7 @@ class Table:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """The columns of a table that a record is made of, in order; () of arrays."""
+        """The columns of a table that form a record, in order; () for arrays."""
         return () if isinstance(self.x, np.ndarray) else tuple(self.x)
 
     @property
@@ -78,7 +78,7 @@ class Table:
 def choose_features(
     columns: Mapping[str, Any], form: RecordForm, roles: Collection[str | None]
 ) -> list[str]:
-    """Return the columns that a record is made of. roles: those of label, site and person."""
+    """Return the columns that form a record. roles: those of label, site and person."""
     return form.features or [name for name in columns if name not in {*roles, *form.drop}]
 
 
@@ -94,10 +94,10 @@ def table_of(
     *,
     unlabelled: bool = False,
 ) -> Table:
-    """Return columns as a table. origin: what they are called. index: those that number its rows.
+    """Return columns as a table. origin: its name in errors. index: columns that number rows.
 
-    unlabelled: whether there may be no label. form: which columns are features.
-    Raises DataError: no such column.
+    unlabelled: whether the label may be missing. form: selects the features. Raises DataError: a
+    missing column.
     """
     roles = {"label": label, "site": site, "person": person}
     for role, column in roles.items():
@@ -133,7 +133,7 @@ def table_of(
 
 
 def _numbering(origin: str, names: Sequence[str], form: RecordForm) -> list[str]:
-    """Return the columns that number rows. Raises DataError: another one that has no name."""
+    """Return the columns that number rows. Raises DataError: another unnamed column."""
     known = [name for name in names if _INDEX.fullmatch(name)]
     for name in known:
         place = names.index(name)
@@ -149,9 +149,9 @@ def _numbering(origin: str, names: Sequence[str], form: RecordForm) -> list[str]
 
 @dataclass(frozen=True)
 class _Source:
-    """Numbers as they were given, x [n, ...], with what a place in a record is called.
+    """Numbers as given, x [n, ...], with names for the positions in a record.
 
-    value: (row, place in a flattened record) -> what stands in the file.
+    value: (row, position in a flattened record) -> the value in the file.
     """
 
     x: np.ndarray
@@ -173,11 +173,11 @@ class _Source:
 
 
 def read_numbers(table: Table, form: RecordForm, values: str, sieve: RecordFilter) -> np.ndarray:
-    """Return the features of records, [n, d] of a table's and [n, ...] of arrays; see `Table`.
+    """Return the features of records, [n, d] for a table and [n, ...] for arrays; see `Table`.
 
-    Of tokenised text they are [n, rows, T]; see tokens. values: what type they have, "float32" or
-    "int64". The sieve has the faults of records. Raises DataError: a column is declared that there
-    is not, or one with categories in text for an array.
+    For tokenised text they are [n, rows, T]; see tokens. values: their type, "float32" or "int64".
+    Faults of records are added to the sieve. Raises DataError: a declared column is missing, or has
+    text categories in an array.
     """
     if isinstance(table.x, np.ndarray):
         return _numbers_of_array(table.x, form, values, sieve)
@@ -231,7 +231,7 @@ def _numbers_of_array(
 
 
 def check_columns(origin: str, form: RecordForm, features: Sequence[str]) -> None:
-    """Raise DataError: columns are declared that are none of a record's."""
+    """Raise DataError if declared columns are not features."""
     unknown = sorted(set(form.kept) - set(features))
     if unknown:
         known = ", ".join(features[:20]) or "none, as a record is no row of numbers"
@@ -244,7 +244,7 @@ def check_columns(origin: str, form: RecordForm, features: Sequence[str]) -> Non
 def _fill_missing(
     x: np.ndarray, blank: np.ndarray, form: RecordForm, features: Sequence[str]
 ) -> np.ndarray:
-    """Return x [n, ...] with what was declared in place of what is missing, bool like x."""
+    """Return x [n, ...] with declared replacements for missing values, bool like x."""
     x = x.copy()
     parts = [(slice(None), k) for k in range(len(features))] if form.columns else [...]
     for part, name in zip(parts, features if form.columns else ("",), strict=True):
@@ -258,15 +258,15 @@ def _fill_missing(
 def _convert_numbers(
     source: _Source, form: RecordForm, values: str, features: Sequence[str]
 ) -> np.ndarray:
-    """Return the numbers in their declared type, with what is beyond a range clamped or marked."""
+    """Return numbers in their declared type, with values out of range clamped or marked."""
     if values == "int64":
         x = _whole(source)
     else:
         _mark_infinite(source, source.x)
         wide = source.x.dtype.itemsize >= 8
         with np.errstate(over="ignore"):
-            # By way of float64, as beside text or a missing value: a whole number of 60 bits can
-            # be another when it is rounded once.
+            # Through float64, as in a column with text or missing values: an integer of 60 bits
+            # may differ if it is rounded only once.
             x = np.array(np.asarray(source.x, np.float64) if wide else source.x, np.float32)
     if form.vocabulary is not None:
         source.mark((x < 0) | (x >= form.vocabulary), f"is not one of {form.vocabulary} words")
@@ -286,7 +286,7 @@ def _mark_infinite(source: _Source, x: np.ndarray) -> None:
 
 
 def _whole(source: _Source) -> np.ndarray:
-    """Return int64, 0 for what is not a whole number."""
+    """Return int64, with 0 for values that are not integers."""
     x = source.x
     with np.errstate(invalid="ignore"):
         good = (x > -_LARGEST) & (x < _LARGEST) & (x.dtype.kind != "f" or np.rint(x) == x)
@@ -295,7 +295,7 @@ def _whole(source: _Source) -> np.ndarray:
 
 
 def _keep_range(source: _Source, x: np.ndarray, part: Any, own: ValueRange) -> None:
-    """Clamp what is beyond the range where that is declared, and else mark it; x is written to."""
+    """Clamp values out of range in x, or mark them, as declared."""
     some = x[part]
     if isinstance(own, Column) and own.categories is not None:
         if own.names is None:
@@ -304,7 +304,7 @@ def _keep_range(source: _Source, x: np.ndarray, part: Any, own: ValueRange) -> N
             if other is None:
                 source.mark(~known, "is not one of its declared categories", part)
             else:
-                # What is no number is left out for that.
+                # Values that are not numbers are already left out.
                 x[part] = np.where(known | ~np.isfinite(some), some, other)
         return
     if not own.bounded:
@@ -315,7 +315,7 @@ def _keep_range(source: _Source, x: np.ndarray, part: Any, own: ValueRange) -> N
     if beyond.any():
         source.mark(beyond, "is beyond its declared range", part, out=not own.clamp)
         if own.clamp:
-            # The others keep their bits, whoever else is beyond.
+            # The other values keep their bits, whether or not some are out of range.
             x[part] = np.where(beyond, np.clip(some, low, high), some)
 
 
@@ -326,7 +326,7 @@ def _bounds(own: ValueRange, dtype: Any) -> tuple[Any, Any]:
     if dtype == np.float32:
         with np.errstate(over="ignore"):
             return np.float32(low), np.float32(high)
-    # Integers, as float64 would round the numbers that they are compared with.
+    # Bounds as integers, as float64 would round the compared numbers.
     limits = np.iinfo(np.int64)
     first = limits.min if math.isinf(low) else max(math.ceil(low), limits.min)
     last = limits.max if math.isinf(high) else min(math.floor(high), limits.max)
@@ -334,7 +334,7 @@ def _bounds(own: ValueRange, dtype: Any) -> tuple[Any, Any]:
 
 
 def _places(cells: Cells, own: Column) -> np.ndarray:
-    """Return cells as the places of declared words, float64 [n]; NaN for what is none of them."""
+    """Return the indices of cells among declared words, float64 [n]; NaN for unknown ones."""
     place = {name: float(k) for k, name in enumerate(own.names or [])}
     other = own.number(own.other)
     unknown = np.nan if other is None else other

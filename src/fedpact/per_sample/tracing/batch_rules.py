@@ -234,7 +234,7 @@ def copied(node: Node, at: At) -> Where:
 
 
 def indexed(node: Node, at: At) -> Where:
-    """x[:, index], table[x], and x[arange(B), i, ...], which picks from each record by its own i."""
+    """x[:, index], table[x], and x[arange(B), i, ...], which picks in each record by its own i."""
     x = at(node.args[0])
     indices = list(cast(Sequence[Any], node.args[1]))
     by_place = {place: index for place, index in enumerate(indices) if index is not None}
