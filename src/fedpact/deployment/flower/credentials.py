@@ -1,8 +1,7 @@
-"""Whether a party's own keys and certificates fit what the federation agreed on, before it starts.
+"""Checks a party's keys and certificates before it starts, and writes those for its connections.
 
-What is found here its owner can mend. Found by the other end it would be a code of Flower's. And
-what the parties' connections show of them: TLS in which both ends are known, by the keys of
-federation.toml.
+A fault found here can be corrected by its owner; at the other end it would be an error code of
+Flower. Connections use TLS with certificates on both ends, based on the keys in federation.toml.
 """
 
 import datetime
@@ -26,7 +25,7 @@ _AGAIN = "take the file that `fedpact deploy init` wrote for this party"
 
 
 def check_site_keys(directory: Path, federation: Federation, name: str) -> None:
-    """Raise InputError unless a site's files are its own. name: the site's."""
+    """Raise InputError unless a site's key and certificate match the federation's."""
     _check_public(federation)
     key, line = directory / "site.key", federation.sites[name].key
     if not _belongs(keys.read_private_key(key), line):
@@ -39,7 +38,7 @@ def check_site_keys(directory: Path, federation: Federation, name: str) -> None:
 
 
 def check_server_keys(directory: Path, federation: Federation) -> None:
-    """Raise InputError unless a server's files are its own, and its certificate holds today."""
+    """Raise InputError unless a server's key and certificate match and are valid today."""
     _check_public(federation)
     key, line = directory / "server.key", federation.server_key
     if not _belongs(keys.read_private_key(key), line):
@@ -53,13 +52,13 @@ def check_server_keys(directory: Path, federation: Federation) -> None:
 
 
 def write_site_connection(directory: Path) -> None:
-    """Write what a site shows of itself to its server."""
+    """Write the client certificate of a site."""
     own = keys.read_private_key(directory / "site.key")
     write_client_certificate(directory / program.CLIENT, own)
 
 
 def write_server_connections(directory: Path, federation: Federation) -> None:
-    """Write whom a server's SuperLink lets in, and what the server itself shows of itself there."""
+    """Write the trust anchors of a server's SuperLink, and the server's client certificate."""
     own = keys.read_private_key(directory / "server.key")
     write_client_certificate(directory / program.CLIENT, own)
     parties = [federation.server_key, *(member.key for member in federation.sites.values())]

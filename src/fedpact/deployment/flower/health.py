@@ -1,7 +1,7 @@
-"""Whether a party's process runs and can be reached, without loading any of it.
+"""Checks that a party's process runs and can be reached.
 
-A supervisor asks every half minute, on the machine on which the party computes. So this reads a few
-lines of TOML itself, and imports neither torch nor Flower.
+A supervisor asks every half minute, on the machine on which the party computes. So this module
+reads a few lines of TOML itself, and imports neither torch nor Flower.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ _FRESH_SECONDS: Final = 60.0
 
 
 def is_held(directory: Path) -> bool:
-    """Whether a party's process runs in its directory, whoever has started it."""
+    """Whether a party's process runs in its directory."""
     if not (directory / LOCK).exists():
         return False
     with suppress(OSError), open(directory / LOCK, "rb") as file:
@@ -34,11 +34,11 @@ def is_held(directory: Path) -> bool:
 
 
 def find_outage(directory: Path) -> str:
-    """Return why a party is not at work on this machine, "" if it is.
+    """Return why a party is not working on this machine; "" if it is.
 
-    A server listens at its address's port, a site with a `socket` there. Another site touches its
-    file NODE as long as the server says that it is connected. While it waits for the server nothing
-    is wrong with it, and it is not at work. Raises DataError: no party's directory.
+    A server listens at its port, a site with a `socket` at that. Any other site touches its file
+    NODE while the server confirms the connection; a site that waits for the server is healthy but
+    not working. Raises DataError: not a party's directory.
     """
     place = _place(directory)
     if not is_held(directory):
@@ -60,7 +60,7 @@ def find_outage(directory: Path) -> str:
 
 
 def _place(directory: Path) -> int | Path | None:
-    """Return the port, or the Unix socket, at which a party answers; None for none."""
+    """Return the port or Unix socket at which a party listens; None for none."""
     site = directory / "site.toml"
     path = site if site.exists() else directory / "federation.toml"
     try:

@@ -4,9 +4,9 @@
 
 MOST_BYTES: the longest body of a request. ARGUMENTS: of `flower-superlink`.
 
-The SuperLink lets in nobody without a party's key, and its requests pass a Guard; Flower has no
-options for that. Nothing of fedpact is imported here: the process runs in the server's directory,
-from which it may not be found.
+The SuperLink accepts only connections with a party's key, and a Guard checks its requests; Flower
+has no options for that. This file imports nothing of fedpact, which may not be importable from the
+server's directory, in which the process runs.
 """
 
 import ctypes
@@ -40,12 +40,12 @@ _App = Callable[[_Event, _Receive, _Send], Awaitable[None]]
 
 
 class Sockets:
-    """What the sites' connections have carried, TLS and all, as the kernel counts it.
+    """The traffic of the sites' connections including TLS, as counted by the kernel.
 
-    carried: bytes (to, from) the other end of a site's connection, as last looked at.
+    carried: bytes (to, from) the other end of each connection, when last read.
     """
 
-    # In Linux's tcp_info: what the other end has acknowledged, and what was received.
+    # Fields of Linux's tcp_info: bytes acknowledged by the other end, and bytes received.
     _COUNTED = struct.Struct("=120xQQ")
 
     def __init__(self) -> None:
@@ -53,13 +53,13 @@ class Sockets:
         self._before = 0, 0
 
     def opened(self, client: Any, by: socket.socket) -> None:
-        """Note a connection; who had its address before has ended his."""
+        """Record a new connection; an earlier one with the same address has ended."""
         down, up = self.carried.pop(client, (0, 0))
         self._before = self._before[0] + down, self._before[1] + up
         self._open[client] = by
 
     def look(self, client: Any) -> None:
-        """Count what a site's connection has carried until now."""
+        """Update the traffic of a site's connection."""
         try:
             told = self._open[client].getsockopt(socket.IPPROTO_TCP, 11, self._COUNTED.size)
             self.carried[client] = self._COUNTED.unpack(told)
@@ -67,7 +67,7 @@ class Sockets:
             pass  # it has ended, or is no TCP of Linux
 
     def total(self) -> tuple[int, int]:
-        """Return bytes (to, from) all sites."""
+        """Return the bytes (to, from) all sites."""
         for client in list(self.carried):
             self.look(client)
         down, up = zip(self._before, *self.carried.values(), strict=True)
@@ -77,9 +77,9 @@ class Sockets:
 class Guard:
     """Refuses requests to a SuperLink before their bodies are read; an ASGI application.
 
-    Other machines have Flower's Fleet API alone, by which sites connect. No body may be longer than
-    `most` bytes, as Flower reads a body before it looks at who sends it. At SOCKETS it tells this
-    machine what the sites' connections have carried.
+    Other machines may use only Flower's Fleet API, by which sites connect. No body may be longer
+    than `most` bytes, as Flower reads a body before it authenticates the sender. At SOCKETS this
+    machine can read the traffic of the sites' connections.
     """
 
     def __init__(self, app: _App, sockets: Sockets, most: int) -> None:
@@ -98,7 +98,7 @@ class Guard:
         await send({"type": "http.response.body", "body": body})
 
     def _refusal(self, scope: _Event) -> int | None:
-        """Return the HTTP status that a request is answered with here, None for no answer."""
+        """Return the HTTP status with which a request is refused; None if it is not."""
         headers = dict(scope["headers"])
         here = scope["client"] is not None and scope["client"][0] in ("127.0.0.1", "::1")
         if here and scope["path"] == SOCKETS:
@@ -113,10 +113,10 @@ class Guard:
 
 
 def release_code() -> None:
-    """Give back the pages of libraries' code that this process has mapped; on Linux alone.
+    """Release the memory pages of libraries' code in this process (Linux only).
 
-    Loading a library touches most of its code once: some 80 MB of PyTorch's, of which training
-    needs a third. What is needed again is mapped again from the kernel's cache of files.
+    Loading a library touches most of its code once: about 80 MB for PyTorch, of which training
+    needs a third. Needed pages are mapped again from the kernel's file cache.
     """
     if sys.platform != "linux":
         return
@@ -124,14 +124,14 @@ def release_code() -> None:
     with open("/proc/self/maps", encoding="utf-8") as maps:
         lines = [line.split() for line in maps]
     for place, rights, _, _, _, *name in lines:
-        # Code is never written to, so that nothing is lost.
+        # Code pages are never modified, so nothing is lost.
         if rights == "r-xp" and name and ".so" in name[0]:
             start, end = (int(each, 16) for each in place.split("-"))
             advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
 def _guard_superlink(most: int) -> None:
-    """Have uvicorn, in this process, let in parties alone, and put a Guard before what it runs."""
+    """Make uvicorn in this process accept only parties, and wrap its application in a Guard."""
     import uvicorn
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -149,10 +149,10 @@ def _guard_superlink(most: int) -> None:
 
 
 def run_superlink(most: int) -> int:
-    """Run `flower-superlink` with this process's arguments; return how it ended."""
+    """Run `flower-superlink` with this process's arguments; return its exit status."""
     try:
         (script,) = entry_points(group="console_scripts", name="flower-superlink")
-        # What is loaded stays; see deployment/party.py.
+        # Loaded modules stay alive; see deployment/party.py.
         gc.disable()
         program = script.load()
         gc.freeze()
@@ -164,7 +164,7 @@ def run_superlink(most: int) -> int:
         program()
         return 0
     except SystemExit as end:
-        # None and text are what `sys.exit` takes, too.
+        # `sys.exit` also accepts None and text.
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # a second signal while it ends is a KeyboardInterrupt
         traceback.print_exc()
@@ -176,5 +176,5 @@ if __name__ == "__main__":
     status = run_superlink(most_bytes)
     logging.shutdown()
     sys.stdout.flush()
-    # Whatever other threads it has left.
+    # Exit even if other threads are still running.
     os._exit(status)

@@ -1,4 +1,4 @@
-"""Requests to sites that are under way, and sites that are slow to answer."""
+"""Pending requests to sites, and sites that are slow to answer."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ _log = logging.getLogger("fedpact.server")
 
 
 class Clock:
-    """Counts the seconds spent inside Flower, or asleep."""
+    """Counts the seconds spent in Flower or asleep."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -28,11 +28,12 @@ class Clock:
 
 @dataclass
 class PendingRequests:
-    """One round, or one step of it, under way.
+    """One round, or one step of it, in progress.
 
-    check: what is wrong with a site's answer, in a word, None if nothing is; refusals pass by it.
-    least: how many answers are worth waiting for those who are away. answers: what is settled.
-    asked: when each site was last asked; first: when it was first. took: seconds to its answer.
+    check: returns the fault of a site's answer, in a word, None if there is none; not used for
+    refusals. least: the number of answers below which absent sites are waited for. answers: the
+    settled ones. asked, first: when each site was asked last and first. took: seconds to its
+    answer.
     """
 
     tasks: Mapping[str, Task | Step]
@@ -47,7 +48,7 @@ class PendingRequests:
     took: dict[str, float] = field(default_factory=dict[str, float])
 
     def waits(self) -> dict[str, dict[str, Any]]:
-        """Return of each site that was asked how long it took, or is being waited for."""
+        """Return the seconds of each site that was asked, answered or awaited."""
         now = time.monotonic()
         for site in self.answers:
             if site in self.first:
@@ -58,7 +59,7 @@ class PendingRequests:
         }
 
     def tell_in_full(self, site: str) -> bool:
-        """Have a site asked anew, by the whole of its task; false where that was what it had."""
+        """Ask a site again with its complete task; return false if it already had that."""
         task = self.tasks[site]
         if not isinstance(task, DeltaTask):
             return False
@@ -83,19 +84,19 @@ class PendingRequests:
 
 
 class Slow:
-    """The sites that were waited for in vain, and the questions that they still owe an answer to.
+    """The sites that did not answer in time, and the tasks that they have not answered yet.
 
-    It outlives a round: whoever has such a question is not asked another one before Flower has
-    dropped it, so that a site that wakes up does not spend its budget on rounds that are over.
-    Who misses rounds one after the other, answering after each or never, is asked less and less:
-    after n misses not for 2^(n-1) - 1 rounds, until it answers one in time. Its ledger is charged
-    for each question, so of R rounds that it misses it pays for about log2(R).
+    It outlives a round: a site with such a task is not asked again before Flower has dropped it, so
+    that a site that recovers does not spend its budget on rounds that are over. A site that misses
+    consecutive rounds is asked less and less often: after n misses it is skipped for 2^(n-1) - 1
+    rounds, until it answers in time. Its ledger is charged for each task, so for R missed rounds it
+    pays about log2(R).
     """
 
     def __init__(self) -> None:
         self._until = dict[str, float]()
         self._owed = dict[str, str]()
-        # Of each site how many rounds it missed in a row, the last of them, and when it is asked.
+        # Site -> (number of consecutive missed rounds, the last of them); site -> next round.
         self._missed = dict[str, tuple[int, int]]()
         self._next = dict[str, int]()
 
@@ -104,11 +105,11 @@ class Slow:
 
     @property
     def owed(self) -> list[str]:
-        """The numbers of the questions."""
+        """The message numbers of these tasks."""
         return list(self._owed)
 
     def add(self, site: str, this: PendingRequests, seconds: float) -> None:
-        """A site did not answer in time. seconds: for which Flower keeps what it was asked."""
+        """Record that a site did not answer in time. seconds: how long Flower keeps its task."""
         times, last = self._missed.get(site, (0, -1))
         number = this.tasks[site].round
         if number != last:
@@ -124,17 +125,17 @@ class Slow:
         self._owed |= {number: site for number, other in this.sent.items() if other == site}
 
     def may_be_asked(self, site: str, number: int) -> bool:
-        """Whether, in this round, Flower has dropped what the site has not answered."""
+        """Whether the site may be asked in this round: Flower has dropped its earlier task."""
         return time.monotonic() >= self._until.get(site, 0.0) and not self._pauses(site, number)
 
     def is_waited_for(self, site: str, number: int) -> bool:
-        """Whether a round is held up by the site, if it is there."""
+        """Whether a round waits for the site, if it is connected."""
         return site not in self and not self._pauses(site, number)
 
     def settle(self, number: str | None, answered: bool) -> str | None:
-        """Take note of what came for a question; a site that has answered is not slow any more.
+        """Record the end of a task; return its site. A site that has answered is no longer slow.
 
-        answered: by the site; else Flower has dropped the question. Returns who owed it.
+        answered: by the site; otherwise Flower has dropped the task.
         """
         site = self._owed.pop(number or "", None)
         if site is not None and answered:
@@ -143,17 +144,17 @@ class Slow:
         return site
 
     def in_time(self, site: str) -> None:
-        """The site has answered a question of the round under way."""
+        """Record that the site has answered in the current round."""
         self._missed.pop(site, None)
         self._next.pop(site, None)
 
     def begin_anew(self, site: str) -> None:
-        """The site was started again: it knows nothing of what it was asked, and is asked now."""
+        """Record that the site restarted: it does not know earlier tasks, and is asked now."""
         self._forget(site)
         self._next.pop(site, None)
 
     def recall(self) -> None:
-        """Ask all of them again: there are too few others."""
+        """Ask all of them again, as there are too few others."""
         self._next.clear()
 
     def _pauses(self, site: str, number: int) -> bool:
@@ -165,9 +166,9 @@ class Slow:
 
 
 def advice(this: PendingRequests) -> str:
-    """Return what to do where too few sites have replied.
+    """Return advice for a round with too few replies.
 
-    What sites say is told as their word: any of them may say what it likes.
+    Claims of sites are attributed to them, as they may be false.
     """
     said = dict[str, list[str]]()
     for site, refusal in this.refusals.items():
@@ -200,7 +201,7 @@ def advice(this: PendingRequests) -> str:
 
 
 def summarise_round(this: PendingRequests) -> str:
-    """Return what came of each site."""
+    """Return the outcome of each site."""
     return ", ".join(
         f"{site} {answer.code if isinstance(answer, Refusal) else 'replied'}"
         for site, answer in sorted(this.answers.items())

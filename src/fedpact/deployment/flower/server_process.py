@@ -1,4 +1,4 @@
-"""Flower's server as a process of its own: the run over its Grid."""
+"""Runs the server's side over a Flower Grid."""
 
 import logging
 import time
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def find_site_keys(federation: Federation) -> dict[str, bytes]:
-    """Return each site's public key, as Flower has it."""
+    """Return each site's public key in Flower's format."""
     return {n: public_pem(keys.public_key(m.key)) for n, m in federation.sites.items()}
 
 
@@ -50,38 +50,38 @@ _MARGIN_BYTES, _MARGIN_EACH_BYTES = 2**16, 2**12
 
 
 def most_request_bytes(coordinator: Coordinator) -> int:
-    """Return how long a request's body may be, by the plan and federation.
+    """Return the longest permitted body of a request in bytes, for the plan and federation.
 
-    That is the longest message's numbers at 8 bytes each, or one piece of a longer one, and a
-    margin of 64 KiB, and 4 KiB for each site, for headers, signatures and masking keys.
+    It is 8 bytes per number of the longest message, or one piece of a longer one, plus 64 KiB and
+    4 KiB per site for headers, signatures and masking keys.
     """
     longest = min(8 * coordinator.longest_message, flower_records.PIECE)
     return longest + _MARGIN_BYTES + _MARGIN_EACH_BYTES * len(coordinator.federation.sites)
 
 
 class AppGrid:
-    """The Grid of a SuperLink that is there already, whose nodes have other keys than the sites'.
+    """The Grid of an existing SuperLink, whose nodes have other keys than the sites.
 
-    So each node is asked who it is, and its site signs the answer. A node that lies about that is
-    asked in a site's place, and cannot sign what the site would answer.
+    Each node is asked for its site, which signs the answer. A node that lies about it receives the
+    site's tasks, but cannot sign its answers.
     """
 
     def __init__(self, grid: "Grid", federation: Federation) -> None:
         self.push_messages, self.pull_messages = grid.push_messages, grid.pull_messages
         self._grid, self._keys = grid, find_site_keys(federation)
         self._public = {n: keys.public_key(m.key) for n, m in federation.sites.items()}
-        # Message -> node and when it was started; by these, which site, and when it is asked again.
+        # Message -> (node, its start); (node, start) -> site, and when the node is asked again.
         self._asked = dict[str, tuple[int, str]]()
         self._names, self._next = dict[tuple[int, str], str](), dict[tuple[int, str], float]()
 
     def get_nodes(self) -> Iterator[SimpleNamespace]:
-        """Yield those nodes whose sites are known, each with its site's key, PEM."""
+        """Yield the nodes whose sites are known, each with its site's key, PEM."""
         for answer in self.pull_messages([*self._asked]) if self._asked else ():
             which = self._asked.pop(answer.metadata.reply_to_message_id, None)
             if which is not None and answer.has_content():
                 self._take(which, answer.content)
         for node in self._grid.get_nodes():
-            # Started again, it may be another site's.
+            # A restarted node may belong to another site.
             which, now = (node.node_id, node.last_activated_at), time.monotonic()
             if which in self._names:
                 yield SimpleNamespace(
@@ -107,7 +107,7 @@ class AppGrid:
 
 
 def coordinate(coordinator: Coordinator, grid: PromptGrid, on_round: OnRound) -> dict[str, Any]:
-    """Carry out a run over a Grid and return its summary."""
+    """Run a federation over a Grid and return the run's summary."""
     key = keys.read_private_key(coordinator.directory / "server.key")
     admission, remember = coordinator.admission()
     form = partial(expect_form, coordinator.workshop(), sums=coordinator.form.lengths)
@@ -124,9 +124,9 @@ def coordinate(coordinator: Coordinator, grid: PromptGrid, on_round: OnRound) ->
 
 
 def serve_app(grid: "Grid", directory: Path) -> None:
-    """Carry out, or go on with, the run of a server's directory as a Flower app.
+    """Start or resume the run of a server's directory as a Flower app.
 
-    Raises FedpactError: another process has the directory, or the run cannot go on.
+    Raises FedpactError: another process has the directory, or the run cannot continue.
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("fedpact").setLevel(logging.INFO)
@@ -137,9 +137,9 @@ def serve_app(grid: "Grid", directory: Path) -> None:
 
 
 def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str, Any]:
-    """Carry out the run at the SuperLink of this machine, which listens at `address`.
+    """Run a federation at this machine's SuperLink, which listens at `address`.
 
-    Raises FedpactError: it does not answer, or the run cannot go on.
+    Raises FedpactError: it does not answer, or the run cannot continue.
     """
     context = tls(coordinator.directory)
     link = SuperLink(address, context)
@@ -164,7 +164,7 @@ def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str
 
 
 def _check_not_stopped(link: SuperLink, run: int) -> None:
-    """Raise FedpactError: somebody has stopped the run by the Control API."""
+    """Raise FedpactError if the run was stopped through the Control API."""
     with suppress(httpx.HTTPError):
         if not link.was_stopped(run):
             return

@@ -1,12 +1,11 @@
-"""The transport over Flower's Grid: asks the sites, waits, asks again, and checks what comes back.
+"""The transport over Flower's Grid: asks the sites, waits, asks again, and checks the answers.
 
-A site is known by its public key, which Flower's SuperLink has verified, and its answers by their
-signature under that key. A site that is not there is not waited for; one that is there and does
-not answer is asked again until the round's time is over. After that it is not waited for any more
-until it has answered something, or was started again: a site that hangs costs one round's time, not
-every round's; one that answers after each round's end is asked more and more seldom. Whoever did
-not answer, or was rejected, stands in the round's record as a refusal, and the round goes on with
-the others.
+A site is identified by its public key, verified by Flower's SuperLink, and its answers by their
+signature under that key. Rounds do not wait for a disconnected site. A connected site that does not
+answer is asked again until the round's time is over; later rounds do not wait for it until it has
+answered or restarted. So a site that hangs delays one round, not every round. A site that answers
+after the end of each round is asked exponentially less often. Sites without an answer, and rejected
+ones, appear in the round's record as refusals, and the round continues with the others.
 """
 
 import logging
@@ -54,15 +53,15 @@ OnWait = Callable[[int, Mapping[str, Mapping[str, Any]]], None]
 
 
 class TooFewReplies(FedpactError):
-    """A round got fewer replies than federation.toml asks for, however often it was tried."""
+    """A round got fewer replies than federation.toml requires, in every attempt."""
 
 
 class FlowerTransport:
     """See messages.Transport.
 
-    key: the server's private key. agreed: see Federation.agreed. form: the form of replies to a
-    task. on_seen: called when sites' answers were taken, before anything is made of them. on_wait:
-    told, while a round is under way, its number and how long each site took, or is waited for.
+    key: the server's private key. agreed: see Federation.agreed. form: returns the form of replies
+    to a task. on_seen: called after answers were received and before they are used. on_wait: called
+    during a round with its number and the seconds of each site, answered or awaited.
     """
 
     traffic = None
@@ -98,7 +97,7 @@ class FlowerTransport:
         TooFewReplies."""
         began, before = time.perf_counter(), self._waiting.seconds
         patience, any_task = self._federation.patience, next(iter(tasks.values()))
-        # The final model goes to whoever is there.
+        # The final model goes to all connected sites.
         least = 0 if any_task.algorithm in FREE else patience.least_replies
         form = self._form(any_task)
         this = PendingRequests(tasks, self._faults(tasks, form), least)
@@ -108,16 +107,16 @@ class FlowerTransport:
             if not this.open or len(this.replies) >= least:
                 break
             _log.warning("round %d: too few replies, tried again", any_task.round)
-        # Judged together: the first of them had nothing to be compared with.
+        # Judged together, as the first reply could not be compared with others.
         for site in self._admission.outliers(any_task, this.replies):
             self._reject(this, site, "far off")
-        # Before the absent are written down: they are refusals from here on, and no replies.
+        # Before absent sites are recorded as refusals.
         replies = this.replies
         for site in this.open:
             this.answers[site] = _refusal(tasks[site], site, "absent")
         spent = [site for site, refusal in this.refusals.items() if refusal.code == "budget"]
         if len(tasks) - len(spent) < least:
-            # No later round can have enough: the run ends, and what a few have sent is not used.
+            # No later round can have enough replies: the run ends without using these.
             replies = dict[str, Reply]()
         elif len(replies) < least and any_task.algorithm != EVALUATION:
             raise TooFewReplies(
@@ -132,10 +131,10 @@ class FlowerTransport:
         yield from (each for _, each in sorted({**replies, **this.refusals}.items()))
 
     def wait_until_ready(self, run: str) -> None:
-        """Return once so many sites as the federation says are ready for the first round.
+        """Wait until the required number of sites is ready for the first round.
 
-        They are asked, and answer, at no cost. Raises TooFewReplies: there are fewer after
-        patience.round_seconds; it says who is missing and why.
+        Asking costs no budget. Raises TooFewReplies: too few after patience.round_seconds; the
+        message says which sites are missing and why.
         """
         patience, ready, told = self._federation.patience, set[str](), ""
         least = patience.start_sites or len(self.sites)
@@ -143,7 +142,7 @@ class FlowerTransport:
         refused, next_turn = dict[str, str](), 0.0
         while True:
             ready &= set(self._present())
-            # Who has refused is asked again, but not at every look at who has come.
+            # Sites that refused are asked again, but not at every check for new ones.
             if time.monotonic() >= next_turn:
                 refused, next_turn = {}, time.monotonic() + patience.resend_seconds
             sites = {*self.sites} - ready - {*refused}
@@ -157,7 +156,7 @@ class FlowerTransport:
             if len(ready) >= least:
                 return
             refused = {site: code for site, code in missing.items() if code != "absent"}
-            # For whoever watches.
+            # For `fedpact watch`.
             self._on_wait(0, {s: {"waiting": True, "code": c} for s, c in sorted(missing.items())})
             why = "; ".join(f"{s} {REASONS.get(c, c)}" for s, c in sorted(missing.items()))
             if time.monotonic() >= end:
@@ -177,7 +176,7 @@ class FlowerTransport:
         )
 
     def within_reach(self, number: int) -> dict[str, str]:
-        """Return the sites that would be asked something in a round, each with when it started."""
+        """Return the sites that a round would ask, each with its start time."""
         self._wait_for_all()
         return {
             site: self._since[site]
@@ -186,7 +185,7 @@ class FlowerTransport:
         }
 
     def carry(self, asks: Mapping[str, Step], least: int, take: Take) -> dict[str, Refusal]:
-        """Ask each site its question and `take` each answer that is a Step."""
+        """Send each site its step, and `take` each answer that is a Step."""
 
         def check(site: str, answer: Answer) -> str | None:
             return take(site, answer) if isinstance(answer, Step) else "unreadable"
@@ -207,13 +206,13 @@ class FlowerTransport:
         return fault
 
     def _wait_for_all(self) -> None:
-        """Give sites the time to come, once; later on the missing are not waited for."""
+        """Wait once for sites to connect; later rounds do not wait for missing ones."""
         end, told = time.monotonic() + self._federation.patience.join_seconds, None
         while not self._joined and time.monotonic() < end:
             absent = {*self.sites} - {*self._present()}
             self._joined = not absent
             if absent != told:
-                # For whoever watches.
+                # For `fedpact watch`.
                 self._on_wait(0, {s: {"waiting": True, "code": "absent"} for s in sorted(absent)})
                 told = absent
             if not self._joined:
@@ -225,15 +224,15 @@ class FlowerTransport:
             time.sleep(_POLL_SECONDS)
 
     def _collect(self, this: PendingRequests) -> None:
-        """Ask and listen until all are settled, or nobody is left to wait for, or time is up."""
+        """Ask sites and collect answers until all are settled, none is awaited, or time is up."""
         patience = self._federation.patience
         told = time.monotonic()
         end = told + patience.round_seconds
         while this.open and time.monotonic() < end:
             present = self._present(this)
-            # Again in each turn: somebody may have come, or been silent for long enough.
+            # In each iteration: a site may have connected, or been silent long enough.
             self._ask(this, present)
-            # What is owed from earlier rounds tells only that its site is alive.
+            # Answers to earlier rounds only show that a site is alive.
             numbers = [*this.sent, *self._slow.owed]
             with self._waiting:
                 arrived = list(self._grid.pull_messages(numbers)) if numbers else []
@@ -252,17 +251,17 @@ class FlowerTransport:
                 self._slow.recall()
             if not arrived:
                 self._sleep()
-        # On the disk before anything is made of the replies: a ledger that was seen stays seen.
+        # On the disk before replies are used: a ledger that was seen is remembered.
         self._on_seen()
         for site in this.open:
-            # Who is away is not slow; who is not asked owes nothing.
+            # An absent site is not slow, and a site that was not asked owes no answer.
             if site in this.asked and (site in self._slow or site in self._nodes):
                 self._slow.add(site, this, patience.round_seconds)
 
     def _present(self, this: PendingRequests | None = None) -> dict[str, int]:
-        """Return site -> node of the sites that are connected, as of a second ago.
+        """Return site -> node of the connected sites, at most a second old.
 
-        A site that was started again knows nothing of what it was asked before.
+        A restarted site does not know earlier tasks.
         """
         if time.monotonic() - self._looked >= _NODES_SECONDS:
             found = dict[str, int]()
@@ -289,7 +288,7 @@ class FlowerTransport:
             last = this.asked.get(site)
             if site not in present or (last and now - last < patience.resend_seconds):
                 continue
-            # Flower may still hold an earlier question for it, which it would answer, and pay for.
+            # Flower may still hold an earlier task, which the site would answer and charge.
             if last is None and not self._slow.may_be_asked(site, this.tasks[site].round):
                 continue
             question = this.tasks[site]
@@ -299,7 +298,7 @@ class FlowerTransport:
             record = flower_records.to_record(
                 block, keys.sign(self._key, purpose, block), seen, self._agreed
             )
-            # A site that comes back later is not to spend budget on a round that is over.
+            # A site that returns later must not spend budget on a round that is over.
             message = Message(record, present[site], "train", ttl=patience.round_seconds)
             with self._waiting:
                 numbers = self._grid.push_messages([message])
@@ -312,13 +311,13 @@ class FlowerTransport:
         site = this.sent.pop(number, None)
         owed_by = self._slow.settle(number, answered=not message.has_error())
         if site is None or site in this.answers:
-            # Too late to count, or a second one; but what it was charged for is spent.
+            # Late or repeated, so not used; but its charge is spent.
             whose = site or owed_by
             if whose is not None and not message.has_error():
                 self._look(this, whose, self._opened(whose, message))
             return
         if message.has_error():
-            # Asked several times, it fails as often: said once is enough.
+            # A site that is asked several times fails as often: log it once.
             this.sent = {number: other for number, other in this.sent.items() if other != site}
             _log.warning("site %s: Flower reports error %s", site, message.error.code)
             return
@@ -329,7 +328,7 @@ class FlowerTransport:
         elif isinstance(answer, str):
             self._reject(this, site, answer)
         elif isinstance(answer, Step):
-            # What it carries has been taken in.
+            # Its content has been processed.
             this.answers[site] = replace(answer, vectors={})
         else:
             this.answers[site] = answer
@@ -337,14 +336,14 @@ class FlowerTransport:
     def _checked(
         self, this: PendingRequests, site: str, message: Message
     ) -> Reply | Step | Refusal | str:
-        """Return a site's answer, or what is wrong with it."""
+        """Return a site's answer, or its fault."""
         task, answer = this.tasks[site], self._opened(site, message)
         if isinstance(answer, str):
             return answer
         if isinstance(answer, Refusal):
             if (answer.run, answer.round, answer.site) != (task.run, task.round, site):
                 return "stale"
-            # Codes go into logs, reports and advice: a site has no others.
+            # Codes appear in logs, reports and advice, so only known ones are accepted.
             return answer if answer.code in REFUSALS else "unreadable"
         wrong = this.check(site, answer)
         if wrong == "stale" and isinstance(answer, Step):
@@ -354,7 +353,7 @@ class FlowerTransport:
         return wrong or "unreadable"
 
     def _opened(self, site: str, message: Message) -> Answer | str:
-        """Return what a site has signed, or what is wrong with it."""
+        """Return the message that a site has signed, or its fault."""
         try:
             block, signature = flower_records.from_record(message.content)
             if not keys.is_signed(self._keys[site], f"reply of {site}", block, signature):
@@ -364,7 +363,7 @@ class FlowerTransport:
             return "unreadable"
 
     def _look(self, this: PendingRequests, site: str, answer: Answer | str) -> None:
-        """Take notice of the ledger that a site's late answer shows, if it shows one."""
+        """Record the ledger shown by a site's late answer, if any."""
         try:
             reply = reply_in(answer) if isinstance(answer, Step) else answer
         except InputError:
