@@ -1,9 +1,9 @@
-"""The way "graph": a traced model whose operations are known to keep records apart.
+"""The way "graph": a traced model whose operations are known to treat records independently.
 
-Model and loss are traced with a batch of any size (export). The table of operations that keep
-records apart (batch_table) shows that a batched pass maps each record separately. One backward pass
-gives the gradients of the outputs of all operations with parameters, and rules turn these into
-shares (rules).
+Model and loss are traced with a symbolic batch size (export). The table of independent operations
+(batch_table) shows that a batched pass maps each record separately. One backward pass gives the
+gradients of the outputs of all operations with parameters, and rules turn these into shares
+(rules).
 """
 
 import math
@@ -48,10 +48,10 @@ _BETWEEN_LAYERS = Where(1)
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """Where an argument's gradient goes: the parameter itself, or by way of a function of some.
+    """The source of an argument: a parameter, or a function of several.
 
-    names: the model's. inside: the nodes that make the argument of the parameters, none for one
-    that is used as it is.
+    names: of the model's parameters. inside: the nodes that compute the argument from them, none
+    for a parameter that is used directly.
     """
 
     names: list[str]
@@ -61,7 +61,7 @@ class _Source:
 
 @dataclass(frozen=True, eq=False)
 class _Use:
-    """An operation with parameters among its arguments. sources: by the argument's place."""
+    """An operation with parameters among its arguments. sources: by the argument's position."""
 
     sources: dict[Place, _Source]
     places: dict[Place, Where]
@@ -70,7 +70,7 @@ class _Use:
 
 @dataclass(eq=False)
 class _Step:
-    """One operation, and the nodes whose values nothing reads after it (last).
+    """One operation. last: the nodes whose values are not needed after it.
 
     pools: whether it is a max-pooling that is the only reader of a convolution with parameters.
     """
@@ -90,10 +90,10 @@ _Tapped = tuple[_Use, Call, list[_Recorded]]
 
 
 def _tapped(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple[Any, _Tapped]:
-    """Do a step whose results' gradients are wanted."""
+    """Run a step whose results' gradients are requested."""
     recorded: list[_Recorded] = []
     if step.node.target in recurrent.RECURRENT:
-        # It records its gradients in the backward pass, which its input must require.
+        # It records its gradients in the backward pass, so its input must require grad.
         x = cast(Tensor, args[0])
         args = (x if x.requires_grad else x.detach().requires_grad_(), *args[1:])
 
@@ -119,11 +119,10 @@ def _tapped(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple
 
 
 class Graph:
-    """A traced model whose operations are known to keep records apart.
+    """A traced model whose operations are known to treat records independently.
 
-    draws: passes draw random numbers. cost: bytes of a record's gradients and of its activations,
-    and a pass's overhead in records.
-    Raises Untraceable, and Mixed with the operation that is not known to.
+    draws: whether passes draw random numbers. cost: bytes of a record's gradients and activations,
+    and a pass's overhead in records. Raises Untraceable; Mixed for an unknown operation.
     """
 
     def __init__(self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor) -> None:
@@ -149,7 +148,7 @@ class Graph:
             layers = cast(int, node.args[4]) * (2 if node.args[7] else 1)
             operations += 8.0 * layers * (length if isinstance(length, int) else 1)
         element = model.vector.element_size()
-        # A recurrence lets go of its gradients step by step.
+        # A recurrence frees its gradients step by step.
         held = 0 if recurrent_steps else element
         instance = held * sum(map(_instance, self._steps))
         return instance, held * numbers, overhead(operations, flops, model.size, numbers)
@@ -162,7 +161,7 @@ class Graph:
     def run(self, x: Tensor, y: Tensor, *, held: bool = False) -> tuple[Tensor, Shares]:
         """Losses [B] of records x, y [B, ...], and shares by the parameters' names.
 
-        held: the shares outlast a change of the weights.
+        held: the shares stay valid after a change of the weights.
         """
         calls: dict[Node, _Tapped] = {}
         with torch.enable_grad(), autocast(self._model):
@@ -174,7 +173,7 @@ class Graph:
         self, x: Tensor, y: Tensor, calls: dict[Node, _Tapped] | None, held: bool
     ) -> Tensor:
         values = self._program.values(x, y)
-        # Shares may hold views of the weights, which the next point is loaded over.
+        # Shares may contain views of the weights, which the next point overwrites.
         if held:
             values = {name: v.clone() for name, v in values.items()}
         env: dict[Node, Any] = {}
@@ -187,7 +186,7 @@ class Graph:
                 if calls is not None and step.use is not None:
                     env[node], calls[node] = _tapped(step, step.use, args, kwargs, len(x))
                 elif calls is not None and step.pools:
-                    # Its gradient and the places of its maxima hold all nonzero numbers of the
+                    # Its gradient and the indices of its maxima give all nonzero entries of the
                     # convolution's gradient.
                     call = calls[cast(Node, node.args[0])][1]
                     call.pooled = env[node], _ = _max_pool(*args, **kwargs)
@@ -219,7 +218,7 @@ class Graph:
     def _passed_on(
         self, node: Node, share: Share, values: dict[Node, Any]
     ) -> list[tuple[str, Share]]:
-        """By the names of the parameters that a node is made of, from its own share."""
+        """The shares of the parameters from which a node is computed, from its own share."""
         if node.op == "placeholder":
             return [(self._weights[node][0], share)]
         weighted = {i: n for i, n in _flat(node) if n in self._weights}
@@ -240,7 +239,7 @@ class Graph:
         weights = {name: fixed[at].clone() for name, at in named.items()}
 
         def value(weights: dict[str, Tensor]) -> Tensor:
-            """What the node is of the parameters that it follows from."""
+            """The node's value as a function of its parameters."""
             values = {**fixed, **{at: weights[name] for name, at in named.items()}}
             return cast(Tensor, evaluated(nodes, values)[target])
 
@@ -253,7 +252,7 @@ class Graph:
 
         size = sum(w.numel() for w in weights.values()) + share.size
         if share.batch * size * share.like.element_size() <= norms.keep_bytes(share.like):
-            # All of them at once: what they follow from is made a single time.
+            # All at once, so that their common inputs are computed once.
             return [(n, Made(v)) for n, v in rows(share.rows(slice(0, share.batch))).items()]
 
         def pull(name: str) -> Callable[[Tensor], Tensor]:
@@ -278,10 +277,10 @@ class Graph:
     def _compiled(self, nodes: list[Node], weighted: dict[Node, list[str]]) -> list[_Step]:
         steps: list[_Step] = []
         needed = {self._program.result}
-        # Backwards: the first reader found of a node is the last one when the steps run.
+        # Backwards: the first reader found is the last one in the order of execution.
         for node in reversed(nodes):
             if node.op == "call_function" and node not in needed:
-                # Nothing reads it, and no operation of the table has side effects.
+                # Unused, and no operation of the table has side effects.
                 continue
             inputs = node.all_input_nodes
             last = [n for n in inputs if n not in needed]
@@ -345,7 +344,7 @@ def _shares_of(call: Call, recorded: "list[_Recorded]") -> "list[tuple[Place, Sh
 
 
 def _backward(losses: Tensor, calls: list[_Tapped]) -> None:
-    """Put the gradients of the taps in place of the tensors that were tapped."""
+    """Replace the tapped tensors by their gradients."""
     if not losses.requires_grad:
         for _, call, _ in calls:
             call.grads = [None for _ in call.grads]
@@ -355,7 +354,7 @@ def _backward(losses: Tensor, calls: list[_Tapped]) -> None:
     pooled = [(c, *c.pooled) for _, c, _ in calls if c.pooled is not None]
     for _, call, _ in calls:
         call.grads, call.pooled = [None for _ in call.grads], None
-    # A recurrence records its gradients in its backward pass, so its inputs' are asked for.
+    # A recurrence records its gradients in its backward pass, so those of its inputs are requested.
     starts = [c.args[0] for _, c, _ in calls if c.op in recurrent.RECURRENT]
     wanted = [*(t for _, _, t in taps), *(y for _, y, _ in pooled), *starts]
     found = cast(
@@ -369,7 +368,7 @@ def _backward(losses: Tensor, calls: list[_Tapped]) -> None:
 
 
 def _flat(node: Node) -> "list[tuple[Place, Node]]":
-    """The nodes among a node's arguments, with their places."""
+    """The nodes among a node's arguments, with their positions."""
     found: list[tuple[Place, Node]] = []
     for i, arg in enumerate(node.args):
         if isinstance(arg, Node):
@@ -380,7 +379,7 @@ def _flat(node: Node) -> "list[tuple[Place, Node]]":
 
 
 def positional(node: Node) -> None:
-    """Put arguments that were given by name where they stand, as far as they have a place."""
+    """Turn keyword arguments into positional ones where possible."""
     schema = cast(Any, node.target)._schema
     args, kwargs = list(node.args), dict(node.kwargs)
     placed = {a.name for a in schema.arguments if not a.kwarg_only}
@@ -392,7 +391,7 @@ def positional(node: Node) -> None:
 
 
 def _inside(node: Node) -> list[Node]:
-    """The nodes that make a node of the placeholders, in order; none for a placeholder itself."""
+    """The nodes that compute a node from placeholders, in order; none for a placeholder."""
     if node.op == "placeholder":
         return []
     found: dict[Node, None] = {}
@@ -408,7 +407,7 @@ def _inside(node: Node) -> list[Node]:
 
 
 def _products(step: _Step) -> float:
-    """About how many multiplications a use of parameters takes for one record."""
+    """The approximate number of multiplications of a use of parameters per record."""
     if step.use is None or kind_of(step.node) == "embedding":
         return 0.0
     weights = [cast(list[int], shape_of(s.node)) for s in step.use.sources.values()]
@@ -420,7 +419,7 @@ def _products(step: _Step) -> float:
 
 
 def _instance(step: _Step) -> int:
-    """About how many numbers of per-sample gradients a use makes for one record."""
+    """The approximate number of per-sample gradient entries of a use per record."""
     if step.use is None:
         return 0
     name = kind_of(step.node)

@@ -1,9 +1,9 @@
 """Tracing: a model and its loss as a list of operations on tensors.
 
-Both run once on fake tensors, which have a form and no values, before any record is read. So no
-branch on values can be taken and, if the batch has no fixed size, none on its length. Later passes
-run what was traced, not the model's Python code. A trace holds names of weights instead of weights,
-so it serves every model of the same code and form in this process.
+Both run once on fake tensors, which have shapes but no values, before any record is read. So no
+branch on values can be taken and, with a symbolic batch size, none on its length. Later passes run
+the trace, not the model's Python code. A trace contains names of weights instead of weights, so it
+is shared by all models with the same code and shapes in this process.
 """
 
 import logging
@@ -56,7 +56,7 @@ class Untraceable(Exception):
 class Trace:
     """A traced model and loss.
 
-    inputs: of each placeholder, what it is and whose, as ("parameter", "model.0.weight"),
+    inputs: the kind and name of each placeholder, such as ("parameter", "model.0.weight"),
     ("buffer", "model.mean"), ("constant", the placeholder's own name) or ("record", "x").
     """
 
@@ -67,17 +67,17 @@ class Trace:
 
     @cached_property
     def records(self) -> set[str]:
-        """The placeholders' names that stand for records."""
+        """The names of the placeholders of records."""
         return {name for name, (kind, _) in self.inputs.items() if kind == "record"}
 
     @cached_property
     def entered(self) -> set[Node]:
-        """The nodes that records enter."""
+        """The nodes that depend on records."""
         return follow(self.nodes, self.records)
 
     @cached_property
     def states(self) -> dict[Node, State]:
-        """Where every node has the batch. Raises Mixed."""
+        """The batch dimension of every node. Raises Mixed."""
         return states(self.nodes, self.records)
 
 
@@ -95,12 +95,12 @@ class WithLoss(nn.Module):
         return losses
 
     def replaced(self, given: Mapping[str, Tensor]) -> str | None:
-        """The name of a tensor that is another than what was given."""
+        """The name of a tensor that differs from the given one."""
         now: dict[str, Tensor] = vars(self).pop("after")
         return next((n for n in {*now, *given} if now.get(n) is not given.get(n)), None)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers by name, one that has several by its first."""
+        """Parameters and buffers by name, or by their first name if they have several."""
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
 
@@ -108,7 +108,7 @@ _traces: dict[object, Trace | str] = {}
 
 
 def trace_of(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
-    """The trace of this process for a model of this form, made if there is none yet."""
+    """This process's trace for a model of this form, created if there is none yet."""
     if any(isinstance(m, torch.jit.ScriptModule) for m in whole.modules()):
         raise Untraceable(
             "it is TorchScript, which cannot be looked into; hand in the module it was made of"
@@ -150,7 +150,7 @@ def _trace(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
     (result,) = output.all_input_nodes or (None,)
     if result is None:
         raise Untraceable("its losses follow from no operation")
-    # Nothing in a trace writes, so what no result depends on is neither run nor looked at.
+    # A trace has no side effects, so nodes without effect on the result are removed.
     needed = {result}
     for node in reversed(nodes):
         if node in needed:
@@ -171,7 +171,7 @@ def _trace(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A graph as torch recorded it; inputs and constants as of Trace."""
+    """A graph as recorded by torch; inputs and constants as in Trace."""
 
     graph: Graph
     inputs: dict[str, tuple[str, str]]
@@ -181,7 +181,7 @@ class _Recorded:
 def _recorded(
     whole: WithLoss, x: Tensor, y: Tensor, batch: int | None, *, functional: bool
 ) -> _Recorded:
-    """Run model and loss on made-up records. functional: write nothing in place.
+    """Run model and loss on synthetic records. functional: replace in-place operations.
 
     Raises Untraceable.
     """
@@ -216,14 +216,14 @@ def _recorded(
 
     held = whole.tensors()
     weights = [made_up(tensor) for tensor in held.values()]
-    # Of one size, which is any size from 2 on.
+    # One symbolic size, for any batch of 2 or more.
     first = DimDynamic.STATIC if batch else DimDynamic.DUCK
     records = [made_up(v.new_zeros(batch or _BATCH, *v.shape[1:]), first) for v in (x, y)]
     mode = FunctionalTensorMode(pre_dispatch=True, export=True)
     traced = dispatch_functionalize(run, mode) if functional else run
     try:
-        # As in training: without gradients some layers take ways that have none.
-        # Where torch has a way for any size beside one for some sizes, it takes the first.
+        # With gradients, as in training: otherwise some layers use paths without them.
+        # Makes torch prefer an implementation for any size to one for special sizes.
         any_size = cast(Any, shapes).patch(backed_size_oblivious=True)
         with any_size, enable_python_dispatcher(), fake, torch.enable_grad(), state_kept(whole):
             made = make_fx(
@@ -266,7 +266,7 @@ def _with_constants(
             raise Untraceable(f"{node.target} is no operation on tensors")
         with graph.inserting_after(given[-1]):
             one = graph.placeholder(f"constant_{len(constants)}")
-        # As it was: a pass that is not traced, as an evaluation, may write over a global tensor.
+        # A copy: an untraced pass, such as an evaluation, may modify a global tensor.
         constants[one.name] = value.detach().clone()
         one.meta["val"] = form(constants[one.name])
         inputs[one.name] = "constant", one.name
@@ -276,10 +276,10 @@ def _with_constants(
 
 
 def _check_writes(whole: WithLoss, recorded: _Recorded) -> None:
-    """Check what a trace writes to in place.
+    """Check the in-place writes of a trace.
 
-    Raises ModelError for a record; Untraceable for a tensor that outlasts the pass, which would
-    carry numbers from one record to the next, and for a write that autograd does not see.
+    Raises ModelError for a write to a record; Untraceable for a write to a tensor that outlives the
+    pass, which would carry numbers between records, or one that autograd does not track.
     """
     roots: dict[Node, set[Node]] = {}
     without_grad, region = dict[Node, int](), 0
@@ -329,10 +329,10 @@ def _detach_without_grad(graph: Graph) -> None:
 
 
 def _pool_before_relu(graph: Graph) -> None:
-    """Move a ReLU behind a max-pooling that is its only reader, where it has fewer numbers.
+    """Move a ReLU after a max-pooling that is its only reader, where it has fewer numbers.
 
-    Results and gradients are the same: a window's largest number is the same one before and after
-    a ReLU, or has no gradient. No window is all padding: see record_safety.
+    Results and gradients are unchanged: a window's maximum is the same before and after a ReLU, or
+    has no gradient. No window consists of padding: see record_safety.
     """
     for pool in list(graph.nodes):
         relu = pool.args[0] if str(pool.target) == "aten.max_pool2d.default" else None
@@ -356,7 +356,7 @@ def _known(node: Node) -> bool:
     """Whether a node is an operation on tensors, or arithmetic of the batch's size."""
     if node.op != "call_function":
         return node.op == "placeholder"
-    # An operation of a user's own may give a number as well.
+    # A user's own operation may return a number.
     arithmetic = getattr(node.target, "__module__", "") in ("_operator", "math", "torch")
     ours = hasattr(node.target, "_schema") and str(node.target).startswith("aten.")
     return ours or (is_size(node) and arithmetic) or node.target is operator.getitem
@@ -367,9 +367,9 @@ def _own_name(name: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return why there is no trace, and at which line of whose model, where a file has it."""
+    """Return why there is no trace, with the model's line of code if it is in a file."""
     kind = type(error).__name__
-    # The first line says what; the others are advice for developers of this tracer.
+    # The first line is the error; the others are advice for developers of the tracer.
     why = f"{kind}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
     if kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException"):
         why = "a branch on a value, or a number taken out of a tensor"
@@ -380,7 +380,7 @@ def _reason(error: Exception) -> str:
 
 
 def own_line(lines: Iterable[FrameSummary]) -> str:
-    """Return the last line of a traceback that is neither torch's nor ours; "" for none."""
+    """Return the last line of a traceback outside torch and this package; "" for none."""
     libraries = str(Path(torch.__path__[0])), str(Path(__file__).parents[2])
     own = [line for line in lines if not line.filename.startswith(libraries)]
     own = [line for line in own if Path(line.filename).is_file()]

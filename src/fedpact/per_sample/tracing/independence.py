@@ -1,4 +1,4 @@
-"""Does a model keep the records of a batch apart? Without that, no clip bounds a record's share."""
+"""Checks that a model treats records independently: otherwise clipping bounds nothing."""
 
 import logging
 import math
@@ -19,9 +19,9 @@ from fedpact.per_sample.clipping import SHORTEST
 from fedpact.per_sample.tracing.keyed_draws import expected
 from fedpact.per_sample.tracing.trace_context import announced
 
-# Relative to a record's gradient: what two orders of the same sums may differ by.
+# The difference between two summation orders, relative to a record's gradient.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
-# What stands for rounding in a record whose gradient is at a kink.
+# The distance that represents rounding for a record whose gradient is at a kink.
 _BESIDE = {torch.float32: 1e-6, torch.float64: 1e-12}
 _MOST = 3  # of the given records are looked at one by one
 _LARGE = 16  # records in a larger batch, which are those over and over
@@ -47,7 +47,7 @@ _OWN = (
 
 
 class Mixers:
-    """The layers of a model that mix the records of a batch, or would if they were set to train.
+    """The layers of a model that mix the records of a batch, or would in training mode.
 
     Raises ModelError for an embedding whose weights or gradients depend on the batch's indices.
     """
@@ -67,7 +67,7 @@ class Mixers:
                 )
 
     def check(self) -> None:
-        """Raise ModelError where one of them would use or collect a batch's statistics."""
+        """Raise ModelError if one of them would use or collect statistics of a batch."""
         for path, layer in self._found:
             tracked = layer.track_running_stats
             if (layer.training and tracked) or (isinstance(layer, BatchNorm) and not tracked):
@@ -80,12 +80,12 @@ class Mixers:
 
 
 def _named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every (path, module), a module that stands at several paths once for each."""
+    """Every (path, module), with one entry per path of a shared module."""
     return list(cast(Any, root).named_modules(remove_duplicate=False))
 
 
 class Tried(Protocol):
-    """What is checked: a kernel's sums, and ordinary autograd's gradients of single records."""
+    """The checked kernel: its sums, and gradients of single records by ordinary autograd."""
 
     model: FlatModel
     loss: Loss
@@ -100,13 +100,13 @@ class Tried(Protocol):
 
 
 def check_separation(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
-    """Return the norms of records x, y [B, ...]; ModelError unless sums are those of each alone.
+    """Compare sums with gradients of single records x, y [B, ...]; return the norms.
 
-    A second check: that records are kept apart already follows from the kernel's way, for records
-    and weights of any values. This compares what each of a few records adds to a batch of others,
-    of two lengths, and a clipped sum over a larger batch, in about the time of ten steps and the
-    memory of a few vectors [d]. A pass may not change the model or write to the records, and its
-    outputs for a batch must be those for its records. Random numbers are replaced by their means.
+    This is a second check: independence already follows from the kernel's way, for any records and
+    weights. It compares the contribution of each of a few records to batches of two lengths, and a
+    clipped sum over a larger batch, in about the time of ten steps and the memory of a few vectors
+    [d]. A pass may not change the model or write to the records, and its outputs for a batch must
+    be those for single records. Random numbers are replaced by their means. Raises ModelError.
     """
     if len(x) < 3:
         raise InputError(f"verify was given {len(x)} records: expected at least 3, any will do")
@@ -139,12 +139,12 @@ def _weights(tried: Tried, count: int, only: int | None = None) -> Tensor:
 
 
 def _one(tried: Tried, x: Tensor, y: Tensor, j: int) -> Tensor:
-    """The gradient [d] of a record by itself."""
+    """The gradient [d] of a single record."""
     return tried.alone(x[j : j + 1], y[j : j + 1])[0]
 
 
 def _losses(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
-    """The losses [B] by the model itself, with what autograd recorded."""
+    """The losses [B] computed by the model itself, with autograd."""
     with torch.enable_grad():
         return tried.loss(tried.model.module(x.clone()), y)
 
@@ -165,9 +165,9 @@ def _check_outputs(module: nn.Module, x: Tensor) -> None:
 
 
 def _check_each(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
-    """Compare what each record adds to a batch with its gradient; return the norms [B].
+    """Compare each record's contribution to a batch with its gradient; return the norms [B].
 
-    In batches of two lengths, as one alone may equal another dimension by accident.
+    Two batch sizes are used, as one may happen to equal another dimension.
     """
     norms: list[float] = []
     errors: list[float] = []
@@ -184,7 +184,7 @@ def _check_each(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
             "holds; keep logarithms, roots and quotients from what may be 0 or less"
         )
     for j, (norm, error) in enumerate(zip(norms, errors, strict=True)):
-        # A gradient of 0 asks for 0; "not good" refuses NaN as well.
+        # A gradient of 0 requires 0; the negated comparison also refuses NaN.
         most = _TOLERANCE[tried.model.vector.dtype] * max(norm, 1e-3 * max(norms))
         if not error <= most and not error <= most + _moved(tried, x, y, j):
             raise _mixing(tried, "what a record adds to a batch", x, y)
@@ -192,7 +192,7 @@ def _check_each(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _check_large(tried: Tried, x: Tensor, y: Tensor, norms: Tensor) -> None:
-    """Compare a clipped, weighted sum over a batch of these records over and over."""
+    """Compare a clipped, weighted sum over a batch of repeated records."""
     clip = _telling_clip(norms)
     if not SHORTEST <= clip < math.inf:
         return
@@ -212,11 +212,11 @@ def _check_large(tried: Tried, x: Tensor, y: Tensor, norms: Tensor) -> None:
 
 
 def _moved(tried: Tried, x: Tensor, y: Tensor, j: int) -> float:
-    """How far rounding may move the gradient of record j.
+    """The tolerance for rounding in the gradient of record j.
 
-    Three times as far as it moves for a record that is 10^-6 away, in float32. That is large only
-    at a kink, such as a ReLU's at 0, where two gradients are right. Many units are at one if a norm
-    divides rounding errors by their own deviation, as for an empty image.
+    It is three times the change for a record at a distance of 10^-6, in float32. It is large only
+    at a kink, such as a ReLU's at 0, where two gradients are right. Many units are at a kink if a
+    norm divides rounding errors by their own deviation, as for an empty image.
     """
     found = 0.0
     if x.is_floating_point():
@@ -229,12 +229,12 @@ def _moved(tried: Tried, x: Tensor, y: Tensor, j: int) -> float:
 
 
 def _mixing(tried: Tried, what: str, x: Tensor, y: Tensor) -> ModelError:
-    """The error for records x, y [B, ...] of which what is said differs from each alone."""
+    """The error for records x, y [B, ...] whose batch differs from single records in `what`."""
     name, behind = model_name(tried.model.module), _behind(_losses(tried, x, y))
-    # A trace holds what a function of the user's own computes, and that is differentiated; what it
-    # says of its derivative is in no trace.
+    # A trace contains the forward computation of a custom autograd function and differentiates
+    # that; its own backward is not in the trace.
     own = {type(n).__name__ for n in behind if isinstance(n, BackwardCFunction)}
-    # In a batch of one there is nobody to mix with.
+    # A batch of one has no other record to mix with.
     gradient = _one(tried, x, y, 0)
     error = _norm(tried.summed(x[:1], y[:1], math.inf, _weights(tried, 1)) - gradient)
     if own and not error <= _TOLERANCE[gradient.dtype] * _norm(gradient):
@@ -247,7 +247,7 @@ def _mixing(tried: Tried, what: str, x: Tensor, y: Tensor) -> ModelError:
 
 
 def _behind(losses: Tensor) -> set[Any]:
-    """The functions that autograd recorded behind losses."""
+    """The autograd functions on which losses depend."""
     left, seen = [losses.grad_fn], set[Any]()
     while left:
         node = left.pop()
@@ -285,7 +285,7 @@ def _check_state(module: nn.Module, before: dict[str, Tensor]) -> None:
     after = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name in sorted(before.keys() | after.keys()):
         old, new = before.get(name), after.get(name)
-        # A tensor with a NaN equals nothing, so such a state is refused as changed.
+        # A tensor with NaN is unequal to itself, so such a state counts as changed.
         if old is None or new is None or not torch.equal(old, new):
             raise ModelError(
                 f"model {model_name(module)} changes {name!r} in a forward pass: that would "

@@ -1,4 +1,4 @@
-"""Random numbers of a pass, as of dropout: drawn from a key instead of torch's global generator.
+"""Random numbers of a pass, such as dropout's: drawn from a key, not torch's global generator.
 
 That generator belongs to the process, so neither runs nor threads would be reproducible. Here a
 record's numbers follow from the step's key and from that record, x and y. They do not depend on its
@@ -71,10 +71,10 @@ _DRAWN_BY: Final = {
 
 @dataclass(frozen=True, eq=False)
 class PassNumbers:
-    """The generators of a pass. shared: of numbers of no record. rows: of each record, in order.
+    """The generators of a pass. shared: for numbers of no record. rows: one per record, in order.
 
-    leading: the batch is the first dimension of all that is drawn, as under vmap. rows is () in
-    plain passes, which draw everything from the shared generator.
+    leading: the batch is the first dimension of all draws, as under vmap. rows is () in plain
+    passes, which draw everything from the shared generator.
     """
 
     shared: torch.Generator
@@ -83,7 +83,7 @@ class PassNumbers:
 
     @staticmethod
     def of(seed: Seed, place: int = 0) -> "PassNumbers":
-        """Return those of plain passes. place: the pass's among the batch's."""
+        """Return those of plain passes. place: the index of the pass in the batch."""
         return PassNumbers(_generator(_key(seed, b"pass", place.to_bytes(8, "little"))))
 
     @staticmethod
@@ -94,7 +94,7 @@ class PassNumbers:
         return PassNumbers(_generator(_key(seed)), tuple(map(_generator, rows)), leading)
 
     def alone(self, j: int) -> "PassNumbers":
-        """Return those of one record by itself."""
+        """Return those of a single record."""
         return replace(self, rows=self.rows[j : j + 1])
 
 
@@ -117,8 +117,8 @@ def _bytes(records: Tensor) -> list[bytes]:
 class KeyedDraws(TorchDispatchMode):
     """Makes every operation of this thread draw from a key.
 
-    numbers: None for means. where: the batch's place in what is drawn; None: none. used: whether
-    an operation has drawn. Raises ModelError for an unknown operation that draws.
+    numbers: None for means. where: the batch dimension of the draws; None without one. used:
+    whether an operation has drawn. Raises ModelError for an unknown random operation.
     """
 
     def __init__(self, numbers: PassNumbers | None, where: Where | None = None) -> None:
@@ -141,7 +141,7 @@ class KeyedDraws(TorchDispatchMode):
         """Run an operation, drawing from the key unless it has a generator as an argument."""
         del types
         named = dict(kwargs or {})
-        # torch tags every operation that draws, so none is missed.
+        # torch tags every random operation, so none is missed.
         if torch.Tag.nondeterministic_seeded not in func.tags or named.get("generator"):
             return func(*args, **named)
         if _rate(func, args, named) == 0:
@@ -190,7 +190,7 @@ class KeyedDraws(TorchDispatchMode):
     def _as_rrelu_with_noise(
         self, x: Tensor, noise: Tensor, low: float = 1 / 8, high: float = 1 / 3, *_: Any
     ) -> Tensor:
-        """Of plain passes: torch's draws for numbers below 0 alone, a trace has another."""
+        """For plain passes: torch's draws only for negative numbers; a trace uses another."""
         slopes = self._made(torch.empty_like(x), "uniform", low, high)
         return x * noise.copy_(torch.where(x < 0, slopes, 1))
 
@@ -205,7 +205,7 @@ class KeyedDraws(TorchDispatchMode):
         return order.copy_(torch.randperm(count, generator=(*rows, self.numbers.shared)[0]))
 
     def _as_multinomial(self, p: Tensor, count: int, again: bool = False) -> Tensor:
-        """Places [..., count] drawn by weights p [..., K], all anew or none twice."""
+        """Indices [..., count] drawn by weights p [..., K], with or without replacement."""
         if not again or count == 1:
             waiting = self._made(torch.empty_like(p), "exponential")
             return (p / waiting).topk(count).indices
@@ -238,7 +238,7 @@ class KeyedDraws(TorchDispatchMode):
             fill(row, generator)
         if len(rows) == 1:
             return into.copy_(block.view(shape))
-        # From [B, ...] to where the records lie: outer · B · inner entries of one dimension.
+        # From [B, ...] to the records' layout: outer · B · inner entries of one dimension.
         apart = block.view(len(rows), *shape[:dim], outer, inner, *shape[dim + 1 :])
         return into.copy_(apart.movedim(0, dim + 1).reshape(shape))
 
@@ -254,7 +254,7 @@ def _rate(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> float:
 
 
 class _OfThread(threading.local):
-    """What the thread's operations draw from. still: means instead."""
+    """The source of the thread's random numbers. still: means instead."""
 
     numbers: PassNumbers | None = None
     still = False
@@ -275,7 +275,7 @@ def drawing(numbers: PassNumbers) -> Generator[None]:
 
 
 def numbers_at_hand() -> PassNumbers | None:
-    """Return what the thread's operations draw from now."""
+    """Return the current source of the thread's random numbers."""
     return _own.numbers
 
 
@@ -294,7 +294,7 @@ def expected() -> Generator[None]:
 def drawn(op: Callable[..., Any], where: Where | None = None) -> Callable[..., Any]:
     """Return an operation that draws the thread's numbers; see `drawing`.
 
-    where: the batch's place in what it draws; None: it draws for no record.
+    where: the batch dimension of its draws; None: it draws for no record.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
