@@ -48,13 +48,13 @@ from fedpact.privacy.accounting import characteristic_function, gaussian
 
 Term = tuple[float, float, int]  # q, σ, number of releases
 
-# The grid is this much finer than the spread of one release's loss: then the variance it adds is
-# below 1/1600 of what is there, and ε less than 0.1 % too large.
+# The grid is this much finer than the spread of one release's loss: the variance it adds is then
+# below 1/1600 of the loss's, and ε less than 0.1 % too large.
 FINENESS: Final = 20.0
 _LARGEST_SINGLE: Final = 2.0**16  # grid points of one release's distribution
 _LARGEST_COMPOSED: Final = 2.0**20  # and of a composed one: 8 MiB
 _BLOCK: Final = 4096
-# Beyond these numbers squares vanish; what lies there is priced as if it lay here.
+# Beyond these numbers squares underflow or overflow; values there are priced as these.
 _LEAST_RATE: Final = 1e-60
 _LARGEST_SIGMA: Final = 1e60
 # Below this σ a batch with the record has a loss beyond 40 + log q but for a chance of 1e-14.
@@ -118,7 +118,7 @@ def _found(terms: Sequence[Term], delta: float) -> float:
 
 
 def _by_library(terms: Sequence[Term], delta: float) -> float:
-    # A child that was killed says nothing; then the answer is found here.
+    # A child that was killed gives no answer; then it is computed here.
     if _apart.get() and (told := _in_other_process(tuple(terms), delta)):
         return float(told)
     usable = delta - fft_rounding(sum(t for *_, t in terms))
@@ -137,9 +137,9 @@ _apart: Final = ContextVar("_apart", default=False)
 
 @contextmanager
 def apart() -> Generator[None]:
-    """Within the block dp-accounting is loaded by other processes, which end with their answer.
+    """Within the block dp-accounting runs in child processes, which end with their answer.
 
-    It takes 50 MB, and a process that lives long asks it once or twice. The answers are the same.
+    It takes 50 MB, and a long-lived process needs it once or twice. The answers are the same.
     """
     token = _apart.set(True)
     try:
@@ -156,11 +156,11 @@ def _in_other_process(terms: tuple[Term, ...], delta: float) -> str:
 
 
 def _with_faint(terms: Sequence[Term], loud: Sequence[Term], delta: float) -> float:
-    """Return the bound where releases with hardly any noise count as having none at all.
+    """Return the bound that counts releases with almost no noise as having none.
 
-    Noise is post-processing, so none at all costs no less. Without it a batch that has the record
-    tells so: with probability 1 - Π (1-q)^t in all. Where it has not, a record that is added shows
-    by the loss -Σ t log(1-q), and one that is removed by no more.
+    Noise is post-processing, so a release without it costs no less. Without noise a batch that
+    contains the record reveals it, with total probability 1 - Π (1-q)^t. Otherwise adding a record
+    has the loss -Σ t log(1-q), and removing one at most that.
     """
     faint = [term for term in terms if term[1] < _LEAST_SIGMA]
     if any(q == 1 for q, *_ in faint):
@@ -178,24 +178,24 @@ def _on_a_grid(terms: Sequence[Term]) -> bool:
 
 
 def participation_probability(terms: Sequence[Term]) -> float:
-    """Return the chance that a record is in any batch, rounded up: no δ has to be larger."""
+    """Return the probability that a record is in any batch, rounded up: δ need not exceed it."""
     if any(q == 1 for q, *_ in terms):
         return 1.0
     return -math.expm1(math.fsum(t * math.log1p(-q) for q, _, t in terms)) * (1 + 2.0**-45)
 
 
 def round_up_term(q: float, sigma: float, count: int) -> Term:
-    """Return a term no cheaper than this one whose squares are numbers.
+    """Return a term that costs no less and whose squares are finite.
 
-    ε grows with q and falls with σ.
+    ε increases in q and decreases in σ.
     """
     return max(q, _LEAST_RATE), min(sigma, _LARGEST_SIGMA), count
 
 
 def is_resolved(terms: Sequence[Term], delta: float, fineness: float = FINENESS) -> bool:
-    """Return whether a grid serves: one fine beside a release's loss, and no rounding to speak of.
+    """Return whether a grid suffices: fine relative to a release's loss, with little rounding.
 
-    Else privacy.accounting.characteristic_function is asked as well. terms as `round_up_term`.
+    Otherwise privacy.accounting.characteristic_function is used too. terms: as `round_up_term`.
     """
     count = sum(t for *_, t in terms)
     if not _on_a_grid(terms) or fft_rounding(count) > 0.01 * delta:
@@ -228,7 +228,7 @@ def _repeated(one: _Distribution, count: int) -> _Distribution:
 
 @lru_cache(maxsize=32)
 def _single(q: float, sigma: float, interval: float) -> _Distribution:
-    # It takes longer to import than all the rest of an answer, and RDP alone does without it.
+    # Importing it takes longer than the rest of an answer, and RDP does not need it.
     from dp_accounting.pld import (  # pyright: ignore[reportMissingTypeStubs]
         privacy_loss_distribution as library,
     )
@@ -248,7 +248,7 @@ def fft_rounding(count: int) -> float:
 
 
 def grid_step(terms: Sequence[Term], fineness: float = FINENESS) -> float:
-    """Return the grid's step: fine beside the loss of one release, coarser where memory ends."""
+    """Return the grid's step: fine relative to one release's loss, coarser if memory requires."""
     count = sum(t for _, _, t in terms)
     variance = sum(t * loss_spread(q, s) ** 2 for q, s, t in terms)
     reach = max(_loss_range(q, s) for q, s, _ in terms)
@@ -265,7 +265,7 @@ def grid_step(terms: Sequence[Term], fineness: float = FINENESS) -> float:
 
 
 def loss_spread(q: float, sigma: float) -> float:
-    """Return the root of the Rényi divergence of order 2: for small losses, their deviation."""
+    """Return the root of the Rényi divergence of order 2: for small losses their deviation."""
     exponent = sigma**-2
     if exponent < 30:
         return math.sqrt(math.log1p(q**2 * math.expm1(exponent)))
@@ -485,7 +485,7 @@ class ComposedLosses:
 def _window(
     releases: Sequence[LossMasses], most: Sequence[int], step: float, spread: float, outside: float
 ) -> tuple[float, float]:
-    """Return where the losses of the largest history lie, on the grid, but for `outside` of them.
+    """Return the range of the largest history's losses on the grid, except a mass of `outside`.
 
     P[L > b] <= E e^(λL) e^(-λb). The smaller histories are covered too, as E e^(λL) >= 1 for λ > 0.
     """
@@ -505,7 +505,7 @@ def _window(
 
 
 def _power(wave: NDArray[np.complex128], count: int) -> NDArray[np.complex128]:
-    """Return wave^count, by squaring: far quicker than the general power."""
+    """Return wave^count by squaring, much faster than the general power."""
     result = np.ones(1, dtype=np.complex128)
     while count:
         if count & 1:

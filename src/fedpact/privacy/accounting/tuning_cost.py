@@ -1,22 +1,23 @@
-"""ε of tuning: what many runs cost whoever sees them all, and whoever sees the best one alone.
+"""ε of tuning: the cost of many runs to an observer of all, and to an observer of the best only.
 
 Papernot, Steinke. Hyperparameter tuning with Rényi differential privacy. arXiv 2110.03620. K runs,
 each with fresh randomness and a setting drawn, with replacement, from a list fixed beforehand; the
 one with the best score is shown. One run is (α, ε(α))-RDP for all orders α. Then the winner is
 (λ, ε')-RDP:
 
-    K of the truncated negative binomial law with η, γ (their Theorem 2), for any order α
+    K truncated negative binomial with η, γ (their Theorem 2), for any order α
         ε' = ε(λ) + (1+η) (1 - 1/α) ε(α) + (1+η) log(1/γ)/α + log E[K] / (λ - 1)
         η = 0, logarithmic: P(K = k) ∝ (1-γ)^k / k;  η = 1, geometric: P(K = k) = γ (1-γ)^(k-1)
-    K of Poisson's law with mean μ (Theorem 6), δ^ what a run is at ε^ = log(1 + 1/(λ-1))
+    K Poisson with mean μ (Theorem 6), δ^ that of a run at ε^ = log(1 + 1/(λ-1))
         ε' = ε(λ) + μ δ^ + log μ / (λ - 1);  K may be 0, and then nothing is shown
 
-A setting that is drawn, and shown with the run, costs at each order no more than the dearest.
+A setting that is drawn, and shown with the run, costs at each order at most as much as the most
+expensive one.
 
-It holds only where K was drawn so, K, the settings and all other runs stay secret, and the score
-follows from what the run released or from public numbers. A number that was fixed has no such
-bound: the best of m runs of pure ε can cost m ε. It follows from the m runs, and so costs no more
-than they do together, which is what holds against whoever sees every run.
+This holds only if K was drawn in this way, K, the settings and all other runs stay secret, and the
+score follows from the run's releases or from public numbers. A fixed number of runs has no such
+bound: the best of m runs of pure ε can cost m ε. It follows from the m runs, so it costs no more
+than all of them together, which is the bound against an observer of every run.
 """
 
 import math
@@ -44,12 +45,12 @@ _MOST: Final = 1e9  # runs
 
 @dataclass(frozen=True)
 class Trials:
-    """What trying costs at one δ: upper bounds on ε, inf where none is found.
+    """The cost of trying settings at one δ: upper bounds on ε, inf if none is found.
 
-    runs: m, each once. one: of the dearest run alone. every: of all m together, for whoever sees
-    them, and for the best of them where m was fixed. winner: a name of LAWS -> of the best alone,
-    where the number of runs was drawn from that law with mean m; empty where who goes on was chosen
-    on the way, of runs that all release the same events, for which no such law is proven.
+    runs: m, each once. one: of the most expensive run alone. every: of all m together, for an
+    observer of all, and of the best of a fixed number m. winner: a name of LAWS -> of the best
+    alone, if the number of runs was drawn from that distribution with mean m; empty for successive
+    halving, for which no such bound is proven.
     """
 
     runs: int
@@ -60,10 +61,10 @@ class Trials:
 
 
 def count_trials(histories: Sequence[History], delta: float, times: int = 1) -> Trials:
-    """Return what runs cost that release these histories, each `times` times.
+    """Return the cost of runs with these histories, each `times` times.
 
-    histories: event -> how often, of each setting. delta: in (0, 1). Raises InputError: fewer than
-    two runs, or as of the parts.
+    histories: event -> count, for each setting. delta: in (0, 1). Raises InputError: fewer than two
+    runs, or invalid arguments.
     """
     runs = len(histories) * check.count(times=times)
     together = Counter[SampledGaussian]()
@@ -94,7 +95,7 @@ def as_document(found: Trials) -> dict[str, Any]:
 
 
 def describe_trials(found: Trials) -> list[str]:
-    """Return in words what trying costs, and for whom each ε holds."""
+    """Describe the cost of trying settings, and against whom each ε holds."""
     runs, delta = found.runs, f"at δ = {upper(found.delta)}"
     if not found.winner:
         return [
@@ -123,11 +124,11 @@ def describe_trials(found: Trials) -> list[str]:
 def winner_epsilon(
     histories: Iterable[History], delta: float, mean: float, law: str = "logarithmic"
 ) -> float:
-    """Return an upper bound on ε at δ of the best of about `mean` runs; inf where none is found.
+    """Return an upper bound on ε at δ of the best of about `mean` runs; inf if none is found.
 
-    histories: what each run that may be drawn releases, event -> how often; the dearest counts at
-    each order. delta: in (0, 1). mean: E[K], from 2 to 1e9; with "poisson" K may be 0. law: a name
-    of LAWS. Raises InputError.
+    histories: event -> count, for each run that may be drawn; the most expensive counts at each
+    order. delta: in (0, 1). mean: E[K], from 2 to 1e9; with "poisson" K may be 0. law: a name of
+    LAWS. Raises InputError.
 
     >>> run = {SampledGaussian(0.05, 2.8391): 200}
     >>> [round(winner_epsilon([run], 1e-5, mean), 2) for mean in (3, 10, 30)]
@@ -169,7 +170,7 @@ def _of_run(history: History) -> FloatArray:
 def _negative_binomial(shape: int) -> Callable[[FloatArray, float], FloatArray]:
     def bound(one: FloatArray, mean: float) -> FloatArray:
         gamma = success(mean, shape)
-        # Theorem 2 holds for every order α beside λ, so the least over α is taken, once for all λ.
+        # Theorem 2 holds for every order α as well as λ, so the minimum over α is taken for all λ.
         others = (1 + shape) * ((1 - 1 / _ORDERS) * one - math.log(gamma) / _ORDERS)
         return one + float(np.nanmin(others)) + math.log(_expected(gamma, shape)) / (_ORDERS - 1)
 
@@ -177,42 +178,42 @@ def _negative_binomial(shape: int) -> Callable[[FloatArray, float], FloatArray]:
 
 
 def _poisson(one: FloatArray, mean: float) -> FloatArray:
-    # ε^ of Theorem 6, for every λ; δ^ there is the least over the orders α of one run's RDP.
+    # ε^ of Theorem 6, for every λ; δ^ there is the minimum over the orders α of one run's RDP.
     near = np.log1p(1 / (_ORDERS - 1))
     # Canonne, Kamath, Steinke 2020, Proposition 12, for every order at every ε^.
     a = _ORDERS[:, None]
     each = (a - 1) * (one[:, None] - near) + a * np.log1p(-1 / a) - np.log(a - 1)
-    # A chance is at most 1, also where no order gives less.
+    # A probability is at most 1, even if no order gives less.
     missed = np.minimum(1.0, np.exp(np.nanmin(each, axis=0)))
     return one + mean * missed + math.log(mean) / (_ORDERS - 1)
 
 
 def success(mean: float, shape: int) -> float:
-    """Return γ of the law with η = `shape` (0 or 1) and about this mean, from 2 to 1e9.
+    """Return γ of the distribution with η = `shape` (0 or 1) and about this mean, from 2 to 1e9.
 
-    Rounded down to six digits, so that K can be drawn from the very law that is bounded.
+    It is rounded down to six digits, so that K can be drawn from exactly this distribution.
     """
 
     def excess(log_gamma: float) -> float:
         return math.log(_expected(math.exp(log_gamma), shape)) - math.log(mean)
 
-    # log γ lies between this and 0: E[K] falls in γ and exceeds the mean there.
+    # log γ is between this and 0: E[K] decreases in γ and exceeds the mean there.
     low = -2.0 * (1 + math.log(mean) + math.log1p(math.log(mean)))
     exact = 1 / mean if shape == 1 else math.exp(gaussian.root(excess, low, -1e-9, 1e-14))
-    # Down: a smaller γ makes K larger, and the bound too.
+    # Round down: a smaller γ makes K larger, and the bound too.
     return float(Context(prec=6, rounding=ROUND_FLOOR).create_decimal(exact))
 
 
 def _expected(gamma: float, shape: int) -> float:
-    """Return E[K], which falls in γ."""
+    """Return E[K], which decreases in γ."""
     return 1 / gamma if shape == 1 else (1 / gamma - 1) / -math.log(gamma)
 
 
 @dataclass(frozen=True)
 class Law:
-    """How a number of runs K is drawn. rdp: of the winner, from that of one run and E[K].
+    """A distribution of the number of runs K. rdp: of the winner, from that of one run and E[K].
 
-    told: P(K = k), from about E[K], as it is to be drawn.
+    told: describes P(K = k) with about this E[K], for the person who draws K.
     """
 
     rdp: Callable[[FloatArray, float], FloatArray]

@@ -1,10 +1,10 @@
-"""A file of JSON lines that only grows: each line carries the hash of the one before.
+"""An append-only file of JSON lines, each with the hash of the previous one.
 
-`append` returns only when its line is on the disk, unless it is told not to wait. One process at a
-time has the file open (flock). A line that was altered, or taken out, breaks the chain and the file
-does not open. What a crash can leave behind is less: an unreadable last line, and one more of each
-further crash before that one was counted. They stay where they are, and the next line carries their
-hash; who opens the file is told and has to decide what they meant.
+`append` returns when its line is on the disk, unless it is asked not to wait. One process at a time
+has the file open (flock). An altered or removed line breaks the chain, and the file does not open.
+A crash can leave an unreadable last line, and each further crash before that one was counted can
+leave another. These lines stay in the file, and the next line includes their hash; the caller that
+opens the file must decide how to count them.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def _encode(entry: LedgerEntry) -> bytes:
 
 
 def _decode(line: bytes) -> LedgerEntry | None:
-    """Return a line's JSON object, {} for other JSON, or None for what is no JSON."""
+    """Return a line's JSON object, {} for other JSON, None for invalid JSON."""
     try:
         entry = json.loads(line.decode("ascii"))
     except (ValueError, RecursionError):
@@ -84,16 +84,16 @@ def _parse(path: Path, content: bytes) -> tuple[list[LedgerEntry], list[bytes]]:
 
 
 def read_entries(path: Path) -> list[LedgerEntry]:
-    """Return a ledger's entries after checking every link of the chain; the file may be in use.
+    """Return a ledger's entries after checking the whole chain; the file may be in use.
 
-    Unreadable last lines are left out: opening the ledger counts them (see `read_all`).
-    Raises LedgerError: a missing file, or a line that is no entry or in the wrong place.
+    Unreadable last lines are omitted: opening the ledger counts them (see `read_all`). Raises
+    LedgerError: a missing file, or a line that is not an entry or out of order.
     """
     return read_all(path)[0]
 
 
 def read_all(path: Path) -> tuple[list[LedgerEntry], bool]:
-    """Return what read_entries does, and whether an unreadable line follows. Raises LedgerError."""
+    """Return the entries, and whether an unreadable line follows. Raises LedgerError."""
     try:
         entries, torn = _parse(path, path.read_bytes())
     except OSError as error:
@@ -102,7 +102,7 @@ def read_all(path: Path) -> tuple[list[LedgerEntry], bool]:
 
 
 class Chained:
-    """Entries that are known by their hashes, in a file that is open or was read."""
+    """Entries of a chain, identified by their hashes."""
 
     def __init__(self, entries: Sequence[LedgerEntry]) -> None:
         self._heads: list[str] = ["", *(entry["hash"] for entry in entries)]
@@ -114,19 +114,19 @@ class Chained:
 
     @property
     def length(self) -> int:
-        """How many entries there are."""
+        """The number of entries."""
         return len(self._heads) - 1
 
     def holds(self, length: int, head: str) -> bool:
-        """Whether these entries go on from a chain of `length` entries that ended with `head`."""
+        """Whether these entries continue a chain of `length` entries that ended with `head`."""
         return 0 <= length <= self.length and self._heads[length] == head
 
 
 class HashChain(Chained):
-    """The open file. entries: what it held when it was opened. torn: unreadable last lines.
+    """The open file. entries: those when it was opened. torn: unreadable last lines.
 
-    head: hash of the last entry, "" if none. length: number of entries.
-    Raises LedgerError: a broken chain, a file in use elsewhere, or one that cannot be opened.
+    head: hash of the last entry, "" if none. length: number of entries. Raises LedgerError: a
+    broken chain, a file in use elsewhere, or one that cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -150,7 +150,7 @@ class HashChain(Chained):
         super().__init__(self.entries)
 
     def close(self) -> None:
-        """Close the file, which gives up the lock. What `append` did not wait for is awaited."""
+        """Flush and close the file, which releases the lock."""
         try:
             if self._waiting and not self._file.closed:
                 os.fsync(self._file.fileno())
@@ -158,10 +158,10 @@ class HashChain(Chained):
             self._file.close()
 
     def append(self, body: LedgerEntry, *, wait: bool = True) -> LedgerEntry:
-        """Write one entry to the disk and return it; if that fails, the file is left as it was.
+        """Write one entry to the disk and return it; if that fails, the file is unchanged.
 
-        wait: until it is there. Without, it outlives the process, but perhaps not the machine.
-        Raises LedgerError: the disk is full, or somebody else changed the file.
+        wait: for the disk. Without it, the entry survives the process, but perhaps not the machine.
+        Raises LedgerError: the disk is full, or another program changed the file.
         """
         self._check()
         entry = {"number": self.length, **body, "time": round(time.time(), 3)}
@@ -194,7 +194,7 @@ class HashChain(Chained):
         except OSError as error:
             raise _unusable(self.path, error) from error
         try:
-            # A killed process's line may be in memory only: what is believed must be durable.
+            # A killed process's line may not be on the disk yet: make it durable before using it.
             os.fsync(self._file.fileno())
             sync(self.path.parent)
             self._file.seek(0)
@@ -203,13 +203,13 @@ class HashChain(Chained):
             raise _unusable(self.path, error) from error
 
     def _check(self) -> None:
-        """Raise LedgerError unless the file is the one at `path`, as we left it."""
+        """Raise LedgerError unless the file at `path` is the open one, unchanged."""
         if self._file.closed or self._broken:
             state = "closed" if self._file.closed else "in doubt after a failed write"
             raise LedgerError(f"ledger {self.path} is {state}: open it again")
         try:
             found = os.stat(self.path)
-            # No other file gets the number of one that is open.
+            # An open file's inode number is not reused.
             same = (found.st_dev, found.st_ino, found.st_size) == (*self._place, self._size)
         except OSError:
             same = False
