@@ -655,7 +655,7 @@ def test_classes_found_are_shown_written_and_shown_again(tmp_path, caplog):
     assert found["configuration"]["records"]["classes"] == ["no", "yes"]
     plan = Plan.parse({**found["configuration"], "records": {"columns": {}}})
     write_deployment(tmp_path / "federation", plan, Choices())
-    assert f"federation.toml is everybody's: {told}" in caplog.text
+    assert f"federation.toml is public: {told}" in caplog.text
 
 
 def test_one_sites_records_do_not_make_a_federation_of_one(tmp_path):

@@ -92,7 +92,7 @@ def above() -> dict[str, set[str]]:
 
 
 def section() -> str:
-    return PAGE.read_text(encoding="utf-8").split("## The way of a batch\n")[1].split("\n## ")[0]
+    return PAGE.read_text(encoding="utf-8").split("## How a batch is summed\n")[1].split("\n## ")[0]
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def test_all_runs_of_a_ledger_count_together(runs):
         max(run.summary["delta"].values()) for run in (first, second)
     )
     assert "3 runs in" in third
-    assert "together ε <= 2 " in third
+    assert "together ε ≤ 2 " in third
     # Its own ε is of itself; what the model had cost before stands beside it.
     said = json.loads((second.folder / "privacy.json").read_text())
     assert any(

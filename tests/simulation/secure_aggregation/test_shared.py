@@ -238,7 +238,7 @@ def test_the_largest_legal_sum_does_not_wrap(sites, width):
         ({"algorithm": "scaffold", "settings": {"local_steps": 1}}, "steps and memory"),
         ({"algorithm": "fedfdp"}, 'use loss_of = "common"'),
         ({"algorithm": "fedfdp", "settings": {**COMMON, "local_steps": 2}}, "own noisy ones"),
-        ({"algorithm": "qffl"}, "weights follow the losses"),
+        ({"algorithm": "qffl"}, "weights depend on"),
         ({"fairness": {"weight": 0.1}}, 'use loss_of = "common"'),
         ({"fairness": {"weight": 0.1, **COMMON}, "settings": {"local_steps": 2}}, "own noisy"),
         ({"privacy": {"trust": "sum"}}, "honest >= 1"),
