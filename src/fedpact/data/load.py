@@ -1,7 +1,7 @@
-"""Data sets by name, from a file, or from Python objects: whatever a run takes as its data.
+"""Loads a run's data: data sets by name, from a file, or from Python objects.
 
-What a record becomes follows from that record and the declaration ([records]) alone. See inputs
-for what is accepted. {"train": ..., "test": ...} is a data set with a public test set.
+A record's numbers follow from that record and the declaration ([records]) alone. See inputs for
+accepted objects. {"train": ..., "test": ...} is a data set with a public test set.
 
 >>> digits = load_dataset("digits")
 >>> tuple(digits.x.shape), tuple(digits.x_test.shape), len(digits.classes)
@@ -85,20 +85,16 @@ def load_dataset(
 ) -> Dataset:
     """Return a data set by its name (NAMES), or from a .csv, .parquet or .npz file by its path.
 
-    "NAME+test" puts the public test set's records behind the others, and leaves no test set: for
-    papers that split all records inside each site.
-    "synthetic(ALPHA,BETA)" and "synthetic_iid" are made, not read; see data.public.
-    label: the column of the labels, required for .csv and .parquet, where every other column but
-    `site`, the column of site names, and `person`, that of whose a record is, is a numeric
-    feature, taken as it is.
-    An .npz holds arrays x, y and optionally x_test, y_test, site, person.
-    classes: the labels' names in order; without it they are the labels found in the file, sorted
-    (numbers by size). Sites that load their own files have to name the classes, so that a label
-    means the same everywhere.
-    form: what a record may hold, of a file or of one of TABLES. One that does not fit is left out,
-    and a warning tells file, row, column and value; see `load_site` for records that must not be
-    told of.
-    Raises DataError: unknown name, missing or damaged file, a column not there, no record left.
+    "NAME+test" appends the public test set to the training records and leaves no test set, for
+    papers that split all records inside each site. "synthetic(ALPHA,BETA)" and "synthetic_iid" are
+    generated; see data.public. label: the column of the labels, required for .csv and .parquet. All
+    other columns except `site` (site names) and `person` (persons) are numeric features. An .npz
+    has arrays x, y and optionally x_test, y_test, site, person. classes: the labels' names in
+    order; by default the labels found in the file, sorted (numbers by size). Sites that load their
+    own files must name the classes, so that a label means the same everywhere. form: the
+    declaration of records, for a file or one of TABLES. Invalid records are left out, and a warning
+    names file, row, column and value; see `load_site` for records whose values must not be logged.
+    Raises DataError: unknown name, missing or damaged file, missing column, no record left.
     """
     if name.endswith(_WITH_TEST):
         return _with_test(load_dataset(name.removesuffix(_WITH_TEST), label, site, classes=classes))
@@ -180,10 +176,9 @@ def from_arrays(
     y: integers are class numbers from 0; strings are class names.
     classes: the classes' names in order; default: "0".."largest label" for integers, and the
     strings of y and of the test labels, sorted.
-    site: for each record its site's name. person: for each record whose it is; one that names
-    nobody is left out. test: (x_test, y_test), the public test set.
-    form: what a record may hold; one that does not fit is left out, with a warning.
-    Raises DataError (see Dataset), or where no record is left.
+    site: each record's site. person: each record's person; a record without one is left out.
+    test: (x_test, y_test), the public test set. form: the declaration of records; invalid ones are
+    left out, with a warning. Raises DataError (see Dataset), or if no record is left.
 
     >>> from_arrays([[0.5], [1.5], [2.5]], ["yes", "no", "no"]).y
     tensor([1, 0, 0])
@@ -204,9 +199,9 @@ def of_file(
 ) -> Table:
     """Return the table in a .csv file with a header line, or in a .parquet file.
 
-    label, site, person: their columns. form: which others are features. shape: of records that are
-    arrays or images, as `of_columns` takes it. Raises DataError: no such file or column, or a file
-    that cannot be read.
+    label, site, person: their columns. form: selects the features. shape: of records that are
+    arrays or images, as for `of_columns`. Raises DataError: missing file or column, or unreadable
+    file.
     """
     columns, broken = read_columns(path)
     roles = label, site, person
@@ -216,9 +211,9 @@ def of_file(
 
 
 def with_columns(data: Dataset, form: RecordForm) -> Dataset:
-    """Return a data set of the columns that a form names; those that it drops may be gone.
+    """Return a data set with the columns that a declaration names; dropped ones may be missing.
 
-    Raises DataError: it has no such columns, or none by name.
+    Raises DataError: missing columns, or columns without names.
     """
     if form.features is None and not form.drop:
         return data
@@ -245,10 +240,10 @@ def with_columns(data: Dataset, form: RecordForm) -> Dataset:
 def dataset_of(
     name: str, tables: Sequence[Table], classes: Sequence[str] | None, form: RecordForm
 ) -> Dataset:
-    """Return the records of tables that fit, with a warning about the others.
+    """Return the valid records of tables, with a warning about the others.
 
-    tables: what is trained on, and maybe a public test set. classes: the labels' names in order;
-    None: those that are found. Raises DataError: none is left, or the labels are no such.
+    tables: the training records, and optionally a public test set. classes: the labels' names in
+    order; None: those that are found. Raises DataError: no record is left, or invalid labels.
     """
     values = "int64" if form.vocabulary else "float32"
     if isinstance(tables[0].x, np.ndarray):
@@ -322,10 +317,10 @@ def from_python(
     test: Any = None,
     target: LabelForm | None = None,
 ) -> Dataset:
-    """Return data as a data set. test: a public test set in the same form, or a path.
+    """Return data as a data set. test: a public test set of the same kind, or a path.
 
-    target: what a label is. records, label, site, person: as a plan declares them.
-    Raises DataError: it is none of what inputs lists, or does not fit.
+    target: the type of labels. records, label, site, person: as declared in a plan. Raises
+    DataError: not an accepted object (see inputs), or one that does not match the declaration.
     """
     if isinstance(data, Dataset) and test is None:
         return replace(data)  # held against the plan's form anew, whatever it was made by
@@ -361,7 +356,7 @@ def from_python(
 
 
 def _count_sites(data: Any) -> int:
-    """Return how many sites' records a dict or list holds, each a table or a pair (x, y); or 0."""
+    """Return the number of sites in a dict or list of tables or pairs (x, y); 0 for others."""
     if isinstance(data, Mapping):
         parts = [] if _is_split(data) else [*data.values()]
     else:
@@ -374,15 +369,15 @@ def _count_sites(data: Any) -> int:
 
 
 def _of_rows(x: Any, y: Any) -> bool:
-    """Whether x, y are records and their labels, and not one of each."""
+    """Whether x, y are several records and labels, not a single one."""
     shapes = getattr(x, "shape", ()), getattr(y, "shape", ())
     return len(shapes[0]) > 1 and len(shapes[1]) == 1 and shapes[0][0] == shapes[1][0]
 
 
 def _add_test(found: Dataset, test: Any, label: str | None, form: RecordForm) -> Dataset:
-    """Return a data set with a public test set: a file's path, a table, or a pair beside arrays.
+    """Return a data set with a public test set: a file's path, a table, or a pair for arrays.
 
-    Raises DataError: it has one, or the other is of another kind.
+    Raises DataError: it already has one, or the test set is of another kind.
     """
     if found.x_test is not None:
         raise DataError(f"data set {found.name} has a test set of its own: leave test out")
@@ -394,7 +389,7 @@ def _add_test(found: Dataset, test: Any, label: str | None, form: RecordForm) ->
     if isinstance(test, str | Path):
         column = label if Path(test).suffix.lower() in (".csv", ".parquet") else None
         if column is None:
-            # Its columns stand as they were trained on, whatever they are called.
+            # Its columns have the order of training, whatever their names.
             own = own.by_place(found.features)
         beside = load_dataset(str(test), column, classes=classes, form=own)
     else:
@@ -409,7 +404,7 @@ def _add_test(found: Dataset, test: Any, label: str | None, form: RecordForm) ->
 
 
 def digest_of(data: Dataset) -> str:
-    """Return the SHA-256 of all that a data set holds, in hexadecimal digits."""
+    """Return the SHA-256 of a data set's content, in hexadecimal digits."""
     found = hashlib.sha256(repr((data.classes, data.features, data.site, data.person)).encode())
     for part in (data.x, data.y, data.x_test, data.y_test, data.held):
         if part is not None:
@@ -420,9 +415,9 @@ def digest_of(data: Dataset) -> str:
 
 
 def refit(data: Dataset, records: PlanRecords, form: RecordForm | None = None) -> Dataset:
-    """Return a data set held against what a plan declares; itself where that is nothing new.
+    """Return a data set checked against a plan's declaration; unchanged if it declares nothing new.
 
-    form: the records' own, with what the plan says of labels.
+    form: that of the records, with the plan's labels.
     """
     data = with_columns(data, records)
     if records == PlanRecords(features=records.features, drop=records.drop):
@@ -435,7 +430,7 @@ def refit(data: Dataset, records: PlanRecords, form: RecordForm | None = None) -
     if form is not None and data.form == form:
         return data
     if data.features:
-        # What has names is scaled by them, so what goes by a place would be left as it is.
+        # Named columns are scaled by name, so a declaration by position would have no effect.
         check_columns(data.name, records, data.features)
     test = None if data.x_test is None else (data.x_test, data.y_test)
     form = (form or records.shared()).in_arrays(data.features)
@@ -454,16 +449,16 @@ def refit(data: Dataset, records: PlanRecords, form: RecordForm | None = None) -
 
 
 def _is_split(data: Mapping[Any, Any]) -> bool:
-    """Whether it has a part to train on, and others beside it."""
+    """Whether a mapping has a training part and others."""
     train = data.get("train")
     table = hasattr(train, "column_names") or hasattr(train, "columns")
     return train is not None and (table or set(data) <= {"train", "test", *_BESIDE})
 
 
 def _test_of(data: Mapping[Any, Any]) -> Any:
-    """Return the part that is a public test set, None for none; a warning names what is left out.
+    """Return the part that is a public test set, or None; a warning names unused parts.
 
-    Raises DataError: there is a part for validation alone, which may be meant as one, or not.
+    Raises DataError: only a validation part, which may or may not be meant as the test set.
     """
     beside = [name for name in _BESIDE if name in data]
     if beside and "test" not in data:
