@@ -153,7 +153,7 @@ def test_run_unfinished_or_without_held_out_is_refused(tmp_path):
 
 
 def test_compare_refuses_first_if_nothing_is_held_out(tmp_path):
-    with pytest.raises(PlanError, match=r"partition\.held_out and evaluation\.share are 0.*--joining"):
+    with pytest.raises(PlanError, match=r"held_out and evaluation\.share are 0.*--joining"):
         compare([plan_of(partition={"held_out": 0.0})], 1, tmp_path / "c", joining=True)
     assert not (tmp_path / "c").exists()
 

@@ -4,7 +4,7 @@ Flower sends each record of a message by a request of its own, so a block lies b
 one ConfigRecord, and what is longer than PIECE in further ones: no request's body is long.
 """
 
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from flwr.app import ConfigRecord, RecordDict
 
@@ -24,7 +24,7 @@ def to_record(
     agreed: on what, by the server's files (Federation.agreed).
     """
     told = {"signature": signature, "length": seen[0], "head": seen[1], "agreed": agreed}
-    found = {"seal": ConfigRecord({**told, "block": block[:PIECE]})}
+    found: dict[str, Any] = {"seal": ConfigRecord({**told, "block": block[:PIECE]})}
     for number, start in enumerate(range(PIECE, len(block), PIECE), 1):
         found[str(number)] = ConfigRecord({"block": block[start : start + PIECE]})
     return RecordDict(found)

@@ -473,7 +473,7 @@ def _pull(
 
     Parts that are still on their way are waited for, so many `seconds`; None: Flower's two hours.
     """
-    more = {} if seconds is None else {"max_time": seconds}
+    more: dict[str, Any] = {} if seconds is None else {"max_time": seconds}
     numbers = [each.object_id for each in iterate_object_tree(tree)]
     pull = make_pull_object_fn_protobuf(client.PullObject, node, run)
     contents = pull_objects(numbers, pull, **more)

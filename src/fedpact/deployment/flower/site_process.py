@@ -69,8 +69,8 @@ def work(site: Site, directory: Path, tell: Callable[[str], None]) -> None:
                 link.answer(respond(site, key, question), time.perf_counter() - began)
     except Exception as error:  # of Flower's modules: `respond` raises nothing
         if let_in:
-            # Once the run has ended, the server goes.
-            site.ending or tell(f"the connection to the server has ended: {error}")
+            if not site.ending:  # after the end of the run the server goes
+                tell(f"the connection to the server has ended: {error}")
         elif isinstance(error, httpx.HTTPStatusError):
             raise NotLetIn(_refused(site, error.response)) from None
         elif isinstance(error, httpx.HTTPError | ssl.SSLError):
