@@ -46,11 +46,11 @@ def read_input(
     person: str | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> Table:
-    """Return what was passed in from Python. origin: what errors call its records.
+    """Read an object passed in from Python. origin: the name of its records in errors.
 
-    label, site, person: columns of a table. shape: of a record, where records without labels are
-    allowed; then missing columns of a table are ignored.
-    Raises DataError: it is none of what the module lists, or does not fit the form.
+    label, site, person: columns of a table. shape: of a record, if records without labels are
+    allowed; then missing columns of a table are ignored. Raises DataError: an object of another
+    kind (see the module), or one that does not match the declaration.
     """
     columns = columns_of(data)
     if columns is not None:
@@ -140,9 +140,8 @@ def of_arrays(
 ) -> Table:
     """Return arrays x [n, ...] and, unless y is None, y [n, ...]. end: of their names in errors.
 
-    least: so many records at least.
-
-    Raises DataError: no arrays, or their shapes do not fit each other or the form.
+    least: the smallest number of records. Raises DataError: not arrays, or shapes that do not match
+    each other or the declaration.
     """
     x, given = array_of(origin, "x" + end, x), y
     if given is not None:
@@ -159,7 +158,7 @@ def of_arrays(
 def _pair_of(
     what: str, data: Any, shape: tuple[int, ...] | None
 ) -> tuple[Any, Any, list[str] | None]:
-    """Return records x, their labels y or None, and the names of the classes that these number."""
+    """Return records x, labels y or None, and the names of the classes that y numbers."""
     if isinstance(data, Items) and not isinstance(data, IterableDataset):
         return _of_items(data, shape)
     if isinstance(data, tuple | list):
@@ -181,12 +180,12 @@ def _holds_arrays(cells: Cells) -> bool:
 
 
 def _is_stored(cell: Any) -> bool:
-    """Whether a cell is an image as Parquet files of Hugging Face have it."""
+    """Whether a cell is an image as stored in Parquet files of Hugging Face."""
     return isinstance(cell, Mapping) and {*cast(Mapping[str, Any], cell)} == {"bytes", "path"}
 
 
 def describe_value(data: Any) -> str:
-    """Return what an error calls something of no use."""
+    """Describe an unusable object for an error."""
     return f"a {type(data).__module__}.{type(data).__qualname__}"
 
 
@@ -195,7 +194,7 @@ def _of_items(data: Any, shape: tuple[int, ...] | None) -> tuple[Any, Any, list[
         return data.tensors[0], data.tensors[1], None
     items = [data[i] for i in range(len(cast(Any, data)))]
     if shape is not None and items and not _is_pair(items[0], shape):
-        # A TensorDataset of records alone has each in a tuple.
+        # A TensorDataset without labels has each record in a tuple.
         alone = [i[0] if isinstance(i, tuple) and _shape(i) != shape else i for i in items]
         return _together([np.asarray(_array(one)) for one in alone], "x"), None, None
     if not items or not all(_is_pair(item, None) for item in items):
@@ -216,7 +215,7 @@ def _is_pair(item: Any, shape: tuple[int, ...] | None) -> bool:
 
 
 def _shape(thing: Any) -> tuple[int, ...] | None:
-    """Return an array's shape; None where what should be one is ragged."""
+    """Return an array's shape; None if it is ragged."""
     try:
         return tuple(np.shape(thing))
     except ValueError:
@@ -224,7 +223,7 @@ def _shape(thing: Any) -> tuple[int, ...] | None:
 
 
 def columns_of(data: Any) -> dict[str, list[Any]] | None:
-    """Return a table's columns, None where it is none."""
+    """Return a table's columns; None if it is not a table."""
     named = getattr(data, "column_names", None)
     if named is None:
         named = data.keys() if isinstance(data, Mapping) else getattr(data, "columns", None)
@@ -251,7 +250,7 @@ def columns_of(data: Any) -> dict[str, list[Any]] | None:
     plain = getattr(data, "with_format", None)
     whole = cast(Any, data if plain is None else plain(None))
     kinds: Any = getattr(data, "features", None)
-    # Hugging Face's columns give Python's floats, whatever they are declared as.
+    # Hugging Face columns return Python floats for any declared type.
     told = kinds if isinstance(kinds, Mapping) else {}
     found = {str(k): cells_of(whole[k], getattr(told.get(k), "dtype", None)) for k in keys}
     if len({len(cells) for cells in found.values()}) > 1:
@@ -263,14 +262,14 @@ def columns_of(data: Any) -> dict[str, list[Any]] | None:
 
 
 def _index_of(data: Any) -> tuple[str, ...]:
-    """Return the columns that an Arrow table has of the index of pandas'."""
+    """Return the columns of an Arrow table that are a pandas index."""
     told: Any = getattr(getattr(data, "schema", None), "pandas_metadata", None)
     names = told.get("index_columns", ()) if isinstance(told, Mapping) else ()
     return tuple(name for name in names if isinstance(name, str))
 
 
 def _titles(data: Any) -> dict[str, list[str]]:
-    """Return by column the names of the classes that Hugging Face's columns number."""
+    """Return column -> names of the classes that a Hugging Face column numbers."""
     kinds = getattr(data, "features", None)
     found = kinds.items() if isinstance(kinds, Mapping) else ()
     named = {str(name): getattr(kind, "names", None) for name, kind in found}
@@ -278,7 +277,7 @@ def _titles(data: Any) -> dict[str, list[str]]:
 
 
 def _array(cell: Any) -> np.ndarray | None:
-    """Return a record as an array, of an image with its channels first; None where it is none."""
+    """Return a record as an array, an image with its channels first; None if it is neither."""
     if isinstance(cell, Tensor):
         return cell.detach().cpu().numpy()
     if cell is None:
@@ -289,7 +288,7 @@ def _array(cell: Any) -> np.ndarray | None:
 
             cell = Image.open(BytesIO(cell["bytes"]))
         found = np.asarray(cell)
-        # None among numbers is a missing one; text would turn all records into text.
+        # None among numbers is a missing value; as text it would turn all records into text.
         found = found if found.dtype.kind in "biuf" else found.astype(np.float64)
     except ImportError as error:
         raise DataError("images in a file need Pillow: `pip install pillow`") from error
@@ -297,7 +296,7 @@ def _array(cell: Any) -> np.ndarray | None:
         return None
     if not hasattr(cell, "getbands"):
         return found
-    # Whole numbers of this width would be tokens.
+    # Integers of this width would be tokens.
     found = found.astype(np.float32) if found.dtype.itemsize > 2 else found
     return found[None] if found.ndim == 2 else np.moveaxis(found, -1, 0)
 
@@ -317,7 +316,7 @@ def _together(records: Sequence[np.ndarray], what: str) -> np.ndarray:
 
 
 def array_of(name: str, what: str, values: Any) -> np.ndarray:
-    """Return numbers or text as an array. Raises DataError: they are something else.
+    """Return numbers or text as an array. Raises DataError: other values.
 
     Arrays of objects become text or numbers; None, pandas' <NA> and masked values are missing
     numbers. The array is contiguous, as a model may use `view`.
@@ -350,7 +349,7 @@ def array_of(name: str, what: str, values: Any) -> np.ndarray:
 def labels_of(name: str, what: str, values: Any, kind: str, axes: int) -> np.ndarray:
     """Return labels as an array, without a superfluous axis of length 1. axes: those of x.
 
-    Of classes and numbers that is [n, 1], of pixels [n, 1, h, w] next to images.
+    For classes and numbers that is [n, 1], for pixels [n, 1, h, w] with images.
     """
     y = array_of(name, what, values)
     most = {"class": 2, "number": 2, "pixels": 4 if axes == 4 else 0}.get(kind)
@@ -358,7 +357,7 @@ def labels_of(name: str, what: str, values: Any, kind: str, axes: int) -> np.nda
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
-    """Return an array of Python's text, numbers or arrays as numpy's own; others as they are."""
+    """Convert an array of Python text, numbers or arrays to a numpy type; others are unchanged."""
     cells = array.reshape(-1).tolist()
     known = [value for value in cells if isinstance(value, str) or not is_blank(value)]
     if all(isinstance(value, str) for value in known):
@@ -373,7 +372,7 @@ def _plain(array: np.ndarray) -> np.ndarray:
 
 
 def warn_of_channels(name: str, x: np.ndarray) -> None:
-    """Warn of images that seem to have their channels last."""
+    """Warn of images whose channels seem to be last."""
     if x.ndim == 4 and x.shape[-1] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
         _logger.warning(
             "data set %s: a record has shape %s: models take an image as (channels, height, "
@@ -388,7 +387,7 @@ _AXES: Final = {"class": 1, "number": 1, "several": 2, "pixels": None}
 def check_shapes(
     name: str, end: str, x: np.ndarray, y: np.ndarray, *, least: int = 1, kind: str = "class"
 ) -> None:
-    """Raise DataError unless x is [n, ...] and y of a target's form, n >= least of both."""
+    """Raise DataError unless x is [n, ...], y has a target's shape, and n >= least."""
     axes = _AXES[kind]
     if kind != "class" and (y.dtype.kind not in "biuf" or y.ndim != (axes or max(y.ndim, 2))):
         raise DataError(

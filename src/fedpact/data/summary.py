@@ -1,7 +1,7 @@
-"""What a table's columns hold, next to what is declared of them: for their owner alone.
+"""Summaries of a table's columns, compared with their declaration: for the owner alone.
 
-Every figure here is an exact figure of the records, and nothing protects it. It is printed on the
-machine that has the records; to share it is to release it.
+Every figure here is exact and unprotected. It is printed on the machine that has the records;
+sharing it is a release.
 """
 
 import re
@@ -46,12 +46,12 @@ _IDENTIFIER: Final = re.compile(r"(^|[\W_])(id|no|nr|num|number|key|uid|mrn|inde
 
 @dataclass(frozen=True)
 class ColumnSummary:
-    """A column's cells. kind: "numbers", "text", "dates", or "nothing" where all are missing.
+    """The summary of a column. kind: "numbers", "text", "dates", or "nothing" if all are missing.
 
-    low, median, high: of its finite numbers; None without any. missing: the share of cells that
-    say that nothing was recorded. outside: of all cells the share that is not as declared. values:
-    the most frequent texts with their counts, and distinct how many texts there are. declared: the
-    declaration in words. remark: what to look at, "" for nothing.
+    low, median, high: of its finite numbers; None without any. missing: the share of missing cells.
+    outside: the share of all cells that does not match the declaration. values: the most frequent
+    texts with their counts; distinct: the number of texts. declared: the declaration in words.
+    remark: a point to look at, "" for none.
     """
 
     name: str
@@ -68,7 +68,7 @@ class ColumnSummary:
 
 
 def summarise_column(name: str, cells: Cells, own: ValueRange | None = None) -> ColumnSummary:
-    """Return what a column's cells [n] hold. own: what is declared of it; None: nothing."""
+    """Summarise a column's cells [n]. own: its declaration, or None."""
     found = _Cells.of(cells)
     kind = found.kind
     outside, remark = np.zeros(len(cells), bool), ""
@@ -91,7 +91,7 @@ def summarise_column(name: str, cells: Cells, own: ValueRange | None = None) -> 
 
 
 def summarise_array(x: np.ndarray, form: RecordForm) -> list[ColumnSummary]:
-    """Return what an array of records x [n, ...] holds: each column of a row, else all together."""
+    """Summarise records x [n, ...]: by column if they are rows, otherwise all values together."""
     if x.ndim == 2 and x.shape[1] <= 50:
         return [
             summarise_column(str(k), _numbers(x[:, k]), form.of(str(k))) for k in range(x.shape[1])
@@ -100,7 +100,7 @@ def summarise_array(x: np.ndarray, form: RecordForm) -> list[ColumnSummary]:
 
 
 def describe_range(own: ValueRange) -> str:
-    """Return in words what is declared of a column."""
+    """Describe a column's declaration."""
     if isinstance(own, Column) and own.categories is not None:
         return "one of " + ", ".join(map(str, own.categories))
     if own.low is not None and own.high is not None:
@@ -114,7 +114,7 @@ def describe_range(own: ValueRange) -> str:
 
 @dataclass(frozen=True)
 class _Cells:
-    """Cells as numbers x [n], NaN for none; which are blank, bool [n]; as text, where any is."""
+    """Cells as numbers x [n], NaN otherwise; a mask of blank ones; and text, if there is any."""
 
     x: np.ndarray
     blank: np.ndarray
@@ -151,12 +151,12 @@ class _Cells:
 
 
 def is_date(text: str) -> bool:
-    """Whether a text is a date or a time, as files usually have them."""
+    """Whether a text is a date or a time in a usual format."""
     return _DATE.fullmatch(text) is not None
 
 
 def describe_text(cells: Sequence[Any]) -> str:
-    """Return which form of number most of some cells of text have, with what to do; "" for none."""
+    """Describe the number format of most text cells, with a remedy; "" for none."""
     texts = [text_of(cell) for cell in cells if not is_blank(cell)]
     counts = [sum(re.fullmatch(form, text) is not None for text in texts) for form, _ in _WRITTEN]
     best = int(np.argmax(counts))
@@ -165,7 +165,7 @@ def describe_text(cells: Sequence[Any]) -> str:
 
 
 def describe_codes(name: str, cells: Cells) -> str:
-    """Return what the whole numbers of a column are, where they measure nothing; "" where not."""
+    """Describe integers that are codes or identifiers instead of measurements; "" for others."""
     x = to_numbers(cells)
     x = x[np.isfinite(x)]
     if len(x) < _FEW or not (x == np.rint(x)).all():
@@ -188,10 +188,10 @@ def describe_codes(name: str, cells: Cells) -> str:
 
 @dataclass(frozen=True)
 class Unusual:
-    """A column's finite numbers [n], parted. usual: those that look like measurements.
+    """A partition of a column's finite numbers [n]. usual: those that look like measurements.
 
-    codes: (value, count) of values that may stand for a missing one, such as -999. far: groups of
-    values that are far below, and far above, the others.
+    codes: (value, count) of values that may encode a missing one, such as -999. far: groups of
+    values that are far below or above the others.
     """
 
     usual: np.ndarray
@@ -200,7 +200,7 @@ class Unusual:
 
     @staticmethod
     def of(x: np.ndarray) -> "Unusual":
-        """Part finite numbers x [n]."""
+        """Partition finite numbers x [n]."""
         codes = list[tuple[float, int]]()
         while (code := _find_code(x)) is not None:
             codes.append((code, int((x == code).sum())))
@@ -234,10 +234,10 @@ def _place(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _find_code(x: np.ndarray) -> float | None:
-    """Return an outermost value of x [n] that probably stands for a missing one, None for none.
+    """Return an extreme value of x [n] that probably encodes a missing one; None for none.
 
-    That is -1 where nothing else is negative; 0 or equal digits such as 99 and -999 where they are
-    far more frequent than other values, or far from them.
+    This is -1 if nothing else is negative; 0, or equal digits such as 99 and -999, if they are far
+    more frequent than other values, or far from them.
     """
     values, counts = np.unique(x, return_counts=True)
     if len(values) < 4 or len(x) < _FEW:
@@ -270,7 +270,7 @@ def _numbers(values: np.ndarray) -> Cells:
 
 
 def _beside(found: _Cells, own: ValueRange, kind: str) -> tuple[np.ndarray, str]:
-    """Return which cells are not as declared, bool [n], and what to look at."""
+    """Return the mask of cells that do not match the declaration, bool [n], and a remark."""
     if isinstance(own, Column) and own.categories is not None:
         return _beside_categories(found, own)
     wrong = np.isnan(found.x) & ~found.blank
@@ -288,7 +288,7 @@ def _beside(found: _Cells, own: ValueRange, kind: str) -> tuple[np.ndarray, str]
 
 
 def _other_unit(found: _Cells, own: ValueRange, outside: float) -> str:
-    """Return the question whether a column is in another unit than declared, "" if it is not."""
+    """Ask whether a column is in another unit than declared; "" if it does not look so."""
     first, median, last = found.spread((0.01, 0.5, 0.99))
     if median is None or first is None or last is None:
         return ""
@@ -334,7 +334,7 @@ def summarise_table(
 
 
 def count_classes(y: Any, classes: Sequence[str]) -> dict[str, int]:
-    """Return how many of the records y [n] have each class; the largest first."""
+    """Return class -> number of records in y [n], the largest first."""
     counts = np.bincount(np.asarray(y, np.int64).reshape(-1), minlength=len(classes))
     named = zip(classes, counts.tolist(), strict=True)
     return dict(sorted(named, key=lambda each: -each[1]))

@@ -3,11 +3,10 @@
 Labels that look like those of another task are refused: training on them would be useless.
 
 A person with two names is protected less. So are two persons with one name: their records are
-clipped together, and k records more change those of m others by up to 2 k / (m + k) of the bound on
-a person. So records whose name may be that of several persons are left out.
+clipped together, and k more records change those of m others by up to 2 k / (m + k) of the bound on
+a person. So records whose name may belong to several persons are left out.
 
-What a label becomes follows from that label and the declaration. A label that does not fit leaves
-its record out.
+A label is converted by itself, by the declaration. A record with an invalid label is left out.
 """
 
 import logging
@@ -50,7 +49,7 @@ _logger = logging.getLogger("fedpact")
 def find_classes(
     name: str, tables: Sequence[Table], sieves: Sequence[RecordFilter], form: RecordForm
 ) -> tuple[str, ...]:
-    """Return the class names of the training and test records that are used.
+    """Return the class names of the used training and test records.
 
     Raises DataError: the labels are not class numbers.
     """
@@ -105,7 +104,7 @@ def sort_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_spelled(name: str, names: Sequence[str]) -> None:
-    """Warn of classes that differ in capitals alone."""
+    """Warn of classes that differ only in upper and lower case."""
     alike = dict[str, list[str]]()
     for one in names:
         alike.setdefault(one.casefold(), []).append(one)
@@ -118,7 +117,7 @@ def _check_spelled(name: str, names: Sequence[str]) -> None:
 
 
 def check_several(name: str, classes: Sequence[str], table: Table, form: RecordForm) -> None:
-    """Raise DataError where there is one class alone."""
+    """Raise DataError if there is only one class."""
     if form.target.kind not in ("class", "pixels") or len(classes) != 1:
         return
     labels = table.y.flat if isinstance(table.y, np.ndarray) else table.y
@@ -132,7 +131,7 @@ def check_several(name: str, classes: Sequence[str], table: Table, form: RecordF
 
 
 def _check_classes(name: str, found: Sequence[float], records: int, ask: str) -> None:
-    """Raise DataError: numbers that are measured rather than classes."""
+    """Raise DataError if numbers look like measurements instead of classes."""
     odd = [value for value in found if value != round(value)] if np.isfinite(found).all() else []
     if odd:
         raise DataError(
@@ -152,7 +151,7 @@ def _check_many(name: str, found: Sequence[object], records: int, ask: str) -> N
 
 
 def _tell_never(name: str, never: list[int], largest: int, *, pixels: bool) -> None:
-    """Warn of numbers of classes that no record has. Raises DataError: among pixels."""
+    """Warn of class numbers without records. Raises DataError: for pixels."""
     told = ", ".join(map(str, never[:5])) + (", ..." if len(never) > 5 else "")
     if pixels:
         raise DataError(
@@ -181,11 +180,11 @@ _CONTROLS: Final = "".join(map(chr, (*range(33), *range(127, 161))))
 
 
 def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "person") -> list[str]:
-    """Return the person of each record [n]; the sieve leaves out those that may be of several.
+    """Return the person of each record [n]; the sieve leaves out ambiguous records.
 
-    Those are records that name nobody, and records whose number was rounded, so that other persons
-    may have the same one. 7.0 equals 7, and letters are equal in all forms of Unicode. Raises
-    DataError: another length.
+    These are records without a person, and records whose number was rounded, so that other persons
+    may have the same one. 7.0 equals 7, and letters are compared after Unicode normalisation.
+    Raises DataError: another length.
     """
     if len(given) != sieve.count:
         raise DataError(
@@ -199,7 +198,7 @@ def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "pe
         exact = _exact(float)
         given = [v if v is None or abs(v) < exact else float(v) for v in list(given)]
     if isinstance(given, np.ndarray):
-        # Floats stay of their type, which says from where on they round.
+        # Floats keep their type, which determines above which number they round.
         given = list(given) if given.dtype.kind == "f" else cast(list[Any], given.tolist())
     written = [_shown(text_of(value)) for value in given]
     for row, (name, value) in enumerate(zip(written, given, strict=True)):
@@ -208,7 +207,7 @@ def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "pe
             sieve.leave_out(row, column, why, value)
         elif _names_nobody(name):
             sieve.leave_out(row, column, "names no person")
-    # No array of text, in which one name is as long as the longest.
+    # Not an array of text, in which every name would be as long as the longest.
     return [without_decimal_zeros(name) for name in written]
 
 
@@ -233,7 +232,7 @@ def _rounded(name: str, value: Any) -> str:
         return "" if abs(value) < exact else f"is a number that floats round, from {exact:.0f} on"
     if not isinstance(value, str | bytes):
         return ""
-    # A code such as 12E3 is none; 1.2e3 and 12E+3 are how numbers are written.
+    # A code such as 12E3 is not one; numbers are written as 1.2e3 or 12E+3.
     if _EXPONENT.fullmatch(name) and re.search(r"[.,]|e[+-]", name, re.IGNORECASE):
         return "is a number in exponents, as a spreadsheet rounds long ones"
     exact = _exact(float)
@@ -243,7 +242,7 @@ def _rounded(name: str, value: Any) -> str:
 
 @cache
 def _exact(kind: type[Any]) -> float:
-    """Return the least number from which two whole numbers may be one float of a type."""
+    """Return the smallest number above which two integers may be the same float of a type."""
     return 2.0 ** (np.finfo(kind).nmant + 1)
 
 
@@ -254,9 +253,9 @@ def class_numbers(
     column: str,
     sieve: RecordFilter,
 ) -> np.ndarray:
-    """Return each record's class as its place in classes, int64 [n]; the sieve has the faults.
+    """Return each record's index in classes, int64 [n]; faults are added to the sieve.
 
-    how: "numbers", "names", or None: numbers are places; text is a name, or else a place.
+    how: "numbers", "names", or None: numbers are indices; text is a name, or else an index.
     """
     place = {name: k for k, name in enumerate(classes)}
     # 1 is true wherever a truth value stood beside it, or may have, and not the second class.
@@ -283,7 +282,7 @@ def class_numbers(
 
 
 def read_sites(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "site") -> list[str]:
-    """Return the name of each record's site, [n]; the sieve has those that are of none.
+    """Return the name of each record's site, [n]; the sieve leaves out records without one.
 
     Raises DataError: another length.
     """
@@ -294,14 +293,14 @@ def read_sites(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "si
         )
     names = [text_of(value) for value in given]
     for row, name in enumerate(names):
-        # str(None), as in numpy's arrays of text; a class may have that name.
+        # str(None) occurs in numpy arrays of text; a class may have that name.
         if is_missing(name) or name == "None":
             sieve.leave_out(row, column, "is not a site")
     return names
 
 
 def ambiguous(classes: Sequence[str]) -> bool:
-    """Whether a class's name is the number of another: as 1 for the first, which is number 0."""
+    """Whether a class's name is the index of another, such as "1" for the first, index 0."""
     return any(_place_of(name, len(classes)) not in (-1, k) for k, name in enumerate(classes))
 
 
@@ -313,11 +312,11 @@ def _place_of(text: str, classes: int) -> int:
 def read_labels(
     table: Table, classes: Sequence[str], form: RecordForm, sieve: RecordFilter
 ) -> np.ndarray:
-    """Return labels as they are trained on, [n, ...]; the sieve has those that do not fit.
+    """Return labels for training, [n, ...]; invalid ones are added to the sieve.
 
-    A class: its place, int64 [n]. A number: float32 [n], -1..1. Several: 0 or 1 for each of the
-    classes, float32 [n, K]. Pixels: places of classes, int64 [n, ...]. Raises DataError: a table's
-    column cannot hold such.
+    A class: its index, int64 [n]. A number: float32 [n], -1..1. Several: 0 or 1 for each of the
+    classes, float32 [n, K]. Pixels: indices of classes, int64 [n, ...]. Raises DataError: a table's
+    column cannot contain such labels.
     """
     labels, column = table.y, table.roles.get("label", "y")
     kind = form.target.kind
@@ -352,7 +351,7 @@ def read_labels(
 
 
 def token_labels(table: Table, x: np.ndarray, form: RecordForm, sieve: RecordFilter) -> Table:
-    """Return a table with its tokens' labels [n, T]; itself where a record has one label.
+    """Return a table with labels of tokens [n, T]; unchanged if a record has one label.
 
     x: its records [n, rows, T].
     """
@@ -363,10 +362,10 @@ def token_labels(table: Table, x: np.ndarray, form: RecordForm, sieve: RecordFil
 
 
 def check_places(name: str, kind: str, y: Any, shape: tuple[int, ...]) -> None:
-    """Raise DataError unless each place of a record [*shape] has a label of its own in y [n, ...].
+    """Raise DataError unless each position of a record [*shape] has a label in y [n, ...].
 
-    Of pixels a label is as high and wide as its image, and of tokens as long as its text: so a
-    deployment declares no other shape. y: others than arrays are read one by one.
+    Labels of pixels have the image's height and width, labels of tokens the text's length, so a
+    deployment declares no other shape. y: values that are not arrays are read one by one.
     """
     places = shape[1:] or shape
     if kind == "pixels" and isinstance(y, np.ndarray) and y.shape[1:] != places:
@@ -382,10 +381,10 @@ def unscale(values: Any, target: LabelForm) -> Any:
 
 
 def _several(cells: Cells, count: int) -> np.ndarray:
-    """Return cells that hold so many numbers each as float64 [n, count], NaN where one does not."""
+    """Return cells with `count` numbers each as float64 [n, count], NaN for invalid cells."""
     found = np.full((len(cells), count), np.nan)
     for row, cell in enumerate(cells):
-        # One by one, so that none changes what another is read as.
+        # One by one, so that no value affects how another is read.
         try:
             one = np.asarray(cell, np.float64).reshape(-1)
         except (TypeError, ValueError, OverflowError):

@@ -5,35 +5,35 @@ p_k = J_k/J from the expected batch sizes; weights ω with Σ ω_k = 1 miss it b
 
     E‖Σ ω_k (g_k + noise_k) - Σ p_k g_k‖² <= d Σ ω_k² v_k + D Σ (ω_k - p_k)²,   D = Σ ‖g_k - ḡ‖²,
 
-with ḡ any vector, as Σ (ω_k - p_k) ḡ = 0 (Cauchy-Schwarz). With κ = D/d the right side is least at
+with ḡ any vector, as Σ (ω_k - p_k) ḡ = 0 (Cauchy-Schwarz). With κ = D/d the minimum is at
 
     ω_k = (κ p_k + ν) / (v_k + κ),   ν = (Σ p_k v_k/(v_k + κ)) / (Σ 1/(v_k + κ)),
 
 where the gradient of Σ ω² v + κ Σ (ω - p)² is the multiplier 2ν of Σ ω = 1. The ω_k are positive.
-Large κ gives p, small κ the least noise of all, ω_k ~ 1/v_k. For each κ no other weights have both
-less noise and less bias Σ (ω - p)².
+Large κ gives p, small κ the least noise, ω_k ~ 1/v_k. For each κ no other weights have both less
+noise and less bias Σ (ω - p)².
 
-With q = 1 and one step a round, of length η on the mean gradient and with momentum β, a weight ends
-with noise of deviation (N records at K sites, each with noise of deviation σ C / sqrt(h))
+With q = 1, one step per round with learning rate η on the mean gradient and momentum β, each weight
+ends with noise of standard deviation (N records at K sites, each with noise σ C / sqrt(h))
 
     a = η (σ C / N) sqrt(K / h) sqrt(Σ_t g_t²),    g_t = (1 + β + ... + β^(t-1))
 
-over t = 1 .. T (where sites have noise of their own, σ² is the mean of theirs), and clipped signals
-can have moved it by η C Σ_t g_t. On rows of unit length a is the noise of what the model answers,
-in the logarithm of odds, whatever the data. At a given (ε, δ) σ grows with sqrt(T), so that a moves
-with the length of the way alone, not with T: more rounds make smaller steps on the same way. So
-does the signal to noise of a run, and yet rounds matter: where noise goes as far as all records
-together, each further round trains on the noise of those before; where it does not, short steps end
-where long ones overshoot. Two numbers say how much, which experiments/recommend/fit.py fits on the
-digits (1,442 images): a, and rounds for their signal.
+over t = 1 .. T (if each site has its own noise, σ² is the mean of theirs), and clipped signals can
+have moved it by η C Σ_t g_t. For rows of unit norm a is the noise of the model's output in log
+odds, for any data. At a given (ε, δ) σ grows with sqrt(T), so a depends on the total path length
+and not on T: more rounds make smaller steps on the same path. The same holds for a run's
+signal-to-noise ratio, and yet rounds matter. If noise moves the model as far as all records
+together, each further round trains on the noise of earlier ones; otherwise short steps reach points
+that long ones overshoot. Two constants describe this, which experiments/recommend/fit.py fits on
+the digits (1,442 images): a, and the number of rounds for a signal-to-noise ratio.
 
-At a given (ε, δ), what training gets out of the budget grows with
+At a given (ε, δ), the benefit for training grows with
 
     snr = sqrt(T) q / σ        (for large σ nearly the Gaussian-DP parameter of the whole run)
 
-T iterations at rate q read q T times the site's data. Fewer iterations on larger batches have the
-larger snr, but a run needs its iterations; so every round does at least one, and among the plans
-within the budgets the one with the largest snr is chosen, the cheaper one where they hardly differ.
+T iterations at rate q read q T times the site's data. Fewer iterations on larger batches have a
+larger snr, but a run needs iterations. So every round has at least one, and among the plans within
+the budgets the one with the largest snr is chosen, or the cheaper one if they are nearly equal.
 """
 
 import math
@@ -84,7 +84,7 @@ MOST_ROUNDS: Final = 100
 LEAST_ROUNDS: Final = 3
 _ROUNDS_OF_SIGNAL: Final = 4.0
 _MOMENTUM: Final = 0.8
-# Rounds below which momentum has no time to build up.
+# With fewer rounds momentum cannot build up.
 _MOMENTUM_FROM: Final = 20
 
 
@@ -92,8 +92,8 @@ _MOMENTUM_FROM: Final = 20
 class FullBatch:
     """One way to spend a budget with q = 1 and τ = 1.
 
-    learning_rate: η > 0, of the mean gradient. noise: a, see the module. useful: how many rounds
-    would pay.
+    learning_rate: η > 0, for the mean gradient. noise: a, see the module. useful: the useful number
+    of rounds.
     """
 
     rounds: int
@@ -105,11 +105,11 @@ class FullBatch:
 
 
 def useful_rounds(snr: float) -> int:
-    """Return how many rounds pay at q = 1 with this signal to noise of the whole run, > 0.
+    """Return the useful number of rounds at q = 1 for a run's signal-to-noise ratio > 0.
 
-    Four times that, from 3 to 100; see the module and `signal_to_noise`.
+    It is four times the ratio, from 3 to 100; see the module and `signal_to_noise`.
     """
-    # Fitted to experiments (see the module), and no matter of privacy.
+    # Fitted to experiments (see the module); irrelevant for privacy.
     wanted = _ROUNDS_OF_SIGNAL * check.positive(snr=snr)
     return round(min(max(wanted, LEAST_ROUNDS), MOST_ROUNDS))
 
@@ -125,14 +125,13 @@ def full_batch(
     clip: float = 0.2,
     length: float = 1.0,
 ) -> FullBatch:
-    """Return the rounds, at most `rounds`, with σ, β and η that suit them.
+    """Return the number of rounds, at most `rounds`, with suitable σ, β and η.
 
-    sigma: rounds -> the smallest σ with which a site's budget allows so many at q = 1; of sites
-    with unlike budgets the root of the mean of their squares. records: N > 0, of all sites
-    together. weights: d >= 1, of the model, over which noise is spread. honest: h, how many sites'
-    noise protects a sum; 1 where each site's own does. clip: C > 0. length: of a record's row, > 0;
-    where it is not 1, NOISE is what an answer has of it. Raises InputError for values out of range,
-    and what `sigma` raises.
+    sigma: rounds -> the smallest σ with which a site's budget allows this many at q = 1; for sites
+    with different budgets the root mean square. records: N > 0, of all sites together. weights:
+    d >= 1, of the model. honest: h, the number of sites whose noise protects a sum; 1 if each
+    site's own does. clip: C > 0. length: the norm of a record's row, > 0; the noise of an output is
+    NOISE for any norm. Raises InputError for values out of range, and the errors of `sigma`.
     """
     for name, value in (("records", records), ("clip", clip), ("length", length)):
         check.positive(**{name: value})
@@ -146,9 +145,9 @@ def full_batch(
     snr = signal_to_noise(1.0, sigma(1), 1, records, sites / honest, weights)
     useful = useful_rounds(snr)
     chosen = min(rounds, useful)
-    # With fewer rounds than pay a step of the whole way would overshoot.
+    # With fewer rounds than useful, a step of the whole path would overshoot.
     noise = NOISE / length * math.sqrt(chosen / useful)
-    # β changes neither what is released nor what it costs.
+    # β changes neither the releases nor their cost.
     momentum = _MOMENTUM if chosen >= _MOMENTUM_FROM else 0.0
     share = (noisy := sigma(chosen)) * clip / records * math.sqrt(sites / honest)
     rate = noise / (share * math.sqrt(sum(g * g for g in _gains(momentum, chosen))))
@@ -156,7 +155,7 @@ def full_batch(
 
 
 def _gains(momentum: float, rounds: int) -> list[float]:
-    """g_1 .. g_T: what a step has moved after t rounds, over its own length."""
+    """g_1 .. g_T: the movement by a step after t rounds, relative to its length."""
     found, gain = list[float](), 0.0
     for _ in range(rounds):
         gain = 1 + momentum * gain
@@ -167,13 +166,13 @@ def _gains(momentum: float, rounds: int) -> list[float]:
 def signal_to_noise(
     rate: float, sigma: float, steps: int, records: float, shares: float, weights: int
 ) -> float:
-    """Return how far clipped signals can go at most, over how far noise goes: of a whole run.
+    """Return the largest movement by clipped signals over that by noise, for a whole run.
 
         sqrt(T) q N / (σ sqrt(K / h) sqrt(d))
 
     rate: q in (0, 1]. sigma: σ > 0 over C. steps: T >= 1. shares: K / h >= 1. weights: d >= 1. It
-    is the ratio of the lengths of two vectors [d]; below 1 the noise is the longer one even if all
-    records pull one way.
+    is the ratio of the norms of two vectors [d]; below 1 the noise is longer even if all records
+    point in one direction.
     """
     check.rate(rate=rate)
     for name, value in (("sigma", sigma), ("records", records), ("shares", shares)):
@@ -183,7 +182,7 @@ def signal_to_noise(
     return math.sqrt(steps / (shares * weights)) * rate * records / sigma
 
 
-# Plans whose snr differs by less than this are alike; then less computing decides.
+# Plans whose snr differs by less than this are similar; then the cheaper computation is chosen.
 _ALIKE = 0.01
 _HALVINGS = 5
 _LOCAL_STEPS = (1, 2, 4, 8, 16)
@@ -192,7 +191,7 @@ MOST_STEPS = _LOCAL_STEPS[-1]
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to spend a budget. passes: q T, how often each site's data are read."""
+    """One way to spend a budget. passes: q T, the number of passes over each site's data."""
 
     rate: float
     sigma: float
@@ -206,7 +205,7 @@ class Choice:
 
     @property
     def passes(self) -> float:
-        """How many times a record is read, q T: passes over the data, as expected."""
+        """The expected number of passes over the data, q T."""
         return self.rate * self.steps
 
     @property
@@ -237,7 +236,7 @@ def choice(
 ) -> Choice:
     """Return the choice with the smallest σ at which T = τ rounds iterations fit the budget.
 
-    spent: what the budget bears besides.
+    spent: other events within the budget.
     """
     check.count(rounds=rounds)
     check.count(local_steps=local_steps)
@@ -254,9 +253,9 @@ def candidates(
 ) -> list[Choice]:
     """Return the plans within the budgets, cheapest first, with σ by RDP: enough to rank them.
 
-    rounds: >= 1, all of them used. passes: most passes over each site's data, > 0; where even one
-    record a round is more than that, rates go down to passes / rounds. spent: see `choice`.
-    most_steps: τ is at most this, >= 1.
+    rounds: >= 1, all of them used. passes: the most passes over each site's data, > 0; if one
+    record per round exceeds that, rates go down to passes / rounds. spent: see `choice`.
+    most_steps: the largest τ, >= 1.
     """
     check.count(rounds=rounds)
     check.positive(passes=passes)
@@ -280,8 +279,8 @@ def best(
     spent: History | None = None,
     most_steps: int = MOST_STEPS,
 ) -> Choice:
-    """Return the candidate with the largest snr, the cheapest of those alike, with its exact σ."""
-    # RDP ranks, as it costs microseconds; the chosen one alone is priced exactly.
+    """Return the candidate with the largest snr, the cheapest of similar ones, with its exact σ."""
+    # RDP ranks candidates in microseconds; only the chosen one is priced exactly.
     found = candidates(budget, rounds, passes, spent, most_steps)
     top = max(c.snr for c in found)
     chosen = next(c for c in found if c.snr >= (1 - _ALIKE) * top)
