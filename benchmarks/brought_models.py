@@ -171,6 +171,15 @@ def _hugging(kind: str, task: str, settings: dict[str, Any]) -> Callable[[], nn.
     return make
 
 
+_SWIN = {
+    "image_size": _SIDE,
+    "patch_size": 2,
+    "embed_dim": 16,
+    "depths": [1, 1],
+    "num_heads": [2, 2],
+    "window_size": 4,
+    "num_labels": CLASSES,
+}
 _VIT = {
     "image_size": _SIDE,
     "patch_size": 8,
@@ -188,30 +197,8 @@ _OF_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "DeiT": ("DeiT", _VIT | {"architectures": ["DeiTForImageClassification"]}),
     "BEiT": ("Beit", _VIT),
     "DINOv2": ("Dinov2", _VIT),
-    "Swin": (
-        "Swin",
-        {
-            "image_size": _SIDE,
-            "patch_size": 2,
-            "embed_dim": 16,
-            "depths": [1, 1],
-            "num_heads": [2, 2],
-            "window_size": 4,
-            "num_labels": CLASSES,
-        },
-    ),
-    "Swin v2": (
-        "Swinv2",
-        {
-            "image_size": _SIDE,
-            "patch_size": 2,
-            "embed_dim": 16,
-            "depths": [1, 1],
-            "num_heads": [2, 2],
-            "window_size": 4,
-            "num_labels": CLASSES,
-        },
-    ),
+    "Swin": ("Swin", _SWIN),
+    "Swin v2": ("Swinv2", _SWIN),
     "ConvNeXt v2": (
         "ConvNextV2",
         {"hidden_sizes": [16, 16, 32, 32], "depths": [1] * 4, "num_labels": CLASSES},

@@ -479,8 +479,16 @@ def _read_records(path: Path) -> list[RoundRecord]:
 
 
 _STATEMENT = {
-    *("accountant", "adjacency", "covers", "does_not_cover", "private"),
-    *("randomness", "simulator_only", "sites", "sizes", "unit"),
+    "accountant",
+    "adjacency",
+    "covers",
+    "does_not_cover",
+    "private",
+    "randomness",
+    "simulator_only",
+    "sites",
+    "sizes",
+    "unit",
 }
 
 

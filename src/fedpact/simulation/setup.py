@@ -204,9 +204,13 @@ def load_data(plan: Plan) -> Dataset:
     if not is_table(plan.data):
         named = load.load_dataset(plan.data, plan.label, plan.site, person=plan.person)
         return refit(named, plan.records, plan.form)
-    columns, classes = (plan.label, plan.site), plan.records.classes
     return load.load_dataset(
-        plan.data, *columns, person=plan.person, classes=classes, form=plan.form
+        plan.data,
+        plan.label,
+        plan.site,
+        person=plan.person,
+        classes=plan.records.classes,
+        form=plan.form,
     )
 
 

@@ -149,11 +149,21 @@ class VirtualSite:
             left = partial(charge.steps_left, terms)
             own = terms.at(task.round)
             # A simulation protects nobody, so placement needs no check of this machine.
-            args = records, bench.private, own, draws, charge, left, exact
-            return PrivateOracle(*args, placement="compact")
+            return PrivateOracle(
+                records, bench.private, own, draws, charge, left, exact, placement="compact"
+            )
 
-        args = self.name, size, plan.method, oracle, ledger, self.memory, self.policy, device
-        return Client(*args, self._examine(ledger))
+        return Client(
+            self.name,
+            size,
+            plan.method,
+            oracle,
+            ledger,
+            self.memory,
+            self.policy,
+            device,
+            self._examine(ledger),
+        )
 
     def _examine(self, ledger: Ledger | None) -> Callable[[Task, State, Worker], Vectors] | None:
         """Return what answers questions about held-out records; None if there are none."""

@@ -349,10 +349,10 @@ class FleetLink:
 
         headers = Headers("SuperNode", sign)
         self._client = FleetHttpClient(f"https://{address}", interceptors=[headers], verify=context)
+        connection = self._client._client  # pyright: ignore[reportPrivateUsage]
         # Or a dishonest server could have a site send requests to other machines of its network.
-        self._client._client.follow_redirects = False  # pyright: ignore[reportPrivateUsage]
-        hooks = {"request": [], "response": [_check_length]}
-        self._client._client.event_hooks = hooks  # pyright: ignore[reportPrivateUsage]
+        connection.follow_redirects = False
+        connection.event_hooks = {"response": [_check_length]}
 
     def close(self) -> None:
         """Close the connection."""
