@@ -544,6 +544,13 @@ def test_without_space_for_a_reply_nothing_is_charged(make, tmp_path, monkeypatc
     assert not [*directory.rglob("*.partial"), *directory.rglob("*.room")]
 
 
+def test_a_commit_waits_for_the_disk_and_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sqlite3, "connect", sqlite3.connect.func)
+    with closing(Store(tmp_path)) as store:
+        extra = 3
+        assert store._db.execute("PRAGMA synchronous").fetchone() == (extra,)
+
+
 class Disk:
     """Fails from the k-th operation of those that may find no room, until it is mended."""
 
