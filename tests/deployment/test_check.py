@@ -113,8 +113,8 @@ def test_6_percent_left_out_refuses_before_any_charge(sites, tmp_path, earlier):
     ledger = home / "ledger.jsonl"
     if earlier:
         # Another run on the same records.
-        with Site(home):
-            pass
+        with Site(home) as site:
+            site.take_part()
         path = home / "federation.toml"
         name = check_site(home).run
         path.write_text(path.read_text().replace(name, f"{name}-next"))
@@ -134,15 +134,15 @@ def test_6_percent_left_out_refuses_before_any_charge(sites, tmp_path, earlier):
     assert "6 of 100" in check_site(home).problems[0]
     spoiled(table, 5)
     with Site(home) as site:
-        assert site.ledger.runs
+        site.take_part()
 
 
 def test_a_reservation_is_kept_for_any_records(sites, tmp_path):
     """That a site stops at a record would tell of it."""
     table = spoiled(tmp_path / "own.csv", 0)
     _, (home,) = sites(table)
-    with Site(home):
-        pass
+    with Site(home) as site:
+        site.take_part()
     spoiled(table, 100)
     with Site(home) as site:
         assert len(site._records._records.x) == 0
@@ -202,8 +202,8 @@ def test_the_cost_and_what_remains_are_the_owners(sites, tmp_path):
     _, (home,) = sites(write(tmp_path / "own.csv", rows()))
     before = check_site(home)
     assert (before.epsilon, before.epsilon_before, before.reserved) == (2.0, 0.0, False)
-    with Site(home):
-        pass
+    with Site(home) as site:
+        site.take_part()
     after = check_site(home)
     assert (after.epsilon_before, after.reserved, after.problems) == (0.0, True, [])
     path = home / "federation.toml"

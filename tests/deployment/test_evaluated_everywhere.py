@@ -103,7 +103,7 @@ def test_masked_site_answers_evaluations_in_the_clear(make, tmp_path):
         asked = Task(site.run, 1, EVALUATION, w, {})
         # Inside of a step it would be summed under masks that are training's.
         assert site._to_be_masked(asked).code == "policy"
-        assert site.ledger.length == 4  # opened, reserved twice, and how records are placed
+        assert site.ledger.length == 1  # opened
         assert isinstance(from_bytes(site.handle(asked)), Reply)
         assert not site.ledger.spent(site.run)
 

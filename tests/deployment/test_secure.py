@@ -541,7 +541,8 @@ def test_a_site_without_its_list_of_opened_sums_does_not_open(federation, how):
     """A server could have a second sum of a round opened, over other sites."""
     run, nodes = federation()
     home = nodes[0].directory
-    # From the first opening on, so that its lack tells before anything was opened, too.
+    # From the first task on, so that its lack tells before anything was opened, too.
+    nodes[0].site.take_part()
     assert json.loads(stored(home, "opened")) == [nodes[0].site.run, -1, 0, []]
     lost = loses(nodes[0], "open", 1)
     run()
@@ -585,6 +586,7 @@ def test_the_run_ends_when_too_few_sites_have_budget_left(federation):
     """Two of three have spent theirs: the third's vector would stand alone."""
     run, nodes = federation()
     for node in nodes[1:]:
+        node.site.take_part()
         for number in (101, 102):
             task = Task(node.site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
             node.site._client.handle(task, node.site._bench)
@@ -600,6 +602,7 @@ def test_the_run_ends_when_too_few_sites_have_budget_left(federation):
 def test_run_ends_when_too_few_sites_have_budget(federation):
     """patience.least_replies is more than the threshold."""
     run, nodes = federation(patience={"least_replies": 3})
+    nodes[0].site.take_part()
     for number in (101, 102):
         task = Task(nodes[0].site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
         nodes[0].site._client.handle(task, nodes[0].site._bench)
@@ -609,6 +612,7 @@ def test_run_ends_when_too_few_sites_have_budget(federation):
 
 def test_one_site_without_budget_is_left_out(federation):
     run, nodes = federation()
+    nodes[0].site.take_part()
     for number in (101, 102):
         task = Task(nodes[0].site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
         nodes[0].site._client.handle(task, nodes[0].site._bench)

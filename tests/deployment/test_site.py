@@ -100,6 +100,7 @@ def test_spare_rounds_pay_for_what_a_crash_took(make, tmp_path):
     answered, within the same ε."""
     directory = make(tmp_path / "d", budget={"spare_rounds": 1}) / "sites" / "site-00"
     with Site(directory) as site:
+        site.take_part()
         site._client.handle(task_of(site, 3), site._bench)
         answers = [from_bytes(site.handle(task_of(site, number))) for number in range(1, 8)]
     assert [type(a) for a in answers] == [Reply] * 5 + [Refusal] * 2
@@ -186,12 +187,14 @@ def test_without_a_policy_it_takes_part_in_nothing(site_dir):
 def test_second_run_on_same_records_needs_policy_for_both(site_dir):
     with Site(site_dir) as site:
         first = site.run
+        site.take_part()
     change(site_dir / "federation.toml", f'run = "{first}"', 'run = "another"')
     with pytest.raises(PolicyRefused, match=r"epsilon would be 4.*epsilon_ever = 2"):
         Site(site_dir)
     change(site_dir / "policy.toml", "epsilon_ever = 2.0", "epsilon_ever = 4.0")
     change(site_dir / "policy.toml", "delta_ever = 1e-05", "delta_ever = 2e-05")
     with Site(site_dir) as site:
+        site.take_part()
         assert site.ledger.total() == pytest.approx((4.0, 2e-5), rel=1e-12)
         terms = site._terms
     # Each reservation by itself, so that a reader can count it anew.

@@ -48,6 +48,8 @@ def test_two_refusals_of_three_charge_no_site(federate, tmp_path, threshold, rel
     assert "site-00 does not allow this run" in told
     assert "site-01:" not in told
     assert ledgers(run) == before
+    # Opened, and nothing reserved: another federation finds the whole budget.
+    assert all(node.site.ledger.runs == () for node in run.nodes)
     # Both are mended: the same run begins, with all three.
     allow_again()
     run.nodes[2].here = True

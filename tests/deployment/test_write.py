@@ -215,6 +215,7 @@ def test_the_status_of_one_party(deployment):
     site = deployment / "sites" / "site-00"
     with Site(site) as opened:
         run = opened.run
+        opened.take_part()
     status = json.loads(run_cli("status", site, "--json"))
     assert list(status["ledgers"]) == ["site-00"]
     assert status["ledgers"]["site-00"]["runs"][run]["epsilon_reserved"] == 2.0

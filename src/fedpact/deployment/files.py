@@ -54,7 +54,7 @@ On several machines: `fedpact deploy server DIRECTORY` on the server, and `fedpa
 DIRECTORY` at each site; both can be stopped and restarted without loss. Before that, each site's
 owner reads `site.toml` and `policy.toml`, sets `records` to the site's records, checks them with
 `fedpact deploy check .`, reads what the site will release, and signs with
-`fedpact deploy approve . --by NAME`. Nothing is charged before all sites are ready.
+`fedpact deploy approve . --by NAME`. Nothing is reserved or charged before all sites are ready.
 `federation.toml` and `plan.json` are the same everywhere. The guide is
 docs/how-to/operate-a-deployment.md.
 """

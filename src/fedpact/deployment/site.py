@@ -83,15 +83,13 @@ _LEFT_BEHIND = ("reply", "evaluation", "opened")
 def check_left_behind(directory: Path, store: Store, ledger: Path, promised: bool) -> None:
     """Raise LedgerError if a site has taken part in a run that its ledger does not contain.
 
-    promised: whether the ledger has a reservation. A site reserves before it takes part, so no
-    other file of a run can be older than the ledger.
+    promised: whether the ledger has a reservation. A site reserves before it answers its first
+    task, so no reply can be older than the ledger.
     """
     if promised:
         return
     log = directory / "log.txt"
     found = [f"{name!r} in {STORE_FILE}" for name in _LEFT_BEHIND if store.read(name) is not None]
-    if (directory / "flower" / "node").exists():
-        found.append("flower/node")
     if log.exists() and _ANSWERED.search(log.read_bytes()):
         found.append(log.name)
     if found:
@@ -212,9 +210,10 @@ def _few(names: object) -> str:
 class Site:
     """An open site, held by one process at a time through its ledger's lock.
 
-    Opening reserves the run's events in the ledger, if the policy allows them. stopped: why the
-    site no longer answers, "" if it does. agreed: see Federation.agreed. Raises FedpactError if
-    anything does not match; then nothing is reserved.
+    Opening checks that policy and ledger allow the run. Its events are reserved when the first
+    task arrives that may release something: a federation that never begins costs no budget.
+    stopped: why the site no longer answers, "" if it does. agreed: see Federation.agreed. Raises
+    FedpactError if anything does not match; then nothing is reserved.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -261,7 +260,12 @@ class Site:
                 device=self._device,
                 examine=partial(self._examiner.examine, self.ledger),
             )
-            self._take_part()
+            self._check_policy()
+            self._takes_part = False
+            if self.run in self.ledger.runs:
+                self.take_part()
+            else:
+                self._reserve(only_ask=True)
             self.cost = Cost(self.run, self._terms, self.ledger)
         except BaseException:
             self.close()
@@ -311,6 +315,7 @@ class Site:
         objection = self._objection(step, seen)
         if objection or self._masker is None:
             return self._refusal(step, objection or "policy")
+        self.take_part()
         return to_bytes(self._masker.answer(step, self._to_be_masked))
 
     def _to_be_masked(self, task: Task) -> Reply | Refusal:
@@ -372,6 +377,7 @@ class Site:
         if shared and self.ledger.is_charged(self.run, task.round, task.attempt):
             # Two sums of one attempt would differ only by this site's shares.
             return self._refusal(task, "attempt")
+        self.take_part()
         before = self.ledger.length
         try:
             with room(task, self._store, self._witness.path, self.ledger.path):
@@ -422,17 +428,23 @@ class Site:
     def _refusal(self, question: Task | Step, code: str) -> bytes:
         return to_bytes(Refusal(question.run, question.round, self.name, code))
 
-    def _take_part(self) -> None:
-        """Reserve the run, if the policy allows it."""
-        self._check_policy()
-        terms = self._terms
-        promised = terms.history(terms.steps)
-        self.ledger.reserve(self.run, terms.budget, promised, terms.shared, unit=terms.protects)
+    def take_part(self) -> None:
+        """Reserve the run, once, before the first answer that may release something."""
+        if self._takes_part:
+            return
+        self._reserve(only_ask=False)
         self.ledger.note_placement(self.run, self.placement, self.plan.run.precision)
-        self._examiner.reserve(self.ledger, self.run)
         if self._masker is not None:
             self._masker.begin(self.run, charged=bool(self.ledger.spent(self.run)))
         self._witness.keep(self.ledger.length, self.ledger.head, "this site")
+        self._takes_part = True
+
+    def _reserve(self, *, only_ask: bool) -> None:
+        terms = self._terms
+        events, unit = terms.history(terms.steps), terms.protects
+        ledger, run = self.ledger, self.run
+        ledger.reserve(run, terms.budget, events, terms.shared, unit=unit, only_ask=only_ask)
+        self._examiner.reserve(ledger, run, only_ask=only_ask)
 
     def _check_policy(self) -> None:
         """Raise PlanError or PolicyRefused unless policy.toml, as it is now, allows this run."""
@@ -455,7 +467,7 @@ class Site:
         bench = self._bench if self._device.type == "cpu" else None
         own = own_records(self.files, bench)
         if not has_reserved(self.files.ledger, self.run):
-            # After the first reservation no invalid record may stop the site, as that reveals it.
+            # Once the run has begun, no invalid record may stop the site, as that reveals it.
             own.check(self.settings)
         held = self._examiner.split(own)
         self._examiner.take(own.raw[held], own.part(held).to(self._device))
@@ -476,7 +488,8 @@ def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[b
         run, number = question.run, question.round
         if isinstance(question, Task):
             # "replied" in the log means that something was released (check_left_behind).
-            done = "is ready" if question.algorithm == READY else "replied"
+            free = {READY: "is ready", FINAL: "has the final model"}
+            done = free.get(question.algorithm, "replied")
             encoded = site.handle(question, seen)
         else:
             encoded, done = site.handle_step(question, seen), f"answered {question.step!r}"

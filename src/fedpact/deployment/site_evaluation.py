@@ -224,9 +224,10 @@ class Examiner:
         group = y.new_zeros(len(y)) if self._groups is None else self._groups.of(raw)
         self._held = HeldOut(held.x, y, group.to(y.device), held.persons, held.columns)
 
-    def reserve(self, ledger: Ledger, run: str) -> None:
-        """Reserve the run's evaluations, if it has any."""
-        self.form.reserve(ledger, run, self.form.split(self._key, persons=self._of_persons))
+    def reserve(self, ledger: Ledger, run: str, *, only_ask: bool) -> None:
+        """Reserve the run's evaluations, if it has any. only_ask: see Ledger.reserve."""
+        split = self.form.split(self._key, persons=self._of_persons)
+        self.form.reserve(ledger, run, split, only_ask=only_ask)
 
     def examine(self, ledger: Ledger, task: Task, memory: State, bench: Worker) -> Vectors:
         """Charge an evaluation, and return its noisy sums."""

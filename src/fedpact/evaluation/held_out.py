@@ -211,13 +211,15 @@ class SumsForm:
         by = "person" if persons else "record"
         return hashlib.sha256(f"{self.share!r}/{by}/".encode() + key).hexdigest()[:32]
 
-    def reserve(self, ledger: Ledger, run: str, split: str) -> None:
-        """Reserve a run's evaluations. Raises what Ledger.reserve raises: e.g. another split."""
+    def reserve(self, ledger: Ledger, run: str, split: str, *, only_ask: bool = False) -> None:
+        """Reserve a run's evaluations. only_ask, raises: as Ledger.reserve; e.g. another split."""
         if self.once is not None:
             of = self.once
             beside = CompanionReservation(run, split)
             name = name_reservation(run)
-            ledger.reserve(name, of.budget, of.history, beside=beside, unit=self.unit)
+            ledger.reserve(
+                name, of.budget, of.history, beside=beside, unit=self.unit, only_ask=only_ask
+            )
 
 
 def form_of(

@@ -170,7 +170,7 @@ class FlowerTransport:
         raise TooFewReplies(
             f"run {run} has not begun: {len(ready)} of {len(self.sites)} sites are ready, and its "
             f"first round waits for {least} (patience.start_sites of federation.toml; left out, "
-            f"for all). {why}. Nothing was asked that costs budget, and nothing is charged at any "
+            f"for all). {why}. Nothing is reserved or charged at any "
             "site: have their owners see to it, with `fedpact deploy check` of the site's "
             "directory, and start the server again"
         )
