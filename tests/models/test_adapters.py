@@ -24,6 +24,10 @@ class Adapted(nn.Module):
         self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 3, bias=False)
         nn.init.zeros_(self.up.weight)
 
+    @property
+    def base_model(self):
+        return self
+
     def get_base_model(self):
         return self
 
@@ -51,6 +55,17 @@ def test_adapters_that_no_answer_follows_from_are_named():
     model.used = False
     with pytest.raises(ModelError, match=r"without a gradient of any record: .*down"):
         check_adapters(kernel(model), x, y)
+
+
+def test_adapters_that_cannot_be_removed_are_refused_before_training():
+    """After it what is stored could not be checked."""
+
+    class Stuck(Adapted):
+        def unload(self):
+            raise AttributeError("no attribute 'weight'")
+
+    with pytest.raises(ModelError, match=r"cannot remove .* \(AttributeError: no attribute"):
+        check_adapters(kernel(Stuck()), torch.randn(4, 4), torch.arange(4) % 3)
 
 
 def test_a_classifier_that_is_not_trained_is_told(caplog):

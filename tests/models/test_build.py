@@ -105,6 +105,24 @@ def test_records_a_model_does_not_accept_are_told(monkeypatch, name, record, tol
         build(name, record, 3, 0)
 
 
+class Tagger(nn.Embedding):
+    def __init__(self, shape, classes):
+        super().__init__(9, classes)
+        self.longer = shape[0] == 7
+
+    def forward(self, x):
+        out = super().forward(x)
+        return torch.cat([out, out], 1).mT if self.longer else out
+
+
+@pytest.mark.parametrize("length", [4, 7])
+def test_tokens_with_classes_last_or_of_another_length_are_told(monkeypatch, length):
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    record = torch.zeros(length, dtype=torch.int64)
+    with pytest.raises(ModelError, match=rf"so expected \(2, 3, {length}\), classes first"):
+        build("test_build:Tagger", record, 3, 0, kind="pixels")
+
+
 def test_images_without_channels_get_a_remedy():
     with pytest.raises(ModelError, match=r"got records of shape \(8, 8\).* as \(1, 8, 8\)"):
         build("cnn_group_norm", torch.zeros(8, 8), 10, 0)

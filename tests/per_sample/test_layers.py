@@ -167,6 +167,7 @@ def test_embedding_gradients_hold_only_the_rows_read():
 def test_layer_norm(reference, batch, positions, shape, seed):
     layers = [
         nn.LayerNorm(shape),
+        nn.LayerNorm(shape, bias=False),
         nn.LayerNorm(shape, bias=False, eps=1e-2),
         nn.LayerNorm(shape[-1:]),
         nn.LayerNorm(shape, elementwise_affine=False),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fedpact.common.errors import ModelError
-from fedpact.common.losses import squared_error
+from fedpact.common.losses import cross_entropy, squared_error
 from fedpact.common.params import FlatModel
 from fedpact.per_sample import norms, per_record
 from fedpact.per_sample.kernel import PerSampleKernel
@@ -280,3 +280,54 @@ def test_a_model_that_raises_at_zeros_is_left_to_vmap(reference, monkeypatch):
         way = per_record.Alone(model, squared_error, x, y, "as the test wants it")
     monkeypatch.setattr(per_record.Alone, "_looped", None)
     assert len(way.losses(x, y)) == 16
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_pointwise_convolutions_are_traced_on_one_thread(dims):
+    """There torch chooses an algorithm by the number of records."""
+    layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](5, 4, 1)
+    model = FlatModel(nn.Sequential(layer, nn.Flatten(), nn.Linear(4 * 3**dims, 3)))
+    x, y = torch.randn(4, 5, *[3] * dims), torch.arange(4) % 3
+    assert PerSampleKernel(model, cross_entropy).way(x, y) == "graph"
+
+
+class Choosing(nn.Module):
+    """Writes a number wherever a mask of its own records says so."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.first, self.head, self.rows = nn.Linear(6, 6), nn.Linear(6, 3), rows
+
+    def forward(self, x):
+        h = self.first(x).view(-1, 2, 3).clone()
+        h[h.amax(2) < 0.5 if self.rows else h < 0] = 0.25
+        return self.head(h.flatten(1))
+
+
+class Frozen(nn.Module):
+    """BatchNorm by running statistics, and then a layer that writes in place."""
+
+    def __init__(self, affine):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, affine=affine).eval()
+        self.norm.running_mean.normal_()
+        self.norm.running_var.uniform_(0.5, 2)
+        self.rest = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 3))
+
+    def forward(self, x):
+        return self.rest(self.norm(x))
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+
+@pytest.mark.parametrize("module", [Choosing(False), Choosing(True), Frozen(False), Frozen(True)])
+def test_masks_and_frozen_batchnorm_are_traced(module):
+    kernel = PerSampleKernel(FlatModel(module.train()), cross_entropy)
+    x, y = torch.randn(9, 6), torch.arange(9) % 3
+    assert kernel.way(x, y) == "graph"
+    rows = kernel.alone(x, y)
+    scale = (0.5 / rows.norm(dim=1)).clamp(max=1)
+    torch.testing.assert_close(kernel.clipped_sum(x, y, 0.5), (scale[:, None] * rows).sum(0))

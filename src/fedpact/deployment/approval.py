@@ -196,7 +196,7 @@ def _costs(plan: Plan, terms: Terms, policy: Policy) -> list[str]:
     budget = terms.budget
     found = [
         f"(ε, δ) = ({upper(budget.epsilon)}, {upper(budget.delta)}) for each {terms.protects} "
-        f"({terms.adjacency}), reserved when the site opens and never exceeded;",
+        f"({terms.adjacency}), reserved when the run begins and never exceeded;",
         f"the policy allows ε = {policy.epsilon_ever:g} on these records, over all runs;",
     ]
     if terms.shares_noise:

@@ -50,8 +50,7 @@ class Patience(BaseModel):
     join_seconds: float = Field(default=60.0, ge=0)
     """How long a start waits for all sites; later rounds do not wait for missing ones."""
     start_sites: int | None = Field(default=None, ge=1)
-    """How many sites must be ready before the first round; until then nothing is reserved or charged.
-    Default: all."""
+    """How many sites must be ready before the first round, which reserves budget. Default: all."""
     least_replies: int = Field(default=1, ge=1)
     """With fewer replies the round is repeated."""
     retries: int = Field(default=2, ge=0)

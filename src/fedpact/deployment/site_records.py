@@ -136,7 +136,8 @@ class Own:
             f"{percent(settings.most_left_out)}: {why or 'the file is empty'}. The site does not "
             "open, and nothing is reserved. Run `fedpact deploy check` on its directory to compare "
             "each column with its declaration; then correct the records, give their units and "
-            "categories under [columns] in site.toml, or increase most_left_out"
+            "categories under [columns] in site.toml, have the federation declare `fill` for "
+            "columns with missing cells, or increase most_left_out"
         )
 
     def part(self, chosen: Tensor) -> Records:

@@ -43,12 +43,20 @@ def check_adapters(kernel: Kernel, x: Tensor, y: Tensor) -> None:
     """Check the adapters of a model on made-up records x, y [B, ...], if it has any.
 
     Warns if the classifier is not trained. Raises ModelError: an adapter without a gradient of any
-    record, or a base that moves.
+    record, a base that moves, or adapters that PEFT cannot remove.
     """
     flat = kernel.model
     if not _has_adapters(flat.module):
         return
     adapted: Any = cast(NamedInputs, flat.module).model
+    try:
+        _bare(copy.deepcopy(adapted))
+    except Exception as error:  # whatever PEFT may raise
+        raise ModelError(
+            f"PEFT cannot remove these adapters again ({type(error).__name__}: {error}), so what "
+            "is stored in the end could not be checked: choose another kind, such as LoraConfig, "
+            "or name other modules in its configuration"
+        ) from error
     task = getattr(adapted, "active_peft_config", None)
     if "_CLS" in str(getattr(task, "task_type", "")) and not any(
         "modules_to_save" in name for name, _ in flat.views(flat.vector)

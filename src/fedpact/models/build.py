@@ -117,8 +117,8 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             hint = f"its weights are {', '.join(others)}: make them float32, as by .float()"
         elif not x.is_floating_point():
             hint = (
-                "whole numbers mean tokens: choose a model of tokens, such as one that begins with "
-                "an embedding, or store measurements as float32"
+                "whole numbers mean tokens: choose a model that takes nothing else, such as one "
+                "that begins with an embedding, or store measurements as float32"
             )
         many = f"{count} made-up records"
         if count == 1:
@@ -136,15 +136,19 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
         )
     shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
     whole = shape == (2, classes)
+    tokens = None if x.is_floating_point() else (2, classes, x.shape[-1])
     fits = {
         "number": whole or shape == (2,),
-        "pixels": len(shape) > 2 and shape[:2] == (2, classes),
+        "pixels": len(shape) > 2 and shape[:2] == (2, classes) and tokens in (None, shape),
     }.get(kind, whole)
     if not fits:
         many = {
             "number": "the labels are numbers, so expected (2, 1) or (2,)",
-            "pixels": f"each pixel has one of {classes} classes, so expected (2, {classes}, height,"
-            " width)",
+            "pixels": f"each token has one of {classes} classes, so expected {tokens}, classes "
+            "first"
+            if tokens
+            else f"each pixel has one of {classes} classes, so expected (2, {classes}, height, "
+            "width)",
             "several": f"there are {classes} labels, so expected (2, {classes})",
         }.get(kind, f"the labels have {classes} classes, so expected (2, {classes})")
         advice = "let the factory size its last layer by `classes`"

@@ -315,8 +315,9 @@ def _normalised(weight: int, bias: int | None, dims: int) -> Rule:
         g = cast(Tensor, call.grads[0])
         found: Shares = {}
         if weight in call.wanted:
-            # x̂ is the result without weight and bias.
-            args = call.put({0: call.at(0), weight: None, **({} if bias is None else {bias: None})})
+            # x̂ is the result without weight and bias; a trace omits a bias that is None.
+            without = [at for at in (weight, bias) if at is not None and at < len(call.args)]
+            args = call.put({0: call.at(0), **dict.fromkeys(without)})
             found[weight] = Made(_summed(call, g * call.op(*args), weight, dims))
         if bias in call.wanted:
             found[bias] = Made(_summed(call, g, bias, dims))

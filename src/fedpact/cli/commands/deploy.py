@@ -158,14 +158,23 @@ def approve(
     by: Annotated[str | None, typer.Option(help="Sign for it, by this name.")] = None,
 ) -> None:
     """Show in plain words what a site will release, and at what cost; with --by, sign."""
+    from fedpact.cli.commands.inspect import print_cost, refuse
     from fedpact.deployment import approval
+    from fedpact.deployment.check import check_site
 
     out = plain_console()
     out.print(approval.describe(directory), markup=False)
-    found = approval.read_approvals(directory) if by is None else approval.approve(directory, by)
-    names = ", ".join(found.names) or "nobody"
-    more = f"; {found.missing} more to go, with --by NAME" if found.missing else ""
-    out.print(f"\nApproved by {names}, of {found.needed} that policy.toml asks for{more}.")
+    found = check_site(directory)
+    print_cost(found)
+    if by is None:
+        for problem in found.problems:
+            out.print(f"It cannot start: {problem}", style="red", markup=False)
+    else:
+        refuse([found])
+    state = approval.read_approvals(directory) if by is None else approval.approve(directory, by)
+    names = ", ".join(state.names) or "nobody"
+    more = f"; {state.missing} more to go, with --by NAME" if state.missing else ""
+    out.print(f"\nApproved by {names}, of {state.needed} that policy.toml asks for{more}.")
 
 
 @app.command()

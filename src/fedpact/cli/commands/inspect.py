@@ -119,7 +119,7 @@ def print_check(found: SiteCheck) -> None:
     print_columns(found.columns, out)
     if found.records:
         _print_records(found)
-    _print_cost(found)
+    print_cost(found)
     for remark in found.remarks:
         out.print(f"note: {remark}", markup=False)
     ready = "ready to start, once it is approved" if found.approvals else "ready to start"
@@ -154,7 +154,8 @@ def _print_records(found: SiteCheck) -> None:
         out.print(f"classes: {told}", markup=False)
 
 
-def _print_cost(found: SiteCheck) -> None:
+def print_cost(found: SiteCheck) -> None:
+    """Print what a run costs a site, beside what other runs have reserved."""
     out = plain_console()
     if found.epsilon is None or found.delta is None:
         return
@@ -167,8 +168,8 @@ def _print_cost(found: SiteCheck) -> None:
         left = max(0.0, found.epsilon_ever - found.epsilon_before - most)
         told += (
             f"; other runs have reserved ε = {upper(found.epsilon_before)} of the "
-            f"{upper(found.epsilon_ever)} that policy.toml allows in total, so {number(left)} "
-            "remain after it"
+            f"{upper(found.epsilon_ever)} that policy.toml allows over all runs, so {number(left)} "
+            "remain after this one"
         )
     out.print(f"{told}.", markup=False)
     if found.seconds is not None:

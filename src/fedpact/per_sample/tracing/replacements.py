@@ -103,6 +103,30 @@ def _order(*args: Any, **named: Any) -> Any:
     return found if found is NotImplemented else found[1]
 
 
+def _put(x: Tensor, indices: Sequence[Any], value: Tensor, accumulate: bool = False) -> Any:
+    """x[mask] = number, as a choice for each entry."""
+    (mask, *more) = indices
+    if more or mask is None or mask.dtype != torch.bool or value.dim() or accumulate:
+        return NotImplemented
+    return torch.where(mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim())), value, x)
+
+
+def _frozen_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    _: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """BatchNorm by its running statistics, in which torch's tracer has taken it apart."""
+    sizes = 1, -1, *[1] * (x.dim() - 2)
+    out = (x - mean.view(sizes)) * (variance + eps).rsqrt().view(sizes)
+    out = out if weight is None else out * weight.view(sizes)
+    return out if bias is None else out + bias.view(sizes), x.new_zeros(0), x.new_zeros(0)
+
+
 # These are traced as custom operators that know the shape of the result: torch would find it by
 # computing, possibly in a loop over all positions.
 _library: Any = torch.library.Library("fedpact", "FRAGMENT")
@@ -121,12 +145,12 @@ def _normalised(x: Tensor, *_: Any) -> Tensor:
 
 
 def _convolved(x: Tensor, weight: Tensor, _: Any = None, *settings: Any) -> Tensor:
-    """conv2d: on one thread torch chooses an algorithm by whether a batch has 16 records."""
+    """A convolution: on one thread torch chooses an algorithm by whether a batch has 16 records."""
     stride, padding, dilation = (
         settings[i] if len(settings) > i else [default] for i, default in enumerate((1, 0, 1))
     )
     sizes: list[int] = []
-    for d in (0, 1):
+    for d in range(x.dim() - 2):
         s, p, step = (int(v[d % len(v)]) for v in (stride, padding, dilation))
         room = x.shape[2 + d] + 2 * p - step * (weight.shape[2 + d] - 1) - 1
         sizes.append(room // s + 1)
@@ -141,7 +165,7 @@ _RECURRENT: Final = (
 )
 
 _SHAPES: Final[dict[Any, Callable[..., Any]]] = {
-    _aten.conv2d.default: _convolved,
+    **dict.fromkeys((_aten.conv1d.default, _aten.conv2d.default), _convolved),
     **dict.fromkeys(_RECURRENT, _recurrent),
     **dict.fromkeys((_aten.group_norm.default, _aten.layer_norm.default), _normalised),
 }
@@ -163,6 +187,8 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.take_along_dim.default: _taken,
     _aten.arange.start_step: _counted,
     _aten.scaled_dot_product_attention.default: _attention,
+    _aten.index_put.default: _put,
+    _aten._native_batch_norm_legit_no_training.default: _frozen_batch_norm,
     **dict.fromkeys((_aten.sort.default, _aten.sort.stable), _sorted),
     **dict.fromkeys((_aten.argsort.default, _aten.argsort.stable), _order),
     **{op: _stand_in(op) for op in _SHAPES},
