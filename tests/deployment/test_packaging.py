@@ -105,13 +105,22 @@ def test_lock_has_hashes_of_the_versions_under_test(packaged):
     }
 
 
-def test_versions_that_differ_from_the_lock_are_reported(monkeypatch):
+def test_versions_that_were_not_tested_are_reported(monkeypatch):
     assert processes.describe_untested() == []
     monkeypatch.setattr(processes, "version", {"torch": "2.130.0", "flwr": "1.41.9"}.get)
     (told,) = processes.describe_untested()
     assert told.startswith(
         "torch 2.130.0 is installed, but this version of fedpact was tested with"
     )
+
+
+def test_tested_versions_are_those_of_the_lock_and_within_the_range(packaged):
+    lock = (packaged("compose") / "deploy.lock").read_text()
+    declared = (ROOT / "pyproject.toml").read_text()
+    for name, tested in processes.TESTED.items():
+        assert re.search(rf"^{name}==(\d+\.\d+)", lock, re.M)[1] in tested
+        major, minor = map(int, re.search(rf'"{name}>=[\d.]+,<(\d+)\.(\d+)"', declared).groups())
+        assert tested[-1] == f"{major}.{minor - 1}"
 
 
 def test_compose_gives_each_party_what_it_needs_and_no_more(packaged):
