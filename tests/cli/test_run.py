@@ -266,6 +266,8 @@ def test_interrupt_ends_after_the_round_and_resume_continues(tmp_path, monkeypat
     assert (stopped["status"], stopped["rounds"]) == ("stopped", 6)
     resumed = json.loads(fedpact("resume", "r", "--json", cwd=tmp_path).stdout)
     assert (resumed["status"], resumed["rounds"]) == ("finished", 12)
+    again = fedpact("resume", "r", cwd=tmp_path)
+    assert "The run has ended (finished), so there is nothing to resume." in again.stderr
     whole = fedpact("run", *many, "--out", "whole", "--json", cwd=tmp_path)
     assert json.loads(whole.stdout)["epsilon"] == resumed["epsilon"]
     models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("r", "whole")]
@@ -307,6 +309,27 @@ def test_accuracy_is_shown_with_the_majority_baseline(tmp_path):
     )
     page = html.unescape((tmp_path / "runs/one/report.html").read_text())
     assert "no better than always answering 'common'" in page
+
+
+def test_a_loss_above_the_first_models_is_told(tmp_path):
+    rows = [f"{i % 7 / 7},{3 * i % 11}" for i in range(60)]
+    (tmp_path / "t.csv").write_text("\n".join(["a,y", *rows]) + "\n")
+    given = {"data": "t.csv", "label": "y", "model": "logistic", "task.kind": "regression"}
+    given |= {"sites": 2, "privacy.mode": "none", "settings.learning_rate": 9.0}
+    given |= {"task.range": [0, 11]}
+    changed = [part for key, one in given.items() for part in ("--set", f"{key}={one!r}")]
+    done = fedpact("run", *QUICK, *changed, "--out", "one", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "before training: lower the learning rate" in " ".join(done.stdout.split())
+
+
+def test_several_labels_from_one_column_are_refused_plainly(tmp_path):
+    (tmp_path / "t.csv").write_text("a,b,y\n" + "1,2,0\n3,4,1\n" * 20)
+    given = ["data='t.csv'", "label='y'", "task.kind='multi_label'", "sites=2"]
+    changed = [part for one in given for part in ("--set", one)]
+    done = fedpact("plan", *changed, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "each record has a single label: expected 0 or 1 for each of K labels" in done.stderr
 
 
 def test_a_run_without_any_accuracy_says_why(tmp_path):

@@ -206,7 +206,7 @@ def test_missing_value_error_lists_possible_replacements(tmp_path, caplog):
         (line,) = [r.message for r in caplog.records]
         assert ("300 rows (2, 4, 6, ...): column age is missing" in line) == told
         assert "200 rows (1, 4, 7, ...): column out is not a class" in line
-        assert line.endswith("as records.columns.age.fill" if told else "leave them out yourself")
+        assert line.endswith("as records.columns.age.fill" if told else "remove them from the file")
         assert len(line) < 500
 
 

@@ -112,6 +112,16 @@ def test_command_says_cost_and_releases_then_signs(unsigned):
     assert f"at most {cost.rounds} rounds" in shown.output
     assert "Approved by nobody" in shown.output
     assert not (unsigned / APPROVAL_FILE).exists()
+    assert f"other runs have reserved ε = 0 of the {cost.epsilon_ever:g}" in " ".join(
+        shown.output.split()
+    )
+    policy = unsigned / "policy.toml"
+    text = policy.read_text()
+    policy.write_text(text.replace('"fedavg"', '"fedprox"'))
+    refused = CliRunner().invoke(app, [*command, "--by", "A. Owner"])
+    assert refused.exit_code != 0
+    assert not (unsigned / APPROVAL_FILE).exists()
+    policy.write_text(text)
     signed = CliRunner().invoke(app, [*command, "--by", "A. Owner"])
     assert "Approved by A. Owner, of 1" in signed.output
     check_approved(unsigned)

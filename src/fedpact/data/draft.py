@@ -211,8 +211,8 @@ def _ranges(values: np.ndarray, *keys: str) -> list[str]:
     if not keys:
         lines = [f"# range = [{', '.join(ends)}]   # what such a value can be"]
         beyond = int(((values < float(ends[0])) | (values > float(ends[1]))).sum())
-        what = "sets other values to the nearer end"
-        lines += [f"# clamp = true   # {what}, {beyond:,} here"] if beyond else []
+        what = f"sets {counted(beyond, 'value')} beyond it to the nearer end"
+        lines += [f"# clamp = true   # {what}"] if beyond else []
     return [*lines, '# scale = "range"   # maps the range to -1..1']
 
 
@@ -232,7 +232,7 @@ def propose_range(low: float, high: float) -> tuple[float, float]:
     ((0.0, 100.0), (35.0, 42.0), (-3.0, 2.0))
     """
     span = high - low
-    if not 0 < span < math.inf:
+    if not 1e-300 < span < math.inf:  # below, its power of ten is 0
         return low, high
     step = 10.0 ** math.floor(math.log10(span))
     first, last = math.floor(low / step) * step, math.ceil(high / step) * step

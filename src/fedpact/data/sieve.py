@@ -78,13 +78,13 @@ class RecordFilter:
         out = {c: _without(rows, broken[""]) for c, rows in self._faults.items() if c}
         left_out = set[int]().union(*self._faults.values())
         clamped = {c: _without(rows, left_out) for c, rows in self._clamped.items()}
-        advice = "correct them, or leave them out yourself"
+        advice = "correct them, or remove them from the file"
         if blank := sorted(column for column, why, _ in _by_reason(out) if why == MISSING):
             key = f"records.columns.{toml_key(blank[0])}.fill"
             advice += f", or declare the value that replaces a missing one, as {key}"
         found = (
-            (broken, "cannot be read and are left out of everything", "correct the file"),
-            (out, "are left out of everything", advice),
+            (broken, "cannot be read and are left out", "correct the file"),
+            (out, "are left out", advice),
             (clamped, "hold a value that was clamped", "correct the file if it is a mistake"),
         )
         return [
@@ -192,10 +192,10 @@ _REMEDIES: Final = {
     "header, with commas between values",
     NO_NUMBER: "learn such labels as classes, without [task], or name the column of numbers as "
     "label",
-    "is not a finite number": "if it holds text or dates, leave it out with drop = {names} or name "
-    "the others in features ([records]); declare words as records.columns.{name}.categories = "
-    "[...], all that there are; write a date as a number, as days since a day that is fixed, and a "
-    "number with a point, not a comma",
+    "is not a finite number": "`fedpact inspect FILE` drafts what to declare; if it holds text or "
+    "dates, leave it out with drop = {names} or name the others in features ([records]); declare "
+    "words as records.columns.{name}.categories = [...], all that there are; write a date as a "
+    "number, as days since a day that is fixed, and a number with a point, not a comma",
     MISSING: "leave out what holds nothing with drop = {names}, or declare what stands for a "
     "missing value, as records.columns.{name}.fill",
 }

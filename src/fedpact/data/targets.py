@@ -57,11 +57,11 @@ def find_classes(
     named = tables[0].labels == "names"
     if kind == "number":
         return (tables[0].roles["label"] if named else "value",)
-    if kind == "several" and (named or labels[0].ndim != 2):
+    if kind == "several" and np.ndim(labels[0]) != 2:
         raise DataError(
-            f"data set {name}: task.kind is 'multi_label', but the label of each record is a single "
-            "one: expected 0 or 1 for each of K labels, as an array [n, K] in memory or y of an "
-            ".npz file; a table has one label column"
+            f"data set {name}: task.kind is 'multi_label', but each record has a single label: "
+            "expected 0 or 1 for each of K labels, as an array [n, K] in memory, y of an "
+            ".npz file or a column of lists"
         )
     if kind == "several":
         return tuple(map(str, range(labels[0].shape[1])))

@@ -318,6 +318,14 @@ def inequality(comparison: Comparison) -> str | None:
     return "\n".join(["NOT AN EQUAL COMPARISON; the runs differ in:", *found, *shared])
 
 
+def baseline(comparison: Comparison) -> str | None:
+    """Return what always answering the most frequent class gives; None unless all runs agree."""
+    found = [run.summary.get("commonest") for run in comparison.runs]
+    if not found or found[0] is None or any(one != found[0] for one in found):
+        return None
+    return f"always answering {found[0]['name']!r} gives {percent(found[0]['accuracy'])}"
+
+
 def guarantees(comparison: Comparison) -> list[str]:
     """Return the guarantee of each private entry, and which entries have none."""
     told: dict[str, list[Entry]] = {}
@@ -514,5 +522,6 @@ def _facts(comparison: Comparison) -> list[str]:
         *sites,
         f"seeds {describe_seeds(seeds)}",
         counted(len(runs), "run"),
+        *filter(None, [baseline(comparison)]),
         str(comparison.folder.resolve().name),
     ]

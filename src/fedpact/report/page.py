@@ -209,15 +209,18 @@ def build_headline(run: RunSummary) -> list[CardFigure]:
 def _learning_cards(run: RunSummary) -> list[CardFigure]:
     cards, pooled = list[CardFigure](), run.pooled
     if run.evaluated:
-        last = run.evaluated[-1]
+        first, last = run.evaluated[0], run.evaluated[-1]
         note = f"the global model after round {last.round}; mean loss {number(last.loss)}"
         if pooled:
             note += ", on the sites' own held-out records: "
             note += "each site has its own head" if run.head else "there is no public test set"
         if against := against_majority_class(last.accuracy, run.summary.get("commonest")):
             note += f"; {against}"
+        worse = first.round == 0 and not last.loss <= first.loss
+        if worse:
+            note += f"; a loss of {number(first.loss)} before training: lower the learning rate"
         headline = headline_metric(last.accuracy, last.loss)
-        cards.append(CardFigure(*headline, note, simulator_only=pooled))
+        cards.append(CardFigure(*headline, note, bad=worse, simulator_only=pooled))
         if last.average:
             kind = last.describe_average(run.plan["server"]["average"])
             note = f"the {kind}; mean loss {number(last.average['loss'])}"

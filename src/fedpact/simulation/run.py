@@ -240,8 +240,9 @@ def is_known(folder: Folder, plan: Plan) -> bool:
     kept = {name: getattr(before.run, name) for name in ("device", "precision")}
     if before.model_copy(update={"run": plan.run.model_copy(update=kept)}) != plan:
         raise PlanError(
-            f"{folder.path} holds a run of another configuration: choose another folder with "
-            "--out, or remove that one"
+            f"{folder.path} holds a run of another configuration ({_changed(before, plan)}): "
+            "choose another folder with --out, or remove that one; `fedpact extend` trains a run "
+            "that has ended for more rounds"
         )
     # Without a state, the run ended before round 0: nothing was released, so start again.
     begun = (folder.path / "state.safetensors").exists()
@@ -252,6 +253,21 @@ def is_known(folder: Folder, plan: Plan) -> bool:
             "simulation's files must be restored from a backup"
         )
     return begun
+
+
+def _changed(before: Plan, now: Plan) -> str:
+    """Return the first keys in which two plans differ, with both values."""
+    found = list[str]()
+
+    def compare(a: Any, b: Any, key: str) -> None:
+        if isinstance(a, dict) and isinstance(b, dict):
+            for name in {**a, **b}:
+                compare(a.get(name), b.get(name), f"{key}.{name}".lstrip("."))
+        elif a != b:
+            found.append(f"{key} is {a!r} there and {b!r} now")
+
+    compare(before.model_dump(mode="json"), now.model_dump(mode="json"), "")
+    return "; ".join(found[:3]) + "; ..." * (len(found) > 3)
 
 
 def setting(folder: Folder, scene: SimulationSetup, *, known: bool, given: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fedpact.common import check
 from fedpact.common.errors import InputError
 from fedpact.common.files import check_file, check_out, write_whole
 from fedpact.common.format import counted as counted_noun
-from fedpact.common.format import headline_metric
+from fedpact.common.format import duration, headline_metric
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -96,7 +96,8 @@ def compare(
     console.print(f"{many}, {counted_noun(seeds, 'seed')}, in {folder}")
     stop = StopOnInterrupt(console)
     stop()  # installs the handler
-    with _Live(console) as live:
+    # Of successive halving it is not known how many runs there will be.
+    with _Live(console, 0 if halving else len(entries) * seeds) as live:
         how = {"jobs": jobs, "joining": joining, "on_news": live, "stop": stop}
         how |= {"counted": counted, "sweep": sweep}
         found = search(plans, points, seeds, folder, halving=halving, **how)
@@ -135,11 +136,11 @@ def _export(comparison: Comparison, curves: Path | None, table: Path | None) -> 
 class _Live:
     """A progress line for each run on a terminal, occasional lines elsewhere, and all failures."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, total: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        self.failed = 0
-        self._console = console
+        self.failed = self._done = 0
+        self._console, self._total, self._began = console, total, time.monotonic()
         self._tasks: dict[Job, TaskID] = {}
         self._told: dict[tuple[Job, str], float] = {}
         self._progress = Progress(
@@ -166,7 +167,7 @@ class _Live:
             self.failed += news.failed is not None
             style = "red" if news.failed is not None else None
             said = "FAILED: " + news.failed if news.failed else "ended"
-            self._line(f"{_name(job)}: {said}", style)
+            self._line(f"{_name(job)}: {said}{self._left()}", style)
         elif news.joining is not None:
             site, at, of = news.joining
             for before in set(self._tasks) - {job}:  # computed for one run after another
@@ -176,6 +177,15 @@ class _Live:
             told = " ".join(headline_metric(news.accuracy, news.loss))
             known = news.accuracy is not None or news.loss is not None
             self._show(job, "round", news.round, job.plan.rounds, told if known else None)
+
+    def _left(self) -> str:
+        """Count a run that has ended; return how many have, and the time that the others take."""
+        self._done += 1
+        if not self._done < self._total:
+            return ""
+        each = (time.monotonic() - self._began) / self._done
+        left = duration(each * (self._total - self._done))
+        return f" ({self._done} of {self._total} runs; about {left} left)"
 
     def _show(self, job: Job, what: str, at: int, of: int, told: str | None) -> None:
         """Update a run's bar, and without a terminal print a line now and then."""
@@ -208,6 +218,7 @@ def _print(comparison: Comparison) -> None:
     from fedpact.report.comparison import (
         EFFORT_NOTE,
         PAIRED_NOTE,
+        baseline,
         comparison_table,
         describe_tuning_cost,
         effort,
@@ -240,6 +251,7 @@ def _print(comparison: Comparison) -> None:
     if sentence:
         out.print(Text(sentence, style="bold red"), soft_wrap=True)
     for line in (
+        *filter(None, [baseline(comparison)]),
         *guarantees(comparison),
         *lines_by_entry(comparison, summarise_evaluations),
         *lines_by_entry(comparison, summarise_joining),

@@ -57,10 +57,19 @@ def resume(
     """Resume a run from its last committed round."""
     from fedpact.common.run_folder import Folder
     from fedpact.plan import Plan
+    from fedpact.report.compared_runs import RESUMABLE
 
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder: name the folder of a run, as in runs/first")
-    _carry_out(Plan.parse(Folder(folder).read_json("plan.json")), folder, engine, as_json)
+    found, ended = Folder(folder), (folder / "summary.json").exists()
+    status = found.read_json("summary.json")["status"] if ended else RESUMABLE[0]
+    if status not in RESUMABLE:
+        Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True).print(
+            f"The run has ended ({status}), so there is nothing to resume. `fedpact extend "
+            f"{folder} --rounds N` trains it further.",
+            markup=False,
+        )
+    _carry_out(Plan.parse(found.read_json("plan.json")), folder, engine, as_json)
 
 
 def extend(
