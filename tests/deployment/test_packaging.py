@@ -74,6 +74,20 @@ def lint(dockerfile):
     return wrong + [names for names in copied if "." in names] + ["ADD"] * ("ADD" in dict(steps))
 
 
+@pytest.mark.parametrize(
+    ("form", "command"),
+    [
+        ("compose", "docker compose up"),
+        ("helm", "`helm/README.md`"),
+        ("systemd", "systemctl enable --now fedpact-site@NAME"),
+    ],
+)
+def test_the_readme_says_how_to_start_each_form(packaged, form, command):
+    text = (packaged(form) / "README.md").read_text()
+    assert command in text
+    assert text.count("## With ") == 1
+
+
 def test_images_run_no_root_and_install_by_hash(packaged):
     beside = packaged("compose")
     text = (beside / "Dockerfile").read_text()

@@ -43,6 +43,38 @@ _LEDGER: Final = 'ledger = "ledger.jsonl" '
 _RECORDS: Final = re.compile(r'(?m)^records = "(?:.*/)?([^/"]+)"')
 
 
+_NEXT: Final = {
+    "compose": """
+## With Docker Compose
+
+The whole federation on one machine. Sites reach the server by the name of its service, so
+`--host` is of no use here. INDEX is the address of PyTorch's CPU wheels.
+
+    pip wheel --no-deps fedpact
+    docker compose build --build-arg PIP_EXTRA_INDEX_URL=INDEX
+    FEDPACT_USER=$(id -u):$(id -g) docker compose up
+""",
+    "helm": """
+## With Helm
+
+`helm/README.md` has the commands.
+""",
+    "systemd": """
+## With systemd
+
+On each machine, as root, for a site; for the server `fedpact-server.service` and `server`:
+
+    python3 -m venv /opt/fedpact && /opt/fedpact/bin/pip install 'fedpact[deploy]'
+    useradd --system fedpact
+    install -d -m 700 -o fedpact -g fedpact /var/lib/fedpact
+    cp -r sites/NAME /var/lib/fedpact/NAME && chown -R fedpact:fedpact /var/lib/fedpact/NAME
+    cp systemd/fedpact-site@.service /etc/systemd/system/
+    systemctl enable --now fedpact-site@NAME
+""",
+}
+"""What README.md adds for each form."""
+
+
 def write_package(directory: Path, form: Form, port: int) -> None:
     """Write the files that run a deployment's parties. directory: as written by write_deployment.
 
@@ -52,6 +84,8 @@ def write_package(directory: Path, form: Form, port: int) -> None:
     sites = {name: where for name, where in places.items() if name != SERVER}
     if form == "flower":
         return _write_app(directory, sites)
+    with (directory / "README.md").open("a", encoding="utf-8") as readme:
+        readme.write(_NEXT[form])
     if form in ("helm", "systemd"):
         shutil.copytree(_PACKAGES / form, directory / form)
     if form == "systemd":
