@@ -128,7 +128,7 @@ def test_versions_that_were_not_tested_are_reported(monkeypatch):
     )
 
 
-def test_tested_versions_are_those_of_the_lock_and_within_the_range(packaged):
+def test_tested_versions_are_the_locks_and_in_range(packaged):
     lock = (packaged("compose") / "deploy.lock").read_text()
     declared = (ROOT / "pyproject.toml").read_text()
     for name, tested in processes.TESTED.items():

@@ -129,7 +129,7 @@ def test_class_numbers_that_never_occur_are_reported(caplog):
         (
             pd.DataFrame({"d": pd.date_range("2020", periods=60)}),
             None,
-            "column d: is not a finite number; if it holds text or dates.* drop = ..d",
+            "column d: is not a finite number; .*if it holds text or dates.* drop = ..d",
         ),
         (pd.DataFrame({"k": ["a", "b"] * 30}), None, r"records\.columns\.k\.categories"),
         (X, ["ill"] * 60, "one class, 'ill', .* found are 'ill': expected two .* records.classes"),

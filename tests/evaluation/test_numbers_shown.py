@@ -48,7 +48,7 @@ def result(where):
 
 
 def test_a_comparison_shows_loss_and_measures(where, capsys):
-    news, live = [], _Live(Console(stderr=True, quiet=False))
+    news, live = [], _Live(Console(stderr=True, quiet=False), 2)
     found = fedpact.compare(
         {"one": fedpact.Plan(**PLAN)}, seeds=1, out=where / "c", on_news=news.append, data=FRAME,
         sweep={"settings.learning_rate": [0.1, 0.5]},

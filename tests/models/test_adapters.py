@@ -57,7 +57,7 @@ def test_adapters_that_no_answer_follows_from_are_named():
         check_adapters(kernel(model), x, y)
 
 
-def test_adapters_that_cannot_be_removed_are_refused_before_training():
+def test_adapters_that_cannot_be_removed_are_refused_first():
     """After it what is stored could not be checked."""
 
     class Stuck(Adapted):

@@ -9,6 +9,7 @@ ones, appear in the round's record as refusals, and the round continues with the
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -47,6 +48,7 @@ _log = logging.getLogger("fedpact.server")
 _POLL_SECONDS = 0.1
 _NODES_SECONDS = 1.0
 _READY_SECONDS = 5.0
+_SILENT_SECONDS = 10.0
 
 
 OnWait = Callable[[int, Mapping[str, Mapping[str, Any]]], None]
@@ -227,7 +229,7 @@ class FlowerTransport:
         """Ask sites and collect answers until all are settled, none is awaited, or time is up."""
         patience = self._federation.patience
         told = time.monotonic()
-        end = told + patience.round_seconds
+        end, silent = told + patience.round_seconds, told + _SILENT_SECONDS
         while this.open and time.monotonic() < end:
             present = self._present(this)
             # In each iteration: a site may have connected, or been silent long enough.
@@ -241,6 +243,10 @@ class FlowerTransport:
             if arrived or time.monotonic() - told >= _NODES_SECONDS:
                 self._on_wait(next(iter(this.tasks.values())).round, this.waits())
                 told = time.monotonic()
+            if time.monotonic() >= silent:
+                silent, names = math.inf, ", ".join(sorted(this.open))
+                number = next(iter(this.tasks.values())).round
+                _log.info("round %d: no answer yet from %s", number, names)
             waited_for = any(
                 site in present and self._slow.is_waited_for(site, this.tasks[site].round)
                 for site in this.open
