@@ -6,6 +6,7 @@ be corrects it and removes the #.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -138,8 +139,10 @@ def _column(one: ColumnSummary, cells: Cells) -> list[str]:
             f"# categories = {toml(words)}   # all that there can be",
             '# scale = "one-hot"   # the default: one number for each category',
         ]
-        fill = f"# fill = {toml(words[0])}   # replaces a missing value"
-        return lines + [fill] * bool(missing)
+        if missing and words:
+            most = Counter(text_of(cell) for cell in cells if not is_blank(cell)).most_common(1)
+            lines.append(f"# fill = {toml(most[0][0])}   # the most frequent; for a missing value")
+        return lines
     numbers = to_numbers(cells)
     finite = numbers[np.isfinite(numbers)]
     parts, values = Unusual.of(finite), np.unique(finite)
