@@ -291,6 +291,14 @@ def test_pointwise_convolutions_are_traced_on_one_thread(dims):
     assert PerSampleKernel(model, cross_entropy).way(x, y) == "graph"
 
 
+def test_a_convolution_without_a_batch_is_refused():
+    """Two dimensions are one record to torch, and their first its channels."""
+    model = FlatModel(nn.Sequential(nn.Conv1d(1, 1, 1), nn.Linear(6, 3)))
+    x, y = torch.randn(3, 6), torch.arange(3)
+    with pytest.raises(ModelError, match="a convolution of one record, without a batch"):
+        PerSampleKernel(model, cross_entropy).way(x, y)
+
+
 class Choosing(nn.Module):
     """Writes a number wherever a mask of its own records says so."""
 

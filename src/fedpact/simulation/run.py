@@ -238,9 +238,10 @@ def is_known(folder: Folder, plan: Plan) -> bool:
     # Engine and threads may change between sessions. Device and precision may not: a repeated round
     # would have other noise.
     kept = {name: getattr(before.run, name) for name in ("device", "precision")}
-    if before.model_copy(update={"run": plan.run.model_copy(update=kept)}) != plan:
+    before = before.model_copy(update={"run": plan.run.model_copy(update=kept)})
+    if before != plan:
         raise PlanError(
-            f"{folder.path} holds a run of another configuration ({_changed(before, plan)}): "
+            f"{folder.path} holds a run of another configuration ({changed_keys(before, plan)}): "
             "choose another folder with --out, or remove that one; `fedpact extend` trains a run "
             "that has ended for more rounds"
         )
@@ -255,7 +256,7 @@ def is_known(folder: Folder, plan: Plan) -> bool:
     return begun
 
 
-def _changed(before: Plan, now: Plan) -> str:
+def changed_keys(before: Plan, now: Plan) -> str:
     """Return the first keys in which two plans differ, with both values."""
     found = list[str]()
 

@@ -61,13 +61,12 @@ def resume(
 
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder: name the folder of a run, as in runs/first")
-    found, ended = Folder(folder), (folder / "summary.json").exists()
-    status = found.read_json("summary.json")["status"] if ended else RESUMABLE[0]
-    if status not in RESUMABLE:
+    found = Folder(folder)
+    ended = (folder / "summary.json").exists()
+    if ended and (status := found.read_json("summary.json")["status"]) not in RESUMABLE:
+        more = f" `fedpact extend {folder} --rounds N` trains it further." * (status != "diverged")
         Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True).print(
-            f"The run has ended ({status}), so there is nothing to resume. `fedpact extend "
-            f"{folder} --rounds N` trains it further.",
-            markup=False,
+            f"The run has ended ({status}), so there is nothing to resume.{more}", markup=False
         )
     _carry_out(Plan.parse(found.read_json("plan.json")), folder, engine, as_json)
 

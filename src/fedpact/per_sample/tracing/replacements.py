@@ -146,6 +146,8 @@ def _normalised(x: Tensor, *_: Any) -> Tensor:
 
 def _convolved(x: Tensor, weight: Tensor, _: Any = None, *settings: Any) -> Tensor:
     """A convolution: on one thread torch chooses an algorithm by whether a batch has 16 records."""
+    if x.dim() != weight.dim():
+        raise ValueError("a convolution of one record, without a batch")
     stride, padding, dilation = (
         settings[i] if len(settings) > i else [default] for i, default in enumerate((1, 0, 1))
     )
