@@ -70,6 +70,12 @@ class Geometry:
         pad = tuple(p for side in reversed(sides) for p in side)
         return Geometry(tuple(kernel), stride, dilation, pad, groups)
 
+    def over_several(self) -> "Geometry":
+        """The same of several images, along a first dimension of theirs."""
+        first = (1,)
+        kernel, stride, dilation = (first + v for v in (self.kernel, self.stride, self.dilation))
+        return Geometry(kernel, stride, dilation, (*self.pad, 0, 0), self.groups)
+
     @property
     def plain(self) -> bool:
         """Whether the padding is symmetric, so that torch's convolution can apply it."""
@@ -213,7 +219,7 @@ class Convolved(Share):
             # Channels are last in patches, and second in the weight.
             total = view.new_zeros(out, self.size // out)
             part.add(c, good, total)
-            view.add_(total.view(out, *kernel, channels).movedim(-1, 1))
+            view.add_(total.view(out, *kernel, channels).movedim(-1, 1).reshape(view.shape))
 
         return Part(part.squares, add)
 

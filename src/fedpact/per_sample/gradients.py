@@ -307,8 +307,9 @@ class Lookup(Share):
             for some in slices(len(c), TOGETHER):
                 scaled = some_g[some].to(c.dtype) * c[some, None, None]
                 # Into zeros first: added to a large total, each term would be rounded again.
-                own = torch.zeros_like(view)
-                view.add_(own.index_add_(0, index[some].flatten(), scaled.flatten(0, 1)))
+                own = view.new_zeros(self.entries, self.size // self.entries)
+                own.index_add_(0, index[some].flatten(), scaled.flatten(0, 1))
+                view.add_(own.view(view.shape))
 
         return Part(squares, add)
 

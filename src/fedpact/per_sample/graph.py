@@ -296,7 +296,7 @@ class Graph:
         before = node.args[0] if kind_of(node) == "max_pool2d" else None
         if not isinstance(before, Node) or kind_of(before) != "conv2d" or len(before.users) > 1:
             return False
-        if self._states[before] is None:  # of no record
+        if self._states[before] != Where(0):
             return False
         return any(n in weighted for n in before.all_input_nodes)
 
@@ -314,6 +314,8 @@ class Graph:
         drawn = [n for s in sources.values() for n in [node, *s.inside] if draws(n)]
         if drawn and node.target not in recurrent.RECURRENT:
             raise Mixed(f"operation {drawn[0].target} draws random numbers for a parameter")
+        if any(_is_complex(n) for n in (node, *node.all_input_nodes)):
+            raise Mixed(f"operation {node.target} has complex numbers beside a parameter")
         places = {place: w for place, arg in args if isinstance(w := self._states[arg], Where)}
         out = [state] if isinstance(state, Where) else list(cast(tuple[Where, ...], state))
         return _Use(sources, places, out)
@@ -434,6 +436,11 @@ def _numbers(node: Node) -> int:
     value = node.meta["val"]
     shape = shape_of(node if isinstance(value, Tensor) else node.args[0])
     return math.prod(size for size in shape if isinstance(size, int))
+
+
+def _is_complex(node: Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, Tensor) and value.is_complex()
 
 
 def _last(node: Node) -> int:

@@ -273,8 +273,9 @@ class Contracted(Share):
 def _convolution(call: Call) -> Shares:
     """x [B, C, ...] of one to three dimensions."""
     stride, padding, dilation, groups = [*call.args[3:], *[1, 0, 1, 1][len(call.args[3:]) :]]
-    geometry = Geometry.by(call.at(1).shape[2:], [stride, padding, dilation, groups])
-    x, weight, g = call.at(0), call.at(1), cast(Tensor, call.grads[0])
+    if call.out[0] != Where(0) and call.at(1).dim() > 4:
+        return replayed(call)
+    geometry, weight, x, g = _images(call, [stride, padding, dilation, groups])
     if call.pooled is not None and sparse(geometry, weight, g, call.pooled):
         return _biased(call, Pooled2d(geometry, weight, x, g, call.pooled), g)
     return _biased(call, Convolved(geometry, weight, x, g), g)
@@ -284,12 +285,25 @@ def _transposed(call: Call) -> Shares:
     """A transposed convolution: the gradient of a convolution, with x and g exchanged."""
     settings = [*call.args[3:], *[1, 0, 0, 1, 1][len(call.args[3:]) :]]
     stride, padding, _, groups, dilation = settings
-    geometry = Geometry.by(call.at(1).shape[2:], [stride, padding, dilation, groups])
-    x, g = call.at(0), cast(Tensor, call.grads[0])
-    if geometry.positions(g.shape[2:]) != tuple(x.shape[2:]):
+    geometry, weight, x, g = _images(call, [stride, padding, dilation, groups])
+    several = call.out[0] != Where(0) and call.at(1).dim() > 4
+    if several or geometry.positions(g.shape[2:]) != tuple(x.shape[2:]):
         # The output has extra steps at its end, which the convolution would read as well.
         return replayed(call)
-    return _biased(call, Convolved(geometry, call.at(1), g, x), g)
+    return _biased(call, Convolved(geometry, weight, g, x), g)
+
+
+def _images(call: Call, settings: list[Any]) -> tuple[Geometry, Tensor, Tensor, Tensor]:
+    """A convolution's geometry, weight, input and gradient.
+
+    Several images of a record, such as a film's, are one with a dimension more.
+    """
+    x, weight, g = call.at(0), call.at(1), cast(Tensor, call.grads[0])
+    geometry = Geometry.by(weight.shape[2:], settings)
+    if call.out[0] == Where(0):
+        return geometry, weight, x, g
+    x, g = (call.apart(t, call.out[0]).movedim(1, 2) for t in (x, g))
+    return geometry.over_several(), weight.unsqueeze(2), x, g
 
 
 def _biased(call: Call, weight: Share, g: Tensor) -> Shares:
@@ -384,12 +398,12 @@ def _prelu(call: Call) -> Shares:
 
 
 def _indexed(call: Call) -> Shares:
-    """Rows p[i] of a table by integers."""
+    """Entries p[i] of a table by integers."""
     table, index = call.at(0), cast(list[Any], call.args[1])
-    if table.dim() != 2 or len(index) != 1 or index[0].dtype == torch.bool:
+    if len(index) != 1 or index[0].dtype == torch.bool:
         return replayed(call)
     index = call.input((1, 0)).reshape(call.batch, -1) % len(table)
-    return {0: Lookup(index, call.positions(call.grad), len(table), None)}
+    return {0: Lookup(index, call.grad.reshape(*index.shape, -1), len(table), None)}
 
 
 def _expanded(call: Call) -> Shares:
@@ -398,10 +412,12 @@ def _expanded(call: Call) -> Shares:
 
 
 def _repeated(call: Call) -> Shares:
-    """A parameter that is repeated for each record, as often as its other dimensions say."""
-    times, where = list(call.args[1]), call.out[0]
-    times[where.dim] = where.inner
-    return replayed(replace(call, args=[call.args[0], times]))
+    """A parameter that is repeated for each record, and along other dimensions."""
+    g, shape = call.grad, call.at(0).shape
+    shape = [1] * (g.dim() - 1 - len(shape)) + list(shape)
+    tiles = [(size // own, own) for size, own in zip(g.shape[1:], shape, strict=True)]
+    g = g.reshape(len(g), *(n for tile in tiles for n in tile))
+    return {0: Made(g.sum([*range(1, g.dim(), 2)]))}
 
 
 def of_arguments(share: Share, op: str, args: list[Any]) -> Shares | None:
@@ -460,7 +476,7 @@ _POINTWISE = (
     *("div.Tensor", "where.self", "pow.Tensor_Tensor", "maximum.default", "minimum.default"),
     *("lerp.Tensor", "addcmul.default", "clamp.Tensor"),
 )
-_EXPANDING = ("expand", "expand_as", "broadcast_to")
+_EXPANDING = ("expand", "broadcast_to")
 
 _RULES: dict[str, Rule] = {
     "aten.linear.default": _linear,

@@ -173,12 +173,12 @@ def within(last: int) -> Rule:
 
 
 def in_front(least: int, most: int = 99) -> Rule:
-    """Input [B, C, ...] of `least` to `most` dimensions: convolutions, or per-record statistics."""
+    """Input [N, C, ...] of `least` to `most` dimensions, whose N parts are treated one by one."""
 
     def rule(node: Node, at: At) -> Where:
         where, count = _records_in(node, at)
         _only(node, at, 0)
-        if where != Where(0) or not least <= count <= most:
+        if where.dim != 0 or not least <= count <= most:
             raise Mixed(f"operation {node.target} has no batch in front of its channels")
         return where
 
@@ -218,6 +218,17 @@ def joined(node: Node, at: At) -> Where:
     if dim == where.dim and not new:
         raise Mixed(f"operation {node.target} joins batches")
     return where
+
+
+def interleaved(node: Node, at: At) -> Where:
+    """Each entry of a dimension repeated; along the batch's, a record's stay together."""
+    where, count = _records_in(node, at)
+    if where.dim not in _dims(dim := argument(node, 2, "dim"), count):
+        return along(2)(node, at)
+    _only(node, at, 0)
+    if dim is None and count > 1:
+        raise Mixed(f"operation {node.target} cuts through the batch")
+    return where._replace(inner=where.inner * cast(int, node.args[1]))
 
 
 def gathered(node: Node, at: At) -> Where:
@@ -350,6 +361,22 @@ def attention(node: Node, at: At) -> Where:
     return where
 
 
+def sampled(node: Node, at: At) -> Where:
+    """Images [N, C, ...] at points [N, ..., D] of their own."""
+    where, _ = _records_in(node, at)
+    if where.dim != 0 or at(node.args[1]) != where:
+        raise Mixed(f"operation {node.target} looks at others' images")
+    return where
+
+
+def on_grid(node: Node, at: At) -> Where:
+    """Points [N, ..., D] of each matrix [N, D, D + 1], for images of size [N, C, ...]."""
+    where, _ = _records_in(node, at)
+    if where.dim != 0 or any(isinstance(n, Node) for n in cast(Sequence[Any], node.args[1])[1:]):
+        raise Mixed(f"operation {node.target} depends on the batch's size")
+    return where
+
+
 def bilinear(node: Node, at: At) -> Where:
     """x W yᵀ of pairs of rows."""
     where, count = _records_in(node, at)
@@ -360,8 +387,9 @@ def bilinear(node: Node, at: At) -> Where:
 
 
 def padded(node: Node, at: At) -> Where:
-    """Padding of the last dimensions."""
-    return within(len(cast(Sequence[int], node.args[1])) // 2)(node, at)
+    """Padding of the last dimensions; by 0 it leaves one as it is."""
+    sides = enumerate(cast(Sequence[Any], node.args[1]))
+    return within(max((i // 2 + 1 for i, size in sides if size != 0), default=0))(node, at)
 
 
 def layer_norm(node: Node, at: At) -> Where:

@@ -61,22 +61,22 @@ RULES: Final[dict[str, Rule]] = {
         "__or__.Tensor __xor__.Tensor isnan isinf isfinite nan_to_num "
         "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout uniform "
         "normal_functional empty_like detach alias clone contiguous lift_fresh_copy to.dtype "
-        "to.dtype_layout to.device _to_copy type_as zeros_like ones_like full_like rand_like "
+        "to.dtype_layout to.device _to_copy zeros_like ones_like full_like rand_like "
         "randn_like randint_like randint_like.low_dtype bernoulli exponential log_normal "
         "cauchy geometric normal.float_Tensor normal.Tensor_float normal.Tensor_Tensor prelu "
         "fill.Scalar fill.Tensor bernoulli.p floor_divide "
-        "floor_divide.Scalar xlogy.Tensor frac",
+        "floor_divide.Scalar xlogy.Tensor frac real imag complex view_as_real view_as_complex",
     ),
     **_named(
         rules.unreduced(2), "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss"
     ),
     **_named(rules.unreduced(3), "binary_cross_entropy"),
     **_named(rules.unreduced(4), "binary_cross_entropy_with_logits"),
-    **_named(rules.regrouped, "view reshape _unsafe_view flatten.using_ints unflatten.int view_as"),
+    **_named(rules.regrouped, "view reshape _unsafe_view flatten.using_ints unflatten.int"),
     **_named(
         rules.moved,
         "permute transpose.int swapaxes swapdims t numpy_T mT movedim.int movedim.intlist "
-        "moveaxis.int moveaxis.intlist expand expand_as broadcast_to unsqueeze squeeze.dim "
+        "moveaxis.int moveaxis.intlist expand broadcast_to unsqueeze squeeze.dim "
         "squeeze.dims repeat tile",
     ),
     **_named(
@@ -89,7 +89,11 @@ RULES: Final[dict[str, Rule]] = {
     **_named(rules.copied, "copy"),
     **_named(rules.overwritten, "slice_scatter select_scatter"),
     **_named(rules.selected, "index_select"),
-    **_named(rules.along(2, default=None), "roll repeat_interleave.self_int"),
+    **_named(rules.along(2, default=None), "roll"),
+    **_named(rules.interleaved, "repeat_interleave.self_int"),
+    **_named(rules.along(2), "fft_fft fft_ifft fft_rfft fft_irfft"),
+    **_named(rules.along(2, default=(-2, -1)), "fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2"),
+    **_named(rules.along(2, default=None), "fft_fftn fft_ifftn fft_rfftn fft_irfftn"),
     **_named(
         rules.along(1),
         "narrow unfold flip cumsum cumprod logcumsumexp softmax.int log_softmax.int _softmax "
@@ -120,7 +124,9 @@ RULES: Final[dict[str, Rule]] = {
     **_named(rules.contracted, "einsum"),
     **_named(rules.bilinear, "bilinear"),
     **_named(rules.attention, "scaled_dot_product_attention"),
-    **_named(rules.in_front(3, 3), "conv1d conv1d.padding conv_transpose1d"),
+    **_named(rules.sampled, "grid_sampler"),
+    **_named(rules.on_grid, "affine_grid_generator"),
+    **_named(rules.in_front(3, 3), "conv1d conv1d.padding conv_transpose1d col2im"),
     **_named(rules.in_front(4, 4), "conv2d conv2d.padding conv_transpose2d.input im2col"),
     **_named(rules.in_front(5, 5), "conv3d conv3d.padding conv_transpose3d.input"),
     **_named(
@@ -206,7 +212,7 @@ def _of_size(node: Node) -> State:
     kind = kind_of(node)
     if kind == "arange" and (*node.args[:-1], 0)[0] == 0 and (*node.args, 1, 1)[2] == 1:
         return _in_shape(node, Where(0), node.meta["val"], RecordNumber)
-    if kind not in (*_CONSTANT, "expand", "repeat"):
+    if kind not in (*_CONSTANT, "expand", "broadcast_to", "repeat"):
         raise Mixed(f"operation {node.target} depends on the batch's size")
     # Their other arguments are numbers: which is the size has one place in each.
     others = {"full": node.args[1:], "randint": node.args[:-1], "normal": node.args[:-1]}
@@ -216,9 +222,5 @@ def _of_size(node: Node) -> State:
     if len(places) != 1:
         raise Mixed(f"operation {node.target} has the batch in {len(places)} dimensions")
     dim, times = places[0]
-    if kind in ("expand", "repeat"):
-        source = shape_of(node.args[0])
-        before = dim - (len(shape_of(node)) - len(source))
-        if times != 1 or (before >= 0 and source[before] != 1):
-            raise Mixed(f"operation {node.target} does not give each record the same")
+    # Repeated B times or more, whole: as often for each record.
     return Where(dim, 1, times)

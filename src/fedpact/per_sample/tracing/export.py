@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 from fedpact.common.losses import Loss
 from fedpact.common.params import refuse_writing
 from fedpact.common.user_code import digest_of_form
-from fedpact.per_sample.tracing.batch_rules import is_size
+from fedpact.per_sample.tracing.batch_rules import is_size, kind_of
 from fedpact.per_sample.tracing.batch_table import State, states
 from fedpact.per_sample.tracing.flat_index import pick_within_records
 from fedpact.per_sample.tracing.record_safety import by_argument, follow, unsafe
@@ -145,6 +145,7 @@ def _trace(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
     graph = recorded.graph
     _detach_without_grad(graph)
     _pool_before_relu(graph)
+    _take_first_of_equal(graph)
     pick_within_records(graph)
     *nodes, output = graph.nodes
     (result,) = output.all_input_nodes or (None,)
@@ -345,6 +346,21 @@ def _pool_before_relu(graph: Graph) -> None:
             pool.replace_all_uses_with(made)
             made.args, made.meta = (pool,), dict(pool.meta)
             graph.erase_node(relu)
+
+
+def _take_first_of_equal(graph: Graph) -> None:
+    """Replace x.expand(B, ...)[:1] by x, of no batch: what a prompt is computed from."""
+    for node in graph.nodes:
+        if kind_of(node) != "slice" or node.args[1:] != (0, 0, 1):
+            continue
+        before = node.args[0]
+        while kind_of(before) in ("to", "_to_copy", "alias", "clone", "contiguous"):
+            before = before.args[0]
+        source = before.args[0] if kind_of(before) == "expand" else before
+        form, same = (n.meta["val"] for n in (node, source))
+        alike = str(form.shape) == str(same.shape) and form.dtype == same.dtype
+        if source is not before and alike:
+            node.replace_all_uses_with(source)
 
 
 def _changes(node: Node) -> bool:

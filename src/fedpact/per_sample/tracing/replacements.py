@@ -1,5 +1,6 @@
 """Replacements of some of torch's operations, with torch's arguments and results."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, cast
@@ -97,6 +98,28 @@ def _counted(start: Any, end: Any, step: int = 1, **_: Any) -> Any:
     )
 
 
+_EMBEDDING_BAG: Final = inspect.signature(F.embedding_bag)
+
+
+def embedding_bag(*args: Any, **named: Any) -> Any:
+    """Bags of as many indices each, [B, T], as rows that are looked up and then combined."""
+    given = _EMBEDDING_BAG.bind(*args, **named)
+    given.apply_defaults()
+    index, weight, _, longest, _, by_frequency, mode, _, factors, _, padding = given.args
+    if index.dim() != 2 or longest is not None or by_frequency:
+        return NotImplemented
+    rows = F.embedding(index, weight)
+    rows = rows if factors is None else rows * factors.unsqueeze(2)
+    gone = torch.zeros_like(index, dtype=torch.bool).unsqueeze(2)
+    if padding is not None:
+        gone = (index == padding % len(weight)).unsqueeze(2)
+    count = (~gone).sum(1)
+    if mode == "max":
+        return torch.where(count > 0, rows.masked_fill(gone, -torch.inf).max(1).values, 0)
+    total = rows.masked_fill(gone, 0).sum(1)
+    return total / count.clamp_min(1) if mode == "mean" else total
+
+
 def _order(*args: Any, **named: Any) -> Any:
     """The same for argsort."""
     found = _sorted(*args, **named)
@@ -187,6 +210,12 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.rnn_tanh_cell.default: _cell(lambda of_x, of_h, _: torch.tanh(of_x + of_h)),
     _aten.rnn_relu_cell.default: _cell(lambda of_x, of_h, _: torch.relu(of_x + of_h)),
     _aten.take_along_dim.default: _taken,
+    # Of the second tensor they read the form alone, not the records.
+    _aten.type_as.default: lambda x, like: x.to(like.device, like.dtype),
+    _aten.to.other: lambda x, like, *_: x.to(like.device, like.dtype),
+    _aten.view_as.default: lambda x, like: x.reshape(like.shape),
+    _aten.reshape_as.default: lambda x, like: x.reshape(like.shape),
+    _aten.expand_as.default: lambda x, like: x.expand(like.shape),
     _aten.arange.start_step: _counted,
     _aten.scaled_dot_product_attention.default: _attention,
     _aten.index_put.default: _put,

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from fedpact.common.losses import Loss
 from fedpact.common.params import model_name
 from fedpact.per_sample.tracing import packed
+from fedpact.per_sample.tracing.replacements import embedding_bag
 
 _RECURRENT: Final = (nn.LSTM, nn.GRU, nn.RNN)
 _LOGGERS: Final = ("torch.fx", "torch._subclasses", "torch._dynamo", "torch._export")
@@ -94,6 +95,7 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
         (transformer, _detect_is_causal_mask.__name__, _causal),
         (FakeTensor, "tolist", _listed),
         (FakeTensor, "__getitem__", _picked),
+        (F, "embedding_bag", embedding_bag),
         *((kind, "forward", packed.forward) for kind in _RECURRENT),
     ]
     for name in ("pack_padded_sequence", "pad_packed_sequence"):
