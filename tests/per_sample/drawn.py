@@ -268,7 +268,8 @@ def _apart(result: Tensor, where: Where, batch: int) -> Tensor:
     """[B, ...] of a result that has the batch where it is claimed to be."""
     dim, outer, inner = where
     shape = result.shape
-    split = result.double().reshape(*shape[:dim], outer, batch, inner, *shape[dim + 1 :])
+    wide = result if result.is_complex() else result.double()
+    split = wide.reshape(*shape[:dim], outer, batch, inner, *shape[dim + 1 :])
     return split.movedim(dim + 1, 0)
 
 

@@ -220,16 +220,6 @@ def test_products_of_every_rank(case):
     both(op, args, [1 - records], {records: dim}, out=out)
 
 
-@pytest.mark.parametrize("alpha", [1, 0.5])
-def test_products_that_are_added_to(alpha):
-    scale = {"alpha": alpha, "beta": 2}
-    for bias in ((5,), (1, 5), ()):
-        args = [randn(*bias), randn(B, 4), randn(4, 5)]
-        both(aten.addmm.default, args, [0, 2], {1: 0}, **scale)
-    args = [randn(2, 1, 5), randn(2, B, 4), randn(2, 4, 5)]
-    both(aten.baddbmm.default, args, [0, 2], {1: 1}, out=1, **scale)
-
-
 EQUATIONS = [
     ("bi,oi->bo", [(B, 4), (5, 4)], [1]),
     ("bi,io->bo", [(B, 4), (4, 5)], [1]),
@@ -255,11 +245,6 @@ def test_sums_of_products_by_letters(case):
     both(aten.einsum.default, [equation, operands], [(1, i) for i in wanted], records)
 
 
-def test_a_bilinear_layer():
-    args = [randn(B, 7, 4), randn(B, 7, 5), randn(3, 4, 5), randn(3)]
-    both(aten.bilinear.default, args, [2, 3], {0: 0, 1: 0})
-
-
 @pytest.mark.parametrize("op", [aten.add, aten.sub, aten.mul, aten.div])
 @pytest.mark.parametrize("shape", [(), (5,), (1,), (4, 1), (1, 4, 5), (1, 1, 1)])
 @pytest.mark.parametrize("first", [True, False])
@@ -283,17 +268,56 @@ def test_slopes_of_a_rectifier():
 def test_rows_of_a_table_by_index():
     index = torch.randint(-4, 4, (B, 3))
     both(aten.index.Tensor, [randn(4, 5), [index]], [0], {(1, 0): 0})
+    both(aten.index.Tensor, [randn(4, 2, 5), [index]], [0], {(1, 0): 0})
     both(aten.embedding.default, [randn(4, 5), index % 4], [0], {1: 0})
     both(aten.embedding.default, [randn(4, 5), index % 4, 2], [0], {1: 0})
 
 
 def test_a_parameter_for_each_record():
-    x = randn(B, 4, 5)
-    both(aten.expand_as.default, [randn(1, 4, 5), x], [0], {1: 0})
     args, g = [randn(1, 4, 1), [B, 4, 5]], randn(B, 4, 5)
     for op in (aten.broadcast_to.default, aten.expand.default):
         call = Call(op, args, {}, {}, [Where(0)], [0], B, [g])
         assert (rows_of(shares_of(call)[0]) - g.sum(2)).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 2), (1, 2), (3, 4, 2)])
+def test_a_parameter_that_is_repeated(shape):
+    """Of a record's block, each entry as often as it stands there."""
+    p, times, where = randn(*shape), [2 * B, 3, 1], Where(0, 1, 2 * (shape[0] if shape[2:] else 1))
+    g = torch.randn_like(aten.repeat.default(p, times))
+    call = Call(aten.repeat.default, [p, times], {}, {}, [where], [0], B, [g])
+    expected = []
+    for block in g.chunk(B):
+        one = p.clone().requires_grad_()
+        expected += torch.autograd.grad(one.repeat(2, 3, 1), one, block)
+    check(call, {0: torch.stack(expected)})
+
+
+FILMS = [(n, False) for n in (1, 2, 3)] + [(n, True) for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("dimensions", "transposed"), FILMS)
+@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize("where", [Where(0, 1, 3), Where(0, 3, 1), Where(0, 2, 2)])
+def test_convolutions_of_several_images_a_record(dimensions, transposed, case, where):
+    stride, padding, dilation, groups, multiplier = case
+    op = (TRANSPOSED if transposed else OPS)[dimensions]
+    outputs, inputs = (8, multiplier) if transposed else (groups * multiplier, 8 // groups)
+    weight = randn(outputs, inputs, *(3, 2, 1)[:dimensions])
+    bias = randn(groups * multiplier)
+    images = where.outer * B * where.inner
+    x = randn(images, 8, *(7, 6, 8)[:dimensions])
+    lists = [[v] * dimensions for v in (stride, padding, dilation)]
+    more = [*lists[:2], [0] * dimensions, groups, lists[2]] if transposed else [*lists, groups]
+    y = op(x, weight, bias, *more)
+    g = torch.randn_like(y)
+    call = Call(op, [x, weight, bias, *more], {}, {0: where}, [where], [1, 2], B, [g])
+    images_of = [call.apart(t, where) for t in (x, g)]
+    rows = []
+    for one, back in zip(*images_of, strict=True):
+        given = [v.clone().requires_grad_() for v in (weight, bias)]
+        rows.append(torch.autograd.grad(op(one, *given, *more), given, back))
+    check(call, dict(zip([1, 2], map(torch.stack, zip(*rows, strict=True)), strict=True)))
 
 
 def test_differences_of_products_are_exact():

@@ -123,6 +123,15 @@ MIXING = {
     "strided": lambda _, h: h.as_strided(h.shape, (6, 1)),
     "unfold": lambda _, h: F.pad(h, (0, 0, 1, 0)).unfold(0, 2, 1).sum(2),
     "batch norm": lambda _, h: F.batch_norm(h, None, None, training=True),
+    "waves": lambda _, h: h + torch.fft.fft(h, dim=0).real,
+    "waves of all": lambda _, h: h + torch.fft.fftn(h).real,
+    "repeated": lambda _, h: h.repeat_interleave(2, 0)[: h.shape[0]],
+    "repeated and flat": lambda _, h: h.repeat_interleave(6).view(6, -1).T.reshape(-1, 36)[:, :6],
+    "padded": lambda _, h: F.pad(h, (0, 0, 1, 0))[:-1],
+    "others' images": lambda _, h: F.grid_sample(
+        h[None, None], h[None, :, :2, None].transpose(2, 3), align_corners=False
+    )[0, 0, :, :1].expand(-1, 6),
+    "first of several": lambda _, h: h + h.reshape(-1, 3)[: h.shape[0]].repeat(1, 2),
     "layer norm": lambda _, h: F.layer_norm(h.T, h.shape[:1]).T,
     "in place": _in_place,
 }

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fedpact.common.errors import ModelError
@@ -125,6 +126,94 @@ def test_a_batch_that_does_not_lead(reference, length):
         kernel.verify(x, torch.zeros_like(model(x)).detach())
 
 
+class Two(nn.Module):
+    """A layer of two halves of a record, and one of the first of them."""
+
+    def __init__(self, both, first):
+        super().__init__()
+        self.both, self.first = both, first
+
+    def forward(self, x):
+        return self.both(x[:, 0], x[:, 1]) * self.first(x[:, 0])
+
+
+class Added(nn.Module):
+    """Products that torch adds in the same operation."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.bias, self.weight = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(4, 3))
+        self.rows = nn.Parameter(torch.randn(rows, 3))
+
+    def forward(self, x):
+        first = torch.addmm(self.bias, x[:, 0], self.weight, beta=0.5, alpha=2)
+        weights = self.weight.expand(len(x), 4, 3)
+        return first[:, None] + torch.baddbmm(self.rows, x, weights)
+
+
+class Sampled(nn.Module):
+    """An image, looked at where the image says, and tables as large as it."""
+
+    def __init__(self):
+        super().__init__()
+        self.where, self.head = nn.Linear(16, 6), nn.Linear(16, 3)
+        self.table = nn.Parameter(torch.randn(1, 4, 4, dtype=torch.float32))
+
+    def forward(self, x):
+        grid = F.affine_grid(self.where(x.flatten(1)).view(-1, 2, 3), x.shape, align_corners=False)
+        found = F.grid_sample(x, grid, align_corners=False)
+        found = found + self.table.type_as(x).expand_as(x)
+        return self.head(found.flatten(1).reshape_as(x).view_as(x).flatten(1))
+
+
+class Waves(nn.Module):
+    """Filters in the frequency domain, weights that are pairs of numbers, and parts of waves."""
+
+    def __init__(self):
+        super().__init__()
+        self.filter, self.mix = (nn.Parameter(torch.randn(*s, 2)) for s in ((3, 4), (4, 4)))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        waves = torch.fft.rfft(x) * torch.view_as_complex(self.filter)
+        waves = torch.einsum("btf,fg->btg", waves, torch.view_as_complex(self.mix))
+        return self.head(torch.fft.irfft(waves, n=6) + torch.fft.fft2(x).real)
+
+
+class Prompted(nn.Module):
+    """Rows in front of a record's, computed for one record and expanded to all; more at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("names", torch.arange(2))
+        self.prompt, self.tail = nn.Embedding(2, 4), nn.Parameter(torch.randn(2, 4))
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        names = self.names.unsqueeze(0).expand(len(x), -1).to(torch.int64)
+        prompt = self.prompt(names[:1]).expand(len(x), -1, -1)
+        tail = self.tail.repeat(len(x), 1).view(-1, 2, 4).repeat_interleave(2, 0)
+        h = torch.cat([prompt, x, tail.view(-1, 4, 4)], 1)
+        return self.layer(F.pad(h[:, 1:], (0, 0, 0, 1, 0, 0)))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding", [None, 0, -1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bags_of_indices_are_traced(reference, mode, padding, weighted):
+    if weighted and mode != "sum":
+        return
+    bag = nn.EmbeddingBag(7, 4, mode=mode, padding_idx=padding)
+
+    def run(m, x):
+        factors = torch.linspace(0.5, 2, 4, dtype=torch.float64).expand(x.shape)
+        return m.head(m.bag(x, per_sample_weights=factors) if weighted else m.bag(x))
+
+    model, x = reference.Apply(run, bag=bag, head=nn.Linear(4, 3)), words()
+    x[0] = 0 if padding == 0 else 6  # all of it padding
+    reference.check_structure(model, x, rows="loop")
+
+
 LAYERS = {
     "conv3d": (lambda: nn.Conv3d(2, 2, 2), (2, 3, 3, 3)),
     "transposed convolution": (lambda: nn.ConvTranspose2d(2, 2, 2), (2, 3, 3)),
@@ -135,6 +224,25 @@ LAYERS = {
         lambda: nn.Sequential(nn.BatchNorm2d(2), nn.Dropout2d(0.5)).eval(), (2, 3, 3),
     ),
     "instance norm": (lambda: nn.InstanceNorm2d(2, affine=True), (2, 3, 3)),
+    "films": (
+        lambda: nn.Sequential(
+            nn.Flatten(0, 1), nn.Conv2d(2, 4, 2), nn.GroupNorm(2, 4), nn.MaxPool2d(2),
+            nn.ConvTranspose2d(4, 2, 2), nn.Unflatten(0, (-1, 3)),
+        ), (3, 2, 5, 5),
+    ),
+    "a convolution before a pooling of films": (
+        lambda: nn.Sequential(
+            nn.Flatten(0, 1), nn.Conv2d(32, 4, 2), nn.MaxPool2d(2), nn.Unflatten(0, (-1, 3))
+        ), (3, 32, 5, 5),
+    ),
+    "patches": (
+        lambda: nn.Sequential(nn.Unfold(2), nn.Linear(16, 16), nn.Fold(5, 2)), (2, 5, 5),
+    ),
+    "bilinear": (lambda: Two(nn.Bilinear(4, 4, 3), nn.Linear(4, 3)), (2, 4)),
+    "added products": (lambda: Added(2), (2, 4)),
+    "points of their own": (lambda: Sampled(), (1, 4, 4)),
+    "waves": (lambda: Waves(), (3, 6)),
+    "a prompt": (lambda: Prompted(), (3, 4)),
     "rms norm": (lambda: nn.RMSNorm(3), (2, 3)),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (2, 4)),
     "spectral norm": (

@@ -117,7 +117,7 @@ add("fill.Tensor", _then(lambda g, _: g.constant()))
 add(
     "add.Tensor sub.Tensor mul.Tensor div.Tensor rsub.Tensor pow.Tensor_Tensor maximum minimum "
     "fmod.Tensor remainder.Tensor atan2 floor_divide xlogy.Tensor eq.Tensor ne.Tensor lt.Tensor "
-    "le.Tensor gt.Tensor ge.Tensor type_as copy",
+    "le.Tensor gt.Tensor ge.Tensor",
     _pair(),
 )
 add(
@@ -145,7 +145,6 @@ add("binary_cross_entropy", _then(_other[0], *_maybe, _other[1]))
 add("binary_cross_entropy_with_logits", _then(_other[0], *_maybe, *_maybe, _other[1]))
 
 add("view reshape _unsafe_view", _then(lambda g, x: g.shape(x)))
-add("view_as", _then(lambda g, x: g.call(aten.reshape.default, x, g.shape(x))))
 add("flatten.using_ints", _then(_one_of(0, 1, 2), _one_of(-1, 1, 2)))
 add("unflatten.int", _then(_dim, _one_of([1, -1], [2, -1], [-1, 1], [-1, 2])))
 add("permute", _then(lambda g, x: g.rng.sample(range(n := x.meta["val"].dim()), n)))
@@ -165,7 +164,6 @@ def _wider(g: Draw, x: fx.Node) -> list[object]:
 
 
 add("expand broadcast_to", _then(_wider))
-add("expand_as", _then(lambda g, x: g.call(aten.expand.default, x, _wider(g, x))))
 add("unsqueeze", _then(lambda g, x: g.dim(x, 1)))
 add("squeeze.dim unbind.int glu cumsum cumprod logcumsumexp sort cummax cummin", _then(_dim))
 add("squeeze.dims flip count_nonzero.dim_IntList", _then(_dims))
@@ -194,6 +192,20 @@ add(
     _then(lambda g, x: [g.rng.choice([1, 1, 2]) for _ in range(x.meta["val"].dim() + g.likely())]),
 )
 add("repeat_interleave.self_int", _then(_is(2), _dim))
+add("complex", _pair())
+
+
+def _complex(g: Draw) -> fx.Node:
+    x = g.x()
+    return g.call(aten.complex.default, x, g.call(aten.sin.default, x))
+
+
+add("real imag view_as_real", lambda g: (_complex(g),))
+add("view_as_complex", lambda g: (g.call(aten.view_as_real.default, _complex(g)),))
+for _how in ("fft", "ifft", "rfft", "irfft"):
+    add(f"fft_{_how}", _then(_is(None), _dim))
+    add(f"fft_{_how}2", _then(*([] if _how[0] == "i" else [_is(None), _dims])))
+    add(f"fft_{_how}n", _then(_is(None), _dims))
 add("gather", _then(_dim, lambda g, x: g.partner(x, "i")))
 add(
     "scatter_add scatter.src",

@@ -30,19 +30,6 @@ def _product(left: tuple[int, ...], right: tuple[int, ...]) -> Use:
     return draw
 
 
-def _addmm(g: Draw) -> tuple[fx.Node, ...]:
-    bias = g.constant(4) if g.likely() else g.like([3, 4], 0)
-    return (bias, g.like([3, 2], int(not g.likely())), g.constant(2, 4))
-
-
-def _baddbmm(g: Draw) -> tuple[fx.Node, ...]:
-    dims = [0 if g.likely() else g.rng.randrange(3) for _ in range(3)]
-    added, a, b = (
-        g.like(s, d) for s, d in zip(([2, 3, 4], [2, 3, 2], [2, 2, 4]), dims, strict=True)
-    )
-    return (g.constant(3, 4) if g.likely() else added), a, b
-
-
 def _einsum(g: Draw) -> tuple[str, list[fx.Node]]:
     lengths = {"b": 2, "i": 2, "j": 3}
     used = ["".join(g.rng.sample("bij", g.rng.randint(1, 3))) for _ in range(g.rng.randint(1, 2))]
@@ -56,10 +43,13 @@ def _einsum(g: Draw) -> tuple[str, list[fx.Node]]:
     return ",".join(used) + "->" + result, tensors
 
 
-def _bilinear(g: Draw) -> tuple[object, ...]:
-    dims = (0, 0) if g.likely() else (g.rng.randrange(2), g.rng.randrange(3))
-    one, two = (g.like([2, 3, n], d, plain=1) for n, d in zip((2, 4), dims, strict=True))
-    return one, two, g.constant(3, 2, 4), None
+def _sampled(g: Draw) -> tuple[object, ...]:
+    dims = (0, 0) if g.likely() else (g.rng.randrange(4), g.rng.randrange(4))
+    plain = g.rng.choice((0, 1))
+    x, grid = (
+        g.like([2, *s], d, plain=plain) for s, d in zip(((2, 3, 3), (2, 2, 2)), dims, strict=True)
+    )
+    return x, grid, 0, 0, False
 
 
 def _attention(g: Draw) -> tuple[object, ...]:
@@ -136,10 +126,12 @@ add("matmul linalg_matmul", _product((1, 2, 3, 4), (1, 2, 3, 4)))
 add("mm", _product((2,), (2,)))
 add("bmm", _product((3,), (3,)))
 add("mv", _product((2,), (1,)))
-add("addmm", _addmm)
-add("baddbmm", _baddbmm)
 add("einsum", _einsum)
-add("bilinear", _bilinear)
+add("grid_sampler", _sampled)
+add(
+    "affine_grid_generator",
+    lambda g: (g.front(2, 3), [g.times(g.rng.choice((1, 2))), 1, 2, 3], g.likely()),
+)
 add("scaled_dot_product_attention", _attention)
 for _n in (1, 2, 3):
     add(f"conv{_n}d", _convolution(_n, transposed=False))
@@ -152,6 +144,7 @@ for _n in (1, 2, 3):
 add("pixel_shuffle", _shuffled([4, 2, 2]))
 add("pixel_unshuffle", _shuffled([4, 4]))
 add("channel_shuffle", lambda g: (g.front(4, 3), 2))
+add("col2im", lambda g: (g.front(8, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]))
 add("im2col", lambda g: (g.front(2, 4, 4), [2, 2], [1, 1], [0, 0], [1, 1]))
 add("upsample_nearest1d.vec", lambda g: (g.front(2, 3), None, [2.0]))
 add("upsample_nearest2d.vec", lambda g: (g.front(2, 3, 3), None, [2.0, 2.0]))

@@ -109,7 +109,7 @@ def _tapped(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple
     several: list[Tensor] = results_of(found)
     # Parameters are constants here, so nothing before the first tap requires a gradient.
     for one in several:
-        if one.is_floating_point() and not one.requires_grad:
+        if (one.is_floating_point() or one.is_complex()) and not one.requires_grad:
             one.requires_grad_()
     op, wanted = cast(Any, step.node.target), [*use.sources]
     call = Call(op, list(args), dict(kwargs), use.places, use.out, wanted, batch)
@@ -314,8 +314,6 @@ class Graph:
         drawn = [n for s in sources.values() for n in [node, *s.inside] if draws(n)]
         if drawn and node.target not in recurrent.RECURRENT:
             raise Mixed(f"operation {drawn[0].target} draws random numbers for a parameter")
-        if any(_is_complex(n) for n in (node, *node.all_input_nodes)):
-            raise Mixed(f"operation {node.target} has complex numbers beside a parameter")
         places = {place: w for place, arg in args if isinstance(w := self._states[arg], Where)}
         out = [state] if isinstance(state, Where) else list(cast(tuple[Where, ...], state))
         return _Use(sources, places, out)
@@ -427,7 +425,7 @@ def _instance(step: _Step) -> int:
     name = kind_of(step.node)
     if name == "embedding":
         return _numbers(step.node)
-    if name in ("linear", "addmm", "mm", "matmul") and _numbers(step.node) == _last(step.node):
+    if name in ("linear", "mm", "matmul") and _numbers(step.node) == _last(step.node):
         return 0
     return sum(_numbers(s.node) for s in step.use.sources.values())
 
@@ -436,11 +434,6 @@ def _numbers(node: Node) -> int:
     value = node.meta["val"]
     shape = shape_of(node if isinstance(value, Tensor) else node.args[0])
     return math.prod(size for size in shape if isinstance(size, int))
-
-
-def _is_complex(node: Node) -> bool:
-    value = node.meta["val"]
-    return isinstance(value, Tensor) and value.is_complex()
 
 
 def _last(node: Node) -> int:

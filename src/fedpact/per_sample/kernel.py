@@ -440,7 +440,8 @@ def check_precision(model: FlatModel) -> None:
     if model.vector.dtype not in (torch.float32, torch.float64):
         raise ModelError(
             f"the model's weights are {model.vector.dtype}: expected float32 or float64, "
-            "whose norms are exact enough to clip by; convert it with .float()"
+            "whose norms are exact enough to clip by; convert it with .float(), and hold complex "
+            "weights as pairs, which torch.view_as_complex makes complex again in forward"
         )
     if model.precision != "float32" and model.vector.dtype != torch.float32:
         raise ModelError(

@@ -9,7 +9,7 @@ other records.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
 
@@ -140,7 +140,9 @@ def replayed(call: Call) -> Shares:
 
 def shares_of(call: Call) -> Shares:
     """The shares of a call's requested arguments."""
-    return _rule_of(call.op)(call)
+    # The rules are those of real numbers, without conjugates.
+    waves = any(g is not None and g.is_complex() for g in call.grads)
+    return replayed(call) if waves else _rule_of(call.op)(call)
 
 
 @cache
@@ -161,27 +163,12 @@ def _linear(call: Call) -> Shares:
 
 def _matmul(call: Call) -> Shares:
     """A product a b of matrices or vectors, batched or not, with broadcasting."""
-    return _product(call, 0)
-
-
-def _added_product(call: Call) -> Shares:
-    """beta c + alpha a b."""
-    g = cast(Tensor, call.grads[0])
-    alpha, beta = (call.kwargs.get(name, 1) for name in ("alpha", "beta"))
-    wanted = [i for i in call.wanted if i != 0]
-    found = _product(replace(call, wanted=wanted, grads=[g * alpha]), 1)
-    if 0 in call.wanted:
-        found[0] = _reduced(call, g * beta, 0)
-    return found
-
-
-def _product(call: Call, first: int) -> Shares:
-    a, b = (call.at(i).dim() for i in (first, first + 1))
+    a, b = call.at(0).dim(), call.at(1).dim()
     batch = "abcdefgh"[-max(a, b, 2) + 2 :] if max(a, b) > 2 else ""
     left = batch[len(batch) - a + 2 :] + "mk" if a > 1 else "k"
     right = batch[len(batch) - b + 2 :] + "kn" if b > 1 else "k"
     out = batch + "m" * (a > 1) + "n" * (b > 1)
-    return _contracted(call, {first: left, first + 1: right}, out)
+    return _contracted(call, {0: left, 1: right}, out)
 
 
 def _einsum(call: Call) -> Shares:
@@ -194,17 +181,6 @@ def _einsum(call: Call) -> Shares:
     if {*".Z"} & {*equation} or any(len({*one}) < len(one) for one in operands.values()):
         return replayed(call)
     return _contracted(call, operands, out)
-
-
-def _bilinear(call: Call) -> Shares:
-    """Σ_kl x_k W_nkl y_l + b."""
-    rows = "abcdefgh"[: call.at(0).dim() - 1]
-    wanted = [i for i in call.wanted if i != 3]
-    operands: dict[Place, str] = {0: rows + "k", 1: rows + "l", 2: "nkl"}
-    found = _contracted(replace(call, wanted=wanted), operands, rows + "n")
-    if 3 in call.wanted:
-        found[3] = _reduced(call, cast(Tensor, call.grads[0]), 3)
-    return found
 
 
 def _contracted(call: Call, operands: dict[Place, str], out: str) -> Shares:
@@ -406,13 +382,8 @@ def _indexed(call: Call) -> Shares:
     return {0: Lookup(index, call.grad.reshape(*index.shape, -1), len(table), None)}
 
 
-def _expanded(call: Call) -> Shares:
-    """A parameter that is expanded to each record, such as a class token."""
-    return {0: _reduced(call, cast(Tensor, call.grads[0]), 0)}
-
-
 def _repeated(call: Call) -> Shares:
-    """A parameter that is repeated for each record, and along other dimensions."""
+    """A parameter that is repeated for each record, such as a class token, and otherwise."""
     g, shape = call.grad, call.at(0).shape
     shape = [1] * (g.dim() - 1 - len(shape)) + list(shape)
     tiles = [(size // own, own) for size, own in zip(g.shape[1:], shape, strict=True)]
@@ -476,14 +447,12 @@ _POINTWISE = (
     *("div.Tensor", "where.self", "pow.Tensor_Tensor", "maximum.default", "minimum.default"),
     *("lerp.Tensor", "addcmul.default", "clamp.Tensor"),
 )
-_EXPANDING = ("expand", "broadcast_to")
+_REPEATING = ("expand", "broadcast_to", "repeat")
 
 _RULES: dict[str, Rule] = {
     "aten.linear.default": _linear,
     **dict.fromkeys([f"aten.{name}.default" for name in ("matmul", "mm", "bmm", "mv")], _matmul),
-    **dict.fromkeys(["aten.addmm.default", "aten.baddbmm.default"], _added_product),
     "aten.einsum.default": _einsum,
-    "aten.bilinear.default": _bilinear,
     **dict.fromkeys([f"aten.conv{n}d.{how}" for n in "123" for how in _PADDED], _convolution),
     "aten.conv_transpose1d.default": _transposed,
     "aten.conv_transpose2d.input": _transposed,
@@ -500,6 +469,5 @@ _RULES: dict[str, Rule] = {
     "aten.mul.Tensor": _multiplied,
     **dict.fromkeys([f"aten.{one}" for one in _POINTWISE], _each_number),
     "aten.prelu.default": _prelu,
-    **dict.fromkeys([f"aten.{one}.default" for one in _EXPANDING], _expanded),
-    "aten.repeat.default": _repeated,
+    **dict.fromkeys([f"aten.{one}.default" for one in _REPEATING], _repeated),
 }

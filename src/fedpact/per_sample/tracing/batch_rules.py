@@ -223,25 +223,11 @@ def joined(node: Node, at: At) -> Where:
 def interleaved(node: Node, at: At) -> Where:
     """Each entry of a dimension repeated; along the batch's, a record's stay together."""
     where, count = _records_in(node, at)
-    if where.dim not in _dims(dim := argument(node, 2, "dim"), count):
-        return along(2)(node, at)
+    dim = argument(node, 2, "dim")
+    if dim is None or dim % count != where.dim:
+        return along(2, default=None)(node, at)
     _only(node, at, 0)
-    if dim is None and count > 1:
-        raise Mixed(f"operation {node.target} cuts through the batch")
     return where._replace(inner=where.inner * cast(int, node.args[1]))
-
-
-def gathered(node: Node, at: At) -> Where:
-    """Entries picked within each record by its own indices."""
-    where, count = _records_in(node, at)
-    if at(node.args[2]) != where or _dims(node.args[1], count) == [where.dim]:
-        raise Mixed(f"operation {node.target} reads along the batch")
-    return where
-
-
-def copied(node: Node, at: At) -> Where:
-    """The second argument's numbers, in the shape of the first."""
-    return _aligned(node, at, [node.args[1]] if at(node.args[1]) else [node.args[0]])
 
 
 def indexed(node: Node, at: At) -> Where:
@@ -288,15 +274,15 @@ def overwritten(node: Node, at: At) -> Where:
 
 
 def scattered(node: Node, at: At) -> Where:
-    """Numbers set or added within each record, along a dimension other than the batch.
+    """Numbers picked, set or added within each record, along a dimension other than the batch.
 
-    scatter's index must have the batch's length, or it would reach only the first records;
-    index_add has one index for all records.
+    The index must have the batch's length, or it would reach only the first records; index_add has
+    one index for all records.
     """
     where, count = _records_in(node, at)
     by_record = (3,) if kind_of(node) == "index_add" else (2, 3)
     _only(node, at, 0, *by_record)
-    beside = [at(node.args[i]) for i in by_record if isinstance(node.args[i], Node)]
+    beside = [at(arg) for arg in node.args[by_record[0] : 4] if isinstance(arg, Node)]
     if any(place != where for place in beside) or _dims(node.args[1], count) == [where.dim]:
         raise Mixed(f"operation {node.target} writes along the batch")
     return where
@@ -336,23 +322,6 @@ def matmul(node: Node, at: At) -> Where:
     return where
 
 
-def addmm(node: Node, at: At) -> Where:
-    """b + x W with records only in the rows of x."""
-    _only(node, at, 1)
-    where, _ = _records_in(node, at, 1)
-    if where.dim != 0:
-        raise Mixed(f"operation {node.target} sums over the batch")
-    return where
-
-
-def baddbmm(node: Node, at: At) -> Where:
-    """c + a b, with a batch of matrices in the first dimension."""
-    where = _aligned(node, at, node.all_input_nodes)
-    if where.dim != -3 or any(at(node.args[i]) is None for i in (1, 2)):
-        raise Mixed(f"operation {node.target} sums over the batch")
-    return where
-
-
 def attention(node: Node, at: At) -> Where:
     """Queries, keys, values [..., T, E] and a mask: the batch is before the last two dimensions."""
     where = _aligned(node, at, node.all_input_nodes)
@@ -374,15 +343,6 @@ def on_grid(node: Node, at: At) -> Where:
     where, _ = _records_in(node, at)
     if where.dim != 0 or any(isinstance(n, Node) for n in cast(Sequence[Any], node.args[1])[1:]):
         raise Mixed(f"operation {node.target} depends on the batch's size")
-    return where
-
-
-def bilinear(node: Node, at: At) -> Where:
-    """x W yᵀ of pairs of rows."""
-    where, count = _records_in(node, at)
-    _only(node, at, 0, 1)
-    if at(node.args[1]) != where or where.dim == count - 1:
-        raise Mixed(f"operation {node.target} pairs records with others")
     return where
 
 

@@ -57,6 +57,18 @@ def _taken(x: Tensor, index: Tensor, dim: int | None = None) -> Tensor:
     return x.gather(dim, index.expand(sizes))
 
 
+def _added(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """beta c + alpha a b."""
+    return torch.add(c if beta == 1 else c * beta, a @ b, alpha=alpha)
+
+
+def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Σ_kl x_k W_nkl y_l + b, as an einsum."""
+    rows = "abcdefgh"[: x.dim() - 1]
+    out = torch.einsum(f"{rows}k,nkl,{rows}l->{rows}n", x, weight, y)
+    return out if bias is None else out + bias
+
+
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -210,6 +222,10 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.rnn_tanh_cell.default: _cell(lambda of_x, of_h, _: torch.tanh(of_x + of_h)),
     _aten.rnn_relu_cell.default: _cell(lambda of_x, of_h, _: torch.relu(of_x + of_h)),
     _aten.take_along_dim.default: _taken,
+    # torch's copy has no derivative.
+    _aten.copy.default: lambda into, source, *_: source.expand(into.shape).to(into.dtype),
+    _aten.bilinear.default: _bilinear,
+    **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), _added),
     # Of the second tensor they read the form alone, not the records.
     _aten.type_as.default: lambda x, like: x.to(like.device, like.dtype),
     _aten.to.other: lambda x, like, *_: x.to(like.device, like.dtype),
@@ -288,15 +304,9 @@ def _by_lengths(op: Any, *args: Any, lengths: Tensor | None = None) -> Any:
     return F.pad(out, (0, 0, 0, x.shape[1] - steps)), *last
 
 
-def _copied(into: Tensor, source: Tensor) -> Tensor:
-    """torch's copy has no derivative."""
-    return source.expand_as(into).to(into.dtype)
-
-
 DONE_AS: Final[dict[Any, Callable[..., Any]]] = {
     # A traced view may be impossible for the same numbers in another memory layout.
     _aten.view.default: _aten.reshape.default,
-    _aten.copy.default: _copied,
     _aten.rrelu.default: _leaky,
     **{op: partial(_by_lengths, op) for op in _RECURRENT},
     **{
