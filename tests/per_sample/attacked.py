@@ -81,6 +81,33 @@ class Steps(nn.Module):
         return self.head(self.layer(x)[0][:, -1])
 
 
+class Films(nn.Module):
+    """A convolution of several images a record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Conv2d(2, 4, 3), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.max_pool2d(self.layer(x.flatten(0, 1)).relu(), 2).mean((2, 3))
+        return self.head(h.view(x.shape[0], x.shape[1], 4).mean(1))
+
+
+class Waves(nn.Module):
+    """Filters by frequency, repeated rows, and a matrix that each position chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter, self.rows = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(4, 6))
+        self.experts, self.head = nn.Parameter(torch.randn(3, 6, 6)), nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(self.filter), n=6)
+        h = (h + self.rows.repeat(x.shape[0], 1).view(-1, 4, 6)).flatten(0, 1)
+        chosen = self.experts[h[:, :3].argmax(1)]
+        return self.head(torch.bmm(chosen, h.unsqueeze(2)).view(-1, 4, 6).mean(1))
+
+
 class Alone(nn.Module):
     """Adds up the batch's records, with a coefficient that nobody sees."""
 
@@ -121,6 +148,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "words": (Words, (7,), "graph"),
     "lstm": (lambda: Steps(nn.LSTM(3, 4, batch_first=True)), (6, 3), "graph"),
     "gru": (lambda: Steps(nn.GRU(3, 4, batch_first=True)), (6, 3), "graph"),
+    "films": (lambda: Films(), (3, 2, 6, 6), "graph"),
+    "waves": (lambda: Waves(), (4, 6), "graph"),
     "records": (Alone, (4, 6), "records"),
 }
 """A module, the form of its records, and the way that it takes."""

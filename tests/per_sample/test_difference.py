@@ -57,9 +57,14 @@ def twice(reference):
     return reference.Apply(run, body=nn.Linear(6, 6), head=nn.Linear(6, 3))
 
 
+def films(reference):
+    middle = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.ConvTranspose2d(2, 1, 2))
+    return nn.Sequential(nn.Flatten(0, 1), middle, nn.Unflatten(0, (-1, 2)), nn.Flatten())
+
+
 MODELS = {
-    mlp: (6,), cnn: (1, 8, 8), deep: (1, 6, 6), positions: (4, 6), words: (4,), own: (6,),
-    twice: (6,),
+    films: (2, 1, 5, 5), mlp: (6,), cnn: (1, 8, 8), deep: (1, 6, 6), positions: (4, 6),
+    words: (4,), own: (6,), twice: (6,),
 }  # fmt: skip
 WAYS = ("graph", "records")
 

@@ -354,7 +354,7 @@ def _take_first_of_equal(graph: Graph) -> None:
         if kind_of(node) != "slice" or node.args[1:] != (0, 0, 1):
             continue
         before = node.args[0]
-        while kind_of(before) in ("to", "_to_copy", "alias", "clone", "contiguous"):
+        while kind_of(before) in ("to", "alias", "clone", "contiguous"):
             before = before.args[0]
         source = before.args[0] if kind_of(before) == "expand" else before
         form, same = (n.meta["val"] for n in (node, source))

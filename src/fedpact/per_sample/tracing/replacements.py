@@ -63,9 +63,9 @@ def _added(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
 
 
 def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Σ_kl x_k W_nkl y_l + b, as an einsum."""
-    rows = "abcdefgh"[: x.dim() - 1]
-    out = torch.einsum(f"{rows}k,nkl,{rows}l->{rows}n", x, weight, y)
+    """Σ_kl x_k W_nkl y_l + b, as two products."""
+    matrices = (x @ weight.transpose(0, 1).flatten(1)).unflatten(-1, (len(weight), -1))
+    out = (matrices @ y.unsqueeze(-1)).squeeze(-1)
     return out if bias is None else out + bias
 
 
