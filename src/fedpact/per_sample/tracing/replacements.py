@@ -57,6 +57,23 @@ def _taken(x: Tensor, index: Tensor, dim: int | None = None) -> Tensor:
     return x.gather(dim, index.expand(sizes))
 
 
+def _copied(into: Tensor, source: Tensor, *_: Any) -> Tensor:
+    """torch's copy has no derivative."""
+    return source.expand(into.shape).to(into.dtype)
+
+
+def _typed_as(x: Tensor, like: Tensor, *_: Any) -> Tensor:
+    return x.to(like.device, like.dtype)
+
+
+def _shaped_as(x: Tensor, like: Tensor) -> Tensor:
+    return x.reshape(like.shape)
+
+
+def _expanded_as(x: Tensor, like: Tensor, **_: Any) -> Tensor:
+    return x.expand(like.shape)
+
+
 def _added(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """beta c + alpha a b."""
     return torch.add(c if beta == 1 else c * beta, a @ b, alpha=alpha)
@@ -222,16 +239,15 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.rnn_tanh_cell.default: _cell(lambda of_x, of_h, _: torch.tanh(of_x + of_h)),
     _aten.rnn_relu_cell.default: _cell(lambda of_x, of_h, _: torch.relu(of_x + of_h)),
     _aten.take_along_dim.default: _taken,
-    # torch's copy has no derivative.
-    _aten.copy.default: lambda into, source, *_: source.expand(into.shape).to(into.dtype),
+    _aten.copy.default: _copied,
     _aten.bilinear.default: _bilinear,
     **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), _added),
     # Of the second tensor they read the form alone, not the records.
-    _aten.type_as.default: lambda x, like: x.to(like.device, like.dtype),
-    _aten.to.other: lambda x, like, *_: x.to(like.device, like.dtype),
-    _aten.view_as.default: lambda x, like: x.reshape(like.shape),
-    _aten.reshape_as.default: lambda x, like: x.reshape(like.shape),
-    _aten.expand_as.default: lambda x, like: x.expand(like.shape),
+    _aten.type_as.default: _typed_as,
+    _aten.to.other: _typed_as,
+    _aten.view_as.default: _shaped_as,
+    _aten.reshape_as.default: _shaped_as,
+    _aten.expand_as.default: _expanded_as,
     _aten.arange.start_step: _counted,
     _aten.scaled_dot_product_attention.default: _attention,
     _aten.index_put.default: _put,
