@@ -81,8 +81,8 @@ def _added(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
 
 def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Σ_kl x_k W_nkl y_l + b, as two products."""
-    matrices = (x @ weight.transpose(0, 1).flatten(1)).unflatten(-1, (len(weight), -1))
-    out = (matrices @ y.unsqueeze(-1)).squeeze(-1)
+    matrices = (x @ weight.transpose(0, 1).flatten(1)).reshape(*x.shape[:-1], len(weight), -1)
+    out = (matrices @ y.unsqueeze(-1)).sum(-1)
     return out if bias is None else out + bias
 
 
