@@ -21,8 +21,16 @@ from fedpact.common.randomness.seeded import SeededDraws, seeded_generator
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.oracle import Records
 from fedpact.report.audited import AuditRow
-from fedpact.studies.audit.target import Target, bound_of, draw_mislabelled, private_oracle
+from fedpact.studies.audit.target import (
+    Target,
+    bound_of,
+    draw_mislabelled,
+    private_oracle,
+    simulate_rounds,
+)
 
+_CHANNELS = {"gradient", "loss", "below"}
+_SMALL_MODEL = 20_000  # the tests take minutes for larger models
 _EVENTS = 200
 _REQUESTS = 5
 _LONG = 64  # with this many numbers, equal vectors are distinguishable from chance
@@ -86,6 +94,50 @@ def rows_of_tests(method: str, tests: Sequence[Tested]) -> list[AuditRow]:
     ]
 
 
+@dataclass(frozen=True)
+class MechanismTests:
+    """The noise's level in every channel, and tests of the noise and the sampling."""
+
+    noise: tuple[NoiseLevel, ...]
+    tests: tuple[Tested, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every test passes."""
+        return all(part.passed for part in (*self.noise, *self.tests))
+
+    def rows(self, method: str, _: float) -> list[AuditRow]:
+        """Return the rows of the audit's table."""
+        return [level.row(method) for level in self.noise] + rows_of_tests(method, self.tests)
+
+
+def why_untested(target: Target) -> str:
+    """Return why a target's noise and sampling are not tested; "" if they are."""
+    if target.w.numel() > _SMALL_MODEL:
+        return f"the model has {target.w.numel():,} parameters"
+    if target.terms.openings or not set(target.terms.sigmas) <= _CHANNELS:
+        return f"only {', '.join(sorted(_CHANNELS))} of batches without an opening can be tested"
+    return ""
+
+
+def check_mechanism(target: Target) -> MechanismTests:
+    """Test the noise and the sampling, with the queries of the algorithm's second round.
+
+    If the clip changes with the round, all events are the last round's; multipliers are the same.
+    """
+    target = target.at(target.rounds)
+    queries = queries_of(target)
+    alone = noise_alone(target, queries)
+    tests = (*noise_tests(target, queries, alone), *sampling_tests(target, queries))
+    return MechanismTests(noise_levels(target, alone), tests)
+
+
+def queries_of(target: Target) -> dict[str, tuple[Any, ...]]:
+    """Return the queries to the first batch of the algorithm's second round, by channel."""
+    *_, asked = simulate_rounds(target, target.records, min(2, target.rounds), "questions")
+    return {a.channel: a.query for a in asked if a.batch == asked[0].batch}
+
+
 ChannelNoise = Mapping[str, torch.Tensor]
 """Each channel's noise in units of what the terms state, [requests, events, numbers]."""
 
@@ -95,24 +147,22 @@ def noise_alone(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> Chann
     return _noise(target, queries, target.no_records)
 
 
-def noise_levels(
-    target: Target, queries: Mapping[str, tuple[Any, ...]], alone: ChannelNoise | None = None
-) -> tuple[NoiseLevel, ...]:
+def noise_levels(target: Target, alone: ChannelNoise) -> tuple[NoiseLevel, ...]:
     """Return the level of every channel; all bounds hold jointly with probability 0.999.
 
-    alone: `noise_alone` of the same, if known.
+    alone: from `noise_alone`.
 
     The sum of squares over σ² is chi-square with as many degrees of freedom as numbers. Squares are
     about the mean of all events, with one degree less for each coordinate, as a constant is no
     noise.
     """
     levels = list[NoiseLevel]()
-    for channel, noise in (alone or noise_alone(target, queries)).items():
+    for channel, noise in alone.items():
         flat = noise.flatten(0, 1)
         squares = float((flat - flat.mean(0)).square().sum())
         numbers = (len(flat) - 1) * flat.shape[1]
         claimed = target.terms.multipliers[channel]
-        least = float(stats.chi2.ppf(_ERROR / len(queries), numbers))
+        least = float(stats.chi2.ppf(_ERROR / len(alone), numbers))
         at_most = claimed * (squares / least) ** 0.5
         measured = claimed * (squares / numbers) ** 0.5
         at_best = claimed * (numbers / least) ** 0.5
@@ -121,16 +171,16 @@ def noise_levels(
 
 
 def noise_tests(
-    target: Target, queries: Mapping[str, tuple[Any, ...]], alone: ChannelNoise | None = None
+    target: Target, queries: Mapping[str, tuple[Any, ...]], alone: ChannelNoise
 ) -> tuple[Tested, ...]:
     """Test that every channel's noise is N(0, 1) in its own units, and drawn anew each time.
 
     On a site without records, and on all records in every batch. A correct mechanism passes all
-    tests jointly with probability 0.999. alone: `noise_alone` of the same, if known.
+    tests jointly with probability 0.999. alone: from `noise_alone`.
     """
     found = list[tuple[str, float]]()
     for noises, where in (
-        (alone or noise_alone(target, queries), "no records"),
+        (alone, "no records"),
         (_noise(target, queries, target.records), "all records"),
     ):
         for channel, noise in noises.items():
