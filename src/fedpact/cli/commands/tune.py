@@ -37,7 +37,7 @@ def fedproxvr(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find FedProxVR's μ, β and τ of least training time, with a proof that they are the best.
+    """Find FedProxVR's μ, β and τ of least training time by the paper's theorem.
 
     With RUN, what is not given is measured: d_com and d_cmp from the rounds' seconds, and L, λ, σ̄²
     from the simulation's records.

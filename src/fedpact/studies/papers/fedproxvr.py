@@ -12,7 +12,7 @@ from rich.console import Console
 from fedpact.common.errors import InputError
 from fedpact.common.files import check_file
 from fedpact.common.notebook import TextTable
-from fedpact.studies.papers.proxvr_search import Losses, Optimum, Parameters, Solver, minimise, path
+from fedpact.studies.papers.proxvr_search import Losses, Parameters, Solver, minimise
 
 UNIT = "(1 + γτ)/Θ: training time in units of Δ(w⁰) d_com/ε, ε the accuracy asked for"
 ROWS = {
@@ -20,10 +20,9 @@ ROWS = {
     "real": "(23), real τ",
     "lemma1": "Lemma 1, whole τ",
 }
-PROVEN = (
+PROBLEMS = (
     "(23) is the paper's problem, with τ at Lemma 1's upper bound; the last row takes any β and τ "
-    "that Lemma 1 allows. Within its problem nothing has an objective below the certified bound, "
-    "found by branch and bound over τ in a box that holds every optimum."
+    "that Lemma 1 allows."
 )
 WORTH = (
     "The theorem needs its L, λ and σ̄² at every w, and is loose: take μ, β and τ as a start for a "
@@ -45,7 +44,7 @@ class Candidate:
         """Return Assumption 1's numbers, σ̄² times a factor."""
         return Losses(self.smoothness, self.weak_convexity, factor * self.heterogeneity)
 
-    def optimum(self, *, tight: bool = True, whole: bool = True) -> Optimum:
+    def optimum(self, *, tight: bool = True, whole: bool = True) -> Parameters:
         """Return the optimum; see `minimise`."""
         return minimise(self.losses(), self.gamma, self.solver, tight=tight, whole=whole)
 
@@ -79,7 +78,7 @@ def candidate_document(setting: Candidate, measured: Mapping[str, Any]) -> dict[
     }
 
 
-def _numbers(best: Optimum) -> dict[str, Any]:
+def _numbers(best: Parameters) -> dict[str, Any]:
     return {
         "mu": best.mu,
         "beta": best.beta,
@@ -87,14 +86,6 @@ def _numbers(best: Optimum) -> dict[str, Any]:
         "theta": best.theta,
         "Theta": best.decrease,
         "objective": best.objective,
-        "certificate": {
-            "lower": best.lower,
-            "gap": best.gap,
-            "mu": best.mu_range,
-            "beta": best.beta_range,
-            "tau": best.tau_range,
-            "intervals": best.cells,
-        },
     }
 
 
@@ -112,12 +103,11 @@ def print_document(found: Mapping[str, Any]) -> None:
         row = found if key == "whole" else found[key]
         tau = f"{row['tau']}" if isinstance(row["tau"], int) else f"{row['tau']:.1f}"
         mu, beta, theta, per_round = (f"{row[k]:.4g}" for k in ("mu", "beta", "theta", "Theta"))
-        proven = (f"{x:.6g}" for x in (row["objective"], row["certificate"]["lower"]))
-        rows.append((name, mu, beta, tau, theta, per_round, *proven))
-    columns = ("μ", "β", "τ", "θ", "Θ", "objective", "certified >=")
+        rows.append((name, mu, beta, tau, theta, per_round, f"{row['objective']:.6g}"))
+    columns = ("μ", "β", "τ", "θ", "Θ", "objective")
     TextTable(columns, rows, first="problem").print(console, title)
     console.print(f"objective: {UNIT}.")
-    console.print(PROVEN)
+    console.print(PROBLEMS)
     console.print(WORTH)
     settings = (
         f"{name} = {value:.6g}" if isinstance(value, float) else f"{name} = {json.dumps(value)}"
@@ -146,9 +136,10 @@ def _curves(setting: Candidate) -> dict[float, list[tuple[float, Parameters]]]:
     gammas = np.geomspace(low, high, POINTS).tolist()
     factors = FACTORS if setting.heterogeneity else FACTORS[:1]
     return {
-        factor * setting.heterogeneity: list(
-            zip(gammas, path(setting.losses(factor), gammas, setting.solver), strict=True)
-        )
+        factor * setting.heterogeneity: [
+            (gamma, minimise(setting.losses(factor), gamma, setting.solver, whole=False))
+            for gamma in gammas
+        ]
         for factor in factors
     }
 
