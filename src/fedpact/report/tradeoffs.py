@@ -133,7 +133,7 @@ def exact_noise(budget: Budget, q: float, steps: int, accountant: Accountant = "
 
 @dataclass(frozen=True)
 class Problem:
-    """The numbers of the paper's example. Raises InputError, also for C > G."""
+    """The numbers of the paper's example, with C <= G. Raises InputError: q or δ out of range."""
 
     dimension: int = 10_000
     clients: int = 100
@@ -145,19 +145,8 @@ class Problem:
     delta: float = 1e-4
 
     def __post_init__(self) -> None:
-        check.count(dimension=self.dimension)
-        check.count(clients=self.clients)
-        check.positive(smoothness=self.smoothness)
-        check.positive(convexity=self.convexity)
         check.rate(q=self.q)
         check.fraction(delta=self.delta)
-        check.positive(clip=self.clip)
-        check.positive(gradient_bound=self.gradient_bound)
-        if not self.clip <= self.gradient_bound:
-            raise InputError(
-                f"clip is {self.clip!r} and gradient_bound is {self.gradient_bound!r}: the utility "
-                "bound needs C <= G; expected a smaller clip"
-            )
 
 
 def utility_bound(problem: Problem, variance: float, steps: int) -> float:
@@ -404,15 +393,13 @@ def _draw(question: TradeoffQuestion, points: list[Point], out: Path) -> None:
     Thin and dotted where a bound is unsound, or its own conditions fail. Raises InputError.
     """
     problem = question.problem
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from fedpact.report.drawing import save_figure
 
     size = (1 + 4.5 * len(question.steps), 10)
-    figure, axes = pyplot.subplots(
-        3, len(question.steps), figsize=size, sharex=True, squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(3, len(question.steps), sharex=True, squeeze=False)
     for column, steps in enumerate(question.steps):
         exact = {
             by: [p for p in points if (p.curve, p.steps) == (by, steps)] for by in EXACT_ACCOUNTANTS
@@ -425,13 +412,7 @@ def _draw(question: TradeoffQuestion, points: list[Point], out: Path) -> None:
         "dotted: unsound, or outside the bound's own conditions; only RDP and PLD are guarantees",
         fontsize="medium",
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        figure.savefig(out, dpi=150)
-    except OSError as error:
-        raise InputError(f"--out is {str(out)!r}: cannot be written ({error.strerror})") from error
-    finally:
-        pyplot.close(figure)
+    save_figure(figure, out)
 
 
 def _column(

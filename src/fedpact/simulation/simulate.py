@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,10 @@ def of_run(
         )
     models, model = _released(folder, plan, scene), FlatModel(scene.workshop.module())
     initial = model.vector.clone()
-    alones = ({} if known is None else known).setdefault(_follows_from(plan), {})
+    # What determines a model that a site trains alone.
+    followed = plan.model_dump(mode="json", include={*_ALONE, *_RECORDS})
+    key = json.dumps({**followed, "person_records": plan.privacy.person_records}, sort_keys=True)
+    alones = ({} if known is None else known).setdefault(key, {})
     found = dict[str, SiteFigures]()
     with one_thread():
         for site in scene.sites:
@@ -137,12 +140,6 @@ def _check(folder: Folder) -> None:
             f"the run in {folder.path} is {status}: what joining was worth is known at its end; "
             "`fedpact resume` finishes it"
         )
-
-
-def _follows_from(plan: Plan) -> str:
-    document = plan.model_dump(mode="json", include={*_ALONE, *_RECORDS})
-    document["person_records"] = plan.privacy.person_records
-    return json.dumps(document, sort_keys=True)
 
 
 def _released(folder: Folder, plan: Plan, scene: SimulationSetup) -> Mapping[str, Tensor]:
@@ -326,7 +323,7 @@ def _on_threads(
     sensible = 1 if short or workshop.device != "cpu" else available_cores()
     workers = workshop.plan.run.workers or sensible
     transport = stack.enter_context(InProcess(clients, workers, workshop.bench))
-    return transport, partial(_charged, ledgers, sites[0].run)
+    return transport, lambda site: ledgers[site].spent(sites[0].run)
 
 
 def _on_ray(
@@ -335,17 +332,13 @@ def _on_ray(
     """Return the transport over Ray, and a function with a site's charges. Closes the ledgers."""
     from fedpact.simulation.ray import RayTransport
 
-    spent = {site.name: _charged(ledgers, site.run, site.name) for site in sites if site.terms}
+    spent = {site.name: ledgers[site.name].spent(site.run) for site in sites if site.terms}
     most = workshop.plan.run.workers or None
     transport = stack.enter_context(RayTransport(sites, workshop, most, spent))
     # From here on, each ledger is opened by the actor that has its site.
     for ledger in ledgers.values():
         ledger.close()
     return transport, transport.spent
-
-
-def _charged(ledgers: dict[str, Ledger], run: str, site: str) -> History:
-    return ledgers[site].spent(run)
 
 
 def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledger]:

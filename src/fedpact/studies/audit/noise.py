@@ -25,7 +25,6 @@ from fedpact.studies.audit.target import (
     Target,
     bound_of,
     draw_mislabelled,
-    private_oracle,
     simulate_rounds,
 )
 
@@ -305,9 +304,11 @@ def _site(
     target: Target, made: Records, query: tuple[Any, ...]
 ) -> tuple[Records, list[int], torch.Tensor | None]:
     """Return a site, the positions of its marked records, and each kind's sum [1 + marked, d]."""
-    parts, chosen = list[torch.Tensor](), list[int]()
+    parts, chosen, size = list[torch.Tensor](), list[int](), target.terms.batch_size
     for i in range(len(made.y)):
-        part = _sum(target, Records(made.x[i : i + 1], made.y[i : i + 1]), query)
+        one = Records(made.x[i : i + 1], made.y[i : i + 1])
+        # Clipped as in a batch of the site.
+        part = target.answer(one, "gradient", query, size=size).double() * size
         rows = torch.stack([*parts, part])
         # Kept unless it is nearly a linear combination of those before.
         if float(torch.linalg.svdvals(rows)[-1]) > 0.2 * target.terms.clip:
@@ -322,16 +323,6 @@ def _site(
     for place, record in zip(places, chosen[1:], strict=False):
         order[place] = record
     return Records(made.x[order], made.y[order]), places, torch.stack(parts)
-
-
-def _sum(target: Target, records: Records, query: tuple[Any, ...]) -> torch.Tensor:
-    """Return the sum [d] of these records' gradients, clipped as in a batch of the site."""
-    terms = target.terms
-    # The clip's margin for rounding depends on the expected size of a batch.
-    whole = replace(terms, rate=1.0, size=terms.batch_size, sigmas=dict.fromkeys(terms.sigmas, 0.0))
-    oracle = private_oracle(records, target.kernel, whole, SeededDraws(0))
-    batch = next(iter(oracle.batches(1, "gradient")))
-    return torch.as_tensor(batch.gradient(*query)).reshape(-1).double() * terms.batch_size
 
 
 def _drawn(

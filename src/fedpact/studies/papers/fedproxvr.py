@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from fedpact.common.errors import InputError
 from fedpact.common.files import check_file
 from fedpact.common.notebook import TextTable
 from fedpact.studies.papers.proxvr_search import Losses, Parameters, Solver, minimise
@@ -30,45 +29,26 @@ WORTH = (
 )
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """L, λ, σ̄², γ and the inner loop."""
-
-    smoothness: float
-    weak_convexity: float
-    heterogeneity: float
-    gamma: float
-    solver: Solver = "sarah"
-
-    def losses(self, factor: float = 1.0) -> Losses:
-        """Return Assumption 1's numbers, σ̄² times a factor."""
-        return Losses(self.smoothness, self.weak_convexity, factor * self.heterogeneity)
-
-    def optimum(self, *, tight: bool = True, whole: bool = True) -> Parameters:
-        """Return the optimum; see `minimise`."""
-        return minimise(self.losses(), self.gamma, self.solver, tight=tight, whole=whole)
-
-
-def candidate_document(setting: Candidate, measured: Mapping[str, Any]) -> dict[str, Any]:
+def find_parameters(
+    losses: Losses, gamma: float, solver: Solver, measured: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return what --json prints: on top the optimum of the paper's (23) with whole τ.
 
     settings: for a plan, by Lemma 1 without the paper's equalities, which is never worse.
     """
-    best = setting.optimum()
-    real = setting.optimum(whole=False)
-    free = setting.optimum(tight=False)
+    free = minimise(losses, gamma, solver, tight=False)
     return {
-        "solver": setting.solver,
-        "L": setting.smoothness,
-        "lam": setting.weak_convexity,
-        "sigma2": setting.heterogeneity,
-        "gamma": setting.gamma,
-        **_numbers(best),
-        "real": _numbers(real),
+        "solver": solver,
+        "L": losses.smoothness,
+        "lam": losses.weak_convexity,
+        "sigma2": losses.heterogeneity,
+        "gamma": gamma,
+        **_numbers(minimise(losses, gamma, solver)),
+        "real": _numbers(minimise(losses, gamma, solver, whole=False)),
         "lemma1": _numbers(free),
         "settings": {
-            "solver": setting.solver,
-            "smoothness": setting.smoothness,
+            "solver": solver,
+            "smoothness": losses.smoothness,
             "step_divisor": free.beta,
             "proximal": free.mu,
             "local_steps": free.tau,
@@ -130,38 +110,27 @@ PANELS = (
 )
 
 
-def _curves(setting: Candidate) -> dict[float, list[tuple[float, Parameters]]]:
-    """Return (γ, optimum of (23) with real τ) for each σ̄²; γ from 1e-4 to 1, and the setting's."""
-    low, high = min(GAMMAS[0], setting.gamma), max(GAMMAS[1], setting.gamma)
-    gammas = np.geomspace(low, high, POINTS).tolist()
-    factors = FACTORS if setting.heterogeneity else FACTORS[:1]
-    return {
-        factor * setting.heterogeneity: [
-            (gamma, minimise(setting.losses(factor), gamma, setting.solver, whole=False))
-            for gamma in gammas
-        ]
-        for factor in factors
-    }
-
-
-def draw(setting: Candidate, out: Path) -> None:
+def draw(losses: Losses, gamma: float, solver: Solver, out: Path) -> None:
     """Draw β*, μ*, θ, Θ and τ* against γ into a file, .png or .svg. Raises InputError."""
     check_file("--out", out, ".png", ".svg")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-    found = _curves(setting)
-    figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), sharex=True, layout="constrained")
+    from fedpact.report.drawing import save_figure
+
+    gammas = np.geomspace(min(GAMMAS[0], gamma), max(GAMMAS[1], gamma), POINTS).tolist()
+    found = dict[float, list[Parameters]]()
+    for factor in FACTORS if losses.heterogeneity else FACTORS[:1]:
+        of = replace(losses, heterogeneity=factor * losses.heterogeneity)
+        found[of.heterogeneity] = [minimise(of, each, solver, whole=False) for each in gammas]
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    axes: Any = figure.subplots(2, 3, sharex=True)
     flat: list[Any] = list(axes.flat)
     for axis, (name, label, scale) in zip(flat, PANELS, strict=False):
         for spread, points in found.items():
-            values = [getattr(best, name) for _, best in points]
-            axis.plot([g for g, _ in points], values, label=f"σ̄² = {spread:.3g}")
-        axis.axvline(setting.gamma, color="0.6", linewidth=1, linestyle=":")
+            values = [getattr(best, name) for best in points]
+            axis.plot(gammas, values, label=f"σ̄² = {spread:.3g}")
+        axis.axvline(gamma, color="0.6", linewidth=1, linestyle=":")
         axis.set(xscale="log", yscale=scale, ylabel=label, xlabel="γ = d_cmp/d_com")
         axis.grid(alpha=0.3, which="both")
         axis.tick_params(labelbottom=True)
@@ -173,13 +142,8 @@ def draw(setting: Candidate, out: Path) -> None:
     flat[-1].axis("off")
     flat[-1].legend(handles, labels, loc="center", frameon=False, title="dotted: the γ asked for")
     figure.suptitle(
-        f"FedProxVR, {setting.solver.upper()}: least training time by (23), "
-        f"L = {setting.smoothness:.3g}, λ = {setting.weak_convexity:.3g}",
+        f"FedProxVR, {solver.upper()}: least training time by (23), "
+        f"L = {losses.smoothness:.3g}, λ = {losses.weak_convexity:.3g}",
         fontsize="medium",
     )
-    try:
-        figure.savefig(out, dpi=150)
-    except OSError as error:
-        raise InputError(f"--out is {str(out)!r}: cannot be written ({error.strerror})") from error
-    finally:
-        pyplot.close(figure)
+    save_figure(figure, out)

@@ -40,6 +40,7 @@ Vector = NDArray[np.float64]
 Product = Callable[[Vector], Vector]
 """v [d] -> Hv [d], for a symmetric H."""
 
+
 def spectrum(
     product: Product, dimension: int, draws: np.random.Generator, iterations: int = 30
 ) -> tuple[float, float]:
@@ -70,10 +71,12 @@ def spectrum(
         for _ in range(2):  # twice makes it orthogonal up to rounding
             image = image - basis[: k + 1].T @ (basis[: k + 1] @ image)
         beside[k] = float(np.linalg.norm(image))
-        if k + 1 == steps or beside[k] <= 1e-12 * scale:
+        if beside[k] <= 1e-12 * scale:
+            steps = k + 1
             break
-        basis[k + 1] = image / beside[k]
-    values = eigvalsh_tridiagonal(diagonal[: k + 1], beside[:k])
+        if k + 1 < steps:
+            basis[k + 1] = image / beside[k]
+    values = eigvalsh_tridiagonal(diagonal[:steps], beside[: steps - 1])
     return float(values[0]), float(values[-1])
 
 
@@ -225,7 +228,10 @@ def _estimates(run: Path) -> dict[str, float]:
     points = [model.vector.clone(), checkpoint.state.vectors["w"]]
     draws = np.random.default_rng(plan.seed)
     chosen = draws.permutation(len(scene.sites))[:SITES].tolist()
-    sites = [_sample(scene.sites[i].x, scene.sites[i].y, draws) for i in chosen]
+    sites = list[tuple[Tensor, Tensor]]()
+    for site in (scene.sites[i] for i in chosen):
+        order = torch.from_numpy(draws.permutation(len(site.y))[:IN_GRADIENT])
+        sites.append((site.x[order], site.y[order]))
     sizes = [float(len(scene.sites[i].y)) for i in chosen]
     single, whole, gradients = list[float](), list[float](), list[Vector]()
     for w in points:
@@ -241,12 +247,6 @@ def _estimates(run: Path) -> dict[str, float]:
         "sigma2_first": heterogeneity(gradients[0], sizes),
         "sigma2_last": heterogeneity(gradients[1], sizes),
     }
-
-
-def _sample(x: Tensor, y: Tensor, draws: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Return at most IN_GRADIENT of a site's records, in random order."""
-    order = torch.from_numpy(draws.permutation(len(y))[:IN_GRADIENT])
-    return x[order], y[order]
 
 
 def _slopes(
