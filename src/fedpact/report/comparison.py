@@ -199,13 +199,10 @@ def paired_table(comparison: Comparison) -> TextTable | None:
             row = rows.setdefault(name_pair(comparison, one), [])
             row += ["–"] * (len(headings) - 3 - len(row)) + [form(one.mean)]
             interval = f"{form(one.low)} to {form(one.high)}"
-            row += [interval, _chance(one.p)] if one.known else ["–", "–"]
+            chance = "< 0.001" if one.p < 0.001 else f"{one.p:.{2 if one.p >= 0.01 else 3}f}"
+            row += [interval, chance] if one.known else ["–", "–"]
     filled = [(name, *row, *["–"] * (len(headings) - len(row))) for name, row in rows.items()]
     return TextTable(tuple(headings), filled) if rows else None
-
-
-def _chance(p: float) -> str:
-    return f"{p:.2f}" if p >= 0.01 else f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
 EFFORT_NOTE: Final = (

@@ -223,10 +223,12 @@ class JoiningRow:
         advice = "tune" if self.tuned_in == self.runs else "do not"
         if 0 < self.tuned_in < self.runs:
             advice = f"tune in {self.tuned_in} of {self.runs}"
+        mean, *ends = (f"{100 * x:+.1f}" for x in (self.gain.mean, self.gain.low, self.gain.high))
+        told = f"{mean} ({' to '.join(ends)})" if math.isfinite(self.gain.mean) else "–"
         return (
             *(percent(each) for each in (self.local, self.federated, self.tuned)),
             advice,
-            format_difference(self.gain),
+            told,
             self.gain.verdict,
         )
 
@@ -235,13 +237,6 @@ def joining_table(rows: Sequence[JoiningRow]) -> TextTable:
     """Return the value of joining, with a row for each site."""
     headings = ("alone", "federated", "tuned", "advice", "difference", "joining")
     return TextTable(headings, [(row.site, *row.cells) for row in rows], first="site")
-
-
-def format_difference(gain: Gain) -> str:
-    """Return a difference with its interval, in percentage points."""
-    if not math.isfinite(gain.mean):
-        return "–"
-    return f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
 
 
 def joining_rows(runs: Sequence[RunSummary]) -> list[JoiningRow]:

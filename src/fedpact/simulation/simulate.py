@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fedpact.algorithms.wrappers.released_scales import check_as_declared
 from fedpact.client import read_memory
@@ -46,7 +46,7 @@ from fedpact.privacy.oracle import Records
 from fedpact.privacy.policy import sum_reservations
 from fedpact.privacy.terms import Terms, charge_size
 from fedpact.rounds import Rounds
-from fedpact.simulation.evaluation import Evaluator, select_judged_labels
+from fedpact.simulation.evaluation import Evaluator, own_models, select_judged_labels
 from fedpact.simulation.flower import require_ray
 from fedpact.simulation.machine import allow_open_files, available_cores, keep_freed_memory
 from fedpact.simulation.predict import Evaluated, Predictions, Predictor, RecordedForm
@@ -99,7 +99,11 @@ def of_run(
             f"{path}: no site has held-out records, on which models are compared; run it with "
             "partition.held_out, or evaluation.share"
         )
-    models, model = _released(folder, plan, scene), FlatModel(scene.workshop.module())
+    at = Checkpoint.from_bytes((folder.path / "state.safetensors").read_bytes())
+    owned = own_models(
+        scene, at, lambda s, n: read_memory(folder.site(s) / "memory.safetensors", n)
+    )
+    model = FlatModel(scene.workshop.module())
     initial = model.vector.clone()
     # What determines a model that a site trains alone.
     followed = plan.model_dump(mode="json", include={*_ALONE, *_RECORDS})
@@ -112,7 +116,7 @@ def of_run(
                 on_site(site.name, len(scene.sites))
             if site.name not in alones:
                 alones[site.name] = personalise_model(model, site.x, site.y, initial, site.persons)
-            w = models[site.name]
+            w = owned.get(site.name, at.state.vectors["w"])
             tuned = personalise_model(model, site.x, site.y, w, site.persons)
             whose = number_persons(scene.dataset.person, partition.held_out[site.name])
             held = site.x_held, site.y_held, whose
@@ -140,17 +144,6 @@ def _check(folder: Folder) -> None:
             f"the run in {folder.path} is {status}: what joining was worth is known at its end; "
             "`fedpact resume` finishes it"
         )
-
-
-def _released(folder: Folder, plan: Plan, scene: SimulationSetup) -> Mapping[str, Tensor]:
-    """Return each site's model from the federation, [d] each."""
-    at = Checkpoint.from_bytes((folder.path / "state.safetensors").read_bytes())
-    w, found = at.state.vectors["w"], dict[str, Tensor]()
-    for site in scene.sites:
-        path = folder.site(site.name) / "memory.safetensors"
-        own = plan.method.own_model(w, read_memory(path, at.included.get(site.name, -1)))
-        found[site.name] = w if own is None else own
-    return found
 
 
 OnRound = Callable[[RoundRecord], None]

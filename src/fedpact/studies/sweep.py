@@ -108,7 +108,9 @@ def _enter(
     entries: dict[str, Plan],
     points: dict[str, SweepPoint],
 ) -> None:
-    entry = free_name("-".join([name, *map(_part, chosen.items())]), entries)
+    texts = [f"{key.rpartition('.')[2]}-{value}" for key, value in chosen.items()]
+    parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-") or "value" for text in texts]
+    entry = free_name("-".join([name, *parts]), entries)
     entries[entry], points[entry] = _changed(plan, chosen), SweepPoint(name, chosen)
 
 
@@ -170,12 +172,6 @@ def _changed(plan: Plan, chosen: Mapping[str, Any]) -> Plan:
     except PlanError as error:
         told = ", ".join(f"{key}={value}" for key, value in flatten(chosen).items())
         raise PlanError(f"sweep {told}: {error}") from None
-
-
-def _part(chosen: tuple[str, Any]) -> str:
-    key, value = chosen
-    text = f"{key.rpartition('.')[2]}-{value}"
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-") or "value"
 
 
 def free_name(name: str, taken: Collection[str]) -> str:

@@ -246,7 +246,11 @@ def _noise(
         else:
             # Even without records a count's sum is not 0, as 1/2 is added to a share.
             centred = stacked - whole.answer(records, channel, query).double()
-        deviation = _deviation(whole, channel, query)
+        # As claimed; see privacy.oracle.
+        bound = bound_of(channel, query, whole.terms)
+        deviation = whole.terms.sigmas[channel] * bound / whole.terms.batch_size
+        if channel == "gradient":
+            deviation = whole.terms.noise_variance**0.5
         if whole.terms.units:
             # Integers on a coarse grid are not normal. With uniform noise of the grid's width added
             # they nearly are; rounding and this noise add to the variance. Differences, divided
@@ -261,14 +265,6 @@ def _noise(
         centred /= deviation
         made[channel] = centred.unflatten(0, (_REQUESTS, -1))
     return made
-
-
-def _deviation(target: Target, channel: str, query: tuple[Any, ...]) -> float:
-    """Return the claimed standard deviation of a release's noise (see privacy.oracle)."""
-    if channel == "gradient":
-        return target.terms.noise_variance**0.5
-    bound = bound_of(channel, query, target.terms)
-    return target.terms.sigmas[channel] * bound / target.terms.batch_size
 
 
 _RECORDS = 40

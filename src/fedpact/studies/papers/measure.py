@@ -236,7 +236,8 @@ def _estimates(run: Path) -> dict[str, float]:
     single, whole, gradients = list[float](), list[float](), list[Vector]()
     for w in points:
         model.load(w)
-        gradients.append(np.stack([_gradient(model, x, y) for x, y in sites]))
+        slopes = [_slopes(model, x, y, again=False)[1] for x, y in sites]
+        gradients.append(torch.stack(slopes).double().numpy())
         for x, y in sites[:CURVED]:
             whole.append(-_spectrum(model, x[:IN_HESSIAN], y[:IN_HESSIAN], draws)[0])
             for i in range(min(SINGLE, len(y))):
@@ -256,10 +257,6 @@ def _slopes(
     loss = cross_entropy(model.module(x), y).mean()
     slopes = torch.autograd.grad(loss, parameters, create_graph=again)
     return parameters, torch.cat([g.reshape(-1) for g in slopes])
-
-
-def _gradient(model: FlatModel, x: Tensor, y: Tensor) -> Vector:
-    return _slopes(model, x, y, again=False)[1].double().numpy()
 
 
 def _spectrum(
