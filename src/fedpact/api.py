@@ -104,7 +104,7 @@ class Result(Simulated):
         run = self._run
         drawn = {name: draw(run) for name, draw in _DRAWN.items()}
         drawn |= {name: charts.metric(run, name) for name in run.last.metrics}
-        return {name: drawing.chart for name, drawing in drawn.items() if drawing is not None}
+        return {name: drawing for name, drawing in drawn.items() if drawing is not None}
 
     @property
     def _run(self) -> RunSummary:

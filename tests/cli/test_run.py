@@ -96,8 +96,8 @@ def test_other_runs_folder_is_detected_before_computing(tmp_path, monkeypatch):
     shown = fedpact("report", "r", cwd=tmp_path)
     assert (shown.returncode, "worst site" in shown.stdout) == (2, True)
     assert "report.html" in shown.stderr
-    monkeypatch.setattr("fedpact.cli.commands.audit._carry_out", None)
-    monkeypatch.setattr("fedpact.simulation.simulate._released", None)
+    monkeypatch.setattr("fedpact.studies.audit.one_run.one_run", None)
+    monkeypatch.setattr("fedpact.simulation.simulate.own_models", None)
     for command in (("audit", "r"), ("personalise", "r")):
         done = fedpact(*command, cwd=tmp_path)
         assert done.returncode == 2

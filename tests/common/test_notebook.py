@@ -47,7 +47,7 @@ def test_single_layout_equals_matplotlibs_own_drawing(tmp_path, monkeypatch):
     builder(tmp_path)(SITES)
     run = read_run(tmp_path)
     for draw in (charts.accuracy, charts.site_accuracy, charts.draw_epsilon):
-        figure, other, bare = (draw(run).chart for _ in range(3))
+        figure, other, bare = (draw(run) for _ in range(3))
         before = figure.get_layout_engine(), figure.canvas
         once = figure.svg
         assert (figure.get_layout_engine(), figure.canvas) == before

@@ -21,7 +21,7 @@ from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
 from fedpact.simulation.setup import SimulationSetup
-from fedpact.studies.audit.attacks import _shares
+from fedpact.studies.audit.one_run import _shares
 from fedpact.studies.audit.target import Asked, Target
 
 ALL = ViewSettings(mirror=True, shift=2)

@@ -17,7 +17,6 @@ _MEASURED_CLAIMED: Final = {
     "ε": ("ε ≥ {}", "ε ≤ {}"),
     "σ": ("σ ≤ {}", "σ = {}"),
     "p": ("p = {}", "p ≥ {}"),
-    "AUC": ("AUC ≥ {}", "AUC ≤ {}"),
     "Δ": ("Δ = {}", "Δ ≤ {}"),
 }
 # JSON has null for an infinite number.
@@ -29,8 +28,7 @@ class AuditRow:
     """A measured bound and the claimed value.
 
     quantity: "ε" at `delta`, bounded from below; "σ", a channel's noise multiplier, from above;
-    "AUC" of a membership attack, from below, with the largest one under (ε, δ) as the claim; "p" of
-    a test of the mechanism, with its level as the claim; "Δ", a record's largest change of a
+    "p" of a test of the mechanism, with its level as the claim; "Δ", a record's largest change of a
     channel's sum relative to its sensitivity, exact.
     confidence: of the bound. found: how it was found. power: the bound that the best attack would
     show if the mechanism is exactly as claimed (a smaller bound is no evidence of privacy); None
@@ -38,7 +36,7 @@ class AuditRow:
     """
 
     method: str
-    quantity: Literal["ε", "σ", "p", "AUC", "Δ"]
+    quantity: Literal["ε", "σ", "p", "Δ"]
     bound: _Bound
     claimed: _Bound
     delta: float | None

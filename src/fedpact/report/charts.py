@@ -1,4 +1,4 @@
-"""The charts of a run. Each function returns a Drawing, or None if there is nothing to draw."""
+"""The charts of a run. Each function returns a Chart, or None if there is nothing to draw."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,23 +19,23 @@ from fedpact.report.drawing import (
     MANY,
     ORANGE,
     RED,
-    Drawing,
-    Sheet,
+    Chart,
     log_axis,
     marker,
     percent_axis,
     rounds_axis,
+    sheet,
     shorten,
     thin,
 )
-from fedpact.report.run_summary import LabelTable, RunSummary, SitePrivacy
+from fedpact.report.run_summary import RunSummary, SitePrivacy
 
 _COLOURS = (BLUE, GREEN, RED)
 
 Sites = Mapping[str, SitePrivacy]
 
 
-def draw_epsilon(run: RunSummary) -> Drawing | None:
+def draw_epsilon(run: RunSummary) -> Chart | None:
     """ε spent by each site over rounds, and the budgets; None in a plain run.
 
     With many different budgets, ε is drawn as a share of each site's budget.
@@ -44,10 +44,12 @@ def draw_epsilon(run: RunSummary) -> Drawing | None:
     if not (run.private and records):
         return None
     title = "ε spent over rounds"
-    groups = _by_budget(run.site_privacy)
+    groups: dict[tuple[float, float], dict[str, SitePrivacy]] = {}
+    for name, site in sorted(run.site_privacy.items(), key=lambda item: _budget(item[1])):
+        groups.setdefault(_budget(site), {})[name] = site
     shares = len(groups) > len(_COLOURS)
-    with Sheet() as sheet:
-        axes = sheet.axes("round", "share of the budget's ε" if shares else "ε")
+    with sheet() as chart:
+        axes = chart.pair("round", "share of the budget's ε" if shares else "ε")
         if shares:
             _spending(axes, records, run.site_privacy, BLUE, relative=True)
             axes.axhline(1, color=INK, lw=1.2, ls="--", label="budget")
@@ -59,14 +61,11 @@ def draw_epsilon(run: RunSummary) -> Drawing | None:
                 axes.axhline(allowed, color=colour, lw=1.2, ls="--", label=budget)
         axes.set_ylim(bottom=0)
         rounds_axis(axes)
-    return Drawing(title, sheet.chart, _caption(run, groups, shares))
+    return chart.named(title, _caption(run, groups, shares))
 
 
-def _by_budget(sites: Sites) -> dict[tuple[float, float], dict[str, SitePrivacy]]:
-    groups: dict[tuple[float, float], dict[str, SitePrivacy]] = {}
-    for name, site in sites.items():
-        groups.setdefault((site.epsilon_allowed, site.delta), {})[name] = site
-    return dict(sorted(groups.items()))
+def _budget(site: SitePrivacy) -> tuple[float, float]:
+    return site.epsilon_allowed, site.delta
 
 
 def _spending(
@@ -124,7 +123,7 @@ def _caption(run: RunSummary, groups: Mapping[tuple[float, float], object], shar
     return guarantee + "No line may cross its dashed budget: a site stops answering before it does."
 
 
-def traffic(run: RunSummary) -> Drawing | None:
+def traffic(run: RunSummary) -> Chart | None:
     """Bytes sent so far over rounds, both ways, and the budget of bytes."""
     down = np.cumsum([record.bytes_down for record in run.records])
     up = np.cumsum([record.bytes_up for record in run.records])
@@ -136,8 +135,8 @@ def traffic(run: RunSummary) -> Drawing | None:
     value, unit = choose_byte_unit(max(whole, allowed or 0))
     kept = thin(range(len(run.records)))
     rounds = [run.records[i].round for i in kept]
-    with Sheet() as sheet:
-        axes = sheet.axes("round", f"sent so far ({unit})")
+    with sheet() as chart:
+        axes = chart.pair("round", f"sent so far ({unit})")
         axes.stackplot(
             rounds,
             down[kept] / value,
@@ -155,7 +154,7 @@ def traffic(run: RunSummary) -> Drawing | None:
         "Messages as encoded, all sites together, added up over rounds. A straight line means that "
         "every round costs the same; it bends where sites stop answering."
     )
-    return Drawing(title, sheet.chart, caption)
+    return chart.named(title, caption)
 
 
 # From transparent to half a colour, on which text is legible.
@@ -164,14 +163,14 @@ _WRITTEN = 8
 """Up to this number of sites, cells of the partition have room for their counts."""
 
 
-def accuracy(run: RunSummary) -> Drawing | None:
+def accuracy(run: RunSummary) -> Chart | None:
     """Global accuracy over rounds, with the middle 80 % of the sites and the worst one."""
     records = thin([r for r in run.evaluated if math.isfinite(r.accuracy or 0.0)])
     if not records:
         return None
     title = "Accuracy over rounds"
-    with Sheet() as sheet:
-        axes = sheet.axes("round", "accuracy")
+    with sheet() as chart:
+        axes = chart.pair("round", "accuracy")
         rounds = [r.round for r in records]
         values = np.array([r.accuracy for r in records], dtype=float)
         axes.plot(rounds, values, color=BLUE, marker=marker(len(rounds)), ms=3.5, label="global")
@@ -196,10 +195,10 @@ def accuracy(run: RunSummary) -> Drawing | None:
             " A wide band, or a worst site far below the line, means a model that serves some sites"
             " and not others."
         )
-    return Drawing(title, sheet.chart, caption, simulator_only=bool(spread))
+    return chart.named(title, caption, simulator_only=bool(spread))
 
 
-def metric(run: RunSummary, name: str) -> Drawing | None:
+def metric(run: RunSummary, name: str) -> Chart | None:
     """A metric over rounds; METRICS on a logarithmic axis if they span orders of magnitude."""
     known = [(r.round, r.metrics[name]) for r in run.records if name in r.metrics]
     return _over_rounds(
@@ -211,7 +210,7 @@ def metric(run: RunSummary, name: str) -> Drawing | None:
     )
 
 
-def draw_loss(run: RunSummary) -> Drawing | None:
+def draw_loss(run: RunSummary) -> Chart | None:
     """Mean loss over rounds, for a run without an accuracy."""
     known = [(r.round, r.loss) for r in run.records if r.loss is not None]
     if run.counted:
@@ -227,13 +226,13 @@ def _over_rounds(
     *,
     simulator_only: bool,
     log: bool = True,
-) -> Drawing | None:
+) -> Chart | None:
     points = thin([(at, value) for at, value in known if math.isfinite(value)])
     if not points:
         return None
     title = f"{label[:1].upper()}{label[1:]} over rounds"
-    with Sheet() as sheet:
-        axes = sheet.axes("round", label)
+    with sheet() as chart:
+        axes = chart.pair("round", label)
         rounds, values = zip(*points, strict=True)
         axes.plot(rounds, values, color=GREEN, marker=marker(len(points)), ms=3.5)
         if log and min(values) > 0 and max(values) > 30 * min(values):
@@ -248,10 +247,10 @@ def _over_rounds(
             f" In {counted(lost, 'round')} {label} was not finite and is not drawn: the model "
             "diverged."
         )
-    return Drawing(title, sheet.chart, caption, simulator_only=simulator_only)
+    return chart.named(title, caption, simulator_only=simulator_only)
 
 
-def site_accuracy(run: RunSummary) -> Drawing | None:
+def site_accuracy(run: RunSummary) -> Chart | None:
     """Accuracy of each site, worst first; as quantiles if there are many sites."""
     scores = {n: s for n, s in run.scores.items() if math.isfinite(s.accuracy)}
     if not scores:
@@ -261,13 +260,13 @@ def site_accuracy(run: RunSummary) -> Drawing | None:
     values = [scores[name].accuracy for name in names]
     overall = run.evaluated[-1].accuracy if run.evaluated else None
     many = len(names) > MANY
-    with Sheet(2.5 if many else 0.75 + 0.24 * len(names)) as sheet:
+    with sheet(2.5 if many else 0.75 + 0.24 * len(names)) as chart:
         if many:
-            axes = sheet.axes("share of the sites", "accuracy at most")
+            axes = chart.pair("share of the sites", "accuracy at most")
             _quantile_curve(axes, values)
             line = axes.axhline
         else:
-            axes = sheet.axes("accuracy", "")
+            axes = chart.pair("accuracy", "")
             _site_bars(axes, names, values)
             line = axes.axvline
         if overall is not None and math.isfinite(overall):
@@ -280,7 +279,7 @@ def site_accuracy(run: RunSummary) -> Drawing | None:
         )
     else:
         caption += "top bar stays behind the dashed global line."
-    return Drawing(title, sheet.chart, caption, simulator_only=True)
+    return chart.named(title, caption, simulator_only=True)
 
 
 def _quantile_curve(axes: Axes, values: Sequence[float]) -> None:
@@ -311,7 +310,7 @@ def _site_bars(axes: Axes, names: Sequence[str], values: Sequence[float]) -> Non
     percent_axis(axes, "x")
 
 
-def draw_labels(run: RunSummary) -> Drawing | None:
+def draw_labels(run: RunSummary) -> Chart | None:
     """The partition: sizes above, the share of each label below."""
     table = run.labels
     if table is None:
@@ -328,8 +327,8 @@ def draw_labels(run: RunSummary) -> Drawing | None:
     names = [] if many else [shorten(name, 12) for name in table.sites]
     upright = sum(map(len, names)) > 40
     height = 1.7 + 0.17 * min(len(table.labels), MANY) + (0.7 if upright else 0.0)
-    with Sheet(height) as sheet:
-        top, below = sheet.chart.subplots(2, 1, sharex=True, height_ratios=(1, 2.8))
+    with sheet(height) as chart:
+        top, below = chart.subplots(2, 1, sharex=True, height_ratios=(1, 2.8))
         top.bar(range(len(sizes)), sizes, width=1.0 if many else 0.7, color=GREY)
         top.set_ylabel("records")
         if sizes.max() > 30 * max(sizes.min(), 1):
@@ -341,14 +340,19 @@ def draw_labels(run: RunSummary) -> Drawing | None:
         below.pcolormesh(*edges, shares.T, cmap=_SHARE, vmin=0, vmax=1, rasterized=raster)
         below.invert_yaxis()
         below.grid(visible=False)
-        _name_labels(below, table)
+        # With many labels only every n-th is named.
+        at = range(0, len(table.labels), math.ceil(len(table.labels) / MANY))
+        below.set_yticks(at, [shorten(table.labels[i], 16) for i in at])
+        below.set_ylabel("label")
         if many:
             below.set_xlabel(f"{len(table.sites):,} sites")
             below.set_xticks([])
         else:
             below.set_xticks(range(len(names)), names, rotation=90 if upright else 0)
         if len(names) <= _WRITTEN and not raster:
-            _write_counts(below, counts)
+            for (site, label), count in np.ndenumerate(counts):
+                if count:
+                    below.text(site, label, f"{count:.0f}", color=INK, ha="center", va="center")
     caption = (
         f"Training records of {counted(len(table.sites), 'site')} (columns) by label (rows). "
         "Darker cells: the label makes up more of the site. Similar columns mean similar label "
@@ -356,17 +360,4 @@ def draw_labels(run: RunSummary) -> Drawing | None:
     )
     if many:
         caption += " Sites are sorted by their commonest label."
-    return Drawing(title, sheet.chart, caption, simulator_only=True)
-
-
-def _name_labels(axes: Axes, table: LabelTable) -> None:
-    # With many labels only every n-th is named.
-    at = range(0, len(table.labels), math.ceil(len(table.labels) / MANY))
-    axes.set_yticks(at, [shorten(table.labels[i], 16) for i in at])
-    axes.set_ylabel("label")
-
-
-def _write_counts(axes: Axes, counts: np.ndarray) -> None:
-    for (site, label), count in np.ndenumerate(counts):
-        if count:
-            axes.text(site, label, f"{count:.0f}", color=INK, ha="center", va="center")
+    return chart.named(title, caption, simulator_only=True)

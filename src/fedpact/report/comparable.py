@@ -133,10 +133,11 @@ def differences(plans: Mapping[str, JsonMapping], swept: Collection[str] = ()) -
             if key in values or not optional
         }
         if len(set(values.values())) > 1:
-            unequal = key not in swept and not (
-                _is_method(key) and not _left_apart(key, values, plans)
-            )
-            shown = {n: value + _note(key, plans[n]) for n, value in values.items()}
+            method = key.split(".")[0] in _METHOD or key in _METHOD_OF_PRIVACY
+            unequal = key not in swept and (not method or _left_apart(key, values, plans))
+            shown = {
+                n: value + " by default" * _is_left(key, plans[n]) for n, value in values.items()
+            }
             found.append(Difference(key, shown, unequal))
     return sorted(found, key=lambda difference: not difference.unequal)
 
@@ -153,10 +154,6 @@ def _left_apart(key: str, values: Mapping[str, str], plans: Mapping[str, JsonMap
 
 def _is_left(key: str, plan: JsonMapping) -> bool:
     return key in plan.get(DEFAULTS_KEY, ())
-
-
-def _note(key: str, plan: JsonMapping) -> str:
-    return " by default" if _is_left(key, plan) else ""
 
 
 def _applicable(plan: JsonMapping) -> dict[str, Any]:
@@ -181,7 +178,3 @@ def _steps(plan: JsonMapping) -> Any:
     if method.facts.controlled or control.get("kind", "fixed") != "fixed":
         return "chosen in each round"
     return _UNKNOWN if "local_steps" in type(method.settings).model_fields else method.steps()
-
-
-def _is_method(key: str) -> bool:
-    return key.split(".")[0] in _METHOD or key in _METHOD_OF_PRIVACY

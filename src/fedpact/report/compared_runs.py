@@ -200,7 +200,11 @@ class Comparison:
         spread = any("partition" in d.key for d in unequal) or any(
             key.split(".")[0] in _PLACES for key in self.swept
         )
-        if not spread and self._records_differ():
+        digests = dict[int, set[str]]()
+        for run in self.runs:
+            if run.partition is not None:
+                digests.setdefault(run.seed, set()).add(run.partition)
+        if not spread and any(len(of) > 1 for of in digests.values()):
             lines.append("the records of the sites, under the same partition settings and seed")
         return lines
 
@@ -252,13 +256,6 @@ class Comparison:
             least = max(least, min(1.0, (len(found) - rank) * found[i].p))
             found[i] = replace(found[i], p=least)
         return found
-
-    def _records_differ(self) -> bool:
-        by_seed: dict[int, set[str]] = {}
-        for run in self.runs:
-            if run.partition is not None:
-                by_seed.setdefault(run.seed, set()).add(run.partition)
-        return any(len(digests) > 1 for digests in by_seed.values())
 
 
 def read_comparison(

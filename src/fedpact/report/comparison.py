@@ -2,8 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any, Final
@@ -199,13 +199,10 @@ def paired_table(comparison: Comparison) -> TextTable | None:
             row = rows.setdefault(name_pair(comparison, one), [])
             row += ["–"] * (len(headings) - 3 - len(row)) + [form(one.mean)]
             interval = f"{form(one.low)} to {form(one.high)}"
-            row += [interval, _chance(one.p)] if one.known else ["–", "–"]
+            chance = "< 0.001" if one.p < 0.001 else f"{one.p:.{2 if one.p >= 0.01 else 3}f}"
+            row += [interval, chance] if one.known else ["–", "–"]
     filled = [(name, *row, *["–"] * (len(headings) - len(row))) for name, row in rows.items()]
     return TextTable(tuple(headings), filled) if rows else None
-
-
-def _chance(p: float) -> str:
-    return f"{p:.2f}" if p >= 0.01 else f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
 EFFORT_NOTE: Final = (
@@ -241,27 +238,18 @@ def _fair(comparison: Comparison) -> TextTable:
     return tabulate(columns, comparison)
 
 
-@dataclass(frozen=True)
-class RunRow:
-    """A run in the page's list. href: its page, None if it is missing. status: how it ended."""
-
-    name: str
-    seed: int
-    href: str | None
-    cells: tuple[str, ...]
-    status: str
-
-
-def _run_rows(comparison: Comparison, columns: Mapping[str, Cell]) -> list[RunRow]:
-    found = list[RunRow]()
+def _run_rows(comparison: Comparison, columns: Mapping[str, Cell]) -> list[dict[str, Any]]:
+    """Return the page's list of runs. href: a run's page, None if it is missing."""
+    found = list[dict[str, Any]]()
     for entry in comparison.entries:
         for run in entry.runs:
             alone = Entry(entry.name, entry.plan, [run])
             href = quote((run_folder(Path(), entry.name, run.seed) / "report.html").as_posix())
-            cells = tuple(cell(alone) for cell in columns.values())
-            found.append(RunRow(entry.name, run.seed, href, cells, run.status))
-        dashes = (number(None),) * len(columns)
-        found += [RunRow(entry.name, s, None, dashes, why) for s, why in entry.missing.items()]
+            cells = [cell(alone) for cell in columns.values()]
+            row = {"seed": run.seed, "href": href, "cells": cells, "status": run.status}
+            found.append({"name": entry.name, **row})
+        missing = {"name": entry.name, "href": None, "cells": [number(None)] * len(columns)}
+        found += [{**missing, "seed": s, "status": why} for s, why in entry.missing.items()]
     return found
 
 
@@ -281,17 +269,13 @@ def count_bytes_until(run: RunSummary, accuracy: float) -> float | None:
 
 def find_bytes_to_targets(comparison: Comparison) -> TextTable | None:
     """Return the bytes to the highest multiples of 5 % that some run reached; None without any."""
-    best = max((_best(run) for run in comparison.runs), default=0.0)
+    known = [r.accuracy or 0.0 for run in comparison.runs for r in run.records]
+    best = max((accuracy for accuracy in known if accuracy == accuracy), default=0.0)
     # Counted in steps, since 0.8 / 0.05 is not 16 in floating point.
     top = int(best / _STEP + 1e-9)
     levels = [round(_STEP * step, 9) for step in range(max(1, top - _MOST + 1), top + 1)]
     rows = [(e.name, *(_bytes_cell(e, level) for level in levels)) for e in comparison.entries]
     return TextTable(tuple(map(percent, levels)), rows) if levels else None
-
-
-def _best(run: RunSummary) -> float:
-    known = [r.accuracy for r in run.records if r.accuracy is not None]
-    return max((accuracy for accuracy in known if accuracy == accuracy), default=0.0)
 
 
 def _bytes_cell(entry: Entry, accuracy: float) -> str:
@@ -354,7 +338,13 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "differs_in": comparison.inequalities,
         "differences": {d.key: dict(d.values) for d in comparison.differences},
         "swept": comparison.swept,
-        "paired": {measure: _paired_document(comparison, of) for measure, of in SWEPT.items()},
+        "paired": {
+            measure: [
+                strict({**vars(one), "entry": one.entry.name, "reference": one.reference.name})
+                for one in comparison.paired(of)
+            ]
+            for measure, of in SWEPT.items()
+        },
         "entries": {
             entry.name: {
                 "swept": dict(comparison.points[entry.name].values) if comparison.points else {},
@@ -379,13 +369,6 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "counted": [each.document for each in comparison.counted],
         "not_counted": _uncounted(comparison),
     }
-
-
-def _paired_document(comparison: Comparison, of: RunMeasure) -> list[dict[str, Any]]:
-    return [
-        strict({**vars(one), "entry": one.entry.name, "reference": one.reference.name})
-        for one in comparison.paired(of)
-    ]
 
 
 def _cost(of: Entry | RunSummary) -> dict[str, float | None]:
@@ -449,10 +432,10 @@ def _uncounted(comparison: Comparison) -> list[str]:
 
 
 def lines_by_entry(
-    comparison: Comparison, of: Callable[[list[RunSummary]], str | None]
+    comparison: Comparison, of: Callable[[Sequence[RunSummary]], str | None]
 ) -> list[str]:
     """Return each entry's sentence, if it has one."""
-    told = {entry.name: of(list(entry.runs)) for entry in comparison.entries}
+    told = {entry.name: of(entry.runs) for entry in comparison.entries}
     return [f"{name}: {line}" for name, line in told.items() if line]
 
 

@@ -1,15 +1,14 @@
 """The charts of a comparison: one colour for each entry, means over seeds and bands.
 
-Each function returns a Drawing, or None if there is nothing to draw.
+Each function returns a Chart, or None if there is nothing to draw.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
 from fedpact.common.format import choose_byte_unit
@@ -23,11 +22,11 @@ from fedpact.report.drawing import (
     MANY,
     ORANGE,
     RED,
-    Drawing,
-    Sheet,
+    Chart,
     log_axis,
     percent_axis,
     rounds_axis,
+    sheet,
     shorten,
     thin,
 )
@@ -52,22 +51,24 @@ class Line:
     high: np.ndarray
 
 
-def on_the_way(comparison: Comparison) -> list[list[Drawing]]:
+def on_the_way(comparison: Comparison) -> list[list[Chart]]:
     """Return rows of charts of the accuracy or loss against rounds, bytes, simulated seconds and ε.
 
     For a sweep, each is a row with a chart for each point, all on one scale.
     """
     measure: ChartMeasure = "accuracy" if comparison.judged == "accuracy" else "loss"
-    groups, rows = comparison.groups, list[list[Drawing]]()
+    groups, rows = comparison.groups, list[list[Chart]]()
     for against in get_args(Against):
-        row = list[Drawing]()
+        row = list[Chart]()
         for at, entries in groups.items():
             if drawing := curves(comparison, entries, measure, against):
                 said = any(drawing.caption == one.caption for one in row)
                 title = ", ".join(filter(None, [drawing.title, at]))
-                row.append(replace(drawing, title=title, caption="" if said else drawing.caption))
-        limits = [axes.get_ylim() for drawing in row for axes in drawing.chart.axes]
-        for axes in (axes for drawing in row for axes in drawing.chart.axes):
+                caption = "" if said else drawing.caption
+                row.append(drawing.named(title, caption, drawing.simulator_only))
+        every = [axes for drawing in row for axes in drawing.axes]
+        limits = [axes.get_ylim() for axes in every]
+        for axes in every:
             axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
         if row:
             rows.append(row)
@@ -76,7 +77,7 @@ def on_the_way(comparison: Comparison) -> list[list[Drawing]]:
 
 def curves(
     comparison: Comparison, entries: Sequence[Entry], measure: ChartMeasure, against: Against
-) -> Drawing | None:
+) -> Chart | None:
     """Draw a measure of these entries' global models against its cost."""
     found = [(entry, curve(entry, measure, against)) for entry in entries]
     drawn = [(entry, line) for entry, line in found if line is not None]
@@ -88,8 +89,8 @@ def curves(
         unit, symbol = choose_byte_unit(max(float(line.x[-1]) for _, line in drawn))
         name = f"sent so far ({symbol})"
     bases = list(dict.fromkeys(map(comparison.base, comparison.entries)))
-    with Sheet() as sheet:
-        axes = sheet.axes(name, "mean loss" if measure == "loss" else measure)
+    with sheet() as chart:
+        axes = chart.pair(name, "mean loss" if measure == "loss" else measure)
         for entry, line in drawn:
             base = comparison.base(entry) if len(entries) < len(comparison.entries) else entry.name
             place = bases.index(base) if base in bases else entries.index(entry)
@@ -100,12 +101,15 @@ def curves(
         if measure == "accuracy":
             percent_axis(axes)
         else:
-            _loss_axis(axes, [line for _, line in drawn])
+            low = min(line.low.min() for _, line in drawn)
+            high = max(line.high.max() for _, line in drawn)
+            if low > 0 and high > 10 * low:
+                log_axis(axes)
         if against == "rounds":
             rounds_axis(axes)
         axes.margins(x=0.02)
     caption = _caption(comparison, entries, [entry for entry, _ in drawn], against)
-    return Drawing(title, sheet.chart, caption, comparison.pooled)
+    return chart.named(title, caption, comparison.pooled)
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ def series(comparison: Comparison, key: str, measure: str) -> list[Series]:
     return list(found.values())
 
 
-def sweeps(comparison: Comparison) -> dict[str, list[Drawing]]:
+def sweeps(comparison: Comparison) -> dict[str, list[Chart]]:
     """Draw accuracy and the worst site's accuracy, or mean loss, over every swept key."""
     found = {
         key: [_over(comparison, key, measure) for measure in SWEPT] for key in comparison.swept
@@ -150,57 +154,47 @@ def sweeps(comparison: Comparison) -> dict[str, list[Drawing]]:
     return {key: drawn for key, figures in found.items() if (drawn := [d for d in figures if d])}
 
 
-def _over(comparison: Comparison, key: str, measure: str) -> Drawing | None:
+def _over(comparison: Comparison, key: str, measure: str) -> Chart | None:
     lines = series(comparison, key, measure)
     if not lines:
         return None
     title = f"{measure.capitalize()} over {key}"
-    place = _places([value for line in lines for value, _ in line.points.values()], key)
-    with Sheet() as sheet:
-        axes = sheet.axes(key, "mean loss" if measure == "mean loss" else "accuracy")
+    at, log = _places([value for line in lines for value, _ in line.points.values()], key)
+    with sheet() as chart:
+        axes = chart.pair(key, "mean loss" if measure == "mean loss" else "accuracy")
         for i, line in enumerate(lines):
-            texts = sorted(line.points, key=place.at.__getitem__)
+            texts = sorted(line.points, key=at.__getitem__)
             spreads = [line.points[text][1] for text in texts]
             axes.errorbar(
-                [place.at[text] for text in texts],
+                [at[text] for text in texts],
                 [spread.mean for spread in spreads],
                 yerr=[spread.deviation or 0.0 for spread in spreads],
                 capsize=3,
                 label=shorten(line.label),
                 **_look(i),
             )
-        if place.log:
+        if log:
             axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
-        labels = [shorten(text.removesuffix(".0")) for text in place.at]
-        axes.set_xticks(list(place.at.values()), labels)
+        labels = [shorten(text.removesuffix(".0")) for text in at]
+        axes.set_xticks(list(at.values()), labels)
         if measure != "mean loss":
             percent_axis(axes)
     caption = "Means over seeds of the last model; error bars are one sample standard deviation. "
     if key == "privacy.epsilon":
         caption += f"ε is what each site allows. {_guarantee(comparison)}"
-    return Drawing(
-        title, sheet.chart, caption.strip(), measure == "worst site" or comparison.pooled
-    )
+    return chart.named(title, caption.strip(), measure == "worst site" or comparison.pooled)
 
 
-@dataclass(frozen=True)
-class _Places:
-    """The positions of a swept key's values, by their text. log: on a logarithmic axis."""
-
-    at: dict[str, float]
-    log: bool
-
-
-def _places(values: list[Any], key: str) -> _Places:
+def _places(values: list[Any], key: str) -> tuple[dict[str, float], bool]:
+    """Return the positions of a swept key's values by their text, and if the axis is in logs."""
     numbers = [x for x in values if isinstance(x, int | float) and not isinstance(x, bool)]
     if len(numbers) < len(values):
-        return _Places(
-            {text: float(i) for i, text in enumerate(dict.fromkeys(map(str, values)))}, False
-        )
+        texts = dict.fromkeys(map(str, values))
+        return {text: float(i) for i, text in enumerate(texts)}, False
     low, high = min(numbers), max(numbers)
     log = low > 0 and (high >= 10 * low or key.endswith(("epsilon", "delta")))
-    return _Places({str(x): float(x) for x in sorted(numbers)}, log)
+    return {str(x): float(x) for x in sorted(numbers)}, log
 
 
 def _look(i: int) -> dict[str, Any]:
@@ -209,24 +203,26 @@ def _look(i: int) -> dict[str, Any]:
     return {"ms": 4, **{name: kinds[i % len(kinds)] for kinds, name in marks}}
 
 
-def name_pair(comparison: Comparison, one: PairedDifference) -> str:
-    """Return a description such as "fedprox minus fedavg at ε = 1"."""
+def name_pair(comparison: Comparison, one: PairedDifference, *, short: bool = False) -> str:
+    """Return a description such as "fedprox minus fedavg at ε = 1"; short: "fedprox, ε = 1"."""
     first, second = comparison.base(one.entry), comparison.base(one.reference)
     at = comparison.point(one.entry)
     if first == second:
-        return f"{at} minus {comparison.point(one.reference)}"
+        return at if short else f"{at} minus {comparison.point(one.reference)}"
+    if short:
+        return f"{first}, {at}" if at else first
     return f"{first} minus {second}" + (f" at {at}" if at else "")
 
 
-def draw_paired(comparison: Comparison) -> Drawing | None:
+def draw_paired(comparison: Comparison) -> Chart | None:
     """Draw the differences of accuracy or loss, with their intervals."""
     measure = comparison.judged
     found = [d for d in comparison.paired(SWEPT[measure]) if d.known][:MANY]
     if not found:
         return None
-    with Sheet(1 + 0.24 * len(found)) as sheet:
+    with sheet(1 + 0.24 * len(found)) as chart:
         scale = 100 if measure == "accuracy" else 1
-        axes = sheet.axes("percentage points" if scale > 1 else "difference of mean loss", "")
+        axes = chart.pair("percentage points" if scale > 1 else "difference of mean loss", "")
         axes.axvline(0, color=INK, lw=1.2)
         for y, one in enumerate(found):
             surely = one.p < 0.05
@@ -234,7 +230,8 @@ def draw_paired(comparison: Comparison) -> Drawing | None:
             axes.plot([scale * one.low, scale * one.high], [y, y], color=colour)
             face = colour if surely else "none"
             axes.plot([scale * one.mean], [y], "o", color=colour, mfc=face, ms=5)
-        axes.set_yticks(range(len(found)), [shorten(_pair_label(comparison, d)) for d in found])
+        names = [shorten(name_pair(comparison, one, short=True)) for one in found]
+        axes.set_yticks(range(len(found)), names)
         axes.set_ylim(len(found) - 0.4, -0.6)
         axes.grid(visible=True, axis="x")
         axes.grid(visible=False, axis="y")
@@ -244,12 +241,7 @@ def draw_paired(comparison: Comparison) -> Drawing | None:
         "all differences."
     )
     title = f"{measure.capitalize()}: difference from {reference}"
-    return Drawing(title, sheet.chart, caption, comparison.pooled)
-
-
-def _pair_label(comparison: Comparison, one: PairedDifference) -> str:
-    own, at = comparison.base(one.entry), comparison.point(one.entry)
-    return at if own == comparison.base(one.reference) else f"{own}, {at}" if at else own
+    return chart.named(title, caption, comparison.pooled)
 
 
 def curve(entry: Entry, measure: ChartMeasure, against: Against) -> Line | None:
@@ -291,12 +283,6 @@ def _line(
     # If nothing was spent between two evaluations, the later one counts.
     last = np.append(np.diff(x) > 0, True)[: len(x)]
     return x[last], y[last]
-
-
-def _loss_axis(axes: Axes, lines: list[Line]) -> None:
-    low, high = min(line.low.min() for line in lines), max(line.high.max() for line in lines)
-    if low > 0 and high > 10 * low:
-        log_axis(axes)
 
 
 def _caption(

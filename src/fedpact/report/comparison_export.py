@@ -7,7 +7,7 @@ from typing import Final
 from fedpact.common.format import upper
 from fedpact.report.compared_runs import Comparison, Entry
 from fedpact.report.comparison import Cell, figure_columns, guarantees, inequality, tabulate
-from fedpact.report.run_summary import RunSummary, largest_epsilon
+from fedpact.report.run_summary import largest_epsilon
 
 COLUMNS: Final = (
     *("run", "algorithm", "epsilon_allowed", "seed"),
@@ -53,7 +53,7 @@ def curves_as_csv(comparison: Comparison) -> str:
     for entry in comparison.entries:
         at = comparison.points[entry.name].values if comparison.points else {}
         for run in entry.runs:
-            named = (entry.name, run.plan.get("algorithm"), allowed_epsilon(run), run.seed)
+            named = (entry.name, run.plan.get("algorithm"), run.epsilon_allowed, run.seed)
             sent, clock = 0, 0.0
             for record in run.records:
                 sent += record.bytes_down + record.bytes_up
@@ -88,13 +88,8 @@ def table_as_latex(comparison: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
-def allowed_epsilon(run: RunSummary) -> float | None:
-    """Return the largest ε that a site's budget allows; None in a plain run."""
-    return max((site.epsilon_allowed for site in run.site_privacy.values()), default=None)
-
-
 def _allowed(entry: Entry) -> str:
-    found = [allowed for run in entry.runs if (allowed := allowed_epsilon(run)) is not None]
+    found = [allowed for run in entry.runs if (allowed := run.epsilon_allowed) is not None]
     return upper(max(found)) if found else "–"
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedpact.algorithms.wrappers.compression import UNITS_DOWN
-from fedpact.common.format import number, size
+from fedpact.common.format import number, size, span
 from fedpact.common.notebook import TextTable
 from fedpact.privacy.accounting.shared_noise import SHARE_DEVIATION, rounded_entropy
 from fedpact.report.run_summary import RunSummary, SitePrivacy
@@ -122,13 +122,10 @@ def _replies(run: RunSummary) -> dict[str, int]:
     return {name: sum(r.took_part(name) for r in run.records) for name in run.site_privacy}
 
 
-def _divisor(run: RunSummary, site: SitePrivacy) -> float:
-    return 1.0 if run.privacy["mechanism"] == "batch_clipped" else site.rate * site.size
-
-
 def _deviation(run: RunSummary, site: SitePrivacy) -> float:
     """Return the standard deviation of a released coordinate's noise."""
-    return site.sigmas["gradient"] * site.clip / _divisor(run, site)
+    divisor = 1.0 if run.privacy["mechanism"] == "batch_clipped" else site.rate * site.size
+    return site.sigmas["gradient"] * site.clip / divisor
 
 
 def _bound(run: RunSummary, site: SitePrivacy, d: int) -> float:
@@ -144,13 +141,10 @@ def _in_bits(name: str, bits: float, replies: int, d: int) -> _Row:
 
 
 def _in_nats(name: str, values: Sequence[float], d: int) -> _Row:
-    each, coordinate = _range(values), _range([value / d for value in values])
+    least, most = min(values), max(values)
+    each = span(number(least), number(most))
+    coordinate = span(number(least / d), number(most / d))
     return name, f"{each} nats", f"{coordinate} nats", "–"
-
-
-def _range(values: Sequence[float]) -> str:
-    least, most = number(min(values)), number(max(values))
-    return least if least == most else f"{least} to {most}"
 
 
 _WHAT = (
@@ -181,7 +175,11 @@ def wire(run: RunSummary) -> WireTable | str:
         told = sum(record.bytes_down for record in later)
         name = "to the sites, as measured after the first round"
         rows.append(_measured(name, told, sum(len(r.asked) or sites for r in later), d))
-    rounded = [_entropy(name, units, d) for name, units in _grids(run.plan).items()]
+    rounded = list[_Row]()
+    for name, units in _grids(run.plan).items():
+        bits, each = rounded_entropy(units), "a half" if units == UNITS_DOWN else "a quarter"
+        told = f"{name}, rounded to {each} of its deviation"
+        rounded.append((told, size(bits * d / 8), f"{number(bits)} bits", "–"))
     notes = [_WHAT.format(d=d), *([_ENTROPY] if rounded else [])]
     return _wire_table("one message", rows + rounded, notes)
 
@@ -202,10 +200,3 @@ def _grids(plan: Mapping[str, Any]) -> dict[str, float]:
 
 def _measured(name: str, sent: float, messages: int, d: int) -> _Row:
     return name, size(sent / messages), f"{number(8 * sent / messages / d)} bits", size(sent)
-
-
-def _entropy(name: str, units: float, d: int) -> _Row:
-    bits = rounded_entropy(units)
-    each = "a half" if units == UNITS_DOWN else "a quarter"
-    told = f"{name}, rounded to {each} of its deviation"
-    return told, size(bits * d / 8), f"{number(bits)} bits", "–"

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Final, TypeVar
+from pathlib import Path
+from typing import Any, Final, Self, TypeVar
 
 import matplotlib
 import numpy as np
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from fedpact.common.errors import InputError
 from fedpact.common.notebook import LIGHT, apply_theme, css
 
 BLUE, ORANGE, GREEN, RED, GREY = (LIGHT[n] for n in ("blue", "orange", "green", "red", "grey"))
@@ -102,9 +104,23 @@ class LegendKey:
 
 
 class Chart(Figure):
-    """A figure that a notebook shows with legend and caption, in the notebook's theme."""
+    """A figure that a notebook shows with legend and caption, in the notebook's theme.
 
-    title, caption = "", ""
+    simulator_only: no site releases it.
+    """
+
+    title, caption, simulator_only = "", "", False
+
+    def named(self, title: str, caption: str, simulator_only: bool = False) -> Self:
+        """Return the chart itself, with these."""
+        self.title, self.caption, self.simulator_only = title, caption, simulator_only
+        return self
+
+    def pair(self, xlabel: str, ylabel: str) -> Axes:
+        """Return the chart's single pair of axes."""
+        axes = self.subplots()
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        return axes
 
     @property
     def keys(self) -> list[LegendKey]:
@@ -171,52 +187,14 @@ class Chart(Figure):
         )
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A finished figure with title and caption. simulator_only: no site releases it."""
-
-    title: str
-    chart: Chart
-    caption: str
-    simulator_only: bool = False
-
-    def __post_init__(self) -> None:
-        self.chart.title, self.chart.caption = self.title, self.caption
-
-    @property
-    def svg(self) -> str:
-        """The figure as an <svg> element."""
-        return self.chart.svg
-
-    @property
-    def keys(self) -> list[LegendKey]:
-        """The chart's legend entries."""
-        return self.chart.keys
-
-
-class Sheet:
-    """A figure to draw on: `with Sheet(height) as sheet`, then a Drawing of `sheet.chart`.
+@contextmanager
+def sheet(height: float = 2.5) -> Iterator[Chart]:
+    """Yield a chart to draw on, in the figures' style; height: in inches.
 
     It does not use pyplot, so it needs no display and changes nothing global.
     """
-
-    def __init__(self, height: float = 2.5) -> None:
-        self._style = matplotlib.rc_context(_STYLE)
-        self._height = height
-
-    def __enter__(self) -> "Sheet":
-        self._style.__enter__()
-        self.chart = Chart(figsize=(WIDTH, self._height), layout="constrained")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._style.__exit__(None, None, None)
-
-    def axes(self, xlabel: str, ylabel: str) -> Axes:
-        """Return the sheet's single pair of axes."""
-        axes = self.chart.subplots()
-        axes.set(xlabel=xlabel, ylabel=ylabel)
-        return axes
+    with matplotlib.rc_context(_STYLE):
+        yield Chart(figsize=(WIDTH, height), layout="constrained")
 
 
 def _key(handle: Any, label: str) -> LegendKey | None:
@@ -232,6 +210,15 @@ def _key(handle: Any, label: str) -> LegendKey | None:
             return _key(handle.lines[0], label)
         case _:
             return None
+
+
+def save_figure(figure: Figure, out: Path) -> None:
+    """Write a figure to the file of an option --out. Raises InputError: it cannot be written."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=150)
+    except OSError as error:
+        raise InputError(f"--out is {str(out)!r}: cannot be written ({error.strerror})") from error
 
 
 def rounds_axis(axes: Axes) -> None:

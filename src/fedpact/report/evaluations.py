@@ -51,8 +51,7 @@ def read_figures(run: RunSummary) -> list[dict[str, str]]:
 def find_released_accuracy(run: RunSummary) -> tuple[str, str] | None:
     """Return the released accuracy and a note on it; None if there is none."""
     found = run.released
-    named = {(f["name"], f["about"]): f for f in found["figures"]} if found else {}
-    figure = named.get(("accuracy", "all"))
+    figure = _by_name(found).get(("accuracy", "all")) if found else None
     if found is None or figure is None:
         return None
     row = _row(figure)
@@ -69,7 +68,7 @@ def compare_with_classes(found: Mapping[str, Any]) -> list[str]:
 
     found: summary.json's `evaluation`.
     """
-    named = {(f["name"], f["about"]): f for f in found["figures"]}
+    named = _by_name(found)
     whole = named.get(("accuracy", "all"), {}).get("value")
     against = against_majority_class(whole, found.get("commonest"))
     # A class about which the noise reveals nothing is not called the worst.
@@ -78,11 +77,11 @@ def compare_with_classes(found: Mapping[str, Any]) -> list[str]:
         for (name, about), figure in named.items()
         if name == "accuracy" and about.startswith("class ") and figure["high"] - figure["low"] < 1
     ]
-    if not known:
-        return [against] if against else []
-    row = _row(min(known, key=lambda figure: figure["value"]))
-    worst = f"worst for {row['about']}: {row['value']} ({row['interval']})"
-    return [against, worst] if against else [worst]
+    told = [against] if against else []
+    if known:
+        row = _row(min(known, key=lambda figure: figure["value"]))
+        told.append(f"worst for {row['about']}: {row['value']} ({row['interval']})")
+    return told
 
 
 def why_none(run: RunSummary, named: bool = True) -> str:
@@ -136,11 +135,25 @@ def exact_means(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
 
 
 def _means(documents: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
-    """Return the means of the figures that all documents have."""
-    each = [{(f["name"], f["about"]): f for f in of["figures"]} for of in documents if of]
+    """Return the means of the figures that all documents have; None if unknown in one."""
+    each = [_by_name(of) for of in documents if of]
     if not each or len(each) < len(documents):
         return []
-    return [_mean([of[key] for of in each]) for key in each[0] if all(key in of for of in each)]
+
+    def mean(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        known = [key for key in ("value", "low", "high", "exact") if key in figures[0]]
+        values = {key: [figure[key] for figure in figures] for key in known}
+        over = {
+            k: None if None in found else statistics.fmean(found) for k, found in values.items()
+        }
+        return {**figures[0], **over}
+
+    return [mean([of[key] for of in each]) for key in each[0] if all(key in of for of in each)]
+
+
+def _by_name(found: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return an evaluation's figures by (name, about)."""
+    return {(figure["name"], figure["about"]): figure for figure in found["figures"]}
 
 
 def summarise_evaluations(runs: Sequence[RunSummary]) -> str | None:
@@ -164,17 +177,6 @@ def cost(found: dict[str, Any]) -> str:
         f"training costs a held-out {found['unit']} nothing, and evaluation costs the others "
         "nothing"
     )
-
-
-def _mean(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the mean of a figure over runs; None if it is unknown in one."""
-
-    def over(key: str) -> float | None:
-        values = [figure[key] for figure in figures]
-        return None if None in values else statistics.fmean(values)
-
-    known = [key for key in ("value", "low", "high", "exact") if key in figures[0]]
-    return {**figures[0], **{key: over(key) for key in known}}
 
 
 def _row(figure: dict[str, Any]) -> dict[str, str]:
@@ -221,10 +223,12 @@ class JoiningRow:
         advice = "tune" if self.tuned_in == self.runs else "do not"
         if 0 < self.tuned_in < self.runs:
             advice = f"tune in {self.tuned_in} of {self.runs}"
+        mean, *ends = (f"{100 * x:+.1f}" for x in (self.gain.mean, self.gain.low, self.gain.high))
+        told = f"{mean} ({' to '.join(ends)})" if math.isfinite(self.gain.mean) else "–"
         return (
             *(percent(each) for each in (self.local, self.federated, self.tuned)),
             advice,
-            format_difference(self.gain),
+            told,
             self.gain.verdict,
         )
 
@@ -233,13 +237,6 @@ def joining_table(rows: Sequence[JoiningRow]) -> TextTable:
     """Return the value of joining, with a row for each site."""
     headings = ("alone", "federated", "tuned", "advice", "difference", "joining")
     return TextTable(headings, [(row.site, *row.cells) for row in rows], first="site")
-
-
-def format_difference(gain: Gain) -> str:
-    """Return a difference with its interval, in percentage points."""
-    if not math.isfinite(gain.mean):
-        return "–"
-    return f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
 
 
 def joining_rows(runs: Sequence[RunSummary]) -> list[JoiningRow]:

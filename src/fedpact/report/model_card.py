@@ -87,14 +87,11 @@ class Facts:
     @property
     def training(self) -> str:
         """How the model was trained, in a sentence."""
-        plan, last = self.run.plan, self.run.last.round
+        plan, last = self.run.plan, counted(self.run.last.round, "round")
+        protected = ". Records stayed at their sites, and each site enforced its own budget."
         return (
             f"A {plan['model']} model, trained by federated learning ({plan['algorithm']}) with "
-            f"{self.many}, {counted(last, 'round')}. Records stayed at their sites, and each "
-            "site enforced its own budget."
-            if self.run.private
-            else f"A {plan['model']} model, trained by federated learning ({plan['algorithm']}) "
-            f"with {self.many}, {counted(last, 'round')}, without privacy."
+            f"{self.many}, {last}" + (protected if self.run.private else ", without privacy.")
         )
 
     @property

@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -80,14 +80,18 @@ _CARD = "It trained on a GPU, whose random noise a CPU cannot reproduce."
 
 def repeat(run: RunSummary) -> Repeat:
     """Return how the run can be repeated."""
-    path, again = run.path / "plan.json", str(_beside(run.path))
-    shell = f"fedpact run {shlex.quote(str(path))} --out {shlex.quote(again)}"
+    path, again = run.path / "plan.json", run.path.with_name(f"{run.path.resolve().name}-again")
+    shell = f"fedpact run {shlex.quote(str(path))} --out {shlex.quote(str(again))}"
     randomness = str(run.privacy["randomness"])
     if randomness.startswith("secure"):
         return Repeat(shell, False, _SECURE)
     if randomness.startswith("seeded test"):
         return Repeat(shell, False, _TEST)
-    words = [_SAME, *_conditions(run)]
+    given, budget = run.plan.get("run", {}), run.plan.get("budget", {})
+    words = [_SAME]
+    words += [_LEDGERS] if given.get("ledgers") else []
+    words += [_TIMED] if budget.get("seconds") else []
+    words += [_CARD] if given.get("device", "cpu") != "cpu" else []
     own = get_handed_in(run.plan)
     if own:
         what = " and ".join(f"{key} {', '.join(names)}" for key, names in own.items())
@@ -104,20 +108,6 @@ def _in_python(path: Path, given: Sequence[str]) -> str:
     """Return the call that repeats a run. given: the keys of objects to pass in."""
     own = "".join(f", {_FORMS.get(key, f'{key}=...')}" for key in given)
     return f"fedpact.run(fedpact.Plan.read(Path({str(path)!r})){own})"
-
-
-def _conditions(run: RunSummary) -> list[str]:
-    own, budget = run.plan.get("run", {}), run.plan.get("budget", {})
-    conditions = {
-        _LEDGERS: own.get("ledgers"),
-        _TIMED: budget.get("seconds"),
-        _CARD: own.get("device", "cpu") != "cpu",
-    }
-    return [told for told, holds in conditions.items() if holds]
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f"{path.resolve().name}-again")
 
 
 def write_report(folder: Path) -> Path:
@@ -185,10 +175,7 @@ def build_headline(run: RunSummary) -> list[CardFigure]:
     return [
         *_learning_cards(run),
         _epsilon_card(run),
-        *_alone_card(run),
-        *_evaluation_card(run),
-        *_ledger_card(run),
-        *_audit_card(run),
+        *_other_privacy_cards(run),
         CardFigure(
             "rounds",
             f"{run.last.round:,}" + (f" of {rounds:,}" if rounds else ""),
@@ -274,29 +261,25 @@ def _epsilon_card(run: RunSummary) -> CardFigure:
     )
 
 
-def _alone_card(run: RunSummary) -> list[CardFigure]:
-    """ε without other sites' noise; none if each site adds its own."""
-    if run.spent is None or not run.spent.condition:
-        return []
-    note = f"if all others collude; the ε next to it needs {run.spent.condition}"
-    return [CardFigure("ε alone", upper(run.spent.alone), note)]
-
-
-def _evaluation_card(run: RunSummary) -> list[CardFigure]:
-    if not (found := run.released):
-        return []
-    value = f"{upper(max(found['epsilon_spent'].values()))} of {upper(found['epsilon'])}"
-    return [CardFigure("ε of evaluations", value, evaluations.cost(found))]
-
-
-def _ledger_card(run: RunSummary) -> list[CardFigure]:
-    """What all runs in the same kept ledgers may release together."""
+def _other_privacy_cards(run: RunSummary) -> Iterator[CardFigure]:
+    if run.spent and run.spent.condition:
+        # Without other sites' noise; each site's own needs no such figure.
+        note = f"if all others collude; the ε next to it needs {run.spent.condition}"
+        yield CardFigure("ε alone", upper(run.spent.alone), note)
+    if found := run.released:
+        value = f"{upper(max(found['epsilon_spent'].values()))} of {upper(found['epsilon'])}"
+        yield CardFigure("ε of evaluations", value, evaluations.cost(found))
+    # What all runs in the same kept ledgers may release together.
     kept = run.summary.get("ledgers")
-    if not kept or kept["runs"] < 2:
-        return []
-    epsilon, delta = upper(kept["epsilon_reserved"]), upper(kept["delta_reserved"])
-    note = f"{kept['runs']} runs in {run.plan['run']['ledgers']}: together ε ≤ {epsilon} at "
-    return [CardFigure("ε of all runs", epsilon, f"{note}δ = {delta}")]
+    if kept and kept["runs"] >= 2:
+        epsilon, delta = upper(kept["epsilon_reserved"]), upper(kept["delta_reserved"])
+        note = f"{kept['runs']} runs in {run.plan['run']['ledgers']}: together ε ≤ {epsilon} at "
+        yield CardFigure("ε of all runs", epsilon, f"{note}δ = {delta}")
+    if run.audit and (most := run.audit.most):
+        note = f"by {most.method}, {100 * most.confidence:.4g} % confidence; claimed "
+        note += run.audit.claim + "; THE AUDIT CONTRADICTS THE CLAIM" * run.audit.wrong
+        value = f"≥ {lower(most.bound)} of {upper(run.audit.guarantee.epsilon)}"
+        yield CardFigure("ε audited", value, note, bad=run.audit.wrong)
 
 
 def _control_card(run: RunSummary) -> list[CardFigure]:
@@ -308,17 +291,6 @@ def _control_card(run: RunSummary) -> list[CardFigure]:
     note = f"τ from {min(chosen)} to {max(chosen)}; the budgets' even split, for want of a clear "
     note += f"estimate, in {even:,.0f} of {counted(len(chosen), 'round')}"
     return [CardFigure("local iterations", f"{sum(chosen):,}", note)] if chosen else []
-
-
-def _audit_card(run: RunSummary) -> list[CardFigure]:
-    audit = run.audit
-    if audit is None or (most := audit.most) is None:
-        return []
-    note = f"by {most.method}, {100 * most.confidence:.4g} % confidence; claimed {audit.claim}" + (
-        "; THE AUDIT CONTRADICTS THE CLAIM" if audit.wrong else ""
-    )
-    value = f"≥ {lower(most.bound)} of {upper(audit.guarantee.epsilon)}"
-    return [CardFigure("ε audited", value, note, bad=audit.wrong)]
 
 
 def _facts(run: RunSummary) -> list[str]:

@@ -49,6 +49,17 @@ class LabelTable:
     labels: list[str]
     counts: list[list[int]]
 
+    @staticmethod
+    def of(partition: Document) -> "LabelTable":
+        """Return the table of a partition.json."""
+        counts = [[int(n) for n in row] for row in partition["label_counts"]]
+        return LabelTable(
+            [*map(str, partition["train"])], [*map(str, partition["classes"])], counts
+        )
+
+
+_AS_TERMS = ("epsilon_reserved", "delta", "size", "rate", "clip")
+
 
 @dataclass(frozen=True)
 class SitePrivacy:
@@ -235,12 +246,8 @@ class RunSummary:
             name: SitePrivacy(
                 epsilon_spent=spent.get(name, math.nan),
                 epsilon_allowed=float(terms["epsilon"]),
-                epsilon_reserved=float(terms["epsilon_reserved"]),
-                delta=float(terms["delta"]),
-                size=float(terms["size"]),
-                rate=float(terms["rate"]),
-                clip=float(terms["clip"]),
                 sigma=float(terms["sigma_joint"]),
+                **{key: float(terms[key]) for key in _AS_TERMS},
                 steps=int(terms["steps"]),
                 sigmas={str(name): float(sigma) for name, sigma in terms["sigmas"].items()},
                 epsilon_alone=(alone if _reserved(terms).condition else spent).get(name, math.nan),
@@ -334,6 +341,11 @@ class RunSummary:
         return (min(found), max(found)) if found else None
 
     @property
+    def epsilon_allowed(self) -> float | None:
+        """The largest ε that a site's budget allows; None in a plain run."""
+        return max((site.epsilon_allowed for site in self.site_privacy.values()), default=None)
+
+    @property
     def bytes_down(self) -> int:
         """Bytes of all messages to the sites so far."""
         return sum(record.bytes_down for record in self.records)
@@ -395,7 +407,7 @@ def read_run(folder: Path, *, begun: bool = True) -> RunSummary:
             records=_read_records(folder / "rounds.jsonl")
             if begun or (folder / "rounds.jsonl").exists()
             else [RoundRecord(round=0)],
-            labels=_labels(partition) if partition else None,
+            labels=LabelTable.of(partition) if partition else None,
             audit=read_audit(audit) if audit else None,
             joining=_read(folder / "joining.json", needed=False) or None,
             partition=_digest(partition) if partition else None,
@@ -414,14 +426,6 @@ def read_run(folder: Path, *, begun: bool = True) -> RunSummary:
     return run
 
 
-def _labels(partition: Document) -> LabelTable:
-    return LabelTable(
-        sites=[str(name) for name in partition["train"]],
-        labels=[str(label) for label in partition["classes"]],
-        counts=[[int(n) for n in row] for row in partition["label_counts"]],
-    )
-
-
 def _digest(partition: Document) -> str:
     records = json.dumps([partition.get("train"), partition.get("held_out")], sort_keys=True)
     return hashlib.blake2b(records.encode(), digest_size=16).hexdigest()
@@ -434,8 +438,7 @@ def _read(path: Path, *, needed: bool = True) -> Document:
         document = json.loads(path.read_text(encoding="utf-8"))
     except PermissionError:
         raise DataError(
-            f"{path} cannot be read by this account: use the account that owns the run, or make "
-            "it readable"
+            f"{path} cannot be read by this account: use the account that owns the run"
         ) from None
     except (OSError, ValueError) as error:
         raise DataError(
@@ -479,16 +482,8 @@ def _read_records(path: Path) -> list[RoundRecord]:
 
 
 _STATEMENT = {
-    "accountant",
-    "adjacency",
-    "covers",
-    "does_not_cover",
-    "private",
-    "randomness",
-    "simulator_only",
-    "sites",
-    "sizes",
-    "unit",
+    *("accountant", "adjacency", "covers", "does_not_cover", "private", "randomness"),
+    *("simulator_only", "sites", "sizes", "unit"),
 }
 
 
@@ -500,21 +495,13 @@ def _check(run: RunSummary) -> None:
             "plan again into a new folder"
         )
     private, sites = run.privacy["private"], run.privacy["sites"]
-    if not (private is True or private is False):
+    if private is not bool(sites):
         raise DataError(
-            f"privacy.json in {run.path} has private = {private!r}: expected true or false; "
-            "without it no report is written"
+            f"privacy.json in {run.path} has private = {private!r} and the terms of {len(sites)} "
+            "sites: expected true with terms, or false without; restore the file"
         )
-    if private != bool(sites):
-        raise DataError(
-            f"privacy.json in {run.path} has private = {private} and the terms of {len(sites)} "
-            "sites: expected terms only in a private run; restore the file"
-        )
-    if run.audit:
-        _check_audit(run, run.audit)
-
-
-def _check_audit(run: RunSummary, audit: Audit) -> None:
+    if (audit := run.audit) is None:
+        return
     site = run.site_privacy.get(audit.site)
     granted = (site.epsilon_allowed, site.delta) if site else None
     if (audit.guarantee.epsilon, audit.guarantee.delta) != granted:

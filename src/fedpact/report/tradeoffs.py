@@ -20,11 +20,10 @@ d coordinates, clip C, gradients bounded by G, loss μ-smooth and λ-strongly co
 coordinate on its clipped batch mean. Rates are in nats a client and round.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -133,7 +132,7 @@ def exact_noise(budget: Budget, q: float, steps: int, accountant: Accountant = "
 
 @dataclass(frozen=True)
 class Problem:
-    """The numbers of the paper's example. Raises InputError, also for C > G."""
+    """The numbers of the paper's example, with C <= G. Raises InputError: q or δ out of range."""
 
     dimension: int = 10_000
     clients: int = 100
@@ -145,19 +144,8 @@ class Problem:
     delta: float = 1e-4
 
     def __post_init__(self) -> None:
-        check.count(dimension=self.dimension)
-        check.count(clients=self.clients)
-        check.positive(smoothness=self.smoothness)
-        check.positive(convexity=self.convexity)
         check.rate(q=self.q)
         check.fraction(delta=self.delta)
-        check.positive(clip=self.clip)
-        check.positive(gradient_bound=self.gradient_bound)
-        if not self.clip <= self.gradient_bound:
-            raise InputError(
-                f"clip is {self.clip!r} and gradient_bound is {self.gradient_bound!r}: the utility "
-                "bound needs C <= G; expected a smaller clip"
-            )
 
 
 def utility_bound(problem: Problem, variance: float, steps: int) -> float:
@@ -368,11 +356,11 @@ def tradeoffs(question: TradeoffQuestion, out: Path | None, as_json: bool) -> No
 
 def _document(question: TradeoffQuestion, points: list[Point]) -> dict[str, Any]:
     return {
-        "problem": dataclasses.asdict(question.problem),
+        "problem": asdict(question.problem),
         "preset": "paper" if question.paper else None,
         "guarantee": GUARANTEE,
         "units": {"sigma": "noise over C a coordinate", "rate": "nats a client and round"},
-        "points": [{**dataclasses.asdict(point), "unsound": point.unsound} for point in points],
+        "points": [{**asdict(point), "unsound": point.unsound} for point in points],
     }
 
 
@@ -398,26 +386,50 @@ def _cells(point: Point) -> tuple[str, ...]:
     return f"{point.epsilon:g}", LABELS.get(point.curve, point.curve), *numbers, state
 
 
+_QUANTITIES: list[tuple[str, Callable[[Point], float | None]]] = [
+    ("noise σ²", lambda p: None if p.sigma is None else p.sigma**2),
+    ("utility bound U(T)", lambda p: p.utility),
+    ("rate bound, nats a round", lambda p: p.rate),
+]
+
+
 def _draw(question: TradeoffQuestion, points: list[Point], out: Path) -> None:
     """Draw σ², utility and rate against ε for every T: the paper's Figure 1, with exact curves.
 
     Thin and dotted where a bound is unsound, or its own conditions fail. Raises InputError.
     """
-    problem = question.problem
-    import matplotlib
+    problem, low, high = question.problem, min(question.epsilons), max(question.epsilons)
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from fedpact.report.drawing import save_figure
 
-    size = (1 + 4.5 * len(question.steps), 10)
-    figure, axes = pyplot.subplots(
-        3, len(question.steps), figsize=size, sharex=True, squeeze=False, layout="constrained"
-    )
-    for column, steps in enumerate(question.steps):
+    grid = [float(e) for e in np.geomspace(low, high, 40 if high > low else 1)]
+    figure = Figure(figsize=(1 + 4.5 * len(question.steps), 10), layout="constrained")
+    axes: Any = figure.subplots(3, len(question.steps), sharex=True, squeeze=False)
+    for column, steps in zip(axes.T, question.steps, strict=True):
         exact = {
             by: [p for p in points if (p.curve, p.steps) == (by, steps)] for by in EXACT_ACCOUNTANTS
         }
-        _column(axes[:, column], question, steps, exact)
+        old = [
+            [_marked(old_point(problem, bound, e, steps, question.paper), exact) for e in grid]
+            for bound in OLD_BOUNDS
+        ]
+        for axis, (title, value) in zip(column, _QUANTITIES, strict=True):
+            for number, curve in enumerate(old):
+                every = [np.nan if (v := value(p)) is None else v for p in curve]
+                holds = [np.nan if p.notes else y for p, y in zip(curve, every, strict=True)]
+                colour = f"C{number}"
+                axis.plot(grid, every, linestyle=":", linewidth=1, color=colour)
+                axis.plot(grid, holds, linewidth=1.5, color=colour, label=curve[0].curve)
+            for by, proven in exact.items():
+                xs, ys = [p.epsilon for p in proven], [value(p) for p in proven]
+                axis.plot(xs, ys, STYLES[by], ms=4, lw=2, label=LABELS[by])
+            axis.set(xscale="log", yscale="log", ylabel=title)
+            axis.grid(alpha=0.3)
+        column[0].set_title(f"T = {steps:,}")
+        column[2].set(yscale="linear", xlabel="ε")
+        column[2].set_xticks(question.epsilons, [f"{e:g}" for e in question.epsilons])
+        column[2].minorticks_off()
     axes[0][0].legend(fontsize="small")
     figure.suptitle(
         f"record-level (ε, δ = {problem.delta:g}), add/remove one record; q = {problem.q:g}, "
@@ -425,46 +437,7 @@ def _draw(question: TradeoffQuestion, points: list[Point], out: Path) -> None:
         "dotted: unsound, or outside the bound's own conditions; only RDP and PLD are guarantees",
         fontsize="medium",
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        figure.savefig(out, dpi=150)
-    except OSError as error:
-        raise InputError(f"--out is {str(out)!r}: cannot be written ({error.strerror})") from error
-    finally:
-        pyplot.close(figure)
-
-
-def _column(
-    axes: Any, question: TradeoffQuestion, steps: int, exact: Mapping[str, list[Point]]
-) -> None:
-    """Fill the three panels of one T."""
-    low, high = min(question.epsilons), max(question.epsilons)
-    grid = [float(e) for e in np.geomspace(low, high, 40 if high > low else 1)]
-    curves = {
-        bound: [
-            _marked(old_point(question.problem, bound, e, steps, question.paper), exact)
-            for e in grid
-        ]
-        for bound in OLD_BOUNDS
-    }
-    quantities: list[tuple[str, Callable[[Point], float | None]]] = [
-        ("noise σ²", lambda p: None if p.sigma is None else p.sigma**2),
-        ("utility bound U(T)", lambda p: p.utility),
-        ("rate bound, nats a round", lambda p: p.rate),
-    ]
-    for axis, (title, value) in zip(axes, quantities, strict=True):
-        for number, (bound, points) in enumerate(curves.items()):
-            _line(axis, points, value, bound, f"C{number}")
-        for by, points in exact.items():
-            xs, ys = [p.epsilon for p in points], [value(p) for p in points]
-            axis.plot(xs, ys, STYLES[by], ms=4, lw=2, label=LABELS[by])
-        axis.set(xscale="log", yscale="log", ylabel=title)
-        axis.grid(alpha=0.3)
-    axes[0].set_title(f"T = {steps:,}")
-    axes[2].set_yscale("linear")
-    axes[2].set_xlabel("ε")
-    axes[2].set_xticks(question.epsilons, [f"{e:g}" for e in question.epsilons])
-    axes[2].minorticks_off()
+    save_figure(figure, out)
 
 
 def _marked(point: Point, exact: Mapping[str, list[Point]]) -> Point:
@@ -473,16 +446,5 @@ def _marked(point: Point, exact: Mapping[str, list[Point]]) -> Point:
     epsilons, sigmas = ([math.log(getattr(p, key)) for p in known] for key in ("epsilon", "sigma"))
     least = float(np.interp(math.log(point.epsilon), epsilons, sigmas))
     if point.sigma is not None and math.log(point.sigma) < least - 0.01:
-        return dataclasses.replace(point, notes=(*point.notes, "unsound"))
+        return replace(point, notes=(*point.notes, "unsound"))
     return point
-
-
-def _line(
-    axis: Any, points: list[Point], value: Callable[[Point], float | None], name: str, colour: str
-) -> None:
-    """Draw a bound's curve: dotted over all of it, solid where its conditions hold."""
-    xs = [p.epsilon for p in points]
-    every = [np.nan if (v := value(p)) is None else v for p in points]
-    holds = [np.nan if p.notes else y for p, y in zip(points, every, strict=True)]
-    axis.plot(xs, every, linestyle=":", linewidth=1, color=colour)
-    axis.plot(xs, holds, linewidth=1.5, color=colour, label=name)

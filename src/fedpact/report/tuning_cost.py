@@ -51,11 +51,9 @@ class TuningCost:
         """The cost in words, and for whom each ε holds."""
         if self.alone is None:
             return describe_trials(self.found)
-        ifs = f"If at least {self.honest} sites of each sum are honest. "
-        other = "If no other site is honest. "
-        return [ifs + line for line in describe_trials(self.found)] + [
-            other + line for line in describe_trials(self.alone)
-        ]
+        honest = f"If at least {self.honest} sites of each sum are honest."
+        both = ((honest, self.found), ("If no other site is honest.", self.alone))
+        return [f"{condition} {line}" for condition, of in both for line in describe_trials(of)]
 
     @property
     def document(self) -> dict[str, Any]:
@@ -93,9 +91,17 @@ def count_tuning_cost(runs: Mapping[str, Mapping[int, RunSummary]]) -> list[Tuni
         for seed in seeds:
             by_seed.setdefault(seed, []).append(name)
     promises = {
-        (name, seed): _promises(run) for name, seeds in runs.items() for seed, run in seeds.items()
+        (name, seed): {s: _promise(run.path / f"sites/{s}/ledger.jsonl") for s in run.site_privacy}
+        for name, seeds in runs.items()
+        for seed, run in seeds.items()
     }
-    _check_units(one for run in promises.values() for one in run.values())
+    each = (one for run in promises.values() for one in run.values())
+    if len(units := sorted({unit for one in each for unit in one.units})) > 1:
+        raise DataError(
+            f"the ledgers of these runs are per {' and per '.join(units)}: expected one unit, as "
+            "events of different units cannot be added; compare runs of one privacy.unit, or "
+            "leave --counted out"
+        )
     groups = list[tuple[str, list[list[tuple[str, int]]]]]()
     names = f"{len(runs)} settings, each once: {', '.join(runs)}"
     groups.append((names, [[(name, seed) for name in each] for seed, each in by_seed.items()]))
@@ -108,15 +114,6 @@ def count_tuning_cost(runs: Mapping[str, Mapping[int, RunSummary]]) -> list[Tuni
         if choices:
             found.append(_worst(told, [[promises[key] for key in keys] for keys in choices]))
     return found
-
-
-def _check_units(promises: Iterable[_Promise]) -> None:
-    if len(units := sorted({unit for one in promises for unit in one.units})) > 1:
-        raise DataError(
-            f"the ledgers of these runs are per {' and per '.join(units)}: expected one unit, as "
-            "events of different units cannot be added; compare runs of one privacy.unit, or "
-            "leave --counted out"
-        )
 
 
 def _worst(told: str, choices: Iterable[Sequence[Mapping[str, _Promise]]]) -> TuningCost:
@@ -195,11 +192,6 @@ def _at_site(runs: Sequence[_Promise]) -> tuple[Trials, Trials]:
     winner = {law: covered(cost, alone.winner[law]) for law, cost in sums.winner.items()}
     every = covered(sums.every, alone.every)
     return Trials(count, delta, covered(sums.one, alone.one), every, winner), alone
-
-
-def _promises(run: RunSummary) -> dict[str, _Promise]:
-    """Return each site's reservations in a run."""
-    return {site: _promise(run.path / "sites" / site / "ledger.jsonl") for site in run.site_privacy}
 
 
 def _promise(path: Path) -> _Promise:

@@ -82,7 +82,7 @@ class Evaluator:
     def _measured(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
         self._by = at.state.vectors.get(CONSTANTS)
         w = at.state.vectors["w"]
-        found = self._of(w, self._own_models(at), record)
+        found = self._of(w, own_models(self._scene, at, self._remembered), record)
         average = read_average(at.state)
         beside = record if average is None else self._of(average, {}, record)
         if beside.accuracy is None or beside.loss is None:
@@ -101,10 +101,11 @@ class Evaluator:
         elif data.x_test is not None and data.y_test is not None:
             kept.clear()
             whole = self._scored(data.x_test, data.y_test, kept)
+        elif own:
+            kept.clear()
+            whole = _pooled(self._at_sites(common, {}, kept))
         else:
-            if own:
-                kept.clear()
-            whole = _pooled(self._at_sites(common, {}, kept) if own else scores)
+            whole = _pooled(scores)
         sizes = {site.name: float(len(site.y)) for site in self._scene.sites}
         return replace(
             record,
@@ -119,17 +120,6 @@ class Evaluator:
             return {}
         outputs, y = (torch.cat(parts).cpu() for parts in zip(*kept, strict=True))
         return {name: of(outputs, y) for name, of in self._measures.items()}
-
-    def _own_models(self, at: Checkpoint) -> dict[str, Tensor]:
-        """Return the sites' own models; empty if all use the server's."""
-        method, found = self._scene.plan.method, dict[str, Tensor]()
-        for site in self._scene.sites:
-            memory = self._remembered(site.name, at.included.get(site.name, -1))
-            own = method.own_model(at.state.vectors["w"], memory)
-            if own is None:
-                break
-            found[site.name] = own
-        return found
 
     def _at_sites(
         self, common: Tensor, own: Mapping[str, Tensor], kept: list[tuple[Tensor, Tensor]]
@@ -147,7 +137,8 @@ class Evaluator:
 
     def _exact(self, at: Checkpoint) -> SumsBySite:
         """Return the sums that sites release, without noise, for comparison."""
-        scene, kernel, own = self._scene, self._kernel, self._own_models(at)
+        scene, kernel = self._scene, self._kernel
+        own = own_models(scene, at, self._remembered)
         w, by = at.state.vectors["w"], at.state.vectors.get(CONSTANTS)
         sums = {
             s.name: scene.held_out(s).totals(scene.form.shown, kernel, own.get(s.name, w), by)
@@ -169,6 +160,23 @@ class Evaluator:
         # On a CPU, small batches stay in the cache; a GPU needs large ones.
         batch = 128 if on_cpu(x) else 1024
         return evaluate(self._model.module, self._loss, x, y, batch, wanted)
+
+
+def own_models(
+    scene: SimulationSetup, at: Checkpoint, remembered: Callable[[str, int], State]
+) -> dict[str, Tensor]:
+    """Return the sites' own models, [d] each; empty if all use the server's.
+
+    remembered: see Evaluator.
+    """
+    found = dict[str, Tensor]()
+    for site in scene.sites:
+        memory = remembered(site.name, at.included.get(site.name, -1))
+        own = scene.plan.method.own_model(at.state.vectors["w"], memory)
+        if own is None:
+            break
+        found[site.name] = own
+    return found
 
 
 def select_judged_labels(scene: SimulationSetup) -> Tensor:

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fedpact.algorithms.wrappers.released_scales import check_as_declared
 from fedpact.client import read_memory
@@ -46,7 +46,7 @@ from fedpact.privacy.oracle import Records
 from fedpact.privacy.policy import sum_reservations
 from fedpact.privacy.terms import Terms, charge_size
 from fedpact.rounds import Rounds
-from fedpact.simulation.evaluation import Evaluator, select_judged_labels
+from fedpact.simulation.evaluation import Evaluator, own_models, select_judged_labels
 from fedpact.simulation.flower import require_ray
 from fedpact.simulation.machine import allow_open_files, available_cores, keep_freed_memory
 from fedpact.simulation.predict import Evaluated, Predictions, Predictor, RecordedForm
@@ -99,9 +99,16 @@ def of_run(
             f"{path}: no site has held-out records, on which models are compared; run it with "
             "partition.held_out, or evaluation.share"
         )
-    models, model = _released(folder, plan, scene), FlatModel(scene.workshop.module())
+    at = Checkpoint.from_bytes((folder.path / "state.safetensors").read_bytes())
+    owned = own_models(
+        scene, at, lambda s, n: read_memory(folder.site(s) / "memory.safetensors", n)
+    )
+    model = FlatModel(scene.workshop.module())
     initial = model.vector.clone()
-    alones = ({} if known is None else known).setdefault(_follows_from(plan), {})
+    # What determines a model that a site trains alone.
+    followed = plan.model_dump(mode="json", include={*_ALONE, *_RECORDS})
+    key = json.dumps({**followed, "person_records": plan.privacy.person_records}, sort_keys=True)
+    alones = ({} if known is None else known).setdefault(key, {})
     found = dict[str, SiteFigures]()
     with one_thread():
         for site in scene.sites:
@@ -109,7 +116,7 @@ def of_run(
                 on_site(site.name, len(scene.sites))
             if site.name not in alones:
                 alones[site.name] = personalise_model(model, site.x, site.y, initial, site.persons)
-            w = models[site.name]
+            w = owned.get(site.name, at.state.vectors["w"])
             tuned = personalise_model(model, site.x, site.y, w, site.persons)
             whose = number_persons(scene.dataset.person, partition.held_out[site.name])
             held = site.x_held, site.y_held, whose
@@ -137,23 +144,6 @@ def _check(folder: Folder) -> None:
             f"the run in {folder.path} is {status}: what joining was worth is known at its end; "
             "`fedpact resume` finishes it"
         )
-
-
-def _follows_from(plan: Plan) -> str:
-    document = plan.model_dump(mode="json", include={*_ALONE, *_RECORDS})
-    document["person_records"] = plan.privacy.person_records
-    return json.dumps(document, sort_keys=True)
-
-
-def _released(folder: Folder, plan: Plan, scene: SimulationSetup) -> Mapping[str, Tensor]:
-    """Return each site's model from the federation, [d] each."""
-    at = Checkpoint.from_bytes((folder.path / "state.safetensors").read_bytes())
-    w, found = at.state.vectors["w"], dict[str, Tensor]()
-    for site in scene.sites:
-        path = folder.site(site.name) / "memory.safetensors"
-        own = plan.method.own_model(w, read_memory(path, at.included.get(site.name, -1)))
-        found[site.name] = w if own is None else own
-    return found
 
 
 OnRound = Callable[[RoundRecord], None]
@@ -326,7 +316,7 @@ def _on_threads(
     sensible = 1 if short or workshop.device != "cpu" else available_cores()
     workers = workshop.plan.run.workers or sensible
     transport = stack.enter_context(InProcess(clients, workers, workshop.bench))
-    return transport, partial(_charged, ledgers, sites[0].run)
+    return transport, lambda site: ledgers[site].spent(sites[0].run)
 
 
 def _on_ray(
@@ -335,17 +325,13 @@ def _on_ray(
     """Return the transport over Ray, and a function with a site's charges. Closes the ledgers."""
     from fedpact.simulation.ray import RayTransport
 
-    spent = {site.name: _charged(ledgers, site.run, site.name) for site in sites if site.terms}
+    spent = {site.name: ledgers[site.name].spent(site.run) for site in sites if site.terms}
     most = workshop.plan.run.workers or None
     transport = stack.enter_context(RayTransport(sites, workshop, most, spent))
     # From here on, each ledger is opened by the actor that has its site.
     for ledger in ledgers.values():
         ledger.close()
     return transport, transport.spent
-
-
-def _charged(ledgers: dict[str, Ledger], run: str, site: str) -> History:
-    return ledgers[site].spent(run)
 
 
 def _open_ledgers(sites: list[VirtualSite], stack: ExitStack) -> dict[str, Ledger]:

@@ -73,6 +73,15 @@ _PRECISION = {
 }
 
 
+# How sites place records in the slots of a pass; see per_sample.layout.
+_COMPACT = "Compact, without a check of this machine: a simulation protects nobody."
+_PLACED = (
+    "At its start, each site checks with this model on its machine that a record's gradient "
+    "depends neither on other records nor on its slot in a pass. If the check fails, records "
+    "are placed at random slots (scattered). The site's log and ledger say which."
+)
+
+
 @dataclass(frozen=True)
 class Side:
     """What a statement says about the party that runs it.
@@ -105,7 +114,7 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "mechanism": mode,
         "mechanism_meaning": _UNPROTECTED if mode == "none" else mechanism_of(mode).told,
         "separation": side.separation,
-        "placement": _placement(plan, side.seeded),
+        "placement": (_COMPACT if side.seeded else _PLACED) if plan.private else "",
         "precision": _PRECISION[plan.run.precision] if plan.private else "",
         "accountant": plan.privacy.accountant if plan.private else "none",
         # No algorithm chooses q or σ from releases, so the engine reserves fixed events.
@@ -125,19 +134,6 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "evaluation": of_held,
         "sites": each,
     }
-
-
-def _placement(plan: Plan, seeded: bool) -> str:
-    """Return how sites place records in the slots of a pass; see per_sample.layout."""
-    if not plan.private:
-        return ""
-    if seeded:
-        return "Compact, without a check of this machine: a simulation protects nobody."
-    return (
-        "At its start, each site checks with this model on its machine that a record's gradient "
-        "depends neither on other records nor on its slot in a pass. If the check fails, records "
-        "are placed at random slots (scattered). The site's log and ledger say which."
-    )
 
 
 def of_simulation(scene: SimulationSetup) -> dict[str, Any]:
@@ -290,8 +286,19 @@ def describe_terms(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
 
     records: the numbers of records per person for which ε is stated, too.
     """
-    history, delta = terms.history(terms.steps), terms.budget.delta
+    history, opening, columns = terms.history(terms.steps), None, None
     reserved = epsilon(history, terms.delta, terms.accountant)
+    if terms.openings:
+        opening = {
+            "rate": terms.opening.rate,
+            "sigmas": dict(terms.opening.sigmas),
+            "multipliers": terms.opening.multipliers,
+            "sigma_joint": terms.opening.event.sigma,
+            "count": terms.opening.steps,
+        }
+    if (of := terms.columns) is not None:
+        alone = epsilon({of.event: 1}, terms.delta, terms.accountant)
+        columns = {"sigma": of.event.sigma, "count": of.times, "epsilon": alone}
     return {
         "size": terms.size,
         "size_noise": terms.size_noise,
@@ -303,10 +310,11 @@ def describe_terms(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
         "multipliers": terms.multipliers,
         "sigma_joint": terms.event.sigma,
         "steps": terms.steps,
-        "opening": _opening(terms),
-        "columns": _columns(terms),
+        # The events that open each round, and that release the columns' means.
+        "opening": opening,
+        "columns": columns,
         "epsilon": terms.budget.epsilon,
-        "delta": delta,
+        "delta": terms.budget.delta,
         "epsilon_reserved": reserved,
         **terms.guarantee.entries,
         # 0: no coarse grid; else the noise's deviation in units of the grid.
@@ -317,29 +325,6 @@ def describe_terms(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
         else None,
         # Which accountant gave the smallest bound, if it is "best".
         "epsilon_by": find_binding_accountant(history, terms.delta, terms.accountant).upper(),
-    }
-
-
-def _columns(terms: Terms) -> dict[str, Any] | None:
-    """Return the event that releases the columns' means, or None."""
-    of = terms.columns
-    if of is None:
-        return None
-    alone = epsilon({of.event: 1}, terms.delta, terms.accountant)
-    return {"sigma": of.event.sigma, "count": of.times, "epsilon": alone}
-
-
-def _opening(terms: Terms) -> dict[str, Any] | None:
-    """Return the event that opens each round, or None."""
-    if not terms.openings:
-        return None
-    opening = terms.opening
-    return {
-        "rate": opening.rate,
-        "sigmas": dict(opening.sigmas),
-        "multipliers": opening.multipliers,
-        "sigma_joint": opening.event.sigma,
-        "count": opening.steps,
     }
 
 

@@ -160,8 +160,10 @@ class TrainingSetup:
         """
         if check and is_own(self.plan.model):
             self._check_own()
-        model = self._model()
-        mode = self.plan.privacy.mode
+        mode, module, views = self.plan.privacy.mode, self.module(), self.plan.views
+        if views.used:
+            module = Views(module, views, tuple(self.example.shape))
+        model = FlatModel(module.to(self.device), self.plan.run.precision)
         if check and self.plan.task.loss is not None:
             tried = self.plan.task.loss, self.loss, model.module, *self.make_dummy_records()
             check_loss(*tried, finite=mode != "none")
@@ -221,13 +223,6 @@ class TrainingSetup:
                 "run checks on such records that the model does not mix the records of a batch, so "
                 "it has to accept them"
             ) from error
-
-    def _model(self) -> FlatModel:
-        """Return the model to train, around which the plan's views are put, if it has any."""
-        module, views = self.module(), self.plan.views
-        if views.used:
-            module = Views(module, views, tuple(self.example.shape))
-        return FlatModel(module.to(self.device), self.plan.run.precision)
 
     def separation(self) -> str:
         """Return how a private run's kernel separates the records of a batch, in words."""

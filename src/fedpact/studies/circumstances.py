@@ -201,26 +201,7 @@ def with_sites(asked: Circumstances, data: Dataset) -> Circumstances:
 
     Data with sites keep them. Raises InputError: another number of sites or budgets is given.
     """
-    return _with_budgets(_with_partition(asked, data))
-
-
-def sizes_of(asked: Circumstances, data: Dataset, plan: Plan) -> dict[str, float]:
-    """Return each site's number of training records; equal shares of a declared number."""
-    if asked.size is not None:
-        return {f"site {k + 1}": asked.size / asked.sites for k in range(asked.sites)}
-    parts = make_partition(data, plan.partition, plan.sites, plan.seed).train
-    share = _training(data, plan) / sum(map(len, parts.values()))
-    return {name: len(part) * share for name, part in parts.items()}
-
-
-def _training(data: Dataset, plan: Plan) -> int:
-    """Return the number of training records, without those held out by data set or plan."""
-    if isinstance(share := plan.held_out, str):
-        return len(data.y) - (0 if data.held is None else int(data.held.sum()))
-    return max(1, round((1 - share) * len(data.y)))
-
-
-def _with_budgets(asked: Circumstances) -> Circumstances:
+    asked = _with_partition(asked, data)
     if len(asked.budgets) not in (1, asked.sites):
         raise InputError(
             f"--epsilon or --delta lists {len(asked.budgets)} values for {asked.sites} sites: "
@@ -232,6 +213,20 @@ def _with_budgets(asked: Circumstances) -> Circumstances:
             "at all of them together"
         )
     return replace(asked, budgets=asked.budgets * (asked.sites // len(asked.budgets)))
+
+
+def sizes_of(asked: Circumstances, data: Dataset, plan: Plan) -> dict[str, float]:
+    """Return each site's number of training records; equal shares of a declared number."""
+    if asked.size is not None:
+        return {f"site {k + 1}": asked.size / asked.sites for k in range(asked.sites)}
+    parts = make_partition(data, plan.partition, plan.sites, plan.seed).train
+    held, count = plan.held_out, len(data.y)
+    if isinstance(held, str):
+        training = count - (0 if data.held is None else int(data.held.sum()))
+    else:
+        training = max(1, round((1 - held) * count))
+    share = training / sum(map(len, parts.values()))
+    return {name: len(part) * share for name, part in parts.items()}
 
 
 def _with_partition(asked: Circumstances, data: Dataset) -> Circumstances:

@@ -10,7 +10,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fedpact import algorithms
 from fedpact.algorithms.wrappers.released_scales import check_as_declared
 from fedpact.api import with_own
 from fedpact.common import check
@@ -41,7 +40,13 @@ from fedpact.simulation.machine import available_cores
 from fedpact.simulation.run import changed_keys
 from fedpact.simulation.simulate import SiteModels, of_run
 from fedpact.studies.pool import Job, OnNews, RunProgress, carry_out_here, run_jobs
-from fedpact.studies.sweep import expand_points, expand_sweep
+from fedpact.studies.sweep import (
+    expand_points,
+    expand_sweep,
+    free_name,
+    no_setting,
+    settings_of,
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -77,7 +82,7 @@ class Compared(Comparison):
     def figures(self) -> dict[str, Any]:
         """Return the page's figures as matplotlib Figures, by title."""
         rows = [*sweeps(self).values(), *on_the_way(self), [draw_paired(self)]]
-        return {drawing.title: drawing.chart for row in rows for drawing in row if drawing}
+        return {drawing.title: drawing for row in rows for drawing in row if drawing}
 
 
 _ALONE = {"local": ("mr_mtl", ("settings.proximal=0.0", "settings.proximal_noise=0.0"))}
@@ -98,12 +103,14 @@ def read_plans(
     """
     found: dict[str, Plan] = {}
     for config in configs or [None]:
-        stem = _file_name(config.stem) if config else "default"
+        stem = "default"
+        if config:
+            stem = re.sub(r"[^A-Za-z0-9._-]+", "-", config.stem).strip(".-_") or "plan"
         if not chosen:
-            _add(found, stem, Plan.read(config, overrides))
+            found[free_name(stem, found)] = Plan.read(config, overrides)
         for algorithm in chosen:
             name = algorithm if len(configs) < 2 else f"{stem}-{algorithm}"
-            _add(found, name, _with_algorithm(config, algorithm, overrides))
+            found[free_name(name, found)] = _with_algorithm(config, algorithm, overrides)
     _all_known(chosen, overrides)
     return found
 
@@ -120,7 +127,7 @@ def name_plans(plans: Plan | Mapping[str, Plan] | Sequence[Plan]) -> dict[str, P
         # Text is iterable, too.
         alone = isinstance(plans, Plan | str | Path) or not isinstance(plans, Iterable)
         for plan in map(_plan, [plans] if alone else plans):
-            _add(found, plan.algorithm, plan)
+            found[free_name(plan.algorithm, found)] = plan
     if not found:
         raise InputError("there is nothing to compare: give at least one plan")
     for name in found:
@@ -194,7 +201,7 @@ def _with_algorithm(config: Path | None, chosen: str, overrides: Sequence[str]) 
     base = Plan.read(config, general)
     # The embedded configuration's settings belong to its own algorithm.
     own = base.settings if config or algorithm == base.algorithm else {}
-    fields = _fields(algorithm)
+    fields = settings_of(algorithm)
     # A list or a plain value reads the same in JSON and in TOML.
     kept = [f"settings.{key}={json.dumps(own[key])}" for key in own if key in fields]
     mine = [text for text in overrides if _setting(text) in fields]
@@ -204,32 +211,16 @@ def _with_algorithm(config: Path | None, chosen: str, overrides: Sequence[str]) 
 
 
 def _all_known(chosen: Sequence[str], overrides: Sequence[str]) -> None:
+    names = [_ALONE.get(name, (name,))[0] for name in chosen]
     for text in overrides:
         key = _setting(text)
-        if chosen and key is not None and not any(key in _fields(name) for name in chosen):
-            known = sorted({field for name in chosen for field in _fields(name)})
-            raise PlanError(
-                f"--set {text!r}: settings.{key} is no setting of {' or '.join(chosen)}: expected "
-                f"one of {', '.join(known)}"
-            )
-
-
-def _fields(algorithm: str) -> dict[str, Any]:
-    return dict(algorithms.load(_ALONE.get(algorithm, (algorithm,))[0]).Settings.model_fields)
+        if names and key is not None and not any(key in settings_of(name) for name in names):
+            raise PlanError(f"--set {text!r}: settings.{key} is {no_setting(names)}")
 
 
 def _setting(override: str) -> str | None:
     key = key_of(override)
     return key.split(".")[1] if key.startswith("settings.") else None
-
-
-def _add(found: dict[str, Plan], name: str, plan: Plan) -> None:
-    free = (f"{name}-{i}" if i > 1 else name for i in range(1, len(found) + 2))
-    found[next(other for other in free if other not in found)] = plan
-
-
-def _file_name(stem: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-_") or "plan"
 
 
 def compare(

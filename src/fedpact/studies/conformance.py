@@ -522,12 +522,11 @@ def _finding(check: Callable[[Any, bool], None], of: list[Any]) -> Finding:
             try:
                 check(one, private)
             except Exception as error:  # an algorithm under development may raise anything
-                where = "" if isinstance(one, str) else f"with {_describe_settings(one)}, "
+                where = ""
+                if isinstance(one, Method):
+                    own = one.settings.model_dump(exclude_defaults=True)
+                    where = f"with {own or 'its defaults'}, "
                 kind = "" if isinstance(error, Violation) else f"{type(error).__name__}: "
                 form = "private" if private else "plain"
                 return Finding(meaning, f"{where}{form}: {kind}{error}")
     return Finding(meaning, "")
-
-
-def _describe_settings(case: Method) -> str:
-    return str({**case.settings.model_dump(exclude_defaults=True)} or "its defaults")

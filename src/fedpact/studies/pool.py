@@ -201,22 +201,19 @@ def carry_out_here(jobs: Sequence[Job], on_news: OnNews, stop: Callable[[], bool
     for job in jobs:
         if stop():
             break
-        why = _carried_out(job, on_news, stop)
+
+        def on_round(record: RoundRecord, job: Job = job) -> None:
+            on_news(RunProgress(job, record.round, _number(record.accuracy), _number(record.loss)))
+
+        why = None
+        try:
+            run(job.plan, job.folder, data=job.data, on_round=on_round, stop=stop)
+        except FedpactError as error:
+            why = str(error)
+        except Exception as error:  # the other runs continue
+            traceback.print_exc()
+            why = f"it ended with {type(error).__name__}: {error}"
         if why is not None:
             failed[job.name, job.seed] = why
         on_news(RunProgress(job, ended=True, failed=why))
     return failed
-
-
-def _carried_out(job: Job, on_news: OnNews, stop: Callable[[], bool]) -> str | None:
-    def on_round(record: RoundRecord) -> None:
-        on_news(RunProgress(job, record.round, _number(record.accuracy), _number(record.loss)))
-
-    try:
-        run(job.plan, job.folder, data=job.data, on_round=on_round, stop=stop)
-    except FedpactError as error:
-        return str(error)
-    except Exception as error:  # the other runs continue
-        traceback.print_exc()
-        return f"it ended with {type(error).__name__}: {error}"
-    return None

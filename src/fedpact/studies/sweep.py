@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
 from os import PathLike, fspath
 from typing import Any
@@ -72,7 +72,9 @@ def expand_sweep(
         if not texts or len(set(texts)) < len(texts):
             raise PlanError(f"sweep {key}: its values are {list(values)}: expected some, each once")
         if not any(_knows(plan, key) for plan in plans.values()):
-            raise PlanError(f"sweep {key}: {_no_setting(plans.values())}")
+            raise PlanError(
+                f"sweep {key}: it is {no_setting(plan.algorithm for plan in plans.values())}"
+            )
     entries, points = dict[str, Plan](), dict[str, SweepPoint]()
     for name, plan in plans.items():
         own = [key for key in sweeps if _knows(plan, key)]
@@ -94,7 +96,7 @@ def expand_points(
             if key in _ELSEWHERE:
                 raise PlanError(f"point {key}: {_ELSEWHERE[key]}")
             if not _knows(plan, key):
-                raise PlanError(f"point {key}: {_no_setting([plan])}")
+                raise PlanError(f"point {key}: it is {no_setting([plan.algorithm])}")
         _enter(name, plan, dict(point), entries, at)
     return entries, at
 
@@ -106,7 +108,9 @@ def _enter(
     entries: dict[str, Plan],
     points: dict[str, SweepPoint],
 ) -> None:
-    entry = _free("-".join([name, *map(_part, chosen.items())]), entries)
+    texts = [f"{key.rpartition('.')[2]}-{value}" for key, value in chosen.items()]
+    parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-") or "value" for text in texts]
+    entry = free_name("-".join([name, *parts]), entries)
     entries[entry], points[entry] = _changed(plan, chosen), SweepPoint(name, chosen)
 
 
@@ -131,12 +135,16 @@ def _at(value: object) -> str:
     return fspath(value)
 
 
-def _no_setting(plans: Iterable[Plan]) -> str:
-    names = list(dict.fromkeys(plan.algorithm for plan in plans))
-    known = sorted(
-        {field for name in names for field in algorithms.load(name).Settings.model_fields}
-    )
-    return f"it is no setting of {' or '.join(names)}: expected one of {', '.join(known)}"
+def no_setting(algorithms_: Iterable[str]) -> str:
+    """Return that a key is no setting of these algorithms, and which ones they have."""
+    names = list(dict.fromkeys(algorithms_))
+    known = sorted({field for name in names for field in settings_of(name)})
+    return f"no setting of {' or '.join(names)}: expected one of {', '.join(known)}"
+
+
+def settings_of(algorithm: str) -> Collection[str]:
+    """Return the names of an algorithm's settings. Raises PlanError: there is none."""
+    return algorithms.load(algorithm).Settings.model_fields
 
 
 def _values(text: str) -> list[Any]:
@@ -148,9 +156,8 @@ def _values(text: str) -> list[Any]:
 
 
 def _knows(plan: Plan, key: str) -> bool:
-    if not key.startswith("settings."):
-        return True
-    return key.removeprefix("settings.") in algorithms.load(plan.algorithm).Settings.model_fields
+    name = key.removeprefix("settings.")
+    return name == key or name in settings_of(plan.algorithm)
 
 
 def _changed(plan: Plan, chosen: Mapping[str, Any]) -> Plan:
@@ -167,12 +174,7 @@ def _changed(plan: Plan, chosen: Mapping[str, Any]) -> Plan:
         raise PlanError(f"sweep {told}: {error}") from None
 
 
-def _part(chosen: tuple[str, Any]) -> str:
-    key, value = chosen
-    text = f"{key.rpartition('.')[2]}-{value}"
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-") or "value"
-
-
-def _free(name: str, taken: Mapping[str, Plan]) -> str:
+def free_name(name: str, taken: Collection[str]) -> str:
+    """Return a name, numbered if it is taken."""
     numbered = (f"{name}-{i}" if i > 1 else name for i in range(1, len(taken) + 2))
     return next(each for each in numbered if each not in taken)

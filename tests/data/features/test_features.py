@@ -42,7 +42,7 @@ from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate
-from fedpact.studies.audit.attacks import membership
+from fedpact.studies.audit.target import Target
 
 OWN = backbones_of_users.__name__
 SHAPE = (3, 11, 12)
@@ -643,7 +643,9 @@ def test_an_audit_attacks_the_model_of_the_features():
     data = from_arrays(made(60, (8, 8)), [0, 1] * 30)
     scene = SimulationSetup.of(Plan.parse({**DIGITS, "rounds": 1}), data)
     assert scene.dataset.x.shape != scene.raw.x.shape
-    assert membership(scene).members == sum(len(site.y) for site in scene.sites)
+    target = Target.of(scene)
+    assert torch.equal(target.records.x, scene.sites[0].x)
+    assert target.records.x.shape[1:] == scene.dataset.x.shape[1:]
 
 
 def test_long_operations_show_progress(tmp_path, monkeypatch, capsys):

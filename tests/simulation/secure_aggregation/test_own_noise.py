@@ -121,7 +121,7 @@ def test_rounding_is_a_ten_thousandth_of_each_sites_noise(tables, number, rate):
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("narrower", [0, 1])
-def test_longest_replies_fit_and_do_not_in_fewer_bits(sign, narrower, monkeypatch):
+def test_longest_replies_fit_and_do_not_in_fewer_bits(sign, narrower):
     """Each record of the largest batch at its bound in one coordinate, noise of 12 deviations in
     the same direction in each step, at every site."""
     low, high = 0.01, 60.0
@@ -131,7 +131,7 @@ def test_longest_replies_fit_and_do_not_in_fewer_bits(sign, narrower, monkeypatc
         low, high = (middle, high) if made(middle)[0].bits > 17 else (low, middle)
     coding, terms = made(high)
     assert coding.bits == 17
-    monkeypatch.setattr(RoundedMean, "bits", coding.bits - narrower)
+    vars(coding)["bits"] -= narrower
     task, replies = task_of(1), {}
     for site, of in terms.items():
         records = encoding.most_records(of.batch_size) * of.clip / of.batch_size

@@ -87,20 +87,6 @@ BROKEN = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _few_pilots(monkeypatch):
-    """Runs by which a rule is chosen: fewer choose a weaker one, and none that claims too much."""
-    monkeypatch.setattr("fedpact.studies.audit.attacks._PILOT", 40)
-
-
-@pytest.fixture
-def bounds_alone(monkeypatch):
-    """The bounds on ε without the tests of noise and sampling, which test_mechanism tries."""
-    monkeypatch.setattr("fedpact.studies.audit.attacks.noise_alone", lambda *_: {})
-    for name in ("noise_levels", "noise_tests", "sampling_tests"):
-        monkeypatch.setattr(f"fedpact.studies.audit.attacks.{name}", lambda *_: ())
-
-
 @pytest.fixture(scope="session")
 def audited():
     return SimpleNamespace(target=target, broken=BROKEN, Constant=Constant)

@@ -13,16 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedpact.common.errors import InputError
-from fedpact.studies.audit.bounds import (
-    Counts,
-    auc,
-    auc_ceiling,
-    lower_probability,
-    many_runs_epsilon,
-    one_run_epsilon,
-    one_run_p_value,
-    upper_probability,
-)
+from fedpact.studies.audit.bounds import one_run_epsilon, one_run_p_value
 
 
 def right(epsilon):
@@ -138,83 +129,3 @@ def test_bad_numbers_are_refused(bad):
         one_run_p_value(5, 4, 3, 1.0, bad)
     with pytest.raises(InputError, match="confidence is"):
         one_run_epsilon(5, 4, 3, 0.0, bad)
-    with pytest.raises(InputError, match="delta is"):
-        many_runs_epsilon(Counts(1, 2, 1, 2), bad)
-
-
-@given(st.integers(1, 200).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_clopper_pearson_by_its_definition(counts):
-    seen, runs = counts
-    low, high = (f(seen, runs, 0.025) for f in (lower_probability, upper_probability))
-    assert 0 <= low <= seen / runs <= high <= 1
-    if seen:
-        assert stats.binom(runs, low).sf(seen - 1) == pytest.approx(0.025)
-    if seen < runs:
-        assert stats.binom(runs, high).cdf(seen) == pytest.approx(0.025)
-
-
-@pytest.mark.parametrize(
-    ("p1", "p0", "delta"), [(0.3, 0.1, 0.0), (0.5, 0.4, 0.05), (0.02, 0.01, 0)]
-)
-def test_many_runs_error_rate(p1, p0, delta):
-    """ε = log((p1 - δ)/p0) exactly: how often the bound is above it, summed over all counts."""
-    runs, epsilon = 60, math.log((p1 - delta) / p0)
-    with_it, without = (stats.binom(runs, p).pmf(np.arange(runs + 1)) for p in (p1, p0))
-    wrong = sum(
-        with_it[a] * without[b]
-        for a in range(runs + 1)
-        for b in range(runs + 1)
-        if with_it[a] * without[b] > 1e-12
-        and many_runs_epsilon(Counts(a, runs, b, runs), delta) > epsilon
-    )
-    assert wrong <= 0.05
-
-
-def test_many_runs_finds_randomised_response():
-    """With the expected counts of 10,000 runs at ε = 2 the bound is within 10 %."""
-    n = 10_000
-    seen = Counts(round(n * right(2.0)), n, round(n * right(-2.0)), n)
-    assert 1.8 < many_runs_epsilon(seen, 0.0) < 2.0
-
-
-def test_auc_against_the_normal_law():
-    """Scores N(1, 1) against N(0, 1): AUC = Φ(1/√2). Covered 95 % of the time, to within 1e-6."""
-    generator = np.random.default_rng(3)
-    truth, covered, trials = stats.norm.cdf(1 / math.sqrt(2)), 0, 400
-    for _ in range(trials):
-        found = auc(generator.normal(1, 1, 150), generator.normal(0, 1, 100))
-        covered += found.low <= truth <= found.high
-    # DeLong's interval is asymptotic: 93 % is what is asked for.
-    assert covered >= stats.binom(trials, 0.93).ppf(1e-6)
-    assert covered <= stats.binom(trials, 0.97).isf(1e-6)
-
-
-def test_auc_edges():
-    a = np.array([1.0, 2.0, 3.0])
-    assert auc(a, a).value == 0.5
-    assert auc(a + 9, a).value == 1.0
-    assert auc(a, a + 9).value == 0.0
-    # One minus (0.05)^(1/3): none of 3 was seen misplaced.
-    assert auc(a + 9, a).low == pytest.approx(0.05 ** (1 / 3))
-    assert auc(np.array([1.0, 1.0]), np.array([1.0, 0.0])).value == 0.75
-    with pytest.raises(InputError, match="at least 2 of each"):
-        auc(a, a[:1])
-
-
-@given(st.floats(0, 20), st.floats(0, 1))
-def test_auc_ceiling_is_the_area(epsilon, delta):
-    x = np.linspace(0, 1, 20_001)
-    region = np.minimum(
-        np.minimum(1, math.exp(epsilon) * x + delta), 1 - math.exp(-epsilon) * (1 - delta - x)
-    )
-    area = np.trapezoid(np.minimum(region, 1), x)
-    assert auc_ceiling(epsilon, delta) == pytest.approx(area, abs=1e-4)
-
-
-@pytest.mark.parametrize(("seen", "runs"), [(0, 1), (1, 1), (3, 40), (40, 40), (499, 500)])
-def test_the_bounds_of_counts_are_those_of_scipys_test(seen, runs):
-    for error in (0.025, 1e-4):
-        low = stats.binomtest(seen, runs, alternative="greater").proportion_ci(1 - error).low
-        high = stats.binomtest(seen, runs, alternative="less").proportion_ci(1 - error).high
-        assert lower_probability(seen, runs, error) == pytest.approx(low, abs=1e-12)
-        assert upper_probability(seen, runs, error) == pytest.approx(high, abs=1e-12)

@@ -6,8 +6,7 @@ Draws are seeded, so nothing fails by chance; with other seeds a right mechanism
 import pytest
 from tests.studies.audit.test_mechanism import Draws, noise_checks
 
-from fedpact.studies.audit.attacks import attacks
-from fedpact.studies.audit.noise import sampling_tests
+from fedpact.studies.audit.noise import queries_of, sampling_tests
 from fedpact.studies.audit.target import list_views
 
 SHARED = (
@@ -49,7 +48,7 @@ class Right(Draws):
 @pytest.mark.parametrize("name", ["sum", "alone"])
 def test_the_right_mechanism_passes(target, name):
     view = list_views(target)[name]
-    asked = attacks(view)[0].queries
+    asked = queries_of(view)
     found = [*noise_checks(view, asked), *sampling_tests(view, asked)]
     assert len(found) > 20
     assert not [test for test in found if not test.passed]
@@ -58,7 +57,7 @@ def test_the_right_mechanism_passes(target, name):
 def test_right_shares_through_a_stand_in_pass(target):
     """Else the next test could pass for what it puts in place of the draws."""
     view = list_views(target, drawn=Right)["alone"]
-    assert all(test.passed for test in noise_checks(view, attacks(view)[0].queries))
+    assert all(test.passed for test in noise_checks(view, queries_of(view)))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_right_shares_through_a_stand_in_pass(target):
 )
 def test_wrong_shares_are_found(target, name, kind):
     view = list_views(target, drawn=kind)[name]
-    assert not all(test.passed for test in noise_checks(view, attacks(view)[0].queries))
+    assert not all(test.passed for test in noise_checks(view, queries_of(view)))
 
 
 def test_each_view_claims_its_own_epsilon(target):

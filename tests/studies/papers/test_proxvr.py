@@ -11,14 +11,11 @@ from fedpact.common.errors import InputError
 from fedpact.studies.papers.proxvr_search import (
     Losses,
     decrease,
-    interval,
     least_a,
     least_beta,
-    least_tau,
     local_accuracy,
     minimise,
     most_tau,
-    path,
 )
 
 SPEC = Losses(smoothness=1.0, weak_convexity=0.5, heterogeneity=1.0)
@@ -41,7 +38,7 @@ def objective(losses: Losses, gamma: float, mu: float, beta: float, tau: float) 
 def test_sarahs_bounds_in_their_printed_form():
     smooth, weak, mu, beta, theta = 2.0, 0.5, 3.0, 9.0, 0.7
     printed = 3 * (beta**2 * smooth**2 + mu**2) / (theta**2 * (mu - weak) * smooth * (beta - 3))
-    assert least_tau(Losses(smooth, weak, 0.0), mu, beta, theta) == pytest.approx(printed)
+    assert local_accuracy(Losses(smooth, weak, 0.0), mu, beta, printed) == pytest.approx(theta)
     assert [most_tau(beta) for beta in (5, 10, 20)] == [
         (5 * beta**2 - 4 * beta) // 8 for beta in (5, 10, 20)
     ]
@@ -74,38 +71,9 @@ def test_the_least_beta_inverts_the_upper_bound(solver):
         assert most_tau(beta * (1 - 1e-9), solver) == tau - 1
 
 
-def test_an_interval_holds_what_both_bounds_allow_and_no_more():
-    rng = random.Random(1)
-    kinds = set()
-    for _ in range(300):
-        losses, solver = drawn(rng), rng.choice(["sarah", "svrg"])
-        mu = losses.weak_convexity + losses.smoothness * 10 ** rng.uniform(-1, 3)
-        beta, theta = 3 + 10 ** rng.uniform(-1, 3), rng.uniform(0.01, 0.99)
-        found = interval(losses, mu, beta, theta, solver)
-        least, most = least_tau(losses, mu, beta, theta), most_tau(beta, solver)
-        if found is None:
-            assert most is None or most < least
-        else:
-            assert found[0] - 1 < least <= found[0] <= found[-1] == most
-            # θ of the fewest iterations is what was asked for, or a little better.
-            assert local_accuracy(losses, mu, beta, found[0]) <= theta * (1 + 1e-12)
-        kinds.add((solver, found is None))
-    assert len(kinds) == 4
-
-
-def test_the_lower_bound_and_the_local_accuracy_are_inverse():
-    rng = random.Random(2)
-    for _ in range(50):
-        losses = drawn(rng)
-        mu, beta = losses.weak_convexity + 3.0, 3 + 10 ** rng.uniform(-1, 2)
-        theta = rng.uniform(0.01, 0.99)
-        tau = least_tau(losses, mu, beta, theta)
-        assert local_accuracy(losses, mu, beta, tau) == pytest.approx(theta)
-
-
 @pytest.mark.parametrize("solver", ["sarah", "svrg"])
 def test_at_any_penalty_more_iterations_are_more_exact(solver):
-    # What the certificate rests on: with the least β of Lemma 1, and with the best above it.
+    # With the least β of Lemma 1, and with the best above it.
     rng = random.Random(13)
     taus = np.unique(np.geomspace(5, 1e7, 150).round())
     for _ in range(20):
@@ -170,7 +138,7 @@ def test_the_check_value():
     ],
     ids=str,
 )
-def test_certified_optimum_has_no_sample_below_its_bound(how):
+def test_no_sample_is_better_than_the_optimum(how):
     rng = random.Random(4)
     solver = how.get("solver", "sarah")
     for _ in range(3):
@@ -179,7 +147,6 @@ def test_certified_optimum_has_no_sample_below_its_bound(how):
         assert best.objective == objective(losses, gamma, best.mu, best.beta, best.tau)
         assert best.theta == local_accuracy(losses, best.mu, best.beta, best.tau)
         assert best.decrease == decrease(losses, best.mu, best.theta) > 0
-        assert 0 <= best.gap < 1.01e-6
         # Lemma 1 holds for it, with equality if τ was to be at its bound.
         least = least_beta(best.tau, solver)
         assert best.beta >= least * (1 - 1e-12)
@@ -196,7 +163,7 @@ def test_certified_optimum_has_no_sample_below_its_bound(how):
                 beta = least_beta(tau, solver)
                 if not how.get("tight", True):
                     beta *= 1 + abs(rng.gauss(0, spread))
-                assert objective(losses, gamma, mu, beta, tau) >= best.lower
+                assert objective(losses, gamma, mu, beta, tau) >= best.objective * (1 - 1e-9)
 
 
 def test_brute_force_over_a_grid_of_the_papers_23():
@@ -213,7 +180,7 @@ def test_brute_force_over_a_grid_of_the_papers_23():
             value = np.where(theta > 0, (1 + gamma * level / 8) / theta, np.inf)
         at = np.unravel_index(value.argmin(), value.shape)
         # The grid's steps are 0.31 % in μ and 0.25 % in β; the minimum is flat.
-        assert best.lower <= value[at] <= best.objective * (1 + 1e-4)
+        assert best.objective * (1 - 1e-9) <= value[at] <= best.objective * (1 + 1e-4)
         assert best.mu == pytest.approx(mu[at], rel=0.01)
         assert best.beta == pytest.approx(beta[at], rel=0.01)
 
@@ -237,36 +204,8 @@ def test_whole_numbers_of_iterations_one_by_one():
             options={"xatol": 1e-10},
         )
         values[tau] = (1 + gamma * tau) / -found.fun if found.fun < 0 else math.inf
-    assert best.tau_range[1] <= 340
     assert best.tau == min(values, key=values.__getitem__)
     assert best.objective == pytest.approx(values[best.tau], rel=1e-9)
-
-
-def test_the_box_holds_every_point_that_is_as_good():
-    rng = random.Random(5)
-    for how in ({}, {"tight": False}, {"solver": "svrg", "tight": False}):
-        losses, gamma = drawn(rng), 10 ** rng.uniform(-4, 0)
-        best = minimise(losses, gamma, **how)
-        box = (best.mu_range, best.beta_range, best.tau_range)
-        assert all(low <= x <= high for (low, high), x in zip(box, _point(best), strict=True))
-        for _ in range(3000):
-            tau = max(1, round(best.tau * math.exp(rng.gauss(0, 3))))
-            beta = least_beta(tau, how.get("solver", "sarah")) * (
-                1 + (not best_is_tight(how)) * rng.random()
-            )
-            mu = losses.weak_convexity + losses.smoothness * 10 ** rng.uniform(-1, 4)
-            if beta > 3 and objective(losses, gamma, mu, beta, tau) <= best.objective:
-                assert all(
-                    low <= x <= high for (low, high), x in zip(box, (mu, beta, tau), strict=True)
-                )
-
-
-def best_is_tight(how: dict) -> bool:
-    return how.get("tight", True)
-
-
-def _point(best) -> tuple[float, float, float]:
-    return best.mu, best.beta, best.tau
 
 
 @pytest.mark.parametrize("unit", [1e-3, 7.0, 1e-200, 1e200])
@@ -299,26 +238,20 @@ def test_heterogeneity_needs_larger_penalty_and_exactness():
 
 
 @pytest.mark.parametrize("how", [{"tight": False}, {"whole": False}, {"solver": "svrg"}], ids=str)
-def test_extreme_numbers_are_certified_too(how):
+def test_extreme_numbers_have_an_optimum_too(how):
     rng = random.Random(14)
     for _ in range(4):
         smooth = 10 ** rng.uniform(-8, 8)
         losses = Losses(smooth, smooth * rng.random(), 10 ** rng.uniform(-8, 12))
-        best = minimise(losses, 10 ** rng.uniform(-12, 12), **how)
+        gamma = 10 ** rng.uniform(-12, 12)
+        best = minimise(losses, gamma, **how)
         assert best.decrease > 0
-        assert 0 <= best.gap < 1.01e-6
-        assert best.cells < 50_000
-
-
-def test_the_path_for_drawing_is_near_the_certified_optimum():
-    for solver in ("sarah", "svrg"):
-        gammas = [1e-4, 0.01, 1.0]
-        for gamma, drawn in zip(gammas, path(SPEC, gammas, solver), strict=True):
-            best = minimise(SPEC, gamma, solver, whole=False)
-            assert best.lower <= drawn.objective <= best.objective * (1 + 1e-6)
-            # The grid's step, and how flat an optimum certified to 1e-6 is.
-            assert drawn.tau == pytest.approx(best.tau, rel=0.004)
-            assert drawn.mu == pytest.approx(best.mu, rel=0.004)
+        for factor in (0.5, 0.999, 1.001, 2.0):
+            tau = max(5, round(best.tau * factor)) if how.get("whole", True) else best.tau * factor
+            beta = least_beta(tau, how.get("solver", "sarah"))
+            if beta > 3:
+                other = objective(losses, gamma, best.mu, beta, tau)
+                assert other >= best.objective * (1 - 1e-9)
 
 
 def test_continuous_optimum_bounds_the_integer_one():
@@ -327,10 +260,10 @@ def test_continuous_optimum_bounds_the_integer_one():
         losses, gamma = drawn(rng), 10 ** rng.uniform(-4, 1)
         tight, free = minimise(losses, gamma), minimise(losses, gamma, tight=False)
         real = minimise(losses, gamma, whole=False)
-        assert free.lower <= tight.objective
-        assert real.lower <= tight.objective
+        assert free.objective <= tight.objective
+        assert real.objective <= tight.objective
         # SVRG's bound is SARAH's with a stricter end, so SARAH is never worse.
-        assert free.lower <= minimise(losses, gamma, "svrg").objective
+        assert free.objective <= minimise(losses, gamma, "svrg").objective
 
 
 @pytest.mark.parametrize(
@@ -344,18 +277,12 @@ def test_continuous_optimum_bounds_the_integer_one():
         lambda: most_tau(3.0),
         lambda: most_tau(math.nan, "svrg"),
         lambda: least_beta(-1.0),
-        lambda: least_tau(SPEC, 0.5, 10.0, 0.5),
-        lambda: least_tau(SPEC, 5.0, 3.0, 0.5),
-        lambda: least_tau(SPEC, 5.0, 10.0, 1.0),
         lambda: local_accuracy(SPEC, 5.0, 10.0, 0.0),
         lambda: decrease(SPEC, math.nan, 0.1),
         lambda: decrease(SPEC, 5.0, -0.1),
         lambda: minimise(SPEC, 0.0),
         lambda: minimise(SPEC, math.inf),
         lambda: minimise(SPEC, 0.01, "sgd"),  # type: ignore[arg-type]
-        lambda: minimise(SPEC, 0.01, gap=0.0),
-        lambda: path(SPEC, [0.1, math.nan]),
-        lambda: path(SPEC, [0.1, 0.0]),
         lambda: minimise(Losses(1.0, 0.5, 1e300), 0.01),
     ],
 )

@@ -56,7 +56,7 @@ def _no_figure(request, monkeypatch: pytest.MonkeyPatch) -> None:
     """To draw one takes most of a command's time."""
     if "figure" not in request.node.name:
         draw = "fedpact.studies.papers.fedproxvr.draw"
-        monkeypatch.setattr(draw, lambda setting, out: out.touch())
+        monkeypatch.setattr(draw, lambda *given: given[-1].touch())
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +99,6 @@ def test_the_check_value_from_the_command_line():
     assert found["theta"] == local_accuracy(losses, found["mu"], found["beta"], found["tau"])
     assert found["Theta"] == decrease(losses, found["mu"], found["theta"])
     assert found["objective"] == (1 + 0.01 * found["tau"]) / found["Theta"]
-    lower = found["certificate"]["lower"]
-    assert lower <= found["objective"] <= lower * (1 + 2e-6)
     assert found["lemma1"]["objective"] < found["real"]["objective"] <= found["objective"]
 
 
@@ -128,9 +126,9 @@ def test_the_printed_settings_are_read_by_a_plan(heterogeneity):
     assert isinstance(settings["settings"]["local_steps"], int)
 
 
-def test_the_text_states_the_proven_bound_and_its_meaning():
+def test_the_text_states_the_optimum_and_its_meaning():
     out = tune("fedproxvr", *SPEC).stdout
-    for part in ("L = 1, λ = 0.5, σ̄² = 1, γ = 0.01", "231.346", "certified", "notes/errata.md, V4"):
+    for part in ("L = 1, λ = 0.5, σ̄² = 1, γ = 0.01", "231.346", "notes/errata.md, V4"):
         assert part in out
     assert "local_steps = 177" in out
 
@@ -260,8 +258,8 @@ def test_the_estimates_of_a_run_are_those_computed_by_hand(private):
     p = sizes / sizes.sum()
     mean = p @ gradients
     last = p @ ((gradients - mean) ** 2).sum(1) / (mean @ mean)
-    assert estimates["sigma2_last"]["value"] == pytest.approx(last, rel=1e-4)  # float32
-    assert found["sigma2"] == max(estimates[f"sigma2_{at}"]["value"] for at in ("first", "last"))
+    assert estimates["sigma2_last"] == pytest.approx(last, rel=1e-4)  # float32
+    assert found["sigma2"] == max(estimates[f"sigma2_{at}"] for at in ("first", "last"))
     # Logistic regression is convex, and L is seen from below at two models, so it is no smaller
     # than the largest record seen at this one and no larger than x̃ᵀx̃/2 of any.
     assert found["lam"] == pytest.approx(0, abs=1e-5)  # float32

@@ -34,7 +34,7 @@ _EXAMPLES = {
         "fedpact account --q 0.05 --sigma 2.8 --steps 200 --tuned 10",
     ),
     "algorithms": ("fedpact algorithms", "fedpact algorithms fedprox"),
-    "audit": ("fedpact audit", "fedpact audit study.toml --method one-run"),
+    "audit": ("fedpact audit", "fedpact audit study.toml --canaries 500"),
     "compare": (
         "fedpact compare study.toml --algorithms fedavg,fedprox --set settings.local_steps=3",
         "fedpact compare a.toml b.toml --seeds 5 --out runs/both",

@@ -4,39 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedpact.cli.console import AsJson, Overrides, plain_console, show
 from fedpact.cli.reference import check_keys
 from fedpact.common.check import count
-from fedpact.common.errors import DataError, InputError, PlanError, PrivacyError
+from fedpact.common.errors import DataError, PlanError, PrivacyError
 from fedpact.privacy.guarantee import Guarantee
 
 if TYPE_CHECKING:
     from fedpact.report.audited import AuditRow
     from fedpact.simulation.setup import SimulationSetup
-    from fedpact.studies.audit.attacks import ManyRuns, Membership, OneRun
+    from fedpact.studies.audit.noise import MechanismTests
+    from fedpact.studies.audit.one_run import OneRun
     from fedpact.studies.audit.sensitivity import Sensitivity
     from fedpact.studies.audit.target import Target
 
-    Finding = Sensitivity | OneRun | ManyRuns | Membership
+    Finding = Sensitivity | OneRun | MechanismTests
 
 CONFIDENCE = 0.95
 
 
-_SMALL_MODEL = 20_000  # many-runs takes minutes for larger models
-
-
-METHODS = ("one-run", "many-runs", "membership")
-
-
 SENSITIVITY = "sensitivity"
-"""The check that is part of every audit."""
-
-
-AuditMethod = Literal["one-run", "many-runs", "membership", "all"]
+"""The name of the measurement that does not depend on chance."""
 
 
 def audit(
@@ -48,16 +40,12 @@ def audit(
         ),
     ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer reads the default, nobody changes it
-    method: Annotated[
-        AuditMethod,
-        typer.Option(help="The attack; all skips many-runs where it would take too long."),
-    ] = "all",
     canaries: Annotated[
         int, typer.Option(help="Canary records to insert in the one run, >= 1.")
     ] = 1000,
     as_json: AsJson = False,
 ) -> None:
-    """Attack a plan with synthetic canaries: a lower bound on ε next to the claimed one.
+    """Test and attack a plan with synthetic records: a lower bound on ε next to the claimed one.
 
     An audit cannot prove a claim, only disprove it; then the exit code is 2.
     """
@@ -69,6 +57,8 @@ def audit(
     from fedpact.plan import Plan
     from fedpact.report.page import write_report
     from fedpact.simulation.setup import SimulationSetup
+    from fedpact.studies.audit.noise import check_mechanism, why_untested
+    from fedpact.studies.audit.one_run import one_run
     from fedpact.studies.audit.sensitivity import measure_sensitivity
     from fedpact.studies.audit.target import Target, list_views
 
@@ -79,21 +69,20 @@ def audit(
         else _scene_of(run, overrides)
     )
     target = Target.of(scene)
-    findings = dict[str, "Finding"]()
+    untested, findings = why_untested(target), dict[str, "Finding"]()
     with one_thread():
         findings[SENSITIVITY] = measure_sensitivity(target)
         for view, attacked in list_views(target).items():
-            for chosen in _methods(method, target):
-                if chosen == "membership" and chosen in findings:
-                    continue
-                name = f"{chosen}, {view}" if view and chosen != "membership" else chosen
-                findings[name] = _carry_out(chosen, scene, attacked, canaries)
+            of_view = f", {view}" if view else ""
+            findings[f"one-run{of_view}"] = one_run(attacked, canaries, CONFIDENCE)
+            if not untested:
+                findings[f"noise{of_view}"] = check_mechanism(attacked)
     found = [row for name, of in findings.items() for row in of.rows(name, CONFIDENCE)]
     document = _document(target, findings, found)
     if run is not None:
         Folder(run).write_json("audit.json", document)
         write_report(run)
-    show(document, as_json, lambda: _print(document, found, run))
+    show(document, as_json, lambda: _print(document, found, untested, run))
     if not document["passed"]:
         raise PrivacyError(_contradiction(target.terms.site, [c for c in found if not c.passed]))
 
@@ -142,29 +131,6 @@ def _scene_of(run: Path, overrides: list[str]) -> SimulationSetup:
     )
 
 
-def _methods(method: str, target: Target) -> list[str]:
-    from fedpact.studies.audit.attacks import attackable
-
-    if method != "all":
-        return [method]
-    many = target.w.numel() <= _SMALL_MODEL and attackable(target)
-    return [name for name in METHODS if many or name != "many-runs"]
-
-
-def _carry_out(method: str, scene: SimulationSetup, target: Target, canaries: int) -> Finding:
-    from fedpact.studies.audit.attacks import many_runs, membership, one_run
-
-    match method:
-        case "one-run":
-            return one_run(target, canaries, CONFIDENCE)
-        case "many-runs":
-            return many_runs(target, confidence=CONFIDENCE)
-        case "membership":
-            return membership(scene, CONFIDENCE)
-        case _:
-            raise InputError(f"method is {method!r}: expected one of {', '.join(METHODS)}, all")
-
-
 def _document(
     target: Target, findings: dict[str, Finding], found: list[AuditRow]
 ) -> dict[str, Any]:
@@ -187,7 +153,9 @@ def _document(
     }
 
 
-def _print(document: dict[str, Any], found: list[AuditRow], run: Path | None) -> None:
+def _print(
+    document: dict[str, Any], found: list[AuditRow], untested: str, run: Path | None
+) -> None:
     out = plain_console()
     out.print(
         f"site {document['site']}: claimed ε = {Guarantee.read(document)} at δ = "
@@ -197,13 +165,8 @@ def _print(document: dict[str, Any], found: list[AuditRow], run: Path | None) ->
     )
     for check in found:
         out.print(f"{check.method:<11} {check.text}", markup=False)
-    methods = {check.method.partition(",")[0] for check in found} - {SENSITIVITY}
-    if "many-runs" not in methods and len(methods) > 1:
-        out.print(
-            f"many-runs   skipped: the model has {document['model_parameters']:,} parameters"
-            if document["model_parameters"] > _SMALL_MODEL
-            else "many-runs   skipped: the attack does not know what this algorithm releases"
-        )
+    if untested:
+        out.print(f"noise       skipped: {untested}")
     good = document["passed"]
     out.print("no attack contradicts the claim" if good else "THE CLAIM IS WRONG")
     if run is not None:

@@ -37,7 +37,7 @@ def fedproxvr(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find FedProxVR's μ, β and τ of least training time, with a proof that they are the best.
+    """Find FedProxVR's μ, β and τ of least training time by the paper's theorem.
 
     With RUN, what is not given is measured: d_com and d_cmp from the rounds' seconds, and L, λ, σ̄²
     from the simulation's records.
@@ -45,8 +45,9 @@ def fedproxvr(
     from fedpact.cli.console import show
     from fedpact.common.files import check_file
     from fedpact.report.run_summary import read_run
-    from fedpact.studies.papers.fedproxvr import Candidate, candidate_document, draw, print_document
+    from fedpact.studies.papers.fedproxvr import draw, find_parameters, print_document
     from fedpact.studies.papers.measure import from_run
+    from fedpact.studies.papers.proxvr_search import Losses
 
     given = {"L": smoothness, "lam": weak_convexity, "sigma2": heterogeneity, "gamma": gamma}
     if out is not None:
@@ -61,10 +62,10 @@ def fedproxvr(
     else:
         numbers, measured = from_run(read_run(run), given)
         out = run / "fedproxvr.png" if out is None else out
-    setting = Candidate(numbers["L"], numbers["lam"], numbers["sigma2"], numbers["gamma"], solver)
-    found = candidate_document(setting, measured)
+    losses = Losses(numbers["L"], numbers["lam"], numbers["sigma2"])
+    found = find_parameters(losses, numbers["gamma"], solver, measured)
     if out is not None:
-        draw(setting, out)
+        draw(losses, numbers["gamma"], solver, out)
         found["figure"] = str(out)
     show(found, as_json, lambda: print_document(found))
 

@@ -22,10 +22,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedpact.algorithms import Summed
@@ -87,6 +88,18 @@ class Layout:
         """L, the number of words."""
         return sum(shape.numel() for shape, _ in self.vectors.values()) + len(self.numbers)
 
+    def split(self, values: NDArray[Any]) -> tuple[dict[str, NDArray[Any]], NDArray[Any]]:
+        """Return each vector's part of these values, flat, and what follows the vectors."""
+        found, at = dict[str, NDArray[Any]](), 0
+        for name, (shape, _) in self.vectors.items():
+            found[name], at = values[at : at + shape.numel()], at + shape.numel()
+        return found, values[at:]
+
+    def shaped(self, name: str, values: NDArray[np.float64]) -> Tensor:
+        """Return a vector's flat values in its shape and type."""
+        shape, dtype = self.vectors[name]
+        return torch.from_numpy(values.copy()).to(dtype).reshape(shape)
+
 
 @dataclass(frozen=True)
 class Form:
@@ -124,9 +137,9 @@ class _Masking:
 
     summed: Summed
 
-    @property
+    @cached_property
     def bits(self) -> int:
-        """b, the width of a word."""
+        """b, the width of a word. Raises PlanError: 32 bits do not hold the sum."""
         return 64
 
     def length(self, layout: Layout) -> int:
@@ -230,13 +243,9 @@ class RoundedMean(FixedPointMean):
     terms: Mapping[str, Terms]
     limit = math.inf
 
-    @property
+    @cached_property
     def bits(self) -> int:
         """b, the width of a word. Raises PlanError: 32 bits do not hold the sum."""
-        return self._bits
-
-    @cached_property
-    def _bits(self) -> int:
         return own_noise_bits(self.terms, self._noise(1), self.method.steps())
 
     def length(self, layout: Layout) -> int:
@@ -264,16 +273,15 @@ class RoundedMean(FixedPointMean):
         """Return the mean of a sum, and the bound on its error in each coordinate."""
         self._check_length(total, layout)
         share, units = self._share(replies), self.units(task)
-        vectors, at = dict[str, Tensor](), 0
-        for name, (shape, dtype) in layout.vectors.items():
-            words, at = total[at : at + shape.numel()], at + shape.numel()
-            told = task.vectors.get(name, torch.zeros(shape))
+        parts, rest = layout.split(total)
+        vectors = dict[str, Tensor]()
+        for name, words in parts.items():
+            told = task.vectors.get(name, torch.zeros(len(words)))
             start = np.rint(told.double().reshape(-1).numpy() * (share / units[name]))
             # Known modulo 2^b, and less than 2^(b-1) from what all sites were sent.
             away = centre_words(words - start.astype(np.int64).astype(np.uint32), self.bits)
-            mean = torch.from_numpy((start + away) * (units[name] / share))
-            vectors[name] = mean.to(dtype).reshape(shape)
-        whole = join_words(total[at:] & np.uint32(2**self.bits - 1), self._part)
+            vectors[name] = layout.shaped(name, (start + away) * (units[name] / share))
+        whole = join_words(rest & np.uint32(2**self.bits - 1), self._part)
         _, numbers = decode_fixed_point(whole, share, self.sites, Layout({}, layout.numbers))
         error = max(len(replies) / 2 * max(units.values()) / share, rounding(share, self.sites))
         return State(vectors, numbers), error + stored_to(vectors)
@@ -345,12 +353,9 @@ def decode_fixed_point(
     """
     # The absolute sum is below 2^63, so as int64 it is exact.
     means = np.ldexp(total.view(np.int64).astype(np.float64), -fraction_bits(sites)) / share
-    vectors, at = dict[str, Tensor](), 0
-    for name, (shape, dtype) in layout.vectors.items():
-        part = means[at : at + shape.numel()]
-        vectors[name] = torch.from_numpy(part.copy()).to(dtype).reshape(shape)
-        at += shape.numel()
-    return vectors, dict(zip(layout.numbers, means[at:].tolist(), strict=True))
+    parts, numbers = layout.split(means)
+    vectors = {name: layout.shaped(name, part) for name, part in parts.items()}
+    return vectors, dict(zip(layout.numbers, numbers.tolist(), strict=True))
 
 
 _LEAST: Final = 16
@@ -431,13 +436,9 @@ class SharedSum(_Masking):
     step: LocalFunction
     limit = math.inf
 
-    @property
+    @cached_property
     def bits(self) -> int:
         """b, the width of a word. Raises PlanError: 32 bits do not hold the sum."""
-        return self._bits
-
-    @cached_property
-    def _bits(self) -> int:
         return bits(self.terms)
 
     @cached_property
@@ -478,10 +479,8 @@ class SharedSum(_Masking):
     ) -> tuple[State, float]:
         """Return the mean of a sum, and the bound on its error in each coordinate."""
         self._check_length(total, layout)
-        whole, sums, at = torch.from_numpy(centre_words(total, self.bits)), dict[str, Tensor](), 0
-        for name, (shape, _) in layout.vectors.items():
-            sums[name] = whole[at : at + shape.numel()]
-            at += shape.numel()
+        parts, _ = layout.split(centre_words(total, self.bits))
+        sums = {name: torch.from_numpy(part) for name, part in parts.items()}
         # The public expected batch sizes, for which the noise was calibrated.
         records = math.fsum(self.terms[site].batch_size for site in sorted(replies))
         opened = NoisySumOracle(sums, self._some.at(task.round), records)

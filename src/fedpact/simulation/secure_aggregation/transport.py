@@ -166,7 +166,9 @@ class Secured:
                 return self._sum(asked, refused)
             except (BelowThreshold, SecretsDoNotFit) as error:
                 self._session = None
-                if _is_spent(refused, len(self.sites), self._server.least):
+                spent = sum(refusal.code == "budget" for refusal in refused.values())
+                # Too few sites have budget left for any later round.
+                if len(self.sites) - spent < self._server.least:
                     return {}
                 if isinstance(error, SecretsDoNotFit) and error.by:
                     _log.warning("site %s is left out until the server is started again", error.by)
@@ -226,7 +228,14 @@ class Secured:
             asks = this.ask_unmask()
         self._step(asks, this.take_opened)
         mean, error = server.coding.mean(task, this.replies, this.total(), server.layout(task))
-        self._check(task, sorted(this.replies), mean, error)
+        why = server.mean_fault(task, sites := sorted(this.replies), mean, error)
+        if why is not None:
+            raise FalseSum(
+                f"round {task.round}: the sum over {', '.join(sites)} is impossible for honest "
+                f"sites: {why}. Secure aggregation hides which of them lied, and a retry costs all "
+                "of them budget: find out among the owners, then start the server again; the run "
+                "continues from its last round"
+            )
         return {
             reply.site: dataclasses.replace(
                 reply, vectors=mean.vectors, numbers={**mean.numbers, **reply.numbers}
@@ -269,17 +278,6 @@ class Secured:
         # With exponential backoff.
         return session.used >= self._pause // 2 and bool(self._refused() & here.keys())
 
-    def _check(self, task: Task, sites: list[str], mean: State, error: float) -> None:
-        """Raise FalseSum if honest sites cannot have this mean."""
-        why = self._server.mean_fault(task, sites, mean, error)
-        if why is not None:
-            raise FalseSum(
-                f"round {task.round}: the sum over {', '.join(sites)} is impossible for honest "
-                f"sites: {why}. Secure aggregation hides which of them lied, and a retry costs all "
-                "of them budget: find out among the owners, then start the server again; the run "
-                "continues from its last round"
-            )
-
     def _step(self, asks: dict[str, Step], take: Take) -> dict[str, Refusal]:
         """Ask the questions; return a refusal for each site without a valid answer."""
         self._down += sum(encoded_length(question) for question in asks.values())
@@ -304,12 +302,6 @@ class Secured:
 def _with(task: Task, attempt: int) -> Task:
     # Keep shared tasks shared: they are encoded once.
     return task if task.attempt == attempt else dataclasses.replace(task, attempt=attempt)
-
-
-def _is_spent(refused: Mapping[str, Refusal], sites: int, least: int) -> bool:
-    """Whether too few sites have budget left for any later round."""
-    spent = sum(refusal.code == "budget" for refusal in refused.values())
-    return sites - spent < least
 
 
 def _told(error: Exception, refused: Mapping[str, Refusal], retries: int) -> str:

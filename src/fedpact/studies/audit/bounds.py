@@ -1,19 +1,15 @@
-"""From counts to lower bounds on ε, each valid with the stated confidence. Pure numbers.
+"""From right guesses to lower bounds on ε, each valid with the stated confidence. Pure numbers.
 
-One run    Steinke, Nasr, Jagielski 2023, "Privacy auditing with one (1) training run", Theorem 5.2.
-Many runs  counts of one event with and without a record, by Clopper and Pearson 1934.
-AUC        the area under a membership attack's curve, with DeLong's variance (1988).
-
-A method that reports the largest of k bounds uses confidence 1 - (1 - c)/k for each.
+Steinke, Nasr, Jagielski 2023, "Privacy auditing with one (1) training run", Theorem 5.2. Who
+reports the largest of k bounds uses confidence 1 - (1 - c)/k for each.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
-from scipy.special import betainc, betainccinv, betaincinv, ndtr
+from scipy.special import betainc, ndtr
 
 from fedpact.common import check
 from fedpact.common.errors import InputError
@@ -131,21 +127,6 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     return _last(weaker, 0.0, high, within=1e-6 * high)
 
 
-def many_runs_power(claimed: float, delta: float, runs: int, confidence: float) -> float:
-    """Return the bound that the best attack would show on a mechanism exactly as claimed.
-
-    For `runs` runs of each kind whose scores are two Gaussians that are exactly (claimed, δ)-
-    indistinguishable, by the expected counts at the best threshold.
-    """
-    mu = gaussian_mu(claimed, delta)
-    shown = 0.0
-    for at in np.linspace(-3, min(mu, 40.0) + 3, 121):
-        p1, p0 = float(ndtr(mu - at)), float(ndtr(-at))
-        counts = Counts(round(p1 * runs), runs, round(p0 * runs), runs)
-        shown = max(shown, many_runs_epsilon(counts, delta, confidence))
-    return shown
-
-
 def expect_right(mu: float, share: float) -> float:
     """Return the share of right guesses among the `share` of canaries with the clearest scores.
 
@@ -158,49 +139,6 @@ def expect_right(mu: float, share: float) -> float:
     # Canaries with |score| > t are guessed, by the sign.
     right, wrong = exceed(_last(lambda t: sum(exceed(t)) > share, 0.0, mu / 2 + 10, within=1e-12))
     return right / (right + wrong)
-
-
-@dataclass(frozen=True)
-class Counts:
-    """The numbers of runs with and without a record, and of those with an event."""
-
-    seen_with: int
-    runs_with: int
-    seen_without: int
-    runs_without: int
-
-
-def many_runs_epsilon(counts: Counts, delta: float, confidence: float = 0.95) -> float:
-    """Return a lower bound on ε: log((p1 - δ) / p0), p1 from below and p0 from above.
-
-    p1 and p0 are the event's probabilities with and without the record, each bounded by Clopper and
-    Pearson at half the error. 0.0 if there is no bound.
-
-    >>> round(many_runs_epsilon(Counts(1000, 1000, 0, 1000), 0.0), 2)
-    5.6
-    """
-    check.probability(delta=delta)
-    half = (1 - check.fraction(confidence=confidence)) / 2
-    with_it = lower_probability(counts.seen_with, counts.runs_with, half)
-    without = upper_probability(counts.seen_without, counts.runs_without, half)
-    return max(0.0, math.log((with_it - delta) / without)) if with_it > delta else 0.0
-
-
-def lower_probability(seen: int, runs: int, error: float) -> float:
-    """Return a lower bound on a probability, wrong with probability at most `error`."""
-    _check_seen(seen, runs)
-    return float(betaincinv(seen, runs - seen + 1, error)) if seen else 0.0
-
-
-def upper_probability(seen: int, runs: int, error: float) -> float:
-    """Return an upper bound on a probability, wrong with probability at most `error`."""
-    _check_seen(seen, runs)
-    return float(betainccinv(seen + 1, runs - seen, error)) if seen < runs else 1.0
-
-
-def _check_seen(seen: int, runs: int) -> None:
-    if not 0 <= seen <= check.count(runs=runs):
-        raise InputError(f"seen is {seen} of {runs} runs: expected 0 <= seen <= runs")
 
 
 def _last(holds: Callable[[float], bool], low: float, high: float, within: float = 1e-6) -> float:
@@ -216,68 +154,3 @@ def _last(holds: Callable[[float], bool], low: float, high: float, within: float
         middle = (low + high) / 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
-
-
-@dataclass(frozen=True)
-class Auc:
-    """P[a member's score is above a non-member's], ties half, with a two-sided interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-def auc(members: np.ndarray, others: np.ndarray, confidence: float = 0.95) -> Auc:
-    """Return the AUC of scores [n] against scores [k], with DeLong's interval (asymptotic).
-
-    If the scores separate completely, DeLong's variance is 0; then Clopper and Pearson's bound for
-    the smaller sample is used. Raises InputError: fewer than 2 of a kind.
-    """
-    if len(members) < 2 or len(others) < 2:
-        raise InputError(
-            f"{len(members)} members and {len(others)} others: expected at least 2 of each; hold "
-            "records out with partition.held_out"
-        )
-    error = 1 - check.fraction(confidence=confidence)
-    placed = _share_below(members, np.sort(others))
-    outplaced = 1 - _share_below(others, np.sort(members))
-    value = float(placed.mean())
-    spread = math.sqrt(placed.var(ddof=1) / len(placed) + outplaced.var(ddof=1) / len(outplaced))
-    reach = float(stats.norm.isf(error / 2)) * spread
-    if value in (0.0, 1.0):
-        reach = upper_probability(0, min(len(members), len(others)), error)
-    return Auc(value, max(0.0, value - reach), min(1.0, value + reach))
-
-
-def auc_power(ceiling: float, members: int, others: int, confidence: float) -> float:
-    """Return the expected lower end of the interval of an attack at the ceiling.
-
-    By the standard error of Hanley and McNeil (1982).
-    """
-    a = ceiling
-    apart = a / (2 - a) - a**2, 2 * a**2 / (1 + a) - a**2
-    spread = a * (1 - a) + (members - 1) * apart[0] + (others - 1) * apart[1]
-    reach = stats.norm.isf((1 - confidence) / 2) * math.sqrt(spread / (members * others))
-    return max(0.0, a - float(reach))
-
-
-def _share_below(scores: np.ndarray, ordered: np.ndarray) -> np.ndarray:
-    below = np.searchsorted(ordered, scores, "left") + np.searchsorted(ordered, scores, "right")
-    return below / (2 * len(ordered))
-
-
-def auc_ceiling(epsilon: float, delta: float) -> float:
-    """Return the largest AUC that any attack on one record can have under (ε, δ)-DP.
-
-    The area under TPR <= min(1, e^ε FPR + δ, 1 - e^-ε (1 - δ - FPR)).
-
-    >>> auc_ceiling(0.0, 0.0)
-    0.5
-    """
-    check.non_negative(epsilon=epsilon)
-    check.probability(delta=delta)
-    # The two lines meet at FPR = (1 - δ)/(1 + e^ε); the second reaches 1 at FPR = 1 - δ.
-    odds = math.exp(epsilon)
-    corner = (1 - delta) / (1 + odds)
-    height = 1 - corner
-    return corner * (delta + height) / 2 + (1 - delta - corner) * (height + 1) / 2 + delta

@@ -21,8 +21,15 @@ from fedpact.common.randomness.seeded import SeededDraws, seeded_generator
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.oracle import Records
 from fedpact.report.audited import AuditRow
-from fedpact.studies.audit.target import Target, bound_of, draw_mislabelled, private_oracle
+from fedpact.studies.audit.target import (
+    Target,
+    bound_of,
+    draw_mislabelled,
+    simulate_rounds,
+)
 
+_CHANNELS = {"gradient", "loss", "below"}
+_SMALL_MODEL = 20_000  # the tests take minutes for larger models
 _EVENTS = 200
 _REQUESTS = 5
 _LONG = 64  # with this many numbers, equal vectors are distinguishable from chance
@@ -86,6 +93,50 @@ def rows_of_tests(method: str, tests: Sequence[Tested]) -> list[AuditRow]:
     ]
 
 
+@dataclass(frozen=True)
+class MechanismTests:
+    """The noise's level in every channel, and tests of the noise and the sampling."""
+
+    noise: tuple[NoiseLevel, ...]
+    tests: tuple[Tested, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every test passes."""
+        return all(part.passed for part in (*self.noise, *self.tests))
+
+    def rows(self, method: str, _: float) -> list[AuditRow]:
+        """Return the rows of the audit's table."""
+        return [level.row(method) for level in self.noise] + rows_of_tests(method, self.tests)
+
+
+def why_untested(target: Target) -> str:
+    """Return why a target's noise and sampling are not tested; "" if they are."""
+    if target.w.numel() > _SMALL_MODEL:
+        return f"the model has {target.w.numel():,} parameters"
+    if target.terms.openings or not set(target.terms.sigmas) <= _CHANNELS:
+        return f"only {', '.join(sorted(_CHANNELS))} of batches without an opening can be tested"
+    return ""
+
+
+def check_mechanism(target: Target) -> MechanismTests:
+    """Test the noise and the sampling, with the queries of the algorithm's second round.
+
+    If the clip changes with the round, all events are the last round's; multipliers are the same.
+    """
+    target = target.at(target.rounds)
+    queries = queries_of(target)
+    alone = noise_alone(target, queries)
+    tests = (*noise_tests(target, queries, alone), *sampling_tests(target, queries))
+    return MechanismTests(noise_levels(target, alone), tests)
+
+
+def queries_of(target: Target) -> dict[str, tuple[Any, ...]]:
+    """Return the queries to the first batch of the algorithm's second round, by channel."""
+    *_, asked = simulate_rounds(target, target.records, min(2, target.rounds), "questions")
+    return {a.channel: a.query for a in asked if a.batch == asked[0].batch}
+
+
 ChannelNoise = Mapping[str, torch.Tensor]
 """Each channel's noise in units of what the terms state, [requests, events, numbers]."""
 
@@ -95,24 +146,22 @@ def noise_alone(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> Chann
     return _noise(target, queries, target.no_records)
 
 
-def noise_levels(
-    target: Target, queries: Mapping[str, tuple[Any, ...]], alone: ChannelNoise | None = None
-) -> tuple[NoiseLevel, ...]:
+def noise_levels(target: Target, alone: ChannelNoise) -> tuple[NoiseLevel, ...]:
     """Return the level of every channel; all bounds hold jointly with probability 0.999.
 
-    alone: `noise_alone` of the same, if known.
+    alone: from `noise_alone`.
 
     The sum of squares over σ² is chi-square with as many degrees of freedom as numbers. Squares are
     about the mean of all events, with one degree less for each coordinate, as a constant is no
     noise.
     """
     levels = list[NoiseLevel]()
-    for channel, noise in (alone or noise_alone(target, queries)).items():
+    for channel, noise in alone.items():
         flat = noise.flatten(0, 1)
         squares = float((flat - flat.mean(0)).square().sum())
         numbers = (len(flat) - 1) * flat.shape[1]
         claimed = target.terms.multipliers[channel]
-        least = float(stats.chi2.ppf(_ERROR / len(queries), numbers))
+        least = float(stats.chi2.ppf(_ERROR / len(alone), numbers))
         at_most = claimed * (squares / least) ** 0.5
         measured = claimed * (squares / numbers) ** 0.5
         at_best = claimed * (numbers / least) ** 0.5
@@ -121,16 +170,16 @@ def noise_levels(
 
 
 def noise_tests(
-    target: Target, queries: Mapping[str, tuple[Any, ...]], alone: ChannelNoise | None = None
+    target: Target, queries: Mapping[str, tuple[Any, ...]], alone: ChannelNoise
 ) -> tuple[Tested, ...]:
     """Test that every channel's noise is N(0, 1) in its own units, and drawn anew each time.
 
     On a site without records, and on all records in every batch. A correct mechanism passes all
-    tests jointly with probability 0.999. alone: `noise_alone` of the same, if known.
+    tests jointly with probability 0.999. alone: from `noise_alone`.
     """
     found = list[tuple[str, float]]()
     for noises, where in (
-        (alone or noise_alone(target, queries), "no records"),
+        (alone, "no records"),
         (_noise(target, queries, target.records), "all records"),
     ):
         for channel, noise in noises.items():
@@ -197,7 +246,11 @@ def _noise(
         else:
             # Even without records a count's sum is not 0, as 1/2 is added to a share.
             centred = stacked - whole.answer(records, channel, query).double()
-        deviation = _deviation(whole, channel, query)
+        # As claimed; see privacy.oracle.
+        bound = bound_of(channel, query, whole.terms)
+        deviation = whole.terms.sigmas[channel] * bound / whole.terms.batch_size
+        if channel == "gradient":
+            deviation = whole.terms.noise_variance**0.5
         if whole.terms.units:
             # Integers on a coarse grid are not normal. With uniform noise of the grid's width added
             # they nearly are; rounding and this noise add to the variance. Differences, divided
@@ -212,14 +265,6 @@ def _noise(
         centred /= deviation
         made[channel] = centred.unflatten(0, (_REQUESTS, -1))
     return made
-
-
-def _deviation(target: Target, channel: str, query: tuple[Any, ...]) -> float:
-    """Return the claimed standard deviation of a release's noise (see privacy.oracle)."""
-    if channel == "gradient":
-        return target.terms.noise_variance**0.5
-    bound = bound_of(channel, query, target.terms)
-    return target.terms.sigmas[channel] * bound / target.terms.batch_size
 
 
 _RECORDS = 40
@@ -255,9 +300,11 @@ def _site(
     target: Target, made: Records, query: tuple[Any, ...]
 ) -> tuple[Records, list[int], torch.Tensor | None]:
     """Return a site, the positions of its marked records, and each kind's sum [1 + marked, d]."""
-    parts, chosen = list[torch.Tensor](), list[int]()
+    parts, chosen, size = list[torch.Tensor](), list[int](), target.terms.batch_size
     for i in range(len(made.y)):
-        part = _sum(target, Records(made.x[i : i + 1], made.y[i : i + 1]), query)
+        one = Records(made.x[i : i + 1], made.y[i : i + 1])
+        # Clipped as in a batch of the site.
+        part = target.answer(one, "gradient", query, size=size).double() * size
         rows = torch.stack([*parts, part])
         # Kept unless it is nearly a linear combination of those before.
         if float(torch.linalg.svdvals(rows)[-1]) > 0.2 * target.terms.clip:
@@ -272,16 +319,6 @@ def _site(
     for place, record in zip(places, chosen[1:], strict=False):
         order[place] = record
     return Records(made.x[order], made.y[order]), places, torch.stack(parts)
-
-
-def _sum(target: Target, records: Records, query: tuple[Any, ...]) -> torch.Tensor:
-    """Return the sum [d] of these records' gradients, clipped as in a batch of the site."""
-    terms = target.terms
-    # The clip's margin for rounding depends on the expected size of a batch.
-    whole = replace(terms, rate=1.0, size=terms.batch_size, sigmas=dict.fromkeys(terms.sigmas, 0.0))
-    oracle = private_oracle(records, target.kernel, whole, SeededDraws(0))
-    batch = next(iter(oracle.batches(1, "gradient")))
-    return torch.as_tensor(batch.gradient(*query)).reshape(-1).double() * terms.batch_size
 
 
 def _drawn(

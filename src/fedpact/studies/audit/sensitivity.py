@@ -23,7 +23,13 @@ from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.terms import Terms
 from fedpact.report.audited import AuditRow
-from fedpact.studies.audit.target import Asked, Target, bound_of, simulate_rounds
+from fedpact.studies.audit.target import (
+    Asked,
+    Target,
+    bound_of,
+    silence,
+    simulate_rounds,
+)
 
 # With many classes, only the rarest at the site are tried.
 _MOST_LABELS = 16
@@ -289,7 +295,8 @@ def _measured(
     target: Target, request: BatchRequest, made: list[Crafted]
 ) -> list[ChannelSensitivity]:
     """Return the sensitivity of every channel of one request."""
-    terms = _silent(request)
+    asked = request.terms.opening if request.opening else request.terms
+    terms = silence(request.terms, asked.batch_size)
     allowed = slack(most_records(terms.batch_size))
     known = mechanism_of(terms.mechanism).sensitivities
     single, in_batch = dict[str, Move](), dict[str, Move]()
@@ -322,20 +329,6 @@ def _size(move: Tensor, bound: float) -> float:
     if length == 0:
         return 0.0
     return length / bound if length < math.inf and bound > 0 else math.inf
-
-
-def _silent(request: BatchRequest) -> Terms:
-    """Return the same terms with all records in a batch and without noise."""
-    terms = request.terms
-    size = (terms.opening if request.opening else terms).batch_size
-    return replace(
-        terms,
-        rate=1.0,
-        size=size,
-        sigmas=dict.fromkeys(terms.sigmas, 0.0),
-        opening_rate=1.0,
-        opening_sigmas=dict.fromkeys(terms.opening_sigmas, 0.0),
-    )
 
 
 def _sums(

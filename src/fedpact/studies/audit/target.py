@@ -35,15 +35,11 @@ _VISITS = 5  # records of a canary person
 MakeOracle = Callable[[Records, PrivateKernel, Terms, Draws], Oracle]
 
 
-def _uncharged(*_: object) -> None:
-    """An audit uses simulated copies of a site: nothing is released or charged."""
-
-
 def private_oracle(
     records: Records, kernel: PrivateKernel, terms: Terms, draws: Draws
 ) -> PrivateOracle:
-    """Return the oracle that a run would give the algorithm."""
-    return PrivateOracle(records, kernel, terms, draws, _uncharged)
+    """Return the oracle that a run would give the algorithm; it charges no ledger."""
+    return PrivateOracle(records, kernel, terms, draws, lambda *_: None)
 
 
 @dataclass(frozen=True)
@@ -112,23 +108,21 @@ class Target:
         return self.make(records, self.kernel, self.terms, draws)
 
     def answer(
-        self, records: Records, channel: str, query: tuple[Any, ...], terms: Terms | None = None
+        self,
+        records: Records,
+        channel: str,
+        query: tuple[Any, ...],
+        terms: Terms | None = None,
+        size: float = 1.0,
     ) -> Tensor:
-        """Return what these records add to a channel's sum, without noise or sampling: [d] or [1].
+        """Return what these records add to a channel's sum over `size`, without noise: [d] or [1].
 
-        terms: of the request, by default those of the batches. This is the attacker's own
-        computation, so it never uses the oracle under audit.
+        terms: of the request, by default those of the batches. size: the expected size of a batch,
+        on which the clip's margin for rounding depends. This is the attacker's own computation, so
+        it never uses the oracle under audit.
         """
-        asked = terms or self.terms
-        silent = replace(
-            asked,
-            rate=1.0,
-            size=1.0,
-            sigmas=dict.fromkeys(asked.sigmas, 0),
-            opening_sigmas={},
-            openings=0,
-        )
-        oracle = private_oracle(records, self.kernel, silent, SeededDraws(0))
+        own = silence(terms or self.terms, size)
+        oracle = private_oracle(records, self.kernel, own, SeededDraws(0))
         batch = next(iter(oracle.batches(1, channel)))
         return torch.as_tensor(getattr(batch, channel)(*query)).reshape(-1)
 
@@ -151,6 +145,18 @@ class Target:
         """The number of rounds that the site's events allow."""
         each = self.plan.method.steps()
         return max(1, min(self.plan.rounds, self.terms.steps // each))
+
+
+def silence(terms: Terms, size: float) -> Terms:
+    """Return terms with all records in a batch, without noise. size: the expected batch size."""
+    return replace(
+        terms,
+        rate=1.0,
+        size=size,
+        sigmas=dict.fromkeys(terms.sigmas, 0.0),
+        opening_rate=1.0,
+        opening_sigmas=dict.fromkeys(terms.opening_sigmas, 0.0),
+    )
 
 
 def bound_of(channel: str, query: tuple[Any, ...], terms: Terms) -> float:

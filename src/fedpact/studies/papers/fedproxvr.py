@@ -2,17 +2,16 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from fedpact.common.errors import InputError
 from fedpact.common.files import check_file
 from fedpact.common.notebook import TextTable
-from fedpact.studies.papers.proxvr_search import Losses, Optimum, Parameters, Solver, minimise, path
+from fedpact.studies.papers.proxvr_search import Losses, Parameters, Solver, minimise
 
 UNIT = "(1 + γτ)/Θ: training time in units of Δ(w⁰) d_com/ε, ε the accuracy asked for"
 ROWS = {
@@ -20,10 +19,9 @@ ROWS = {
     "real": "(23), real τ",
     "lemma1": "Lemma 1, whole τ",
 }
-PROVEN = (
+PROBLEMS = (
     "(23) is the paper's problem, with τ at Lemma 1's upper bound; the last row takes any β and τ "
-    "that Lemma 1 allows. Within its problem nothing has an objective below the certified bound, "
-    "found by branch and bound over τ in a box that holds every optimum."
+    "that Lemma 1 allows."
 )
 WORTH = (
     "The theorem needs its L, λ and σ̄² at every w, and is loose: take μ, β and τ as a start for a "
@@ -31,45 +29,26 @@ WORTH = (
 )
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """L, λ, σ̄², γ and the inner loop."""
-
-    smoothness: float
-    weak_convexity: float
-    heterogeneity: float
-    gamma: float
-    solver: Solver = "sarah"
-
-    def losses(self, factor: float = 1.0) -> Losses:
-        """Return Assumption 1's numbers, σ̄² times a factor."""
-        return Losses(self.smoothness, self.weak_convexity, factor * self.heterogeneity)
-
-    def optimum(self, *, tight: bool = True, whole: bool = True) -> Optimum:
-        """Return the optimum; see `minimise`."""
-        return minimise(self.losses(), self.gamma, self.solver, tight=tight, whole=whole)
-
-
-def candidate_document(setting: Candidate, measured: Mapping[str, Any]) -> dict[str, Any]:
+def find_parameters(
+    losses: Losses, gamma: float, solver: Solver, measured: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return what --json prints: on top the optimum of the paper's (23) with whole τ.
 
     settings: for a plan, by Lemma 1 without the paper's equalities, which is never worse.
     """
-    best = setting.optimum()
-    real = setting.optimum(whole=False)
-    free = setting.optimum(tight=False)
+    free = minimise(losses, gamma, solver, tight=False)
     return {
-        "solver": setting.solver,
-        "L": setting.smoothness,
-        "lam": setting.weak_convexity,
-        "sigma2": setting.heterogeneity,
-        "gamma": setting.gamma,
-        **_numbers(best),
-        "real": _numbers(real),
+        "solver": solver,
+        "L": losses.smoothness,
+        "lam": losses.weak_convexity,
+        "sigma2": losses.heterogeneity,
+        "gamma": gamma,
+        **_numbers(minimise(losses, gamma, solver)),
+        "real": _numbers(minimise(losses, gamma, solver, whole=False)),
         "lemma1": _numbers(free),
         "settings": {
-            "solver": setting.solver,
-            "smoothness": setting.smoothness,
+            "solver": solver,
+            "smoothness": losses.smoothness,
             "step_divisor": free.beta,
             "proximal": free.mu,
             "local_steps": free.tau,
@@ -79,7 +58,7 @@ def candidate_document(setting: Candidate, measured: Mapping[str, Any]) -> dict[
     }
 
 
-def _numbers(best: Optimum) -> dict[str, Any]:
+def _numbers(best: Parameters) -> dict[str, Any]:
     return {
         "mu": best.mu,
         "beta": best.beta,
@@ -87,14 +66,6 @@ def _numbers(best: Optimum) -> dict[str, Any]:
         "theta": best.theta,
         "Theta": best.decrease,
         "objective": best.objective,
-        "certificate": {
-            "lower": best.lower,
-            "gap": best.gap,
-            "mu": best.mu_range,
-            "beta": best.beta_range,
-            "tau": best.tau_range,
-            "intervals": best.cells,
-        },
     }
 
 
@@ -112,12 +83,11 @@ def print_document(found: Mapping[str, Any]) -> None:
         row = found if key == "whole" else found[key]
         tau = f"{row['tau']}" if isinstance(row["tau"], int) else f"{row['tau']:.1f}"
         mu, beta, theta, per_round = (f"{row[k]:.4g}" for k in ("mu", "beta", "theta", "Theta"))
-        proven = (f"{x:.6g}" for x in (row["objective"], row["certificate"]["lower"]))
-        rows.append((name, mu, beta, tau, theta, per_round, *proven))
-    columns = ("μ", "β", "τ", "θ", "Θ", "objective", "certified >=")
+        rows.append((name, mu, beta, tau, theta, per_round, f"{row['objective']:.6g}"))
+    columns = ("μ", "β", "τ", "θ", "Θ", "objective")
     TextTable(columns, rows, first="problem").print(console, title)
     console.print(f"objective: {UNIT}.")
-    console.print(PROVEN)
+    console.print(PROBLEMS)
     console.print(WORTH)
     settings = (
         f"{name} = {value:.6g}" if isinstance(value, float) else f"{name} = {json.dumps(value)}"
@@ -140,37 +110,27 @@ PANELS = (
 )
 
 
-def _curves(setting: Candidate) -> dict[float, list[tuple[float, Parameters]]]:
-    """Return (γ, optimum of (23) with real τ) for each σ̄²; γ from 1e-4 to 1, and the setting's."""
-    low, high = min(GAMMAS[0], setting.gamma), max(GAMMAS[1], setting.gamma)
-    gammas = np.geomspace(low, high, POINTS).tolist()
-    factors = FACTORS if setting.heterogeneity else FACTORS[:1]
-    return {
-        factor * setting.heterogeneity: list(
-            zip(gammas, path(setting.losses(factor), gammas, setting.solver), strict=True)
-        )
-        for factor in factors
-    }
-
-
-def draw(setting: Candidate, out: Path) -> None:
+def draw(losses: Losses, gamma: float, solver: Solver, out: Path) -> None:
     """Draw β*, μ*, θ, Θ and τ* against γ into a file, .png or .svg. Raises InputError."""
     check_file("--out", out, ".png", ".svg")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-    found = _curves(setting)
-    figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), sharex=True, layout="constrained")
+    from fedpact.report.drawing import save_figure
+
+    gammas = np.geomspace(min(GAMMAS[0], gamma), max(GAMMAS[1], gamma), POINTS).tolist()
+    found = dict[float, list[Parameters]]()
+    for factor in FACTORS if losses.heterogeneity else FACTORS[:1]:
+        of = replace(losses, heterogeneity=factor * losses.heterogeneity)
+        found[of.heterogeneity] = [minimise(of, each, solver, whole=False) for each in gammas]
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    axes: Any = figure.subplots(2, 3, sharex=True)
     flat: list[Any] = list(axes.flat)
     for axis, (name, label, scale) in zip(flat, PANELS, strict=False):
         for spread, points in found.items():
-            values = [getattr(best, name) for _, best in points]
-            axis.plot([g for g, _ in points], values, label=f"σ̄² = {spread:.3g}")
-        axis.axvline(setting.gamma, color="0.6", linewidth=1, linestyle=":")
+            values = [getattr(best, name) for best in points]
+            axis.plot(gammas, values, label=f"σ̄² = {spread:.3g}")
+        axis.axvline(gamma, color="0.6", linewidth=1, linestyle=":")
         axis.set(xscale="log", yscale=scale, ylabel=label, xlabel="γ = d_cmp/d_com")
         axis.grid(alpha=0.3, which="both")
         axis.tick_params(labelbottom=True)
@@ -182,13 +142,8 @@ def draw(setting: Candidate, out: Path) -> None:
     flat[-1].axis("off")
     flat[-1].legend(handles, labels, loc="center", frameon=False, title="dotted: the γ asked for")
     figure.suptitle(
-        f"FedProxVR, {setting.solver.upper()}: least training time by (23), "
-        f"L = {setting.smoothness:.3g}, λ = {setting.weak_convexity:.3g}",
+        f"FedProxVR, {solver.upper()}: least training time by (23), "
+        f"L = {losses.smoothness:.3g}, λ = {losses.weak_convexity:.3g}",
         fontsize="medium",
     )
-    try:
-        figure.savefig(out, dpi=150)
-    except OSError as error:
-        raise InputError(f"--out is {str(out)!r}: cannot be written ({error.strerror})") from error
-    finally:
-        pyplot.close(figure)
+    save_figure(figure, out)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
+from scipy.linalg import eigvalsh_tridiagonal
 from torch import Tensor, nn
 
 from fedpact.common import check
@@ -39,50 +40,21 @@ Vector = NDArray[np.float64]
 Product = Callable[[Vector], Vector]
 """v [d] -> Hv [d], for a symmetric H."""
 
-_SHARES = (5.0, 95.0)  # percentiles of a bootstrap interval
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number with the 5 % and 95 % points of a bootstrap over its parts.
-
-    parts: the value for each site or record. The interval may not contain the value: for a maximum,
-    `high` is never above it, and σ̄² is smaller for repeated sites.
-    """
-
-    value: float
-    low: float
-    high: float
-    parts: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Spectrum:
-    """The ends of a symmetric operator's spectrum from inside: Ritz values, low <= high.
-
-    residual: each end is within this distance of an eigenvalue; 0 if exact.
-    """
-
-    low: float
-    high: float
-    residual: float
-
 
 def spectrum(
     product: Product, dimension: int, draws: np.random.Generator, iterations: int = 30
-) -> Spectrum:
-    """Return the ends of the spectrum by Lanczos' method with full reorthogonalisation.
+) -> tuple[float, float]:
+    """Return the ends of a symmetric operator's spectrum from inside: Ritz values, low <= high.
 
-    The ends converge first; with iterations >= dimension they are exact. Raises InputError: a
-    product that is not finite or has another shape.
+    By Lanczos' method with full reorthogonalisation. The ends converge first; with iterations >=
+    dimension they are exact. Raises InputError: a product that is not finite or has another shape.
 
     >>> diagonal = np.array([-1.0, 0.5, 2.0, 7.0])
-    >>> found = spectrum(lambda v: diagonal * v, 4, np.random.default_rng(0))
-    >>> round(found.low, 9), round(found.high, 9)
+    >>> low, high = spectrum(lambda v: diagonal * v, 4, np.random.default_rng(0))
+    >>> round(low, 9), round(high, 9)
     (-1.0, 7.0)
     """
-    check.count(dimension=dimension)
-    steps = min(check.count(iterations=iterations), dimension)
+    steps = min(check.count(iterations=iterations), check.count(dimension=dimension))
     start = draws.standard_normal(dimension)
     basis = np.zeros((steps, dimension))
     basis[0] = start / np.linalg.norm(start)
@@ -99,44 +71,23 @@ def spectrum(
         for _ in range(2):  # twice makes it orthogonal up to rounding
             image = image - basis[: k + 1].T @ (basis[: k + 1] @ image)
         beside[k] = float(np.linalg.norm(image))
-        if k + 1 == steps or beside[k] <= 1e-12 * scale:
-            return _ritz(diagonal[: k + 1], beside[: k + 1])
-        basis[k + 1] = image / beside[k]
-    raise InputError(f"dimension is {dimension!r}: expected at least 1")
+        if beside[k] <= 1e-12 * scale:
+            steps = k + 1
+            break
+        if k + 1 < steps:
+            basis[k + 1] = image / beside[k]
+    values = eigvalsh_tridiagonal(diagonal[:steps], beside[: steps - 1])
+    return float(values[0]), float(values[-1])
 
 
-def _ritz(diagonal: Vector, beside: Vector) -> Spectrum:
-    small = np.diag(diagonal) + np.diag(beside[:-1], 1) + np.diag(beside[:-1], -1)
-    values, vectors = np.linalg.eigh(small)
-    residuals = np.abs(beside[-1] * vectors[-1])
-    return Spectrum(float(values[0]), float(values[-1]), float(max(residuals[0], residuals[-1])))
-
-
-def smoothness(spectra: Sequence[Spectrum], draws: np.random.Generator) -> Estimate:
-    """Return an estimate of L from below, the largest ‖H‖. spectra: of single records' losses."""
-    parts = np.array([max(abs(s.low), abs(s.high)) for s in spectra])
-    return _bootstrap(parts, lambda chosen: float(parts[chosen].max()), draws)
-
-
-def weak_convexity(spectra: Sequence[Spectrum], draws: np.random.Generator) -> Estimate:
-    """Return an estimate of λ from below, the most negative curvature, or 0.
-
-    spectra: of whole sites' losses.
-    """
-    parts = np.array([max(0.0, -s.low) for s in spectra])
-    return _bootstrap(parts, lambda chosen: float(parts[chosen].max()), draws)
-
-
-def heterogeneity(
-    gradients: Vector, weights: Sequence[float], draws: np.random.Generator
-) -> Estimate:
+def heterogeneity(gradients: Vector, weights: Sequence[float]) -> float:
     """Return σ̄² = Σ p_n σ_n² at one point, σ_n = ‖∇F_n - ∇F‖/‖∇F‖, ∇F = Σ p_n ∇F_n.
 
     gradients: [N, d], the sites' at that point; gradients of samples add their variance. weights:
     p_n up to a factor, > 0. inf if ∇F is 0 and a site's gradient is not. Raises InputError.
 
     >>> towards = np.array([[1.0, 0.0], [3.0, 0.0]])
-    >>> heterogeneity(towards, [1, 1], np.random.default_rng(0)).value
+    >>> heterogeneity(towards, [1, 1])
     0.25
     """
     if gradients.ndim != 2 or not len(gradients) or not np.all(np.isfinite(gradients)):
@@ -146,31 +97,11 @@ def heterogeneity(
     p = np.array([check.positive(weight=w) for w in weights])
     if p.shape != gradients.shape[:1]:
         raise InputError(f"weights has {p.size} entries: expected one a site, {len(gradients)}")
-
-    def each(chosen: NDArray[np.intp]) -> tuple[Vector, float]:
-        share, vectors = p[chosen] / p[chosen].sum(), gradients[chosen]
-        mean = share @ vectors
-        apart = ((vectors - mean) ** 2).sum(1)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            squares = np.where(apart > 0, apart / (mean @ mean), 0.0)
-        return squares, float(share @ squares)
-
-    return _bootstrap(each(np.arange(len(p)))[0], lambda chosen: each(chosen)[1], draws)
-
-
-def _bootstrap(
-    parts: Vector,
-    statistic: Callable[[NDArray[np.intp]], float],
-    draws: np.random.Generator,
-    resamples: int = 200,
-) -> Estimate:
-    if not parts.size:
-        raise InputError("parts is empty: expected at least one site or record")
-    drawn = [statistic(draws.integers(parts.size, size=parts.size)) for _ in range(resamples)]
-    # Not interpolated, since an infinite draw would give NaN.
-    low, high = np.percentile(drawn, _SHARES, method="nearest")
-    whole = statistic(np.arange(parts.size))
-    return Estimate(whole, float(low), float(high), tuple(float(x) for x in parts))
+    p = p / p.sum()
+    mean = p @ gradients
+    apart = ((gradients - mean) ** 2).sum(1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(p @ np.where(apart > 0, apart / (mean @ mean), 0.0))
 
 
 # Gradients of SITES sites, IN_GRADIENT records each; spectra of CURVED of them, by IN_HESSIAN
@@ -208,17 +139,15 @@ def from_run(
             estimates = _estimates(run.path)
         chosen = {"L": estimates["L"], "lam": estimates["lam"]}
         # Assumption 1 is about every w, so the worse of two points counts.
-        chosen["sigma2"] = max(
-            estimates["sigma2_first"], estimates["sigma2_last"], key=lambda e: e.value
-        )
-        numbers |= {name: chosen[name].value for name in wanted}
+        chosen["sigma2"] = max(estimates["sigma2_first"], estimates["sigma2_last"])
+        numbers |= {name: chosen[name] for name in wanted}
         if "lam" in wanted:
             # An L-smooth loss is L-weakly convex; the estimates are from different samples.
             numbers["lam"] = min(numbers["lam"], numbers["L"])
-        measured["estimates"] = {
-            name: {"value": e.value, "low": e.low, "high": e.high} for name, e in estimates.items()
-        }
-        notes += [UNPROTECTED, _spreads(estimates)]
+        measured["estimates"] = estimates
+        names = ("L", "λ", "σ̄² at the first model", "σ̄² at the last")
+        each = zip(names, estimates.values(), strict=True)
+        notes += [UNPROTECTED, ", ".join(f"{name} = {value:.3g}" for name, value in each) + "."]
     return numbers, {"run": str(run.path), **measured, "notes": notes}
 
 
@@ -286,14 +215,7 @@ def split_records(records: Sequence[RoundRecord]) -> Split:
 # ---------------------------------------------------------------- curvature
 
 
-def _spreads(estimates: Mapping[str, Estimate]) -> str:
-    names = ("L", "λ", "σ̄² at the first model", "σ̄² at the last")
-    each = zip(names, estimates.values(), strict=True)
-    parts = ", ".join(f"{name} = {e.value:.3g} [{e.low:.3g}, {e.high:.3g}]" for name, e in each)
-    return f"{parts}; in brackets the 5 % and 95 % points over sites or records drawn anew."
-
-
-def _estimates(run: Path) -> dict[str, Estimate]:
+def _estimates(run: Path) -> dict[str, float]:
     if not Folder(run).partition.exists():
         raise DataError(
             f"{run} has no partition.json: the records are with the sites, so L, λ and σ̄² cannot "
@@ -306,28 +228,26 @@ def _estimates(run: Path) -> dict[str, Estimate]:
     points = [model.vector.clone(), checkpoint.state.vectors["w"]]
     draws = np.random.default_rng(plan.seed)
     chosen = draws.permutation(len(scene.sites))[:SITES].tolist()
-    sites = [_sample(scene.sites[i].x, scene.sites[i].y, draws) for i in chosen]
+    sites = list[tuple[Tensor, Tensor]]()
+    for site in (scene.sites[i] for i in chosen):
+        order = torch.from_numpy(draws.permutation(len(site.y))[:IN_GRADIENT])
+        sites.append((site.x[order], site.y[order]))
     sizes = [float(len(scene.sites[i].y)) for i in chosen]
-    single, whole, gradients = list[Spectrum](), list[Spectrum](), list[Vector]()
+    single, whole, gradients = list[float](), list[float](), list[Vector]()
     for w in points:
         model.load(w)
-        gradients.append(np.stack([_gradient(model, x, y) for x, y in sites]))
+        slopes = [_slopes(model, x, y, again=False)[1] for x, y in sites]
+        gradients.append(torch.stack(slopes).double().numpy())
         for x, y in sites[:CURVED]:
-            whole.append(_spectrum(model, x[:IN_HESSIAN], y[:IN_HESSIAN], draws))
-            ones = range(min(SINGLE, len(y)))
-            single += [_spectrum(model, x[i : i + 1], y[i : i + 1], draws) for i in ones]
+            whole.append(-_spectrum(model, x[:IN_HESSIAN], y[:IN_HESSIAN], draws)[0])
+            for i in range(min(SINGLE, len(y))):
+                single += map(abs, _spectrum(model, x[i : i + 1], y[i : i + 1], draws))
     return {
-        "L": smoothness(single, draws),
-        "lam": weak_convexity(whole, draws),
-        "sigma2_first": heterogeneity(gradients[0], sizes, draws),
-        "sigma2_last": heterogeneity(gradients[1], sizes, draws),
+        "L": max(single),
+        "lam": max(0.0, *whole),
+        "sigma2_first": heterogeneity(gradients[0], sizes),
+        "sigma2_last": heterogeneity(gradients[1], sizes),
     }
-
-
-def _sample(x: Tensor, y: Tensor, draws: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Return at most IN_GRADIENT of a site's records, in random order."""
-    order = torch.from_numpy(draws.permutation(len(y))[:IN_GRADIENT])
-    return x[order], y[order]
 
 
 def _slopes(
@@ -339,12 +259,10 @@ def _slopes(
     return parameters, torch.cat([g.reshape(-1) for g in slopes])
 
 
-def _gradient(model: FlatModel, x: Tensor, y: Tensor) -> Vector:
-    return _slopes(model, x, y, again=False)[1].double().numpy()
-
-
-def _spectrum(model: FlatModel, x: Tensor, y: Tensor, draws: np.random.Generator) -> Spectrum:
-    """Return the spectrum of the mean loss's Hessian at the model's current weights."""
+def _spectrum(
+    model: FlatModel, x: Tensor, y: Tensor, draws: np.random.Generator
+) -> tuple[float, float]:
+    """Return the ends of the mean loss's Hessian's spectrum at the model's current weights."""
     parameters, slope = _slopes(model, x, y, again=True)
 
     def product(v: Vector) -> Vector:

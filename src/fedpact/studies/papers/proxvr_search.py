@@ -1,4 +1,4 @@
-"""FedProxVR's bound on convergence, and a certified search for its best parameters.
+"""FedProxVR's bound on convergence, and a search for its best parameters.
 
 Each record's loss is L-smooth, each site's loss F_n is λ-weakly convex, its gradient no further
 from the global one than σ_n times that one's length; σ̄² = Σ p_n σ_n². A site solves
@@ -14,30 +14,21 @@ is at most Δ(w⁰)/(ΘT), as far as Θ > 0,
 
     Θ = (1/μ)[1 - θ sqrt(2(1+σ̄²)) - (2L/μ~) sqrt((1+θ²)(1+σ̄²)) - (2Lμ/μ~²)(1+θ²)(1+σ̄²)].
 
-What minimises the training time T(d_com + d_cmp τ): `proxvr_search`.
-
-The time is Δ(w⁰)/ε · d_com · (1 + γτ)/Θ, γ = d_cmp/d_com. With L = 1 (μ and λ in its units),
-S = 1 + σ̄², x = μ - λ, b = β - 3 and θ² = 3(β² + μ²)/(x b τ) from Lemma 1, the objective is
+The training time is Δ(w⁰)/ε · d_com · (1 + γτ)/Θ, γ = d_cmp/d_com. With L = 1 (μ and λ in its
+units), S = 1 + σ̄², x = μ - λ, b = β - 3 and θ² = 3(β² + μ²)/(x b τ) from Lemma 1, it goes as
 
     (1 + γτ) μ / (1 - P),   P = θ sqrt(2S) + (2/x) sqrt((1+θ²)S) + (2μ/x²)(1+θ²)S,   P < 1.
 
 At a given τ it has one minimum, which bisection finds: μ, β, β² + μ² and so θ² are posynomials of
 x and b, hence P is log-convex in (log x, log b), and so is what remains of it after minimising
 over log b in an interval; then log μ - log(1 - P) is convex in log x. The best β at given μ, τ is
-3 + sqrt(9 + μ²), or the end of its interval nearest to that.
-
-At a given μ, θ falls as τ grows: the least β of Lemma 1, β(τ) = (4 + sqrt(16 + 20c))/10 with
-5β² - 4β = c(τ), grows with τ while β(τ)/τ falls, as c/τ² does, so (β² + μ²)/(bτ) falls, at β(τ) and
-at the best β >= β(τ). Hence the least μ/(1 - P) over μ, M(τ), falls with τ, and on [t, t'] nothing
-is below (1 + γt) M(t'). Branch and bound over τ does the rest, exact at t = t'.
-
-All of it happens in a compact box that holds every optimum: P < 1 needs x > 2(S + sqrt S), P > 0
-makes μ less than the objective, and (1 + γτ) times the least value at θ = 0 is below it, too.
+3 + sqrt(9 + μ²), or the end of its interval nearest to that. Grids that close in on the best τ do
+the rest. P > 0 makes μ less than the objective, so (1 + γτ) times the least value at θ = 0 is
+below it, too, which bounds τ.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
@@ -110,29 +101,6 @@ def least_beta(tau: float, solver: Solver = "sarah") -> float:
     return max(3.0, (4 + math.sqrt(16 + 20 * level)) / 10)
 
 
-def least_tau(losses: Losses, mu: float, beta: float, theta: float) -> float:
-    """Return the lower bound of τ in Lemma 1, the same for SARAH and SVRG. Raises InputError.
-
-    mu: μ > λ. beta: β > 3. theta: local accuracy θ, 0 < θ < 1.
-    """
-    return _product(losses, mu, beta) / check.fraction(theta=theta) ** 2
-
-
-def interval(
-    losses: Losses, mu: float, beta: float, theta: float, solver: Solver = "sarah"
-) -> range | None:
-    """Return the local iterations that Lemma 1 allows, None where there are none.
-
-    >>> interval(Losses(1.0, 0.5, 1.0), mu=22.4, beta=19.4, theta=0.181)
-    range(224, 226)
-    >>> interval(Losses(1.0, 0.5, 1.0), mu=22.4, beta=19.4, theta=0.181, solver="svrg") is None
-    True
-    """
-    least = math.ceil(least_tau(losses, mu, beta, theta))
-    most = most_tau(beta, solver)
-    return range(least, most + 1) if most is not None and least <= most else None
-
-
 def local_accuracy(losses: Losses, mu: float, beta: float, tau: float) -> float:
     """Return θ, the least that Lemma 1 proves after τ > 0 iterations; 1 or more is no progress."""
     return math.sqrt(_product(losses, mu, beta) / check.positive(tau=tau))
@@ -166,10 +134,9 @@ def _product(losses: Losses, mu: float, beta: float) -> float:
 
 Vector = NDArray[np.float64]
 
-# What float64 may lose in a value of the objective; taken off the certified bound.
-_ROUNDING: Final = 1e-9
 _HALVINGS: Final = 60
-_LEVELS: Final = 60
+_POINTS: Final = 300
+"""Values of τ in a grid."""
 
 
 @dataclass(frozen=True)
@@ -186,26 +153,6 @@ class Parameters:
     theta: float
     decrease: float
     objective: float
-
-
-@dataclass(frozen=True)
-class Optimum(Parameters):
-    """The best parameters found, and what is proven: no others have an objective below `lower`.
-
-    mu_range, beta_range, tau_range: a box that holds every optimum. cells: how many intervals of τ
-    were bounded.
-    """
-
-    lower: float
-    mu_range: tuple[float, float]
-    beta_range: tuple[float, float]
-    tau_range: tuple[float, float]
-    cells: int
-
-    @property
-    def gap(self) -> float:
-        """objective/lower - 1 >= 0: by how much, at most, the best is better."""
-        return self.objective / self.lower - 1
 
 
 @dataclass(frozen=True)
@@ -265,11 +212,6 @@ class _Search:
         low = self.betas(taus)
         return self.least(taus, low, low if self.tight else np.full(taus.shape, np.inf))
 
-    def best(self, taus: Vector, least: Vector) -> tuple[float, float]:
-        """The least (objective, τ) of some τ with their M(τ)."""
-        values = (1 + self.gamma * taus) * least
-        return float(values.min()), float(taus[values.argmin()])
-
 
 def minimise(
     losses: Losses,
@@ -278,55 +220,29 @@ def minimise(
     *,
     tight: bool = True,
     whole: bool = True,
-    gap: float = 1e-6,
-) -> Optimum:
-    """Return the μ, β, τ of least training time (1 + γτ)/Θ, with a certificate.
+) -> Parameters:
+    """Return the μ, β, τ of least training time (1 + γτ)/Θ.
 
     gamma: γ = d_cmp/d_com > 0. tight: τ at Lemma 1's upper bound, the paper's (15), (16) and (23);
     else any β and τ that Lemma 1 allows, which is never worse (docs/notes/errata.md, V4). whole: τ
-    an integer, θ that of the integer; else a real number, as in the paper. gap: relative, at which
-    the search ends. Raises InputError.
+    an integer, θ that of the integer; else a real number, as in the paper. Raises InputError.
 
     >>> best = minimise(Losses(1.0, 0.5, 1.0), gamma=0.01)
     >>> best.tau, round(best.mu, 1), round(best.beta, 1), round(best.objective, 1)
     (226, 22.3, 19.4, 231.3)
     """
-    check.fraction(gap=gap)
     search = _search(losses, gamma, solver, tight)
-    best, ends = _box(search, whole)
-    best, lower, cells = _branch(search, best, ends, whole, gap)
-    tau = int(best[1]) if whole else best[1]
-    found = _parameters(losses, search, tau, float(search.at(np.array([best[1]]))[1][0]))
-    smooth = losses.smoothness
-    largest = found.objective / (1 + gamma * ends[0])
-    betas = [float(b) for b in search.betas(np.array(ends))]
-    if not tight:
-        betas[1] = max(betas[1], 3 + math.sqrt(9 + (largest / smooth) ** 2))
-    return Optimum(
-        **asdict(found),
-        lower=lower * smooth * (1 - _ROUNDING),
-        mu_range=(losses.weak_convexity + search.least_x * smooth, largest),
-        beta_range=(betas[0], betas[1]),
-        tau_range=ends,
-        cells=cells,
-    )
-
-
-def path(losses: Losses, gammas: Sequence[float], solver: Solver = "sarah") -> list[Parameters]:
-    """Return the optimum of (23) for each γ > 0, on a grid of τ of 0.1 %: for drawing.
-
-    What is best over μ at a given τ does not depend on γ, so one pass serves all. No certificate.
-    """
-    search = _search(losses, min(gammas), solver, tight=True)
-    _, (first, last) = _box(search, whole=False)
-    taus = np.geomspace(first, last, math.ceil(math.log(last / first) / 0.001) + 1)
-    least, mus = search.at(taus)
-    found: list[Parameters] = []
-    for gamma in gammas:
-        here = replace(search, gamma=check.positive(gamma=gamma))
+    low, high = _ends(search, whole)
+    while True:
+        taus = np.geomspace(low, high, _POINTS)
+        if whole:
+            taus = np.unique(np.round(taus))
+        least, mus = search.at(taus)
         best = int(((1 + gamma * taus) * least).argmin())
-        found.append(_parameters(losses, here, float(taus[best]), float(mus[best])))
-    return found
+        if high - low < _POINTS / 2 if whole else high < low * (1 + 1e-9):
+            tau = int(taus[best]) if whole else float(taus[best])
+            return _parameters(losses, search, tau, float(mus[best]))
+        low, high = float(taus[max(best - 1, 0)]), float(taus[min(best + 1, len(taus) - 1)])
 
 
 def _search(losses: Losses, gamma: float, solver: Solver, tight: bool) -> _Search:
@@ -337,53 +253,21 @@ def _search(losses: Losses, gamma: float, solver: Solver, tight: bool) -> _Searc
     return _Search(weak, 1 + losses.heterogeneity, gamma, solver, tight)
 
 
-def _box(search: _Search, whole: bool) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return some (objective, τ), and the least and largest τ that can be better."""
+def _ends(search: _Search, whole: bool) -> tuple[float, float]:
+    """Return the least and the largest τ that can be best."""
     first = 33 / 8 if search.tight and search.solver == "sarah" else 1.0  # there β is 3
     first = float(math.ceil(first)) if whole else first
     starts: Vector = np.ldexp(first, np.arange(64))
-    best = search.best(starts, search.at(starts)[0])
-    if not math.isfinite(best[0]):
+    some = float(((1 + search.gamma * starts) * search.at(starts)[0]).min())
+    if not math.isfinite(some):
         raise InputError(
             f"heterogeneity is {search.spread - 1!r}: no μ, β and τ within float64 have Θ > 0; "
             "expected a smaller one"
         )
     everywhere = np.array([np.inf])
     floor, _ = search.least(everywhere, np.array([3.0]), everywhere)
-    last = max(first, (best[0] / float(floor[0]) - 1) / search.gamma)
-    return best, (first, float(math.floor(last)) if whole else last)
-
-
-def _branch(
-    search: _Search,
-    best: tuple[float, float],
-    ends: tuple[float, float],
-    whole: bool,
-    gap: float,
-) -> tuple[tuple[float, float], float, int]:
-    """Return the best (objective, τ), what bounds every objective from below, and the cells."""
-    edges = np.geomspace(*ends, 33)
-    if whole:
-        edges = np.unique(np.round(edges))
-    # The first edge is an interval of its own.
-    left, right = np.append(edges[0], edges[:-1]), edges
-    at_right, _ = search.at(right)
-    best = min(best, search.best(right, at_right))
-    lower, cells = math.inf, 0
-    for level in range(_LEVELS):
-        bounds = (1 + search.gamma * left) * at_right
-        done = (bounds >= best[0] * (1 - gap)) | (left == right) | (level == _LEVELS - 1)
-        lower = min(lower, float(bounds[done].min(initial=np.inf)))
-        cells += left.size
-        left, right, at_right = (a[~done] for a in (left, right, at_right))
-        if not left.size:
-            break
-        middle = np.floor(np.sqrt(left * right)) if whole else np.sqrt(left * right)
-        at_middle, _ = search.at(middle)
-        best = min(best, search.best(middle, at_middle))
-        left, right = np.append(left, middle + whole), np.append(middle, right)
-        at_right = np.append(at_middle, at_right)
-    return best, min(best[0], lower), cells
+    last = max(first, (some / float(floor[0]) - 1) / search.gamma)
+    return first, float(math.floor(last)) if whole else last
 
 
 def _parameters(losses: Losses, search: _Search, tau: float, mu: float) -> Parameters:

@@ -1,0 +1,200 @@
+"""An attack on a whole run: many canaries, each added to the site's records or not, by a coin.
+
+Steinke, Nasr, Jagielski 2023, arXiv 2305.08846. The attacker sees every release and knows every
+record, but not the coins, and guesses those with the clearest scores. If it is right too often for
+(ε, δ), the claim is wrong. Scores are the posterior means of the coins in a Gaussian model: with
+one release R = q S + (q/2) Σ_j s_j c_j g_j + noise, s_j = ±1, and S the sum over known records,
+
+    scores = (I + Σ_t (a²/v) G Gᵀ)^-1 Σ_t (a/v) G (R - q S),   a = q/2,   rows c_j g_j of G,
+    v = ‖R - q S‖²/d, the measured noise
+
+They depend on the releases only, so they need no proof (under batch clipping the model is rough).
+Adding canaries at an unchanged public size matches add/remove adjacency.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+
+from fedpact.common.check import count
+from fedpact.common.errors import InputError
+from fedpact.common.losses import cross_entropy
+from fedpact.common.randomness.seeded import seeded_generator
+from fedpact.per_sample.clipping import coefficients, weights_of
+from fedpact.per_sample.kernel import PlainKernel
+from fedpact.per_sample.share import unit_of
+from fedpact.privacy.mechanisms import mechanism_of
+from fedpact.privacy.oracle import Records
+from fedpact.privacy.terms import Terms
+from fedpact.report.audited import AuditRow
+from fedpact.studies.audit.bounds import (
+    curve_p_value,
+    expect_right,
+    gaussian_mu,
+    make_loss_bound,
+    one_run_epsilon,
+)
+from fedpact.studies.audit.noise import Tested, rows_of_tests
+from fedpact.studies.audit.target import Asked, Target, draw_mislabelled, simulate_rounds
+
+# Guesses as shares of the canaries; the largest bound counts, each at its part of the error.
+_SHARES = (0.05, 0.2, 1.0)
+# Where the claimed curve is tested, in addition to the budget's δ.
+_ONE_RUN_DELTAS = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.4)
+# The most numbers in the canaries' gradients: half a gigabyte.
+_MOST_NUMBERS = 1 << 27
+
+
+@dataclass(frozen=True)
+class OneRun:
+    """The result of one run: `correct` of `guesses` about m canaries, at the largest bound.
+
+    epsilon: the lower bound. claimed: the accountant's ε at delta for the run's events. power: the
+    bound that the best attack would reach if the claim is tight. curve: a test of the trade-off
+    curve that the accountant states, at all δ together.
+    """
+
+    canaries: int
+    guesses: int
+    correct: int
+    events: int
+    delta: float
+    epsilon: float
+    claimed: float
+    power: float
+    curve: Tested
+
+    @property
+    def passed(self) -> bool:
+        """Whether the claim stands: ε at its δ, and the whole trade-off curve."""
+        return self.epsilon <= self.claimed and self.curve.passed
+
+    def rows(self, method: str, confidence: float) -> list[AuditRow]:
+        """Return the rows of a table: results and claims."""
+        told = (
+            f"{self.correct} of {self.guesses} guesses right, {self.canaries} canaries, "
+            f"{self.events} events"
+        )
+        found = self.epsilon, self.claimed, self.delta, confidence, told, self.power
+        return [AuditRow(method, "ε", *found), *rows_of_tests(method, (self.curve,))]
+
+
+def one_run(target: Target, canaries: int = 500, confidence: float = 0.95) -> OneRun:
+    """Audit the whole run of one site with m canaries; fewer if the model is very large."""
+    m = min(count(canaries=canaries), max(1, _MOST_NUMBERS // target.w.numel()))
+    made = draw_mislabelled(target, m)
+    coins = torch.randint(
+        2, (m,), generator=seeded_generator(target.plan.seed, "audit", "coins")
+    ).bool()
+    # One record per canary: a person with several equal records contributes the same.
+    records = target.records.join(made.x[coins], made.y[coins], len(target.records.y))
+    scores, events, openings = _one_run_scores(target, records, made)
+    # Each share of guesses bounds ε, and tests the curve.
+    error = (1 - confidence) / (2 * len(_SHARES))
+    guessed = [_guess(scores, coins, share) for share in _SHARES]
+    delta = target.terms.budget.delta
+    found = [(one_run_epsilon(m, r, v, delta, 1 - error), r, v) for r, v in guessed]
+    best, guesses, correct = max(found)
+    claimed = target.claimed(events, delta, openings)
+    stated = [(target.claimed(events, d, openings), d) for d in (delta, *_ONE_RUN_DELTAS)]
+    p = min(curve_p_value(make_loss_bound(stated), m, r, v) for r, v in guessed)
+    told = f"trade-off curve at {len(stated)} δ (Mahloujifar, Melis, Chaudhuri 2024)"
+    return OneRun(
+        m, guesses, correct, events + openings, delta, best, claimed,
+        power=_power(m, claimed, delta, error),
+        curve=Tested(told, p, error),
+    )  # fmt: skip
+
+
+def _power(canaries: int, claimed: float, delta: float, error: float) -> float:
+    """Return the bound at the expected number of right guesses, for Gaussian scores."""
+    mu = min(gaussian_mu(claimed, delta), 50.0)
+    shown = [0.0]
+    for share in _SHARES:
+        r = 2 * max(1, round(share * canaries / 2))
+        r = min(r, canaries)
+        right = math.floor(r * expect_right(mu, share))
+        shown.append(one_run_epsilon(canaries, r, right, delta, 1 - error))
+    return max(shown)
+
+
+def _guess(scores: Tensor, coins: Tensor, share: float) -> tuple[int, int]:
+    """Return the numbers of guesses and right guesses, from the highest and lowest scores."""
+    half = max(1, round(share * len(scores) / 2))
+    order = torch.argsort(scores)
+    right = int(coins[order[-half:]].sum())
+    lowest = order[: min(half, len(scores) - half)]
+    right += int((~coins[lowest]).sum())
+    return half + len(lowest), right
+
+
+def _one_run_scores(target: Target, records: Records, canaries: Records) -> tuple[Tensor, int, int]:
+    """Return the canaries' scores [m] after a run, and its numbers of joint events and openings.
+
+    Only gradients are used; an attacker could use other releases, too.
+    """
+    m = len(canaries.y)
+    precision, evidence = torch.eye(m, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)
+    events = openings = gradients = 0
+    for asked in simulate_rounds(target, records, target.rounds, "one run"):
+        opened = len({a.batch for a in asked if a.opening})
+        openings += opened
+        events += len({a.batch for a in asked}) - opened
+        for a in asked:
+            if a.channel == "gradient":
+                gradients += 1
+                whole, known, half = _scale(target, a.terms)
+                shares = _shares(target, canaries, a)
+                rest = a.answer * whole - half * shares.sum(0)
+                rest -= known * target.answer(target.records, "gradient", a.query, a.terms)
+                # The measured variance, not the claimed one: sampling adds to the noise.
+                variance = float(rest.square().mean())
+                evidence += (half / variance) * (shares @ rest).double()
+                precision += (half**2 / variance) * (shares @ shares.T).double()
+    if not gradients:
+        raise InputError(
+            f"algorithm {target.plan.algorithm!r} releases no gradient, which an audit needs: "
+            "expected an algorithm with a gradient among its channels"
+        )
+    return torch.linalg.solve(precision, evidence), events, openings
+
+
+def _scale(target: Target, terms: Terms) -> tuple[float, float, float]:
+    """Return the factor from an answer to a sum, and the shares of known records and canaries."""
+    if not mechanism_of(terms.mechanism).summed:
+        return 1.0, 1.0, 0.5 / len(target.records.y)
+    return terms.batch_size, terms.rate, terms.rate / 2
+
+
+def _shares(target: Target, canaries: Records, asked: Asked) -> Tensor:
+    """Return what each canary adds to a sum if it is in the batch: rows c_j g_j [m, d]."""
+    target.kernel.model.load(asked.query[0])
+    rows, losses = _gradients(target, canaries)
+    norms, clip = rows.norm(dim=1), asked.terms.clip
+    gamma = getattr(mechanism_of(asked.terms.mechanism).batch, "gamma", None)
+    w = weights_of(asked.weighting, losses).clamp_min(0)
+    c = coefficients(clip, norms, w, None, gamma).to(rows) * unit_of(clip)
+    return torch.nan_to_num(rows * c[:, None], nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _gradients(target: Target, records: Records) -> tuple[Tensor, Tensor]:
+    """Return the per-sample gradients [m, d] and losses [m] at the model's weights."""
+    model = target.kernel.model
+    weights = {name: view.detach() for name, view in model.views(model.vector)}
+
+    def loss(w: dict[str, Tensor], x: Tensor, y: Tensor) -> Any:
+        value = cross_entropy(functional_call(model.module, w, (x[None],)), y[None])[0]
+        return value, value
+
+    each = vmap(grad(loss, has_aux=True), (None, 0, 0), chunk_size=32, randomness="different")
+    try:
+        rows, losses = each(weights, records.x, records.y)
+    except RuntimeError:  # a layer that vmap cannot batch
+        kernel, ones = PlainKernel(model, cross_entropy), zip(records.x, records.y, strict=True)
+        found = [kernel.weighted_sum(x[None], y[None]) for x, y in ones]
+        return torch.stack(found), kernel.losses(records.x, records.y).detach()
+    return torch.cat([rows[name].flatten(1) for name in weights], 1), losses.detach()
