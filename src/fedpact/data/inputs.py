@@ -60,10 +60,11 @@ def read_input(
         if label in columns and titles:
             named = [titles[int(v)] if v in range(len(titles)) else None for v in columns[label]]
             columns[str(label)] = named
-        index = [n for n in _index_of(data) if n not in (label, site, person)]
-        more = {"index": index, "unlabelled": shape is not None}
-        found = of_columns(origin, columns, form, label, site, person, **more)
-        return replace(found, titles=titles)
+        roles = label, site, person
+        index = [name for name in _index_of(data) if name not in roles]
+        unlabelled = shape is not None
+        table = table_of(origin, columns, *roles, None, form, index, unlabelled=unlabelled)
+        return replace(with_arrays(table, form), titles=titles)
     if shape is None and (label or site or person):
         raise DataError(
             f"label = {label!r}, site = {site!r}, person = {person!r} with "
@@ -74,28 +75,13 @@ def read_input(
     return of_arrays(origin, x, y, form, titles=titles)
 
 
-def of_columns(
-    origin: str,
-    columns: Mapping[str, Cells],
-    form: RecordForm,
-    label: str | None,
-    site: str | None = None,
-    person: str | None = None,
-    broken: Mapping[int, str] | None = None,
-    index: Sequence[str] = (),
-    *,
-    unlabelled: bool = False,
-    shape: tuple[int, ...] | None = None,
-) -> Table:
-    """Return columns as a table; see `table_of`.
+def with_arrays(table: Table, form: RecordForm, shape: tuple[int, ...] | None = None) -> Table:
+    """Return a table with an array in place of its only feature, if that has arrays or images.
 
-    If the only feature is a column of arrays or images, the result has an array. A record without
-    one is left out. shape: records of another shape are left out too; None: they are refused.
+    A record without one is left out. shape: records of another shape are left out too; None: they
+    are refused. Raises DataError: other features beside it.
     """
-    table = table_of(
-        origin, columns, label, site, person, broken, form, index, unlabelled=unlabelled
-    )
-    given, y = cast(Mapping[str, Cells], table.x), table.y
+    origin, given, y = table.origin, cast(Mapping[str, Cells], table.x), table.y
     column = next((name for name in given if _holds_arrays(given[name])), None)
     if column is None or is_tokens(table.features):
         return table
@@ -110,9 +96,9 @@ def of_columns(
             raise DataError(f"{origin}: labels of several numbers: write the records as .npz")
         y = _together([np.asarray(cell) for cell in y], "label")
     found = [_array(cell) for cell in given[column]]
+    why = f"has no array or image in column {column}" + f" of shape {shape}" * (shape is not None)
     missing = {
-        row: f"has no array or image in column {column}"
-        + f" of shape {shape}" * (shape is not None)
+        row: why
         for row, one in enumerate(found)
         if one is None or one.shape != (shape or one.shape)
     }

@@ -8,21 +8,14 @@ would reveal it to others.
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
 from fedpact.common.errors import DataError
-from fedpact.data.cells import (
-    Cells,
-    beyond_floats,
-    find_named,
-    is_blank,
-    list_some,
-    to_numbers,
-)
+from fedpact.data.cells import Cells, beyond_floats, find_named, is_blank, list_some, to_numbers
 from fedpact.data.schema import Column, RecordForm, ValueRange
 from fedpact.data.sieve import MISSING, RecordFilter
 from fedpact.data.tokens import is_next_token, is_tokens, read_tokens, token_columns
@@ -218,7 +211,10 @@ def _numbers_of_array(
     if x.dtype.kind in "Uf" and (blank := np.isnan(numbers)).any():
         if x.dtype.kind == "U":
             blank &= np.vectorize(is_blank, [bool])(x)
-        numbers = _fill_missing(numbers, blank, form, features)
+        numbers = numbers.copy()
+        for part, own in _declared(form, features):
+            if (fill := own.number(own.fill)) is not None:
+                numbers[part][blank[part]] = fill
 
     def name(place: int) -> str:
         index = tuple(map(int, np.unravel_index(place, shape)))
@@ -241,18 +237,13 @@ def check_columns(origin: str, form: RecordForm, features: Sequence[str]) -> Non
         )
 
 
-def _fill_missing(
-    x: np.ndarray, blank: np.ndarray, form: RecordForm, features: Sequence[str]
-) -> np.ndarray:
-    """Return x [n, ...] with declared replacements for missing values, bool like x."""
-    x = x.copy()
-    parts = [(slice(None), k) for k in range(len(features))] if form.columns else [...]
-    for part, name in zip(parts, features if form.columns else ("",), strict=True):
-        own = form.of(name)
-        fill = own.number(own.fill)
-        if fill is not None:
-            x[part] = np.where(blank[part], fill, x[part])
-    return x
+def _declared(form: RecordForm, features: Sequence[str]) -> Iterator[tuple[Any, ValueRange]]:
+    """Yield the parts of records [n, ...] that one declaration is about, each with it."""
+    if not form.columns:
+        yield ..., form
+        return
+    for k, name in enumerate(features):
+        yield (slice(None), slice(k, k + 1)), form.of(name)
 
 
 def _convert_numbers(
@@ -262,7 +253,7 @@ def _convert_numbers(
     if values == "int64":
         x = _whole(source)
     else:
-        _mark_infinite(source, source.x)
+        source.mark(~np.isfinite(source.x), "is not a finite number")
         wide = source.x.dtype.itemsize >= 8
         with np.errstate(over="ignore"):
             # Through float64, as in a column with text or missing values: an integer of 60 bits
@@ -270,19 +261,10 @@ def _convert_numbers(
             x = np.array(np.asarray(source.x, np.float64) if wide else source.x, np.float32)
     if form.vocabulary is not None:
         source.mark((x < 0) | (x >= form.vocabulary), f"is not one of {form.vocabulary} words")
-    if not form.columns:
-        _keep_range(source, x, ..., form)
-    else:
-        for k, name in enumerate(features):
-            _keep_range(source, x, (slice(None), slice(k, k + 1)), form.of(name))
-    if values != "int64":
-        _mark_infinite(source, x)
+    for part, own in _declared(form, features):
+        _keep_range(source, x, part, own)
+    source.mark(~np.isfinite(x), "is not a finite number")
     return x
-
-
-def _mark_infinite(source: _Source, x: np.ndarray) -> None:
-    if x.dtype.kind == "f":
-        source.mark(~np.isfinite(x), "is not a finite number")
 
 
 def _whole(source: _Source) -> np.ndarray:
