@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Final, Literal, TypedDict
+from typing import Any, Final, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -25,17 +25,20 @@ from fedpact.per_sample.layers import by_pixel
 
 @dataclass(frozen=True)
 class Metric:
-    """A number about the sites' held-out records; simulator only.
+    """A number about the sites' held-out records (simulator only), or about a model's outputs.
 
     label: its name in tables. of: computes it from scores by site, and numbers of training records
-    by site. form: how it is formatted. note: a short explanation. about: the caption of its chart.
+    by site; or from outputs and labels [n, ...], NaN if undefined. form: how it is formatted. note:
+    a short explanation. about: the caption of its chart. kinds: of the labels, as in
+    schema.LabelForm, if it is of outputs.
     """
 
     label: str
-    of: Callable[[Mapping[str, SiteScore], Mapping[str, float]], float]
+    of: Callable[[Any, Any], float]
     form: Literal["number", "percent"]
     note: str
     about: str
+    kinds: tuple[str, ...] = ()
 
 
 class Fairness(TypedDict):
@@ -258,22 +261,6 @@ _BINS: Final = 15
 _FORM: Final = "metric(outputs [n, ...], labels [n, ...]) -> a number"
 
 
-@dataclass(frozen=True)
-class Measure:
-    """A number computed from a model's outputs. kinds: of labels, as in schema.LabelForm.
-
-    of: (outputs [n, ...], labels [n, ...]) -> the number, NaN if undefined. Other fields: see
-    Metric.
-    """
-
-    label: str
-    of: Callable[[Tensor, Tensor], float]
-    kinds: tuple[str, ...]
-    form: Literal["number", "percent"]
-    note: str
-    about: str
-
-
 def _columns(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return probabilities and labels of each class, both [n, K]; pixels count as records.
 
@@ -380,43 +367,41 @@ TASK_BY_LABELS: Final = {
 }
 """Kind of label -> kind of task."""
 
-_OF_CLASSES: Final = ("class", "several", "pixels")
-
-MEASURES: Final[Mapping[str, Measure]] = {
-    "auc": Measure(
+MEASURES: Final[Mapping[str, Metric]] = {
+    "auc": Metric(
         "ROC area",
         area,
-        ("class", "several"),
         "number",
         "1 ranks all records correctly, 0.5 is chance",
         "The area under the ROC curve: how often a record of a class has a higher score for it "
         "than one of another. Of more than two classes or labels it is the mean over them.",
+        ("class", "several"),
     ),
-    "f1": Measure(
+    "f1": Metric(
         "F1",
         f1,
-        _OF_CLASSES,
         "number",
         "precision and recall together; 1 is best",
         "F1 = 2 TP / (2 TP + FP + FN) of the second of two classes; of more classes, labels or "
         "pixels' classes (there it is the Dice score) the mean over them.",
+        ("class", "several", "pixels"),
     ),
-    "ece": Measure(
+    "ece": Metric(
         "calibration error",
         calibration_error,
-        _OF_CLASSES,
         "number",
         "how far confidence is from accuracy; 0 is best",
         "The expected calibration error over 15 bins of confidence: how far, on average, the "
         "probability that the model gives its answer is from how often it is right.",
+        ("class", "several", "pixels"),
     ),
-    "r2": Measure(
+    "r2": Metric(
         "R²",
         r_squared,
-        ("number",),
         "number",
         "share of the labels' variance that is explained",
         "R² = 1 − Σ (y − ŷ)² / Σ (y − mean y)²: 1 is exact, 0 as good as the mean.",
+        ("number",),
     ),
 }
 """Name -> measure. An entry here is enough to use it in task.metrics."""
@@ -464,11 +449,10 @@ def short(name: str) -> str:
     return name.rpartition(":")[2].partition("@")[0]
 
 
-def find_display(name: str) -> Metric | Measure:
+def find_display(name: str) -> Metric:
     """Return how a metric or measure of this name is shown."""
-    known: Mapping[str, Metric | Measure] = {**METRICS, **MEASURES}
-    own = Measure(name, r_squared, (), "number", "user-defined", "A user-defined metric.")
-    return known.get(name, own)
+    own = Metric(name, r_squared, "number", "user-defined", "A user-defined metric.")
+    return {**METRICS, **MEASURES}.get(name, own)
 
 
 def _measure(name: str, kind: str) -> Callable[[Tensor, Tensor], float]:

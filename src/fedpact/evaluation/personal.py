@@ -235,14 +235,6 @@ def _answered(
     return right, losses
 
 
-def with_weight(model: FlatModel, x: Tensor, y: Tensor, anchor: Tensor, weight: float) -> Tensor:
-    """Return the model tuned on all records with one λ, through the larger ones."""
-    w = anchor
-    for larger in (*(each for each in WEIGHTS if each > weight), weight):
-        w = tune(model, x, y, anchor, larger, w)
-    return w
-
-
 _NORMAL: Final = 1.959963984540054
 METHOD: Final = "95 %, Bonett and Price's interval for paired proportions"
 
@@ -314,8 +306,11 @@ def personalise_model(
 
     w: the released model; or the plan's initial one, for a site alone. whose: as in choose_lambda.
     """
-    choice = choose_lambda(model, x, y, w, whose)
-    return SiteModel(with_weight(model, x, y, w, choice.weight), choice)
+    choice, found = choose_lambda(model, x, y, w, whose), w
+    # Through the larger weights, down to the chosen one.
+    for weight in (each for each in WEIGHTS if each >= choice.weight):
+        found = tune(model, x, y, w, weight, found)
+    return SiteModel(found, choice)
 
 
 def on_held_out(
