@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from fedpact.common.errors import DataError
-from fedpact.data.inputs import with_arrays
+from fedpact.data.inputs import table_of, with_arrays
 from fedpact.data.load import from_python, load_dataset
 from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
 from fedpact.data.site_records import load_site
-from fedpact.data.tables import table_of
 
 IDS = [[5, 3], [2, 4, 6], [7], [1, 2]]
 MASK = [[1, 1], [1, 1, 0], [1], [1, 1]]

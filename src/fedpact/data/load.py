@@ -27,7 +27,7 @@ from fedpact.data.dataset import Dataset
 from fedpact.data.inputs import columns_of, describe_value, of_arrays, read_input
 from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
 from fedpact.data.sieve import RecordFilter, nothing_left
-from fedpact.data.tables import Table, check_columns, read_numbers, table_of
+from fedpact.data.tables import Table, check_columns, read_numbers
 from fedpact.data.tokens import is_next_token, is_tokens
 
 NAMES = (
@@ -181,7 +181,7 @@ def of_file(
     """
     columns, broken = read_columns(path)
     roles = label, site, person
-    table = table_of(f"data file {path}", columns, *roles, broken, form, index_of(path))
+    table = inputs.table_of(f"data file {path}", columns, *roles, broken, form, index_of(path))
     return inputs.with_arrays(table, form, shape)
 
 

@@ -18,11 +18,11 @@ from fedpact.data import targets
 from fedpact.data.cells import SUFFIXES, read_columns, read_npz
 from fedpact.data.columns import FileColumn, declared_columns
 from fedpact.data.dataset import Dataset
-from fedpact.data.inputs import of_arrays
+from fedpact.data.inputs import of_arrays, table_of
 from fedpact.data.load import of_file
 from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter
-from fedpact.data.tables import Table, read_numbers, table_of
+from fedpact.data.tables import Table, read_numbers
 from fedpact.data.tokens import is_tokens
 
 _logger = logging.getLogger("fedpact")

@@ -34,11 +34,11 @@ from fedpact.data.columns import FileColumn, declared_columns
 from fedpact.data.dataset import Dataset
 from fedpact.data.features.extract import MadeBy
 from fedpact.data.features.stage import FeatureStage
-from fedpact.data.inputs import columns_of, labels_of, of_arrays, read_input, with_arrays
+from fedpact.data.inputs import columns_of, labels_of, of_arrays, read_input, table_of, with_arrays
 from fedpact.data.load import with_columns
 from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter
-from fedpact.data.tables import Table, read_numbers, table_of
+from fedpact.data.tables import Table, read_numbers
 from fedpact.data.targets import ambiguous, read_labels, unscale
 from fedpact.evaluation.metrics import evaluate, find_display
 from fedpact.plan import Plan
