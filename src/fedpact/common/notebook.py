@@ -76,7 +76,7 @@ _BOX = (
     "background:var(--page);color:var(--ink);font:14px/1.45 system-ui,sans-serif"
 )
 _FIGURES = "display:flex;flex-wrap:wrap;gap:.5rem 1.6rem;margin:.5rem 0"
-_VALUE = "font-size:1.3rem;font-weight:650;color:var(--ink)"
+_VALUE = "font-size:1.3rem;font-weight:650;color:var(--{})"
 _SOFT = "color:var(--soft)"
 _WARN = (
     "display:inline-block;padding:0 .5em;border-radius:1em;color:var(--{0});"
@@ -110,20 +110,17 @@ def card(
     told = ""
     if warning:
         told = f' <span style="{_WARN.format("bad" if bad else "warn")}">{escape(warning)}</span>'
+    told_figures = "".join(
+        f'<div><div style="{_SOFT}">{escape(figure.label)}</div>'
+        f'<div style="{_VALUE.format("bad" if figure.bad else "ink")}">{escape(figure.value)}</div>'
+        f'<div style="{_SOFT};font-size:12px">{escape(figure.note)}</div></div>'
+        for figure in figures
+    )
     return (
         f'<style>{css()}</style><div class="fedpact" style="{_BOX}">'
         f'<b style="font-size:1.05rem">{escape(title)}</b>{told}'
-        f'<div style="{_FIGURES}">{"".join(map(_figure, figures))}</div>'
+        f'<div style="{_FIGURES}">{told_figures}</div>'
         f'<div style="{_SOFT}">{escape(below)}</div></div>'
-    )
-
-
-def _figure(figure: CardFigure) -> str:
-    value = _VALUE.replace("--ink", "--bad") if figure.bad else _VALUE
-    return (
-        f'<div><div style="{_SOFT}">{escape(figure.label)}</div>'
-        f'<div style="{value}">{escape(figure.value)}</div>'
-        f'<div style="{_SOFT};font-size:12px">{escape(figure.note)}</div></div>'
     )
 
 

@@ -144,24 +144,21 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "noise")
 
 
-if hasattr(os, "register_at_fork"):
-    # Threads do not survive a fork.
-    os.register_at_fork(after_in_child=_pool.cache_clear)
-
-
 # Words per key: 8 GiB, an eighth of what the counter allows.
 _KEY_LASTS: Final = 1 << 30
 
 _forks = 0
 
 
-def _count_fork() -> None:
+def _start_child() -> None:
     global _forks
     _forks += 1
+    # Threads do not survive a fork.
+    _pool.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count_fork)
+    os.register_at_fork(after_in_child=_start_child)
 
 
 class FreshStream(KeyStream):
