@@ -56,51 +56,10 @@ from fedpact.models.zoo import LogisticSettings
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import FullDataRelease, Terms
 
-
-class ShownPlan:
-    """How a plan is displayed. It stands before Plan in this file, so a plan is `Any` here."""
-
-    def __repr__(self) -> str:
-        figures = (f"{figure.label} {figure.value}" for figure in _figures(self))
-        return f"Plan({', '.join(figures)})"
-
-    __str__ = __repr__
-
-    def _repr_html_(self) -> str:
-        plan: Any = self
-        whole = plan.document()
-        chosen = sorted(set(flatten(whole)) - {*whole[DEFAULTS_KEY], DEFAULTS_KEY})
-        return card("Plan", _figures(self), below=f"chosen: {', '.join(chosen)}")
-
-    def frame(self) -> Any:
-        """Return every setting in effect as a DataFrame: key, value, default (nobody gave it)."""
-        plan: Any = self
-        whole = plan.document()
-        unset = set(whole.pop(DEFAULTS_KEY))
-        rows = [{"key": k, "value": v, "default": k in unset} for k, v in flatten(whole).items()]
-        return frame(rows)
-
-
-def _figures(plan: Any) -> list[CardFigure]:
-    privacy = plan.privacy
-    epsilon = privacy.epsilon if isinstance(privacy.epsilon, list) else [privacy.epsilon]
-    bound = f"{upper(max(epsilon))} per {privacy.unit}"
-    return [
-        CardFigure("algorithm", plan.algorithm),
-        CardFigure("data", plan.data),
-        CardFigure("model", str(plan.model)),
-        CardFigure("sites", f"{plan.sites:,}"),
-        *([CardFigure("sites per round", str(part))] if (part := plan.sites_per_round) else []),
-        CardFigure("rounds", f"{plan.rounds:,}"),
-        CardFigure("ε", bound if plan.private else "NOT PRIVATE", bad=not plan.private),
-        *([CardFigure("δ", str(privacy.delta))] if plan.private else []),
-    ]
-
-
 _RATE = 0.5  # q if neither it nor a batch size is given
 
 
-class Plan(ShownPlan, BaseModel):
+class Plan(BaseModel):
     """Everything that determines a run. Mistakes raise one PlanError, which lists them all."""
 
     model_config = FROZEN
@@ -371,6 +330,39 @@ class Plan(ShownPlan, BaseModel):
             columns=self.privacy.release_of(self.records.released, name, names, 1 + spare),
             protects=self.privacy.unit,
         )
+
+    def __repr__(self) -> str:
+        return f"Plan({', '.join(f'{figure.label} {figure.value}' for figure in self._figures())})"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        whole = self.document()
+        chosen = sorted(set(flatten(whole)) - {*whole[DEFAULTS_KEY], DEFAULTS_KEY})
+        return card("Plan", self._figures(), below=f"chosen: {', '.join(chosen)}")
+
+    def _figures(self) -> list[CardFigure]:
+        epsilon = self.privacy.epsilon
+        bound = f"{upper(max(epsilon if isinstance(epsilon, list) else [epsilon]))} per "
+        named = {
+            "algorithm": self.algorithm,
+            "data": self.data,
+            "model": str(self.model),
+            "sites": f"{self.sites:,}",
+            "sites per round": str(self.sites_per_round or ""),
+            "rounds": f"{self.rounds:,}",
+            "ε": bound + self.privacy.unit if self.private else "NOT PRIVATE",
+            "δ": str(self.privacy.delta) if self.private else "",
+        }
+        bad = not self.private
+        return [CardFigure(n, v, bad=bad and n == "ε") for n, v in named.items() if v]
+
+    def frame(self) -> Any:
+        """Return every setting in effect as a DataFrame: key, value, default (nobody gave it)."""
+        whole = self.document()
+        unset = set(whole.pop(DEFAULTS_KEY))
+        rows = [{"key": k, "value": v, "default": k in unset} for k, v in flatten(whole).items()]
+        return frame(rows)
 
     def document(self) -> dict[str, Any]:
         """Return plan.json's content: every setting in effect, and which of them are defaults."""

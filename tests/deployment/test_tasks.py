@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 import fedpact
 from fedpact.common.errors import DataError
+from fedpact.data.inputs import table_of
 from fedpact.data.schema import LabelForm, RecordForm
 from fedpact.data.site_records import load_site
-from fedpact.data.tables import read_numbers, table_of
+from fedpact.data.tables import read_numbers
 from fedpact.data.targets import token_labels
 from fedpact.deployment.site_records import SiteFiles, own_records
 from fedpact.plan import Plan

@@ -4,7 +4,9 @@ import datetime
 import re
 from typing import Annotated, Final, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
+
+from fedpact.common.configuration import FROZEN
 
 _CONTROLS: Final = r"\x00-\x1f\x7f\u0085\u2028\u2029"
 
@@ -30,9 +32,7 @@ def _written(day: object) -> object:
 class About(BaseModel):
     """What people say of a run, for its model card; "" is not stated."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
+    model_config = FROZEN
     name: OneLine = ""
     """What the model is called."""
     purpose: OneLine = ""

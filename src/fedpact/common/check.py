@@ -27,44 +27,29 @@ def _single(named: dict[str, float]) -> tuple[str, float]:
     return next(iter(named.items()))
 
 
-def _require(named: dict[str, float], good: Callable[[float], bool], expected: str) -> float:
-    name, value = _single(named)
-    # bool is an int in Python; True is no learning rate.
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Written as "not good": every comparison with NaN is false, so NaN is refused.
-    if not (number and good(value)):
-        raise InputError(f"{name} is {value!r}: expected {expected.format(name=name)}")
-    return value
+def _check(good: Callable[[float], bool], expected: str) -> Callable[..., float]:
+    """Return a check: given one named number, it returns it if good, else raises InputError."""
+
+    def check(**named: float) -> float:
+        name, value = _single(named)
+        # bool is an int in Python; True is no learning rate.
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        # Written as "not good": every comparison with NaN is false, so NaN is refused.
+        if not (number and good(value)):
+            raise InputError(f"{name} is {value!r}: expected {expected.format(name=name)}")
+        return value
+
+    return check
 
 
-def finite(**named: float) -> float:
-    """Return the number if it is finite. Raises InputError otherwise."""
-    return _require(named, lambda v: -_LARGEST <= v <= _LARGEST, "a finite number")
-
-
-def positive(**named: float) -> float:
-    """Return the number if it is finite and > 0. Raises InputError otherwise."""
-    return _require(named, lambda v: 0 < v <= _LARGEST, "a finite number with {name} > 0")
-
-
-def non_negative(**named: float) -> float:
-    """Return the number if it is finite and >= 0. Raises InputError otherwise."""
-    return _require(named, lambda v: 0 <= v <= _LARGEST, "a finite number with {name} >= 0")
-
-
-def probability(**named: float) -> float:
-    """Return the number if it lies in [0, 1]. Raises InputError otherwise."""
-    return _require(named, lambda v: 0 <= v <= 1, "a number with 0 <= {name} <= 1")
-
-
-def rate(**named: float) -> float:
-    """Return the number if it lies in (0, 1], as a sampling rate does. Raises InputError."""
-    return _require(named, lambda v: 0 < v <= 1, "a number with 0 < {name} <= 1")
-
-
-def fraction(**named: float) -> float:
-    """Return the number if it lies in (0, 1), as δ does. Raises InputError otherwise."""
-    return _require(named, lambda v: 0 < v < 1, "a number with 0 < {name} < 1")
+finite = _check(lambda v: -_LARGEST <= v <= _LARGEST, "a finite number")
+positive = _check(lambda v: 0 < v <= _LARGEST, "a finite number with {name} > 0")
+non_negative = _check(lambda v: 0 <= v <= _LARGEST, "a finite number with {name} >= 0")
+probability = _check(lambda v: 0 <= v <= 1, "a number with 0 <= {name} <= 1")
+rate = _check(lambda v: 0 < v <= 1, "a number with 0 < {name} <= 1")
+"""Of a sampling rate, in (0, 1]."""
+fraction = _check(lambda v: 0 < v < 1, "a number with 0 < {name} < 1")
+"""Of δ, in (0, 1)."""
 
 
 def _integer(named: dict[str, int], least: int) -> int:

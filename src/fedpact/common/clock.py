@@ -102,13 +102,12 @@ class SimulatedClock(BaseModel):
     def _factor(self, seed: int, number: int, site: str) -> float:
         own = seeded_generator(seed, "clock", site)
         each = seeded_generator(seed, "clock", site, number)
-        power = self.spread * _normal(own) + self.jitter * _normal(each)
+        power = sum(
+            scale * float(torch.randn(1, generator=draws, dtype=torch.float64))
+            for scale, draws in ((self.spread, own), (self.jitter, each))
+        )
         straggles = float(torch.rand(1, generator=each)) < self.straggler_chance
         return math.exp(power) * (self.straggler_factor if straggles else 1.0)
-
-
-def _normal(generator: torch.Generator) -> float:
-    return float(torch.randn(1, generator=generator, dtype=torch.float64))
 
 
 def _at(value: float | list[float], place: int) -> float:

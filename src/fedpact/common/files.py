@@ -11,7 +11,6 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from fedpact.common.errors import DataError, InputError
 
@@ -74,7 +73,12 @@ def make_room(length: int, *paths: Path) -> None:
     try:
         for path in paths:
             with open(_room(path), "ab", opener=private_opener) as file:
-                _take(file, length)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, length)
+                else:  # macOS
+                    file.write(bytes(max(0, length - file.tell())))
+                    file.flush()
+                    os.fsync(file.fileno())
     except BaseException:
         free_room(*paths)
         raise
@@ -88,15 +92,6 @@ def free_room(*paths: Path) -> None:
 
 def _room(path: Path) -> Path:
     return path.with_name(path.name + ".room")
-
-
-def _take(file: IO[bytes], length: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, length)
-    else:  # macOS
-        file.write(bytes(max(0, length - file.tell())))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def sync(path: Path) -> None:

@@ -303,13 +303,26 @@ def from_bytes(block: bytes, most_vectors: int = MOST_VECTORS) -> Message:
 
 
 def _header(message: Message) -> tuple[bytes, list[Tensor]]:
-    """Return a block's header with its length in front, and the vectors in storage order."""
+    """Return a block's header with its length in front, and the vectors in storage order.
+
+    Raises InputError: a field, or a vector's name or type, that a block cannot store.
+    """
     # A subclass that only changes how a message is sent is encoded as the message itself.
     kind = next(each for each in type(message).__mro__ if each in _DECLARED)
     fields = {name: getattr(message, name) for name in _DECLARED[kind]}
     vectors: Vectors = fields.pop("vectors", {})
     _check_fields(kind, fields)
-    _check_types(kind, vectors)
+    for name, vector in vectors.items():
+        if name == _RESERVED:
+            raise InputError(
+                f"{kind.__name__}.vectors has a vector {name!r}: expected another name, as blocks "
+                "store other fields under it"
+            )
+        if vector.dtype not in _TYPES:
+            raise InputError(
+                f"{kind.__name__}.vectors[{name!r}] is of {vector.dtype}: expected one of "
+                f"{', '.join(map(str, _TYPES))}; convert it with .to(...)"
+            )
     names = sorted(vectors, key=lambda name: (_PLACES[vectors[name].dtype], name))
     head = _LAYOUT(_FIELDS({"kind": kind.__name__, **fields}))
     layout = _layout(tuple((name, vectors[name].dtype, vectors[name].shape) for name in names))
@@ -344,21 +357,6 @@ def _is_number(value: object) -> bool:
     if isinstance(value, int) and not isinstance(value, bool):
         return -_LARGEST <= value <= _LARGEST
     return isinstance(value, float)
-
-
-def _check_types(kind: type[Message], vectors: Vectors) -> None:
-    """Raise InputError unless every vector's name and type can be stored in a block."""
-    for name, vector in vectors.items():
-        if name == _RESERVED:
-            raise InputError(
-                f"{kind.__name__}.vectors has a vector {name!r}: expected another name, as blocks "
-                "store other fields under it"
-            )
-        if vector.dtype not in _TYPES:
-            raise InputError(
-                f"{kind.__name__}.vectors[{name!r}] is of {vector.dtype}: expected one of "
-                f"{', '.join(map(str, _TYPES))}; convert it with .to(...)"
-            )
 
 
 def _check_fields(kind: type[Message], fields: Mapping[str, Any]) -> None:

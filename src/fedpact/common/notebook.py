@@ -18,59 +18,38 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-LIGHT: Final = {
-    "page": "#ffffff",
-    "ink": "#1f2933",
-    "soft": "#52606d",
-    "line": "#e4e7eb",
-    "axis": "#7b8794",
-    "wash": "#f7f8fa",
-    "link": "#0b5a8f",
-    "bad": "#a61b1b",
-    "bad-wash": "#fdecea",
-    "warn": "#855600",
-    "warn-wash": "#fff8e6",
-    "warn-line": "#c3a15a",
+_THEMES: Final = {
+    "page": ("#ffffff", "#12161b"),
+    "ink": ("#1f2933", "#e8edf2"),
+    "soft": ("#52606d", "#aab5c1"),
+    "line": ("#e4e7eb", "#2f3842"),
+    "axis": ("#7b8794", "#7a8794"),
+    "wash": ("#f7f8fa", "#1a2027"),
+    "link": ("#0b5a8f", "#7cc0f5"),
+    "bad": ("#a61b1b", "#ff9a94"),
+    "bad-wash": ("#fdecea", "#3a1a1a"),
+    "warn": ("#855600", "#f0c36a"),
+    "warn-wash": ("#fff8e6", "#322813"),
+    "warn-line": ("#c3a15a", "#8a6d2c"),
     # After Okabe and Ito: distinguishable with any colour vision, and by lightness in print.
-    "blue": "#0072b2",
-    "red": "#d04a02",
-    "green": "#00875f",
-    "orange": "#b27700",
-    "pink": "#b5578f",
-    "sky": "#3a8fbf",
-    "grey": "#6b7280",
+    "blue": ("#0072b2", "#4fa8e8"),
+    "red": ("#d04a02", "#ff8552"),
+    "green": ("#00875f", "#35c79a"),
+    "orange": ("#b27700", "#e8b04a"),
+    "pink": ("#b5578f", "#e39bc4"),
+    "sky": ("#3a8fbf", "#9ad4f5"),
+    "grey": ("#6b7280", "#9aa5b1"),
 }
-DARK: Final = {
-    "page": "#12161b",
-    "ink": "#e8edf2",
-    "soft": "#aab5c1",
-    "line": "#2f3842",
-    "axis": "#7a8794",
-    "wash": "#1a2027",
-    "link": "#7cc0f5",
-    "bad": "#ff9a94",
-    "bad-wash": "#3a1a1a",
-    "warn": "#f0c36a",
-    "warn-wash": "#322813",
-    "warn-line": "#8a6d2c",
-    "blue": "#4fa8e8",
-    "red": "#ff8552",
-    "green": "#35c79a",
-    "orange": "#e8b04a",
-    "pink": "#e39bc4",
-    "sky": "#9ad4f5",
-    "grey": "#9aa5b1",
-}
+"""Colour -> how it looks on a light page, and on a dark one."""
+LIGHT: Final = {name: light for name, (light, _) in _THEMES.items()}
+DARK: Final = {name: dark for name, (_, dark) in _THEMES.items()}
 _NAMES: Final = {colour: name for name, colour in LIGHT.items()}
 
 
 def apply_theme(svg: str) -> str:
     """Return SVG that uses the colours of the page around it."""
-    return re.sub(
-        r"#[0-9a-f]{6}\b",
-        lambda found: f"var(--{_NAMES[found[0]]})" if found[0] in _NAMES else found[0],
-        svg,
-    )
+    colours = rf"({'|'.join(_NAMES)})\b"
+    return re.sub(colours, lambda found: f"var(--{_NAMES[found[0]]})", svg)
 
 
 def css() -> str:
@@ -79,10 +58,9 @@ def css() -> str:
     Light in print and by default; a notebook's theme takes precedence over the system's.
     """
     light, dark = (
-        "".join(f"--{name}:{colour};" for name, colour in colours.items())
-        for colours in (LIGHT, DARK)
+        f"{''.join(f'--{name}:{c};' for name, c in colours.items())}color-scheme:{theme};"
+        for theme, colours in (("light", LIGHT), ("dark", DARK))
     )
-    light, dark = f"{light}color-scheme:light;", f"{dark}color-scheme:dark;"
     notebook = '[data-jp-theme-light="{}"] .fedpact'.format
     return "\n".join(
         (
@@ -98,7 +76,7 @@ _BOX = (
     "background:var(--page);color:var(--ink);font:14px/1.45 system-ui,sans-serif"
 )
 _FIGURES = "display:flex;flex-wrap:wrap;gap:.5rem 1.6rem;margin:.5rem 0"
-_VALUE = "font-size:1.3rem;font-weight:650;color:var(--ink)"
+_VALUE = "font-size:1.3rem;font-weight:650;color:var(--{})"
 _SOFT = "color:var(--soft)"
 _WARN = (
     "display:inline-block;padding:0 .5em;border-radius:1em;color:var(--{0});"
@@ -132,20 +110,17 @@ def card(
     told = ""
     if warning:
         told = f' <span style="{_WARN.format("bad" if bad else "warn")}">{escape(warning)}</span>'
+    told_figures = "".join(
+        f'<div><div style="{_SOFT}">{escape(figure.label)}</div>'
+        f'<div style="{_VALUE.format("bad" if figure.bad else "ink")}">{escape(figure.value)}</div>'
+        f'<div style="{_SOFT};font-size:12px">{escape(figure.note)}</div></div>'
+        for figure in figures
+    )
     return (
         f'<style>{css()}</style><div class="fedpact" style="{_BOX}">'
         f'<b style="font-size:1.05rem">{escape(title)}</b>{told}'
-        f'<div style="{_FIGURES}">{"".join(map(_figure, figures))}</div>'
+        f'<div style="{_FIGURES}">{told_figures}</div>'
         f'<div style="{_SOFT}">{escape(below)}</div></div>'
-    )
-
-
-def _figure(figure: CardFigure) -> str:
-    value = _VALUE.replace("--ink", "--bad") if figure.bad else _VALUE
-    return (
-        f'<div><div style="{_SOFT}">{escape(figure.label)}</div>'
-        f'<div style="{value}">{escape(figure.value)}</div>'
-        f'<div style="{_SOFT};font-size:12px">{escape(figure.note)}</div></div>'
     )
 
 

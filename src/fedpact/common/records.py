@@ -87,22 +87,18 @@ class RoundRecord:
     def from_json(line: str) -> "RoundRecord":
         """Read back a line that `to_json` wrote."""
         raw: dict[str, Any] = json.loads(line)
-        scores, wide = raw["scores"], ("epsilon", "epsilon_alone")
-        # A missing ε bounds nothing.
-        raw |= {name: _filled(raw[name], math.inf) for name in wide if name in raw}
-        raw["scores"] = {
-            name: SiteScore(**_filled(each, math.nan)) for name, each in scores.items()
-        }
-        mapped = ("numbers", "average", "evaluation", "held_out")
-        raw |= {name: _filled(raw[name], math.nan) for name in mapped if name in raw}
-        figures = ("accuracy", "loss")
-        own = {f.name for f in dataclasses.fields(RoundRecord)} - {"metrics"}
-        metrics = {key: value for key, value in raw.items() if key not in own}
-        if scores or any(raw.get(name) is not None for name in figures):
-            raw |= {name: _filled(raw.get(name), math.nan) for name in figures}
-            metrics = _filled(metrics, math.nan)
-        metrics = {key: float(value) for key, value in metrics.items()}
-        return RoundRecord(metrics=metrics, **{k: v for k, v in raw.items() if k in own})
+        names = {f.name for f in dataclasses.fields(RoundRecord)} - {"metrics"}
+        known = {name: raw.pop(name) for name in names & raw.keys()}
+        scored = ("accuracy", "loss")
+        if known["scores"] or any(known.get(name) is not None for name in scored):
+            known |= {name: _filled(known.get(name), math.nan) for name in scored}
+            raw = _filled(raw, math.nan)
+        for name in known.keys() & {"numbers", "average", "evaluation", "held_out", "scores"}:
+            known[name] = _filled(known[name], math.nan)
+        for name in known.keys() & {"epsilon", "epsilon_alone"}:
+            known[name] = _filled(known[name], math.inf)  # a missing ε bounds nothing
+        known["scores"] = {name: SiteScore(**score) for name, score in known["scores"].items()}
+        return RoundRecord(metrics={name: float(value) for name, value in raw.items()}, **known)
 
 
 def strict(value: Any) -> Any:

@@ -297,12 +297,8 @@ def exclusive(place: Path, wait: bool = False) -> Iterator[None]:
         try:
             yield
         finally:
-            for each in new:
-                _remove_empty(each)
-
-
-def _remove_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        if [path.name for path in folder.iterdir()] == [LOCK]:
-            (folder / LOCK).unlink()
-        folder.rmdir()
+            for folder in new:
+                with contextlib.suppress(OSError):
+                    if [path.name for path in folder.iterdir()] == [LOCK]:
+                        (folder / LOCK).unlink()
+                    folder.rmdir()

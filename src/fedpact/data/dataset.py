@@ -4,7 +4,6 @@ Its errors give names, shapes, rows and columns, never a value of a record.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Final
@@ -156,9 +155,10 @@ class Dataset:
             return
         good = torch.isfinite(x)
         first = (~good).nonzero()[0].tolist()
+        column = first[1] if len(first) == 2 else tuple(first[1:])
         raise DataError(
             f"data set {self.name}: {int((~good).sum())} values of {name} are NaN or infinite, the "
-            f"first in row {first[0]}, column {_column(first[1:])} (counted from 0): remove those "
+            f"first in row {first[0]}, column {column} (counted from 0): remove those "
             "records, or replace the values by a constant declared beforehand"
         )
 
@@ -181,7 +181,3 @@ class Dataset:
                 f"0..{len(self.classes) - 1} for {len(self.classes)} classes; correct them, or "
                 "name all classes"
             )
-
-
-def _column(index: Sequence[int]) -> str:
-    return str(index[0]) if len(index) == 1 else str(tuple(index))

@@ -11,7 +11,8 @@ Pillow's images become arrays [channels, height, width] of 0..255. To scale them
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
 from numbers import Number
@@ -24,16 +25,19 @@ from torch.utils.data import Dataset as Items
 from torch.utils.data import IterableDataset, TensorDataset
 
 from fedpact.common.errors import DataError
-from fedpact.data.cells import Cells, NumberCells, cells_of, is_blank
+from fedpact.data.cells import Cells, NumberCells, cells_of, is_blank, list_some
 from fedpact.data.schema import RecordForm
-from fedpact.data.tables import Table, table_of
-from fedpact.data.tokens import is_tokens
+from fedpact.data.tables import Table
+from fedpact.data.tokens import is_next_token, is_tokens, token_columns
 
 _KINDS: Final = (
     "expected a path, a name, a pair (x, y) of arrays, a DataFrame or another table with label = "
     "..., a data set of Hugging Face, or a torch Dataset of pairs (x, y)"
 )
 _ANY: Final = RecordForm()
+_AT_A_SITE: Final = "; a deployed site's owner names it as label in site.toml"
+_INDEX: Final = re.compile(r"(__index_level_\d+__|Unnamed: \d+)?")
+"""What pandas calls a column that numbers rows, in Parquet and, unnamed, in a CSV."""
 _logger = logging.getLogger("fedpact")
 
 
@@ -60,10 +64,11 @@ def read_input(
         if label in columns and titles:
             named = [titles[int(v)] if v in range(len(titles)) else None for v in columns[label]]
             columns[str(label)] = named
-        index = [n for n in _index_of(data) if n not in (label, site, person)]
-        more = {"index": index, "unlabelled": shape is not None}
-        found = of_columns(origin, columns, form, label, site, person, **more)
-        return replace(found, titles=titles)
+        roles = label, site, person
+        index = [name for name in _index_of(data) if name not in roles]
+        unlabelled = shape is not None
+        table = table_of(origin, columns, *roles, None, form, index, unlabelled=unlabelled)
+        return replace(with_arrays(table, form), titles=titles)
     if shape is None and (label or site or person):
         raise DataError(
             f"label = {label!r}, site = {site!r}, person = {person!r} with "
@@ -74,28 +79,85 @@ def read_input(
     return of_arrays(origin, x, y, form, titles=titles)
 
 
-def of_columns(
+def choose_features(
+    columns: Mapping[str, Any], form: RecordForm, roles: Collection[str | None]
+) -> list[str]:
+    """Return the columns that form a record. roles: those of label, site and person."""
+    return form.features or [name for name in columns if name not in {*roles, *form.drop}]
+
+
+def table_of(
     origin: str,
     columns: Mapping[str, Cells],
-    form: RecordForm,
     label: str | None,
     site: str | None = None,
     person: str | None = None,
     broken: Mapping[int, str] | None = None,
-    index: Sequence[str] = (),
+    form: RecordForm = _ANY,
+    index: Collection[str] = (),
     *,
     unlabelled: bool = False,
-    shape: tuple[int, ...] | None = None,
 ) -> Table:
-    """Return columns as a table; see `table_of`.
+    """Return columns as a table. origin: its name in errors. index: columns that number rows.
 
-    If the only feature is a column of arrays or images, the result has an array. A record without
-    one is left out. shape: records of another shape are left out too; None: they are refused.
+    unlabelled: whether the label may be missing. form: selects the features. Raises DataError: a
+    missing column.
     """
-    table = table_of(
-        origin, columns, label, site, person, broken, form, index, unlabelled=unlabelled
-    )
-    given, y = cast(Mapping[str, Cells], table.x), table.y
+    roles = {"label": label, "site": site, "person": person}
+    for role, column in roles.items():
+        optional = role != "label" or unlabelled
+        if column not in columns and not (optional and column is None):
+            raise DataError(
+                f"{origin}: {role} column is {column!r}: expected one of its columns "
+                f"{list_some(columns)}; name it as {role} in a plan or in Python, or by --{role} "
+                "where a command has it" + _AT_A_SITE * (role == "label")
+            )
+    named = {role: column for role, column in roles.items() if column is not None}
+    others = [column for column in roles.values() if not is_next_token(column)]
+    rows = token_columns(columns, choose_features(columns, form, others), form.length)
+    for key, names in (("features", form.features or ()), ("drop", form.drop)):
+        known = {*columns, *rows} - {*others}
+        if odd := [c for c in names if c not in known]:
+            raise DataError(
+                f"{origin}: records.{key} names {', '.join(odd)}: expected some of its columns "
+                f"{list_some(columns)}, and not those of label, site or person; correct the names"
+            )
+    unused = {*index, *_numbering(origin, list(columns), form)}
+    chosen = choose_features(columns, form, roles.values())
+    features = [c for c in chosen if form.features is not None or c not in unused]
+    if not (rows or features) or len({*named.values()}) < len(named):
+        raise DataError(
+            f"{origin}: label column {label!r}, site column {site!r} and person column "
+            f"{person!r} leave {len(features)} feature columns of {len(columns)}: expected "
+            "different columns and at least one more"
+        )
+    x = rows or {name: columns[name] for name in features}
+    y, *names = (None if name is None else columns[name] for name in roles.values())
+    return Table(origin, x, y, *names, broken=broken, roles=named, labels="names")
+
+
+def _numbering(origin: str, names: Sequence[str], form: RecordForm) -> list[str]:
+    """Return the columns that number rows. Raises DataError: another unnamed column."""
+    known = [name for name in names if _INDEX.fullmatch(name)]
+    for name in known:
+        place = names.index(name)
+        chosen = form.features is not None or name in form.drop or name.startswith("__index")
+        if place and not chosen:
+            raise DataError(
+                f"{origin}: column {place + 1} of {len(names)} has no name ({name!r}): expected "
+                "one, by which it can be declared; give it one in the file, delete it, or leave it "
+                "out by records.drop"
+            )
+    return known
+
+
+def with_arrays(table: Table, form: RecordForm, shape: tuple[int, ...] | None = None) -> Table:
+    """Return a table with an array in place of its only feature, if that has arrays or images.
+
+    A record without one is left out. shape: records of another shape are left out too; None: they
+    are refused. Raises DataError: other features beside it.
+    """
+    origin, given, y = table.origin, cast(Mapping[str, Cells], table.x), table.y
     column = next((name for name in given if _holds_arrays(given[name])), None)
     if column is None or is_tokens(table.features):
         return table
@@ -110,9 +172,9 @@ def of_columns(
             raise DataError(f"{origin}: labels of several numbers: write the records as .npz")
         y = _together([np.asarray(cell) for cell in y], "label")
     found = [_array(cell) for cell in given[column]]
+    why = f"has no array or image in column {column}" + f" of shape {shape}" * (shape is not None)
     missing = {
-        row: f"has no array or image in column {column}"
-        + f" of shape {shape}" * (shape is not None)
+        row: why
         for row, one in enumerate(found)
         if one is None or one.shape != (shape or one.shape)
     }

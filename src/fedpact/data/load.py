@@ -21,38 +21,13 @@ import torch
 from fedpact.common.errors import DataError, nearest
 from fedpact.common.format import counted
 from fedpact.common.user_code import is_handed
+from fedpact.data import inputs, public, targets
 from fedpact.data.cells import SUFFIXES, check_suffix, index_of, read_columns, read_npz
 from fedpact.data.dataset import Dataset
-from fedpact.data.inputs import (
-    columns_of,
-    describe_value,
-    of_arrays,
-    of_columns,
-    read_input,
-    warn_of_channels,
-)
-from fedpact.data.public import (
-    CLASSES,
-    FORMS,
-    Synthetic,
-    adult_tables,
-    load_digits,
-    load_flamby,
-    load_heart,
-    load_images,
-    load_shakespeare,
-)
+from fedpact.data.inputs import columns_of, describe_value, of_arrays, read_input
 from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
 from fedpact.data.sieve import RecordFilter, nothing_left
 from fedpact.data.tables import Table, check_columns, read_numbers
-from fedpact.data.targets import (
-    check_several,
-    find_classes,
-    persons_of,
-    read_labels,
-    read_sites,
-    token_labels,
-)
 from fedpact.data.tokens import is_next_token, is_tokens
 
 NAMES = (
@@ -63,10 +38,10 @@ TABLES = ("adult",)
 """Those that are tables as they were published, which a form says how to read."""
 
 _LOADERS: Final = {
-    "digits": load_digits,
-    "heart_disease": load_heart,
-    "heart_disease_flamby": load_flamby,
-    "shakespeare": load_shakespeare,
+    "digits": public.load_digits,
+    "heart_disease": public.load_heart,
+    "heart_disease_flamby": public.load_flamby,
+    "shakespeare": public.load_shakespeare,
 }
 _WITH_TEST = "+test"
 _ANY: Final = RecordForm()
@@ -114,11 +89,12 @@ def load_dataset(
             "images in a folder for each class, pass datasets.load_dataset('imagefolder', "
             f"data_dir={name!r}, split='train') from Python, with label = 'label'"
         )
-    made = Synthetic.parse(name)
+    made = public.Synthetic.parse(name)
     if suffix != ".npz" and name not in NAMES and not made:
         raise DataError(
-            f"data set {name!r} is unknown: expected one of {', '.join((*NAMES, *FORMS))}, or the "
-            f"path of a file ending in {', '.join(SUFFIXES)}{nearest(name, NAMES)}"
+            f"data set {name!r} is unknown: expected one of "
+            f"{', '.join((*NAMES, *public.FORMS))}, or the path of a file ending in "
+            f"{', '.join(SUFFIXES)}{nearest(name, NAMES)}"
         )
     if any(column is not None for column in (label, site, person)):
         raise DataError(
@@ -138,10 +114,10 @@ def load_dataset(
     if classes is not None and (name in NAMES or made):
         raise DataError(f"data set {name}: it has its own classes; leave classes out")
     if name == "adult":
-        return dataset_of("adult", adult_tables(form), CLASSES, form)
+        return dataset_of("adult", public.adult_tables(form), public.CLASSES, form)
     if name in _LOADERS:
         return _LOADERS[name]()
-    return made.dataset(name) if made else load_images(name)
+    return made.dataset(name) if made else public.load_images(name)
 
 
 def _with_test(data: Dataset) -> Dataset:
@@ -200,14 +176,13 @@ def of_file(
     """Return the table in a .csv file with a header line, or in a .parquet file.
 
     label, site, person: their columns. form: selects the features. shape: of records that are
-    arrays or images, as for `of_columns`. Raises DataError: missing file or column, or unreadable
+    arrays or images, as for `with_arrays`. Raises DataError: missing file or column, or unreadable
     file.
     """
     columns, broken = read_columns(path)
     roles = label, site, person
-    return of_columns(
-        f"data file {path}", columns, form, *roles, broken, index_of(path), shape=shape
-    )
+    table = inputs.table_of(f"data file {path}", columns, *roles, broken, form, index_of(path))
+    return inputs.with_arrays(table, form, shape)
 
 
 def with_columns(data: Dataset, form: RecordForm) -> Dataset:
@@ -247,31 +222,29 @@ def dataset_of(
     """
     values = "int64" if form.vocabulary else "float32"
     if isinstance(tables[0].x, np.ndarray):
-        warn_of_channels(name, tables[0].x)
+        inputs.warn_of_channels(name, tables[0].x)
         values = "int64" if tables[0].x.dtype in _WHOLE else values
     sieves = [table.filter() for table in tables]
     xs = [read_numbers(t, form, values, sieve) for t, sieve in zip(tables, sieves, strict=True)]
     _check_left(sieves)
-    tables = [
-        token_labels(t, x, form, sieve) for t, x, sieve in zip(tables, xs, sieves, strict=True)
-    ]
-    if classes is None and is_next_token(tables[0].roles.get("label")):
+    each = zip(tables, xs, sieves, strict=True)
+    tables = [targets.token_labels(table, x, form, sieve) for table, x, sieve in each]
+    main, sieve = tables[0], sieves[0]
+    if classes is None and is_next_token(main.roles.get("label")):
         if not form.vocabulary:
             raise DataError(
                 f"data set {name}: each token's label is the next token: expected the number of "
                 "tokens as records.vocabulary (records={'vocabulary': 30522} in Python)"
             )
         classes = [str(token) for token in range(form.vocabulary)]
-    classes = classes or tables[0].titles
-    names = (
-        find_classes(name, tables, sieves, form) if classes is None else tuple(map(str, classes))
-    )
-    check_several(name, names, tables[0], form)
-    ys = [read_labels(t, names, form, s) for t, s in zip(tables, sieves, strict=True)]
-    main, sieve = tables[0], sieves[0]
-    roles = {role: main.roles.get(role, role) for role in ("site", "person")}
-    site = None if main.site is None else read_sites(main.site, sieve, roles["site"])
-    person = None if main.person is None else persons_of(main.person, sieve, roles["person"])
+    classes = classes or main.titles or targets.find_classes(name, tables, sieves, form)
+    names = tuple(map(str, classes))
+    targets.check_several(name, names, main, form)
+    ys = [targets.read_labels(t, names, form, s) for t, s in zip(tables, sieves, strict=True)]
+    site = None if main.site is None else targets.read_sites(main, sieve)
+    person = None
+    if main.person is not None:
+        person = targets.persons_of(main.person, sieve, main.roles.get("person", "person"))
     _check_left(sieves)
     for one in sieves:
         one.warn(values=True)
@@ -280,9 +253,7 @@ def dataset_of(
         for x, y, one in zip(xs, ys, sieves, strict=True)
     ]
     kept = sieve.good.nonzero()[0]
-    features = main.features
-    what = ", ".join(features) if features else counted(len(kept), "record")
-    told = f"{name}: {what}"
+    told = ", ".join(main.features) or counted(len(kept), "record")
     found = Dataset(
         name,
         *parts[0],
@@ -290,10 +261,10 @@ def dataset_of(
         *(parts[1] if len(parts) > 1 else (None, None)),
         site=None if site is None else tuple(site[i] for i in kept.tolist()),
         person=None if person is None else tuple(person[i] for i in kept.tolist()),
-        features=features,
+        features=main.features,
         rows=torch.from_numpy(kept + sieve.first),
         column=main.column,
-        description=f"{told} as given",
+        description=f"{name}: {told} as given",
     )
     object.__setattr__(found, "form", form)
     return found
@@ -357,21 +328,18 @@ def from_python(
 
 def _count_sites(data: Any) -> int:
     """Return the number of sites in a dict or list of tables or pairs (x, y); 0 for others."""
-    if isinstance(data, Mapping):
-        parts = [] if _is_split(data) else [*data.values()]
-    else:
-        parts = data if isinstance(data, list) else []
-    apart = (
-        hasattr(one, "columns") or (isinstance(one, tuple) and len(one) == 2 and _of_rows(*one))
-        for one in parts
-    )
-    return len(parts) if parts and all(apart) else 0
+    parts = data if isinstance(data, list) else []
+    if isinstance(data, Mapping) and not _is_split(data):
+        parts = [*data.values()]
 
+    def apart(one: Any) -> bool:
+        """Whether it is a table, or several records and their labels, not a single one."""
+        if not (isinstance(one, tuple) and len(one) == 2):
+            return hasattr(one, "columns")
+        x, y = (getattr(each, "shape", ()) for each in one)
+        return len(x) > 1 and len(y) == 1 and x[0] == y[0]
 
-def _of_rows(x: Any, y: Any) -> bool:
-    """Whether x, y are several records and labels, not a single one."""
-    shapes = getattr(x, "shape", ()), getattr(y, "shape", ())
-    return len(shapes[0]) > 1 and len(shapes[1]) == 1 and shapes[0][0] == shapes[1][0]
+    return len(parts) if parts and all(map(apart, parts)) else 0
 
 
 def _add_test(found: Dataset, test: Any, label: str | None, form: RecordForm) -> Dataset:
@@ -443,9 +411,8 @@ def refit(data: Dataset, records: PlanRecords, form: RecordForm | None = None) -
         test=test,
         form=form,
     )
-    held = None if data.held is None else data.held[found.numbers]
-    told, names = data.description, data.features
-    return replace(found, description=told, features=names, column=data.column, held=held)
+    kept = {key: getattr(data, key) for key in ("description", "features", "column")}
+    return replace(found, **kept, held=None if data.held is None else data.held[found.numbers])
 
 
 def _is_split(data: Mapping[Any, Any]) -> bool:

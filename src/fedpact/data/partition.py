@@ -19,11 +19,12 @@ from typing import Annotated, Any, Final, Literal, Self
 import numpy as np
 import torch
 from numpy.random import PCG64, Generator
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 from rich.table import Table
 from torch import Tensor
 
 from fedpact.common import check
+from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import DataError, FedpactError
 from fedpact.common.files import replacing
 from fedpact.data import splits
@@ -173,10 +174,7 @@ class PartitionSettings(BaseModel):
     A setting that the kind does not use is refused.
     """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
-
+    model_config = FROZEN
     kind: Annotated[str, AfterValidator(_known)] = "iid"
     """iid, dirichlet, natural (the data set's own sites), or another one (`fedpact settings
     partition`). In full: dirichlet (each label by Dirichlet(beta) proportions); inner_dirichlet
@@ -187,7 +185,7 @@ class PartitionSettings(BaseModel):
     (sizes with density ∝ s^-exponent in [smallest, largest], held-out records included, and
     labels_per_site labels if given: FedProxVR's setting); linear, square and exponential (site i's
     size ∝ i, i², e^i). flwr-datasets' names, as ShardPartitioner, are read as these."""
-    beta: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    beta: float = Field(default=1.0, gt=0)
     """The Dirichlet distribution's concentration, alpha or beta in papers; the smaller, the more
     sites differ. Of dirichlet, inner_dirichlet and quantity_skew."""
     labels_per_site: int | None = Field(default=None, ge=1)
@@ -198,7 +196,7 @@ class PartitionSettings(BaseModel):
     """Of feature_skew, the place, from 0, of the number in a record that records are sorted by."""
     strictness: float = Field(default=1.0, ge=0, le=1)
     """Of feature_skew, 1: sorted; 0: iid."""
-    noise: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    noise: float = Field(default=0.1, ge=0)
     """Of feature_noise, σ: the variance of the last site's noise; site i of m has σ i/m."""
     smallest: int | None = Field(default=None, ge=2)
     """Of power_law, the sizes of the smallest and the largest site."""
@@ -398,18 +396,19 @@ def make_partition(
     else:
         least = PARTITION_KINDS[settings.kind].least
         free = np.arange(len(dataset.y)) if dataset.held is None else np.flatnonzero(~dataset.held)
-        whose = dataset.person and [dataset.person[i] for i in free.tolist()]
-        groups = splits.group_by_person(whose, len(free))
-        what = "records" if dataset.person is None else "persons"
-        if sites * least > len(groups):
-            most = len(groups) // least
+        whose = splits.number_persons(dataset.person, free)
+        firsts = np.arange(len(free)) if whose is None else np.unique(whose, return_index=True)[1]
+        what = "records" if whose is None else "persons"
+        if sites * least > len(firsts):
+            most = len(firsts) // least
             raise DataError(
-                f"sites is {sites} for the {len(groups)} {what} of data set {dataset.name}: the "
+                f"sites is {sites} for the {len(firsts)} {what} of data set {dataset.name}: the "
                 f"split {settings.kind!r} gives every site at least {least}; "
                 + (f"take at most {most} sites" if most else f"expected {least} {what} or more")
             )
-        firsts = _strata(dataset, settings)[free][groups.firsts]
-        parts = [groups.records(part) for part in split(firsts, sites, settings, rng)]
+        parts = split(_strata(dataset, settings)[free][firsts], sites, settings, rng)
+        if whose is not None:
+            parts = [np.flatnonzero(np.isin(whose, persons)) for persons in parts]
         records = {name: free[part] for name, part in zip(site_names(sites), parts, strict=True)}
     for name, part in records.items():
         if len(part) < 2:
@@ -471,7 +470,8 @@ def _natural(dataset: Dataset, settings: PartitionSettings, sites: int) -> dict[
             f"data set {dataset.name} has no sites of its own: choose another kind of partition, "
             "or name the site of each record (site=...)"
         )
-    records = splits.split_by_site(dataset.site)
+    names = np.asarray(dataset.site)
+    records = {str(name): np.flatnonzero(names == name) for name in np.unique(names)}
     if dataset.held is not None and settings.held_out != "own":
         records = {name: _own_parts(dataset, part)[0] for name, part in records.items()}
     if len(records) != sites:

@@ -51,9 +51,10 @@ from torch import Tensor
 from fedpact.common.errors import DataError
 from fedpact.data.dataset import Dataset
 from fedpact.data.download import SOURCES, Arrays, Source, load_cached, read_verified
+from fedpact.data.inputs import table_of
 from fedpact.data.schema import RecordForm
 from fedpact.data.splits import power_law_sizes
-from fedpact.data.tables import Table, table_of
+from fedpact.data.tables import Table
 
 CLASSES = ("<=50K", ">50K")
 

@@ -4,28 +4,8 @@ It is part of federation.toml, the same for every party, and of a plan. Whether 
 follows from the declaration alone and never from other records: neither from the type of a file's
 arrays nor from the values that occur.
 
-    [records]
-    low = 0.0                  every value is at least this, and at most `high`
-    high = 255.0
-    clamp = true               a number beyond becomes the nearer bound; else the record is left out
-    vocabulary = 50            instead: values are whole numbers, words 0, ..., 49
-    length = 128               of tokenised text: records are padded to it, with their mask, or cut
-    labels = "names"           the meaning of labels in arrays; see RecordForm
-
-    [records.columns.age]      for one column: its own range, or its categories
-    range = [0, 120]           the same as low = 0 and high = 120
-    fill = 60                  replaces a missing value; without it the record is left out
-    scale = "range"            the model's input: see ValueRange and Column
-    [records.columns.ward]
-    categories = ["A", "B"]    text becomes 0.0, 1.0, ...; numbers are unchanged
-    other = "B"                replaces an unknown value; without it the record is left out
-    scale = "one-hot"          a column for each category, 1 for the record's own and 0 for others
-
-    features = ["age", "bmi"]  the columns of a table that form a record, in this order; or
-    drop = ["id", "entered"]   those that do not. Without either, all columns except label, site,
-                               person and a pandas index
-
-In an array of records [n, d] the columns are called "0", "1", ... Scales are
+docs/how-to/prepare-tables.md shows how it is written. In an array of records [n, d] the columns are
+called "0", "1", ... Scales are
 
     "range"      (2 x - low - high) / (high - low)      in -1..1
     "unit"       (x - low) / (high - low)               in 0..1
@@ -77,18 +57,25 @@ class ValueRange(BaseModel):
             raise ValueError(f"low = {self.low:g} and high = {self.high:g}: expected low <= high")
         if self.clamp and self.low is None and self.high is None:
             raise ValueError("clamp = true without low or high: say where values are clamped")
-        if self.scale in _BY_RANGE and not _wide(self.low, self.high):
-            raise ValueError(
-                f'scale = "{self.scale}" with low = {self.low} and high = {self.high}: expected '
-                "both, with low < high: the least and the most that such a value can be"
-            )
-        if self.scale in _BY_RANGE and not _told_apart(self.low or 0.0, self.high or 0.0):
-            raise ValueError(
-                f"low = {self.low!r} and high = {self.high!r}: single precision, in which numbers "
-                "are read, has fewer than 128 between them; take an offset off in the file "
-                "(seconds since the first, say), and declare the range of what is left"
-            )
-        if isinstance(self.fill, float) and not _lies(self.fill, self.low, self.high):
+        if self.scale in _BY_RANGE:
+            low, high = self.low, self.high
+            if low is None or high is None or not 0 < high - low < math.inf:
+                raise ValueError(
+                    f'scale = "{self.scale}" with low = {low} and high = {high}: expected both, '
+                    "with low < high: the least and the most that such a value can be"
+                )
+            step = 2.0 ** (math.frexp(max(abs(low), abs(high)))[1] - 24)
+            whole = low.is_integer() and high.is_integer() and step <= 1
+            if not whole and high - low < 128 * step:
+                raise ValueError(
+                    f"low = {low!r} and high = {high!r}: single precision, in which numbers are "
+                    "read, has fewer than 128 between them; take an offset off in the file "
+                    "(seconds since the first, say), and declare the range of what is left"
+                )
+        if isinstance(self.fill, float) and not (
+            (self.low is None or self.low <= self.fill)
+            and (self.high is None or self.fill <= self.high)
+        ):
             raise ValueError(
                 f"fill = {self.fill:g} is beyond low = {self.low} and high = {self.high}: it "
                 "stands for a value that is missing; expected one between them"
@@ -103,21 +90,6 @@ class ValueRange(BaseModel):
     def number(self, value: str | float | None) -> float | None:
         """Return a value as a record's number; None if it is not one."""
         return None if isinstance(value, str) else value
-
-
-def _wide(low: float | None, high: float | None) -> bool:
-    return low is not None and high is not None and 0 < high - low < math.inf
-
-
-def _told_apart(low: float, high: float) -> bool:
-    """Whether float32 has at least 128 numbers between them, or all integers."""
-    step = 2.0 ** (math.frexp(max(abs(low), abs(high)))[1] - 24)
-    whole = low.is_integer() and high.is_integer() and step <= 1
-    return whole or high - low >= 128 * step
-
-
-def _lies(value: float, low: float | None, high: float | None) -> bool:
-    return (low is None or low <= value) and (high is None or value <= high)
 
 
 class Column(ValueRange):
@@ -185,8 +157,7 @@ class Column(ValueRange):
     @property
     def names(self) -> list[str] | None:
         """The categories, if they are text."""
-        found = [c for c in self.categories or [] if isinstance(c, str)]
-        return found or None
+        return [c for c in self.categories or [] if isinstance(c, str)] or None
 
     def as_numbers(self) -> "Column":
         """Return the column's declaration in an array, where text categories are numbered."""

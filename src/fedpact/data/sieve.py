@@ -3,7 +3,6 @@
 import logging
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -24,12 +23,8 @@ _LONG: Final = 200
 MISSING: Final = "is missing"
 """Why a record with a blank feature is left out, which a declared `fill` would prevent."""
 
-_Faults = dict[str, dict[int, tuple[str, Any]]]
-"""Column or "" -> row from 0 -> the first reason, and the value found there."""
-
-
-def _no_faults() -> _Faults:
-    return defaultdict[str, dict[int, tuple[str, Any]]](dict)
+_Faults = dict[tuple[str, int], tuple[str, Any]]
+"""(Column or "", row from 0) -> the first reason, and the value found there."""
 
 
 @dataclass
@@ -42,24 +37,23 @@ class RecordFilter:
     origin: str
     count: int
     first: int
-    _faults: _Faults = field(default_factory=_no_faults)
-    _clamped: _Faults = field(default_factory=_no_faults)
+    _faults: _Faults = field(default_factory=_Faults)
+    _clamped: _Faults = field(default_factory=_Faults)
 
     @property
     def good(self) -> np.ndarray:
         """Which records are used, bool [count]."""
         mask = np.ones(self.count, bool)
-        for rows in self._faults.values():
-            mask[list(rows)] = False
+        mask[[row for _, row in self._faults]] = False
         return mask
 
     def leave_out(self, row: int, column: str, why: str, value: Any = None) -> None:
         """Leave a record out. row: from 0. column: or "". why: as MISSING. value: or None."""
-        self._faults[column].setdefault(row, (why, value))
+        self._faults.setdefault((column, row), (why, value))
 
     def clamp(self, row: int, column: str, why: str, value: Any) -> None:
         """Note that a value of a record was set to a bound."""
-        self._clamped[column].setdefault(row, (why, value))
+        self._clamped.setdefault((column, row), (why, value))
 
     def reasons(self) -> list[tuple[str, str, int]]:
         """Return (column or "", why, how many records it leaves out), the most frequent first.
@@ -74,10 +68,10 @@ class RecordFilter:
 
     def _paragraphs(self, *, values: bool) -> list[tuple[bool, str]]:
         """Return the paragraphs, each with whether it is about lines that cannot be read."""
-        broken = {"": self._faults.get("", {})}
-        out = {c: _without(rows, broken[""]) for c, rows in self._faults.items() if c}
-        left_out = set[int]().union(*self._faults.values())
-        clamped = {c: _without(rows, left_out) for c, rows in self._clamped.items()}
+        broken = {key: found for key, found in self._faults.items() if not key[0]}
+        unread, left = ({row for _, row in faults} for faults in (broken, self._faults))
+        out = {key: found for key, found in self._faults.items() if key[1] not in unread}
+        clamped = {key: found for key, found in self._clamped.items() if key[1] not in left}
         advice = "correct them, or remove them from the file"
         if blank := sorted(column for column, why, _ in _by_reason(out) if why == MISSING):
             key = f"records.columns.{toml_key(blank[0])}.fill"
@@ -94,7 +88,7 @@ class RecordFilter:
                 f"{self.first}): {self._tell(faults, values)}; {remedy}",
             )
             for faults, what, remedy in found
-            if (rows := set[int]().union(*faults.values()))
+            if (rows := {row for _, row in faults})
         ]
 
     def warn(self, *, values: bool) -> None:
@@ -109,34 +103,24 @@ class RecordFilter:
                 _logger.warning(paragraph)
 
     def _tell(self, faults: _Faults, values: bool) -> str:
-        reasons = _by_reason(faults)
-        told = [
-            f"{self._rows(rows, values)}: {f'column {column}' if column else 'the line'} {why}"
-            for column, why, rows in reasons[:_REASONS]
-        ]
+        told, reasons = list[str](), _by_reason(faults)
+        for column, why, rows in reasons[:_REASONS]:
+            named = [f"{row + self.first}" + _quoted(rows[row]) * values for row in sorted(rows)]
+            few = ", ".join(named[:_SHOWN])
+            which = f"row{'s' if len(rows) > 1 else ''} {few}"
+            if len(rows) > _SHOWN:
+                which = f"{len(rows)} rows ({few}, ...)"
+            told.append(f"{which}: {f'column {column}' if column else 'the line'} {why}")
         if len(reasons) > _REASONS:
             told.append(f"and {counted(len(reasons) - _REASONS, 'other reason')}")
         return "; ".join(told)
-
-    def _rows(self, rows: Mapping[int, Any], values: bool) -> str:
-        told = [
-            f"{row + self.first}" + _quoted(rows[row]) * values for row in sorted(rows)[:_SHOWN]
-        ]
-        if len(rows) > _SHOWN:
-            return f"{len(rows)} rows ({', '.join(told)}, ...)"
-        return f"row{'s' if len(rows) > 1 else ''} {', '.join(told)}"
-
-
-def _without(rows: Mapping[int, Any], others: Container[int]) -> dict[int, Any]:
-    return {row: found for row, found in rows.items() if row not in others}
 
 
 def _by_reason(faults: _Faults) -> list[tuple[str, str, dict[int, Any]]]:
     """Return (column or "", why, row -> value), the most frequent first."""
     found = defaultdict[tuple[str, str], dict[int, Any]](dict)
-    for column, rows in faults.items():
-        for row, (why, value) in rows.items():
-            found[column, why][row] = value
+    for (column, row), (why, value) in faults.items():
+        found[column, why][row] = value
     ordered = sorted(found.items(), key=lambda each: -len(each[1]))
     return [(column, why, rows) for (column, why), rows in ordered]
 
@@ -146,9 +130,8 @@ def _quoted(value: Any) -> str:
     if value is None:
         return ""
     whole = repr(value.item() if isinstance(value, np.generic) else value)
-    return " = " + (
-        whole if len(whole) <= _LONG else f"{whole[:_LONG]}... ({len(whole)} characters)"
-    )
+    long = f"{whole[:_LONG]}... ({len(whole)} characters)"
+    return f" = {whole if len(whole) <= _LONG else long}"
 
 
 def nothing_left(sieve: RecordFilter) -> DataError:

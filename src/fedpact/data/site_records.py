@@ -14,21 +14,15 @@ import numpy as np
 import torch
 
 from fedpact.common.errors import DataError
+from fedpact.data import targets
 from fedpact.data.cells import SUFFIXES, read_columns, read_npz
 from fedpact.data.columns import FileColumn, declared_columns
 from fedpact.data.dataset import Dataset
-from fedpact.data.inputs import of_arrays
+from fedpact.data.inputs import of_arrays, table_of
 from fedpact.data.load import of_file
 from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter
-from fedpact.data.tables import Table, read_numbers, table_of
-from fedpact.data.targets import (
-    ambiguous,
-    check_places,
-    persons_of,
-    read_labels,
-    token_labels,
-)
+from fedpact.data.tables import Table, read_numbers
 from fedpact.data.tokens import is_tokens
 
 _logger = logging.getLogger("fedpact")
@@ -86,9 +80,9 @@ def load_site(
     _check_form(path, table, shape, form.target.kind)
     sieve = table.filter()
     x = read_numbers(table, form, values, sieve)
-    table = token_labels(table, x, form, sieve)
-    y = read_labels(table, classes, form, sieve)
-    whose = None if person is None else persons_of(table.person, sieve, person)
+    table = targets.token_labels(table, x, form, sieve)
+    y = targets.read_labels(table, classes, form, sieve)
+    whose = None if person is None else targets.persons_of(table.person, sieve, person)
     good, rows = sieve.good, sieve.good.nonzero()[0]
     sieve.warn(values=False)
     if not good.any():
@@ -156,7 +150,7 @@ def _site_arrays(
             f"records is {str(path)!r} with label = {label!r}: expected a file ending in "
             f"{', '.join(SUFFIXES)}, and a label's column for .csv and .parquet alone"
         )
-    if form.labels is None and ambiguous(classes):
+    if form.labels is None and targets.ambiguous(classes):
         raise DataError(
             f"data file {path}: the classes {', '.join(classes)} are named by other classes' "
             'numbers, so a label in an array may mean two: set labels = "names" or "numbers" in '
@@ -183,4 +177,4 @@ def _check_form(path: Path, table: Table, shape: tuple[int, ...], kind: str) -> 
             f"a record of {path} has shape {found}: federation.toml has {shape}; bring the file "
             "into that form"
         )
-    check_places(str(path), kind, table.y, shape)
+    targets.check_places(str(path), kind, table.y, shape)

@@ -10,7 +10,6 @@ import json
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -246,12 +245,6 @@ def _enough(what: str, have: int, need: int) -> None:
         )
 
 
-def split_by_site(site: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the records of each named site, in the order of the names."""
-    names = np.asarray(site)
-    return {str(name): np.flatnonzero(names == name) for name in np.unique(names)}
-
-
 # Latin letters that are not a letter with an accent.
 _LETTERS: Final = str.maketrans(
     {"ß": "ss", "æ": "ae", "œ": "oe", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L"}
@@ -265,44 +258,16 @@ def safe_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", latin).strip(".-") or "site"
 
 
-@dataclass(frozen=True, eq=False)
-class Groups:
-    """Records by person. place: of each record its person's, from 0 in order of appearance [n].
-
-    firsts: of each person the first record's index.
-    """
-
-    place: np.ndarray
-    firsts: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.firsts)
-
-    def records(self, persons: np.ndarray) -> np.ndarray:
-        """Return the indices of all records of these persons, in the persons' order."""
-        if len(self.place) == len(self.firsts):
-            return persons
-        order = np.argsort(self.place, kind="stable")
-        ends = np.cumsum(np.bincount(self.place))
-        starts = np.concatenate([[0], ends[:-1]])
-        each = [order[starts[p] : ends[p]] for p in persons]
-        return np.concatenate(each) if each else np.zeros(0, np.int64)
-
-
-def group_by_person(person: Sequence[str] | None, count: int) -> Groups:
-    """Return the records by person; without names each of the `count` records is one."""
-    if person is None:
-        return Groups(np.arange(count), np.arange(count))
-    known: dict[str, int] = {}
-    place = np.array([known.setdefault(name, len(known)) for name in person], np.int64)
-    return Groups(place, np.unique(place, return_index=True)[1])
-
-
 def number_persons(person: Sequence[str] | None, indices: np.ndarray) -> Tensor | None:
-    """Return the number of the person of each of these records, int64 [n] from 0 without gaps."""
+    """Return the number of the person of each of these records, int64 [n] from 0 without gaps.
+
+    Persons are numbered in order of appearance; None if they are not known.
+    """
     if person is None:
         return None
-    return torch.from_numpy(group_by_person([person[int(i)] for i in indices], len(indices)).place)
+    known: dict[str, int] = {}
+    numbers = [known.setdefault(person[int(i)], len(known)) for i in indices]
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def hold_out_persons(

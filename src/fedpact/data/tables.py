@@ -7,30 +7,18 @@ would reveal it to others.
 """
 
 import math
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
 from fedpact.common.errors import DataError
-from fedpact.data.cells import (
-    Cells,
-    beyond_floats,
-    find_named,
-    is_blank,
-    list_some,
-    to_numbers,
-)
+from fedpact.data.cells import Cells, beyond_floats, find_named, is_blank, to_numbers
 from fedpact.data.schema import Column, RecordForm, ValueRange
 from fedpact.data.sieve import MISSING, RecordFilter
-from fedpact.data.tokens import is_next_token, is_tokens, read_tokens, token_columns
+from fedpact.data.tokens import is_tokens, read_tokens
 
-_ANY: Final = RecordForm()
-_INDEX: Final = re.compile(r"(__index_level_\d+__|Unnamed: \d+)?")
-"""What pandas calls a column that numbers rows, in Parquet and, unnamed, in a CSV."""
-_AT_A_SITE: Final = "; a deployed site's owner names it as label in site.toml"
 _LARGEST: Final = 2**53  # whole numbers from here on are rounded by floats
 
 
@@ -73,78 +61,6 @@ class Table:
         for row, why in (self.broken or {}).items():
             sieve.leave_out(row, "", why)
         return sieve
-
-
-def choose_features(
-    columns: Mapping[str, Any], form: RecordForm, roles: Collection[str | None]
-) -> list[str]:
-    """Return the columns that form a record. roles: those of label, site and person."""
-    return form.features or [name for name in columns if name not in {*roles, *form.drop}]
-
-
-def table_of(
-    origin: str,
-    columns: Mapping[str, Cells],
-    label: str | None,
-    site: str | None = None,
-    person: str | None = None,
-    broken: Mapping[int, str] | None = None,
-    form: RecordForm = _ANY,
-    index: Collection[str] = (),
-    *,
-    unlabelled: bool = False,
-) -> Table:
-    """Return columns as a table. origin: its name in errors. index: columns that number rows.
-
-    unlabelled: whether the label may be missing. form: selects the features. Raises DataError: a
-    missing column.
-    """
-    roles = {"label": label, "site": site, "person": person}
-    for role, column in roles.items():
-        optional = role != "label" or unlabelled
-        if column not in columns and not (optional and column is None):
-            raise DataError(
-                f"{origin}: {role} column is {column!r}: expected one of its columns "
-                f"{list_some(columns)}; name it as {role} in a plan or in Python, or by --{role} "
-                "where a command has it" + _AT_A_SITE * (role == "label")
-            )
-    named = {role: column for role, column in roles.items() if column is not None}
-    others = [column for column in roles.values() if not is_next_token(column)]
-    rows = token_columns(columns, choose_features(columns, form, others), form.length)
-    for key, names in (("features", form.features or ()), ("drop", form.drop)):
-        known = {*columns, *rows} - {*others}
-        if odd := [c for c in names if c not in known]:
-            raise DataError(
-                f"{origin}: records.{key} names {', '.join(odd)}: expected some of its columns "
-                f"{list_some(columns)}, and not those of label, site or person; correct the names"
-            )
-    unused = {*index, *_numbering(origin, list(columns), form)}
-    chosen = choose_features(columns, form, roles.values())
-    features = [c for c in chosen if form.features is not None or c not in unused]
-    if not (rows or features) or len({*named.values()}) < len(named):
-        raise DataError(
-            f"{origin}: label column {label!r}, site column {site!r} and person column "
-            f"{person!r} leave {len(features)} feature columns of {len(columns)}: expected "
-            "different columns and at least one more"
-        )
-    x = rows or {name: columns[name] for name in features}
-    y, *names = (None if name is None else columns[name] for name in roles.values())
-    return Table(origin, x, y, *names, broken=broken, roles=named, labels="names")
-
-
-def _numbering(origin: str, names: Sequence[str], form: RecordForm) -> list[str]:
-    """Return the columns that number rows. Raises DataError: another unnamed column."""
-    known = [name for name in names if _INDEX.fullmatch(name)]
-    for name in known:
-        place = names.index(name)
-        chosen = form.features is not None or name in form.drop or name.startswith("__index")
-        if place and not chosen:
-            raise DataError(
-                f"{origin}: column {place + 1} of {len(names)} has no name ({name!r}): expected "
-                "one, by which it can be declared; give it one in the file, delete it, or leave it "
-                "out by records.drop"
-            )
-    return known
 
 
 @dataclass(frozen=True)
@@ -218,7 +134,10 @@ def _numbers_of_array(
     if x.dtype.kind in "Uf" and (blank := np.isnan(numbers)).any():
         if x.dtype.kind == "U":
             blank &= np.vectorize(is_blank, [bool])(x)
-        numbers = _fill_missing(numbers, blank, form, features)
+        numbers = numbers.copy()
+        for part, own in _declared(form, features):
+            if (fill := own.number(own.fill)) is not None:
+                numbers[part][blank[part]] = fill
 
     def name(place: int) -> str:
         index = tuple(map(int, np.unravel_index(place, shape)))
@@ -241,18 +160,13 @@ def check_columns(origin: str, form: RecordForm, features: Sequence[str]) -> Non
         )
 
 
-def _fill_missing(
-    x: np.ndarray, blank: np.ndarray, form: RecordForm, features: Sequence[str]
-) -> np.ndarray:
-    """Return x [n, ...] with declared replacements for missing values, bool like x."""
-    x = x.copy()
-    parts = [(slice(None), k) for k in range(len(features))] if form.columns else [...]
-    for part, name in zip(parts, features if form.columns else ("",), strict=True):
-        own = form.of(name)
-        fill = own.number(own.fill)
-        if fill is not None:
-            x[part] = np.where(blank[part], fill, x[part])
-    return x
+def _declared(form: RecordForm, features: Sequence[str]) -> Iterator[tuple[Any, ValueRange]]:
+    """Yield the parts of records [n, ...] that one declaration is about, each with it."""
+    if not form.columns:
+        yield ..., form
+        return
+    for k, name in enumerate(features):
+        yield (slice(None), slice(k, k + 1)), form.of(name)
 
 
 def _convert_numbers(
@@ -262,7 +176,7 @@ def _convert_numbers(
     if values == "int64":
         x = _whole(source)
     else:
-        _mark_infinite(source, source.x)
+        source.mark(~np.isfinite(source.x), "is not a finite number")
         wide = source.x.dtype.itemsize >= 8
         with np.errstate(over="ignore"):
             # Through float64, as in a column with text or missing values: an integer of 60 bits
@@ -270,19 +184,10 @@ def _convert_numbers(
             x = np.array(np.asarray(source.x, np.float64) if wide else source.x, np.float32)
     if form.vocabulary is not None:
         source.mark((x < 0) | (x >= form.vocabulary), f"is not one of {form.vocabulary} words")
-    if not form.columns:
-        _keep_range(source, x, ..., form)
-    else:
-        for k, name in enumerate(features):
-            _keep_range(source, x, (slice(None), slice(k, k + 1)), form.of(name))
-    if values != "int64":
-        _mark_infinite(source, x)
+    for part, own in _declared(form, features):
+        _keep_range(source, x, part, own)
+    source.mark(~np.isfinite(x), "is not a finite number")
     return x
-
-
-def _mark_infinite(source: _Source, x: np.ndarray) -> None:
-    if x.dtype.kind == "f":
-        source.mark(~np.isfinite(x), "is not a finite number")
 
 
 def _whole(source: _Source) -> np.ndarray:

@@ -14,6 +14,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any, Final, cast
@@ -22,17 +23,8 @@ import numpy as np
 
 from fedpact.common.errors import DataError
 from fedpact.common.losses import UNLABELLED
-from fedpact.data.cells import (
-    Cells,
-    NumberCells,
-    beyond_floats,
-    find_named,
-    is_blank,
-    is_missing,
-    text_of,
-    to_numbers,
-    without_decimal_zeros,
-)
+from fedpact.data import cells
+from fedpact.data.cells import Cells, NumberCells, is_blank, text_of
 from fedpact.data.schema import LabelForm, RecordForm
 from fedpact.data.sieve import NO_NUMBER, RecordFilter
 from fedpact.data.tables import Table
@@ -96,9 +88,9 @@ def find_classes(
 def sort_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
     """Return the names of classes sorted, by size if they are numbers. Raises DataError."""
     given = [label.strip() for label in labels]
-    names = sorted({label for label in given if not is_missing(label)})
+    names = sorted({label for label in given if not cells.is_missing(label)})
     # Of classes that are numbers none is called "NA", as one of names may be; and 1.0 is 1.
-    whole = sorted({without_decimal_zeros(label) for label in names if not is_blank(label)})
+    whole = sorted({cells.without_decimal_zeros(label) for label in names if not is_blank(label)})
     try:
         numbers = [float(name) for name in whole]
     except ValueError:
@@ -127,7 +119,7 @@ def check_several(name: str, classes: Sequence[str], table: Table, form: RecordF
     if form.target.kind not in ("class", "pixels") or len(classes) != 1:
         return
     labels = table.y.flat if isinstance(table.y, np.ndarray) else table.y
-    found = sorted({text for label in labels if not is_missing(text := text_of(label))})
+    found = sorted({text for label in labels if not cells.is_missing(text := text_of(label))})
     told = ", ".join(map(repr, found[:5])) + (", ..." if len(found) > 5 else "")
     raise DataError(
         f"data set {name}: there is one class, {classes[0]!r}, and the labels found are {told}: "
@@ -192,11 +184,7 @@ def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "pe
     may have the same one. 7.0 equals 7, and letters are compared after Unicode normalisation.
     Raises DataError: another length.
     """
-    if len(given) != sieve.count:
-        raise DataError(
-            f"data set {sieve.origin}: person has {len(given)} entries for {sieve.count} records: "
-            "give one person a record"
-        )
+    _check_length(given, sieve, "person")
     values = given.values if isinstance(given, NumberCells) else given
     if isinstance(values, np.ndarray) and values.dtype.kind in "iu":
         # Whole numbers of a column are floats once one of them is missing, as numpy and pandas
@@ -214,7 +202,7 @@ def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "pe
         elif _names_nobody(name):
             sieve.leave_out(row, column, "names no person")
     # Not an array of text, in which every name would be as long as the longest.
-    return [without_decimal_zeros(name) for name in written]
+    return [cells.without_decimal_zeros(name) for name in written]
 
 
 def _shown(name: str) -> str:
@@ -271,12 +259,12 @@ def class_numbers(
     for row, label in enumerate(given):
         k = -1
         if how == "names" or (how is None and (truth or isinstance(label, str | bytes | bool))):
-            k = find_named(label, place, -1)
+            k = cells.find_named(label, place, -1)
         if k < 0 and how != "names":
             number = int(label) if isinstance(label, bool | np.bool_) else text_of(label)
             number = {"true": 1, "false": 0}.get(str(number).lower(), number)
-            k = _place_of(without_decimal_zeros(str(number)), len(classes))
-        if beyond_floats(label):
+            k = _place_of(cells.without_decimal_zeros(str(number)), len(classes))
+        if cells.beyond_floats(label):
             why = "is a number from 2^53 on: write such names as text"
             sieve.leave_out(row, column, why, label)
         elif k < 0:
@@ -287,22 +275,26 @@ def class_numbers(
     return found
 
 
-def read_sites(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "site") -> list[str]:
+def read_sites(table: Table, sieve: RecordFilter) -> list[str]:
     """Return the name of each record's site, [n]; the sieve leaves out records without one.
 
     Raises DataError: another length.
     """
-    if len(given) != sieve.count:
-        raise DataError(
-            f"data set {sieve.origin}: site has {len(given)} entries for {sieve.count} records: "
-            "give one site name a record"
-        )
-    names = [text_of(value) for value in given]
+    names = [text_of(value) for value in table.site]
+    _check_length(names, sieve, "site")
     for row, name in enumerate(names):
         # str(None) occurs in numpy arrays of text; a class may have that name.
-        if is_missing(name) or name == "None":
-            sieve.leave_out(row, column, "is not a site")
+        if cells.is_missing(name) or name == "None":
+            sieve.leave_out(row, table.roles.get("site", "site"), "is not a site")
     return names
+
+
+def _check_length(names: Any, sieve: RecordFilter, role: str) -> None:
+    if len(names) != sieve.count:
+        raise DataError(
+            f"data set {sieve.origin}: {role} has {len(names)} entries for {sieve.count} records: "
+            f"give one {role} name a record"
+        )
 
 
 def ambiguous(classes: Sequence[str]) -> bool:
@@ -386,24 +378,21 @@ def unscale(values: Any, target: LabelForm) -> Any:
     return target.low + (values + 1) * (target.high - target.low) / 2
 
 
-def _several(cells: Cells, count: int) -> np.ndarray:
+def _several(labels: Cells, count: int) -> np.ndarray:
     """Return cells with `count` numbers each as float64 [n, count], NaN for invalid cells."""
-    found = np.full((len(cells), count), np.nan)
-    for row, cell in enumerate(cells):
+    found = np.full((len(labels), count), np.nan)
+    for row, label in enumerate(labels):
         # One by one, so that no value affects how another is read.
-        try:
-            one = np.asarray(cell, np.float64).reshape(-1)
-        except (TypeError, ValueError, OverflowError):
-            continue
-        if len(one) == count:
-            found[row] = one
+        with suppress(TypeError, ValueError, OverflowError):
+            one = np.asarray(label, np.float64).reshape(-1)
+            found[row] = one if len(one) == count else np.nan
     return found
 
 
 def _numbers(
     labels: Cells | np.ndarray, target: LabelForm, column: str, sieve: RecordFilter
 ) -> np.ndarray:
-    found = to_numbers(list(labels) if isinstance(labels, np.ndarray) else labels)
+    found = cells.to_numbers(list(labels) if isinstance(labels, np.ndarray) else labels)
     for row in (~np.isfinite(found)).nonzero()[0].tolist():
         why = "has no value" if is_blank(labels[row]) else NO_NUMBER
         sieve.leave_out(row, column, why, labels[row])

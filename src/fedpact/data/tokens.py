@@ -32,7 +32,9 @@ def token_columns(
     name = _IDS
     if _IDS not in columns:
         lists = [n for n in among if n not in TOKENS and _holds_lists(columns.get(n, ()))]
-        name = lists[0] if len(lists) == 1 and (length or _ragged(columns[lists[0]])) else _IDS
+        known = (list, tuple, np.ndarray)
+        lengths = {len(c) for n in lists for c in columns[n] if isinstance(c, known)}
+        name = lists[0] if len(lists) == 1 and (length or len(lengths) > 1) else _IDS
     cells = columns.get(name) if name in among else None
     if cells is None or not _holds_lists(cells):
         return {}
@@ -52,10 +54,6 @@ def _holds_lists(cells: Sequence[Any]) -> bool:
         (c for c in cells if c is not None and not (isinstance(c, kinds) and not len(c))), 0
     )
     return isinstance(first, kinds) and _whole(first) is not None
-
-
-def _ragged(cells: Sequence[Any]) -> bool:
-    return len({len(cell) for cell in cells if isinstance(cell, list | tuple | np.ndarray)}) > 1
 
 
 def is_tokens(features: Sequence[str]) -> bool:
@@ -139,12 +137,8 @@ def _record(
     found = [ids]
     for name in rows[1:]:
         row = _whole(columns[name][place])
-        if (
-            row is None
-            or len(row) != len(ids)
-            or (row < 0).any()
-            or (name == _MASK and not (row <= 1).all())
-        ):
+        most = 1 if name == _MASK else np.inf
+        if row is None or len(row) != len(ids) or not ((row >= 0) & (row <= most)).all():
             sieve.leave_out(place, name, "is not a list of whole numbers, one for each token")
             return None
         found.append(row)

@@ -18,7 +18,7 @@ down to 2^-20: a person too changes each release by at most 1, and all persons c
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
@@ -188,9 +188,7 @@ class SumsForm:
     @property
     def lengths(self) -> dict[str, int]:
         """Channel -> how many numbers a site releases; empty if it releases nothing."""
-        if self.once is None:
-            return {}
-        return {channel: math.prod(shape) for channel, shape in self.shapes.items()}
+        return {c: math.prod(shape) for c, shape in self.shapes.items() if self.once is not None}
 
     @property
     def noise(self) -> dict[str, float]:
@@ -214,11 +212,11 @@ class SumsForm:
     def reserve(self, ledger: Ledger, run: str, split: str, *, only_ask: bool = False) -> None:
         """Reserve a run's evaluations. only_ask, raises: as Ledger.reserve; e.g. another split."""
         if self.once is not None:
-            of = self.once
-            beside = CompanionReservation(run, split)
-            name = name_reservation(run)
             ledger.reserve(
-                name, of.budget, of.history, beside=beside, unit=self.unit, only_ask=only_ask
+                *(name_reservation(run), self.once.budget, self.once.history),
+                beside=CompanionReservation(run, split),
+                unit=self.unit,
+                only_ask=only_ask,
             )
 
 
@@ -279,16 +277,11 @@ class HeldOut:
         with keeping_modes(kernel.model.module):
             kernel.model.module.eval()
             losses = _losses(kernel, x, self.y, len(form.classes)).cpu()
-        y, group, weights = self.y.cpu(), self.group.cpu(), self._weights()
-        made: Mapping[str, Callable[[], Tensor]] = {
-            "hits": lambda: _hits(losses, y, group, weights, form.shapes["hits"]),
-            "roc": lambda: _scores(losses, y, weights, form.settings.bins),
-            "loss": lambda: _sum(losses, y, weights, form.settings.loss_bound),
-            "false_positives": lambda: _said(
-                losses, y, group, weights, form.shapes["false_positives"]
-            ),
+        weights = self._weights()
+        return {
+            channel: _sums(channel, form, losses, self.y.cpu(), self.group.cpu(), weights)
+            for channel in form.shapes
         }
-        return {channel: made[channel]().reshape(-1) for channel in form.shapes}
 
     def _weights(self) -> Tensor:
         """Return each record's weight, float64 [n], on a grid on which sums are exact."""
@@ -311,33 +304,22 @@ def _losses(kernel: Kernel | PlainKernel, x: Tensor, y: Tensor, classes: int) ->
     return torch.stack(each, dim=1)
 
 
-def _hits(
-    losses: Tensor, y: Tensor, group: Tensor, weights: Tensor, shape: tuple[int, ...]
+def _sums(
+    channel: str, form: SumsForm, losses: Tensor, y: Tensor, group: Tensor, weights: Tensor
 ) -> Tensor:
-    known = losses.isfinite().all(1)
-    right = (losses.nan_to_num().argmin(1) == y) & known
-    cell = (group * shape[1] + y) * 2 + (~right).long()
-    return torch.bincount(cell, weights, minlength=math.prod(shape)).double()
-
-
-def _said(
-    losses: Tensor, y: Tensor, group: Tensor, weights: Tensor, shape: tuple[int, ...]
-) -> Tensor:
-    said = losses.nan_to_num().argmin(1)
-    wrong = losses.isfinite().all(1) & (said != y)
-    cell = (group * shape[1] + said)[wrong]
-    return torch.bincount(cell, weights[wrong], minlength=math.prod(shape)).double()
-
-
-def _scores(losses: Tensor, y: Tensor, weights: Tensor, bins: int) -> Tensor:
-    known = losses.isfinite().all(1)
-    score = torch.where(known, torch.exp(-losses[:, 1]).nan_to_num(), 0.0)
-    place = (score * bins).long().clamp(0, bins - 1)
-    return torch.bincount(y * bins + place, weights, minlength=2 * bins).double()
-
-
-def _sum(losses: Tensor, y: Tensor, weights: Tensor, bound: float) -> Tensor:
-    own = losses.gather(1, y[:, None])[:, 0]
-    # On a grid, addition is exact, so a record changes the sum by exactly its own part.
-    parts = (own / bound).nan_to_num(1.0, posinf=1.0).clamp(0, 1).mul(weights * _FINE).floor()
-    return parts.sum().reshape(1) / _FINE
+    """Return a channel's sums, flat float64, from `_losses` and each record's group and weight."""
+    shape, places = form.shapes[channel], torch.arange(len(y))
+    if channel == "loss":
+        parts = (losses[places, y] / form.settings.loss_bound).nan_to_num(1.0, posinf=1.0)
+        # On a grid, addition is exact, so a record changes the sum by exactly its own part.
+        return parts.clamp(0, 1).mul(weights * _FINE).floor().sum().reshape(1) / _FINE
+    known, said = losses.isfinite().all(1), losses.nan_to_num().argmin(1)
+    if channel == "hits":
+        cell = (group * shape[1] + y) * 2 + (~known | (said != y)).long()
+    elif channel == "roc":
+        score = torch.where(known, torch.exp(-losses[:, 1]).nan_to_num(), 0.0)
+        cell = y * shape[1] + (score * shape[1]).long().clamp(0, shape[1] - 1)
+    else:
+        places = (known & (said != y)).nonzero()[:, 0]
+        cell = group * shape[1] + said
+    return torch.bincount(cell[places], weights[places], minlength=math.prod(shape)).double()

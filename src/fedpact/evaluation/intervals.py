@@ -35,6 +35,8 @@ from fedpact.privacy.accounting.group_privacy import epsilon_per_person
 _GRID: Final = 1 + 2.0**-10
 
 _Array = np.ndarray[Any, np.dtype[np.float64]]
+_Interval = tuple[float, float, float]
+"""A value, and the ends of its interval."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,8 @@ def estimate_figures(
         found += _accuracies(hits, noise, settings.level, classes, f"{unit}s")
         counts = _Counts(hits, noise)
         if "false_positives" in sums.of:
-            said, more = (
-                sums.of["false_positives"].reshape(shape[:2]),
-                sums.noise["false_positives"],
-            )
-            counts = _Counts(hits, noise, said, more)
+            said = sums.of["false_positives"].reshape(shape[:2])
+            counts = _Counts(hits, noise, said, sums.noise["false_positives"])
             for c, name in enumerate(classes):
                 rate = counts.together.false_positives(0, c, settings.level)
                 found.append(Figure("false positive rate", f"class {name}", *rate))
@@ -112,16 +111,16 @@ def _accuracies(
     hits: _Array, noise: float, level: float, classes: Sequence[str], units: str
 ) -> list[Figure]:
     """The number of records (or persons), accuracy, and accuracy by class, over all groups."""
-    table, size = hits.sum(0), len(hits)
+    table, each, count = hits.sum(0), noise * len(hits), float(hits.sum())
     deviation = _z(level) * math.sqrt(noise * hits.size)
-    count = float(hits.sum())
-    found = [
+    return [
         Figure(units, "all", count, max(0.0, count - deviation), max(0.0, count + deviation)),
-        Figure("accuracy", "all", *_share(table, noise * size, level)),
+        Figure("accuracy", "all", *_share(table, each, level)),
+        *(
+            Figure("accuracy", f"class {name}", *_share(row[None], each, level))
+            for name, row in zip(classes, table, strict=True)
+        ),
     ]
-    for name, row in zip(classes, table, strict=True):
-        found.append(Figure("accuracy", f"class {name}", *_share(row[None], noise * size, level)))
-    return found
 
 
 @dataclass(frozen=True)
@@ -150,17 +149,13 @@ class _Counts:
         known = classes == 2 or self.said is not None
         return [(kind, c) for kind in ("true", "false")[: 2 if known else 1] for c in chosen]
 
-    def accuracy(self, group: int, level: float) -> tuple[float, float, float]:
-        """Of a group: value and interval."""
-        return _share(self.hits[group], self.noise, level)
-
-    def rate(self, kind: str, group: int, c: int, level: float) -> tuple[float, float, float]:
+    def rate(self, kind: str, group: int, c: int, level: float) -> _Interval:
         """The rate of true or false positives of a class in a group: value and interval."""
         if kind == "true":
             return _share(self.hits[group, c : c + 1], self.noise, level)
         return self.false_positives(group, c, level)
 
-    def false_positives(self, group: int, c: int, level: float) -> tuple[float, float, float]:
+    def false_positives(self, group: int, c: int, level: float) -> _Interval:
         """The share of records of other classes that are predicted as this one."""
         others = np.delete(self.hits[group], c, axis=0)
         if self.said is None:
@@ -178,36 +173,35 @@ def _of_groups(
     With two classes, the second is positive; with more, each class against all others. Gaps are
     computed from intervals with joint coverage.
     """
-    found, rates = list[Figure](), counts.rates
-    each = 1 - (1 - level) / (len(groups) * (len(rates) + 1))
-    about = [f"group {group}" for group in groups]
-    whole = [counts.accuracy(g, each) for g in range(len(groups))]
-    for g, group in enumerate(about):
-        found.append(Figure("accuracy", group, *counts.accuracy(g, level)))
-    gaps = list[tuple[float, float, float]]()
-    for kind, c in rates:
-        name = f"{kind} positive rate of class {classes[c]}"
-        for g, group in enumerate(about):
-            found.append(Figure(name, group, *counts.rate(kind, g, c, level)))
-        gaps.append(_gap([counts.rate(kind, g, c, each) for g in range(len(groups))]))
-    found.append(Figure("gap of accuracy", "groups", *_gap(whole)))
+    rates, number = counts.rates, range(len(groups))
+    joint = 1 - (1 - level) / (len(groups) * (len(rates) + 1))
+    names = ["accuracy", *(f"{kind} positive rate of class {classes[c]}" for kind, c in rates)]
+    found, gaps = list[Figure](), list[_Interval]()
+    for name, which in zip(names, [None, *rates], strict=True):
+
+        def rate(g: int, at: float, which: tuple[str, int] | None = which) -> _Interval:
+            if which is None:
+                return _share(counts.hits[g], counts.noise, at)
+            return counts.rate(which[0], g, which[1], at)
+
+        found += [Figure(name, f"group {groups[g]}", *rate(g, level)) for g in number]
+        gaps.append(_gap([rate(g, joint) for g in number]))
+    found.append(Figure("gap of accuracy", "groups", *gaps[0]))
     # Equalised odds: equal rates of true and of false positives in every group.
     odds = any(kind == "false" for kind, _ in rates)
-    value, low, high = (float(np.max(end)) for end in zip(*gaps, strict=True))
+    value, low, high = (float(np.max(end)) for end in zip(*gaps[1:], strict=True))
     name = "equalised-odds gap" if odds else "gap of true positive rates"
-    found.append(Figure(name, "groups", value, low, high))
-    return found
+    return [*found, Figure(name, "groups", value, low, high)]
 
 
-def _gap(intervals: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """The largest minus the smallest of some rates, (value, low, high) each, with its interval."""
-    values = [value for value, _, _ in intervals]
-    lows, highs = [low for _, low, _ in intervals], [high for _, _, high in intervals]
+def _gap(intervals: Sequence[_Interval]) -> _Interval:
+    """The largest minus the smallest of some rates, with its interval."""
+    values, lows, highs = zip(*intervals, strict=True)
     value = math.nan if any(map(math.isnan, values)) else max(values) - min(values)
     return value, max(0.0, max(lows) - min(highs)), max(highs) - min(lows)
 
 
-def _share(table: _Array, noise: float, level: float) -> tuple[float, float, float]:
+def _share(table: _Array, noise: float, level: float) -> _Interval:
     """The share of hits in rows of (hits, misses) [k, 2], with its interval."""
     hits, misses = (float(n) for n in table.sum(0))
     part = noise * len(table)
@@ -222,24 +216,20 @@ def _loss(sums: Sums, settings: EvaluationSettings) -> Figure:
     return Figure("loss", f"clipped to {bound:g}", *(bound * part for part in found))
 
 
-def roc_area(histogram: _Array, noise: float, level: float) -> tuple[float, float, float]:
+def roc_area(histogram: _Array, noise: float, level: float) -> _Interval:
     """Return the area under the ROC curve from scores by class [2, bins], and its interval.
 
     histogram: negatives, then positives, by ascending score; noise: the variance of each entry.
     Pairs within one bin count as half right.
     """
     bins = histogram.shape[1]
-    above = np.tril(np.ones((bins, bins)), -1)
-    same = np.eye(bins)
-    value, _, _ = _pairs(histogram, above + same / 2, noise, level)
-    _, low, _ = _pairs(histogram, above, noise, level)
-    _, _, high = _pairs(histogram, above + same, noise, level)
+    above, same = np.tril(np.ones((bins, bins)), -1), np.eye(bins)
+    ways = above + same / 2, above, above + same
+    (value, *_), (_, low, _), (*_, high) = (_pairs(histogram, w, noise, level) for w in ways)
     return value, low, high
 
 
-def _pairs(
-    histogram: _Array, right: _Array, noise: float, level: float
-) -> tuple[float, float, float]:
+def _pairs(histogram: _Array, right: _Array, noise: float, level: float) -> _Interval:
     """The share of pairs (positive in bin b, negative in b') that count as right[b, b']."""
     negative, positive = histogram
     of_positives, of_negatives = right @ negative, right.T @ positive
@@ -254,7 +244,7 @@ def _pairs(
 
 def estimate_ratio(
     a: float, b: float, variance: tuple[float, float, float], level: float
-) -> tuple[float, float, float]:
+) -> _Interval:
     """Return θ = a/b with its interval, both clipped to [0, 1], from sums with Gaussian noise.
 
     variance: of a, covariance of a and b, variance of b. The interval is [0, 1] if the noise
@@ -333,19 +323,20 @@ def _over_rounds(
     done: Sequence[tuple[int, SumsBySite, SumsBySite]],
 ) -> dict[str, Any]:
     """Return the figures of the last round and by round. done: (round, sums, exact sums)."""
-    whole = [(at, _beside(form, noise, [*sums.values()], _of(by, sums))) for at, sums, by in done]
+
+    def figures(sums: SumsBySite, exact: SumsBySite) -> list[dict[str, Any]]:
+        return _beside(form, noise, [*sums.values()], [exact[s] for s in sums if s in exact])
+
+    whole = [(at, figures(sums, exact)) for at, sums, exact in done]
     number, sums, exact = done[-1]
     return {
         "round": number,
         "unit": form.unit,
         "figures": whole[-1][1],
         "by_round": [
-            {"round": at, "figures": [f for f in figures if not f["of_part"]]}
-            for at, figures in whole
+            {"round": at, "figures": [f for f in found if not f["of_part"]]} for at, found in whole
         ],
-        "sites": {
-            site: _beside(form, noise, [own], _of(exact, {site: own})) for site, own in sums.items()
-        },
+        "sites": {site: figures({site: own}, exact) for site, own in sums.items()},
         "commonest": _commonest(form, sums),
     }
 
@@ -367,17 +358,13 @@ def released_accuracy(record: RoundRecord, form: SumsForm) -> float | None:
     if not record.evaluation:
         return None
     found = _beside(form, form.noise, list(record.evaluation.values()), [])
-    values = [f["value"] for f in found if (f["name"], f["about"]) == ("accuracy", "all")]
-    return next((value for value in values if value is not None and value == value), None)
+    values = (f["value"] for f in found if (f["name"], f["about"]) == ("accuracy", "all"))
+    return next(values, None)
 
 
 def exact_figures(sums: Mapping[str, Sequence[float]], form: SumsForm) -> list[Figure]:
     """Return the figures of sums without noise, as a site's owner sees them."""
     return _figures(form, [sums], dict.fromkeys(form.shapes, 0.0))
-
-
-def _of(exact: SumsBySite, released: SumsBySite) -> list[Mapping[str, Sequence[float]]]:
-    return [exact[site] for site in released if site in exact]
 
 
 def _beside(
@@ -386,11 +373,14 @@ def _beside(
     released: list[Mapping[str, Sequence[float]]],
     exact: list[Mapping[str, Sequence[float]]],
 ) -> list[dict[str, Any]]:
-    found = [_plain(figure) for figure in _figures(form, released, noise)]
-    if exact:
-        known = _figures(form, exact, dict.fromkeys(noise, 0.0))
-        for figure, without in zip(found, known, strict=True):
-            figure["exact"] = _number(without.value)
+    """Return figures as plain data, with those of the exact sums, if there are any, beside them."""
+    found = [
+        {**asdict(figure), "value": _number(figure.value), "of_part": figure.of_part}
+        for figure in _figures(form, released, noise)
+    ]
+    known = _figures(form, exact, dict.fromkeys(noise, 0.0)) if exact else []
+    for figure, without in zip(found, known, strict=bool(exact)):
+        figure["exact"] = _number(without.value)
     return found
 
 
@@ -400,10 +390,6 @@ def _figures(
     return estimate_figures(
         Sums.add(sums, noise), form.settings, form.classes, form.groups, form.unit
     )
-
-
-def _plain(figure: Figure) -> dict[str, Any]:
-    return {**asdict(figure), "value": _number(figure.value), "of_part": figure.of_part}
 
 
 def _number(value: float) -> float | None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Final, Literal, TypedDict
+from typing import Any, Final, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -25,17 +25,20 @@ from fedpact.per_sample.layers import by_pixel
 
 @dataclass(frozen=True)
 class Metric:
-    """A number about the sites' held-out records; simulator only.
+    """A number about the sites' held-out records (simulator only), or about a model's outputs.
 
     label: its name in tables. of: computes it from scores by site, and numbers of training records
-    by site. form: how it is formatted. note: a short explanation. about: the caption of its chart.
+    by site; or from outputs and labels [n, ...], NaN if undefined. form: how it is formatted. note:
+    a short explanation. about: the caption of its chart. kinds: of the labels, as in
+    schema.LabelForm, if it is of outputs.
     """
 
     label: str
-    of: Callable[[Mapping[str, SiteScore], Mapping[str, float]], float]
+    of: Callable[[Any, Any], float]
     form: Literal["number", "percent"]
     note: str
     about: str
+    kinds: tuple[str, ...] = ()
 
 
 class Fairness(TypedDict):
@@ -128,27 +131,15 @@ def psi(losses: Sequence[float], weights: Sequence[float]) -> float:
     """Return Ψ = Σ p_i (F_i - F)² with F = Σ p_i F_i and p_i = weight_i / Σ weights (FedFDP).
 
     0 if and only if all sites with a positive weight have the same loss. A NaN loss gives NaN, an
-    infinite one inf. Raises InputError: no losses, different lengths, or weights that are negative,
-    not finite or all zero.
+    infinite one inf. losses, weights: of every site; the weights finite, >= 0, one of them > 0.
 
     >>> psi([1.0, 3.0], [10, 10])
     1.0
     """
-    p = np.asarray(weights, dtype=np.float64)
-    if not (len(losses) == len(p) > 0):
-        raise InputError(
-            f"{len(losses)} losses and {len(p)} weights: expected one of each for every site, at "
-            "least one"
-        )
+    p, f = np.asarray(weights, dtype=np.float64), np.asarray(losses, dtype=np.float64)
     # Divided by the largest first, their sum cannot overflow.
-    if not (np.isfinite(p).all() and p.min() >= 0 and p.max() > 0):
-        raise InputError(
-            f"weights range from {p.min()} to {p.max()}: expected finite numbers >= 0, one of them "
-            "> 0; give the sites' public sizes"
-        )
-    p = p / p.max()
-    counted = p > 0
-    p, f = p[counted] / p.sum(), np.asarray(losses, dtype=np.float64)[counted]
+    f, p = f[p > 0], p[p > 0] / p.max()
+    p = p / p.sum()
     if np.isnan(f).any():
         return math.nan
     if np.isinf(f).any():
@@ -166,18 +157,11 @@ def entropy(values: Sequence[float]) -> float:
     At most log n, if all n values are equal (also all zero), and 0 if only one is positive. For the
     sites' accuracies it measures fairness (Li, Sanjabi, Beirami, Smith, Fair resource allocation in
     federated learning, ICLR 2020). A NaN gives NaN.
-    Raises InputError: no values, or one that is negative or infinite.
 
     >>> entropy([0.5, 0.5]) == math.log(2), entropy([0.9, 0.0])
     (True, 0.0)
     """
     held = np.asarray(values, dtype=np.float64)
-    if not held.size or (held < 0).any() or np.isinf(held).any():
-        raise InputError(
-            f"the entropy of {held.size} values"
-            + (f" from {held.min()} to {held.max()}" if held.size else "")
-            + ": expected at least one, each finite and >= 0; give the sites' accuracies"
-        )
     if np.isnan(held).any():
         return math.nan
     if held.min() == held.max():
@@ -192,15 +176,12 @@ def entropy(values: Sequence[float]) -> float:
 def fairness(scores: Mapping[str, SiteScore]) -> Fairness:
     """Return the spread of accuracy over sites, each counting once.
 
-    A NaN accuracy ranks worst, and makes the figures that include it NaN.
-    Raises InputError: no scores.
+    A NaN accuracy ranks worst, and makes the figures that include it NaN. scores: at least one.
 
     >>> spread = fairness({"a": SiteScore(0.5, 1.0, 10), "b": SiteScore(1.0, 0.1, 90)})
     >>> spread["worst_site"], spread["mean"], spread["variance"]
     ('a', 0.75, 0.0625)
     """
-    if not scores:
-        raise InputError("no site has a score: give the scores of at least one")
     ranked = ranking(scores)
     accuracies = np.array([scores[name].accuracy for name in ranked], dtype=np.float64)
     tenth = math.ceil(len(ranked) / 10)
@@ -280,22 +261,6 @@ _BINS: Final = 15
 _FORM: Final = "metric(outputs [n, ...], labels [n, ...]) -> a number"
 
 
-@dataclass(frozen=True)
-class Measure:
-    """A number computed from a model's outputs. kinds: of labels, as in schema.LabelForm.
-
-    of: (outputs [n, ...], labels [n, ...]) -> the number, NaN if undefined. Other fields: see
-    Metric.
-    """
-
-    label: str
-    of: Callable[[Tensor, Tensor], float]
-    kinds: tuple[str, ...]
-    form: Literal["number", "percent"]
-    note: str
-    about: str
-
-
 def _columns(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return probabilities and labels of each class, both [n, K]; pixels count as records.
 
@@ -351,11 +316,8 @@ def calibration_error(outputs: Tensor, y: Tensor) -> float:
     With several labels, each counts as a record, with the probability of its prediction.
     """
     if y.is_floating_point():
-        p, there = _columns(outputs, y)
-        confidence, right = (
-            torch.maximum(p, 1 - p).flatten(),
-            ((p > 0.5) == (there > 0.5)).flatten(),
-        )
+        p, there = (each.flatten() for each in _columns(outputs, y))
+        confidence, right = torch.maximum(p, 1 - p), (p > 0.5) == (there > 0.5)
     else:
         if outputs.dim() > 2:
             outputs, y = outputs.movedim(1, -1).flatten(0, -2), y.flatten()
@@ -405,43 +367,41 @@ TASK_BY_LABELS: Final = {
 }
 """Kind of label -> kind of task."""
 
-_OF_CLASSES: Final = ("class", "several", "pixels")
-
-MEASURES: Final[Mapping[str, Measure]] = {
-    "auc": Measure(
+MEASURES: Final[Mapping[str, Metric]] = {
+    "auc": Metric(
         "ROC area",
         area,
-        ("class", "several"),
         "number",
         "1 ranks all records correctly, 0.5 is chance",
         "The area under the ROC curve: how often a record of a class has a higher score for it "
         "than one of another. Of more than two classes or labels it is the mean over them.",
+        ("class", "several"),
     ),
-    "f1": Measure(
+    "f1": Metric(
         "F1",
         f1,
-        _OF_CLASSES,
         "number",
         "precision and recall together; 1 is best",
         "F1 = 2 TP / (2 TP + FP + FN) of the second of two classes; of more classes, labels or "
         "pixels' classes (there it is the Dice score) the mean over them.",
+        ("class", "several", "pixels"),
     ),
-    "ece": Measure(
+    "ece": Metric(
         "calibration error",
         calibration_error,
-        _OF_CLASSES,
         "number",
         "how far confidence is from accuracy; 0 is best",
         "The expected calibration error over 15 bins of confidence: how far, on average, the "
         "probability that the model gives its answer is from how often it is right.",
+        ("class", "several", "pixels"),
     ),
-    "r2": Measure(
+    "r2": Metric(
         "R²",
         r_squared,
-        ("number",),
         "number",
         "share of the labels' variance that is explained",
         "R² = 1 − Σ (y − ŷ)² / Σ (y − mean y)²: 1 is exact, 0 as good as the mean.",
+        ("number",),
     ),
 }
 """Name -> measure. An entry here is enough to use it in task.metrics."""
@@ -489,16 +449,10 @@ def short(name: str) -> str:
     return name.rpartition(":")[2].partition("@")[0]
 
 
-def find_display(name: str) -> Metric | Measure:
+def find_display(name: str) -> Metric:
     """Return how a metric or measure of this name is shown."""
-    known: Mapping[str, Metric | Measure] = {**METRICS, **MEASURES}
-    own = Measure(name, r_squared, (), "number", "user-defined", "A user-defined metric.")
-    return known.get(name, own)
-
-
-def _tasks(kinds: tuple[str, ...]) -> str:
-    """Return the tasks of kinds of labels."""
-    return " or ".join(TASK_BY_LABELS[kind] for kind in kinds)
+    own = Metric(name, r_squared, "number", "user-defined", "A user-defined metric.")
+    return {**METRICS, **MEASURES}.get(name, own)
 
 
 def _measure(name: str, kind: str) -> Callable[[Tensor, Tensor], float]:
@@ -506,9 +460,10 @@ def _measure(name: str, kind: str) -> Callable[[Tensor, Tensor], float]:
     if known is not None:
         if kind not in known.kinds:
             own = [name for name, one in MEASURES.items() if kind in one.kinds]
+            of = " or ".join(TASK_BY_LABELS[each] for each in known.kinds)
             raise ModelError(
-                f"task.metrics has {name!r}, which is of {_tasks(known.kinds)}, and the task is "
-                f"{_tasks((kind,))}: expected some of {', '.join(own)}, or your own, {_FORM}"
+                f"task.metrics has {name!r}, which is of {of}, and the task is "
+                f"{TASK_BY_LABELS[kind]}: expected some of {', '.join(own)}, or your own, {_FORM}"
             )
         return known.of
     called = short(name)

@@ -7,15 +7,9 @@ records. Nothing is clipped or noised: the result is not private and never leave
 The solver is scipy's L-BFGS on all records, started from the solution of the next larger λ: it has
 no step size to choose. Float32 models stop where rounding hides the descent.
 
-λ is chosen by five-fold cross-validation on the site's training records, for the smallest mean
-loss. Only as many folds are evaluated as make 1000 records. If each record's person is known,
-persons are split into folds with all their records, as a model trained on one visit of a patient
-knows something about the others.
-
-Whether to tune at all is decided by a test. Without a true gain, a record on which only one of the
-two models is right is as likely lost as gained. McNemar's exact test gives
-P(Bin(gained + lost, 1/2) >= gained), times the number of λ tried (Bonferroni). Above 5 %, or with
-fewer than 50 records, the advice is not to tune.
+docs/notes/evaluation.md says how λ is chosen, and how it is judged whether tuning and joining pay:
+by five-fold cross-validation, of as many folds as make 1000 records, and by McNemar's exact test,
+P(Bin(gained + lost, 1/2) >= gained) times the number of λ tried (Bonferroni).
 
 alone       the model trained on the site's own records from the initial model; never released
 federated   the released model, or the site's own if the algorithm has one per site
@@ -27,13 +21,12 @@ The gain is the difference in accuracy of `as used` and `alone` on the same held
 and b of n records on which only one of the two is right, p = (a + 1)/(n + 2), r = (b + 1)/(n + 2)
 and p - r ± 1.96 sqrt((p + r - (p - r)²)/(n + 2)).
 
-If each record's person is known, persons count equally, as records of one person are not
-independent. An accuracy is then the mean over persons of their shares of hits, and the interval is
-that of the n persons' differences d_j and of two more, one that gains all and one that loses all:
-p - r = Σ d_j/(n + 2) and p + r = (Σ d_j² + 2)/(n + 2). With one record each it is the same.
+Of n persons with differences d_j, one of which may have several records, it is
+p - r = Σ d_j/(n + 2) and p + r = (Σ d_j² + 2)/(n + 2), which with one record each is the same.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -181,12 +174,10 @@ class Validated:
                 f"do not tune: {self._count} {what} are too few to tell a gain from chance; "
                 f"expected at least {MIN_RECORDS_TO_TUNE}"
             )
-        answered = (
-            len(self.before) if self.whose is None else self.whose[self.places].unique().numel()
-        )
+        of = self.places if self.whose is None else self.whose[self.places]
         found = (
-            f"of {answered:,} of its own {what}, each predicted by models tuned without it, "
-            f"tuning gains {self.gained:,} and loses {self.lost:,}"
+            f"of {of.unique().numel():,} of its own {what}, each predicted by models tuned without "
+            f"it, tuning gains {self.gained:,} and loses {self.lost:,}"
         )
         if self.tune:
             return f"tune: {found} (by chance with probability at most {self.chance:.2g})"
@@ -242,14 +233,6 @@ def _answered(
             hits, costs = answers(model, w, x[part], y[part])
             right[i], losses[i] = torch.cat([right[i], hits]), torch.cat([losses[i], costs])
     return right, losses
-
-
-def with_weight(model: FlatModel, x: Tensor, y: Tensor, anchor: Tensor, weight: float) -> Tensor:
-    """Return the model tuned on all records with one λ, through the larger ones."""
-    w = anchor
-    for larger in (*(each for each in WEIGHTS if each > weight), weight):
-        w = tune(model, x, y, anchor, larger, w)
-    return w
 
 
 _NORMAL: Final = 1.959963984540054
@@ -323,8 +306,11 @@ def personalise_model(
 
     w: the released model; or the plan's initial one, for a site alone. whose: as in choose_lambda.
     """
-    choice = choose_lambda(model, x, y, w, whose)
-    return SiteModel(with_weight(model, x, y, w, choice.weight), choice)
+    choice, found = choose_lambda(model, x, y, w, whose), w
+    # Through the larger weights, down to the chosen one.
+    for weight in (each for each in WEIGHTS if each >= choice.weight):
+        found = tune(model, x, y, w, weight, found)
+    return SiteModel(found, choice)
 
 
 def on_held_out(
@@ -386,16 +372,10 @@ def _share(hits: Tensor, whose: Tensor | None) -> float:
 
 def describe_joining(gains: Mapping[str, Gain], at: str) -> str:
     """Return in words for which sites joining pays. at: the run's protection, as "at ε = 1"."""
-    by: dict[Verdict, list[str]] = {"pays": [], "does not pay": [], "cannot be told": []}
+    by = defaultdict[str, list[str]](list)
     for name, gain in sorted(gains.items()):
         by[gain.verdict].append(name)
-    told = [
-        f"pays for {_listed(by['pays'])}" if by["pays"] else "pays for no site",
-        f"not for {_listed(by['does not pay'])}" if by["does not pay"] else "",
-        f"undecided for {_listed(by['cannot be told'])}" if by["cannot be told"] else "",
-    ]
-    return f"{at[:1].upper()}{at[1:]} joining {'; '.join(part for part in told if part)}."
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names)
+    told = [f"pays for {', '.join(by['pays']) or 'no site'}"]
+    for verdict, word in (("does not pay", "not for"), ("cannot be told", "undecided for")):
+        told += [f"{word} {', '.join(by[verdict])}"] if by[verdict] else []
+    return f"{at[:1].upper()}{at[1:]} joining {'; '.join(told)}."

@@ -1,13 +1,5 @@
 """The [evaluation] table of a plan: which records are held out, and what is released of them.
 
-    [evaluation]
-    share = 0.2
-    every = 10
-    epsilon = 1.0
-    delta = 1e-5
-    releases = ["hits", "loss", "roc"]
-    groups = "sex"
-
 All of it is public and the same at every party.
 """
 
@@ -119,8 +111,6 @@ class EvaluationSettings(BaseModel):
         if not self.used or not self.releases:
             return None
         times = spare + (math.ceil(rounds / self.every) if self.every else 1)
-        bounds, budget = (
-            dict.fromkeys(map(str, self.releases), 1.0),
-            Budget(self.epsilon, self.delta),
-        )
+        bounds = dict.fromkeys(map(str, self.releases), 1.0)
+        budget = Budget(self.epsilon, self.delta)
         return FullDataRelease.within("evaluation", bounds, times, budget, accountant)

@@ -34,7 +34,7 @@ from fedpact.data.columns import FileColumn, declared_columns
 from fedpact.data.dataset import Dataset
 from fedpact.data.features.extract import MadeBy
 from fedpact.data.features.stage import FeatureStage
-from fedpact.data.inputs import columns_of, labels_of, of_arrays, of_columns, read_input
+from fedpact.data.inputs import columns_of, labels_of, of_arrays, read_input, table_of, with_arrays
 from fedpact.data.load import with_columns
 from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter
@@ -219,9 +219,10 @@ def read_prediction_inputs(
         columns, broken = read_columns(Path(records))
         columns = named.declared(str(records), columns, own.features, plan.label)
         label, site, person = (role if role in columns else None for role in roles)
-        table = of_columns(
-            str(records), columns, wanted, label, site, person, broken, unlabelled=True
+        table = table_of(
+            str(records), columns, label, site, person, broken, wanted, unlabelled=True
         )
+        table = with_arrays(table, wanted)
     else:
         raise DataError(
             f"records is {str(records)!r}: expected the path of a .csv, .parquet or .npz file, or "

@@ -159,7 +159,7 @@ def _paired(words: Words, dtype: torch.dtype, further: Further | None = None) ->
     _middles(first)
     if further is not None:
         _refine(first, further)
-    _log(first)
+    _map("log", first)
     first *= -2
     r, twice = _between(first)
     np.sqrt(first, out=r)
@@ -208,7 +208,7 @@ def _of_31_bits(words: NDArray[np.uint32]) -> Floats:
     # Half a step up, so that no U is 0. Above 2^24 the conversion has rounded already, to even.
     r += np.float32(0.5)
     r *= np.float32(2.0**-31)
-    _log(r)
+    _map("log", r)
     r *= np.float32(-2)
     np.sqrt(r, out=r)
     # The signed words stand for [-2^31, 2^31): again half the angle, in [-π/2, π/2).
@@ -219,7 +219,7 @@ def _of_31_bits(words: NDArray[np.uint32]) -> Floats:
 def _turned(z: Floats, r: Floats, twice: Floats) -> Floats:
     """Write r cos Θ and r sin Θ to the two halves of z, whose second half holds Θ/2."""
     first, second = _halves(z)
-    _tan(second)
+    _map("tan", second)
     np.multiply(second, second, out=twice)
     twice += 1
     np.divide(r, twice, out=twice)
@@ -240,17 +240,10 @@ def _between(like: Floats) -> Floats:
     return _room.between.view(like.dtype)[: 2 * like.size].reshape(2, *like.shape)
 
 
-def _log(x: Floats) -> None:
+def _map(function: str, x: Floats) -> None:
+    """Write a function of each number, "log" or "tan", over it."""
     if _NUMPY_IS_FAST:
-        np.log(x, out=x)
+        getattr(np, function)(x, out=x)
     else:
         with one_thread():
-            from_numpy(x).log_()
-
-
-def _tan(x: Floats) -> None:
-    if _NUMPY_IS_FAST:
-        np.tan(x, out=x)
-    else:
-        with one_thread():
-            from_numpy(x).tan_()
+            getattr(from_numpy(x), f"{function}_")()

@@ -45,16 +45,8 @@ from torch import Tensor
 from fedpact.common.check import positive
 from fedpact.common.errors import InputError, PrivacyError
 from fedpact.common.params import on_cpu, sent
-from fedpact.common.randomness.keystream import (
-    CHUNK,
-    KeyStream,
-    Parts,
-    Words,
-    normals,
-    poisson,
-    positions,
-)
-from fedpact.common.randomness.seeded import empty, shared
+from fedpact.common.randomness.keystream import CHUNK, KeyStream, Parts, Words, normals
+from fedpact.common.randomness.seeded import Draws, empty
 
 _COARSENESS: Final = 2.0**-10
 # For a smaller Λ, 1/Λ is infinite, and 0 times it is NaN, which would reveal that a sum is 0.
@@ -152,24 +144,21 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "noise")
 
 
-if hasattr(os, "register_at_fork"):
-    # Threads do not survive a fork.
-    os.register_at_fork(after_in_child=_pool.cache_clear)
-
-
 # Words per key: 8 GiB, an eighth of what the counter allows.
 _KEY_LASTS: Final = 1 << 30
 
 _forks = 0
 
 
-def _count_fork() -> None:
+def _start_child() -> None:
     global _forks
     _forks += 1
+    # Threads do not survive a fork.
+    _pool.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count_fork)
+    os.register_at_fork(after_in_child=_start_child)
 
 
 class FreshStream(KeyStream):
@@ -205,8 +194,8 @@ class _OfThread(threading.local):
         self.stream = FreshStream()
 
 
-class SecureDraws:
-    """Random numbers for a deployment. Threads may share an object."""
+class SecureDraws(Draws):
+    """Random numbers for a deployment, new at every call. Threads may share an object."""
 
     repeats = False
 
@@ -216,39 +205,9 @@ class SecureDraws:
     def __reduce__(self) -> NoReturn:
         raise TypeError("SecureDraws are never copied: create a new object, with its own key")
 
-    def batch(self, records: int, rate: float, step: int) -> Tensor:
-        """Return the indices of a Poisson batch: each of `records` with probability `rate`. Rate 1
-        takes every record and draws nothing."""
-        del step
-        if rate == 1:
-            return torch.arange(records)
-        return poisson(self._own.stream, records, rate)
-
-    def positions(self, count: int, slots: int, step: int) -> Tensor:
-        """Return a slot below `slots` for each of `count` records, drawn independently."""
-        del step
-        return positions(self._own.stream, count, slots)
-
-    def number(self, step: int) -> int:
-        """Return a new seed below 2^64 for a model's random layers."""
-        del step
-        return int(self._own.stream.words(1)[0])
-
-    def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
-        """Return `size` standard normal numbers, of the type and on the device of `like`."""
-        del step, purpose
-        noise = empty(size, like.dtype)
-        for part, z in self._parts(size):
-            noise[part] = z
-        return sent(noise, like.device)
-
-    def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
-        """Return a sum [d] with a share of noise, rounded to a coarse grid; see
-        common.randomness.seeded.
-        """
-        del step, purpose
-        parts = self._parts(len(total))
-        return shared(total, unit, units, ((part, sent(z, total.device)) for part, z in parts))
+    def _words(self, kind: str, step: int) -> FreshStream:
+        del kind, step
+        return self._own.stream
 
     def add_noise(
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
@@ -261,7 +220,9 @@ class SecureDraws:
     def _part(self, size: int, like: Tensor) -> Tensor:
         """Return at most CHUNK numbers of `gaussian`."""
         del like
-        return next(self._parts(size))[1]
+        return next(normals(self._own.stream, size, torch.float64, _further))[1]
 
-    def _parts(self, size: int) -> Parts:
-        return normals(self._own.stream, size, torch.float64, _further)
+    def _parts(self, vector: Tensor, step: int, purpose: str) -> Parts:
+        del step, purpose
+        parts = normals(self._own.stream, len(vector), torch.float64, _further)
+        return ((part, sent(z, vector.device)) for part, z in parts)

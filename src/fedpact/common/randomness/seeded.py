@@ -18,11 +18,12 @@ would do and protects nobody. The run's report says so.
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Final, Protocol
+from typing import ClassVar, Final
 
 import numpy as np
 import torch
@@ -30,8 +31,15 @@ from torch import Tensor
 
 from fedpact.common.check import positive
 from fedpact.common.errors import PlanError
-from fedpact.common.params import from_numpy, on_cpu
-from fedpact.common.randomness.keystream import KeyStream, Parts, normals, poisson, positions
+from fedpact.common.params import from_numpy, on_cpu, sent
+from fedpact.common.randomness.keystream import (
+    KeyStream,
+    Parts,
+    WordSource,
+    normals,
+    poisson,
+    positions,
+)
 
 
 def size_of_round(each: int | None, sites: int) -> int:
@@ -138,49 +146,6 @@ DRAWS: Final = 5
 """Counts up when equal seeds come to give other draws; no run goes on across such a change."""
 
 
-class Draws(Protocol):
-    """The randomness of one site in one round.
-
-    repeats: whether equal calls, in this process or another, return equal draws.
-    """
-
-    @property
-    def repeats(self) -> bool:
-        """Whether equal calls return equal draws."""
-        ...
-
-    def batch(self, records: int, rate: float, step: int) -> Tensor:
-        """Return the indices of a Poisson batch: each of `records` with probability `rate`."""
-        ...
-
-    def positions(self, count: int, slots: int, step: int) -> Tensor:
-        """Return a slot below `slots` for each of `count` records, drawn independently."""
-        ...
-
-    def number(self, step: int) -> int:
-        """Return a whole number below 2^64, which a model's own random numbers are drawn by."""
-        ...
-
-    def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
-        """Return `size` standard normal numbers, of the type and on the device of `like`."""
-        ...
-
-    def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
-        """Return a sum [d] with a share of noise, rounded to a coarse grid; see
-        common.randomness.seeded.
-        """
-        ...
-
-    def add_noise(
-        self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
-    ) -> Tensor:
-        """Return total [d] plus normal noise of σ times its sensitivity; total may be written over.
-
-        The noise is that of `gaussian` for the same step and purpose, or lies on a grid.
-        """
-        ...
-
-
 def empty(size: int, dtype: torch.dtype) -> Tensor:
     """Return a vector [size] on the CPU, float32 or float64, that is yet to be written.
 
@@ -188,6 +153,56 @@ def empty(size: int, dtype: torch.dtype) -> Tensor:
     then costs a fifth of what torch.empty makes of it when it is first written.
     """
     return from_numpy(np.empty(size, np.float64 if dtype == torch.float64 else np.float32))
+
+
+class Draws(ABC):
+    """The randomness of one site in one round. Draws of another step or purpose are independent."""
+
+    repeats: ClassVar[bool]
+    """Whether equal calls, in this process or another, return equal draws."""
+
+    @abstractmethod
+    def _words(self, kind: str, step: int) -> WordSource:
+        """Return the words that a kind of draw is made of in a step."""
+
+    @abstractmethod
+    def _parts(self, vector: Tensor, step: int, purpose: str) -> Parts:
+        """Yield standard normal numbers for all of a vector [d], part by part, on its device."""
+
+    @abstractmethod
+    def add_noise(
+        self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
+    ) -> Tensor:
+        """Return total [d] plus normal noise of σ times its sensitivity; total may be written over.
+
+        The noise is that of `gaussian` for the same step and purpose, or lies on a grid.
+        """
+
+    def batch(self, records: int, rate: float, step: int) -> Tensor:
+        """Return the indices of a Poisson batch: each of `records` with probability `rate`. Rate 1
+        takes every record and draws nothing."""
+        if rate == 1:
+            return torch.arange(records)
+        return poisson(self._words("batch", step), records, rate)
+
+    def positions(self, count: int, slots: int, step: int) -> Tensor:
+        """Return a slot below `slots` for each of `count` records, drawn independently."""
+        return positions(self._words("positions", step), count, slots)
+
+    def number(self, step: int) -> int:
+        """Return a whole number below 2^64, which a model's own random numbers are drawn by."""
+        return int(self._words("number", step).words(1)[0])
+
+    def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
+        """Return `size` standard normal numbers, of the type and on the device of `like`."""
+        noise = empty(size, like.dtype)
+        for part, z in self._parts(noise, step, purpose):
+            noise[part] = z
+        return sent(noise, like.device)
+
+    def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
+        """Return a sum [d] with a share of noise, rounded to a coarse grid; see `round_shares`."""
+        return shared(total, unit, units, self._parts(total, step, purpose))
 
 
 # torch.Generator.get_state(): 24 bytes of counters; the Mersenne Twister's 624 words of 32 bits,
@@ -206,10 +221,6 @@ def _digest_of(kind: str) -> bytes:
     return hashlib.sha256(kind.encode()).digest()[:8]
 
 
-def _place(kind: str, step: int) -> bytes:
-    return _digest_of(kind) + step.to_bytes(4, "big")
-
-
 def seeded_generator(*key: str | int) -> torch.Generator:
     """Return the generator that belongs to a key; other keys give independent streams.
 
@@ -223,7 +234,7 @@ def seeded_generator(*key: str | int) -> torch.Generator:
     return generator
 
 
-class SeededDraws:
+class SeededDraws(Draws):
     """Reproducible draws for a simulation: everything follows from the seed.
 
     `around` is whatever further tells one request from another: site and round. All of a request's
@@ -236,40 +247,22 @@ class SeededDraws:
         self._key = (seed, *around)
         self._stream = KeyStream(_digest(self._key, 32))
 
-    def batch(self, records: int, rate: float, step: int) -> Tensor:
-        """Return the indices of a Poisson batch: each of `records` with probability `rate`. Rate 1
-        takes every record and draws nothing."""
-        if rate == 1:
-            return torch.arange(records)
-        return poisson(self._stream.seek(_place("batch", step)), records, rate)
-
-    def positions(self, count: int, slots: int, step: int) -> Tensor:
-        """Return a slot below `slots` for each of `count` records, drawn independently."""
-        return positions(self._stream.seek(_place("positions", step)), count, slots)
-
-    def number(self, step: int) -> int:
-        """Return a whole number below 2^64, which a model's own random numbers are drawn by."""
-        return int(self._stream.seek(_place("number", step)).words(1)[0])
+    def _words(self, kind: str, step: int) -> KeyStream:
+        return self._stream.seek(_digest_of(kind) + step.to_bytes(4, "big"))
 
     def noise_words(self, step: int, purpose: str) -> KeyStream:
         """Return what the noise is made of on a CPU; the next draw goes on elsewhere."""
-        return self._stream.seek(_place("noise " + purpose, step))
+        return self._words("noise " + purpose, step)
 
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
         """Return `size` standard normal numbers, of the type and on the device of `like`."""
-        if not on_cpu(like):
-            generator = self._on(like.device, step, purpose)
-            return like.new_empty(size).normal_(generator=generator)
-        noise = empty(size, like.dtype)
-        for part, z in self._parts(noise, step, purpose):
-            noise[part] = z
-        return noise
-
-    def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
-        """Return a sum [d] with a share of noise, rounded to a coarse grid; see
-        common.randomness.seeded. The
-        noise is that of `add_noise`, so that runs differ by rounding alone."""
-        return shared(total, unit, units, self._parts(total, step, purpose))
+        if on_cpu(like):
+            return super().gaussian(size, like, step, purpose)
+        # A device's own generator, whose whole seed is 64 bits, gives other noise than a CPU.
+        digest = _digest((*self._key, step, "noise", purpose), 8)
+        seed = int.from_bytes(digest, "little") >> 1
+        own = torch.Generator(like.device).manual_seed(seed)
+        return like.new_empty(size).normal_(generator=own)
 
     def add_noise(
         self, total: Tensor, sigma: float, sensitivity: float, step: int, purpose: str
@@ -281,12 +274,6 @@ class SeededDraws:
         return total
 
     def _parts(self, vector: Tensor, step: int, purpose: str) -> Parts:
-        """Yield normal numbers for all of a vector [d], part by part."""
         if not on_cpu(vector):
             return iter([(slice(None), self.gaussian(len(vector), vector, step, purpose))])
         return normals(self.noise_words(step, purpose), len(vector), vector.dtype)
-
-    def _on(self, device: torch.device, step: int, purpose: str) -> torch.Generator:
-        """The device's own generator, whose whole seed is 64 bits: other noise than on a CPU."""
-        digest = _digest((*self._key, step, "noise", purpose), 8)
-        return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)

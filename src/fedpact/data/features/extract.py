@@ -211,9 +211,8 @@ class Extractor:
 
     @property
     def made_by(self) -> MadeBy:
-        """The user's code that makes them; empty for the built-in kinds."""
-        own = self._settings.factory
-        return MadeBy(self._backbone.source, self._backbone.answer) if own else MadeBy()
+        """The user's code that makes them."""
+        return MadeBy(self._backbone.source, self._backbone.answer)
 
     def __call__(self, x: Tensor) -> Found:
         """Return the features of records x [n, *shape], float32 on the CPU."""

@@ -145,7 +145,9 @@ class Patches:
                 f"images have {len(some)} patches that are not flat, so expected at most "
                 f"{2 * len(some)}; lower filters, or raise size"
             )
-        some = _contrast(some).double()
+        some = some - some.mean(1, keepdim=True)
+        contrast = some.square().mean(1, keepdim=True).sqrt()
+        some = (some / contrast.clamp_min(_FLAT)).double()
         covariance = some.T @ some / len(some)
         # Mirrored, made images are as likely: then whitening a mirrored patch mirrors it, and of
         # two filters that mirror each other each finds in an image what the other finds mirrored.
@@ -188,13 +190,6 @@ def _at(shape: tuple[int, int, int], seed: int, size: int, place: Tensor) -> Ten
         found = F.unfold(images, size).transpose(1, 2)
         rows.append(found.gather(1, at[..., None].expand(-1, -1, found.shape[2])).flatten(0, 1))
     return torch.cat(rows)
-
-
-def _contrast(patches: Tensor) -> Tensor:
-    """Patches [..., k] without their mean and contrast."""
-    centred = patches - patches.mean(-1, keepdim=True)
-    deviation = centred.square().mean(-1, keepdim=True).sqrt()
-    return centred / deviation.clamp_min(_FLAT)
 
 
 DIRECTIONS: Final = 8

@@ -1,15 +1,5 @@
 """The [features] table of a plan: what replaces each record before training.
 
-    [features]
-    kind = "scattering"        or "patches", or your own "package.module:factory"; see kinds
-    cells = 5                  maps are averaged over a grid of cells x cells
-    mirror = true              the mean of a record's and its mirror image's; half as many numbers
-
-    kind = "mine:backbone"     factory(shape) -> a frozen nn.Module, a record in, numbers out
-    weights = "resnet.safetensors"
-    sha256 = "..."             of that file
-    trained_on = "..."         what its weights were chosen by: without it no ε is stated
-
 All of it is public, the same at every party, and part of the plan.
 """
 
@@ -101,20 +91,16 @@ class FeatureSettings(BaseModel):
         """What ε does not cover of these features, "" for nothing."""
         if not self.factory:
             return ""
-        return (
-            f"What the features' weights were trained on, which counts as public: "
-            f"{self.trained_on}."
-        )
+        what = "What the features' weights were trained on, which counts as public"
+        return f"{what}: {self.trained_on}."
 
     def describe(self) -> str:
         """Return in a sentence what replaces the records; "" for nothing."""
         if not self.used:
             return ""
-        of = (
-            f"weights trained on: {self.trained_on or 'not said'}"
-            if self.factory
-            else "filters and whitening from made images: no record takes part"
-        )
+        of = "filters and whitening from made images: no record takes part"
+        if self.factory:
+            of = f"weights trained on: {self.trained_on or 'not said'}"
         return f"Features in place of the records, each of one record alone: {self.kind}; {of}."
 
     @model_validator(mode="after")
