@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from fedpact.common.configuration import FROZEN
-from fedpact.common.errors import PlanError, nearest
+from fedpact.common.errors import PlanError, nearest, with_colon
 from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.common.user_code import own_factory
 from fedpact.privacy.oracle import Opening, Oracle, Range, Terms
@@ -247,6 +247,6 @@ def load(name: str) -> Algorithm:
     places = _modules()
     if name not in places:
         known = sorted(places)
-        told = f"expected one of {', '.join(known)}{nearest(name, known)}"
+        told = f"expected one of {', '.join(known)}{nearest(name, known) or with_colon(name)}"
         raise PlanError(f"algorithm is {name!r}: {told}")
     return cast(Algorithm, importlib.import_module(places[name]))

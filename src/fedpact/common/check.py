@@ -20,6 +20,9 @@ from fedpact.common.errors import InputError
 # Integers have no upper limit in Python: one beyond the largest float is as good as infinite.
 _LARGEST: Final = sys.float_info.max
 
+WITHOUT_PRIVACY: Final = '; for a run without privacy set privacy.mode = "none"'
+"""What to append to an error about an ε."""
+
 
 def _single(named: dict[str, float]) -> tuple[str, float]:
     if len(named) != 1:
@@ -33,7 +36,8 @@ def _require(named: dict[str, float], good: Callable[[float], bool], expected: s
     number = isinstance(value, int | float) and not isinstance(value, bool)
     # Written as "not good": every comparison with NaN is false, so NaN is refused.
     if not (number and good(value)):
-        raise InputError(f"{name} is {value!r}: expected {expected.format(name=name)}")
+        remedy = WITHOUT_PRIVACY if name == "epsilon" else ""
+        raise InputError(f"{name} is {value!r}: expected {expected.format(name=name)}{remedy}")
     return value
 
 
