@@ -26,6 +26,8 @@ def runs(tmp_path_factory):
     words = ["extend", str(second.folder), "--rounds", "1", "--out", str(folder.parent / "third")]
     third = CliRunner().invoke(app, words)
     assert third.exit_code == 0, third.output
+    assert third.stderr.startswith("privacy: ")
+    assert "cost (ε, δ) = (2, 3e-05) together; so far it is (1.5, 2e-05)" in third.stderr
     return first, second, third.stdout
 
 

@@ -294,6 +294,7 @@ def dataset_of(
         rows=torch.from_numpy(kept + sieve.first),
         column=main.column,
         description=f"{told} as given",
+        sieve=sieve,
     )
     object.__setattr__(found, "form", form)
     return found
@@ -445,7 +446,10 @@ def refit(data: Dataset, records: PlanRecords, form: RecordForm | None = None) -
     )
     held = None if data.held is None else data.held[found.numbers]
     told, names = data.description, data.features
-    return replace(found, description=told, features=names, column=data.column, held=held)
+    sieve = max(filter(None, (data.sieve, found.sieve)), key=lambda one: one.left_out)
+    return replace(
+        found, description=told, features=names, column=data.column, held=held, sieve=sieve
+    )
 
 
 def _is_split(data: Mapping[Any, Any]) -> bool:

@@ -7,11 +7,8 @@ and returns one array of indices for each site. No record goes to two sites; `by
 
 import hashlib
 import json
-import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
@@ -250,19 +247,6 @@ def split_by_site(site: Sequence[str]) -> dict[str, np.ndarray]:
     """Return the records of each named site, in the order of the names."""
     names = np.asarray(site)
     return {str(name): np.flatnonzero(names == name) for name in np.unique(names)}
-
-
-# Latin letters that are not a letter with an accent.
-_LETTERS: Final = str.maketrans(
-    {"ß": "ss", "æ": "ae", "œ": "oe", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L"}
-)
-
-
-def safe_name(name: str) -> str:
-    """Return a name that is safe in file systems: Zürich is Zurich, St. Anna is St.-Anna."""
-    parted = unicodedata.normalize("NFKD", name.translate(_LETTERS))
-    latin = "".join(c for c in parted if not unicodedata.combining(c))
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", latin).strip(".-") or "site"
 
 
 @dataclass(frozen=True, eq=False)

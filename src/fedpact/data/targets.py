@@ -301,7 +301,7 @@ def read_sites(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "si
     for row, name in enumerate(names):
         # str(None) occurs in numpy arrays of text; a class may have that name.
         if is_missing(name) or name == "None":
-            sieve.leave_out(row, column, "is not a site")
+            sieve.leave_out(row, column, "names no site (a record without one is left out)")
     return names
 
 

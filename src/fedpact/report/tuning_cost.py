@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpact.common.errors import DataError
+from fedpact.common.run_folder import Folder
 from fedpact.privacy.accounting import shared_noise
 from fedpact.privacy.accounting.accountant import SampledGaussian
 from fedpact.privacy.accounting.tuning_cost import (
@@ -199,7 +200,7 @@ def _at_site(runs: Sequence[_Promise]) -> tuple[Trials, Trials]:
 
 def _promises(run: RunSummary) -> dict[str, _Promise]:
     """Return each site's reservations in a run."""
-    return {site: _promise(run.path / "sites" / site / "ledger.jsonl") for site in run.site_privacy}
+    return {site: _promise(Folder(run.path).ledger(site, None)) for site in run.site_privacy}
 
 
 def _promise(path: Path) -> _Promise:
