@@ -204,6 +204,21 @@ def test_columns_that_measure_nothing_are_not_declared(tmp_path, cells, why):
     assert tomllib.loads(text)["records"]["drop"] == ["v", "w"]
 
 
+def test_numbers_written_otherwise_have_no_median(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("v,y\n" + "\n".join([*['"70,5",a'] * 96, *["7.5,b"] * 4]))
+    v, y = draft(path, {"label": "y"})[1]
+    assert (v.median, v.remark.partition(". ")[0]) == (None, "numbers with a decimal comma")
+    assert (y.median, y.remark) == (None, "")
+    told = CliRunner().invoke(app, ["inspect", str(path)]).stderr
+    assert "numbers with a decimal comma" in told
+    assert "7.5" not in told
+    # The remedy is one.
+    code = v.remark.partition("by ")[2].replace("NAME", "v")
+    found = eval(code, {"table": pd.read_csv(path)})
+    assert to_numbers(found.tolist()).tolist() == [70.5] * 96 + [7.5] * 4
+
+
 @pytest.mark.parametrize(
     ("encoding", "dialect"),
     [

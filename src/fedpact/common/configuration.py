@@ -67,12 +67,13 @@ def read_configuration(
     belong to its algorithm, and are dropped if an override names another.
     Raises PlanError: the file or an override cannot be read.
     """
-    keys = [key_of(setting) for setting in overrides]
+    for setting in overrides:
+        override({}, setting)  # before the file, as "--set key value" makes a file of the value
     raw = read(read_file(_DEFAULT if path is None else Path(path)))
     if path is None and overridden(overrides, "algorithm") not in (None, raw["algorithm"]):
         del raw["settings"]
     # If both alternatives were typed, both are kept, so that the plan refuses them.
-    drop_overridden(raw, keys)
+    drop_overridden(raw, [key_of(setting) for setting in overrides])
     for setting in overrides:
         override(raw, setting)
     return raw
@@ -211,7 +212,12 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def override(raw: dict[str, Any], setting: str) -> None:
     """Write `key=value` into a configuration. Raises PlanError: not of this form."""
-    key, _, text = setting.partition("=")
+    key, equals, text = setting.partition("=")
+    if not equals or not key:
+        raise PlanError(
+            f"--set {setting!r}: expected key=value with = and no space between them, as in "
+            "--set privacy.epsilon=1"
+        )
     set_key(raw, key.strip(), value_of(text), f"--set {setting!r}")
 
 
@@ -224,17 +230,8 @@ def value_of(text: str) -> Any:
 
 
 def key_of(setting: str) -> str:
-    """Return the key of `key=value` in the form of `flatten`, however its names are quoted.
-
-    Raises PlanError: not of this form.
-    """
-    key, equals, _ = setting.partition("=")
-    if not equals or not key:
-        raise PlanError(
-            f"--set {setting!r}: expected key=value with = and no space between them, as in "
-            "--set privacy.epsilon=1"
-        )
-    return ".".join(_names(key.strip(), f"--set {setting!r}"))
+    """Return the key of `key=value` in the form of `flatten`, however its names are quoted."""
+    return ".".join(_names(setting.partition("=")[0].strip(), f"--set {setting!r}"))
 
 
 def set_key(raw: dict[str, Any], key: str, value: Any, who: str) -> None:
