@@ -219,6 +219,18 @@ def test_numbers_written_otherwise_have_no_median(tmp_path):
     assert to_numbers(found.tolist()).tolist() == [70.5] * 96 + [7.5] * 4
 
 
+@pytest.mark.parametrize("role", ["site", "person"])
+def test_rows_without_a_site_or_person_are_told(role, tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("v,who,y\n1,A,a\n2,,b\n3,B,a\n4,NA,b\n")
+    text = draft(path, {"label": "y", role: "who"})[0]
+    told = f"# found: 2 rows without a {role} (rows 2, 4): records without one are left out"
+    assert told in text.splitlines()
+    tomllib.loads(text)
+    text = draft(path, {"label": "y", role: "whom"})[0]
+    assert f"# {role}: the file has no column 'whom'; its columns are v, who, y" in text
+
+
 @pytest.mark.parametrize(
     ("encoding", "dialect"),
     [

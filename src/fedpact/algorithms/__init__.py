@@ -234,7 +234,8 @@ def load(name: str) -> Algorithm:
         form = "the functions of fedpact.algorithms.Algorithm"
         found = own_factory(name, "algorithm", names(), form)
         settings = getattr(found, "Settings", None)
-        if not (isinstance(settings, type) and issubclass(settings, BaseSettings)):
+        fits = isinstance(settings, type) and issubclass(settings, BaseSettings)
+        if not (fits and hasattr(found, "NEUTRAL")):
             raise PlanError(
                 f"algorithm is {name!r}: expected a module, or a class, with Settings, a subclass "
                 "of fedpact.algorithms.BaseSettings, and NEUTRAL; see docs/how-to/extend.md"

@@ -79,8 +79,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def with_colon(name: str) -> str:
     """Return what to append to an error about a name that has a dot where a colon belongs, or "".
 
-    >>> with_colon("mypackage.half"), with_colon("half")
+    >>> with_colon("mypackage/half.py"), with_colon("half")
     ("; if it is your own, write 'mypackage:half'", '')
     """
-    module, dot, last = name.rpartition(".")
+    module, dot, last = name.removesuffix(".py").replace("/", ".").rpartition(".")
     return f"; if it is your own, write '{module}:{last}'" if dot and ":" not in name else ""
