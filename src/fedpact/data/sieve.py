@@ -61,7 +61,7 @@ class RecordFilter:
         return float((~self.good).mean()) if self.count else 1.0
 
     def too_many(self, most: float, key: str) -> str:
-        """Say that more than the share `most`, which `key` sets, are left out; "" if they are not."""
+        """Say that more than the share `most` of `key` are left out; "" if they are not."""
         if self.left_out <= most:
             return ""
         return (
@@ -172,7 +172,7 @@ def _quoted(value: Any) -> str:
 def nothing_left(sieve: RecordFilter, instead: str = "") -> DataError:
     """Return the error for a file of which no record is used, with the columns that are to blame.
 
-    instead: that too many are left out. For simulations only: a deployed site's owner is told otherwise.
+    instead: that too many are left out. For simulations only: a deployed site does not stop.
     """
     if not sieve.count:
         return DataError(

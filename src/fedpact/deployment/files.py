@@ -63,7 +63,7 @@ docs/how-to/operate-a-deployment.md.
 def federation(of: Federation) -> str:
     """Return federation.toml."""
     members = "".join(
-        f'\n[sites."{name}"]\nsize = {member.size:g}\nkey = "{member.key}"\n'
+        f'\n[sites.{toml(name)}]\nsize = {member.size:g}\nkey = "{member.key}"\n'
         for name, member in of.sites.items()
     )
     patience, checks = of.patience, of.checks
@@ -135,14 +135,14 @@ def render_site_toml(name: str, records: str, label: str | None) -> str:
     )
     return f"""\
 # The owner's settings; no message can change them. Paths are relative to this directory.
-name = "{name}"                # as in federation.toml
+name = {toml(name)}                # as in federation.toml
 records = "{records}"     # .npz with x and y, .csv or .parquet: the site's records
 {column}
-data_set = "{name}"            # the ledger's name: always the same for these records
+data_set = {toml(name)}            # the ledger's name: always the same for these records
 # data_version = "2026-01"     # stated in receipts next to the name
 ledger = "ledger.jsonl"        # on a local disk, backed up, never restored
 device = "cpu"                 # or "cuda"
-# socket = "/run/fedpact/{name}.sock"      # only for an existing SuperNode
+# socket = "/run/fedpact/{safe_name(name)}.sock"      # only for an existing SuperNode
 
 # most_left_out = 0.05         # the site does not open if more records than this do not fit
 
