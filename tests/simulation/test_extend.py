@@ -27,7 +27,7 @@ def runs(tmp_path_factory):
     third = CliRunner().invoke(app, words)
     assert third.exit_code == 0, third.output
     assert third.stderr.startswith("privacy: ")
-    assert "cost (ε, δ) = (2, 3e-05) together; so far it is (1.5, 2e-05)" in third.stderr
+    assert "this one costs (ε, δ) = (2, 3e-05) a site" in third.stderr
     return first, second, third.stdout
 
 

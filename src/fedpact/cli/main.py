@@ -41,11 +41,6 @@ class Commands(Group):
             self.commands[cmd_name] = commands.load(cmd_name)
         return super().get_command(ctx, cmd_name)
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keep what was typed, for `invoke`."""
-        ctx.obj = [*args]
-        return super().parse_args(ctx, args)
-
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; for an unknown option that is a key of the plan, suggest --set."""
         try:
@@ -57,7 +52,7 @@ class Commands(Group):
 
                 option = error.option_name
                 keys = keys_called(option.lstrip("-").replace("-", "_"))
-                typed = re.search(rf"{option}[= ]([^-\s]\S*)", " ".join(ctx.obj))
+                typed = re.search(rf"{option}[= ]([^-\s]\S*)", " ".join(sys.argv))
                 value = quote(typed[1]) if typed else "VALUE"
                 ways = " or ".join(f"--set {key}={value}" for key in keys)
                 if ways:

@@ -150,12 +150,10 @@ def keys_called(name: str) -> list[str]:
     """
     settings = [algorithm(one).settings for one in algorithm_names()]
     every = [key for table in (*tables(), *settings) for key in table.keys]
-    found = dict.fromkeys(
-        key.name for key in every if name in (key.last, key.name) and "NAME" not in key.name
-    )
+    found = {k.name for k in every if name in (k.last, k.name) and "NAME" not in k.name}
     if not found and name in OTHER_NAMES:
         return [OTHER_NAMES[name]]
-    return sorted(found, key=lambda key: not key.startswith("privacy."))
+    return sorted(found, key=lambda key: (not key.startswith("privacy."), key))
 
 
 def check_keys(config: Path | None, overrides: Sequence[str] = ()) -> None:

@@ -21,7 +21,6 @@ from fedpact.common.errors import InputError
 _LARGEST: Final = sys.float_info.max
 
 WITHOUT_PRIVACY: Final = '; for a run without privacy set privacy.mode = "none"'
-"""What to append to an error about an ε."""
 
 
 def _single(named: dict[str, float]) -> tuple[str, float]:

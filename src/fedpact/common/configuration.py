@@ -191,11 +191,8 @@ def read_file(path: Path) -> dict[str, Any]:
             return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         remedy = "name a .toml or .json file, or none for the embedded default"
-        if "=" in path.name:
-            remedy = f"a key is set as --set {path}"
-        raise PlanError(
-            f"configuration {path} cannot be read ({error.strerror}): {remedy}"
-        ) from None
+        told = f"a key is set as --set {path}" if "=" in path.name else remedy
+        raise PlanError(f"configuration {path} cannot be read ({error.strerror}): {told}") from None
     except ValueError as error:
         if path.suffix not in (".toml", ".json"):
             raise PlanError(
@@ -350,8 +347,7 @@ def _explain(
     if first["type"] == "value_error":
         told = "; ".join(dict.fromkeys(messages))
         return f"{key}: {told}" if place else told
-    own = key == "privacy" or (key.startswith("privacy.") and key.endswith("epsilon"))
-    hint = WITHOUT_PRIVACY if own else ""
+    hint = WITHOUT_PRIVACY if re.fullmatch(r"privacy(\..*epsilon)?", key) else ""
     if first["type"] in ("model_type", "model_attributes_type"):
         return f"{key} is {first['input']!r}: expected a table of keys{hint}"
     if first["type"] == "finite_number" and hint:
@@ -359,8 +355,8 @@ def _explain(
     begin = "Input should be "
     others = [message.removeprefix(begin) for message in messages if message != messages[0]]
     told = ", or ".join([messages[0], *dict.fromkeys(others)])
-    remedy = hint or f"; set {key} to such a value"
-    return f"{key} is {first['input']!r}: {told[0].lower()}{told[1:]}{remedy}"
+    told = f"{told[0].lower()}{told[1:]}{hint or f'; set {key} to such a value'}"
+    return f"{key} is {first['input']!r}: {told}"
 
 
 def _table_at(model: "type[BaseModel]", place: list[Any]) -> "type[BaseModel]":

@@ -82,8 +82,7 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
     if label is not None and not task:
         lines += _classes(columns, label)
     if dropped:
-        told = {name or "a column without a name": why for name, why in dropped.items()}
-        lines += [f"# not used: {name}: {why}" for name, why in told.items()]
+        lines += [f"# not used: {name or '(no name)'}: {why}" for name, why in dropped.items()]
         lines.append(f"drop = {toml([*dropped])}")
     for one in features:
         if one.name not in dropped:
@@ -137,8 +136,8 @@ def _unnamed(role: str, name: str | None, columns: Mapping[str, Cells]) -> list[
     if name is not None and name not in columns:
         return [f"# {role}: the file has no column {name!r}; its columns are {list_some(columns)}"]
     blank = [row for row, cell in enumerate(columns.get(name or "", ())) if is_blank(cell)]
-    told = f"{counted(len(blank), 'row')} without a {role} ({_rows(blank)})" if blank else ""
-    return [f"# found: {told}: records without one are left out"] * bool(told)
+    told = f"{counted(len(blank), 'row')} without a {role} ({_rows(blank)}): they are left out"
+    return [f"# found: {told}"] * bool(blank)
 
 
 def _column(one: ColumnSummary, cells: Cells) -> list[str]:

@@ -445,11 +445,9 @@ def refit(data: Dataset, records: PlanRecords, form: RecordForm | None = None) -
         form=form,
     )
     held = None if data.held is None else data.held[found.numbers]
-    told, names = data.description, data.features
     sieve = max(filter(None, (data.sieve, found.sieve)), key=lambda one: one.left_out)
-    return replace(
-        found, description=told, features=names, column=data.column, held=held, sieve=sieve
-    )
+    found = replace(found, description=data.description, held=held, sieve=sieve)
+    return replace(found, features=data.features, column=data.column)
 
 
 def _is_split(data: Mapping[Any, Any]) -> bool:

@@ -34,10 +34,7 @@ _WRITTEN: Final = (
     (r"[+-]?\d{1,3}([,' \u00a0]\d{3})+(\.\d+)?", "numbers with thousands separators. Remove them"),
     (
         r"[+-]?\d+([. ]\d{3})*,\d+",
-        (
-            "numbers with a decimal comma. Write a point, as pandas does by "
-            'table["NAME"].str.replace(",", ".")'
-        ),
+        'numbers with decimal commas. Write points, in pandas by table["X"].str.replace(",", ".")',
     ),
     (r"[<>≤≥]=?\s*[\d.,]+", 'bounds such as "<5". Write a number, such as the bound itself'),
     (
@@ -77,13 +74,11 @@ def summarise_column(name: str, cells: Cells, own: ValueRange | None = None) -> 
     """Summarise a column's cells [n]. own: its declaration, or None."""
     found = _Cells.of(cells)
     kind = found.kind
-    outside, remark = np.zeros(len(cells), bool), ""
+    outside, remark = np.zeros(len(cells), bool), describe_text(cells) if kind == "text" else ""
     if own is not None:
         outside, remark = _beside(found, own, kind)
     few = Counter(text for text in found.texts if text) if kind in ("text", "dates") else Counter()
     low, median, high = found.spread((0.0, 0.5, 1.0)) if kind == "numbers" else (None,) * 3
-    if own is None and kind == "text":
-        remark = describe_text(cells)
     count = max(len(cells), 1)
     return ColumnSummary(
         name,

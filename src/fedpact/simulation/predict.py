@@ -207,12 +207,10 @@ def read_prediction_inputs(
         told = {"features": [*own.features], "drop": [], "columns": form.kept}
         wanted = form.model_copy(update=told)
     roles = plan.label, plan.site, plan.person
-    if named.sources and not isinstance(records, str | Path):
-        columns = columns_of(records)
-        if columns is not None:
-            records = named.declared("the table of records", columns, own.features, plan.label)
     if not isinstance(records, str | Path) and (columns := columns_of(records)) is not None:
-        _check_columns("the table of records", columns, own.features)
+        if named.sources:
+            records = named.declared("the table of records", columns, own.features, plan.label)
+        _check_columns("the table of records", records if named.sources else columns, own.features)
     if not isinstance(records, str | Path):
         table = read_input("records", records, wanted, *roles, shape=own.shape)
     elif Path(records).suffix.lower() == ".npz":

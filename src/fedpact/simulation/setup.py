@@ -37,7 +37,6 @@ from fedpact.simulation.secure_aggregation.encoding import check_shares
 from fedpact.simulation.secure_aggregation.keys import check_secure
 from fedpact.simulation.workshop import TrainingSetup
 
-_logger = logging.getLogger("fedpact")
 _MOST: Final = "records.most_left_out"
 _MANY_CLASSES: Final = 20
 """With more integer labels than this, ask whether they are classes."""
@@ -135,14 +134,8 @@ class SimulationSetup:
         kind = "" if task.range else "of classes "
         return (
             f"columns used: {_some(names)}; label {self.plan.label or 'y'}, {kind}{of}; "
-            f"{len(self.raw.y):,} records{self._out}"
+            f"{len(self.raw.y):,} records"
         )
-
-    @property
-    def _out(self) -> str:
-        sieve = self.raw.sieve
-        out = 0 if sieve is None else int((~sieve.good).sum())
-        return f", {out:,} left out" if out else ""
 
     def held_out(self, site: SiteRecords) -> HeldOut:
         """Return a site's held-out records for evaluation."""
@@ -287,10 +280,9 @@ def _warn_of_batch(plan: Plan, sites: Sequence[SiteRecords]) -> None:
     sizes = {site.name: units(plan, site) for site in sites}
     small = [f"{name} ({size})" for name, size in sizes.items() if size < (plan.batch_size or 0)]
     if small:
-        _logger.warning(
+        logging.getLogger("fedpact").warning(
             f"batch_size is {plan.batch_size:g}, and these sites have fewer {plan.privacy.unit}s: "
-            f"{_some(tuple(small), 5)}. Every step uses all of them there, q = 1: choose a smaller "
-            "batch_size, or sampling_rate in its place"
+            f"{_some(tuple(small), 5)}. Each step uses all of them (q = 1): lower batch_size"
         )
 
 

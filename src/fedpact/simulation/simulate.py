@@ -427,21 +427,16 @@ def _finish(
 
 def _tell_total(folder: Folder, scene: SimulationSetup) -> str:
     """Return what a run costs together with earlier ones in its sites' ledgers; "" without any."""
-    found, held = list[tuple[float, ...]](), scene.form.once
+    found, held = list[tuple[float, float]](), scene.form.once
     for name, terms in scene.terms.items():
-        path = folder.ledger(name, scene.plan.run.ledgers)
-        if path.is_file():
+        if (path := folder.ledger(name, scene.plan.run.ledgers)).is_file():
             old, own = receipt(path), [terms.budget, *([held.budget] if held else [])]
-            before = old["epsilon_reserved"], old["delta_reserved"]
             # Held-out records are others: the larger of both counts.
-            more = max(one.epsilon for one in own), max(one.delta for one in own)
-            found.append((*map(add_budgets, zip(before, more, strict=True)), *before))
-    if not found:
-        return ""
-    return (
-        "privacy: this run and earlier ones in the same ledgers cost (ε, δ) = ({}, {}) together; "
-        "so far it is ({}, {})"
-    ).format(*map(upper, max(found)))
+            epsilon = add_budgets([old["epsilon_reserved"], max(one.epsilon for one in own)])
+            delta = add_budgets([old["delta_reserved"], max(one.delta for one in own)])
+            found.append((epsilon, delta))
+    told = "privacy: with earlier runs in the same ledgers, this one costs (ε, δ) = ({}, {}) a site"
+    return told.format(*map(upper, max(found))) if found else ""
 
 
 def _sum_ledgers(folder: Folder, scene: SimulationSetup) -> dict[str, Any] | None:
